@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ludus.env.options import EnvironmentOptions, list_options, option_table
+from ludus.env.options import EnvironmentOptions, format_option_table, list_options
 
 ROOT = Path(__file__).parents[1]
 TABLE = re.compile(r"(<!-- options -->\n).*?(<!-- /options -->)", re.DOTALL)
@@ -30,7 +30,7 @@ def find_options() -> Iterator[tuple[Path, type[EnvironmentOptions]]]:
 
 def render(text: str, options_type: type[EnvironmentOptions]) -> str:
     """Return the text of a README with a current option table."""
-    table = f"{option_table(options_type)}\n"
+    table = f"{format_option_table(options_type)}\n"
     return TABLE.sub(lambda match: match[1] + table + match[2], text)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ludus.env import Message
-from ludus.env.text import extract_answer, find_named_move, quote_end
+from ludus.env.text import extract_answer, find_named_action, quote_end
 from ludus.proto.errors import ActionParseError
 
 from .game_texts import make_game_text
@@ -52,7 +52,7 @@ class AtariRenderer:
         """
         names = observation.action_names
         response = extract_answer(text) if self._style == "rules" else text
-        name = find_named_move(response, names) if observation.legal_actions else None
+        name = find_named_action(response, names) if observation.legal_actions else None
         if name is None:
             choices = ", ".join(names) if observation.legal_actions else "none: the game is over"
             raise ActionParseError(f"expected one action out of {choices}; got {quote_end(text)}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ludus.env import Message
-from ludus.env.text import extract_answer, find_named_move, quote_end
+from ludus.env.text import extract_answer, find_named_action, quote_end
 from ludus.proto.errors import ActionParseError
 
 from .cards import WILDS
@@ -51,7 +51,7 @@ class UnoRenderer:
             ActionParseError: The text names no legal move, or several.
         """
         response = extract_answer(text) if self._style == "rules" else text
-        move = find_named_move(response, observation.legal_actions)
+        move = find_named_action(response, observation.legal_actions)
         if move is None:
             legal_moves = ", ".join(observation.legal_actions) or "no move: the game is over"
             raise ActionParseError(f"expected one of {legal_moves}; got {quote_end(text)}")

@@ -118,7 +118,7 @@ def test_an_environment_server_accepts_its_arguments(
         arguments, options = server_options(server, monkeypatch)
         listening = {
             "http": options.port,
-            "grpc": options.bound_grpc_port,
+            "grpc": options.requested_grpc_port,
             "admin": options.admin_port,
         }
         assert listening == ports(server)

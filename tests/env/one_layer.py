@@ -18,7 +18,7 @@ from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.landlock import require_signal_scope, restrict_files
 from ludus.env.sandbox.processes import give_up_privileges, hide_process, take_user_id
 from ludus.env.sandbox.seccomp import refuse_system_calls
-from ludus.env.sandbox.worker_resources import code_paths, system_paths
+from ludus.env.sandbox.worker_resources import list_code_paths, list_system_paths
 
 _CLONE_NEWUSER = 0x1000_0000
 _PTRACE_SEIZE = 0x4206
@@ -54,7 +54,7 @@ def put_on(layer: str, own_folder: Path) -> None:
             take_user_id(os.getpid(), own_folder, [], [])
         case "landlock":
             give_up_privileges()
-            restrict_files([*system_paths(), *code_paths(own_folder)], [own_folder])
+            restrict_files([*list_system_paths(), *list_code_paths(own_folder)], [own_folder])
         case "signal-scope":
             require_signal_scope()
             give_up_privileges()

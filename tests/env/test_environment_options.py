@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import Field
 
-from ludus.env.options import EnvironmentOptions, JsonOption, option_table
+from ludus.env.options import EnvironmentOptions, JsonOption, format_option_table
 from ludus.env.serving import application
 from ludus.env.serving.application import ServerApplication
 from ludus.proto.errors import ConfigError
@@ -106,7 +106,7 @@ def test_types_are_strict_in_python(options: dict[str, Any]) -> None:
 
 
 def test_table_has_every_option() -> None:
-    lines = option_table(CoinOptions).splitlines()
+    lines = format_option_table(CoinOptions).splitlines()
     assert lines[2] == "| `num_flips` | `COIN_NUM_FLIPS` | `10` | Number of flips in an episode. |"
     assert lines[4] == "| `sides` | `COIN_SIDES` | `heads tails` | Names of the sides. |"
     assert len(lines) == 7

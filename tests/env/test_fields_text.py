@@ -23,39 +23,39 @@ def make_text(kind: str, **field: Any) -> FieldsText:
 
 def test_fields_are_shown_one_a_line_and_the_question_once() -> None:
     text = FieldsText("Row", MOVE)
-    assert text.content(SEEN, first=False) == "board: x.o\nturn: 3"
-    first, *rest = text.content(SEEN, first=True).splitlines()
+    assert text.render(SEEN, first=False) == "board: x.o\nturn: 3"
+    first, *rest = text.render(SEEN, first=True).splitlines()
     assert first.startswith("You play Row. Answer with the action_id, JSON like")
     assert rest == ["board: x.o", "turn: 3"]
-    assert text.content({}, first=False) == "Nothing to see."
-    assert text.content({"pixels": "0" * 5000}, first=False).endswith("... (1000 more characters)")
+    assert text.render({}, first=False) == "Nothing to see."
+    assert text.render({"pixels": "0" * 5000}, first=False).endswith("... (1000 more characters)")
 
 
 def test_only_legal_actions_are_parsed() -> None:
     text = FieldsText("Row", MOVE)
     assert text.legal_answers(SEEN) == ["1", "4"]
-    assert text.action(" 4 ", SEEN) == text.action('{"action_id": 4}', SEEN) == {"action_id": 4}
+    assert text.parse(" 4 ", SEEN) == text.parse('{"action_id": 4}', SEEN) == {"action_id": 4}
     for message in ("2", "four", '{"action": 4}', "[" * 100_000):
         with pytest.raises(ActionParseError):
-            text.action(message, SEEN)
-    assert text.action("2", {}) == {"action_id": 2}, "where none are listed, all may be tried"
+            text.parse(message, SEEN)
+    assert text.parse("2", {}) == {"action_id": 2}, "where none are listed, all may be tried"
 
 
 def test_text_field_accepts_any_text_and_enum_only_its_values() -> None:
     talk = make_text("string")
-    assert talk.action("Hello, 4!", {}) == {"said": "Hello, 4!"}
+    assert talk.parse("Hello, 4!", {}) == {"said": "Hello, 4!"}
     assert talk.legal_answers({}) == []
     with pytest.raises(ActionParseError, match="expected some text"):
-        talk.action(" ", {})
+        talk.parse(" ", {})
     few = make_text("string", enum=["left", "right"])
     assert few.legal_answers({}) == ["left", "right"]
     with pytest.raises(ActionParseError, match=r"expected one of \['left', 'right'\]"):
-        few.action("up", {})
+        few.parse("up", {})
 
 
 def test_an_action_of_several_fields_is_an_object() -> None:
     schema = {"properties": {"x": {}, "y": {}}, "required": ["x", "y"]}
     text = FieldsText("Grid", schema)
-    assert text.action('{"x": 1, "y": 2}', {}) == {"x": 1, "y": 2}
+    assert text.parse('{"x": 1, "y": 2}', {}) == {"x": 1, "y": 2}
     with pytest.raises(ActionParseError, match="expected a JSON object, got '3'"):
-        text.action("3", {})
+        text.parse("3", {})

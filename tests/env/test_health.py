@@ -229,7 +229,7 @@ async def test_every_way_a_session_ends_has_its_class(core_clock) -> None:
     sweeping.cancel()
     last = await core.open(OpenArgs())
     await core.shut_down()
-    ends = {end: count for end, count in core.counts.num_ends.items() if count}
+    ends = {end: count for end, count in core.counts.num_ends_by_kind.items() if count}
     assert ends == dict.fromkeys(set(SessionEnd) - {SessionEnd.LOST}, 1)
     assert core.tombstones.find(last.session_id).kind is SessionEnd.SHUTDOWN
 

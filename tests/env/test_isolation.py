@@ -189,8 +189,8 @@ async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation: 
         with pytest.raises(CallTimeoutError, match="the first reset did not finish within 60 s"):
             await opening
         assert server.core.load.num_sessions == 0
-        await eventually(lambda: host.num_ended == 1)
-        assert (await server.core.open(OpenArgs(ResetArgs()))).first is not None
+        await eventually(lambda: host.num_ended_workers == 1)
+        assert (await server.core.open(OpenArgs(ResetArgs()))).first_result is not None
 
 
 async def test_cpu_time_beyond_the_limit_ends_the_session() -> None:
@@ -281,7 +281,7 @@ async def test_open_succeeds_when_its_fork_server_dies(isolation: str) -> None:
         killed = host.pids if isolation == "pool" else []  # so that warm workers do not suffice
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: host.worker_counts.num_ends == len(killed))
+        await eventually(lambda: host.worker_counts.num_ended_workers == len(killed))
         opening = asyncio.create_task(open_many(client, 8))
         await eventually(lambda: any(worker.sessions for worker in host.live_workers))
         os.kill(fork_server, signal.SIGKILL)
@@ -322,7 +322,7 @@ async def test_no_slot_leaks_after_200_opens_and_kills(isolation: str) -> None:
             await asyncio.gather(*(one_life(batch * 20 + index) for index in range(20)))
         killing.cancel()
         await eventually(lambda: server.core.load.num_sessions == 0)
-        assert host.num_ended > 0
+        assert host.num_ended_workers > 0
         await eventually(lambda: all(not worker.sessions for worker in host.live_workers))
         sessions: list[Any] = []
         while len(sessions) < max_sessions:

@@ -28,7 +28,7 @@ async def host(request: pytest.FixtureRequest) -> AsyncIterator[ProgramHost]:
 
 async def run(host: ProgramHost, script: str, *readable: str) -> CompletedProgram:
     return await host.run(
-        ["/bin/sh", "-c", script], variables=VARIABLES, folder="/", readable=readable
+        ["/bin/sh", "-c", script], variables=VARIABLES, folder="/", readable_paths=readable
     )
 
 

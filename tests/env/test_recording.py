@@ -11,7 +11,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import ResetArgs
 from ludus.env.recording.format import EpisodeWriter, hash_observation, read_recording
 from ludus.env.recording.recorder import EpisodeRecorder
-from ludus.env.recording.verify import recorded_factory, replay_episode
+from ludus.env.recording.verify import make_recorded_factory, replay_episode
 from ludus.env.serving.loopback import open_client
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import make_local_host
@@ -209,7 +209,7 @@ async def test_a_line_of_another_format_is_refused_with_its_number(tmp_path: Pat
 
 async def replay_differences(path: Path) -> list[str]:
     episodes = read_episodes(path)
-    async with open_client(recorded_factory(episodes[0])) as client:
+    async with open_client(make_recorded_factory(episodes[0])) as client:
         return [(await replay_episode(client, episode)).difference for episode in episodes]
 
 
@@ -240,10 +240,10 @@ async def test_a_recording_replays_without_a_difference_and_a_change_is_named(
 
 async def test_immediate_steps_are_recorded(tmp_path: Path) -> None:
     sessions, _ = recording_core(tmp_path / "r.jsonl")
-    immediate = sessions.immediate
+    immediate = sessions.immediate_calls
     assert immediate is not None
     threaded, _ = recording_core(tmp_path / "t", factory=ThreadedCountingEnv)
-    assert threaded.immediate is None
+    assert threaded.immediate_calls is None
     session_id = (await sessions.open(OpenArgs())).session_id
     immediate.reset_now(session_id, ResetArgs(seed=2))
     immediate.step_now(session_id, b'{"add":2}', 1)
@@ -334,10 +334,10 @@ async def test_client_writes_the_same_format(tmp_path: Path) -> None:
     async with open_client(environment_factory(TARGET, {})) as client:
         writer = EpisodeWriter(path, await client.describe(), TARGET, {})
         session, first = await client.open(seed=2)
-        writer.begin(2, first)
+        writer.begin_episode(2, first)
         for action in ({"add": 1}, DONE):
             writer.add_step(action, await session.step(action))
-        writer.end("truncated")
+        writer.end_episode("truncated")
     assert await replay_differences(path) == [""]
 
 

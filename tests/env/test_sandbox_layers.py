@@ -15,10 +15,10 @@ import pytest
 from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.processes import take_user_id
 from ludus.env.sandbox.worker_resources import (
-    code_paths,
-    disk_usage_bytes,
     filter_variables,
-    paths_in_options,
+    find_option_paths,
+    list_code_paths,
+    measure_disk_bytes,
     remove_folder,
 )
 
@@ -136,7 +136,7 @@ def test_code_is_readable_but_no_parent_of_worker_folders(
     workers = tmp_path / "work" / "workers"
     workers.mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "work"), str(tmp_path / "code")])
-    paths = code_paths(workers)
+    paths = list_code_paths(workers)
     assert tmp_path / "code" in paths
     assert not any(workers.is_relative_to(path) for path in paths)
     assert any(Path(json.__file__).is_relative_to(path) for path in paths)
@@ -146,7 +146,7 @@ def test_code_is_readable_but_no_parent_of_worker_folders(
 def test_options_that_name_files_make_them_readable(tmp_path: Path) -> None:
     (tmp_path / "data").touch()
     options = {"a": str(tmp_path / "data"), "b": str(tmp_path / "none"), "game": "chess", "n": 3}
-    assert paths_in_options(options) == [tmp_path / "data"]
+    assert find_option_paths(options) == [tmp_path / "data"]
 
 
 def test_folder_is_measured_and_removed(tmp_path: Path) -> None:
@@ -154,12 +154,12 @@ def test_folder_is_measured_and_removed(tmp_path: Path) -> None:
     deep = folder / "a" / "b"
     deep.mkdir(parents=True)
     (deep / "large").write_bytes(b"x" * 100_000)
-    assert 100_000 < disk_usage_bytes(folder) < 200_000
+    assert 100_000 < measure_disk_bytes(folder) < 200_000
     for index in range(100):
         (folder / str(index)).touch()
-    assert disk_usage_bytes(folder) > 500_000
+    assert measure_disk_bytes(folder) > 500_000
     (folder / "outside").symlink_to(tmp_path)
     deep.chmod(0)
     remove_folder(folder)
     assert not folder.exists() and tmp_path.exists()
-    assert disk_usage_bytes(folder) == 0
+    assert measure_disk_bytes(folder) == 0

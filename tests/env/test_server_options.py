@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ludus.env.serving.listeners import bind
-from ludus.env.sessions.options import ServerOptions, available_cpus, flags
+from ludus.env.sessions.options import ServerOptions, count_available_cpus, list_flags
 from ludus.proto.errors import ConfigError
 
 
@@ -46,9 +46,9 @@ def test_workers_have_a_time_limit_unless_it_is_turned_off() -> None:
 
 
 def test_a_pool_has_a_worker_for_each_cpu_but_no_more_than_sessions() -> None:
-    assert ServerOptions(isolation="pool").bound_num_workers == available_cpus()
+    assert ServerOptions(isolation="pool").num_pool_workers == count_available_cpus()
     few = ServerOptions(isolation="pool", num_workers=8, max_sessions=3)
-    assert few.bound_num_workers == 3
+    assert few.num_pool_workers == 3
 
 
 def test_secrets_are_not_in_repr() -> None:
@@ -70,7 +70,7 @@ def test_token_is_read_from_the_named_variable(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_flag_has_a_text_and_no_secret_has_a_flag() -> None:
-    flags_by_field = {flag.field: flag for flag in flags()}
+    flags_by_field = {flag.field_name: flag for flag in list_flags()}
     assert all(flag.help.endswith(".") for flag in flags_by_field.values())
     assert set(ServerOptions.model_fields) - set(flags_by_field) == {
         "token",

@@ -182,8 +182,8 @@ def test_options_that_cannot_work_are_refused(options, message: str) -> None:
 
 
 def test_adjacent_ports_have_adjacent_grpc_ports() -> None:
-    assert [ServerOptions(port=port).bound_grpc_port for port in (8004, 8005)] == [18004, 18005]
-    assert ServerOptions(port=0).bound_grpc_port == 0
+    assert [ServerOptions(port=port).requested_grpc_port for port in (8004, 8005)] == [18004, 18005]
+    assert ServerOptions(port=0).requested_grpc_port == 0
     assert CountingEnv.steps_on_event_loop
 
 
@@ -284,7 +284,7 @@ def test_a_local_server_passes_on_isolation_arguments_and_secrets(
         "counting_env:CountingEnv",
         isolation="process",
         extra_arguments=["--memory-limit-mb", "900"],
-        environment={"LUDUS_SESSION_KEY": KEY},
+        extra_variables={"LUDUS_SESSION_KEY": KEY},
     )
     with server:
         arguments = Path(f"/proc/{server.pid}/cmdline").read_bytes().split(b"\0")

@@ -45,7 +45,7 @@ async def open_in(
     **args,
 ) -> tuple[str, EncodedResult | None]:
     opened = await core.open(OpenArgs(reset, **args), connection)
-    return opened.session_id, opened.first
+    return opened.session_id, opened.first_result
 
 
 @pytest.fixture(params=[CountingEnv, ThreadedCountingEnv])
@@ -390,8 +390,8 @@ class DyingHost(LocalHost):
             return result
 
         return SimpleNamespace(
-            last=None,
-            direct=None,
+            last_result=None,
+            inline_session=None,
             remaining_s=hosted.remaining_s,
             reset=reset_and_die,
             close=hosted.close,

@@ -11,7 +11,7 @@ import pytest
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.subprocess import LocalServer
-from ludus.env.targets.targets import TargetFactory, environment_factory, installed_packages
+from ludus.env.targets.targets import TargetFactory, environment_factory, list_installed_packages
 from ludus.proto.errors import ConfigError, NotFoundError
 
 ROOT = Path(__file__).parents[2]
@@ -144,5 +144,5 @@ def test_target_imports_no_other_library() -> None:
 
 @pytest.mark.slow
 def test_installed_packages_are_listed() -> None:
-    assert "openspiel_env" in [package.name for package in installed_packages()]
+    assert "openspiel_env" in [package.name for package in list_installed_packages()]
     assert TargetFactory("openspiel_env").options == {}

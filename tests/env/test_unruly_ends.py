@@ -82,7 +82,7 @@ async def collect_codes(server: EnvServer, client: AsyncEnvClient, deed: str) ->
     """Return the error codes of sessions that do the deed, one per phase."""
     await workers_ready(server)
     host = server.core.host
-    num_ended = host.num_ended + len(PHASES)
+    num_ended_workers = host.num_ended_workers + len(PHASES)
     sessions = [(await client.open(seed=1))[0] for _ in PHASES]
     if deed == HANG:
         limit_steps(server.core, LIMIT_S)
@@ -92,7 +92,7 @@ async def collect_codes(server: EnvServer, client: AsyncEnvClient, deed: str) ->
     )
     codes = await asyncio.gather(*calls)
     if host.shares_workers:  # otherwise a closing worker could end the next session
-        await eventually(lambda: host.num_ended == num_ended)
+        await eventually(lambda: host.num_ended_workers == num_ended_workers)
     limit_steps(server.core, NO_LIMIT_S)
     return dict(zip(PHASES, codes, strict=True))
 

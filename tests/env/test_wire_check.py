@@ -6,7 +6,7 @@ import pytest
 
 from ludus.env.check import CheckReport, check_server
 from ludus.env.client import AsyncEnvClient
-from ludus.env.contract.schema import find_fault, random_value
+from ludus.env.contract.schema import draw_value, find_fault
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.session import EnvironmentSession
 from ludus.env.types import Transition
@@ -244,7 +244,7 @@ SCHEMA = {
 @pytest.mark.slow
 def test_random_values_fit_their_schema() -> None:
     generator = random.Random(1)
-    values = [random_value(SCHEMA, generator) for _ in range(50)]
+    values = [draw_value(SCHEMA, generator) for _ in range(50)]
     assert {find_fault(value, SCHEMA) for value in values} == {""}
     assert len({str(value) for value in values}) == 50
 

@@ -82,7 +82,7 @@ async def test_workers_do_not_share_their_global_random_state(isolation: str) ->
 async def test_group_has_equal_first_observations_across_workers(isolation: str) -> None:
     async with worker_server(isolation=isolation) as server:
         opened = await server.core.open_group(OpenArgs(ResetArgs(seed=5)), 6)
-        assert len({candidate.first.observation_json for candidate in opened}) == 1
+        assert len({candidate.first_result.observation_json for candidate in opened}) == 1
         pids = set()
         for candidate in opened:
             result = await server.core.step(candidate.session_id, b'{"add": %d}' % Deed.REPORT)

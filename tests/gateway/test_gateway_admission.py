@@ -218,7 +218,7 @@ async def test_an_open_that_many_full_servers_refuse_waits_until_its_deadline():
         await eventually(lambda: waiting.done() or get_sessions(unaware).admission.num_waiting)
         assert not waiting.done()
         await get_sessions(other).close(opened[0].session_id)
-        assert (await waiting).first is not None
+        assert (await waiting).first_result is not None
         assert num_sessions(servers) == 10
 
 
@@ -239,7 +239,7 @@ async def test_group_larger_than_any_server_is_split_with_one_seed():
     async with run_gateway(3, server_options={"max_sessions": 4}) as (gateway, servers):
         opened = await get_sessions(gateway).open_group(OpenArgs(), 10)
         assert len({opened_session.session_id for opened_session in opened}) == 10
-        assert len({opened_session.first.observation_json for opened_session in opened}) == 1
+        assert len({opened_session.first_result.observation_json for opened_session in opened}) == 1
         assert sorted(server.core.load.num_sessions for server in servers) == [2, 4, 4]
 
 

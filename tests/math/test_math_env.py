@@ -18,7 +18,7 @@ from ludus.env.check import check_environment
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import play_policy, summarize
 from ludus.env.serving.server import EnvServer, ServerOptions
-from ludus.env.targets.targets import installed_packages
+from ludus.env.targets.targets import list_installed_packages
 from ludus.proto.errors import ActionParseError, ConfigError, EpisodeStateError, ErrorCode
 from math_env import MathAction, MathEnv, MathObservation, make_environment
 from math_env.policies import fixed_policies
@@ -47,7 +47,7 @@ def test_environment_contract(operation: str) -> None:
 
 @pytest.mark.slow
 def test_package_is_listed_as_installed() -> None:
-    assert "math_env" in [package.name for package in installed_packages()]
+    assert "math_env" in [package.name for package in list_installed_packages()]
 
 
 # -- questions -------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.landlock import restrict_files
 from ludus.env.sandbox.processes import give_up_privileges
 from ludus.env.sandbox.seccomp import refuse_system_calls
-from ludus.env.sandbox.worker_resources import device_paths, system_paths
+from ludus.env.sandbox.worker_resources import list_device_paths, list_system_paths
 
 _FILE = "answer.py"
 _NUM_DESCRIPTORS = 5
@@ -123,7 +123,7 @@ def _confine(cpu_s: int, memory_bytes: int) -> None:
     library_paths = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
     # An older kernel may lack Landlock. The sandbox of the server's worker still applies.
     with contextlib.suppress(LayerUnavailableError):
-        restrict_files([*system_paths(), *library_paths], device_paths())
+        restrict_files([*list_system_paths(), *library_paths], list_device_paths())
     refuse_system_calls(computes_only=True)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from ludus.env.encoding import row_without_nan
+from ludus.env.encoding import replace_nan
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError
 
@@ -42,7 +42,7 @@ class ArrowRows:
 
     def __getitem__(self, index: int) -> JsonObject:
         (row,) = self._table.slice(index, 1).to_pylist()
-        return row_without_nan(row)
+        return replace_nan(row)
 
 
 def open_arrow(path: Path, split: str | None, check: RowCheck) -> ArrowRows:
@@ -72,7 +72,7 @@ def open_arrow(path: Path, split: str | None, check: RowCheck) -> ArrowRows:
         _check_type(path, pyarrow, column)
 
     def check_without_nan(row: JsonObject) -> None:
-        check(row_without_nan(row))
+        check(replace_nan(row))
 
     index = 0
     for batch in table.to_batches(max_chunksize=_ROWS_PER_BATCH):

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from ludus.env.encoding import row_without_nan
+from ludus.env.encoding import replace_nan
 from ludus.proto.errors import ConfigError
 
 from .rows import split_columns
@@ -57,6 +57,6 @@ def _line(row: Mapping[str, Any], number: int) -> bytes:
     if not isinstance(row, Mapping):
         raise ConfigError(f"row {number} must be an object, got {type(row).__name__}")
     try:
-        return orjson.dumps(row_without_nan(row), option=_LINE)
+        return orjson.dumps(replace_nan(row), option=_LINE)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"row {number} cannot be written as JSON: {error}") from None

@@ -61,9 +61,9 @@ def _serve_in_container(package: str) -> NoReturn:
     The server is open to everyone unless LUDUS_ENV_TOKEN sets a token.
     """
     application = importlib.import_module(f"{package}.server.app")
-    access = () if os.environ.get(TOKEN_VARIABLE) else ("--insecure",)
+    access_options = () if os.environ.get(TOKEN_VARIABLE) else ("--insecure",)
     with exit_after_user_error():
-        application.main(["--host", "0.0.0.0", "--port", "8000", *access])
+        application.main(["--host", "0.0.0.0", "--port", "8000", *access_options])
     sys.exit(0)
 
 

@@ -22,9 +22,9 @@ SUCCESS_KEY = "success"
 """Key of the metadata of an episode's last observation, for OpenEnv."""
 MAX_SEED = 2**64 - 1
 _DRAWN_SEED_BITS = 32
-"""Size of random seeds, because some environments accept no larger seed."""
+"""Number of bits of random seeds; some environments accept no larger seeds."""
 _TENSOR_KINDS = frozenset("biufc")
-"""Booleans, integers, floating and complex numbers, which every client can read."""
+"""NumPy kinds that every client can read: booleans, integers, real and complex numbers."""
 _JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -49,19 +49,19 @@ class ResetArgs:
 
 
 class DefaultSeeds:
-    """Seeds for resets without a seed: `first`, then the next; random if `first` is None."""
+    """Default seeds of resets: `first_seed`, then 1 more each time; random if it is None."""
 
-    def __init__(self, first: int | None = None) -> None:
-        self._next = first
+    def __init__(self, first_seed: int | None = None) -> None:
+        self._next_seed = first_seed
 
     def fill(self, args: ResetArgs) -> ResetArgs:
         """Return the arguments with a seed."""
         if args.seed is not None:
             return args
-        if self._next is None:
+        if self._next_seed is None:
             return replace(args, seed=secrets.randbits(_DRAWN_SEED_BITS))
-        self._next += 1
-        return replace(args, seed=self._next - 1)
+        self._next_seed += 1
+        return replace(args, seed=self._next_seed - 1)
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class EncodedText:
 
 @dataclass(slots=True)
 class EncodedResult:
-    """A transition ready for any wire; JSON parts are bytes that are copied, never parsed.
+    """A transition that every wire can send; its JSON parts are copied and never parsed.
 
     It must not be changed. It is not frozen, because every step makes one and a frozen dataclass
     takes three times as long to make.
@@ -83,9 +83,9 @@ class EncodedResult:
     step_index: int
     observation_json: bytes
     metadata_json: bytes
-    """Metadata of the observation, which also contains it; empty without metadata."""
+    """Copy of the observation's metadata as JSON; empty without metadata."""
     info_json: bytes
-    """Empty without info."""
+    """Info as JSON; empty without info."""
     reward: float | None
     terminated: bool
     truncated: bool
@@ -116,20 +116,21 @@ def encode_transition(
     """Encode a transition as JSON with its text view.
 
     Raises:
-        ExecutionError: no wire can encode the transition. Other errors mean the same.
+        ExecutionError: no wire can encode the transition. Other errors have the same cause.
     """
     text = None
     if renderer is not None:
         observation = transition.observation
         messages = renderer.render(observation, first=step_index == 0)
         text = EncodedText(
-            _shrink(orjson.dumps(messages)), _check_answers(renderer.legal_answers(observation))
+            _copy_to_exact_size(orjson.dumps(messages)),
+            _check_answers(renderer.legal_answers(observation)),
         )
     observation_json, metadata = transition.encode_observation()
     reward, info, success = transition.reward, transition.info, transition.success
     encoded_result = EncodedResult(
         step_index,
-        _shrink(observation_json),
+        _copy_to_exact_size(observation_json),
         _to_json(metadata) if metadata else b"",
         _to_json(info) if info else b"",
         None if reward is None else _check_reward(reward),
@@ -149,19 +150,19 @@ def read_success(metadata: JsonObject, *, is_done: bool) -> bool | None:
     return success if is_done and isinstance(success, bool) else None
 
 
-def check_size(part: str, num_bytes: int) -> None:
-    """Refuse data that is too large to send.
+def check_size(part_name: str, num_bytes: int) -> None:
+    """Check that data is small enough to send.
 
     Raises:
         ExecutionError: the data is larger than `MAX_RESULT_BYTES`.
     """
     if num_bytes > MAX_RESULT_BYTES:
         raise ExecutionError(
-            f"{part} cannot have more than {MAX_RESULT_BYTES} bytes, got {num_bytes}"
+            f"{part_name} cannot have more than {MAX_RESULT_BYTES} bytes, got {num_bytes}"
         )
 
 
-def plain_json(value: Any, part: str) -> bytes:
+def plain_json(value: Any, part_name: str) -> bytes:
     """Encode a part of a call as JSON. Parsers accept deeper nesting than encoders.
 
     Raises:
@@ -170,25 +171,25 @@ def plain_json(value: Any, part: str) -> bytes:
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
-        raise unwritable_error(part, error) from None
+        raise unwritable_error(part_name, error) from None
 
 
-def unwritable_error(part: str, error: Exception) -> InvalidCallError:
+def unwritable_error(part_name: str, error: Exception) -> InvalidCallError:
     """Build the error of a part of a call that cannot be encoded, the same on every wire."""
     return InvalidCallError(
-        f"{part} must be plain JSON, at most 254 levels deep, with integers of at most 64 bits"
+        f"{part_name} must be plain JSON, at most 254 levels deep, with integers of at most 64 bits"
         f" and string keys: {error}; send anything else as a string"
     )
 
 
-def row_without_nan(row: Mapping[str, Any]) -> JsonObject:
+def replace_nan(row: Mapping[str, Any]) -> JsonObject:
     """Replace each NaN, which is how pandas writes a missing value, by None.
 
     Raises:
         ValueError: a number is infinite, which JSON cannot encode.
     """
     try:
-        return {name: _without_nan(value) for name, value in row.items()}
+        return {name: _replace_nan_in_value(value) for name, value in row.items()}
     except OverflowError:
         column = next(name for name, value in row.items() if _is_infinite(value))
         raise ValueError(
@@ -197,7 +198,7 @@ def row_without_nan(row: Mapping[str, Any]) -> JsonObject:
         ) from None
 
 
-def _without_nan(value: Any) -> Any:
+def _replace_nan_in_value(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist() if value.dtype.kind == "f" else value
     if isinstance(value, float):
@@ -205,15 +206,15 @@ def _without_nan(value: Any) -> Any:
             raise OverflowError
         return None if math.isnan(value) else value
     if isinstance(value, (list, tuple)):
-        return [_without_nan(element) for element in value]
+        return [_replace_nan_in_value(element) for element in value]
     if isinstance(value, dict):
-        return {name: _without_nan(element) for name, element in value.items()}
+        return {name: _replace_nan_in_value(element) for name, element in value.items()}
     return value
 
 
 def _is_infinite(value: Any) -> bool:
     try:
-        _without_nan(value)
+        _replace_nan_in_value(value)
     except OverflowError:
         return True
     return False
@@ -228,29 +229,29 @@ def decode_action(action_type: type[Action], action_json: bytes) -> Action:
     try:
         return action_type.from_json(action_json)
     except ValidationError as error:
-        raise _invalid_action(action_type, error) from error
+        raise _make_action_error(action_type, error) from error
 
 
-def _invalid_action(action_type: type[Action], error: ValidationError) -> InvalidCallError:
+def _make_action_error(action_type: type[Action], error: ValidationError) -> InvalidCallError:
     faults = error.errors(include_url=False, include_context=False)
     if faults[0]["type"] == "json_invalid":
         return InvalidCallError(f"Invalid JSON: {faults[0]['msg']}", ErrorCode.INVALID_JSON)
-    described = "; ".join(
-        f"{'.'.join(str(part) for part in fault['loc']) or 'action'}: {fault['msg']},"
+    descriptions = "; ".join(
+        f"{'.'.join(str(key) for key in fault['loc']) or 'action'}: {fault['msg']},"
         f" got {fault['input']!r}"
         for fault in faults
     )
     fields = ", ".join(action_type.model_fields)
     return InvalidCallError(
-        f"the action must be of type {action_type.__name__} ({fields}): {described}"
+        f"the action must be of type {action_type.__name__} ({fields}): {descriptions}"
     )
 
 
 def _check_reward(reward: Any) -> float:
-    value = float(reward)
-    if not math.isfinite(value):
-        raise ExecutionError(f"reward must be a finite number or None, got {value}")
-    return value
+    checked_reward = float(reward)
+    if not math.isfinite(checked_reward):
+        raise ExecutionError(f"reward must be a finite number or None, got {checked_reward}")
+    return checked_reward
 
 
 def _check_answers(answers: Any) -> list[str]:
@@ -273,8 +274,12 @@ def _measure_answers(answers: list[str]) -> int:
 def _check_tensors(tensors: Any) -> dict[str, np.ndarray]:
     for name, array in tensors.items():
         if not isinstance(array, np.ndarray) or array.dtype.kind not in _TENSOR_KINDS:
-            kind = f"dtype {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
-            raise ExecutionError(f"tensor {name!r} must be a NumPy array of numbers, got {kind}")
+            array_type = (
+                f"dtype {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
+            )
+            raise ExecutionError(
+                f"tensor {name!r} must be a NumPy array of numbers, got {array_type}"
+            )
         if not isinstance(name, str):
             raise ExecutionError(f"names of tensors must be strings, got {name!r}")
         name.encode()
@@ -283,14 +288,14 @@ def _check_tensors(tensors: Any) -> dict[str, np.ndarray]:
 
 
 def _to_json(value: JsonObject) -> bytes:
-    return _shrink(orjson.dumps(value, option=_JSON_OPTIONS))
+    return _copy_to_exact_size(orjson.dumps(value, option=_JSON_OPTIONS))
 
 
-def _shrink(encoded: bytes) -> bytes:
+def _copy_to_exact_size(encoded_bytes: bytes) -> bytes:
     """Copy bytes into a block of their exact size.
 
     orjson writes into blocks of at least a kilobyte and cuts them off at the end. Sessions keep
-    their last result, and the cut-off ends between thousands of those stay unused: a server's
-    memory was twelve times the size of its results.
+    their last result, and the memory between thousands of these blocks stays unused. It made a
+    server's memory twelve times the size of its results.
     """
-    return bytes(memoryview(encoded))
+    return bytes(memoryview(encoded_bytes))

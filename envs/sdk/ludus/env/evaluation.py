@@ -5,7 +5,7 @@
                                         +--measure_gap_closed--> share of the random-to-optimal gap
 
 Policies are compared on the same seeds, so that luck cancels out. Void episodes have no return:
-they are counted and enter no statistic.
+they are counted, and no other statistic includes them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ludus.proto.runs import PolicyResult
 Z95 = 1.959963984540054
 """The standard normal quantile of a two-sided 95 % interval."""
 
-_EVEN = 1e-9
-"""Largest return that counts as 0, because sums of rewards are rounded."""
+_MAX_DRAW_RETURN = 1e-9
+"""Returns closer to 0 count as draws, because sums of rewards have rounding errors."""
 _MAX_REASON_CHARS = 400
 _FULL_SERVER_TIMEOUT_S = 60.0
 
@@ -92,11 +92,11 @@ def wilson_interval(num_successes: int, num_trials: int) -> Interval:
     """
     if num_trials == 0:
         return 0.0, 1.0
-    share = num_successes / num_trials
-    shrink = 1 + Z95**2 / num_trials
-    center = (share + Z95**2 / (2 * num_trials)) / shrink
-    spread = share * (1 - share) / num_trials + Z95**2 / (4 * num_trials**2)
-    half_width = Z95 * math.sqrt(spread) / shrink
+    proportion = num_successes / num_trials
+    denominator = 1 + Z95**2 / num_trials
+    center = (proportion + Z95**2 / (2 * num_trials)) / denominator
+    variance = proportion * (1 - proportion) / num_trials + Z95**2 / (4 * num_trials**2)
+    half_width = Z95 * math.sqrt(variance) / denominator
     return max(0.0, center - half_width), min(1.0, center + half_width)
 
 
@@ -116,10 +116,10 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def classify_outcome(episode_return: float, success: bool | None) -> OutcomeKind:
-    """Classify an outcome; an episode that a limit ended is not a success."""
+    """Classify an outcome. An episode that was ended by a limit is not a success."""
     if success:
         return OutcomeKind.WON
-    return OutcomeKind.DRAWN if abs(episode_return) < _EVEN else OutcomeKind.LOST
+    return OutcomeKind.DRAWN if abs(episode_return) < _MAX_DRAW_RETURN else OutcomeKind.LOST
 
 
 def summarize(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
@@ -132,7 +132,9 @@ def summarize(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
     """
     outcomes = list(outcomes)
     valid_outcomes = [outcome for outcome in outcomes if outcome.episode_return is not None]
-    returns = [o.episode_return for o in valid_outcomes if o.episode_return is not None]
+    returns = [
+        outcome.episode_return for outcome in valid_outcomes if outcome.episode_return is not None
+    ]
     if not returns:
         raise ValueError(
             f"all {len(outcomes)} episodes are void; most common reason: "
@@ -181,23 +183,30 @@ def measure_gap_closed(
     Raises:
         ValueError: no seed was played by all three policies.
     """
-    returns = [_returns_by_seed(outcomes) for outcomes in (policy, random_policy, optimal_policy)]
-    seeds = sorted(returns[0].keys() & returns[1].keys() & returns[2].keys())
+    returns_by_policy = [
+        _returns_by_seed(outcomes) for outcomes in (policy, random_policy, optimal_policy)
+    ]
+    seeds = sorted(
+        returns_by_policy[0].keys() & returns_by_policy[1].keys() & returns_by_policy[2].keys()
+    )
     if not seeds:
-        counts = ", ".join(str(len(by_seed)) for by_seed in returns)
+        counts = ", ".join(str(len(returns_by_seed)) for returns_by_seed in returns_by_policy)
         raise ValueError(
             f"the policy, the random and the optimal policy played {counts} episodes without a"
             " common seed; play all three on the same seeds"
         )
-    p, r, o = (np.array([by_seed[seed] for seed in seeds], dtype=np.float64) for by_seed in returns)
+    p, r, o = (
+        np.array([returns_by_seed[seed] for seed in seeds], dtype=np.float64)
+        for returns_by_seed in returns_by_policy
+    )
     gap = float(np.mean(o - r))
     if gap <= 0:
         return None
     share = float(np.mean(p - r)) / gap
     if len(seeds) == 1:
         return share, (share, share)
-    residual = (p - r) - share * (o - r)
-    half_width = Z95 * float(residual.std(ddof=1)) / (math.sqrt(len(seeds)) * gap)
+    residuals = (p - r) - share * (o - r)
+    half_width = Z95 * float(residuals.std(ddof=1)) / (math.sqrt(len(seeds)) * gap)
     return share, (share - half_width, share + half_width)
 
 
@@ -221,23 +230,21 @@ async def play_policy(
         UserError: the environment or the policy cannot be used.
     """
     outcomes: dict[int, EpisodeOutcome] = {}
-    remaining = iter(enumerate(seeds))
+    remaining_seeds = iter(enumerate(seeds))
 
     async def play_remaining() -> None:
-        for index, seed in remaining:
+        for index, seed in remaining_seeds:
             outcomes[index] = await _play_episode(client, policy, seed, max_turns)
             if on_episode is not None:
                 on_episode(outcomes[index])
 
-    players = [
-        asyncio.create_task(play_remaining()) for _ in range(min(num_concurrent, len(seeds)))
-    ]
+    tasks = [asyncio.create_task(play_remaining()) for _ in range(min(num_concurrent, len(seeds)))]
     try:
-        await asyncio.gather(*players)
+        await asyncio.gather(*tasks)
     finally:
-        for player in players:
-            player.cancel()
-        await asyncio.gather(*players, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     return [outcomes[index] for index in range(len(seeds))]
 
 

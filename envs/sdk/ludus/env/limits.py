@@ -3,16 +3,16 @@
     client --16 MiB--> gateway --+64 KiB--> server --+64 KiB--> worker    one call
     client <----- any size ---------------- server <--32 MiB--- worker    one result
 
-A call grows on its way, by a trace and by numbers that are written out. Each hop checks a call's
-size again and refuses a call that is too large, because a message above the next hop's limit
-would end the stream and every other call on it.
+A call grows on its way, because ids and a trace are added and numbers are written as text. Each
+hop checks a call's size again and refuses a call that is too large, because a message above the
+next hop's limit would end the stream and every other call on it.
 """
 
 from __future__ import annotations
 
 _KIB, _MIB = 1024, 1024 * 1024
 _GROWTH_BYTES = 64 * _KIB
-"""Maximum size that a hop adds to a call: ids and a trace."""
+"""Maximum number of bytes that a hop adds to a call: ids and a trace."""
 
 MAX_MESSAGE_BYTES = 16 * _MIB
 """Maximum size of a client's WebSocket frame, HTTP body, or call over gRPC."""
@@ -32,7 +32,7 @@ MAX_REPLY_BYTES = 256 * _MIB
 MAX_BATCH_BYTES = 4 * _MIB
 """Maximum size of a batch; further calls and results go into the next message."""
 MAX_CALLS_PER_MESSAGE = 1024
-"""Maximum number of calls in a message and of steps in a call; more end the connection."""
+"""Maximum number of calls in a message, and of steps in a call. Above it, the stream ends."""
 MAX_CALL_FIELDS = 64 * MAX_CALLS_PER_MESSAGE
 """Maximum number of fields in a message of calls."""
 MAX_REPLY_FIELDS = 1024 * 1024

@@ -1,4 +1,4 @@
-"""The options of an environment, declared once as a model, and messages about invalid values.
+"""Options of an environment, declared as a model, and messages about invalid values.
 
     class CoinOptions(EnvironmentOptions):
         num_flips: int = Field(10, ge=1)
@@ -7,7 +7,7 @@
     CoinEnvironment(num_flips=3)                       the environment's constructor
     python -m coin_env.server.app --num-flips 3        the command line of its server
     COIN_NUM_FLIPS=3                                   its environment variables
-    option_table(CoinOptions)                          the table in its README
+    format_option_table(CoinOptions)                   the table in its README
 
 The docstring under a field is its help text.
 """
@@ -30,7 +30,7 @@ _REWORDINGS = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
 }
-"""Our words for pydantic's, by pydantic's."""
+"""Replacements of phrases in pydantic's messages."""
 
 
 class EnvironmentOptions(BaseModel):
@@ -48,7 +48,7 @@ class EnvironmentOptions(BaseModel):
     )
 
     variable_suffixes: ClassVar[Mapping[str, str]] = {}
-    """Suffixes of the variables that are not named like their option, by option."""
+    """Suffixes of variables whose names differ from their options, by option."""
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], *, is_text: bool = False) -> Self:
@@ -60,15 +60,15 @@ class EnvironmentOptions(BaseModel):
             ConfigError: an option is unknown, has the wrong type or is out of range.
         """
         if is_text:
-            lists = {option.name for option in list_options(cls) if option.is_list}
+            list_names = {option.name for option in list_options(cls) if option.is_list}
             values = {
-                name: value.split() if isinstance(value, str) and name in lists else value
+                name: value.split() if isinstance(value, str) and name in list_names else value
                 for name, value in values.items()
             }
         try:
             return cls.model_validate(values, strict=False if is_text else None)
         except ValidationError as error:
-            raise ConfigError(explain(error, cls.model_fields)) from None
+            raise ConfigError(explain_errors(error, cls.model_fields)) from None
 
     def to_json(self) -> JsonObject:
         """Return all options by name, as JSON values."""
@@ -77,11 +77,11 @@ class EnvironmentOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of an environment, as people see it."""
+    """An option of an environment, as shown in help texts and documentation."""
 
     name: str
     variable: str
-    """Environment variable that sets it."""
+    """Environment variable that sets the option."""
     help: str
     default: str
     """The default as text; "" if there is none or if it is empty."""
@@ -89,7 +89,7 @@ class Option:
     is_switch: bool
 
 
-def variable_name(options_type: type[EnvironmentOptions], option: str) -> str:
+def make_variable_name(options_type: type[EnvironmentOptions], option: str) -> str:
     """Return the name of the environment variable that sets an option."""
     prefix = options_type.__name__.removesuffix("Options")
     suffix = options_type.variable_suffixes.get(option, option)
@@ -101,9 +101,9 @@ def list_options(options_type: type[EnvironmentOptions]) -> list[Option]:
     return [
         Option(
             name=name,
-            variable=variable_name(options_type, name),
+            variable=make_variable_name(options_type, name),
             help=" ".join((field.description or "").split()),
-            default=_as_text(field.get_default(call_default_factory=True)),
+            default=_format_default(field.get_default(call_default_factory=True)),
             is_list=get_origin(field.annotation) is tuple,
             is_switch=field.annotation is bool,
         )
@@ -111,7 +111,7 @@ def list_options(options_type: type[EnvironmentOptions]) -> list[Option]:
     ]
 
 
-def option_table(options_type: type[EnvironmentOptions]) -> str:
+def format_option_table(options_type: type[EnvironmentOptions]) -> str:
     """Return the Markdown table of the options."""
     lines = ["| option | variable | default | |", "|---|---|---|---|"]
     for option in list_options(options_type):
@@ -120,7 +120,7 @@ def option_table(options_type: type[EnvironmentOptions]) -> str:
     return "\n".join(lines)
 
 
-def _as_text(default: Any) -> str:
+def _format_default(default: Any) -> str:
     if default is PydanticUndefined or default is None or default in ("", (), {}):
         return ""
     if isinstance(default, bool):
@@ -141,8 +141,8 @@ JsonOption = Annotated[dict[str, Any], BeforeValidator(_parse_object)]
 """A JSON object, which may be given as text."""
 
 
-def explain(error: ValidationError, fields: Iterable[str] = ()) -> str:
-    """Return one sentence per faulty field, with the value it got.
+def explain_errors(error: ValidationError, fields: Iterable[str] = ()) -> str:
+    """Return one sentence per invalid field, with its value.
 
     If the names of all `fields` are given, the sentence about an unknown name has a hint.
     """
@@ -158,8 +158,8 @@ def _explain_fault(fault: ErrorDetails, fields: list[str]) -> str:
     if fault["type"] == "missing":
         return f"{field} is required"
     message = fault["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
-    for pattern, replacement in _REWORDINGS.items():
-        message = message.replace(pattern, replacement)
-    got = "" if "got " in message else f", got {fault['input']!r:.80}"
+    for phrase, replacement in _REWORDINGS.items():
+        message = message.replace(phrase, replacement)
+    input_clause = "" if "got " in message else f", got {fault['input']!r:.80}"
     prefix = f"{field}: " if field else ""
-    return f"{prefix}{message[0].lower()}{message[1:]}{got}"
+    return f"{prefix}{message[0].lower()}{message[1:]}{input_clause}"

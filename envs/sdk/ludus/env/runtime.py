@@ -19,12 +19,12 @@ from typing import Any, Protocol
 _log = logging.getLogger(__name__)
 
 STUCK_EXIT_CODE = 70
-"""EX_SOFTWARE: the environment's code is faulty."""
+"""Exit code after a fault of the environment's code (EX_SOFTWARE)."""
 _TICK_S = 1.0
 _DRAIN_POLL_S = 0.05
-_TRIM_EVERY_S = 60.0
+_TRIM_PERIOD_S = 60.0
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3  # mallopt(3)
-_LARGE_BLOCK = 128 * 1024
+_LARGE_BLOCK_BYTES = 128 * 1024
 
 
 class DrainableServer(AbstractAsyncContextManager[Any], Protocol):
@@ -65,26 +65,26 @@ async def _serve_and_drain(
     on_ready: Callable[[], None] | None,
     sigint_drains: bool,
 ) -> None:
-    draining, stopping = asyncio.Event(), asyncio.Event()
+    drain_event, stop_event = asyncio.Event(), asyncio.Event()
 
     def drain_or_stop() -> None:
-        (stopping if draining.is_set() else draining).set()
+        (stop_event if drain_event.is_set() else drain_event).set()
 
     def stop() -> None:
-        draining.set()
-        stopping.set()
+        drain_event.set()
+        stop_event.set()
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, drain_or_stop)
     loop.add_signal_handler(signal.SIGINT, drain_or_stop if sigint_drains else stop)
     async with server:
         freeze_heap()
-        trimming = asyncio.create_task(_trim_forever())
+        trim_task = asyncio.create_task(_trim_forever())
         if on_ready is not None:
             on_ready()
-        await draining.wait()
-        trimming.cancel()
-        if drain_grace_s <= 0 or stopping.is_set():
+        await drain_event.wait()
+        trim_task.cancel()
+        if drain_grace_s <= 0 or stop_event.is_set():
             return
         server.drain()
         if server.num_sessions:
@@ -94,7 +94,7 @@ async def _serve_and_drain(
                 drain_grace_s,
             )
         deadline_s = loop.time() + drain_grace_s
-        while server.num_sessions and loop.time() < deadline_s and not stopping.is_set():
+        while server.num_sessions and loop.time() < deadline_s and not stop_event.is_set():
             await asyncio.sleep(_DRAIN_POLL_S)
 
 
@@ -135,7 +135,7 @@ def _map_large_blocks() -> None:
     """
     with contextlib.suppress(AttributeError):  # only glibc has mallopt
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
         mallopt(_M_ARENA_MAX, 2)
 
 
@@ -143,12 +143,12 @@ async def _trim_forever() -> None:
     """Return free memory in the middle of the heap to the system every minute.
 
     Without it glibc only returns the end of the heap, and one small block in use keeps everything
-    before it: a gateway stayed at its highest memory use.
+    before it. A gateway then never used less memory than at its peak.
     """
     with contextlib.suppress(AttributeError):  # only glibc has malloc_trim
         trim = ctypes.CDLL(None).malloc_trim
         while True:
-            await asyncio.sleep(_TRIM_EVERY_S)
+            await asyncio.sleep(_TRIM_PERIOD_S)
             trim(0)
 
 
@@ -162,50 +162,50 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Watchdog:
-    """Stops a process whose event loop is blocked, so that it is started again.
+    """Stops a process whose event loop is blocked.
 
-    A gateway, a run or Kubernetes starts the process again. The watchdog's thread counts its own
-    seconds, so a pause of the whole machine has no effect. It watches the event loop in which it is
-    made, until `stop`.
+    A gateway, a run or Kubernetes then starts it again. The watchdog's thread counts its own
+    seconds, so a pause of the whole machine has no effect. It watches the event loop in which it
+    was made, until `stop`.
 
     Args:
         limit_s: maximum silence of the event loop; 0 sets no limit.
-        find_fault: returns why only a new process could serve sessions, or "".
-        end: called once with the fault.
+        find_session_fault: returns the reason why a new process is needed, or "".
+        end_process: called once with the fault; exits with `STUCK_EXIT_CODE` by default.
     """
 
     def __init__(
         self,
         limit_s: float,
-        find_fault: Callable[[], str],
-        end: Callable[[str], None] | None = None,
+        find_session_fault: Callable[[], str],
+        end_process: Callable[[str], None] | None = None,
         tick_s: float = _TICK_S,
     ) -> None:
         self._limit_s = limit_s
-        self._find_fault = find_fault
-        self._end = end or _end_process
+        self._find_session_fault = find_session_fault
+        self._end_process = end_process or _end_process
         self._tick_s = tick_s
         self._loop = asyncio.get_running_loop()
         self._silent_s = 0.0
-        self._stopped = threading.Event()
+        self._stop_event = threading.Event()
         threading.Thread(target=self._watch, name="ludus-watchdog", daemon=True).start()
 
     def stop(self) -> None:
         """Stop watching."""
-        self._stopped.set()
+        self._stop_event.set()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._tick_s):
-            fault = self._check()
+        while not self._stop_event.wait(self._tick_s):
+            fault = self._find_current_fault()
             if fault:
-                self._end(fault)
+                self._end_process(fault)
                 return
 
-    def _check(self) -> str:
+    def _find_current_fault(self) -> str:
         try:
             self._loop.call_soon_threadsafe(self._reset_silence)
         except RuntimeError:  # the event loop is closed
-            self._stopped.set()
+            self._stop_event.set()
             return ""
         self._silent_s += self._tick_s
         if self._limit_s and self._silent_s > self._limit_s + self._tick_s:
@@ -213,7 +213,7 @@ class Watchdog:
                 f"the environment has blocked the event loop for more than {self._limit_s:g} s"
                 " (step_timeout_s); isolate its sessions (isolation='pool')"
             )
-        return self._find_fault()
+        return self._find_session_fault()
 
     def _reset_silence(self) -> None:
         self._silent_s = 0.0

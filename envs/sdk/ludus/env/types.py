@@ -1,4 +1,4 @@
-"""The types of environments, one per stage.
+"""Types of actions and results, from the environment to the client.
 
 Action --step--> Transition  (in the environment: typed observation)
                     | server: JSON, text view, step number
@@ -90,7 +90,7 @@ class Transition(Generic[ObservationT]):
 
     observation: ObservationT
     reward: float | None = None
-    """None if there is no reward, as after a reset."""
+    """Reward of the step; None if there is none, for example after a reset."""
     terminated: bool = False
     """True if the rules ended the episode; the value of later states is zero."""
     truncated: bool = False
@@ -148,8 +148,8 @@ class Tool:
 class TaskSet:
     """The tasks of an environment with a fixed number of tasks, such as the rows of a data set.
 
-    Seeds 0 to `num_tasks` - 1 show each training task once, and the next `num_tasks` seeds do so
-    again, up to 2**31. Seeds from 2**31 do the same with the test tasks, or with the training
+    Seeds 0 to `num_tasks` - 1 select each training task once, and so do the next `num_tasks` seeds,
+    up to 2**31. Seeds from 2**31 do the same with the test tasks, or with the training
     tasks if there are no test tasks.
     """
 
@@ -158,7 +158,7 @@ class TaskSet:
     num_test_tasks: int = 0
     """Number of test tasks."""
     columns: tuple[str, ...] = ()
-    """Names in the `info` of every result of an episode."""
+    """Names of the task's columns, which the `info` of every result contains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class EnvironmentDescription:
     server_id: str = ""
     """Id of the server process or pod."""
     linger_s: float = 0.0
-    """Time that sessions survive their connections without requesting it."""
+    """Default time that sessions survive the end of their connections."""
     idle_timeout_s: float = 0.0
     """Time without a call after which a session is closed; 0 if unknown."""
     tasks: TaskSet | None = None

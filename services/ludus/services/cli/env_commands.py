@@ -75,10 +75,10 @@ def list_packages() -> None:
 
     Example: `ludus env list`
     """
-    from ludus.env.targets.targets import installed_packages
+    from ludus.env.targets.targets import list_installed_packages
 
     table = make_table("package", "version", "description")
-    packages = installed_packages()
+    packages = list_installed_packages()
     for package in packages:
         table.add_row(Text(package.name), Text(package.version), Text(package.summary))
     console = make_results_console()

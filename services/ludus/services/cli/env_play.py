@@ -104,7 +104,7 @@ class _TerminalPlay:
     def quit(self) -> None:
         """Record the unfinished episode, and print the totals."""
         if self._writer is not None:
-            self._writer.end("the player quit")
+            self._writer.end_episode("the player quit")
         num_episodes = len(self._episode_returns)
         self._print("")
         if num_episodes:
@@ -118,7 +118,7 @@ class _TerminalPlay:
         session, result = self._client.open(seed=seed)
         self._print(f"-- episode {len(self._episode_returns) + 1}, seed {seed}", "cyan")
         if self._writer is not None:
-            self._writer.begin(seed, result)
+            self._writer.begin_episode(seed, result)
         episode_return = 0.0
         self._show_result(result)
         with session:
@@ -139,7 +139,7 @@ class _TerminalPlay:
             )
             self._episode_returns.append(episode_return)
         if self._writer is not None:
-            self._writer.end(end_reason if result.done else "the player quit")
+            self._writer.end_episode(end_reason if result.done else "the player quit")
 
     def _read_turn(self, session: Session, result: StepResult) -> StepResult | None:
         """Return the result of the player's next accepted answer; None if the player gives up."""

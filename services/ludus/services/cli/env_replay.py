@@ -71,14 +71,16 @@ async def _replay_all(
     episodes: list[RecordedEpisode], server: Any, token: str | None
 ) -> list[Replay]:
     """Replay the episodes in order; consecutive episodes of an environment share a server."""
-    from ludus.env.recording.verify import recorded_factory, replay_episode
+    from ludus.env.recording.verify import make_recorded_factory, replay_episode
     from ludus.env.serving.loopback import PlayOptions, open_client
 
     replays: list[Replay] = []
     options = PlayOptions(token=token, max_sessions=4)
     for _, group in itertools.groupby(episodes, lambda episode: episode.environment):
         group_episodes = list(group)
-        async with open_client(server or recorded_factory(group_episodes[0]), options) as client:
+        async with open_client(
+            server or make_recorded_factory(group_episodes[0]), options
+        ) as client:
             replays += [await replay_episode(client, episode) for episode in group_episodes]
     return replays
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from ludus.env.sessions.options import Flag, flags
+from ludus.env.sessions.options import Flag, list_flags
 from ludus.services.cli.options import Options, Target, parse_options
 
 
@@ -31,7 +31,7 @@ def serve(target: Target, options: Options = None, **server_options: Any) -> Non
 
 def _make_parameter(flag: Flag) -> inspect.Parameter:
     """Make a function parameter, from which Typer makes a command-line option."""
-    bounds = {type(bound).__name__.lower(): bound for bound in flag.info.metadata}
+    bounds = {type(bound).__name__.lower(): bound for bound in flag.field_info.metadata}
     option = typer.Option(
         flag.name,
         help=flag.help,
@@ -41,7 +41,7 @@ def _make_parameter(flag: Flag) -> inspect.Parameter:
         max=getattr(bounds.get("le"), "le", None),
     )
     return inspect.Parameter(
-        flag.field,
+        flag.field_name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[_make_annotation(flag) | None, option],
@@ -56,6 +56,6 @@ _serve_signature = inspect.signature(serve, eval_str=True)
 serve.__signature__ = _serve_signature.replace(  # type: ignore[attr-defined]
     parameters=[
         *(_serve_signature.parameters[name] for name in ("target", "options")),
-        *map(_make_parameter, flags()),
+        *map(_make_parameter, list_flags()),
     ]
 )

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 import grpc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ludus.env.options import explain
+from ludus.env.options import explain_errors
 from ludus.env.security.session_ids import MIN_KEY_BYTES, SESSION_KEY_VARIABLE
 from ludus.env.security.tls import TlsFiles, client_channel_credentials
 from ludus.env.sessions.options import Isolation
@@ -211,7 +211,7 @@ class GatewayConfig(_Section):
         try:
             return cls.model_validate(raw_fields)
         except ValidationError as error:
-            raise ConfigError(f"{source}: {explain(error)}") from None
+            raise ConfigError(f"{source}: {explain_errors(error)}") from None
 
     def read_session_key(self) -> str:
         """Return the session key from the environment.

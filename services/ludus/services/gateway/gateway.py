@@ -29,7 +29,7 @@ from ludus.env.serving.listeners import (
     stop_grpc_server,
 )
 from ludus.env.serving.subprocess import LocalServer
-from ludus.env.sessions.options import bound_grpc_port
+from ludus.env.sessions.options import choose_grpc_port
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import LudusError, UserError
 from ludus.services.gateway.config import (
@@ -115,7 +115,7 @@ class Gateway:
                 )
             self.grpc_server, grpc_port = build_grpc_server(
                 config.host,
-                bound_grpc_port(config.port, config.grpc_port),
+                choose_grpc_port(config.port, config.grpc_port),
                 config.tls,
                 [AuthenticationInterceptor(self.access)],
                 config.max_connection_age_s,
@@ -255,7 +255,7 @@ class Gateway:
             max_sessions=environment.max_sessions,
             isolation=environment.isolation,
             extra_arguments=list(environment.arguments),
-            environment={SESSION_KEY_VARIABLE: self._session_key},
+            extra_variables={SESSION_KEY_VARIABLE: self._session_key},
             hidden_variables=self._find_secret_variables(),
         )
 

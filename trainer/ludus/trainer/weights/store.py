@@ -34,7 +34,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from ludus.env.backoff import doubling
+from ludus.env.backoff import generate_pauses
 from ludus.proto.config import WeightStoreConfig
 from ludus.proto.errors import StoreUnavailableError, WeightSyncError
 from ludus.trainer.core.interfaces import (
@@ -291,7 +291,7 @@ class RetryDeadline:
         Raises:
             WeightSyncError: the time limit has passed, or a retry cannot help.
         """
-        pauses_s = doubling(_FIRST_PAUSE_S, _MAX_PAUSE_S)
+        pauses_s = generate_pauses(_FIRST_PAUSE_S, _MAX_PAUSE_S)
         num_attempts = 0
         while True:
             num_attempts += 1

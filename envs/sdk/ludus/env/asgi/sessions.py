@@ -177,7 +177,7 @@ class HttpSessions:
         open_result = await self._sessions.open(
             OpenArgs(args, linger_s=self._unused_timeout_s, with_text=False)
         )
-        assert open_result.first is not None, "the session was opened with a reset"
+        assert open_result.first_result is not None, "the session was opened with a reset"
         # The session ends after its linger time, unless a call uses it.
         await self._sessions.detach(open_result.session_id)
         self._evictable.add(open_result.session_id)

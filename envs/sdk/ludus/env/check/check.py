@@ -23,7 +23,7 @@ from ludus.env.check.forked_rules import UncheckableError, run_forked
 from ludus.env.check.wire_players import CheckedServer, NotOfferedError
 from ludus.env.check.wire_rules import WIRE_RULES, WireRule
 from ludus.env.client import AsyncEnvClient
-from ludus.env.contract.players import ActionSource, CheckedEnvironment, random_legal_action
+from ludus.env.contract.players import ActionSource, CheckedEnvironment, draw_legal_action
 from ludus.env.contract.rules import RULES, BrokenRuleError, Rule
 from ludus.env.sessions.hosts import EnvironmentFactory
 from ludus.env.targets.targets import TargetFactory
@@ -105,7 +105,7 @@ def check_environment(
     *,
     seeds: Sequence[int] = tuple(range(8)),
     num_steps: int = 50,
-    choose_action: ActionSource = random_legal_action,
+    choose_action: ActionSource = draw_legal_action,
     timeout_s: float = TIMEOUT_S,
     on_check: OnCheck | None = None,
 ) -> CheckReport:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from ludus.env.client import AsyncEnvClient, AsyncSession
-from ludus.env.contract.schema import random_action
+from ludus.env.contract.schema import draw_action
 from ludus.env.recording.format import hash_observation
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.errors import (
@@ -178,7 +178,7 @@ class WirePlayer:
         if last_result.text is not None and last_result.text.legal_answers:
             return self._random_generator.choice(last_result.text.legal_answers)
         schema = self._server.description.action_schema
-        return random_action(schema, last_result.observation, self._random_generator)
+        return draw_action(schema, last_result.observation, self._random_generator)
 
 
 def encode_result(result: StepResult) -> bytes:

@@ -1,4 +1,4 @@
-"""Episodes of random legal actions for the checks, which can be repeated and interleaved."""
+"""Episodes of random legal actions for checks; they can be repeated and interleaved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from ludus.env.contract.schema import random_action
+from ludus.env.contract.schema import draw_action
 from ludus.env.encoding import decode_action
 from ludus.env.environment import AnyEnvironment
 from ludus.env.sessions.hosts import EnvironmentFactory
@@ -44,10 +44,14 @@ class CheckedEnvironment:
             self._instances.pop().close()
 
     def play(
-        self, seed: int | None, actions: Sequence[Action] | None = None, *, policy_seed: int = 0
+        self,
+        seed: int | None,
+        planned_actions: Sequence[Action] | None = None,
+        *,
+        policy_seed: int = 0,
     ) -> CheckedEpisode:
         """Play an episode with the actions, or with random legal actions, and return it."""
-        episode = CheckedEpisode(self, seed, actions, policy_seed)
+        episode = CheckedEpisode(self, seed, planned_actions, policy_seed)
         while episode.advance():
             pass
         return episode
@@ -58,22 +62,22 @@ class CheckedEpisode:
 
     def __init__(
         self,
-        checked: CheckedEnvironment,
+        checked_environment: CheckedEnvironment,
         seed: int | None,
-        actions: Sequence[Action] | None = None,
+        planned_actions: Sequence[Action] | None = None,
         policy_seed: int = 0,
     ) -> None:
-        self.environment = checked.make()
+        self.environment = checked_environment.make()
         self.actions: list[Action] = []
         self.transitions = [self.environment.reset(seed=seed)]
-        self._checked = checked
-        self._planned = actions
-        # The seed is a text, so that an environment with random.Random(seed) has another stream.
+        self._checked_environment = checked_environment
+        self._planned_actions = planned_actions
+        # A string seed, so that an environment with random.Random(seed) does not share the stream.
         self._generator = random.Random(f"policy {policy_seed}")
 
     @property
     def record(self) -> list[bytes]:
-        """The episode's transitions for comparison, as one JSON object each."""
+        """Transitions of the episode as JSON, for comparison."""
         return [encode_record(transition) for transition in self.transitions]
 
     @property
@@ -83,14 +87,20 @@ class CheckedEpisode:
 
     def advance(self) -> bool:
         """Take a step and return True, or return False at the end."""
-        num_steps = self._checked.num_steps if self._planned is None else len(self._planned)
+        num_steps = (
+            self._checked_environment.num_steps
+            if self._planned_actions is None
+            else len(self._planned_actions)
+        )
         if self.is_over or len(self.actions) >= num_steps:
             return False
-        if self._planned is None:
+        if self._planned_actions is None:
             observation = self.transitions[-1].observation
-            action = self._checked.choose_action(self.environment, observation, self._generator)
+            action = self._checked_environment.choose_action(
+                self.environment, observation, self._generator
+            )
         else:
-            action = self._planned[len(self.actions)]
+            action = self._planned_actions[len(self.actions)]
         self.actions.append(action)
         self.transitions.append(self.environment.step(action))
         return True
@@ -111,7 +121,7 @@ def encode_record(transition: Transition[Any]) -> bytes:
     )
 
 
-def random_legal_action(
+def draw_legal_action(
     environment: AnyEnvironment, observation: Observation, generator: random.Random
 ) -> Action:
     """Draw an action from the legal answers, from `legal_actions`, or from the schema.
@@ -126,5 +136,5 @@ def random_legal_action(
         return action
     action_type = environment.action_type
     observation_json = observation.model_dump(mode="json")
-    fields = random_action(action_type.model_json_schema(), observation_json, generator)
-    return decode_action(action_type, orjson.dumps(fields))
+    action_fields = draw_action(action_type.model_json_schema(), observation_json, generator)
+    return decode_action(action_type, orjson.dumps(action_fields))

@@ -18,10 +18,10 @@ import orjson
 from ludus.env.contract.players import (
     CheckedEnvironment,
     CheckedEpisode,
+    draw_legal_action,
     encode_record,
-    random_legal_action,
 )
-from ludus.env.contract.schema import find_schema_fault, random_value
+from ludus.env.contract.schema import draw_value, find_schema_fault
 from ludus.env.encoding import encode_transition
 from ludus.env.environment import AnyEnvironment, takes_any_text
 from ludus.env.sessions.hosts import EnvironmentFactory
@@ -39,16 +39,16 @@ _log = logging.getLogger(__name__)
 
 Rule = Callable[[CheckedEnvironment], None]
 
-_GARBAGE = ("", "\x00 no player would ever answer this \x00")
+_GARBAGE_TEXTS = ("", "\x00 no player would ever answer this \x00")
 _ODD_TEXTS = (
     *("\n", "\x1e", "\u200b", "-", "+", "--5", "+-5", "1_0", "1.5", "1e9", "5\x1e", "²", "٣", "½"),
     *("null", "true", "NaN", "[]", "{}", '{"', "[[1]]", "<answer>", "</think>", "<think>"),
     *("9" * 5000, "[" * 5000, "1" * 400 + ".0"),
 )
-"""Responses of language models during early training, and inputs that break int() and
+"""Texts that language models produce early in training, and inputs that break int() and
 json.loads()."""
-_NO_TOOL = "no tool is ever called this"
-_NUM_VARIED_ANSWERS = 4
+_UNKNOWN_TOOL = "no tool is ever called this"
+_NUM_CHANGED_ANSWERS = 4
 _MAX_SHOWN_CHARS = 40
 _QUICK_SEEDS = (1, 2)
 _QUICK_NUM_STEPS = 8
@@ -58,18 +58,22 @@ class BrokenRuleError(LudusError):
     """A broken rule of the contract."""
 
 
-def reset_has_no_reward(checked: CheckedEnvironment) -> None:
+def reset_has_no_reward(checked_environment: CheckedEnvironment) -> None:
     """Check that a reset returns no reward and starts an episode that is not over."""
-    for seed in checked.seeds:
-        result = checked.make().reset(seed=seed)
-        expect(result.reward is None, f"reward None after reset(seed={seed})", result.reward)
-        over = result.terminated or result.truncated
-        expect(not over, f"a running episode after reset(seed={seed})", "an episode that is over")
+    for seed in checked_environment.seeds:
+        transition = checked_environment.make().reset(seed=seed)
+        expect(
+            transition.reward is None, f"reward None after reset(seed={seed})", transition.reward
+        )
+        is_over = transition.terminated or transition.truncated
+        expect(
+            not is_over, f"a running episode after reset(seed={seed})", "an episode that is over"
+        )
 
 
-def flags_and_rewards_have_their_types(checked: CheckedEnvironment) -> None:
+def flags_and_rewards_have_their_types(checked_environment: CheckedEnvironment) -> None:
     """Check that flags are bool and rewards float, because some wires reject NumPy's types."""
-    for transition in checked.play(checked.seeds[0]).transitions:
+    for transition in checked_environment.play(checked_environment.seeds[0]).transitions:
         for name in ("terminated", "truncated"):
             flag = getattr(transition, name)
             expect(type(flag) is bool, f"{name} to be a bool", f"{flag!r} ({type(flag).__name__})")
@@ -80,66 +84,92 @@ def flags_and_rewards_have_their_types(checked: CheckedEnvironment) -> None:
         expect(is_finite, "a reward that is a finite number or None", repr(reward))
 
 
-def success_is_reported_at_the_end(checked: CheckedEnvironment) -> None:
+def success_is_reported_at_the_end(checked_environment: CheckedEnvironment) -> None:
     """Check that success is a bool or None, and None before the end of an episode."""
-    for seed in checked.seeds:
-        for transition in checked.play(seed, policy_seed=seed).transitions:
+    for seed in checked_environment.seeds:
+        for transition in checked_environment.play(seed, policy_seed=seed).transitions:
             success = transition.success
             is_flag = success is None or type(success) is bool
-            got = f"{success!r} ({type(success).__name__})"
-            expect(is_flag, "success to be a bool or None", got)
-            over = transition.terminated or transition.truncated
-            expect(success is None or over, "success None before the end of an episode", success)
+            actual = f"{success!r} ({type(success).__name__})"
+            expect(is_flag, "success to be a bool or None", actual)
+            is_over = transition.terminated or transition.truncated
+            expect(success is None or is_over, "success None before the end of an episode", success)
 
 
-def same_seed_and_actions_give_the_same_episode(checked: CheckedEnvironment) -> None:
-    """Check that episodes repeat, even if the process changes its global random state."""
-    for seed in checked.seeds:
-        episode = checked.play(seed, policy_seed=seed)
+def same_seed_and_actions_give_the_same_episode(checked_environment: CheckedEnvironment) -> None:
+    """Check that episodes repeat even if the global random state of the process changes."""
+    for seed in checked_environment.seeds:
+        episode = checked_environment.play(seed, policy_seed=seed)
         random.seed(seed + 1)
-        expect_same(episode.record, checked.play(seed, episode.actions).record, f"seed {seed}")
+        expect_same(
+            episode.record, checked_environment.play(seed, episode.actions).record, f"seed {seed}"
+        )
 
 
-def parallel_episodes_are_independent(checked: CheckedEnvironment) -> None:
+def parallel_episodes_are_independent(checked_environment: CheckedEnvironment) -> None:
     """Check that two interleaved episodes are equal to the same episodes played separately."""
-    separate = [checked.play(seed, policy_seed=seed) for seed in checked.seeds[:2]]
-    if checked.allows_one_instance:  # the rules of the wire test this case with processes
-        return
-    interleaved = [
-        CheckedEpisode(checked, seed, episode.actions)
-        for seed, episode in zip(checked.seeds, separate, strict=False)
+    separate_episodes = [
+        checked_environment.play(seed, policy_seed=seed) for seed in checked_environment.seeds[:2]
     ]
-    while any([episode.advance() for episode in interleaved]):
-        pass
-    for expected, actual in zip(separate, interleaved, strict=True):
-        expect_same(expected.record, actual.record, "an episode parallel to another episode")
-
-
-def a_second_reset_starts_again(checked: CheckedEnvironment) -> None:
-    """Check that a reset removes every trace of the previous episode."""
-    episode = checked.play(checked.seeds[0])
-    again = encode_record(episode.environment.reset(seed=checked.seeds[0]))
-    expect(again == episode.record[0], episode.record[0].decode(), again.decode())
-
-
-def seeds_are_not_ignored(checked: CheckedEnvironment) -> None:
-    """Check that seeds determine the randomness of an environment, if it has any."""
-    seeded = {b"".join(checked.play(seed).record) for seed in checked.seeds}
-    if len(seeded) > 1 or len(checked.seeds) < 2:
+    # The rules of the wire check this case with several processes.
+    if checked_environment.allows_one_instance:
         return
-    # In a small environment, some policies get equal episodes for all seeds, and others do not.
-    for policy_seed, pair in enumerate(pairwise(checked.seeds), start=1):
-        if len({b"".join(checked.play(seed, policy_seed=policy_seed).record) for seed in pair}) > 1:
+    interleaved_episodes = [
+        CheckedEpisode(checked_environment, seed, episode.actions)
+        for seed, episode in zip(checked_environment.seeds, separate_episodes, strict=False)
+    ]
+    while any([episode.advance() for episode in interleaved_episodes]):
+        pass
+    for separate_episode, interleaved_episode in zip(
+        separate_episodes, interleaved_episodes, strict=True
+    ):
+        expect_same(
+            separate_episode.record,
+            interleaved_episode.record,
+            "an episode parallel to another episode",
+        )
+
+
+def a_second_reset_starts_again(checked_environment: CheckedEnvironment) -> None:
+    """Check that a reset removes every trace of the previous episode."""
+    episode = checked_environment.play(checked_environment.seeds[0])
+    second_record = encode_record(episode.environment.reset(seed=checked_environment.seeds[0]))
+    expect(second_record == episode.record[0], episode.record[0].decode(), second_record.decode())
+
+
+def seeds_are_not_ignored(checked_environment: CheckedEnvironment) -> None:
+    """Check that seeds determine the randomness of an environment, if it has any."""
+    seeded_records = {
+        b"".join(checked_environment.play(seed).record) for seed in checked_environment.seeds
+    }
+    if len(seeded_records) > 1 or len(checked_environment.seeds) < 2:
+        return
+    # In a small environment, a policy may get equal episodes for all seeds by chance: try others.
+    for policy_seed, seed_pair in enumerate(pairwise(checked_environment.seeds), start=1):
+        if (
+            len(
+                {
+                    b"".join(checked_environment.play(seed, policy_seed=policy_seed).record)
+                    for seed in seed_pair
+                }
+            )
+            > 1
+        ):
             return
-    unseeded = {b"".join(checked.play(None).record) for _ in checked.seeds}
-    got = f"equal episodes for seeds {list(checked.seeds)} and different ones without a seed"
-    expect(unseeded == seeded, "episodes that depend on the seed", got)
+    unseeded_records = {
+        b"".join(checked_environment.play(None).record) for _ in checked_environment.seeds
+    }
+    actual = (
+        f"equal episodes for seeds {list(checked_environment.seeds)} and different ones without a"
+        " seed"
+    )
+    expect(unseeded_records == seeded_records, "episodes that depend on the seed", actual)
 
 
-def a_step_after_the_end_is_refused(checked: CheckedEnvironment) -> None:
+def a_step_after_the_end_is_refused(checked_environment: CheckedEnvironment) -> None:
     """Check that a step after the end raises an exception of any type."""
-    for seed in checked.seeds:
-        episode = checked.play(seed)
+    for seed in checked_environment.seeds:
+        episode = checked_environment.play(seed)
         if not episode.is_over or not episode.actions:
             continue
         try:
@@ -149,53 +179,55 @@ def a_step_after_the_end_is_refused(checked: CheckedEnvironment) -> None:
         expect(False, "an error for a step after the end", encode_record(transition).decode())
 
 
-def observations_fit_their_schema(checked: CheckedEnvironment) -> None:
+def observations_fit_their_schema(checked_environment: CheckedEnvironment) -> None:
     """Check that observations have the declared type and are unchanged after JSON encoding."""
-    episode = checked.play(checked.seeds[0])
-    declared = episode.environment.observation_type
+    episode = checked_environment.play(checked_environment.seeds[0])
+    declared_type = episode.environment.observation_type
     for transition in episode.transitions:
         observation = transition.observation
         expect(
-            type(observation) is declared,
-            f"observations of type {declared.__name__}",
+            type(observation) is declared_type,
+            f"observations of type {declared_type.__name__}",
             type(observation).__name__,
         )
-        decoded = declared.model_validate_json(observation.model_dump_json())
+        decoded = declared_type.model_validate_json(observation.model_dump_json())
         expect(decoded == observation, f"{observation!r} after JSON encoding", repr(decoded))
         orjson.dumps(transition.info, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
-def the_state_fits_its_schema(checked: CheckedEnvironment) -> None:
+def the_state_fits_its_schema(checked_environment: CheckedEnvironment) -> None:
     """Check that the state has the declared type and can be encoded as JSON."""
-    environment = checked.play(checked.seeds[0]).environment
-    declared, state = environment.state_type, environment.state
+    environment = checked_environment.play(checked_environment.seeds[0]).environment
+    declared_type, state = environment.state_type, environment.state
     expect(
-        isinstance(state, declared), f"a state of type {declared.__name__}", type(state).__name__
+        isinstance(state, declared_type),
+        f"a state of type {declared_type.__name__}",
+        type(state).__name__,
     )
-    declared.model_validate_json(state.model_dump_json())
+    declared_type.model_validate_json(state.model_dump_json())
 
 
-def every_legal_answer_is_a_legal_action(checked: CheckedEnvironment) -> None:
+def every_legal_answer_is_a_legal_action(checked_environment: CheckedEnvironment) -> None:
     """Check that the text renderer parses its legal answers to actions that are legal."""
-    renderer = checked.make().text_renderer
+    renderer = checked_environment.make().text_renderer
     if renderer is None:
         return
-    for seed in checked.seeds:
-        observation = checked.make().reset(seed=seed).observation
+    for seed in checked_environment.seeds:
+        observation = checked_environment.make().reset(seed=seed).observation
         for answer in renderer.legal_answers(observation):
-            environment = checked.make()
+            environment = checked_environment.make()
             environment.reset(seed=seed)
             environment.step(renderer.parse(answer, observation))
 
 
-def garbage_is_refused(checked: CheckedEnvironment) -> None:
+def garbage_is_refused(checked_environment: CheckedEnvironment) -> None:
     """Check that the text renderer raises ActionParseError, unless every text is an action."""
-    environment = checked.make()
+    environment = checked_environment.make()
     renderer = environment.text_renderer
     if renderer is None or takes_any_text(renderer):
         return
-    observation = environment.reset(seed=checked.seeds[0]).observation
-    for text in _GARBAGE:
+    observation = environment.reset(seed=checked_environment.seeds[0]).observation
+    for text in _GARBAGE_TEXTS:
         try:
             action = renderer.parse(text, observation)
         except ActionParseError:
@@ -203,15 +235,18 @@ def garbage_is_refused(checked: CheckedEnvironment) -> None:
         expect(False, f"ActionParseError for {text!r}", repr(action))
 
 
-def odd_texts_are_parsed_or_refused(checked: CheckedEnvironment) -> None:
+def odd_texts_are_parsed_or_refused(checked_environment: CheckedEnvironment) -> None:
     """Check that parsing raises only ActionErrors, because other errors would stop a run."""
-    environment = checked.make()
+    environment = checked_environment.make()
     renderer = environment.text_renderer
     if renderer is None:
         return
-    observation = environment.reset(seed=checked.seeds[0]).observation
-    answers = renderer.legal_answers(observation)[:_NUM_VARIED_ANSWERS]
-    for text in (*_ODD_TEXTS, *(variant for answer in answers for variant in _vary(answer))):
+    observation = environment.reset(seed=checked_environment.seeds[0]).observation
+    answers = renderer.legal_answers(observation)[:_NUM_CHANGED_ANSWERS]
+    for text in (
+        *_ODD_TEXTS,
+        *(variant for answer in answers for variant in _make_variants(answer)),
+    ):
         try:
             renderer.parse(text, observation)
         except ActionError:
@@ -221,7 +256,7 @@ def odd_texts_are_parsed_or_refused(checked: CheckedEnvironment) -> None:
             expect(False, f"an action or ActionParseError for {excerpt}", repr(error))
 
 
-def _vary(answer: str) -> tuple[str, ...]:
+def _make_variants(answer: str) -> tuple[str, ...]:
     """Return texts that are similar to the answer."""
     return (
         *(f"{answer}\x1e", f"{answer}²", f"{answer}.", f"-{answer}", f"--{answer}"),
@@ -229,26 +264,30 @@ def _vary(answer: str) -> tuple[str, ...]:
     )
 
 
-def results_can_be_encoded(checked: CheckedEnvironment) -> None:
+def results_can_be_encoded(checked_environment: CheckedEnvironment) -> None:
     """Check that all wires can encode observations, rewards, tensors, info and texts."""
-    environment = checked.make()
-    result = environment.reset(seed=checked.seeds[0])
-    _encode(result, environment, 0)  # before an action is chosen from the observation
-    episode = checked.play(checked.seeds[0])
+    environment = checked_environment.make()
+    first_transition = environment.reset(seed=checked_environment.seeds[0])
+    _require_encodable(
+        first_transition, environment, 0
+    )  # before the observation is used to choose an action
+    episode = checked_environment.play(checked_environment.seeds[0])
     for index, transition in enumerate(episode.transitions):
-        _encode(transition, episode.environment, index)
+        _require_encodable(transition, episode.environment, index)
 
 
-def _encode(transition: Transition[Any], environment: AnyEnvironment, index: int) -> None:
+def _require_encodable(
+    transition: Transition[Any], environment: AnyEnvironment, index: int
+) -> None:
     try:
         encode_transition(transition, environment.text_renderer, index)
     except ExecutionError as error:
         raise BrokenRuleError(error.message) from error
 
 
-def text_is_chat_messages(checked: CheckedEnvironment) -> None:
+def text_is_chat_messages(checked_environment: CheckedEnvironment) -> None:
     """Check that rendering returns chat messages, and at least one message after a reset."""
-    episode = checked.play(checked.seeds[0])
+    episode = checked_environment.play(checked_environment.seeds[0])
     renderer = episode.environment.text_renderer
     if renderer is None:
         return
@@ -260,19 +299,19 @@ def text_is_chat_messages(checked: CheckedEnvironment) -> None:
             expect(is_chat, "a role and a text", message)
 
 
-def action_metadata_changes_nothing(checked: CheckedEnvironment) -> None:
+def action_metadata_changes_nothing(checked_environment: CheckedEnvironment) -> None:
     """Check that the metadata of actions, which clients may set freely, has no effect."""
-    episode = checked.play(checked.seeds[0])
-    noisy = [
+    episode = checked_environment.play(checked_environment.seeds[0])
+    actions_with_metadata = [
         action.model_copy(update={"metadata": {"note": "harmless"}}) for action in episode.actions
     ]
-    again = checked.play(checked.seeds[0], noisy)
-    expect_same(episode.record, again.record, "actions with metadata")
+    second_episode = checked_environment.play(checked_environment.seeds[0], actions_with_metadata)
+    expect_same(episode.record, second_episode.record, "actions with metadata")
 
 
-def tools_are_described(checked: CheckedEnvironment) -> None:
+def tools_are_described(checked_environment: CheckedEnvironment) -> None:
     """Check that each tool has a unique name, a description and a schema of an object."""
-    tools = checked.make().tools
+    tools = checked_environment.make().tools
     for tool in tools:
         expect(isinstance(tool, Tool), "tools of type ludus.env.Tool", repr(tool))
         expect(isinstance(tool.name, str) and bool(tool.name), "a name of each tool", repr(tool))
@@ -286,38 +325,38 @@ def tools_are_described(checked: CheckedEnvironment) -> None:
     expect(len(set(names)) == len(names), "tools of different names", names)
 
 
-def an_unknown_tool_is_refused(checked: CheckedEnvironment) -> None:
+def an_unknown_tool_is_refused(checked_environment: CheckedEnvironment) -> None:
     """Check that a call of an unknown tool raises ToolError."""
-    environment = checked.make()
+    environment = checked_environment.make()
     if not environment.tools:
         return
-    environment.reset(seed=checked.seeds[0])
+    environment.reset(seed=checked_environment.seeds[0])
     try:
-        returned = environment.call_tool(_NO_TOOL, {})
+        tool_result = environment.call_tool(_UNKNOWN_TOOL, {})
     except ToolError:
         return
-    expect(False, f"ToolError for a call of {_NO_TOOL!r}", returned)
+    expect(False, f"ToolError for a call of {_UNKNOWN_TOOL!r}", tool_result)
 
 
-def tools_return_json_objects(checked: CheckedEnvironment) -> None:
+def tools_return_json_objects(checked_environment: CheckedEnvironment) -> None:
     """Check that tools return JSON objects, or raise ToolError or InvalidCallError.
 
     Arguments that fit the schema may still be invalid.
     """
-    environment = checked.make()
+    environment = checked_environment.make()
     if not environment.tools:
         return
-    environment.reset(seed=checked.seeds[0])
-    generator = random.Random(f"tools {checked.seeds[0]}")
+    environment.reset(seed=checked_environment.seeds[0])
+    generator = random.Random(f"tools {checked_environment.seeds[0]}")
     for tool in environment.tools:
-        arguments = random_value({"type": "object", **tool.input_schema}, generator)
+        arguments = draw_value({"type": "object", **tool.input_schema}, generator)
         try:
-            returned = environment.call_tool(tool.name, arguments)
+            tool_result = environment.call_tool(tool.name, arguments)
         except (ToolError, InvalidCallError):
             continue
         expected = f"a JSON object from the tool '{tool.name}' with {arguments}"
-        expect(isinstance(returned, dict), expected, repr(returned))
-        orjson.dumps(returned)
+        expect(isinstance(tool_result, dict), expected, repr(tool_result))
+        orjson.dumps(tool_result)
 
 
 RULES: dict[str, Rule] = {
@@ -353,12 +392,14 @@ def expect(condition: bool, expected: str, actual: object) -> None:
 
 
 def expect_same(expected: list[bytes], actual: list[bytes], circumstance: str) -> None:
-    """Raise BrokenRuleError unless two records are of equal episodes."""
+    """Raise BrokenRuleError unless two records contain equal transitions."""
     for index, (expected_result, actual_result) in enumerate(zip(expected, actual, strict=False)):
-        text = f"the same episode for {circumstance}; step {index} was {expected_result.decode()}"
-        expect(expected_result == actual_result, text, actual_result.decode())
-    text = f"the same episode for {circumstance}; it took {len(expected) - 1} steps"
-    expect(len(expected) == len(actual), text, len(actual) - 1)
+        expected_text = (
+            f"the same episode for {circumstance}; step {index} was {expected_result.decode()}"
+        )
+        expect(expected_result == actual_result, expected_text, actual_result.decode())
+    expected_text = f"the same episode for {circumstance}; it took {len(expected) - 1} steps"
+    expect(len(expected) == len(actual), expected_text, len(actual) - 1)
 
 
 class _OutOfTimeError(LudusError):
@@ -374,19 +415,21 @@ def is_deterministic(factory: EnvironmentFactory, budget_s: float = 2.0) -> bool
     deadline_s = time.monotonic() + budget_s
     num_steps = 0
 
-    def choose(
+    def choose_action(
         environment: AnyEnvironment, observation: Observation, generator: random.Random
     ) -> Action:
         nonlocal num_steps
-        _stop_after(deadline_s)
+        _raise_after(deadline_s)
         num_steps += 1
-        return random_legal_action(environment, observation, generator)
+        return draw_legal_action(environment, observation, generator)
 
-    def make() -> AnyEnvironment:
-        _stop_after(deadline_s)
+    def make_environment() -> AnyEnvironment:
+        _raise_after(deadline_s)
         return factory()
 
-    checked_environment = CheckedEnvironment(make, _QUICK_SEEDS, _QUICK_NUM_STEPS, choose)
+    checked_environment = CheckedEnvironment(
+        make_environment, _QUICK_SEEDS, _QUICK_NUM_STEPS, choose_action
+    )
     state = random.getstate()
     try:
         same_seed_and_actions_give_the_same_episode(checked_environment)
@@ -411,6 +454,6 @@ def is_deterministic(factory: EnvironmentFactory, budget_s: float = 2.0) -> bool
     return True
 
 
-def _stop_after(deadline_s: float) -> None:
+def _raise_after(deadline_s: float) -> None:
     if time.monotonic() > deadline_s:
         raise _OutOfTimeError("the determinism check reached its time limit")

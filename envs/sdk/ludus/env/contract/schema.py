@@ -1,6 +1,6 @@
-"""Random values that fit a JSON schema, and the faults of values that do not.
+"""Random values that fit a JSON schema, and descriptions of values that do not fit.
 
-Random values support the schemas of pydantic and of OpenEnv's models: types, bounds, enums,
+The supported schemas are those of pydantic and of OpenEnv's models: types, bounds, enums,
 references, unions, nested objects and arrays.
 """
 
@@ -19,7 +19,7 @@ _DEFAULT_RANGE = 8
 _MAX_DEPTH = 12
 
 
-def random_value(schema: JsonObject, generator: random.Random) -> Any:
+def draw_value(schema: JsonObject, generator: random.Random) -> Any:
     """Draw a value that fits the schema. An object gets only its required fields.
 
     Raises:
@@ -28,11 +28,11 @@ def random_value(schema: JsonObject, generator: random.Random) -> Any:
     return _draw(schema, schema, generator, 0)
 
 
-def random_action(
+def draw_action(
     schema: JsonObject, observation: JsonObject, generator: random.Random
 ) -> JsonObject:
     """Draw an action from the schema, or from the observation's `legal_actions` if it has them."""
-    action = random_value(schema, generator)
+    action = draw_value(schema, generator)
     if not isinstance(action, dict):
         raise ConfigError(f"the action schema must be a schema of an object, got {schema}")
     legal_actions = observation.get("legal_actions")
@@ -46,13 +46,13 @@ def random_policy(description: EnvironmentDescription) -> FixedPolicy:
     """Return a policy that takes random actions in an environment with this description."""
 
     def play(observation: JsonObject, rng: random.Random) -> JsonObject:
-        return random_action(description.action_schema, observation, rng)
+        return draw_action(description.action_schema, observation, rng)
 
     return play
 
 
 def find_schema_fault(schema: JsonObject) -> str:
-    """Return the fault of the schema itself; empty if the schema is valid."""
+    """Return what is wrong with the schema, or "" if it is valid."""
     # Servers only draw values, so they need not load this library at their start.
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
@@ -65,7 +65,7 @@ def find_schema_fault(schema: JsonObject) -> str:
 
 
 def find_fault(value: Any, schema: JsonObject) -> str:
-    """Return the fault of the value with its field; empty if the value fits the schema."""
+    """Return what is wrong with the value and in which field, or "" if the value fits."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
     from referencing.exceptions import Unresolvable
@@ -89,18 +89,22 @@ def _draw(schema: JsonObject, root: JsonObject, generator: random.Random, depth:
         return schema["const"]
     if schema.get("enum"):
         return generator.choice(schema["enum"])
-    for union in ("anyOf", "oneOf"):
-        if schema.get(union):
-            return _draw(generator.choice(schema[union]), root, generator, depth + 1)
+    for keyword in ("anyOf", "oneOf"):
+        if schema.get(keyword):
+            return _draw(generator.choice(schema[keyword]), root, generator, depth + 1)
     if schema.get("allOf"):
         return _draw(schema["allOf"][0], root, generator, depth + 1)
     return _draw_typed(_read_type(schema), schema, root, generator, depth)
 
 
 def _draw_typed(
-    kind: str | None, schema: JsonObject, root: JsonObject, generator: random.Random, depth: int
+    type_name: str | None,
+    schema: JsonObject,
+    root: JsonObject,
+    generator: random.Random,
+    depth: int,
 ) -> Any:
-    match kind:
+    match type_name:
         case "object":
             properties = schema.get("properties", {})
             return {
@@ -108,24 +112,24 @@ def _draw_typed(
                 for name in schema.get("required", [])
             }
         case "array":
-            items = _item_schemas(schema, generator)
-            return [_draw(item, root, generator, depth + 1) for item in items]
+            item_schemas = _draw_item_schemas(schema, generator)
+            return [_draw(item_schema, root, generator, depth + 1) for item_schema in item_schemas]
         case "string":
             min_length = schema.get("minLength", 1)
             max_length = schema.get("maxLength", min_length + _DEFAULT_RANGE)
             length = _draw_length(min_length, max_length, generator)
             return "".join(generator.choices(string.ascii_lowercase, k=length))
         case "integer":
-            low, high = _bounds(schema)
-            return generator.randint(int(low), int(high))
+            minimum, maximum = _read_bounds(schema)
+            return generator.randint(int(minimum), int(maximum))
         case "number":
-            return generator.uniform(*_bounds(schema))
+            return generator.uniform(*_read_bounds(schema))
         case "boolean":
             return generator.random() < 0.5
     return None
 
 
-def _item_schemas(schema: JsonObject, generator: random.Random) -> list[JsonObject]:
+def _draw_item_schemas(schema: JsonObject, generator: random.Random) -> list[JsonObject]:
     if "prefixItems" in schema:
         return list(schema["prefixItems"])
     min_items: int = schema.get("minItems", 0)
@@ -138,27 +142,27 @@ def _draw_length(minimum: int, maximum: int, generator: random.Random) -> int:
     return generator.randint(minimum, max(minimum, min(maximum, minimum + _DEFAULT_RANGE)))
 
 
-def _bounds(schema: JsonObject) -> tuple[float, float]:
-    low: float | None = schema.get("minimum")
-    high: float | None = schema.get("maximum")
+def _read_bounds(schema: JsonObject) -> tuple[float, float]:
+    minimum: float | None = schema.get("minimum")
+    maximum: float | None = schema.get("maximum")
     if "exclusiveMinimum" in schema:
-        low = schema["exclusiveMinimum"] + 1
+        minimum = schema["exclusiveMinimum"] + 1
     if "exclusiveMaximum" in schema:
-        high = schema["exclusiveMaximum"] - 1
-    if low is None:
-        low = 0 if high is None or high >= 0 else high - _DEFAULT_RANGE
-    if high is None or high < low:
-        high = low + _DEFAULT_RANGE
-    return low, high
+        maximum = schema["exclusiveMaximum"] - 1
+    if minimum is None:
+        minimum = 0 if maximum is None or maximum >= 0 else maximum - _DEFAULT_RANGE
+    if maximum is None or maximum < minimum:
+        maximum = minimum + _DEFAULT_RANGE
+    return minimum, maximum
 
 
 def _read_type(schema: JsonObject) -> str | None:
-    kind = schema.get("type")
-    if isinstance(kind, list):
-        return kind[0] if kind else None
-    if kind is None and "properties" in schema:
+    type_name = schema.get("type")
+    if isinstance(type_name, list):
+        return type_name[0] if type_name else None
+    if type_name is None and "properties" in schema:
         return "object"
-    return kind
+    return type_name
 
 
 def _resolve(schema: JsonObject, root: JsonObject) -> JsonObject:
@@ -167,8 +171,8 @@ def _resolve(schema: JsonObject, root: JsonObject) -> JsonObject:
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return schema
-        target: Any = root
-        for part in reference.removeprefix("#/").split("/"):
-            target = target.get(part, {}) if isinstance(target, dict) else {}
-        schema = target
+        subschema: Any = root
+        for key in reference.removeprefix("#/").split("/"):
+            subschema = subschema.get(key, {}) if isinstance(subschema, dict) else {}
+        schema = subschema
     return schema

@@ -60,7 +60,7 @@ class CallServer:
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._immediate_calls = sessions.immediate
+        self._immediate_calls = sessions.immediate_calls
         self._methods = {
             "open": self._answer_open,
             "open_group": self._answer_open_group,

@@ -141,9 +141,9 @@ def _add_episode_routes(
         reset_data = body.model_dump(exclude_unset=True) if body else {}
         args = parse_reset_args(reset_data, sessions.description, ignores_unknown_options=True)
         open_result = await http.reset(read_session_id(request), args)
-        assert open_result.first is not None, "the session was reset"
+        assert open_result.first_result is not None, "the session was reset"
         return _make_observation_response(
-            open_result.first, make_session_headers(request, open_result)
+            open_result.first_result, make_session_headers(request, open_result)
         )
 
     @app.post("/step")

@@ -132,21 +132,23 @@ class SessionCollector(Collector):
             yield make_gauge(EnvServerMetric.WORKERS, help_text, workers.num_workers)
             help_text = "Worker processes that died or were killed."
             yield self._make_counter(
-                EnvServerMetric.WORKER_ENDS, help_text, "", {"": workers.num_ends}
+                EnvServerMetric.WORKER_ENDS, help_text, "", {"": workers.num_ended_workers}
             )
             yield self._make_layer_gauge(workers.layers)
 
     def _collect_session_counts(self, counts: SessionCounts) -> Iterator[Metric]:
         for metric, help_text, count in (
-            (EnvServerMetric.OPENS, "Opened sessions.", counts.num_opened),
+            (EnvServerMetric.OPENS, "Opened sessions.", counts.num_opens),
             (EnvServerMetric.RESETS, "Started episodes.", counts.num_resets),
             (EnvServerMetric.STEPS, "Completed steps.", counts.num_steps),
         ):
             yield self._make_counter(metric, help_text, "", {"": count})
-        num_errors: dict[str, int] = {str(code): count for code, count in counts.num_errors.items()}
+        num_errors: dict[str, int] = {
+            str(code): count for code, count in counts.num_errors_by_code.items()
+        }
         yield self._make_counter(EnvServerMetric.ERRORS, "Calls that failed.", "code", num_errors)
         num_ends: dict[str, int] = {
-            str(session_end): num_ends for session_end, num_ends in counts.num_ends.items()
+            str(session_end): num_ends for session_end, num_ends in counts.num_ends_by_kind.items()
         }
         yield self._make_counter(
             EnvServerMetric.SESSION_ENDS, "Sessions that ended.", "reason", num_ends
@@ -157,7 +159,7 @@ class SessionCollector(Collector):
             EnvServerMetric.STEP_DURATION, "Time from a step's call to its result.", labels=["env"]
         )
         histogram.add_metric(
-            [self._name], list(zip(bounds, cumulative_counts, strict=True)), counts.step_seconds
+            [self._name], list(zip(bounds, cumulative_counts, strict=True)), counts.total_step_s
         )
         yield histogram
 

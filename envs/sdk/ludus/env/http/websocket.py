@@ -118,7 +118,7 @@ class _ConnectionServer:
         self._has_ended = False
         self._tombstone: SessionTombstone | None = None
         self._close_task: asyncio.Task[None] | None = None
-        direct_path, immediate_calls = socket.direct_path, mcp.sessions.immediate
+        direct_path, immediate_calls = socket.direct_path, mcp.sessions.immediate_calls
         if direct_path is not None and immediate_calls is not None:
             self._immediate_calls = immediate_calls
             direct_path.set_direct_handler(_bind_current_context(self._try_answer_frame))

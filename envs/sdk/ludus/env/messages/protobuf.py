@@ -168,8 +168,8 @@ def fill_open_result(message: pb.OpenResponse, open_result: OpenResult) -> None:
     """Write a new session into a message."""
     message.session_id = open_result.session_id
     message.tools_session_id = open_result.tools_session_id
-    if open_result.first is not None:
-        fill_result(message.first, open_result.session_id, open_result.first)
+    if open_result.first_result is not None:
+        fill_result(message.first, open_result.session_id, open_result.first_result)
 
 
 def read_open_result(message: pb.OpenResponse) -> OpenResult:

@@ -1,7 +1,7 @@
 """Client of the launcher, which starts programs and collects their output.
 
     async with ProgramHost("offered") as host:
-        result = await host.run(["python", "agent.py"], variables=..., folder=..., readable=...)
+        completed = await host.run(["python", "agent.py"], variables=..., folder=...)
 
 A cancelled call kills its program with all of the program's descendants.
 """
@@ -57,28 +57,28 @@ class ProgramHost:
     def __init__(self, confinement: Confinement = "offered") -> None:
         self._confinement = confinement
         self._ids = itertools.count(1)
-        self._sending = asyncio.Lock()
+        self._send_lock = asyncio.Lock()
         self.launcher: subprocess.Popen[bytes] | None = None
 
     async def __aenter__(self) -> Self:
         self._folder = make_workers_folder()
-        self._orders, remote = socket.socketpair()
-        command = [sys.executable, "-m", "ludus.env.programs.launcher", str(remote.fileno())]
+        self._order_socket, remote_socket = socket.socketpair()
+        command = [sys.executable, "-m", "ludus.env.programs.launcher", str(remote_socket.fileno())]
         try:
             self.launcher = subprocess.Popen(
                 [*command, str(self._folder), self._confinement],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[remote.fileno()],
+                pass_fds=[remote_socket.fileno()],
                 env={**filter_variables(os.environ, ()), "PYTHONPATH": os.pathsep.join(sys.path)},
                 # Ctrl-C in a terminal is for the run, which then stops the programs.
                 start_new_session=True,
             )
         finally:
-            remote.close()
+            remote_socket.close()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._orders.close()
+        self._order_socket.close()
         if self.launcher is not None:
             try:
                 await asyncio.to_thread(self.launcher.wait, _STOP_TIMEOUT_S)
@@ -93,41 +93,44 @@ class ProgramHost:
         *,
         variables: Mapping[str, str],
         folder: str,
-        readable: Iterable[str] = (),
+        readable_paths: Iterable[str] = (),
     ) -> CompletedProgram:
         """Run a program in a working folder until it exits, and return its result.
 
         Args:
             variables: all environment variables of the program.
-            readable: readable files and folders in addition to the system's.
+            readable_paths: readable files and folders in addition to the system's.
 
         Raises:
             UnavailableError: the launcher has died.
         """
         order = ProgramOrder(
-            next(self._ids), list(command), dict(variables), folder, list(readable)
+            next(self._ids), list(command), dict(variables), folder, list(readable_paths)
         )
-        life_line, remote_line = socket.socketpair()
-        (out, remote_out), (err, remote_err) = os.pipe(), os.pipe()
+        status_socket, remote_status_socket = socket.socketpair()
+        (stdout_fd, remote_stdout_fd), (stderr_fd, remote_stderr_fd) = os.pipe(), os.pipe()
         try:
-            await self._send(orjson.dumps(order), [remote_line.fileno(), remote_out, remote_err])
+            await self._send(
+                orjson.dumps(order),
+                [remote_status_socket.fileno(), remote_stdout_fd, remote_stderr_fd],
+            )
         except BaseException:
-            life_line.close()
-            for pipe in (out, err):
-                os.close(pipe)
+            status_socket.close()
+            for descriptor in (stdout_fd, stderr_fd):
+                os.close(descriptor)
             raise
         finally:
-            remote_line.close()
-            for pipe in (remote_out, remote_err):
-                os.close(pipe)
-        return await _collect_result(life_line, out, err)
+            remote_status_socket.close()
+            for descriptor in (remote_stdout_fd, remote_stderr_fd):
+                os.close(descriptor)
+        return await _collect_result(status_socket, stdout_fd, stderr_fd)
 
     async def _send(self, order: bytes, descriptors: list[int]) -> None:
         def send() -> None:
-            socket.send_fds(self._orders, [LENGTH_PREFIX.pack(len(order))], descriptors)
-            self._orders.sendall(order)
+            socket.send_fds(self._order_socket, [LENGTH_PREFIX.pack(len(order))], descriptors)
+            self._order_socket.sendall(order)
 
-        async with self._sending:
+        async with self._send_lock:
             try:
                 # In a thread, because an order larger than the socket's buffer blocks.
                 await asyncio.shield(asyncio.to_thread(send))
@@ -135,23 +138,27 @@ class ProgramHost:
                 raise UnavailableError(f"the launcher of programs has died: {error}") from error
 
 
-async def _collect_result(life_line: socket.socket, out: int, err: int) -> CompletedProgram:
-    reader, writer = await asyncio.open_unix_connection(sock=life_line)
+async def _collect_result(
+    status_socket: socket.socket, stdout_fd: int, stderr_fd: int
+) -> CompletedProgram:
+    reader, writer = await asyncio.open_unix_connection(sock=status_socket)
     try:
-        output, errors, status = await asyncio.gather(
-            _read_end(out, MAX_OUTPUT_BYTES), _read_end(err, MAX_ERROR_BYTES), reader.read()
+        output, errors, status_bytes = await asyncio.gather(
+            _read_last_bytes(stdout_fd, MAX_OUTPUT_BYTES),
+            _read_last_bytes(stderr_fd, MAX_ERROR_BYTES),
+            reader.read(),
         )
     finally:
-        writer.close()  # closing the life line kills everything that still runs
+        writer.close()  # the supervisor then kills everything that still runs
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-    if len(status) < EXIT_STATUS.size:
-        raise UnavailableError("the minder of the program has died")
-    (wait_status,) = EXIT_STATUS.unpack(status[: EXIT_STATUS.size])
+    if len(status_bytes) < EXIT_STATUS.size:
+        raise UnavailableError("the supervisor of the program has died")
+    (wait_status,) = EXIT_STATUS.unpack(status_bytes[: EXIT_STATUS.size])
     return CompletedProgram(os.waitstatus_to_exitcode(wait_status), output, errors)
 
 
-async def _read_end(descriptor: int, max_bytes: int) -> str:
+async def _read_last_bytes(descriptor: int, max_bytes: int) -> str:
     """Read a pipe until all its writers are closed, and return its last bytes as text."""
     reader = asyncio.StreamReader(limit=_CHUNK_BYTES)
     loop = asyncio.get_running_loop()

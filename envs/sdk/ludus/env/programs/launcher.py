@@ -1,12 +1,13 @@
-"""`python -m ludus.env.programs.launcher FD FOLDER MODE`: the process that starts programs.
+"""`python -m ludus.env.programs.launcher FD FOLDER CONFINEMENT`: the process that starts programs.
 
-    client --order, three descriptors--> launcher --fork--> minder --fork--> program
-    client <---- life line, stdout, stderr ---------------- minder           (confined, then exec)
+    client --order, three descriptors--> launcher --fork--> supervisor --fork--> program
+    client <---- status socket, stdout, stderr -------- supervisor        (confined, then exec)
 
-Each program has a minder. When the program exits or its caller closes the life line, the minder
-kills all of the program's descendants, including those in other process sessions. It then removes
-the program's folder and sends the exit status over the life line, so no process outlives its
-caller. The launcher imports everything once, has no threads and stores no program's secrets.
+Each program has a supervisor. When the program exits or its caller closes the status socket, the
+supervisor kills all of the program's descendants, including those in other process sessions. It
+then removes the program's folder and sends the exit status over the status socket, so no process
+outlives its caller. The launcher imports everything once, has no threads and stores no program's
+secrets.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ludus.env.sandbox.namespaces import (
     find_namespace_fault,
     fork_into_namespaces,
 )
-from ludus.env.sandbox.processes import child_pids, kill_group, pid_outside_namespace
+from ludus.env.sandbox.processes import find_outer_pid, kill_group, list_child_pids
 from ludus.env.sandbox.worker_resources import (
     WORKER_PID_VARIABLE,
     remove_folder,
@@ -43,9 +44,9 @@ from ludus.env.sandbox.worker_resources import (
 LENGTH_PREFIX = struct.Struct("<I")
 """Length of the following order in bytes."""
 EXIT_STATUS = struct.Struct("<i")
-"""Exit status of a program, sent over its life line."""
+"""Exit status of a program, sent over its status socket."""
 NUM_DESCRIPTORS = 3
-"""Number of descriptors that come with each order: life line, stdout and stderr."""
+"""Number of descriptors that come with each order: status socket, stdout and stderr."""
 
 NOT_STARTED = 127
 """Exit code of a program that could not be started, by shell convention."""
@@ -56,46 +57,54 @@ _MAX_FILE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ProgramOrder:
-    """A program to start; sent as JSON."""
+    """A program to start; the launcher receives it as JSON."""
 
     id: int
-    """Name of the program's folder."""
+    """Number of the program, which is also the name of its folder."""
     command: list[str]
     variables: dict[str, str]
     """All environment variables, except those of the program's folder (TMPDIR, HOME)."""
     working_folder: str
-    readable: list[str] = field(default_factory=list)
+    readable_paths: list[str] = field(default_factory=list)
     """Readable files and folders in addition to the system's."""
 
 
-def main(descriptor: int, folder: str, mode: str) -> None:
+def main(descriptor: int, folder: str, confinement: str) -> None:
     """Start programs until the client disconnects.
 
     Args:
         descriptor: socket from which orders are read.
         folder: parent of the programs' folders.
-        mode: confinement of programs: "offered", "required" or "off".
+        confinement: confinement of programs: "offered", "required" or "off".
     """
-    # Exited minders are reaped automatically. Each minder restores the default for its children.
+    # The kernel reaps supervisors. Each supervisor restores the default for its own children.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    orders = socket.socket(fileno=descriptor)
-    sharing_reason = _find_sharing_reason() if mode != "off" else ""
+    order_socket = socket.socket(fileno=descriptor)
+    namespace_fault = _check_namespaces() if confinement != "off" else ""
     with contextlib.suppress(ConnectionError):
         while True:
-            header, descriptors, _, _ = socket.recv_fds(orders, LENGTH_PREFIX.size, NUM_DESCRIPTORS)
+            header, descriptors, _, _ = socket.recv_fds(
+                order_socket, LENGTH_PREFIX.size, NUM_DESCRIPTORS
+            )
             if len(header) < LENGTH_PREFIX.size:
                 break
-            order = ProgramOrder(**orjson.loads(_receive(orders, *LENGTH_PREFIX.unpack(header))))
+            order = ProgramOrder(
+                **orjson.loads(_receive_bytes(order_socket, *LENGTH_PREFIX.unpack(header)))
+            )
             if os.fork() == 0:
-                orders.close()
-                _run_minder(order, descriptors, Path(folder), mode, sharing_reason)
-            for inherited in descriptors:
-                os.close(inherited)
+                order_socket.close()
+                _run_supervisor(order, descriptors, Path(folder), confinement, namespace_fault)
+            for inherited_fd in descriptors:
+                os.close(inherited_fd)
     remove_folder(Path(folder))
 
 
-def _run_minder(
-    order: ProgramOrder, descriptors: list[int], folder: Path, mode: str, sharing_reason: str
+def _run_supervisor(
+    order: ProgramOrder,
+    descriptors: list[int],
+    folder: Path,
+    confinement: str,
+    namespace_fault: str,
 ) -> None:
     """Start the program and report its exit. Never returns."""
     try:
@@ -103,40 +112,40 @@ def _run_minder(
         os.setsid()
         with contextlib.suppress(OSError, AttributeError):  # only Linux supports it
             adopt_orphans()
-        life_line, out, err = descriptors
+        status_socket, stdout_fd, stderr_fd = descriptors
         try:
-            if mode == "off" or sharing_reason:
-                forked = ForkedProcess(os.fork())
+            if confinement == "off" or namespace_fault:
+                program = ForkedProcess(os.fork())
             else:
-                forked = fork_into_namespaces(without_network=False)
+                program = fork_into_namespaces(without_network=False)
         except (OSError, LayerUnavailableError) as error:
-            os.write(err, f"no process for the program: {error}\n".encode())
-            os.write(life_line, EXIT_STATUS.pack(NOT_STARTED << 8))
+            os.write(stderr_fd, f"the program could not be forked: {error}\n".encode())
+            os.write(status_socket, EXIT_STATUS.pack(NOT_STARTED << 8))
             return
-        if forked.pid == 0:
-            os.close(life_line)
-            sandbox = Sandbox(str(folder), order.readable)
-            _exec_program(order, out, err, sandbox, mode, sharing_reason)
-        for stream in (out, err):
-            os.close(stream)
-        status = _wait_and_kill_descendants(forked, life_line)
+        if program.pid == 0:
+            os.close(status_socket)
+            sandbox = Sandbox(str(folder), order.readable_paths)
+            _exec_program(order, stdout_fd, stderr_fd, sandbox, confinement, namespace_fault)
+        for descriptor in (stdout_fd, stderr_fd):
+            os.close(descriptor)
+        status = _wait_and_kill_descendants(program, status_socket)
         remove_folder(folder / str(order.id))
         with contextlib.suppress(OSError):
-            os.write(life_line, EXIT_STATUS.pack(status))
+            os.write(status_socket, EXIT_STATUS.pack(status))
     finally:
         os._exit(0)
 
 
-def _wait_and_kill_descendants(forked: ForkedProcess, life_line: int) -> int:
+def _wait_and_kill_descendants(program: ForkedProcess, status_socket: int) -> int:
     """Wait for the program or its caller to end, kill all descendants, return the exit status."""
     events = select.poll()
-    events.register(life_line, select.POLLIN)
-    events.register(os.pidfd_open(forked.pid), select.POLLIN)
+    events.register(status_socket, select.POLLIN)
+    events.register(os.pidfd_open(program.pid), select.POLLIN)
     events.poll()
-    kill_group(forked.pid)
-    _, status = os.waitpid(forked.pid, 0)
-    while children := child_pids():
-        for pid in children:
+    kill_group(program.pid)
+    _, status = os.waitpid(program.pid, 0)
+    while remaining_pids := list_child_pids():
+        for pid in remaining_pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -145,33 +154,40 @@ def _wait_and_kill_descendants(forked: ForkedProcess, life_line: int) -> int:
 
 
 def _exec_program(
-    order: ProgramOrder, out: int, err: int, sandbox: Sandbox, mode: str, sharing_reason: str
+    order: ProgramOrder,
+    stdout_fd: int,
+    stderr_fd: int,
+    sandbox: Sandbox,
+    confinement: str,
+    namespace_fault: str,
 ) -> None:
     """Replace this process by the program. Never returns."""
     exit_code = NOT_STARTED
     try:
         os.setsid()
-        null = os.open(os.devnull, os.O_RDWR)
-        for target, source in enumerate((null, out, err)):
-            os.dup2(source, target)
+        null_fd = os.open(os.devnull, os.O_RDWR)
+        for target_fd, source_fd in enumerate((null_fd, stdout_fd, stderr_fd)):
+            os.dup2(source_fd, target_fd)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE_BYTES, _MAX_FILE_BYTES))
         os.environ.clear()
         os.environ.update(order.variables)
-        pid = pid_outside_namespace()
-        os.environ[WORKER_PID_VARIABLE] = str(pid)
-        if mode == "off":
+        outer_pid = find_outer_pid()
+        os.environ[WORKER_PID_VARIABLE] = str(outer_pid)
+        if confinement == "off":
             folder = sandbox.worker_folder(order.id)
             folder.mkdir(mode=0o700)
             set_home_and_temp(folder)
         else:
-            if not sharing_reason:
+            if not namespace_fault:
                 enter_namespaces()
-            layers = confine(sandbox, order.id, pid, [], sharing_reason)
-            if layers and mode == "required":
+            missing_layers = confine(sandbox, order.id, outer_pid, [], namespace_fault)
+            if missing_layers and confinement == "required":
                 exit_code = NOT_CONFINED
-                raise PermissionError(f"the sandbox lacks {describe_missing_layers(layers)}")
+                raise PermissionError(
+                    f"the sandbox lacks {describe_missing_layers(missing_layers)}"
+                )
         os.chdir(order.working_folder)
         os.execvpe(order.command[0], order.command, os.environ)
     except BaseException as error:  # noqa: BLE001 - the process exits here and reports the error
@@ -180,7 +196,7 @@ def _exec_program(
         os._exit(exit_code)
 
 
-def _find_sharing_reason() -> str:
+def _check_namespaces() -> str:
     """Return why programs share this process's namespaces, or "" if each program gets its own."""
     try:
         # The trial must wait for its child processes, which SIG_IGN makes impossible.
@@ -193,14 +209,14 @@ def _find_sharing_reason() -> str:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        chunk = connection.recv(size - len(data))
+def _receive_bytes(connection: socket.socket, size: int) -> bytes:
+    received_bytes = b""
+    while len(received_bytes) < size:
+        chunk = connection.recv(size - len(received_bytes))
         if not chunk:
             raise ConnectionError("the client disconnected")
-        data += chunk
-    return data
+        received_bytes += chunk
+    return received_bytes
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The format and the files of a recording: one line of JSON per episode.
+"""The format and the files of recordings: one line of JSON per episode.
 
 Rewards, flags and a hash of each observation are enough to check a replay. The recordings of
 clients also contain the observations.
@@ -24,9 +24,9 @@ from ludus.proto.errors import ConfigError, NotFoundError
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT_VERSION = 1
 MAX_FILE_BYTES = 64 * 1024 * 1024
-SUFFIX = ".jsonl"
+RECORDING_SUFFIX = ".jsonl"
 _HASH_BYTES = 16
 
 
@@ -40,7 +40,7 @@ class RecordedEnvironment(_Line):
     name: str
     version: str = ""
     target: str = ""
-    """Target that makes the environment again; "" if unknown."""
+    """Target that names the environment; "" if unknown."""
     options: JsonObject = Field(default_factory=dict)
 
 
@@ -60,7 +60,7 @@ class RecordedStep(_Line):
     """One call and its result or error."""
 
     action: Any = None
-    """Action as JSON; None if the call is a text or a tool call."""
+    """Action as JSON; None if the player sent text or called a tool."""
     text: str | None = None
     """Text of a language model."""
     tool: str | None = None
@@ -94,13 +94,13 @@ class RecordedEpisode(_Line):
         return sum((step.result.reward or 0.0) if step.result else 0.0 for step in self.steps)
 
 
-def timestamp() -> str:
-    """Return the current time in the format of recordings."""
+def format_timestamp() -> str:
+    """Return the current time as text in the format of recordings."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 def hash_observation(observation: Any, tensors: Mapping[str, np.ndarray] | None = None) -> str:
-    """Hash the JSON with sorted keys and the tensors; the hash is the same over every wire."""
+    """Hash an observation and its tensors; the hash is the same over every wire."""
     digest = hashlib.sha256(orjson.dumps(observation, option=orjson.OPT_SORT_KEYS))
     for name, array in sorted((tensors or {}).items()):
         digest.update(f"{name} {array.dtype.name} {array.shape}".encode())
@@ -134,29 +134,29 @@ def read_recording(path: Path) -> Iterator[RecordedEpisode]:
         ConfigError: a line is not a recorded episode.
     """
     if path.is_dir():
-        for file in sorted(path.glob(f"*{SUFFIX}")):
-            yield from read_recording(file)
+        for recording_file in sorted(path.glob(f"*{RECORDING_SUFFIX}")):
+            yield from read_recording(recording_file)
         return
     if not path.is_file():
         raise NotFoundError(f"no recording '{path}'; record one with ludus env serve --record")
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+    with path.open("rb") as recording:
+        for line_number, line in enumerate(recording, 1):
             try:
                 yield RecordedEpisode.model_validate_json(line)
             except ValidationError as error:
                 fault = error.errors(include_url=False)[0]
                 if fault["type"] == "json_invalid":
-                    _log.warning("line %d of %s is incomplete and was skipped", number, path)
+                    _log.warning("line %d of %s is incomplete and was skipped", line_number, path)
                     continue
-                field = ".".join(str(part) for part in fault["loc"])
+                field = ".".join(str(key) for key in fault["loc"])
                 raise ConfigError(
-                    f"line {number} of {path} is not a recorded episode of format {FORMAT}:"
-                    f" {field or 'line'}: {fault['msg']}"
+                    f"line {line_number} of {path} is not a recorded episode of format"
+                    f" {FORMAT_VERSION}: {field or 'line'}: {fault['msg']}"
                 ) from None
 
 
 class RecordingFile:
-    """Lines appended to `<name>.jsonl`; a full file is renamed to `<name>.0001.jsonl`."""
+    """A file `<name>.jsonl` of appended lines; a full file is renamed to `<name>.0001.jsonl`."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
         self.path = path
@@ -166,13 +166,13 @@ class RecordingFile:
         self._file: IO[bytes] | None = None
 
     def append(self, line: bytes) -> None:
-        """Append a line. If the disk refuses, the line is lost and the loss is logged."""
+        """Append a line. If it cannot be written, the line is lost and the loss is logged."""
         try:
             if self._file is None:
-                self._file = self._open()
+                self._file = self._open_file()
             elif self._file.tell() + len(line) > self._max_bytes:
                 self._rename_full_file()
-                self._file = self._open()
+                self._file = self._open_file()
             self._file.write(line + b"\n")
             self._file.flush()
         except OSError as error:
@@ -185,21 +185,23 @@ class RecordingFile:
             self._file.close()
             self._file = None
 
-    def _open(self) -> IO[bytes]:
+    def _open_file(self) -> IO[bytes]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("ab+")
-        if file.tell():  # a killed process may have left an incomplete line
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        return file
+        recording_file = self.path.open("ab+")
+        if recording_file.tell():  # a killed process may have left an incomplete line
+            recording_file.seek(-1, 2)
+            if recording_file.read(1) != b"\n":
+                recording_file.write(b"\n")
+        return recording_file
 
     def _rename_full_file(self) -> None:
         self.close()
-        number = 1
-        while (target := self.path.with_suffix(f".{number:04d}{SUFFIX}")).exists():
-            number += 1
-        self.path.rename(target)
+        file_number = 1
+        while (
+            full_path := self.path.with_suffix(f".{file_number:04d}{RECORDING_SUFFIX}")
+        ).exists():
+            file_number += 1
+        self.path.rename(full_path)
 
 
 class EpisodeWriter:
@@ -221,14 +223,14 @@ class EpisodeWriter:
         )
         self._episode: RecordedEpisode | None = None
 
-    def begin(self, seed: int, first: StepResult) -> None:
+    def begin_episode(self, seed: int, first_result: StepResult) -> None:
         """Start an episode."""
         self._episode = RecordedEpisode(
             environment=self._environment,
             episode_id=secrets.token_hex(8),
             seed=seed,
-            first=record_result(first),
-            started_at=timestamp(),
+            first=record_result(first_result),
+            started_at=format_timestamp(),
         )
 
     def add_step(self, action: JsonObject | str, result: StepResult) -> None:
@@ -238,11 +240,11 @@ class EpisodeWriter:
         step.result = record_result(result)
         self._episode.steps.append(step)
 
-    def end(self, reason: str) -> None:
+    def end_episode(self, reason: str) -> None:
         """Write the episode, if there is one."""
         if self._episode is None:
             return
-        self._episode.ended_at = timestamp()
+        self._episode.ended_at = format_timestamp()
         self._episode.end_reason = reason
         self._file.append(self._episode.model_dump_json(exclude_none=True).encode())
         self._file.close()

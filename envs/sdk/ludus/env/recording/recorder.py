@@ -19,14 +19,14 @@ import orjson
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.recording.format import (
     MAX_FILE_BYTES,
-    SUFFIX,
+    RECORDING_SUFFIX,
     RecordedEnvironment,
     RecordedEpisode,
     RecordedStep,
     RecordingFile,
+    format_timestamp,
     hash_observation,
     record_result,
-    timestamp,
 )
 from ludus.env.sessions.interface import SessionRecorder
 from ludus.env.sessions.tombstones import SessionTombstone
@@ -37,11 +37,11 @@ from ludus.proto.errors import ActionError, EnvError, ExecutionError, ToolError
 MAX_EPISODE_BYTES = 8 * 1024 * 1024
 """Maximum size of a recorded episode; later steps are left out."""
 MAX_RUNNING_BYTES = 256 * 1024 * 1024
-"""Maximum size of all running episodes as JSON; above it the longest is written unfinished."""
+"""Maximum size of all running episodes as JSON. Above it, the longest is written unfinished."""
 MAX_RUNNING = 16_384
 """Maximum number of running episodes; above it the oldest is treated as abandoned."""
-_REPEATABLE = (ActionError, ExecutionError, ToolError)
-"""Errors of the environment, which a replay repeats."""
+_REPEATABLE_ERRORS = (ActionError, ExecutionError, ToolError)
+"""Types of errors that come from the environment, so a replay raises them again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class EpisodeRecorder(SessionRecorder):
 
     Args:
         path: a file that ends in .jsonl, or a folder that gets one file per server.
-        factory: factory of the environment, for replays that name no target.
+        factory: factory of the environment, which replays use by default.
     """
 
     needs_seeds = True
@@ -73,12 +73,12 @@ class EpisodeRecorder(SessionRecorder):
         max_episode_bytes: int = MAX_EPISODE_BYTES,
         max_running_bytes: int = MAX_RUNNING_BYTES,
     ) -> None:
-        if path.suffix != SUFFIX:
-            path = path / f"{description.server_id}{SUFFIX}"
+        if path.suffix != RECORDING_SUFFIX:
+            path = path / f"{description.server_id}{RECORDING_SUFFIX}"
         self.file = RecordingFile(path, max_file_bytes)
         self._max_episode_bytes = max_episode_bytes
         self._max_running_bytes = max_running_bytes
-        self._running: OrderedDict[str, _RunningEpisode] = OrderedDict()
+        self._running_episodes: OrderedDict[str, _RunningEpisode] = OrderedDict()
         self._num_bytes = 0
         """Size of all running episodes."""
         self._environment = RecordedEnvironment(
@@ -91,12 +91,12 @@ class EpisodeRecorder(SessionRecorder):
     @property
     def num_running(self) -> int:
         """Number of running episodes."""
-        return len(self._running)
+        return len(self._running_episodes)
 
     def record_reset(
         self, session_id: str, args: ResetArgs, outcome: EncodedResult | EnvError
     ) -> None:
-        self._end(session_id, "reset")
+        self._end_episode(session_id, "reset")
         if isinstance(outcome, EnvError):
             return
         assert args.seed is not None, "every recorded reset has a seed"
@@ -106,80 +106,84 @@ class EpisodeRecorder(SessionRecorder):
             seed=args.seed,
             reset_options=args.options,
             first=record_result(outcome),
-            started_at=timestamp(),
+            started_at=format_timestamp(),
         )
-        running = self._running[session_id] = _RunningEpisode(episode, outcome.step_index)
-        self._count(running, len(episode.model_dump_json(exclude_none=True)))
-        if len(self._running) > MAX_RUNNING:
-            self._end(next(iter(self._running)), "abandoned")
+        running_episode = self._running_episodes[session_id] = _RunningEpisode(
+            episode, outcome.step_index
+        )
+        self._add_bytes(running_episode, len(episode.model_dump_json(exclude_none=True)))
+        if len(self._running_episodes) > MAX_RUNNING:
+            self._end_episode(next(iter(self._running_episodes)), "abandoned")
 
     def record_step(
         self, session_id: str, action: bytes | str, outcome: EncodedResult | EnvError
     ) -> None:
-        running = self._running.get(session_id)
-        if running is None:
+        running_episode = self._running_episodes.get(session_id)
+        if running_episode is None:
             return
         step = _record_action(action)
         if isinstance(outcome, EnvError):
-            self._add_error(running, step, outcome)
-        elif outcome.step_index == running.step_index + 1:  # not a repeated step
-            running.step_index += 1
+            self._add_error(running_episode, step, outcome)
+        elif outcome.step_index == running_episode.step_index + 1:  # not a repeated step
+            running_episode.step_index += 1
             step.result = record_result(outcome)
-            self._add_step(running, step)
+            self._add_step(running_episode, step)
             if outcome.done:
-                self._end(session_id, "terminated" if outcome.terminated else "truncated")
+                self._end_episode(session_id, "terminated" if outcome.terminated else "truncated")
 
     def record_tool_call(
         self, session_id: str, name: str, arguments: JsonObject, outcome: bytes | EnvError
     ) -> None:
-        running = self._running.get(session_id)
-        if running is None:
+        running_episode = self._running_episodes.get(session_id)
+        if running_episode is None:
             return
         step = RecordedStep(tool=name, arguments=arguments)
         if isinstance(outcome, EnvError):
-            self._add_error(running, step, outcome)
+            self._add_error(running_episode, step, outcome)
         else:
             step.tool_hash = hash_observation(orjson.loads(outcome))
-            self._add_step(running, step)
+            self._add_step(running_episode, step)
 
     def record_end(self, session_id: str, tombstone: SessionTombstone) -> None:
-        self._end(session_id, tombstone.reason)
+        self._end_episode(session_id, tombstone.reason)
 
     def finish(self) -> None:
         """Write the running episodes and close the file, before the server stops."""
-        for session_id in list(self._running):
-            self._end(session_id, "the server stopped")
+        for session_id in list(self._running_episodes):
+            self._end_episode(session_id, "the server stopped")
         self.file.close()
 
-    def _count(self, running: _RunningEpisode, num_bytes: int) -> None:
-        running.num_bytes += num_bytes
+    def _add_bytes(self, running_episode: _RunningEpisode, num_bytes: int) -> None:
+        running_episode.num_bytes += num_bytes
         self._num_bytes += num_bytes
-        while self._running and self._num_bytes > self._max_running_bytes:
-            session_id, _ = max(self._running.items(), key=lambda item: item[1].num_bytes)
-            self._end(session_id, "unfinished; too much is recorded at once")
+        while self._running_episodes and self._num_bytes > self._max_running_bytes:
+            session_id, _ = max(self._running_episodes.items(), key=lambda pair: pair[1].num_bytes)
+            self._end_episode(session_id, "unfinished; too much is recorded at once")
 
-    def _add_error(self, running: _RunningEpisode, step: RecordedStep, error: EnvError) -> None:
-        if isinstance(error, _REPEATABLE):
+    def _add_error(
+        self, running_episode: _RunningEpisode, step: RecordedStep, error: EnvError
+    ) -> None:
+        if isinstance(error, _REPEATABLE_ERRORS):
             step.error = str(error.code)
-            self._add_step(running, step)
+            self._add_step(running_episode, step)
 
-    def _add_step(self, running: _RunningEpisode, step: RecordedStep) -> None:
+    def _add_step(self, running_episode: _RunningEpisode, step: RecordedStep) -> None:
         num_bytes = len(step.model_dump_json(exclude_none=True))
-        running.is_cut |= running.num_bytes + num_bytes > self._max_episode_bytes
-        if not running.is_cut:
-            running.episode.steps.append(step)
-            self._count(running, num_bytes)
+        running_episode.is_cut |= running_episode.num_bytes + num_bytes > self._max_episode_bytes
+        if not running_episode.is_cut:
+            running_episode.episode.steps.append(step)
+            self._add_bytes(running_episode, num_bytes)
 
-    def _end(self, session_id: str, reason: str) -> None:
+    def _end_episode(self, session_id: str, reason: str) -> None:
         """Write the session's episode if it is running."""
-        running = self._running.pop(session_id, None)
-        if running is None:
+        running_episode = self._running_episodes.pop(session_id, None)
+        if running_episode is None:
             return
-        self._num_bytes -= running.num_bytes
-        episode = running.episode
-        episode.ended_at = timestamp()
+        self._num_bytes -= running_episode.num_bytes
+        episode = running_episode.episode
+        episode.ended_at = format_timestamp()
         episode.end_reason = reason
-        if running.is_cut:
+        if running_episode.is_cut:
             episode.end_reason += "; too long, later steps left out"
         self.file.append(episode.model_dump_json(exclude_none=True).encode())
 

@@ -1,8 +1,8 @@
 """Verification of recordings: play the episodes again and compare.
 
-RecordedEpisode --replay_episode--> Replay: same, or the first difference
+RecordedEpisode --replay_episode--> Replay: no difference, or the first one
                       |
-                      +-- a client of a server at an address, or of a local server
+                      +-- client of a server at an address, or of a local server
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Replay:
         return not self.difference
 
 
-def recorded_factory(episode: RecordedEpisode) -> TargetFactory:
+def make_recorded_factory(episode: RecordedEpisode) -> TargetFactory:
     """Return a factory of the recording's environment.
 
     Raises:
@@ -66,28 +66,28 @@ async def replay_episode(client: AsyncEnvClient, episode: RecordedEpisode) -> Re
     except EnvError as error:
         return Replay(episode, 0, f"reset: expected a result, got {error.code}: {error}")
     try:
-        difference = _difference(episode.first, first_result)
+        difference = _compare_results(episode.first, first_result)
         if difference:
             return Replay(episode, 0, f"reset: {difference}")
-        for number, step in enumerate(episode.steps, 1):
-            difference = await _repeat(session, step)
+        for step_number, step in enumerate(episode.steps, 1):
+            difference = await _repeat_step(session, step)
             if difference:
-                return Replay(episode, number, f"step {number}: {difference}")
+                return Replay(episode, step_number, f"step {step_number}: {difference}")
         return Replay(episode, len(episode.steps))
     finally:
         await session.close()
 
 
-async def _repeat(session: AsyncSession, step: RecordedStep) -> str:
+async def _repeat_step(session: AsyncSession, step: RecordedStep) -> str:
     """Repeat a step and return the difference, or "" if there is none."""
     try:
         if step.tool is not None:
-            returned = await session.call_tool(step.tool, step.arguments or {})
-            return _tool_difference(step, returned)
+            tool_result = await session.call_tool(step.tool, step.arguments or {})
+            return _compare_tool_results(step, tool_result)
         if step.text is not None:
-            result = await session.step(text=step.text)
+            step_result = await session.step(text=step.text)
         else:
-            result = await session.step(step.action)
+            step_result = await session.step(step.action)
     except InfrastructureError:
         raise
     except EnvError as error:
@@ -97,18 +97,18 @@ async def _repeat(session: AsyncSession, step: RecordedStep) -> str:
         return f"expected {_describe_expected(step)}, got {code}: {error}"
     if step.result is None:
         return f"expected {_describe_expected(step)}, got a result"
-    return _difference(step.result, result)
+    return _compare_results(step.result, step_result)
 
 
-def _tool_difference(step: RecordedStep, returned: JsonObject) -> str:
+def _compare_tool_results(step: RecordedStep, tool_result: JsonObject) -> str:
     if step.tool_hash is None:
-        return f"expected {_describe_expected(step)} from the tool {step.tool!r}, got {returned}"
-    tool_hash = hash_observation(returned)
+        return f"expected {_describe_expected(step)} from the tool {step.tool!r}, got {tool_result}"
+    tool_hash = hash_observation(tool_result)
     if tool_hash == step.tool_hash:
         return ""
     return (
         f"expected the recorded result of the tool {step.tool!r} (hash {step.tool_hash}), got"
-        f" {returned} (hash {tool_hash})"
+        f" {tool_result} (hash {tool_hash})"
     )
 
 
@@ -116,16 +116,21 @@ def _describe_expected(step: RecordedStep) -> str:
     return f"the error {step.error}" if step.error else "a result"
 
 
-def _difference(recorded: RecordedResult, result: StepResult) -> str:
+def _compare_results(recorded_result: RecordedResult, replayed_result: StepResult) -> str:
     for name in ("reward", "terminated", "truncated"):
-        recorded_value, value = getattr(recorded, name), getattr(result, name)
-        if recorded_value != value:
-            return f"expected {name} {recorded_value}, got {value}"
-    if recorded.success not in (None, result.success):
-        return f"expected success {recorded.success}, got {result.success}"
-    observation_hash = hash_observation(result.observation, result.tensors)
-    if observation_hash == recorded.observation_hash:
+        recorded_value, replayed_value = (
+            getattr(recorded_result, name),
+            getattr(replayed_result, name),
+        )
+        if recorded_value != replayed_value:
+            return f"expected {name} {recorded_value}, got {replayed_value}"
+    if recorded_result.success not in (None, replayed_result.success):
+        return f"expected success {recorded_result.success}, got {replayed_result.success}"
+    observation_hash = hash_observation(replayed_result.observation, replayed_result.tensors)
+    if observation_hash == recorded_result.observation_hash:
         return ""
-    if recorded.observation is None:
-        return f"expected observation hash {recorded.observation_hash}, got {observation_hash}"
-    return f"expected observation {recorded.observation}, got {result.observation}"
+    if recorded_result.observation is None:
+        return (
+            f"expected observation hash {recorded_result.observation_hash}, got {observation_hash}"
+        )
+    return f"expected observation {recorded_result.observation}, got {replayed_result.observation}"

@@ -21,7 +21,11 @@ from ludus.env.sandbox.landlock import require_signal_scope, restrict_files
 from ludus.env.sandbox.namespaces import mount_read_only
 from ludus.env.sandbox.processes import give_up_privileges, hide_process, take_user_id
 from ludus.env.sandbox.seccomp import refuse_system_calls
-from ludus.env.sandbox.worker_resources import device_paths, set_home_and_temp, system_paths
+from ludus.env.sandbox.worker_resources import (
+    list_device_paths,
+    list_system_paths,
+    set_home_and_temp,
+)
 
 MissingLayers = dict["Layer", str]
 """Layers that are not active, with the reasons."""
@@ -44,13 +48,13 @@ class Layer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """Permissions of a server's workers; sent as JSON."""
+    """Permissions of a server's workers. The fork server receives them as JSON."""
 
     folder: str
     """Folder that contains the folders of all workers."""
-    readable: list[str] = field(default_factory=list)
+    readable_paths: list[str] = field(default_factory=list)
     """Readable paths in addition to the system and the code."""
-    writable: list[str] = field(default_factory=list)
+    writable_paths: list[str] = field(default_factory=list)
     without_network: bool = False
     is_required: bool = False
     """True if a worker must not start with a missing layer."""
@@ -65,54 +69,59 @@ class SandboxError(Exception):
 
 
 def confine(
-    sandbox: Sandbox, worker_id: int, pid: int, code: list[Path], sharing_reason: str
+    sandbox: Sandbox, worker_id: int, pid: int, code_paths: list[Path], namespace_fault: str
 ) -> MissingLayers:
     """Confine this process and its descendants with every layer that the machine supports.
 
     Args:
         pid: id of this process as its server sees it.
-        code: readable paths of Python code.
-        sharing_reason: reason why the process has no namespaces; "" if it has them.
+        code_paths: files and folders with Python code, which become readable.
+        namespace_fault: reason why the process has no separate namespaces; "" if it has them.
 
-    Returns the layers that are missing.
+    Returns the missing layers.
     """
-    missing_layers: MissingLayers = {Layer.NAMESPACES: sharing_reason} if sharing_reason else {}
+    missing_layers: MissingLayers = {Layer.NAMESPACES: namespace_fault} if namespace_fault else {}
     folder = sandbox.worker_folder(worker_id)
     folder.mkdir(mode=0o700)
     set_home_and_temp(folder)
-    granted = [Path(path) for path in sandbox.readable]
-    also_writable = [Path(path) for path in sandbox.writable]
-    readable = [*system_paths(), *code, *granted]
-    writable = [folder, *device_paths(), *also_writable]
-    if not sharing_reason:
-        writable.append(Path("/dev/shm"))
+    granted_paths = [Path(path) for path in sandbox.readable_paths]
+    granted_writable_paths = [Path(path) for path in sandbox.writable_paths]
+    readable_paths = [*list_system_paths(), *code_paths, *granted_paths]
+    writable_paths = [folder, *list_device_paths(), *granted_writable_paths]
+    if not namespace_fault:
+        writable_paths.append(Path("/dev/shm"))
 
     def make_mounts_read_only() -> None:
-        if sharing_reason:
+        if namespace_fault:
             raise LayerUnavailableError("read-only mounts need namespaces")
-        mount_read_only(writable)
+        mount_read_only(writable_paths)
 
-    steps: Iterable[tuple[Layer, Callable[[], object]]] = (
+    layer_steps: Iterable[tuple[Layer, Callable[[], object]]] = (
         (Layer.READ_ONLY, make_mounts_read_only),
-        (Layer.USER_ID, lambda: take_user_id(pid, folder, [*code, *granted], also_writable)),
+        (
+            Layer.USER_ID,
+            lambda: take_user_id(
+                pid, folder, [*code_paths, *granted_paths], granted_writable_paths
+            ),
+        ),
         (Layer.NO_NEW_PRIVILEGES, give_up_privileges),
-        (Layer.LANDLOCK, lambda: restrict_files(readable, writable)),
+        (Layer.LANDLOCK, lambda: restrict_files(readable_paths, writable_paths)),
         (Layer.SIGNAL_SCOPE, require_signal_scope),
-        (Layer.SECCOMP, lambda: refuse_system_calls(shares_processes=bool(sharing_reason))),
+        (Layer.SECCOMP, lambda: refuse_system_calls(shares_processes=bool(namespace_fault))),
         (Layer.NON_DUMPABLE, hide_process),
     )
-    for layer, apply in steps:
+    for layer, apply_layer in layer_steps:
         try:
             _require_linux()
-            apply()
+            apply_layer()
         except (LayerUnavailableError, OSError) as error:
             missing_layers[layer] = str(error)
     return missing_layers
 
 
-def describe_missing_layers(missing: Mapping[Layer, str]) -> str:
+def describe_missing_layers(missing_layers: Mapping[Layer, str]) -> str:
     """List the missing layers and the reasons as text."""
-    return "; ".join(f"{layer} ({reason})" for layer, reason in missing.items())
+    return "; ".join(f"{layer} ({reason})" for layer, reason in missing_layers.items())
 
 
 def _require_linux() -> None:

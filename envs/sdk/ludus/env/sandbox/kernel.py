@@ -36,30 +36,37 @@ class LayerUnavailableError(Exception):
     """This machine or process does not support a layer of the sandbox; the text is the reason."""
 
 
-def prctl(option: int, *values: Any) -> int:
+def prctl(option: int, *arguments: Any) -> int:
     """Call prctl(2) for this process and return its result."""
-    padded_values = [*values, *[0] * (4 - len(values))]
-    words = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in padded_values]
-    return _check_status("prctl", _libc().prctl(option, *words))
+    padded_arguments = [*arguments, *[0] * (4 - len(arguments))]
+    c_arguments = [
+        ctypes.c_ulong(argument) if isinstance(argument, int) else argument
+        for argument in padded_arguments
+    ]
+    return _check_status("prctl", _load_libc().prctl(option, *c_arguments))
 
 
-def syscall(number: int, *values: Any) -> int:
+def syscall(call_number: int, *arguments: Any) -> int:
     """Make a system call that the C library has no function for, and return its result."""
-    libc = _libc()
+    libc = _load_libc()
     libc.syscall.restype = ctypes.c_long
-    words = [ctypes.c_long(value) if isinstance(value, int) else value for value in values]
-    return _check_status(f"system call {number}", libc.syscall(ctypes.c_long(number), *words))
+    c_arguments = [
+        ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments
+    ]
+    return _check_status(
+        f"system call {call_number}", libc.syscall(ctypes.c_long(call_number), *c_arguments)
+    )
 
 
 def unshare(flags: int) -> None:
     """Leave the namespaces shared with the parent."""
-    _check_status("unshare", _libc().unshare(flags))
+    _check_status("unshare", _load_libc().unshare(flags))
 
 
-def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+def mount(source: str, target: str, file_system: str, flags: int, options: str = "") -> None:
     """Mount a file system in this process's mount namespace."""
-    words = [word.encode() for word in (source, target, kind)]
-    status = _libc().mount(*words, ctypes.c_ulong(flags), options.encode())
+    c_strings = [argument.encode() for argument in (source, target, file_system)]
+    status = _load_libc().mount(*c_strings, ctypes.c_ulong(flags), options.encode())
     _check_status(f"mount on {target}", status)
 
 
@@ -70,31 +77,31 @@ def clone_mounts(path: str) -> int:
 
 
 def put_mounts(descriptor: int, path: str) -> None:
-    """Mount the copy made by `clone_mounts` over a path."""
-    target = (descriptor, b"", _AT_FDCWD, path.encode())
-    syscall(_MOVE_MOUNT, *target, _MOVE_MOUNT_F_EMPTY_PATH)
+    """Mount a copy made by `clone_mounts` over a path."""
+    move_arguments = (descriptor, b"", _AT_FDCWD, path.encode())
+    syscall(_MOVE_MOUNT, *move_arguments, _MOVE_MOUNT_F_EMPTY_PATH)
 
 
 def make_mounts_read_only() -> None:
     """Make all mounts of this process's namespace read-only, including file modes and times."""
     attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
-    target = (_AT_FDCWD, b"/", _AT_RECURSIVE)
-    syscall(_MOUNT_SETATTR, *target, ctypes.byref(attributes), ctypes.sizeof(attributes))
+    mount_arguments = (_AT_FDCWD, b"/", _AT_RECURSIVE)
+    syscall(_MOUNT_SETATTR, *mount_arguments, ctypes.byref(attributes), ctypes.sizeof(attributes))
 
 
 def drop_capabilities() -> None:
     """Drop all capabilities of this process, even those of root."""
     prctl(PR_CAP_AMBIENT, _AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _check_status("capset", _libc().capset(header, (ctypes.c_uint32 * 6)()))
+    _check_status("capset", _load_libc().capset(header, (ctypes.c_uint32 * 6)()))
 
 
-def _libc() -> Any:
+def _load_libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _check_status(name: str, status: int) -> int:
+def _check_status(call_name: str, status: int) -> int:
     if status < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, f"{call_name}: {os.strerror(error_number)}")
     return status

@@ -1,6 +1,6 @@
 """Landlock: hides files outside the given folders and processes outside the sandbox.
 
-Each version of the kernel interface can withhold more rights. Version 6 and later also block
+Each version of the kernel interface can withhold additional rights. Version 6 and later also block
 signals to processes outside.
 """
 
@@ -48,7 +48,7 @@ def require_signal_scope() -> None:
     Raises:
         LayerUnavailableError: signals are not confined.
     """
-    version = _version()
+    version = _read_version()
     if version < _MIN_SCOPE_VERSION:
         raise LayerUnavailableError(
             f"Landlock has version {version} here; signals need version"
@@ -56,28 +56,30 @@ def require_signal_scope() -> None:
         )
 
 
-def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
-    """Hide all other files from this process and its descendants.
+def restrict_files(readable_paths: Iterable[Path], writable_paths: Iterable[Path]) -> None:
+    """Hide all files but those in the given paths from this process and its descendants.
 
     Raises:
         LayerUnavailableError: the kernel has no Landlock, or Landlock is disabled.
     """
-    version = _version()
-    all_rights = sum(bits for since, bits in _RIGHTS_BY_VERSION.items() if since <= version)
+    version = _read_version()
+    all_rights = sum(
+        rights for min_version, rights in _RIGHTS_BY_VERSION.items() if min_version <= version
+    )
     scopes = _SCOPES if version >= _MIN_SCOPE_VERSION else 0
     attributes = _Ruleset(all_rights, 0, scopes)
     size = ctypes.sizeof(attributes) if scopes else ctypes.sizeof(ctypes.c_uint64)
-    ruleset = kernel.syscall(_CREATE_RULESET, ctypes.byref(attributes), size, 0)
+    ruleset_fd = kernel.syscall(_CREATE_RULESET, ctypes.byref(attributes), size, 0)
     try:
-        for paths, rights in ((readable, _READ_RIGHTS), (writable, all_rights)):
+        for paths, path_rights in ((readable_paths, _READ_RIGHTS), (writable_paths, all_rights)):
             for path in paths:
-                _allow_path(ruleset, path, rights)
-        kernel.syscall(_RESTRICT_SELF, ruleset, 0)
+                _allow_path(ruleset_fd, path, path_rights)
+        kernel.syscall(_RESTRICT_SELF, ruleset_fd, 0)
     finally:
-        os.close(ruleset)
+        os.close(ruleset_fd)
 
 
-def _allow_path(ruleset: int, path: Path, rights: int) -> None:
+def _allow_path(ruleset_fd: int, path: Path, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
@@ -86,12 +88,12 @@ def _allow_path(ruleset: int, path: Path, rights: int) -> None:
         if not path.is_dir():
             rights &= _FILE_RIGHTS
         rule = _PathBeneath(rights, descriptor)
-        kernel.syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, ctypes.byref(rule), 0)
+        kernel.syscall(_ADD_RULE, ruleset_fd, _RULE_PATH_BENEATH, ctypes.byref(rule), 0)
     finally:
         os.close(descriptor)
 
 
-def _version() -> int:
+def _read_version() -> int:
     try:
         return kernel.syscall(_CREATE_RULESET, None, 0, _GET_VERSION)
     except OSError as error:

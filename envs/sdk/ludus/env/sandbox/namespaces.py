@@ -24,9 +24,9 @@ from pathlib import Path
 from ludus.env.sandbox import kernel
 from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.processes import (
-    effective_capabilities,
     give_up_privileges,
     hide_process,
+    read_effective_capabilities,
     show_process,
 )
 
@@ -34,7 +34,7 @@ _CAP_SYS_ADMIN = 21
 _WORKER_PID = 2
 """Process id of the worker in its namespace."""
 _PIDS = struct.Struct("<ii")
-_DONE, _FAILED = b"\1", b"\0"
+_SUCCESS, _FAILURE = b"\1", b"\0"
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARED_MEMORY_OPTIONS = "size=64m,mode=1777"
 
@@ -55,32 +55,32 @@ def adopt_orphans() -> None:
 
 
 def find_namespace_fault(*, without_network: bool) -> str:
-    """Fork into new namespaces as every worker will; return why that failed, or ""."""
+    """Try to fork into new namespaces, as for a worker; return why that failed, or ""."""
     if not hasattr(os, "pidfd_open"):
         return "this system has no process descriptors"
-    reader, writer = os.pipe()
+    read_fd, write_fd = os.pipe()
     try:
-        forked = fork_into_namespaces(without_network=without_network)
+        child = fork_into_namespaces(without_network=without_network)
     except LayerUnavailableError as error:
-        for descriptor in (reader, writer):  # otherwise every worker would inherit them
+        for descriptor in (read_fd, write_fd):  # otherwise every worker would inherit them
             os.close(descriptor)
         return str(error)
-    if forked.pid == 0:
+    if child.pid == 0:
         try:
             enter_namespaces()
-            os.write(writer, _DONE)
+            os.write(write_fd, _SUCCESS)
         except OSError as error:
-            os.write(writer, _FAILED + str(error).encode())
+            os.write(write_fd, _FAILURE + str(error).encode())
         finally:
             os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        result = pipe.read()
-    for pid in (forked.pid, forked.keeper_pid):
+    os.close(write_fd)
+    with open(read_fd, "rb") as pipe:
+        report = pipe.read()
+    for pid in (child.pid, child.keeper_pid):
         os.waitpid(pid, 0)
-    if result == _DONE:
+    if report == _SUCCESS:
         return ""
-    return result[1:].decode() or "a process in them exited at once"
+    return report[1:].decode() or "a process in the new namespaces exited at once"
 
 
 def fork_into_namespaces(*, without_network: bool) -> ForkedProcess:
@@ -90,26 +90,26 @@ def fork_into_namespaces(*, without_network: bool) -> ForkedProcess:
         LayerUnavailableError: the kernel refuses.
         OSError: no process can be forked.
     """
-    reader, writer = os.pipe()
+    read_fd, write_fd = os.pipe()
     try:
-        divider = os.fork()
+        divider_pid = os.fork()
     except OSError:
-        for descriptor in (reader, writer):
+        for descriptor in (read_fd, write_fd):
             os.close(descriptor)
         raise
-    if divider == 0:
-        os.close(reader)
-        _run_divider(writer, without_network)
+    if divider_pid == 0:
+        os.close(read_fd)
+        _run_divider(write_fd, without_network)
         return ForkedProcess(0)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        result = pipe.read()
-    os.waitpid(divider, 0)
-    if result[:1] != _DONE:
+    os.close(write_fd)
+    with open(read_fd, "rb") as pipe:
+        report = pipe.read()
+    os.waitpid(divider_pid, 0)
+    if report[:1] != _SUCCESS:
         raise LayerUnavailableError(
-            result[1:].decode() or "the process that makes them exited at once"
+            report[1:].decode() or "the process that creates the namespaces exited at once"
         )
-    return ForkedProcess(*_PIDS.unpack(result[1:]))
+    return ForkedProcess(*_PIDS.unpack(report[1:]))
 
 
 def enter_namespaces() -> None:
@@ -121,20 +121,20 @@ def enter_namespaces() -> None:
         kernel.mount("tmpfs", str(_SHARED_MEMORY), "tmpfs", flags, _SHARED_MEMORY_OPTIONS)
 
 
-def mount_read_only(writable: Iterable[Path]) -> None:
-    """Make everything else read-only, in this process's mount namespace.
+def mount_read_only(writable_paths: Iterable[Path]) -> None:
+    """Make everything except `writable_paths` read-only in this process's mount namespace.
 
-    Landlock does not restrict a file's mode, owner, times and attributes, so without this a
-    process could change those of every file that its user owns.
+    Landlock does not restrict a file's mode, owner, times and attributes, so without
+    read-only mounts a process could change them for every file that its user owns.
     """
     mounts: list[tuple[int, str]] = []
     try:
-        for path in writable:
+        for path in writable_paths:
             with contextlib.suppress(FileNotFoundError):
                 mounts.append((kernel.clone_mounts(str(path)), str(path)))
         kernel.make_mounts_read_only()
-        for descriptor, target in mounts:
-            kernel.put_mounts(descriptor, target)
+        for descriptor, path_text in mounts:
+            kernel.put_mounts(descriptor, path_text)
     finally:
         for descriptor, _ in mounts:
             os.close(descriptor)
@@ -142,24 +142,24 @@ def mount_read_only(writable: Iterable[Path]) -> None:
         os.chdir(os.getcwd())  # the working folder may be below a new mount
 
 
-def _run_divider(writer: int, without_network: bool) -> None:
+def _run_divider(report_fd: int, without_network: bool) -> None:
     """Fork the keeper and the worker. Only the worker returns from this function."""
     try:
         unshare_namespaces(without_network)
-        ready_fd, start = os.pipe()
-        keeper = os.fork()
-        if keeper == 0:
-            _run_keeper(ready_fd)
-        worker = os.fork()
-        if worker == 0:
-            for descriptor in (writer, ready_fd, start):
+        start_read_fd, start_write_fd = os.pipe()
+        keeper_pid = os.fork()
+        if keeper_pid == 0:
+            _run_keeper(start_read_fd)
+        worker_pid = os.fork()
+        if worker_pid == 0:
+            for descriptor in (report_fd, start_read_fd, start_write_fd):
                 os.close(descriptor)
             return
-        os.write(writer, _DONE + _PIDS.pack(worker, keeper))
+        os.write(report_fd, _SUCCESS + _PIDS.pack(worker_pid, keeper_pid))
     except OSError as error:
         # If the fork server has died, nothing reads the pipe; the divider must exit anyway.
         with contextlib.suppress(OSError):
-            os.write(writer, _FAILED + str(error).encode())
+            os.write(report_fd, _FAILURE + str(error).encode())
     os._exit(0)
 
 
@@ -168,31 +168,31 @@ def unshare_namespaces(without_network: bool) -> None:
     flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
     if without_network:
         flags |= kernel.CLONE_NEWNET
-    if effective_capabilities() >> _CAP_SYS_ADMIN & 1:
+    if read_effective_capabilities() >> _CAP_SYS_ADMIN & 1:
         kernel.unshare(flags)
         return
-    user, group = os.geteuid(), os.getegid()
+    user_id, group_id = os.geteuid(), os.getegid()
     show_process()
     kernel.unshare(flags | kernel.CLONE_NEWUSER)
     Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
-    Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
-    Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
+    Path("/proc/self/uid_map").write_text(f"{user_id} {user_id} 1", encoding="ascii")
+    Path("/proc/self/gid_map").write_text(f"{group_id} {group_id} 1", encoding="ascii")
 
 
-def _run_keeper(started: int) -> None:
+def _run_keeper(start_fd: int) -> None:
     """Wait until the worker exits, then exit. Never returns."""
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps children
-        os.closerange(3, started)
-        os.closerange(started + 1, os.sysconf("SC_OPEN_MAX"))
-        os.read(started, 1)  # returns when the divider has forked the worker and exited
+        os.closerange(3, start_fd)
+        os.closerange(start_fd + 1, os.sysconf("SC_OPEN_MAX"))
+        os.read(start_fd, 1)  # returns when the divider has forked the worker and exited
         give_up_privileges()
         hide_process()
         with contextlib.suppress(ProcessLookupError):
-            worker_exit = select.poll()
-            worker_exit.register(os.pidfd_open(_WORKER_PID), select.POLLIN)
-            worker_exit.poll()
+            poller = select.poll()
+            poller.register(os.pidfd_open(_WORKER_PID), select.POLLIN)
+            poller.poll()
     finally:
         os._exit(0)

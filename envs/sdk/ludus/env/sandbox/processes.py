@@ -1,4 +1,4 @@
-"""Functions for the ids, groups and privileges of processes, and a user id for each worker."""
+"""Process ids, groups and privileges, and a separate user id for each worker."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from ludus.env.sandbox.kernel import LayerUnavailableError
 _FIRST_ID = 61_184
 _NUM_IDS = 4_336
 """The range of systemd's dynamic service users, which containers map."""
-_NEEDED = {"CHOWN": 0, "DAC_OVERRIDE": 1, "KILL": 5, "SETGID": 6, "SETUID": 7}
+_NEEDED_CAPABILITIES = {"CHOWN": 0, "DAC_OVERRIDE": 1, "KILL": 5, "SETGID": 6, "SETUID": 7}
 """Capabilities to hand over, measure and remove a folder, kill a worker, and change user."""
 
 
 def kill_group(pid: int) -> None:
     """Kill the process and its group."""
-    for kill in (os.killpg, os.kill):  # a process that has just started has no group yet
+    for send_signal in (os.killpg, os.kill):  # a process that has just started has no group yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
 
 
-def child_pids() -> set[int]:
+def list_child_pids() -> set[int]:
     """Return the ids of all child processes, including those that have exited."""
     with contextlib.suppress(OSError):
         return set(map(int, Path("/proc/thread-self/children").read_text().split()))
     return set()
 
 
-def pid_outside_namespace() -> int:
+def find_outer_pid() -> int:
     """Return this process's id in its parent's namespace. Call it before /proc is remounted."""
     with contextlib.suppress(OSError):
         return int(os.readlink("/proc/self"))
     return os.getpid()
 
 
-def effective_capabilities() -> int:
+def read_effective_capabilities() -> int:
     """Return the effective capabilities of this process as a bit mask."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
@@ -73,21 +73,21 @@ def give_up_privileges() -> None:
 
 
 def take_user_id(
-    number: int, folder: Path, readable: Iterable[Path], writable: Iterable[Path]
+    worker_pid: int, folder: Path, readable_paths: Iterable[Path], writable_paths: Iterable[Path]
 ) -> None:
     """Change to a user id that no other process has, and make it own the folder.
 
-    Different worker numbers give different ids.
+    Workers with different process ids usually get different user ids.
 
     Raises:
         LayerUnavailableError: this process lacks the rights, or would lose one of the paths.
     """
     _require_capabilities()
-    for path in readable:
+    for path in readable_paths:
         _require_open_to_others(path, stat.S_IROTH)
-    for path in writable:
+    for path in writable_paths:
         _require_open_to_others(path, stat.S_IROTH | stat.S_IWOTH)
-    user_id = _FIRST_ID + number % _NUM_IDS
+    user_id = _FIRST_ID + worker_pid % _NUM_IDS
     os.chown(folder, user_id, user_id)
     os.setgroups([])
     os.setresgid(user_id, user_id, user_id)
@@ -99,18 +99,24 @@ def _require_capabilities() -> None:
         raise LayerUnavailableError(
             f"changing the user id needs root, but this process has user id {os.geteuid()}"
         )
-    capabilities = effective_capabilities()
-    lacking = [name for name, bit in _NEEDED.items() if not capabilities >> bit & 1]
-    if lacking:
-        raise LayerUnavailableError(f"root lacks the capabilities {', '.join(lacking)} here")
+    capabilities = read_effective_capabilities()
+    missing_names = [
+        name for name, bit in _NEEDED_CAPABILITIES.items() if not capabilities >> bit & 1
+    ]
+    if missing_names:
+        raise LayerUnavailableError(f"root lacks the capabilities {', '.join(missing_names)} here")
 
 
-def _require_open_to_others(path: Path, needed: int) -> None:
+def _require_open_to_others(path: Path, needed_mode: int) -> None:
     if not path.exists():
         return
-    target = path.resolve()
-    parents = [target, *target.parents] if target.is_dir() else target.parents
-    needed_modes = ((target, needed), *((folder, stat.S_IXOTH) for folder in parents))
-    for entry, mode in needed_modes:
-        if entry.stat().st_mode & mode != mode:
-            raise LayerUnavailableError(f"{entry}, which workers need, is closed to other users")
+    resolved_path = path.resolve()
+    parents = (
+        [resolved_path, *resolved_path.parents] if resolved_path.is_dir() else resolved_path.parents
+    )
+    mode_by_path = ((resolved_path, needed_mode), *((folder, stat.S_IXOTH) for folder in parents))
+    for checked_path, mode in mode_by_path:
+        if checked_path.stat().st_mode & mode != mode:
+            raise LayerUnavailableError(
+                f"{checked_path}, which workers need, is closed to other users"
+            )

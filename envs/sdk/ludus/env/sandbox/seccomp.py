@@ -1,9 +1,9 @@
-"""A filter that refuses system calls which environments do not need and escapes use.
+"""A filter of system calls that environments do not need and that could break the sandbox.
 
-Refused are calls that inspect other processes, make namespaces, mount, load code into the
-kernel, or reach large and rarely used parts of it. Where process ids are shared, the filter also
+It refuses calls that inspect other processes, make namespaces, mount, load code into the
+kernel, or reach large and rarely used parts of it. If process ids are shared, the filter also
 refuses calls that change limits and priorities of other processes, and memory that outlives
-its process. Refused calls fail with EPERM, as they do without privileges.
+its process. A refused call fails with EPERM, as for a process without privileges.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _REFUSED_SINCE_5_1 = {
     **{"open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432},
     **{"fspick": 433, "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442},
 }
-"""Numbers of calls that are the same on every architecture, as for all later calls."""
+"""Call numbers. Calls added since Linux 5.1 have the same number on every architecture."""
 _CLONE3 = 435
-_BEYOND_COMPUTING_SINCE_5_1 = {
+_NON_COMPUTING_SINCE_5_1 = {
     **{"pidfd_send_signal": 424, "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466},
 }
 _SOCKET_FAMILIES = (1, 2, 10, 16)
-"""Local, IPv4, IPv6, and netlink for address look-ups. None bypasses a network namespace."""
+"""Local, IPv4, IPv6, and netlink (for address look-ups): all respect network namespaces."""
 _OWN_PROCESS_ARGUMENTS = {
     **{"prlimit64": (0,), "setpriority": (0, 0), "ioprio_set": (1, 0), "sched_setparam": (0,)},
     **{"sched_setscheduler": (0,), "sched_setaffinity": (0,), "sched_setattr": (0,)},
 }
-"""First arguments with which a call concerns its own process.
+"""First arguments that make a call affect only its own process.
 
 Limits of CPU time are included because they kill a process as a signal does.
 """
@@ -59,14 +59,14 @@ Limits of CPU time are included because they kill a process as a signal does.
 @dataclass(frozen=True, slots=True)
 class _Architecture:
     audit_number: int
-    clone: int
-    socket: int
-    refused: dict[str, int]
-    shared: dict[str, int]
+    clone_number: int
+    socket_number: int
+    refused_calls: dict[str, int]
+    shared_memory_calls: dict[str, int]
     """Refused if process ids are shared: memory and queues that outlive their process."""
-    own_process_only: dict[str, int]
+    own_process_calls: dict[str, int]
     """Refused if process ids are shared, except with `_OWN_PROCESS_ARGUMENTS`."""
-    beyond_computing: dict[str, int]
+    non_computing_calls: dict[str, int]
     """Refused to a program that only computes.
 
     These are processes, threads, signals, sockets, limits that root could raise again, and the
@@ -171,9 +171,11 @@ def refuse_system_calls(*, shares_processes: bool = True, computes_only: bool = 
             f"the filter supports {architectures}, and this machine is {platform.machine()}"
         )
     program = _build_program(architecture, shares_processes, computes_only)
-    instructions = (_Instruction * len(program))(*(_Instruction(*code) for code in program))
-    filter_ = _Program(len(program), instructions)
-    kernel.prctl(kernel.PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_))
+    instructions = (_Instruction * len(program))(
+        *(_Instruction(*instruction) for instruction in program)
+    )
+    filter_program = _Program(len(program), instructions)
+    kernel.prctl(kernel.PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_program))
 
 
 def _build_program(
@@ -190,19 +192,19 @@ def _build_program(
         # A filter cannot read the flags of clone3. Without clone3 the C library uses clone.
         (_RETURN, 0, 0, _FAIL | errno.ENOSYS),
     ]
-    refused_calls = architecture.refused | _REFUSED_SINCE_5_1
+    refused_calls = architecture.refused_calls | _REFUSED_SINCE_5_1
     if shares_processes:
-        refused_calls |= architecture.shared
-        for name, number in architecture.own_process_only.items():
-            program += _refuse_unless_arguments(number, _OWN_PROCESS_ARGUMENTS[name])
+        refused_calls |= architecture.shared_memory_calls
+        for name, call_number in architecture.own_process_calls.items():
+            program += _refuse_unless_arguments(call_number, _OWN_PROCESS_ARGUMENTS[name])
     if computes_only:
-        refused_calls |= architecture.beyond_computing | _BEYOND_COMPUTING_SINCE_5_1
-    for number in refused_calls.values():
-        program += [(_JUMP_IF_EQUAL, 0, 1, number), _NOT_PERMITTED]
+        refused_calls |= architecture.non_computing_calls | _NON_COMPUTING_SINCE_5_1
+    for call_number in refused_calls.values():
+        program += [(_JUMP_IF_EQUAL, 0, 1, call_number), _NOT_PERMITTED]
     return [
         *program,
-        *_refuse_other_families(architecture.socket),
-        (_JUMP_IF_EQUAL, 0, 4, architecture.clone),
+        *_refuse_other_families(architecture.socket_number),
+        (_JUMP_IF_EQUAL, 0, 4, architecture.clone_number),
         (_LOAD, 0, 0, _ARGUMENTS_OFFSET),
         (_AND, 0, 0, _NAMESPACE_FLAGS),
         (_JUMP_IF_EQUAL, 1, 0, 0),
@@ -211,23 +213,23 @@ def _build_program(
     ]
 
 
-def _refuse_unless_arguments(number: int, values: tuple[int, ...]) -> list[_Code]:
+def _refuse_unless_arguments(call_number: int, allowed_arguments: tuple[int, ...]) -> list[_Code]:
     checks: list[_Code] = []
-    for index, value in enumerate(values):
-        to_refusal = 2 * (len(values) - index) - 2
+    for index, allowed_argument in enumerate(allowed_arguments):
+        num_skipped = 2 * (len(allowed_arguments) - index) - 2
         checks += [
             (_LOAD, 0, 0, _ARGUMENTS_OFFSET + index * _ARGUMENT_BYTES),
-            (_JUMP_IF_EQUAL, 0 if to_refusal else 1, to_refusal, value),
+            (_JUMP_IF_EQUAL, 0 if num_skipped else 1, num_skipped, allowed_argument),
         ]
     checks += [_NOT_PERMITTED, (_RETURN, 0, 0, _ALLOW)]
-    return [(_JUMP_IF_EQUAL, 0, len(checks), number), *checks]
+    return [(_JUMP_IF_EQUAL, 0, len(checks), call_number), *checks]
 
 
-def _refuse_other_families(number: int) -> list[_Code]:
-    families = [
+def _refuse_other_families(call_number: int) -> list[_Code]:
+    family_checks = [
         (_JUMP_IF_EQUAL, len(_SOCKET_FAMILIES) - index, 0, family)
         for index, family in enumerate(_SOCKET_FAMILIES)
     ]
-    checks = [(_LOAD, 0, 0, _ARGUMENTS_OFFSET), *families]
+    checks = [(_LOAD, 0, 0, _ARGUMENTS_OFFSET), *family_checks]
     checks += [(_RETURN, 0, 0, _FAIL | errno.EAFNOSUPPORT), (_RETURN, 0, 0, _ALLOW)]
-    return [(_JUMP_IF_EQUAL, 0, len(checks), number), *checks]
+    return [(_JUMP_IF_EQUAL, 0, len(checks), call_number), *checks]

@@ -23,7 +23,7 @@ _PASSED_VARIABLES = {
     *("NUMEXPR_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
 }
 _PASSED_PREFIXES = ("LC_", "PYTHON")
-_SYSTEM = [
+_SYSTEM_PATHS = [
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/proc", "/sys/devices/system"),
     *("/sys/fs/cgroup", "/etc/ld.so.cache", "/etc/ssl", "/etc/pki", "/etc/ca-certificates"),
     *("/etc/localtime", "/etc/timezone", "/etc/resolv.conf", "/etc/hosts", "/etc/host.conf"),
@@ -31,14 +31,14 @@ _SYSTEM = [
     *("/etc/group", "/etc/mime.types", "/etc/os-release", "/etc/fonts", "/etc/alternatives"),
     *("/etc/terminfo", "/etc/profile", "/etc/bash.bashrc", "/etc/inputrc", "/etc/python3"),
 ]
-_DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
+_DEVICE_PATHS = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
 _MIN_BYTES_PER_ENTRY = 4096
 """Minimum disk use of a file, because even empty files cost space."""
 
 
-def filter_variables(variables: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Select the environment variables that workers get: harmless variables and `names`."""
-    passed_names = _PASSED_VARIABLES | set(names)
+def filter_variables(variables: Mapping[str, str], extra_names: Iterable[str]) -> dict[str, str]:
+    """Select the environment variables that workers get: safe defaults and `extra_names`."""
+    passed_names = _PASSED_VARIABLES | set(extra_names)
     return {
         name: value
         for name, value in variables.items()
@@ -46,17 +46,17 @@ def filter_variables(variables: Mapping[str, str], names: Iterable[str]) -> dict
     }
 
 
-def system_paths() -> list[Path]:
+def list_system_paths() -> list[Path]:
     """Return the system's files and folders that programs read."""
-    return [Path(path) for path in _SYSTEM]
+    return [Path(path) for path in _SYSTEM_PATHS]
 
 
-def device_paths() -> list[Path]:
+def list_device_paths() -> list[Path]:
     """Return the devices that store no data."""
-    return [Path(path) for path in _DEVICES]
+    return [Path(path) for path in _DEVICE_PATHS]
 
 
-def code_paths(workers_folder: Path) -> list[Path]:
+def list_code_paths(workers_folder: Path) -> list[Path]:
     """Return the folders and files from which Python imports code.
 
     A parent of the workers' folder is skipped: granting it would let workers read each other's
@@ -64,17 +64,21 @@ def code_paths(workers_folder: Path) -> list[Path]:
     """
     workers_folder = workers_folder.resolve()
     paths: list[Path] = []
-    for path in sorted({path.resolve() for path in _import_paths()}):
+    for path in sorted({path.resolve() for path in _list_import_paths()}):
         if workers_folder.is_relative_to(path) or any(map(path.is_relative_to, paths)):
             continue
         paths.append(path)
     return paths
 
 
-def paths_in_options(options: Mapping[str, object]) -> list[Path]:
+def find_option_paths(options: Mapping[str, object]) -> list[Path]:
     """Return the existing files and folders that an environment's options name."""
-    texts = [value for value in options.values() if isinstance(value, str)]
-    return [Path(text).resolve() for text in texts if os.sep in text and os.path.exists(text)]
+    option_texts = [option for option in options.values() if isinstance(option, str)]
+    return [
+        Path(option_text).resolve()
+        for option_text in option_texts
+        if os.sep in option_text and os.path.exists(option_text)
+    ]
 
 
 def make_workers_folder() -> Path:
@@ -91,20 +95,22 @@ def set_home_and_temp(folder: Path) -> None:
     tempfile.tempdir = None
 
 
-def disk_usage_bytes(folder: Path) -> float:
+def measure_disk_bytes(folder: Path) -> float:
     """Return the disk space that a folder uses; infinite if a subfolder cannot be read."""
-    total, folders = 0, [str(folder)]
-    while folders:
+    num_bytes, remaining_folders = 0, [str(folder)]
+    while remaining_folders:
         try:
-            with os.scandir(folders.pop()) as scan:
-                entries = list(scan)
+            with os.scandir(remaining_folders.pop()) as iterator:
+                entries = list(iterator)
         except (FileNotFoundError, NotADirectoryError):
             continue  # removed in the meantime
         except OSError:  # not readable, or nested too deep
             return float("inf")
-        total += sum(map(_entry_bytes, entries))
-        folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-    return total
+        num_bytes += sum(map(_measure_entry_bytes, entries))
+        remaining_folders += [
+            entry.path for entry in entries if entry.is_dir(follow_symlinks=False)
+        ]
+    return num_bytes
 
 
 def remove_folder(folder: Path) -> None:
@@ -122,14 +128,14 @@ def remove_folder(folder: Path) -> None:
         )
 
 
-def _entry_bytes(entry: os.DirEntry[str]) -> int:
+def _measure_entry_bytes(entry: os.DirEntry[str]) -> int:
     with contextlib.suppress(FileNotFoundError):
         num_bytes = entry.stat(follow_symlinks=False).st_blocks * 512
         return max(num_bytes, _MIN_BYTES_PER_ENTRY)
     return 0
 
 
-def _import_paths() -> Iterator[Path]:
+def _list_import_paths() -> Iterator[Path]:
     yield from map(Path, (sys.prefix, sys.base_prefix, sys.exec_prefix))
     yield from (Path(path or os.getcwd()) for path in sys.path)
     for module in list(sys.modules.values()):

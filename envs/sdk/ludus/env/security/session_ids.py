@@ -1,4 +1,4 @@
-"""Session ids that contain their own route: environment, server, tenant and expiry, signed.
+"""Signed session ids, which contain the environment, server, tenant and expiry for routing.
 
     blackjack~3f9a0c~team-a~6920c1f0~6922134f~kq3v0w2d9b1x~5m0u...   (text, safe in headers)
     env       server  tenant issued   expires  nonce        HMAC-SHA256, 16 bytes
@@ -35,13 +35,13 @@ from ludus.proto.errors import (
 SESSION_KEY_VARIABLE = "LUDUS_SESSION_KEY"
 """Environment variable with the key, which must not be an argument."""
 MIN_KEY_BYTES = 16
-OPEN_WITHIN_S = 60.0
-"""Time in which a signed id must be opened; later the id is refused."""
-_NAME = re.compile(r"[A-Za-z0-9._-]{0,63}")
+MAX_OPEN_DELAY_S = 60.0
+"""Maximum time between the issue of a signed id and its open; later opens are refused."""
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{0,63}")
 _NUM_PARTS = 6
 """Number of parts before the signature."""
-_TOOLS = "tools"
-"""Additional part of an id that may only call tools."""
+_TOOLS_MARK = "tools"
+"""Additional part of a tools id, which permits only tool calls."""
 _MAX_ID_CHARS = 400
 
 
@@ -57,7 +57,7 @@ class SignedId:
     expires_s: int
     nonce: str
     session_id: str
-    """Full id of the session, which differs from the id that was read if that is a tools id."""
+    """Full id of the session, also if a tools id was read."""
     is_tools_only: bool = False
 
 
@@ -91,12 +91,12 @@ class SessionKey:
     ) -> str:
         """Make a new session id."""
         for name in (environment, server_id, tenant):
-            if not _NAME.fullmatch(name):
+            if not _NAME_PATTERN.fullmatch(name):
                 raise ConfigError(
                     f"name {name!r} must have at most 63 letters, digits, '.', '_' or '-'"
                 )
         now_s = int(time.time())
-        body = "~".join(
+        unsigned_id = "~".join(
             (
                 environment,
                 server_id,
@@ -106,12 +106,12 @@ class SessionKey:
                 secrets.token_urlsafe(9),
             )
         )
-        return f"{body}~{self._mac(body)}"
+        return f"{unsigned_id}~{self._make_signature(unsigned_id)}"
 
     def tools_id(self, session_id: str) -> str:
-        """Return the id that may call the session's tools and nothing else."""
-        body = f"{session_id.rpartition('~')[0]}~{_TOOLS}"
-        return f"{body}~{self._mac(body)}"
+        """Return the session's tools id, which permits only tool calls."""
+        unsigned_id = f"{session_id.rpartition('~')[0]}~{_TOOLS_MARK}"
+        return f"{unsigned_id}~{self._make_signature(unsigned_id)}"
 
     def read(self, session_id: str) -> SignedId:
         """Verify an id and return its content.
@@ -120,26 +120,28 @@ class SessionKey:
             AuthenticationError: the id is not signed with this key.
             SessionLostError: the id has expired.
         """
-        body, _, mac = session_id.rpartition("~")
-        parts = body.split("~")
+        unsigned_id, _, signature = session_id.rpartition("~")
+        id_parts = unsigned_id.split("~")
         if (
             len(session_id) > _MAX_ID_CHARS
-            or parts[_NUM_PARTS:] not in ([], [_TOOLS])
-            or len(parts) < _NUM_PARTS
-            or not hmac.compare_digest(mac.encode(), self._mac(body).encode())
+            or id_parts[_NUM_PARTS:] not in ([], [_TOOLS_MARK])
+            or len(id_parts) < _NUM_PARTS
+            or not hmac.compare_digest(
+                signature.encode(), self._make_signature(unsigned_id).encode()
+            )
         ):
             raise AuthenticationError("the session id is not signed by this fleet; open a session")
-        is_tools_only = len(parts) > _NUM_PARTS
+        is_tools_only = len(id_parts) > _NUM_PARTS
         if is_tools_only:
-            driving = "~".join(parts[:_NUM_PARTS])
-            session_id = f"{driving}~{self._mac(driving)}"
+            unsigned_full_id = "~".join(id_parts[:_NUM_PARTS])
+            session_id = f"{unsigned_full_id}~{self._make_signature(unsigned_full_id)}"
         signed_id = SignedId(
-            environment=parts[0],
-            server_id=parts[1],
-            tenant=parts[2],
-            issued_s=int(parts[3], 16),
-            expires_s=int(parts[4], 16),
-            nonce=parts[5],
+            environment=id_parts[0],
+            server_id=id_parts[1],
+            tenant=id_parts[2],
+            issued_s=int(id_parts[3], 16),
+            expires_s=int(id_parts[4], 16),
+            nonce=id_parts[5],
             session_id=session_id,
             is_tools_only=is_tools_only,
         )
@@ -147,8 +149,8 @@ class SessionKey:
             raise SessionLostError("the session id has expired; open a new session")
         return signed_id
 
-    def _mac(self, body: str) -> str:
-        digest = hmac.digest(self._secret, body.encode(), "sha256")
+    def _make_signature(self, unsigned_id: str) -> str:
+        digest = hmac.digest(self._secret, unsigned_id.encode(), "sha256")
         return base64.urlsafe_b64encode(digest[:16]).decode().rstrip("=")
 
 
@@ -161,14 +163,14 @@ def tools_only_error() -> PermissionDeniedError:
 
 
 @contextlib.contextmanager
-def hide_driving_id(session_id: str, caller_id: str) -> Iterator[None]:
+def hide_full_id(full_id: str, caller_id: str) -> Iterator[None]:
     """Replace the full session id by the caller's id in the messages of errors raised inside."""
     try:
         yield
     except EnvError as error:
-        if session_id == caller_id or session_id not in error.message:
+        if full_id == caller_id or full_id not in error.message:
             raise
-        message = error.message.replace(session_id, caller_id)
+        message = error.message.replace(full_id, caller_id)
         raise error_from_wire(error.code, message, error.retry_after_s) from None
 
 
@@ -203,9 +205,11 @@ class SessionIdIssuer:
         if signed_id.is_tools_only:
             raise tools_only_error()
         now_s = time.time()
-        while self._used_at_s and next(iter(self._used_at_s.values())) < now_s - 2 * OPEN_WITHIN_S:
+        while (
+            self._used_at_s and next(iter(self._used_at_s.values())) < now_s - 2 * MAX_OPEN_DELAY_S
+        ):
             self._used_at_s.popitem(last=False)
-        is_late = signed_id.issued_s < now_s - OPEN_WITHIN_S
+        is_late = signed_id.issued_s < now_s - MAX_OPEN_DELAY_S
         if signed_id.server_id != self._server_id or is_late or requested_id in self._used_at_s:
             raise SessionLostError(
                 "the session id has expired, was already used, or belongs to another server;"
@@ -229,10 +233,10 @@ def pod_server_id(pod_uid: str) -> str:
     Raises:
         ConfigError: the uid is not valid.
     """
-    name = pod_uid.replace("-", "").lower()
-    if not name or not _NAME.fullmatch(name):
+    server_id = pod_uid.replace("-", "").lower()
+    if not server_id or not _NAME_PATTERN.fullmatch(server_id):
         raise ConfigError(
             f"{pod_uid!r} is not a pod's uid, such as 8c5f7a3e-0b1d-4c7e-9a55-2f7d1c0e4b6a;"
             " set POD_UID from metadata.uid through the downward API"
         )
-    return name
+    return server_id

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of one side of a connection."""
+    """PEM files of a server, or of a client that identifies itself."""
 
     cert: Path
     """Certificate, followed by the intermediate certificates."""
@@ -46,14 +46,14 @@ def server_ssl_context(files: TlsFiles) -> ssl.SSLContext:
     """Build the context of an HTTPS server, for uvicorn's `ssl_context_factory`.
 
     Raises:
-        ConfigError: a file is missing or unusable, or key and certificate are no pair.
+        ConfigError: a file is missing or unusable, or key and certificate do not match.
     """
-    reloaded_files = _ReloadedFiles(files, _load_context)
+    credentials = _ReloadingCredentials(files, _load_context)
     context = _load_context(files)
 
-    def use_current(connection: Any, server_name: str | None, old: ssl.SSLContext) -> None:
+    def use_current(connection: Any, server_name: str | None, old_context: ssl.SSLContext) -> None:
         # OpenSSL calls this within each handshake, before it sends the certificate.
-        connection.context = reloaded_files.get()
+        connection.context = credentials.load_current()
 
     context.sni_callback = use_current
     return context
@@ -61,10 +61,10 @@ def server_ssl_context(files: TlsFiles) -> ssl.SSLContext:
 
 def grpc_server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     """Build the credentials of a gRPC server; raises the errors of `server_ssl_context`."""
-    reloaded_files = _ReloadedFiles(files, _load_grpc_configuration)
+    credentials = _ReloadingCredentials(files, _load_grpc_configuration)
     # gRPC calls this at each new connection, from its own threads.
     return grpc.dynamic_ssl_server_credentials(
-        reloaded_files.get(), reloaded_files.get_if_new, files.client_ca is not None
+        credentials.load_current(), credentials.load_if_changed, files.client_ca is not None
     )
 
 
@@ -88,7 +88,7 @@ def client_ssl_context(
             " give the authority that signed the server's certificate"
         ) from error
     if identity is not None:
-        _load_pair(context, identity)
+        _load_certificate(context, identity)
     return context
 
 
@@ -105,43 +105,43 @@ def client_channel_credentials(
     )
 
 
-class _ReloadedFiles:
-    """A value loaded from files and loaded again when they change; safe from any thread."""
+class _ReloadingCredentials:
+    """Credentials that are loaded again when their files change; safe from any thread."""
 
     def __init__(self, files: TlsFiles, load: Callable[[TlsFiles], Any]) -> None:
         self._files = files
         self._load = load
         self._lock = threading.Lock()
-        self._signature = file_signatures(files.paths)
-        self._value = load(files)
+        self._file_signatures = file_signatures(files.paths)
+        self._credentials = load(files)
 
-    def get(self) -> Any:
-        self.get_if_new()
-        return self._value
+    def load_current(self) -> Any:
+        self.load_if_changed()
+        return self._credentials
 
-    def get_if_new(self) -> Any:
-        """Return the newest usable value, or None if it was returned before."""
+    def load_if_changed(self) -> Any:
+        """Return new credentials if the files have changed and are usable; otherwise None."""
         with self._lock:
-            signature = file_signatures(self._files.paths)
-            if signature == self._signature:
+            signatures = file_signatures(self._files.paths)
+            if signatures == self._file_signatures:
                 return None
-            self._signature = signature
+            self._file_signatures = signatures
             try:
-                value = self._load(self._files)
+                credentials = self._load(self._files)
             except ConfigError as error:
                 _log.error("the new TLS files cannot be used, the old certificate stays: %s", error)
                 return None
-            if file_signatures(self._files.paths) != signature:
+            if file_signatures(self._files.paths) != signatures:
                 return None  # a file changed during the load; the next connection tries again
-            self._value = value
+            self._credentials = credentials
             _log.info("new TLS certificate from %s", self._files.cert)
-            return value
+            return credentials
 
 
 def _load_context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    _load_pair(context, files)
+    _load_certificate(context, files)
     if files.client_ca is not None:
         _load_authorities(context, files.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
@@ -159,12 +159,12 @@ def _load_grpc_configuration(files: TlsFiles) -> grpc.ServerCertificateConfigura
     )
 
 
-def _load_pair(context: ssl.SSLContext, files: TlsFiles) -> None:
+def _load_certificate(context: ssl.SSLContext, files: TlsFiles) -> None:
     _require_pem(files.cert, "cert", "CERTIFICATE")
     _require_pem(files.key, "key", "PRIVATE KEY")
     try:
         # Without a password, OpenSSL would prompt for one on the terminal.
-        context.load_cert_chain(files.cert, files.key, password=_no_password)
+        context.load_cert_chain(files.cert, files.key, password=_refuse_passphrase)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise ConfigError(
@@ -188,18 +188,18 @@ def _load_authorities(context: ssl.SSLContext, path: Path) -> None:
         ) from None
 
 
-def _no_password() -> str:
+def _refuse_passphrase() -> str:
     raise ConfigError(
         "the private key must not have a passphrase; decrypt it with:"
         " openssl pkey -in KEY -out KEY.decrypted"
     )
 
 
-def _require_pem(path: Path, field: str, kind: str) -> None:
+def _require_pem(path: Path, field: str, pem_label: str) -> None:
     content = _read(path, field)
-    if b"-----BEGIN " not in content or f"{kind}-----".encode() not in content:
+    if b"-----BEGIN " not in content or f"{pem_label}-----".encode() not in content:
         raise ConfigError(
-            f"{field} = {path} must be a PEM file with a {kind}, but contains none;"
+            f"{field} = {path} must be a PEM file with a {pem_label}, but contains none;"
             " give the path of one that does"
         )
 
@@ -215,7 +215,7 @@ def _read(path: Path, field: str) -> bytes:
 
 
 def file_signatures(paths: Iterable[Path]) -> tuple[Any, ...]:
-    """Return a value that changes when a file or the target of its symbolic link changes."""
+    """Return values that change when a file, or the target of its symbolic link, changes."""
     signatures: list[Any] = []
     for path in paths:
         try:

@@ -22,8 +22,10 @@ _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 
 def is_authorized(authorization: str | bytes, token: str) -> bool:
     """Return True if an `authorization` value contains the token, in constant time."""
-    value = authorization if isinstance(authorization, bytes) else authorization.encode()
-    return hmac.compare_digest(value, f"Bearer {token}".encode())
+    authorization_bytes = (
+        authorization if isinstance(authorization, bytes) else authorization.encode()
+    )
+    return hmac.compare_digest(authorization_bytes, f"Bearer {token}".encode())
 
 
 class RequireToken:
@@ -38,7 +40,9 @@ class RequireToken:
         if scope["type"] not in ("http", "websocket") or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
-        authorization = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+        authorization = next(
+            (value for name, value in scope["headers"] if name == b"authorization"), b""
+        )
         if is_authorized(authorization, self._token):
             await self._app(scope, receive, send)
             return
@@ -70,7 +74,7 @@ class RefuseForeignOrigins:
 
 
 def _is_foreign(scope: Scope) -> bool:
-    origin = next((v for k, v in scope["headers"] if k == b"origin"), None)
+    origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
     server = scope.get("server")
     if origin is None or not server or server[0] not in _LOOPBACK_HOSTS:
         return False

@@ -3,8 +3,8 @@
     caller's span, request_id(...) --call.trace or headers--> gateway --> server --> worker
                                                           server_span(...) in each process
 
-Only the OpenTelemetry API is needed. Spans are recorded where a tracer provider is installed.
-A call without a span and a request id carries nothing and costs two look-ups.
+Only the OpenTelemetry API is needed. Spans are recorded in processes with a tracer provider.
+A call without a span and a request id is sent without a trace; this costs two look-ups.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _propagator = TraceContextTextMapPropagator()
 
 
 @contextmanager
-def request_id(value: str) -> Iterator[None]:
+def request_id(new_id: str) -> Iterator[None]:
     """Attach a request id to all calls inside, through gateways and servers.
 
     The id travels in headers and appears in logs, so characters that are not printable ASCII
     are removed.
     """
-    token = _request_id.set(_UNPRINTABLE.sub("", value[:MAX_REQUEST_ID_CHARS]))
+    reset_token = _request_id.set(_UNPRINTABLE.sub("", new_id[:MAX_REQUEST_ID_CHARS]))
     try:
         yield
     finally:
-        _request_id.reset(token)
+        _request_id.reset(reset_token)
 
 
 def current_request_id() -> str:
@@ -57,16 +57,16 @@ def current_traceparent() -> str:
 
 
 def is_traced() -> bool:
-    """Return False if a call certainly has no trace to carry; takes about 0.1 microseconds."""
+    """Return False if a call has neither span nor request id; takes about 0.1 microseconds."""
     return bool(_request_id.get() or context.get_current())
 
 
 def fill_trace(call: pb.Call) -> None:
     """Write the current span and request id into a call that is about to be sent."""
-    traceparent, request = current_traceparent(), _request_id.get()
-    if traceparent or request:
+    traceparent, call_request_id = current_traceparent(), _request_id.get()
+    if traceparent or call_request_id:
         call.trace.traceparent = traceparent
-        call.trace.request_id = request
+        call.trace.request_id = call_request_id
 
 
 def trace_headers() -> dict[str, str]:
@@ -78,12 +78,12 @@ def trace_headers() -> dict[str, str]:
 
 
 @contextmanager
-def server_span(name: str, traceparent: str, request: str = "") -> Iterator[None]:
+def server_span(name: str, traceparent: str, caller_request_id: str = "") -> Iterator[None]:
     """Open a span that continues the caller's span; do nothing without trace and request id."""
-    if not traceparent and not request:
+    if not traceparent and not caller_request_id:
         yield
         return
-    with request_id(request or current_request_id()):
+    with request_id(caller_request_id or current_request_id()):
         if not traceparent:
             yield
             return

@@ -24,16 +24,16 @@ from ludus.env.options import (
     EnvironmentOptions,
     Option,
     list_options,
-    variable_name,
+    make_variable_name,
 )
 from ludus.env.security.session_ids import SESSION_KEY_VARIABLE
-from ludus.env.serving.server import exit_after_user_error, openenv_app, run_server
-from ludus.env.sessions.options import DEFAULT_PORT, Flag, ServerOptions, flags
+from ludus.env.serving.server import build_openenv_app, exit_after_user_error, run_server
+from ludus.env.sessions.options import DEFAULT_PORT, Flag, ServerOptions, list_flags
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError
 
 _MAX_SESSIONS_VARIABLE = "MAX_CONCURRENT_ENVS"
-"""The variable that OpenEnv's images set; `--max-sessions` overrides it."""
+"""Environment variable that OpenEnv's images set; `--max-sessions` takes precedence."""
 _EPILOG = (
     f"If {SESSION_KEY_VARIABLE} is set, clients can open sessions with ids that a gateway with the"
     " same key has signed. POD_UID identifies the server in these ids."
@@ -54,14 +54,14 @@ class ServerApplication:
         options_type: type[EnvironmentOptions] = EnvironmentOptions,
         default_port: int = DEFAULT_PORT,
     ) -> None:
-        self._build = build
+        self._build_environment = build
         self._options_type = options_type
         self._options = list_options(options_type)
-        self._json_variable = variable_name(options_type, "options")
+        self._json_variable = make_variable_name(options_type, "options")
         self._default_port = default_port
 
     def main(self, argv: Sequence[str] | None = None) -> NoReturn:
-        """Serve until a signal, then exit with 0; exit with 2 and one message on bad input."""
+        """Serve until a signal, then exit with 0. On bad input, exit with 2 and one message."""
         with exit_after_user_error():
             factory, server_options = self._parse(argv)
         run_server(factory, server_options, self._default_port)
@@ -73,12 +73,12 @@ class ServerApplication:
         """
         if name != "app":
             raise AttributeError(f"the server module has no attribute {name!r}")
-        return openenv_app(*self._parse([]))
+        return build_openenv_app(*self._parse([]))
 
     def _parse(
         self, argv: Sequence[str] | None
     ) -> tuple[Callable[[], AnyEnvironment], dict[str, Any]]:
-        values = vars(self._parser().parse_args(argv))
+        values = vars(self._build_parser().parse_args(argv))
         server_options = {
             name: values.pop(name) for name in ServerOptions.model_fields if name in values
         }
@@ -88,16 +88,18 @@ class ServerApplication:
         options = self._options_type.parse(
             {**self._read_variables(os.environ), **json_options, **values}, is_text=True
         )
-        keywords = options.model_dump(mode="json", exclude_unset=True)
-        return functools.partial(self._build, **keywords), server_options
+        option_values = options.model_dump(mode="json", exclude_unset=True)
+        return functools.partial(self._build_environment, **option_values), server_options
 
-    def _parser(self) -> argparse.ArgumentParser:
+    def _build_parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(
             argument_default=argparse.SUPPRESS,
             description="Serve the environment over HTTP, WebSocket, MCP and gRPC.",
         )
         for option in self._options:
-            parser.add_argument(f"--{option.name.replace('_', '-')}", **_option_argument(option))
+            parser.add_argument(
+                f"--{option.name.replace('_', '-')}", **_make_option_keywords(option)
+            )
         if self._options:
             parser.add_argument(
                 "--options",
@@ -108,59 +110,61 @@ class ServerApplication:
 
     def _read_variables(self, variables: Mapping[str, str]) -> JsonObject:
         json_options = parse_json_options(variables.get(self._json_variable, "{}"))
-        texts = {
+        option_texts = {
             option.name: variables[option.variable]
             for option in self._options
             if option.variable in variables
         }
-        return {**json_options, **texts}
+        return {**json_options, **option_texts}
 
 
-def _option_argument(option: Option) -> dict[str, Any]:
-    """Return the arguments of `add_argument`. The options' model parses the values."""
-    words = [option.help, f"Variable: {option.variable}."]
+def _make_option_keywords(option: Option) -> dict[str, Any]:
+    """Return keyword arguments for `add_argument`. The options' model parses the values."""
+    sentences = [option.help, f"Variable: {option.variable}."]
     if option.default:
-        words.insert(1, f"Default: {option.default}.")
-    argument: dict[str, Any] = {"help": " ".join(words).replace("%", "%%")}
+        sentences.insert(1, f"Default: {option.default}.")
+    keywords: dict[str, Any] = {"help": " ".join(sentences).replace("%", "%%")}
     if option.is_switch:
-        return {**argument, "action": argparse.BooleanOptionalAction}
-    return {**argument, "nargs": "+"} if option.is_list else argument
+        return {**keywords, "action": argparse.BooleanOptionalAction}
+    return {**keywords, "nargs": "+"} if option.is_list else keywords
 
 
-def parse_json_options(text: str) -> JsonObject:
-    """Return the options in the value of `--options`.
+def parse_json_options(options_json: str) -> JsonObject:
+    """Parse the value of `--options`.
 
     Raises:
-        ConfigError: The text is not a JSON object.
+        ConfigError: the text is not a JSON object.
     """
     try:
-        options = orjson.loads(text)
+        options = orjson.loads(options_json)
     except orjson.JSONDecodeError as error:
-        raise ConfigError(f"--options must be a JSON object, got {text!r}: {error.msg}") from None
+        raise ConfigError(
+            f"--options must be a JSON object, got {options_json!r}: {error.msg}"
+        ) from None
     if not isinstance(options, dict):
-        raise ConfigError(f"--options must be a JSON object, got {text!r}")
+        raise ConfigError(f"--options must be a JSON object, got {options_json!r}")
     return options
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, default_port: int) -> None:
     """Add a flag for each option of a server. Flags that are not given set no attribute."""
     groups: dict[str, Any] = {}
-    for flag in flags(default_port):
+    for flag in list_flags(default_port):
         if flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(flag.group)
         default = flag.shown_default
         groups[flag.group].add_argument(
             flag.name,
-            dest=flag.field,
+            dest=flag.field_name,
             default=argparse.SUPPRESS,
             help=f"{flag.help} Default: {default}" if default else flag.help,
-            **_flag_argument(flag),
+            **_make_flag_keywords(flag),
         )
     parser.epilog = _EPILOG
 
 
-def _flag_argument(flag: Flag) -> dict[str, Any]:
-    """Return the arguments of `add_argument` for a flag. The model checks types and bounds."""
+def _make_flag_keywords(flag: Flag) -> dict[str, Any]:
+    """Return keyword arguments for `add_argument`. The model checks types and bounds."""
     if flag.is_switch:
         return {"action": "store_const", "const": not flag.default}
     if flag.is_repeated:

@@ -49,7 +49,7 @@ _GRPC_OPTIONS = (
     # A bandwidth probe without a reply would delay the keepalive for a minute.
     ("grpc.http2.ping_timeout_ms", 10_000),
 )
-_DESCRIPTORS = Path("/proc/self/fd")
+_DESCRIPTOR_FOLDER = Path("/proc/self/fd")
 _protected_ports: Counter[int] = Counter()
 
 
@@ -61,15 +61,15 @@ def bind(host: str, port: int, name: str) -> socket.socket:
         ConfigError: the host or port cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The address for all of IPv6 includes IPv4, as in gRPC.
-    is_dual = host == "::" and socket.has_dualstack_ipv6()
+    # "::" also listens on IPv4, as in gRPC.
+    is_dual_stack = host == "::" and socket.has_dualstack_ipv6()
     try:
         return socket.create_server(
-            (host, port), family=family, backlog=2048, dualstack_ipv6=is_dual
+            (host, port), family=family, backlog=2048, dualstack_ipv6=is_dual_stack
         )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise _port_in_use(name, host, port) from error
+            raise _make_port_error(name, host, port) from error
         raise ConfigError(f"cannot listen on {host}:{port} ({name}): {error.strerror}") from error
 
 
@@ -86,25 +86,26 @@ def build_grpc_server(
     max_connection_age_s: float = 0.0,
     max_message_bytes: int = MAX_GATEWAY_CALL_BYTES,
 ) -> tuple[grpc.aio.Server, int]:
-    """Build a gRPC server without services and return it with its port; `start` it later.
+    """Build a gRPC server without services; return the server, which is not started, and its port.
 
     Args:
         port: 0 uses a free port.
         max_connection_age_s: age at which connections are closed; 0 sets no limit.
-        max_message_bytes: maximum size of a message, larger for servers behind gateways.
+        max_message_bytes: maximum size of a message, which is larger for servers behind gateways.
 
     Raises:
         PortInUseError: the port is in use.
         ConfigError: the host, the port or a file of `tls` cannot be used.
     """
-    bind(host, port, "grpc_port").close()  # gRPC does not report what is wrong
+    bind(host, port, "grpc_port").close()  # gRPC would not report the reason
     credentials = None if tls is None else grpc_server_credentials(tls)
-    limits = [("grpc.max_receive_message_length", max_message_bytes)]
+    limit_options = [("grpc.max_receive_message_length", max_message_bytes)]
     if max_connection_age_s > 0:
-        limits += [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))]
-        limits += [("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS)]
+        limit_options += [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))]
+        limit_options += [("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS)]
     server = grpc.aio.server(
-        options=(*_GRPC_OPTIONS, *limits), interceptors=[UnparsedStreamInterceptor(), *interceptors]
+        options=(*_GRPC_OPTIONS, *limit_options),
+        interceptors=[UnparsedStreamInterceptor(), *interceptors],
     )
     address = authority(host, port)
     try:
@@ -112,7 +113,7 @@ def build_grpc_server(
             return server, server.add_insecure_port(address)
         return server, server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise _port_in_use("grpc_port", host, port) from error
+        raise _make_port_error("grpc_port", host, port) from error
 
 
 async def stop_grpc_server(server: grpc.aio.Server) -> None:
@@ -133,32 +134,32 @@ class HttpListener:
     def __init__(
         self,
         app: ASGIApp,
-        listener: socket.socket,
+        listening_socket: socket.socket,
         tls: TlsFiles | None = None,
         keep_alive_s: int = _KEEP_ALIVE_S,
     ) -> None:
-        self._listener = listener
+        self._socket = listening_socket
         self._server = _UvicornServer(_uvicorn_config(app, tls, keep_alive_s))
-        self._serving: asyncio.Task[None] | None = None
+        self._serve_task: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
-        """Port on which it listens."""
-        return int(self._listener.getsockname()[1])
+        """Number of the port."""
+        return int(self._socket.getsockname()[1])
 
     async def start(self) -> None:
-        """Listen and answer requests."""
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        """Start to answer requests."""
+        self._serve_task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not self._server.started:
-            if self._serving.done():
-                await self._serving
+            if self._serve_task.done():
+                await self._serve_task
             await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
         """Stop; open connections are closed after a short grace."""
         self._server.stop()
-        if self._serving is not None:
-            await self._serving
+        if self._serve_task is not None:
+            await self._serve_task
 
 
 class _UvicornServer(uvicorn.Server):
@@ -166,18 +167,18 @@ class _UvicornServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._stop = asyncio.Event()
+        self._stop_event = asyncio.Event()
 
     def stop(self) -> None:
-        self._stop.set()
+        self._stop_event.set()
 
     async def main_loop(self) -> None:
         await self.on_tick(0)  # fills the default headers
-        await self._stop.wait()
+        await self._stop_event.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for listener in self.servers:
-            listener.close()
+        for socket_server in self.servers:
+            socket_server.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
         if self.server_state.tasks:
@@ -213,7 +214,7 @@ def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None, keep_alive_s: int) -> uv
     )
 
 
-def _port_in_use(name: str, host: str, port: int) -> PortInUseError:
+def _make_port_error(name: str, host: str, port: int) -> PortInUseError:
     return PortInUseError(
         f"{name} {port} is in use on {host}; stop the other program or choose another {name}"
         " (0 uses a free port)"
@@ -221,7 +222,7 @@ def _port_in_use(name: str, host: str, port: int) -> PortInUseError:
 
 
 def protect_ports(ports: Iterable[int]) -> None:
-    """Replace sockets on these ports in processes that are forked from now on."""
+    """Make processes that are forked from now on replace their copies of sockets on these ports."""
     _protected_ports.update(ports)
 
 
@@ -237,27 +238,27 @@ def _replace_sockets() -> None:
     that were reused.
     """
     ports = {port for port, count in _protected_ports.items() if count > 0}
-    if not ports or not _DESCRIPTORS.is_dir():  # only Linux has this folder
+    if not ports or not _DESCRIPTOR_FOLDER.is_dir():  # only Linux has this folder
         return
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for name in os.listdir(_DESCRIPTORS):
+    null_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for descriptor_name in os.listdir(_DESCRIPTOR_FOLDER):
         with contextlib.suppress(OSError):  # the folder's own descriptor is closed by now
-            if _find_port(int(name)) in ports:
-                os.dup2(null, int(name), inheritable=False)
-    os.close(null)
+            if _find_port(int(descriptor_name)) in ports:
+                os.dup2(null_fd, int(descriptor_name), inheritable=False)
+    os.close(null_fd)
     _protected_ports.clear()
 
 
 def _find_port(descriptor: int) -> int:
     """Return the local port of an internet socket, or 0 for other descriptors."""
-    if not os.readlink(_DESCRIPTORS / str(descriptor)).startswith("socket:"):
+    if not os.readlink(_DESCRIPTOR_FOLDER / str(descriptor)).startswith("socket:"):
         return 0
-    connection = socket.socket(fileno=descriptor)
+    open_socket = socket.socket(fileno=descriptor)
     try:
-        is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-        return int(connection.getsockname()[1]) if is_internet else 0
+        is_internet = open_socket.family in (socket.AF_INET, socket.AF_INET6)
+        return int(open_socket.getsockname()[1]) if is_internet else 0
     finally:
-        connection.detach()
+        open_socket.detach()
 
 
 os.register_at_fork(after_in_child=_replace_sockets)

@@ -1,4 +1,4 @@
-"""A client for an environment that is named by a target or an address.
+"""A client of an environment, which a target or an address names.
 
 target --> EnvServer on a free loopback port, as long as the client is open --> client
 address ---------------------------------------------------------------------> client
@@ -20,7 +20,7 @@ from ludus.proto.errors import NotFoundError, UnavailableError
 
 CONNECT_TIMEOUT_S = 5.0
 _LOCAL_TIMEOUT_S = 60.0
-"""A local server listens already and only answers late on a busy machine."""
+"""Time limit for a local server, which listens already but answers late on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +41,34 @@ class PlayOptions:
 
 @contextlib.asynccontextmanager
 async def open_client(
-    server: EnvironmentFactory | str, options: PlayOptions | None = None
+    factory_or_address: EnvironmentFactory | str, options: PlayOptions | None = None
 ) -> AsyncIterator[AsyncEnvClient]:
-    """Open a client of the server at an address, or of a local server for a factory.
+    """Open a client of the server at an address, or of a new local server for a factory.
 
     Raises:
         NotFoundError: no server answers at the address, or it opens no session in time.
     """
     options = options or PlayOptions()
-    async with contextlib.AsyncExitStack() as stack:
-        if isinstance(server, str):
-            address, token, timeout_s = server, options.token, CONNECT_TIMEOUT_S
+    async with contextlib.AsyncExitStack() as exit_stack:
+        if isinstance(factory_or_address, str):
+            address, token, connect_timeout_s = factory_or_address, options.token, CONNECT_TIMEOUT_S
         else:
             server_options = ServerOptions(
                 port=0, max_sessions=options.max_sessions, isolation=options.isolation
             )
-            local_server = await stack.enter_async_context(EnvServer(server, server_options))
-            address, token, timeout_s = local_server.grpc_address, None, _LOCAL_TIMEOUT_S
+            local_server = await exit_stack.enter_async_context(
+                EnvServer(factory_or_address, server_options)
+            )
+            address, token, connect_timeout_s = local_server.grpc_address, None, _LOCAL_TIMEOUT_S
         try:
-            if isinstance(server, str) and options.wait_s > 0:
+            if isinstance(factory_or_address, str) and options.wait_s > 0:
                 await _wait_for_session(address, token, options.wait_s)
             client = await AsyncEnvClient.connect(
                 address,
                 ConnectOptions(
                     token=token,
                     timeout_s=options.timeout_s,
-                    connect_timeout_s=timeout_s,
+                    connect_timeout_s=connect_timeout_s,
                     allow_ignored_seed=True,
                 ),
             )
@@ -74,17 +76,17 @@ async def open_client(
             raise NotFoundError(
                 f"{error}; start a server with `ludus env serve`, or name a target"
             ) from None
-        yield await stack.enter_async_context(client)
+        yield await exit_stack.enter_async_context(client)
 
 
 async def _wait_for_session(address: str, token: str | None, wait_s: float) -> None:
     """Wait until a session can be opened, which may start a server."""
 
     async def attempt() -> None:
-        connecting = AsyncEnvClient.connect(
+        connection = AsyncEnvClient.connect(
             address, ConnectOptions(token=token, timeout_s=wait_s, connect_timeout_s=wait_s)
         )
-        async with await connecting as client:
+        async with await connection as client:
             session, _ = await client.open(wait_s=wait_s)
             await session.close()
 

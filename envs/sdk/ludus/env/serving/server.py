@@ -4,7 +4,7 @@
 
 SIGTERM drains: the server opens no new sessions and stops when the last session has ended, at most
 `drain_grace_s` later. SIGINT and a second SIGTERM stop the server at once. `/drain` only stops new
-sessions, because Kubernetes would restart a container that exits.
+sessions and does not stop the server, because Kubernetes would restart a container that exits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from ludus.proto.errors import UserError
 __all__ = [
     "EnvServer",
     "ServerOptions",
-    "openenv_app",
+    "build_openenv_app",
     "run_server",
     "serve",
 ]
@@ -76,7 +76,7 @@ class EnvServer:
     def __init__(self, factory: EnvironmentFactory, options: ServerOptions | None = None) -> None:
         self.options = options or ServerOptions()
         self._factory = factory
-        self._tls = _tls_files(self.options)
+        self._tls = _make_tls_files(self.options)
         self._listeners: list[HttpListener] = []
         self.addresses = ServerAddresses("", "")
         """Addresses of the ports; empty before the server listens."""
@@ -88,7 +88,7 @@ class EnvServer:
 
         Raises:
             PortInUseError: a port is in use; nothing was started.
-            ConfigError: the host or a port cannot be bound, or a file of TLS cannot be used.
+            ConfigError: the host or a port cannot be bound, or a TLS file cannot be used.
         """
         options = self.options
         sockets = [bind(options.host, options.port, "port")]
@@ -97,8 +97,8 @@ class EnvServer:
             if options.admin_port is not None:
                 sockets.append(bind(options.host, options.admin_port, "admin_port"))
             # Check the port first, because building an environment may take long.
-            bind(options.host, options.bound_grpc_port, "grpc_port").close()
-            host = await self._new_host()
+            bind(options.host, options.requested_grpc_port, "grpc_port").close()
+            host = await self._start_host()
             self.core = SessionCore(host, options)
             self._recorder = self._start_recording()
             app = build_app(self.core, token=options.token)
@@ -114,8 +114,8 @@ class EnvServer:
             raise
         await self._grpc_server.start()
         await asyncio.gather(*(listener.start() for listener in self._listeners))
-        self._sweeping = asyncio.create_task(self.core.close_idle_forever())
-        self.addresses = self._find_addresses(grpc_port)
+        self._sweep_task = asyncio.create_task(self.core.close_idle_forever())
+        self.addresses = self._build_addresses(grpc_port)
         self._ports = [grpc_port, *(listener.port for listener in self._listeners)]
         protect_ports(self._ports)
 
@@ -131,7 +131,7 @@ class EnvServer:
 
     async def stop(self) -> None:
         """Close all ports and sessions, and stop all workers, within a few seconds."""
-        self._sweeping.cancel()
+        self._sweep_task.cancel()
         unprotect_ports(self._ports)
         await asyncio.gather(
             stop_grpc_server(self._grpc_server),
@@ -150,14 +150,16 @@ class EnvServer:
         """Open no new sessions from now on."""
         self.core.drain()
 
-    def _find_addresses(self, grpc_port: int) -> ServerAddresses:
+    def _build_addresses(self, grpc_port: int) -> ServerAddresses:
         options = self.options
-        secure = "s" if self._tls is not None else ""
-        http, *admin = (authority(options.host, listener.port) for listener in self._listeners)
+        scheme_suffix = "s" if self._tls is not None else ""
+        http_authority, *admin_authorities = (
+            authority(options.host, listener.port) for listener in self._listeners
+        )
         return ServerAddresses(
-            f"http{secure}://{http}",
-            f"grpc{secure}://{authority(options.host, grpc_port)}",
-            f"http://{admin[0]}" if admin else "",
+            f"http{scheme_suffix}://{http_authority}",
+            f"grpc{scheme_suffix}://{authority(options.host, grpc_port)}",
+            f"http://{admin_authorities[0]}" if admin_authorities else "",
         )
 
     def _build_grpc_server(self) -> int:
@@ -165,7 +167,7 @@ class EnvServer:
         interceptors = [TokenInterceptor(options.token)] if options.token else []
         self._grpc_server, port = build_grpc_server(
             options.host,
-            options.bound_grpc_port,
+            options.requested_grpc_port,
             self._tls,
             interceptors,
             max_message_bytes=MAX_SERVER_MESSAGE_BYTES,
@@ -174,13 +176,13 @@ class EnvServer:
         add_servicer(EnvServicer(self.core), self._grpc_server)
         return port
 
-    async def _new_host(self) -> SessionHost:
+    async def _start_host(self) -> SessionHost:
         options = self.options
         if options.isolation != "inline":
             hide_process()
-            host = await WorkerHost.start(importable_factory(self._factory), options)
-            self.missing_layers = host.missing_layers
-            return host
+            worker_host = await WorkerHost.start(importable_factory(self._factory), options)
+            self.missing_layers = worker_host.missing_layers
+            return worker_host
         local_host = make_local_host(self._factory, options.num_threads, options.step_timeout_s)
         if options.check_determinism and not options.deterministic:
             local_host.description = dataclasses.replace(
@@ -209,7 +211,7 @@ def serve(factory: EnvironmentFactory, options: ServerOptions | None = None) -> 
 
     Raises:
         PortInUseError: a port is in use; nothing was started.
-        ConfigError: the environment cannot be built, or a file of TLS cannot be used.
+        ConfigError: the environment cannot be built, or a TLS file cannot be used.
     """
     hide_process()
     server = EnvServer(factory, options)
@@ -257,7 +259,9 @@ def exit_after_user_error() -> Iterator[None]:
         sys.exit(UserError.exit_code)
 
 
-def openenv_app(factory: EnvironmentFactory, arguments: Mapping[str, Any] | None = None) -> ASGIApp:
+def build_openenv_app(
+    factory: EnvironmentFactory, arguments: Mapping[str, Any] | None = None
+) -> ASGIApp:
     """Build the application that OpenEnv's images run with `uvicorn server.app:app`.
 
     Args:
@@ -276,9 +280,9 @@ def _announce(server: EnvServer, ready_file: Path | None) -> None:
         _log.warning("the sandbox of workers lacks %s", server.missing_layers)
     if ready_file is None:
         return
-    temporary = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({**addresses, "pid": os.getpid()}))
-    temporary.replace(ready_file)
+    temporary_file = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
+    temporary_file.write_text(json.dumps({**addresses, "pid": os.getpid()}))
+    temporary_file.replace(ready_file)
 
 
 def _exit_despite_stuck_threads() -> None:
@@ -291,7 +295,7 @@ def _exit_despite_stuck_threads() -> None:
                 os._exit(0)
 
 
-def _tls_files(options: ServerOptions) -> TlsFiles | None:
+def _make_tls_files(options: ServerOptions) -> TlsFiles | None:
     if options.tls_cert is None or options.tls_key is None:
         return None
     return TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)

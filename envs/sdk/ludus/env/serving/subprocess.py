@@ -35,10 +35,10 @@ class LocalServer:
     """Isolation of sessions (see `ServerOptions`); None uses the environment's default."""
     extra_arguments: list[str] = field(default_factory=list)
     """Further options of `python -m ludus.env`; every user of this machine can read them."""
-    environment: dict[str, str] = field(default_factory=dict, repr=False)
+    extra_variables: dict[str, str] = field(default_factory=dict, repr=False)
     """Additional environment variables, such as the secret LUDUS_SESSION_KEY."""
     hidden_variables: frozenset[str] = frozenset()
-    """Environment variables of this process that the server must not get."""
+    """Environment variables of this process that the server must not receive."""
     num_restarts: int = 0
     addresses: ServerAddresses | None = None
     """Addresses of the server when it last ran; None before the first start."""
@@ -63,19 +63,21 @@ class LocalServer:
         """
         with tempfile.TemporaryDirectory(prefix="ludus-env-") as folder:
             ready_file, errors_file = Path(folder) / "ready.json", Path(folder) / "errors"
-            with errors_file.open("wb") as errors:
+            with errors_file.open("wb") as errors_output:
                 self._process = subprocess.Popen(
-                    self._command(ready_file),
+                    self._build_command(ready_file),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=self.log_file.open("ab") if self.log_file else errors,
-                    env={**self._inherited_variables(), **self.environment},
+                    stderr=self.log_file.open("ab") if self.log_file else errors_output,
+                    env={**self._select_variables(), **self.extra_variables},
                     # Ctrl-C in a terminal is for this process, which then stops its servers.
                     start_new_session=True,
                 )
             self._wait_until_ready(ready_file, self.log_file or errors_file)
-            ready = json.loads(ready_file.read_text())
-        self.addresses = ServerAddresses(ready["http"], ready["grpc"], ready.get("admin", ""))
+            ready_addresses = json.loads(ready_file.read_text())
+        self.addresses = ServerAddresses(
+            ready_addresses["http"], ready_addresses["grpc"], ready_addresses.get("admin", "")
+        )
         return self.addresses
 
     def restart(self) -> ServerAddresses:
@@ -102,17 +104,17 @@ class LocalServer:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    def _inherited_variables(self) -> dict[str, str]:
+    def _select_variables(self) -> dict[str, str]:
         hidden_names = self.hidden_variables
-        return {name: text for name, text in os.environ.items() if name not in hidden_names}
+        return {name: value for name, value in os.environ.items() if name not in hidden_names}
 
-    def _command(self, ready_file: Path) -> list[str]:
-        ports = self.addresses
+    def _build_command(self, ready_file: Path) -> list[str]:
+        old_addresses = self.addresses
         return [
             *(sys.executable, "-m", "ludus.env", self.package),
             *("--options", json.dumps(self.options)),
-            *("--port", str(urlsplit(ports.http).port) if ports else "0"),
-            *("--grpc-port", str(urlsplit(ports.grpc).port) if ports else "0"),
+            *("--port", str(urlsplit(old_addresses.http).port) if old_addresses else "0"),
+            *("--grpc-port", str(urlsplit(old_addresses.grpc).port) if old_addresses else "0"),
             *("--max-sessions", str(self.max_sessions)),
             *(("--isolation", self.isolation) if self.isolation else ()),
             *self.extra_arguments,
@@ -120,19 +122,19 @@ class LocalServer:
             *("--exit-with-parent", str(os.getpid())),
         ]
 
-    def _wait_until_ready(self, ready_file: Path, output: Path) -> None:
+    def _wait_until_ready(self, ready_file: Path, output_file: Path) -> None:
         process = self._process
         assert process is not None
-        deadline = time.monotonic() + _START_TIMEOUT_S
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
         while not ready_file.exists():
             if process.poll() is not None:
-                message = _last_line(output) or f"exit code {process.returncode}"
+                message = _read_last_line(output_file) or f"exit code {process.returncode}"
                 if process.returncode == _USER_ERROR_EXIT_CODE:
                     raise UserError(message.removeprefix("error: "))
                 raise UnavailableError(
                     f"the server of '{self.package}' exited while it started: {message}"
                 )
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline_s:
                 self.stop()
                 raise UnavailableError(
                     f"the server of '{self.package}' did not listen within {_START_TIMEOUT_S:g} s; "
@@ -141,6 +143,6 @@ class LocalServer:
             time.sleep(_POLL_INTERVAL_S)
 
 
-def _last_line(path: Path) -> str:
+def _read_last_line(path: Path) -> str:
     lines = path.read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else ""

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ludus.env.encoding import DefaultSeeds, EncodedResult, ResetArgs
-from ludus.env.security.session_ids import SessionIdIssuer, hide_driving_id, tools_only_error
+from ludus.env.security.session_ids import SessionIdIssuer, hide_full_id, tools_only_error
 from ludus.env.sessions.admission_queue import SessionSlots
 from ludus.env.sessions.hosts import HostedSession, OpenSession, SessionHost
 from ludus.env.sessions.interface import (
@@ -69,15 +69,15 @@ class SessionCore:
         self.open_sessions: dict[str, OpenSession] = {}
         self._session_ids: dict[str, str] = {}
         """Session id by tools id."""
-        self._lingering: set[str] = set()
-        """Sessions that outlive a connection; every connection that calls them keeps them open."""
+        self._lingering_ids: set[str] = set()
+        """Ids of sessions that outlive a connection. Every connection keeps those that it calls."""
         self._slots = SessionSlots(self.options, self.events)
         self.tombstones = Tombstones()
-        self._ids = SessionIdIssuer(self.options.server_id, self.options.key)
+        self._issuer = SessionIdIssuer(self.options.server_id, self.options.key)
         self._seeds = DefaultSeeds(self.options.first_seed)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._recorder = SessionRecorder()
-        self.immediate: ImmediateCalls | None = self if host.runs_inline else None
+        self.immediate_calls: ImmediateCalls | None = self if host.runs_inline else None
         self.description = dataclasses.replace(
             host.description,
             max_sessions=self.options.max_sessions,
@@ -103,14 +103,12 @@ class SessionCore:
         self._recorder = recorder
         self.events.on_end.append(recorder.record_end)
 
-    # -- calls -------------------------------------------------------------------------
-
     async def open(self, args: OpenArgs, connection: Connection | None = None) -> OpenResult:
         with self.counts.count_errors():
-            session_id = self._ids.choose(args.session_id)
+            session_id = self._issuer.choose(args.session_id)
             await self._slots.take(1)
-            opened_session = await self._finish(self._open_reserved(session_id, args, connection))
-        self.counts.num_opened += 1
+            opened_session = await self._shield(self._open_reserved(session_id, args, connection))
+        self.counts.num_opens += 1
         self.counts.num_resets += args.reset is not None
         return opened_session
 
@@ -124,13 +122,13 @@ class SessionCore:
         with self.counts.count_errors():
             if size < 1:
                 raise InvalidCallError(f"a group needs at least 1 session, got {size}")
-            chosen_ids = [self._ids.choose(session_id) for session_id in session_ids or [""] * size]
+            chosen_ids = [self._issuer.choose(given_id) for given_id in session_ids or [""] * size]
             args = dataclasses.replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
             await self._slots.take(size)
-            opens = (self._open_reserved(chosen, args, connection) for chosen in chosen_ids)
-            outcomes = await self._finish(_gather_outcomes(opens))
+            opens = (self._open_reserved(chosen_id, args, connection) for chosen_id in chosen_ids)
+            outcomes = await self._shield(_gather_outcomes(opens))
             opened_sessions = await self._require_equal_views(outcomes, args)
-        self.counts.num_opened += len(opened_sessions)
+        self.counts.num_opens += len(opened_sessions)
         self.counts.num_resets += len(opened_sessions)
         return opened_sessions
 
@@ -138,11 +136,11 @@ class SessionCore:
         if self.host.runs_inline:
             return self.reset_now(session_id, args)
         with self.counts.count_errors():
-            entry = self._find(session_id)
+            session = self._find_session(session_id)
             args = self._fill_seed(args)
-            call = partial(entry.hosted.reset, args)
+            call = partial(session.hosted_session.reset, args)
             record = partial(self._recorder.record_reset, session_id, args)
-            result: EncodedResult = await self._call_in_order(entry, "reset", call, record)
+            result: EncodedResult = await self._call_in_order(session, "reset", call, record)
         self.counts.num_resets += 1
         return result
 
@@ -154,11 +152,11 @@ class SessionCore:
         started_s = time.monotonic()
         with self.counts.count_errors():
             try:
-                entry = self._find(session_id)
-                call = partial(entry.hosted.step, action, step_index)
+                session = self._find_session(session_id)
+                call = partial(session.hosted_session.step, action, step_index)
                 record = partial(self._recorder.record_step, session_id, action)
                 result: EncodedResult = await self._call_in_order(
-                    entry, "step", call, record, timeout_s
+                    session, "step", call, record, timeout_s
                 )
             except SessionLostError:  # an earlier call may have ended the session
                 result = self.tombstones.recall(session_id, step_index)
@@ -167,7 +165,7 @@ class SessionCore:
 
     def reset_now(self, session_id: str, args: ResetArgs) -> EncodedResult:
         with self.counts.count_errors():
-            session = self._find(session_id).hosted.direct
+            session = self._find_session(session_id).hosted_session.inline_session
             assert session is not None, "reset_now needs an inline session"
             args = self._fill_seed(args)
             try:
@@ -182,19 +180,19 @@ class SessionCore:
     def step_now(self, session_id: str, action: bytes | str, step_index: int = 0) -> EncodedResult:
         started_s = time.monotonic()
         try:
-            entry = self.open_sessions.get(session_id)
-            if entry is None:
+            session = self.open_sessions.get(session_id)
+            if session is None:
                 self._refuse_tools_id(session_id)
                 result = self.tombstones.recall(session_id, step_index)
             else:
-                entry.last_used_s, entry.detached_s = started_s, None
-                assert entry.hosted.direct is not None, "step_now needs an inline session"
-                result = entry.hosted.direct.step(action, step_index)
+                session.last_used_s, session.detached_s = started_s, None
+                assert session.hosted_session.inline_session is not None, "not an inline session"
+                result = session.hosted_session.inline_session.step(action, step_index)
                 self._recorder.record_step(session_id, action, result)
-                if entry.close_when_done and (result.terminated or result.truncated):
-                    self._end(entry, _EPISODE_ENDED)
+                if session.close_when_done and (result.terminated or result.truncated):
+                    self._end(session, _EPISODE_ENDED)
         except EnvError as error:
-            self.counts.num_errors[error.code] += 1
+            self.counts.num_errors_by_code[error.code] += 1
             self._recorder.record_step(session_id, action, error)
             raise
         self.counts.count_step(time.monotonic() - started_s)
@@ -202,260 +200,266 @@ class SessionCore:
 
     async def state(self, session_id: str) -> bytes:
         with self.counts.count_errors():
-            entry = self._find(session_id)
-            return await self._call_in_order(entry, "state", entry.hosted.state_json)
+            session = self._find_session(session_id)
+            return await self._call_in_order(session, "state", session.hosted_session.state_json)
 
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
-        driving_id = self._session_ids.get(session_id, session_id)
-        with self.counts.count_errors(), hide_driving_id(driving_id, session_id):
-            entry = self._find(driving_id)
-            call = partial(entry.hosted.call_tool, name, arguments)
-            record = partial(self._recorder.record_tool_call, driving_id, name, arguments)
-            return await self._call_in_order(entry, "call_tool", call, record)
+        full_id = self._session_ids.get(session_id, session_id)
+        with self.counts.count_errors(), hide_full_id(full_id, session_id):
+            session = self._find_session(full_id)
+            call = partial(session.hosted_session.call_tool, name, arguments)
+            record = partial(self._recorder.record_tool_call, full_id, name, arguments)
+            return await self._call_in_order(session, "call_tool", call, record)
 
     async def close(self, session_id: str) -> None:
         self._refuse_tools_id(session_id)
-        if entry := self.open_sessions.get(session_id):
-            self._end(entry, _CLOSED)
+        if session := self.open_sessions.get(session_id):
+            self._end(session, _CLOSED)
 
     async def detach(self, session_id: str, connection: Connection | None = None) -> None:
         self._refuse_tools_id(session_id)
-        if entry := self.open_sessions.get(session_id):
-            self._detach(entry, connection)
+        if session := self.open_sessions.get(session_id):
+            self._detach_session(session, connection)
 
     def attach(self, session_ids: Iterable[str], connection: Connection) -> None:
         has_all = len(connection.session_ids) == len(self.open_sessions)
-        if has_all or not self._lingering or connection.ended.is_set():
+        if has_all or not self._lingering_ids or connection.end_event.is_set():
             return
-        for session_id in self._lingering.intersection(session_ids) - connection.session_ids:
-            entry = self.open_sessions[session_id]
-            entry.connections.add(connection)
-            entry.detached_s = None
+        for session_id in self._lingering_ids.intersection(session_ids) - connection.session_ids:
+            session = self.open_sessions[session_id]
+            session.connections.add(connection)
+            session.detached_s = None
             connection.session_ids.add(session_id)
 
     def release(self, connection: Connection) -> None:
-        connection.ended.set()
+        connection.end_event.set()
         for session_id in list(connection.session_ids):
-            self._detach(self.open_sessions[session_id], connection)
+            self._detach_session(self.open_sessions[session_id], connection)
 
     def drain(self) -> None:
         self._slots.drain()
 
     async def close_idle_forever(self) -> None:
         """Close idle sessions until cancelled."""
-        idle_s = self.options.idle_timeout_s
-        pause_s = min(max(idle_s / 4, 0.02), _MAX_SWEEP_PAUSE_S)
+        idle_timeout_s = self.options.idle_timeout_s
+        pause_s = min(max(idle_timeout_s / 4, 0.02), _MAX_SWEEP_PAUSE_S)
         while True:
             await asyncio.sleep(pause_s)
             now_s = time.monotonic()
-            for entry in list(self.open_sessions.values()):
-                if entry.lock.locked():
+            for session in list(self.open_sessions.values()):
+                if session.lock.locked():
                     continue
-                detached_s = entry.detached_s
-                if entry.last_used_s < now_s - idle_s:
+                detached_s = session.detached_s
+                if session.last_used_s < now_s - idle_timeout_s:
                     self._end(
-                        entry, SessionTombstone(SessionEnd.IDLE, f"it was idle for {idle_s:g} s")
+                        session,
+                        SessionTombstone(SessionEnd.IDLE, f"it was idle for {idle_timeout_s:g} s"),
                     )
-                elif detached_s is not None and detached_s < now_s - entry.linger_s:
-                    reason = f"{_CONNECTION_ENDED.reason} {entry.linger_s:g} s ago"
-                    self._end(entry, SessionTombstone(SessionEnd.CONNECTION_ENDED, reason))
+                elif detached_s is not None and detached_s < now_s - session.linger_s:
+                    reason = f"{_CONNECTION_ENDED.reason} {session.linger_s:g} s ago"
+                    self._end(session, SessionTombstone(SessionEnd.CONNECTION_ENDED, reason))
 
     async def shut_down(self, grace_s: float = 1.0) -> None:
         """End all sessions; steps that are still running after the grace are abandoned."""
         self.drain()
-        for entry in list(self.open_sessions.values()):
-            self._end(entry, _SHUTDOWN)
+        for session in list(self.open_sessions.values()):
+            self._end(session, _SHUTDOWN)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
         await self.host.shut_down()
-
-    # -- opening ---------------------------------------------------------------------
 
     async def _require_equal_views(
         self, outcomes: list[OpenResult | BaseException], args: OpenArgs
     ) -> list[OpenResult]:
         """Return the sessions if all have the same view; otherwise close them and raise."""
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        group = [outcome for outcome in outcomes if isinstance(outcome, OpenResult)]
-        if not errors and len({opened_session.view for opened_session in group}) == 1:
-            return group
-        for opened_session in group:
+        opened_sessions = [outcome for outcome in outcomes if isinstance(outcome, OpenResult)]
+        if not errors and len({opened_session.view for opened_session in opened_sessions}) == 1:
+            return opened_sessions
+        for opened_session in opened_sessions:
             await self.close(opened_session.session_id)
         if errors:
             raise errors[0]
         seed = args.reset.seed if args.reset else None
         raise GroupMismatchError(
-            f"{len(group)} sessions with seed {seed} returned different first observations;"
-            f" see: ludus env check {self.description.name}"
+            f"{len(opened_sessions)} sessions with seed {seed} returned different first"
+            f" observations; see: ludus env check {self.description.name}"
         )
 
     async def _open_reserved(
         self, session_id: str, args: OpenArgs, connection: Connection | None
     ) -> OpenResult:
         try:
-            hosted = await self.host.open(
-                session_id, with_text=args.with_text, on_lost=partial(self._on_lost, session_id)
+            hosted_session = await self.host.open(
+                session_id, with_text=args.with_text, on_lost=partial(self._handle_loss, session_id)
             )
             first_result = None
             if args.reset is not None:
-                reset = self._fill_seed(args.reset)
-                first_result = await self._reset_first(hosted, reset)
-            if session_id in self.tombstones:  # the worker died before the session was entered
+                reset_args = self._fill_seed(args.reset)
+                first_result = await self._reset_first(hosted_session, reset_args)
+            if session_id in self.tombstones:  # the worker died before the session was added
                 raise self.tombstones.lost_error(session_id)
             if first_result is not None:
-                self._recorder.record_reset(session_id, reset, first_result)
-            entry = self._enter(session_id, hosted, args, connection)
+                self._recorder.record_reset(session_id, reset_args, first_result)
+            session = self._add_session(session_id, hosted_session, args, connection)
         except BaseException:
             self._slots.give_back()
             raise
-        return OpenResult(session_id, first_result, entry.tools_id)
+        return OpenResult(session_id, first_result, session.tools_id)
 
-    async def _reset_first(self, hosted: HostedSession, reset: ResetArgs) -> EncodedResult:
+    async def _reset_first(self, session: HostedSession, args: ResetArgs) -> EncodedResult:
         timeout_s = self.options.step_timeout_s
         try:
-            if hosted.direct is not None:
-                return hosted.direct.reset(reset)
-            return await self._finish_within(hosted, hosted.reset(reset), timeout_s or None)
+            if session.inline_session is not None:
+                return session.inline_session.reset(args)
+            return await self._wait_for(session, session.reset(args), timeout_s or None)
         except BaseException as error:
             if isinstance(error, TimeoutError):
-                hosted.kill(f"a reset took longer than {timeout_s:g} s")
+                session.kill(f"a reset took longer than {timeout_s:g} s")
                 raise CallTimeoutError(
                     f"the first reset did not finish within {timeout_s:g} s"
                 ) from None
-            self._start_task(hosted.close())
+            self._start_task(session.close())
             raise
 
-    def _enter(
-        self, session_id: str, hosted: HostedSession, args: OpenArgs, connection: Connection | None
+    def _add_session(
+        self,
+        session_id: str,
+        hosted_session: HostedSession,
+        args: OpenArgs,
+        connection: Connection | None,
     ) -> OpenSession:
-        entry = OpenSession(
+        session = OpenSession(
             id=session_id,
-            hosted=hosted,
+            hosted_session=hosted_session,
             close_when_done=args.close_when_done,
             linger_s=args.linger_s,
             last_used_s=time.monotonic(),
         )
-        self.open_sessions[session_id] = entry
+        self.open_sessions[session_id] = session
         if self.description.tools:
-            entry.tools_id = secrets.token_urlsafe(18)
-            self._session_ids[entry.tools_id] = session_id
+            session.tools_id = secrets.token_urlsafe(18)
+            self._session_ids[session.tools_id] = session_id
         if args.linger_s > 0:
-            self._lingering.add(session_id)
+            self._lingering_ids.add(session_id)
         if connection is not None:
-            entry.connections.add(connection)
+            session.connections.add(connection)
             connection.session_ids.add(session_id)
-            if connection.ended.is_set():
-                self._detach(entry, connection)
-        return entry
+            if connection.end_event.is_set():
+                self._detach_session(session, connection)
+        return session
 
     def _fill_seed(self, args: ResetArgs) -> ResetArgs:
         needs_seed = self.options.first_seed is not None or self._recorder.needs_seeds
         return self._seeds.fill(args) if needs_seed else args
 
-    # -- sessions ----------------------------------------------------------------------
-
-    def _find(self, session_id: str) -> OpenSession:
-        entry = self.open_sessions.get(session_id)
-        if entry is None:
+    def _find_session(self, session_id: str) -> OpenSession:
+        session = self.open_sessions.get(session_id)
+        if session is None:
             self._refuse_tools_id(session_id)
             raise self.tombstones.lost_error(session_id)
-        entry.last_used_s, entry.detached_s = time.monotonic(), None
-        return entry
+        session.last_used_s, session.detached_s = time.monotonic(), None
+        return session
 
     def _refuse_tools_id(self, session_id: str) -> None:
         if session_id in self._session_ids:
             raise tools_only_error()
 
-    def _detach(self, entry: OpenSession, connection: Connection | None) -> None:
+    def _detach_session(self, session: OpenSession, connection: Connection | None) -> None:
         if connection is not None:
-            entry.connections.discard(connection)
-            connection.session_ids.discard(entry.id)
-        if entry.connections:
+            session.connections.discard(connection)
+            connection.session_ids.discard(session.id)
+        if session.connections:
             return
-        if entry.linger_s > 0:
-            entry.detached_s = time.monotonic()
+        if session.linger_s > 0:
+            session.detached_s = time.monotonic()
         else:
-            self._end(entry, _CONNECTION_ENDED)
+            self._end(session, _CONNECTION_ENDED)
 
-    def _on_lost(self, session_id: str, reason: str) -> None:
+    def _handle_loss(self, session_id: str, reason: str) -> None:
         tombstone = SessionTombstone(SessionEnd.LOST, reason)
-        if entry := self.open_sessions.get(session_id):
-            self._remove(entry, tombstone)
+        if session := self.open_sessions.get(session_id):
+            self._remove_session(session, tombstone)
         else:
             self.tombstones.remember(session_id, tombstone, None)
 
-    def _end(self, entry: OpenSession, tombstone: SessionTombstone) -> None:
-        if not self._remove(entry, tombstone):
+    def _end(self, session: OpenSession, tombstone: SessionTombstone) -> None:
+        if not self._remove_session(session, tombstone):
             return
-        if entry.hosted.direct is not None:
-            entry.hosted.direct.close()
+        if session.hosted_session.inline_session is not None:
+            session.hosted_session.inline_session.close()
         else:
-            self._start_task(self._close_in_order(entry))
+            self._start_task(self._close_in_order(session))
 
-    def _remove(self, entry: OpenSession, tombstone: SessionTombstone) -> bool:
-        if self.open_sessions.pop(entry.id, None) is None:
+    def _remove_session(self, session: OpenSession, tombstone: SessionTombstone) -> bool:
+        if self.open_sessions.pop(session.id, None) is None:
             return False
-        self._lingering.discard(entry.id)
-        self._session_ids.pop(entry.tools_id, None)
-        for connection in entry.connections:
-            connection.session_ids.discard(entry.id)
-        self.tombstones.remember(entry.id, tombstone, entry.hosted.last)
-        self.counts.num_ends[tombstone.kind] += 1
-        self.events.notify_end(entry.id, tombstone)
+        self._lingering_ids.discard(session.id)
+        self._session_ids.pop(session.tools_id, None)
+        for connection in session.connections:
+            connection.session_ids.discard(session.id)
+        self.tombstones.remember(session.id, tombstone, session.hosted_session.last_result)
+        self.counts.num_ends_by_kind[tombstone.kind] += 1
+        self.events.notify_end(session.id, tombstone)
         self._slots.give_back()
         return True
 
     async def _call_in_order(
         self,
-        entry: OpenSession,
+        session: OpenSession,
         call_name: str,
         call: Callable[[], Awaitable[ResultT]],
         record: Callable[[ResultT | EnvError], None] | None = None,
         timeout_s: float = 0.0,
     ) -> ResultT:
         """Make a call after the session's earlier calls; a slow call ends the session."""
-        limit_s = min((s for s in (timeout_s, self.options.step_timeout_s) if s > 0), default=None)
+        limit_s = min(
+            (seconds for seconds in (timeout_s, self.options.step_timeout_s) if seconds > 0),
+            default=None,
+        )
         try:
-            work = self._call_locked(entry, call, record)
+            work = self._call_with_lock(session, call, record)
             if self.host.runs_inline:
                 return await work
-            return await self._finish_within(entry.hosted, work, limit_s)
+            return await self._wait_for(session.hosted_session, work, limit_s)
         except TimeoutError:
             reason = f"a {call_name} took longer than {limit_s:g} s"
-            if self._remove(entry, SessionTombstone(SessionEnd.TIMEOUT, reason)):
-                entry.hosted.kill(reason)
-                self._start_task(self._close_in_order(entry))
-            raise CallTimeoutError(f"session {entry.id!r} is gone: {reason}") from None
+            if self._remove_session(session, SessionTombstone(SessionEnd.TIMEOUT, reason)):
+                session.hosted_session.kill(reason)
+                self._start_task(self._close_in_order(session))
+            raise CallTimeoutError(f"session {session.id!r} is gone: {reason}") from None
 
-    async def _finish_within(
-        self, hosted: HostedSession, work: Coroutine[Any, Any, ResultT], limit_s: float | None
+    async def _wait_for(
+        self, session: HostedSession, work: Coroutine[Any, Any, ResultT], limit_s: float | None
     ) -> ResultT:
-        """Return the result of work that also finishes if the caller gives up, as in `_finish`.
+        """Return the result of a coroutine that also finishes if the caller gives up.
 
         Raises:
-            TimeoutError: the work ran for longer than the limit. Time in which other sessions
+            TimeoutError: the coroutine ran for longer than the limit. Time in which other sessions
                 occupied all threads does not count.
         """
         task, remaining_s = self._start_task(work), limit_s
         try:
             while not (await asyncio.wait({task}, timeout=remaining_s))[0]:
-                remaining_s = hosted.remaining_s(limit_s or 0.0)
+                remaining_s = session.remaining_s(limit_s or 0.0)
                 if remaining_s <= 0:
                     raise TimeoutError
         except BaseException:
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            task.add_done_callback(
+                lambda finished_task: finished_task.cancelled() or finished_task.exception()
+            )
             raise
         return task.result()
 
-    async def _call_locked(
+    async def _call_with_lock(
         self,
-        entry: OpenSession,
+        session: OpenSession,
         call: Callable[[], Awaitable[ResultT]],
         record: Callable[[ResultT | EnvError], None] | None,
     ) -> ResultT:
-        async with entry.lock:
-            if entry.id not in self.open_sessions:
-                raise self.tombstones.lost_error(entry.id)
+        async with session.lock:
+            if session.id not in self.open_sessions:
+                raise self.tombstones.lost_error(session.id)
             try:
                 result = await call()
             except EnvError as error:
@@ -464,26 +468,26 @@ class SessionCore:
                 raise
             if record is not None:
                 record(result)
-            entry.last_used_s = time.monotonic()
-        if entry.close_when_done and isinstance(result, EncodedResult) and result.done:
-            self._end(entry, _EPISODE_ENDED)
+            session.last_used_s = time.monotonic()
+        if session.close_when_done and isinstance(result, EncodedResult) and result.done:
+            self._end(session, _EPISODE_ENDED)
         return result
 
-    async def _close_in_order(self, entry: OpenSession) -> None:
-        async with entry.lock:
-            await entry.hosted.close()
+    async def _close_in_order(self, session: OpenSession) -> None:
+        async with session.lock:
+            await session.hosted_session.close()
 
-    async def _finish(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Return the result of work that also finishes if the caller gives up.
+    async def _shield(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Return the result of a coroutine that also finishes if the caller gives up.
 
-        A thread cannot be stopped, and a second thread must not enter its session.
+        Its thread cannot be stopped, and a second thread must not call the same session.
         """
         if self.host.runs_inline:
-            return await work
-        return await asyncio.shield(self._start_task(work))
+            return await coroutine
+        return await asyncio.shield(self._start_task(coroutine))
 
-    def _start_task(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
-        task = asyncio.get_running_loop().create_task(work)
+    def _start_task(self, coroutine: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
+        task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -4,7 +4,7 @@
 |-----------------------|---------------------|------------------------------------------------|
 | LocalHost, no threads | none                | ends the server                                |
 | LocalHost             | none                | ends its session; its thread is replaced       |
-| WorkerHost            | `pool` or `process` | is killed with its worker and its sessions     |
+| WorkerHost            | `pool` or `process` | ends its worker and all sessions of the worker |
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.environment import AnyEnvironment, takes_any_text
 from ludus.env.sessions.interface import Connection, WorkerCounts
-from ludus.env.sessions.session import EnvironmentSession, declared_options, exit_if_forked
+from ludus.env.sessions.session import EnvironmentSession, exit_if_forked, list_reset_options
 from ludus.env.sessions.threads import Job, StepThreads
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import CallTimeoutError, CapacityError, ErrorCode, wrap_exception
@@ -28,7 +28,7 @@ from ludus.proto.errors import CallTimeoutError, CapacityError, ErrorCode, wrap_
 _log = logging.getLogger(__name__)
 
 EnvironmentFactory = Callable[[], AnyEnvironment]
-OnLost = Callable[[str], None]
+LostCallback = Callable[[str], None]
 """Called with the reason when a session has ended without a request."""
 ResultT = TypeVar("ResultT")
 
@@ -37,15 +37,15 @@ class HostedSession(Protocol):
     """A session on its host; `SessionCore` makes one call at a time."""
 
     @property
-    def direct(self) -> EnvironmentSession | None:
-        """Session for calls that return without waiting; None if calls have to wait."""
+    def inline_session(self) -> EnvironmentSession | None:
+        """Session whose calls return without waiting; None if calls have to wait."""
 
     @property
-    def last(self) -> EncodedResult | None:
+    def last_result(self) -> EncodedResult | None:
         """Latest result, or None before the first reset."""
 
     def remaining_s(self, limit_s: float) -> float:
-        """Return the time left for the current call, without the time it waited for a thread."""
+        """Return the remaining time of the current call; waiting for a thread does not count."""
 
     async def reset(self, args: ResetArgs) -> EncodedResult:
         """Start a new episode and return its first result."""
@@ -63,7 +63,7 @@ class HostedSession(Protocol):
         """Free the environment's resources."""
 
     def kill(self, reason: str) -> None:
-        """End the session during a call, as far as the host can."""
+        """End the session during a call, if the host can."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,16 +71,16 @@ class OpenSession:
     """An open session, with the conditions that end it."""
 
     id: str
-    hosted: HostedSession
+    hosted_session: HostedSession
     close_when_done: bool
     linger_s: float
     last_used_s: float
     connections: set[Connection] = field(default_factory=set)
-    """Connections of the session, which ends with the last of them."""
+    """Connections that use the session. The session ends with its last connection."""
     detached_s: float | None = None
     """Time at which the last connection ended. A later call clears it."""
     tools_id: str = ""
-    """Id that may only call the session's tools."""
+    """Second id of the session, which permits only tool calls."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a call that runs off the event loop."""
 
@@ -108,7 +108,9 @@ class SessionHost(Protocol):
     def is_stuck(self) -> bool:
         """True if only a new server process could serve sessions again."""
 
-    async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> HostedSession:
+    async def open(
+        self, session_id: str, *, with_text: bool, on_lost: LostCallback
+    ) -> HostedSession:
         """Open a session, which must then be reset.
 
         Raises:
@@ -125,7 +127,8 @@ class LocalHost:
 
     Args:
         num_threads: number of threads for calls; 0 makes calls on the event loop, for
-            environments that promise to return at once. A thread cannot be stopped, only abandoned.
+            environments that promise to return immediately. A thread cannot be stopped, only
+            abandoned.
         limit_s: time limit to build or close an environment in a thread; 0 sets no limit.
     """
 
@@ -153,13 +156,15 @@ class LocalHost:
     def is_stuck(self) -> bool:
         return bool(self.unavailable_reason)
 
-    async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> LocalSession:
+    async def open(
+        self, session_id: str, *, with_text: bool, on_lost: LostCallback
+    ) -> LocalSession:
         build = partial(build_session, self._factory, self._name, session_id, with_text)
         threads, limit_s = self._threads, self._limit_s
         if threads is None:
             return LocalSession(build(), None, limit_s)
         try:
-            return LocalSession(await threads.run(build, _close_late, limit_s), threads, limit_s)
+            return LocalSession(await threads.run(build, _close_unused, limit_s), threads, limit_s)
         except TimeoutError:
             raise CallTimeoutError(f"the environment was not built within {limit_s:g} s") from None
 
@@ -174,7 +179,7 @@ class LocalSession:
     Implements `HostedSession`, which documents its methods.
     """
 
-    __slots__ = ("_is_abandoned", "_job", "_limit_s", "_session", "_threads", "direct")
+    __slots__ = ("_is_abandoned", "_job", "_limit_s", "_session", "_threads", "inline_session")
 
     def __init__(
         self, session: EnvironmentSession, threads: StepThreads | None, limit_s: float
@@ -186,11 +191,11 @@ class LocalSession:
         """Latest call."""
         self._is_abandoned = False
         """True if a thread hangs in the session."""
-        self.direct = session if threads is None else None
+        self.inline_session = session if threads is None else None
 
     @property
-    def last(self) -> EncodedResult | None:
-        return self._session.last
+    def last_result(self) -> EncodedResult | None:
+        return self._session.last_result
 
     def remaining_s(self, limit_s: float) -> float:
         return 0.0 if self._job is None else self._job.remaining_s(limit_s)
@@ -214,7 +219,7 @@ class LocalSession:
             self._session.close()
             return
         try:
-            await self._threads.run(self._session.close, lambda _: None, self._limit_s)
+            await self._threads.run(self._session.close, lambda unused_result: None, self._limit_s)
         except TimeoutError:
             _log.error("an environment took longer than %g s to close", self._limit_s)
         finally:
@@ -232,7 +237,7 @@ class LocalSession:
         return result
 
 
-def _close_late(session: EnvironmentSession | None) -> None:
+def _close_unused(session: EnvironmentSession | None) -> None:
     if session is not None:
         session.close()
 
@@ -240,33 +245,34 @@ def _close_late(session: EnvironmentSession | None) -> None:
 def make_local_host(
     factory: EnvironmentFactory, num_threads: int = 32, limit_s: float = 0.0
 ) -> LocalHost:
-    """Make the host in this process that suits the environment.
+    """Make a host in this process, without threads if the environment steps on the event loop.
 
-    Raises whatever the factory raises, because a server with a broken factory must not start.
+    Raises every error of the factory, because a server with a broken factory must not start.
     """
-    sample = factory()
+    environment = factory()
     try:
-        description = describe_environment(sample)
-        runs_inline = sample.steps_on_event_loop
+        description = describe_environment(environment)
+        runs_inline = environment.steps_on_event_loop
     finally:
-        sample.close()
+        environment.close()
     return LocalHost(factory, description, 0 if runs_inline else num_threads, limit_s)
 
 
 def describe_environment(environment: AnyEnvironment) -> EnvironmentDescription:
     """Describe an environment, without the capacity and the id of its server."""
-    kind = type(environment)
+    environment_type = type(environment)
     return EnvironmentDescription(
-        name=kind.name or kind.__name__,
-        description=kind.description or (kind.__doc__ or "").strip().split("\n")[0],
-        version=kind.version,
-        action_schema=kind.action_type.model_json_schema(),
-        observation_schema=kind.observation_type.model_json_schema(),
-        state_schema=kind.state_type.model_json_schema(),
+        name=environment_type.name or environment_type.__name__,
+        description=environment_type.description
+        or (environment_type.__doc__ or "").strip().split("\n")[0],
+        version=environment_type.version,
+        action_schema=environment_type.action_type.model_json_schema(),
+        observation_schema=environment_type.observation_type.model_json_schema(),
+        state_schema=environment_type.state_type.model_json_schema(),
         has_text_view=environment.text_renderer is not None,
         max_sessions=0,
         options=environment.options,
-        reset_options=declared_options(kind),
+        reset_options=list_reset_options(environment_type),
         tools=environment.tools,
         tasks=environment.tasks,
         takes_any_text=takes_any_text(environment.text_renderer),

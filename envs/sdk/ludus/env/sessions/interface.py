@@ -1,10 +1,10 @@
-"""The interface under every wire: the sessions of a server or gateway, and calls to them.
+"""The interface that every wire calls: the sessions of a server or gateway.
 
     HTTP, WebSocket, MCP, gRPC --> Sessions --> environments in this process, in worker
                                                 processes, or on the servers of a fleet
 
 `SessionCore` implements it for the sessions of this server (see `sessions/hosts.py`). The sessions
-of a gateway run on other servers. Wires do not depend on the difference.
+of a gateway run on other servers. Wires call both in the same way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Connection:
     """A client's connection over any wire, with the sessions that end with it."""
 
     session_ids: set[str] = field(default_factory=set)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    end_event: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,7 @@ class SessionEvents:
     on_end: list[Callable[[str, SessionTombstone], None]] = field(default_factory=list)
     """Called with the id and the reason after a session has ended."""
     on_shortage: list[Callable[[int], Awaitable[None]]] = field(default_factory=list)
-    """Called with the number of missing sessions; may close sessions that are not needed."""
+    """Called with the number of missing slots; may close sessions that are not needed."""
 
     def notify_end(self, session_id: str, tombstone: SessionTombstone) -> None:
         """Report that a session has ended."""
@@ -52,17 +52,17 @@ class SessionEvents:
             callback(session_id, tombstone)
 
     async def make_room(self, num_missing: int) -> None:
-        """Close sessions that are not needed, if new sessions find no room."""
+        """Close sessions that are not needed if slots are missing for new sessions."""
         if num_missing > 0:
             for callback in self.on_shortage:
                 await callback(num_missing)
 
 
 class SessionRecorder:
-    """Receives the result or the error of each call of an episode; this base class drops them."""
+    """A recorder of the result or error of each call; this base class records nothing."""
 
     needs_seeds = False
-    """True if each reset must have a seed; a reset without one then gets one."""
+    """True if each reset must have a seed. A reset without a seed then gets a default seed."""
 
     def record_reset(
         self, session_id: str, args: ResetArgs, outcome: EncodedResult | EnvError
@@ -94,7 +94,7 @@ class OpenArgs:
     linger_s: float = 0.0
     """Time that the session survives the end of its last connection."""
     with_text: bool = True
-    """False omits the text view from results, which saves rendering it."""
+    """False omits the text view from results, which saves the time to render it."""
     session_id: str = ""
     """Session id signed by a gateway; "" lets the server choose."""
 
@@ -104,7 +104,7 @@ class OpenResult:
     """The result of an open: a new session."""
 
     session_id: str
-    first: EncodedResult | None
+    first_result: EncodedResult | None
     """Result of the first reset, if a reset was requested."""
     tools_session_id: str = ""
     """Id that may only call the session's tools; "" without tools."""
@@ -112,9 +112,12 @@ class OpenResult:
     @property
     def view(self) -> tuple[bytes, bytes]:
         """First observation and text, for comparison within a group."""
-        assert self.first is not None, "a group is opened with a reset"
-        text = self.first.text
-        return self.first.observation_json, text.messages_json if text is not None else b""
+        assert self.first_result is not None, "a group is opened with a reset"
+        text_view = self.first_result.text
+        return (
+            self.first_result.observation_json,
+            text_view.messages_json if text_view is not None else b"",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ class WorkerCounts:
 
     num_workers: int
     """Number of workers that are alive."""
-    num_ends: int
+    num_ended_workers: int
     """Number of workers that died or were killed since the host started."""
     layers: Mapping[Layer, bool] = field(default_factory=dict)
     """Layers of the sandbox, and whether each is active."""
@@ -145,13 +148,17 @@ class WorkerCounts:
 class SessionCounts:
     """Counts since the process started, for metrics (`http/health.py`)."""
 
-    num_opened: int = 0
+    num_opens: int = 0
     num_resets: int = 0
-    step_seconds: float = 0.0
+    total_step_s: float = 0.0
     num_steps_by_bucket: list[int] = field(default_factory=lambda: [0] * (len(STEP_BUCKETS_S) + 1))
     """Steps by `STEP_BUCKETS_S`; the last bucket is for steps above all bounds."""
-    num_errors: dict[ErrorCode, int] = field(default_factory=lambda: dict.fromkeys(ErrorCode, 0))
-    num_ends: dict[SessionEnd, int] = field(default_factory=lambda: dict.fromkeys(SessionEnd, 0))
+    num_errors_by_code: dict[ErrorCode, int] = field(
+        default_factory=lambda: dict.fromkeys(ErrorCode, 0)
+    )
+    num_ends_by_kind: dict[SessionEnd, int] = field(
+        default_factory=lambda: dict.fromkeys(SessionEnd, 0)
+    )
 
     @property
     def num_steps(self) -> int:
@@ -160,7 +167,7 @@ class SessionCounts:
 
     def count_step(self, duration_s: float) -> None:
         """Count a step."""
-        self.step_seconds += duration_s
+        self.total_step_s += duration_s
         self.num_steps_by_bucket[bisect_left(STEP_BUCKETS_S, duration_s)] += 1
 
     @contextlib.contextmanager
@@ -169,18 +176,18 @@ class SessionCounts:
         try:
             yield
         except EnvError as error:
-            self.num_errors[error.code] += 1
+            self.num_errors_by_code[error.code] += 1
             raise
 
 
 class ImmediateCalls(Protocol):
-    """Calls that return without waiting, to environments that step on this event loop."""
+    """Calls that return without waiting, for environments that step on this event loop."""
 
     def reset_now(self, session_id: str, args: ResetArgs) -> EncodedResult:
-        """Make the call `Sessions.reset`."""
+        """Reset a session; see `Sessions.reset`."""
 
     def step_now(self, session_id: str, action: bytes | str, step_index: int = 0) -> EncodedResult:
-        """Make the call `Sessions.step`."""
+        """Take a step; see `Sessions.step`."""
 
 
 class Sessions(Protocol):
@@ -203,7 +210,7 @@ class Sessions(Protocol):
 
     @property
     def counts(self) -> SessionCounts | None:
-        """Counts since the start; None if the servers of a gateway count."""
+        """Counts since the start; None for a gateway, whose servers count."""
 
     @property
     def worker_counts(self) -> WorkerCounts | None:
@@ -214,7 +221,7 @@ class Sessions(Protocol):
         """Reason why no session can be served now; "" if sessions can be served."""
 
     @property
-    def immediate(self) -> ImmediateCalls | None:
+    def immediate_calls(self) -> ImmediateCalls | None:
         """Calls that return without waiting; None if calls have to wait."""
 
     async def open(self, args: OpenArgs, connection: Connection | None = None) -> OpenResult:
@@ -265,17 +272,17 @@ class Sessions(Protocol):
         """Close a session; a session that is gone is not an error."""
 
     async def detach(self, session_id: str, connection: Connection | None = None) -> None:
-        """Separate a session from a connection; the last one closes it after `linger_s`.
+        """Detach a session from a connection. Without connections it closes after `linger_s`.
 
-        A call before that keeps the session open. Other connections keep it too, because the end of
+        A call within this time keeps the session open. So do other connections, because the end of
         an old connection may be noticed after the session was called on a new one.
         """
 
     def attach(self, session_ids: Iterable[str], connection: Connection) -> None:
-        """Tie those of the sessions that linger to another connection, which calls them.
+        """Attach lingering sessions to another connection that calls them.
 
-        They linger when their last connection has ended. All other sessions end with the connection
-        that opened them.
+        A session lingers after its last connection has ended. Sessions that do not linger are
+        skipped: they end with the connection that opened them.
         """
 
     def release(self, connection: Connection) -> None:

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from ludus.env.options import explain
+from ludus.env.options import explain_errors
 from ludus.env.security.session_ids import (
     SESSION_KEY_VARIABLE,
     SessionKey,
@@ -42,18 +42,18 @@ DEFAULT_PORT = 8000
 GRPC_PORT_OFFSET = 10_000
 STEP_TIMEOUT_S = 60.0
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
-_SECRETS_AND_NAMES = frozenset({"token", "session_key", "server_id"})
-"""Fields without a flag, because every user of a machine can read arguments."""
-_NEEDED_ISOLATION = {
+_FIELDS_WITHOUT_FLAG = frozenset({"token", "session_key", "server_id"})
+"""Fields without a flag: every user of a machine can read the arguments of processes."""
+_REQUIRED_ISOLATIONS = {
     "num_workers": ("pool",),
     "memory_limit_mb": ("pool", "process"),
     "cpu_limit_s": ("process",),
     "no_network": ("pool", "process"),
     "require_sandbox": ("pool", "process"),
 }
-"""Isolation that an option needs, because the option concerns worker processes."""
+"""Isolations that support an option, for options that concern worker processes."""
 _GROUPS = {"host": "server", "tls_cert": "TLS", "isolation": "isolation"}
-"""Name of each group of flags, by its first field."""
+"""Name of each group of flags, by the first field of the group."""
 
 
 def _default_server_id() -> str:
@@ -72,7 +72,7 @@ class ServerAddresses:
 
 
 class ServerOptions(BaseModel):
-    """Options of a server. The text under a field is also the help of its flag.
+    """Options of a server. The docstring under a field is also the help text of its flag.
 
     Raises:
         ConfigError: the options are not valid.
@@ -168,7 +168,7 @@ class ServerOptions(BaseModel):
         try:
             options = build(values)
         except ValidationError as error:
-            raise ConfigError(explain(error)) from None
+            raise ConfigError(explain_errors(error)) from None
         options._check_ports()
         options._check_tls()
         options._check_isolation()
@@ -181,16 +181,18 @@ class ServerOptions(BaseModel):
                 f"listening on {self.host}, which other machines can reach, needs a token; set a"
                 " token, listen on 127.0.0.1, or allow it as insecure"
             )
-        if self.bound_grpc_port > 65_535:
+        if self.requested_grpc_port > 65_535:
             raise ConfigError(
-                f"grpc_port must be between 0 and 65535, got {self.bound_grpc_port};"
+                f"grpc_port must be between 0 and 65535, got {self.requested_grpc_port};"
                 " set port and grpc_port"
             )
 
     def _check_tls(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
-            field, partner = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
-            raise ConfigError(f"{field} needs {partner}; give both")
+            given_field, missing_field = (
+                ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            )
+            raise ConfigError(f"{given_field} needs {missing_field}; give both")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("tls_client_ca needs tls_cert and tls_key; give all three")
 
@@ -200,23 +202,23 @@ class ServerOptions(BaseModel):
             raise ConfigError(
                 f"isolation must be 'inline', because this system cannot fork; got {isolation!r}"
             )
-        for field, kinds in _NEEDED_ISOLATION.items():
-            if getattr(self, field) and isolation not in kinds:
+        for field_name, isolations in _REQUIRED_ISOLATIONS.items():
+            if getattr(self, field_name) and isolation not in isolations:
                 raise ConfigError(
-                    f"{field} needs isolation={' or '.join(map(repr, kinds))}, got"
-                    f" {getattr(self, field)} with isolation={isolation!r}; set the isolation, or"
-                    f" leave out {field}"
+                    f"{field_name} needs isolation={' or '.join(map(repr, isolations))}, got"
+                    f" {getattr(self, field_name)} with isolation={isolation!r}; set the isolation,"
+                    f" or leave out {field_name}"
                 )
 
     @property
-    def bound_grpc_port(self) -> int:
+    def requested_grpc_port(self) -> int:
         """Requested gRPC port."""
-        return bound_grpc_port(self.port, self.grpc_port)
+        return choose_grpc_port(self.port, self.grpc_port)
 
     @property
-    def bound_num_workers(self) -> int:
+    def num_pool_workers(self) -> int:
         """Number of workers in a pool, at most one per session."""
-        return min(self.num_workers or available_cpus(), self.max_sessions)
+        return min(self.num_workers or count_available_cpus(), self.max_sessions)
 
     @property
     def key(self) -> SessionKey | None:
@@ -228,8 +230,8 @@ class ServerOptions(BaseModel):
 class Flag:
     """A flag of a command line that sets one field of `ServerOptions`."""
 
-    field: str
-    info: FieldInfo
+    field_name: str
+    field_info: FieldInfo
     default: Any
     """Default value on the command line."""
     group: str
@@ -239,12 +241,12 @@ class Flag:
         """Name of the flag, for example --grpc-port."""
         if self.default is True:
             return "--no-determinism-check"
-        return "--" + self.field.replace("_", "-")
+        return "--" + self.field_name.replace("_", "-")
 
     @property
     def annotation(self) -> Any:
-        """Type of the value."""
-        return self.info.annotation
+        """Type of the flag's value."""
+        return self.field_info.annotation
 
     @property
     def is_switch(self) -> bool:
@@ -266,33 +268,35 @@ class Flag:
     @property
     def help(self) -> str:
         """Help text, from the docstring of the field."""
-        text = " ".join((self.info.description or "").split())
-        return f"Do not {text[0].lower()}{text[1:]}" if self.default is True else text
+        help_text = " ".join((self.field_info.description or "").split())
+        return (
+            f"Do not {help_text[0].lower()}{help_text[1:]}" if self.default is True else help_text
+        )
 
 
-def command_defaults(default_port: int) -> dict[str, Any]:
+def make_command_defaults(default_port: int) -> dict[str, Any]:
     """Return defaults of the command line that differ from the defaults of `ServerOptions`."""
     return {"port": default_port, "check_determinism": True, "token_env": TOKEN_VARIABLE}
 
 
-def flags(default_port: int = DEFAULT_PORT) -> Iterator[Flag]:
+def list_flags(default_port: int = DEFAULT_PORT) -> Iterator[Flag]:
     """Yield the flags of a server's command line, group by group."""
-    defaults = command_defaults(default_port)
+    defaults = make_command_defaults(default_port)
     group = ""
-    for field, info in ServerOptions.model_fields.items():
-        group = _GROUPS.get(field, group)
-        if field not in _SECRETS_AND_NAMES:
-            yield Flag(field, info, defaults.get(field, info.default), group)
+    for field_name, field_info in ServerOptions.model_fields.items():
+        group = _GROUPS.get(field_name, group)
+        if field_name not in _FIELDS_WITHOUT_FLAG:
+            yield Flag(field_name, field_info, defaults.get(field_name, field_info.default), group)
 
 
-def bound_grpc_port(port: int, grpc_port: int | None) -> int:
+def choose_grpc_port(port: int, grpc_port: int | None) -> int:
     """Return the gRPC port to request, which is derived from the HTTP port by default."""
     if grpc_port is not None:
         return grpc_port
     return port + GRPC_PORT_OFFSET if port else 0
 
 
-def available_cpus() -> int:
+def count_available_cpus() -> int:
     """Return the number of CPUs that this process may use, limited by a container's quota."""
     has_affinity = hasattr(os, "sched_getaffinity")
     num_cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
@@ -309,7 +313,7 @@ def make_server_options(values: Mapping[str, Any], default_port: int) -> ServerO
     Raises:
         ConfigError: The options are invalid or cannot be combined.
     """
-    settings = command_defaults(default_port)
+    settings = make_command_defaults(default_port)
     settings["session_key"] = os.environ.get(SESSION_KEY_VARIABLE)
     settings |= {name: values[name] for name in ServerOptions.model_fields if name in values}
     return ServerOptions(**settings)

@@ -1,4 +1,4 @@
-"""One session: an environment, the progress of its episode, and the rules of its calls."""
+"""A session: an environment, the progress of its episode, and the order of its calls."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ ResultT = TypeVar("ResultT")
 class EnvironmentSession:
     """An environment with the progress of its episode, independent of wires, clocks and threads.
 
-    Two threads must not call its methods at the same time. The methods raise nothing but EnvError,
-    whatever the environment raises. None of them waits, so even a cancellation or a SystemExit
-    raised inside comes from the environment.
+    Two threads must not call its methods at the same time. The methods raise only EnvError: every
+    other exception of the environment is converted. The methods never wait, so even a cancellation
+    or a SystemExit comes from the environment.
     """
 
     __slots__ = (
@@ -50,7 +50,7 @@ class EnvironmentSession:
         "_renderer",
         "_transition",
         "id",
-        "last",
+        "last_result",
     )
 
     def __init__(
@@ -64,7 +64,7 @@ class EnvironmentSession:
         )
         self._episode_id: str | None = None
         self._transition: Transition[Any] | None = None
-        self.last: EncodedResult | None = None
+        self.last_result: EncodedResult | None = None
         """Latest result of the running episode; None before the first reset."""
 
     def reset(self, args: ResetArgs) -> EncodedResult:
@@ -73,44 +73,46 @@ class EnvironmentSession:
         if options:
             _refuse_unknown_options(type(self._environment), options)
         if args.episode_id:
-            option_names = declared_options(type(self._environment))
+            option_names = list_reset_options(type(self._environment))
             if option_names and "episode_id" in option_names:
                 options = {**options, "episode_id": args.episode_id}
-        self.last = None
-        transition = self._guard(
+        self.last_result = None
+        transition = self._convert_errors(
             "reset", lambda: self._environment.reset(seed=args.seed, **options)
         )
         self._episode_id = args.episode_id or None
-        return self._advance(transition, 0)
+        return self._record_transition(transition, 0)
 
     def step(self, action: bytes | str, step_index: int = 0) -> EncodedResult:
         """Take a step; see `Sessions.step`."""
-        last_result = self.last
+        last_result = self.last_result
         if last_result is None:
             raise EpisodeStateError(
                 f"session {self.id} has no episode for step {step_index or ''}; call reset first",
                 ErrorCode.NOT_RESET,
             )
         if step_index and step_index != last_result.step_index + 1:
-            return self._repeat(last_result, step_index)
+            return self._repeat_last_result(last_result, step_index)
         if last_result.terminated or last_result.truncated:
             raise EpisodeStateError(
                 f"the episode is over after {last_result.step_index} steps; call reset to start the"
                 " next one",
                 ErrorCode.EPISODE_OVER,
             )
-        transition = self._guard("step", lambda: self._environment.step(self._parse_action(action)))
-        return self._advance(transition, last_result.step_index + 1)
+        transition = self._convert_errors(
+            "step", lambda: self._environment.step(self._parse_action(action))
+        )
+        return self._record_transition(transition, last_result.step_index + 1)
 
     def state_json(self) -> bytes:
         """Return the environment's state, or an empty state before the first reset."""
-        if self.last is None:
+        if self.last_result is None:
             return State(episode_id=self._episode_id).model_dump_json().encode()
-        return self._guard("state", self._encode_state)
+        return self._convert_errors("state", self._encode_state)
 
     def call_tool(self, name: str, arguments: JsonObject) -> bytes:
         """Call a tool of the environment and return its result as JSON."""
-        return self._guard("call_tool", lambda: self._encode_tool_result(name, arguments))
+        return self._convert_errors("call_tool", lambda: self._encode_tool_result(name, arguments))
 
     def close(self) -> None:
         """Free the environment's resources; a failure is logged, not raised."""
@@ -134,12 +136,12 @@ class EnvironmentSession:
         check_size("a state", len(state_json))
         return state_json
 
-    def _repeat(self, last: EncodedResult, step_index: int) -> EncodedResult:
-        if step_index == last.step_index:
-            return last
+    def _repeat_last_result(self, last_result: EncodedResult, step_index: int) -> EncodedResult:
+        if step_index == last_result.step_index:
+            return last_result
         raise EpisodeStateError(
-            f"expected step {last.step_index + 1} (or {last.step_index} again), got {step_index};"
-            " call reset to synchronize",
+            f"expected step {last_result.step_index + 1} (or {last_result.step_index} again), got"
+            f" {step_index}; call reset to synchronize",
             ErrorCode.STEP_CONFLICT,
         )
 
@@ -153,20 +155,20 @@ class EnvironmentSession:
             )
         transition = self._transition
         assert transition is not None, "steps come after a reset"
-        return self._guard("parse", lambda: renderer.parse(action, transition.observation))
+        return self._convert_errors("parse", lambda: renderer.parse(action, transition.observation))
 
-    def _advance(self, transition: Transition[Any], step_index: int) -> EncodedResult:
+    def _record_transition(self, transition: Transition[Any], step_index: int) -> EncodedResult:
         # If encoding fails, the step has happened but has no result that could be repeated. The
         # episode is then over for the client (NOT_RESET), so client and environment stay in sync.
-        self.last = self._transition = None
-        self.last = encoded_result = self._guard(
+        self.last_result = self._transition = None
+        self.last_result = encoded_result = self._convert_errors(
             "encoding", lambda: encode_transition(transition, self._renderer, step_index)
         )
         self._transition = transition
         return encoded_result
 
-    def _guard(self, call_name: str, call: Callable[[], ResultT]) -> ResultT:
-        """Return the result of third-party code, and convert whatever it raises to EnvError."""
+    def _convert_errors(self, call_name: str, call: Callable[[], ResultT]) -> ResultT:
+        """Return the result of a call to third-party code, and convert its errors to EnvError."""
         try:
             return call()
         except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
@@ -206,16 +208,16 @@ def exit_if_forked(pid: int) -> None:
 
 
 @functools.cache
-def declared_options(environment_type: type[AnyEnvironment]) -> frozenset[str] | None:
+def list_reset_options(environment_type: type[AnyEnvironment]) -> frozenset[str] | None:
     """Return the names of reset's options in addition to `seed`; None means any."""
     parameters = inspect.signature(environment_type.reset).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return frozenset(p.name for p in parameters) - {"self", "seed"}
+    return frozenset(parameter.name for parameter in parameters) - {"self", "seed"}
 
 
 def _refuse_unknown_options(environment_type: type[AnyEnvironment], options: JsonObject) -> None:
-    option_names = declared_options(environment_type)
+    option_names = list_reset_options(environment_type)
     if option_names is not None and not option_names.issuperset(options):
         raise InvalidCallError(
             f"{environment_type.__name__}.reset does not have the options"

@@ -2,10 +2,10 @@
 
     call --> queue --> thread --> future
                          |
-                         +-- hangs, is given up --> abandoned, another thread replaces it
+                         +-- hangs --> abandoned and replaced by another thread
 
-A thread cannot be stopped. A thread that was given up stays with its call; if the call ever
-returns, the result is released and the thread exits. The number of replacements is limited to the
+A thread cannot be stopped. An abandoned thread stays with its call; if the call ever returns, the
+result is released and the thread exits. The number of replacements is limited to the
 initial number of threads. When the last replacement hangs too, `unavailable_reason` is set.
 """
 
@@ -58,12 +58,12 @@ class Job(Generic[ResultT]):
             return limit_s
         return self._started_s + limit_s - self.loop.time()
 
-    def change_state(self, old: _JobState, new: _JobState) -> bool:
-        """Change the state if it is `old`, and return whether it was."""
+    def change_state(self, old_state: _JobState, new_state: _JobState) -> bool:
+        """Change the state if it is `old_state`, and return whether it was."""
         with self._lock:
-            if self._state is not old:
+            if self._state is not old_state:
                 return False
-            self._state = new
+            self._state = new_state
             return True
 
     def run(self, on_finished: Callable[[], None]) -> bool:
@@ -73,8 +73,8 @@ class Job(Generic[ResultT]):
         error: BaseException | None = None
         try:
             result = self._call()
-        except BaseException as raised:  # noqa: BLE001 - it is raised where the call was made
-            error = raised
+        except BaseException as exception:  # noqa: BLE001 - `_deliver` raises it in the caller
+            error = exception
         try:
             if not self.change_state(_JobState.RUNNING, _JobState.DONE):
                 self._release(result)
@@ -83,7 +83,9 @@ class Job(Generic[ResultT]):
                 self.loop.call_soon_threadsafe(self._deliver, on_finished, result, error)
             return True
         finally:
-            del error  # its traceback refers to this frame, which is a reference cycle
+            del (
+                error
+            )  # its traceback refers to this frame, so keeping it would make a reference cycle
 
     def _deliver(
         self, on_finished: Callable[[], None], result: ResultT | None, error: BaseException | None
@@ -98,21 +100,21 @@ class Job(Generic[ResultT]):
 
 
 class StepThreads:
-    """At most `num_threads` usable threads; belongs to one event loop."""
+    """A pool of at most `num_threads` usable threads; belongs to one event loop."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._queue: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
-        self._num_live = 0
+        self._num_live_threads = 0
         self._num_jobs = 0
         """Number of calls that wait or run."""
-        self._num_abandoned = 0
+        self._num_abandoned_threads = 0
         self._ids = itertools.count(1)
 
     @property
     def unavailable_reason(self) -> str:
         """Reason why no call can run; "" if calls can run."""
-        if self._max_live > 0:
+        if self._max_live_threads > 0:
             return ""
         return (
             f"all {self._num_threads} threads and their replacements hang in the environment's"
@@ -131,7 +133,7 @@ class StepThreads:
         job = Job(call, release)
         self._num_jobs += 1
         self._queue.put(job)
-        self._grow()
+        self._start_missing_threads()
         return job
 
     async def run(
@@ -154,7 +156,9 @@ class StepThreads:
                     self.give_up(job)
                     raise TimeoutError
         except asyncio.CancelledError:
-            job.future.add_done_callback(lambda done: self._release_result(done, release))
+            job.future.add_done_callback(
+                lambda finished_future: self._release_result(finished_future, release)
+            )
             raise
         result: ResultT = await job.future
         return result
@@ -165,41 +169,41 @@ class StepThreads:
             is_running = False
         elif job.change_state(_JobState.RUNNING, _JobState.GIVEN_UP):
             is_running = True
-            self._num_live -= 1
-            self._num_abandoned += 1
+            self._num_live_threads -= 1
+            self._num_abandoned_threads += 1
         else:
             return False
         self._num_jobs -= 1
         job.future.cancel()
-        self._grow()
-        if not self._max_live:
-            self._refuse_waiting()
+        self._start_missing_threads()
+        if not self._max_live_threads:
+            self._refuse_waiting_jobs()
         return is_running
 
     def shut_down(self) -> None:
         """Let idle threads exit; running threads are abandoned."""
-        for _ in range(self._num_live):
+        for _ in range(self._num_live_threads):
             self._queue.put(None)
 
     @property
-    def _max_live(self) -> int:
-        return min(self._num_threads, 2 * self._num_threads - self._num_abandoned)
+    def _max_live_threads(self) -> int:
+        return min(self._num_threads, 2 * self._num_threads - self._num_abandoned_threads)
 
     def _release_result(
-        self, done: asyncio.Future[ResultT], release: Callable[[ResultT | None], None]
+        self, finished_future: asyncio.Future[ResultT], release: Callable[[ResultT | None], None]
     ) -> None:
-        if done.cancelled() or done.exception() is not None:
+        if finished_future.cancelled() or finished_future.exception() is not None:
             return
         with contextlib.suppress(UnavailableError):  # the process is about to exit
-            self.start(lambda: release(done.result()), lambda _: None)
+            self.start(lambda: release(finished_future.result()), lambda _: None)
 
-    def _grow(self) -> None:
-        while self._num_live < min(self._num_jobs, self._max_live):
-            self._num_live += 1
+    def _start_missing_threads(self) -> None:
+        while self._num_live_threads < min(self._num_jobs, self._max_live_threads):
+            self._num_live_threads += 1
             name = f"{STEP_THREAD_NAME}_{next(self._ids)}"
-            threading.Thread(target=self._work, name=name, daemon=True).start()
+            threading.Thread(target=self._run_jobs, name=name, daemon=True).start()
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while (job := self._queue.get()) is not None:
             if not job.change_state(_JobState.WAITING, _JobState.RUNNING):
                 continue
@@ -213,10 +217,10 @@ class StepThreads:
         self._num_jobs -= 1
 
     def _forget_abandoned(self) -> None:
-        self._num_abandoned -= 1
-        self._grow()
+        self._num_abandoned_threads -= 1
+        self._start_missing_threads()
 
-    def _refuse_waiting(self) -> None:
+    def _refuse_waiting_jobs(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 job = self._queue.get_nowait()
@@ -225,5 +229,5 @@ class StepThreads:
                     job.future.set_exception(UnavailableError(self.unavailable_reason))
 
     def _raise_if_stuck(self) -> None:
-        if not self._max_live:
+        if not self._max_live_threads:
             raise UnavailableError(self.unavailable_reason)

@@ -22,14 +22,14 @@ class SessionEnd(StrEnum):
     EPISODE_ENDED = "episode_ended"
     IDLE = "idle"
     TIMEOUT = "timeout"
-    """A call of this session took too long. If another session's call did, the kind is LOST."""
+    """A call of this session took too long. Other sessions of the same worker end with LOST."""
     SHUTDOWN = "shutdown"
     LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTombstone:
-    """The reason why a session ended: a kind for programs and a text for people."""
+    """The reason why a session ended: a kind for programs, and a clause for people."""
 
     kind: SessionEnd
     reason: str
@@ -52,15 +52,15 @@ class Tombstones:
         return len(self._tombstones)
 
     def remember(
-        self, session_id: str, tombstone: SessionTombstone, last: EncodedResult | None
+        self, session_id: str, tombstone: SessionTombstone, last_result: EncodedResult | None
     ) -> None:
         """Record why a session ended, unless a reason is already recorded."""
         if session_id in self._tombstones:
             return
         self._tombstones[session_id] = tombstone
-        if last is not None:
-            self._results[session_id] = last
-            self._num_bytes += last.num_bytes
+        if last_result is not None:
+            self._results[session_id] = last_result
+            self._num_bytes += last_result.num_bytes
         while self._num_bytes > MAX_REMEMBERED_BYTES:
             self._num_bytes -= self._results.popitem(last=False)[1].num_bytes
         if len(self._tombstones) > MAX_REMEMBERED_SESSIONS:
@@ -81,7 +81,7 @@ class Tombstones:
         return SessionLostError(f"session {session_id!r} is gone: {reason}; open a new one")
 
     def recall(self, session_id: str, step_index: int) -> EncodedResult:
-        """Return the last result, if it is the result of the requested step.
+        """Return the last result of a session if it is the result of the requested step.
 
         Raises:
             SessionLostError: the result of that step is not remembered.

@@ -9,10 +9,10 @@ import keyword
 import re
 from pathlib import Path
 
-from ludus.env.targets.targets import SUFFIX
+from ludus.env.targets.targets import PACKAGE_SUFFIX
 from ludus.proto.errors import ConfigError
 
-_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_NAME_PATTERN = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _TEMPLATES = Path(__file__).parents[1] / "scaffold"
 _TEMPLATE_SUFFIX = ".tmpl"
 _MAX_NAME_CHARS = 40
@@ -25,35 +25,39 @@ def write_environment(name: str, parent: Path) -> list[Path]:
         ConfigError: the name is not valid, or the folder exists.
     """
     name = _validate_name(name)
-    folder = parent / f"{name}{SUFFIX}"
+    folder = parent / f"{name}{PACKAGE_SUFFIX}"
     if folder.exists():
-        content = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        state = f"contains {', '.join(content[:8])}" if content else "exists already"
-        raise ConfigError(f"'{folder}' {state}; choose another name, or remove it")
-    title = "".join(part.capitalize() for part in name.split("_"))
-    replacements = {"__NAME__": name, "__CLASS__": title, "__DASHED__": name.replace("_", "-")}
+        file_names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        problem = f"contains {', '.join(file_names[:8])}" if file_names else "exists already"
+        raise ConfigError(f"'{folder}' {problem}; choose another name, or remove it")
+    class_name = "".join(word.capitalize() for word in name.split("_"))
+    replacements = {"__NAME__": name, "__CLASS__": class_name, "__DASHED__": name.replace("_", "-")}
     paths = []
     for template in sorted(_TEMPLATES.rglob(f"*{_TEMPLATE_SUFFIX}")):
         relative_path = str(template.relative_to(_TEMPLATES))
         path = folder / _fill_in(relative_path, replacements).removesuffix(_TEMPLATE_SUFFIX)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = _fill_in(template.read_text(encoding="utf-8"), replacements)
-        path.write_text(text, encoding="utf-8")
+        file_content = _fill_in(template.read_text(encoding="utf-8"), replacements)
+        path.write_text(file_content, encoding="utf-8")
         paths.append(path)
     return paths
 
 
 def _validate_name(name: str) -> str:
-    bare = name.removesuffix(SUFFIX)
-    if not _NAME.fullmatch(bare) or keyword.iskeyword(bare) or len(bare) > _MAX_NAME_CHARS:
+    bare_name = name.removesuffix(PACKAGE_SUFFIX)
+    if (
+        not _NAME_PATTERN.fullmatch(bare_name)
+        or keyword.iskeyword(bare_name)
+        or len(bare_name) > _MAX_NAME_CHARS
+    ):
         raise ConfigError(
             f"'{name}' is not a valid name: use lower-case words joined by underscores, like"
             f" grid_maze, with at most {_MAX_NAME_CHARS} characters"
         )
-    return bare
+    return bare_name
 
 
-def _fill_in(text: str, replacements: dict[str, str]) -> str:
-    for token, replacement in replacements.items():
-        text = text.replace(token, replacement)
-    return text
+def _fill_in(template: str, replacements: dict[str, str]) -> str:
+    for placeholder, replacement in replacements.items():
+        template = template.replace(placeholder, replacement)
+    return template

@@ -10,8 +10,8 @@
 
     (target, options) --environment_factory--> TargetFactory --()--> Environment
 
-A `TargetFactory` contains only JSON values, so another process with the same values makes the same
-environments. Modules are also imported from the working directory.
+A `TargetFactory` contains only JSON values, so another process can make the same environments.
+Modules are also imported from the working directory.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from ludus.env.sessions.hosts import EnvironmentFactory
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 
-SUFFIX = "_env"
-"""Ending of the names of environment packages."""
+PACKAGE_SUFFIX = "_env"
+"""Suffix of the names of environment packages."""
 _MAIN = "__main__"
 _MAIN_IN_WORKERS = "__ludus_main__"
-"""Module name of a started script in workers, so that it does not start a server there."""
-_IMPORTABLE = (
+"""Module name of the started script in workers, where the script must not start a server."""
+_IMPORTABLE_HINT = (
     "give a class or function at the top level of a module, or functools.partial of one with"
     " keyword arguments that are JSON values, or serve with isolation='inline'"
 )
@@ -49,7 +49,7 @@ _IMPORTABLE = (
 
 @dataclass(frozen=True, slots=True)
 class TargetFactory:
-    """A factory of one target's environments."""
+    """A factory of the environments that a target names."""
 
     target: str
     options: JsonObject = field(default_factory=dict)
@@ -114,7 +114,7 @@ def environment_factory(target: str, options: JsonObject) -> TargetFactory:
 
 
 def importable_factory(factory: EnvironmentFactory) -> TargetFactory:
-    """Return an equal factory that another process can import by its target.
+    """Convert a factory to a `TargetFactory`, which another process can import.
 
     A lambda, a function within a function, or an object has no target, because the other process
     imports code and never unpickles it.
@@ -125,15 +125,16 @@ def importable_factory(factory: EnvironmentFactory) -> TargetFactory:
     if isinstance(factory, TargetFactory):
         _require_json(factory.target, factory.options)
         return factory
-    origin: Any = factory
+    function: Any = factory
     options: JsonObject = {}
-    while isinstance(origin, functools.partial) and not origin.args:
-        options = {**origin.keywords, **options}
-        origin = origin.func
-    module, qualname = getattr(origin, "__module__", ""), getattr(origin, "__qualname__", "")
-    if not qualname or _look_up(module, qualname) != origin:
+    while isinstance(function, functools.partial) and not function.args:
+        options = {**function.keywords, **options}
+        function = function.func
+    module, qualname = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    if not qualname or _look_up(module, qualname) != function:
         raise ConfigError(
-            f"worker processes cannot import the environment factory {origin!r}; {_IMPORTABLE}"
+            f"worker processes cannot import the environment factory {function!r};"
+            f" {_IMPORTABLE_HINT}"
         )
     _require_json(qualname, options)
     if module == _MAIN:
@@ -146,18 +147,20 @@ def is_package(target: str) -> bool:
     return ":" not in target
 
 
-def installed_packages() -> list[EnvironmentPackage]:
+def list_installed_packages() -> list[EnvironmentPackage]:
     """List the installed environment packages by name, without importing them."""
     distributions = packages_distributions()
-    names = sorted(name for name in distributions if name.endswith(SUFFIX) and _has_server(name))
-    return [_describe(name, distributions[name][0]) for name in names]
+    names = sorted(
+        name for name in distributions if name.endswith(PACKAGE_SUFFIX) and _has_server_app(name)
+    )
+    return [_describe_package(name, distributions[name][0]) for name in names]
 
 
 def require_package(name: str) -> None:
     """Check that a package of this name can be imported.
 
     Raises:
-        NotFoundError: it cannot; the message suggests similar names.
+        NotFoundError: the package does not exist; the message suggests similar names.
     """
     _add_working_directory()
     try:
@@ -166,7 +169,7 @@ def require_package(name: str) -> None:
         exists = False
     if exists:
         return
-    names = [package.name for package in installed_packages()]
+    names = [package.name for package in list_installed_packages()]
     hint = did_you_mean(name, names) or f"installed: {', '.join(names) or 'none'}"
     raise NotFoundError(f"no environment package '{name}'; {hint}")
 
@@ -181,55 +184,57 @@ def load_object(target: str, path: str) -> Any:
     module_name, _, attributes = path.partition(":")
     if not module_name or not attributes:
         raise ConfigError(f"the target must have the form module:Class, got '{target}'")
-    module = _import(target, module_name)
-    value: Any = module
+    module = _import_module(target, module_name)
+    target_object: Any = module
     for attribute in attributes.split("."):
-        if not hasattr(value, attribute):
-            names = [name for name in vars(value) if not name.startswith("_")]
+        if not hasattr(target_object, attribute):
+            names = [name for name in vars(target_object) if not name.startswith("_")]
             hint = did_you_mean(attribute, names) or f"see {getattr(module, '__file__', '')}"
             raise NotFoundError(f"'{module_name}' has no '{attributes}'; {hint}")
-        value = getattr(value, attribute)
-    return value
+        target_object = getattr(target_object, attribute)
+    return target_object
 
 
 @functools.lru_cache(maxsize=64)
 def _find_builder(target: str) -> Builder:
-    kind, _, target_path = target.partition(":")
-    if kind == GYMNASIUM and target_path:
-        return _gymnasium_builder(target_path)
-    if kind == OPENENV and target_path:
+    prefix, _, target_path = target.partition(":")
+    if prefix == GYMNASIUM and target_path:
+        return _load_gymnasium_builder(target_path)
+    if prefix == OPENENV and target_path:
         from ludus.env.adapters.openenv.environment import make_openenv_builder
 
         return make_openenv_builder(target, load_object(target, target_path))
     if target_path:
-        return _object_builder(target)
+        return _load_object_builder(target)
     require_package(target)
-    make: Builder | None = getattr(_import(target, target), "make_environment", None)
-    if make is None:
+    make_environment: Builder | None = getattr(
+        _import_module(target, target), "make_environment", None
+    )
+    if make_environment is None:
         raise ConfigError(
             f"'{target}' has no make_environment(**options); name an environment package, or a"
             f" class in it as {target}:Class"
         )
-    return make
+    return make_environment
 
 
-def _object_builder(target: str) -> Builder:
-    value = load_object(target, target)
-    if inspect.isclass(value) and not issubclass(value, Environment):
+def _load_object_builder(target: str) -> Builder:
+    target_object = load_object(target, target)
+    if inspect.isclass(target_object) and not issubclass(target_object, Environment):
         raise ConfigError(
             f"'{target}' must be a subclass of ludus.env.Environment;"
-            f" {_suggest_target(target, value)}"
+            f" {_suggest_target(target, target_object)}"
         )
-    if not callable(value):
+    if not callable(target_object):
         raise ConfigError(
             f"'{target}' must be an Environment class or a function that makes one,"
-            f" got {type(value).__name__}; {_suggest_target(target, value)}"
+            f" got {type(target_object).__name__}; {_suggest_target(target, target_object)}"
         )
-    builder: Builder = value
+    builder: Builder = target_object
     return builder
 
 
-def _gymnasium_builder(env_id: str) -> Builder:
+def _load_gymnasium_builder(env_id: str) -> Builder:
     try:
         from ludus.env.adapters.gymnasium.environment import make_gymnasium_builder
     except ModuleNotFoundError as error:
@@ -242,18 +247,18 @@ def _gymnasium_builder(env_id: str) -> Builder:
     return make_gymnasium_builder(env_id)
 
 
-def _suggest_target(target: str, value: object) -> str:
-    """Suggest what the user may have meant."""
-    kind = value if inspect.isclass(value) else type(value)
-    modules = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    if modules & {"openenv", "openenv_core"} or kind.__name__ == "FastAPI":
+def _suggest_target(target: str, target_object: object) -> str:
+    """Suggest the target that the user may have meant."""
+    object_type = target_object if inspect.isclass(target_object) else type(target_object)
+    modules = {base.__module__.partition(".")[0] for base in object_type.__mro__}
+    if modules & {"openenv", "openenv_core"} or object_type.__name__ == "FastAPI":
         return f"for an environment written for OpenEnv, use the target openenv:{target}"
     if GYMNASIUM in modules:
         return "for a Gymnasium environment, register it and use the target gymnasium:<id>"
     return "subclass ludus.env.Environment"
 
 
-def _import(target: str, name: str) -> ModuleType:
+def _import_module(target: str, name: str) -> ModuleType:
     _add_working_directory()
     try:
         return importlib.import_module(name)
@@ -279,43 +284,45 @@ def _add_working_directory() -> None:
         sys.path.append(folder)
 
 
-def _has_server(name: str) -> bool:
+def _has_server_app(name: str) -> bool:
     spec = importlib.util.find_spec(name)
     folders = spec.submodule_search_locations if spec is not None else None
     return any((Path(folder) / "server" / "app.py").is_file() for folder in folders or ())
 
 
-def _describe(name: str, distribution: str) -> EnvironmentPackage:
-    fields = metadata(distribution)
-    return EnvironmentPackage(name, fields["Version"], fields["Summary"] or "")
+def _describe_package(name: str, distribution: str) -> EnvironmentPackage:
+    distribution_metadata = metadata(distribution)
+    return EnvironmentPackage(
+        name, distribution_metadata["Version"], distribution_metadata["Summary"] or ""
+    )
 
 
 def _look_up(module: str, qualname: str) -> object:
-    """Return what another process would find under that name, or None."""
-    target: object = sys.modules.get(module)
-    for part in qualname.split("."):
-        target = getattr(target, part, None)
-    return target
+    """Return the object that another process would import by that name, or None."""
+    attribute: object = sys.modules.get(module)
+    for name in qualname.split("."):
+        attribute = getattr(attribute, name, None)
+    return attribute
 
 
 def _require_json(name: str, options: JsonObject) -> None:
     try:
-        returned = orjson.loads(orjson.dumps(options))
+        decoded_options = orjson.loads(orjson.dumps(options))
     except TypeError:
-        returned = None
-    if returned != options:
+        decoded_options = None
+    if decoded_options != options:
         raise ConfigError(
             f"the options of {name} must be JSON values, because they are sent to worker"
-            f" processes; got {options}; {_IMPORTABLE}"
+            f" processes; got {options}; {_IMPORTABLE_HINT}"
         )
 
 
 def _name_in_main(qualname: str, options: JsonObject) -> TargetFactory:
-    main = sys.modules[_MAIN]
-    spec = getattr(main, "__spec__", None)
+    main_module = sys.modules[_MAIN]
+    spec = getattr(main_module, "__spec__", None)
     if spec is not None:  # python -m package.module
         return TargetFactory(f"{spec.name}:{qualname}", options)
-    path = getattr(main, "__file__", None)
+    path = getattr(main_module, "__file__", None)
     if path is None or not os.path.isfile(path):
         raise ConfigError(
             f"worker processes cannot import {qualname}, because it is defined in an interactive"

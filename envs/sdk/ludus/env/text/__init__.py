@@ -1,7 +1,7 @@
-"""Text for renderers: parsing of moves in a completion, and text for environments without one.
+"""Helpers that parse completions, and default texts for environments without a renderer.
 
 "<think>LEFT?</think> I go <answer>RIGHT</answer>"  --extract_answer-->  "RIGHT"
-"I go right."  --find_named_move(.., ["LEFT", "RIGHT"])-->  "RIGHT"
+"I go right."  --find_named_action(.., ["LEFT", "RIGHT"])-->  "RIGHT"
 """
 
 from __future__ import annotations
@@ -15,45 +15,45 @@ from ludus.proto.errors import ActionParseError
 
 JsonObject = dict[str, Any]
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_THOUGHT = re.compile(r"<think>.*?(</think>|$)", re.DOTALL | re.IGNORECASE)
+_ANSWER_PATTERN = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_THOUGHT_PATTERN = re.compile(r"<think>.*?(</think>|$)", re.DOTALL | re.IGNORECASE)
 _MAX_QUOTED_CHARS = 200
 _HIDDEN_FIELDS = ("metadata", "legal_actions")
 _MAX_FIELD_CHARS = 4000
-"""Maximum length of a shown field, because long fields such as pixels do not help the model."""
+"""Maximum length of a shown field; long fields such as pixels do not help the model."""
 
 
 def extract_answer(text: str) -> str:
-    """Return the text in the last <answer> tags, or the whole text, without <think> parts."""
-    answer = _THOUGHT.sub("", text)
-    tagged = _ANSWER.findall(answer)
-    return (tagged[-1] if tagged else answer).strip()
+    """Return the text in the last <answer> tags, or the whole text; <think> parts are removed."""
+    visible_text = _THOUGHT_PATTERN.sub("", text)
+    tagged_answers = _ANSWER_PATTERN.findall(visible_text)
+    return (tagged_answers[-1] if tagged_answers else visible_text).strip()
 
 
-def find_named_move(text: str, names: Iterable[str]) -> str | None:
+def find_named_action(text: str, names: Iterable[str]) -> str | None:
     """Return the name that the text equals, or the only name that it contains as whole words.
 
     A name inside a longer name, such as "red 2" in "wild red 2", is not counted.
     """
-    by_folded = {name.casefold(): name for name in names}
-    folded = " ".join(text.split()).casefold()
-    if folded in by_folded:
-        return by_folded[folded]
-    longest_first = sorted(filter(None, by_folded), key=len, reverse=True)
-    if not longest_first:
+    name_by_folded_name = {name.casefold(): name for name in names}
+    folded_text = " ".join(text.split()).casefold()
+    if folded_text in name_by_folded_name:
+        return name_by_folded_name[folded_text]
+    sorted_names = sorted(filter(None, name_by_folded_name), key=len, reverse=True)
+    if not sorted_names:
         return None
-    pattern = "|".join(map(re.escape, longest_first))
-    matches = set(re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", folded))
-    return by_folded[matches.pop()] if len(matches) == 1 else None
+    pattern = "|".join(map(re.escape, sorted_names))
+    matches = set(re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", folded_text))
+    return name_by_folded_name[matches.pop()] if len(matches) == 1 else None
 
 
 def quote_end(text: str) -> str:
-    """Quote the end of a text, for an error message."""
+    """Return the quoted end of a text, for an error message."""
     return repr(text[-_MAX_QUOTED_CHARS:])
 
 
 class FieldsText:
-    """The text of an environment without a renderer, from its name and its action schema.
+    """A default renderer, built from an environment's name and its action schema.
 
     A language model sees the observation's fields. It answers with the action's only required
     field as text, or with the whole action as JSON.
@@ -63,72 +63,75 @@ class FieldsText:
         self._name = name
         self._schema = schema
         required_fields = schema.get("required", [])
-        self._field = required_fields[0] if len(required_fields) == 1 else ""
+        self._action_field = required_fields[0] if len(required_fields) == 1 else ""
         properties = schema.get("properties", {})
-        self._kind = properties.get(self._field, {}).get("type") if self._field else None
+        self._field_type = (
+            properties.get(self._action_field, {}).get("type") if self._action_field else None
+        )
 
-    def content(self, observation: JsonObject, *, first: bool) -> str:
+    def render(self, observation: JsonObject, *, first: bool) -> str:
         """Render a message with one field per line, preceded by instructions after a reset."""
-        lines = [self._instructions()] if first else []
+        lines = [self._write_instructions()] if first else []
         lines += [
-            f"{name}: {_shorten(item if isinstance(item, str) else json.dumps(item))}"
-            for name, item in observation.items()
-            if name not in _HIDDEN_FIELDS and item is not None
+            f"{name}: {_shorten(value if isinstance(value, str) else json.dumps(value))}"
+            for name, value in observation.items()
+            if name not in _HIDDEN_FIELDS and value is not None
         ]
         return "\n".join(lines) or "Nothing to see."
 
-    def action(self, text: str, observation: JsonObject) -> JsonObject:
-        """Parse the action, as JSON, that the text means.
+    def parse(self, text: str, observation: JsonObject) -> JsonObject:
+        """Return the action that the text means, as JSON.
 
         Raises:
             ActionParseError: the text is not an action, or the action is not legal.
         """
-        data = self._read(text)
-        legal = self._legal(observation)
-        if legal and data.get(self._field) not in legal:
-            raise ActionParseError(f"expected one of {legal}, got {text[-200:]!r}")
-        return data
+        action = self._parse_json(text)
+        legal_actions = self._list_legal_actions(observation)
+        if legal_actions and action.get(self._action_field) not in legal_actions:
+            raise ActionParseError(f"expected one of {legal_actions}, got {text[-200:]!r}")
+        return action
 
     def legal_answers(self, observation: JsonObject) -> list[str]:
         """Return the observation's `legal_actions` as text, or the values of an enum."""
         return [
             action if isinstance(action, str) else json.dumps(action)
-            for action in self._legal(observation)
+            for action in self._list_legal_actions(observation)
         ]
 
-    def _legal(self, observation: JsonObject) -> list[Any]:
-        if not self._field:
+    def _list_legal_actions(self, observation: JsonObject) -> list[Any]:
+        if not self._action_field:
             return []
-        listed = observation.get("legal_actions")
-        if isinstance(listed, list):
-            return listed
-        enum: list[Any] = self._schema["properties"][self._field].get("enum", [])
-        return enum
+        listed_actions = observation.get("legal_actions")
+        if isinstance(listed_actions, list):
+            return listed_actions
+        enum_values: list[Any] = self._schema["properties"][self._action_field].get("enum", [])
+        return enum_values
 
-    def _read(self, text: str) -> JsonObject:
-        if self._kind == "string" and not text.lstrip().startswith("{"):
+    def _parse_json(self, text: str) -> JsonObject:
+        if self._field_type == "string" and not text.lstrip().startswith("{"):
             if "\x00" in text or not text.strip():
                 raise ActionParseError(f"expected some text, got {text!r}")
-            return {self._field: text}
+            return {self._action_field: text}
         try:
-            data = json.loads(text)
+            action = json.loads(text)
         except (ValueError, RecursionError):
             raise ActionParseError(
-                f"expected JSON, got {text[-200:]!r}; {self._instructions()}"
+                f"expected JSON, got {text[-200:]!r}; {self._write_instructions()}"
             ) from None
-        if isinstance(data, dict):
-            return data
-        if not self._field:
+        if isinstance(action, dict):
+            return action
+        if not self._action_field:
             raise ActionParseError(f"expected a JSON object, got {text[-200:]!r}")
-        return {self._field: data}
+        return {self._action_field: action}
 
-    def _instructions(self) -> str:
-        if self._kind == "string":
-            return f"You play {self._name}. Answer with the {self._field}."
-        if self._field:
-            field_schema = json.dumps(self._schema["properties"][self._field])
+    def _write_instructions(self) -> str:
+        if self._field_type == "string":
+            return f"You play {self._name}. Answer with the {self._action_field}."
+        if self._action_field:
+            field_schema = json.dumps(self._schema["properties"][self._action_field])
             return (
-                f"You play {self._name}. Answer with the {self._field}, JSON like {field_schema}."
+                f"You play {self._name}. Answer with the {self._action_field}, JSON like"
+                f" {field_schema}."
             )
         properties = json.dumps(self._schema.get("properties", {}))
         return f"You play {self._name}. Answer with a JSON object of these fields: {properties}."

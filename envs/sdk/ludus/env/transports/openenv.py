@@ -328,7 +328,7 @@ class OpenEnvSession:
         if isinstance(action, bytes):
             message["data"] = orjson.Fragment(action)
         elif self._fields_renderer is not None:
-            message["data"] = self._fields_renderer.action(action, self._observation)
+            message["data"] = self._fields_renderer.parse(action, self._observation)
         elif self._transport.has_extensions:
             message["text"] = action
         else:
@@ -374,7 +374,7 @@ class OpenEnvSession:
     def _render_text(self, payload: JsonObject, *, is_first: bool) -> TextView | None:
         if self._fields_renderer is not None:
             observation = self._observation = payload["observation"]
-            content = self._fields_renderer.content(observation, first=is_first)
+            content = self._fields_renderer.render(observation, first=is_first)
             legal_answers = self._fields_renderer.legal_answers(observation)
             return TextView([{"role": "user", "content": content}], legal_answers)
         text_json = payload.get("text") if self._with_text else None

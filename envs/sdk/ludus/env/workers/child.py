@@ -1,10 +1,11 @@
-"""The code of a worker process: sessions that the server calls over a socket.
+"""The sessions of a worker process, which the server calls over a socket.
 
     socket --CallBatch--> sessions of this worker --ReplyBatch--> socket
 
 With one session, or environments that promise to return at once, calls run one after another in
 the main thread. Otherwise they run in threads, so that a slow environment does not delay other
-sessions; the server makes one call of a session at a time. The worker exits with its socket.
+sessions; the server makes one call of a session at a time. The worker exits when the server closes
+the socket.
 """
 
 from __future__ import annotations
@@ -60,61 +61,67 @@ class EnvironmentFacts:
     """Reason why the environment cannot be built; "" if it was built."""
     steps_on_event_loop: bool = False
     memory_mb: float = 0.0
-    """Memory of a worker with one environment, before its first step."""
+    """Memory of a worker with one environment, before the first step."""
     modules: list[str] = field(default_factory=list)
     """Modules that building the environment imported."""
 
 
 def serve(connection: socket.socket, factory: TargetFactory, num_threads: int) -> None:
     """Serve calls until the server closes the connection, then close every environment."""
-    _exit_with(connection)
+    _exit_on_disconnect(connection)
     sessions = WorkerSessions(factory)
     stream: BufferedReader = connection.makefile("rb")
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         if num_threads:
             _serve_in_threads(stream, connection, sessions, num_threads)
         else:
-            _serve_in_order(stream, connection, sessions)
+            _serve_in_main_thread(stream, connection, sessions)
     sessions.close_all()
 
 
-def describe(connection: socket.socket, factory: TargetFactory, check_s: float) -> None:
-    """Send a description, which is empty after an error, and facts.
+def send_description(
+    connection: socket.socket, factory: TargetFactory, determinism_check_s: float
+) -> None:
+    """Build an environment, and send its description and facts to the server.
+
+    The description is empty if the environment cannot be built.
 
     Args:
-        check_s: time to check whether the environment is deterministic, whose result is one
-            more frame; 0 skips the check.
+        determinism_check_s: time limit of the determinism check in seconds; 0 skips the check. The
+            result of the check is one more frame.
     """
     description = pb.DescribeResponse()
-    imported = set(sys.modules)
+    modules_before = set(sys.modules)
     try:
-        sample = factory()
-        description = make_description_message(describe_environment(sample))
-        sample.close()
+        environment = factory()
+        description = make_description_message(describe_environment(environment))
+        environment.close()
         facts = EnvironmentFacts(
-            steps_on_event_loop=sample.steps_on_event_loop,
-            memory_mb=memory_mb(os.getpid()),
-            modules=sorted(set(sys.modules) - imported),
+            steps_on_event_loop=environment.steps_on_event_loop,
+            memory_mb=measure_memory_mb(os.getpid()),
+            modules=sorted(set(sys.modules) - modules_before),
         )
-    except UserError as failure:
-        facts = EnvironmentFacts(str(failure))
-    except BaseException as failure:  # noqa: BLE001 - the boundary to third-party code
+    except UserError as error:
+        facts = EnvironmentFacts(str(error))
+    except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
         facts = EnvironmentFacts(
-            f"'{factory.target}' failed with {type(failure).__name__}: {error_message(failure)}"
+            f"'{factory.target}' failed with {type(error).__name__}: {error_message(error)}"
         )
     for frame in (description.SerializeToString(), orjson.dumps(facts)):
         connection.sendall(make_frame(frame))
-    if check_s > 0 and not facts.error:
-        connection.sendall(make_frame(b"\1" if is_deterministic(factory, check_s) else b"\0"))
+    if determinism_check_s > 0 and not facts.error:
+        connection.sendall(
+            make_frame(b"\1" if is_deterministic(factory, determinism_check_s) else b"\0")
+        )
 
 
-def memory_mb(pid: int) -> float:
+def measure_memory_mb(pid: int) -> float:
     """Return the resident memory of a process; 0 if it cannot be read."""
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[1])
+        num_pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[1])
     except (OSError, IndexError, ValueError):
         return 0.0
-    return pages * os.sysconf("SC_PAGESIZE") / 2**20
+    return num_pages * os.sysconf("SC_PAGESIZE") / 2**20
 
 
 class WorkerSessions:
@@ -126,10 +133,12 @@ class WorkerSessions:
 
     def answer(self, call: pb.Call, reply: pb.Reply) -> int:
         """Fill in the reply to a call and return its approximate size; never raises."""
-        kind = call.WhichOneof("call")
-        session_id = "" if kind is None else getattr(getattr(call, kind), "session_id", "")
+        call_name = call.WhichOneof("call")
+        session_id = (
+            "" if call_name is None else getattr(getattr(call, call_name), "session_id", "")
+        )
         try:
-            return self._answer(kind, session_id, call, reply)
+            return self._answer(call_name, session_id, call, reply)
         except Exception as error:  # noqa: BLE001 - one call's failure must not end the worker
             env_error = to_env_error(error)
             fill_error(reply.error, env_error, session_id)
@@ -140,14 +149,18 @@ class WorkerSessions:
         while self._sessions:
             self._sessions.popitem()[1].close()
 
-    def _answer(self, kind: str | None, session_id: str, call: pb.Call, reply: pb.Reply) -> int:
-        match kind:
+    def _answer(
+        self, call_name: str | None, session_id: str, call: pb.Call, reply: pb.Reply
+    ) -> int:
+        match call_name:
             case "step":
-                result = self._find(session_id).step(read_action(call.step), call.step.step_index)
+                result = self._find_session(session_id).step(
+                    read_action(call.step), call.step.step_index
+                )
             case "reset":
-                result = self._find(session_id).reset(read_reset_args(call.reset.args))
+                result = self._find_session(session_id).reset(read_reset_args(call.reset.args))
             case "open":
-                self._open(call.open)
+                self._open_session(call.open)
                 reply.open.session_id = session_id
                 return 0
             case "close":
@@ -156,42 +169,42 @@ class WorkerSessions:
                 reply.close.SetInParent()
                 return 0
             case "state":
-                reply.state.state_json = self._find(session_id).state_json()
+                reply.state.state_json = self._find_session(session_id).state_json()
                 return len(reply.state.state_json)
             case "call_tool":
-                reply.call_tool.result_json = self._find(session_id).call_tool(
+                reply.call_tool.result_json = self._find_session(session_id).call_tool(
                     call.call_tool.name,
                     read_json_object(call.call_tool.arguments_json, "arguments_json"),
                 )
                 return len(reply.call_tool.result_json)
             case _:
-                raise InvalidCallError(f"workers do not support the call {kind}")
+                raise InvalidCallError(f"workers do not support the call {call_name}")
         fill_result(reply.result, session_id, result)
         return result.num_bytes
 
-    def _open(self, request: pb.OpenRequest) -> None:
+    def _open_session(self, request: pb.OpenRequest) -> None:
         self._sessions[request.session_id] = build_session(
             self._factory, self._factory.target, request.session_id, not request.without_text
         )
 
-    def _find(self, session_id: str) -> EnvironmentSession:
+    def _find_session(self, session_id: str) -> EnvironmentSession:
         session = self._sessions.get(session_id)
         if session is None:
             raise SessionLostError(f"session {session_id!r} is not in this worker")
         return session
 
 
-def _serve_in_order(
+def _serve_in_main_thread(
     stream: BufferedReader, connection: socket.socket, sessions: WorkerSessions
 ) -> None:
     while (frame := read_frame(stream)) is not None:
-        replies, num_bytes = pb.ReplyBatch(), 0
+        batch, num_bytes = pb.ReplyBatch(), 0
         for call in pb.CallBatch.FromString(frame).calls:
             if num_bytes > MAX_BATCH_BYTES:
-                connection.sendall(make_frame(replies.SerializeToString()))
-                replies, num_bytes = pb.ReplyBatch(), 0
-            num_bytes += sessions.answer(call, replies.replies.add(call_id=call.call_id))
-        connection.sendall(make_frame(replies.SerializeToString()))
+                connection.sendall(make_frame(batch.SerializeToString()))
+                batch, num_bytes = pb.ReplyBatch(), 0
+            num_bytes += sessions.answer(call, batch.replies.add(call_id=call.call_id))
+        connection.sendall(make_frame(batch.SerializeToString()))
 
 
 def _serve_in_threads(
@@ -200,36 +213,38 @@ def _serve_in_threads(
     sessions: WorkerSessions,
     num_threads: int,
 ) -> None:
-    sending = threading.Lock()
+    send_lock = threading.Lock()
 
     def answer(call: pb.Call) -> None:
-        replies = pb.ReplyBatch()
-        sessions.answer(call, replies.replies.add(call_id=call.call_id))
-        frame = make_frame(replies.SerializeToString())
-        with sending:
+        batch = pb.ReplyBatch()
+        sessions.answer(call, batch.replies.add(call_id=call.call_id))
+        frame = make_frame(batch.SerializeToString())
+        with send_lock:
             connection.sendall(frame)
 
-    threads = ThreadPoolExecutor(num_threads, "ludus-env-step")
+    executor = ThreadPoolExecutor(num_threads, "ludus-env-step")
     while (frame := read_frame(stream)) is not None:
         for call in pb.CallBatch.FromString(frame).calls:
-            threads.submit(answer, call)
-    threads.shutdown(wait=True, cancel_futures=True)
+            executor.submit(answer, call)
+    executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _exit_with(connection: socket.socket) -> None:
+def _exit_on_disconnect(connection: socket.socket) -> None:
     """Kill this process when its server disconnects, even if a step hangs.
 
     The fork server does the same, but it may die before the server.
     """
     if not hasattr(select, "POLLRDHUP"):
         return
-    threading.Thread(target=_kill_after_hang_up, args=(connection.fileno(),), daemon=True).start()
+    threading.Thread(
+        target=_kill_after_disconnect, args=(connection.fileno(),), daemon=True
+    ).start()
 
 
-def _kill_after_hang_up(descriptor: int) -> None:
-    hang_up = select.poll()
-    hang_up.register(descriptor, select.POLLRDHUP)
-    hang_up.poll()
-    # A server that stops the worker in order waits for a shorter time.
+def _kill_after_disconnect(descriptor: int) -> None:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLRDHUP)
+    poller.poll()
+    # Give the worker time to close its environments.
     threading.Event().wait(_EXIT_TIMEOUT_S)
     os.killpg(0, signal.SIGKILL)

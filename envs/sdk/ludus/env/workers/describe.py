@@ -1,4 +1,4 @@
-"""The description of an environment that its server never builds itself."""
+"""Description of an environment that is built only in workers, never in the server."""
 
 from __future__ import annotations
 
@@ -26,20 +26,23 @@ _MIN_MEMORY_FACTOR = 1.1
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """The environment and the sandbox, as the first worker reports them."""
+    """Description of the environment and its sandbox, as reported by the first worker."""
 
     description: EnvironmentDescription
     steps_on_event_loop: bool
-    missing: MissingLayers
+    missing_layers: MissingLayers
     """Missing layers, reported before any third-party code ran in the worker."""
 
 
-async def describe(
-    fork_server: ForkServerClient, limits: WorkerLimits, sandbox: Sandbox, check_s: float
+async def describe_in_worker(
+    fork_server: ForkServerClient,
+    limits: WorkerLimits,
+    sandbox: Sandbox,
+    determinism_check_s: float,
 ) -> WorkerDescription:
     """Start a worker that builds an environment, and return its report.
 
-    For `check_s` seconds, the worker checks whether the environment is deterministic.
+    The worker checks for `determinism_check_s` seconds whether the environment is deterministic.
 
     Raises:
         ConfigError: the environment cannot be built within the limits, or a required layer of
@@ -52,55 +55,57 @@ async def describe(
             exit_future.set_result(worker_exit)
 
     process = EnvWorkerProcess(0, on_exit)
-    connection = await fork_server.start(OrderKind.DESCRIBE, process, round(check_s * 1000))
+    connection = await fork_server.start(
+        OrderKind.DESCRIBE, process, round(determinism_check_s * 1000)
+    )
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            missing_layers = _parse_missing(await receive_frame(reader))
+            missing_layers = _parse_missing_layers(await receive_frame(reader))
             require_layers(missing_layers, sandbox)
-            message = parse_message(pb.DescribeResponse, await receive_frame(reader))
+            description_message = parse_message(pb.DescribeResponse, await receive_frame(reader))
             facts = EnvironmentFacts(**orjson.loads(await receive_frame(reader)))
         if facts.error:
             raise ConfigError(facts.error)
         _require_memory(facts, limits)
-        description = read_description(message)
-        if check_s > 0:
-            is_deterministic = await _receive_check(reader, check_s)
+        description = read_description(description_message)
+        if determinism_check_s > 0:
+            is_deterministic = await _receive_determinism(reader, determinism_check_s)
             description = replace(description, is_deterministic=is_deterministic)
         await fork_server.import_all(facts.modules)
     except TimeoutError:
         raise ConfigError(f"the environment was not built within {_TIMEOUT_S:g} s") from None
     except asyncio.IncompleteReadError:
-        clause = describe_exit(await asyncio.wait_for(exit_future, _EXIT_TIMEOUT_S), limits)
-        raise ConfigError(f"the environment could not be built: {clause}") from None
-    except (StreamBrokenError, ValueError, TypeError) as failure:
-        raise ConfigError(f"the environment's worker sent an invalid report: {failure}") from None
+        exit_reason = describe_exit(await asyncio.wait_for(exit_future, _EXIT_TIMEOUT_S), limits)
+        raise ConfigError(f"the environment could not be built: {exit_reason}") from None
+    except (StreamBrokenError, ValueError, TypeError) as error:
+        raise ConfigError(f"the environment's worker sent an invalid report: {error}") from None
     finally:
         writer.transport.abort()
         fork_server.kill(process)
     return WorkerDescription(description, facts.steps_on_event_loop, missing_layers)
 
 
-def _parse_missing(frame: bytes) -> MissingLayers:
+def _parse_missing_layers(frame: bytes) -> MissingLayers:
     return {Layer(name): str(reason) for name, reason in orjson.loads(frame).items()}
 
 
-def require_layers(missing: MissingLayers, sandbox: Sandbox) -> None:
+def require_layers(missing_layers: MissingLayers, sandbox: Sandbox) -> None:
     """Check that the layers that the operator requires are active.
 
     Raises:
         ConfigError: a required layer is missing.
     """
-    if missing and sandbox.is_required:
+    if missing_layers and sandbox.is_required:
         raise ConfigError(
             "the sandbox lacks layers that require_sandbox requires:"
-            f" {describe_missing_layers(missing)}; serve on a machine that supports them, or"
+            f" {describe_missing_layers(missing_layers)}; serve on a machine that supports them, or"
             " without --require-sandbox"
         )
-    if sandbox.without_network and Layer.NAMESPACES in missing:
+    if sandbox.without_network and Layer.NAMESPACES in missing_layers:
         raise ConfigError(
             "workers without network (no_network) need namespaces, which are not supported:"
-            f" {missing[Layer.NAMESPACES]}; serve without --no-network"
+            f" {missing_layers[Layer.NAMESPACES]}; serve without --no-network"
         )
 
 
@@ -113,9 +118,9 @@ def _require_memory(facts: EnvironmentFacts, limits: WorkerLimits) -> None:
         )
 
 
-async def _receive_check(reader: asyncio.StreamReader, check_s: float) -> bool:
+async def _receive_determinism(reader: asyncio.StreamReader, determinism_check_s: float) -> bool:
     try:
-        async with asyncio.timeout(check_s + 1.0):
+        async with asyncio.timeout(determinism_check_s + 1.0):
             return await receive_frame(reader) == b"\1"
     except (TimeoutError, asyncio.IncompleteReadError):
         return False

@@ -28,8 +28,8 @@ from ludus.env.sandbox.processes import kill_group
 from ludus.env.sandbox.worker_resources import filter_variables
 from ludus.env.targets.targets import TargetFactory
 from ludus.env.workers.protocol import (
-    ORDER,
-    REPORT,
+    ORDER_STRUCT,
+    REPORT_STRUCT,
     ForkServerSetup,
     OrderKind,
     ReportKind,
@@ -73,7 +73,8 @@ class ForkServerClient:
     """Starts the fork server on demand and sends it orders; belongs to one event loop.
 
     Args:
-        pass_env: environment variables of workers in addition to the harmless ones.
+        pass_env: names of environment variables that workers receive in addition to the default
+            ones.
     """
 
     def __init__(
@@ -87,84 +88,84 @@ class ForkServerClient:
         """Process id of the latest fork server."""
         self._setup = ForkServerSetup(factory, list(sys.path), limits, sandbox, [])
         self._variables = filter_variables(os.environ, pass_env)
-        self._link: _ForkServerProcess | None = None
-        self._starting = asyncio.Lock()
+        self._fork_server: _ForkServerProcess | None = None
+        self._start_lock = asyncio.Lock()
 
     async def start(
-        self, kind: OrderKind, process: EnvWorkerProcess, argument: int
+        self, order_kind: OrderKind, process: EnvWorkerProcess, argument: int
     ) -> socket.socket:
         """Start a worker and return the server's end of its connection.
 
         Args:
-            kind: START or DESCRIBE.
+            order_kind: START or DESCRIBE.
             argument: number of threads, or the time of the determinism check in milliseconds.
 
         Raises:
             ConfigError: the environment's module cannot be imported.
-            UnavailableError: no fork server can be started now.
+            UnavailableError: the fork server cannot be started; a later attempt may succeed.
         """
-        link = await self._ensure_link()
+        fork_server = await self._ensure_fork_server()
         try:
-            return await link.start_worker(kind, process, argument)
-        except UnavailableError:  # it died unnoticed; a new fork server can do the same
-            link = await self._ensure_link()
-            return await link.start_worker(kind, process, argument)
+            return await fork_server.start_worker(order_kind, process, argument)
+        except UnavailableError:  # the fork server had died; use a new one
+            fork_server = await self._ensure_fork_server()
+            return await fork_server.start_worker(order_kind, process, argument)
 
     async def import_all(self, modules: list[str]) -> None:
-        """Let the fork server import these modules, now and after a restart."""
+        """Make the fork server import these modules, now and after each restart."""
         self._setup = dataclasses.replace(self._setup, modules=modules)
-        if modules and self._link is not None:
-            names = orjson.dumps(modules)
-            await self._link.send(ORDER.pack(OrderKind.IMPORT, len(names), 0))
-            await self._link.send(names)
+        if modules and self._fork_server is not None:
+            modules_json = orjson.dumps(modules)
+            await self._fork_server.send(ORDER_STRUCT.pack(OrderKind.IMPORT, len(modules_json), 0))
+            await self._fork_server.send(modules_json)
 
     def kill(self, process: EnvWorkerProcess) -> None:
-        """Kill a worker and its child processes soon."""
-        link = self._link
-        if link is not None and process.id in link.processes:
-            link.send_soon(ORDER.pack(OrderKind.KILL, process.id, 0))
+        """Order the fork server to kill a worker and its child processes."""
+        fork_server = self._fork_server
+        if fork_server is not None and process.id in fork_server.processes:
+            fork_server.send_soon(ORDER_STRUCT.pack(OrderKind.KILL, process.id, 0))
         elif process.is_orphan and process.pid is not None:
-            kill_group(process.pid)  # its fork server cannot do it
+            kill_group(process.pid)  # its fork server has died
 
     async def stop(self) -> None:
         """Stop the fork server and all its workers."""
-        async with self._starting:
-            if self._link is not None:
-                await self._link.stop()
+        async with self._start_lock:
+            if self._fork_server is not None:
+                await self._fork_server.stop()
 
-    async def _ensure_link(self) -> _ForkServerProcess:
-        async with self._starting:
-            if self._link is None or self._link.is_broken:
-                link = _ForkServerProcess(self._setup, self._variables)
-                self.pid = link.pid
-                await link.wait_until_ready()
-                self._link = link
-            return self._link
+    async def _ensure_fork_server(self) -> _ForkServerProcess:
+        async with self._start_lock:
+            if self._fork_server is None or self._fork_server.is_broken:
+                fork_server = _ForkServerProcess(self._setup, self._variables)
+                self.pid = fork_server.pid
+                await fork_server.wait_until_ready()
+                self._fork_server = fork_server
+            return self._fork_server
 
 
 class _ForkServerProcess:
-    """One fork server and the socket to it."""
+    """A fork server process and the socket to it."""
 
     def __init__(self, setup: ForkServerSetup, variables: Mapping[str, str]) -> None:
         self.processes: dict[int, EnvWorkerProcess] = {}
         """Live and ordered workers by id."""
         self.is_broken = False
-        self._orders, remote = socket.socketpair()
+        self._orders, remote_socket = socket.socketpair()
         self._orders.setblocking(False)
-        self._sending = asyncio.Lock()
+        self._send_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._setup = setup
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ludus.env.workers.forkserver", str(remote.fileno())],
+                [sys.executable, "-m", "ludus.env.workers.forkserver", str(remote_socket.fileno())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[remote.fileno()],
+                pass_fds=[remote_socket.fileno()],
                 env=variables,
                 # Ctrl-C in a terminal is for the server, which then stops its workers.
                 start_new_session=True,
             )
         finally:
-            remote.close()
+            remote_socket.close()
         self.pid = self._process.pid
 
     async def wait_until_ready(self) -> None:
@@ -174,8 +175,10 @@ class _ForkServerProcess:
         try:
             await self.send(make_frame(orjson.dumps(self._setup)))
             async with asyncio.timeout(_START_TIMEOUT_S):
-                kind, _, _, size, _ = REPORT.unpack(await reader.readexactly(REPORT.size))
-                failure = await reader.readexactly(size)
+                report_kind, _, _, size, _ = REPORT_STRUCT.unpack(
+                    await reader.readexactly(REPORT_STRUCT.size)
+                )
+                failure_text = await reader.readexactly(size)
         except TimeoutError:
             await self.stop()
             raise UnavailableError(
@@ -187,39 +190,39 @@ class _ForkServerProcess:
                 "the fork server exited while it imported the environment's module"
                 f" (exit code {self._process.returncode}); see its output"
             ) from None
-        if kind == ReportKind.FAILED:
+        if report_kind == ReportKind.FAILED:
             await self.stop()
-            raise ConfigError(failure.decode(errors="replace"))
-        self._start(self._read_reports(reader))
+            raise ConfigError(failure_text.decode(errors="replace"))
+        self._start_task(self._read_reports(reader))
 
     async def start_worker(
-        self, kind: OrderKind, process: EnvWorkerProcess, argument: int
+        self, order_kind: OrderKind, process: EnvWorkerProcess, argument: int
     ) -> socket.socket:
         """Send the order to start a worker; return the server's end of its connection."""
-        local, remote = socket.socketpair()
+        local_socket, remote_socket = socket.socketpair()
         process.is_orphan = False
         self.processes[process.id] = process
         try:
-            await self.send(ORDER.pack(kind, process.id, argument), remote)
+            await self.send(ORDER_STRUCT.pack(order_kind, process.id, argument), remote_socket)
         except BaseException:
             self.processes.pop(process.id, None)
-            local.close()
+            local_socket.close()
             raise
         finally:
-            remote.close()
-        return local
+            remote_socket.close()
+        return local_socket
 
     async def send(self, order: bytes, connection: socket.socket | None = None) -> None:
         """Send an order, with a socket if the order needs one."""
         descriptors = [] if connection is None else [connection.fileno()]
-        async with self._sending:
+        async with self._send_lock:
             while order:
                 try:
                     num_sent = socket.send_fds(self._orders, [order], descriptors)
                 except BlockingIOError:
                     await asyncio.sleep(_BUSY_PAUSE_S)
                 except OSError as error:
-                    self._on_death()
+                    self._handle_death()
                     raise UnavailableError(
                         f"the fork server has died: {error}; try again",
                         retry_after_s=1.0,
@@ -229,7 +232,7 @@ class _ForkServerProcess:
 
     def send_soon(self, order: bytes) -> None:
         """Send an order without waiting; an order to a dead fork server is dropped."""
-        self._start(self._send_or_drop(order))
+        self._start_task(self._try_to_send(order))
 
     async def stop(self) -> None:
         """Stop the fork server, and with it its workers."""
@@ -249,28 +252,28 @@ class _ForkServerProcess:
             await asyncio.sleep(_BUSY_PAUSE_S)
         self._disconnect()
 
-    async def _send_or_drop(self, order: bytes) -> None:
+    async def _try_to_send(self, order: bytes) -> None:
         with contextlib.suppress(UnavailableError):
             await self.send(order)
 
     async def _read_reports(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:
-                report = REPORT.unpack(await reader.readexactly(REPORT.size))
-                kind, worker_id, pid, status, cpu_s = report
-                if kind == ReportKind.STARTED and worker_id in self.processes:
+                report = REPORT_STRUCT.unpack(await reader.readexactly(REPORT_STRUCT.size))
+                report_kind, worker_id, pid, status, cpu_s = report
+                if report_kind == ReportKind.STARTED and worker_id in self.processes:
                     self.processes[worker_id].pid = pid
-                elif kind == ReportKind.EXITED and worker_id in self.processes:
+                elif report_kind == ReportKind.EXITED and worker_id in self.processes:
                     self.processes.pop(worker_id).on_exit(WorkerExit(status, cpu_s))
-                elif kind == ReportKind.REFUSED:
+                elif report_kind == ReportKind.REFUSED:
                     reason = (await reader.readexactly(status)).decode(errors="replace")
                     if worker_id in self.processes:
                         self.processes.pop(worker_id).on_exit(WorkerExit(0, 0.0, reason))
-        self._on_death()
+        self._handle_death()
         while self._process.poll() is None:
             await asyncio.sleep(_BUSY_PAUSE_S)
 
-    def _on_death(self) -> None:
+    def _handle_death(self) -> None:
         if not self.is_broken:
             _log.error("the fork server (pid %d) has died", self.pid)
             self._disconnect()
@@ -283,7 +286,7 @@ class _ForkServerProcess:
             process.is_orphan = True
         self.processes = {}
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -19,21 +19,21 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from ludus.env.backoff import doubling
+from ludus.env.backoff import generate_pauses
 from ludus.env.sandbox.confine import Layer, Sandbox, describe_missing_layers
 from ludus.env.sandbox.worker_resources import (
-    disk_usage_bytes,
+    find_option_paths,
     make_workers_folder,
-    paths_in_options,
+    measure_disk_bytes,
     remove_folder,
 )
-from ludus.env.sessions.hosts import OnLost
+from ludus.env.sessions.hosts import LostCallback
 from ludus.env.sessions.interface import WorkerCounts
 from ludus.env.sessions.options import ServerOptions
 from ludus.env.targets.targets import TargetFactory
 from ludus.env.types import EnvironmentDescription
-from ludus.env.workers.child import memory_mb
-from ludus.env.workers.describe import describe
+from ludus.env.workers.child import measure_memory_mb
+from ludus.env.workers.describe import describe_in_worker
 from ludus.env.workers.forkserver_client import ForkServerClient
 from ludus.env.workers.protocol import WorkerLimits
 from ludus.env.workers.worker import Worker, WorkerSession
@@ -52,13 +52,13 @@ _ASSIGN_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 1.0
 _MEMORY_PERIOD_S = 0.25
 _DISK_PERIOD_S = 1.0
-_CHECK_S = 2.0
-_NUM_WARM = 4
-"""Number of workers that wait for a session, if each session has its own worker."""
+_DETERMINISM_CHECK_S = 2.0
+_NUM_WARM_WORKERS = 4
+"""Number of workers kept ready for new sessions if each session has its own worker."""
 _MAX_CLOSING_WORKERS = 32
 """Maximum number of workers that are closing the environments of ended sessions."""
-_NUM_FREE_FAILURES = 3
-_FIRST_DELAY_S = 0.1
+_NUM_TOLERATED_FAILURES = 3
+_MIN_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 
 
@@ -77,7 +77,7 @@ class WorkerHost:
     _num_threads: int = 0
 
     def __init__(self, factory: TargetFactory, options: ServerOptions) -> None:
-        self.num_ended = 0
+        self.num_ended_workers = 0
         """Number of workers that ended without a request of this host."""
         self.shares_workers = options.isolation == "pool"
         self.step_timeout_s = options.step_timeout_s
@@ -87,17 +87,17 @@ class WorkerHost:
         )
         self._sandbox = _make_sandbox(factory, options)
         self.fork_server = ForkServerClient(factory, self._limits, self._sandbox, options.pass_env)
-        self._num_pooled = options.bound_num_workers if self.shares_workers else 0
+        self._num_pooled = options.num_pool_workers if self.shares_workers else 0
         self._ids = itertools.count(1)
         self.live_workers: set[Worker] = set()
-        """All workers that may have a process."""
+        """Workers whose processes may be alive."""
         self.ready_workers: list[Worker] = []
         """Live workers of a pool, or warm workers that wait for a session."""
-        self._changed = asyncio.Event()
+        self._workers_changed = asyncio.Event()
         """Set when a worker starts or ends."""
         self._failures = _WorkerFailures()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._refilling: asyncio.Task[None] | None = None
+        self._refill_task: asyncio.Task[None] | None = None
         self._is_stopping = False
 
     @classmethod
@@ -108,21 +108,25 @@ class WorkerHost:
             ConfigError: the environment cannot be imported, or cannot be built within the limits.
         """
         host = cls(factory, options)
-        check_s = _CHECK_S if options.check_determinism and not options.deterministic else 0.0
+        determinism_check_s = (
+            _DETERMINISM_CHECK_S if options.check_determinism and not options.deterministic else 0.0
+        )
         try:
-            report = await describe(host.fork_server, host._limits, host._sandbox, check_s)
+            report = await describe_in_worker(
+                host.fork_server, host._limits, host._sandbox, determinism_check_s
+            )
         except BaseException:
             await host.fork_server.stop()
             remove_folder(Path(host._sandbox.folder))
             raise
         host.description = report.description
-        host.layers = {layer: layer not in report.missing for layer in Layer}
-        host.missing_layers = describe_missing_layers(report.missing)
+        host.layers = {layer: layer not in report.missing_layers for layer in Layer}
+        host.missing_layers = describe_missing_layers(report.missing_layers)
         if host.shares_workers and not report.steps_on_event_loop:
             host._num_threads = options.num_threads
         host._start_task(host._watch_memory())
         host._start_task(host._watch_disk())
-        host._refill()
+        host._start_refill()
         return host
 
     @property
@@ -134,7 +138,7 @@ class WorkerHost:
     def worker_counts(self) -> WorkerCounts:
         """Counts of usable workers and of workers that ended without a request."""
         num_usable = sum(worker.is_usable for worker in self.live_workers)
-        return WorkerCounts(num_usable, self.num_ended, self.layers)
+        return WorkerCounts(num_usable, self.num_ended_workers, self.layers)
 
     @property
     def unavailable_reason(self) -> str:
@@ -142,7 +146,9 @@ class WorkerHost:
         is_usable = any(worker.is_usable for worker in self.live_workers)
         return "" if is_usable else self._failures.summary
 
-    async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> WorkerSession:
+    async def open(
+        self, session_id: str, *, with_text: bool, on_lost: LostCallback
+    ) -> WorkerSession:
         """Open a session, which must then be reset.
 
         Raises:
@@ -153,15 +159,17 @@ class WorkerHost:
         while True:
             worker = await self._assign_worker(session_id)
             try:
-                session = await self._open_on(worker, session_id, with_text=with_text)
+                session = await self._open_in_worker(worker, session_id, with_text=with_text)
             except SessionLostError:
                 if not worker.was_never_forked:
                     raise
-                continue  # nothing has started; another worker can open the session
+                continue  # the worker never started, so another one can open the session
             worker.sessions[session_id] = on_lost
             return session
 
-    async def _open_on(self, worker: Worker, session_id: str, *, with_text: bool) -> WorkerSession:
+    async def _open_in_worker(
+        self, worker: Worker, session_id: str, *, with_text: bool
+    ) -> WorkerSession:
         worker.was_used = True
         session = WorkerSession(session_id, worker, self)
         limit_s = self.step_timeout_s or None
@@ -201,20 +209,20 @@ class WorkerHost:
         await asyncio.to_thread(remove_folder, Path(self._sandbox.folder))
 
     async def _assign_worker(self, session_id: str) -> Worker:
-        """Return a worker that already counts the session; the caller then sets its callback."""
+        """Reserve a worker for a session and return it; the caller then sets the callback."""
         deadline_s = asyncio.get_running_loop().time() + _ASSIGN_TIMEOUT_S
         while not self._is_stopping:
-            worker = self._pick() or await self._start_for_session()
+            worker = self._pick_worker() or await self._start_for_session()
             if worker is not None and worker.is_usable:
-                worker.sessions[session_id] = _ignore_end
-                self._refill()
+                worker.sessions[session_id] = _ignore_loss
+                self._start_refill()
                 return worker
             self._failures.raise_if_many()
-            self._refill()
-            self._changed.clear()
+            self._start_refill()
+            self._workers_changed.clear()
             remaining_s = deadline_s - asyncio.get_running_loop().time()
             try:
-                await asyncio.wait_for(self._changed.wait(), remaining_s)
+                await asyncio.wait_for(self._workers_changed.wait(), remaining_s)
             except TimeoutError:
                 break
         raise UnavailableError(
@@ -222,7 +230,7 @@ class WorkerHost:
             retry_after_s=1.0,
         )
 
-    def _pick(self) -> Worker | None:
+    def _pick_worker(self) -> Worker | None:
         if self.shares_workers:
             return min(self.ready_workers, key=lambda worker: len(worker.sessions), default=None)
         if len(self.live_workers) > self._max_workers:
@@ -238,16 +246,19 @@ class WorkerHost:
 
     @property
     def _max_workers(self) -> int:
-        return self._num_pooled or self._options.max_sessions + _NUM_WARM + _MAX_CLOSING_WORKERS
+        return (
+            self._num_pooled
+            or self._options.max_sessions + _NUM_WARM_WORKERS + _MAX_CLOSING_WORKERS
+        )
 
     async def _start_worker(self) -> Worker | None:
-        worker = Worker(next(self._ids), self.fork_server, self._limits, self._on_end)
+        worker = Worker(next(self._ids), self.fork_server, self._limits, self._handle_end)
         self.live_workers.add(worker)
         try:
             await worker.start(self._num_threads)
         except (ConfigError, UnavailableError, OSError) as error:
             self.live_workers.discard(worker)
-            self._failures.record(str(error), while_building=isinstance(error, ConfigError))
+            self._failures.record(str(error), was_building=isinstance(error, ConfigError))
             return None
         except BaseException:
             self.live_workers.discard(worker)
@@ -256,60 +267,62 @@ class WorkerHost:
             worker.retire()
         return worker
 
-    def _refill(self) -> None:
-        """Start workers until their number is right."""
-        is_busy = self._refilling is not None and not self._refilling.done()
-        if not is_busy and not self._is_stopping and self._num_missing() > 0:
-            self._refilling = self._start_task(self._fill())
+    def _start_refill(self) -> None:
+        """Start the missing workers in the background."""
+        is_busy = self._refill_task is not None and not self._refill_task.done()
+        if not is_busy and not self._is_stopping and self._count_missing() > 0:
+            self._refill_task = self._start_task(self._refill())
 
-    def _num_missing(self) -> int:
+    def _count_missing(self) -> int:
         if self.shares_workers:
             return self._num_pooled - len(self.ready_workers)
-        room = self._options.max_sessions + _NUM_WARM - len(self.live_workers)
-        return min(_NUM_WARM - len(self.ready_workers), room)
+        num_allowed = self._options.max_sessions + _NUM_WARM_WORKERS - len(self.live_workers)
+        return min(_NUM_WARM_WORKERS - len(self.ready_workers), num_allowed)
 
-    async def _fill(self) -> None:
-        while self._num_missing() > 0:
+    async def _refill(self) -> None:
+        while self._count_missing() > 0:
             await asyncio.sleep(self._failures.delay_s)
             worker = await self._start_worker()
             if worker is not None and worker.is_usable:
                 self.ready_workers.append(worker)
-            self._changed.set()
+            self._workers_changed.set()
 
-    def _on_end(self, worker: Worker) -> None:
+    def _handle_end(self, worker: Worker) -> None:
         if worker in self.ready_workers:
             self.ready_workers.remove(worker)
         if not worker.is_retired and not self._is_stopping:
-            self.num_ended += 1
+            self.num_ended_workers += 1
             _log.warning("worker %s: %s", worker.process.pid, worker.end_reason)
             if worker.was_refused:
-                self._failures.record(worker.end_reason, while_building=False)
+                self._failures.record(worker.end_reason, was_building=False)
             elif not (worker.has_opened or worker.was_never_forked):
-                self._failures.record(worker.end_reason, while_building=worker.was_used)
+                self._failures.record(worker.end_reason, was_building=worker.was_used)
         self._start_task(self._forget_after_exit(worker))
-        self._changed.set()
-        self._refill()
+        self._workers_changed.set()
+        self._start_refill()
 
     async def _forget_after_exit(self, worker: Worker) -> None:
-        await worker.exited.wait()
+        await worker.exit_event.wait()
         self.live_workers.discard(worker)
-        self._changed.set()
-        self._refill()
+        self._workers_changed.set()
+        self._start_refill()
         await asyncio.to_thread(remove_folder, self._sandbox.worker_folder(worker.process.id))
 
     async def _wait_for_exits(self) -> None:
-        waits = [asyncio.ensure_future(worker.exited.wait()) for worker in self.live_workers]
-        if waits:
-            _, pending_exits = await asyncio.wait(waits, timeout=_EXIT_TIMEOUT_S)
-            for wait in pending_exits:
-                wait.cancel()
+        exit_tasks = [
+            asyncio.ensure_future(worker.exit_event.wait()) for worker in self.live_workers
+        ]
+        if exit_tasks:
+            _, pending_tasks = await asyncio.wait(exit_tasks, timeout=_EXIT_TIMEOUT_S)
+            for exit_task in pending_tasks:
+                exit_task.cancel()
 
     async def _watch_memory(self) -> None:
         limit_mb = self._limits.memory_mb
         while limit_mb:
             await asyncio.sleep(_MEMORY_PERIOD_S)
-            for worker in self._usable_workers():
-                used_mb = memory_mb(worker.process.pid or 0)
+            for worker in self._list_usable_workers():
+                used_mb = measure_memory_mb(worker.process.pid or 0)
                 if used_mb > limit_mb:
                     worker.kill(
                         f"it used {used_mb:.0f} MB of memory, more than its limit of {limit_mb} MB"
@@ -320,49 +333,49 @@ class WorkerHost:
         limit_mb = self._limits.disk_mb
         while limit_mb:
             await asyncio.sleep(_DISK_PERIOD_S)
-            for worker in self._usable_workers():
+            for worker in self._list_usable_workers():
                 folder = self._sandbox.worker_folder(worker.process.id)
-                used_mb = await asyncio.to_thread(disk_usage_bytes, folder) / 2**20
+                used_mb = await asyncio.to_thread(measure_disk_bytes, folder) / 2**20
                 if used_mb > limit_mb:
                     worker.kill(
                         f"its folder used {used_mb:.0f} MB, more than its limit of {limit_mb} MB"
                         " (disk_limit_mb)"
                     )
 
-    def _usable_workers(self) -> list[Worker]:
+    def _list_usable_workers(self) -> list[Worker]:
         return [worker for worker in self.live_workers if worker.process.pid and worker.is_usable]
 
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
 
 def _make_sandbox(factory: TargetFactory, options: ServerOptions) -> Sandbox:
-    readable = [*options.allow_read, *paths_in_options(factory.options)]
+    readable_paths = [*options.allow_read, *find_option_paths(factory.options)]
     return Sandbox(
         folder=str(make_workers_folder()),
-        readable=[str(path.absolute()) for path in readable],
-        writable=[str(path.absolute()) for path in options.allow_write],
+        readable_paths=[str(path.absolute()) for path in readable_paths],
+        writable_paths=[str(path.absolute()) for path in options.allow_write],
         without_network=options.no_network,
         is_required=options.require_sandbox,
     )
 
 
-def _ignore_end(_: str) -> None:
-    """Callback of a session that is not open yet."""
+def _ignore_loss(_: str) -> None:
+    """Ignore the end of a worker whose session is not open yet."""
 
 
 class _WorkerFailures:
-    """Consecutive failures of workers that ended before they had a session."""
+    """Consecutive failures of workers that ended before they opened a session."""
 
     def __init__(self) -> None:
-        self._num = 0
+        self._num_failures = 0
         self._reason = ""
-        self._while_building = False
+        self._was_building = False
         self._retry_at_s = 0.0
-        self._delays = doubling(_FIRST_DELAY_S, _MAX_DELAY_S)
+        self._delays = generate_pauses(_MIN_DELAY_S, _MAX_DELAY_S)
 
     @property
     def delay_s(self) -> float:
@@ -371,28 +384,28 @@ class _WorkerFailures:
     @property
     def summary(self) -> str:
         """Description of the last failures; "" if they are too few to matter."""
-        if self._num < _NUM_FREE_FAILURES:
+        if self._num_failures < _NUM_TOLERATED_FAILURES:
             return ""
         return (
-            f"the last {self._num} workers ended before they had a session;"
+            f"the last {self._num_failures} workers ended before they had a session;"
             f" the latest: {self._reason}"
         )
 
-    def record(self, reason: str, *, while_building: bool) -> None:
-        self._num += 1
+    def record(self, reason: str, *, was_building: bool) -> None:
+        self._num_failures += 1
         self._reason = reason
-        self._while_building = while_building
-        delay_s = 0.0 if self._num < _NUM_FREE_FAILURES else next(self._delays)
+        self._was_building = was_building
+        delay_s = 0.0 if self._num_failures < _NUM_TOLERATED_FAILURES else next(self._delays)
         self._retry_at_s = asyncio.get_running_loop().time() + delay_s
 
     def forget(self) -> None:
-        self._num, self._retry_at_s = 0, 0.0
-        self._delays = doubling(_FIRST_DELAY_S, _MAX_DELAY_S)
+        self._num_failures, self._retry_at_s = 0, 0.0
+        self._delays = generate_pauses(_MIN_DELAY_S, _MAX_DELAY_S)
 
     def raise_if_many(self) -> None:
         """Raise the latest failure while the next worker is likely to fail too."""
         if not self.summary or self.delay_s <= 0:
             return
-        if self._while_building:
+        if self._was_building:
             raise ExecutionError(self.summary, ErrorCode.FACTORY_ERROR)
         raise UnavailableError(self.summary, retry_after_s=self.delay_s)

@@ -25,10 +25,10 @@ from ludus.env.targets.targets import TargetFactory
 MessageT = TypeVar("MessageT")
 
 FRAME_HEADER = struct.Struct("<I")
-ORDER = struct.Struct("<BIH")
-"""Kind, worker id (or length of a text), and number of threads or milliseconds of a check."""
-REPORT = struct.Struct("<BIiid")
-"""Kind, worker id, process id, wait status (or length of a text), CPU seconds."""
+ORDER_STRUCT = struct.Struct("<BIH")
+"""Kind; worker id, or length of a text; number of threads, or check time in milliseconds."""
+REPORT_STRUCT = struct.Struct("<BIiid")
+"""Kind; worker id; process id; wait status, or length of a text; CPU seconds."""
 
 
 class OrderKind(IntEnum):
@@ -40,7 +40,7 @@ class OrderKind(IntEnum):
     """Start a worker that describes the environment and exits."""
     KILL = 3
     IMPORT = 4
-    """Import modules that environments load; their names follow as JSON."""
+    """Import modules that environments load. Their names follow as JSON."""
 
 
 class ReportKind(IntEnum):
@@ -83,7 +83,7 @@ class _BlockingStream(Protocol):
 
 
 def make_frame(message: bytes) -> bytes:
-    """Return the message with its length in front."""
+    """Prefix a message with its length."""
     return FRAME_HEADER.pack(len(message)) + message
 
 
@@ -97,16 +97,16 @@ def read_frame(stream: _BlockingStream) -> bytes | None:
     return message if len(message) == size else None
 
 
-def parse_message(kind: type[MessageT], frame: bytes) -> MessageT:
+def parse_message(message_type: type[MessageT], frame: bytes) -> MessageT:
     """Parse a frame as a protobuf message of the given class.
 
     Raises:
         ValueError: the frame is not such a message, or has too many fields.
     """
-    check_num_fields(kind, frame, MAX_REPLY_FIELDS)
-    message_type: Any = kind
+    check_num_fields(message_type, frame, MAX_REPLY_FIELDS)
+    parser: Any = message_type
     try:
-        message: MessageT = message_type.FromString(frame)
+        message: MessageT = parser.FromString(frame)
     except DecodeError as error:
-        raise ValueError(f"expected a {kind.__name__}: {error}") from None
+        raise ValueError(f"expected a {message_type.__name__}: {error}") from None
     return message

@@ -1,4 +1,4 @@
-"""A worker as its server sees it: its sessions, their calls, and the reason of its end.
+"""The server's side of a worker: its sessions, their calls, and the reason for its end.
 
     WorkerSession --call--> CallStream --frames--> worker process
     end of the stream or process --> reason --> every session of the worker
@@ -23,7 +23,7 @@ from ludus.env.messages.protobuf import (
     fill_step,
     read_encoded_result,
 )
-from ludus.env.sessions.hosts import OnLost
+from ludus.env.sessions.hosts import LostCallback
 from ludus.env.types import JsonObject
 from ludus.env.workers.forkserver_client import EnvWorkerProcess, ForkServerClient, WorkerExit
 from ludus.env.workers.protocol import (
@@ -39,19 +39,19 @@ from ludus.proto.errors import SessionLostError
 if TYPE_CHECKING:
     from ludus.env.workers.host import WorkerHost
 
-ReadT = TypeVar("ReadT")
+ReplyT = TypeVar("ReplyT")
 
 _NO_TIMEOUT_S = 1e8
-"""Three years, because time limits are enforced by `SessionCore`."""
+"""Three years, in effect no limit, because `SessionCore` enforces time limits."""
 _EXIT_REPORT_TIMEOUT_S = 5.0
 """Maximum delay of an exit report, which is late on a busy machine."""
-_SOCKET_HELD_S = 0.2
+_DISCONNECT_DELAY_S = 0.2
 _RETIRE_TIMEOUT_S = 2.0
 _CLOSE_TIMEOUT_S = 10.0
 _CLOCK_TOLERANCE = 0.1
 """Share of a time limit that counts as expired, because timers are not exact."""
 _READ_BUFFER_BYTES = 1 << 20
-_RETIRED = "its server no longer needs it"
+_RETIRE_REASON = "its server no longer needs it"
 
 
 class Worker:
@@ -69,25 +69,25 @@ class Worker:
         on_end: Callable[[Worker], None],
     ) -> None:
         self.process = EnvWorkerProcess(worker_id, self._on_exit)
-        self.sessions: dict[str, OnLost] = {}
+        self.sessions: dict[str, LostCallback] = {}
         """Callbacks for the worker's end, by session id."""
         self.was_used = False
         """True if the worker was asked to build an environment."""
         self.has_opened = False
         """True if the worker has built an environment."""
         self.is_retired = False
-        self.exited = asyncio.Event()
-        """Set when the process has exited, as far as the server can know."""
+        self.exit_event = asyncio.Event()
+        """Set when the process has exited, or when its fork server has died."""
         self._fork_server = fork_server
         self._limits = limits
         self._on_end = on_end
         self._duplex: WorkerDuplex | None = None
-        self._exit: WorkerExit | None = None
+        self._worker_exit: WorkerExit | None = None
         self._kill_reason = ""
         self._has_ended = False
 
     async def start(self, num_threads: int) -> None:
-        """Connect to a new process. Calls wait in the socket until the process is ready."""
+        """Start a process and connect to it. Calls wait in the socket until it is ready."""
         connection = await self._fork_server.start(OrderKind.START, self.process, num_threads)
         try:
             reader, writer = await asyncio.open_unix_connection(
@@ -118,18 +118,18 @@ class Worker:
     @property
     def was_refused(self) -> bool:
         """True if no process could be forked."""
-        return self._exit is not None and bool(self._exit.refusal)
+        return self._worker_exit is not None and bool(self._worker_exit.refusal)
 
     @property
     def end_reason(self) -> str:
-        """Reason of the worker's end, as a clause."""
+        """Reason for the worker's end, as a clause."""
         if self._kill_reason:
             return f"its worker was killed: {self._kill_reason}"
         if self.is_retired:
-            return f"its worker was stopped: {_RETIRED}"
-        if self._exit is None:
+            return f"its worker was stopped: {_RETIRE_REASON}"
+        if self._worker_exit is None:
             return "its worker ended for an unknown reason, because the fork server had died"
-        return describe_exit(self._exit, self._limits)
+        return describe_exit(self._worker_exit, self._limits)
 
     def kill(self, reason: str) -> None:
         """Kill the worker at once, even during a call."""
@@ -151,22 +151,22 @@ class Worker:
             self._duplex.cancel()
 
     def _kill_if_alive(self) -> None:
-        if not self.exited.is_set():
+        if not self.exit_event.is_set():
             self._fork_server.kill(self.process)
 
     def _on_exit(self, worker_exit: WorkerExit) -> None:
-        self._exit = worker_exit
-        self.exited.set()
+        self._worker_exit = worker_exit
+        self.exit_event.set()
         # The worker's child processes may still keep the socket open.
-        asyncio.get_running_loop().call_later(_SOCKET_HELD_S, self._disconnect)
+        asyncio.get_running_loop().call_later(_DISCONNECT_DELAY_S, self._disconnect)
 
     async def _find_end_reason(self, fault: str) -> str:
-        """Return why the stream ended; a worker that is alive without its stream is killed."""
+        """Return why the stream ended, and kill the worker if it is still alive."""
         if fault:
             self.kill(fault)
         if not self._kill_reason and not self.is_retired and not self.process.is_orphan:
             try:
-                await asyncio.wait_for(self.exited.wait(), _EXIT_REPORT_TIMEOUT_S)
+                await asyncio.wait_for(self.exit_event.wait(), _EXIT_REPORT_TIMEOUT_S)
             except TimeoutError:
                 if not self.process.is_orphan:
                     self.kill("it closed its connection to the server")
@@ -176,7 +176,7 @@ class Worker:
         self._has_ended = True
         if self.process.is_orphan:
             self._fork_server.kill(self.process)
-            self.exited.set()
+            self.exit_event.set()
         sessions, self.sessions = self.sessions, {}
         for on_lost in sessions.values():
             on_lost(self.end_reason)
@@ -186,15 +186,15 @@ class Worker:
 class WorkerSession:
     """A session in a worker; implements `HostedSession`, which documents its methods."""
 
-    __slots__ = ("_call", "_host", "_started_s", "id", "last", "worker")
-    direct = None
+    __slots__ = ("_host", "_pending_call", "_started_s", "id", "last_result", "worker")
+    inline_session = None
 
     def __init__(self, session_id: str, worker: Worker, host: WorkerHost) -> None:
         self.id = session_id
         self.worker = worker
-        self.last: EncodedResult | None = None
+        self.last_result: EncodedResult | None = None
         self._host = host
-        self._call: asyncio.Future[pb.Reply] | None = None
+        self._pending_call: asyncio.Future[pb.Reply] | None = None
         self._started_s = 0.0
 
     def remaining_s(self, limit_s: float) -> float:
@@ -203,34 +203,34 @@ class WorkerSession:
     async def open(self, with_text: bool) -> None:
         """Build the environment."""
 
-        def fill(call: pb.Call) -> None:
+        def fill_call(call: pb.Call) -> None:
             call.open.session_id = self.id
             call.open.without_text = not with_text
 
-        await self._call_worker(fill, lambda reply: None)
+        await self._call_worker(fill_call, lambda _: None)
 
     async def reset(self, args: ResetArgs) -> EncodedResult:
-        def fill(call: pb.Call) -> None:
+        def fill_call(call: pb.Call) -> None:
             call.reset.session_id = self.id
             fill_reset_args(call.reset.args, args)
 
-        self.last = None
-        self.last = await self._call_worker(fill, _read_result)
-        return self.last
+        self.last_result = None
+        self.last_result = await self._call_worker(fill_call, _read_result)
+        return self.last_result
 
     async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
         result = await self._call_worker(
             lambda call: fill_step(call.step, self.id, action, step_index), _read_result
         )
-        if self.last is None or result.step_index != self.last.step_index:
-            self.last = result
-        return self.last
+        if self.last_result is None or result.step_index != self.last_result.step_index:
+            self.last_result = result
+        return self.last_result
 
     async def state_json(self) -> bytes:
-        def fill(call: pb.Call) -> None:
+        def fill_call(call: pb.Call) -> None:
             call.state.session_id = self.id
 
-        return await self._call_worker(fill, lambda reply: reply.state.state_json)
+        return await self._call_worker(fill_call, lambda reply: reply.state.state_json)
 
     async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
         return await self._call_worker(
@@ -239,18 +239,18 @@ class WorkerSession:
         )
 
     async def close(self) -> None:
-        def fill(call: pb.Call) -> None:
+        def fill_call(call: pb.Call) -> None:
             call.close.session_id = self.id
 
         worker = self.worker
         worker.sessions.pop(self.id, None)
         if not self._host.shares_workers:
             worker.retire()
-            await worker.exited.wait()
+            await worker.exit_event.wait()
             return
         limit_s = self._host.step_timeout_s or _CLOSE_TIMEOUT_S
         try:
-            await asyncio.wait_for(self._call_worker(fill, lambda reply: None), limit_s)
+            await asyncio.wait_for(self._call_worker(fill_call, lambda _: None), limit_s)
         except TimeoutError:
             worker.kill(f"an environment took longer than {limit_s:g} s to close")
         except SessionLostError:
@@ -271,36 +271,36 @@ class WorkerSession:
         remaining_s = limit_s - (loop.time() - self._started_s)
         if remaining_s < limit_s * _CLOCK_TOLERANCE:
             self.worker.kill(reason)
-        elif self._call is not None:
-            loop.call_later(remaining_s, self._kill_unless_done, self._call, reason)
+        elif self._pending_call is not None:
+            loop.call_later(remaining_s, self._kill_if_pending, self._pending_call, reason)
 
-    def _kill_unless_done(self, call: asyncio.Future[pb.Reply], reason: str) -> None:
-        if self._call is call:
+    def _kill_if_pending(self, call: asyncio.Future[pb.Reply], reason: str) -> None:
+        if self._pending_call is call:
             self.worker.kill(reason)
 
-    def _forget(self, future: asyncio.Future[pb.Reply]) -> None:
-        if self._call is future:
-            self._call = None
+    def _clear_call(self, finished_call: asyncio.Future[pb.Reply]) -> None:
+        if self._pending_call is finished_call:
+            self._pending_call = None
 
     async def _call_worker(
-        self, fill: Callable[[pb.Call], None], read: Callable[[pb.Reply], ReadT]
-    ) -> ReadT:
+        self, fill_call: Callable[[pb.Call], None], read_reply: Callable[[pb.Reply], ReplyT]
+    ) -> ReplyT:
         if not self.worker.is_usable:
-            raise self._lost_error()
-        self._call = self.worker.stream.start_call(fill)
-        self._call.add_done_callback(self._forget)
+            raise self._make_lost_error()
+        self._pending_call = self.worker.stream.start_call(fill_call)
+        self._pending_call.add_done_callback(self._clear_call)
         self._started_s = asyncio.get_running_loop().time()
         try:
-            reply = await self._call
+            reply = await self._pending_call
         except ConnectionLostError:
-            raise self._lost_error() from None
+            raise self._make_lost_error() from None
         try:
-            return read(reply)
+            return read_reply(reply)
         except (ValueError, TypeError) as error:  # a worker runs third-party code
             self.worker.kill(f"it sent an invalid reply: {error}")
-            raise self._lost_error() from None
+            raise self._make_lost_error() from None
 
-    def _lost_error(self) -> SessionLostError:
+    def _make_lost_error(self) -> SessionLostError:
         return SessionLostError(
             f"session {self.id!r} is gone: {self.worker.end_reason}; open a new one"
         )
@@ -315,7 +315,7 @@ class WorkerDuplex:
 
     Args:
         find_end_reason: called at the end of the stream with the fault in the last frame, or "";
-            returns the reason of the worker's end.
+            returns the reason for the worker's end.
     """
 
     def __init__(
@@ -362,7 +362,7 @@ async def receive_frame(reader: asyncio.StreamReader) -> bytes:
     """
     (size,) = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
     if size > MAX_FRAME_BYTES:
-        raise StreamBrokenError(f"a frame of {size} bytes; the limit is {MAX_FRAME_BYTES} bytes")
+        raise StreamBrokenError(f"a frame has {size} bytes; the limit is {MAX_FRAME_BYTES} bytes")
     return await reader.readexactly(size)
 
 
@@ -370,17 +370,17 @@ def describe_exit(worker_exit: WorkerExit, limits: WorkerLimits) -> str:
     """Describe how a worker ended, as a clause."""
     if worker_exit.refusal:
         return f"no process could be started for its worker: {worker_exit.refusal}"
-    code = os.waitstatus_to_exitcode(worker_exit.status)
-    if code >= 0:
-        return f"its worker exited with code {code}"
+    exit_code = os.waitstatus_to_exitcode(worker_exit.status)
+    if exit_code >= 0:
+        return f"its worker exited with code {exit_code}"
     try:
-        name = signal.Signals(-code).name
+        signal_name = signal.Signals(-exit_code).name
     except ValueError:
-        name = f"signal {-code}"
-    clause = f"its worker was killed by {name}"
-    used_up = limits.cpu_s and worker_exit.cpu_s >= 0.9 * limits.cpu_s
-    if used_up and name in ("SIGXCPU", "SIGKILL"):
-        return f"{clause}: it used up its {limits.cpu_s:g} s of CPU time (cpu_limit_s)"
-    if name == "SIGKILL":
-        return f"{clause}, by hand or by the kernel when memory ran out"
-    return clause
+        signal_name = f"signal {-exit_code}"
+    cause = f"its worker was killed by {signal_name}"
+    has_used_cpu_time = limits.cpu_s and worker_exit.cpu_s >= 0.9 * limits.cpu_s
+    if has_used_cpu_time and signal_name in ("SIGXCPU", "SIGKILL"):
+        return f"{cause}: it used up its {limits.cpu_s:g} s of CPU time (cpu_limit_s)"
+    if signal_name == "SIGKILL":
+        return f"{cause}, by hand or by the kernel when memory ran out"
+    return cause

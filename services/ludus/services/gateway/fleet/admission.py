@@ -68,17 +68,17 @@ class FleetAdmission:
     @property
     def num_waiting(self) -> int:
         """Number of sessions that waiting callers requested; autoscalers use this number."""
-        return self._queue.size + self.num_waiting_for_description
+        return self._queue.num_requested_units + self.num_waiting_for_description
 
     @property
     def num_requested(self) -> int:
         """Number of sessions that need a server, plus one if callers wait for a description."""
-        return self._queue.size + bool(self.num_waiting_for_description)
+        return self._queue.num_requested_units + bool(self.num_waiting_for_description)
 
     def count_missing(self, size: int) -> int:
         """Return how many sessions must end to make room for waiting opens and `size` sessions."""
         num_missing_sessions = self.fleet.count_missing(size)
-        return num_missing_sessions and num_missing_sessions + self._queue.size
+        return num_missing_sessions and num_missing_sessions + self._queue.num_requested_units
 
     def advance(self) -> None:
         """Admit waiting opens if there is capacity; call this after a session has ended."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import grpc
 
-from ludus.env.backoff import doubling
+from ludus.env.backoff import generate_pauses
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
 from ludus.env.grpc.server_port import ServerPort, open_channel
 from ludus.env.limits import MAX_GATEWAY_CALL_BYTES
@@ -269,7 +269,7 @@ class ServerLink:
 
     async def _stay_connected(self) -> None:
         loop = asyncio.get_running_loop()
-        pauses = doubling(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
+        pauses = generate_pauses(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
         while True:
             try:
                 await self.connect()
@@ -283,7 +283,7 @@ class ServerLink:
                 await self._poll_until_broken()
                 self._on_change()
                 if loop.time() - connected_at_s > _MAX_BACKOFF_S:
-                    pauses = doubling(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
+                    pauses = generate_pauses(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
                     continue
             # Pause, because the server is unavailable or breaks its connections quickly.
             await asyncio.sleep(next(pauses))

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from ludus.env.backoff import doubling
+from ludus.env.backoff import generate_pauses
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.sessions.options import ServerAddresses
 from ludus.proto.errors import LudusError, UserError
@@ -126,7 +126,7 @@ class SubprocessSource:
     async def _supervise(self, key: str, publish: Publish) -> None:
         """Run a server, and replace it when it dies, until cancelled."""
         loop = asyncio.get_running_loop()
-        pauses = doubling(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
+        pauses = generate_pauses(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
         while True:
             started_s = loop.time()
             server = self.servers[key] = self._make_server()
@@ -147,7 +147,7 @@ class SubprocessSource:
             finally:
                 await asyncio.shield(loop.run_in_executor(self._executor, server.stop))
             if loop.time() - started_s > _STABLE_AFTER_S:
-                pauses = doubling(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
+                pauses = generate_pauses(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
             await asyncio.sleep(next(pauses))
 
     async def _start_server(self, server: LocalServer) -> ServerAddresses:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 
-from ludus.env.backoff import doubling
+from ludus.env.backoff import generate_pauses
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ClusterError
 from ludus.services.kubernetes.api import EventType, KubernetesApi, WatchEvent
@@ -77,7 +77,7 @@ class ListFollower:
 
     async def run(self) -> None:
         """Follow until cancelled, or until `on_list` or `on_event` raises a ConfigError."""
-        pauses = doubling(*self._pauses_s)
+        pauses = generate_pauses(*self._pauses_s)
         while True:
             started_s, old_version = time.monotonic(), self._resume_version
             failure: ClusterError | None = None
@@ -98,7 +98,7 @@ class ListFollower:
                 self._resume_version != old_version
                 or time.monotonic() - started_s >= _STABLE_AFTER_S
             ):
-                pauses = doubling(*self._pauses_s)
+                pauses = generate_pauses(*self._pauses_s)
                 if failure is None:
                     continue
             retry_after_s = failure.retry_after_s if failure is not None else 0.0

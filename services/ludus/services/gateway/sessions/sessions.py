@@ -27,7 +27,7 @@ from ludus.env.messages.protobuf import fill_reset_args, read_encoded_result
 from ludus.env.security.session_ids import (
     SessionKey,
     SignedId,
-    hide_driving_id,
+    hide_full_id,
     tools_only_error,
 )
 from ludus.env.sessions.interface import Connection, Load, OpenArgs, OpenResult, SessionEvents
@@ -89,7 +89,7 @@ class GatewaySessions:
     counts = None
     worker_counts = None
     unavailable_reason = ""
-    immediate = None
+    immediate_calls = None
 
     def __init__(self, environment: str, context: GatewayContext) -> None:
         limits = context.limits
@@ -210,7 +210,7 @@ class GatewaySessions:
         self._metrics.count_open(self.environment, OK, size, self._loop.time() - started_s)
         for placed_session in placed_sessions:
             self._track(placed_session, args, connection, tenant)
-        if connection is not None and connection.ended.is_set():
+        if connection is not None and connection.end_event.is_set():
             self.release(connection)
         return [placed_session.open_result for placed_session in placed_sessions]
 
@@ -315,7 +315,7 @@ class GatewaySessions:
 
     def release(self, connection: Connection) -> None:
         """Detach the sessions that only this connection uses; close those that cannot linger."""
-        connection.ended.set()
+        connection.end_event.set()
         for session_id in list(connection.session_ids):
             if not self.tracked_sessions.remove_connection(session_id, connection):
                 continue
@@ -417,7 +417,7 @@ class GatewaySessions:
         self.tracked_sessions.begin_call(server_session_id)
         started_s = self._loop.time()
         try:
-            with hide_driving_id(server_session_id, session_id):
+            with hide_full_id(server_session_id, session_id):
                 link = await self.find_link(signed_id)
                 reply = await link.call(signed_id.server_id, fill_call, is_repeatable=is_repeatable)
         except EnvError as error:

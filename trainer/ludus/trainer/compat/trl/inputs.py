@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ludus.env import Message
-from ludus.env.encoding import row_without_nan
+from ludus.env.encoding import replace_nan
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.tools import environment_reward
@@ -89,7 +89,7 @@ class PromptRows:
         with partial.open("wb") as file:
             for number, row in enumerate(self.rows):
                 try:
-                    file.write(orjson.dumps(row_without_nan(row), option=_LINE))
+                    file.write(orjson.dumps(replace_nan(row), option=_LINE))
                 except (TypeError, ValueError) as error:
                     raise ConfigError(
                         f"row {number} contains a value that JSON does not support ({error}); "

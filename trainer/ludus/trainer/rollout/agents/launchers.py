@@ -163,7 +163,7 @@ class ProgramLauncher:
             [self._program, *arguments],
             variables=self._variables(task_json, access),
             folder=self._folder,
-            readable=self._readable,
+            readable_paths=self._readable,
         )
         if result.exit_code == NOT_CONFINED and _SANDBOX_ERROR in result.errors:
             raise ConfigError(f"environment.agent.sandbox = 'required': {result.errors.strip()}")

@@ -93,12 +93,12 @@ class OpenEnvRenderer:
 
     def render(self, observation: Observation, *, first: bool) -> list[Message]:
         """Return one message with one field per line, and with instructions after a reset."""
-        content = self._fields_renderer.content(observation.model_dump(mode="json"), first=first)
+        content = self._fields_renderer.render(observation.model_dump(mode="json"), first=first)
         return [{"role": "user", "content": content}]
 
     def parse(self, text: str, observation: Observation) -> Action:
         """Parse a language model's text as an action."""
-        action_json = self._fields_renderer.action(text, observation.model_extra or {})
+        action_json = self._fields_renderer.parse(text, observation.model_extra or {})
         try:
             return self._action_type.model_validate(action_json)
         except ValidationError as error:
