@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from ludus.trainer.compat.gymformer.env.cot_env import sums_below
+from ludus.trainer.compat.gymformer.env.cot_env import make_sums
 from prompts_env import write_rows
 
 _LIMIT = 10
@@ -19,7 +19,7 @@ _NUM_EXAMPLES = 4
 def main() -> None:
     """Write the file to the folder of this script."""
     draw = random.Random("examples of answers")
-    problems = sums_below(_LIMIT)
+    problems = make_sums(_LIMIT)
     write_rows(
         {
             "question": [problem.question for problem in problems],

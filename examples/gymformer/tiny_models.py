@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.proto.config import TinyModel
-from ludus.trainer.compat.gymformer.env.cot_env import make_problem_prompt, sums_below
+from ludus.trainer.compat.gymformer.env.cot_env import make_problem_prompt, make_sums
 from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES, make_article_prompt
 from ludus.trainer.learner.warm_start import Conversation, Exchange
 from ludus.trainer.setup.tiny_model import make_tiny_model
@@ -30,7 +30,7 @@ _NUM_ANSWERS = 2048
 def thinker(folder: Path, seed: int = 0) -> str:
     """Make a model that answers sums with random numbers in CoTEnv's tags; return its folder."""
     draw = random.Random("any number")
-    problems = draw.choices(sums_below(10), k=_NUM_ANSWERS)
+    problems = draw.choices(make_sums(10), k=_NUM_ANSWERS)
     return _make_model(
         folder,
         seed,

@@ -158,7 +158,7 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no agent at"):
         load_ppo_agent(tmp_path / "none.pth", actor, critic)
     (tmp_path / "empty.pth").touch()
-    with pytest.raises(ConfigError, match="is not an agent of such"):
+    with pytest.raises(ConfigError, match="is not a saved agent with this"):
         load_ppo_agent(tmp_path / "empty.pth", actor, critic)
 
 

@@ -20,9 +20,9 @@ from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.env.cot_env import (
     CoTEnv,
+    make_sums,
     read_problems,
     split_problems,
-    sums_below,
 )
 from ludus.trainer.compat.gymformer.env.rewards import (
     distance_to_answer,
@@ -173,13 +173,13 @@ def test_test_problems_are_never_shown_in_training(model: str) -> None:
         for split in ("train", "test")
     }
     assert not questions["train"] & questions["test"]
-    assert len(questions["test"]) == round(0.1 * len(sums_below(10)))
+    assert len(questions["test"]) == round(0.1 * len(make_sums(10)))
     with pytest.raises(ConfigError, match="'train' or 'test'"):
         environment.reset(options={"split": "dev"})
 
 
 def test_sums_below_ten_have_two_or_three_numbers() -> None:
-    problems = sums_below(10)
+    problems = make_sums(10)
     assert len(problems) == 55 + 220
     assert all(problem.solution < 10 for problem in problems)
 
@@ -198,7 +198,7 @@ def test_an_answer_with_an_explanation_is_read(tmp_path: Path) -> None:
 
 
 def test_equal_questions_stay_in_the_same_part_of_the_split() -> None:
-    problems = sums_below(4) * 3
+    problems = make_sums(4) * 3
     split = split_problems(problems, 0.3, seed=1)
     train, test = ({problem.question for problem in part} for part in split.values())
     assert not train & test and sum(map(len, split.values())) == len(problems)

@@ -128,7 +128,7 @@ def test_another_process_can_make_the_environment_from_the_options(model: str) -
     target = "ludus.env.adapters.gymnasium.token_level:TokenLevelEnvironment"
     environment = environment_factory(target, task.options)()
     first = environment.reset(seed=0)
-    assert len(first.observation.token_ids) <= task.longest_prompt
+    assert len(first.observation.token_ids) <= task.max_prompt_tokens
     assert task.options["import_from"] == str(Path(__file__).parents[2])
 
 

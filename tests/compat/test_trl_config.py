@@ -12,12 +12,12 @@ import pytest
 from ludus.proto.config import run_config_from
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl import GRPOConfig
-from ludus.trainer.compat.trl.config import DEFAULTS, IGNORED, MAPPED, REFUSED
+from ludus.trainer.compat.trl.config import DEFAULTS, IGNORED_FIELDS, MAPPED_FIELDS, REFUSED_FIELDS
 from ludus.trainer.compat.trl.run_settings import (
     Batches,
+    find_run_folder,
     make_batches,
-    run_folder,
-    run_settings,
+    make_run_settings,
 )
 
 ENVIRONMENT = {
@@ -30,7 +30,7 @@ ENVIRONMENT = {
 def make_run(num_prompts: int = 64, **fields: Any) -> Any:
     """Return the run that the fields configure, on a machine without a GPU."""
     args = GRPOConfig("out/echo", **{"use_cpu": True, **fields})
-    settings = run_settings(args, make_batches(args, num_prompts), 1024)
+    settings = make_run_settings(args, make_batches(args, num_prompts), 1024)
     return run_config_from(
         {
             **settings,
@@ -49,7 +49,7 @@ def value_at(run: Any, path: str) -> Any:
 
 
 def test_every_field_is_in_one_table() -> None:
-    tables = [set(MAPPED), set(IGNORED), set(REFUSED)]
+    tables = [set(MAPPED_FIELDS), set(IGNORED_FIELDS), set(REFUSED_FIELDS)]
     assert sum(map(len, tables)) == len(set.union(*tables)) == len(DEFAULTS)
 
 
@@ -234,9 +234,11 @@ def test_a_value_of_another_type_is_refused_in_the_constructor(
 
 NUMBERS = [
     name
-    for name, (default, _) in MAPPED.items()
+    for name, (default, _) in MAPPED_FIELDS.items()
     if isinstance(default, (int, float)) and not isinstance(default, bool)
-] + [name for name, (default, _) in MAPPED.items() if default is None and name != "output_dir"]
+] + [
+    name for name, (default, _) in MAPPED_FIELDS.items() if default is None and name != "output_dir"
+]
 
 
 @pytest.mark.parametrize("use_vllm", [False, True])
@@ -265,10 +267,10 @@ def test_every_default_has_the_type_of_its_field() -> None:
 
 def test_the_last_part_of_output_dir_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    assert run_folder(GRPOConfig("~/out/echo")) == Path("/home/me/out/echo")
+    assert find_run_folder(GRPOConfig("~/out/echo")) == Path("/home/me/out/echo")
     for name in (".", "my run", "x" * 48):
         with pytest.raises(ConfigError, match=r"output_dir = .* its last part is the name of the"):
-            run_folder(GRPOConfig(name))
+            find_run_folder(GRPOConfig(name))
 
 
 def test_a_missing_engine_is_noted(

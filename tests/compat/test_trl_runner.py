@@ -339,7 +339,7 @@ def test_prompts_are_checked(model_path: str) -> None:
     unused: Any = None
     completions = CompletionService(unused, chat, 64, 0, 0)
     with pytest.raises(RolloutFunctionError, match=r"as_chat = False needs a prompt of text"):
-        completions.prompt_ids([{"role": "user", "content": "a"}], as_chat=False)
+        completions.encode_prompt([{"role": "user", "content": "a"}], as_chat=False)
     args = SimpleNamespace(num_generations=1, max_completion_length=8)
     trainer = RolloutTrainer(
         args,

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.forge.functions import Functions, make_group_function, make_reward_term
+from ludus.trainer.compat.forge.functions import (
+    CustomFunctions,
+    make_group_function,
+    make_reward_term,
+)
 
 PROMPTS = [[{"role": "system", "content": "Play."}, {"role": "user", "content": "hard 16 vs 10"}]]
 COMPLETIONS = [
@@ -61,8 +65,8 @@ def test_functions_with_other_parameters_are_refused(reward: Any) -> None:
 
 def test_only_given_functions_change_a_run() -> None:
     tree: dict[str, Any] = {"environments": {"blackjack": {"address": "x"}}}
-    Functions().add_to(tree)
+    CustomFunctions().add_to(tree)
     assert tree == {"environments": {"blackjack": {"address": "x"}}}
-    Functions(compute_advantages=len, render=str).add_to(tree)
+    CustomFunctions(compute_advantages=len, render=str).add_to(tree)
     assert (tree["algorithm"]["scale"], tree["algorithm"]["baseline"]) == ("none", "mean")
     assert tree["environments"]["blackjack"] == {"address": "x", "render": str}

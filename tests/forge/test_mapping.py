@@ -13,18 +13,18 @@ import pytest
 from ludus.proto.config import LanguageModelRun, run_config_from
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.compat.forge import load_forge_config
-from ludus.trainer.compat.forge.keys import KINDS, KNOWN_KEYS
-from ludus.trainer.compat.forge.mapping import MappedConfig, run_tree
+from ludus.trainer.compat.forge.keys import KNOWN_KEYS, TYPE_BY_KEY
+from ludus.trainer.compat.forge.mapping import MappedConfig, map_config
 from tests.forge.tutorial_config import tutorial_config
 
 
-def map_config(*overrides: str, has_gpu: bool = True) -> MappedConfig:
+def map_tutorial(*overrides: str, has_gpu: bool = True) -> MappedConfig:
     config = load_forge_config(tutorial_config(), overrides)
-    return run_tree(config, name="blackjack", has_gpu=has_gpu)
+    return map_config(config, name="blackjack", has_gpu=has_gpu)
 
 
 def make_run(*overrides: str, has_gpu: bool = True) -> LanguageModelRun:
-    return run_config_from(map_config(*overrides, has_gpu=has_gpu).tree)
+    return run_config_from(map_tutorial(*overrides, has_gpu=has_gpu).tree)
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -54,8 +54,8 @@ def test_the_tutorials_file_is_mapped() -> None:
 
 def test_without_a_gpu_transformers_is_used_and_vllm_keys_are_unused() -> None:
     assert make_run(has_gpu=False).generator.kind == "transformers"
-    assert "policy.engine_args.enforce_eager" in map_config(has_gpu=False).unused
-    assert "policy.engine_args.enforce_eager" not in map_config().unused
+    assert "policy.engine_args.enforce_eager" in map_tutorial(has_gpu=False).unused_keys
+    assert "policy.engine_args.enforce_eager" not in map_tutorial().unused_keys
 
 
 def test_unused_keys_are_listed() -> None:
@@ -66,7 +66,7 @@ def test_unused_keys_are_listed() -> None:
         "trainer.training.gc_freq",
         "services.ref_model.procs",
         "actors.compute_advantages.mesh_name",
-    } <= set(map_config().unused)
+    } <= set(map_tutorial().unused_keys)
 
 
 OTHER_VALUES = {"trainer.training.seq_len": 100, "policy.sampling_params.n": 3}
@@ -76,14 +76,14 @@ CHANGES = {bool: lambda value: not value, int: lambda value: value + 4000, float
 
 @pytest.mark.parametrize("key", [key for key, _ in leaves(tutorial_config())])
 def test_a_used_key_changes_the_run_or_is_refused(key: str) -> None:
-    original = map_config()
-    if key in original.unused:
+    original = map_tutorial()
+    if key in original.unused_keys:
         return
     value = dict(leaves(tutorial_config()))[key]
     other = OTHER_VALUES.get(key, CHANGES.get(type(value), lambda _: "something-else")(value))
     try:
-        changed = map_config(f"{key}={str(other).lower()}")
-        assert changed.tree != original.tree or key in changed.unused
+        changed = map_tutorial(f"{key}={str(other).lower()}")
+        assert changed.tree != original.tree or key in changed.unused_keys
     except ConfigError as error:
         assert key.rpartition(".")[2] in str(error)
 
@@ -131,13 +131,13 @@ def test_a_used_key_changes_the_run_or_is_refused(key: str) -> None:
 )
 def test_invalid_values_are_refused_with_key_and_value(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        map_config(override)
+        map_tutorial(override)
     assert message in str(error.value)
 
 
 NUMBERS = [
     key
-    for key, kind in KINDS.items()
+    for key, kind in TYPE_BY_KEY.items()
     if kind is not bool and (get_args(kind) or (str,))[0] in (int, float)
 ]
 
@@ -161,7 +161,7 @@ def test_paths_and_numpy_numbers_are_accepted(tmp_path: Path) -> None:
     config["group_size"], config["trainer"]["optimizer"]["lr"] = np.int64(8), np.float32(0.5)
     config["trainer"]["optimizer"]["weight_decay"] = np.float64(0.25)
     config["model"] = tmp_path
-    run = run_config_from(run_tree(load_forge_config(config), name="x", has_gpu=False).tree)
+    run = run_config_from(map_config(load_forge_config(config), name="x", has_gpu=False).tree)
     assert (run.rollout.group_size, run.learner.learning_rate) == (8, 0.5)
     assert run.model.model_dump()["path"] == str(tmp_path)
 
@@ -172,18 +172,18 @@ def test_an_argument_that_is_no_configuration_is_refused() -> None:
 
 
 def test_checkpoint_keys_are_mapped() -> None:
-    unused = map_config().unused
+    unused = map_tutorial().unused_keys
     for name in ("enable", "initial_load_in_hf", "last_save_in_hf"):
         assert f"trainer.checkpoint.{name}" not in unused
     assert (
         "trainer.checkpoint.last_save_in_hf"
-        in map_config("trainer.checkpoint.last_save_in_hf=false").unused
+        in map_tutorial("trainer.checkpoint.last_save_in_hf=false").unused_keys
     )
     disabled = make_run("trainer.checkpoint.enable=false").training
     assert disabled.checkpoint_every_steps > disabled.num_steps
     assert make_run("trainer.checkpoint.keep_latest_k=0").training.keep_checkpoints > 1000
     with pytest.raises(ConfigError, match=r"enable = 'maybe' must be True or False"):
-        map_config("trainer.checkpoint.enable=maybe")
+        map_tutorial("trainer.checkpoint.enable=maybe")
 
 
 def test_numbers_of_ranks_and_engines_are_mapped() -> None:
@@ -215,7 +215,7 @@ def test_the_ludus_section_overrides_the_other_keys() -> None:
 
 def test_a_file_without_a_server_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"blackjack_env\.server_url is required"):
-        map_config("blackjack_env.server_url=null")
+        map_tutorial("blackjack_env.server_url=null")
 
 
 def test_a_chosen_engine_keeps_its_keys() -> None:
@@ -228,9 +228,9 @@ def test_a_chosen_engine_keeps_its_keys() -> None:
 def test_an_empty_section_has_no_effect() -> None:
     config = tutorial_config()
     config["ref_model"] = config["metric_logging"] = config["ludus"] = None
-    mapping = run_tree(load_forge_config(config), name="blackjack", has_gpu=True)
+    mapping = map_config(load_forge_config(config), name="blackjack", has_gpu=True)
     assert mapping.tree["metrics"] == {}
-    assert "ref_model" not in mapping.unused
+    assert "ref_model" not in mapping.unused_keys
 
 
 def test_a_beta1_of_zero_is_valid() -> None:
@@ -243,8 +243,8 @@ def test_keys_of_older_files_are_mapped() -> None:
         "engine_config": config["policy"]["engine_args"],
         "sampling_config": config["policy"]["sampling_params"],
     }
-    tree = run_tree(load_forge_config(config), name="blackjack", has_gpu=True).tree
-    assert tree == map_config().tree
+    tree = map_config(load_forge_config(config), name="blackjack", has_gpu=True).tree
+    assert tree == map_tutorial().tree
 
 
 def test_keys_are_attributes_and_references_use_new_values() -> None:
@@ -252,7 +252,7 @@ def test_keys_are_attributes_and_references_use_new_values() -> None:
     config.blackjack_env.server_url = "http://localhost:8005"
     config.model = "tiny"
     assert config.get("policy", {}).engine_args.model == "${model}"
-    run = run_config_from(run_tree(config, name="x", has_gpu=False).tree)
+    run = run_config_from(map_config(config, name="x", has_gpu=False).tree)
     assert run.environment.model_dump()["address"] == "http://localhost:8005"
     assert run.model.kind == "tiny"
     with pytest.raises(AttributeError, match=r"no key 'server'; it has \['model', 'server_url'\]"):
@@ -262,12 +262,12 @@ def test_keys_are_attributes_and_references_use_new_values() -> None:
 def test_a_variable_is_read_only_if_its_key_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WHO", raising=False)
     monkeypatch.delenv("USER", raising=False)
-    map_config()  # metric_logging.wandb.group refers to USER and is unused
+    map_tutorial()  # metric_logging.wandb.group refers to USER and is unused
     project = "metric_logging.wandb.project=of-${oc.env:WHO}"
     with pytest.raises(ConfigError, match="the environment variable WHO is not set"):
-        map_config(project)
+        map_tutorial(project)
     monkeypatch.setenv("WHO", "me")
-    assert map_config(project).tree["metrics"]["wandb"]["project"] == "of-me"
+    assert map_tutorial(project).tree["metrics"]["wandb"]["project"] == "of-me"
 
 
 def test_overrides_do_not_change_the_callers_mapping() -> None:

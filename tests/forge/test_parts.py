@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ludus.proto.errors import ConfigError, WeightSyncError
+from ludus.trainer.compat.forge.actor_support import make_actor_settings
 from ludus.trainer.compat.forge.actors.generator import Generator
 from ludus.trainer.compat.forge.actors.reference_model import ReferenceModel
 from ludus.trainer.compat.forge.actors.replay_buffer import ReplayBuffer
@@ -27,7 +28,6 @@ from ludus.trainer.compat.forge.grpo import (
     compute_logprobs,
     simple_grpo_loss,
 )
-from ludus.trainer.compat.forge.parts import make_part_settings
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.rollout.engines.vllm_process import has_vllm
 from tests.learner.tiny_policy import make_policy_folder
@@ -346,7 +346,7 @@ async def test_unsupported_options_of_actors_are_refused(model_path: str) -> Non
         await RLTrainer.as_actor(
             model={"hf_assets_path": model_path}, parallelism={"tensor_parallel_degree": 2}
         )
-    with pytest.raises(ConfigError, match="shard_degree = 2 must be 1, because this part"):
+    with pytest.raises(ConfigError, match="shard_degree = 2 must be 1, because this actor"):
         await RLTrainer.as_actor(
             model={"hf_assets_path": model_path}, parallelism={"data_parallel_shard_degree": 2}
         )
@@ -375,4 +375,4 @@ def test_an_invalid_value_is_refused_with_the_name_of_its_field(
 ) -> None:
     longest = next(iter(next(iter(fields.values())).values()))
     with pytest.raises(ConfigError, match=message):
-        make_part_settings(section, fields, max_tokens=longest)
+        make_actor_settings(section, fields, max_tokens=longest)

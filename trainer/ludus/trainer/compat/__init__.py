@@ -1,1 +1,1 @@
-"""The calls of other projects, over what is here: one import line is the migration."""
+"""The APIs of other projects, implemented by Ludus. A script migrates by changing its imports."""

@@ -36,13 +36,14 @@ _BOUNDS = {Gt: " above {}", Ge: " of {} or more", Lt: ", below {}", Le: ", at mo
 
 
 def check_value(
-    name: str, kind: Any, value: Any, *, strict: bool = True, alternative: str = ""
+    name: str, value_type: Any, value: Any, *, strict: bool = True, alternative: str = ""
 ) -> Any:
-    """Return the value as a `kind`, a type with pydantic's limits; NumPy numbers are accepted.
+    """Convert a value to a type and return it. NumPy numbers are accepted.
 
     Args:
         name: name of the value in errors.
-        strict: whether a text that contains a number is refused where a number is needed.
+        value_type: type of the value, which may have pydantic's limits.
+        strict: whether to refuse a text such as "3" if a number is needed.
         alternative: description of a further valid value, for the error.
 
     Raises:
@@ -51,45 +52,45 @@ def check_value(
     plain_value = value.item() if isinstance(value, np.generic) else value
     if isinstance(plain_value, os.PathLike):
         plain_value = os.fspath(plain_value)
-    is_strict = strict or kind is bool or isinstance(plain_value, bool)
+    is_strict = strict or value_type is bool or isinstance(plain_value, bool)
     try:
-        return _adapter(kind).validate_python(plain_value, strict=is_strict or None)
+        return _make_adapter(value_type).validate_python(plain_value, strict=is_strict or None)
     except ValidationError:
         raise ConfigError(
-            f"{name} = {value!r:.80} must be {_describe(kind)}{alternative}"
+            f"{name} = {value!r:.80} must be {_describe_type(value_type)}{alternative}"
         ) from None
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+def _make_adapter(value_type: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(value_type, config=ConfigDict(allow_inf_nan=False))
 
 
-def _describe(kind: Any) -> str:
+def _describe_type(value_type: Any) -> str:
     """Describe the values of a type: "a number above 0, at most 1"."""
-    if kind in (bool, NoneType):
-        return "True or False" if kind is bool else "None"
-    if get_origin(kind) in (Union, UnionType):
-        return ", or ".join(map(_describe, get_args(kind)))
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
-    base, *notes = get_args(kind) or (kind,)
-    fields = [note for note in notes if isinstance(note, FieldInfo)]
+    if value_type in (bool, NoneType):
+        return "True or False" if value_type is bool else "None"
+    if get_origin(value_type) in (Union, UnionType):
+        return ", or ".join(map(_describe_type, get_args(value_type)))
+    if get_origin(value_type) is Literal:
+        return f"one of {', '.join(map(str, get_args(value_type)))}"
+    base_type, *annotations = get_args(value_type) or (value_type,)
+    fields = [annotation for annotation in annotations if isinstance(annotation, FieldInfo)]
     description = next((field.description for field in fields if field.description), None)
-    number = "a whole number" if base is int else "a number"
+    number_text = "a whole number" if base_type is int else "a number"
     bounds = (
         _BOUNDS[type(bound)].format(*astuple(bound)) for field in fields for bound in field.metadata
     )
-    return description or number + "".join(bounds)
+    return description or number_text + "".join(bounds)
 
 
 def check_function(
     name: str, function: Any, parameters: tuple[str, ...], *, by_name: bool = False
 ) -> None:
-    """Check that a function accepts these arguments; its first call may be hours later."""
-    expected = f"{name} must be a function of ({', '.join(parameters)})"
+    """Check that a function accepts these arguments, because its first call may be hours later."""
+    expectation = f"{name} must be a function of ({', '.join(parameters)})"
     if not callable(function):
-        raise ConfigError(f"{expected}, got {function!r:.80}")
+        raise ConfigError(f"{expectation}, got {function!r:.80}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -101,7 +102,7 @@ def check_function(
             signature.bind(*parameters)
     except TypeError as error:
         raise ConfigError(
-            f"{expected}, got a function of {signature}: {error}; change its parameters"
+            f"{expectation}, got a function of {signature}: {error}; change its parameters"
         ) from None
 
 
@@ -109,9 +110,11 @@ def require_folder(name: str, value: Any) -> Path:
     """Return the path of a folder that exists or can be created."""
     folder = Path(check_value(name, PathText, value))
     ancestors = (folder, *folder.absolute().parents)
-    nearest = next((path for path in ancestors if path.exists()), folder)
-    if nearest.exists() and not nearest.is_dir():
-        raise ConfigError(f"{name} = '{folder}' must be a folder, but '{nearest}' is a file")
+    nearest_ancestor = next((path for path in ancestors if path.exists()), folder)
+    if nearest_ancestor.exists() and not nearest_ancestor.is_dir():
+        raise ConfigError(
+            f"{name} = '{folder}' must be a folder, but '{nearest_ancestor}' is a file"
+        )
     return folder
 
 
@@ -133,14 +136,18 @@ def require_device(value: Any) -> str | None:
 
 @contextmanager
 def rename_setting_in_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the setting at the start of the block's errors to the name of an argument."""
+    """Rename settings in errors of the block: an error that starts with one names its argument.
+
+    Args:
+        names: argument by setting.
+    """
     try:
         yield
     except (ConfigError, NotFoundError) as error:
-        setting, equals, rest = str(error).partition(" = ")
+        setting, equals, remainder = str(error).partition(" = ")
         if setting not in names:
             raise
-        raise type(error)(f"{names[setting]}{equals}{rest}") from error
+        raise type(error)(f"{names[setting]}{equals}{remainder}") from error
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:

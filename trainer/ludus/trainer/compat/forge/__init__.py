@@ -7,8 +7,8 @@ A run, as in Forge's tutorial:
     completions = await trainer.policy.generate("hard 16 vs 10")
     await trainer.shutdown()
 
-For a custom loop in this process, there are Generator, RLTrainer, ReplayBuffer, ReferenceModel,
-ComputeAdvantages, and ForgeActor with `endpoint` for custom parts.
+A custom loop in this process can use Generator, RLTrainer, ReplayBuffer, ReferenceModel and
+ComputeAdvantages. Custom actors use ForgeActor and `endpoint`.
 """
 
 from ludus.trainer.compat.forge.actors.generator import Generator

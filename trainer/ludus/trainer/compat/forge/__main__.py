@@ -1,7 +1,9 @@
-"""`python -m ludus.trainer.compat.forge --config X.yaml [key=value ...]`: trains from Forge's YAML.
+"""Command that trains from Forge's YAML.
 
-Replaces `python -m apps.grpo.main` and `apps.grpo.blackjack_main_fixed`, with the same syntax of
-overrides. Ctrl-C stops the run after its current step, with a checkpoint.
+    python -m ludus.trainer.compat.forge --config X.yaml [key=value ...]
+
+It replaces `python -m apps.grpo.main` and `apps.grpo.blackjack_main_fixed`, with the same
+syntax of overrides. Ctrl-C stops the run after its current step, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,17 +20,20 @@ from ludus.proto.runs import Resume
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0 done, 2 invalid input, 130 stopped by a signal, 1 anything else."""
-    args = _parser().parse_args(argv)
+    """Train a run and return the exit code.
+
+    0 is success, 2 is invalid input, 130 is a stop by a signal, and 1 is any other error.
+    """
+    options = _make_parser().parse_args(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from ludus.trainer.core.stopping import RunStopped
 
     try:
-        _train(args)
-    except RunStopped as stopped:
-        sys.stderr.write(f"{stopped}\n")
-        return 0 if stopped.is_intended else 130
+        _train(options)
+    except RunStopped as run_stopped:
+        sys.stderr.write(f"{run_stopped}\n")
+        return 0 if run_stopped.is_intended else 130
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
     except LudusError as error:
@@ -37,19 +42,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _train(args: argparse.Namespace) -> None:
+def _train(options: argparse.Namespace) -> None:
     from ludus.trainer.compat.forge.training import load_forge_run
     from ludus.trainer.driver.commands import train
 
-    resume = Resume(args.resume)
+    resume = Resume(options.resume)
     run = asyncio.run(
-        load_forge_run(args.config, args.overrides, resume=resume, overwrite=args.overwrite)
+        load_forge_run(
+            options.config, options.overrides, resume=resume, overwrite=options.overwrite
+        )
     )
-    folder = train(run, resume=resume, overwrite=args.overwrite)
+    folder = train(run, resume=resume, overwrite=options.overwrite)
     sys.stdout.write(f"{folder}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ludus.trainer.compat.forge")
     parser.add_argument("--config", type=Path, required=True, help="Forge configuration, YAML.")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Forge's YAML: a tree with attribute access, whose `${...}` references are resolved on access.
 
-file or mapping --load_forge_config--> ForgeConfig --changes, overrides--> ForgeKeys --> mapping.py
+file or mapping --load_forge_config--> ForgeConfig --edits, overrides--> ForgeKeys --> mapping.py
 
 cfg = load_forge_config("blackjack.yaml")
 cfg.blackjack_env.server_url = "http://localhost:8005"
@@ -18,14 +18,14 @@ import yaml
 
 from ludus.proto.config import apply_overrides
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.trainer.compat.forge.keys import check_key, older_key
+from ludus.trainer.compat.forge.keys import check_key, find_older_key
 
 LUDUS_SECTION = "ludus"
 """Section with fields of a run, which override the values of Forge's keys."""
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
-_VARIABLE = "oc.env:"
+_VARIABLE_PREFIX = "oc.env:"
 _MAX_DEPTH = 10
-"""Maximum nesting of references; deeper nesting is a cycle."""
+"""Maximum nesting of references. Deeper nesting is treated as a cycle."""
 
 
 class ForgeConfig(dict[str, Any]):
@@ -64,12 +64,12 @@ def load_forge_config(
             "the configuration must be the path of a YAML file or a mapping of its sections, got "
             f"{source!r:.80}"
         )
-    config = ForgeConfig(source if isinstance(source, Mapping) else _read(Path(source)))
+    config = ForgeConfig(source if isinstance(source, Mapping) else _read_yaml(Path(source)))
     apply_overrides(config, overrides)
     return config
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 class ForgeKeys:
-    """The values of a configuration by dotted key, with a record of the keys that were read."""
+    """The values of a configuration by dotted key. It records the keys that are read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Flatten the configuration without section `ludus`."""
@@ -94,7 +94,7 @@ class ForgeKeys:
             for key, value in _flatten(config, "")
             if not key.startswith(f"{LUDUS_SECTION}.")
         }
-        self._read: set[str] = set()
+        self._read_keys: set[str] = set()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -103,20 +103,20 @@ class ForgeKeys:
         return key in self._values
 
     @property
-    def unread(self) -> list[str]:
+    def unread_keys(self) -> list[str]:
         """Keys that have not been read, in file order."""
-        return [key for key in self._values if key not in self._read]
+        return [key for key in self._values if key not in self._read_keys]
 
     def get(self, *keys: str, default: Any = None) -> Any:
         """Return the common value of several keys; `default` if none is set."""
         values: dict[str, Any] = {}
         for key in keys:
-            for name in (key, older_key(key)):
+            for name in (key, find_older_key(key)):
                 if name is None or self._values.get(name) is None:
                     continue
                 value = self._resolve(name, self._values[name])
                 values[name] = check_key(key, value, source_key=self._find_source_key(name))
-        self._read.update(keys, values)
+        self._read_keys.update(keys, values)
         first_value = next(iter(values.values()), default)
         if any(value != first_value for value in values.values()):
             pairs = ", ".join(f"{key} = {value!r}" for key, value in values.items())
@@ -124,8 +124,8 @@ class ForgeKeys:
         return first_value
 
     def mark_read_if_true(self, *keys: str) -> None:
-        """Mark keys as read whose value is true, because Ludus always does what they ask for."""
-        self._read.update(key for key in keys if self._values.get(key) is True)
+        """Mark keys as read whose value is true, because Ludus always behaves that way."""
+        self._read_keys.update(key for key in keys if self._values.get(key) is True)
 
     def _find_source_key(self, key: str) -> str:
         """Return the key that a reference points to, or the key itself."""
@@ -145,24 +145,24 @@ class ForgeKeys:
         match = _REFERENCE.fullmatch(value)
         if match:
             return self._resolve(key, self._look_up(key, match[1]), depth + 1)
-        text = _REFERENCE.sub(lambda match: str(self._look_up(key, match[1])), value)
-        return self._resolve(key, text, depth + 1)
+        resolved_text = _REFERENCE.sub(lambda match: str(self._look_up(key, match[1])), value)
+        return self._resolve(key, resolved_text, depth + 1)
 
     def _look_up(self, key: str, reference: str) -> Any:
-        if reference.startswith(_VARIABLE):
-            name, has_default, default = reference.removeprefix(_VARIABLE).partition(",")
-            variable = os.environ.get(name.strip(), default.strip() if has_default else None)
-            if variable is None:
+        if reference.startswith(_VARIABLE_PREFIX):
+            name, has_default, default = reference.removeprefix(_VARIABLE_PREFIX).partition(",")
+            variable_value = os.environ.get(name.strip(), default.strip() if has_default else None)
+            if variable_value is None:
                 raise ConfigError(
                     f"{key}: the environment variable {name.strip()} is not set; set it, or write "
-                    f"${{{_VARIABLE}{name.strip()},default}}"
+                    f"${{{_VARIABLE_PREFIX}{name.strip()},default}}"
                 )
-            return variable
+            return variable_value
         node: Any = self._config
-        for part in reference.strip().split("."):
-            if not isinstance(node, Mapping) or part not in node:
+        for segment in reference.strip().split("."):
+            if not isinstance(node, Mapping) or segment not in node:
                 raise ConfigError(f"{key}: '${{{reference}}}' refers to a key that does not exist")
-            node = node[part]
+            node = node[segment]
         return node
 
 

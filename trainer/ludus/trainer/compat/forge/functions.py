@@ -12,8 +12,8 @@ from ludus.trainer.compat.checks import check_function
 
 
 @dataclass(frozen=True, slots=True)
-class Functions:
-    """Functions that replace parts of a run; None keeps the default."""
+class CustomFunctions:
+    """Functions of a script that replace those of a run; None keeps the default."""
 
     reward: Any = None
     compute_advantages: Any = None
@@ -29,16 +29,20 @@ class Functions:
         if self.compute_advantages is not None:
             advantages = make_group_function(self.compute_advantages)
             # The fields that the function replaces get neutral values.
-            neutral = {"baseline": "mean", "scale": "none", "credit": "episode"}
-            tree["algorithm"] = {**tree.get("algorithm", {}), "advantages": advantages, **neutral}
+            neutral_fields = {"baseline": "mean", "scale": "none", "credit": "episode"}
+            tree["algorithm"] = {
+                **tree.get("algorithm", {}),
+                "advantages": advantages,
+                **neutral_fields,
+            }
 
 
-NO_FUNCTIONS = Functions()
+NO_FUNCTIONS = CustomFunctions()
 
 
 def make_reward_term(reward: Any) -> Callable[..., Awaitable[list[float | None]]]:
-    """Return a reward term that calls the function or method `evaluate_response`."""
-    evaluate = _method(reward, "evaluate_response")
+    """Return a reward term that calls `reward`, or its method `evaluate_response`."""
+    evaluate = _get_method(reward, "evaluate_response")
     check_function("reward", evaluate, ("prompt", "response", "game_reward"), by_name=True)
 
     async def evaluate_response(
@@ -47,19 +51,25 @@ def make_reward_term(reward: Any) -> Callable[..., Awaitable[list[float | None]]
         episode_return: Sequence[float],
     ) -> list[float | None]:
         """Compute each episode's reward from its first prompt, last response and return."""
-        results = [
-            evaluate(prompt=_text(prompt), response=_last_response(messages), game_reward=value)
-            for prompt, messages, value in zip(prompts, completions, episode_return, strict=True)
+        outputs = [
+            evaluate(
+                prompt=_join_messages(prompt),
+                response=_find_last_response(messages),
+                game_reward=game_reward,
+            )
+            for prompt, messages, game_reward in zip(
+                prompts, completions, episode_return, strict=True
+            )
         ]
-        rewards = [await result if inspect.isawaitable(result) else result for result in results]
+        rewards = [await output if inspect.isawaitable(output) else output for output in outputs]
         return [None if reward is None else float(reward) for reward in rewards]
 
     return evaluate_response
 
 
 def make_group_function(compute_advantages: Any) -> Callable[[Sequence[Any]], Any]:
-    """Return a function of a group that calls the function or method `compute`."""
-    compute = _method(compute_advantages, "compute")
+    """Return a function of a group that calls `compute_advantages`, or its method `compute`."""
+    compute = _get_method(compute_advantages, "compute")
     check_function("compute_advantages", compute, ("group",))
 
     def compute_group(group: Sequence[Any]) -> Any:
@@ -68,15 +78,17 @@ def make_group_function(compute_advantages: Any) -> Callable[[Sequence[Any]], An
     return compute_group
 
 
-def _method(owner: Any, name: str) -> Callable[..., Any]:
+def _get_method(owner: Any, name: str) -> Callable[..., Any]:
     owner = owner() if inspect.isclass(owner) else owner
     method: Callable[..., Any] = getattr(owner, name, owner)
     return method
 
 
-def _text(messages: Sequence[Message]) -> str:
+def _join_messages(messages: Sequence[Message]) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-def _last_response(messages: Sequence[Message]) -> str:
-    return next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), "")
+def _find_last_response(messages: Sequence[Message]) -> str:
+    return next(
+        (message["content"] for message in reversed(messages) if message["role"] == "assistant"), ""
+    )

@@ -23,7 +23,7 @@ def compute_logprobs(logits: Tensor, token_ids: Tensor, temperature: float = 1.0
     """Return the log-probs [B, R] of the last R tokens, `token_ids` [B, R].
 
     Args:
-        logits: [B, S, V], for the whole sequences.
+        logits: [B, S, V], predictions for whole sequences.
     """
     num_tokens = token_ids.shape[1]
     predictions = logits[:, -num_tokens - 1 : -1].float()
@@ -42,19 +42,24 @@ def simple_grpo_loss(
 ) -> Tensor:
     """Return the mean over samples of the mean over their tokens of beta * k3 - r * A.
 
-    r = exp(lp - sg[lp]) equals 1 and has the gradient of lp. There is no clipping and no correction
-    for samples of older weights (arXiv 2402.03300, with one update per batch).
+    r = exp(logprob - stop_gradient(logprob)) equals 1 and has the gradient of the log-prob. There
+    is no clipping and no correction for samples of older weights (arXiv 2402.03300, with one update
+    per batch).
     """
     logprobs = compute_logprobs(logits, response)
-    gain = (logprobs - logprobs.detach()).exp() * advantages
-    per_token = beta * kl(logprobs, ref_logprobs, "k3") - gain
-    per_sample = torch.where(padding_mask, per_token, 0.0).sum(1) / padding_mask.sum(1).clamp(min=1)
-    return per_sample.mean()
+    policy_gain = (logprobs - logprobs.detach()).exp() * advantages
+    token_losses = beta * kl(logprobs, ref_logprobs, "k3") - policy_gain
+    sample_losses = torch.where(padding_mask, token_losses, 0.0).sum(1) / padding_mask.sum(1).clamp(
+        min=1
+    )
+    return sample_losses.mean()
 
 
 @dataclass
 class ComputeAdvantages(ForgeActor):
-    """Computes A_i = (r_i - mean) / (std + 1e-4), std with n - 1; 0 if all rewards are equal.
+    """An actor that computes A_i = (r_i - mean) / (std + 1e-4), or 0 if all rewards are equal.
+
+    The standard deviation has the divisor n - 1.
 
     A custom class with a `compute` method can replace it in a run; see
     `setup_forge_training(compute_advantages=...)`.
@@ -68,8 +73,8 @@ class ComputeAdvantages(ForgeActor):
             raise ConfigError(
                 f"each episode of a group must have a finite reward, got {rewards!r:.100}"
             )
-        values = torch.tensor([[float(reward) for reward in rewards]], dtype=torch.float64)
-        advantages: list[float] = group_advantages(values, "mean", "group")[0].tolist()
+        reward_row = torch.tensor([[float(reward) for reward in rewards]], dtype=torch.float64)
+        advantages: list[float] = group_advantages(reward_row, "mean", "group")[0].tolist()
         return advantages
 
 

@@ -1,7 +1,7 @@
-"""Maps each key of a Forge configuration to the configuration of a run.
+"""The mapping from the keys of a Forge configuration to the configuration of a run.
 
-docs/from-forge.md contains the table. Preset "torchforge" contains what Forge defines in code: its
-algorithm, with a KL coefficient of 0.1 for the initial policy.
+docs/from-forge.md contains the table. Preset "torchforge" contains the settings that Forge defines
+in code: its algorithm, with a KL coefficient of 0.1.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ludus.proto.errors import ConfigError, did_you_mean
 from ludus.trainer.compat.forge.configuration import LUDUS_SECTION, ForgeConfig, ForgeKeys
 from ludus.trainer.compat.forge.keys import ALL, KNOWN_KEYS, UNSUPPORTED_DEGREES
 
-TINY = "tiny"
-_HUB = "hf://"
+TINY_MODEL = "tiny"
+_HUB_PREFIX = "hf://"
 _UNLIMITED = 1_000_000
-"""Number of steps of a file without one; Forge's files contain this number."""
-_GROUP_SIZE, _MAX_REQUEST, _MAX_RESPONSE = 4, 512, 32
-"""Defaults of a file without these keys."""
+"""Number of steps if a file sets none. Forge's files contain this number."""
+_DEFAULT_GROUP_SIZE, _DEFAULT_MAX_REQUEST, _DEFAULT_MAX_RESPONSE = 4, 512, 32
+"""Defaults if a file does not set these keys."""
 _NUM_GAMES = 1_000
 """Number of episodes of the evaluation after the last step, which Forge does not have."""
 _MODEL_KEYS = (
@@ -30,14 +30,14 @@ _MODEL_KEYS = (
     *("trainer.model.hf_assets_path", "trainer.checkpoint.initial_load_path"),
     *("ref_model.model.hf_assets_path", "ref_model.checkpoint.initial_load_path"),
 )
-_ALWAYS_TRUE = (
+_ALWAYS_TRUE_KEYS = (
     "trainer.checkpoint.initial_load_in_hf",
     "trainer.checkpoint.last_save_in_hf",
     "ref_model.checkpoint.enable",
     "ref_model.checkpoint.initial_load_in_hf",
 )
-"""Keys whose value true is always fulfilled: models are stored in the Hugging Face format."""
-_EQUAL_SETTINGS = {
+"""Keys that may be true without effect: models are always stored in the Hugging Face format."""
+_KEY_BY_SETTING = {
     "environment.address": "blackjack_env.server_url",
     "environment.max_turns": "blackjack_env.max_turns",
     "rollout.num_workers": "services.policy.num_replicas",
@@ -53,8 +53,8 @@ _EQUAL_SETTINGS = {
     "learner.max_grad_norm": "trainer.training.max_norm",
     "learner.compile": "trainer.compile.enable",
 }
-"""Keys by the setting of a run that has the same values."""
-_EQUAL_VLLM_SETTINGS = {
+"""Forge's key by the setting of a run that takes the same value."""
+_KEY_BY_VLLM_SETTING = {
     "generator.tensor_parallel_size": "policy.engine_args.tensor_parallel_size",
     "generator.enforce_eager": "policy.engine_args.enforce_eager",
     "generator.gpu_memory_utilization": "policy.engine_args.gpu_memory_utilization",
@@ -69,11 +69,11 @@ class MappedConfig:
 
     tree: dict[str, Any]
     """Sections of the run."""
-    unused: tuple[str, ...]
+    unused_keys: tuple[str, ...]
     """Forge keys in the file that have no effect."""
 
 
-def run_tree(config: ForgeConfig, *, name: str, has_gpu: bool) -> MappedConfig:
+def map_config(config: ForgeConfig, *, name: str, has_gpu: bool) -> MappedConfig:
     """Map a configuration to the sections of a run.
 
     Args:
@@ -88,7 +88,7 @@ def run_tree(config: ForgeConfig, *, name: str, has_gpu: bool) -> MappedConfig:
     engine = (ludus_section.get("generator") or {}).get("kind") or (
         "vllm" if has_gpu else "transformers"
     )
-    settings = {**_EQUAL_SETTINGS, **(_EQUAL_VLLM_SETTINGS if engine == "vllm" else {})}
+    settings = {**_KEY_BY_SETTING, **(_KEY_BY_VLLM_SETTING if engine == "vllm" else {})}
     tree: dict[str, Any] = {
         "preset": "torchforge",
         "name": name,
@@ -102,13 +102,13 @@ def run_tree(config: ForgeConfig, *, name: str, has_gpu: bool) -> MappedConfig:
         section, field = setting.split(".")
         tree[section][field] = keys.get(key)
     _add_sizes(tree, keys)
-    tree["training"] |= _checkpoints(keys, tree["training"]["num_steps"])
-    tree["learner"] |= _learner(keys)
-    tree["metrics"] = _metrics(keys)
-    tree["model"] = _model(keys, tree["rollout"]["max_tokens"])
+    tree["training"] |= _make_checkpoint_settings(keys, tree["training"]["num_steps"])
+    tree["learner"] |= _make_learner_settings(keys)
+    tree["metrics"] = _make_metrics_section(keys)
+    tree["model"] = _make_model_section(keys, tree["rollout"]["max_tokens"])
     _add_gpus(tree, keys, has_gpu=has_gpu)
-    # The preset provides the values that the file does not have.
-    tree = {name: _drop_none(value) for name, value in tree.items()}
+    # The preset provides the values that the file does not set.
+    tree = {key: _drop_none(section) for key, section in tree.items()}
     _check_combinations(apply_preset(tree), ludus_section)
     if "environments" in ludus_section:
         del tree["environment"]
@@ -117,7 +117,7 @@ def run_tree(config: ForgeConfig, *, name: str, has_gpu: bool) -> MappedConfig:
             "blackjack_env.server_url is required; set it to the address of a server, or add a "
             "section ludus.environment"
         )
-    return MappedConfig(merge_sections(tree, ludus_section), tuple(keys.unread))
+    return MappedConfig(merge_sections(tree, ludus_section), tuple(keys.unread_keys))
 
 
 def _drop_none(section: Any) -> Any:
@@ -134,7 +134,7 @@ def _check_names(keys: ForgeKeys) -> None:
         if key not in KNOWN_KEYS and not (_is_section(key) and keys.get(key) is None)
     ]
     if unknown_names:
-        lines = [f"  {key}: {_hint(key)}" for key in unknown_names]
+        lines = [f"  {key}: {_make_hint(key)}" for key in unknown_names]
         raise ConfigError("unknown keys in the Forge configuration:\n" + "\n".join(lines))
 
 
@@ -142,14 +142,14 @@ def _is_section(key: str) -> bool:
     return key == LUDUS_SECTION or any(name.startswith(f"{key}.") for name in KNOWN_KEYS)
 
 
-def _hint(key: str) -> str:
+def _make_hint(key: str) -> str:
     if _is_section(key):
         return "must be a section with keys, got a value"
     section = key.rpartition(".")[0]
     siblings = [name for name in KNOWN_KEYS if name.rpartition(".")[0] == section]
     suggestion = did_you_mean(key, siblings or KNOWN_KEYS)
-    unknown = f"unknown, {suggestion}" if suggestion else "unknown"
-    return f"{unknown}; Ludus fields belong in the `{LUDUS_SECTION}` section"
+    problem = f"unknown, {suggestion}" if suggestion else "unknown"
+    return f"{problem}; Ludus fields belong in the `{LUDUS_SECTION}` section"
 
 
 def _refuse_other_values(keys: ForgeKeys) -> None:
@@ -171,25 +171,25 @@ def _refuse_other_values(keys: ForgeKeys) -> None:
 
 def _add_sizes(tree: dict[str, Any], keys: ForgeKeys) -> None:
     """Add the sizes of groups, batches and episodes."""
-    group_size = keys.get("group_size", "grpo.group_size", default=_GROUP_SIZE)
-    per_rank = keys.get(
+    group_size = keys.get("group_size", "grpo.group_size", default=_DEFAULT_GROUP_SIZE)
+    rank_batch_size = keys.get(
         *("replay_buffer.batch_size", "trainer.training.local_batch_size"),
         *("local_batch_size", "batch_size"),
         default=group_size,
     )
-    num_ranks = _num_ranks(keys)
+    num_ranks = _count_ranks(keys)
     dp_size = keys.get("replay_buffer.dp_size", default=ALL)
     if dp_size not in (ALL, num_ranks):
         raise ConfigError(
             f"replay_buffer.dp_size = {dp_size}, but the trainer has {num_ranks} data-parallel "
             "ranks; make them equal"
         )
-    groups, remainder = divmod(per_rank * num_ranks, group_size)
-    if remainder or not groups:
+    num_groups, remainder = divmod(rank_batch_size * num_ranks, group_size)
+    if remainder or not num_groups:
         raise ConfigError(
-            f"local_batch_size = {per_rank} on {num_ranks} ranks must be a multiple of group_size "
-            f"= {group_size}, because a step trains on whole groups; for example "
-            f"{max(1, groups) * group_size}"
+            f"local_batch_size = {rank_batch_size} on {num_ranks} ranks must be a multiple of "
+            f"group_size = {group_size}, because a step trains on whole groups; for example "
+            f"{max(1, num_groups) * group_size}"
         )
     num_samples = keys.get("policy.sampling_params.n", default=1)
     if num_samples not in (1, group_size):
@@ -198,42 +198,42 @@ def _add_sizes(tree: dict[str, Any], keys: ForgeKeys) -> None:
             "number of episodes in a group"
         )
     top_k = keys.get("policy.sampling_params.top_k")
-    threads = keys.get("rollout_threads", default=1)
+    num_threads = keys.get("rollout_threads", default=1)
     tree["rollout"] |= {
         "group_size": group_size,
-        "num_groups_in_flight": max(threads, groups),
+        "num_groups_in_flight": max(num_threads, num_groups),
         "top_k": 0 if top_k == ALL else top_k,
-        **_lengths(keys),
+        **_find_lengths(keys),
     }
-    steps = keys.get("trainer.training.steps", default=ALL)
+    num_steps = keys.get("trainer.training.steps", default=ALL)
     tree["training"] = {
-        "num_steps": _UNLIMITED if steps == ALL else steps,
-        "groups_per_step": groups,
+        "num_steps": _UNLIMITED if num_steps == ALL else num_steps,
+        "groups_per_step": num_groups,
         "max_staleness": keys.get("replay_buffer.max_policy_age", "off_by_n"),
     }
     tree["learner"]["num_ranks"] = num_ranks
 
 
-def _lengths(keys: ForgeKeys) -> dict[str, int]:
+def _find_lengths(keys: ForgeKeys) -> dict[str, int]:
     """Return the maximum numbers of tokens of an episode and of a completion."""
     max_response = keys.get("max_res_tokens")
     max_tokens = keys.get("blackjack_env.max_seq_len", "max_seq_len")
     if max_tokens is None:
-        max_request = keys.get("max_req_tokens", default=_MAX_REQUEST)
-        max_tokens = max_request + (max_response or _MAX_RESPONSE)
+        max_request = keys.get("max_req_tokens", default=_DEFAULT_MAX_REQUEST)
+        max_tokens = max_request + (max_response or _DEFAULT_MAX_RESPONSE)
     max_completion = keys.get("policy.sampling_params.max_tokens")
     if max_completion is not None and max_completion >= max_tokens:
-        # The limit is as long as the whole episode: half of it is reserved for prompts.
+        # The limit is the length of the whole episode, so half of it is reserved for prompts.
         max_completion = max_response or max_tokens // 2
     if max_response is not None and max_completion not in (None, max_response):
         raise ConfigError(
             f"policy.sampling_params.max_tokens = {max_completion}, but max_res_tokens = "
             f"{max_response}; make them equal"
         )
-    limit = keys.get("trainer.training.seq_len", default=max_tokens)
-    if limit < max_tokens:
+    seq_len = keys.get("trainer.training.seq_len", default=max_tokens)
+    if seq_len < max_tokens:
         raise ConfigError(
-            f"trainer.training.seq_len = {limit} is less than the {max_tokens} tokens of an "
+            f"trainer.training.seq_len = {seq_len} is less than the {max_tokens} tokens of an "
             "episode, from max_seq_len or max_req_tokens and max_res_tokens; raise seq_len or "
             "lower the others"
         )
@@ -243,9 +243,9 @@ def _lengths(keys: ForgeKeys) -> dict[str, int]:
     }
 
 
-def _checkpoints(keys: ForgeKeys, num_steps: int) -> dict[str, Any]:
+def _make_checkpoint_settings(keys: ForgeKeys, num_steps: int) -> dict[str, Any]:
     """Return the checkpoint settings; a run always writes a checkpoint at its end."""
-    keys.mark_read_if_true(*_ALWAYS_TRUE)
+    keys.mark_read_if_true(*_ALWAYS_TRUE_KEYS)
     interval = keys.get("trainer.checkpoint.interval")
     num_kept = keys.get("trainer.checkpoint.keep_latest_k")
     is_enabled = keys.get("trainer.checkpoint.enable", default=True)
@@ -255,65 +255,71 @@ def _checkpoints(keys: ForgeKeys, num_steps: int) -> dict[str, Any]:
     }
 
 
-def _num_ranks(keys: ForgeKeys) -> int:
-    shards: int = keys.get("trainer.parallelism.data_parallel_shard_degree", default=ALL)
-    processes: int = keys.get("actors.trainer.procs", default=1)
-    if shards == ALL:
-        return processes
-    if "actors.trainer.procs" in keys and processes != shards:
+def _count_ranks(keys: ForgeKeys) -> int:
+    num_shards: int = keys.get("trainer.parallelism.data_parallel_shard_degree", default=ALL)
+    num_processes: int = keys.get("actors.trainer.procs", default=1)
+    if num_shards == ALL:
+        return num_processes
+    if "actors.trainer.procs" in keys and num_processes != num_shards:
         raise ConfigError(
-            f"actors.trainer.procs = {processes}, but trainer.parallelism."
-            f"data_parallel_shard_degree = {shards}; each rank is a process, so make them equal"
+            f"actors.trainer.procs = {num_processes}, but trainer.parallelism."
+            f"data_parallel_shard_degree = {num_shards}; each rank is a process, so make them equal"
         )
-    return shards
+    return num_shards
 
 
-def _model(keys: ForgeKeys, max_tokens: int) -> dict[str, Any]:
-    values = {key: keys.get(key) for key in _MODEL_KEYS}
-    paths = {key: path.removeprefix(_HUB) for key, path in values.items() if path is not None}
+def _make_model_section(keys: ForgeKeys, max_tokens: int) -> dict[str, Any]:
+    value_by_key = {key: keys.get(key) for key in _MODEL_KEYS}
+    paths = {
+        key: path.removeprefix(_HUB_PREFIX)
+        for key, path in value_by_key.items()
+        if path is not None
+    }
     if len(set(paths.values())) > 1:
         pairs = ", ".join(f"{key} = '{path}'" for key, path in paths.items())
         raise ConfigError(
             f"policy, trainer and reference must start from the same model, got {pairs}; name one "
             "model"
         )
-    path = next(iter(paths.values()), TINY)
-    if path == TINY:
+    path = next(iter(paths.values()), TINY_MODEL)
+    if path == TINY_MODEL:
         return {"kind": "tiny", "max_tokens": max_tokens}
     return {"kind": "pretrained", "path": path}
 
 
-def _learner(keys: ForgeKeys) -> dict[str, Any]:
+def _make_learner_settings(keys: ForgeKeys) -> dict[str, Any]:
     """Return the settings of the learner that are combined from several keys."""
-    rate = keys.get("trainer.optimizer.lr")
+    learning_rate = keys.get("trainer.optimizer.lr")
     final_factor = keys.get("trainer.lr_scheduler.min_lr_factor")
     beta1, beta2 = keys.get("trainer.optimizer.beta1"), keys.get("trainer.optimizer.beta2")
-    # Forge's default for a missing one.
+    # Forge's defaults replace a missing beta.
     betas = [0.9 if beta1 is None else beta1, 0.95 if beta2 is None else beta2]
     mode = keys.get("trainer.activation_checkpoint.mode")
     return {
-        "learning_rate_final": rate * final_factor if rate and final_factor else None,
+        "learning_rate_final": learning_rate * final_factor
+        if learning_rate and final_factor
+        else None,
         "betas": None if beta1 is None and beta2 is None else betas,
-        "dtype": _dtype(keys),
+        "dtype": _find_dtype(keys),
         "activation_checkpointing": None if mode is None else mode != "none",
     }
 
 
-def _dtype(keys: ForgeKeys) -> str | None:
+def _find_dtype(keys: ForgeKeys) -> str | None:
     """Return the data type of both trainer and policy."""
-    trainer: str | None = keys.get("trainer.training.dtype")
-    policy: str | None = keys.get("policy.engine_args.dtype")
-    if policy in (None, "auto"):
-        return trainer
-    if trainer not in (None, policy):
+    trainer_dtype: str | None = keys.get("trainer.training.dtype")
+    policy_dtype: str | None = keys.get("policy.engine_args.dtype")
+    if policy_dtype in (None, "auto"):
+        return trainer_dtype
+    if trainer_dtype not in (None, policy_dtype):
         raise ConfigError(
-            f"policy.engine_args.dtype = '{policy}', but trainer.training.dtype = '{trainer}'; "
-            "their log-probs are compared, so make them equal"
+            f"policy.engine_args.dtype = '{policy_dtype}', but trainer.training.dtype = "
+            f"'{trainer_dtype}'; their log-probs are compared, so make them equal"
         )
-    return policy
+    return policy_dtype
 
 
-def _metrics(keys: ForgeKeys) -> dict[str, Any]:
+def _make_metrics_section(keys: ForgeKeys) -> dict[str, Any]:
     """Return section `metrics`; without an API key, W&B data stays in the run folder."""
     project = keys.get("metric_logging.wandb.project")
     if project is None:
@@ -339,12 +345,12 @@ def _check_combinations(tree: Mapping[str, Any], ludus_section: Mapping[str, Any
     Combinations with section `ludus` are checked when the run's configuration is read.
     """
     rollout, generator, learner = tree["rollout"], tree["generator"], tree["learner"]
-    rate, decay = learner["learning_rate"], learner["weight_decay"]
-    if "learner" not in ludus_section and rate * decay >= 1:
+    learning_rate, weight_decay = learner["learning_rate"], learner["weight_decay"]
+    if "learner" not in ludus_section and learning_rate * weight_decay >= 1:
         raise ConfigError(
-            f"trainer.optimizer.weight_decay = {decay:g} times trainer.optimizer.lr = {rate:g} is "
-            "the share of every weight that a step removes and must be less than 1; lower "
-            "weight_decay, which is usually 0 to 0.1"
+            f"trainer.optimizer.weight_decay = {weight_decay:g} times trainer.optimizer.lr = "
+            f"{learning_rate:g} is the share of every weight that a step removes and must be less "
+            "than 1; lower weight_decay, which is usually 0 to 0.1"
         )
     if not ludus_section.keys().isdisjoint({"rollout", "generator"}):
         return

@@ -1,4 +1,4 @@
-"""Queries the environment server before a run starts.
+"""Queries of the environment server before a run starts.
 
 Forge's file contains only an address. The server reports its game, from which the baselines of the
 run follow.
@@ -15,16 +15,16 @@ from ludus.proto.config.environment import RANDOM_POLICY, environment_name
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
 from ludus.trainer.core.functions import import_object
 
-_PACKAGE = "openspiel_env"
-_POLICIES = f"{_PACKAGE}.policies:fixed_policies"
-_OPTIMAL = ("basic_strategy", "follow_ball", "minimax")
+_GAMES_PACKAGE = "openspiel_env"
+_POLICIES_PATH = f"{_GAMES_PACKAGE}.policies:fixed_policies"
+_OPTIMAL_POLICIES = ("basic_strategy", "follow_ball", "minimax")
 """Names of optimal policies, one per game."""
 _CONNECT_TIMEOUT_S = 3.0
 _HTTP_SCHEMES = ("http", "ws")
 
 
 async def add_baselines(environment: dict[str, Any], game: str | None) -> dict[str, dict[str, Any]]:
-    """Return the environment's section with baselines, by the name of its game.
+    """Add baselines to an environment's section, and return it by the name of its game.
 
     A server with a gRPC address is not queried, because Ray must fork before this process uses
     gRPC.
@@ -35,7 +35,7 @@ async def add_baselines(environment: dict[str, Any], game: str | None) -> dict[s
     address = str(environment.get("address", ""))
     if not address.startswith(_HTTP_SCHEMES):
         return {environment_name(environment): environment}
-    description = await _describe(address)
+    description = await _describe_environment(address)
     served_game = description.options.get("game")
     if game is not None and served_game is not None and game != served_game:
         raise ConfigError(
@@ -43,23 +43,27 @@ async def add_baselines(environment: dict[str, Any], game: str | None) -> dict[s
             "server of the game, or remove game_name"
         )
     name = environment_name({"package": served_game or description.name})
-    return {name: {**_baseline_fields(description), **environment}}
+    return {name: {**_make_baseline_fields(description), **environment}}
 
 
-def _baseline_fields(description: EnvironmentDescription) -> dict[str, Any]:
-    """Return the fields with baselines; empty if the game has no known policies."""
-    if "game" not in description.options or importlib.util.find_spec(_PACKAGE) is None:
+def _make_baseline_fields(description: EnvironmentDescription) -> dict[str, Any]:
+    """Return the fields with baselines, or no fields if the game has no known policies."""
+    if "game" not in description.options or importlib.util.find_spec(_GAMES_PACKAGE) is None:
         return {}
-    names = list(import_object(_POLICIES, "environment.policies")(description.options))
-    optimal = next((name for name in _OPTIMAL if name in names), None)
+    policy_names = list(import_object(_POLICIES_PATH, "environment.policies")(description.options))
+    optimal_policy = next((name for name in _OPTIMAL_POLICIES if name in policy_names), None)
     return {
-        "policies": _POLICIES,
-        "baselines": names,
-        **({"random_policy": RANDOM_POLICY, "optimal_policy": optimal} if optimal else {}),
+        "policies": _POLICIES_PATH,
+        "baselines": policy_names,
+        **(
+            {"random_policy": RANDOM_POLICY, "optimal_policy": optimal_policy}
+            if optimal_policy
+            else {}
+        ),
     }
 
 
-async def _describe(address: str) -> EnvironmentDescription:
+async def _describe_environment(address: str) -> EnvironmentDescription:
     try:
         async with await AsyncEnvClient.connect(
             address, ConnectOptions(connect_timeout_s=_CONNECT_TIMEOUT_S)

@@ -24,20 +24,20 @@ from ludus.trainer.compat.forge.data_models.completion import (
     Completion,
     translate_sampling_params,
 )
-from ludus.trainer.compat.forge.functions import NO_FUNCTIONS, Functions
-from ludus.trainer.compat.forge.mapping import run_tree
+from ludus.trainer.compat.forge.functions import NO_FUNCTIONS, CustomFunctions
+from ludus.trainer.compat.forge.mapping import map_config
 from ludus.trainer.compat.forge.server import add_baselines
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.driver.loops.steps import Step
 from ludus.trainer.driver.policy import Policy
 from ludus.trainer.driver.trainer import Trainer
 
-_TOML = ".toml"
-_NAME = "forge"
-_INVALID_IN_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+_TOML_SUFFIX = ".toml"
+_DEFAULT_RUN_NAME = "forge"
+_INVALID_NAME_CHARS = re.compile(r"[^A-Za-z0-9._-]+")
 """Characters that the name of a run cannot contain."""
-_MAX_NAME = 40
-_NUM_PRINTED, _MAX_TURNS, _MAX_CHARS = 20, 6, 60
+_MAX_NAME_CHARS = 40
+_NUM_PRINTED_STEPS, _MAX_PRINTED_TURNS, _MAX_PRINTED_CHARS = 20, 6, 60
 
 
 Configuration: TypeAlias = LanguageModelRun | Mapping[str, Any] | Path | str
@@ -63,11 +63,11 @@ class ForgePolicy:
     """The policy with the weights of the rollout workers."""
 
     def __init__(self, policy: Policy) -> None:
-        self.generate = Generation(policy)
+        self.generate = GenerateEndpoint(policy)
 
 
-class Generation:
-    """`policy.generate(...)`, and Forge's `policy.generate.route(...)`."""
+class GenerateEndpoint:
+    """The endpoint `policy.generate(...)`, and Forge's `policy.generate.route(...)`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -108,7 +108,7 @@ class Generation:
 
 
 class GRPOTrainer:
-    """A started run, which can be trained in parts, sampled from and evaluated."""
+    """A started run. It can be trained in several calls, sampled from and evaluated."""
 
     def __init__(self, trainer: Trainer, stack: AsyncExitStack) -> None:
         """Wrap a started trainer, which `stack` closes; see `setup_forge_training`."""
@@ -142,7 +142,7 @@ class GRPOTrainer:
 
         Args:
             steps: the number of steps; None trains all remaining steps.
-            on_step: called after each step; None prints some of the steps.
+            on_step: function that is called after each step; None prints some of the steps.
 
         Raises:
             ConfigError: fewer steps remain.
@@ -181,11 +181,11 @@ class GRPOTrainer:
 
     async def __aexit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._stack.__aexit__(kind, error, traceback)
+        await self._stack.__aexit__(error_type, error, traceback)
 
     async def shutdown(self) -> None:
         """Stop all processes of the run; an unfinished run writes a checkpoint."""
@@ -227,7 +227,7 @@ async def setup_forge_training(
         overrides,
         resume=Resume(resume),
         overwrite=overwrite,
-        functions=Functions(reward, compute_advantages, render, parse),
+        functions=CustomFunctions(reward, compute_advantages, render, parse),
     )
     trainer = Trainer(run, resume=resume, overwrite=overwrite)
     stack = AsyncExitStack()
@@ -241,7 +241,7 @@ async def load_forge_run(
     *,
     resume: Resume = Resume.NEVER,
     overwrite: bool = False,
-    functions: Functions = NO_FUNCTIONS,
+    functions: CustomFunctions = NO_FUNCTIONS,
 ) -> LanguageModelRun:
     """Return the run for a configuration; see `setup_forge_training`."""
     keeps_name = overwrite or resume != Resume.NEVER
@@ -259,49 +259,51 @@ async def _load_sections(
     """Return the sections of the run."""
     if isinstance(config, LanguageModelRun):
         return Trainer(config, overrides=overrides).run.model_dump(mode="json")
-    if isinstance(config, (str, Path)) and Path(config).suffix == _TOML:
+    if isinstance(config, (str, Path)) and Path(config).suffix == _TOML_SUFFIX:
         return load_run_config(Path(config), overrides).model_dump(mode="json")
-    cfg = load_forge_config(config, overrides)
-    name = _NAME if isinstance(config, Mapping) else make_run_name(Path(config))
-    mapped_tree = run_tree(cfg, name=name, has_gpu=torch.cuda.is_available())
-    if mapped_tree.unused:
-        warn_user(f"these Forge keys have no effect: {', '.join(mapped_tree.unused)}")
-    tree = mapped_tree.tree
-    if not keeps_name and "name" not in (cfg.get(LUDUS_SECTION) or {}):
-        tree["name"] = _free_name(name, Path(tree.get("output_dir", "runs")))
+    forge_config = load_forge_config(config, overrides)
+    name = _DEFAULT_RUN_NAME if isinstance(config, Mapping) else make_run_name(Path(config))
+    mapped_config = map_config(forge_config, name=name, has_gpu=torch.cuda.is_available())
+    if mapped_config.unused_keys:
+        warn_user(f"these Forge keys have no effect: {', '.join(mapped_config.unused_keys)}")
+    tree = mapped_config.tree
+    if not keeps_name and "name" not in (forge_config.get(LUDUS_SECTION) or {}):
+        tree["name"] = _find_free_name(name, Path(tree.get("output_dir", "runs")))
     if "environment" in tree:
-        game = (cfg.get("blackjack_env") or {}).get("game_name")
+        game = (forge_config.get("blackjack_env") or {}).get("game_name")
         tree["environments"] = await add_baselines(tree.pop("environment"), game)
     return tree
 
 
 def make_run_name(file: Path) -> str:
     """Derive the name of a run from the name of its file."""
-    return _INVALID_IN_NAME.sub("-", file.stem).lstrip("._-")[:_MAX_NAME] or _NAME
+    return (
+        _INVALID_NAME_CHARS.sub("-", file.stem).lstrip("._-")[:_MAX_NAME_CHARS] or _DEFAULT_RUN_NAME
+    )
 
 
-def _free_name(name: str, folder: Path) -> str:
+def _find_free_name(name: str, folder: Path) -> str:
     """Return the name, with a number appended if such a run exists."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(candidate for candidate in names if not (folder / candidate).exists())
 
 
 def _make_results(steps: Sequence[Step], run_dir: Path) -> Results:
-    def values(metric: TrainMetric) -> list[float]:
+    def collect_values(metric: TrainMetric) -> list[float]:
         series = (step.values.get(metric) for step in steps)
         return list(itertools.accumulate(series, _fill_gap, initial=math.nan))[1:]
 
     return Results(
         iterations=[step.number for step in steps],
-        win_rates=values(TrainMetric.WIN_RATE),
-        losses=values(TrainMetric.LOSS),
-        rewards=values(TrainMetric.REWARD_MEAN),
+        win_rates=collect_values(TrainMetric.WIN_RATE),
+        losses=collect_values(TrainMetric.LOSS),
+        rewards=collect_values(TrainMetric.REWARD_MEAN),
         run_dir=str(run_dir),
     )
 
 
 def _fill_gap(previous: float, value: float | None) -> float:
-    """Return the value, or the previous one if no episode ended in the step."""
+    """Return the value, or the previous value if no episode ended in the step."""
     return previous if value is None else value
 
 
@@ -309,8 +311,8 @@ class _StepPrinter:
     """Prints some of the steps to standard output, each with one episode."""
 
     def __init__(self, num_steps: int) -> None:
-        self._every = max(1, num_steps // _NUM_PRINTED)
-        self._num_seen = 0
+        self._print_interval = max(1, num_steps // _NUM_PRINTED_STEPS)
+        self._num_steps_seen = 0
         self._values: dict[str, float] = dict.fromkeys(
             (TrainMetric.WIN_RATE, TrainMetric.REWARD_MEAN, TrainMetric.LOSS), math.nan
         )
@@ -318,14 +320,14 @@ class _StepPrinter:
 
     def __call__(self, step: Step) -> None:
         self._values |= step.values
-        if self._num_seen % self._every == 0:
+        if self._num_steps_seen % self._print_interval == 0:
             sys.stdout.write(
                 f"step {step.number:>4}  wins {self._values[TrainMetric.WIN_RATE]:6.1%}  "
                 f"reward {self._values[TrainMetric.REWARD_MEAN]:+.3f}  "
                 f"loss {self._values[TrainMetric.LOSS]:+.4f}{_format_episode(step)}\n"
             )
             sys.stdout.flush()
-        self._num_seen += 1
+        self._num_steps_seen += 1
 
 
 def _format_episode(step: Step) -> str:
@@ -335,10 +337,10 @@ def _format_episode(step: Step) -> str:
     transcript = step.transcripts[0]
     turns = [
         f"{_shorten(turn.shown[-1].text) if turn.shown else ''} -> {_shorten(turn.answer)}"
-        for turn in transcript.turns[:_MAX_TURNS]
+        for turn in transcript.turns[:_MAX_PRINTED_TURNS]
     ]
     return f"  [{'; '.join(turns)}: {transcript.episode_return:+g}]" if turns else ""
 
 
 def _shorten(text: str) -> str:
-    return " ".join(text.split())[:_MAX_CHARS]
+    return " ".join(text.split())[:_MAX_PRINTED_CHARS]

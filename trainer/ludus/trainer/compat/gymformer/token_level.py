@@ -5,8 +5,8 @@
               +--------- shown again, with tokens that the environment added
 
 `TokenLevelRunner` plays the environments of `ludus.env.adapters.gymnasium.token_level`. No chat
-template is used. Every token has the reward of its step. Tokens that were sampled beyond
-the end of the episode were never played, and are dropped.
+template is used. Every token has the reward of its step. Tokens that were sampled beyond the end of
+the episode were never played, and are dropped.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TokenConversation(Conversation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLevelRunner(SessionRunner[TokenConversation]):
-    """Plays each completion token by token."""
+    """A runner that plays each completion token by token."""
 
     record_class = TokenConversation
 
@@ -76,17 +76,20 @@ class TokenLevelRunner(SessionRunner[TokenConversation]):
         start: EpisodeStart,
         record: TokenConversation,
     ) -> EpisodeEnd:
-        """Play until the episode ends; the info of the last result is for reward functions."""
-        result, expected = first, list[int]()
+        """Play until the episode ends.
+
+        Reward functions receive the info of the last result.
+        """
+        result, expected_ids = first, list[int]()
         status: RolloutStatus | None = None
         while status is None:
-            shown: list[int] = result.observation["token_ids"]
-            if shown[: len(expected)] != expected:
+            shown_ids: list[int] = result.observation["token_ids"]
+            if shown_ids[: len(expected_ids)] != expected_ids:
                 raise ValueError(
-                    f"the environment changed the {len(expected)} tokens that were already shown; "
-                    "an observation of a token-level environment must only grow"
+                    f"the environment changed the {len(expected_ids)} tokens that were already "
+                    "shown; an observation of a token-level environment must only grow"
                 )
-            record.add_tokens(shown[len(expected) :])
+            record.add_tokens(shown_ids[len(expected_ids) :])
             if not record.has_room:
                 return EpisodeEnd(RolloutStatus.TRUNCATED, result.info, success=result.success)
             token_ids = await record.complete_tokens()
@@ -97,6 +100,6 @@ class TokenLevelRunner(SessionRunner[TokenConversation]):
                 return EpisodeEnd(RolloutStatus.INVALID_ACTION)
             rewards: list[float] = result.observation["rewards"]
             record.keep_rewarded_tokens(rewards)
-            expected = [*shown, *token_ids[: len(rewards)]]
+            expected_ids = [*shown_ids, *token_ids[: len(rewards)]]
             status = end_status(result)
         return EpisodeEnd(status, result.info, success=result.success)

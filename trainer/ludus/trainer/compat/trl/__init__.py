@@ -1,4 +1,4 @@
-"""TRL's calls: an import line changed, a script of TRL's trains here."""
+"""TRL's API, implemented by Ludus. A TRL script migrates by changing its imports."""
 
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.rollout.arguments import generate_rollout_completions

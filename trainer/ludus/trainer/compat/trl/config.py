@@ -2,7 +2,7 @@
 
     mapped   becomes a setting of the run (run_settings.py)
     ignored  has no effect here; reported when the field is set
-    refused  is not supported; the error names the alternative
+    refused  is not supported; the error names a remedy
 
 `tests/conformance/test_trl.py` compares the names and defaults with TRL's own.
 """
@@ -47,7 +47,7 @@ _GradNorm = Annotated[
     float, Field(gt=0, description="a number above 0 (a large one disables clipping)")
 ]
 _Strategy = Literal["no", "steps", "epoch"]
-_Cap = Annotated[float, Field(ge=1)]
+_WeightCap = Annotated[float, Field(ge=1)]
 _Warmup = NonNegativeInt | Annotated[float, Field(ge=0, lt=1, description="a share below 1")]
 _Report = Literal["none", "wandb", "tensorboard"]
 _Reports = Annotated[
@@ -60,9 +60,9 @@ _Reports = Annotated[
 _Numbers = Annotated[
     list[float] | tuple[float, ...], Field(description="a list of numbers, one per function")
 ]
-_Options = Annotated[dict[str, Any], Field(description="a dictionary")]
+_Dictionary = Annotated[dict[str, Any], Field(description="a dictionary")]
 
-MAPPED: Mapping[str, tuple[Any, Any]] = {
+MAPPED_FIELDS: Mapping[str, tuple[Any, Any]] = {
     "output_dir": (None, PathText | None),
     "seed": (42, NonNegativeInt),
     "per_device_train_batch_size": (8, PositiveInt),
@@ -105,7 +105,7 @@ MAPPED: Mapping[str, tuple[Any, Any]] = {
     "top_k": (0, Annotated[int, Field(ge=-1)] | None),
     "min_p": (None, ShareBelow1 | None),
     "repetition_penalty": (1.0, RepetitionPenalty),
-    "chat_template_kwargs": (None, _Options | None),
+    "chat_template_kwargs": (None, _Dictionary | None),
     "use_vllm": (False, bool),
     "vllm_mode": ("colocate", Literal["server", "colocate"]),
     "vllm_server_base_url": (None, Text | None),
@@ -119,9 +119,9 @@ MAPPED: Mapping[str, tuple[Any, Any]] = {
         "sequence_mask",
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
     ),
-    "vllm_importance_sampling_clip_max": (3.0, _Cap | None),
+    "vllm_importance_sampling_clip_max": (3.0, _WeightCap | None),
     "vllm_importance_sampling_clip_min": (None, Annotated[float, Field(gt=0, lt=1)] | None),
-    "vllm_importance_sampling_cap": (None, _Cap | None),
+    "vllm_importance_sampling_cap": (None, _WeightCap | None),
     "beta": (0.0, NonNegativeFloat),
     "use_bias_correction_kl": (True, bool),
     "epsilon": (0.2, Share),
@@ -137,7 +137,7 @@ MAPPED: Mapping[str, tuple[Any, Any]] = {
     "num_completions_to_print": (None, PositiveInt | None),
     "resume_from_checkpoint": (None, Any),
 }
-"""Default and type of each mapped field."""
+"""Default and type of each mapped field, by its name."""
 
 _IGNORED_BY_REASON = {
     "the schedules have no further settings": "lr_scheduler_kwargs=None",
@@ -190,7 +190,7 @@ _IGNORED_BY_REASON = {
     " entropy_coef_max=1.0 entropy_coef_delta=0.005 entropy_target=0.2",
     "models read only text": "log_multimodal=True",
 }
-"""Ignored fields with their defaults, by the reason why they have no effect."""
+"""Ignored fields and their defaults, by the reason why the fields have no effect."""
 
 _REFUSED_BY_REMEDY = {
     "AdamW is the only optimizer; remove it": "optim='adamw_torch_fused'",
@@ -235,22 +235,23 @@ _REFUSED_BY_REMEDY = {
         "off_policy_mask_threshold=None"
     ),
 }
-"""Refused fields with their defaults, by the alternative."""
+"""Refused fields and their defaults, by the remedy for the error."""
 
 
-def _read_table(table: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Return default and text of each field."""
+def _read_table(fields_by_explanation: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Return the default of each field, and the reason or remedy for it."""
     return {
-        name: (ast.literal_eval(default), text)
-        for text, fields in table.items()
+        name: (ast.literal_eval(default), explanation)
+        for explanation, fields in fields_by_explanation.items()
         for name, _, default in (field.partition("=") for field in fields.split())
     }
 
 
-IGNORED = _read_table(_IGNORED_BY_REASON)
-REFUSED = _read_table(_REFUSED_BY_REMEDY)
+IGNORED_FIELDS = _read_table(_IGNORED_BY_REASON)
+REFUSED_FIELDS = _read_table(_REFUSED_BY_REMEDY)
 DEFAULTS: Mapping[str, Any] = {
-    name: default for name, (default, _) in {**MAPPED, **IGNORED, **REFUSED}.items()
+    name: default
+    for name, (default, _) in {**MAPPED_FIELDS, **IGNORED_FIELDS, **REFUSED_FIELDS}.items()
 }
 """Defaults of all fields."""
 
@@ -274,15 +275,17 @@ class GRPOConfig:
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in MAPPED:
-            value = check_value(f"GRPOConfig.{name}", MAPPED[name][1], value)
-        elif name in REFUSED:
-            _refuse(name, value)
-        elif name not in IGNORED:
+        if name in MAPPED_FIELDS:
+            value = check_value(f"GRPOConfig.{name}", MAPPED_FIELDS[name][1], value)
+        elif name in REFUSED_FIELDS:
+            _check_refused_field(name, value)
+        elif name not in IGNORED_FIELDS:
             hint = did_you_mean(name, DEFAULTS) or "see docs/from-trl.md"
             raise ConfigError(f"GRPOConfig has no field '{name}' in TRL 1.16; {hint}")
         elif value != DEFAULTS[name]:
-            sys.stderr.write(f"note: GRPOConfig.{name} has no effect here: {IGNORED[name][1]}\n")
+            sys.stderr.write(
+                f"note: GRPOConfig.{name} has no effect here: {IGNORED_FIELDS[name][1]}\n"
+            )
         self.__dict__[name] = value
 
     def __getattr__(self, name: str) -> Any:
@@ -293,8 +296,8 @@ class GRPOConfig:
         return f"GRPOConfig({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
-def _refuse(name: str, value: Any) -> None:
-    default, remedy = REFUSED[name]
+def _check_refused_field(name: str, value: Any) -> None:
+    default, remedy = REFUSED_FIELDS[name]
     if name == "optim" and str(value) in ("adamw_torch", "adamw_torch_fused"):
         return
     if value != default and value not in (None, "", {}, []):

@@ -12,7 +12,7 @@ from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.run_settings import Batches
 from ludus.trainer.driver.loops.steps import Step
 
-_METRICS: Mapping[str, str] = {
+_METRIC_BY_TRL_NAME: Mapping[str, str] = {
     "loss": TrainMetric.LOSS,
     "grad_norm": TrainMetric.GRAD_NORM,
     "learning_rate": TrainMetric.LEARNING_RATE,
@@ -24,11 +24,11 @@ _METRICS: Mapping[str, str] = {
     "clip_ratio/region_mean": TrainMetric.CLIP_RATIO,
     "step_time": TrainMetric.STEP_S,
 }
-"""Metrics of a run by TRL's names."""
+"""Metric of a run by the name that TRL logs."""
 
 
 class TrainOutput(NamedTuple):
-    """The result of `train`."""
+    """Results of `train`, with TRL's names."""
 
     global_step: int
     """Number of optimizer steps."""
@@ -39,7 +39,7 @@ class TrainOutput(NamedTuple):
 
 @dataclass(slots=True)
 class TrainerState:
-    """The progress of training."""
+    """The progress of a training, with TRL's names."""
 
     global_step: int = 0
     """Number of optimizer steps."""
@@ -51,18 +51,18 @@ class TrainerState:
     """Logged entries, each with means over the steps since the previous entry."""
     num_input_tokens_seen: int = 0
     _losses: list[float] = field(default_factory=list)
-    _pending: list[dict[str, float]] = field(default_factory=list)
+    _pending_values: list[dict[str, float]] = field(default_factory=list)
 
     def add(self, step: Step, args: GRPOConfig, batches: Batches) -> None:
         """Record the metrics of a trained batch, and log them when due."""
-        last_step = self.global_step
+        previous_step = self.global_step
         self.global_step = step.number * batches.num_updates
-        self.epoch = step.number / batches.per_epoch
-        values = _metric_values(step)
+        self.epoch = step.number / batches.num_batches_per_epoch
+        values = _collect_values(step)
         self.num_input_tokens_seen += int(step.values[TrainMetric.NUM_TOKENS_IN_BATCH])
         self._losses.append(values["loss"])
-        self._pending.append(values)
-        if self._is_due(last_step, args, batches, step.number):
+        self._pending_values.append(values)
+        if self._is_due(previous_step, args, batches, step.number):
             self._log()
         progress = {"epoch": self.epoch, "step": self.global_step}
         for report in (step.evaluation or {}).values():
@@ -70,45 +70,52 @@ class TrainerState:
 
     def finish(self) -> TrainOutput:
         """Log pending values and return the final result."""
-        if self._pending:
+        if self._pending_values:
             self._log()
-        mean = sum(self._losses) / max(1, len(self._losses))
-        return TrainOutput(self.global_step, mean, {"train_loss": mean, "epoch": self.epoch})
+        mean_loss = sum(self._losses) / max(1, len(self._losses))
+        return TrainOutput(
+            self.global_step, mean_loss, {"train_loss": mean_loss, "epoch": self.epoch}
+        )
 
-    def _is_due(self, last_step: int, args: GRPOConfig, batches: Batches, number: int) -> bool:
+    def _is_due(
+        self, previous_step: int, args: GRPOConfig, batches: Batches, batch_number: int
+    ) -> bool:
         if args.logging_strategy == "no":
             return False
-        if args.logging_first_step and number == 1:
+        if args.logging_first_step and batch_number == 1:
             return True
-        every = args.logging_steps
+        interval = args.logging_steps
         if args.logging_strategy == "epoch":
-            every = batches.per_epoch * batches.num_updates
-        elif every < 1:
-            every *= batches.num_optimizer_steps
-        return int(last_step // every) < int(self.global_step // every)
+            interval = batches.num_batches_per_epoch * batches.num_updates
+        elif interval < 1:
+            interval *= batches.num_optimizer_steps
+        return int(previous_step // interval) < int(self.global_step // interval)
 
     def _log(self) -> None:
-        pending_logs, self._pending = self._pending, []
-        names = dict.fromkeys(name for values in pending_logs for name in values)
+        logged_values, self._pending_values = self._pending_values, []
+        names = dict.fromkeys(name for values in logged_values for name in values)
         entry: dict[str, Any] = {
-            name: fmean(values[name] for values in pending_logs if name in values) for name in names
+            name: fmean(values[name] for values in logged_values if name in values)
+            for name in names
         }
         # Like TRL, log the latest learning rate, not the mean.
-        entry["learning_rate"] = pending_logs[-1].get("learning_rate", 0.0)
+        entry["learning_rate"] = logged_values[-1].get("learning_rate", 0.0)
         entry["num_tokens"] = self.num_input_tokens_seen
         self.log_history.append(entry | {"epoch": self.epoch, "step": self.global_step})
 
 
-def _metric_values(step: Step) -> dict[str, float]:
+def _collect_values(step: Step) -> dict[str, float]:
     values = {
-        name: step.values[metric] for name, metric in _METRICS.items() if metric in step.values
+        name: step.values[metric]
+        for name, metric in _METRIC_BY_TRL_NAME.items()
+        if metric in step.values
     }
-    episodes = step.values[TrainMetric.NUM_EPISODES]
-    if episodes:
-        tokens = step.values[TrainMetric.NUM_TOKENS_GENERATED]
-        values["completions/mean_length"] = tokens / episodes
+    num_episodes = step.values[TrainMetric.NUM_EPISODES]
+    if num_episodes:
+        num_tokens = step.values[TrainMetric.NUM_TOKENS_GENERATED]
+        values["completions/mean_length"] = num_tokens / num_episodes
         num_truncated = step.values[TrainMetric.NUM_EPISODES_TRUNCATED]
-        values["completions/clipped_ratio"] = num_truncated / episodes
+        values["completions/clipped_ratio"] = num_truncated / num_episodes
     for environment_values in step.environments.values():
         for name, value in environment_values.items():
             if name.startswith(REWARD_TERM_PREFIX):

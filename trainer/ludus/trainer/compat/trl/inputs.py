@@ -28,13 +28,13 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_config, load_tokenizer
 from ludus.trainer.rollout.rewards.scoring import STANDARD_ARGUMENTS
 
-PROMPT = "prompt"
+PROMPT_COLUMN = "prompt"
 
 Row = Mapping[str, Any]
-_LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+_JSON_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 ModelInput: TypeAlias = "str | Mapping[str, Any]"
 
-_ROOM_FOR_TEXT, _ROOM_FOR_TOOLS = 256, 1024
+_NUM_TEXT_TOKENS, _NUM_TOOL_TOKENS = 256, 1024
 """Additional tokens for the text that a rollout function or tools add."""
 _TINY_MAX_TOKENS = 512
 _LORA_FIELDS = frozenset(
@@ -43,9 +43,10 @@ _LORA_FIELDS = frozenset(
         *("task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping"),
     }
 )
-"""Fields of a `peft.LoraConfig` that are converted, or that do not describe the adapters."""
-_UNAVAILABLE = frozenset({"trainer_state", "log_extra", "log_metric"})
-"""TRL's arguments of reward functions that show its trainer."""
+"""Fields of a `peft.LoraConfig` that are converted, or that have no effect on the adapters."""
+_UNAVAILABLE_ARGUMENTS = frozenset({"trainer_state", "log_extra", "log_metric"})
+"""Arguments that TRL passes to reward functions and Ludus does not, because they need its
+trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,11 @@ class PromptRows:
         """Return the rows of the data set that a script passes as argument `name`."""
         rows = _list_rows(dataset, name)
         for number, row in enumerate(rows):
-            if not isinstance(row, Mapping) or not _is_prompt(row.get(PROMPT)):
-                value = row.get(PROMPT) if isinstance(row, Mapping) else row
+            if not isinstance(row, Mapping) or not _is_prompt(row.get(PROMPT_COLUMN)):
+                invalid_prompt = row.get(PROMPT_COLUMN) if isinstance(row, Mapping) else row
                 raise ConfigError(
-                    f"{name}: row {number} needs a '{PROMPT}' of text or of messages like "
-                    f"{{'role': 'user', 'content': '...'}}, but has {value!r:.80}"
+                    f"{name}: row {number} needs a '{PROMPT_COLUMN}' of text or of messages like "
+                    f"{{'role': 'user', 'content': '...'}}, but has {invalid_prompt!r:.80}"
                 )
         if not rows:
             raise ConfigError(f"{name} has no rows; pass at least one")
@@ -75,27 +76,27 @@ class PromptRows:
     @property
     def columns(self) -> set[str]:
         """Names of all columns except the prompt."""
-        return {key for row in self.rows for key in row} - {PROMPT}
+        return {key for row in self.rows for key in row} - {PROMPT_COLUMN}
 
     @property
     def prompts(self) -> list[str | list[Message]]:
         """Prompts of all rows."""
-        return [row[PROMPT] for row in self.rows]
+        return [row[PROMPT_COLUMN] for row in self.rows]
 
     def write(self, path: Path) -> None:
         """Write the rows atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
+        partial_path = path.with_suffix(".partial")
+        with partial_path.open("wb") as file:
             for number, row in enumerate(self.rows):
                 try:
-                    file.write(orjson.dumps(replace_nan(row), option=_LINE))
+                    file.write(orjson.dumps(replace_nan(row), option=_JSON_OPTIONS))
                 except (TypeError, ValueError) as error:
                     raise ConfigError(
                         f"row {number} contains a value that JSON does not support ({error}); "
                         "convert it to text, numbers, lists or dictionaries"
                     ) from None
-        partial.replace(path)
+        partial_path.replace(path)
 
 
 def _list_rows(dataset: Any, name: str) -> list[Any]:
@@ -127,24 +128,24 @@ def _columns_to_rows(dataset: Mapping[Any, Any], name: str) -> list[Any]:
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def _is_prompt(value: Any) -> bool:
-    if isinstance(value, str):
-        return bool(value)
+def _is_prompt(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt)
     return (
-        isinstance(value, list)
-        and bool(value)
+        isinstance(prompt, list)
+        and bool(prompt)
         and all(
             isinstance(message, Mapping)
             and isinstance(message.get("role"), str)
             and isinstance(message.get("content"), str)
-            for message in value
+            for message in prompt
         )
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSection:
-    """The model of the run."""
+    """The section [model] of the run, with the properties that other sections depend on."""
 
     settings: Mapping[str, Any]
     tokenizer: PreTrainedTokenizerBase | None
@@ -152,38 +153,40 @@ class ModelSection:
     max_positions: int | None
     """Maximum number of positions of the model; None if unknown."""
 
-    def max_tokens(
+    def find_max_tokens(
         self, prompts: Sequence[str | list[Message]], args: GRPOConfig, *, with_tools: bool
     ) -> int:
-        """Return the number of tokens of the longest prompt and the longest completion."""
+        """Return the maximum number of tokens of a prompt and its completion together."""
         if args.vllm_max_model_length is not None:
             return int(args.vllm_max_model_length)
         if self.tokenizer is None:
             return int(self.settings.get("max_tokens", _TINY_MAX_TOKENS))
         chat = ChatTokenizer(self.tokenizer)
-        max_prompt_tokens = max(_prompt_length(chat, prompt) for prompt in prompts)
-        room = _ROOM_FOR_TOOLS if with_tools else _ROOM_FOR_TEXT
-        num_tokens = max_prompt_tokens + int(args.max_completion_length or 0) + room
+        max_prompt_tokens = max(_count_prompt_tokens(chat, prompt) for prompt in prompts)
+        num_extra_tokens = _NUM_TOOL_TOKENS if with_tools else _NUM_TEXT_TOKENS
+        num_tokens = max_prompt_tokens + int(args.max_completion_length or 0) + num_extra_tokens
         return min(num_tokens, self.max_positions or num_tokens)
 
 
-def model_section(
+def make_model_section(
     model: ModelInput | PreTrainedModel,
     processing_class: PreTrainedTokenizerBase | None,
     peft_config: Any,
     args: GRPOConfig,
     folder: Path,
 ) -> ModelSection:
-    """Return the section; a model that is passed as an object is saved to `folder`."""
-    lora = None if peft_config is None else _lora_settings(peft_config)
+    """Return the section of a model. A model that is passed as an object is saved to `folder`."""
+    lora = None if peft_config is None else _make_lora_settings(peft_config)
     if isinstance(model, Mapping):
         if processing_class is not None:
             raise ConfigError(
                 f"processing_class = {type(processing_class).__name__} must be None, because a "
                 "model that is created when the run starts brings its own tokenizer"
             )
-        thinking = _thinking_settings(args) if args.chat_template_kwargs else {}
-        return ModelSection({**thinking, **model, **({"lora": lora} if lora else {})}, None, None)
+        thinking_settings = _make_thinking_settings(args) if args.chat_template_kwargs else {}
+        return ModelSection(
+            {**thinking_settings, **model, **({"lora": lora} if lora else {})}, None, None
+        )
     if not isinstance(model, (str, PreTrainedModel)):
         raise ConfigError(
             "model must be a Hugging Face id, the path of a folder as text, a model of "
@@ -191,9 +194,9 @@ def model_section(
         )
     config = load_config(model) if isinstance(model, str) else model.config
     path = _find_folder(model, processing_class, folder)
-    settings = {"kind": "pretrained", "path": path, "lora": lora, **_thinking_settings(args)}
-    positions = getattr(config, "max_position_embeddings", None)
-    return ModelSection(settings, load_tokenizer(path), positions)
+    settings = {"kind": "pretrained", "path": path, "lora": lora, **_make_thinking_settings(args)}
+    max_positions = getattr(config, "max_position_embeddings", None)
+    return ModelSection(settings, load_tokenizer(path), max_positions)
 
 
 def _find_folder(
@@ -224,7 +227,7 @@ def _are_equal(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) 
     )
 
 
-def _thinking_settings(args: GRPOConfig) -> dict[str, Any]:
+def _make_thinking_settings(args: GRPOConfig) -> dict[str, Any]:
     arguments = dict(args.chat_template_kwargs or {})
     settings = {"enable_thinking": bool(arguments.pop("enable_thinking", False))}
     if arguments:
@@ -235,7 +238,7 @@ def _thinking_settings(args: GRPOConfig) -> dict[str, Any]:
     return settings
 
 
-def _lora_settings(config: Any) -> dict[str, Any]:
+def _make_lora_settings(config: Any) -> dict[str, Any]:
     """Return the settings of the adapters in a `peft.LoraConfig`."""
     if type(config).__name__ != "LoraConfig" or getattr(config, "use_dora", False):
         raise ConfigError(
@@ -271,7 +274,7 @@ def _refuse_other_fields(config: Any) -> None:
             )
 
 
-def _prompt_length(chat: ChatTokenizer, prompt: str | list[Message]) -> int:
+def _count_prompt_tokens(chat: ChatTokenizer, prompt: str | list[Message]) -> int:
     if not isinstance(prompt, str):
         return len(chat.encode_first_prompt(prompt))
     # A rollout function may send the text unchanged, or as a user message.
@@ -281,16 +284,16 @@ def _prompt_length(chat: ChatTokenizer, prompt: str | list[Message]) -> int:
     )
 
 
-def reward_terms(
+def make_reward_terms(
     reward_funcs: Any,
     weights: Sequence[float] | None,
     columns: Mapping[str, Set[str]],
     environment_term: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the terms in their order; repeated names get a number.
+    """Return the terms of the reward, in the order of the functions. Repeated names get a number.
 
     Args:
-        columns: the columns of each data set; empty if a rollout function may add others.
+        columns: columns of each data set; empty if a rollout function may add columns.
         environment_term: name of an additional term of weight 1 for environments that score
             episodes themselves.
     """
@@ -306,23 +309,25 @@ def reward_terms(
         )
     terms: list[dict[str, Any]] = []
     for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
-        term = _term(function, columns)
-        name = _free_name(term.pop("name", None), [other_term.get("name") for other_term in terms])
+        term = _make_term(function, columns)
+        name = _find_free_name(
+            term.pop("name", None), [other_term.get("name") for other_term in terms]
+        )
         terms.append({**term, "name": name, "weight": float(weight)})
     if environment_term is not None:
         terms.append({"function": function_path(environment_reward), "name": environment_term})
     return terms
 
 
-def _free_name(name: str | None, used: Sequence[str | None]) -> str | None:
-    """Return the name, with a number if it is already used."""
-    if name is None or name not in used:
+def _find_free_name(name: str | None, used_names: Sequence[str | None]) -> str | None:
+    """Return the name, with a number appended if the name is already used."""
+    if name is None or name not in used_names:
         return name
     candidates = (f"{name}_{number}" for number in itertools.count(2))
-    return next(candidate for candidate in candidates if candidate not in used)
+    return next(candidate for candidate in candidates if candidate not in used_names)
 
 
-def _term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]:
+def _make_term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]:
     if isinstance(function, str):
         return {"kind": "model", "path": function}
     if not callable(function) or isinstance(function, nn.Module):
@@ -331,7 +336,7 @@ def _term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]:
             f"{function!r:.100}; save a model with save_pretrained, and pass its folder"
         )
     name = getattr(function, "__name__", None)
-    names = _required_arguments(function, name or repr(function))
+    names = _find_required_arguments(function, name or repr(function))
     for dataset, dataset_columns in columns.items():
         absent_names = sorted(names - dataset_columns - STANDARD_ARGUMENTS)
         if absent_names:
@@ -344,8 +349,8 @@ def _term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]:
     return {"function": function_path(function), "name": name}
 
 
-def _required_arguments(function: Any, name: str) -> Set[str]:
-    """Return the arguments without a default."""
+def _find_required_arguments(function: Any, name: str) -> Set[str]:
+    """Return the names of the parameters without a default."""
     keyword_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -354,11 +359,15 @@ def _required_arguments(function: Any, name: str) -> Set[str]:
             f"reward function '{name}' must have named parameters, but it is a builtin without a "
             "signature; call it in a Python function"
         ) from None
-    names = {p.name for p in parameters if p.kind in keyword_kinds and p.default is p.empty}
-    unavailable = sorted(names & _UNAVAILABLE)
-    if unavailable:
+    names = {
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in keyword_kinds and parameter.default is parameter.empty
+    }
+    unavailable_names = sorted(names & _UNAVAILABLE_ARGUMENTS)
+    if unavailable_names:
         raise ConfigError(
-            f"reward function '{name}' requires '{unavailable[0]}', which is not available, "
+            f"reward function '{name}' requires '{unavailable_names[0]}', which is not available, "
             "because the model is trained in another process; for a metric, use a function of "
             "weight 0 in reward_weights"
         )

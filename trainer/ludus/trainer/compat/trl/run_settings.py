@@ -60,29 +60,38 @@ class Batches:
         return self.num_steps * self.num_updates
 
     @property
-    def per_epoch(self) -> float:
+    def num_batches_per_epoch(self) -> float:
         """Number of batches that contain every prompt once."""
         return self.num_prompts / self.num_groups
 
-    def from_optimizer_steps(self, number: float) -> int:
-        """Return the number of batches, at least 1, of steps or of a share below 1 of all steps."""
-        num_steps = number * self.num_optimizer_steps if number < 1 else number
+    def count_batches(self, steps_or_share: float) -> int:
+        """Convert a number of optimizer steps, or a share below 1 of all steps, to batches.
+
+        The result is at least 1.
+        """
+        num_steps = (
+            steps_or_share * self.num_optimizer_steps if steps_or_share < 1 else steps_or_share
+        )
         return max(1, round(num_steps / self.num_updates))
 
 
 def make_batches(args: GRPOConfig, num_prompts: int) -> Batches:
-    """Return the batches of a training on `num_prompts` prompts."""
-    group = args.num_generations
-    step_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    rows = max(_generation_rows(args), step_rows)
-    if rows % step_rows or rows % group or (rows // group) % (rows // step_rows):
+    """Return the batches of a run that trains on `num_prompts` prompts."""
+    group_size = args.num_generations
+    num_step_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    num_rows = max(_count_generation_rows(args), num_step_rows)
+    if (
+        num_rows % num_step_rows
+        or num_rows % group_size
+        or (num_rows // group_size) % (num_rows // num_step_rows)
+    ):
         raise ConfigError(
-            f"a generation batch of {rows} rows must contain whole optimizer steps of "
-            f"per_device_train_batch_size * gradient_accumulation_steps = {step_rows} rows, each "
-            f"with whole groups of num_generations = {group}; set gradient_accumulation_steps or "
-            f"generation_batch_size to a multiple of {group}"
+            f"a generation batch of {num_rows} rows must contain whole optimizer steps of "
+            f"per_device_train_batch_size * gradient_accumulation_steps = {num_step_rows} rows, "
+            f"each with whole groups of num_generations = {group_size}; set "
+            f"gradient_accumulation_steps or generation_batch_size to a multiple of {group_size}"
         )
-    num_groups, num_minibatches = rows // group, rows // step_rows
+    num_groups, num_minibatches = num_rows // group_size, num_rows // num_step_rows
     if args.max_steps > 0:
         num_steps = math.ceil(args.max_steps / (num_minibatches * args.num_iterations))
     else:
@@ -90,35 +99,39 @@ def make_batches(args: GRPOConfig, num_prompts: int) -> Batches:
         num_steps = math.floor(args.num_train_epochs * num_prompts / num_groups + 1e-9)
     if num_steps < 1:
         raise ConfigError(
-            f"expected at least {num_groups} prompts, a generation batch of {rows} rows / "
-            f"num_generations = {group}, got {num_prompts} for num_train_epochs = "
+            f"expected at least {num_groups} prompts, a generation batch of {num_rows} rows / "
+            f"num_generations = {group_size}, got {num_prompts} for num_train_epochs = "
             f"{args.num_train_epochs:g}; add rows, or lower the batch"
         )
     return Batches(num_groups, num_minibatches, num_steps, num_prompts, args.num_iterations)
 
 
-def run_settings(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[str, Any]:
-    """Return a run with rows of at most `max_tokens`, without its environment and model."""
-    folder = run_folder(args)
+def make_run_settings(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[str, Any]:
+    """Return the sections of a run, except its environment and model.
+
+    Args:
+        max_tokens: maximum number of tokens of a prompt and its completion together.
+    """
+    folder = find_run_folder(args)
     _check_intervals(args)
     _check_lengths(args, max_tokens)
     _check_engine(args)
-    rollout = _rollout(args, batches, max_tokens)
+    rollout = _make_rollout(args, batches, max_tokens)
     _check_distribution(args, RolloutConfig(**rollout))
     return {
         "name": folder.name,
         "output_dir": str(folder.parent),
         "seed": args.seed,
-        "generator": _generator(args),
+        "generator": _make_generator(args),
         "rollout": rollout,
-        "algorithm": _algorithm(args),
-        "learner": _learner(args, batches),
-        "training": _training(args, batches),
-        "metrics": _metrics(args),
+        "algorithm": _make_algorithm(args),
+        "learner": _make_learner(args, batches),
+        "training": _make_training(args, batches),
+        "metrics": _make_metrics(args),
     }
 
 
-def run_folder(args: GRPOConfig) -> Path:
+def find_run_folder(args: GRPOConfig) -> Path:
     """Return the run folder that `output_dir` names."""
     folder = Path(args.output_dir or DEFAULT_OUTPUT_DIR).expanduser()
     if not re.fullmatch(RUN_NAME_PATTERN, folder.name):
@@ -130,7 +143,7 @@ def run_folder(args: GRPOConfig) -> Path:
     return folder
 
 
-def _server_port(args: GRPOConfig) -> int | None:
+def _find_server_port(args: GRPOConfig) -> int | None:
     """Return the port of POST /generate/; None if TRL would not use a server."""
     if not args.use_vllm or args.vllm_mode == "colocate":
         return None
@@ -149,25 +162,27 @@ def _server_port(args: GRPOConfig) -> int | None:
     return int(port)
 
 
-def _generation_rows(args: GRPOConfig) -> int:
+def _count_generation_rows(args: GRPOConfig) -> int:
     if args.generation_batch_size is not None and args.steps_per_generation is not None:
         raise ConfigError(
             "GRPOConfig has generation_batch_size and steps_per_generation, which exclude each "
             "other; remove one of them"
         )
-    device_rows = args.per_device_train_batch_size
-    rows = args.generation_batch_size
-    if rows is None:
-        return int(device_rows * (args.steps_per_generation or args.gradient_accumulation_steps))
-    if rows % device_rows:
-        raise ConfigError(
-            f"GRPOConfig.generation_batch_size = {rows} must be a multiple of "
-            f"per_device_train_batch_size = {device_rows}; change it"
+    num_device_rows = args.per_device_train_batch_size
+    num_rows = args.generation_batch_size
+    if num_rows is None:
+        return int(
+            num_device_rows * (args.steps_per_generation or args.gradient_accumulation_steps)
         )
-    return int(rows)
+    if num_rows % num_device_rows:
+        raise ConfigError(
+            f"GRPOConfig.generation_batch_size = {num_rows} must be a multiple of "
+            f"per_device_train_batch_size = {num_device_rows}; change it"
+        )
+    return int(num_rows)
 
 
-def _generator(args: GRPOConfig) -> dict[str, Any]:
+def _make_generator(args: GRPOConfig) -> dict[str, Any]:
     if args.use_vllm and not has_vllm():
         sys.stderr.write(
             "note: GRPOConfig.use_vllm = True, and vLLM is not installed: rollout workers sample "
@@ -182,12 +197,12 @@ def _generator(args: GRPOConfig) -> dict[str, Any]:
     }
 
 
-def _rollout(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[str, Any]:
+def _make_rollout(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[str, Any]:
     return {
         "group_size": args.num_generations,
         "group_seed": "shared",
         "num_groups_in_flight": batches.num_groups,
-        "num_gpus_per_worker": _num_gpus(args) * (args.vllm_tensor_parallel_size or 1),
+        "num_gpus_per_worker": _choose_num_gpus(args) * (args.vllm_tensor_parallel_size or 1),
         "temperature": args.temperature,
         "top_p": args.top_p,
         "top_k": max(args.top_k or 0, 0),
@@ -195,12 +210,12 @@ def _rollout(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[str, A
         "repetition_penalty": args.repetition_penalty,
         "max_completion_tokens": args.max_completion_length,
         "max_tokens": max_tokens,
-        "generate_port": _server_port(args),
+        "generate_port": _find_server_port(args),
     }
 
 
-def _algorithm(args: GRPOConfig) -> dict[str, Any]:
-    loss, aggregation = _loss(args)
+def _make_algorithm(args: GRPOConfig) -> dict[str, Any]:
+    loss, aggregation = _make_loss(args)
     return {
         "kind": "grpo",
         "baseline": "mean",
@@ -209,83 +224,87 @@ def _algorithm(args: GRPOConfig) -> dict[str, Any]:
         "zero_variance_groups": "keep",
         "loss": loss,
         "aggregation": aggregation,
-        "correction": _correction(args),
+        "correction": _make_correction(args),
         "geometric_mask": None,
         "old_logprobs": "recompute",
         "entropy_coef": args.entropy_coef,
         "kl_coef": args.beta,
-        # TRL's default weights k3 by the ratio, which makes its expected gradient that of the
-        # divergence, like k2. Without the weight it is plain k3.
+        # TRL weights k3 by the ratio by default. Its expected gradient is then the gradient of the
+        # divergence, as with k2. Without the weight, it is plain k3.
         "kl_estimator": "k2" if args.use_bias_correction_kl else "k3",
     }
 
 
-def _loss(args: GRPOConfig) -> tuple[dict[str, Any], str]:
+def _make_loss(args: GRPOConfig) -> tuple[dict[str, Any], str]:
     """Return the loss and its aggregation."""
-    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    level = args.importance_sampling_level
+    clip_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    ratio_level = args.importance_sampling_level
     if args.loss_type == "cispo":
-        if level == "sequence" or args.delta is not None:
+        if ratio_level == "sequence" or args.delta is not None:
             raise ConfigError(
                 "GRPOConfig.loss_type = 'cispo' needs importance_sampling_level = 'token' and "
-                f"delta = None, got {level!r} and {args.delta}; remove both, or use another "
+                f"delta = None, got {ratio_level!r} and {args.delta}; remove both, or use another "
                 "loss_type"
             )
-        return {"kind": "cispo", "clip_low": 1.0, "clip_high": max(high - 1, 1e-9)}, "token_mean"
+        return {
+            "kind": "cispo",
+            "clip_low": 1.0,
+            "clip_high": max(clip_high - 1, 1e-9),
+        }, "token_mean"
     aggregation = _AGGREGATIONS[args.loss_type]
-    clips = {"clip_low": args.epsilon, "clip_high": high}
-    if level == "token":
-        return {"kind": "clip", **clips, "dual_clip": args.delta}, aggregation
+    clip_range = {"clip_low": args.epsilon, "clip_high": clip_high}
+    if ratio_level == "token":
+        return {"kind": "clip", **clip_range, "dual_clip": args.delta}, aggregation
     if aggregation != "sequence_mean" or args.delta is not None:
         raise ConfigError(
             "GRPOConfig.importance_sampling_level = 'sequence' has one ratio per sequence "
             f"and needs loss_type = 'grpo' and delta = None, got {args.loss_type!r} and "
             f"{args.delta}; set both"
         )
-    return {"kind": "gspo", **clips}, aggregation
+    return {"kind": "gspo", **clip_range}, aggregation
 
 
-def _learner(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
-    warmup = args.warmup_steps if args.lr_scheduler_type != "constant" else 0
-    if 0 < warmup < 1:
-        warmup = math.ceil(warmup * batches.num_optimizer_steps)
+def _make_learner(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
+    num_warmup_steps = args.warmup_steps if args.lr_scheduler_type != "constant" else 0
+    if 0 < num_warmup_steps < 1:
+        num_warmup_steps = math.ceil(num_warmup_steps * batches.num_optimizer_steps)
     if args.learning_rate * args.weight_decay >= 1:
         raise ConfigError(
             f"GRPOConfig.weight_decay = {args.weight_decay:g} times learning_rate = "
             f"{args.learning_rate:g} is the share by which each step reduces every weight, and "
             "must be below 1; lower weight_decay, which is usually 0 to 0.1"
         )
-    is_reduced = args.bf16 if args.bf16 is not None else _has_gpu(args)
+    uses_bfloat16 = args.bf16 if args.bf16 is not None else _has_gpu(args)
     return {
         "learning_rate": args.learning_rate,
         "schedule": args.lr_scheduler_type.removesuffix("_with_warmup"),
         "learning_rate_final": 0.0,
-        "warmup_steps": int(warmup),
+        "warmup_steps": int(num_warmup_steps),
         "weight_decay": args.weight_decay,
         "betas": [args.adam_beta1, args.adam_beta2],
         "eps": args.adam_epsilon,
         "max_grad_norm": args.max_grad_norm,
         "num_minibatches": batches.num_minibatches,
         "update_epochs": batches.num_passes,
-        "num_gpus_per_rank": _num_gpus(args),
-        "dtype": "bfloat16" if is_reduced else "float32",
+        "num_gpus_per_rank": _choose_num_gpus(args),
+        "dtype": "bfloat16" if uses_bfloat16 else "float32",
         "activation_checkpointing": args.gradient_checkpointing,
         "compile": args.torch_compile,
     }
 
 
-def _training(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
-    every = {
-        # An additional checkpoint is written at the end.
+def _make_training(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
+    interval_by_strategy = {
+        # Only the checkpoint at the end of training is written.
         "no": batches.num_steps + 1,
-        "epoch": max(1, round(batches.per_epoch)),
-        "steps": batches.from_optimizer_steps(args.save_steps),
+        "epoch": max(1, round(batches.num_batches_per_epoch)),
+        "steps": batches.count_batches(args.save_steps),
     }
     return {
         "num_steps": batches.num_steps,
         "groups_per_step": batches.num_groups,
         "max_staleness": 0,
-        "checkpoint_every_steps": every[args.save_strategy],
+        "checkpoint_every_steps": interval_by_strategy[args.save_strategy],
         # As in TRL, a limit of 0 or less means no limit.
         "keep_checkpoints": max(args.save_total_limit or 0, 0) or _KEEP_ALL,
     }
@@ -301,7 +320,7 @@ def _check_intervals(args: GRPOConfig) -> None:
             )
 
 
-def _metrics(args: GRPOConfig) -> dict[str, Any]:
+def _make_metrics(args: GRPOConfig) -> dict[str, Any]:
     reports = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     settings: dict[str, Any] = {"tensorboard": "tensorboard" in reports}
     if "wandb" in reports:
@@ -328,20 +347,21 @@ def _check_engine(args: GRPOConfig) -> None:
             f"GRPOConfig.temperature = {args.temperature:g}, but vLLM samples at "
             f"{MAX_VLLM_TEMPERATURE:g} at most; lower it, or set use_vllm = False"
         )
-    size, num_devices = args.vllm_tensor_parallel_size, torch.cuda.device_count()
-    if size > 1 and (not _has_gpu(args) or num_devices <= size):
+    tensor_parallel_size, num_devices = args.vllm_tensor_parallel_size, torch.cuda.device_count()
+    if tensor_parallel_size > 1 and (not _has_gpu(args) or num_devices <= tensor_parallel_size):
         raise ConfigError(
-            f"GRPOConfig.vllm_tensor_parallel_size = {size} needs at least {size + 1} GPUs, one of "
-            f"them for the learner, but there are {0 if args.use_cpu else num_devices}; remove it"
+            f"GRPOConfig.vllm_tensor_parallel_size = {tensor_parallel_size} needs at least "
+            f"{tensor_parallel_size + 1} GPUs, one of them for the learner, but there are "
+            f"{0 if args.use_cpu else num_devices}; remove it"
         )
 
 
 def _check_distribution(args: GRPOConfig, rollout: RolloutConfig) -> None:
-    """Refuse a correction with log-probs of a distribution that the learner does not compute."""
-    changed_fields = rollout.changed_distribution
-    if changed_fields is None or _correction(args)["kind"] == "off":
+    """Raise an error if log-probs of a changed distribution are compared with the learner's."""
+    changed_setting = rollout.changed_distribution
+    if changed_setting is None or _make_correction(args)["kind"] == "off":
         return
-    name, value, effect = changed_fields
+    name, value, effect = changed_setting
     raise ConfigError(
         f"GRPOConfig.{name} = {value} samples from a {effect} distribution, whose log-probs cannot "
         "be compared with the learner's, but vllm_importance_sampling_correction does; set "
@@ -349,28 +369,31 @@ def _check_distribution(args: GRPOConfig, rollout: RolloutConfig) -> None:
     )
 
 
-def _correction(args: GRPOConfig) -> dict[str, Any]:
+def _make_correction(args: GRPOConfig) -> dict[str, Any]:
     """Return `algorithm.correction`, the correction of differences between sampler and learner."""
     if not args.use_vllm or not args.vllm_importance_sampling_correction:
         return {"kind": "off"}
-    low, cap = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-    cap = args.vllm_importance_sampling_cap or cap
+    clip_min, clip_max = (
+        args.vllm_importance_sampling_clip_min,
+        args.vllm_importance_sampling_clip_max,
+    )
+    clip_max = args.vllm_importance_sampling_cap or clip_max
     mode = args.vllm_importance_sampling_mode
-    kinds = {
+    kind_by_mode = {
         "token_truncate": "token_tis",
         "sequence_truncate": "sequence_tis",
         "sequence_mask": "sequence_mask",
     }
-    if mode == "token_mask" and low is not None and cap is not None and cap > 1:
-        return {"kind": "icepop", "low": low, "high": cap}
-    if mode not in kinds or low is not None or cap is None:
+    if mode == "token_mask" and clip_min is not None and clip_max is not None and clip_max > 1:
+        return {"kind": "icepop", "low": clip_min, "high": clip_max}
+    if mode not in kind_by_mode or clip_min is not None or clip_max is None:
         raise ConfigError(
             f"GRPOConfig.vllm_importance_sampling_mode = {mode!r} with "
-            f"vllm_importance_sampling_clip_min = {low} and clip_max = {cap} is not supported; set "
-            "'token_mask' with both and clip_max above 1, or one of "
-            f"{sorted(kinds)} with clip_max only"
+            f"vllm_importance_sampling_clip_min = {clip_min} and clip_max = {clip_max} is not "
+            "supported; set 'token_mask' with both and clip_max above 1, or one of "
+            f"{sorted(kind_by_mode)} with clip_max only"
         )
-    return {"kind": kinds[mode], "cap": cap}
+    return {"kind": kind_by_mode[mode], "cap": clip_max}
 
 
 def _has_gpu(args: GRPOConfig) -> bool:
@@ -378,8 +401,8 @@ def _has_gpu(args: GRPOConfig) -> bool:
     return not args.use_cpu and torch.cuda.is_available()
 
 
-def _num_gpus(args: GRPOConfig) -> float:
-    """Return the number of GPUs for the learner, which is also that for a rollout worker."""
+def _choose_num_gpus(args: GRPOConfig) -> float:
+    """Return the number of GPUs for the learner, which each rollout worker gets, too."""
     if not _has_gpu(args):
         return 0.0
     return 1.0 if torch.cuda.device_count() > 1 else 0.5

@@ -38,23 +38,23 @@ EnvironmentFactory = Callable[[], Any]
 EnvironmentFactories: TypeAlias = "EnvironmentFactory | Mapping[str, EnvironmentFactory]"
 
 REWARD_COLUMN = "environment_reward"
-COLUMNS = frozenset(
+TOOL_COLUMNS = frozenset(
     {"environments", "num_tool_calls", "num_tool_calls_failed", REWARD_COLUMN},
 )
-"""Arguments of reward functions in addition to the data set's columns."""
-_NOT_TOOLS = ("reset", "get_reward")
+"""Arguments of reward functions that are not columns of the data set."""
+_NOT_TOOL_METHODS = ("reset", "get_reward")
 
 
-def tool_methods(environment: type) -> list[str]:
+def list_tool_methods(environment: type) -> list[str]:
     """Return the names of the methods of an environment class that completions may call."""
     return [
         name
         for name, _ in inspect.getmembers(environment, predicate=inspect.isfunction)
-        if not name.startswith("_") and name not in _NOT_TOOLS
+        if not name.startswith("_") and name not in _NOT_TOOL_METHODS
     ]
 
 
-def environment_class(factory: EnvironmentFactory) -> type:
+def find_environment_class(factory: EnvironmentFactory) -> type:
     """Return the class of a factory's instances."""
     if not callable(factory):
         raise ConfigError(
@@ -70,8 +70,8 @@ def environment_class(factory: EnvironmentFactory) -> type:
     return environment_type
 
 
-def function_spec(tool: ToolFunction) -> ToolSpec:
-    """Return the tool in the form that chat templates list."""
+def make_function_spec(tool: ToolFunction) -> ToolSpec:
+    """Return the specification of a tool, as chat templates list it."""
     try:
         return get_json_schema(tool)
     except Exception as error:
@@ -94,13 +94,13 @@ class _ToolEpisode:
     num_rounds: int = 0
     num_calls: int = 0
     num_failed: int = 0
-    is_over: bool = False
+    is_finished: bool = False
 
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
-        """Append tokens."""
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_sampled: bool) -> None:
+        """Append sampled tokens, or tokens of tool results."""
         self.completion_ids += token_ids
         self.logprobs += logprobs
-        self.mask += [int(sampled)] * len(token_ids)
+        self.mask += [int(is_sampled)] * len(token_ids)
 
 
 class ToolRollout:
@@ -114,15 +114,28 @@ class ToolRollout:
         factories: Mapping[str | None, EnvironmentFactory],
         max_rounds: int | None,
     ) -> None:
-        """Create the function from factories by `environment` of a row; None is every row."""
+        """Create the function.
+
+        Args:
+            factories: environment factory by the `environment` of a row. The key None is the
+                factory for all rows.
+        """
         self._tools = list(tools)
         self._factories = dict(factories)
         self.max_rounds = max_rounds
-        classes = [environment_class(factory) for factory in factories.values()]
-        methods = [getattr(kind, name) for kind in classes for name in tool_methods(kind)]
+        classes = [find_environment_class(factory) for factory in factories.values()]
+        methods = [
+            getattr(environment_type, name)
+            for environment_type in classes
+            for name in list_tool_methods(environment_type)
+        ]
         for tool in [*tools, *methods]:
-            function_spec(tool)
-        names = [kind.__name__ for kind in classes if hasattr(kind, "get_reward")]
+            make_function_spec(tool)
+        names = [
+            environment_type.__name__
+            for environment_type in classes
+            if hasattr(environment_type, "get_reward")
+        ]
         self.reward_name = "_".join(dict.fromkeys(names)) or None
         """Joined names of the environments that score episodes; None if none does."""
         if not tools and not methods:
@@ -153,13 +166,15 @@ class ToolRollout:
                 )
 
     def __call__(self, prompts: Sequence[list[Message]], trainer: RolloutTrainer) -> dict[str, Any]:
-        """Return rows of whole episodes, in which the results of tools are masked."""
+        """Play the episodes and return their rows, in which the results of tools are masked."""
         if self._chat is None:
-            thinks = bool((trainer.args.chat_template_kwargs or {}).get("enable_thinking"))
-            self._chat = ChatTokenizer(trainer.processing_class, enable_thinking=thinks)
-        episodes = self._start(self._chat, prompts, trainer)
-        while playing := [episode for episode in episodes if not episode.is_over]:
-            self._play_round(self._chat, playing, trainer)
+            enables_thinking = bool(
+                (trainer.args.chat_template_kwargs or {}).get("enable_thinking")
+            )
+            self._chat = ChatTokenizer(trainer.processing_class, enable_thinking=enables_thinking)
+        episodes = self._start_episodes(self._chat, prompts, trainer)
+        while active_episodes := [episode for episode in episodes if not episode.is_finished]:
+            self._play_round(self._chat, active_episodes, trainer)
         return {
             "prompt_ids": [episode.prompt_ids for episode in episodes],
             "completion_ids": [episode.completion_ids for episode in episodes],
@@ -171,15 +186,17 @@ class ToolRollout:
             REWARD_COLUMN: [_read_reward(episode.environment) for episode in episodes],
         }
 
-    def _start(
+    def _start_episodes(
         self, chat: ChatTokenizer, prompts: Sequence[list[Message]], trainer: RolloutTrainer
     ) -> list[_ToolEpisode]:
-        last_number: dict[str | None, int] = {}
+        last_number_by_name: dict[str | None, int] = {}
         episodes = []
         for prompt, row in zip(prompts, trainer.rows, strict=True):
             name = row.get("environment") if None not in self._factories else None
-            number = last_number[name] = last_number.get(name, -1) + 1
-            environment = self._instance(name, number, is_evaluation=trainer.state.is_evaluation)
+            instance_number = last_number_by_name[name] = last_number_by_name.get(name, -1) + 1
+            environment = self._find_instance(
+                name, instance_number, is_evaluation=trainer.state.is_evaluation
+            )
             messages = list(prompt)
             tools = {tool.__name__: tool for tool in self._tools}
             if environment is not None:
@@ -188,49 +205,49 @@ class ToolRollout:
                 messages = _append_observation(
                     messages, environment.reset(prompt=prompt, **columns)
                 )
-                names = tool_methods(type(environment))
+                names = list_tool_methods(type(environment))
                 tools |= {name: getattr(environment, name) for name in names}
-            specs = [function_spec(tool) for tool in tools.values()]
-            episodes.append(
-                _ToolEpisode(environment, tools, chat.encode_first_prompt(messages, specs))
-            )
+            specs = [make_function_spec(tool) for tool in tools.values()]
+            episodes.append(_ToolEpisode(environment, tools, chat.encode_first_prompt(messages, specs)))
         return episodes
 
-    def _instance(self, name: str | None, number: int, *, is_evaluation: bool) -> Any:
-        """Return an instance that no other episode of this call uses; None without a factory."""
+    def _find_instance(self, name: str | None, instance_number: int, *, is_evaluation: bool) -> Any:
+        """Return an instance that no other episode of this call uses, or None without a factory."""
         if not self._factories:
             return None
         # An evaluation may run before the rewards of a training call are read.
         pool = self._pools.setdefault((name, is_evaluation), [])
-        while len(pool) <= number:
+        while len(pool) <= instance_number:
             pool.append(self._factories[name]())
-        return pool[number]
+        return pool[instance_number]
 
     def _play_round(
-        self, chat: ChatTokenizer, playing: Sequence[_ToolEpisode], trainer: RolloutTrainer
+        self, chat: ChatTokenizer, active_episodes: Sequence[_ToolEpisode], trainer: RolloutTrainer
     ) -> None:
         """Sample one completion for each episode, and call its tools."""
         max_tokens = int(trainer.max_completion_length)
-        rooms = [max_tokens - len(episode.completion_ids) for episode in playing]
-        sent_ids = [[*episode.prompt_ids, *episode.completion_ids] for episode in playing]
+        token_limits = [max_tokens - len(episode.completion_ids) for episode in active_episodes]
+        sent_ids = [[*episode.prompt_ids, *episode.completion_ids] for episode in active_episodes]
         outputs = generate_rollout_completions(
-            trainer, sent_ids, generation_overrides={"max_tokens": max(rooms)}
+            trainer, sent_ids, generation_overrides={"max_tokens": max(token_limits)}
         )
-        for episode, output, room in zip(playing, outputs, rooms, strict=True):
-            ids = output["completion_ids"][:room]
-            episode.add(ids, output["logprobs"][:room], sampled=True)
-            results = self._call_all(episode, chat.decode(ids))
-            has_ended = ids[-1] == chat.end_token_id
+        for episode, output, token_limit in zip(
+            active_episodes, outputs, token_limits, strict=True
+        ):
+            token_ids = output["completion_ids"][:token_limit]
+            episode.add(token_ids, output["logprobs"][:token_limit], is_sampled=True)
+            results = self._call_tools(episode, chat.decode(token_ids))
+            has_ended = token_ids[-1] == chat.end_token_id
             added_ids = chat.encode_next_prompt(results, ended=has_ended) if results else []
             is_last = self.max_rounds is not None and episode.num_rounds >= self.max_rounds
-            fits = len(episode.completion_ids) + len(added_ids) < max_tokens
-            if not results or is_last or not fits:
-                episode.is_over = True
+            has_room = len(episode.completion_ids) + len(added_ids) < max_tokens
+            if not results or is_last or not has_room:
+                episode.is_finished = True
                 continue
             episode.num_rounds += 1
-            episode.add(added_ids, [0.0] * len(added_ids), sampled=False)
+            episode.add(added_ids, [0.0] * len(added_ids), is_sampled=False)
 
-    def _call_all(self, episode: _ToolEpisode, text: str) -> list[Message]:
+    def _call_tools(self, episode: _ToolEpisode, text: str) -> list[Message]:
         """Return the results of a completion's calls as messages; empty without calls."""
         try:
             calls = read_calls(strip_reasoning(text))
@@ -238,17 +255,17 @@ class ToolRollout:
             episode.num_calls += 1
             episode.num_failed += 1
             return [{"role": "tool", "content": str(error)}]
-        return [{"role": "tool", "content": self._call(episode, call)} for call in calls]
+        return [{"role": "tool", "content": self._call_tool(episode, call)} for call in calls]
 
-    def _call(self, episode: _ToolEpisode, call: ToolCall) -> str:
+    def _call_tool(self, episode: _ToolEpisode, call: ToolCall) -> str:
         episode.num_calls += 1
         tool = episode.tools.get(call.name)
         if tool is None:
             episode.num_failed += 1
             return f"error: there is no tool '{call.name}', only {sorted(episode.tools)}"
         try:
-            returned = _wait_for(tool(**call.arguments))
-            return returned if isinstance(returned, str) else json.dumps(returned, default=str)
+            result = _wait_for(tool(**call.arguments))
+            return result if isinstance(result, str) else json.dumps(result, default=str)
         except SystemExit as error:
             episode.num_failed += 1
             return f"error: SystemExit({error.code!r})"
@@ -263,18 +280,18 @@ def environment_reward(environment_reward: list[float | None], **_: Any) -> list
 
 
 def _append_observation(messages: list[Message], observation: Any) -> list[Message]:
-    """Return the prompt with the value of `reset` appended."""
+    """Return the prompt with the observation of `reset` appended."""
     if observation is None:
         return messages
     if not isinstance(observation, str):
         raise ConfigError(
             f"environment_factory: reset must return text or None, got {observation!r:.80}"
         )
-    extended: Message = {
+    extended_message: Message = {
         "role": messages[-1]["role"],
         "content": messages[-1]["content"] + observation,
     }
-    return [*messages[:-1], extended]
+    return [*messages[:-1], extended_message]
 
 
 def _read_reward(environment: Any) -> float | None:
@@ -285,13 +302,13 @@ def _read_reward(environment: Any) -> float | None:
     return None if reward is None else float(reward)
 
 
-def _wait_for(returned: Any) -> Any:
-    """Return the result of a call, also of a coroutine function."""
+def _wait_for(result: Any) -> Any:
+    """Return the result of a call; if it is awaitable, wait for it."""
 
     async def wait() -> Any:
-        return await returned
+        return await result
 
-    return asyncio.run(wait()) if inspect.isawaitable(returned) else returned
+    return asyncio.run(wait()) if inspect.isawaitable(result) else result
 
 
 def choose_rollout(

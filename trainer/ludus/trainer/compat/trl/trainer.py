@@ -28,19 +28,19 @@ from ludus.trainer.compat.trl.inputs import (
     ModelInput,
     ModelSection,
     PromptRows,
-    model_section,
-    reward_terms,
+    make_model_section,
+    make_reward_terms,
 )
 from ludus.trainer.compat.trl.rollout.arguments import sample_completions
 from ludus.trainer.compat.trl.rollout.runner import ScriptRollout
 from ludus.trainer.compat.trl.run_settings import (
     DEFAULT_OUTPUT_DIR,
+    find_run_folder,
     make_batches,
-    run_folder,
-    run_settings,
+    make_run_settings,
 )
 from ludus.trainer.compat.trl.tools import (
-    COLUMNS,
+    TOOL_COLUMNS,
     EnvironmentFactories,
     ToolRollout,
     choose_rollout,
@@ -52,14 +52,14 @@ from ludus.trainer.run.checkpoint import find_newest_checkpoint, model_folder
 _MIN_SESSIONS = 4096
 """Minimum value of max_sessions; a larger batch needs one session for each row."""
 _INPUT_SUFFIX = "-input"
-"""Suffix of the folder that stores the objects which the script passed."""
+"""Suffix of the folder with the objects that the script passed."""
 _REMEDIES = {
     "reward_processing_classes": "a reward model brings its own tokenizer",
     "callbacks": "iterate over the steps of ludus.trainer.Trainer (docs/python.md)",
     "optimizers": "AdamW is the only optimizer; its settings are in GRPOConfig",
     "quantization_config": "pass a model that is not quantized",
 }
-"""Alternatives to the arguments that are not supported."""
+"""Remedy for each argument that is not supported."""
 
 
 class GRPOTrainer:
@@ -88,36 +88,36 @@ class GRPOTrainer:
 
         Args:
             model: a Hugging Face id or folder, a model, or the [model] section of a run.
-            reward_funcs: functions, or ids and folders of reward models; one or a list.
+            reward_funcs: a function, the id or folder of a reward model, or a list of these.
             train_dataset: rows with a `prompt` of text or messages, and columns for rewards.
-            processing_class: the model's tokenizer; the default is the one in its folder.
+            processing_class: the model's tokenizer. Default: the tokenizer in the model's folder.
             peft_config: LoRA settings; r, lora_alpha and target_modules of `peft.LoraConfig`.
             tools: functions that completions may call.
             rollout_func: function that plays the episodes (docs/from-trl.md).
-            environment_factory: function that returns an instance for each episode, whose methods
-                completions call; or several by name, one of which each row's `environment` names.
+            environment_factory: function that returns an environment, whose methods completions
+                call. A mapping has several by name, and column `environment` selects one.
             overrides: settings of the run in the form "section.field=value".
         """
         _refuse_arguments((reward_processing_classes, callbacks, optimizers, quantization_config))
-        self.args = _check_args(args) or GRPOConfig(f"{_last_part(model)}-GRPO")
+        self.args = _check_args(args) or GRPOConfig(f"{_make_default_name(model)}-GRPO")
         self._rows = PromptRows.read(train_dataset, "train_dataset")
         self._eval_rows = None
         if eval_dataset is not None:
             self._eval_rows = PromptRows.read(eval_dataset, "eval_dataset")
         self._batches = make_batches(self.args, len(self._rows))
-        folder = run_folder(self.args)
-        self._input = folder.with_name(folder.name + _INPUT_SUFFIX)
-        section = model_section(
-            model, processing_class, peft_config, self.args, self._input / "model"
+        folder = find_run_folder(self.args)
+        self._input_folder = folder.with_name(folder.name + _INPUT_SUFFIX)
+        model_section = make_model_section(
+            model, processing_class, peft_config, self.args, self._input_folder / "model"
         )
         rollout = choose_rollout(rollout_func, tools, environment_factory, self.args)
-        rewards = reward_terms(
+        rewards = make_reward_terms(
             reward_funcs,
             self.args.reward_weights,
-            self._columns(rollout),
+            self._find_columns(rollout),
             rollout.reward_name if isinstance(rollout, ToolRollout) else None,
         )
-        self._config = self._run_tree(section, rollout, rewards)
+        self._config = self._make_run_tree(model_section, rollout, rewards)
         self._overrides = tuple(overrides)
         self.run: LanguageModelRun = Trainer(self._config, overrides=self._overrides).run
         """The configuration of the run that `train` starts."""
@@ -153,11 +153,11 @@ class GRPOTrainer:
         Raises:
             CheckpointError: the run has no checkpoint yet.
         """
-        run_folder = Path(self.run.output_dir) / self.run.name
-        source = model_folder(find_newest_checkpoint(run_folder / CHECKPOINTS_FOLDER))
-        target = Path(output_dir or run_folder / "model")
-        shutil.copytree(source, target, dirs_exist_ok=True)
-        return target
+        folder = Path(self.run.output_dir) / self.run.name
+        source_folder = model_folder(find_newest_checkpoint(folder / CHECKPOINTS_FOLDER))
+        target_folder = Path(output_dir or folder / "model")
+        shutil.copytree(source_folder, target_folder, dirs_exist_ok=True)
+        return target_folder
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -165,15 +165,15 @@ class GRPOTrainer:
             "docs/from-trl.md lists the available attributes"
         )
 
-    def _columns(self, rollout: Callable[..., Any]) -> dict[str, Set[str]]:
-        """Return the columns of each data set; empty if a rollout function may add others."""
+    def _find_columns(self, rollout: Callable[..., Any]) -> dict[str, Set[str]]:
+        """Return the columns of each data set, or nothing if a rollout function may add columns."""
         datasets = {"train_dataset": self._rows}
         if self._eval_rows is not None:
             datasets["eval_dataset"] = self._eval_rows
         if isinstance(rollout, ToolRollout):
             for name, rows in datasets.items():
                 rollout.check_rows(rows.rows, name)
-            return {name: rows.columns | COLUMNS for name, rows in datasets.items()}
+            return {name: rows.columns | TOOL_COLUMNS for name, rows in datasets.items()}
         if rollout is not sample_completions:
             return {}
         return {name: rows.columns for name, rows in datasets.items()}
@@ -186,42 +186,42 @@ class GRPOTrainer:
             self.summary = await trainer.train()
         return self.state.finish()
 
-    def _run_tree(
+    def _make_run_tree(
         self, model: ModelSection, rollout: Callable[..., Any], rewards: list[dict[str, Any]]
     ) -> dict[str, Any]:
         """Return the configuration of the run."""
         with_tools, num_generations = isinstance(rollout, ToolRollout), self.args.num_generations
-        max_tokens = model.max_tokens(self._rows.prompts, self.args, with_tools=with_tools)
+        max_tokens = model.find_max_tokens(self._rows.prompts, self.args, with_tools=with_tools)
         return {
-            **run_settings(self.args, self._batches, max_tokens),
+            **make_run_settings(self.args, self._batches, max_tokens),
             "model": model.settings,
             "environment": {
                 "package": "prompts_env",
-                "options": self._environment_options(),
+                "options": self._make_environment_options(),
                 "max_sessions": max(_MIN_SESSIONS, self._batches.num_groups * num_generations),
                 "max_turns": 1,
                 "rollout": f"trl:{function_path(ScriptRollout(rollout, self.args))}",
                 "rewards": rewards,
             },
-            "eval": self._eval_settings(),
+            "eval": self._make_eval_settings(),
         }
 
     def write_rows(self) -> None:
         """Write the data sets to the files from which the environment reads them."""
-        self._rows.write(self._input / "train.jsonl")
+        self._rows.write(self._input_folder / "train.jsonl")
         if self._eval_rows is not None:
-            self._eval_rows.write(self._input / "eval.jsonl")
+            self._eval_rows.write(self._input_folder / "eval.jsonl")
 
-    def _environment_options(self) -> dict[str, Any]:
+    def _make_environment_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {
-            "path": str((self._input / "train.jsonl").absolute()),
+            "path": str((self._input_folder / "train.jsonl").absolute()),
             "seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,
         }
         if self._eval_rows is not None:
-            options["test_path"] = str((self._input / "eval.jsonl").absolute())
+            options["test_path"] = str((self._input_folder / "eval.jsonl").absolute())
         return options
 
-    def _eval_settings(self) -> dict[str, Any]:
+    def _make_eval_settings(self) -> dict[str, Any]:
         args, rows = self.args, self._eval_rows
         strategy = args.eval_strategy
         if strategy != "no" and rows is None:
@@ -230,35 +230,37 @@ class GRPOTrainer:
                 "it to 'no'"
             )
         num_games = len(rows) * (args.num_generations_eval or 1) if rows is not None else 1
-        every = args.eval_steps or args.logging_steps
-        steps = round(self._batches.per_epoch) if strategy == "epoch" else None
+        interval = args.eval_steps or args.logging_steps
+        steps_per_epoch = (
+            round(self._batches.num_batches_per_epoch) if strategy == "epoch" else None
+        )
         return {
             "num_games": num_games,
             "num_games_during": 0 if strategy == "no" else num_games,
-            "every_steps": steps or self._batches.from_optimizer_steps(every),
+            "every_steps": steps_per_epoch or self._batches.count_batches(interval),
             "temperature": args.temperature,
         }
 
 
 def _check_args(args: GRPOConfig | None) -> GRPOConfig | None:
-    """Return `args`; TRL's own GRPOConfig is refused, because its fields are not checked."""
+    """Return `args`. TRL's own GRPOConfig is refused, because its fields are not checked."""
     if args is None or isinstance(args, GRPOConfig):
         return args
-    kind = type(args)
+    args_type = type(args)
     raise ConfigError(
         f"args must be a ludus.trainer.compat.trl.GRPOConfig, but it is a "
-        f"{kind.__module__}.{kind.__qualname__}; change the import of GRPOConfig too"
+        f"{args_type.__module__}.{args_type.__qualname__}; change the import of GRPOConfig too"
     )
 
 
-def _last_part(model: Any) -> str:
+def _make_default_name(model: Any) -> str:
     """Return TRL's default name of a run."""
     return model.rstrip("/").rpartition("/")[2] if isinstance(model, str) else DEFAULT_OUTPUT_DIR
 
 
-def _refuse_arguments(values: tuple[Any, ...]) -> None:
-    """Refuse the arguments of `_REMEDIES`, unless they request nothing."""
-    for (name, remedy), value in zip(_REMEDIES.items(), values, strict=True):
-        is_empty = isinstance(value, (list, tuple)) and not any(value)
-        if value is not None and not is_empty:
+def _refuse_arguments(arguments: tuple[Any, ...]) -> None:
+    """Refuse the arguments in `_REMEDIES`, unless they are empty."""
+    for (name, remedy), argument in zip(_REMEDIES.items(), arguments, strict=True):
+        is_empty = isinstance(argument, (list, tuple)) and not any(argument)
+        if argument is not None and not is_empty:
             raise ConfigError(f"GRPOTrainer({name}=...) is not supported; {remedy}")

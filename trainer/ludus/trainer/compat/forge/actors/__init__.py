@@ -1,1 +1,1 @@
-"""Forge's parts for custom loops in this process."""
+"""Forge's actors for custom loops in this process."""

@@ -12,12 +12,12 @@ import torch
 
 from ludus.proto.config import VllmGenerator
 from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.forge.actor_support import get_weight_exchange, make_actor_settings
 from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
 from ludus.trainer.compat.forge.data_models.completion import (
     Completion,
     translate_sampling_params,
 )
-from ludus.trainer.compat.forge.parts import make_part_settings, process_exchange
 from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.models.chat import ChatTokenizer
@@ -25,7 +25,7 @@ from ludus.trainer.rollout.engines.async_engine import AsyncEngine, make_engine
 from ludus.trainer.rollout.engines.vllm_process import prepare_process
 from ludus.trainer.weights.canary import CanaryJudge, check_canary
 
-_MAX_TOKENS = 2048
+_DEFAULT_MAX_TOKENS = 2048
 
 
 @dataclass
@@ -33,29 +33,29 @@ class Generator(ForgeActor):
     """An inference engine, chosen by `engine` or by the presence of a GPU."""
 
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM: model and others (`keys`)."""
+    """Arguments of vLLM, such as model. `keys.py` lists all of them."""
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of vLLM: n, max_tokens, temperature, top_p."""
     seed: int = 0
     """Seed of the samples, combined with the index of the call."""
     engine: str | None = None
-    """"vllm" or "transformers". None: vLLM on a GPU, transformers on a CPU."""
+    """"vllm" or "transformers". None selects vLLM on a GPU and transformers on a CPU."""
 
     def setup(self) -> None:
         """Load the model."""
-        fields = {"engine_args": self.engine_args, "sampling_params": self.sampling_params}
-        max_tokens = self.engine_args.get("max_model_len", _MAX_TOKENS)
-        self._run, path = make_part_settings(
-            "policy", fields, max_tokens=max_tokens, engine=self.engine
+        sections = {"engine_args": self.engine_args, "sampling_params": self.sampling_params}
+        max_tokens = self.engine_args.get("max_model_len", _DEFAULT_MAX_TOKENS)
+        self._run, model_path = make_actor_settings(
+            "policy", sections, max_tokens=max_tokens, engine=self.engine
         )
         if isinstance(self._run.generator, VllmGenerator):
             self._prepare_for_vllm()
-        self._chat = ChatTokenizer.load(path, self._run.model)
-        self._generator = AsyncEngine(make_engine(self._run, path, self._chat))
+        self._chat = ChatTokenizer.load(model_path, self._run.model)
+        self._generator = AsyncEngine(make_engine(self._run, model_path, self._chat))
         self._judge = CanaryJudge(self._run.weights.canary)
         self._version = 0
-        # Replicas that take turns sample the same completions as a single one.
-        self._calls = itertools.count(self.replica, self.num_replicas)
+        # Replicas that are called in turn sample the same completions as a single replica.
+        self._call_indices = itertools.count(self.replica, self.num_replicas)
 
     @endpoint
     async def generate(
@@ -67,7 +67,7 @@ class Generator(ForgeActor):
             sampling_params: overrides of the generator's parameters.
         """
         options = translate_sampling_params({**self.sampling_params, **(sampling_params or {})})
-        rollout, call = self._run.rollout, next(self._calls)
+        rollout, call_index = self._run.rollout, next(self._call_indices)
         sampling = Sampling(
             temperature=options.get("temperature", rollout.temperature),
             max_tokens=options.get("max_tokens", rollout.max_completion_tokens),
@@ -76,14 +76,17 @@ class Generator(ForgeActor):
         prompt_ids = self._chat.encode(prompt)
         seed = options.get("seed", self.seed)
         keys = [
-            derive_key(seed, Stream.ANSWER, call, index) for index in range(options.get("num", 1))
+            derive_key(seed, Stream.ANSWER, call_index, index)
+            for index in range(options.get("num", 1))
         ]
         completions = await asyncio.gather(
             *(self._generator(prompt_ids, sampling, key) for key in keys)
         )
         return [
-            Completion.convert(prompt, self._chat.decode(sampled.token_ids), prompt_ids, sampled)
-            for sampled in completions
+            Completion.convert(
+                prompt, self._chat.decode(completion.token_ids), prompt_ids, completion
+            )
+            for completion in completions
         ]
 
     @endpoint
@@ -94,11 +97,11 @@ class Generator(ForgeActor):
             WeightSyncError: the version is not available or did not arrive completely.
             CanaryError: the engine does not use the new weights.
         """
-        manifest, fetched = await asyncio.to_thread(process_exchange().pull, version)
-        await self._generator.load_weights(fetched.state, version)
+        manifest, fetched_weights = await asyncio.to_thread(get_weight_exchange().pull, version)
+        await self._generator.load_weights(fetched_weights.state, version)
         logprobs = await self._generator.score(manifest.canary)
-        canary, dtype = self._run.weights.canary, self._run.learner.dtype
-        self._judge.check(check_canary(manifest, logprobs, canary, dtype), worker=0)
+        canary_config, dtype = self._run.weights.canary, self._run.learner.dtype
+        self._judge.check(check_canary(manifest, logprobs, canary_config, dtype), worker=0)
         self._version = version
 
     @endpoint
@@ -107,7 +110,10 @@ class Generator(ForgeActor):
         return self._version
 
     async def shutdown(self) -> None:
-        """Close the engine; vLLM also destroys the process group, so shut RLTrainers down first."""
+        """Close the engine.
+
+        vLLM also destroys the process group, so shut down RLTrainers first.
+        """
         self._generator.close()
 
     def _prepare_for_vllm(self) -> None:

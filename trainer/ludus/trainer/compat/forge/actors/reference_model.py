@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ludus.trainer.compat.forge.actor_support import make_actor_settings, make_rows
 from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
 from ludus.trainer.compat.forge.grpo import compute_logprobs
-from ludus.trainer.compat.forge.parts import make_part_settings, make_rows
 from ludus.trainer.models.load import load_language_model, load_tokenizer
 
 
 @dataclass
 class ReferenceModel(ForgeActor):
-    """Log-probs of responses. The fields are sections of Forge's `ref_model`."""
+    """The reference model, which computes log-probs of responses.
+
+    The fields are sections of Forge's `ref_model`.
+    """
 
     model: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -27,11 +30,11 @@ class ReferenceModel(ForgeActor):
 
     def setup(self) -> None:
         """Load the model."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        _, path = make_part_settings("ref_model", fields, max_tokens=None)
+        sections = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        _, model_path = make_actor_settings("ref_model", sections, max_tokens=None)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = load_language_model(path).to(device).eval()
-        self._pad_id = load_tokenizer(path).pad_token_id
+        self._model = load_language_model(model_path).to(device).eval()
+        self._pad_id = load_tokenizer(model_path).pad_token_id
 
     @endpoint
     def forward(
@@ -40,7 +43,8 @@ class ReferenceModel(ForgeActor):
         """Return the log-probs [B, R] of the responses in `input_ids` [B, S], or all logits.
 
         Args:
-            max_req_tokens: S - R. Requests are padded on the left, responses on the right.
+            max_req_tokens: S - R, the padded length of the requests. Requests are padded on the
+                left, responses on the right.
             return_logprobs: False returns the logits [B, S, V].
         """
         rows = make_rows(input_ids.to(self._model.device), self._pad_id)

@@ -15,7 +15,10 @@ from ludus.trainer.core.streams import Stream, make_random
 
 @dataclass
 class ReplayBuffer(ForgeActor):
-    """Episodes that are sampled at random, at most once, and up to an age of `max_policy_age`."""
+    """A buffer of episodes, which samples each episode at most once, in random order.
+
+    Episodes that are older than `max_policy_age` are dropped.
+    """
 
     batch_size: int
     """Number of episodes per data-parallel rank."""
@@ -50,24 +53,27 @@ class ReplayBuffer(ForgeActor):
         Args:
             batch_size: override of the buffer's batch size.
         """
-        self._drop_stale(curr_policy_version)
-        size = batch_size or self.batch_size
-        num_episodes = self.dp_size * size
+        self._drop_stale_episodes(curr_policy_version)
+        rank_batch_size = batch_size or self.batch_size
+        num_episodes = self.dp_size * rank_batch_size
         if len(self._episodes) < num_episodes:
             return None
         indices = self._random.sample(range(len(self._episodes)), num_episodes)
-        sampled = [self._episodes[index] for index in indices]
-        removed = set(indices)
+        sampled_episodes = [self._episodes[index] for index in indices]
+        removed_indices = set(indices)
         self._episodes = [
-            episode for index, episode in enumerate(self._episodes) if index not in removed
+            episode for index, episode in enumerate(self._episodes) if index not in removed_indices
         ]
-        batches = [sampled[rank * size : (rank + 1) * size] for rank in range(self.dp_size)]
+        batches = [
+            sampled_episodes[rank * rank_batch_size : (rank + 1) * rank_batch_size]
+            for rank in range(self.dp_size)
+        ]
         return batches if self.collate is None else self.collate(batches)
 
     @endpoint
     async def evict(self, curr_policy_version: int) -> None:
         """Drop stale episodes."""
-        self._drop_stale(curr_policy_version)
+        self._drop_stale_episodes(curr_policy_version)
 
     @endpoint
     async def clear(self) -> None:
@@ -79,6 +85,8 @@ class ReplayBuffer(ForgeActor):
         """Return the number of episodes."""
         return len(self._episodes)
 
-    def _drop_stale(self, version: int) -> None:
-        oldest = version - self.max_policy_age
-        self._episodes = [episode for episode in self._episodes if episode.policy_version >= oldest]
+    def _drop_stale_episodes(self, version: int) -> None:
+        oldest_version = version - self.max_policy_age
+        self._episodes = [
+            episode for episode in self._episodes if episode.policy_version >= oldest_version
+        ]

@@ -12,9 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.forge.actor_support import (
+    get_weight_exchange,
+    make_actor_settings,
+    make_rows,
+)
 from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
 from ludus.trainer.compat.forge.grpo import simple_grpo_loss
-from ludus.trainer.compat.forge.parts import make_part_settings, make_rows, process_exchange
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.learner.model import LogitsLoss
@@ -23,8 +27,8 @@ from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.run.schedule import compute_coefficients
 from ludus.trainer.weights.payload import make_manifest
 
-_CANARY = (ScoringRequest([5, 6, 7, 8], [9, 10, 11, 12]),)
-"""Canary tokens that exist in every vocabulary."""
+_CANARY_REQUESTS = (ScoringRequest([5, 6, 7, 8], [9, 10, 11, 12]),)
+"""Canary requests, whose tokens exist in every vocabulary."""
 
 
 @dataclass
@@ -46,25 +50,25 @@ class RLTrainer(ForgeActor):
 
     def setup(self) -> None:
         """Load the model and create its optimizer."""
-        fields = {
+        sections = {
             name: value
             for name in self.__dataclass_fields__
             if isinstance(value := getattr(self, name), Mapping)
         }
-        self._run, path = make_part_settings(
-            "trainer", fields, max_tokens=self.training.get("seq_len")
+        self._run, model_path = make_actor_settings(
+            "trainer", sections, max_tokens=self.training.get("seq_len")
         )
         if self._run.learner.num_ranks > 1:
             raise ConfigError(
                 f"parallelism.data_parallel_shard_degree = {self._run.learner.num_ranks} must be "
-                "1, because this part is a single rank; setup_forge_training trains on several"
+                "1, because this actor is a single rank; setup_forge_training trains on several"
             )
-        self._pad_id = load_tokenizer(path).pad_token_id
-        self._owns_group = not dist.is_initialized()
-        if self._owns_group:
+        self._pad_id = load_tokenizer(model_path).pad_token_id
+        self._owns_process_group = not dist.is_initialized()
+        if self._owns_process_group:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        self.learner = Learner(self._run, path)
+        self.learner = Learner(self._run, model_path)
         self._num_steps = 0
 
     @endpoint
@@ -79,39 +83,42 @@ class RLTrainer(ForgeActor):
         """
         if len(inputs) != len(targets) or not inputs:
             raise ConfigError(
-                f"inputs and targets must have the same number, got {len(inputs)} and "
+                f"inputs and targets must have the same length, at least 1, got {len(inputs)} and "
                 f"{len(targets)}"
             )
-        rate = compute_coefficients(self._run, self._num_steps).learning_rate
+        learning_rate = compute_coefficients(self._run, self._num_steps).learning_rate
         losses = [
             LogitsLoss(
-                *make_rows(rows["tokens"], self._pad_id), partial(_compute_loss, self.loss, target)
+                *make_rows(rank_inputs["tokens"], self._pad_id),
+                partial(_compute_loss, self.loss, target),
             )
-            for rows, target in zip(inputs, targets, strict=True)
+            for rank_inputs, target in zip(inputs, targets, strict=True)
         ]
-        mean = self.learner.step_on_logits(losses, rate)
+        mean_loss = self.learner.step_on_logits(losses, learning_rate)
         self._num_steps += 1
-        return mean
+        return mean_loss
 
     @endpoint
     def push_weights(self, policy_version: int) -> None:
         """Publish the policy for the Generators of this process."""
         state = self.learner.gather_weights()
-        logprobs = self.learner.score_completions(_CANARY)
-        process_exchange().push(make_manifest(policy_version, state, _CANARY, logprobs), state)
+        logprobs = self.learner.score_completions(_CANARY_REQUESTS)
+        get_weight_exchange().push(
+            make_manifest(policy_version, state, _CANARY_REQUESTS, logprobs), state
+        )
 
     async def shutdown(self) -> None:
-        """Release the model, and leave the process group if this part created it."""
+        """Release the model, and leave the process group if this actor created it."""
         del self.learner
-        if self._owns_group and dist.is_initialized():
+        if self._owns_process_group and dist.is_initialized():
             leave_process_group()
 
 
 def _compute_loss(
     loss: Callable[..., Tensor], target: Mapping[str, Tensor], logits: Tensor
 ) -> Tensor:
-    moved = {
+    moved_target = {
         name: value.to(logits.device) if isinstance(value, Tensor) else value
         for name, value in target.items()
     }
-    return loss(logits, **moved)
+    return loss(logits, **moved_target)

@@ -1,12 +1,12 @@
-"""Parts of a training loop, with the calls of Forge's actors and services.
+"""Actors of a training loop, with the calls of Forge's actors and services.
 
-    await part.method.call_one(x)    the result           await service.method.route(x)
-    await part.method.call(x)        [the result]         await service.method.fanout(x)
-    part.method(x)                   a plain call
+    await actor.method.call_one(x)   the result           await service.method.route(x)
+    await actor.method.call(x)       [the result]         await service.method.fanout(x)
+    actor.method(x)                  a direct call
 
-`options(...).as_actor(...)` and `.as_service(...)` create a part, or several replicas of it, in
-this process. Its coroutines interleave on the event loop; other methods run in a thread, one call
-at a time.
+`options(...).as_actor(...)` and `.as_service(...)` create an actor, or several replicas of it, in
+this process. Coroutines of an actor interleave on the event loop. Its other methods run in a
+thread, one call at a time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any, Generic, Self, TypeVar
 from ludus.proto.errors import ConfigError
 
 ActorT = TypeVar("ActorT", bound="ForgeActor")
-_SINGLE = ("procs", "hosts")
-_OPTIONS = (*_SINGLE, "num_replicas", "with_gpus", "mesh_name")
-_LOCK = "_one_call_at_a_time"
+_SINGLE_PROCESS_OPTIONS = ("procs", "hosts")
+_SUPPORTED_OPTIONS = (*_SINGLE_PROCESS_OPTIONS, "num_replicas", "with_gpus", "mesh_name")
+_LOCK_ATTRIBUTE = "_one_call_at_a_time"
 
 
 class endpoint:
-    """The decorator of an endpoint."""
+    """A decorator that makes a method an endpoint."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -39,21 +39,21 @@ class endpoint:
 
 
 class BoundEndpoint:
-    """An endpoint of a part, or of all replicas of a service."""
+    """An endpoint of an actor, or of all replicas of a service."""
 
     def __init__(self, function: Callable[..., Any], replicas: Sequence[Any]) -> None:
         self._function = function
         self._replicas = replicas
-        self._turns = itertools.cycle(replicas)
+        self._next_replicas = itertools.cycle(replicas)
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method directly."""
-        return self._function(next(self._turns), *args, **kwargs)
+        return self._function(next(self._next_replicas), *args, **kwargs)
 
     async def route(self, *args: Any, **kwargs: Any) -> Any:
         """Call the next replica in turn and return its result."""
-        return await self._call(next(self._turns), *args, **kwargs)
+        return await self._call(next(self._next_replicas), *args, **kwargs)
 
     choose = call_one = route
 
@@ -68,12 +68,12 @@ class BoundEndpoint:
         function = partial(self._function, replica, *args, **kwargs)
         if inspect.iscoroutinefunction(self._function):
             return await function()
-        async with vars(replica).setdefault(_LOCK, asyncio.Lock()):
+        async with vars(replica).setdefault(_LOCK_ATTRIBUTE, asyncio.Lock()):
             return await asyncio.to_thread(function)
 
 
 class ReplicatedService:
-    """Replicas of a part, which share their endpoints."""
+    """Replicas of an actor, which are called through common endpoints."""
 
     def __init__(self, replicas: Sequence[ForgeActor]) -> None:
         self.replicas = replicas
@@ -82,10 +82,10 @@ class ReplicatedService:
         method = getattr(type(self.replicas[0]), name, None)
         if not isinstance(method, endpoint):
             raise AttributeError(
-                f"'{name}' is not an endpoint of this service; its parts are in `replicas`"
+                f"'{name}' is not an endpoint of this service; its actors are in `replicas`"
             )
-        bound = vars(self)[name] = BoundEndpoint(method.function, self.replicas)
-        return bound
+        bound_endpoint = vars(self)[name] = BoundEndpoint(method.function, self.replicas)
+        return bound_endpoint
 
     async def shutdown(self) -> None:
         """Shut down all replicas."""
@@ -94,21 +94,23 @@ class ReplicatedService:
 
 
 class ForgeActor:
-    """A part. Slow initialization belongs in `setup`, a method or an endpoint."""
+    """An actor. Slow initialization belongs in `setup`, which can be a method or an endpoint."""
 
     replica, num_replicas = 0, 1
     """Index of this replica in its service, and number of replicas; set before `setup`."""
 
     @classmethod
     def options(cls, **options: Any) -> ActorOptions[Self]:
-        """Set options of the part, which runs in this process, on a GPU if there is one."""
-        names = sorted(options.keys() - set(_OPTIONS))
-        if names:
-            raise ConfigError(f"options supports {', '.join(_OPTIONS)}, got {', '.join(names)}")
-        for name in _SINGLE:
+        """Set options of the actor, which runs in this process, on a GPU if there is one."""
+        unknown_names = sorted(options.keys() - set(_SUPPORTED_OPTIONS))
+        if unknown_names:
+            raise ConfigError(
+                f"options supports {', '.join(_SUPPORTED_OPTIONS)}, got {', '.join(unknown_names)}"
+            )
+        for name in _SINGLE_PROCESS_OPTIONS:
             if options.get(name) not in (None, 0, 1):
                 raise ConfigError(
-                    f"{name} = {options[name]} must be 1, because the part runs in this process; "
+                    f"{name} = {options[name]} must be 1, because the actor runs in this process; "
                     "setup_forge_training runs several processes"
                 )
         num_replicas = options.get("num_replicas") or 1
@@ -120,36 +122,36 @@ class ForgeActor:
 
     @classmethod
     async def as_actor(cls, *args: Any, **kwargs: Any) -> Self:
-        """Create the part with the constructor's arguments and set it up."""
+        """Create the actor with the constructor's arguments and set it up."""
         return await cls.options().as_actor(*args, **kwargs)
 
     @classmethod
     async def as_service(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create the part as a service with one replica."""
+        """Create the actor as a service with one replica."""
         return await cls.options().as_actor(*args, **kwargs)
 
     async def shutdown(self) -> None:
-        """Stop everything the part has started."""
+        """Stop everything that the actor has started."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorOptions(Generic[ActorT]):
-    """Options of a part that has not been created yet."""
+    """Options of an actor that has not been created yet."""
 
-    _part: type[ActorT]
+    _actor_class: type[ActorT]
     _num_replicas: int
 
     async def as_actor(self, *args: Any, **kwargs: Any) -> ActorT:
-        """Create and set up the part; see ForgeActor.as_actor."""
+        """Create and set up the actor; see ForgeActor.as_actor."""
         if self._num_replicas > 1:
             raise ConfigError(
                 f"num_replicas = {self._num_replicas} must be 1 for an actor; call as_service"
             )
-        [part] = await self._create_replicas(*args, **kwargs)
-        return part
+        [actor] = await self._create_replicas(*args, **kwargs)
+        return actor
 
     async def as_service(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the part, or a ReplicatedService if there are several replicas."""
+        """Create the actor, or a ReplicatedService if there are several replicas."""
         replicas = await self._create_replicas(*args, **kwargs)
         return replicas[0] if len(replicas) == 1 else ReplicatedService(replicas)
 
@@ -157,12 +159,12 @@ class ActorOptions(Generic[ActorT]):
         replicas: list[ActorT] = []
         try:
             for index in range(self._num_replicas):
-                part = self._part(*args, **kwargs)
-                part.replica, part.num_replicas = index, self._num_replicas
-                result = part.setup() if hasattr(part, "setup") else None
-                if inspect.isawaitable(result):
-                    await result
-                replicas.append(part)
+                actor = self._actor_class(*args, **kwargs)
+                actor.replica, actor.num_replicas = index, self._num_replicas
+                setup_result = actor.setup() if hasattr(actor, "setup") else None
+                if inspect.isawaitable(setup_result):
+                    await setup_result
+                replicas.append(actor)
         except BaseException:
             await ReplicatedService(replicas).shutdown()
             raise

@@ -1,1 +1,1 @@
-"""Data that Forge's parts exchange."""
+"""Data that Forge's actors exchange."""

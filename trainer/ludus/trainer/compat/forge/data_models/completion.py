@@ -1,4 +1,4 @@
-"""Forge's completion type, and the parameters with which completions are sampled."""
+"""Forge's completion type, and the conversion of sampling parameters."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Completion:
     text: str
     """Text of the completion, without special tokens."""
     prompt_ids: Tensor
-    """int64 [P]"""
+    """int64 [P], tokens of the prompt."""
     token_ids: Tensor
     """int64 [T], sampled tokens, including the EOS token."""
     logprobs: Tensor
-    """float32 [T] of the sampled tokens, at the sampling temperature."""
+    """float32 [T], log-probs of the sampled tokens at the sampling temperature."""
     stop_reason: str
     """"stop" after an EOS token, "length" at the token limit."""
     generator_version: int
@@ -37,22 +37,26 @@ class Completion:
 
     @classmethod
     def convert(
-        cls, prompt: str, text: str, prompt_ids: Sequence[int], sampled: SampledCompletion
+        cls,
+        prompt: str,
+        text: str,
+        prompt_ids: Sequence[int],
+        sampled_completion: SampledCompletion,
     ) -> Self:
-        """Convert a completion of Ludus."""
+        """Convert a sampled completion of Ludus."""
         return cls(
             prompt=prompt,
             text=text,
             prompt_ids=torch.tensor(prompt_ids, dtype=torch.long),
-            token_ids=torch.tensor(sampled.token_ids, dtype=torch.long),
-            logprobs=torch.tensor(sampled.logprobs, dtype=torch.float32),
-            stop_reason="stop" if sampled.has_end_token else "length",
-            generator_version=sampled.policy_version,
+            token_ids=torch.tensor(sampled_completion.token_ids, dtype=torch.long),
+            logprobs=torch.tensor(sampled_completion.logprobs, dtype=torch.float32),
+            stop_reason="stop" if sampled_completion.has_end_token else "length",
+            generator_version=sampled_completion.policy_version,
         )
 
 
 def translate_sampling_params(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's parameters with Ludus' names."""
+    """Return vLLM's sampling parameters under the names that Ludus uses."""
     unknown_names = sorted(sampling_params.keys() - _SAMPLING_PARAMETERS)
     if unknown_names:
         raise ConfigError(

@@ -57,13 +57,13 @@ def summary_reward(summary: str, key_terms: Sequence[str]) -> float:
     """Return the reward of a summary: 1 minus 1/50 for each word, plus 0.2 for each key term.
 
     A summary of fewer than ten words gets no reward for brevity. Any ten words that contain all
-    terms therefore get the highest reward, even if they mean nothing. The
-    formula is from Gymformer's documentation and does not measure the quality of a summary.
+    terms therefore get the highest reward, even if they mean nothing. The formula is from
+    Gymformer's documentation and does not measure the quality of a summary.
     """
     num_words = len(summary.split())
     brevity = max(0.0, 1.0 - num_words / _MAX_WORDS) if num_words >= _MIN_WORDS else 0.0
-    lower_case = summary.lower()
-    return brevity + _TERM_REWARD * sum(term.lower() in lower_case for term in key_terms)
+    lower_case_summary = summary.lower()
+    return brevity + _TERM_REWARD * sum(term.lower() in lower_case_summary for term in key_terms)
 
 
 def distances_to_answers(

@@ -2,12 +2,12 @@
 
     prompt --policy--> completion, token by token --reward model--> score, on the last token
 
-The KL penalty, `kl_coef` times k1 = log pi - log ref of each token, is applied by the training
-loop, because the environment does not have the policy's log-probs. `train_agent` applies it with
-the starting policy as the reference. A custom loop gets log ref from `ref_logprobs`. (Gymformer's
-environment compares the reference model with itself, shifted by one token.)
+The KL penalty of a token is `kl_coef` * (log pi - log ref). The training loop applies it, because
+the environment does not have the policy's log-probs. `train_agent` applies it with the starting
+policy as the reference. A custom loop gets log ref from `ref_logprobs`. (Gymformer's environment
+compares the reference model with itself, shifted by one token.)
 
-The token limit ends the episode like an EOS token: the completion is scored as it is.
+The token limit ends the episode like an EOS token: an unfinished completion is scored.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _PROMPT_COLUMNS = ("prompt", "query")
 
 
 class RLHFEnv(TokenEnv):
-    """An environment of prompts; each step takes one token, and a reward model scores the result.
+    """An environment of prompts. Each step takes one token; a reward model scores the completion.
 
     Args:
-        ref_model_name: Hugging Face id or folder of the reference model; also the tokenizer.
+        ref_model_name: Hugging Face id or folder of the reference model and of the tokenizer.
         reward_model: Hugging Face id or folder of a reward model (`train_reward` writes one), or
             a function of prompts and completions that returns scores.
         dataset: a list of prompts, or a file or folder with a column prompt or query.
@@ -84,8 +84,8 @@ class RLHFEnv(TokenEnv):
         self._prompt = self._prompts[0]
 
     def ref_logprobs(self) -> Tensor:
-        """Return the reference model's log-probs of the completion so far, float32 [A]."""
-        model = _cached_reference_model(self.model_name, self._device)
+        """Return the reference model's log-probs of the A tokens of the completion, float32 [A]."""
+        model = _load_cached_reference_model(self.model_name, self._device)
         token_ids = torch.tensor([self._state], device=model.device)
         with torch.no_grad():
             logits = model(input_ids=token_ids[:, :-1], use_cache=False).logits.float()
@@ -120,18 +120,18 @@ class RLHFEnv(TokenEnv):
     def _score_fn(self) -> ScoreFn:
         if isinstance(self._reward_model, str):
             with rename_setting_in_errors({"path": "reward_model"}):
-                return _cached_reward_model(self._reward_model, self._device).score
+                return _load_cached_reward_model(self._reward_model, self._device).score
         return self._reward_model
 
 
 @lru_cache(maxsize=4)
-def _cached_reward_model(path: str, device: str | None) -> RewardModel:
+def _load_cached_reward_model(path: str, device: str | None) -> RewardModel:
     """Return the reward model, which all environments of this process share."""
     return load_reward_model(path, device=device)
 
 
 @lru_cache(maxsize=2)
-def _cached_reference_model(path: str, device: str | None) -> PreTrainedModel:
+def _load_cached_reference_model(path: str, device: str | None) -> PreTrainedModel:
     model = load_language_model(path)
     device_name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return model.to(torch.device(device_name)).eval()

@@ -1,4 +1,4 @@
-"""Base class of Gymformer's language environments: a state is all tokens, an action the next token.
+"""Base class of Gymformer's language environments: a state is all tokens, an action is one token.
 
     reset   prompt --tokenizer--> state
     step    token --> state + token; the last token gets the reward of the whole completion
@@ -41,14 +41,14 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
     model_argument = "model_name"
     """Name of the constructor's argument for the model."""
     is_truncated_at_limit = False
-    """True if the token limit truncates the episode; otherwise it ends it like an EOS token."""
+    """True if the token limit truncates the episode. Otherwise it acts like an EOS token."""
 
     def __init__(self, model_name: str, max_generation: int, seed: int) -> None:
         self.max_generation: int = check_value("max_generation", PositiveInt, max_generation)
         self._first_seed: int | None = check_value("seed", NonNegativeInt, seed)
         self.model_name: str = check_value(self.model_argument, PathText, model_name)
         with rename_setting_in_errors({"model.path": self.model_argument}):
-            self.tokenizer = _cached_tokenizer(self.model_name)
+            self.tokenizer = _load_cached_tokenizer(self.model_name)
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(
                 f"model '{model_name}' has no EOS token to end a completion; use another model, "
@@ -77,14 +77,14 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
         """Append a token and return the new state; the last token gets the completion's reward."""
         token_id = self._check_token(action)
         self._state.append(token_id)
-        ended = token_id == self.tokenizer.eos_token_id
+        has_ended = token_id == self.tokenizer.eos_token_id
         is_full = len(self._state) - self._num_prompt_tokens >= self.max_generation
-        if not ended and not is_full:
+        if not has_ended and not is_full:
             return tuple(self._state), 0.0, False, False, {}
         answer = self.answer
-        is_truncated = self.is_truncated_at_limit and not ended
+        is_truncated = self.is_truncated_at_limit and not has_ended
         reward = 0.0 if is_truncated else self._score(answer)
-        info = {"answer": answer, "is_cut_off": not ended, **self._final_info()}
+        info = {"answer": answer, "is_cut_off": not has_ended, **self._make_final_info()}
         return tuple(self._state), reward, not is_truncated, is_truncated, info
 
     def _check_token(self, action: Any) -> int:
@@ -113,8 +113,8 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
     def _score(self, answer: str) -> float:
         """Return the reward of a completion."""
 
-    def _final_info(self) -> dict[str, Any]:
-        """Return further info for the last step."""
+    def _make_final_info(self) -> dict[str, Any]:
+        """Return additional info for the last step."""
         return {}
 
     def _encode_prompt(self, prompt: str) -> list[int]:
@@ -130,6 +130,6 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
 
 
 @lru_cache(maxsize=8)
-def _cached_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
+def _load_cached_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model, which all environments of this process share."""
     return load_tokenizer(model_name)

@@ -24,11 +24,11 @@ class _Perceptron(nn.Module):
 
 
 class MLPActorNetwork(_Perceptron):
-    """An actor: logits of discrete actions or means of continuous ones."""
+    """An actor, which returns logits of discrete actions or means of continuous actions."""
 
 
 class MLPCriticNetwork(_Perceptron):
-    """A critic: the value of a state."""
+    """A critic, which returns the value of a state."""
 
     def __init__(self, input_dim: int, hidden_dim: int) -> None:
         super().__init__(input_dim, hidden_dim, 1)

@@ -28,7 +28,7 @@ class PPOConfig:
     eps_clip: float = 0.2
     """Clip range: the ratio of the new policy to the old policy is clipped to 1 +- eps_clip."""
     minibatch_size: int = 8
-    """Steps per minibatch; -1 uses all steps at once."""
+    """Number of steps per minibatch; -1 uses all steps at once."""
     pad_obs: bool = False
     """Ignored: the observation space shows whether states differ in length."""
     int_obs: bool = False
@@ -54,7 +54,7 @@ class PPOAgent:
 
     @torch.no_grad()
     def select_action(self, state: Any) -> Any:
-        """Sample an action for an observation: an int if actions are discrete, or an array."""
+        """Sample an action for an observation: an int for discrete actions, otherwise an array."""
         observation = torch.as_tensor(state, device=self._device)
         output = self.actor(observation.float() if observation.is_floating_point() else observation)
         mean, log_std = output if isinstance(output, tuple) else (output, self._log_std)
@@ -63,7 +63,7 @@ class PPOAgent:
         return (mean + log_std.exp() * torch.randn_like(mean)).cpu().numpy()
 
 
-def agent_state(policy: NetworkPolicy) -> dict[str, Any]:
+def make_agent_state(policy: NetworkPolicy) -> dict[str, Any]:
     """Return the content of an agent's file: Gymformer's keys, and log_std if the actor has one."""
     actor = policy.actor
     state: dict[str, Any] = {"critic": policy.critic.state_dict()}
@@ -85,29 +85,29 @@ def load_ppo_agent(
     Raises:
         ConfigError: the file is not an agent, or the modules are not compatible with it.
     """
-    file = check_value("path", PathText, path)
+    file_path = check_value("path", PathText, path)
     check_value("actor", Network, actor)
     check_value("critic", Network, critic)
     device_name = require_device(device) or "cpu"
     try:
-        saved = torch.load(file, map_location=device_name, weights_only=True)
-        actor.load_state_dict(saved["actor"])
-        critic.load_state_dict(saved["critic"])
+        saved_state = torch.load(file_path, map_location=device_name, weights_only=True)
+        actor.load_state_dict(saved_state["actor"])
+        critic.load_state_dict(saved_state["critic"])
     except (FileNotFoundError, IsADirectoryError) as error:
         raise NotFoundError(
             f"there is no agent at '{path}'; train_agent saves agents in save_path"
         ) from error
     except (RuntimeError, KeyError, TypeError, UnpicklingError, EOFError) as error:
         raise ConfigError(
-            f"'{path}' is not an agent of such an actor and critic: {_describe_error(error)}"
+            f"'{path}' is not a saved agent with this actor and critic: {_describe_error(error)}"
         ) from error
     return PPOAgent(
-        actor.to(device_name), critic.to(device_name), saved.get("log_std"), device_name
+        actor.to(device_name), critic.to(device_name), saved_state.get("log_std"), device_name
     )
 
 
 def _describe_error(error: Exception) -> str:
-    """Return a description of an error whose own text may be only a key or a byte."""
+    """Describe an error, whose own message may be only a key or a byte."""
     if isinstance(error, KeyError) and error.args[0] in ("actor", "critic"):
         return f"the file lacks {error}"
     if isinstance(error, (KeyError, UnpicklingError)):

@@ -23,7 +23,7 @@ from ludus.trainer.models.load import load_language_model
 if TYPE_CHECKING:
     from ludus.trainer.compat.gymformer.trainer.request import AgentRequest, EpisodeReturns
 
-_ARGUMENTS = {"model.path": "model_name", "path": "model_name"}
+_ARGUMENT_BY_SETTING = {"model.path": "model_name", "path": "model_name"}
 
 
 class _LanguageModelNetwork(nn.Module):
@@ -37,8 +37,8 @@ class _LanguageModelNetwork(nn.Module):
         self.pad_token_id: int | None = check_value(
             "pad_token_id", NonNegativeInt | None, pad_token_id
         )
-        with rename_setting_in_errors(_ARGUMENTS):
-            self.model = self._load(self.model_name)
+        with rename_setting_in_errors(_ARGUMENT_BY_SETTING):
+            self.model = self._load_model(self.model_name)
 
     def forward(self, state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the output of `state` [T], or of states [N, T], padded on either side.
@@ -47,14 +47,16 @@ class _LanguageModelNetwork(nn.Module):
             state: token ids of any numeric type.
             attention_mask: [T] or [N, T], true for tokens of the sequence, false for padding.
         """
-        tokens = _TokenRows.make(state, attention_mask, self.pad_token_id)
-        outputs = self._head(tokens.select_last(_hidden_states(self.model.base_model, tokens)))
+        rows = _TokenRows.make(state, attention_mask, self.pad_token_id)
+        outputs = self._apply_head(
+            rows.select_last(_compute_hidden_states(self.model.base_model, rows))
+        )
         return outputs.float() if state.dim() > 1 else outputs.float()[0]
 
-    def _load(self, path: str) -> PreTrainedModel:
+    def _load_model(self, path: str) -> PreTrainedModel:
         raise NotImplementedError
 
-    def _head(self, hidden: Tensor) -> Tensor:
+    def _apply_head(self, hidden: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -63,7 +65,7 @@ class LMActorNetwork(_LanguageModelNetwork):
 
     Args:
         model_name: Hugging Face id, or a folder that `save_pretrained` wrote.
-        pad_token_id: token that is padding at both ends of a sequence if there is no mask. None
+        pad_token_id: token that counts as padding at both ends of a sequence without a mask. None
             if the tokenizer has no such token.
 
     Raises:
@@ -77,10 +79,10 @@ class LMActorNetwork(_LanguageModelNetwork):
 
         return train_language_model(request)
 
-    def _load(self, path: str) -> PreTrainedModel:
+    def _load_model(self, path: str) -> PreTrainedModel:
         return load_language_model(path)
 
-    def _head(self, hidden: Tensor) -> Tensor:
+    def _apply_head(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits
 
@@ -92,10 +94,10 @@ class LMCriticNetwork(_LanguageModelNetwork):
     reward model, whose head is kept.
     """
 
-    def _load(self, path: str) -> PreTrainedModel:
+    def _load_model(self, path: str) -> PreTrainedModel:
         return load_critic(path, path).classifier
 
-    def _head(self, hidden: Tensor) -> Tensor:
+    def _apply_head(self, hidden: Tensor) -> Tensor:
         values: Tensor = self.model.score(hidden)
         return values
 
@@ -123,26 +125,28 @@ class _TokenRows:
         # A pad token between two other tokens belongs to the sequence.
         is_after_start = is_real.long().cumsum(-1) > 0
         is_before_end = is_real.flip(-1).long().cumsum(-1).flip(-1) > 0
-        in_sequence = is_after_start & is_before_end
-        # A row of pad tokens only keeps its last token.
-        in_sequence[:, -1] |= ~in_sequence.any(-1)
-        return cls(token_ids, in_sequence)
+        is_in_sequence = is_after_start & is_before_end
+        # A row that contains only pad tokens keeps its last token.
+        is_in_sequence[:, -1] |= ~is_in_sequence.any(-1)
+        return cls(token_ids, is_in_sequence)
 
     def select_last(self, hidden: Tensor) -> Tensor:
         """Return the hidden state of each row's last token, [N, width]."""
         positions = torch.arange(self.mask.shape[1], device=self.mask.device)
-        last = torch.where(self.mask, positions, 0).amax(-1)
-        return hidden[torch.arange(len(last), device=last.device), last]
+        last_positions = torch.where(self.mask, positions, 0).amax(-1)
+        return hidden[
+            torch.arange(len(last_positions), device=last_positions.device), last_positions
+        ]
 
 
-def _hidden_states(body: PreTrainedModel, tokens: _TokenRows) -> Tensor:
-    """Return the last hidden states, [N, T, width]; those of padding are meaningless."""
+def _compute_hidden_states(backbone: PreTrainedModel, rows: _TokenRows) -> Tensor:
+    """Return the last hidden states, [N, T, width]. States of padding have no meaning."""
     arguments: dict[str, Any] = {}
     # Some model families compute positions from the mask.
-    if "position_ids" in inspect.signature(body.forward).parameters:
-        arguments["position_ids"] = tokens.positions
-    output = body(
-        input_ids=tokens.token_ids, attention_mask=tokens.mask.long(), use_cache=False, **arguments
+    if "position_ids" in inspect.signature(backbone.forward).parameters:
+        arguments["position_ids"] = rows.positions
+    output = backbone(
+        input_ids=rows.token_ids, attention_mask=rows.mask.long(), use_cache=False, **arguments
     )
     hidden: Tensor = output.last_hidden_state
     return hidden

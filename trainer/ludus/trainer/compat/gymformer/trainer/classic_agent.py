@@ -22,7 +22,7 @@ from ludus.proto.runs import Resume
 from ludus.trainer.classic.episodes import PlayedStep
 from ludus.trainer.classic.run import EpisodeBudget, OpenNetworkRun, open_network_run
 from ludus.trainer.compat.checks import rename_setting_in_errors
-from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, agent_state
+from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, make_agent_state
 from ludus.trainer.compat.gymformer.trainer.request import (
     RUNNING_WEIGHT,
     AgentRequest,
@@ -32,11 +32,11 @@ from ludus.trainer.compat.gymformer.trainer.request import (
 Networks = tuple[nn.Module, nn.Module]
 """Actor and critic."""
 
-_NETWORKS: ContextVar[Networks | None] = ContextVar("networks of train_agent", default=None)
+_CURRENT_NETWORKS: ContextVar[Networks | None] = ContextVar("networks of train_agent", default=None)
 _log = logging.getLogger(__name__)
-_ALL_AT_ONCE = -1
-_WHOLE_BATCH = 2**31
-_PPO_NAMES = {
+_ALL_STEPS = -1
+_WHOLE_BATCH_SIZE = 2**31
+_LUDUS_NAME_BY_FIELD = {
     "update_epochs": "num_epochs",
     "minibatch_size": "minibatch_size",
     "lr_actor": "learning_rate",
@@ -50,52 +50,58 @@ _PPO_NAMES = {
 }
 """Fields of PPOConfig and their names in NetworkPpoConfig."""
 _NUM_EVAL_EPISODES = 10
-"""Episodes of the final evaluation."""
+"""Number of episodes of the final evaluation."""
 
 
 class _EpisodeRecorder:
-    """Records the returns of finished episodes, calls the callback and saves agents."""
+    """A callback that records the returns of finished episodes, reports them and saves agents."""
 
     def __init__(self, request: AgentRequest, network_run: OpenNetworkRun) -> None:
         self.returns = EpisodeReturns(network_run.state.returns)
-        self._running = (self.returns.running or [0.0])[-1]
+        self._running_reward = (self.returns.running or [0.0])[-1]
         self._request = request
         self._policy = network_run.policy
 
-    def __call__(self, _: np.ndarray, actions: np.ndarray, played: PlayedStep) -> None:
-        for episode in played.episodes:
+    def __call__(self, _: np.ndarray, actions: np.ndarray, played_step: PlayedStep) -> None:
+        for episode in played_step.episodes:
             if len(self.returns) >= self._request.max_episodes:
                 return
             self.returns.append(episode.episode_return)
-            self._running += RUNNING_WEIGHT * (episode.episode_return - self._running)
-            number = len(self.returns)
-            if number % self._request.log_interval == 0:
-                self._report(played, actions, episode.environment_index, number)
-            if number % self._request.save_interval == 0:
-                self._save(number)
+            self._running_reward += RUNNING_WEIGHT * (episode.episode_return - self._running_reward)
+            episode_number = len(self.returns)
+            if episode_number % self._request.log_interval == 0:
+                self._report(played_step, actions, episode.environment_index, episode_number)
+            if episode_number % self._request.save_interval == 0:
+                self._save(episode_number)
 
     def _report(
-        self, played: PlayedStep, actions: np.ndarray, environment_index: int, number: int
+        self,
+        played_step: PlayedStep,
+        actions: np.ndarray,
+        environment_index: int,
+        episode_number: int,
     ) -> None:
-        _log.info("episode %d, running reward %.2f", number, self._running)
+        _log.info("episode %d, running reward %.2f", episode_number, self._running_reward)
         if self._request.callback is None:
             return
-        action, step = actions[environment_index], played.vector_step
+        action, vector_step = actions[environment_index], played_step.vector_step
         self._request.callback(
-            step.observations[environment_index],
+            vector_step.observations[environment_index],
             action.item() if np.ndim(action) == 0 else action,
-            float(step.rewards[environment_index]),
-            bool(step.terminated[environment_index]),
-            bool(step.truncated[environment_index]),
-            number,
-            self._running,
+            float(vector_step.rewards[environment_index]),
+            bool(vector_step.terminated[environment_index]),
+            bool(vector_step.truncated[environment_index]),
+            episode_number,
+            self._running_reward,
         )
 
-    def _save(self, number: int) -> None:
+    def _save(self, episode_number: int) -> None:
         name = self._request.env_name.replace("/", "_").replace(":", "_")
         folder = self._request.save_path
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(agent_state(self._policy), folder / f"ppo_{name}_episode_{number}.pth")
+        torch.save(
+            make_agent_state(self._policy), folder / f"ppo_{name}_episode_{episode_number}.pth"
+        )
 
 
 def train_classic(request: AgentRequest) -> EpisodeReturns:
@@ -117,10 +123,10 @@ def train_classic(request: AgentRequest) -> EpisodeReturns:
 def make_run(request: AgentRequest) -> NetworkRun:
     """Return the run for a request."""
     episodes_per_update = min(request.update_interval, request.max_episodes)
-    name = request.env_name
-    is_remote = "://" in name
-    local = {"package": GYMNASIUM_PREFIX + name}
-    environment = {"kind": "remote", "address": name} if is_remote else local
+    env_name = request.env_name
+    is_remote = "://" in env_name
+    local_environment = {"package": GYMNASIUM_PREFIX + env_name}
+    environment = {"kind": "remote", "address": env_name} if is_remote else local_environment
     num_envs = min(request.num_envs, request.max_episodes)
     run = run_config_from(
         {
@@ -148,31 +154,39 @@ def make_run(request: AgentRequest) -> NetworkRun:
 
 def make_network_ppo_config(config: PPOConfig, num_envs: int) -> NetworkPpoConfig:
     """Return the settings as a NetworkPpoConfig."""
-    settings = {ludus_name: getattr(config, name) for name, ludus_name in _PPO_NAMES.items()}
-    if config.minibatch_size == _ALL_AT_ONCE:
-        settings["minibatch_size"] = _WHOLE_BATCH
+    settings = {
+        ludus_name: getattr(config, name) for name, ludus_name in _LUDUS_NAME_BY_FIELD.items()
+    }
+    if config.minibatch_size == _ALL_STEPS:
+        settings["minibatch_size"] = _WHOLE_BATCH_SIZE
     try:
         return NetworkPpoConfig(num_environments=num_envs, schedule="constant", **settings)
     except ValidationError as error:
-        fault = error.errors()[0]
-        name = next(name for name, key in _PPO_NAMES.items() if key == fault["loc"][0])
-        message = fault["msg"][:1].lower() + fault["msg"][1:]
-        raise ConfigError(f"PPOConfig.{name} = {fault['input']!r:.60}: {message}") from None
+        mistake = error.errors()[0]
+        name = next(
+            name
+            for name, ludus_name in _LUDUS_NAME_BY_FIELD.items()
+            if ludus_name == mistake["loc"][0]
+        )
+        message = mistake["msg"][:1].lower() + mistake["msg"][1:]
+        raise ConfigError(f"PPOConfig.{name} = {mistake['input']!r:.60}: {message}") from None
 
 
 @contextmanager
 def _use_networks(actor: nn.Module, critic: nn.Module) -> Iterator[None]:
-    """Make the runs that open in this block train these networks."""
-    token = _NETWORKS.set((actor, critic))
+    """Let the runs that are opened in this block train these networks."""
+    token = _CURRENT_NETWORKS.set((actor, critic))
     try:
         yield
     finally:
-        _NETWORKS.reset(token)
+        _CURRENT_NETWORKS.reset(token)
 
 
-def make_program_networks(observations: spaces.Space[Any], actions: spaces.Space[Any]) -> Networks:
+def make_program_networks(
+    observation_space: spaces.Space[Any], action_space: spaces.Space[Any]
+) -> Networks:
     """Return the networks of the current call of `train_agent`."""
-    networks = _NETWORKS.get()
+    networks = _CURRENT_NETWORKS.get()
     if networks is None:
         raise ConfigError(
             "this run trains networks that a program passed to train_agent; continue with that "

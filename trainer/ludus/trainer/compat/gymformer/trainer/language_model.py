@@ -35,7 +35,7 @@ from ludus.trainer.compat.gymformer.token_level import TokenLevelRunner
 from ludus.trainer.compat.gymformer.trainer.request import (
     AgentRequest,
     EpisodeReturns,
-    running_average,
+    compute_running_average,
 )
 from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
 from ludus.trainer.core.output import replace_folder
@@ -48,8 +48,8 @@ CRITIC_FOLDER = "critic"
 _MIN_EPISODES = 2
 """Minimum number of episodes per batch, because advantages are normalized over the batch."""
 _MAX_SAMPLED_TOKENS = 64
-"""Maximum tokens per sampling call. The environment may end the episode at any of them, and
-the later tokens are dropped."""
+"""Maximum number of tokens per sampling call. The environment may end the episode at any token,
+and the later tokens are dropped."""
 _DEFAULT_POSITIONS = 32768
 """Context length, in tokens, of a model whose configuration has no limit."""
 _GPU_SHARE = 0.5
@@ -80,14 +80,14 @@ def train_language_model(request: AgentRequest) -> EpisodeReturns:
     )
     model_path = _write_models(actor, critic, task, request.save_path / f"{request.run_name}.start")
     run = make_run(request, task, model_path, actor.model)
-    returns, latest = run_coroutine(_train(Trainer(run, overwrite=True), request))
-    _copy_weights(actor.model, latest)
-    _copy_weights(critic.model, latest / CRITIC_FOLDER)
+    returns, latest_folder = run_coroutine(_train(Trainer(run, overwrite=True), request))
+    _copy_weights(actor.model, latest_folder)
+    _copy_weights(critic.model, latest_folder / CRITIC_FOLDER)
     return returns
 
 
 async def _train(trainer: Trainer, request: AgentRequest) -> tuple[EpisodeReturns, Path]:
-    """Train; return the returns of the episodes and the folder of the latest weights."""
+    """Train, and return the episodes' returns and the folder of the latest weights."""
     returns = EpisodeReturns()
     async with trainer:
         async for step in trainer.steps():
@@ -110,15 +110,15 @@ def _record_returns(
         returns.append(episode.episode_return)
         if request.callback is None or len(returns) % request.log_interval:
             continue
-        last = episode.turns[-1]
+        last_turn = episode.turns[-1]
         request.callback(
-            "".join(message.text for message in last.shown),
-            last.answer,
-            last.reward,
+            "".join(message.text for message in last_turn.shown),
+            last_turn.answer,
+            last_turn.reward,
             episode.status == "terminated",
             episode.status == "truncated",
             len(returns),
-            list(running_average(returns))[-1],
+            list(compute_running_average(returns))[-1],
         )
 
 
@@ -172,8 +172,10 @@ def make_run(
         if episodes_per_step % size == 0
     )
     num_groups = episodes_per_step // group_size
-    max_parts = max(1, episodes_per_step // ppo.minibatch_size)  # -1 is the whole batch
-    num_minibatches = max(parts for parts in range(1, max_parts + 1) if num_groups % parts == 0)
+    max_minibatches = max(1, episodes_per_step // ppo.minibatch_size)  # -1 is the whole batch
+    num_minibatches = max(
+        divisor for divisor in range(1, max_minibatches + 1) if num_groups % divisor == 0
+    )
     run = run_config_from(
         {
             "name": request.run_name,
@@ -186,7 +188,7 @@ def make_run(
             },
             "model": {"kind": "pretrained", "path": str(model_path)},
             "rollout": {
-                **_lengths(request, task, model),
+                **_make_length_limits(request, task, model),
                 "group_size": group_size,
                 # An environment may draw prompts without using the seed. PPO compares with a
                 # critic and does not need other episodes of the same prompt.
@@ -194,7 +196,7 @@ def make_run(
                 "num_groups_in_flight": max(num_groups, request.num_envs // group_size),
                 "num_gpus_per_worker": gpu_share,
             },
-            "algorithm": _algorithm(ppo, model_path, task.kl_coef),
+            "algorithm": _make_algorithm(ppo, model_path, task.kl_coef),
             "learner": {
                 "learning_rate": ppo.lr_actor,
                 "max_grad_norm": ppo.max_grad_norm,
@@ -215,24 +217,30 @@ def make_run(
     return require_language_model(run, "train_agent")
 
 
-def _lengths(request: AgentRequest, task: TokenTask, model: PreTrainedModel) -> dict[str, int]:
+def _make_length_limits(
+    request: AgentRequest, task: TokenTask, model: PreTrainedModel
+) -> dict[str, int]:
     """Return the length limits of section `rollout`."""
-    positions = getattr(model.config, "max_position_embeddings", None) or _DEFAULT_POSITIONS
-    limits = [request.max_timesteps, _MAX_SAMPLED_TOKENS, positions - task.longest_prompt]
-    max_completion = min(limits + ([task.max_generation] if task.max_generation else []))
+    num_positions = getattr(model.config, "max_position_embeddings", None) or _DEFAULT_POSITIONS
+    token_limits = [
+        request.max_timesteps,
+        _MAX_SAMPLED_TOKENS,
+        num_positions - task.max_prompt_tokens,
+    ]
+    max_completion = min(token_limits + ([task.max_generation] if task.max_generation else []))
     if max_completion < 1:
         raise ConfigError(
-            f"a prompt of {task.longest_prompt} tokens leaves no room for a completion in the "
-            f"model's {positions} positions; use shorter prompts or a longer context"
+            f"a prompt of {task.max_prompt_tokens} tokens leaves no room for a completion in the "
+            f"model's {num_positions} positions; use shorter prompts or a longer context"
         )
     return {
         "max_completion_tokens": max_completion,
         "max_turns": request.max_timesteps,
-        "max_tokens": positions,
+        "max_tokens": num_positions,
     }
 
 
-def _algorithm(ppo: PPOConfig, model_path: Path, kl_coef: float) -> dict[str, Any]:
+def _make_algorithm(ppo: PPOConfig, model_path: Path, kl_coef: float) -> dict[str, Any]:
     kl_penalty = {"kl_coef": kl_coef, "kl_placement": "reward", "kl_estimator": "k1"}
     return {
         "kind": "ppo",

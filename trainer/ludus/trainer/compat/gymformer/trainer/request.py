@@ -33,7 +33,7 @@ _RunName = Annotated[
         "or a digit"
     ),
 ]
-_KINDS: Mapping[str, Any] = {
+_ARGUMENT_TYPES: Mapping[str, Any] = {
     "env_name": Annotated[
         str, Field(description="a Gymnasium id, 'module:id' or a server's address")
     ],
@@ -51,7 +51,7 @@ _KINDS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """Arguments of one call of `train_agent`, which describes them."""
+    """Arguments of one call of `train_agent`, whose docstring describes them."""
 
     env_name: str
     actor: nn.Module
@@ -73,8 +73,8 @@ class AgentRequest:
 
     def __post_init__(self) -> None:
         """Raise ConfigError if an argument has the wrong type or is out of range."""
-        for name, kind in _KINDS.items():
-            check_value(name, kind, getattr(self, name))
+        for name, argument_type in _ARGUMENT_TYPES.items():
+            check_value(name, argument_type, getattr(self, name))
         if not isinstance(self.ppo_config, PPOConfig):
             raise ConfigError(
                 f"ppo_config = {self.ppo_config!r:.80} must be a {PPOConfig.__module__}.PPOConfig"
@@ -97,12 +97,12 @@ class EpisodeReturns(list[float]):
     @property
     def running(self) -> list[float]:
         """Gymformer's running average after each episode."""
-        return list(running_average(self))
+        return list(compute_running_average(self))
 
 
-def running_average(returns: Iterable[float]) -> Iterable[float]:
+def compute_running_average(returns: Iterable[float]) -> Iterable[float]:
     """Yield Gymformer's running average, which starts at 0, after each return."""
     average = 0.0
-    for value in returns:
-        average += RUNNING_WEIGHT * (value - average)
+    for episode_return in returns:
+        average += RUNNING_WEIGHT * (episode_return - average)
         yield average

@@ -18,7 +18,11 @@ from ludus.trainer.compat.checks import (
 from ludus.trainer.reward_model import RewardModel, train_reward_model
 from ludus.trainer.reward_model.training import check_training
 
-_ARGUMENTS = {"model": "model_name", "data": "datasets_path", "output": "reward_model_path"}
+_ARGUMENT_BY_SETTING = {
+    "model": "model_name",
+    "data": "datasets_path",
+    "output": "reward_model_path",
+}
 """Arguments of `train_reward` by the name of their setting."""
 
 
@@ -50,10 +54,10 @@ def train_reward(
         batch_size: number of comparisons per step.
         learning_rate: highest learning rate, reached after `warmup_steps`; then it falls to 0.
         device: name of a torch device; None uses a GPU if there is one.
-        dry_run: only check the model and the data, and return None.
+        dry_run: whether to check the model and the data only, and return None.
         resume_checkpoint: the newest checkpoint of a stopped training with the same
             `reward_model_path`, or a folder that contains it; None starts a new training.
-        freeze_backbone: train only the head.
+        freeze_backbone: whether to train only the head.
     """
     config = load_reward_model_config(
         {
@@ -73,12 +77,12 @@ def train_reward(
     )
     check_value("dry_run", bool, dry_run)
     checkpoint = check_value("resume_checkpoint", PathText | None, resume_checkpoint)
-    with rename_setting_in_errors(_ARGUMENTS):
+    with rename_setting_in_errors(_ARGUMENT_BY_SETTING):
         if not dry_run:
             resume = _check_checkpoint(config, checkpoint)
             return train_reward_model(config, resume=resume, overwrite=True, on_progress=_report)[0]
         num_train, num_test = check_training(config, overwrite=True)
-    _print(f"{num_train} training comparisons, {num_test} held out; nothing was written")
+    _write_line(f"{num_train} training comparisons, {num_test} held out; nothing was written")
     return None
 
 
@@ -98,14 +102,14 @@ def _report(progress: RewardModelProgress) -> None:
     epoch = progress.finished
     if epoch is None:
         return
-    text = f"epoch {epoch.epoch}/{progress.num_epochs}: loss {epoch.train_loss:.4f}"
+    line = f"epoch {epoch.epoch}/{progress.num_epochs}: loss {epoch.train_loss:.4f}"
     if epoch.test is not None:
-        text += (
+        line += (
             f"; held out: loss {epoch.test.loss:.4f}, accuracy {epoch.test.accuracy:.4f}, "
             f"MRR {epoch.test.mrr:.4f}"
         )
-    _print(text)
+    _write_line(line)
 
 
-def _print(line: str) -> None:
+def _write_line(line: str) -> None:
     sys.stderr.write(f"{line}\n")

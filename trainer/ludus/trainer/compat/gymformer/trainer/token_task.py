@@ -27,58 +27,58 @@ _NUM_SAMPLED_PROMPTS = 64
 
 @dataclass(frozen=True, slots=True)
 class TokenTask:
-    """The properties of a token-level environment that its server and a run need."""
+    """Properties of a token-level environment that its server and a run need."""
 
     options: dict[str, Any]
     """Options of `TokenLevelEnvironment`."""
     num_tokens: int
     """Size of the vocabulary."""
-    longest_prompt: int
+    max_prompt_tokens: int
     """Number of tokens of the longest of some sampled prompts."""
     max_generation: int | None
-    """Maximum tokens per completion; None if the environment has no such attribute."""
+    """Maximum number of tokens per completion; None if the environment has no such attribute."""
     kl_coef: float
     """Coefficient of the KL penalty against the starting policy; 0 if the environment has none."""
 
     @classmethod
     def inspect(cls, env_name: str, model_path: str, max_timesteps: int, seed: int) -> TokenTask:
-        """Make a registered environment, inspect it and return its task."""
+        """Create a registered environment, inspect it and return its task."""
         spec = _find_spec(env_name)
-        arguments = {**spec.kwargs, **_model_arguments(spec, model_path)}
+        arguments = {**spec.kwargs, **_make_model_arguments(spec, model_path)}
         environment = gymnasium.make(spec, disable_env_checker=True, **arguments)
         try:
             num_tokens = read_vocabulary_size(environment)
             prompts = [environment.reset(seed=seed)]
             prompts += [environment.reset() for _ in range(_NUM_SAMPLED_PROMPTS - 1)]
-            unwrapped: Any = environment.unwrapped
+            base_environment: Any = environment.unwrapped
             return cls(
                 options={
                     "env_id": spec.id,
-                    **_entry_point(spec),
-                    **_as_json(spec.id, arguments),
+                    **_make_entry_point_options(spec),
+                    **_check_json(spec.id, arguments),
                     "max_episode_steps": min(
                         max_timesteps, spec.max_episode_steps or max_timesteps
                     ),
                 },
                 num_tokens=num_tokens,
-                longest_prompt=max(len(tokens) for tokens, _ in prompts),
-                max_generation=getattr(unwrapped, "max_generation", None),
-                kl_coef=float(getattr(unwrapped, "kl_coef", 0.0)),
+                max_prompt_tokens=max(len(tokens) for tokens, _ in prompts),
+                max_generation=getattr(base_environment, "max_generation", None),
+                kl_coef=float(getattr(base_environment, "kl_coef", 0.0)),
             )
         finally:
             environment.close()
 
 
 def _find_spec(env_name: str) -> EnvSpec:
-    module, _, env_id = env_name.rpartition(":")
+    module_name, _, env_id = env_name.rpartition(":")
     if "//" in env_name:
         raise ConfigError(
             f"env_name = '{env_name}': a language model cannot be trained at an address; use the "
             "Gymnasium id of a registered environment"
         )
     try:
-        if module:
-            importlib.import_module(module)
+        if module_name:
+            importlib.import_module(module_name)
         return gymnasium.spec(env_id)
     except ModuleNotFoundError as error:
         raise NotFoundError(f"env_name = '{env_name}': no module '{error.name}'") from error
@@ -89,11 +89,11 @@ def _find_spec(env_name: str) -> EnvSpec:
         ) from error
 
 
-def _model_arguments(spec: EnvSpec, model_path: str) -> dict[str, str]:
-    """Return the actor's model as the argument of an environment that requires a model."""
+def _make_model_arguments(spec: EnvSpec, model_path: str) -> dict[str, str]:
+    """Return arguments that pass the actor's model to an environment that requires a model."""
     assert spec.entry_point is not None
-    entry = spec.entry_point
-    creator = load_env_creator(entry) if isinstance(entry, str) else entry
+    entry_point = spec.entry_point
+    creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
     parameters = inspect.signature(creator).parameters
     return {
         name: model_path
@@ -104,24 +104,26 @@ def _model_arguments(spec: EnvSpec, model_path: str) -> dict[str, str]:
     }
 
 
-def _entry_point(spec: EnvSpec) -> dict[str, str]:
-    """Return the options with which another process imports the environment."""
-    entry = spec.entry_point
-    if not isinstance(entry, str):
-        entry = f"{getattr(entry, '__module__', '')}:{getattr(entry, '__qualname__', '')}"
-    module, _, _ = entry.partition(":")
-    module_spec = importlib.util.find_spec(module.partition(".")[0]) if module else None
-    if module == "__main__" or "<" in entry or module_spec is None:
+def _make_entry_point_options(spec: EnvSpec) -> dict[str, str]:
+    """Return the options that another process needs to import the environment."""
+    entry_point = spec.entry_point
+    if not isinstance(entry_point, str):
+        entry_point = (
+            f"{getattr(entry_point, '__module__', '')}:{getattr(entry_point, '__qualname__', '')}"
+        )
+    module_name, _, _ = entry_point.partition(":")
+    module_spec = importlib.util.find_spec(module_name.partition(".")[0]) if module_name else None
+    if module_name == "__main__" or "<" in entry_point or module_spec is None:
         raise ConfigError(
             f"environment '{spec.id}': its server is a separate process, which cannot import "
-            f"'{entry}'; move the class to a module and register entry_point = 'module:Class'"
+            f"'{entry_point}'; move the class to a module and register entry_point = 'module:Class'"
         )
     folders = list(module_spec.submodule_search_locations or ())
     paths = folders or [module_spec.origin or ""]
-    return {"entry_point": entry, "import_from": str(Path(paths[0]).absolute().parent)}
+    return {"entry_point": entry_point, "import_from": str(Path(paths[0]).absolute().parent)}
 
 
-def _as_json(env_id: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def _check_json(env_id: str, arguments: dict[str, Any]) -> dict[str, Any]:
     try:
         json.dumps(arguments)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""The `args` and the `trainer` that a rollout function with a signature of TRL receives.
+"""The `args` and the `trainer` that a rollout function with one of TRL's signatures receives.
 
 Both show the run's configuration under TRL's names. Weights, optimizer and data loader are in other
 processes; the error for these attributes names the alternative.
@@ -27,18 +27,18 @@ from ludus.trainer.compat.trl.rollout.completion_service import (
 from ludus.trainer.compat.trl.rollout.contract import REQUIRED_KEYS, SAMPLING_FIELDS
 from ludus.trainer.core.types import Sampling
 
-_NO_TRAINER = (
+_UNAVAILABLE_MESSAGE = (
     "the model is trained in another process; sample with generate_rollout_completions(trainer, "
     "prompts) or POST /generate/"
 )
-_OVERRIDES = {
+_FIELD_BY_OVERRIDE = {
     **{name: name for name in (*SAMPLING_FIELDS, "max_tokens")},
     "max_completion_length": "max_tokens",
     "max_new_tokens": "max_tokens",
 }
-"""Fields of Sampling by the names of other libraries."""
+"""Field of Sampling by the name of an override."""
 _ALL_TOKENS = 0
-"""Value of Sampling.top_k for vLLM's -1."""
+"""Value of Sampling.top_k that selects all tokens; vLLM uses -1."""
 
 
 class RolloutArguments(SimpleNamespace):
@@ -108,14 +108,14 @@ class RolloutTrainerState:
 class RolloutTrainer:
     """The `trainer` of a rollout function with the signature (prompts, trainer).
 
-    It must be used in another thread than the one of the event loop.
+    It must not be used in the thread of the event loop.
     """
 
     args: Any
     processing_class: PreTrainedTokenizerBase
     state: RolloutTrainerState
     rows: Sequence[Mapping[str, Any]]
-    """[prompts] other columns of each prompt's row."""
+    """[prompts] columns of each prompt's row, without the prompt."""
     _sampling: Sampling
     _completions: CompletionService
     _call: RolloutCall
@@ -127,7 +127,7 @@ class RolloutTrainer:
         self.max_completion_length = self.args.max_completion_length
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"trainer.{name} is not available: {_NO_TRAINER}")
+        raise AttributeError(f"trainer.{name} is not available: {_UNAVAILABLE_MESSAGE}")
 
     def generate_rollout_completions(
         self,
@@ -146,24 +146,26 @@ class RolloutTrainer:
                 f"expected a list of prompts, got the text {prompts!r:.60}; write [prompt]"
             )
         sampling = override_sampling(self._sampling, generation_overrides or {})
-        outputs = asyncio.run_coroutine_threadsafe(
+        future = asyncio.run_coroutine_threadsafe(
             self._complete(prompts, sampling, as_chat), self._loop
         )
-        return outputs.result()
+        return future.result()
 
     async def _complete(
         self, prompts: Sequence[Prompt], sampling: Sampling, as_chat: bool | None
     ) -> list[dict[str, Any]]:
-        ids = [self._completions.prompt_ids(prompt, as_chat=as_chat) for prompt in prompts]
-        completions = await self._completions.complete(ids, 1, sampling)
+        encoded_prompts = [
+            self._completions.encode_prompt(prompt, as_chat=as_chat) for prompt in prompts
+        ]
+        completions = await self._completions.complete(encoded_prompts, 1, sampling)
         return [
             {
                 "prompt_ids": prompt_ids,
                 "completion_ids": completion.token_ids,
                 "logprobs": completion.logprobs,
-                "text": self._completions.text(completion.token_ids),
+                "text": self._completions.decode(completion.token_ids),
             }
-            for prompt_ids, completion in zip(ids, completions, strict=True)
+            for prompt_ids, completion in zip(encoded_prompts, completions, strict=True)
         ]
 
 
@@ -174,14 +176,14 @@ def generate_rollout_completions(
     generation_overrides: Mapping[str, Any] | None = None,
     as_chat: bool | None = None,
 ) -> list[dict[str, Any]]:
-    """Return [prompts] `{prompt_ids, completion_ids, logprobs, text}`, one for each prompt.
+    """Return a dictionary `{prompt_ids, completion_ids, logprobs, text}` for each prompt.
 
     Args:
         trainer: the trainer that the rollout function received.
         prompts: text, messages, or token ids, which the completion continues.
         generation_overrides: settings for this request: temperature, top_p, top_k, min_p,
             repetition_penalty, max_tokens. Tokens that are trained on need the run's settings.
-        as_chat: apply the chat template; None applies it to messages only.
+        as_chat: whether to apply the chat template; None applies it to messages only.
 
     Raises:
         UserError: the function is called outside of a rollout function.
@@ -203,16 +205,17 @@ def sample_completions(prompts: Sequence[Prompt], trainer: Any) -> dict[str, Any
 
 def override_sampling(sampling: Sampling, overrides: Mapping[str, Any]) -> Sampling:
     """Return the settings with `generation_overrides` applied; None keeps a field."""
-    unknown_names = sorted(set(overrides) - _OVERRIDES.keys())
+    unknown_names = sorted(set(overrides) - _FIELD_BY_OVERRIDE.keys())
     if unknown_names:
         raise RolloutFunctionError(
-            f"generation_overrides contains {unknown_names}, but must be in {sorted(_OVERRIDES)}"
+            f"generation_overrides contains {unknown_names}, but must be in "
+            f"{sorted(_FIELD_BY_OVERRIDE)}"
         )
     try:
         return replace(
             sampling,
             **{
-                _OVERRIDES[name]: _ALL_TOKENS if (name, value) == ("top_k", -1) else value
+                _FIELD_BY_OVERRIDE[name]: _ALL_TOKENS if (name, value) == ("top_k", -1) else value
                 for name, value in overrides.items()
                 if value is not None
             },

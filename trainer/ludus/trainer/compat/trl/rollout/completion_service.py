@@ -6,9 +6,9 @@
                                                     v
                                      RolloutCall: the completions of each prompt
 
-The rows that the function returns are looked up in the RolloutCall, which knows the log-probs and
-the weights of every completion. A call's random numbers depend on its groups only, so a function
-plays the same episodes with every signature: completion r of the k-th request of R rows uses key r.
+The rows that the function returns are looked up in the RolloutCall, which stores the log-probs and
+the policy version of every completion. A call's random numbers depend only on its groups and on the
+order of its requests, so a function plays the same episodes with every signature.
 
 `POST /generate/` is served on a loopback port of a rollout worker, in the format of `trl
 vllm-serve`. It has no authentication, because only code on the same machine can reach it.
@@ -49,12 +49,12 @@ _log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 MAX_COMPLETIONS = 16_384
-"""Maximum number of completions of a request, which are all stored until the last one ends."""
+"""Maximum number of completions of a request. All are in memory until the last one ends."""
 _ANY_FREE_PORT = 0
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerEntry:
+class CompletionRecord:
     """A completion and its sampling settings."""
 
     completion: SampledCompletion
@@ -66,27 +66,27 @@ class RolloutCall:
     """One call of a rollout function, with the completions that were sampled for it."""
 
     keys: Sequence[int]
-    """[rows] key of each row's random numbers."""
+    """[rows] key of the random numbers of each row."""
     is_over: bool = False
-    """True once the call has ended, also by a timeout."""
+    """True when the call has returned or exceeded its time limit."""
     _num_requests: int = 0
-    _entries: dict[tuple[int, ...], list[LedgerEntry]] = field(default_factory=dict)
+    _entries: dict[tuple[int, ...], list[CompletionRecord]] = field(default_factory=dict)
 
-    def next_keys(self, num_rows: int) -> list[int]:
-        """Return [num_rows] keys for the next request."""
+    def take_keys(self, num_rows: int) -> list[int]:
+        """Return a key for each row of the next request."""
         request, self._num_requests = self._num_requests, self._num_requests + 1
-        num = len(self.keys)
-        return [mix(self.keys[row % num], request, row // num) for row in range(num_rows)]
+        num_keys = len(self.keys)
+        return [mix(self.keys[row % num_keys], request, row // num_keys) for row in range(num_rows)]
 
-    def record(self, prompt_ids: Sequence[int], entry: LedgerEntry) -> None:
+    def record(self, prompt_ids: Sequence[int], entry: CompletionRecord) -> None:
         """Record a completion of a prompt."""
         self._entries.setdefault(tuple(prompt_ids), []).append(entry)
 
-    def find(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> LedgerEntry | None:
+    def find(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> CompletionRecord | None:
         """Return the completion of a prompt that starts with `token_ids`; None if there is none."""
-        start = list(token_ids)
+        prefix = list(token_ids)
         for entry in self._entries.get(tuple(prompt_ids), ()):
-            if entry.completion.token_ids[: len(start)] == start:
+            if entry.completion.token_ids[: len(prefix)] == prefix:
                 return entry
         return None
 
@@ -121,38 +121,46 @@ class CompletionService:
             call.is_over = True
             self._call = None
 
-    def prompt_ids(self, prompt: Prompt, *, as_chat: bool | None = None) -> list[int]:
+    def encode_prompt(self, prompt: Prompt, *, as_chat: bool | None = None) -> list[int]:
         """Return the tokens of a prompt; `as_chat` None applies the template to messages only."""
         if isinstance(prompt, str):
             if as_chat:
                 return self._chat.encode_first_prompt([{"role": "user", "content": prompt}])
             return self._chat.encode_text(prompt)
         if isinstance(prompt, Sequence) and prompt:
-            if all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
+            if all(
+                isinstance(message, dict) and {"role", "content"} <= message.keys()
+                for message in prompt
+            ):
                 if as_chat is False:
                     raise RolloutFunctionError(
                         "as_chat = False needs a prompt of text or token ids, but the prompt is "
                         "messages, which need the chat template; remove as_chat, or send text"
                     )
                 return self._chat.encode_first_prompt(prompt)  # type: ignore[arg-type]
-            if all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+            if all(
+                isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in prompt
+            ):
                 return self._check_vocabulary(list(prompt))  # type: ignore[arg-type]
         raise RolloutFunctionError(
             f"expected a prompt as text, messages or token ids, got {prompt!r:.100}"
         )
 
     def _check_vocabulary(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens; a token without an embedding would stop the engine for all callers."""
-        size = len(self._chat.tokenizer)
+        """Return the tokens if all are in the vocabulary.
+
+        A token without an embedding would stop the engine for all callers.
+        """
+        vocab_size = len(self._chat.tokenizer)
         for position, token_id in enumerate(token_ids):
-            if not 0 <= token_id < size:
+            if not 0 <= token_id < vocab_size:
                 raise RolloutFunctionError(
-                    f"expected token ids below {size}, the size of the vocabulary, got {token_id} "
-                    f"at position {position} of a prompt"
+                    f"expected token ids below {vocab_size}, the size of the vocabulary, got "
+                    f"{token_id} at position {position} of a prompt"
                 )
         return token_ids
 
-    def text(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Return sampled tokens as text, without special tokens."""
         return self._chat.decode(list(token_ids))
 
@@ -172,21 +180,23 @@ class CompletionService:
         if call is None:
             keys = list(itertools.islice(self._keys_between_calls, len(rows)))
         else:
-            keys = call.next_keys(len(rows))
+            keys = call.take_keys(len(rows))
         completions = await asyncio.gather(
             *(self._sample(row, sampling, key) for row, key in zip(rows, keys, strict=True))
         )
         if call is not None:
             for row, completion in zip(rows, completions, strict=True):
-                call.record(row, LedgerEntry(completion, sampling))
+                call.record(row, CompletionRecord(completion, sampling))
         return completions
 
     async def _sample(
         self, prompt_ids: list[int], sampling: Sampling, key: int
     ) -> SampledCompletion:
-        room = self._max_tokens - len(prompt_ids)
-        bounded = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        return await self._generate(prompt_ids, bounded, key)
+        max_completion_tokens = self._max_tokens - len(prompt_ids)
+        limited_sampling = replace(
+            sampling, max_tokens=min(sampling.max_tokens, max_completion_tokens)
+        )
+        return await self._generate(prompt_ids, limited_sampling, key)
 
 
 class GenerateRequest(BaseModel):
@@ -199,7 +209,7 @@ class GenerateRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: int = -1
-    """Number of most likely tokens; 0 and below select all tokens."""
+    """Number of most likely tokens to sample from; 0 and below select all tokens."""
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = 0.0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     max_tokens: Annotated[int, Field(ge=1)] = 16
@@ -223,7 +233,7 @@ class GenerateRequest(BaseModel):
 
 
 class GeneratePort:
-    """The server of one runner, created and used on one event loop."""
+    """The HTTP server of one runner, created and used on one event loop."""
 
     def __init__(self, completions: CompletionService, port: int) -> None:
         """Bind the port, or a free one if `port` is 0 or is in use."""
@@ -231,8 +241,8 @@ class GeneratePort:
         routes = [
             Route(path, self._generate, methods=["POST"]) for path in ("/generate/", "/generate")
         ]
-        routes += [Route(path, _health) for path in ("/health/", "/health")]
-        self._listener = HttpListener(Starlette(routes=routes), _bind(port))
+        routes += [Route(path, _report_health) for path in ("/health/", "/health")]
+        self._listener = HttpListener(Starlette(routes=routes), _bind_port(port))
 
     @property
     def port(self) -> int:
@@ -254,8 +264,8 @@ class GeneratePort:
         try:
             generate = GenerateRequest.model_validate_json(body)
         except ValidationError as error:
-            faults = error.errors(include_url=False, include_context=False, include_input=False)
-            details = [{**fault, "loc": ["body", *fault["loc"]]} for fault in faults]
+            mistakes = error.errors(include_url=False, include_context=False, include_input=False)
+            details = [{**mistake, "loc": ["body", *mistake["loc"]]} for mistake in mistakes]
             return JSONResponse({"detail": details}, 422)
         if len(generate.prompts) * generate.n > MAX_COMPLETIONS:
             detail = (
@@ -264,7 +274,7 @@ class GeneratePort:
             )
             return JSONResponse({"detail": detail}, 422)
         try:
-            prompts = [self._completions.prompt_ids(prompt) for prompt in generate.prompts]
+            prompts = [self._completions.encode_prompt(prompt) for prompt in generate.prompts]
             completions = await self._completions.complete(prompts, generate.n, generate.sampling)
         except LudusError as error:
             return JSONResponse({"detail": str(error)}, 422)
@@ -278,7 +288,7 @@ class GeneratePort:
 
 
 async def _read_body(request: Request) -> bytes | None:
-    """Return the body; None if it is too large, in which case the rest is not read."""
+    """Return the body. If it is too large, stop reading and return None."""
     content = bytearray()
     async for chunk in request.stream():
         content += chunk
@@ -287,11 +297,11 @@ async def _read_body(request: Request) -> bytes | None:
     return bytes(content)
 
 
-async def _health(request: Request) -> Response:
+async def _report_health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-def _bind(port: int) -> socket.socket:
+def _bind_port(port: int) -> socket.socket:
     try:
         return socket.create_server((HOST, port))
     except OSError as error:

@@ -35,7 +35,7 @@ MakeError = Callable[[str], RolloutFunctionError]
 REQUIRED_KEYS = ("prompt_ids", "completion_ids", "logprobs")
 MASK_KEY = "env_mask"
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Settings that select the distribution of the samples."""
+"""Settings that determine the distribution of the samples."""
 _MAX_LOGPROB = 1e-6
 """Largest log-prob: 0, plus a rounding error."""
 MAX_LOGPROB_ERROR = {"float32": 1e-3, "bfloat16": 0.5}
@@ -43,7 +43,7 @@ MAX_LOGPROB_ERROR = {"float32": 1e-3, "bfloat16": 0.5}
 
 
 class RolloutSignature(Enum):
-    """The names of the parameters after the prompts."""
+    """A signature of a rollout function: the names of the parameters after the prompts."""
 
     ONCE = ("args", "processing_class")
     ONCE_WITH_IMAGES = ("images", "args", "processing_class")
@@ -56,7 +56,7 @@ class RolloutSignature(Enum):
 
 
 def find_signature(function: Callable[..., Any], path: str) -> RolloutSignature:
-    """Return the signature of the rollout function that the configuration names `path`."""
+    """Return the signature of a rollout function, whose import path is `path`."""
     if inspect.iscoroutinefunction(function):
         raise ConfigError(
             f"environment.rollout = 'trl:{path}' must be a plain function, which runs in a thread, "
@@ -64,20 +64,25 @@ def find_signature(function: Callable[..., Any], path: str) -> RolloutSignature:
             f"rollout = '{path}' (docs/rewards.md)"
         )
     parameters = list(inspect.signature(function).parameters.values())
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p.name for p in parameters[1:] if p.default is p.empty and p.kind not in kinds]
+    variadic_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required_names = [
+        parameter.name
+        for parameter in parameters[1:]
+        if parameter.default is parameter.empty and parameter.kind not in variadic_kinds
+    ]
     for signature in RolloutSignature:
-        if parameters and sorted(needed) == sorted(signature.value):
+        if parameters and sorted(required_names) == sorted(signature.value):
             return signature
-    names = {p.name for p in parameters[1:]}
+    names = {parameter.name for parameter in parameters[1:]}
     for signature in RolloutSignature:
         # A parameter of the signature may have a default.
-        if set(needed) <= set(signature.value) <= names:
+        if set(required_names) <= set(signature.value) <= names:
             return signature
     raise ConfigError(
         f"environment.rollout = 'trl:{path}' must have one of the signatures "
-        + ", ".join(f"(prompts, {', '.join(each.value)})" for each in RolloutSignature)
-        + f", but it has ({', '.join(p.name for p in parameters)}); rename its parameters"
+        + ", ".join(f"(prompts, {', '.join(signature.value)})" for signature in RolloutSignature)
+        + f", but it has ({', '.join(parameter.name for parameter in parameters)}); rename "
+        "its parameters"
     )
 
 
@@ -89,7 +94,7 @@ class RolloutRow:
     completion_ids: list[int]
     """[T] sampled tokens, and the environment's tokens between them."""
     logprobs: list[float]
-    """[T]"""
+    """[T] log-probs of the sampled tokens; ignored for the environment's tokens."""
     is_sampled: list[bool]
     """[T] False for tokens of the environment."""
     fields: Mapping[str, Any]
@@ -125,68 +130,70 @@ class RowRules:
         """Number of rows of the call."""
         return self.num_prompts * self.num_generations
 
-    def error(self, problem: str) -> RolloutFunctionError:
+    def make_error(self, problem: str) -> RolloutFunctionError:
         """Return the error for a problem of the function."""
         return RolloutFunctionError(f"rollout function '{self.path}' {problem}")
 
-    def row_error(self, row: int, problem: str) -> RolloutFunctionError:
+    def make_row_error(self, row_index: int, problem: str) -> RolloutFunctionError:
         """Return the error for a problem of one row."""
-        prompt, number = divmod(row, self.num_generations)
-        return self.error(f"row {row} (prompt {prompt}, completion {number}): {problem}")
+        prompt, generation = divmod(row_index, self.num_generations)
+        return self.make_error(
+            f"row {row_index} (prompt {prompt}, completion {generation}): {problem}"
+        )
 
 
-def read_rows(returned: Any, rules: RowRules) -> list[RolloutRow]:
-    """Return the rows in the value of a rollout function, prompt by prompt.
+def read_rows(output: Any, rules: RowRules) -> list[RolloutRow]:
+    """Return the rows in the output of a rollout function, prompt by prompt.
 
     The prompt tokens may have one entry per prompt, as `trl vllm-serve` returns them.
     """
-    if not isinstance(returned, Mapping):
-        raise rules.error(f"must return a dictionary, but it returned {returned!r:.100}")
-    missing_keys = [key for key in REQUIRED_KEYS if returned.get(key) is None]
+    if not isinstance(output, Mapping):
+        raise rules.make_error(f"must return a dictionary, but it returned {output!r:.100}")
+    missing_keys = [key for key in REQUIRED_KEYS if output.get(key) is None]
     if missing_keys:
-        raise rules.error(
+        raise rules.make_error(
             f"must return the keys {list(REQUIRED_KEYS)}, but it returned "
-            f"{sorted(map(str, returned))} without {missing_keys}; return the engine's output"
+            f"{sorted(map(str, output))} without {missing_keys}; return the engine's output"
         )
-    reserved = sorted(STANDARD_ARGUMENTS.intersection(returned) - set(REQUIRED_KEYS))
-    if reserved:
-        raise rules.error(
-            f"must not return the keys {reserved}, which are arguments of the trainer for reward "
-            "functions; rename them"
+    reserved_keys = sorted(STANDARD_ARGUMENTS.intersection(output) - set(REQUIRED_KEYS))
+    if reserved_keys:
+        raise rules.make_error(
+            f"must not return the keys {reserved_keys}, which are arguments of the trainer for "
+            "reward functions; rename them"
         )
-    columns = {str(key): _column(key, value, rules) for key, value in returned.items()}
+    columns = {str(key): _read_column(key, value, rules) for key, value in output.items()}
     return [
-        _row({key: values[number] for key, values in columns.items()}, number, rules)
+        _read_row({key: values[number] for key, values in columns.items()}, number, rules)
         for number in range(rules.num_rows)
     ]
 
 
-def _column(key: Any, value: Any, rules: RowRules) -> Sequence[Any]:
-    """Return one entry for each row; a value that is no list applies to every row."""
-    listed = _to_list(value)
-    if listed is None:
+def _read_column(key: Any, value: Any, rules: RowRules) -> Sequence[Any]:
+    """Return one entry for each row. A value that is not a list applies to every row."""
+    entries = _to_list(value)
+    if entries is None:
         if key in (*REQUIRED_KEYS, MASK_KEY) or isinstance(value, Iterator):
-            raise rules.error(f"must return '{key}' as a list, but it returned {value!r:.100}")
+            raise rules.make_error(f"must return '{key}' as a list, but it returned {value!r:.100}")
         return [value] * rules.num_rows
-    if key == "prompt_ids" and len(listed) == rules.num_prompts:
-        return [ids for ids in listed for _ in range(rules.num_generations)]
-    if len(listed) != rules.num_rows:
-        raise rules.error(
+    if key == "prompt_ids" and len(entries) == rules.num_prompts:
+        return [ids for ids in entries for _ in range(rules.num_generations)]
+    if len(entries) != rules.num_rows:
+        raise rules.make_error(
             f"must return {rules.num_rows} entries of '{key}', num_generations = "
             f"{rules.num_generations} for each of {rules.num_prompts} prompts, but it returned "
-            f"{len(listed)}"
+            f"{len(entries)}"
         )
-    return listed
+    return entries
 
 
-def _row(fields: dict[str, Any], number: int, rules: RowRules) -> RolloutRow:
+def _read_row(fields: dict[str, Any], number: int, rules: RowRules) -> RolloutRow:
     """Check and return row `number`, whose values are `fields`."""
-    make_error = partial(rules.row_error, number)
+    make_error = partial(rules.make_row_error, number)
     prompt_ids, completion_ids = (
-        _token_ids(key, fields.pop(key), rules.vocab_size, make_error)
+        _read_token_ids(key, fields.pop(key), rules.vocab_size, make_error)
         for key in ("prompt_ids", "completion_ids")
     )
-    logprobs = _logprobs(fields.pop("logprobs"), make_error)
+    logprobs = _read_logprobs(fields.pop("logprobs"), make_error)
     num_tokens = len(completion_ids)
     if len(logprobs) != num_tokens:
         raise make_error(
@@ -198,33 +205,35 @@ def _row(fields: dict[str, Any], number: int, rules: RowRules) -> RolloutRow:
             f"completion, got {len(prompt_ids)} and {num_tokens}; lower max_tokens in the "
             "function's requests, or raise rollout.max_tokens"
         )
-    is_sampled = _mask(fields.pop(MASK_KEY, None), num_tokens, make_error)
+    is_sampled = _read_mask(fields.pop(MASK_KEY, None), num_tokens, make_error)
     return RolloutRow(prompt_ids, completion_ids, logprobs, is_sampled, fields)
 
 
-def _token_ids(key: str, value: Any, vocab_size: int, make_error: MakeError) -> list[int]:
-    listed = _to_list(value)
-    if not listed:
+def _read_token_ids(key: str, value: Any, vocab_size: int, make_error: MakeError) -> list[int]:
+    entries = _to_list(value)
+    if not entries:
         raise make_error(f"expected a list of '{key}', got {value!r:.60}")
-    for position, token_id in enumerate(listed):
+    for position, token_id in enumerate(entries):
         is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
         if not is_integer or not 0 <= token_id < vocab_size:
             raise make_error(
                 f"expected '{key}' below {vocab_size}, the size of the vocabulary, got "
                 f"{token_id!r:.40} at position {position}"
             )
-    return [int(token_id) for token_id in listed]
+    return [int(token_id) for token_id in entries]
 
 
-def _logprobs(value: Any, make_error: MakeError) -> list[float]:
+def _read_logprobs(value: Any, make_error: MakeError) -> list[float]:
     """Return [T] log-probs of the sampled tokens; newer servers nest each one in a list."""
-    listed = _to_list(value)
-    if listed is None:
+    entries = _to_list(value)
+    if entries is None:
         raise make_error(f"expected a list of 'logprobs', got {value!r:.60}")
     logprobs = []
-    for position, entry in enumerate(listed):
-        nested = _to_list(entry)
-        logprob = nested[0] if nested is not None and len(nested) == 1 else entry
+    for position, entry in enumerate(entries):
+        nested_entries = _to_list(entry)
+        logprob = (
+            nested_entries[0] if nested_entries is not None and len(nested_entries) == 1 else entry
+        )
         if not isinstance(logprob, Real) or not -math.inf < float(logprob) <= _MAX_LOGPROB:
             raise make_error(
                 f"expected one finite log-prob of 0 or below for each token, got {entry!r:.40} at "
@@ -234,18 +243,18 @@ def _logprobs(value: Any, make_error: MakeError) -> list[float]:
     return logprobs
 
 
-def _mask(value: Any, num_tokens: int, make_error: MakeError) -> list[bool]:
+def _read_mask(value: Any, num_tokens: int, make_error: MakeError) -> list[bool]:
     if value is None:
         return [True] * num_tokens
-    listed = _to_list(value)
-    if listed is None or len(listed) != num_tokens or any(flag not in (0, 1) for flag in listed):
+    entries = _to_list(value)
+    if entries is None or len(entries) != num_tokens or any(flag not in (0, 1) for flag in entries):
         raise make_error(
             f"expected {num_tokens} values of '{MASK_KEY}', 1 for a sampled token and 0 for a "
             f"token of the environment, got {value!r:.60}"
         )
-    if not any(listed):
+    if not any(entries):
         raise make_error(f"expected at least one sampled token, got an '{MASK_KEY}' of only zeros")
-    return [bool(flag) for flag in listed]
+    return [bool(flag) for flag in entries]
 
 
 def _to_list(value: Any) -> Sequence[Any] | None:
@@ -258,7 +267,7 @@ def _to_list(value: Any) -> Sequence[Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class RowCheck:
-    """The comparison of a call's rows with the engine."""
+    """A check that compares a call's rows with the engine."""
 
     engine: AsyncEngine
     call: RolloutCall
@@ -269,21 +278,23 @@ class RowCheck:
 
     async def run(self, index: int, row: RolloutRow) -> RolloutRow:
         """Return the row with its policy version if its log-probs are those of the engine."""
-        version, make_error = self.engine.version, partial(self.rules.row_error, index)
+        policy_version, make_error = self.engine.version, partial(self.rules.make_row_error, index)
         for start, end in row.sampled_spans:
             prompt_ids = [*row.prompt_ids, *row.completion_ids[:start]]
             token_ids, logprobs = row.completion_ids[start:end], row.logprobs[start:end]
-            entry = self.call.find(prompt_ids, token_ids)
-            if entry is not None:
-                version = min(version, entry.completion.policy_version)
-                expected = entry.completion.logprobs[: len(token_ids)]
-                self._compare_sampling(entry.sampling, make_error)
+            record = self.call.find(prompt_ids, token_ids)
+            if record is not None:
+                policy_version = min(policy_version, record.completion.policy_version)
+                expected_logprobs = record.completion.logprobs[: len(token_ids)]
+                self._compare_sampling(record.sampling, make_error)
             elif self.sampling is None:
                 continue
             else:
-                expected = await self._score(prompt_ids, token_ids, self.sampling, make_error)
-            self._compare_logprobs(logprobs, expected, start, make_error)
-        return replace(row, policy_version=version)
+                expected_logprobs = await self._score(
+                    prompt_ids, token_ids, self.sampling, make_error
+                )
+            self._compare_logprobs(logprobs, expected_logprobs, start, make_error)
+        return replace(row, policy_version=policy_version)
 
     async def _score(
         self,
@@ -304,12 +315,12 @@ class RowCheck:
     def _compare_logprobs(
         self,
         logprobs: Sequence[float],
-        expected: Sequence[float],
+        expected_logprobs: Sequence[float],
         start: int,
         make_error: MakeError,
     ) -> None:
         for number, (logprob, engine_logprob) in enumerate(
-            zip(logprobs, expected, strict=True), start
+            zip(logprobs, expected_logprobs, strict=True), start
         ):
             if abs(logprob - engine_logprob) > self.max_logprob_error:
                 raise make_error(
@@ -320,7 +331,7 @@ class RowCheck:
                 )
 
     def _compare_sampling(self, sampling: Sampling, make_error: MakeError) -> None:
-        """Refuse tokens from another distribution than the one that the learner compares with."""
+        """Refuse tokens that were sampled with other settings than those of the run."""
         for name in SAMPLING_FIELDS:
             value, run_value = getattr(sampling, name), getattr(self.sampling or sampling, name)
             if value != run_value:

@@ -80,9 +80,9 @@ class ScriptRollout:
         """Name of the function in logs and configurations."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: Any, **keyword_arguments: Any) -> Any:
         """Call the function."""
-        return self.function(*arguments, **named)
+        return self.function(*arguments, **keyword_arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +105,10 @@ class BatchFunctionRunner:
         """Import the rollout function; `port` None means that POST /generate/ is not served."""
         assert parts.config.rollout_function is not None
         path = parts.config.rollout_function
-        imported = import_object(path, "environment.rollout")
-        script = imported if isinstance(imported, ScriptRollout) else None
+        imported_function = import_object(path, "environment.rollout")
+        script = imported_function if isinstance(imported_function, ScriptRollout) else None
         self._path = path
-        self._function = script.function if script else imported
+        self._function = script.function if script else imported_function
         self._script_args = script.args if script else None
         self._signature = find_signature(self._function, path)
         self._run = parts.run
@@ -120,14 +120,14 @@ class BatchFunctionRunner:
         self._engine = parts.engine
         self._completions = completions
         self._port = port
-        # Functions that never return must not occupy the threads of other components.
+        # Functions that never return must not block the threads of other components.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="rollout")
-        # Rollout functions are written for one caller: many share one client among their calls.
+        # Rollout functions expect one caller at a time: many share one client among their calls.
         self._lock = asyncio.Lock()
 
     @classmethod
     async def start(cls, parts: RunnerParts) -> BatchFunctionRunner:
-        """Return the runner of an environment; open its port if the run has one."""
+        """Return the runner of an environment, and open its port if the run has one."""
         rollout = parts.run.rollout
         completions = CompletionService(
             parts.engine, parts.chat, rollout.max_tokens, parts.run.seed, parts.worker_index
@@ -142,26 +142,28 @@ class BatchFunctionRunner:
     async def play_episodes(
         self, starts: Sequence[EpisodeStart], sampling: Sampling, *, is_evaluation: bool
     ) -> list[PlayedEpisode]:
-        """Play the episodes of all groups; all of them fail if the function fails."""
+        """Play the episodes of all groups. If the function fails, all of its episodes fail."""
         groups = [list(group) for _, group in groupby(starts, key=lambda start: start.group)]
         prompts = await asyncio.gather(*(self._open_prompt(group[0].seed) for group in groups))
-        opened = [
+        opened_prompts = [
             (prompt, group)
             for prompt, group in zip(prompts, groups, strict=True)
             if isinstance(prompt, RolloutPrompt)
         ]
         rows: Iterator[RolloutRow] = iter(())
         try:
-            if opened:
-                rows = iter(await self._play_prompts(opened, sampling, is_evaluation=is_evaluation))
+            if opened_prompts:
+                rows = iter(
+                    await self._play_prompts(opened_prompts, sampling, is_evaluation=is_evaluation)
+                )
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - the run's custom code
-            prompts = [error if isinstance(each, RolloutPrompt) else each for each in prompts]
+            prompts = [error if isinstance(prompt, RolloutPrompt) else prompt for prompt in prompts]
         return [
             self._make_episode(start.seed, prompt, next(rows))
             if isinstance(prompt, RolloutPrompt)
-            else self._void_episode(start.seed, prompt)
+            else self._make_void_episode(start.seed, prompt)
             for prompt, group in zip(prompts, groups, strict=True)
             for start in group
         ]
@@ -179,32 +181,34 @@ class BatchFunctionRunner:
         except Exception as error:  # noqa: BLE001 - third-party code runs here
             return error
 
-    def _read_prompt(self, first: StepResult) -> RolloutPrompt:
-        columns = result_fields(first)
+    def _read_prompt(self, first_result: StepResult) -> RolloutPrompt:
+        columns = result_fields(first_result)
         prompt = columns.pop(_PROMPT, None)
         if not isinstance(prompt, str):
-            prompt = self._renderer.messages(first, first=True)
+            prompt = self._renderer.messages(first_result, first=True)
         return RolloutPrompt(prompt, columns)
 
     async def _play_prompts(
         self,
-        opened: Sequence[tuple[RolloutPrompt, Sequence[EpisodeStart]]],
+        opened_prompts: Sequence[tuple[RolloutPrompt, Sequence[EpisodeStart]]],
         sampling: Sampling,
         *,
         is_evaluation: bool,
     ) -> list[RolloutRow]:
         """Call the function and return its checked rows, prompt by prompt."""
-        prompts = [prompt for prompt, _ in opened]
-        num_generations = len(opened[0][1])
+        prompts = [prompt for prompt, _ in opened_prompts]
+        num_generations = len(opened_prompts[0][1])
         vocab_size, max_tokens = len(self._chat.tokenizer), self._limits.max_tokens
         rules = RowRules(self._path, len(prompts), num_generations, vocab_size, max_tokens)
         sampling = replace(sampling, max_tokens=self._limits.max_completion_tokens)
-        keys = [start.key for _, group in opened for start in group]
+        keys = [start.key for _, group in opened_prompts for start in group]
         async with self._lock:
             with self._completions.open_call(keys) as call:
-                function = self._bind(call, prompts, num_generations, sampling, is_evaluation)
-                returned = await self._call_in_time(function)
-                rows = await asyncio.to_thread(read_rows, returned, rules)
+                function = self._bind_arguments(
+                    call, prompts, num_generations, sampling, is_evaluation
+                )
+                output = await self._call_in_time(function)
+                rows = await asyncio.to_thread(read_rows, output, rules)
                 check = RowCheck(
                     self._engine,
                     call,
@@ -217,12 +221,12 @@ class BatchFunctionRunner:
     async def _call_in_time(self, function: Callable[[], Any]) -> Any:
         timeout_s = self._limits.group_timeout_s
         try:
-            async with asyncio.timeout(timeout_s) as limit:
+            async with asyncio.timeout(timeout_s) as timeout:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, function)
         except (UserError, RolloutFunctionError):
             raise
         except (Exception, SystemExit) as error:  # the run's custom code
-            if isinstance(error, TimeoutError) and limit.expired():
+            if isinstance(error, TimeoutError) and timeout.expired():
                 raise RolloutFunctionError(
                     f"rollout function '{self._path}' did not return within "
                     f"rollout.group_timeout_s = {timeout_s:g} s; make it faster or raise the limit"
@@ -231,7 +235,7 @@ class BatchFunctionRunner:
                 f"rollout function '{self._path}' raised {describe_error(error)}"
             ) from error
 
-    def _bind(
+    def _bind_arguments(
         self,
         call: RolloutCall,
         prompts: Sequence[RolloutPrompt],
@@ -243,23 +247,27 @@ class BatchFunctionRunner:
         args = make_arguments(self._script_args, self._run, sampling, num_generations, self._port)
         tokenizer = self._chat.tokenizer
         if self._signature.repeats_prompts:
-            repeated = [prompt for prompt in prompts for _ in range(num_generations)]
+            repeated_prompts = [prompt for prompt in prompts for _ in range(num_generations)]
             trainer = RolloutTrainer(
                 args,
                 tokenizer,
                 RolloutTrainerState(self._engine.version, is_evaluation),
-                [prompt.columns for prompt in repeated],
+                [prompt.columns for prompt in repeated_prompts],
                 sampling,
                 self._completions,
                 call,
                 asyncio.get_running_loop(),
             )
-            return partial(self._function, [each.prompt for each in repeated], trainer=trainer)
+            return partial(
+                self._function, [prompt.prompt for prompt in repeated_prompts], trainer=trainer
+            )
         has_images = self._signature is RolloutSignature.ONCE_WITH_IMAGES
         images = {"images": None} if has_images else {}
         texts = [
-            each.prompt if isinstance(each.prompt, str) else self._chat.render_prompt(each.prompt)
-            for each in prompts
+            prompt.prompt
+            if isinstance(prompt.prompt, str)
+            else self._chat.render_prompt(prompt.prompt)
+            for prompt in prompts
         ]
         return partial(self._function, texts, args=args, processing_class=tokenizer, **images)
 
@@ -285,14 +293,14 @@ class BatchFunctionRunner:
             completion=text if has_text else [{"role": "assistant", "content": text}],
             completion_ids=row.completion_ids,
             fields={**prompt.columns, **row.fields},
-            history=_transcript_turns(self._chat, prompt.prompt, row),
+            history=_make_transcript_turns(self._chat, prompt.prompt, row),
         )
 
-    def _void_episode(self, seed: int, error: Exception) -> PlayedEpisode:
+    def _make_void_episode(self, seed: int, error: Exception) -> PlayedEpisode:
         return PlayedEpisode(void_rollout(self._environment, seed, error))
 
 
-def _transcript_turns(
+def _make_transcript_turns(
     chat: ChatTokenizer, prompt: str | list[Message], row: RolloutRow
 ) -> Iterator[TranscriptTurn]:
     """Yield the turns of a row; the reward of a single turn is unknown, so it is 0."""
@@ -309,16 +317,19 @@ def _transcript_turns(
 
 
 def _read_count(fields: Mapping[str, Any], name: str) -> int:
-    """Return a count that the rollout function reports; 0 if it reports none."""
+    """Return a count that the rollout function reports, or 0 if it reports no count."""
     value = fields.get(name, 0)
     return value if isinstance(value, int) else 0
 
 
 def _make_sequence(row: RolloutRow) -> TokenSequence:
     """Return the row as a token sequence, in which each run of sampled tokens is a turn."""
-    offset = len(row.prompt_ids)
-    logprobs = np.zeros(offset + len(row.completion_ids), dtype=np.float32)
-    logprobs[offset:] = np.where(row.is_sampled, row.logprobs, 0.0)
-    turns = tuple(TurnSpan(offset + start, offset + end, 0.0) for start, end in row.sampled_spans)
+    num_prompt_tokens = len(row.prompt_ids)
+    logprobs = np.zeros(num_prompt_tokens + len(row.completion_ids), dtype=np.float32)
+    logprobs[num_prompt_tokens:] = np.where(row.is_sampled, row.logprobs, 0.0)
+    turns = tuple(
+        TurnSpan(num_prompt_tokens + start, num_prompt_tokens + end, 0.0)
+        for start, end in row.sampled_spans
+    )
     token_ids = np.array([*row.prompt_ids, *row.completion_ids], dtype=np.int32)
     return TokenSequence(token_ids, logprobs, turns)

@@ -1,4 +1,4 @@
-"""Shared code of the single parts: their settings, their padding and their exchange of weights.
+"""Shared code of the actors: their settings, their padding and their exchange of weights.
 
 RLTrainer.push_weights(v) --checksums, canary--> files --verify--> Generator.update_weights(v)
 """
@@ -25,7 +25,7 @@ from ludus.proto.config import (
 from ludus.proto.errors import ConfigError, WeightSyncError
 from ludus.trainer.compat.forge.configuration import LUDUS_SECTION, ForgeConfig
 from ludus.trainer.compat.forge.keys import check_key
-from ludus.trainer.compat.forge.mapping import run_tree
+from ludus.trainer.compat.forge.mapping import map_config
 from ludus.trainer.core.interfaces import FetchedWeights, PublishedWeights, StateDict
 from ludus.trainer.core.types import WeightManifest
 from ludus.trainer.weights.folder import FolderFiles
@@ -34,17 +34,17 @@ from ludus.trainer.weights.store import VersionStore
 _log = logging.getLogger(__name__)
 
 _LOOP_FIELDS = ("local_batch_size", "global_batch_size", "n")
-"""Fields that the loop around the parts determines."""
+"""Fields that the loop around the actors determines."""
 
 
-def make_part_settings(
+def make_actor_settings(
     section: str, fields: Mapping[str, Any], *, max_tokens: int | None, engine: str | None = None
 ) -> tuple[LanguageModelRun, str]:
     """Return the run for a section of Forge's file, and its model's folder or Hugging Face id.
 
     Args:
         max_tokens: the maximum length of a sequence.
-        engine: the value of generator.kind; None chooses it for this machine.
+        engine: value of generator.kind; None chooses an engine for this machine.
     """
     sections = {name: dict(value) for name, value in fields.items() if isinstance(value, Mapping)}
     for name, values in sections.items():
@@ -60,11 +60,11 @@ def make_part_settings(
             **({} if engine is None else {"generator": {"kind": engine}}),
         },
     }
-    mapped_tree = run_tree(ForgeConfig(tree), name=section, has_gpu=torch.cuda.is_available())
-    if mapped_tree.unused:
-        _log.warning("these fields have no effect: %s", ", ".join(mapped_tree.unused))
-    run = run_config_from(mapped_tree.tree, source=f"section {section}")
-    run = require_language_model(run, "a part of Forge")
+    mapped_config = map_config(ForgeConfig(tree), name=section, has_gpu=torch.cuda.is_available())
+    if mapped_config.unused_keys:
+        _log.warning("these fields have no effect: %s", ", ".join(mapped_config.unused_keys))
+    run = run_config_from(mapped_config.tree, source=f"section {section}")
+    run = require_language_model(run, "an actor of Forge")
     if not isinstance(run.model, PretrainedModel):
         raise ConfigError(
             "a model is required, as a Hugging Face id or a folder that save_pretrained wrote; set "
@@ -84,12 +84,12 @@ class LeftPaddedRows(NamedTuple):
 
 
 def make_rows(token_ids: Tensor, pad_id: int | None) -> LeftPaddedRows:
-    """Build the model inputs; padding on the right needs no mask in a causal model."""
+    """Build the model inputs. Padding on the right needs no mask in a causal model."""
     is_padding = token_ids == (-1 if pad_id is None else pad_id)
-    num_left = is_padding.long().cumprod(1).sum(1, keepdim=True)
+    num_left_padding = is_padding.long().cumprod(1).sum(1, keepdim=True)
     indices = torch.arange(token_ids.shape[1], device=token_ids.device)
     return LeftPaddedRows(
-        token_ids, (indices >= num_left).long(), (indices - num_left).clamp(min=0)
+        token_ids, (indices >= num_left_padding).long(), (indices - num_left_padding).clamp(min=0)
     )
 
 
@@ -126,6 +126,6 @@ class WeightExchange:
 
 
 @functools.cache
-def process_exchange() -> WeightExchange:
-    """Return the exchange of this process, whose files are deleted at exit."""
+def get_weight_exchange() -> WeightExchange:
+    """Return the weight exchange of this process, whose files are deleted at exit."""
     return WeightExchange()
