@@ -28,7 +28,7 @@ _BREAKOUT_PADDLE_CENTER = 8
 
 
 def read_facts(game: str, memory: np.ndarray, previous_facts: Facts) -> Facts:
-    """Return the facts by name; empty for a game without known addresses.
+    """Return the facts by name, or no facts for a game without known addresses.
 
     A game with a ball also has `has_ball`, and the ball's motion since the previous decision,
     `ball_speed_x` and `ball_speed_y`, which is 0 if there was no ball.
@@ -47,11 +47,11 @@ def read_facts(game: str, memory: np.ndarray, previous_facts: Facts) -> Facts:
     return facts
 
 
-def pong_offset(facts: Facts) -> int:
-    """Return the pixels from the center of Pong's right paddle down to the ball."""
+def compute_pong_offset(facts: Facts) -> int:
+    """Return the distance in pixels from the center of Pong's right paddle down to the ball."""
     return facts["ball_y"] - facts["paddle_y"] - _PONG_PADDLE_CENTER
 
 
-def breakout_offset(facts: Facts) -> int:
-    """Return the pixels from the center of Breakout's paddle to the right to the ball."""
+def compute_breakout_offset(facts: Facts) -> int:
+    """Return the distance in pixels from the center of Breakout's paddle right to the ball."""
     return facts["ball_x"] - facts["paddle_x"] - _BREAKOUT_PADDLE_CENTER

@@ -11,13 +11,13 @@ from .facts import (
     BREAKOUT_PADDLE_Y,
     PONG_PADDLE_X,
     Facts,
-    breakout_offset,
-    pong_offset,
+    compute_breakout_offset,
+    compute_pong_offset,
 )
 from .models import AtariObservation
 
 _STEP_PIXELS = 8
-"""Unit of distances in brief texts."""
+"""Number of pixels in one step, the unit of distance in short texts."""
 
 
 class GameText(Protocol):
@@ -25,7 +25,7 @@ class GameText(Protocol):
 
     rules: str
 
-    def brief(self, observation: AtariObservation) -> str:
+    def summarize(self, observation: AtariObservation) -> str:
         """Return the situation in a few words."""
 
     def describe(self, observation: AtariObservation) -> str:
@@ -41,32 +41,37 @@ class PongText:
         " opponent's. The first player with 21 points wins."
     )
 
-    def brief(self, observation: AtariObservation) -> str:
+    def summarize(self, observation: AtariObservation) -> str:
         """Return for example "ball 9 coming up 2 below"."""
         facts = observation.facts
         if not facts["has_ball"]:
             return "no ball"
-        distance = _steps(PONG_PADDLE_X - facts["ball_x"])
+        distance = _count_steps(PONG_PADDLE_X - facts["ball_x"])
         motion = _choose(facts["ball_speed_x"], "going", "still", "coming")
         slope = _choose(facts["ball_speed_y"], "up", "level", "down")
-        return f"ball {distance} {motion} {slope} {_offset(pong_offset(facts), 'above', 'below')}"
+        return (
+            f"ball {distance} {motion} {slope} "
+            f"{_describe_offset(compute_pong_offset(facts), 'above', 'below')}"
+        )
 
     def describe(self, observation: AtariObservation) -> str:
         """Return the position of the ball and of the opponent, in pixels."""
         facts = observation.facts
         if not facts["has_ball"]:
             return "There is no ball in play."
-        offset = pong_offset(facts)
+        offset = compute_pong_offset(facts)
         motion = _choose(
             facts["ball_speed_x"], "moves away", "stays at this distance", "comes closer"
         )
         opponent_offset = facts["opponent_y"] - facts["paddle_y"]
-        opponent = _choose(opponent_offset, "higher than", "from the height of", "lower than")
+        opponent_position = _choose(
+            opponent_offset, "higher than", "from the height of", "lower than"
+        )
         return (
             f"The ball is {PONG_PADDLE_X - facts['ball_x']} pixels left of your paddle and "
             f"{abs(offset)} pixels {_choose(offset, 'above', 'from', 'below')} its center. The"
-            f" ball {motion} and moves {_vertical_speed(facts)}. The opponent's paddle is"
-            f" {abs(opponent_offset)} pixels {opponent} yours."
+            f" ball {motion} and moves {_describe_vertical_speed(facts)}. The opponent's paddle is"
+            f" {abs(opponent_offset)} pixels {opponent_position} yours."
         )
 
 
@@ -79,27 +84,31 @@ class BreakoutText:
         " the paddle."
     )
 
-    def brief(self, observation: AtariObservation) -> str:
+    def summarize(self, observation: AtariObservation) -> str:
         """Return for example "ball 9 falling left 2 right"."""
         facts = observation.facts
         if not facts["has_ball"]:
             return "no ball"
-        height = _steps(BREAKOUT_PADDLE_Y - facts["ball_y"])
+        height = _count_steps(BREAKOUT_PADDLE_Y - facts["ball_y"])
         motion = _choose(facts["ball_speed_y"], "rising", "still", "falling")
         slope = _choose(facts["ball_speed_x"], "left", "straight", "right")
-        return f"ball {height} {motion} {slope} {_offset(breakout_offset(facts), 'left', 'right')}"
+        return (
+            f"ball {height} {motion} {slope} "
+            f"{_describe_offset(compute_breakout_offset(facts), 'left', 'right')}"
+        )
 
     def describe(self, observation: AtariObservation) -> str:
         """Return the position of the ball, in pixels."""
         facts = observation.facts
         if not facts["has_ball"]:
             return "There is no ball in play. FIRE serves one."
-        offset, speed = breakout_offset(facts), facts["ball_speed_x"]
+        offset, speed = compute_breakout_offset(facts), facts["ball_speed_x"]
         return (
             f"The ball is {BREAKOUT_PADDLE_Y - facts['ball_y']} pixels above your paddle and "
-            f"{abs(offset)} pixels {_choose(offset, 'left', 'away', 'right')}"
-            f" {_choose(offset, 'of', 'from', 'of')} its center. The ball is moving {abs(speed)}"
-            f" pixels {_choose(speed, 'left', 'sideways', 'right')} and {_vertical_speed(facts)}."
+            f"{abs(offset)} pixels {_choose(offset, 'left', 'away', 'right')} "
+            f"{_choose(offset, 'of', 'from', 'of')} its center. The ball is moving {abs(speed)} "
+            f"pixels {_choose(speed, 'left', 'sideways', 'right')} and "
+            f"{_describe_vertical_speed(facts)}."
         )
 
 
@@ -112,13 +121,13 @@ class SpaceInvadersText:
         " lives."
     )
 
-    def brief(self, observation: AtariObservation) -> str:
+    def summarize(self, observation: AtariObservation) -> str:
         """Return for example "cannon 2 right invaders 36 lives 3".
 
         The offset of the cannon is from the left edge of the fleet.
         """
         facts = observation.facts
-        offset = _offset(facts["cannon_x"] - facts["fleet_x"], "left", "right")
+        offset = _describe_offset(facts["cannon_x"] - facts["fleet_x"], "left", "right")
         return f"cannon {offset} invaders {facts['invaders']} lives {observation.lives}"
 
     def describe(self, observation: AtariObservation) -> str:
@@ -139,13 +148,15 @@ class MemoryText:
             " bytes of the console's memory."
         )
 
-    def brief(self, observation: AtariObservation) -> str:
+    def summarize(self, observation: AtariObservation) -> str:
         """Return for example "score 10 lives 3" and the bytes."""
-        return f"score {observation.score:g} lives {observation.lives}\n{_memory(observation)}"
+        return (
+            f"score {observation.score:g} lives {observation.lives}\n{_format_memory(observation)}"
+        )
 
     def describe(self, observation: AtariObservation) -> str:
         """Return the bytes."""
-        return f"Memory: {_memory(observation)}."
+        return f"Memory: {_format_memory(observation)}."
 
 
 def make_game_text(game: str) -> GameText:
@@ -158,13 +169,13 @@ def make_game_text(game: str) -> GameText:
     return texts[game]() if game in texts else MemoryText(game)
 
 
-def _steps(pixels: int) -> int:
+def _count_steps(pixels: int) -> int:
     return round(pixels / _STEP_PIXELS)
 
 
-def _offset(pixels: int, negative: str, positive: str) -> str:
+def _describe_offset(pixels: int, negative: str, positive: str) -> str:
     """Return for example "3 below", or "0 here" for less than half a step."""
-    steps = _steps(pixels)
+    steps = _count_steps(pixels)
     return f"{abs(steps)} {_choose(steps, negative, 'here', positive)}"
 
 
@@ -172,11 +183,11 @@ def _choose(number: int, negative: str, zero: str, positive: str) -> str:
     return negative if number < 0 else positive if number > 0 else zero
 
 
-def _vertical_speed(facts: Facts) -> str:
+def _describe_vertical_speed(facts: Facts) -> str:
     speed = facts["ball_speed_y"]
     return f"{abs(speed)} pixels {'down' if speed >= 0 else 'up'} per decision"
 
 
-def _memory(observation: AtariObservation) -> str:
+def _format_memory(observation: AtariObservation) -> str:
     memory = observation.memory or observation.screen
     return " ".join(map(str, memory if isinstance(memory, list) else ()))

@@ -9,10 +9,10 @@ from typing import Any
 from ludus.env.evaluation import FixedPolicy
 from ludus.env.types import JsonObject
 
-from .facts import breakout_offset, pong_offset
+from .facts import compute_breakout_offset, compute_pong_offset
 
 _NEAR_PIXELS = 8
-"""Less than half a paddle. Closer than this, another move would overshoot."""
+"""Distance, less than half a paddle, at which another move would overshoot."""
 
 
 def fixed_policies(options: Mapping[str, Any]) -> dict[str, FixedPolicy]:
@@ -27,7 +27,7 @@ def fixed_policies(options: Mapping[str, Any]) -> dict[str, FixedPolicy]:
 
 
 def act_at_random(observation: JsonObject, rng: random.Random) -> JsonObject:
-    """Return an action, all equally likely."""
+    """Return a random action; all are equally likely."""
     return {"action_id": rng.choice(observation["legal_actions"])}
 
 
@@ -39,7 +39,7 @@ def wait(observation: JsonObject, rng: random.Random) -> JsonObject:
 def follow_in_pong(observation: JsonObject, rng: random.Random) -> JsonObject:
     """Move the center of the paddle to the height of the ball."""
     facts = observation["facts"]
-    offset = pong_offset(facts) if facts["has_ball"] else 0
+    offset = compute_pong_offset(facts) if facts["has_ball"] else 0
     if abs(offset) <= _NEAR_PIXELS:
         return _find_action("NOOP", observation)
     return _find_action("LEFT" if offset > 0 else "RIGHT", observation)
@@ -50,7 +50,7 @@ def follow_in_breakout(observation: JsonObject, rng: random.Random) -> JsonObjec
     facts = observation["facts"]
     if not facts["has_ball"]:
         return _find_action("FIRE", observation)
-    offset = breakout_offset(facts)
+    offset = compute_breakout_offset(facts)
     if abs(offset) <= _NEAR_PIXELS:
         return _find_action("NOOP", observation)
     return _find_action("RIGHT" if offset > 0 else "LEFT", observation)

@@ -34,7 +34,7 @@ class AtariRenderer:
     def render(self, observation: AtariObservation, *, first: bool) -> list[Message]:
         """Return messages that describe the situation, after the rules in the rules style."""
         if self._style == "compact":
-            text = self._game_text.brief(observation) if observation.legal_actions else "over"
+            text = self._game_text.summarize(observation) if observation.legal_actions else "over"
             return [{"role": "user", "content": text}]
         message: Message = {"role": "user", "content": self._render_sentences(observation)}
         if not first:

@@ -1,7 +1,8 @@
 """Programming tasks, drawn by seed: a text, a solution and test calls.
 
-The texts of each kind contain parameters such as `$k`. Every task draws new values, so the solution
-of one task is wrong for the next. The solution also computes the expected values of the tests.
+The texts of each kind contain parameters such as `$k`. Every task has new random values, so the
+solution of one task is wrong for the next. The solution also computes the expected values of the
+tests.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-FUNCTION = "solve"
+FUNCTION_NAME = "solve"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _MAX_LISTED_SOLUTIONS = 32
 
@@ -40,7 +41,7 @@ class TestCall:
     __test__ = False  # pytest would collect it
 
     arguments: Arguments
-    expected: Any
+    expected_value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,34 +160,36 @@ def draw_task(
     kind = _KINDS_BY_NAME[rng.choice(kinds)]
     parameters = {name: rng.randint(*limits) for name, limits in kind.ranges.items()}
     solve = _load_function(write_solution(kind.name, parameters))
-    calls = [kind.draw_arguments(rng) for _ in range(num_tests)]
-    tests = tuple(TestCall(call, solve(*call)) for call in calls)
-    return CodingTask(kind.name, parameters, _fill_in(kind.text, parameters), tests)
+    argument_lists = [kind.draw_arguments(rng) for _ in range(num_tests)]
+    tests = tuple(TestCall(arguments, solve(*arguments)) for arguments in argument_lists)
+    return CodingTask(kind.name, parameters, _fill_template(kind.text, parameters), tests)
 
 
 def write_solution(problem: str, parameters: Mapping[str, int]) -> str:
     """Return a program that passes every test of a task."""
-    return _fill_in(_KINDS_BY_NAME[problem].solution, parameters)
+    return _fill_template(_KINDS_BY_NAME[problem].solution, parameters)
 
 
 def list_solutions(kinds: Sequence[str]) -> list[str]:
-    """Return the solutions of every task of these kinds; empty if there are too many to list."""
+    """Return the solutions of every task of these kinds, or nothing if there are too many."""
     programs = []
-    for kind in dict.fromkeys(kinds):
-        ranges = _KINDS_BY_NAME[kind].ranges
-        values = (range(low, high + 1) for low, high in ranges.values())
-        for numbers in product(*values):
-            programs.append(write_solution(kind, dict(zip(ranges, numbers, strict=True))))
+    for kind_name in dict.fromkeys(kinds):
+        ranges = _KINDS_BY_NAME[kind_name].ranges
+        value_ranges = (range(low, high + 1) for low, high in ranges.values())
+        for parameter_values in product(*value_ranges):
+            programs.append(
+                write_solution(kind_name, dict(zip(ranges, parameter_values, strict=True)))
+            )
     return programs if len(programs) <= _MAX_LISTED_SOLUTIONS else []
 
 
-def _fill_in(text: str, parameters: Mapping[str, int]) -> str:
-    return string.Template(text).substitute(parameters)
+def _fill_template(template: str, parameters: Mapping[str, int]) -> str:
+    return string.Template(template).substitute(parameters)
 
 
 def _load_function(solution: str) -> Callable[..., Any]:
     """Run a solution from this file and return the function that it defines."""
-    names: dict[str, Any] = {}
-    exec(solution, names)
-    function: Callable[..., Any] = names[FUNCTION]
+    namespace: dict[str, Any] = {}
+    exec(solution, namespace)
+    function: Callable[..., Any] = namespace[FUNCTION_NAME]
     return function

@@ -35,4 +35,4 @@ class MathOptions(EnvironmentOptions):
     @property
     def num_answers(self) -> int:
         """Number of possible answers, from 0 to the largest solution."""
-        return OPERATIONS[self.operation].max_solution(self.limit) + 1
+        return OPERATIONS[self.operation].compute_max_solution(self.limit) + 1

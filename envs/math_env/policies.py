@@ -18,11 +18,11 @@ def fixed_policies(options: Mapping[str, Any]) -> dict[str, FixedPolicy]:
 
 
 def guess(observation: JsonObject, rng: random.Random) -> JsonObject:
-    """Return one of the possible answers, all equally likely."""
+    """Return a random possible answer; all are equally likely."""
     return {"answer": rng.choice(observation["legal_actions"])}
 
 
 def compute(observation: JsonObject, rng: random.Random) -> JsonObject:
     """Return the right answer."""
     arithmetic = OPERATIONS[observation["operation"]]
-    return {"answer": arithmetic.solve(observation["left"], observation["right"])}
+    return {"answer": arithmetic.compute_solution(observation["left"], observation["right"])}

@@ -18,28 +18,33 @@ from .models import OpenSpielObservation
 BEST_RESPONSE_GAMES = frozenset({"kuhn_poker", "leduc_poker"})
 
 
-def make_best_response(loaded: LoadedGame) -> Callable[[OpenSpielObservation, random.Random], int]:
+def make_best_response(
+    loaded_game: LoadedGame,
+) -> Callable[[OpenSpielObservation, random.Random], int]:
     """Return a policy for both seats of a two-player game."""
-    moves: dict[tuple[float, ...], int] = {}
-    uniform = pyspiel.UniformRandomPolicy(loaded.game)  # must outlive `response`
-    for player in range(loaded.num_players):
-        response = pyspiel.TabularBestResponse(loaded.game, player, uniform)
-        table = response.get_best_response_policy().policy_table()
-        stack = [loaded.game.new_initial_state()]
-        while stack:
-            state = stack.pop()
+    move_by_tensor: dict[tuple[float, ...], int] = {}
+    # The policy must exist as long as `response`.
+    uniform_policy = pyspiel.UniformRandomPolicy(loaded_game.game)
+    for player in range(loaded_game.num_players):
+        response = pyspiel.TabularBestResponse(loaded_game.game, player, uniform_policy)
+        policy_table = response.get_best_response_policy().policy_table()
+        pending_states = [loaded_game.game.new_initial_state()]
+        while pending_states:
+            state = pending_states.pop()
             if state.is_terminal():
                 continue
             if state.current_player() == player:
                 tensor = tuple(state.information_state_tensor(player))
-                moves[tensor] = _most_likely(table[state.information_state_string(player)])
-            stack += [state.child(action) for action in state.legal_actions()]
+                move_by_tensor[tensor] = _find_most_likely(
+                    policy_table[state.information_state_string(player)]
+                )
+            pending_states += [state.child(action) for action in state.legal_actions()]
 
     def play(observation: OpenSpielObservation, rng: random.Random) -> int:
-        return moves[tuple(observation.info_state)]
+        return move_by_tensor[tuple(observation.info_state)]
 
     return play
 
 
-def _most_likely(probabilities: list[tuple[int, float]]) -> int:
-    return max(probabilities, key=lambda move: move[1])[0]
+def _find_most_likely(probabilities: list[tuple[int, float]]) -> int:
+    return max(probabilities, key=lambda move_probability: move_probability[1])[0]

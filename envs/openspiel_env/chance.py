@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 import pyspiel
 
-_WORDS = struct.Struct("<8Q")
-_UNIT = 2.0**-53
-_PERSON = b"openspiel_env"  # separates this stream from other uses of the seed
+_WORDS_FORMAT = struct.Struct("<8Q")
+_FLOAT_SCALE = 2.0**-53
+_HASH_LABEL = b"openspiel_env"  # separates this stream from other uses of the seed
 
 
 class ChanceStream:
@@ -31,29 +31,31 @@ class ChanceStream:
 
     def random(self) -> float:
         """Return the next number, at least 0 and below 1."""
-        return ((self._words or self._next_words()).pop() >> 11) * _UNIT
+        return ((self._words or self._make_words()).pop() >> 11) * _FLOAT_SCALE
 
     def pick(self, events: list[int]) -> int:
         """Return one of the events, all equally likely."""
-        return events[(self._words or self._next_words()).pop() * len(events) >> 64]
+        return events[(self._words or self._make_words()).pop() * len(events) >> 64]
 
-    def _next_words(self) -> list[int]:
+    def _make_words(self) -> list[int]:
         block = b"%d/%d" % (self._seed, self._num_blocks)
         self._num_blocks += 1
-        self._words = list(_WORDS.unpack(hashlib.blake2b(block, person=_PERSON).digest()))
+        self._words = list(
+            _WORDS_FORMAT.unpack(hashlib.blake2b(block, person=_HASH_LABEL).digest())
+        )
         return self._words
 
 
 RandomSource: TypeAlias = ChanceStream | random.Random
 
 
-def draw_weighted(state: pyspiel.State, source: RandomSource) -> int:
+def draw_weighted(state: pyspiel.State, random_source: RandomSource) -> int:
     """Draw a chance event with the game's probabilities."""
-    remaining = source.random()
+    remaining_probability = random_source.random()
     events = state.chance_outcomes()
     for event, probability in events:
-        remaining -= probability
-        if remaining < 0:
+        remaining_probability -= probability
+        if remaining_probability < 0:
             return event
     # Rounding: the probabilities sum to slightly less than 1.
     return next(event for event, probability in reversed(events) if probability > 0)

@@ -1,4 +1,4 @@
-"""Load OpenSpiel games by name, with the properties that a seat needs."""
+"""OpenSpiel games, loaded by name, with the properties that a seat needs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _Dynamics = pyspiel.GameType.Dynamics
 _Information = pyspiel.GameType.Information
 
 UNIFORM_CHANCE_GAMES = frozenset({"blackjack", "catch", "kuhn_poker", "leduc_poker"})
-"""Games whose chance events are always equally likely. An index is drawn instead of an event, which
-avoids most of the cost of a step: OpenSpiel's list of probabilities."""
+"""Games whose chance events are always equally likely. An index is drawn instead of an event. This
+avoids OpenSpiel's list of probabilities, which takes most of the time of a step."""
 
 BINARY_TENSOR_GAMES = frozenset({"blackjack", "catch", "connect_four", "tic_tac_toe"})
 """Games with observation tensors of only zeros and ones, and without an information-state tensor.
@@ -68,7 +68,7 @@ class LoadedGame:
 
 
 def load_game(name: str, params: Mapping[str, Any] | None = None) -> LoadedGame:
-    """Load a game. Simultaneous moves become turns.
+    """Load a game, and convert simultaneous moves to turns.
 
     Args:
         name: Registered name, also with parameters: "kuhn_poker(players=3)".
@@ -78,13 +78,13 @@ def load_game(name: str, params: Mapping[str, Any] | None = None) -> LoadedGame:
         ConfigError: The parameters are invalid, or the game cannot be played in turns.
     """
     # Games are immutable and some are slow to build, so sessions share them.
-    return _load_cached(name, json.dumps(dict(params or {}), sort_keys=True))
+    return _load_cached_game(name, json.dumps(dict(params or {}), sort_keys=True))
 
 
 @functools.lru_cache(maxsize=32)
-def _load_cached(name: str, params_json: str) -> LoadedGame:
+def _load_cached_game(name: str, params_json: str) -> LoadedGame:
     params = json.loads(params_json)
-    short_name = _short_name(name)
+    short_name = _remove_parameters(name)
     _require_registered(short_name)
     try:
         game = pyspiel.load_game(name, params) if params else pyspiel.load_game(name)
@@ -93,24 +93,24 @@ def _load_cached(name: str, params_json: str) -> LoadedGame:
             f"OpenSpiel cannot load the game {name!r} with the parameters {params}: {error}; fix "
             "game or game_params"
         ) from error
-    kind = game.get_type()
+    game_type = game.get_type()
     sequential_game = _make_sequential(name, game)
     has_perfect_information = (
-        kind.information == _Information.PERFECT_INFORMATION and sequential_game is game
+        game_type.information == _Information.PERFECT_INFORMATION and sequential_game is game
     )
     return LoadedGame(
         name=name,
         params=params,
         game=sequential_game,
         short_name=short_name,
-        long_name=kind.long_name,
+        long_name=game_type.long_name,
         num_players=game.num_players(),
         is_turn_based=sequential_game is not game,
         has_uniform_chance=short_name in UNIFORM_CHANCE_GAMES,
         snapshots=Snapshots(sequential_game) if short_name in BINARY_TENSOR_GAMES else None,
         has_perfect_information=has_perfect_information,
         shows_moves=has_perfect_information or short_name in PUBLIC_MOVE_GAMES,
-        has_random_seed="rng_seed" in kind.parameter_specification,
+        has_random_seed="rng_seed" in game_type.parameter_specification,
         can_be_won_and_lost=game.min_utility() < 0 < game.max_utility(),
     )
 
@@ -121,29 +121,33 @@ def _require_registered(short_name: str) -> None:
     names = pyspiel.registered_names()
     if short_name in names:
         return
-    close = difflib.get_close_matches(short_name, names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else "see pyspiel.registered_names()"
+    similar_names = difflib.get_close_matches(short_name, names, n=3, cutoff=0.5)
+    hint = (
+        f"did you mean {' or '.join(similar_names)}?"
+        if similar_names
+        else "see pyspiel.registered_names()"
+    )
     raise NotFoundError(f"there is no OpenSpiel game {short_name!r}; {hint}")
 
 
 def _make_sequential(name: str, game: pyspiel.Game) -> pyspiel.Game:
-    kind = game.get_type()
-    if kind.action_structs_only:
+    game_type = game.get_type()
+    if game_type.action_structs_only:
         raise ConfigError(
             f"the moves of {name!r} are structures, not numbers, which is not supported; choose "
             "another game"
         )
-    if kind.dynamics == _Dynamics.SEQUENTIAL:
+    if game_type.dynamics == _Dynamics.SEQUENTIAL:
         return game
-    if kind.dynamics == _Dynamics.SIMULTANEOUS:
+    if game_type.dynamics == _Dynamics.SIMULTANEOUS:
         return pyspiel.convert_to_turn_based(game)
     raise ConfigError(f"{name!r} is a mean-field game, which is not supported; choose another game")
 
 
 def is_slow(name: str) -> bool:
     """Return True if a move can take longer than about a millisecond."""
-    return _short_name(name) in SLOW_GAMES
+    return _remove_parameters(name) in SLOW_GAMES
 
 
-def _short_name(name: str) -> str:
+def _remove_parameters(name: str) -> str:
     return name.partition("(")[0].strip()

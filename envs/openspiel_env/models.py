@@ -18,7 +18,7 @@ GamePhase = Literal["initial", "playing", "terminal"]
 _MAX_CACHED_BYTES = 64
 _MAX_CACHED_ACTIONS = 4096
 
-_set = object.__setattr__
+_set_attribute = object.__setattr__
 
 
 class OpenSpielAction(Action):
@@ -33,9 +33,9 @@ class OpenSpielAction(Action):
 
     @classmethod
     def from_json(cls, action_json: bytes) -> OpenSpielAction:
-        """Parse a move. Moves are cached: a game has few, and the environment changes none."""
+        """Parse a move. Parsed moves are cached, because a game has few and they never change."""
         if cls is OpenSpielAction and len(action_json) <= _MAX_CACHED_BYTES:
-            return _parse_cached(action_json)
+            return _parse_cached_action(action_json)
         return super().from_json(action_json)
 
 
@@ -60,14 +60,14 @@ class OpenSpielObservation(Observation):
         Validation would take longer than the game's own move.
         """
         observation = cls.__new__(cls)
-        _set(observation, "__dict__", fields)
-        _set(observation, "__pydantic_fields_set__", _ALL_FIELDS)
-        _set(observation, "__pydantic_extra__", None)
-        _set(observation, "__pydantic_private__", None)
+        _set_attribute(observation, "__dict__", fields)
+        _set_attribute(observation, "__pydantic_fields_set__", _ALL_FIELDS)
+        _set_attribute(observation, "__pydantic_extra__", None)
+        _set_attribute(observation, "__pydantic_private__", None)
         return observation
 
     def to_json(self) -> bytes:
-        """Return the same as `model_dump_json`, in a third of its time."""
+        """Return the same JSON as `model_dump_json`, three times faster."""
         return orjson.dumps(self.__dict__)
 
 
@@ -85,5 +85,5 @@ class OpenSpielState(State):
 
 
 @functools.lru_cache(maxsize=_MAX_CACHED_ACTIONS)
-def _parse_cached(action_json: bytes) -> OpenSpielAction:
+def _parse_cached_action(action_json: bytes) -> OpenSpielAction:
     return OpenSpielAction.__pydantic_validator__.validate_json(action_json)

@@ -11,7 +11,7 @@ import pyspiel
 from ludus.proto.errors import ConfigError, ExecutionError
 
 from .games import LoadedGame
-from .policies import SeatPolicy, seat_policies
+from .policies import SeatPolicy, make_seat_policies
 from .search import search_move
 from .seat_view import SeatView
 
@@ -37,11 +37,11 @@ def _choose_middle(state: pyspiel.State, rng: random.Random) -> int:
     return legal_actions[len(legal_actions) // 2]
 
 
-_SEARCH = "mcts"
-_NUM_SIMULATIONS = 100
-_MAX_SIMULATIONS = 100_000
+_SEARCH_NAME = "mcts"
+_DEFAULT_NUM_SIMULATIONS = 100
+_MAX_NUM_SIMULATIONS = 100_000
 
-_BY_LEGAL_ACTIONS: dict[str, Opponent] = {
+_RULE_OPPONENTS: dict[str, Opponent] = {
     "random": _choose_random,
     "first": _choose_first,
     "last": _choose_last,
@@ -49,60 +49,62 @@ _BY_LEGAL_ACTIONS: dict[str, Opponent] = {
 }
 
 
-def make_opponent(opponent: str | SeatPolicy, loaded: LoadedGame) -> Opponent:
-    """Return the opponent of a name, or one that plays a policy with its own seat's observations.
+def make_opponent(opponent: str | SeatPolicy, loaded_game: LoadedGame) -> Opponent:
+    """Return the opponent with a name, or an opponent that plays a policy from its seat's view.
 
     Raises:
         ConfigError: The name is unknown or does not fit the game.
     """
     if not isinstance(opponent, str):
-        return _policy_opponent(opponent, loaded)
-    if opponent in _BY_LEGAL_ACTIONS:
-        return _BY_LEGAL_ACTIONS[opponent]
+        return _make_policy_opponent(opponent, loaded_game)
+    if opponent in _RULE_OPPONENTS:
+        return _RULE_OPPONENTS[opponent]
     if is_search(opponent):
-        return _search_opponent(opponent, loaded)
-    policies = seat_policies(loaded)
+        return _make_search_opponent(opponent, loaded_game)
+    policies = make_seat_policies(loaded_game)
     if opponent not in policies:
-        names = ", ".join(dict.fromkeys([*_BY_LEGAL_ACTIONS, f"{_SEARCH}(SIMULATIONS)", *policies]))
+        names = ", ".join(
+            dict.fromkeys([*_RULE_OPPONENTS, f"{_SEARCH_NAME}(SIMULATIONS)", *policies])
+        )
         raise ConfigError(
             f"there is no opponent {opponent!r}; set opponent (OPENSPIEL_OPPONENT_POLICY) to one "
             f"of {names}"
         )
-    return _policy_opponent(policies[opponent], loaded)
+    return _make_policy_opponent(policies[opponent], loaded_game)
 
 
 def is_search(opponent: str | SeatPolicy) -> bool:
     """Return True for a tree search, which needs more than about a millisecond per move."""
-    return isinstance(opponent, str) and opponent.partition("(")[0] == _SEARCH
+    return isinstance(opponent, str) and opponent.partition("(")[0] == _SEARCH_NAME
 
 
-def _search_opponent(opponent: str, loaded: LoadedGame) -> Opponent:
+def _make_search_opponent(opponent: str, loaded_game: LoadedGame) -> Opponent:
     """Return a tree search with the number of simulations in the name.
 
     Raises:
         ConfigError: The number is out of range, or the game has hidden information or chance.
     """
-    match = re.fullmatch(rf"{_SEARCH}(?:\((\d{{1,6}})\))?", opponent)
-    num_simulations = int(match[1] or _NUM_SIMULATIONS) if match else 0
-    if not 1 <= num_simulations <= _MAX_SIMULATIONS:
+    match = re.fullmatch(rf"{_SEARCH_NAME}(?:\((\d{{1,6}})\))?", opponent)
+    num_simulations = int(match[1] or _DEFAULT_NUM_SIMULATIONS) if match else 0
+    if not 1 <= num_simulations <= _MAX_NUM_SIMULATIONS:
         raise ConfigError(
-            f"the opponent {_SEARCH}(N) needs 1 to {_MAX_SIMULATIONS} simulations per move, got"
-            f" {opponent!r}"
+            f"the opponent {_SEARCH_NAME}(N) needs 1 to {_MAX_NUM_SIMULATIONS} simulations per "
+            f"move, got {opponent!r}"
         )
-    if not loaded.has_perfect_information:
+    if not loaded_game.has_perfect_information:
         raise ConfigError(
-            f"the opponent {_SEARCH} would see hidden cards or moves of {loaded.name!r}; choose"
-            " another opponent"
+            f"the opponent {_SEARCH_NAME} would see hidden cards or moves of {loaded_game.name!r}; "
+            "choose another opponent"
         )
 
     def play(state: pyspiel.State, rng: random.Random) -> int:
-        return search_move(loaded.game, state, rng, num_simulations)
+        return search_move(loaded_game.game, state, rng, num_simulations)
 
     return play
 
 
-def _policy_opponent(policy: SeatPolicy, loaded: LoadedGame) -> Opponent:
-    views = [SeatView(loaded, player) for player in range(loaded.num_players)]
+def _make_policy_opponent(policy: SeatPolicy, loaded_game: LoadedGame) -> Opponent:
+    views = [SeatView(loaded_game, player) for player in range(loaded_game.num_players)]
 
     def play(state: pyspiel.State, rng: random.Random) -> int:
         observation = views[state.current_player()].observe(state)

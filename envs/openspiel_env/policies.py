@@ -1,6 +1,7 @@
 """Baselines, which can also play the other seats.
 
-Each chooses from one observation only, so it can play any seat, in process or over a connection.
+Each baseline chooses from one observation only, so it can play any seat, in process or over a
+connection.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from .best_response import BEST_RESPONSE_GAMES, make_best_response
 from .games import LoadedGame, load_game
 from .models import OpenSpielObservation
 from .search import search_move
-from .solutions import basic_strategy
-from .text.blackjack import BlackjackRenderer, hand_and_up_card
+from .solutions import load_basic_strategy
+from .text.blackjack import BlackjackRenderer, read_hand_and_up_card
 from .text.boards import read_cells, split_rows
-from .text.catch import ball_and_paddle
+from .text.catch import read_ball_and_paddle
 from .text.connect_four import PIECES
 from .text.tic_tac_toe import read_board
 
@@ -43,50 +44,52 @@ def fixed_policies(game: str | Mapping[str, Any]) -> dict[str, FixedPolicy]:
         NotFoundError: The game does not exist.
     """
     options: Mapping[str, Any] = {"game": game} if isinstance(game, str) else game
-    loaded = load_game(options.get("game", "catch"), options.get("game_params"))
-    return {name: _as_fixed_policy(policy) for name, policy in seat_policies(loaded).items()}
+    loaded_game = load_game(options.get("game", "catch"), options.get("game_params"))
+    return {
+        name: _make_fixed_policy(policy) for name, policy in make_seat_policies(loaded_game).items()
+    }
 
 
-def seat_policies(loaded: LoadedGame) -> dict[str, SeatPolicy]:
+def make_seat_policies(loaded_game: LoadedGame) -> dict[str, SeatPolicy]:
     """Return the game's baselines by name, as functions of typed observations."""
     policies: dict[str, SeatPolicy] = {"random": play_random}
-    if loaded.short_name == "blackjack":
+    if loaded_game.short_name == "blackjack":
         policies |= {
-            "always_stand": always_stand,
-            "dealer_rule": dealer_rule,
+            "always_stand": play_always_stand,
+            "dealer_rule": play_dealer_rule,
             "basic_strategy": play_basic_strategy,
         }
-    elif loaded.short_name == "catch":
-        num_columns = loaded.game.observation_tensor_shape()[1]
+    elif loaded_game.short_name == "catch":
+        num_columns = loaded_game.game.observation_tensor_shape()[1]
         policies["follow_ball"] = functools.partial(follow_ball, num_columns=num_columns)
-    elif loaded.short_name == "tic_tac_toe":
-        policies["minimax"] = minimax
-    elif loaded.short_name == "connect_four":
-        policies["mcts"] = functools.partial(search_connect_four, loaded=loaded)
-    elif loaded.short_name in BEST_RESPONSE_GAMES and loaded.num_players == 2:
-        policies["best_response"] = make_best_response(loaded)
+    elif loaded_game.short_name == "tic_tac_toe":
+        policies["minimax"] = play_minimax
+    elif loaded_game.short_name == "connect_four":
+        policies["mcts"] = functools.partial(search_connect_four, loaded_game=loaded_game)
+    elif loaded_game.short_name in BEST_RESPONSE_GAMES and loaded_game.num_players == 2:
+        policies["best_response"] = make_best_response(loaded_game)
     return policies
 
 
 def play_random(observation: OpenSpielObservation, rng: random.Random) -> int:
-    """Return a legal action, all equally likely."""
+    """Return a random legal action; all are equally likely."""
     return rng.choice(observation.legal_actions)
 
 
-def always_stand(observation: OpenSpielObservation, rng: random.Random) -> int:
+def play_always_stand(observation: OpenSpielObservation, rng: random.Random) -> int:
     """Stand. No blackjack policy without knowledge of its hand is better."""
     return _STAND
 
 
-def dealer_rule(observation: OpenSpielObservation, rng: random.Random) -> int:
+def play_dealer_rule(observation: OpenSpielObservation, rng: random.Random) -> int:
     """Play blackjack by the dealer's rule: hit below 17."""
-    total, _, _ = hand_and_up_card(observation.info_state)
+    total, _, _ = read_hand_and_up_card(observation.info_state)
     return _HIT if total < _DEALER_STANDS_AT else _STAND
 
 
 def play_basic_strategy(observation: OpenSpielObservation, rng: random.Random) -> int:
     """Play blackjack optimally given only the total, soft or hard, and the open card."""
-    move = basic_strategy()[hand_and_up_card(observation.info_state)]
+    move = load_basic_strategy()[read_hand_and_up_card(observation.info_state)]
     return _HIT if move == "HIT" else _STAND
 
 
@@ -94,25 +97,25 @@ def follow_ball(
     observation: OpenSpielObservation, rng: random.Random, *, num_columns: int = 5
 ) -> int:
     """Play catch optimally: move to the ball's column, then stay."""
-    ball, paddle, _ = ball_and_paddle(observation.info_state, num_columns)
+    ball, paddle, _ = read_ball_and_paddle(observation.info_state, num_columns)
     return 1 + (ball > paddle) - (ball < paddle)
 
 
-def minimax(observation: OpenSpielObservation, rng: random.Random) -> int:
+def play_minimax(observation: OpenSpielObservation, rng: random.Random) -> int:
     """Play tic-tac-toe without losing. Among such moves, choose the best against random play."""
     board = read_board(observation.info_state)
-    mark = _next_mark(board)
+    mark = _find_next_mark(board)
     return max(
         observation.legal_actions,
-        key=lambda cell: _board_value(_place_mark(board, cell, mark), mark),
+        key=lambda cell: _evaluate_board(_place_mark(board, cell, mark), mark),
     )
 
 
 def search_connect_four(
-    observation: OpenSpielObservation, rng: random.Random, *, loaded: LoadedGame
+    observation: OpenSpielObservation, rng: random.Random, *, loaded_game: LoadedGame
 ) -> int:
     """Search the game tree with 100 simulations, from the board alone."""
-    game = loaded.game
+    game = loaded_game.game
     _, _, num_columns = game.observation_tensor_shape()
     board = read_cells(observation.info_state, PIECES)
     position = {
@@ -126,24 +129,26 @@ def search_connect_four(
 
 
 @functools.cache
-def _board_value(board: str, player: str) -> tuple[int, float]:
-    """Return a player's result with best play of both, and the mean result against random play."""
-    winner = _winner(board)
+def _evaluate_board(board: str, player: str) -> tuple[int, float]:
+    """Return a player's result if both play best, and the mean result against random play."""
+    winner = _find_winner(board)
     if winner or "." not in board:
-        result = 0 if not winner else 1 if winner == player else -1
-        return result, float(result)
-    mark = _next_mark(board)
-    free = [cell for cell in range(len(board)) if board[cell] == "."]
-    values = [_board_value(_place_mark(board, cell, mark), player) for cell in free]
+        outcome_value = 0 if not winner else 1 if winner == player else -1
+        return outcome_value, float(outcome_value)
+    mark = _find_next_mark(board)
+    free_cells = [cell for cell in range(len(board)) if board[cell] == "."]
+    values = [_evaluate_board(_place_mark(board, cell, mark), player) for cell in free_cells]
     if mark == player:
         return max(values)
-    return min(result for result, _ in values), sum(mean for _, mean in values) / len(values)
+    return min(outcome_value for outcome_value, _ in values), sum(
+        mean_value for _, mean_value in values
+    ) / len(values)
 
 
 _LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 
 
-def _winner(board: str) -> str:
+def _find_winner(board: str) -> str:
     """Return the mark with three in a line, or ""."""
     for a, b, c in _LINES:
         if board[a] != "." and board[a] == board[b] == board[c]:
@@ -151,7 +156,7 @@ def _winner(board: str) -> str:
     return ""
 
 
-def _next_mark(board: str) -> str:
+def _find_next_mark(board: str) -> str:
     return "x" if board.count("x") == board.count("o") else "o"
 
 
@@ -159,7 +164,7 @@ def _place_mark(board: str, cell: int, mark: str) -> str:
     return board[:cell] + mark + board[cell + 1 :]
 
 
-def _as_fixed_policy(policy: SeatPolicy) -> FixedPolicy:
+def _make_fixed_policy(policy: SeatPolicy) -> FixedPolicy:
     def play(observation: JsonObject, rng: random.Random) -> JsonObject:
         return {"action_id": policy(OpenSpielObservation.model_construct(**observation), rng)}
 

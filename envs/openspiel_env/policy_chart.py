@@ -7,7 +7,7 @@ from ludus.env.types import PolicyChartPrompt
 from .games import LoadedGame, load_game
 from .models import OpenSpielObservation
 from .seat_view import SeatView
-from .solutions import BlackjackState, blackjack_states
+from .solutions import BlackjackState, load_blackjack_states
 from .text import TextStyle, make_renderer
 
 _HIT = 0
@@ -30,32 +30,34 @@ def _make_prompts(style: TextStyle) -> list[PolicyChartPrompt]:
     renderer = make_renderer(game, 0, style)
     return [
         PolicyChartPrompt(
-            messages=renderer.render(_example_observation(game, state), first=True),
+            messages=renderer.render(_make_example_observation(game, state), first=True),
             answers=list(renderer.words),
             reference=state.best_move,
             panel="soft" if state.is_soft else "hard",
             row=str(state.total),
             column=state.up_card,
         )
-        for state in blackjack_states()
+        for state in load_blackjack_states()
     ]
 
 
-def _example_observation(loaded: LoadedGame, state: BlackjackState) -> OpenSpielObservation:
+def _make_example_observation(
+    loaded_game: LoadedGame, state: BlackjackState
+) -> OpenSpielObservation:
     """Return the observation of an example hand in that state."""
-    first_rank, second_rank, *drawn_ranks = _example_ranks(state.total, state.is_soft)
+    first_rank, second_rank, *drawn_ranks = _choose_example_ranks(state.total, state.is_soft)
     up_card = 1 if state.up_card == "A" else int(state.up_card)
-    game_state = loaded.game.new_initial_state()
-    # Different suits prevent duplicates: a club, a diamond, the spade to hide, a heart; then clubs.
+    game_state = loaded_game.game.new_initial_state()
+    # Different suits prevent duplicates: a club, a diamond, the hidden spade, a heart, then clubs.
     for card in (first_rank - 1, 13 + second_rank - 1, _HOLE_CARD, 26 + up_card - 1):
         game_state.apply_action(card)
     for rank in drawn_ranks:
         game_state.apply_action(_HIT)
         game_state.apply_action(rank - 1)
-    return SeatView(loaded, 0).observe(game_state, "initial")
+    return SeatView(loaded_game, 0).observe(game_state, "initial")
 
 
-def _example_ranks(total: int, is_soft: bool) -> tuple[int, ...]:
+def _choose_example_ranks(total: int, is_soft: bool) -> tuple[int, ...]:
     """Return the card values of an example hand, with 1 for an ace."""
     if is_soft:
         return 1, total - 11

@@ -21,21 +21,21 @@ class SeatView:
 
     __slots__ = (
         "_adds_text",
-        "_loaded",
+        "_loaded_game",
         "_reads_information_tensor",
         "_reads_tensor",
         "_snapshots",
         "player",
     )
 
-    def __init__(self, loaded: LoadedGame, player: int, *, adds_text: bool = False) -> None:
+    def __init__(self, loaded_game: LoadedGame, player: int, *, adds_text: bool = False) -> None:
         self.player = player
-        self._loaded = loaded
+        self._loaded_game = loaded_game
         self._adds_text = adds_text
-        self._snapshots = None if adds_text else loaded.snapshots
-        kind = loaded.game.get_type()
-        self._reads_information_tensor = kind.provides_information_state_tensor
-        self._reads_tensor = kind.provides_observation_tensor or self._reads_information_tensor
+        self._snapshots = None if adds_text else loaded_game.snapshots
+        game_type = loaded_game.game.get_type()
+        self._reads_information_tensor = game_type.provides_information_state_tensor
+        self._reads_tensor = game_type.provides_observation_tensor or self._reads_information_tensor
 
     def observe(
         self,
@@ -46,13 +46,13 @@ class SeatView:
         """Return the seat's observation. With `adds_text`, its metadata has OpenSpiel's strings."""
         return OpenSpielObservation.from_fields(
             {
-                "metadata": self._text(state) if self._adds_text else {},
-                "info_state": self._tensor(state),
-                **self._other_fields(state, phase, opponent_last_action),
+                "metadata": self._make_text(state) if self._adds_text else {},
+                "info_state": self._read_tensor(state),
+                **self._make_other_fields(state, phase, opponent_last_action),
             }
         )
 
-    def transition(
+    def make_transition(
         self,
         state: pyspiel.State,
         phase: GamePhase,
@@ -60,23 +60,23 @@ class SeatView:
         reward: float | None = None,
     ) -> Transition[OpenSpielObservation]:
         """Return the transition to this state, after a move of the seat or a deal."""
-        terminated = phase == "terminal"
-        success = self._has_won(state) if terminated else None
+        is_terminated = phase == "terminal"
+        success = self._has_won(state) if is_terminated else None
         snapshots = self._snapshots
         if snapshots is None:
             observation = self.observe(state, phase, opponent_last_action)
-            return Transition(observation, reward, terminated, success=success)
-        other_fields = self._other_fields(state, phase, opponent_last_action)
+            return Transition(observation, reward, is_terminated, success=success)
+        other_fields = self._make_other_fields(state, phase, opponent_last_action)
         snapshot = snapshots.take(state, self.player)
-        return SnapshotTransition(snapshots, snapshot, other_fields, reward, terminated, success)
+        return SnapshotTransition(snapshots, snapshot, other_fields, reward, is_terminated, success)
 
     def _has_won(self, state: pyspiel.State) -> bool | None:
-        """Return whether the finished game was won; None if the game has no winners."""
-        if not self._loaded.can_be_won_and_lost:
+        """Return whether the player won the finished game; None if the game has no winners."""
+        if not self._loaded_game.can_be_won_and_lost:
             return None
         return bool(state.player_return(self.player) > _MAX_DRAW_RETURN)
 
-    def _other_fields(
+    def _make_other_fields(
         self, state: pyspiel.State, phase: GamePhase, opponent_last_action: int | None
     ) -> dict[str, Any]:
         """Return the fields after `info_state`, in order."""
@@ -87,27 +87,29 @@ class SeatView:
             "opponent_last_action": opponent_last_action,
         }
 
-    def _tensor(self, state: pyspiel.State) -> list[float]:
+    def _read_tensor(self, state: pyspiel.State) -> list[float]:
         if not self._reads_tensor:
             return []
         if self._reads_information_tensor:
             return state.information_state_tensor(self.player)
         return state.observation_tensor(self.player)
 
-    def _text(self, state: pyspiel.State) -> dict[str, object]:
+    def _make_text(self, state: pyspiel.State) -> dict[str, object]:
         actions = [] if state.is_terminal() else state.legal_actions(self.player)
-        names = [" ".join(state.action_to_string(self.player, a).split()) for a in actions]
+        names = [
+            " ".join(state.action_to_string(self.player, action).split()) for action in actions
+        ]
         if len(set(names)) < len(names):  # OpenSpiel gives two moves the same name
             names = [f"{name} #{action}" for name, action in zip(names, actions, strict=True)]
-        return {"view": self._string(state).strip("\n"), "answers": names}
+        return {"view": self._read_string(state).strip("\n"), "answers": names}
 
-    def _string(self, state: pyspiel.State) -> str:
+    def _read_string(self, state: pyspiel.State) -> str:
         # The observation shows everything in games with perfect information. In other games, only
         # the information state includes earlier observations.
-        kind = self._loaded.game.get_type()
-        has_history = kind.provides_information_state_string
-        if kind.provides_observation_string and (
-            self._loaded.has_perfect_information or not has_history
+        game_type = self._loaded_game.game.get_type()
+        has_history = game_type.provides_information_state_string
+        if game_type.provides_observation_string and (
+            self._loaded_game.has_perfect_information or not has_history
         ):
             return state.observation_string(self.player)
         return state.information_state_string(self.player) if has_history else ""

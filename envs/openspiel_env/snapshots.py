@@ -22,8 +22,8 @@ from ludus.env.types import JsonObject
 
 from .models import OpenSpielObservation
 
-_START = b'{"metadata":{},"info_state":['
-_DIGIT_OF_HIGH_BYTE = bytes.maketrans(b"\x00\x3f", b"01")
+_JSON_START = b'{"metadata":{},"info_state":['
+_DIGIT_BY_HIGH_BYTE = bytes.maketrans(b"\x00\x3f", b"01")
 """A float32 is 00 00 00 00 for zero and 00 00 80 3f for one."""
 
 
@@ -33,14 +33,14 @@ class Snapshots:
     Creating one takes longer than a game of blackjack, so all seats of a process share it.
     """
 
-    __slots__ = ("_floats", "_lock", "_observation", "_zeros")
+    __slots__ = ("_float_format", "_lock", "_observation", "_zeros_json")
 
     def __init__(self, game: pyspiel.Game) -> None:
         self._lock = threading.Lock()
         self._observation = make_observation(game)
         num_elements = self._observation.tensor.size
-        self._floats = struct.Struct(f"={num_elements}f")
-        self._zeros = bytearray(b"0.0," * num_elements)[:-1]
+        self._float_format = struct.Struct(f"={num_elements}f")
+        self._zeros_json = bytearray(b"0.0," * num_elements)[:-1]
 
     def take(self, state: pyspiel.State, player: int) -> bytes:
         """Return the elements of the tensor as float32 bytes."""
@@ -50,12 +50,12 @@ class Snapshots:
 
     def to_list(self, snapshot: bytes) -> list[float]:
         """Return the elements as floats."""
-        return list(self._floats.unpack(snapshot))
+        return list(self._float_format.unpack(snapshot))
 
     def to_json(self, snapshot: bytes) -> bytearray:
         """Return the elements as the text of a JSON list, without brackets."""
-        elements = self._zeros[:]
-        elements[::4] = snapshot[3::4].translate(_DIGIT_OF_HIGH_BYTE)
+        elements = self._zeros_json[:]
+        elements[::4] = snapshot[3::4].translate(_DIGIT_BY_HIGH_BYTE)
         return elements
 
 
@@ -89,7 +89,7 @@ class SnapshotTransition(Transition[OpenSpielObservation]):
         self.success = success
 
     @property
-    def observation(self) -> OpenSpielObservation:  # type: ignore[override]  # a field there
+    def observation(self) -> OpenSpielObservation:  # type: ignore[override]  # a field in the base class
         """The seat's observation."""
         if self._cached_observation is None:
             info_state = self._snapshots.to_list(self._snapshot)
@@ -102,4 +102,4 @@ class SnapshotTransition(Transition[OpenSpielObservation]):
         if self._cached_observation is not None:  # the caller may have changed it
             return super().encode_observation()
         elements = self._snapshots.to_json(self._snapshot)
-        return b"".join((_START, elements, b"],", orjson.dumps(self._other_fields)[1:])), {}
+        return b"".join((_JSON_START, elements, b"],", orjson.dumps(self._other_fields)[1:])), {}

@@ -44,39 +44,40 @@ class BlackjackState:
 
 
 def reference_returns(game: str, agent_player: int = 0) -> dict[str, ReferenceReturn]:
-    """Return the exact returns by policy, with "random" and "optimal"; empty for unsolved games.
+    """Return the exact returns by policy, with "random" and "optimal"; none for unsolved games.
 
     Other players choose uniformly at random. "optimal" uses everything that the player has seen;
     in blackjack these are the individual cards.
     """
-    values_by_seat = _solutions()["reference_returns"].get(game, {})
+    values_by_seat = _load_solutions()["reference_returns"].get(game, {})
     return {
         policy: ReferenceReturn(value["expected_return"], value["win"], value["draw"])
         for policy, value in values_by_seat.get(str(agent_player), {}).items()
     }
 
 
-def blackjack_states() -> list[BlackjackState]:
+def load_blackjack_states() -> list[BlackjackState]:
     """Return the 280 cells of the blackjack chart: hard, then soft hands, by total."""
-    return list(_chart_states())
+    return list(_load_chart_states())
 
 
 @functools.cache
-def basic_strategy() -> dict[tuple[int, bool, str], BlackjackMove]:
+def load_basic_strategy() -> dict[tuple[int, bool, str], BlackjackMove]:
     """Return the best move for each (total, is soft, dealer's open card)."""
     return {
-        (state.total, state.is_soft, state.up_card): state.best_move for state in _chart_states()
+        (state.total, state.is_soft, state.up_card): state.best_move
+        for state in _load_chart_states()
     }
 
 
-def _chart_states() -> Iterator[BlackjackState]:
-    for kind, rows in _solutions()["blackjack_basic_strategy"].items():
+def _load_chart_states() -> Iterator[BlackjackState]:
+    for hand_kind, rows in _load_solutions()["blackjack_basic_strategy"].items():
         for total, moves in rows.items():
             for up_card, move in zip(UP_CARDS, moves, strict=True):
                 best_move: BlackjackMove = "HIT" if move == "H" else "STAND"
-                yield BlackjackState(int(total), kind == "soft", up_card, best_move)
+                yield BlackjackState(int(total), hand_kind == "soft", up_card, best_move)
 
 
 @functools.cache
-def _solutions() -> dict[str, Any]:
+def _load_solutions() -> dict[str, Any]:
     return json.loads(resources.files(__package__).joinpath(SOLUTIONS_FILE).read_text("utf-8"))

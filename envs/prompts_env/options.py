@@ -12,15 +12,15 @@ from pydantic import BeforeValidator, Field, model_validator
 from ludus.env.options import EnvironmentOptions
 
 
-def _tuple_from_list(value: Any) -> Any:
+def _convert_list(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _as_path(value: Any) -> Any:
+def _convert_path(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-DataPath = Annotated[str, BeforeValidator(_as_path)]
+DataPath = Annotated[str, BeforeValidator(_convert_path)]
 
 
 class PromptsOptions(EnvironmentOptions):
@@ -48,9 +48,7 @@ class PromptsOptions(EnvironmentOptions):
     """Maximum number of responses per episode. More than 1 requires `answer`."""
     retry_prompt: str = "That is not right. Try again."
     """Message after a wrong response that is not the last one."""
-    example_answers: Annotated[tuple[str, ...] | str | None, BeforeValidator(_tuple_from_list)] = (
-        None
-    )
+    example_answers: Annotated[tuple[str, ...] | str | None, BeforeValidator(_convert_list)] = None
     """Example responses: a list, or the column with one or more of them. The warm start of a tiny
     model learns their format. If not set, the answers of other rows are used."""
     split: str | None = None
@@ -58,7 +56,7 @@ class PromptsOptions(EnvironmentOptions):
     test_path: str | None = None
     """File or folder with the test rows, if they are not in `path`."""
     test_split: str | None = None
-    """Split with the test rows, in `test_path` or else in `path`."""
+    """Split with the test rows. It is in `test_path` if that is set, otherwise in `path`."""
     test_size: float = Field(0, ge=0)
     """Rows of `path` to keep for the test: a share below 1, or a number of rows."""
     seed: int = 0

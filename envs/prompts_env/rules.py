@@ -28,13 +28,13 @@ MAX_WORDS = 150
 _MIN_SIMILARITY = 0.8
 """Minimum share of common words, in the same order, of two similar e-mails."""
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?!\w)")
-_CLOSINGS = re.compile(
+_CLOSING = re.compile(
     r"^(?:(?:best|kind|warm|many)\s+)?(?:regards|wishes|thanks|sincerely|cheers)"
     r"|^yours(?:\s+\w+)?|^best|^thank you|^sincerely yours",
     re.IGNORECASE,
 )
-_MAX_WORDS_OF_CLOSING = 3
-_MAX_LINES_OF_NAME = 3
+_MAX_CLOSING_WORDS = 3
+_MAX_NAME_LINES = 3
 """Maximum number of lines after the closing: a name, and possibly a title and a company."""
 
 
@@ -45,13 +45,14 @@ def math_rule(
     completions: Sequence[CompletionMessages], answer: Sequence[object], **_: object
 ) -> Rewards:
     """Return the sum of `has_number` and `matches_answer`: 4, 1 or -1."""
-    return _sum(has_number(completions), matches_answer(completions, answer))
+    return _add_rewards(has_number(completions), matches_answer(completions, answer))
 
 
 def has_number(completions: Sequence[CompletionMessages], **_: object) -> Rewards:
     """Return 1 if the completion contains a number, otherwise -1."""
     return [
-        -1.0 if _last_number(last_text(completion)) is None else 1.0 for completion in completions
+        -1.0 if _find_last_number(find_last_text(completion)) is None else 1.0
+        for completion in completions
     ]
 
 
@@ -63,9 +64,9 @@ def matches_answer(
     The column may contain text: `#### 1,200` means 1200, and so does `1200.0`.
     """
     rewards: Rewards = []
-    for completion, truth in zip(completions, answer, strict=True):
-        right_number = None if truth is None else _last_number(str(truth))
-        number = _last_number(last_text(completion))
+    for completion, right_answer in zip(completions, answer, strict=True):
+        right_number = None if right_answer is None else _find_last_number(str(right_answer))
+        number = _find_last_number(find_last_text(completion))
         rewards.append(None if right_number is None else 3.0 * (number == right_number))
     return rewards
 
@@ -82,11 +83,11 @@ def email_rule(
     **_: object,
 ) -> Rewards:
     """Return the sum of the five criteria, from -1 to 4. A criterion without a value counts 0."""
-    return _sum(
-        _none_as_zero(has_keyword(completions, keyword)),
-        _none_as_zero(matches_ideal(completions, ideal)),
+    return _add_rewards(
+        _replace_none(has_keyword(completions, keyword)),
+        _replace_none(matches_ideal(completions, ideal)),
         is_too_long(completions, max_words),
-        _none_as_zero(names_recipient(completions, recipient)),
+        _replace_none(names_recipient(completions, recipient)),
         has_signature(completions),
     )
 
@@ -94,9 +95,10 @@ def email_rule(
 def has_keyword(
     completions: Sequence[CompletionMessages], keyword: Sequence[object], **_: object
 ) -> Rewards:
-    """Return 1 if the completion contains the column's word, or all words of a list; else 0."""
+    """Return 1 if the completion contains the column's word or all words of its list, or 0."""
     return [
-        _contains(completion, words) for completion, words in zip(completions, keyword, strict=True)
+        _score_words(completion, words)
+        for completion, words in zip(completions, keyword, strict=True)
     ]
 
 
@@ -109,11 +111,13 @@ def matches_ideal(
     divided by the number of words of both texts.
     """
     rewards: Rewards = []
-    for completion, text in zip(completions, ideal, strict=True):
-        if text is None:
+    for completion, ideal_text in zip(completions, ideal, strict=True):
+        if ideal_text is None:
             rewards.append(None)
             continue
-        matcher = SequenceMatcher(None, _words(last_text(completion)), _words(str(text)), False)
+        matcher = SequenceMatcher(
+            None, _split_words(find_last_text(completion)), _split_words(str(ideal_text)), False
+        )
         rewards.append(float(matcher.ratio() >= _MIN_SIMILARITY))
     return rewards
 
@@ -129,7 +133,10 @@ def is_too_long(
     """
     limits = [MAX_WORDS] * len(completions) if max_words is None else max_words
     return [
-        -float(len(last_text(completion).split()) > int(str(MAX_WORDS if limit is None else limit)))
+        -float(
+            len(find_last_text(completion).split())
+            > int(str(MAX_WORDS if limit is None else limit))
+        )
         for completion, limit in zip(completions, limits, strict=True)
     ]
 
@@ -139,19 +146,20 @@ def names_recipient(
 ) -> Rewards:
     """Return 1 if the completion contains the recipient's name, otherwise 0."""
     return [
-        _contains(completion, name) for completion, name in zip(completions, recipient, strict=True)
+        _score_words(completion, name)
+        for completion, name in zip(completions, recipient, strict=True)
     ]
 
 
 def has_signature(completions: Sequence[CompletionMessages], **_: object) -> Rewards:
     """Return 1 if the completion ends with a closing, such as "Best regards,", and a name."""
-    return [float(_is_signed(last_text(completion))) for completion in completions]
+    return [float(_is_signed(find_last_text(completion))) for completion in completions]
 
 
 # -- common parts ----------------------------------------------------------------------
 
 
-def last_text(completion: CompletionMessages) -> str:
+def find_last_text(completion: CompletionMessages) -> str:
     """Return the text of a completion; of a conversation, its last assistant message."""
     if not isinstance(completion, str):
         texts = [message["content"] for message in completion if message["role"] == "assistant"]
@@ -159,39 +167,39 @@ def last_text(completion: CompletionMessages) -> str:
     return completion.rpartition("</think>")[2]
 
 
-def _last_number(text: str) -> Decimal | None:
+def _find_last_number(text: str) -> Decimal | None:
     numbers = _NUMBER.findall(text)
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
-def _contains(completion: CompletionMessages, value: object) -> float | None:
-    if value is None:
+def _score_words(completion: CompletionMessages, required_words: object) -> float | None:
+    if required_words is None:
         return None
-    text = last_text(completion)
-    words = value if isinstance(value, (list, tuple)) else [value]
+    text = find_last_text(completion)
+    words = required_words if isinstance(required_words, (list, tuple)) else [required_words]
     patterns = [rf"(?<!\w){re.escape(str(word))}(?!\w)" for word in words]
     return float(all(re.search(pattern, text, re.IGNORECASE) for pattern in patterns))
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
 def _is_signed(text: str) -> bool:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     return any(
-        _CLOSINGS.match(line)
-        and len(line.split()) <= _MAX_WORDS_OF_CLOSING
-        and 1 <= len(lines) - 1 - index <= _MAX_LINES_OF_NAME
+        _CLOSING.match(line)
+        and len(line.split()) <= _MAX_CLOSING_WORDS
+        and 1 <= len(lines) - 1 - index <= _MAX_NAME_LINES
         for index, line in enumerate(lines)
     )
 
 
-def _none_as_zero(rewards: Rewards) -> Rewards:
+def _replace_none(rewards: Rewards) -> Rewards:
     return [0.0 if reward is None else reward for reward in rewards]
 
 
-def _sum(*criteria: Rewards) -> Rewards:
+def _add_rewards(*criteria: Rewards) -> Rewards:
     return [
         None if any(reward is None for reward in rewards) else sum(map(float, rewards))
         for rewards in zip(*criteria, strict=True)

@@ -9,9 +9,9 @@ from typing import Any
 from ludus.env.evaluation import FixedPolicy
 from ludus.env.types import JsonObject
 
-from .market.simulation import MEAN
+from .market.simulation import MEAN_PRICE
 from .models import TradingObservation
-from .portfolio import affordable_shares, buy_equally
+from .portfolio import buy_equally, count_affordable_shares
 from .text import TradingRenderer
 
 
@@ -32,9 +32,11 @@ def fixed_policies(options: Mapping[str, Any]) -> dict[str, FixedPolicy]:
 
 def trade_at_random(observation: JsonObject, rng: random.Random) -> JsonObject:
     """Hold, or buy or sell the maximum of an asset; all legal choices are equally likely."""
-    visible = TradingObservation.model_validate(observation)
+    typed_observation = TradingObservation.model_validate(observation)
     renderer = TradingRenderer("compact", has_quantities=False)
-    return renderer.parse(rng.choice(renderer.legal_answers(visible)), visible).model_dump()
+    return renderer.parse(
+        rng.choice(renderer.legal_answers(typed_observation)), typed_observation
+    ).model_dump()
 
 
 def keep_cash(observation: JsonObject, rng: random.Random) -> JsonObject:
@@ -43,7 +45,7 @@ def keep_cash(observation: JsonObject, rng: random.Random) -> JsonObject:
 
 
 def buy_and_hold(observation: JsonObject, rng: random.Random) -> JsonObject:
-    """Buy equal parts of all assets at the start, then hold. Success is measured against this."""
+    """Buy equal parts of all assets at the start, then hold. A success must beat this policy."""
     if any(observation["shares"]):
         return {"orders": {}}
     prices, cost = observation["prices"][-1], observation["cost"]
@@ -52,16 +54,16 @@ def buy_and_hold(observation: JsonObject, rng: random.Random) -> JsonObject:
 
 
 def trade_on_mean_reversion(observation: JsonObject, rng: random.Random) -> JsonObject:
-    """Sell what is above the known mean; spend all cash on the asset furthest below it."""
+    """Sell assets above the known mean price, and spend all cash on the asset furthest below it."""
     prices, shares = observation["prices"][-1], observation["shares"]
     names, cost = observation["assets"], observation["cost"]
-    cheapest = min(range(len(names)), key=prices.__getitem__)
+    cheapest_index = min(range(len(names)), key=prices.__getitem__)
     orders = {
-        name: -number
-        for name, number, price in zip(names, shares, prices, strict=True)
-        if number and price > MEAN * (1 + cost)
+        name: -num_shares
+        for name, num_shares, price in zip(names, shares, prices, strict=True)
+        if num_shares and price > MEAN_PRICE * (1 + cost)
     }
-    number = affordable_shares(observation["cash"], prices[cheapest], cost)
-    if number and prices[cheapest] < MEAN * (1 - cost):
-        orders[names[cheapest]] = number
+    num_shares = count_affordable_shares(observation["cash"], prices[cheapest_index], cost)
+    if num_shares and prices[cheapest_index] < MEAN_PRICE * (1 - cost):
+        orders[names[cheapest_index]] = num_shares
     return {"orders": orders}

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_ROUNDING = 1e-9
-"""Share of the cash that a purchase may exceed it by, because of rounding."""
+_ROUNDING_SHARE = 1e-9
+"""Share of the cash by which a purchase may exceed the cash, because of rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,11 @@ class Portfolio:
     cash: float
     shares: tuple[int, ...]
 
-    def value(self, prices: Sequence[float]) -> float:
+    def compute_value(self, prices: Sequence[float]) -> float:
         """Return the value at these prices."""
-        return self.cash + sum(n * price for n, price in zip(self.shares, prices, strict=True))
+        return self.cash + sum(
+            num_shares * price for num_shares, price in zip(self.shares, prices, strict=True)
+        )
 
     def fill(self, orders: Mapping[int, int], prices: Sequence[float], cost: float) -> Portfolio:
         """Return the portfolio after the orders, given by asset index. Sales come first.
@@ -31,26 +33,31 @@ class Portfolio:
             ValueError: The orders need more shares or cash than the portfolio has.
         """
         cash, shares = self.cash, list(self.shares)
-        for index, number in sorted(orders.items(), key=lambda order: order[1]):
-            fee = 1 + cost if number > 0 else 1 - cost
-            cash -= number * prices[index] * fee
-            shares[index] += number
+        for index, num_shares in sorted(orders.items(), key=lambda order: order[1]):
+            price_factor = 1 + cost if num_shares > 0 else 1 - cost
+            cash -= num_shares * prices[index] * price_factor
+            shares[index] += num_shares
             if shares[index] < 0:
-                raise ValueError(f"cannot sell {-number} shares, only {self.shares[index]} owned")
-        if cash < -_ROUNDING * self.cash:
+                raise ValueError(
+                    f"cannot sell {-num_shares} shares, only {self.shares[index]} owned"
+                )
+        if cash < -_ROUNDING_SHARE * self.cash:
             raise ValueError(
                 f"not enough cash: {self.cash - cash:.2f} needed, {self.cash:.2f} available"
             )
         return Portfolio(max(0.0, cash), tuple(shares))
 
 
-def affordable_shares(cash: float, price: float, cost: float) -> int:
+def count_affordable_shares(cash: float, price: float, cost: float) -> int:
     """Return the number of shares that the cash buys."""
-    return math.floor(cash * (1 + _ROUNDING / 2) / (price * (1 + cost)))
+    return math.floor(cash * (1 + _ROUNDING_SHARE / 2) / (price * (1 + cost)))
 
 
 def buy_equally(cash: float, prices: Sequence[float], cost: float) -> Portfolio:
     """Return the portfolio after an equal part of the cash is spent on each asset."""
-    part = cash / len(prices)
-    orders = {index: affordable_shares(part, price, cost) for index, price in enumerate(prices)}
+    cash_per_asset = cash / len(prices)
+    orders = {
+        index: count_affordable_shares(cash_per_asset, price, cost)
+        for index, price in enumerate(prices)
+    }
     return Portfolio(cash, (0,) * len(prices)).fill(orders, prices, cost)

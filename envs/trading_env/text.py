@@ -18,11 +18,11 @@ from ludus.env.text import extract_answer, quote_end
 from ludus.proto.errors import ActionParseError
 
 from .models import TradingAction, TradingObservation
-from .portfolio import affordable_shares
+from .portfolio import count_affordable_shares
 
 TextStyle = Literal["compact", "rules"]
 
-_QUANTITIES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+_ORDER_SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """Order sizes that are offered. A response may use any other number."""
 _ORDER = re.compile(r"(buy|sell)(?: (\d{1,9}))?(?: ([^\s,]+))?", re.IGNORECASE)
 _HOLD = "hold"
@@ -69,11 +69,11 @@ class TradingRenderer:
         action = TradingAction()
         if response.casefold() == _HOLD:
             return action
-        for part in response.split(","):
-            name, number = self._parse_order(part.strip(), observation, text)
+        for order_text in response.split(","):
+            name, num_shares = self._parse_order(order_text.strip(), observation, text)
             if name in action.orders:
                 raise ActionParseError(f"give one order for {name}, not two: {quote_end(text)}")
-            action.orders[name] = number
+            action.orders[name] = num_shares
         return action
 
     def legal_answers(self, observation: TradingObservation) -> list[str]:
@@ -84,47 +84,51 @@ class TradingRenderer:
         for index, name in enumerate(observation.assets):
             suffix = f" {name}" if len(observation.assets) > 1 else ""
             for verb in ("buy", "sell"):
-                maximum = _max_shares(verb, index, observation)
-                if maximum:
+                max_shares = _count_max_shares(verb, index, observation)
+                if max_shares:
                     answers.append(f"{verb}{suffix}")
                 if self._has_quantities:
-                    sizes = [number for number in _QUANTITIES if number <= maximum]
-                    answers += [f"{verb} {number}{suffix}" for number in sizes]
+                    order_sizes = [
+                        order_size for order_size in _ORDER_SIZES if order_size <= max_shares
+                    ]
+                    answers += [f"{verb} {order_size}{suffix}" for order_size in order_sizes]
         return answers
 
     def _parse_order(
-        self, part: str, observation: TradingObservation, text: str
+        self, order_text: str, observation: TradingObservation, text: str
     ) -> tuple[str, int]:
         """Return the asset and the signed number of shares of one order."""
         assets = observation.assets
-        match = _ORDER.fullmatch(part)
-        asset = (match[3] or "").casefold() if match else ""
-        names = {name.casefold(): name for name in assets}
-        name = names.get(asset) if asset else assets[0]
-        if match is None or name is None or (not asset and len(assets) > 1):
+        match = _ORDER.fullmatch(order_text)
+        folded_name = (match[3] or "").casefold() if match else ""
+        name_by_folded_name = {name.casefold(): name for name in assets}
+        name = name_by_folded_name.get(folded_name) if folded_name else assets[0]
+        if match is None or name is None or (not folded_name and len(assets) > 1):
             choice = f" of {' or '.join(assets)}" if len(assets) > 1 else ""
             raise ActionParseError(
                 f"answer {_HOLD}, or buy or sell and a number{choice}; got {quote_end(text)}"
             )
         verb = match[1].casefold()
-        maximum = _max_shares(verb, assets.index(name), observation)
-        number = int(match[2]) if match[2] else maximum
-        if not maximum:
+        max_shares = _count_max_shares(verb, assets.index(name), observation)
+        num_shares = int(match[2]) if match[2] else max_shares
+        if not max_shares:
             reason = "there is not enough cash" if verb == "buy" else "you own no shares of it"
             raise ActionParseError(f"you cannot {verb} {name}: {reason}; got {quote_end(text)}")
-        if not 0 < number <= maximum:
+        if not 0 < num_shares <= max_shares:
             raise ActionParseError(
-                f"you can {verb} 1 to {maximum} shares of {name}; got {quote_end(text)}"
+                f"you can {verb} 1 to {max_shares} shares of {name}; got {quote_end(text)}"
             )
-        return name, number if verb == "buy" else -number
+        return name, num_shares if verb == "buy" else -num_shares
 
 
-def _max_shares(verb: str, index: int, observation: TradingObservation) -> int:
+def _count_max_shares(verb: str, index: int, observation: TradingObservation) -> int:
     if not observation.steps_left:
         return 0
     if verb == "sell":
         return observation.shares[index]
-    return affordable_shares(observation.cash, observation.prices[-1][index], observation.cost)
+    return count_affordable_shares(
+        observation.cash, observation.prices[-1][index], observation.cost
+    )
 
 
 def _render_compact(observation: TradingObservation) -> str:

@@ -17,19 +17,19 @@ DECK: tuple[str, ...] = (
 )
 """One 0 and two of every other symbol in each color, and four of each wild card."""
 
-_RANKS = {card: rank for rank, card in enumerate(dict.fromkeys(DECK))}
+_RANK_BY_CARD = {card: rank for rank, card in enumerate(dict.fromkeys(DECK))}
 
 
-def card_color(card: str) -> str:
+def get_card_color(card: str) -> str:
     """Return the color, or "" for a wild card."""
     return "" if card in WILDS else card.partition(" ")[0]
 
 
-def card_symbol(card: str) -> str:
+def get_card_symbol(card: str) -> str:
     """Return the number or the action, such as "skip"; for a wild card its name."""
     return card if card in WILDS else card.partition(" ")[2]
 
 
 def sort_cards(cards: list[str]) -> list[str]:
     """Return the cards sorted by color and symbol."""
-    return sorted(cards, key=_RANKS.__getitem__)
+    return sorted(cards, key=_RANK_BY_CARD.__getitem__)

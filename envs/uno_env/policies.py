@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ludus.env.evaluation import FixedPolicy
 from ludus.env.types import JsonObject
 
-from .cards import COLORS, NUMBERS, WILDS, card_color, card_symbol
+from .cards import COLORS, NUMBERS, WILDS, get_card_color, get_card_symbol
 from .models import UnoObservation
 from .rules import DRAW, PASS
 
@@ -22,7 +22,7 @@ _ACTION_CARD_POINTS = 20
 
 
 def play_random(observation: UnoObservation, rng: random.Random) -> str:
-    """Return a legal move, all equally likely."""
+    """Return a random legal move; all are equally likely."""
     return rng.choice(observation.legal_actions)
 
 
@@ -31,19 +31,19 @@ def play_greedy(observation: UnoObservation, rng: random.Random) -> str:
 
     A wild card calls the most frequent color of the hand.
     """
-    color_counts = Counter(card_color(card) for card in observation.hand if card not in WILDS)
+    color_counts = Counter(get_card_color(card) for card in observation.hand if card not in WILDS)
     best_color = max(COLORS, key=lambda color: color_counts[color])
 
-    def preference(move: str) -> tuple[int, int, int]:
+    def rank_move(move: str) -> tuple[int, int, int]:
         if move in (DRAW, PASS):
             return (0, 0, 0)
         if move.startswith("wild"):
             return (1, int(move.endswith(best_color)), int("+4" in move))
-        symbol = card_symbol(move)
+        symbol = get_card_symbol(move)
         points = int(symbol) if symbol in NUMBERS else _ACTION_CARD_POINTS
-        return (2, points, color_counts[card_color(move)])
+        return (2, points, color_counts[get_card_color(move)])
 
-    return max(observation.legal_actions, key=preference)
+    return max(observation.legal_actions, key=rank_move)
 
 
 OPPONENTS: dict[OpponentName, SeatPolicy] = {"random": play_random, "greedy": play_greedy}
@@ -51,10 +51,10 @@ OPPONENTS: dict[OpponentName, SeatPolicy] = {"random": play_random, "greedy": pl
 
 def fixed_policies(options: Mapping[str, Any]) -> dict[str, FixedPolicy]:
     """Return the baselines by name: "random" and "greedy"."""
-    return {name: _as_fixed_policy(policy) for name, policy in OPPONENTS.items()}
+    return {name: _make_fixed_policy(policy) for name, policy in OPPONENTS.items()}
 
 
-def _as_fixed_policy(policy: SeatPolicy) -> FixedPolicy:
+def _make_fixed_policy(policy: SeatPolicy) -> FixedPolicy:
     def play(observation: JsonObject, rng: random.Random) -> JsonObject:
         return {"move": policy(UnoObservation.model_validate(observation), rng)}
 

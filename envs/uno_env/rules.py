@@ -20,8 +20,8 @@ from .cards import (
     SKIP,
     WILD_DRAW_FOUR,
     WILDS,
-    card_color,
-    card_symbol,
+    get_card_color,
+    get_card_symbol,
 )
 
 DRAW, PASS = "draw", "pass"
@@ -41,97 +41,99 @@ class UnoGame:
         self.pile = list(DECK)
         rng.shuffle(self.pile)
         self.hands = [[self.pile.pop() for _ in range(HAND_SIZE)] for _ in range(num_players)]
-        first_card = next(card for card in reversed(self.pile) if card_symbol(card) in NUMBERS)
+        first_card = next(card for card in reversed(self.pile) if get_card_symbol(card) in NUMBERS)
         self.pile.remove(first_card)
-        self.played = [first_card]
+        self.played_cards = [first_card]
         """Played cards; the last one is open."""
-        self.color = card_color(first_card)
-        self.turn = 0
+        self.color = get_card_color(first_card)
+        self.current_seat = 0
         """Seat of the player who must move."""
         self.direction = 1
-        self.drawn: str | None = None
+        self.drawn_card: str | None = None
         """Card that the player drew in this turn."""
         self.winner: int | None = None
 
     @property
     def top(self) -> str:
         """The open card."""
-        return self.played[-1]
+        return self.played_cards[-1]
 
-    def legal_moves(self) -> list[str]:
+    def list_legal_moves(self) -> list[str]:
         """Return the legal moves by name, with one move per color for a wild card."""
         if self.winner is not None:
             return []
-        if self.drawn is not None:
-            return [*self._legal_plays([self.drawn]), PASS]
-        return self._legal_plays(self.hands[self.turn]) or [DRAW]
+        if self.drawn_card is not None:
+            return [*self._list_legal_plays([self.drawn_card]), PASS]
+        return self._list_legal_plays(self.hands[self.current_seat]) or [DRAW]
 
-    def move(self, move: str) -> str:
+    def make_move(self, move: str) -> str:
         """Make a legal move and return its public description."""
         if move == DRAW:
             return self._draw()
         if move == PASS:
             self._end_turn()
             return "passes"
-        hand = self.hands[self.turn]
+        hand = self.hands[self.current_seat]
         card, color = _split_move(move)
         hand.remove(card)
-        self.played.append(card)
+        self.played_cards.append(card)
         self.color = color
-        self.drawn = None
+        self.drawn_card = None
         if not hand:
-            self.winner = self.turn
+            self.winner = self.current_seat
         else:
-            self._apply_effect(card_symbol(card))
+            self._apply_effect(get_card_symbol(card))
         return f"plays {move}"
 
-    def seat_after(self, num_seats: int) -> int:
+    def find_seat_after(self, num_seats: int) -> int:
         """Return the seat that is `num_seats` after the current one in the direction of play."""
-        return (self.turn + num_seats * self.direction) % len(self.hands)
+        return (self.current_seat + num_seats * self.direction) % len(self.hands)
 
-    def _legal_plays(self, cards: list[str]) -> list[str]:
-        plays: list[str] = []
+    def _list_legal_plays(self, cards: list[str]) -> list[str]:
+        legal_plays: list[str] = []
         for card in dict.fromkeys(cards):
             if card in WILDS:
                 if card != WILD_DRAW_FOUR or not self._has_current_color():
-                    plays += [f"{card} {color}" for color in COLORS]
-            elif card_color(card) == self.color or card_symbol(card) == card_symbol(self.top):
-                plays.append(card)
-        return plays
+                    legal_plays += [f"{card} {color}" for color in COLORS]
+            elif get_card_color(card) == self.color or get_card_symbol(card) == get_card_symbol(
+                self.top
+            ):
+                legal_plays.append(card)
+        return legal_plays
 
     def _has_current_color(self) -> bool:
-        return any(card_color(card) == self.color for card in self.hands[self.turn])
+        return any(get_card_color(card) == self.color for card in self.hands[self.current_seat])
 
     def _draw(self) -> str:
         card = self._take_card()
         if card is None:
             self._end_turn()
             return "finds no card to draw"
-        self.hands[self.turn].append(card)
-        self.drawn = card
-        if not self._legal_plays([card]):
+        self.hands[self.current_seat].append(card)
+        self.drawn_card = card
+        if not self._list_legal_plays([card]):
             self._end_turn()
         return "draws"
 
     def _apply_effect(self, symbol: str) -> None:
         if symbol == REVERSE and len(self.hands) > 2:
             self.direction = -self.direction
-        skips = symbol in (SKIP, DRAW_TWO, WILD_DRAW_FOUR)
-        skips = skips or (symbol == REVERSE and len(self.hands) == 2)
+        skips_player = symbol in (SKIP, DRAW_TWO, WILD_DRAW_FOUR)
+        skips_player = skips_player or (symbol == REVERSE and len(self.hands) == 2)
         for _ in range({DRAW_TWO: 2, WILD_DRAW_FOUR: 4}.get(symbol, 0)):
             card = self._take_card()
             if card is not None:
-                self.hands[self.seat_after(1)].append(card)
-        self._end_turn(2 if skips else 1)
+                self.hands[self.find_seat_after(1)].append(card)
+        self._end_turn(2 if skips_player else 1)
 
     def _end_turn(self, num_seats: int = 1) -> None:
-        self.drawn = None
-        self.turn = self.seat_after(num_seats)
+        self.drawn_card = None
+        self.current_seat = self.find_seat_after(num_seats)
 
     def _take_card(self) -> str | None:
         """Take the next card of the pile; return None if all cards are in hands."""
         if not self.pile:
-            self.pile, self.played = self.played[:-1], self.played[-1:]
+            self.pile, self.played_cards = self.played_cards[:-1], self.played_cards[-1:]
             self._rng.shuffle(self.pile)
         return self.pile.pop() if self.pile else None
 
@@ -139,4 +141,4 @@ class UnoGame:
 def _split_move(move: str) -> tuple[str, str]:
     """Return the card that a move plays and the color that must be followed after it."""
     card, _, color = move.rpartition(" ")
-    return (card, color) if card in WILDS else (move, card_color(move))
+    return (card, color) if card in WILDS else (move, get_card_color(move))

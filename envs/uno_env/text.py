@@ -62,18 +62,18 @@ class UnoRenderer:
         return observation.legal_actions
 
 
-def _open_card(observation: UnoObservation) -> str:
-    called = f" {observation.colour}" if observation.top in WILDS else ""
-    return f"{observation.top}{called}"
+def _format_open_card(observation: UnoObservation) -> str:
+    called_color = f" {observation.colour}" if observation.top in WILDS else ""
+    return f"{observation.top}{called_color}"
 
 
 def _render_compact(observation: UnoObservation) -> str:
     counts = " ".join(map(str, observation.others))
     if not observation.legal_actions:
         return f"over others {counts}"
-    drew = " drew" if observation.has_drawn else ""
+    drew_note = " drew" if observation.has_drawn else ""
     hand = ", ".join(observation.hand)
-    return f"top {_open_card(observation)} hand {hand} others {counts}{drew}"
+    return f"top {_format_open_card(observation)} hand {hand} others {counts}{drew_note}"
 
 
 def _render_sentences(observation: UnoObservation) -> str:
@@ -82,7 +82,7 @@ def _render_sentences(observation: UnoObservation) -> str:
         return " ".join([*sentences, "The game is over."])
     counts = ", ".join(map(str, observation.others))
     sentences += [
-        f"Open card: {_open_card(observation)}.",
+        f"Open card: {_format_open_card(observation)}.",
         f"Your hand: {', '.join(observation.hand)}.",
         f"Cards of the other players: {counts}.",
     ]

@@ -23,7 +23,7 @@ from ludus.trainer.compat.forge import ForgeActor, GRPOTrainer, endpoint
 from ludus.trainer.compat.forge import setup_forge_training as setup_run
 from openspiel_env import OpenSpielObservation
 from openspiel_env.policies import fixed_policies
-from openspiel_env.text.blackjack import brief_situation, hand_and_up_card
+from openspiel_env.text.blackjack import format_situation, read_hand_and_up_card
 
 WORDS = ("HIT", "STAND")
 """Words of blackjack's actions, by action id."""
@@ -107,7 +107,7 @@ def parse_action(response_text: str, legal_actions: Sequence[int]) -> int:
 
 def describe(observation: OpenSpielObservation) -> str:
     """Describe the hand and the dealer's card, for example "hard 16 vs 10"."""
-    return brief_situation(*hand_and_up_card(observation.info_state))
+    return format_situation(*read_hand_and_up_card(observation.info_state))
 
 
 def render(observation: Mapping[str, Any], first: bool) -> list[Message]:

@@ -16,18 +16,18 @@ from openspiel_env import OpenSpielObservation, make_environment
 from openspiel_env.best_response import make_best_response
 from openspiel_env.games import load_game
 from openspiel_env.policies import (
-    always_stand,
-    dealer_rule,
     fixed_policies,
     follow_ball,
-    minimax,
+    make_seat_policies,
+    play_always_stand,
     play_basic_strategy,
+    play_dealer_rule,
+    play_minimax,
     play_random,
-    seat_policies,
 )
 from openspiel_env.policy_chart import blackjack_chart, blackjack_rules_chart
 from openspiel_env.seat_view import SeatView
-from openspiel_env.solutions import blackjack_states, reference_returns
+from openspiel_env.solutions import load_blackjack_states, reference_returns
 from openspiel_env.solving import blackjack
 from openspiel_env.solving.small_games import solve_hidden_information, solve_perfect_information
 from tests.openspiel.seats import HIT, STAND, final_returns, play_episode, random_states
@@ -35,8 +35,8 @@ from tests.openspiel.seats import HIT, STAND, final_returns, play_episode, rando
 NUM_GAMES = 4000
 BLACKJACK = {
     "random": play_random,
-    "always_stand": always_stand,
-    "dealer_rule": dealer_rule,
+    "always_stand": play_always_stand,
+    "dealer_rule": play_dealer_rule,
     "basic_strategy": play_basic_strategy,
 }
 
@@ -93,7 +93,7 @@ def test_blackjack_reference_numbers(
 
 
 def test_chart_has_every_decision_once() -> None:
-    states = blackjack_states()
+    states = load_blackjack_states()
     cells = {(state.total, state.is_soft, state.up_card) for state in states}
     assert len(states) == len(cells) == (18 + 10) * 10
     reached_cells = set()
@@ -123,7 +123,7 @@ def test_chart_has_every_decision_once() -> None:
 def test_basic_strategy_in_known_cells(total: int, is_soft: bool, up_card: str, move: str) -> None:
     [state] = [
         state
-        for state in blackjack_states()
+        for state in load_blackjack_states()
         if (state.total, state.is_soft, state.up_card) == (total, is_soft, up_card)
     ]
     assert state.best_move == move
@@ -134,13 +134,13 @@ def test_dealer_rule_hits_below_17() -> None:
     for seed in range(300):
         first = make_environment(game="blackjack").reset(seed=seed).observation
         total, _, _ = read_cell(first)
-        moves[total < 17].add(dealer_rule(first, random.Random(0)))
+        moves[total < 17].add(play_dealer_rule(first, random.Random(0)))
     assert moves == {True: {HIT}, False: {STAND}}
 
 
 def test_chart_prompts_equal_those_of_the_environment() -> None:
     for state, brief, rules in zip(
-        blackjack_states(), blackjack_chart(), blackjack_rules_chart(), strict=True
+        load_blackjack_states(), blackjack_chart(), blackjack_rules_chart(), strict=True
     ):
         kind = "soft" if state.is_soft else "hard"
         assert brief.messages == [
@@ -190,7 +190,7 @@ def test_minimax_never_loses(seat: int) -> None:
             return state.player_return(seat)
         actions = state.legal_actions()
         if state.current_player() == seat:
-            actions = [minimax(view.observe(state), random.Random(0))]
+            actions = [play_minimax(view.observe(state), random.Random(0))]
         return min(worst_return(state.child(action)) for action in actions)
 
     assert worst_return(loaded.game.new_initial_state()) == 0
@@ -198,14 +198,14 @@ def test_minimax_never_loses(seat: int) -> None:
 
 def test_baselines_can_play_the_other_seat() -> None:
     options = {"game": "tic_tac_toe", "opponent": "minimax"}
-    assert set(final_returns(options, 5, minimax)) == {0.0}
+    assert set(final_returns(options, 5, play_minimax)) == {0.0}
     assert statistics.mean(final_returns(options, 60, play_random)) < -0.5
 
 
 @pytest.mark.parametrize("game", ["connect_four", "connect_four(rows=5,columns=6)"])
 def test_search_beats_random_moves(game: str) -> None:
     loaded = load_game(game)
-    search = seat_policies(loaded)["mcts"]
+    search = make_seat_policies(loaded)["mcts"]
     assert final_returns({"game": game, "opponent": "mcts(5)"}, 10, search) == [1.0] * 10
     assert final_returns({"game": game, "opponent": search}, 10, play_random) == [-1.0] * 10
     for seat, view in enumerate([SeatView(loaded, 0), SeatView(loaded, 1)]):
@@ -240,7 +240,7 @@ def test_best_response_plays_both_seats() -> None:
 
 
 def test_minimax_is_the_best_response_to_random_play() -> None:
-    returns = final_returns({"game": "tic_tac_toe"}, 1000, minimax)
+    returns = final_returns({"game": "tic_tac_toe"}, 1000, play_minimax)
     exact = reference_returns("tic_tac_toe")["optimal"].expected_return
     assert exact == pytest.approx(0.9948, abs=5e-5)
     assert statistics.mean(returns) == pytest.approx(exact, abs=3 * (0.0052 / 1000) ** 0.5)
@@ -313,8 +313,8 @@ def test_value_of_standing() -> None:
 
 @pytest.mark.slow
 def test_blackjack_solver_gives_the_stored_chart() -> None:
-    chart = blackjack.basic_strategy()
-    for state in blackjack_states():
+    chart = blackjack.find_basic_strategy()
+    for state in load_blackjack_states():
         open_card = 1 if state.up_card == "A" else int(state.up_card)
         hits = (state.total, state.is_soft, open_card) in chart.hits
         assert hits == (state.best_move == "HIT"), state

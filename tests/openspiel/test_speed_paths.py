@@ -81,7 +81,7 @@ def test_snapshot_keeps_the_tensor(game: str) -> None:
         state = loaded.game.new_initial_state()
         while not state.is_terminal():
             if not state.is_chance_node():
-                pairs.append((view.transition(state, "playing", None), view.observe(state)))
+                pairs.append((view.make_transition(state, "playing", None), view.observe(state)))
             state.apply_action(rng.choice(state.legal_actions()))
     assert len(pairs) > 20
     for transition, observation in pairs:

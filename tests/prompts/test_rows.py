@@ -28,7 +28,7 @@ ROWS = [
 
 
 def check(row: dict[str, Any]) -> None:
-    PromptFormat().messages(row)
+    PromptFormat().make_messages(row)
 
 
 def write_json_lines(folder: Path) -> Path:
@@ -185,7 +185,7 @@ def test_prompt_with_nan_is_refused(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS_WITH_NAN), tmp_path / "a.parquet")
 
     def check_template(row: dict[str, Any]) -> None:
-        PromptFormat(template="{prompt} {answer}").messages(row)
+        PromptFormat(template="{prompt} {answer}").make_messages(row)
 
     with pytest.raises(ConfigError, match="row 2: 'answer' must have a value"):
         open_rows(tmp_path / "a.parquet", None, check_template)

@@ -26,7 +26,7 @@ from trading_env import TradingAction, TradingEnv, TradingObservation, make_envi
 from trading_env.market.file import read_prices
 from trading_env.market.simulation import simulate
 from trading_env.policies import fixed_policies
-from trading_env.portfolio import Portfolio, affordable_shares, buy_equally
+from trading_env.portfolio import Portfolio, buy_equally, count_affordable_shares
 from trading_env.server.windows import Windows
 from trading_env.text import TradingRenderer
 
@@ -88,8 +88,8 @@ def test_orders_are_filled_at_the_price_plus_cost() -> None:
         start.fill({0: 10}, (100.0, 50.0), 0.01)
     with pytest.raises(ValueError, match="cannot sell 5 shares, only 4 owned"):
         start.fill({1: -5}, (100.0, 50.0), 0.01)
-    assert affordable_shares(1000.0, 100.0, 0.0) == 10
-    assert affordable_shares(1000.0, 100.0, 0.001) == 9
+    assert count_affordable_shares(1000.0, 100.0, 0.0) == 10
+    assert count_affordable_shares(1000.0, 100.0, 0.001) == 9
     assert buy_equally(1000.0, (100.0, 40.0), 0.0) == Portfolio(20.0, (5, 12))
 
 
@@ -262,10 +262,10 @@ def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
 
 def test_training_windows_end_before_test_windows() -> None:
     windows = Windows(50, 10, 0.3)
-    end = max(windows.start_row(seed) for seed in range(windows.num_train)) + 10
-    start = min(windows.start_row(2**31 + seed) for seed in range(windows.num_test))
+    end = max(windows.find_start_row(seed) for seed in range(windows.num_train)) + 10
+    start = min(windows.find_start_row(2**31 + seed) for seed in range(windows.num_test))
     assert end == start == 35
-    assert Windows(50, 10, 0.0).start_row(2**31) == Windows(50, 10, 0.0).start_row(2**31)
+    assert Windows(50, 10, 0.0).find_start_row(2**31) == Windows(50, 10, 0.0).find_start_row(2**31)
 
 
 @pytest.mark.slow

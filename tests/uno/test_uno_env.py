@@ -37,7 +37,7 @@ def make_game(hands: list[list[str]], top: str, pile: list[str] | None = None) -
     """Return a game with these hands, this open card and the turn of seat 0."""
     game = UnoGame(len(hands), random.Random(0))
     game.hands = [list(hand) for hand in hands]
-    game.played = [top]
+    game.played_cards = [top]
     game.color = top.partition(" ")[0]
     game.pile = list(pile if pile is not None else ["green 9"] * 20)
     return game
@@ -90,29 +90,33 @@ def test_game_keeps_all_cards() -> None:
         for _ in range(300):
             if game.winner is not None:
                 break
-            game.move(rng.choice(game.legal_moves()))
-            cards = [*game.pile, *game.played, *(card for hand in game.hands for card in hand)]
+            game.make_move(rng.choice(game.list_legal_moves()))
+            cards = [
+                *game.pile,
+                *game.played_cards,
+                *(card for hand in game.hands for card in hand),
+            ]
             assert Counter(cards) == Counter(DECK)
 
 
 def test_legal_cards_match_color_number_or_symbol() -> None:
     game = make_game([["red 1", "blue 5", "blue 6", "wild"], ["red 1"]], "red 5")
     wild_moves = [f"wild {color}" for color in COLORS]
-    assert game.legal_moves() == ["red 1", "blue 5", *wild_moves]
+    assert game.list_legal_moves() == ["red 1", "blue 5", *wild_moves]
     game = make_game([["blue skip", "blue 6"], ["red 1"]], "red skip")
-    assert game.legal_moves() == ["blue skip"]
+    assert game.list_legal_moves() == ["blue skip"]
 
 
 def test_draw_is_legal_without_a_legal_card() -> None:
-    assert make_game([["blue 6"], ["red 1"]], "red skip").legal_moves() == ["draw"]
+    assert make_game([["blue 6"], ["red 1"]], "red skip").list_legal_moves() == ["draw"]
 
 
 def test_wild_draw_four_needs_a_hand_without_the_color() -> None:
-    assert make_game([["wild +4", "red 1"], ["red 1"]], "red 5").legal_moves() == ["red 1"]
+    assert make_game([["wild +4", "red 1"], ["red 1"]], "red 5").list_legal_moves() == ["red 1"]
     game = make_game([["wild +4", "blue 1", "blue 2"], ["red 1"], ["red 2"]], "red 5")
-    assert "wild +4 blue" in game.legal_moves()
-    assert game.move("wild +4 blue") == "plays wild +4 blue"
-    assert (game.color, game.turn, len(game.hands[1])) == ("blue", 2, 5)
+    assert "wild +4 blue" in game.list_legal_moves()
+    assert game.make_move("wild +4 blue") == "plays wild +4 blue"
+    assert (game.color, game.current_seat, len(game.hands[1])) == ("blue", 2, 5)
 
 
 @pytest.mark.parametrize(
@@ -129,31 +133,31 @@ def test_wild_draw_four_needs_a_hand_without_the_color() -> None:
 )
 def test_card_effects(card: str, num_players: int, turn: int, num_cards_of_next: int) -> None:
     game = make_game([[card, "red 9"], *([["blue 1"]] * (num_players - 1))], "red 5")
-    game.move(card)
-    assert (game.turn, len(game.hands[1])) == (turn, num_cards_of_next)
+    game.make_move(card)
+    assert (game.current_seat, len(game.hands[1])) == (turn, num_cards_of_next)
     assert game.direction == (-1 if card == "red reverse" and num_players > 2 else 1)
 
 
 def test_legal_drawn_card_can_be_kept() -> None:
     game = make_game([["blue 6"], ["red 1"]], "red 5", pile=["green 1", "red 8"])
-    assert game.move("draw") == "draws"
-    assert (game.turn, game.legal_moves()) == (0, ["red 8", "pass"])
-    game.move("pass")
-    assert (game.turn, game.hands[0]) == (1, ["blue 6", "red 8"])
+    assert game.make_move("draw") == "draws"
+    assert (game.current_seat, game.list_legal_moves()) == (0, ["red 8", "pass"])
+    game.make_move("pass")
+    assert (game.current_seat, game.hands[0]) == (1, ["blue 6", "red 8"])
 
 
 def test_illegal_drawn_card_ends_the_turn() -> None:
     game = make_game([["blue 6"], ["red 1"]], "red 5", pile=["green 1"])
-    game.move("draw")
-    assert (game.turn, game.hands[0]) == (1, ["blue 6", "green 1"])
+    game.make_move("draw")
+    assert (game.current_seat, game.hands[0]) == (1, ["blue 6", "green 1"])
 
 
 def test_empty_pile_is_refilled_from_played_cards() -> None:
     game = make_game([["blue 6"], ["green 1"]], "red 5", pile=[])
-    assert game.move("draw") == "finds no card to draw"
-    assert (game.turn, len(game.hands[0])) == (1, 1)
-    game.played = ["green 7", "yellow 2", "red 5"]
-    assert game.move("draw") == "draws"
+    assert game.make_move("draw") == "finds no card to draw"
+    assert (game.current_seat, len(game.hands[0])) == (1, 1)
+    game.played_cards = ["green 7", "yellow 2", "red 5"]
+    assert game.make_move("draw") == "draws"
     assert game.top == "red 5" and len(game.hands[1]) == 2
 
 

@@ -65,7 +65,7 @@ class AtariEnvironment(Environment[AtariAction, AtariObservation, AtariState]):
         )
         self._action_names = self._console.action_names
         self._is_playing = False
-        self._state = self._new_state(None)
+        self._state = self._make_state(None)
         self._num_scores = 0
         self._facts: Facts = {}
         self.text_renderer = AtariRenderer(self._options.game, self._options.text_style)
@@ -80,18 +80,18 @@ class AtariEnvironment(Environment[AtariAction, AtariObservation, AtariState]):
         """The state of the current episode."""
         return self._state
 
-    def reset(  # type: ignore[override]  # lists its options, so that unknown ones are refused
+    def reset(  # type: ignore[override]  # names its options, so that others are refused
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[AtariObservation]:
         """Start a game and return the first observation."""
-        # The text keeps these numbers apart from those of a player who uses random.Random(seed).
+        # The text separates these numbers from those of a player who uses random.Random(seed).
         rng = random.Random(f"atari_env {secrets.randbits(63) if seed is None else seed}")
         self._console.reset(rng, self._options.max_waiting_frames)
-        self._state = self._new_state(episode_id)
+        self._state = self._make_state(episode_id)
         self._num_scores = 0
         self._facts = {}
         self._is_playing = True
-        return self._transition(None)
+        return self._make_transition(None)
 
     def step(self, action: AtariAction) -> Transition[AtariObservation]:
         """Repeat the action for `frameskip` frames and return the result.
@@ -116,14 +116,14 @@ class AtariEnvironment(Environment[AtariAction, AtariObservation, AtariState]):
         self._state.step_count += 1
         self._state.episode_return += points
         self._num_scores += points != 0
-        return self._transition(points)
+        return self._make_transition(points)
 
     def close(self) -> None:
         """Return the console to the pool of idle consoles."""
         self._is_playing = False
         self._console.close()
 
-    def _transition(self, points: float | None) -> Transition[AtariObservation]:
+    def _make_transition(self, points: float | None) -> Transition[AtariObservation]:
         max_turns, max_scores = self._options.max_turns, self._options.max_scores
         is_terminated = self._console.is_over or bool(max_scores and self._num_scores >= max_scores)
         is_truncated = bool(not is_terminated and max_turns and self._state.step_count >= max_turns)
@@ -131,23 +131,23 @@ class AtariEnvironment(Environment[AtariAction, AtariObservation, AtariState]):
         success = None
         if not self._is_playing and self._options.game in OPPONENT_GAMES:
             success = self._state.episode_return > 0
-        screen = self._console.screen(self._options.obs_type)
-        is_listed = self._options.obs_type == "ram" or self._options.lists_pixels
+        screen = self._console.read_screen(self._options.obs_type)
+        sends_list = self._options.obs_type == "ram" or self._options.lists_pixels
         return Transition(
-            self._observe(screen, is_listed),
+            self._observe(screen, sends_list),
             points,
             is_terminated,
             is_truncated,
-            tensors={} if is_listed else {"screen": screen},
+            tensors={} if sends_list else {"screen": screen},
             success=success,
         )
 
-    def _observe(self, screen: np.ndarray, is_listed: bool) -> AtariObservation:
+    def _observe(self, screen: np.ndarray, sends_list: bool) -> AtariObservation:
         memory = self._console.memory
         self._facts = read_facts(self._options.game, memory, self._facts)
         num_frames = self._console.num_frames
         return AtariObservation(
-            screen=screen.ravel().tolist() if is_listed else None,
+            screen=screen.ravel().tolist() if sends_list else None,
             screen_shape=list(screen.shape),
             legal_actions=list(range(len(self._action_names))) if self._is_playing else [],
             action_names=self._action_names,
@@ -162,21 +162,21 @@ class AtariEnvironment(Environment[AtariAction, AtariObservation, AtariState]):
     def _check_recipient(self, action: AtariAction) -> None:
         """Refuse an action that names another game or another kind of server."""
         options = self._options
-        for field, value, unnamed, served in (
+        for field, value, default_value, session_value in (
             ("game_name", action.game_name, UNNAMED_GAME, options.game),
             ("obs_type", action.obs_type, UNNAMED_OBS_TYPE, options.obs_type),
             ("full_action_space", action.full_action_space, False, options.full_action_space),
         ):
-            if value not in (unnamed, served):
+            if value not in (default_value, session_value):
                 raise InvalidCallError(
-                    f"this session has {field} {served!r}, but the action is for {value!r}; start"
-                    f" a server with {value!r} or leave {field} out"
+                    f"this session has {field} {session_value!r}, but the action is for {value!r}; "
+                    f"start a server with {value!r} or leave {field} out"
                 )
 
-    def _new_state(self, episode_id: str | None) -> AtariState:
-        shared = AtariState.model_fields.keys() & AtariOptions.model_fields.keys()
+    def _make_state(self, episode_id: str | None) -> AtariState:
+        shared_names = AtariState.model_fields.keys() & AtariOptions.model_fields.keys()
         return AtariState(
             episode_id=episode_id,
             game_name=self._options.game,
-            **{name: getattr(self._options, name) for name in shared},
+            **{name: getattr(self._options, name) for name in shared_names},
         )

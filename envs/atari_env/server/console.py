@@ -58,11 +58,15 @@ class Console:
             hint = did_you_mean(game, games) or "ale_py.roms.get_all_rom_ids() lists all games"
             raise NotFoundError(f"there is no Atari game {game!r}; {hint}")
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
-        self._key = (game, mode, difficulty)
-        self._machine: _Machine | None = _take_idle(self._key) or _load(ale_py, *self._key)
-        ale, self._start_state = self._machine
-        self._ale = ale
-        self._actions = ale.getLegalActionSet() if has_all_actions else ale.getMinimalActionSet()
+        self._machine_key = (game, mode, difficulty)
+        self._machine: _Machine | None = _take_idle_machine(self._machine_key) or _load_machine(
+            ale_py, *self._machine_key
+        )
+        emulator, self._start_state = self._machine
+        self._emulator = emulator
+        self._actions = (
+            emulator.getLegalActionSet() if has_all_actions else emulator.getMinimalActionSet()
+        )
         self._repeat_probability = repeat_action_probability
         self._power_on(random.Random(0))
 
@@ -74,28 +78,32 @@ class Console:
     @property
     def lives(self) -> int:
         """The number of remaining lives."""
-        return int(self._ale.lives())
+        return int(self._emulator.lives())
 
     @property
     def num_frames(self) -> int:
         """The number of frames since the reset."""
-        return int(self._ale.getEpisodeFrameNumber())
+        return int(self._emulator.getEpisodeFrameNumber())
 
     @property
     def is_over(self) -> bool:
         """True if the game is over by its own rules."""
-        return bool(self._ale.game_over(with_truncation=False))
+        return bool(self._emulator.game_over(with_truncation=False))
 
     @property
     def memory(self) -> np.ndarray:
         """The console's memory, uint8 [128]."""
-        return self._ale.getRAM()
+        return self._emulator.getRAM()
 
-    def screen(self, obs_type: ObsType) -> np.ndarray:
+    def read_screen(self, obs_type: ObsType) -> np.ndarray:
         """Return the memory or the picture, uint8 [128], [210, 160, 3] or [210, 160]."""
         if obs_type == "ram":
             return self.memory
-        return self._ale.getScreenRGB() if obs_type == "rgb" else self._ale.getScreenGrayscale()
+        return (
+            self._emulator.getScreenRGB()
+            if obs_type == "rgb"
+            else self._emulator.getScreenGrayscale()
+        )
 
     def reset(self, rng: random.Random, max_waiting_frames: int) -> None:
         """Restart the game, then wait for a random number of frames.
@@ -104,7 +112,7 @@ class Console:
         """
         self._power_on(rng)
         for _ in range(rng.randint(0, max_waiting_frames)):
-            self._ale.act(self._actions[0])
+            self._emulator.act(self._actions[0])
             if self.is_over:
                 self._power_on(rng)
 
@@ -113,8 +121,8 @@ class Console:
         points = 0.0
         for _ in range(num_frames):
             if not self._repeat_probability or self._rng.random() >= self._repeat_probability:
-                self._pressed = action_id
-            points += self._ale.act(self._actions[self._pressed])
+                self._pressed_action_id = action_id
+            points += self._emulator.act(self._actions[self._pressed_action_id])
             if self.is_over:
                 break
         return points
@@ -124,12 +132,12 @@ class Console:
         machine, self._machine = self._machine, None
         if machine is not None:
             with _lock:
-                _idle_machines.setdefault(self._key, []).append(machine)
+                _idle_machines.setdefault(self._machine_key, []).append(machine)
 
     def _power_on(self, rng: random.Random) -> None:
-        self._ale.restoreState(self._start_state)
+        self._emulator.restoreState(self._start_state)
         self._rng = rng
-        self._pressed = 0
+        self._pressed_action_id = 0
 
 
 def _import_emulator() -> Any:
@@ -143,32 +151,32 @@ def _import_emulator() -> Any:
     return ale_py
 
 
-def _take_idle(key: _MachineKey) -> _Machine | None:
+def _take_idle_machine(key: _MachineKey) -> _Machine | None:
     with _lock:
         machines = _idle_machines.get(key)
         return machines.pop() if machines else None
 
 
-def _load(ale_py: Any, game: str, mode: int | None, difficulty: int | None) -> _Machine:
+def _load_machine(ale_py: Any, game: str, mode: int | None, difficulty: int | None) -> _Machine:
     """Load the ROM of a game.
 
     Raises:
         ConfigError: The game does not have the mode or difficulty.
     """
-    ale = ale_py.ALEInterface()
-    ale.setInt("random_seed", _EMULATOR_SEED)
-    ale.setFloat("repeat_action_probability", 0.0)
-    ale.loadROM(ale_py.roms.get_rom_path(game))
+    emulator = ale_py.ALEInterface()
+    emulator.setInt("random_seed", _EMULATOR_SEED)
+    emulator.setFloat("repeat_action_probability", 0.0)
+    emulator.loadROM(ale_py.roms.get_rom_path(game))
     if mode is not None:
-        _require_available("mode", mode, ale.getAvailableModes(), game)
-        ale.setMode(mode)
+        _require_available("mode", mode, emulator.getAvailableModes(), game)
+        emulator.setMode(mode)
     if difficulty is not None:
-        _require_available("difficulty", difficulty, ale.getAvailableDifficulties(), game)
-        ale.setDifficulty(difficulty)
-    ale.reset_game()
-    return ale, ale.cloneState(include_rng=True)
+        _require_available("difficulty", difficulty, emulator.getAvailableDifficulties(), game)
+        emulator.setDifficulty(difficulty)
+    emulator.reset_game()
+    return emulator, emulator.cloneState(include_rng=True)
 
 
-def _require_available(name: str, value: int, available: list[int], game: str) -> None:
-    if value not in available:
-        raise ConfigError(f"expected a {name} of {game} out of {available}, got {value!r}")
+def _require_available(name: str, value: int, available_values: list[int], game: str) -> None:
+    if value not in available_values:
+        raise ConfigError(f"expected a {name} of {game} out of {available_values}, got {value!r}")

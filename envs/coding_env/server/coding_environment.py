@@ -12,14 +12,14 @@ from ludus.proto.errors import EpisodeStateError, ErrorCode
 
 from ..models import CodeAction, CodeObservation, CodeState
 from ..options import CodingOptions
-from ..problems import FUNCTION, CodingTask, draw_task, list_solutions
+from ..problems import FUNCTION_NAME, CodingTask, draw_task, list_solutions
 from ..text import CodingRenderer
 from .grading import grade, write_call, write_feedback
 from .programs import ProgramLimits, run_program
 
 
 class CodingEnvironment(Environment[CodeAction, CodeObservation, CodeState]):
-    """A task asks for a function; programs that define it are run and tested.
+    """Programming tasks. Each asks for a function; programs that define it are run and tested.
 
     The reward is the share of tests that the last program passed. The episode is a success if all
     tests passed. The program's process never gets the expected values.
@@ -46,7 +46,7 @@ class CodingEnvironment(Environment[CodeAction, CodeObservation, CodeState]):
         )
         self._num_shown = min(self._options.num_shown, self._options.num_tests)
         self._task: CodingTask | None = None
-        """The open task."""
+        """Task of the current episode; None without an episode."""
         self._state = CodeState()
         self.text_renderer = CodingRenderer(list_solutions(self._options.kinds))
 
@@ -55,11 +55,11 @@ class CodingEnvironment(Environment[CodeAction, CodeObservation, CodeState]):
         """The options that the environment was built with."""
         return self._options.to_json()
 
-    def reset(  # type: ignore[override]  # lists its options, so that unknown ones are refused
+    def reset(  # type: ignore[override]  # names its options, so that others are refused
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[CodeObservation]:
         """Draw a task from the seed and return it."""
-        # The text keeps these numbers apart from those of a player who uses random.Random(seed).
+        # The text separates these numbers from those of a player who uses random.Random(seed).
         rng = random.Random(f"coding_env {secrets.randbits(63) if seed is None else seed}")
         self._task = draw_task(rng, self._options.num_tests, self._options.kinds)
         self._state = CodeState(episode_id=episode_id, problem=self._task.problem)
@@ -99,8 +99,8 @@ class CodingEnvironment(Environment[CodeAction, CodeObservation, CodeState]):
         if not all(passed_tests) and self._state.step_count < self._options.max_turns:
             return Transition(observation, 0.0)
         self._task = None
-        share = sum(passed_tests) / len(passed_tests)
-        return Transition(observation, share, terminated=True, success=all(passed_tests))
+        reward = sum(passed_tests) / len(passed_tests)
+        return Transition(observation, reward, terminated=True, success=all(passed_tests))
 
     @property
     def state(self) -> CodeState:
@@ -109,12 +109,13 @@ class CodingEnvironment(Environment[CodeAction, CodeObservation, CodeState]):
 
     def _observe(self, task: CodingTask) -> CodeObservation:
         lines = [
-            f"Write a Python function {FUNCTION} that takes one argument and returns {task.text}."
+            f"Write a Python function {FUNCTION_NAME} that takes one argument and returns "
+            f"{task.text}."
         ]
         if self._num_shown:
             lines.append("For example:")
         for test in task.tests[: self._num_shown]:
-            lines.append(f"{write_call(test)} == {test.expected!r}")
+            lines.append(f"{write_call(test)} == {test.expected_value!r}")
         lines.append("Answer with the code alone.")
         return CodeObservation(
             prompt="\n".join(lines), problem=task.problem, parameters=task.parameters

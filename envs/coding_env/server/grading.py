@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ..problems import FUNCTION, TestCall
+from ..problems import FUNCTION_NAME, TestCall
 from .programs import CallOutcome, ProgramResult
 
 _MAX_QUOTED_CHARS = 1000
@@ -19,48 +19,53 @@ _TOLERANCE = 1e-9
 def grade(result: ProgramResult, tests: Sequence[TestCall]) -> list[bool]:
     """Return whether each test passed. A call that was not reached did not pass."""
     return [
-        outcome is not None and outcome.has_returned and _is_equal(outcome.value, test.expected)
+        outcome is not None
+        and outcome.has_returned
+        and _is_equal(outcome.value, test.expected_value)
         for outcome, test in zip_longest(result.outcomes[: len(tests)], tests)
     ]
 
 
 def write_feedback(
-    result: ProgramResult, tests: Sequence[TestCall], passed: Sequence[bool], num_shown: int
+    result: ProgramResult, tests: Sequence[TestCall], passed_tests: Sequence[bool], num_shown: int
 ) -> str:
     """Return the number of passed tests, the failures of shown tests, and the output."""
-    lines = [f"{sum(passed)} of {len(tests)} tests passed."]
+    lines = [f"{sum(passed_tests)} of {len(tests)} tests passed."]
     if result.timed_out:
         lines.append("The program took too long and was stopped.")
     elif result.exit_code:
         lines.append(f"The program exited with code {result.exit_code}.")
     for index in range(num_shown):
-        if not passed[index]:
+        if not passed_tests[index]:
             outcome = result.outcomes[index] if index < len(result.outcomes) else None
             lines.append(_describe_failure(tests[index], outcome))
-    for name, text in (("stdout", result.stdout), ("stderr", result.stderr)):
-        if text.strip():
-            lines.append(f"{name}:\n{_cut(text.rstrip())}")
+    for stream_name, stream_text in (("stdout", result.stdout), ("stderr", result.stderr)):
+        if stream_text.strip():
+            lines.append(f"{stream_name}:\n{_shorten(stream_text.rstrip())}")
     return "\n".join(lines)
 
 
 def write_call(test: TestCall) -> str:
     """Return the call as Python code, for example "solve([1, 2])"."""
-    return f"{FUNCTION}({', '.join(map(repr, test.arguments))})"
+    return f"{FUNCTION_NAME}({', '.join(map(repr, test.arguments))})"
 
 
 def _describe_failure(test: TestCall, outcome: CallOutcome | None) -> str:
     if outcome is None:
-        return f"{write_call(test)} was not reached; expected {test.expected!r}."
-    value = _cut(repr(outcome.value)) if outcome.has_returned else _cut(outcome.error)
-    return f"{write_call(test)} expected {test.expected!r}, got {value}."
+        return f"{write_call(test)} was not reached; expected {test.expected_value!r}."
+    value = _shorten(repr(outcome.value)) if outcome.has_returned else _shorten(outcome.error)
+    return f"{write_call(test)} expected {test.expected_value!r}, got {value}."
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]} [cut]"
 
 
 def _is_equal(value: Any, expected: Any) -> bool:
-    """Compare as JSON, so that True is not 1. Floats may differ by rounding."""
+    """Return whether two values are equal as JSON, so that True is not 1.
+
+    Floats may differ by rounding.
+    """
     if isinstance(expected, float) and isinstance(value, float):
         return math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
     try:

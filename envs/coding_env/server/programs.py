@@ -1,4 +1,4 @@
-"""Run programs, each in its own process (`runner.py`).
+"""Running of programs, each in a separate process (`runner.py`).
 
     run_program --descriptors--> runner process --fork--> program process --outcomes--> CallOutcome
 
@@ -29,7 +29,7 @@ from typing import Any
 from ludus.env import sandbox
 from ludus.proto.errors import ConfigError, InfrastructureError
 
-from ..problems import FUNCTION, Arguments
+from ..problems import FUNCTION_NAME, Arguments
 
 _RUNNER_FILE = Path(__file__).with_name("runner.py")
 _MAX_OUTCOME_BYTES = 1 << 20
@@ -78,13 +78,13 @@ class _Pipe:
     """The bytes read from a pipe, up to a limit."""
 
     max_bytes: int
-    data: bytearray = field(default_factory=bytearray)
+    content: bytearray = field(default_factory=bytearray)
 
-    def append(self, data: bytes) -> None:
-        self.data += data[: self.max_bytes - len(self.data)]
+    def append(self, chunk: bytes) -> None:
+        self.content += chunk[: self.max_bytes - len(self.content)]
 
-    def text(self) -> str:
-        return self.data.decode(errors="replace")
+    def decode(self) -> str:
+        return self.content.decode(errors="replace")
 
 
 class _Runner:
@@ -131,7 +131,10 @@ def _stop_runner(requests: socket.socket, process: subprocess.Popen[bytes], owne
 
 @functools.lru_cache(maxsize=1)
 def _get_runner(pid: int) -> _Runner:
-    """Return the runner of process `pid`. Forked processes may have another sandbox."""
+    """Return the runner of the process with id `pid`.
+
+    A forked process needs a new runner, because its sandbox may be different.
+    """
     return _Runner()
 
 
@@ -144,7 +147,7 @@ def run_program(code: str, calls: Sequence[Arguments], limits: ProgramLimits) ->
     """
     job = {
         "code": code,
-        "function": FUNCTION,
+        "function": FUNCTION_NAME,
         "calls": list(calls),
         "cpu_s": limits.cpu_s,
         "memory_bytes": limits.memory_bytes,
@@ -179,20 +182,20 @@ def _start_program(files: Sequence[io.IOBase]) -> None:
 
 def _collect_result(files: Sequence[io.FileIO], limits: ProgramLimits) -> ProgramResult:
     """Read stdout, stderr, the outcomes and the exit status of a program from `files`."""
-    stdout, stderr, outcomes, exit_status = files
+    stdout_file, stderr_file, outcomes_file, exit_status_file = files
     pipes = {
-        stdout: _Pipe(limits.output_bytes),
-        stderr: _Pipe(limits.output_bytes),
-        outcomes: _Pipe(_MAX_OUTCOME_BYTES),
-        exit_status: _Pipe(_READ_BYTES),
+        stdout_file: _Pipe(limits.output_bytes),
+        stderr_file: _Pipe(limits.output_bytes),
+        outcomes_file: _Pipe(_MAX_OUTCOME_BYTES),
+        exit_status_file: _Pipe(_READ_BYTES),
     }
-    is_in_time = _read_pipes(pipes, pipes[outcomes], limits.cpu_s * _WALL_PER_CPU_S)
-    start_line, *outcome_lines = bytes(pipes[outcomes].data).split(b"\n")[:-1] or [b""]
-    pid = _read_pid(start_line, pipes[stderr].text())
+    is_in_time = _read_pipes(pipes, pipes[outcomes_file], limits.cpu_s * _WALL_PER_CPU_S)
+    start_line, *outcome_lines = bytes(pipes[outcomes_file].content).split(b"\n")[:-1] or [b""]
+    pid = _read_pid(start_line, pipes[stderr_file].decode())
     if not is_in_time:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-    exit_text = bytes(pipes[exit_status].data) or exit_status.readall()
+    exit_text = bytes(pipes[exit_status_file].content) or exit_status_file.readall()
     if not exit_text:
         raise InfrastructureError(
             "the exit code of the program is missing because its parent process was killed; check"
@@ -203,13 +206,13 @@ def _collect_result(files: Sequence[io.FileIO], limits: ProgramLimits) -> Progra
         exit_code,
         # A program cannot send itself a signal, so SIGKILL means a limit.
         timed_out=not is_in_time or exit_code == -signal.SIGKILL,
-        stdout=pipes[stdout].text(),
-        stderr=pipes[stderr].text(),
+        stdout=pipes[stdout_file].decode(),
+        stderr=pipes[stderr_file].decode(),
         outcomes=tuple(map(_parse_outcome, outcome_lines)),
     )
 
 
-def _read_pipes(pipes: dict[Any, _Pipe], outcomes: _Pipe, wall_s: float) -> bool:
+def _read_pipes(pipes: dict[Any, _Pipe], outcomes_pipe: _Pipe, wall_s: float) -> bool:
     """Read until all pipes are closed. Return False if that exceeds the time limit.
 
     The time limit of the program starts when the program runs, not when its process is forked.
@@ -223,11 +226,11 @@ def _read_pipes(pipes: dict[Any, _Pipe], outcomes: _Pipe, wall_s: float) -> bool
             if remaining_s <= 0:
                 return False
             for key, _ in selector.select(remaining_s):
-                data = os.read(key.fd, _READ_BYTES)
-                pipes[key.fileobj].append(data)
-                if not data:
+                chunk = os.read(key.fd, _READ_BYTES)
+                pipes[key.fileobj].append(chunk)
+                if not chunk:
                     selector.unregister(key.fileobj)
-            if outcomes.data and not has_started:
+            if outcomes_pipe.content and not has_started:
                 deadline, has_started = time.monotonic() + wall_s, True
     return True
 
@@ -236,17 +239,17 @@ def _read_pid(start_line: bytes, stderr: str) -> int:
     """Return the program's process id from the first line of its outcomes."""
     if not start_line:
         _get_runner.cache_clear()
-        errors = stderr.strip().splitlines() or ["see the server's stderr"]
+        error_lines = stderr.strip().splitlines() or ["see the server's stderr"]
         raise InfrastructureError(
-            f"the program's process did not start within {_START_TIMEOUT_S} s: {errors[-1]}"
+            f"the program's process did not start within {_START_TIMEOUT_S} s: {error_lines[-1]}"
         )
-    start = json.loads(start_line)
-    if "refused" in start:
+    start_message = json.loads(start_line)
+    if "refused" in start_message:
         raise ConfigError(
-            f"this machine cannot sandbox programs: {start['refused']}; serve coding_env on Linux "
-            "and connect to its address"
+            f"this machine cannot sandbox programs: {start_message['refused']}; serve coding_env "
+            "on Linux and connect to its address"
         )
-    return int(start["pid"])
+    return int(start_message["pid"])
 
 
 def _parse_outcome(line: bytes) -> CallOutcome:

@@ -1,4 +1,4 @@
-"""`python runner.py DESCRIPTOR`: run programs, each in a fork of this process.
+"""Runner of programs, each in a fork of this process: `python runner.py DESCRIPTOR`.
 
 DESCRIPTOR is a socket. Each message contains the file descriptors of one program:
 
@@ -36,28 +36,31 @@ from ludus.env.sandbox.processes import give_up_privileges
 from ludus.env.sandbox.seccomp import refuse_system_calls
 from ludus.env.sandbox.worker_resources import list_device_paths, list_system_paths
 
-_FILE = "answer.py"
+_PROGRAM_FILE = "answer.py"
 _NUM_DESCRIPTORS = 5
 _MAX_ERROR_CHARS = 500
 _MAX_OPEN_FILES = 64
 
 
 def main(descriptor: int) -> int:
-    """Serve programs; in a fork, run one and return its exit code, 1 after an exception."""
+    """Serve requests, and return 0 at the end. In a fork, run one program and return its exit code.
+
+    The exit code of a program is 1 after an exception.
+    """
     _use_standard_library_only()
-    outcomes = _serve_forks(descriptor)
-    return 0 if outcomes is None else _run_job(outcomes)
+    outcomes_descriptor = _serve_forks(descriptor)
+    return 0 if outcomes_descriptor is None else _run_job(outcomes_descriptor)
 
 
 def _serve_forks(descriptor: int) -> int | None:
-    """Fork for each request. Return the outcomes descriptor in a fork, None at the end."""
+    """Fork for each request. Return the outcomes descriptor in a fork, and None at the end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exited forks are reaped automatically
     with socket.socket(fileno=descriptor) as requests:
         while descriptors := socket.recv_fds(requests, 1, _NUM_DESCRIPTORS)[1]:
             if not os.fork():
                 return _fork_program(descriptors)
-            for number in descriptors:
-                os.close(number)
+            for program_descriptor in descriptors:
+                os.close(program_descriptor)
     return None
 
 
@@ -66,7 +69,7 @@ def _fork_program(descriptors: list[int]) -> int:
 
     The parent waits, writes the exit code of the program, and exits.
     """
-    *streams, outcomes, exit_status = descriptors
+    *stream_descriptors, outcomes_descriptor, exit_status = descriptors
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if pid := os.fork():
         status = os.waitpid(pid, 0)[1]
@@ -74,49 +77,52 @@ def _fork_program(descriptors: list[int]) -> int:
         os._exit(0)
     os.setsid()
     os.close(exit_status)
-    for standard_stream, number in enumerate(streams):
-        os.dup2(number, standard_stream)
-        os.close(number)
-    return outcomes
+    for standard_stream, stream_descriptor in enumerate(stream_descriptors):
+        os.dup2(stream_descriptor, standard_stream)
+        os.close(stream_descriptor)
+    return outcomes_descriptor
 
 
-def _run_job(outcomes: int) -> int:
+def _run_job(outcomes_descriptor: int) -> int:
     job = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
         _confine(job["cpu_s"], job["memory_bytes"])
     except (LayerUnavailableError, OSError) as error:
-        _write_line(outcomes, {"refused": str(error)})
+        _write_line(outcomes_descriptor, {"refused": str(error)})
         return 1
-    _write_line(outcomes, {"pid": os.getpid()})
-    names: dict[str, Any] = {"__name__": "__main__", "__file__": _FILE}
+    _write_line(outcomes_descriptor, {"pid": os.getpid()})
+    namespace: dict[str, Any] = {"__name__": "__main__", "__file__": _PROGRAM_FILE}
     try:
-        exec(compile(job["code"], _FILE, "exec"), names)
+        exec(compile(job["code"], _PROGRAM_FILE, "exec"), namespace)
     except Exception as error:  # noqa: BLE001 - any error of the program is shown to the player
         _print_error(error)
         return 1
     for arguments in job["calls"]:
-        _write_line(outcomes, _call(names.get(job["function"]), job["function"], arguments))
+        _write_line(
+            outcomes_descriptor,
+            _call_function(namespace.get(job["function"]), job["function"], arguments),
+        )
     return 0
 
 
 def _confine(cpu_s: int, memory_bytes: int) -> None:
-    """Restrict this process to what a computation needs.
+    """Restrict this process to computation: no files, processes or sockets.
 
     Raises:
         LayerUnavailableError: This system cannot filter system calls.
         OSError: The kernel refuses a limit.
     """
-    used_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    used_cpu_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     limits = {
-        resource.RLIMIT_CPU: math.ceil(used_s + cpu_s),
+        resource.RLIMIT_CPU: math.ceil(used_cpu_s + cpu_s),
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: _MAX_OPEN_FILES,
     }
-    for kind, limit in limits.items():
-        resource.setrlimit(kind, (limit, limit))
+    for resource_kind, limit in limits.items():
+        resource.setrlimit(resource_kind, (limit, limit))
     if not sys.platform.startswith("linux"):
         raise LayerUnavailableError("only Linux can prevent a program from starting processes")
     give_up_privileges()
@@ -132,7 +138,7 @@ def _use_standard_library_only() -> None:
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
     extension_folders = {str(Path(folder, "lib-dynload")) for folder in folders}
     sys.path[:] = [path for path in sys.path if path in folders | extension_folders]
-    # Packages in editable installs are found by additional finders.
+    # Editable installs of packages add finders.
     sys.meta_path[:] = [
         finder
         for finder in sys.meta_path
@@ -143,7 +149,7 @@ def _use_standard_library_only() -> None:
             del sys.modules[name]
 
 
-def _call(function: Callable[..., Any] | None, name: str, arguments: list[Any]) -> Any:
+def _call_function(function: Callable[..., Any] | None, name: str, arguments: list[Any]) -> Any:
     """Call the function and return the outcome, which is JSON."""
     if not callable(function):
         return {"error": f"NameError: there is no function {name}"}
@@ -161,11 +167,11 @@ def _print_error(error: Exception) -> None:
     traceback.print_exception(type(error), error, frames)
 
 
-def _write_line(descriptor: int, line: Any) -> None:
+def _write_line(descriptor: int, message: Any) -> None:
     sys.stdout.flush()
-    data = json.dumps(line).encode() + b"\n"
-    while data:
-        data = data[os.write(descriptor, data) :]
+    remaining_bytes = json.dumps(message).encode() + b"\n"
+    while remaining_bytes:
+        remaining_bytes = remaining_bytes[os.write(descriptor, remaining_bytes) :]
 
 
 if __name__ == "__main__":

@@ -12,17 +12,17 @@ from ..models import EchoAction, EchoObservation, EchoState
 from ..options import EchoOptions
 from ..text import EchoRenderer
 
-_READY = "Echo environment ready!"
+_GREETING = "Echo environment ready!"
 _CHARACTERS_PER_REWARD = 10
-_MESSAGE = {
+_MESSAGE_SCHEMA = {
     "type": "object",
     "properties": {"message": {"type": "string", "description": "Message to echo."}},
     "required": ["message"],
     "additionalProperties": False,
 }
 _TOOLS = (
-    Tool("echo_message", "Return the message.", _MESSAGE),
-    Tool("echo_with_length", "Return the message and its number of characters.", _MESSAGE),
+    Tool("echo_message", "Return the message.", _MESSAGE_SCHEMA),
+    Tool("echo_with_length", "Return the message and its number of characters.", _MESSAGE_SCHEMA),
 )
 
 
@@ -48,7 +48,7 @@ class EchoEnvironment(Environment[EchoAction, EchoObservation, EchoState]):
 
     @property
     def tools(self) -> list[Tool]:
-        """The tools of OpenEnv's later echo environments. They earn no reward."""
+        """The tools of newer versions of OpenEnv's echo environment. They earn no reward."""
         return list(_TOOLS)
 
     def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
@@ -66,13 +66,13 @@ class EchoEnvironment(Environment[EchoAction, EchoObservation, EchoState]):
             return {"result": message}
         return {"message": message, "length": len(message)}
 
-    def reset(  # type: ignore[override]  # lists its options, so that unknown ones are refused
+    def reset(  # type: ignore[override]  # names its options, so that others are refused
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[EchoObservation]:
         """Start an episode. The seed has no effect."""
         self._is_ready = True
         self._state = EchoState(episode_id=episode_id)
-        return Transition(EchoObservation(echoed_message=_READY))
+        return Transition(EchoObservation(echoed_message=_GREETING))
 
     def step(self, action: EchoAction) -> Transition[EchoObservation]:
         """Return the echo.

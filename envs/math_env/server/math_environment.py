@@ -19,7 +19,7 @@ from ..text import MathRenderer
 class MathEnvironment(Environment[MathAction, MathObservation, MathState]):
     """Two numbers to add, subtract or multiply. The reward is 1 for the right answer, otherwise 0.
 
-    All pairs of numbers are equally likely. Subtraction then puts the larger number first.
+    All pairs of numbers are equally likely. Subtraction puts the larger number of a pair first.
 
     Args:
         options: The fields of `MathOptions`.
@@ -39,7 +39,7 @@ class MathEnvironment(Environment[MathAction, MathObservation, MathState]):
         self._options = MathOptions.parse(options)
         self._answers = list(range(self._options.num_answers))
         self._question = (0, 0)
-        self._is_open = False
+        self._awaits_answer = False
         """True while the question waits for its answer."""
         self._state = MathState()
         self.text_renderer = MathRenderer()
@@ -49,20 +49,20 @@ class MathEnvironment(Environment[MathAction, MathObservation, MathState]):
         """The options that the environment was built with."""
         return self._options.to_json()
 
-    def reset(  # type: ignore[override]  # lists its options, so that unknown ones are refused
+    def reset(  # type: ignore[override]  # names its options, so that others are refused
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[MathObservation]:
         """Draw a question from the seed and return it."""
-        # The text keeps these numbers apart from those of a player who uses random.Random(seed).
+        # The text separates these numbers from those of a player who uses random.Random(seed).
         rng = random.Random(f"math_env {secrets.randbits(63) if seed is None else seed}")
         limit, arithmetic = self._options.limit, OPERATIONS[self._options.operation]
         numbers = [rng.randrange(limit), rng.randrange(limit)]
-        if arithmetic.larger_first:
+        if arithmetic.puts_larger_first:
             numbers.sort(reverse=True)
         self._question = numbers[0], numbers[1]
-        solution = arithmetic.solve(*self._question)
+        solution = arithmetic.compute_solution(*self._question)
         self._state = MathState(episode_id=episode_id, solution=solution)
-        self._is_open = True
+        self._awaits_answer = True
         return Transition(self._observe())
 
     def step(self, action: MathAction) -> Transition[MathObservation]:
@@ -71,12 +71,12 @@ class MathEnvironment(Environment[MathAction, MathObservation, MathState]):
         Raises:
             EpisodeStateError: There is no question, or it was already answered.
         """
-        if not self._is_open:
+        if not self._awaits_answer:
             raise EpisodeStateError(
                 "there is no question to answer; call reset",
                 ErrorCode.EPISODE_OVER if self._state.step_count else ErrorCode.NOT_RESET,
             )
-        self._is_open = False
+        self._awaits_answer = False
         self._state.step_count += 1
         is_right = action.answer == self._state.solution
         return Transition(self._observe(), float(is_right), terminated=True, success=is_right)
@@ -92,5 +92,5 @@ class MathEnvironment(Environment[MathAction, MathObservation, MathState]):
             left=first,
             operation=self._options.operation,
             right=second,
-            legal_actions=self._answers if self._is_open else [],
+            legal_actions=self._answers if self._awaits_answer else [],
         )

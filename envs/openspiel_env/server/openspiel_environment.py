@@ -78,11 +78,13 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
         )
         self._text_style = settings.text_style
         self.text_renderer = make_renderer(self._game, self._agent_seat, settings.text_style)
-        self._view = SeatView(self._game, self._agent_seat, adds_text=self.text_renderer.needs_text)
+        self._seat_view = SeatView(
+            self._game, self._agent_seat, adds_text=self.text_renderer.needs_text
+        )
         self._state: pyspiel.State | None = None
         self._episode_id: str | None = None
         self._num_steps = 0
-        self._return = 0.0
+        self._total_return = 0.0
         self._opponent_last_action: int | None = None
 
     @property
@@ -115,7 +117,7 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
             num_players=self._game.num_players,
         )
 
-    def reset(  # type: ignore[override]  # lists its options, so that unknown ones are refused
+    def reset(  # type: ignore[override]  # names its options, so that others are refused
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[OpenSpielObservation]:
         """Deal, and return the agent's first observation.
@@ -130,12 +132,12 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
             self._opponent_rng = random.Random(f"opponents of {seed}")
         self._episode_id = episode_id  # None: `state` creates one when needed
         self._num_steps = 0
-        self._return = 0.0
+        self._total_return = 0.0
         for _ in range(_MAX_DEALS):
             state = self._deal()
-            if self._play_others(state) == self._agent_seat:
+            if self._play_other_seats(state) == self._agent_seat:
                 self._state = state
-                return self._view.transition(state, "initial", self._opponent_last_action)
+                return self._seat_view.make_transition(state, "initial", self._opponent_last_action)
         raise ExecutionError(
             f"seat {self._agent_seat} of {self._game.name!r} had no move in {_MAX_DEALS} deals; "
             "choose another agent_player"
@@ -149,19 +151,19 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
             InvalidCallError: The move is for another game.
             EpisodeStateError: There is no episode, or it is over.
         """
-        state = self._running_state()
+        state = self._require_running_state()
         if action.game_name != UNNAMED_GAME or action.game_params:
             self._check_recipient(action)
         if action.action_id not in state.legal_actions():
-            raise self._illegal_move_error(state, action.action_id)
+            raise self._make_illegal_move_error(state, action.action_id)
         self._state = None  # if an opponent fails, the episode is over
         state.apply_action(action.action_id)
-        phase: GamePhase = "terminal" if self._play_others(state) == _TERMINAL else "playing"
+        phase: GamePhase = "terminal" if self._play_other_seats(state) == _TERMINAL else "playing"
         self._state = state
         self._num_steps += 1
-        old_return, self._return = self._return, state.player_return(self._agent_seat)
-        reward = self._return - old_return
-        return self._view.transition(state, phase, self._opponent_last_action, reward)
+        old_return, self._total_return = self._total_return, state.player_return(self._agent_seat)
+        reward = self._total_return - old_return
+        return self._seat_view.make_transition(state, phase, self._opponent_last_action, reward)
 
     def _deal(self) -> pyspiel.State:
         self._state = None
@@ -171,9 +173,9 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
             game = self._game.with_seed(int(self._chance.random() * 2**31))
         return game.new_initial_state()
 
-    def _play_others(self, state: pyspiel.State) -> int:
+    def _play_other_seats(self, state: pyspiel.State) -> int:
         """Play until the agent moves or the game is over; return the current player."""
-        agent, chance, is_uniform = self._agent_seat, self._chance, self._game.has_uniform_chance
+        seat, chance, is_uniform = self._agent_seat, self._chance, self._game.has_uniform_chance
         current_player, apply_action = state.current_player, state.apply_action
         while True:
             player = current_player()
@@ -182,7 +184,7 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
                     apply_action(chance.pick(state.legal_actions()))
                 else:
                     apply_action(draw_weighted(state, chance))
-            elif player in (agent, _TERMINAL):
+            elif player in (seat, _TERMINAL):
                 return player
             else:
                 action_id = self._opponent(state, self._opponent_rng)
@@ -190,7 +192,7 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
                 if self._game.shows_moves:
                     self._opponent_last_action = action_id
 
-    def _running_state(self) -> pyspiel.State:
+    def _require_running_state(self) -> pyspiel.State:
         if self._state is None:
             raise EpisodeStateError(
                 "a step needs a running episode; call reset", ErrorCode.NOT_RESET
@@ -215,7 +217,7 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
                 f"{action.game_params}; start a server with those or leave game_params out"
             )
 
-    def _illegal_move_error(self, state: pyspiel.State, action_id: int) -> IllegalActionError:
+    def _make_illegal_move_error(self, state: pyspiel.State, action_id: int) -> IllegalActionError:
         legal_actions = state.legal_actions()
         choices = [
             f"{action} ({state.action_to_string(self._agent_seat, action)})"

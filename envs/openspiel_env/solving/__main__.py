@@ -1,4 +1,4 @@
-"""Write solutions.json: `python -m openspiel_env.solving`. Takes about a minute."""
+"""Program that writes solutions.json: `python -m openspiel_env.solving`. Takes about a minute."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _NUM_DIGITS = 12
 
 def main() -> None:
     """Write the file to the package's folder."""
-    chart = blackjack.basic_strategy()
+    chart = blackjack.find_basic_strategy()
     solutions = {
         "made_by": "python -m openspiel_env.solving",
-        "blackjack_basic_strategy": _chart_rows(chart),
+        "blackjack_basic_strategy": _make_chart_rows(chart),
         "reference_returns": {
-            "blackjack": {"0": _round_values(_blackjack_values(chart))},
+            "blackjack": {"0": _round_values(_compute_blackjack_values(chart))},
             "catch": _solve_seats("catch", solve_perfect_information),
             "tic_tac_toe": _solve_seats("tic_tac_toe", solve_perfect_information),
             "kuhn_poker": _solve_seats("kuhn_poker", solve_hidden_information),
@@ -33,12 +33,12 @@ def main() -> None:
     path.write_text(json.dumps(solutions, indent=1) + "\n")
 
 
-def _blackjack_values(chart: blackjack.StrategyChart) -> dict[str, GameValue]:
+def _compute_blackjack_values(chart: blackjack.StrategyChart) -> dict[str, GameValue]:
     outcomes = {
         "random": blackjack.evaluate(lambda hand, open_card: 0.5),
         "always_stand": blackjack.evaluate(lambda hand, open_card: 0.0),
         "dealer_rule": blackjack.evaluate(
-            lambda hand, open_card: float(blackjack.best_total(hand)[0] < 17)
+            lambda hand, open_card: float(blackjack.compute_best_total(hand)[0] < 17)
         ),
         "basic_strategy": blackjack.evaluate(chart.hit_probability),
         "optimal": blackjack.average_over_deals(blackjack.play_optimally),
@@ -54,23 +54,26 @@ def _solve_seats(name: str, solve: Any) -> dict[str, Any]:
     return {str(seat): _round_values(solve(game, seat)) for seat in range(game.num_players())}
 
 
-def _round_values(values: Mapping[str, GameValue]) -> dict[str, dict[str, float]]:
+def _round_values(value_by_name: Mapping[str, GameValue]) -> dict[str, dict[str, float]]:
     return {
-        name: {part: round(number, _NUM_DIGITS) for part, number in value._asdict().items()}
-        for name, value in values.items()
+        name: {
+            field: round(exact_number, _NUM_DIGITS)
+            for field, exact_number in game_value._asdict().items()
+        }
+        for name, game_value in value_by_name.items()
     }
 
 
-def _chart_rows(chart: blackjack.StrategyChart) -> dict[str, dict[str, str]]:
+def _make_chart_rows(chart: blackjack.StrategyChart) -> dict[str, dict[str, str]]:
     """Return the chart by total, with one letter per open card in the order of `UP_CARDS`."""
 
-    def row_letters(total: int, is_soft: bool) -> str:
+    def make_row(total: int, is_soft: bool) -> str:
         open_cards = [1 if name == "A" else int(name) for name in UP_CARDS]
         return "".join("H" if (total, is_soft, card) in chart.hits else "S" for card in open_cards)
 
     return {
-        "hard": {str(total): row_letters(total, False) for total in range(4, 22)},
-        "soft": {str(total): row_letters(total, True) for total in range(12, 22)},
+        "hard": {str(total): make_row(total, False) for total in range(4, 22)},
+        "soft": {str(total): make_row(total, True) for total in range(12, 22)},
     }
 
 

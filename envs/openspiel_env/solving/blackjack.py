@@ -1,10 +1,10 @@
-"""Solve blackjack exactly, by enumeration of all deals from one deck of 52 cards.
+"""Exact solution of blackjack, by enumeration of all deals from one deck of 52 cards.
 
 The rules are those of OpenSpiel's "blackjack": hit or stand only; the dealer draws to 17 and stands
 on soft 17; no bonus for a two-card 21; win +1, draw 0, loss -1.
 
 A hand is a tuple with the number of cards of each value, from ace to ten; the ten includes jack,
-queen and king. The dealer's hidden card is drawn like a later one, because unseen cards are
+queen and king. The dealer's hidden card is drawn like a later card, because unseen cards are
 exchangeable.
 """
 
@@ -28,10 +28,13 @@ HitProbability = Callable[[Hand, int], float]
 
 _DECK: Hand = (4, 4, 4, 4, 4, 4, 4, 4, 4, 16)
 _CARD_VALUES = range(1, 11)
-_EMPTY: Hand = (0,) * 10
-_MAX_DRAWN = 16  # with the open card these are at least 17, so the dealer stops
+_EMPTY_HAND: Hand = (0,) * 10
+_MAX_DRAWN_CARDS = 16  # with the open card these are at least 17, so the dealer stops
 _ARRANGEMENTS = np.array(
-    [[float(math.perm(cards, drawn)) for drawn in range(_MAX_DRAWN + 1)] for cards in range(53)]
+    [
+        [float(math.perm(cards, drawn)) for drawn in range(_MAX_DRAWN_CARDS + 1)]
+        for cards in range(53)
+    ]
 )
 """[53, 17] number of orders in which j cards can be drawn from i cards."""
 
@@ -44,47 +47,48 @@ class OutcomeProbabilities(NamedTuple):
 
     @property
     def expected_return(self) -> float:
-        """The probability of a win minus that of a loss."""
+        """The probability of a win minus the probability of a loss."""
         return self.win - (1 - self.win - self.draw)
 
 
 LOSS = OutcomeProbabilities(0.0, 0.0)
 
 
-def best_total(hand: Hand) -> tuple[int, bool]:
+def compute_best_total(hand: Hand) -> tuple[int, bool]:
     """Return the total of a hand and whether an ace counts 11."""
-    hard_total = sum(value * number for value, number in zip(_CARD_VALUES, hand, strict=True))
+    hard_total = sum(value * num_cards for value, num_cards in zip(_CARD_VALUES, hand, strict=True))
     is_soft = hand[0] > 0 and hard_total <= 11
     return hard_total + 10 * is_soft, is_soft
 
 
-def chart_cell(hand: Hand, open_card: int) -> Cell:
+def find_chart_cell(hand: Hand, open_card: int) -> Cell:
     """Return the cell of a decision."""
-    return (*best_total(hand), open_card)
+    return (*compute_best_total(hand), open_card)
 
 
 @functools.cache
 def stand(hand: Hand, open_card: int) -> OutcomeProbabilities:
     """Return the outcome of standing."""
-    total, _ = best_total(hand)
-    dealer = _dealer_totals(open_card, _unseen(hand, open_card))
+    total, _ = compute_best_total(hand)
+    dealer = _compute_dealer_totals(open_card, _count_unseen(hand, open_card))
     win = 1.0 - dealer[total:22].sum()
     return OutcomeProbabilities(float(win), float(dealer[total]))
 
 
 def draw_card(hand: Hand, open_card: int) -> Iterator[tuple[float, Hand]]:
     """Yield the probability of each hand after one more card, including totals above 21."""
-    yield from _draw_from(hand, _unseen(hand, open_card))
+    yield from _draw_from(hand, _count_unseen(hand, open_card))
 
 
 @functools.cache
 def play_optimally(hand: Hand, open_card: int) -> OutcomeProbabilities:
     """Return the outcome of optimal play that considers all seen cards."""
-    standing = stand(hand, open_card)
-    hitting = _average(
-        (p, play_optimally(new_hand, open_card)) for p, new_hand in _safe_draws(hand, open_card)
+    stand_outcome = stand(hand, open_card)
+    hit_outcome = _average(
+        (probability, play_optimally(new_hand, open_card))
+        for probability, new_hand in _iterate_safe_draws(hand, open_card)
     )
-    return max(standing, hitting, key=lambda outcome: outcome.expected_return)
+    return max(stand_outcome, hit_outcome, key=lambda outcome: outcome.expected_return)
 
 
 def evaluate(hit_probability: HitProbability) -> OutcomeProbabilities:
@@ -92,26 +96,29 @@ def evaluate(hit_probability: HitProbability) -> OutcomeProbabilities:
 
     @functools.cache
     def play(hand: Hand, open_card: int) -> OutcomeProbabilities:
-        hit = hit_probability(hand, open_card)
-        hitting = LOSS
-        if hit > 0:
-            hitting = _average(
-                (p, play(new_hand, open_card)) for p, new_hand in _safe_draws(hand, open_card)
+        hit_share = hit_probability(hand, open_card)
+        hit_outcome = LOSS
+        if hit_share > 0:
+            hit_outcome = _average(
+                (probability, play(new_hand, open_card))
+                for probability, new_hand in _iterate_safe_draws(hand, open_card)
             )
-        return _average([(hit, hitting), (1 - hit, stand(hand, open_card))])
+        return _average([(hit_share, hit_outcome), (1 - hit_share, stand(hand, open_card))])
 
     return average_over_deals(play)
 
 
 def average_over_deals(play: Callable[[Hand, int], OutcomeProbabilities]) -> OutcomeProbabilities:
     """Return the mean outcome over the player's first two cards and the dealer's open card."""
-    return _average((p, play(hand, open_card)) for p, hand, open_card in _deals())
+    return _average(
+        (probability, play(hand, open_card)) for probability, hand, open_card in _iterate_deals()
+    )
 
 
-def _deals() -> Iterator[tuple[float, Hand, int]]:
-    for p_first, first_card in _draw_from(_EMPTY, _DECK):
+def _iterate_deals() -> Iterator[tuple[float, Hand, int]]:
+    for p_first, first_card in _draw_from(_EMPTY_HAND, _DECK):
         for p_second, hand in _draw_from(first_card, _subtract(_DECK, first_card)):
-            for p_open, dealer in _draw_from(_EMPTY, _subtract(_DECK, hand)):
+            for p_open, dealer in _draw_from(_EMPTY_HAND, _subtract(_DECK, hand)):
                 yield p_first * p_second * p_open, hand, dealer.index(1) + 1
 
 
@@ -123,10 +130,10 @@ class StrategyChart:
 
     def hit_probability(self, hand: Hand, open_card: int) -> float:
         """Return 1 in cells that hit, otherwise 0."""
-        return float(chart_cell(hand, open_card) in self.hits)
+        return float(find_chart_cell(hand, open_card) in self.hits)
 
 
-def basic_strategy() -> StrategyChart:
+def find_basic_strategy() -> StrategyChart:
     """Return the best chart on (total, is soft, open card), by policy iteration.
 
     A cell covers many hands. Each is weighted by its probability under the chart. A small
@@ -134,57 +141,59 @@ def basic_strategy() -> StrategyChart:
     """
     chart = StrategyChart(frozenset())
     while True:
-        improved = _improve(chart)
-        if improved == chart:
+        improved_chart = _improve_chart(chart)
+        if improved_chart == chart:
             return chart
-        chart = improved
+        chart = improved_chart
 
 
-def _improve(chart: StrategyChart) -> StrategyChart:
+def _improve_chart(chart: StrategyChart) -> StrategyChart:
     advantage: dict[Cell, float] = defaultdict(float)
 
     @functools.cache
     def play(hand: Hand, open_card: int) -> float:
-        hits = chart_cell(hand, open_card) in chart.hits
+        hits = find_chart_cell(hand, open_card) in chart.hits
         return hit(hand, open_card) if hits else stand(hand, open_card).expected_return
 
     @functools.cache
     def hit(hand: Hand, open_card: int) -> float:
         p_safe, value = 0.0, 0.0
-        for p, new_hand in _safe_draws(hand, open_card):
-            p_safe += p
-            value += p * play(new_hand, open_card)
+        for probability, new_hand in _iterate_safe_draws(hand, open_card):
+            p_safe += probability
+            value += probability * play(new_hand, open_card)
         return value - (1 - p_safe)
 
-    for (hand, open_card), weight in _decision_probabilities(chart).items():
+    for (hand, open_card), weight in _compute_decision_probabilities(chart).items():
         gain = hit(hand, open_card) - stand(hand, open_card).expected_return
-        advantage[chart_cell(hand, open_card)] += weight * gain
+        advantage[find_chart_cell(hand, open_card)] += weight * gain
     return StrategyChart(frozenset(cell for cell, gain in advantage.items() if gain > 0))
 
 
-def _decision_probabilities(
+def _compute_decision_probabilities(
     chart: StrategyChart, exploration: float = 1e-6
 ) -> dict[tuple[Hand, int], float]:
     """Return the probability of each decision, with random hits of probability `exploration`."""
     probabilities: dict[tuple[Hand, int], float] = defaultdict(float)
-    for p, hand, open_card in _deals():
-        probabilities[hand, open_card] += p
-    wave = dict(probabilities)
-    while wave:
-        following: dict[tuple[Hand, int], float] = defaultdict(float)
-        for (hand, open_card), weight in wave.items():
+    for probability, hand, open_card in _iterate_deals():
+        probabilities[hand, open_card] += probability
+    current_decisions = dict(probabilities)
+    while current_decisions:
+        next_decisions: dict[tuple[Hand, int], float] = defaultdict(float)
+        for (hand, open_card), weight in current_decisions.items():
             p_hit = max(chart.hit_probability(hand, open_card), exploration)
-            for p, new_hand in _safe_draws(hand, open_card):
-                following[new_hand, open_card] += weight * p_hit * p
-        for decision, weight in following.items():
+            for probability, new_hand in _iterate_safe_draws(hand, open_card):
+                next_decisions[new_hand, open_card] += weight * p_hit * probability
+        for decision, weight in next_decisions.items():
             probabilities[decision] += weight
-        wave = following
+        current_decisions = next_decisions
     return probabilities
 
 
-def _safe_draws(hand: Hand, open_card: int) -> Iterator[tuple[float, Hand]]:
+def _iterate_safe_draws(hand: Hand, open_card: int) -> Iterator[tuple[float, Hand]]:
     return (
-        (p, new_hand) for p, new_hand in draw_card(hand, open_card) if best_total(new_hand)[0] <= 21
+        (probability, new_hand)
+        for probability, new_hand in draw_card(hand, open_card)
+        if compute_best_total(new_hand)[0] <= 21
     )
 
 
@@ -192,27 +201,27 @@ def _safe_draws(hand: Hand, open_card: int) -> Iterator[tuple[float, Hand]]:
 class _DealerHands:
     """All hands with which the dealer stops, without the open card."""
 
-    drawn: NDArray[np.intp]
+    num_drawn: NDArray[np.intp]
     """int [hands, 10] number of drawn cards of each value."""
     totals: NDArray[np.intp]
     """int [hands], including the open card."""
-    orders: NDArray[np.float64]
+    num_orders: NDArray[np.float64]
     """float64 [hands] number of orders in which the dealer does not stop before the last card."""
 
 
 @functools.cache
-def _dealer_hands(open_card: int) -> _DealerHands:
+def _find_dealer_hands(open_card: int) -> _DealerHands:
     final_hands: dict[Hand, int] = defaultdict(int)
-    wave = {_EMPTY: 1}
-    while wave:
-        following: dict[Hand, int] = defaultdict(int)
-        for new_hand, orders in wave.items():
+    open_hands = {_EMPTY_HAND: 1}
+    while open_hands:
+        next_hands: dict[Hand, int] = defaultdict(int)
+        for new_hand, num_orders in open_hands.items():
             for value in _CARD_VALUES:
                 next_hand = _add_card(new_hand, value)
-                total, _ = best_total(_add_card(next_hand, open_card))
-                (final_hands if total >= 17 else following)[next_hand] += orders
-        wave = following
-    totals = [best_total(_add_card(new_hand, open_card))[0] for new_hand in final_hands]
+                total, _ = compute_best_total(_add_card(next_hand, open_card))
+                (final_hands if total >= 17 else next_hands)[next_hand] += num_orders
+        open_hands = next_hands
+    totals = [compute_best_total(_add_card(new_hand, open_card))[0] for new_hand in final_hands]
     return _DealerHands(
         np.array(list(final_hands)),
         np.array(totals),
@@ -220,22 +229,24 @@ def _dealer_hands(open_card: int) -> _DealerHands:
     )
 
 
-def _dealer_totals(open_card: int, deck: Hand) -> NDArray[np.float64]:
+def _compute_dealer_totals(open_card: int, deck: Hand) -> NDArray[np.float64]:
     """Return the probability of each total of the dealer, by total."""
-    hands = _dealer_hands(open_card)
-    ways = hands.orders * _ARRANGEMENTS[np.array(deck), hands.drawn].prod(axis=1)
-    p = ways / _ARRANGEMENTS[sum(deck), hands.drawn.sum(axis=1)]
-    return np.bincount(hands.totals, weights=p, minlength=22).astype(np.float64, copy=False)
+    hands = _find_dealer_hands(open_card)
+    num_ways = hands.num_orders * _ARRANGEMENTS[np.array(deck), hands.num_drawn].prod(axis=1)
+    probability = num_ways / _ARRANGEMENTS[sum(deck), hands.num_drawn.sum(axis=1)]
+    return np.bincount(hands.totals, weights=probability, minlength=22).astype(
+        np.float64, copy=False
+    )
 
 
 def _draw_from(hand: Hand, deck: Hand) -> Iterator[tuple[float, Hand]]:
-    num_cards = sum(deck)
-    for value, number in zip(_CARD_VALUES, deck, strict=True):
-        if number:
-            yield number / num_cards, _add_card(hand, value)
+    num_deck_cards = sum(deck)
+    for value, num_cards in zip(_CARD_VALUES, deck, strict=True):
+        if num_cards:
+            yield num_cards / num_deck_cards, _add_card(hand, value)
 
 
-def _unseen(hand: Hand, open_card: int) -> Hand:
+def _count_unseen(hand: Hand, open_card: int) -> Hand:
     return _subtract(_DECK, _add_card(hand, open_card))
 
 
@@ -244,11 +255,11 @@ def _add_card(hand: Hand, value: int) -> Hand:
 
 
 def _subtract(deck: Hand, hand: Hand) -> Hand:
-    return tuple(n - num_used for n, num_used in zip(deck, hand, strict=True))
+    return tuple(num_cards - num_used for num_cards, num_used in zip(deck, hand, strict=True))
 
 
 def _average(outcomes: Iterable[tuple[float, OutcomeProbabilities]]) -> OutcomeProbabilities:
-    """Return the weighted sum. Weight missing to 1 counts as losses."""
+    """Return the weighted sum. If the weights sum to less than 1, the rest counts as losses."""
     win, draw = 0.0, 0.0
     for weight, outcome in outcomes:
         win += weight * outcome.win

@@ -22,6 +22,6 @@ _RENDERERS: dict[str, type[GameRenderer]] = {
 }
 
 
-def make_renderer(loaded: LoadedGame, player: int, style: TextStyle) -> GameRenderer:
+def make_renderer(loaded_game: LoadedGame, player: int, style: TextStyle) -> GameRenderer:
     """Return the renderer of a game."""
-    return _RENDERERS.get(loaded.short_name, GenericRenderer)(loaded, player, style)
+    return _RENDERERS.get(loaded_game.short_name, GenericRenderer)(loaded_game, player, style)

@@ -12,28 +12,30 @@ CARD_NAMES = ("A", "2", "3", "4", "5", "6", "7", "8", "9", "10", "J", "Q", "K")
 
 # Layout of OpenSpiel's observation tensor: 3 elements for the phase, 30 for the player's total
 # in unary (from 0), then 52 cards three times: open card, player's hand, dealer's known hand.
-_TOTAL = 3
-_OPEN_CARD = 33
-_HAND = 85
-_DEALER_HAND = 137
+_TOTAL_START = 3
+_OPEN_CARD_START = 33
+_HAND_START = 85
+_DEALER_HAND_START = 137
 _NUM_CARDS = 52
 _NUM_RANKS = 13
-_PLAYER_ACES = tuple(_HAND + suit * _NUM_RANKS for suit in range(4))
+_PLAYER_ACES = tuple(_HAND_START + suit * _NUM_RANKS for suit in range(4))
 _CARD_VALUES = tuple(min(card % _NUM_RANKS + 1, 10) for card in range(_NUM_CARDS))
 _UP_CARD_NAMES = tuple("A" if value == 1 else str(value) for value in _CARD_VALUES)
 
 
-def hand_and_up_card(info_state: Sequence[float]) -> tuple[int, bool, str]:
+def read_hand_and_up_card(info_state: Sequence[float]) -> tuple[int, bool, str]:
     """Return the player's total, whether it is soft, and the dealer's card, "A" or "2" to "10"."""
-    total = info_state.index(0.0, _TOTAL) - _TOTAL - 1
-    up_card = _UP_CARD_NAMES[info_state.index(1.0, _OPEN_CARD) - _OPEN_CARD]
+    total = info_state.index(0.0, _TOTAL_START) - _TOTAL_START - 1
+    up_card = _UP_CARD_NAMES[info_state.index(1.0, _OPEN_CARD_START) - _OPEN_CARD_START]
     has_ace = 1.0 in [info_state[index] for index in _PLAYER_ACES]
     # An ace counts 11 if the total is above the sum of the values with ace = 1.
-    is_soft = has_ace and total != sum(_CARD_VALUES[card] for card in _cards(info_state, _HAND))
+    is_soft = has_ace and total != sum(
+        _CARD_VALUES[card] for card in _read_cards(info_state, _HAND_START)
+    )
     return total, is_soft, up_card
 
 
-def brief_situation(total: int, is_soft: bool, up_card: str) -> str:
+def format_situation(total: int, is_soft: bool, up_card: str) -> str:
     """Return the compact text of a decision, for example "soft 18 vs A"."""
     return f"{'soft' if is_soft else 'hard'} {total} vs {up_card}"
 
@@ -52,36 +54,40 @@ class BlackjackRenderer(GameRenderer):
         "Above 21 the dealer loses; else the higher hand wins, and equal hands are a draw."
     )
 
-    def brief(self, observation: OpenSpielObservation) -> str:
+    def summarize(self, observation: OpenSpielObservation) -> str:
         """Return for example "hard 16 vs 10"; at the end "over 19 vs 22"."""
         info_state = observation.info_state
         if observation.game_phase == "terminal":
-            return f"over {_total(info_state, _HAND)} vs {_total(info_state, _DEALER_HAND)}"
-        return brief_situation(*hand_and_up_card(info_state))
+            return (
+                f"over {_compute_total(info_state, _HAND_START)} "
+                f"vs {_compute_total(info_state, _DEALER_HAND_START)}"
+            )
+        return format_situation(*read_hand_and_up_card(info_state))
 
     def describe(self, observation: OpenSpielObservation) -> str:
         """Return the player's cards and the dealer's open card; at the end, both hands."""
         info_state = observation.info_state
-        hand = _names(info_state, _HAND)
+        hand = _read_card_names(info_state, _HAND_START)
         if observation.game_phase == "terminal":
             return (
-                f"The game is over. Your hand: {hand} ({_total(info_state, _HAND)}). The dealer's "
-                f"hand: {_names(info_state, _DEALER_HAND)} ({_total(info_state, _DEALER_HAND)})."
+                f"The game is over. Your hand: {hand} ({_compute_total(info_state, _HAND_START)}). "
+                f"The dealer's hand: {_read_card_names(info_state, _DEALER_HAND_START)} "
+                f"({_compute_total(info_state, _DEALER_HAND_START)})."
             )
-        total, is_soft, up_card = hand_and_up_card(info_state)
+        total, is_soft, up_card = read_hand_and_up_card(info_state)
         kind = "soft" if is_soft else "hard"
         return f"Your hand: {hand} ({kind} {total}). The dealer shows: {up_card}. HIT or STAND?"
 
 
-def _cards(info_state: Sequence[float], start: int) -> list[int]:
+def _read_cards(info_state: Sequence[float], start: int) -> list[int]:
     return list(compress(range(_NUM_CARDS), info_state[start : start + _NUM_CARDS]))
 
 
-def _names(info_state: Sequence[float], start: int) -> str:
-    return ", ".join(CARD_NAMES[card % _NUM_RANKS] for card in _cards(info_state, start))
+def _read_card_names(info_state: Sequence[float], start: int) -> str:
+    return ", ".join(CARD_NAMES[card % _NUM_RANKS] for card in _read_cards(info_state, start))
 
 
-def _total(info_state: Sequence[float], start: int) -> int:
+def _compute_total(info_state: Sequence[float], start: int) -> int:
     values = list(compress(_CARD_VALUES, info_state[start : start + _NUM_CARDS]))
     total = sum(values)
     return total + 10 if 1 in values and total <= 11 else total

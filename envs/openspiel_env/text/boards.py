@@ -1,4 +1,4 @@
-"""Read boards from OpenSpiel's tensors, which have one plane of cells per kind of piece."""
+"""Boards in OpenSpiel's tensors, which have one plane of cells per kind of piece."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from .renderer import GameRenderer, TextStyle
 DEFAULT_NUM_COLUMNS = 5
 
 
-def ball_and_paddle(
+def read_ball_and_paddle(
     info_state: Sequence[float], num_columns: int = DEFAULT_NUM_COLUMNS
 ) -> tuple[int, int, int]:
     """Return the columns of ball and paddle, from 0, and the steps until the ball lands."""
@@ -26,23 +26,23 @@ class CatchRenderer(GameRenderer):
 
     words = ("LEFT", "STAY", "RIGHT")
 
-    def __init__(self, loaded: LoadedGame, player: int, style: TextStyle) -> None:
-        super().__init__(loaded, player, style)
-        _, self._num_columns = loaded.game.observation_tensor_shape()
+    def __init__(self, loaded_game: LoadedGame, player: int, style: TextStyle) -> None:
+        super().__init__(loaded_game, player, style)
+        _, self._num_columns = loaded_game.game.observation_tensor_shape()
         self.rules = (
             f"A ball falls in a field of {self._num_columns} columns, one row each turn. Your "
             "paddle on the bottom row moves one column LEFT or RIGHT each turn, or STAYs. You "
             "win if the paddle is under the ball when it lands."
         )
 
-    def brief(self, observation: OpenSpielObservation) -> str:
+    def summarize(self, observation: OpenSpielObservation) -> str:
         """Return for example "ball 1 up 9 paddle 3". Columns are numbered from 1."""
-        ball, paddle, num_steps = ball_and_paddle(observation.info_state, self._num_columns)
+        ball, paddle, num_steps = read_ball_and_paddle(observation.info_state, self._num_columns)
         return f"ball {ball + 1} up {num_steps} paddle {paddle + 1}"
 
     def describe(self, observation: OpenSpielObservation) -> str:
         """Return the columns of ball and paddle, and the height of the ball."""
-        ball, paddle, num_steps = ball_and_paddle(observation.info_state, self._num_columns)
+        ball, paddle, num_steps = read_ball_and_paddle(observation.info_state, self._num_columns)
         if observation.game_phase == "terminal":
             outcome = "caught" if ball == paddle else "missed"
             return f"The game is over: you {outcome} the ball."

@@ -14,19 +14,22 @@ class GenericRenderer(GameRenderer):
 
     needs_text = True
 
-    def __init__(self, loaded: LoadedGame, player: int, style: TextStyle) -> None:
-        super().__init__(loaded, player, style)
-        seat = f", as player {player} of players 0 to {loaded.num_players - 1}"
-        turn_note = " Moves count once all players have chosen." if loaded.is_turn_based else ""
+    def __init__(self, loaded_game: LoadedGame, player: int, style: TextStyle) -> None:
+        super().__init__(loaded_game, player, style)
+        seat = f", as player {player} of players 0 to {loaded_game.num_players - 1}"
+        turn_note = (
+            " Moves count once all players have chosen." if loaded_game.is_turn_based else ""
+        )
         self.rules = (
-            f"You play the game {loaded.long_name}{seat if loaded.num_players > 1 else ''}. Each "
-            f"message shows the game as you see it, then your legal moves.{turn_note}"
+            "You play the game "
+            f"{loaded_game.long_name}{seat if loaded_game.num_players > 1 else ''}. Each message "
+            f"shows the game as you see it, then your legal moves.{turn_note}"
         )
 
-    def brief(self, observation: OpenSpielObservation) -> str:
+    def summarize(self, observation: OpenSpielObservation) -> str:
         """Return OpenSpiel's string and the legal moves, or that the game is over."""
         is_over = observation.game_phase == "terminal"
-        last_line = "over" if is_over else f"moves: {' | '.join(self.answers(observation))}"
+        last_line = "over" if is_over else f"moves: {' | '.join(self.list_answers(observation))}"
         return f"{observation.metadata['view']}\n{last_line}"
 
     def describe(self, observation: OpenSpielObservation) -> str:
@@ -34,12 +37,12 @@ class GenericRenderer(GameRenderer):
         view = observation.metadata["view"]
         if observation.game_phase == "terminal":
             return f"The game is over.\n{view}"
-        return f"{view}\nYour legal moves: {' | '.join(self.answers(observation))}"
+        return f"{view}\nYour legal moves: {' | '.join(self.list_answers(observation))}"
 
-    def answers(self, observation: OpenSpielObservation) -> Sequence[str]:
+    def list_answers(self, observation: OpenSpielObservation) -> Sequence[str]:
         """Return OpenSpiel's strings for the legal moves."""
         return observation.metadata["answers"]
 
-    def vocabulary(self, observation: OpenSpielObservation) -> Sequence[str]:
+    def list_move_names(self, observation: OpenSpielObservation) -> Sequence[str]:
         """Return the legal moves. Other moves cannot be listed."""
-        return self.answers(observation)
+        return self.list_answers(observation)

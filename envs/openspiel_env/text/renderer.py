@@ -27,7 +27,7 @@ TextStyle = Literal["compact", "rules"]
 
 # Text up to the last closing tag, whose opening tag may be in the prompt; and unclosed thinking.
 _THINKING = re.compile(r"\A.*</think>|<think>.*\Z", re.DOTALL | re.IGNORECASE)
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _MAX_QUOTED_CHARS = 200
 _MAX_LISTED_ANSWERS = 20
 
@@ -42,44 +42,44 @@ class GameRenderer(ABC):
     needs_text: ClassVar[bool] = False
     """True if the renderer needs OpenSpiel's strings in the observation."""
 
-    def __init__(self, loaded: LoadedGame, player: int, style: TextStyle) -> None:
-        self.loaded = loaded
+    def __init__(self, loaded_game: LoadedGame, player: int, style: TextStyle) -> None:
+        self.loaded_game = loaded_game
         self.player = player
         self.style = style
 
     @abstractmethod
-    def brief(self, observation: OpenSpielObservation) -> str:
+    def summarize(self, observation: OpenSpielObservation) -> str:
         """Return the complete situation in as few characters as possible."""
 
     @abstractmethod
     def describe(self, observation: OpenSpielObservation) -> str:
         """Return the situation in sentences."""
 
-    def answers(self, observation: OpenSpielObservation) -> Sequence[str]:
+    def list_answers(self, observation: OpenSpielObservation) -> Sequence[str]:
         """Return the name of each legal action, in the order of `legal_actions`."""
         words = self.words
         return [words[action_id] for action_id in observation.legal_actions]
 
-    def vocabulary(self, observation: OpenSpielObservation) -> Sequence[str]:
+    def list_move_names(self, observation: OpenSpielObservation) -> Sequence[str]:
         """Return the names of all moves, including illegal ones."""
         return self.words
 
     def render(self, observation: OpenSpielObservation, *, first: bool) -> list[Message]:
-        """Return the new messages. In the rules style, the first ones include a system message."""
+        """Return the new messages, in the rules style with a system message at the start."""
         if self.style == "compact":
-            return [{"role": "user", "content": self.brief(observation)}]
+            return [{"role": "user", "content": self.summarize(observation)}]
         message: Message = {"role": "user", "content": self.describe(observation)}
         if not first:
             return [message]
-        example = self.answers(observation)[0] if observation.legal_actions else "..."
-        system = (
+        example = self.list_answers(observation)[0] if observation.legal_actions else "..."
+        system_prompt = (
             f"{self.rules}\n\nEnd with your move in tags, for example <answer>{example}</answer>."
         )
-        return [{"role": "system", "content": system}, message]
+        return [{"role": "system", "content": system_prompt}, message]
 
     def legal_answers(self, observation: OpenSpielObservation) -> list[str]:
         """Return the legal actions as text that `parse` accepts."""
-        return list(self.answers(observation))
+        return list(self.list_answers(observation))
 
     def parse(self, text: str, observation: OpenSpielObservation) -> OpenSpielAction:
         """Return the legal action that the text names.
@@ -87,7 +87,7 @@ class GameRenderer(ABC):
         Raises:
             ActionParseError: The text names no legal action, or several.
         """
-        answers = self.answers(observation)
+        answers = self.list_answers(observation)
         index = _find_name(self._extract_answer(text, observation), answers)
         if index is None:
             choices = ", ".join(answers[:_MAX_LISTED_ANSWERS])
@@ -103,29 +103,29 @@ class GameRenderer(ABC):
         response = _THINKING.sub("", text)
         if self.style == "compact":
             return response
-        tagged = _TAGGED.findall(response)
-        if tagged:
-            return tagged[-1]
-        if _find_name(response, self.answers(observation)) is not None:
+        tagged_answers = _TAGGED_ANSWER.findall(response)
+        if tagged_answers:
+            return tagged_answers[-1]
+        if _find_name(response, self.list_answers(observation)) is not None:
             return response
-        names = _find_words(response, self.vocabulary(observation))
+        names = _find_words(response, self.list_move_names(observation))
         return names.pop() if len(names) == 1 else response
 
 
 def _find_name(text: str, names: Sequence[str]) -> int | None:
-    """Return the index of a name. Case matters only if two names differ by nothing else."""
+    """Return the index of a name. Case matters only if two names differ only in case."""
     name = " ".join(text.split())
     if name in names:
         return names.index(name)
-    folded = name.casefold()
-    matches = [index for index, choice in enumerate(names) if choice.casefold() == folded]
+    folded_name = name.casefold()
+    matches = [index for index, choice in enumerate(names) if choice.casefold() == folded_name]
     return matches[0] if len(matches) == 1 else None
 
 
 def _find_words(text: str, vocabulary: Sequence[str]) -> set[str]:
     """Return the words of the vocabulary that the text contains as whole words."""
-    longest_first = sorted(vocabulary, key=len, reverse=True)
-    pattern = "|".join(re.escape(word) for word in longest_first if word)
+    sorted_words = sorted(vocabulary, key=len, reverse=True)
+    pattern = "|".join(re.escape(word) for word in sorted_words if word)
     if not pattern:
         return set()
     matches = re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", text, re.IGNORECASE)

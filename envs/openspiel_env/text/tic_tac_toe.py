@@ -8,9 +8,9 @@ from ..models import OpenSpielObservation
 from .boards import read_cells, split_rows
 from .renderer import GameRenderer
 
-SIDE = 3
+BOARD_SIZE = 3
 _PIECES = ".ox"  # the order of the tensor's planes
-_MARKS = "xo"  # by seat
+_MARKS = "xo"  # mark of each seat
 
 
 def read_board(info_state: Sequence[float]) -> str:
@@ -29,19 +29,24 @@ class TicTacToeRenderer(GameRenderer):
         "draw."
     )
 
-    def brief(self, observation: OpenSpielObservation) -> str:
+    def summarize(self, observation: OpenSpielObservation) -> str:
         """Return the rows, with "." for a free cell, and the player's mark."""
         # Spaces make every tokenizer split the cells.
-        lines = [" ".join(row) for row in split_rows(read_board(observation.info_state), SIDE)]
+        lines = [
+            " ".join(row) for row in split_rows(read_board(observation.info_state), BOARD_SIZE)
+        ]
         return "\n".join([*lines, f"you {_MARKS[self.player]}"])
 
     def describe(self, observation: OpenSpielObservation) -> str:
         """Return the board with the numbers of the free cells."""
         board = read_board(observation.info_state)
-        numbered = [
+        numbered_cells = [
             word if mark == "." else mark for mark, word in zip(board, self.words, strict=True)
         ]
-        lines = [" ".join(numbered[start : start + SIDE]) for start in range(0, len(board), SIDE)]
+        lines = [
+            " ".join(numbered_cells[start : start + BOARD_SIZE])
+            for start in range(0, len(board), BOARD_SIZE)
+        ]
         if observation.game_phase == "terminal":
             return "\n".join(["The game is over.", *lines])
         mark = _MARKS[self.player]

@@ -62,7 +62,7 @@ def open_arrow(path: Path, split: str | None, check: RowCheck) -> ArrowRows:
         ) from None
     try:
         table = (
-            _read_folder(pyarrow, _data_set_folder(path, split))
+            _read_folder(pyarrow, _find_data_set_folder(path, split))
             if path.is_dir()
             else pyarrow.parquet.read_table(path)
         )
@@ -83,13 +83,13 @@ def open_arrow(path: Path, split: str | None, check: RowCheck) -> ArrowRows:
 
 
 def _read_folder(pyarrow: Any, folder: Path) -> Any:
-    names = [entry["filename"] for entry in _read_json(folder / _STATE_FILE)["_data_files"]]
-    maps = [pyarrow.memory_map(str(folder / name)) for name in names]
-    return pyarrow.concat_tables([pyarrow.ipc.open_stream(file).read_all() for file in maps])
+    file_names = [entry["filename"] for entry in _read_json(folder / _STATE_FILE)["_data_files"]]
+    memory_maps = [pyarrow.memory_map(str(folder / name)) for name in file_names]
+    return pyarrow.concat_tables([pyarrow.ipc.open_stream(file).read_all() for file in memory_maps])
 
 
-def _data_set_folder(path: Path, split: str | None) -> Path:
-    """Return the folder of one data set: `path` itself, or its split."""
+def _find_data_set_folder(path: Path, split: str | None) -> Path:
+    """Return the folder of one data set: `path`, or the folder of a split."""
     if (path / _SPLITS_FILE).is_file():
         splits = _read_json(path / _SPLITS_FILE)["splits"]
         if split is None or split not in splits:
@@ -115,17 +115,25 @@ def _read_json(path: Path) -> Any:
 
 def _check_type(path: Path, pyarrow: Any, column: Any) -> None:
     types = pyarrow.types
-    unsupported = (
+    unsupported_checks = (
         types.is_binary,
         types.is_large_binary,
         types.is_fixed_size_binary,
         types.is_decimal,
     )
-    kind = column.type
-    while types.is_list(kind) or types.is_large_list(kind):
-        kind = kind.value_type
-    parts = [part.type for part in kind] if types.is_struct(kind) else [kind]
-    if any(is_unsupported(part) for part in parts for is_unsupported in unsupported):
+    value_type = column.type
+    while types.is_list(value_type) or types.is_large_list(value_type):
+        value_type = value_type.value_type
+    leaf_types = (
+        [leaf_type.type for leaf_type in value_type]
+        if types.is_struct(value_type)
+        else [value_type]
+    )
+    if any(
+        is_unsupported(leaf_type)
+        for leaf_type in leaf_types
+        for is_unsupported in unsupported_checks
+    ):
         raise ConfigError(
             f"path = '{path}': column '{column.name}' has the type {column.type}, which JSON does "
             "not support; write the data set without the column"

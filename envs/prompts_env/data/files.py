@@ -1,4 +1,4 @@
-"""Open the rows of a file or folder in any supported format.
+"""Opening of rows in a file or folder of any supported format.
 
 .jsonl .ndjson .csv   indexed: the rows stay in the file
 .json                 read into memory
@@ -16,7 +16,7 @@ from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError
 
 from .arrow_files import open_arrow
-from .rows import ListedRows, RowCheck, Rows, check_row, row_error, split_columns
+from .rows import ListedRows, RowCheck, Rows, check_row, make_row_error, split_columns
 from .text_files import CsvRows, JsonLinesRows
 
 _TEXT_FORMATS = {".jsonl": JsonLinesRows, ".ndjson": JsonLinesRows, ".csv": CsvRows}
@@ -27,7 +27,7 @@ def open_rows(path: Path, split: str | None, check: RowCheck) -> Rows:
     """Open a file or folder and check each row.
 
     Args:
-        split: Split of a folder with several, such as "train"; None for a folder without splits.
+        split: Name of a split, such as "train"; None for a folder without splits.
 
     Raises:
         ConfigError: There is no data set at `path`, it has no rows, or a row is invalid.
@@ -71,17 +71,17 @@ def _read_json(path: Path, check: RowCheck) -> ListedRows:
         )
     for index, row in enumerate(content):
         if not isinstance(row, dict):
-            raise row_error(path, index, f"expected an object, got {type(row).__name__}")
+            raise make_row_error(path, index, f"expected an object, got {type(row).__name__}")
         check_row(path, index, row, check)
     return ListedRows(content)
 
 
 def _read_columns(path: Path, content: JsonObject) -> list[JsonObject]:
-    scalars = sorted(name for name, values in content.items() if not isinstance(values, list))
-    if scalars:
+    scalar_names = sorted(name for name, values in content.items() if not isinstance(values, list))
+    if scalar_names:
         raise ConfigError(
             f"path = '{path}' must contain a list of objects, or an object of columns, but its "
-            f"'{scalars[0]}' is not a list"
+            f"'{scalar_names[0]}' is not a list"
         )
     try:
         return split_columns(content)

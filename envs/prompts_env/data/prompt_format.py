@@ -1,4 +1,4 @@
-"""Convert a row into the messages of a prompt."""
+"""Conversion of a row into the messages of a prompt."""
 
 from __future__ import annotations
 
@@ -37,18 +37,20 @@ class PromptFormat:
         if self.template is None:
             return (self.column,)
         try:
-            fields = [name for _, name, _, _ in string.Formatter().parse(self.template)]
+            field_names = [name for _, name, _, _ in string.Formatter().parse(self.template)]
         except ValueError as error:
             raise ConfigError(
                 f"template = {self.template!r}: {error}; write a literal brace twice"
             ) from None
-        names = [name for name in fields if name is not None]
-        invalid = [name for name in names if not name or any(sign in name for sign in ".[]")]
-        if invalid or not names:
-            got = repr(invalid[0]) if invalid else "none"
+        names = [name for name in field_names if name is not None]
+        invalid_names = [
+            name for name in names if not name or any(character in name for character in ".[]")
+        ]
+        if invalid_names or not names:
+            invalid_text = repr(invalid_names[0]) if invalid_names else "none"
             raise ConfigError(
                 f"template = {self.template!r} needs column names in braces, such as "
-                f"{{question}}, got {got}"
+                f"{{question}}, got {invalid_text}"
             )
         return tuple(dict.fromkeys(names))
 
@@ -62,7 +64,7 @@ class PromptFormat:
         for name in self.shown_columns:
             require_column(option, name, columns)
 
-    def messages(self, row: Mapping[str, Any]) -> list[Message]:
+    def make_messages(self, row: Mapping[str, Any]) -> list[Message]:
         """Return the prompt of a row.
 
         Raises:
@@ -79,7 +81,7 @@ class PromptFormat:
     def _fill_in(self, template: str, row: Mapping[str, Any]) -> str:
         for name in self.shown_columns:
             if row.get(name) is None:
-                raise ValueError(f"'{name}' must have a value, got {_quote(name, row)}")
+                raise ValueError(f"'{name}' must have a value, got {_quote_value(name, row)}")
         return template.format_map(row)
 
 
@@ -98,14 +100,14 @@ def require_column(option: str, name: str, columns: tuple[str, ...]) -> None:
 
 
 def _read_messages(column: str, row: Mapping[str, Any]) -> list[Message]:
-    value = row.get(column)
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if isinstance(value, list) and value and all(map(_is_message, value)):
-        return [{"role": item["role"], "content": item["content"]} for item in value]
+    prompt = row.get(column)
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+        return [{"role": message["role"], "content": message["content"]} for message in prompt]
     raise ValueError(
         f"'{column}' must be text or a list of messages, each with a role out of "
-        f"{', '.join(_ROLES)} and a text as content, got {_quote(column, row)}"
+        f"{', '.join(_ROLES)} and a text as content, got {_quote_value(column, row)}"
     )
 
 
@@ -117,7 +119,7 @@ def _is_message(value: object) -> bool:
     )
 
 
-def _quote(column: str, row: Mapping[str, Any]) -> str:
+def _quote_value(column: str, row: Mapping[str, Any]) -> str:
     if column not in row:
         return f"no '{column}' (the row has {', '.join(map(str, row)) or 'no columns'})"
     return f"{row[column]!r:.80}"

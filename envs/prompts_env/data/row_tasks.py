@@ -1,7 +1,7 @@
-"""Map seeds to rows.
+"""Mapping from seeds to rows.
 
     rows --split once--> train | test
-    seed below 2**31      position `seed` of train; epoch seed // n, shuffled differently in each
+    seed below 2**31      position `seed` of train, in epoch seed // n; each epoch has another order
     seed from 2**31       position `seed - 2**31` of test, in the same way
 
 The test rows depend only on the number of rows and on the seed of the split, so two servers with
@@ -47,8 +47,8 @@ class RowTasks:
         self._num_train = len(rows) - num_test_rows
         self._num_test = num_test_rows if test_rows is None else len(test_rows)
         self._seed = seed
-        self._split = Permutation(len(rows), f"prompts_env split {seed}")
-        self._is_split = test_rows is None
+        self._split_order = Permutation(len(rows), f"prompts_env split {seed}")
+        self._has_common_rows = test_rows is None
 
     @property
     def rows(self) -> Rows:
@@ -63,26 +63,30 @@ class RowTasks:
     def find(self, seed: int) -> RowTask:
         """Return the row of a seed."""
         if seed < FIRST_EVAL_SEED or not self._num_test:
-            return self._train_task(seed % FIRST_EVAL_SEED)
-        return self._test_task(seed - FIRST_EVAL_SEED)
+            return self._find_train_task(seed % FIRST_EVAL_SEED)
+        return self._find_test_task(seed - FIRST_EVAL_SEED)
 
-    def _train_task(self, position: int) -> RowTask:
-        rank = self._rank(position, self._num_train, "train")
-        return RowTask(self._rows, self._split[rank], "train")
+    def _find_train_task(self, position: int) -> RowTask:
+        shuffled_position = self._shuffle_position(position, self._num_train, "train")
+        return RowTask(self._rows, self._split_order[shuffled_position], "train")
 
-    def _test_task(self, position: int) -> RowTask:
-        rank = self._rank(position, self._num_test, "test")
-        row = self._split[self._num_train + rank] if self._is_split else rank
-        return RowTask(self._test_rows, row, "test")
+    def _find_test_task(self, position: int) -> RowTask:
+        shuffled_position = self._shuffle_position(position, self._num_test, "test")
+        row_index = (
+            self._split_order[self._num_train + shuffled_position]
+            if self._has_common_rows
+            else shuffled_position
+        )
+        return RowTask(self._test_rows, row_index, "test")
 
-    def _rank(self, position: int, size: int, split: Split) -> int:
-        """Return the element at a position that counts through all epochs."""
+    def _shuffle_position(self, position: int, size: int, split: Split) -> int:
+        """Return the shuffled position for a position that counts through all epochs."""
         epoch, index = divmod(position, size)
-        return _permutation(size, f"prompts_env {split} {self._seed} {epoch}")[index]
+        return _make_permutation(size, f"prompts_env {split} {self._seed} {epoch}")[index]
 
 
 @lru_cache(maxsize=64)
-def _permutation(size: int, key: str) -> Permutation:
+def _make_permutation(size: int, key: str) -> Permutation:
     return Permutation(size, key)
 
 

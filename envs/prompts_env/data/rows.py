@@ -59,10 +59,10 @@ def check_row(path: Path, index: int, row: JsonObject, check: RowCheck) -> None:
     try:
         check(row)
     except ValueError as error:
-        raise row_error(path, index, error) from None
+        raise make_row_error(path, index, error) from None
 
 
-def row_error(path: Path, index: int, reason: object) -> ConfigError:
+def make_row_error(path: Path, index: int, reason: object) -> ConfigError:
     """Return the error for an invalid row."""
     return ConfigError(f"path = '{path}', row {index + 1}: {reason}; fix or remove the row")
 

@@ -1,4 +1,4 @@
-"""Open a data set as its options describe it, once per process."""
+"""Opening of a data set as its options describe it, once per process."""
 
 from __future__ import annotations
 
@@ -15,38 +15,42 @@ from .row_tasks import RowTasks, count_test_rows
 from .rows import Rows
 
 
-def open_tasks(options: PromptsOptions, prompt: PromptFormat) -> RowTasks:
+def open_tasks(options: PromptsOptions, prompt_format: PromptFormat) -> RowTasks:
     """Open the tasks. Environments of one process share the rows.
 
     Raises:
         ConfigError: The data set does not exist or is invalid.
     """
-    rows = _open_shared(options.path, options.split, prompt)
+    rows = _open_shared_rows(options.path, options.split, prompt_format)
     test_rows = None
     if options.has_separate_test:
         test_path = options.test_path or options.path
-        test_rows = _open_shared(test_path, options.test_split, prompt)
+        test_rows = _open_shared_rows(test_path, options.test_split, prompt_format)
     num_test_rows = count_test_rows(options.test_size, len(rows))
     return RowTasks(rows, test_rows, num_test_rows, options.seed)
 
 
-def _open_shared(path: str, split: str | None, prompt: PromptFormat) -> Rows:
+def _open_shared_rows(path: str, split: str | None, prompt_format: PromptFormat) -> Rows:
     absolute_path = Path(path).expanduser().absolute()
-    return _open_version(absolute_path, split, prompt, _file_version(absolute_path))
+    return _open_file_version(
+        absolute_path, split, prompt_format, _read_file_version(absolute_path)
+    )
 
 
 @lru_cache(maxsize=8)
-def _open_version(path: Path, split: str | None, prompt: PromptFormat, version: object) -> Rows:
+def _open_file_version(
+    path: Path, split: str | None, prompt_format: PromptFormat, version: object
+) -> Rows:
     """Return the rows at `path`. The cache has one entry per version of the file."""
 
     def check(row: JsonObject) -> None:
-        prompt.messages(row)
+        prompt_format.make_messages(row)
 
     return open_rows(path, split, check)
 
 
-def _file_version(path: Path) -> tuple[int, ...]:
-    """Return numbers that change when the file is written again."""
+def _read_file_version(path: Path) -> tuple[int, ...]:
+    """Return the file's inode, size and time, which change when the file is written again."""
     try:
         status = os.stat(path)
     except OSError:

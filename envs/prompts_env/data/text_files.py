@@ -1,7 +1,7 @@
 """Rows of a text file that stay in the file. The index needs 8 bytes of memory per row.
 
-    at the start:  each row is read and checked, and its offset is stored
-    later:         row i is read from its offset
+    when opened:   each row is read and checked, and its offset is stored
+    when used:     row i is read from its offset
 
 The file stays open, so replacing it has no effect. If it is changed in place, reading a row fails.
 """
@@ -23,7 +23,7 @@ import orjson
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ExecutionError
 
-from .rows import RowCheck, check_row, row_error
+from .rows import RowCheck, check_row, make_row_error
 
 csv.field_size_limit(2**31 - 1)
 
@@ -33,19 +33,19 @@ class _IndexedRows(ABC):
 
     def __init__(self, path: Path, check: RowCheck) -> None:
         self._path = path
-        self._starts = array("Q")
+        self._offsets = array("Q")
         """uint64 [N + 1] offset of each row, and of the end of the last row, in bytes."""
-        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        weakref.finalize(self, os.close, self._file)
-        names: dict[str, None] = {}
+        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        weakref.finalize(self, os.close, self._descriptor)
+        column_names: dict[str, None] = {}
         with path.open("rb") as file:
-            for start, row in self._scan(file):
-                check_row(path, len(self._starts), row, check)
-                if row.keys() != names.keys():
-                    names.update(dict.fromkeys(row))
-                self._starts.append(start)
-            self._starts.append(file.tell())
-        self._columns = tuple(names)
+            for offset, row in self._scan(file):
+                check_row(path, len(self._offsets), row, check)
+                if row.keys() != column_names.keys():
+                    column_names.update(dict.fromkeys(row))
+                self._offsets.append(offset)
+            self._offsets.append(file.tell())
+        self._columns = tuple(column_names)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -53,13 +53,13 @@ class _IndexedRows(ABC):
         return self._columns
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> JsonObject:
-        start = self._starts[index]
-        piece = os.pread(self._file, self._starts[index + 1] - start, start)
+        offset = self._offsets[index]
+        row_bytes = os.pread(self._descriptor, self._offsets[index + 1] - offset, offset)
         try:
-            row = self._parse(piece)
+            row = self._parse(row_bytes)
         except ValueError as error:
             raise ExecutionError(
                 f"'{self._path}', row {index + 1} has changed since the server started: {error}; "
@@ -72,11 +72,11 @@ class _IndexedRows(ABC):
         """Yield each row and its offset. Read the whole file."""
 
     @abstractmethod
-    def _parse(self, piece: bytes) -> JsonObject:
-        """Return the row in a piece of the file.
+    def _parse(self, row_bytes: bytes) -> JsonObject:
+        """Return the row in these bytes of the file.
 
         Raises:
-            ValueError: The piece is not a row.
+            ValueError: The bytes are not a row.
         """
 
 
@@ -84,20 +84,20 @@ class JsonLinesRows(_IndexedRows):
     """Rows of a file with one JSON object per line. Empty lines are skipped."""
 
     def _scan(self, file: BinaryIO) -> Iterator[tuple[int, JsonObject]]:
-        end = index = 0
+        next_offset = index = 0
         for line_number, line in enumerate(file, start=1):
-            start, end = end, end + len(line)
+            offset, next_offset = next_offset, next_offset + len(line)
             if not line.strip():
                 continue
             try:
                 row = self._parse(line)
             except ValueError as error:
-                raise row_error(self._path, index, f"line {line_number}: {error}") from None
-            yield start, row
+                raise make_row_error(self._path, index, f"line {line_number}: {error}") from None
+            yield offset, row
             index += 1
 
-    def _parse(self, piece: bytes) -> JsonObject:
-        line = piece.split(b"\n", 1)[0]
+    def _parse(self, row_bytes: bytes) -> JsonObject:
+        line = row_bytes.split(b"\n", 1)[0]
         try:
             row = orjson.loads(line.removeprefix(b"\xef\xbb\xbf"))
         except orjson.JSONDecodeError as error:
@@ -117,23 +117,23 @@ class CsvRows(_IndexedRows):
         try:
             self._header = next(records, [])
             self._check_header()
-            start = lines.num_bytes
+            offset = lines.num_bytes
             for record in records:
                 if record:
-                    yield start, self._row(record)
+                    yield offset, self._make_row(record)
                     index += 1
-                start = lines.num_bytes
+                offset = lines.num_bytes
         except (csv.Error, ValueError) as error:
             reason = f"line {records.line_num}: {error}"
-            raise row_error(self._path, index, reason) from None
+            raise make_row_error(self._path, index, reason) from None
 
-    def _parse(self, piece: bytes) -> JsonObject:
-        for record in csv.reader(io.StringIO(piece.decode("utf-8"), newline=""), strict=True):
+    def _parse(self, row_bytes: bytes) -> JsonObject:
+        for record in csv.reader(io.StringIO(row_bytes.decode("utf-8"), newline=""), strict=True):
             if record:
-                return self._row(record)
+                return self._make_row(record)
         raise ValueError("expected a record, got none")
 
-    def _row(self, record: list[str]) -> JsonObject:
+    def _make_row(self, record: list[str]) -> JsonObject:
         if len(record) != len(self._header):
             raise ValueError(
                 f"expected {len(self._header)} values, one per column of the header, got "

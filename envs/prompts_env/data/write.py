@@ -1,4 +1,4 @@
-"""Write rows to a file that `prompts_env` can read."""
+"""Writing of rows to a file that `prompts_env` can read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ludus.proto.errors import ConfigError
 
 from .rows import split_columns
 
-_LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+_JSON_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]] | Mapping[str, Any], path: str | Path) -> Path:
     """Write rows to a .jsonl file, atomically, and return its path.
 
     Args:
-        rows: Mappings, such as a list of dictionaries or a Hugging Face `Dataset`; or columns of
+        rows: Mappings, such as a list of dictionaries or a Hugging Face `Dataset`. Or columns of
             equal length by name, {"prompt": [...]}. NaN means a missing value.
 
     Raises:
@@ -37,13 +37,13 @@ def write_rows(rows: Iterable[Mapping[str, Any]] | Mapping[str, Any], path: str 
         except ValueError as error:
             raise ConfigError(str(error)) from None
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary_path = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    descriptor, temporary_path = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
-            number = 0
-            for number, row in enumerate(rows, start=1):
-                file.write(_line(row, number))
-        if not number:
+        with os.fdopen(descriptor, "wb") as file:
+            row_number = 0
+            for row_number, row in enumerate(rows, start=1):
+                file.write(_encode_row(row, row_number))
+        if not row_number:
             raise ConfigError(f"'{path}' needs at least one row")
         os.chmod(temporary_path, 0o644)
         os.replace(temporary_path, path)
@@ -53,10 +53,10 @@ def write_rows(rows: Iterable[Mapping[str, Any]] | Mapping[str, Any], path: str 
     return path
 
 
-def _line(row: Mapping[str, Any], number: int) -> bytes:
+def _encode_row(row: Mapping[str, Any], row_number: int) -> bytes:
     if not isinstance(row, Mapping):
-        raise ConfigError(f"row {number} must be an object, got {type(row).__name__}")
+        raise ConfigError(f"row {row_number} must be an object, got {type(row).__name__}")
     try:
-        return orjson.dumps(replace_nan(row), option=_LINE)
+        return orjson.dumps(replace_nan(row), option=_JSON_OPTIONS)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"row {number} cannot be written as JSON: {error}") from None
+        raise ConfigError(f"row {row_number} cannot be written as JSON: {error}") from None

@@ -44,21 +44,21 @@ class PromptsEnvironment(Environment[PromptsAction, PromptsObservation, PromptsS
 
     def __init__(self, **options: Any) -> None:
         self._options = PromptsOptions.parse(options)
-        self._format = PromptFormat(
+        self._prompt_format = PromptFormat(
             self._options.prompt, self._options.template, self._options.system_prompt
         )
-        self._tasks: RowTasks = open_tasks(self._options, self._format)
+        self._tasks: RowTasks = open_tasks(self._options, self._prompt_format)
         columns = self._tasks.rows.columns
-        self._format.check_columns(columns)
+        self._prompt_format.check_columns(columns)
         if self._options.answer is not None:
             require_column("answer", self._options.answer, columns)
         if isinstance(self._options.example_answers, str):
             require_column("example_answers", self._options.example_answers, columns)
         self._row: JsonObject = {}
-        self._is_open = False
+        self._awaits_response = False
         """True while the prompt waits for a response."""
         self._state = PromptsState()
-        self.text_renderer = PromptsRenderer(self._example_answers)
+        self.text_renderer = PromptsRenderer(self._list_example_answers)
 
     @property
     def options(self) -> JsonObject:
@@ -70,7 +70,7 @@ class PromptsEnvironment(Environment[PromptsAction, PromptsObservation, PromptsS
         """The numbers of training and test rows, and their columns."""
         return self._tasks.task_set
 
-    def reset(  # type: ignore[override]  # lists its options, so that unknown ones are refused
+    def reset(  # type: ignore[override]  # names its options, so that others are refused
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[PromptsObservation]:
         """Return the prompt of the seed's row. Without a seed, the row is a random training row."""
@@ -79,8 +79,10 @@ class PromptsEnvironment(Environment[PromptsAction, PromptsObservation, PromptsS
         )
         self._row = task.rows[task.row]
         self._state = PromptsState(episode_id=episode_id, split=task.split, row=task.row)
-        self._is_open = True
-        return Transition(_observe(self._format.messages(self._row)), info=self._row)
+        self._awaits_response = True
+        return Transition(
+            _make_observation(self._prompt_format.make_messages(self._row)), info=self._row
+        )
 
     def step(self, action: PromptsAction) -> Transition[PromptsObservation]:
         """Grade the response. The episode ends unless the response is wrong and turns remain.
@@ -88,7 +90,7 @@ class PromptsEnvironment(Environment[PromptsAction, PromptsObservation, PromptsS
         Raises:
             EpisodeStateError: There is no episode, or it is over.
         """
-        if not self._is_open:
+        if not self._awaits_response:
             raise EpisodeStateError(
                 "there is no prompt to respond to; call reset",
                 ErrorCode.EPISODE_OVER if self._state.step_count else ErrorCode.NOT_RESET,
@@ -96,10 +98,12 @@ class PromptsEnvironment(Environment[PromptsAction, PromptsObservation, PromptsS
         self._state.step_count += 1
         is_right = self._grade(action.text)
         if is_right is False and self._state.step_count < self._options.max_turns:
-            return Transition(_observe_text(self._options.retry_prompt), 0.0, info=self._row)
-        self._is_open = False
+            return Transition(
+                _make_text_observation(self._options.retry_prompt), 0.0, info=self._row
+            )
+        self._awaits_response = False
         return Transition(
-            _observe_text("over"),
+            _make_text_observation("over"),
             float(is_right or 0.0),
             terminated=True,
             info=self._row,
@@ -121,36 +125,36 @@ class PromptsEnvironment(Environment[PromptsAction, PromptsObservation, PromptsS
             if not matches:
                 return False
             text = matches[-1]
-        return text.strip() == _as_text(self._row[self._options.answer])
+        return text.strip() == _format_value(self._row[self._options.answer])
 
-    def _example_answers(self) -> list[str]:
-        if not self._is_open:
+    def _list_example_answers(self) -> list[str]:
+        if not self._awaits_response:
             return []
         examples = self._options.example_answers
         if isinstance(examples, tuple):
             return list(examples)
         if isinstance(examples, str):
-            value = self._row[examples]
-            values = value if isinstance(value, list) else [value]
-            return [_as_text(example) for example in values]
+            column_value = self._row[examples]
+            example_values = column_value if isinstance(column_value, list) else [column_value]
+            return [_format_value(example) for example in example_values]
         answer = self._options.answer
-        return [] if answer is None else _first_answers(self._tasks.rows, answer)
+        return [] if answer is None else _list_first_answers(self._tasks.rows, answer)
 
 
-def _observe(messages: Sequence[Message]) -> PromptsObservation:
+def _make_observation(messages: Sequence[Message]) -> PromptsObservation:
     return PromptsObservation(messages=[PromptMessage(**message) for message in messages])
 
 
-def _observe_text(text: str) -> PromptsObservation:
-    return _observe([{"role": "user", "content": text}])
+def _make_text_observation(text: str) -> PromptsObservation:
+    return _make_observation([{"role": "user", "content": text}])
 
 
-def _as_text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return value.strip() if isinstance(value, str) else str(value)
 
 
-def _first_answers(rows: Rows, column: str) -> list[str]:
+def _list_first_answers(rows: Rows, column: str) -> list[str]:
     """Return distinct answers from the first rows of a data set."""
     num_rows = min(len(rows), _NUM_ROWS_FOR_EXAMPLES)
-    answers = (_as_text(rows[row][column]) for row in range(num_rows))
+    answers = (_format_value(rows[row][column]) for row in range(num_rows))
     return list(dict.fromkeys(answers))[:_MAX_EXAMPLES]

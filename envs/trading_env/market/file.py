@@ -20,7 +20,7 @@ from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 
 from .prices import Prices
 
-_DATE, _CLOSE = "date", "close"
+_DATE_COLUMN, _CLOSE_COLUMN = "date", "close"
 
 PriceRow = Mapping[str, Any]
 
@@ -40,21 +40,24 @@ def read_prices(path: str, columns: tuple[str, ...], asset_column: str) -> Price
     rows = _read_rows(Path(path))
     if not rows:
         raise ConfigError(f"{path} has no rows of prices")
-    names = {name.casefold(): name for name in rows[0]}
-    date = names.get(_DATE, "")
-    price_columns = columns or _default_columns(names)
+    name_by_folded_name = {name.casefold(): name for name in rows[0]}
+    date_column = name_by_folded_name.get(_DATE_COLUMN, "")
+    price_columns = columns or _find_default_columns(name_by_folded_name)
     for name in (*price_columns, *filter(None, [asset_column])):
         if name not in rows[0]:
             hint = did_you_mean(name, list(rows[0])) or f"it has {', '.join(rows[0])}"
             raise NotFoundError(f"{path} has no column {name!r}; {hint}")
     if asset_column:
-        rows, price_columns = _pivot(path, rows, date, asset_column, price_columns)
+        rows, price_columns = _pivot_rows(path, rows, date_column, asset_column, price_columns)
     prices = [
-        tuple(_price(path, number, name, row.get(name)) for name in price_columns)
-        for number, row in enumerate(rows, 1)
+        tuple(_read_price(path, row_number, name, row.get(name)) for name in price_columns)
+        for row_number, row in enumerate(rows, 1)
     ]
-    dates = [str(row[date]) if date else str(number) for number, row in enumerate(rows, 1)]
-    if date and any(later < earlier for earlier, later in itertools.pairwise(dates)):
+    dates = [
+        str(row[date_column]) if date_column else str(row_number)
+        for row_number, row in enumerate(rows, 1)
+    ]
+    if date_column and any(later < earlier for earlier, later in itertools.pairwise(dates)):
         raise ConfigError(
             f"the rows of {path} are not in the order of their dates; sort them, with dates like"
             " 2024-01-31"
@@ -75,39 +78,46 @@ def _read_rows(path: Path) -> Sequence[PriceRow]:
         return list(csv.DictReader(file))
 
 
-def _default_columns(names: Mapping[str, str]) -> tuple[str, ...]:
-    if _CLOSE in names:
-        return (names[_CLOSE],)
-    return tuple(name for folded, name in names.items() if folded != _DATE)
+def _find_default_columns(name_by_folded_name: Mapping[str, str]) -> tuple[str, ...]:
+    if _CLOSE_COLUMN in name_by_folded_name:
+        return (name_by_folded_name[_CLOSE_COLUMN],)
+    return tuple(
+        name for folded_name, name in name_by_folded_name.items() if folded_name != _DATE_COLUMN
+    )
 
 
-def _pivot(
-    path: str, rows: Sequence[PriceRow], date: str, asset_column: str, price_columns: Sequence[str]
+def _pivot_rows(
+    path: str,
+    rows: Sequence[PriceRow],
+    date_column: str,
+    asset_column: str,
+    price_columns: Sequence[str],
 ) -> tuple[list[PriceRow], tuple[str, ...]]:
     """Return one row per date with a column per asset, and the assets."""
-    if not date or len(price_columns) != 1:
+    if not date_column or len(price_columns) != 1:
         raise ConfigError(
             f"{path} needs a column 'date' and one price column in addition to {asset_column!r},"
             f" got the price columns {', '.join(price_columns) or 'none'}; name one in `columns`"
         )
-    by_date: dict[Any, dict[str, Any]] = {}
+    row_by_date: dict[Any, dict[str, Any]] = {}
     for row in rows:
-        by_date.setdefault(row[date], {date: row[date]})[str(row[asset_column])] = row[
-            price_columns[0]
-        ]
+        row_by_date.setdefault(row[date_column], {date_column: row[date_column]})[
+            str(row[asset_column])
+        ] = row[price_columns[0]]
     assets = tuple(sorted({str(row[asset_column]) for row in rows}))
     # Dates without a price for every asset are left out.
-    complete = [row for row in by_date.values() if len(row) == len(assets) + 1]
-    return list(complete), assets
+    complete_rows = [row for row in row_by_date.values() if len(row) == len(assets) + 1]
+    return list(complete_rows), assets
 
 
-def _price(path: str, number: int, name: str, value: Any) -> float:
+def _read_price(path: str, row_number: int, column: str, value: Any) -> float:
     try:
         price = float(value)
     except (TypeError, ValueError):
         price = math.nan
     if not (math.isfinite(price) and price > 0):
         raise ConfigError(
-            f"a price in {path} must be above 0, got {value!r} in row {number}, column {name!r}"
+            f"a price in {path} must be above 0, got {value!r} in row {row_number}, column "
+            f"{column!r}"
         )
     return price

@@ -14,7 +14,7 @@ class Prices:
     rows: tuple[tuple[float, ...], ...]
     """[dates, assets]; every price is above 0."""
 
-    def window(self, start: int, num_rows: int) -> Prices:
+    def take_window(self, start: int, num_rows: int) -> Prices:
         """Return `num_rows` rows from row `start`."""
         stop = start + num_rows
         return Prices(self.assets, self.dates[start:stop], self.rows[start:stop])

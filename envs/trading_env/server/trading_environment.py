@@ -25,7 +25,7 @@ _TOLERANCE = 1e-9
 
 
 class TradingEnvironment(Environment[TradingAction, TradingObservation, TradingState]):
-    """A market where orders for whole shares are filled at the last price.
+    """A market in which orders for whole shares are filled at the last price.
 
     The reward of a step is the log return ln(V' / V) of the portfolio: V is its value before the
     orders and V' its value at the next price. The return of an episode is ln(V_end / V_start). The
@@ -49,14 +49,14 @@ class TradingEnvironment(Environment[TradingAction, TradingObservation, TradingS
 
     def __init__(self, **options: Any) -> None:
         self._options = TradingOptions.parse(options)
-        self._recorded: Prices | None = None
+        self._recorded_prices: Prices | None = None
         self._windows: Windows | None = None
         if self._options.path:
-            self._recorded = read_prices(
+            self._recorded_prices = read_prices(
                 self._options.path, self._options.columns, self._options.asset_column
             )
             self._windows = Windows(
-                len(self._recorded.rows), self._num_rows, self._options.test_share
+                len(self._recorded_prices.rows), self._num_rows, self._options.test_share
             )
         self._prices = Prices((), (), ())
         self._portfolio = Portfolio(self._options.cash, ())
@@ -81,19 +81,19 @@ class TradingEnvironment(Environment[TradingAction, TradingObservation, TradingS
         """The state of the current episode."""
         return self._state
 
-    def reset(  # type: ignore[override]  # lists its options, so that unknown ones are refused
+    def reset(  # type: ignore[override]  # names its options, so that others are refused
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[TradingObservation]:
         """Start an episode in the market of the seed, with cash and no shares."""
         self._prices = self._draw_prices(secrets.randbits(31) if seed is None else seed)
         cash = self._options.cash
         self._portfolio = Portfolio(cash, (0,) * len(self._prices.assets))
-        buy_and_hold = buy_equally(cash, self._prices_after(0), self._options.cost)
+        buy_and_hold = buy_equally(cash, self._find_fill_prices(0), self._options.cost)
         self._state = TradingState(
             episode_id=episode_id,
             market=self._market_name,
             value=cash,
-            hold_value=buy_and_hold.value(self._prices_after(self._options.num_steps)),
+            hold_value=buy_and_hold.compute_value(self._find_fill_prices(self._options.num_steps)),
         )
         self._is_playing = True
         return Transition(self._observe())
@@ -111,9 +111,11 @@ class TradingEnvironment(Environment[TradingAction, TradingObservation, TradingS
                 ErrorCode.EPISODE_OVER if self._state.step_count else ErrorCode.NOT_RESET,
             )
         old_value = self._state.value
-        self._portfolio = self._fill(action)
+        self._portfolio = self._fill_orders(action)
         self._state.step_count += 1
-        self._state.value = self._portfolio.value(self._prices_after(self._state.step_count))
+        self._state.value = self._portfolio.compute_value(
+            self._find_fill_prices(self._state.step_count)
+        )
         self._is_playing = self._state.step_count < self._options.num_steps
         reward = math.log(self._state.value / old_value)
         if self._is_playing:
@@ -127,16 +129,18 @@ class TradingEnvironment(Environment[TradingAction, TradingObservation, TradingS
 
     @property
     def _num_rows(self) -> int:
-        """Rows of an episode: those of the first observation, and one per decision."""
+        """Number of price rows in an episode: the first observation, and one row per decision."""
         return self._options.window + self._options.num_steps
 
     def _draw_prices(self, seed: int) -> Prices:
-        if self._recorded is not None and self._windows is not None:
-            return self._recorded.window(self._windows.start_row(seed), self._num_rows)
+        if self._recorded_prices is not None and self._windows is not None:
+            return self._recorded_prices.take_window(
+                self._windows.find_start_row(seed), self._num_rows
+            )
         options = self._options
         return simulate(
             options.market,
-            # The text keeps these numbers apart from those of a player with random.Random(seed).
+            # The text separates these numbers from those of a player with random.Random(seed).
             random.Random(f"trading_env {seed}"),
             self._num_rows,
             options.num_assets,
@@ -145,18 +149,20 @@ class TradingEnvironment(Environment[TradingAction, TradingObservation, TradingS
             pull=options.pull,
         )
 
-    def _prices_after(self, num_steps: int) -> tuple[float, ...]:
+    def _find_fill_prices(self, num_steps: int) -> tuple[float, ...]:
         """Return the prices at which orders are filled after `num_steps` decisions."""
         return self._prices.rows[self._options.window - 1 + num_steps]
 
-    def _fill(self, action: TradingAction) -> Portfolio:
+    def _fill_orders(self, action: TradingAction) -> Portfolio:
         assets = self._prices.assets
-        names = sorted(set(action.orders) - set(assets))
-        if names:
-            raise IllegalActionError(f"there is no asset {names[0]!r}; order {', '.join(assets)}")
-        orders = {assets.index(name): number for name, number in action.orders.items()}
+        unknown_assets = sorted(set(action.orders) - set(assets))
+        if unknown_assets:
+            raise IllegalActionError(
+                f"there is no asset {unknown_assets[0]!r}; order {', '.join(assets)}"
+            )
+        orders = {assets.index(name): num_shares for name, num_shares in action.orders.items()}
         try:
-            prices = self._prices_after(self._state.step_count)
+            prices = self._find_fill_prices(self._state.step_count)
             return self._portfolio.fill(orders, prices, self._options.cost)
         except (ValueError, OverflowError) as error:
             raise IllegalActionError(
@@ -165,11 +171,11 @@ class TradingEnvironment(Environment[TradingAction, TradingObservation, TradingS
 
     def _observe(self) -> TradingObservation:
         step, window = self._state.step_count, self._options.window
-        visible = self._prices.window(step, window)
+        visible_prices = self._prices.take_window(step, window)
         return TradingObservation(
-            assets=list(visible.assets),
-            prices=[list(row) for row in visible.rows],
-            date=visible.dates[-1],
+            assets=list(visible_prices.assets),
+            prices=[list(row) for row in visible_prices.rows],
+            date=visible_prices.dates[-1],
             cash=self._portfolio.cash,
             shares=list(self._portfolio.shares),
             value=self._state.value,

@@ -17,26 +17,26 @@ class Windows:
 
     Args:
         num_rows: Number of rows in the file.
-        length: Rows per window.
+        num_window_rows: Number of rows per window.
         test_share: Share of the rows, at the end of the file, that form the test part.
 
     Raises:
         ConfigError: The training or the test part is shorter than one window.
     """
 
-    def __init__(self, num_rows: int, length: int, test_share: float) -> None:
+    def __init__(self, num_rows: int, num_window_rows: int, test_share: float) -> None:
         self._num_train_rows = num_rows - round(num_rows * test_share)
-        self.num_train = self._num_train_rows - length + 1
+        self.num_train = self._num_train_rows - num_window_rows + 1
         num_test_rows = num_rows - self._num_train_rows
-        self.num_test = num_test_rows - length + 1 if num_test_rows else 0
+        self.num_test = num_test_rows - num_window_rows + 1 if num_test_rows else 0
         if self.num_train < 1 or (num_test_rows and self.num_test < 1):
             raise ConfigError(
-                f"an episode needs {length} rows of prices, but the file has"
+                f"an episode needs {num_window_rows} rows of prices, but the file has"
                 f" {self._num_train_rows} for training and {num_test_rows} for the test; lower"
                 " num_steps, window or test_share"
             )
 
-    def start_row(self, seed: int) -> int:
+    def find_start_row(self, seed: int) -> int:
         """Return the first row of the seed's window. Consecutive seeds use every window once."""
         if seed < FIRST_EVAL_SEED or not self.num_test:
             return _spread(seed, self.num_train)

@@ -44,9 +44,9 @@ class UnoEnvironment(Environment[UnoAction, UnoObservation, UnoState]):
         self._options = UnoOptions.parse(options)
         self._opponent = OPPONENTS[self._options.opponent]
         self._game: UnoGame | None = None
-        self._rng = random.Random(0)
+        self._opponent_rng = random.Random(0)
         self._events: list[str] = []
-        self._state = self._new_state(None)
+        self._state = self._make_state(None)
         self.text_renderer = UnoRenderer(self._options.text_style)
 
     @property
@@ -59,17 +59,17 @@ class UnoEnvironment(Environment[UnoAction, UnoObservation, UnoState]):
         """The state of the current episode."""
         return self._state
 
-    def reset(  # type: ignore[override]  # lists its options, so that unknown ones are refused
+    def reset(  # type: ignore[override]  # names its options, so that others are refused
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[UnoObservation]:
         """Deal the cards and return the player's first observation."""
         seed = secrets.randbits(63) if seed is None else seed
-        # The texts keep these numbers apart from those of a player with random.Random(seed).
+        # The texts separate these numbers from those of a player with random.Random(seed).
         cards_rng = random.Random(f"uno_env cards {seed}")
         self._game = UnoGame(self._options.num_players, cards_rng)
-        self._rng = random.Random(f"uno_env opponents {seed}")
+        self._opponent_rng = random.Random(f"uno_env opponents {seed}")
         self._events = []
-        self._state = self._new_state(episode_id)
+        self._state = self._make_state(episode_id)
         return Transition(self._observe(self._game, _PLAYER))
 
     def step(self, action: UnoAction) -> Transition[UnoObservation]:
@@ -85,13 +85,13 @@ class UnoEnvironment(Environment[UnoAction, UnoObservation, UnoState]):
                 "a move needs a running episode; call reset",
                 ErrorCode.EPISODE_OVER if self._state.step_count else ErrorCode.NOT_RESET,
             )
-        legal_moves = game.legal_moves()
+        legal_moves = game.list_legal_moves()
         if action.move not in legal_moves:
             raise IllegalActionError(
                 f"expected one of {', '.join(legal_moves)}; got {action.move[:80]!r}; the game is"
                 " unchanged"
             )
-        self._events = [f"player {_PLAYER} {game.move(action.move)}"]
+        self._events = [f"player {_PLAYER} {game.make_move(action.move)}"]
         self._play_opponents(game)
         self._state.step_count += 1
         self._state.winner = game.winner
@@ -112,27 +112,27 @@ class UnoEnvironment(Environment[UnoAction, UnoObservation, UnoState]):
         )
 
     def _play_opponents(self, game: UnoGame) -> None:
-        while game.winner is None and game.turn != _PLAYER:
-            seat = game.turn
-            move = self._opponent(self._observe(game, seat), self._rng)
-            self._events.append(f"player {seat} {game.move(move)}")
+        while game.winner is None and game.current_seat != _PLAYER:
+            seat = game.current_seat
+            move = self._opponent(self._observe(game, seat), self._opponent_rng)
+            self._events.append(f"player {seat} {game.make_move(move)}")
 
     def _observe(self, game: UnoGame, seat: int) -> UnoObservation:
         """Return the observation of a seat. Only the player's seat gets the events."""
         num_players = self._options.num_players
         other_seats = [(seat + offset) % num_players for offset in range(1, num_players)]
-        has_turn = game.turn == seat
+        has_turn = game.current_seat == seat
         return UnoObservation(
             hand=sort_cards(game.hands[seat]),
             top=game.top,
             colour=game.color,
             others=[len(game.hands[other_seat]) for other_seat in other_seats],
-            legal_actions=game.legal_moves() if has_turn else [],
-            has_drawn=has_turn and game.drawn is not None,
+            legal_actions=game.list_legal_moves() if has_turn else [],
+            has_drawn=has_turn and game.drawn_card is not None,
             events=list(self._events) if seat == _PLAYER else [],
         )
 
-    def _new_state(self, episode_id: str | None) -> UnoState:
+    def _make_state(self, episode_id: str | None) -> UnoState:
         return UnoState(
             episode_id=episode_id,
             num_players=self._options.num_players,
