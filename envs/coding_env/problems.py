@@ -134,12 +134,12 @@ _LONG_KINDS = (
 _ONE_LINE_KINDS = tuple(
     ProblemKind(
         name,
-        f"the {result} of n, a whole number, and $k",
+        f"the {operation} of n, a whole number, and $k",
         f"def solve(n):\n    return n {sign} $k\n",
         {"k": (1, 9)},
         _draw_count,
     )
-    for name, result, sign in (
+    for name, operation, sign in (
         ("add", "sum", "+"),
         ("subtract", "difference", "-"),
         ("multiply", "product", "*"),

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from ludus.env.messages.status import STATUSES_BY_CODE
-from ludus.proto.errors import ErrorCode, error_from_wire
+from ludus.env.messages.status import STATUS_OF_CODE
+from ludus.proto.errors import ErrorCode, make_wire_error
 
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 ROW = re.compile(r"^\| `([A-Z_]+)` \| (.+) \| (\d+) \| `([A-Z_]+)` \| (.+) \| (yes|no|none) \|$")
@@ -37,4 +37,4 @@ def test_only_errors_that_end_a_session_are_said_to_end_it() -> None:
     ending = {code for code, row in rows().items() if row[-1] == "no"}
     assert ending == {"SESSION_ERROR", "SESSION_LOST", "TIMEOUT", "REPLAY_MISMATCH"}
     for code in ErrorCode:
-        assert error_from_wire(code, "said").code is code
+        assert make_wire_error(code, "said").code is code

@@ -6,27 +6,27 @@ import pickle
 
 import pytest
 
-from ludus.proto.errors import ErrorCode, ExecutionError, SessionLostError, error_from_wire
+from ludus.proto.errors import ErrorCode, ExecutionError, SessionLostError, make_wire_error
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_code_and_message_survive_the_wire(code: ErrorCode) -> None:
-    error = error_from_wire(code.value, "why")
+    error = make_wire_error(code.value, "why")
     assert (error.code, error.message) == (code, "why")
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_error_survives_pickling(code: ErrorCode) -> None:
-    error = error_from_wire(code.value, "why")
+    error = make_wire_error(code.value, "why")
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), copy.code, str(copy)) == (type(error), code, "why")
 
 
 def test_unknown_code_becomes_an_execution_error() -> None:
-    error = error_from_wire("TEAPOT", "short and stout")
+    error = make_wire_error("TEAPOT", "short and stout")
     assert isinstance(error, ExecutionError)
     assert "TEAPOT" in str(error)
 
 
 def test_openenv_session_error_means_a_lost_session() -> None:
-    assert isinstance(error_from_wire("SESSION_ERROR", "gone"), SessionLostError)
+    assert isinstance(make_wire_error("SESSION_ERROR", "gone"), SessionLostError)

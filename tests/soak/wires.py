@@ -19,7 +19,7 @@ from ludus.proto.errors import (
     ErrorCode,
     SessionLostError,
     UnavailableError,
-    error_from_wire,
+    make_wire_error,
 )
 
 RECONNECT_S = 60.0
@@ -211,7 +211,7 @@ def _read_error(response: httpx.Response) -> EnvError:
         detail = response.json().get("detail")
     if not isinstance(detail, dict) or "code" not in detail:
         return EnvError(f"HTTP {response.status_code}: {response.text[:500]}")
-    return error_from_wire(detail["code"], detail.get("message", ""))
+    return make_wire_error(detail["code"], detail.get("message", ""))
 
 
 def make_door(wire: str, address: str, token: str) -> Door:

@@ -58,7 +58,7 @@ def solve_perfect_information(game: pyspiel.Game, agent: int) -> dict[str, GameV
                 ]
                 agent_chooses = is_optimal and state.current_player() == agent
                 values_by_state[state_key] = (
-                    max(result for _, result in values)
+                    max(game_value for _, game_value in values)
                     if agent_chooses
                     else _compute_mean(iter(values))
                 )

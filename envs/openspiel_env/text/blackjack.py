@@ -75,8 +75,10 @@ class BlackjackRenderer(GameRenderer):
                 f"({_compute_total(info_state, _DEALER_HAND_START)})."
             )
         total, is_soft, up_card = read_hand_and_up_card(info_state)
-        kind = "soft" if is_soft else "hard"
-        return f"Your hand: {hand} ({kind} {total}). The dealer shows: {up_card}. HIT or STAND?"
+        hand_kind = "soft" if is_soft else "hard"
+        return (
+            f"Your hand: {hand} ({hand_kind} {total}). The dealer shows: {up_card}. HIT or STAND?"
+        )
 
 
 def _read_cards(info_state: Sequence[float], start: int) -> list[int]:

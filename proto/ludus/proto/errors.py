@@ -310,7 +310,7 @@ _ERROR_CLASS_BY_CODE: dict[ErrorCode, type[EnvError]] = {
 }
 
 
-def error_from_wire(code: str, message: str, retry_after_s: float = 0.0) -> EnvError:
+def make_wire_error(code: str, message: str, retry_after_s: float = 0.0) -> EnvError:
     """Return the exception for an error code. An unknown code becomes an ExecutionError."""
     try:
         error_code = ErrorCode(code)
@@ -319,7 +319,7 @@ def error_from_wire(code: str, message: str, retry_after_s: float = 0.0) -> EnvE
     return _ERROR_CLASS_BY_CODE[error_code](message, error_code, retry_after_s)
 
 
-def error_message(error: BaseException) -> str:
+def read_error_message(error: BaseException) -> str:
     """Return an exception's message in a form that all wires can transmit."""
     try:
         return _make_sendable(str(error))
@@ -335,7 +335,7 @@ def wrap_exception(
     suffix: str = "",
 ) -> ExecutionError:
     """Return an ExecutionError for an exception of third-party code."""
-    message = f"{prefix}{type(error).__name__}: {error_message(error)}{suffix}"
+    message = f"{prefix}{type(error).__name__}: {read_error_message(error)}{suffix}"
     wrapped_error = ExecutionError(message, code)
     wrapped_error.__cause__ = error
     return wrapped_error

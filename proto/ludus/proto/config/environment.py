@@ -62,8 +62,8 @@ RewardTermConfig = Annotated[
 ]
 
 
-def reward_term_name(term: RewardTerm | RewardModelTerm) -> str:
-    """Return the name of a reward term in metrics."""
+def make_reward_term_name(term: RewardTerm | RewardModelTerm) -> str:
+    """Return the name of a reward term in metrics; the default comes from its function or path."""
     if isinstance(term, RewardModelTerm):
         return term.name or term.path.rstrip("/").rpartition("/")[2]
     return term.name or (term.function or "environment").rpartition(":")[2]
@@ -152,7 +152,7 @@ class _Environment(Section):
             raise ValueError(
                 "rewards needs at least one term; [{}] is the return of the environment"
             )
-        names = [reward_term_name(term) for term in self.rewards]
+        names = [make_reward_term_name(term) for term in self.rewards]
         repeated_names = sorted({name for name in names if names.count(name) > 1})
         if repeated_names:
             raise ValueError(
@@ -285,13 +285,13 @@ class Curriculum(Section):
     """Factor that multiplies the weights of all open environments except the hardest."""
 
 
-def environment_name(section: dict[str, Any]) -> str:
+def make_environment_name(section: dict[str, Any]) -> str:
     """Return the default name of a single environment, from its game, package or address."""
     options = section.get("options")
     game = options.get("game") if isinstance(options, dict) else None
     game_or_package = game or section.get("package")
     if game_or_package is None and "address" in section:
-        raw_name = _address_name(str(section["address"]))
+        raw_name = _make_address_name(str(section["address"]))
     else:
         raw_name = (
             str(game_or_package or "openspiel_env")
@@ -303,7 +303,7 @@ def environment_name(section: dict[str, Any]) -> str:
     return (name.removesuffix("_env") or "environment")[:47]
 
 
-def _address_name(address: str) -> str:
+def _make_address_name(address: str) -> str:
     """Return the last segment of a URL's path, or the host if there is no path.
 
     The host has its port if it is an IP address.

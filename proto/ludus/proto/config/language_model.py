@@ -13,7 +13,7 @@ from ludus.proto.config.environment import (
     EnvironmentName,
     LocalEnvironment,
     RemoteEnvironment,
-    environment_name,
+    make_environment_name,
 )
 from ludus.proto.config.section import (
     MAX_VLLM_TEMPERATURE,
@@ -291,6 +291,6 @@ class LanguageModelRun(TrainingRun):
         A single environment with its default name is written as section `environment`.
         """
         is_single = len(self.environments) == 1
-        if is_single and name == environment_name(self.environments[name].model_dump()):
+        if is_single and name == make_environment_name(self.environments[name].model_dump()):
             return "environment"
         return f"environments.{name}"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import StringConstraints, field_validator, model_validator
 
-from ludus.proto.config.environment import environment_name
+from ludus.proto.config.environment import make_environment_name
 from ludus.proto.config.section import (
     MIN_TEMPERATURE,
     RUN_NAME_PATTERN,
@@ -150,4 +150,4 @@ class TrainingRun(Section):
             )
         other_fields = {key: value for key, value in tree.items() if key != "environment"}
         environment = tree["environment"]
-        return {**other_fields, "environments": {environment_name(environment): environment}}
+        return {**other_fields, "environments": {make_environment_name(environment): environment}}

@@ -38,7 +38,7 @@ from ludus.proto.config import (
     TransformersGenerator,
     VllmGenerator,
 )
-from ludus.proto.config.environment import reward_term_name
+from ludus.proto.config.environment import make_reward_term_name
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.run_lock import is_in_use
 from ludus.proto.runs import Resume
@@ -338,8 +338,8 @@ def _resolve_agent(agent: AgentConfig | None) -> AgentConfig | None:
 def _resolve_reward(term: RewardTerm | RewardModelTerm) -> RewardTerm | RewardModelTerm:
     if not isinstance(term, RewardModelTerm):
         return term
-    # The name is still derived from the original path, because metrics use it.
-    name = reward_term_name(term)
+    # The name keeps following from the original path, because metrics use it.
+    name = make_reward_term_name(term)
     return term.model_copy(update={"path": _resolve_path(term.path), "name": name})
 
 

@@ -25,7 +25,7 @@ from ludus.proto.errors import (
     CallTimeoutError,
     EnvError,
     UnavailableError,
-    error_from_wire,
+    make_wire_error,
 )
 
 ResponseT = TypeVar("ResponseT")
@@ -154,8 +154,8 @@ class ServerPort:
         if "ludus-code" in metadata:
             retry_after_ms = str(metadata.get("retry-after-ms", ""))
             retry_after_s = int(retry_after_ms) / 1000 if retry_after_ms.isdecimal() else 0.0
-            return error_from_wire(str(metadata["ludus-code"]), details, retry_after_s)
-        if status_code is grpc.StatusCode.UNAUTHENTICATED:
+            return make_wire_error(str(metadata["ludus-code"]), details, retry_after_s)
+        if status is grpc.StatusCode.UNAUTHENTICATED:
             return AuthenticationError(details)
         if status_code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return CallTimeoutError(

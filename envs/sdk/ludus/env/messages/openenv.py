@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from ludus.env.encoding import SUCCESS_KEY, EncodedResult, ResetArgs, plain_json
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import EnvironmentDescription, JsonObject
-from ludus.proto.errors import EnvError, ErrorCode, clear_tracebacks, error_message
+from ludus.proto.errors import EnvError, ErrorCode, clear_tracebacks, read_error_message
 
 MAX_FAULTS_BYTES = 65_536
 """Size of JSON above which validation errors do not contain the rejected input."""
@@ -244,9 +244,9 @@ def make_error_data(error: EnvError, sessions: Sessions, *, is_upstream: bool) -
             if is_upstream
             else {"errors": encode_faults(cause.errors())}
         )
-    elif error.code is ErrorCode.EXECUTION_ERROR and is_upstream and cause is not None:
-        error_json["message"] = error_message(cause)
-    return error_json
+    elif error.code is ErrorCode.EXECUTION_ERROR and upstream and cause is not None:
+        data["message"] = read_error_message(cause)
+    return data
 
 
 def make_validation_error_data(error: ValidationError) -> JsonObject:

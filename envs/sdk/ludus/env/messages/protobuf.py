@@ -19,7 +19,7 @@ from ludus.proto.errors import (
     ErrorCode,
     InvalidCallError,
     clear_tracebacks,
-    error_from_wire,
+    make_wire_error,
 )
 
 CONNECTED_KEY = "ludus-connected"
@@ -256,7 +256,7 @@ def fill_error(message: pb.Error, error: EnvError, session_id: str) -> None:
 
 def read_error(message: pb.Error) -> EnvError:
     """Return the exception for an error message."""
-    return error_from_wire(message.code, message.message, message.retry_after_s)
+    return make_wire_error(message.code, message.message, message.retry_after_s)
 
 
 def make_description_message(description: EnvironmentDescription) -> pb.DescribeResponse:

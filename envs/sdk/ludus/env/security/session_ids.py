@@ -29,7 +29,7 @@ from ludus.proto.errors import (
     EnvError,
     PermissionDeniedError,
     SessionLostError,
-    error_from_wire,
+    make_wire_error,
 )
 
 SESSION_KEY_VARIABLE = "LUDUS_SESSION_KEY"

@@ -29,7 +29,7 @@ from ludus.proto.errors import (
     InvalidCallError,
     RateLimitError,
     UnavailableError,
-    error_from_wire,
+    make_wire_error,
 )
 
 _DISCOVERY_TIMEOUT_S = 10.0
@@ -202,7 +202,7 @@ def make_refusal_error(
     detail = _read_error_detail(body)
     if "code" in detail:
         wait_s = detail.get("retry_after_s") or retry_after_s
-        return error_from_wire(str(detail["code"]), str(detail.get("message", "")), float(wait_s))
+        return make_wire_error(str(detail["code"]), str(detail.get("message", "")), float(wait_s))
     if status in (401, 403):
         return AuthenticationError(f"{address} refused the token; pass its token to the client")
     if status == 429:

@@ -44,7 +44,7 @@ from ludus.proto.errors import (
     InvalidCallError,
     SessionLostError,
     UserError,
-    error_message,
+    read_error_message,
     to_env_error,
 )
 

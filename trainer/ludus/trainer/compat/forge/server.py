@@ -11,7 +11,7 @@ from typing import Any
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.types import EnvironmentDescription
-from ludus.proto.config.environment import RANDOM_POLICY, environment_name
+from ludus.proto.config.environment import RANDOM_POLICY, make_environment_name
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
 from ludus.trainer.core.functions import import_object
 
@@ -34,7 +34,7 @@ async def add_baselines(environment: dict[str, Any], game: str | None) -> dict[s
     """
     address = str(environment.get("address", ""))
     if not address.startswith(_HTTP_SCHEMES):
-        return {environment_name(environment): environment}
+        return {make_environment_name(environment): environment}
     description = await _describe_environment(address)
     served_game = description.options.get("game")
     if game is not None and served_game is not None and game != served_game:
@@ -42,7 +42,7 @@ async def add_baselines(environment: dict[str, Any], game: str | None) -> dict[s
             f"blackjack_env.game_name = '{game}', but '{address}' serves '{served_game}'; start a "
             "server of the game, or remove game_name"
         )
-    name = environment_name({"package": served_game or description.name})
+    name = make_environment_name({"package": served_game or description.name})
     return {name: {**_make_baseline_fields(description), **environment}}
 
 

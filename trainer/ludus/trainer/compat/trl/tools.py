@@ -236,12 +236,12 @@ class ToolRollout:
         ):
             token_ids = output["completion_ids"][:token_limit]
             episode.add(token_ids, output["logprobs"][:token_limit], is_sampled=True)
-            results = self._call_tools(episode, chat.decode(token_ids))
+            tool_messages = self._call_tools(episode, chat.decode(token_ids))
             has_ended = token_ids[-1] == chat.end_token_id
-            added_ids = chat.encode_next_prompt(results, ended=has_ended) if results else []
+            added_ids = chat.encode_next_prompt(tool_messages, ended=has_ended) if tool_messages else []
             is_last = self.max_rounds is not None and episode.num_rounds >= self.max_rounds
             has_room = len(episode.completion_ids) + len(added_ids) < max_tokens
-            if not results or is_last or not has_room:
+            if not tool_messages or is_last or not has_room:
                 episode.is_finished = True
                 continue
             episode.num_rounds += 1

@@ -31,7 +31,7 @@ from numbers import Real
 from typing import Any
 
 from ludus.env import Message
-from ludus.proto.config.environment import RewardModelTerm, RewardTerm, reward_term_name
+from ludus.proto.config.environment import RewardModelTerm, RewardTerm, make_reward_term_name
 from ludus.proto.errors import ConfigError, RewardFunctionError, UserError, did_you_mean
 from ludus.proto.runs import TranscriptTurn
 from ludus.trainer.core.functions import import_object
@@ -289,7 +289,7 @@ def _weighted_sum(scores: Sequence[_TermValues], values: Sequence[float | None])
 def _make_term(
     config: RewardTerm | RewardModelTerm, threads: ThreadPoolExecutor, models: RewardModels
 ) -> _Term:
-    name, scorer = reward_term_name(config), None
+    name, scorer = make_reward_term_name(config), None
     if isinstance(config, RewardModelTerm):
         return _Term(name, config.weight, models.load(config))
     if config.function is not None:

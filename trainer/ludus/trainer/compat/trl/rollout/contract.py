@@ -163,18 +163,20 @@ def read_rows(output: Any, rules: RowRules) -> list[RolloutRow]:
         )
     columns = {str(key): _read_column(key, value, rules) for key, value in output.items()}
     return [
-        _read_row({key: values[number] for key, values in columns.items()}, number, rules)
-        for number in range(rules.num_rows)
+        _read_row({key: values[row_index] for key, values in columns.items()}, row_index, rules)
+        for row_index in range(rules.num_rows)
     ]
 
 
-def _read_column(key: Any, value: Any, rules: RowRules) -> Sequence[Any]:
+def _read_column(key: Any, column: Any, rules: RowRules) -> Sequence[Any]:
     """Return one entry for each row. A value that is not a list applies to every row."""
-    entries = _to_list(value)
+    entries = _to_list(column)
     if entries is None:
-        if key in (*REQUIRED_KEYS, MASK_KEY) or isinstance(value, Iterator):
-            raise rules.make_error(f"must return '{key}' as a list, but it returned {value!r:.100}")
-        return [value] * rules.num_rows
+        if key in (*REQUIRED_KEYS, MASK_KEY) or isinstance(column, Iterator):
+            raise rules.make_error(
+                f"must return '{key}' as a list, but it returned {column!r:.100}"
+            )
+        return [column] * rules.num_rows
     if key == "prompt_ids" and len(entries) == rules.num_prompts:
         return [ids for ids in entries for _ in range(rules.num_generations)]
     if len(entries) != rules.num_rows:
@@ -186,9 +188,9 @@ def _read_column(key: Any, value: Any, rules: RowRules) -> Sequence[Any]:
     return entries
 
 
-def _read_row(fields: dict[str, Any], number: int, rules: RowRules) -> RolloutRow:
-    """Check and return row `number`, whose values are `fields`."""
-    make_error = partial(rules.make_row_error, number)
+def _read_row(fields: dict[str, Any], row_index: int, rules: RowRules) -> RolloutRow:
+    """Check and return the row with index `row_index`, whose values are `fields`."""
+    make_error = partial(rules.make_row_error, row_index)
     prompt_ids, completion_ids = (
         _read_token_ids(key, fields.pop(key), rules.vocab_size, make_error)
         for key in ("prompt_ids", "completion_ids")
@@ -209,10 +211,10 @@ def _read_row(fields: dict[str, Any], number: int, rules: RowRules) -> RolloutRo
     return RolloutRow(prompt_ids, completion_ids, logprobs, is_sampled, fields)
 
 
-def _read_token_ids(key: str, value: Any, vocab_size: int, make_error: MakeError) -> list[int]:
-    entries = _to_list(value)
+def _read_token_ids(key: str, tokens: Any, vocab_size: int, make_error: MakeError) -> list[int]:
+    entries = _to_list(tokens)
     if not entries:
-        raise make_error(f"expected a list of '{key}', got {value!r:.60}")
+        raise make_error(f"expected a list of '{key}', got {tokens!r:.60}")
     for position, token_id in enumerate(entries):
         is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
         if not is_integer or not 0 <= token_id < vocab_size:
@@ -223,11 +225,11 @@ def _read_token_ids(key: str, value: Any, vocab_size: int, make_error: MakeError
     return [int(token_id) for token_id in entries]
 
 
-def _read_logprobs(value: Any, make_error: MakeError) -> list[float]:
+def _read_logprobs(returned_logprobs: Any, make_error: MakeError) -> list[float]:
     """Return [T] log-probs of the sampled tokens; newer servers nest each one in a list."""
-    entries = _to_list(value)
+    entries = _to_list(returned_logprobs)
     if entries is None:
-        raise make_error(f"expected a list of 'logprobs', got {value!r:.60}")
+        raise make_error(f"expected a list of 'logprobs', got {returned_logprobs!r:.60}")
     logprobs = []
     for position, entry in enumerate(entries):
         nested_entries = _to_list(entry)
@@ -243,25 +245,25 @@ def _read_logprobs(value: Any, make_error: MakeError) -> list[float]:
     return logprobs
 
 
-def _read_mask(value: Any, num_tokens: int, make_error: MakeError) -> list[bool]:
-    if value is None:
+def _read_mask(mask: Any, num_tokens: int, make_error: MakeError) -> list[bool]:
+    if mask is None:
         return [True] * num_tokens
-    entries = _to_list(value)
+    entries = _to_list(mask)
     if entries is None or len(entries) != num_tokens or any(flag not in (0, 1) for flag in entries):
         raise make_error(
             f"expected {num_tokens} values of '{MASK_KEY}', 1 for a sampled token and 0 for a "
-            f"token of the environment, got {value!r:.60}"
+            f"token of the environment, got {mask!r:.60}"
         )
     if not any(entries):
         raise make_error(f"expected at least one sampled token, got an '{MASK_KEY}' of only zeros")
     return [bool(flag) for flag in entries]
 
 
-def _to_list(value: Any) -> Sequence[Any] | None:
+def _to_list(sequence: Any) -> Sequence[Any] | None:
     """Return a list, tuple, array or tensor as a list; None for any other value."""
-    if isinstance(value, (list, tuple, range)):
-        return value
-    values = value.tolist() if hasattr(value, "tolist") else None
+    if isinstance(sequence, (list, tuple, range)):
+        return sequence
+    values = sequence.tolist() if hasattr(sequence, "tolist") else None
     return values if isinstance(values, list) else None
 
 
