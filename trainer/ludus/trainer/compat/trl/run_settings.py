@@ -30,8 +30,8 @@ from ludus.trainer.rollout.engines.vllm_process import has_vllm
 
 DEFAULT_OUTPUT_DIR = "trainer_output"
 _LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
-_KEEP_ALL = 1_000_000
-_AGGREGATIONS = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}
+_KEEP_ALL_CHECKPOINTS = 1_000_000
+_AGGREGATION_BY_LOSS = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ def _make_loss(args: GRPOConfig) -> tuple[dict[str, Any], str]:
             "clip_low": 1.0,
             "clip_high": max(clip_high - 1, 1e-9),
         }, "token_mean"
-    aggregation = _AGGREGATIONS[args.loss_type]
+    aggregation = _AGGREGATION_BY_LOSS[args.loss_type]
     clip_range = {"clip_low": args.epsilon, "clip_high": clip_high}
     if ratio_level == "token":
         return {"kind": "clip", **clip_range, "dual_clip": args.delta}, aggregation
@@ -306,7 +306,7 @@ def _make_training(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
         "max_staleness": 0,
         "checkpoint_every_steps": interval_by_strategy[args.save_strategy],
         # As in TRL, a limit of 0 or less means no limit.
-        "keep_checkpoints": max(args.save_total_limit or 0, 0) or _KEEP_ALL,
+        "keep_checkpoints": max(args.save_total_limit or 0, 0) or _KEEP_ALL_CHECKPOINTS,
     }
 
 

@@ -1,6 +1,6 @@
 """TRL's `tools` and `environment_factory`: completions call functions and methods.
 
-    row --reset(**row)--> instance, one per episode      its value is appended to the last message
+    row --reset(**row)--> instance, one per episode      its text is appended to the last message
     prompt + tools --> completion --calls?-- yes --> results, never trained on --> completion ...
                                       no ---> end, get_reward()
 
@@ -90,7 +90,7 @@ class _ToolEpisode:
     prompt_ids: list[int]
     completion_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
+    sampled_mask: list[int] = field(default_factory=list)
     num_rounds: int = 0
     num_calls: int = 0
     num_failed: int = 0
@@ -100,7 +100,7 @@ class _ToolEpisode:
         """Append sampled tokens, or tokens of tool results."""
         self.completion_ids += token_ids
         self.logprobs += logprobs
-        self.mask += [int(is_sampled)] * len(token_ids)
+        self.sampled_mask += [int(is_sampled)] * len(token_ids)
 
 
 class ToolRollout:
@@ -137,7 +137,7 @@ class ToolRollout:
             if hasattr(environment_type, "get_reward")
         ]
         self.reward_name = "_".join(dict.fromkeys(names)) or None
-        """Joined names of the environments that score episodes; None if none does."""
+        """Joined names of the environments that score episodes; None if no environment does."""
         if not tools and not methods:
             raise ConfigError(
                 "environment_factory needs instances with public methods in addition to reset and "
@@ -179,7 +179,7 @@ class ToolRollout:
             "prompt_ids": [episode.prompt_ids for episode in episodes],
             "completion_ids": [episode.completion_ids for episode in episodes],
             "logprobs": [episode.logprobs for episode in episodes],
-            "env_mask": [episode.mask for episode in episodes],
+            "env_mask": [episode.sampled_mask for episode in episodes],
             "environments": [episode.environment for episode in episodes],
             "num_tool_calls": [episode.num_calls for episode in episodes],
             "num_tool_calls_failed": [episode.num_failed for episode in episodes],

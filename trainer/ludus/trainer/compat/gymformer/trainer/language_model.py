@@ -1,7 +1,7 @@
 """`train_agent` for language models in token-level environments, as a run of Ludus.
 
     AgentRequest --TokenTask--> LanguageModelRun --Trainer--> returns of the episodes
-    both models  --a folder---> initial weights        |
+    both models  --folder-----> initial weights        |
          ^---------- latest weights -------------------+
 
 Each completion is sampled as a whole, with a KV cache, and then stepped into the environment token
@@ -9,7 +9,7 @@ by token. PPO computes a generalized advantage for each token. The environment's
 coefficient of the KL penalty against the starting policy, applied to the reward of each token.
 
 update_interval   -> episodes of a batch, in groups of the smallest size that divides the batch
-max_episodes      -> the number of whole batches, at least one
+max_episodes      -> number of whole batches, at least one
 minibatch_size    -> episodes of a minibatch, which has whole groups
 max_timesteps     -> maximum number of tokens per completion
 """

@@ -70,29 +70,32 @@ class RolloutCall:
     is_over: bool = False
     """True when the call has returned or exceeded its time limit."""
     _num_requests: int = 0
-    _entries: dict[tuple[int, ...], list[CompletionRecord]] = field(default_factory=dict)
+    _records: dict[tuple[int, ...], list[CompletionRecord]] = field(default_factory=dict)
 
     def take_keys(self, num_rows: int) -> list[int]:
         """Return a key for each row of the next request."""
-        request, self._num_requests = self._num_requests, self._num_requests + 1
+        request_index, self._num_requests = self._num_requests, self._num_requests + 1
         num_keys = len(self.keys)
-        return [mix(self.keys[row % num_keys], request, row // num_keys) for row in range(num_rows)]
+        return [
+            mix(self.keys[row % num_keys], request_index, row // num_keys)
+            for row in range(num_rows)
+        ]
 
-    def record(self, prompt_ids: Sequence[int], entry: CompletionRecord) -> None:
+    def record(self, prompt_ids: Sequence[int], completion_record: CompletionRecord) -> None:
         """Record a completion of a prompt."""
-        self._entries.setdefault(tuple(prompt_ids), []).append(entry)
+        self._records.setdefault(tuple(prompt_ids), []).append(completion_record)
 
     def find(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> CompletionRecord | None:
-        """Return the completion of a prompt that starts with `token_ids`; None if there is none."""
+        """Return the completion of a prompt that starts with `token_ids`, or None."""
         prefix = list(token_ids)
-        for entry in self._entries.get(tuple(prompt_ids), ()):
-            if entry.completion.token_ids[: len(prefix)] == prefix:
-                return entry
+        for completion_record in self._records.get(tuple(prompt_ids), ()):
+            if completion_record.completion.token_ids[: len(prefix)] == prefix:
+                return completion_record
         return None
 
 
 class CompletionService:
-    """Samples completions for one rollout function, which is called once at a time."""
+    """A service that samples completions for one rollout function, one call at a time."""
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class CompletionService:
         self._chat = chat
         self._max_tokens = max_tokens
         self._keys_between_calls = (
-            derive_key(run_seed, Stream.ANSWER, worker_index, count) for count in itertools.count()
+            derive_key(run_seed, Stream.ANSWER, worker_index, index) for index in itertools.count()
         )
         self._call: RolloutCall | None = None
 
