@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ludus.env.messages.status import STATUS_OF_CODE
+from ludus.env.messages.status import STATUSES_BY_CODE
 from ludus.proto.errors import ErrorCode, make_wire_error
 
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"

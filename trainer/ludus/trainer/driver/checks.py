@@ -338,7 +338,7 @@ def _resolve_agent(agent: AgentConfig | None) -> AgentConfig | None:
 def _resolve_reward(term: RewardTerm | RewardModelTerm) -> RewardTerm | RewardModelTerm:
     if not isinstance(term, RewardModelTerm):
         return term
-    # The name keeps following from the original path, because metrics use it.
+    # The name is still derived from the original path, because metrics use it.
     name = make_reward_term_name(term)
     return term.model_copy(update={"path": _resolve_path(term.path), "name": name})
 

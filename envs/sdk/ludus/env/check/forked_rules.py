@@ -222,8 +222,8 @@ def _run_rule(rule: Rule) -> RuleOutcome:
     except UncheckableError as error:
         return RuleOutcome(_limit_text(str(error)), is_uncheckable=True)
     except BaseException as error:  # noqa: BLE001 - an error of third-party code is the result
-        text = f"{type(error).__name__}: {read_error_message(error)}"
-        return RuleOutcome(_make_encodable(f"expected no error, got {text}"))
+        error_text = f"{type(error).__name__}: {read_error_message(error)}"
+        return RuleOutcome(_limit_text(f"expected no error, got {error_text}"))
 
 
 def _limit_text(text: str) -> str:

@@ -155,7 +155,7 @@ class ServerPort:
             retry_after_ms = str(metadata.get("retry-after-ms", ""))
             retry_after_s = int(retry_after_ms) / 1000 if retry_after_ms.isdecimal() else 0.0
             return make_wire_error(str(metadata["ludus-code"]), details, retry_after_s)
-        if status is grpc.StatusCode.UNAUTHENTICATED:
+        if status_code is grpc.StatusCode.UNAUTHENTICATED:
             return AuthenticationError(details)
         if status_code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return CallTimeoutError(

@@ -244,9 +244,9 @@ def make_error_data(error: EnvError, sessions: Sessions, *, is_upstream: bool) -
             if is_upstream
             else {"errors": encode_faults(cause.errors())}
         )
-    elif error.code is ErrorCode.EXECUTION_ERROR and upstream and cause is not None:
-        data["message"] = read_error_message(cause)
-    return data
+    elif error.code is ErrorCode.EXECUTION_ERROR and is_upstream and cause is not None:
+        error_json["message"] = read_error_message(cause)
+    return error_json
 
 
 def make_validation_error_data(error: ValidationError) -> JsonObject:

@@ -110,9 +110,9 @@ class SocketChannel:
             ) from None
         reply_data: JsonObject = reply["data"]
         if reply["type"] == "error":
-            retry_after_s = content.get("retry_after_s", 0.0)
-            raise make_wire_error(content["code"], content["message"], retry_after_s)
-        return content
+            retry_after_s = reply_data.get("retry_after_s", 0.0)
+            raise make_wire_error(reply_data["code"], reply_data["message"], retry_after_s)
+        return reply_data
 
     async def close(self) -> None:
         """Close the connection."""

@@ -208,7 +208,9 @@ class ToolRollout:
                 names = list_tool_methods(type(environment))
                 tools |= {name: getattr(environment, name) for name in names}
             specs = [make_function_spec(tool) for tool in tools.values()]
-            episodes.append(_ToolEpisode(environment, tools, chat.encode_first_prompt(messages, specs)))
+            episodes.append(
+                _ToolEpisode(environment, tools, chat.encode_first_prompt(messages, specs))
+            )
         return episodes
 
     def _find_instance(self, name: str | None, instance_number: int, *, is_evaluation: bool) -> Any:
@@ -238,7 +240,9 @@ class ToolRollout:
             episode.add(token_ids, output["logprobs"][:token_limit], is_sampled=True)
             tool_messages = self._call_tools(episode, chat.decode(token_ids))
             has_ended = token_ids[-1] == chat.end_token_id
-            added_ids = chat.encode_next_prompt(tool_messages, ended=has_ended) if tool_messages else []
+            added_ids = (
+                chat.encode_next_prompt(tool_messages, ended=has_ended) if tool_messages else []
+            )
             is_last = self.max_rounds is not None and episode.num_rounds >= self.max_rounds
             has_room = len(episode.completion_ids) + len(added_ids) < max_tokens
             if not tool_messages or is_last or not has_room:
