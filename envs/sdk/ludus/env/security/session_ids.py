@@ -171,7 +171,7 @@ def hide_full_id(full_id: str, caller_id: str) -> Iterator[None]:
         if full_id == caller_id or full_id not in error.message:
             raise
         message = error.message.replace(full_id, caller_id)
-        raise error_from_wire(error.code, message, error.retry_after_s) from None
+        raise make_wire_error(error.code, message, error.retry_after_s) from None
 
 
 class SessionIdIssuer:

@@ -105,7 +105,7 @@ def send_description(
         facts = EnvironmentFacts(str(error))
     except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
         facts = EnvironmentFacts(
-            f"'{factory.target}' failed with {type(error).__name__}: {error_message(error)}"
+            f"'{factory.target}' failed with {type(error).__name__}: {read_error_message(error)}"
         )
     for frame in (description.SerializeToString(), orjson.dumps(facts)):
         connection.sendall(make_frame(frame))
