@@ -304,7 +304,7 @@ async def _explain_unreachable(address: str) -> str | None:
     url_parts = urlsplit(f"//{parsed_address.authority}")
     if url_parts.hostname is None or (getproxies() and not proxy_bypass(url_parts.hostname)):
         return None  # a proxy may reach servers that this machine cannot reach
-    port = url_parts.port or (443 if parsed_address.is_grpc or parsed_address.is_secure else 80)
+    port = url_parts.port or (443 if parsed_address.is_grpc or parsed_address.uses_tls else 80)
     deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
         try:
