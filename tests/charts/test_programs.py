@@ -218,7 +218,7 @@ def test_runs_get_addresses_that_clients_accept(chosen: ValueSet) -> None:
         service, namespace, *_ = host.split(".")
         assert namespace == chosen.namespace
         assert int(port) in [item["port"] for item in services[service]["spec"]["ports"]]
-        assert parse_address(environment["http"]).is_secure == address.is_secure
+        assert parse_address(environment["http"]).uses_tls == address.is_secure
 
 
 @every_set
