@@ -51,7 +51,7 @@ from ludus.trainer.classic.agent import PpoAgent
 from ludus.trainer.classic.environments import GymnasiumEnvironments
 from ludus.trainer.classic.policy import NetworkPolicy, make_networks
 from ludus.trainer.classic.run import open_network_run
-from ludus.trainer.core.devices import torch_threads
+from ludus.trainer.core.devices import use_torch_threads
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "runs"
@@ -167,7 +167,7 @@ def _measure(part: str, seeds: Sequence[int]) -> Iterator[Row]:
 
 def _cartpole(seeds: Sequence[int]) -> Iterator[Row]:
     """Yield the rows of Ludus and of stable-baselines3, which train in turns."""
-    with _stable_baselines() as process, torch_threads(1):
+    with _stable_baselines() as process, use_torch_threads(1):
         for seed in seeds:
             run = _load_run("cartpole", seed)
             steps = run.ppo.num_environments * run.ppo.steps_per_environment
@@ -306,7 +306,7 @@ def _value(seed: int) -> Row:
     policy = NetworkPolicy(*make_networks(NetworkModel(hidden=(32,)), *env_spaces), *env_spaces)
     agent = PpoAgent(policy, environments, config, seed=seed)
     num_updates = 30
-    with torch_threads(1):
+    with use_torch_threads(1):
         for _ in range(num_updates):
             agent.train()
     value, total_s = policy.predict_values(torch.zeros(1, 1)).item(), time.perf_counter() - start_s

@@ -28,7 +28,7 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine, make_engine
 from ludus.trainer.rollout.group import GroupPlayer
 from ludus.trainer.rollout.rewards.reward_models import RewardModels
-from ludus.trainer.rollout.runner import RunnerParts
+from ludus.trainer.rollout.runner import RunnerComponents
 
 MAX_SESSIONS = 1024
 FIRST_SEED = 2**31
@@ -47,8 +47,8 @@ async def judge(
             async with await AsyncEnvClient.connect(address) as client:
                 chat = ChatTokenizer.load(model, run.model)
                 engine = AsyncEngine(make_engine(run, model, chat))
-                parts = RunnerParts(run, name, client, engine, chat, AsyncExitStack())
-                player = await GroupPlayer.start(parts, RewardModels())
+                components = RunnerComponents(run, name, client, engine, chat, AsyncExitStack())
+                player = await GroupPlayer.start(components, RewardModels())
                 shares = []
                 for version, file in enumerate(files):
                     await engine.load_weights(load_file(file), version)

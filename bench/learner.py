@@ -153,9 +153,9 @@ async def play_games(run: LanguageModelRun) -> list[tuple[Conversation, float]]:
             while not result.done:
                 assert result.text is not None
                 response = choose.choice(result.text.legal_answers)
-                messages = renderer.messages(result, first=not conversation)
+                messages = renderer.render_messages(result, is_first=not conversation)
                 conversation.append(Exchange(messages, response))
-                result = await session.step(**renderer.action(response, result))
+                result = await session.step(**renderer.parse_action(response, result))
                 total += result.reward or 0.0
             await session.close()
             return conversation, total

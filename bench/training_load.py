@@ -32,7 +32,7 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.group import GroupPlayer
 from ludus.trainer.rollout.rewards.reward_models import RewardModels
-from ludus.trainer.rollout.runner import RunnerParts
+from ludus.trainer.rollout.runner import RunnerComponents
 
 RUN = Path(__file__).parents[1] / "examples" / "blackjack" / "tiny.toml"
 RESPONSES = ("HIT", "STAND")
@@ -79,8 +79,8 @@ async def serve_windows(run: LanguageModelRun, address: str, chat: ChatTokenizer
     async with await AsyncEnvClient.connect(address) as client:
         (name,) = run.environments
         engine: Any = InstantGenerator(chat)
-        parts = RunnerParts(run, name, client, engine, chat, AsyncExitStack())
-        player = await GroupPlayer.start(parts, RewardModels())
+        components = RunnerComponents(run, name, client, engine, chat, AsyncExitStack())
+        player = await GroupPlayer.start(components, RewardModels())
         indices = itertools.count()
         freeze_heap()
 

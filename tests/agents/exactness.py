@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from ludus.proto.config import RolloutConfig, TinyModel
 from ludus.trainer.algorithms.losses import token_logprobs
-from ludus.trainer.core.interfaces import GenerateFn
+from ludus.trainer.core.interfaces import GenerateFunction
 from ludus.trainer.core.types import SampledCompletion, Sampling, TokenSequence
 from ludus.trainer.learner.warm_start import Exchange, tokenize_conversation, warm_start
 from ludus.trainer.models.chat import ChatTokenizer
@@ -111,13 +111,13 @@ async def measure(num_episodes: int, seed: int = 0) -> Measured:
         async with slots:
             recorded = Recorded(generator)
             tree = ConversationTree(recorded, chat, LIMITS, Sampling(1.0, 1), key=number)
-            with endpoint.episode(tree) as episode:
+            with endpoint.open_episode(tree) as episode:
                 agent = WildAgent(_HttpResponder(client, episode.access), number)
                 try:
                     await agent.play()
                 except LimitError:
                     assert tree.refusal
-            sequences = tree.sequences()
+            sequences = tree.make_sequences()
             check_exact(sequences, recorded.sampled)
             results.num_episodes += 1
             results.num_answers += tree.num_turns
@@ -139,7 +139,7 @@ async def measure(num_episodes: int, seed: int = 0) -> Measured:
 class Recorded:
     """An engine that records everything that it samples."""
 
-    generate: GenerateFn
+    generate: GenerateFunction
     sampled: list[Sampled] = field(default_factory=list)
 
     async def __call__(
@@ -159,15 +159,18 @@ class _HttpResponder:
     access: EndpointAccess
 
     async def respond(self, request: PolicyRequest) -> list[PolicyResponse]:
-        """Return [request.num] responses."""
+        """Return [request.num_completions] responses."""
         client = self.client.with_options(
             base_url=self.access.base_url, api_key=self.access.api_key
         )
-        fields: dict[str, Any] = {"n": request.num, "parallel_tool_calls": not request.max_one_call}
+        fields: dict[str, Any] = {
+            "n": request.num_completions,
+            "parallel_tool_calls": not request.is_limited_to_one_call,
+        }
         if request.tools:
             fields["tools"] = list(request.tools)
-        if request.stop:
-            fields["stop"] = list(request.stop)
+        if request.stop_texts:
+            fields["stop"] = list(request.stop_texts)
         if request.max_tokens:
             fields["max_completion_tokens"] = request.max_tokens
         completion = await client.chat.completions.create(

@@ -65,7 +65,7 @@ def open_episode(
     endpoint: AgentEndpoint, chat: ChatTokenizer, *answers: str, tools: Any = None
 ) -> Iterator[ScriptedEpisode]:
     scripted = ScriptedEpisode(chat, answers)
-    with endpoint.episode(scripted.tree, tools) as scripted.episode:
+    with endpoint.open_episode(scripted.tree, tools) as scripted.episode:
         yield scripted
 
 
@@ -89,7 +89,7 @@ async def test_a_tool_loop_over_chat_is_one_sequence(
         )
     assert last.choices[0].message.content == "red"
     assert last.choices[0].finish_reason == "stop"
-    [sequence] = scripted.tree.sequences()
+    [sequence] = scripted.tree.make_sequences()
     assert [len(prompt) for prompt in scripted.policy.prompts] == [t.start for t in sequence.turns]
     assert last.usage and last.usage.prompt_tokens == len(scripted.policy.prompts[1])
 
@@ -146,7 +146,7 @@ async def test_a_tool_loop_over_responses_is_one_sequence_streamed_or_not(
             tools=[FUNCTION],
         )
         assert third.output_text == "blue"
-    [sequence] = scripted.tree.sequences()
+    [sequence] = scripted.tree.make_sequences()
     assert len(sequence.turns) == 3
 
 
@@ -161,7 +161,7 @@ async def test_number_log_probs_and_limit_of_completions_follow_the_request(
         content = both.choices[0].logprobs and both.choices[0].logprobs.content
         assert content and "".join(token.token for token in content) == "red"
         assert all(token.logprob == -1.0 for token in content)
-        assert len(scripted.tree.sequences()) == 2
+        assert len(scripted.tree.make_sequences()) == 2
 
 
 async def test_text_after_a_stop_text_is_neither_returned_nor_trained_on(
@@ -181,7 +181,7 @@ async def test_text_after_a_stop_text_is_neither_returned_nor_trained_on(
                 {"role": "user", "content": "?"},
             ],
         )
-    [sequence] = scripted.tree.sequences()
+    [sequence] = scripted.tree.make_sequences()
     first = sequence.turns[0]
     trained = chat.decode(sequence.token_ids[first.start : first.end].tolist())
     assert trained.startswith("red\nObservation") and "made" not in trained
@@ -197,7 +197,7 @@ async def test_only_one_call_is_returned_without_parallel_tool_calls(
         two = await create(model="m", messages=HELLO, tools=[TOOL])
     assert len(alone.choices[0].message.tool_calls or []) == 1
     assert len(two.choices[0].message.tool_calls or []) == 2
-    short, long = scripted.tree.sequences()
+    short, long = scripted.tree.make_sequences()
     assert short.turns[0].end < long.turns[0].end
 
 
@@ -291,7 +291,7 @@ async def test_a_call_in_the_history_may_be_nested_deeper_than_python_reads(
     with open_episode(endpoint, chat) as scripted, pytest.raises(openai.APIStatusError) as refused:
         await scripted.client.chat.completions.create(model="m", messages=[*HELLO, called])
     assert refused.value.code == "context_length_exceeded", "and not the policy's failure"
-    scripted.episode.raise_failure()
+    scripted.episode.raise_if_failed()
 
 
 async def test_what_changes_nothing_is_taken(endpoint: AgentEndpoint, chat: ChatTokenizer) -> None:
@@ -359,7 +359,7 @@ async def test_what_is_asked_at_the_end_of_an_episode_is_given_up_with_it(
         asking = asyncio.ensure_future(
             scripted.client.chat.completions.create(model="m", messages=HELLO)
         )
-        while not scripted.episode.running:
+        while not scripted.episode.handler_tasks:
             await asyncio.sleep(0.01)
     with pytest.raises(openai.AuthenticationError, match="episode"):
         await asking
@@ -397,7 +397,7 @@ async def test_a_failed_policy_fails_the_episode_even_if_the_agent_continues(
         with pytest.raises(openai.UnprocessableEntityError, match="out of memory"):
             await scripted.client.chat.completions.create(model="m", messages=HELLO)
         with pytest.raises(RuntimeError, match="out of memory"):
-            scripted.episode.raise_failure()
+            scripted.episode.raise_if_failed()
 
 
 class Box:
@@ -405,7 +405,7 @@ class Box:
 
     tools = (Tool("look", "Looks.", {"type": "object", "properties": {}}),)
 
-    async def call(self, call: ToolCall) -> tuple[str, bool]:
+    async def call_tool(self, call: ToolCall) -> tuple[str, bool]:
         return f"called with {call.arguments}", False
 
 

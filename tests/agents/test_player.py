@@ -167,7 +167,7 @@ async def test_a_dead_agent_leaves_a_void_episode_with_its_reason(
     timeout_s = 0.5 if function is functions.hangs else 20.0
     rollout = await one_with(client, chat, function, timeout_s=timeout_s)
     assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
-    assert reason in rollout.failure and rollout.agent_died
+    assert reason in rollout.failure and rollout.has_agent_failed
 
 
 async def test_an_agent_that_a_limit_refuses_is_truncated_however_it_ends(
@@ -176,7 +176,7 @@ async def test_an_agent_that_a_limit_refuses_is_truncated_however_it_ends(
     rollout = await one_with(client, chat, functions.exceeds_turn_limit)
     assert rollout.status is RolloutStatus.TRUNCATED
     assert (rollout.reward, len(rollout.turns)) == (0.0, LIMITS.max_turns)
-    assert not rollout.agent_died
+    assert not rollout.has_agent_failed
 
 
 async def test_requests_side_by_side_are_branches_that_are_counted(
@@ -274,7 +274,7 @@ async def test_a_service_is_called_with_task_and_key_and_its_end_is_no_agents_do
     assert finished.status is RolloutStatus.TERMINATED
     assert failed.status is RolloutStatus.FAILED and "no more rooms" in failed.failure
     assert late_group.rollouts[0].status is RolloutStatus.LOST
-    assert not late_group.rollouts[0].agent_died
+    assert not late_group.rollouts[0].has_agent_failed
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ async def test_a_thousand_wild_episodes_train_on_exactly_what_was_sampled(
     for seed in range(NUM_EPISODES):
         tree, policy = make_tree(chat, seed)
         await WildAgent(tree, seed).play()
-        sequences = tree.sequences()
+        sequences = tree.make_sequences()
         check_exact(sequences, policy.sampled)
         num_sequences += len(sequences)
         num_continued += sum(len(sequence.turns) > 1 for sequence in sequences)
@@ -73,7 +73,7 @@ async def test_a_history_that_grows_is_one_sequence_however_its_answers_are_writ
             response = await ask(tree, *history, tools=(TOOL,))
             agent = WildAgent(tree, seed)
             history += [repeat_response(response), agent.draw_reply(response)]
-        [sequence] = tree.sequences()
+        [sequence] = tree.make_sequences()
         assert len(sequence.turns) == 4
         assert [len(prompt.prompt_ids) for prompt in policy.sampled] == [
             t.start for t in sequence.turns
@@ -83,10 +83,10 @@ async def test_a_history_that_grows_is_one_sequence_however_its_answers_are_writ
 async def test_a_retry_is_a_branch_that_trains_on_its_own_answer_alone(chat: ChatTokenizer) -> None:
     tree, _ = make_tree(chat, 5)
     first = await ask(tree, user("a"))
-    history = (user("a"), first.as_message, user("b"))
+    history = (user("a"), first.chat_message, user("b"))
     await ask(tree, *history)
     await ask(tree, *history)
-    first_branch, second_branch = tree.sequences()
+    first_branch, second_branch = tree.make_sequences()
     assert (len(first_branch.turns), len(second_branch.turns)) == (2, 1)
     start = first_branch.turns[1].start
     assert first_branch.token_ids[:start].tolist() == second_branch.token_ids[:start].tolist()
@@ -124,7 +124,7 @@ async def test_thoughts_that_the_template_takes_out_make_sequences_of_their_own(
     for seed in range(50):
         tree, policy = make_tree(chat, seed)
         await WildAgent(tree, seed).play()
-        check_exact(tree.sequences(), policy.sampled)
+        check_exact(tree.make_sequences(), policy.sampled)
 
 
 async def test_limits_refuse_what_has_no_room_and_what_was_said_stays(chat: ChatTokenizer) -> None:
@@ -162,10 +162,10 @@ async def test_rewards_stand_on_the_last_answer_and_every_branch_shares_the_adva
     for seed, reward in enumerate((1.0, 0.0)):
         tree, _ = make_tree(chat, seed)
         first = await ask(tree, user("a"))
-        await ask(tree, user("a"), first.as_message, user("b"))
+        await ask(tree, user("a"), first.chat_message, user("b"))
         await ask(tree, user("c"))
         tree.add_reward(reward)
-        sequences = tree.sequences()
+        sequences = tree.make_sequences()
         assert [turn.reward for path in sequences for turn in path.turns] == [0.0, 0.0, reward]
         rollouts.append(
             Rollout("game", 0, sequences, reward, reward, (), RolloutStatus.TERMINATED, 0)

@@ -50,10 +50,10 @@ class WildAgent:
         request = PolicyRequest(
             tuple(history),
             tools=draw.choice(((), (TOOL,), (TOOL,))),
-            num=draw.choice((1, 1, 1, 2)),
-            stop=draw.choice(((), ("STOP",))),
+            num_completions=draw.choice((1, 1, 1, 2)),
+            stop_texts=draw.choice(((), ("STOP",))),
             max_tokens=draw.choice((None, 5)),
-            max_one_call=draw.random() < 0.3,
+            is_limited_to_one_call=draw.random() < 0.3,
         )
         for response in await self._policy.respond(request):
             reply = self.draw_reply(response)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ludus.proto.config import ClipLoss, FunctionLoss, GrpoConfig, TokenTis
 from ludus.proto.errors import ConfigError
-from ludus.trainer.core.functions import function_path
+from ludus.trainer.core.functions import get_or_register_path
 from ludus.trainer.driver.checks import check_importable_names
 from ludus.trainer.driver.trainer import Trainer
 from tests.algorithms.test_policy_loss import gradient, run
@@ -91,4 +91,6 @@ def test_configuration_may_contain_the_function_itself() -> None:
     run_config = Trainer(
         {"algorithm": {"loss": {"kind": "function", "function": negative_logprobs}}}
     ).run
-    assert run_config.algorithm.loss == FunctionLoss(function=function_path(negative_logprobs))
+    assert run_config.algorithm.loss == FunctionLoss(
+        function=get_or_register_path(negative_logprobs)
+    )

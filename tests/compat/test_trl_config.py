@@ -276,7 +276,7 @@ def test_the_last_part_of_output_dir_names_the_run(monkeypatch: pytest.MonkeyPat
 def test_a_missing_engine_is_noted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ludus.trainer.compat.trl.run_settings.has_vllm", lambda: False)
+    monkeypatch.setattr("ludus.trainer.compat.trl.run_settings.is_vllm_installed", lambda: False)
     assert make_run(use_vllm=True).generator.kind == "transformers"
     assert "note: GRPOConfig.use_vllm = True, and vLLM is not installed" in capsys.readouterr().err
 

@@ -41,7 +41,7 @@ from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from ludus.trainer.rollout.group import GroupPlayer, find_registered_runner
 from ludus.trainer.rollout.rewards.reward_models import RewardModels
-from ludus.trainer.rollout.runner import RunnerParts, sampling_settings
+from ludus.trainer.rollout.runner import RunnerComponents, sampling_settings
 from openspiel_env import make_environment
 from tests.compat import trl_functions
 from tests.rollout.engine_pair import TOLERANCE, make_folder, make_transformers_engine
@@ -110,8 +110,10 @@ def start_worker(model_path: str, client: AsyncEnvClient) -> Any:
         engine = AsyncEngine(make_transformers_engine(model_path))
         try:
             async with AsyncExitStack() as stack:
-                parts = RunnerParts(run, "blackjack", client, engine, chat, stack)
-                yield StartedWorker(run, await GroupPlayer.start(parts, RewardModels()), engine)
+                components = RunnerComponents(run, "blackjack", client, engine, chat, stack)
+                yield StartedWorker(
+                    run, await GroupPlayer.start(components, RewardModels()), engine
+                )
         finally:
             engine.close()
 

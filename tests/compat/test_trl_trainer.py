@@ -16,7 +16,7 @@ from ludus.trainer.compat.trl import GRPOConfig, GRPOTrainer, generate_rollout_c
 from ludus.trainer.compat.trl.history import TrainerState
 from ludus.trainer.compat.trl.inputs import PromptRows
 from ludus.trainer.compat.trl.run_settings import Batches
-from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.functions import import_callable
 from ludus.trainer.driver.loops.steps import Step
 
 ROWS = [{"prompt": f"word {n}", "answer": n} for n in range(16)]
@@ -47,8 +47,8 @@ def test_a_script_becomes_a_run(tmp_path: Path) -> None:
     assert environment.package == "prompts_env"
     [term] = environment.rewards
     assert (term.name, term.weight) == ("by_answer", 1.0)
-    assert import_object(term.function, "x") is by_answer
-    function_object = import_object(environment.rollout_function, "x")
+    assert import_callable(term.function, "x") is by_answer
+    function_object = import_callable(environment.rollout_function, "x")
     assert (function_object.function, function_object.args) == (rollout, trainer.args)
     assert trainer.state.max_steps == 16 * 3
     assert not (tmp_path / "run").exists(), "nothing is started"

@@ -27,7 +27,7 @@ from examples.agents.boxes import Boxes
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import AgentConfig, RolloutConfig, TinyModel
-from ludus.trainer.core.interfaces import GenerateFn
+from ludus.trainer.core.interfaces import GenerateFunction
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling
 from ludus.trainer.learner.warm_start import (
     Conversation,
@@ -226,7 +226,7 @@ def _taught(games: list[Conversation], seed: int) -> tuple[PreTrainedModel, Chat
 class _RequestCounter:
     """An engine that counts its concurrent requests."""
 
-    def __init__(self, generate: GenerateFn) -> None:
+    def __init__(self, generate: GenerateFunction) -> None:
         self._generate = generate
         self._now = 0
         self.max_requests = 0

@@ -70,7 +70,7 @@ async def run_scripted(
     chat = tiny_chat()
     recorded = Recorded(_CutOff(ScriptedPolicy(chat, iter(answers))))
     tree = ConversationTree(recorded, chat, LIMITS, Sampling(1.0, 1), key=0)
-    with endpoint.episode(tree) as episode:
+    with endpoint.open_episode(tree) as episode:
         access = episode.access
         running = await asyncio.create_subprocess_exec(
             *(made(framework), UPSTREAM / program, access.base_url, access.api_key, *arguments),
@@ -79,7 +79,7 @@ async def run_scripted(
         )
         texts, errors = await running.communicate()
     assert running.returncode == 0, errors.decode()[-3000:]
-    check_exact(tree.sequences(), recorded.sampled)
+    check_exact(tree.make_sequences(), recorded.sampled)
     return json.loads(texts.splitlines()[-1]), tree
 
 

@@ -14,7 +14,7 @@ from ludus.proto.config import load_run_config
 from ludus.proto.errors import UserError
 from ludus.proto.run_lock import RunLock
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume
-from ludus.trainer.core.functions import function_path
+from ludus.trainer.core.functions import get_or_register_path
 from ludus.trainer.driver.checks import check_start
 from ludus.trainer.run.checkpoint import CheckpointFolder, RunState
 
@@ -118,6 +118,6 @@ def two_sets_of_answers() -> list[PolicyChartPrompt]:
 def test_invalid_chart_prompts_are_reported_before_the_run(
     tmp_path: Path, function: Callable[..., object], message: str
 ) -> None:
-    path = function_path(function)
+    path = get_or_register_path(function)
     with pytest.raises(UserError, match=message):
         check(tmp_path, f"environment.policy_chart={json.dumps(path)}")

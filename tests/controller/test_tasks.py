@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from ludus.proto.errors import GroupMismatchError
-from ludus.trainer.core.tasks import Tasks, gather_or_cancel
+from ludus.trainer.core.tasks import CancellingTaskGroup, gather_or_cancel
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,7 +31,7 @@ async def forever(ended: list[str]) -> None:
 async def test_background_failure_cancels_the_block() -> None:
     ended: list[str] = []
     with pytest.raises(GroupMismatchError):
-        async with Tasks() as tasks:
+        async with CancellingTaskGroup() as tasks:
             tasks.start(finish_at_once())
             tasks.start(fail_soon())
             tasks.start(forever(ended))
@@ -44,14 +44,14 @@ async def test_finished_background_tasks_do_not_end_the_block() -> None:
         await asyncio.sleep(0.02)
         return 7
 
-    async with Tasks() as tasks:
+    async with CancellingTaskGroup() as tasks:
         tasks.start(finish_at_once())
         assert await train() == 7
 
 
 async def test_task_started_by_a_task_is_watched() -> None:
     with pytest.raises(GroupMismatchError):
-        async with Tasks() as tasks:
+        async with CancellingTaskGroup() as tasks:
 
             async def start_another() -> None:
                 tasks.start(fail_soon())
@@ -62,7 +62,7 @@ async def test_task_started_by_a_task_is_watched() -> None:
 
 async def test_failure_of_the_block_is_raised_unchanged() -> None:
     with pytest.raises(GroupMismatchError):
-        async with Tasks() as tasks:
+        async with CancellingTaskGroup() as tasks:
             tasks.start(forever([]))
             await fail_soon()
 
@@ -71,7 +71,7 @@ async def test_cancelled_block_cancels_its_tasks() -> None:
     ended: list[str] = []
 
     async def run() -> None:
-        async with Tasks() as tasks:
+        async with CancellingTaskGroup() as tasks:
             tasks.start(forever(ended))
             await forever(ended)
 

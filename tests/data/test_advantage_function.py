@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ludus.proto.config import GrpoConfig
 from ludus.proto.errors import ConfigError
-from ludus.trainer.core.functions import function_path
+from ludus.trainer.core.functions import get_or_register_path
 from ludus.trainer.core.types import Rollout
 from ludus.trainer.data.batch import make_batch
 from ludus.trainer.driver.checks import check_importable_names
@@ -88,6 +88,6 @@ def test_configuration_may_contain_the_function_itself() -> None:
 
     run = Trainer({"algorithm": {"advantages": rank_episodes}}).run
     assert isinstance(run.algorithm, GrpoConfig)
-    assert run.algorithm.advantages == function_path(rank_episodes)
+    assert run.algorithm.advantages == get_or_register_path(rank_episodes)
     batch = make_batch([make_group(3.0, 1.0)], run.algorithm)
     assert [row[-1] for row in batch.advantages] == [1, 0]

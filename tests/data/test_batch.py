@@ -144,7 +144,7 @@ def test_equal_episodes_share_a_sequence_but_not_the_advantage() -> None:
     assert len(batch.sequences) == 1
     assert batch.sequence_of_sample.tolist() == [0, 0, 0]
     assert episode_advantages(batch) == pytest.approx([2 / 3, -4 / 3, 2 / 3])
-    assert int(batch.num_sampled[batch.sequence_of_sample].sum()) == 6
+    assert int(batch.num_sampled_tokens[batch.sequence_of_sample].sum()) == 6
 
 
 def test_equal_tokens_with_different_masks_are_not_shared() -> None:

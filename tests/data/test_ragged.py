@@ -1,4 +1,4 @@
-"""Ragged arrays behave like a list of arrays, and are sent as two buffers."""
+"""RaggedArray arrays behave like a list of arrays, and are sent as two buffers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import pickle
 import numpy as np
 import pytest
 
-from ludus.trainer.core.ragged import Ragged
+from ludus.trainer.core.ragged import RaggedArray
 
 ROWS = [[1, 2, 3], [], [4]]
 
 
 def test_rows_behave_like_a_list() -> None:
-    ragged = Ragged.from_rows(ROWS, np.int64)
+    ragged = RaggedArray.from_rows(ROWS, np.int64)
     assert [row.tolist() for row in ragged] == ROWS
     assert [row.tolist() for row in ragged[1:]] == ROWS[1:]
     assert ragged[-1].tolist() == [4]
@@ -25,13 +25,13 @@ def test_rows_behave_like_a_list() -> None:
 
 
 def test_rows_are_taken_in_any_order_and_more_than_once() -> None:
-    ragged = Ragged.from_rows(ROWS, np.float32)
-    assert ragged.take([2, 0, 2]).tolist() == [4, 1, 2, 3, 4]
-    assert ragged.take([]).dtype == np.float32
+    ragged = RaggedArray.from_rows(ROWS, np.float32)
+    assert ragged.concatenate_rows([2, 0, 2]).tolist() == [4, 1, 2, 3, 4]
+    assert ragged.concatenate_rows([]).dtype == np.float32
 
 
 def test_ragged_may_be_empty() -> None:
-    empty = Ragged.from_rows([], np.bool_)
+    empty = RaggedArray.from_rows([], np.bool_)
     assert len(empty) == 0
     assert list(empty) == []
     assert empty.lengths.tolist() == []
@@ -39,7 +39,7 @@ def test_ragged_may_be_empty() -> None:
 
 def test_thousand_rows_are_sent_as_two_buffers() -> None:
     buffers: list[pickle.PickleBuffer] = []
-    ragged = Ragged.from_rows([[1]] * 1000, np.int64)
+    ragged = RaggedArray.from_rows([[1]] * 1000, np.int64)
     data = pickle.dumps(ragged, protocol=5, buffer_callback=buffers.append)
     assert len(buffers) == 2
     received = pickle.loads(data, buffers=buffers)

@@ -29,7 +29,7 @@ from ludus.trainer.compat.forge.grpo import (
     simple_grpo_loss,
 )
 from ludus.trainer.core.types import ScoringRequest
-from ludus.trainer.rollout.engines.vllm_process import has_vllm
+from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
 from tests.learner.tiny_policy import make_policy_folder
 
 REQUEST, RESPONSE, PAD = 12, 4, 0
@@ -56,7 +56,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     ]
 )
 async def policy(request: pytest.FixtureRequest, model_path: str) -> AsyncIterator[Generator]:
-    if request.param == "vllm" and not has_vllm():
+    if request.param == "vllm" and not is_vllm_installed():
         pytest.skip("vLLM is not installed")
     # The actor sets environment variables for vLLM; restore them after the test.
     with patch.dict(os.environ):

@@ -50,7 +50,9 @@ def test_a_seeding_call_is_detected(call: str) -> None:
 
 def test_similar_names_are_not_seeding_calls() -> None:
     assert (
-        find_seedings("Generator(engine)\nrandom_of(0, Stream.ANSWER)\ntraining_seed(1, 2, 3)")
+        find_seedings(
+            "Generator(engine)\nrandom_of(0, Stream.ANSWER)\nderive_training_seed(1, 2, 3)"
+        )
         == []
     )
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from ludus.proto.config import GrpoConfig
 from ludus.proto.errors import CheckpointError, ConfigError, NotFoundError
-from ludus.trainer.core.ragged import Ragged
+from ludus.trainer.core.ragged import RaggedArray
 from ludus.trainer.core.types import Batch, Coefficients, ScoringRequest
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.models.load import load_language_model, load_tokenizer
@@ -42,7 +42,7 @@ def weights_after_step(learner: Learner, batch: Batch) -> torch.Tensor:
 def with_advantages(batch: Batch, value: float) -> Batch:
     """Return the batch with the same advantage for all sampled tokens."""
     masks = [batch.loss_masks[row] for row in batch.sequence_of_sample]
-    advantages = Ragged.from_rows((np.where(mask, value, 0.0) for mask in masks), np.float32)
+    advantages = RaggedArray.from_rows((np.where(mask, value, 0.0) for mask in masks), np.float32)
     return replace(batch, advantages=advantages)
 
 
@@ -77,7 +77,7 @@ def test_tree_packing_only_reduces_the_work(model_path: str, num_minibatches: in
     assert (
         tree.num_tokens_trained
         == pad.num_tokens_trained
-        == int(batch.num_sampled[batch.sequence_of_sample].sum())
+        == int(batch.num_sampled_tokens[batch.sequence_of_sample].sum())
     )
     assert tree.num_tokens_forwarded < pad.num_tokens_forwarded < tree.num_tokens_in_batch
 
@@ -88,7 +88,7 @@ def test_log_probs_of_unsampled_tokens_have_no_effect(model_path: str) -> None:
     batch = make_batch()
     noisy = replace(
         batch,
-        rollout_logprobs=Ragged.from_rows(
+        rollout_logprobs=RaggedArray.from_rows(
             (
                 np.where(batch.loss_masks[row], logprobs, -7.0)
                 for row, logprobs in zip(
@@ -109,7 +109,7 @@ def test_counting_an_environment_token_as_sampled_changes_the_update(model_path:
     leaky_masks = [mask.copy() for mask in batch.loss_masks]
     for mask in leaky_masks:
         mask[2] = True
-    leaky = replace(batch, loss_masks=Ragged.from_rows(leaky_masks, np.bool_))
+    leaky = replace(batch, loss_masks=RaggedArray.from_rows(leaky_masks, np.bool_))
     first, second = (weights_after_step(make_learner(model_path), b) for b in (batch, leaky))
     assert not torch.allclose(first, second, atol=1e-4)
 

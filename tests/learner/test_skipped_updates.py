@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ludus.trainer.core.ragged import Ragged
+from ludus.trainer.core.ragged import RaggedArray
 from ludus.trainer.core.types import Batch, Coefficients
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.learner.model import gather_parameters
@@ -26,7 +26,7 @@ def make_infinite(batch: Batch) -> Batch:
     """Return the batch with one infinite advantage."""
     advantages = [row.copy() for row in batch.advantages]
     advantages[0][np.flatnonzero(advantages[0])[0]] = np.inf
-    return replace(batch, advantages=Ragged.from_rows(advantages, np.float32))
+    return replace(batch, advantages=RaggedArray.from_rows(advantages, np.float32))
 
 
 def weight_vector(learner: Learner) -> torch.Tensor:

@@ -80,7 +80,7 @@ async def test_environment_with_pictures_only_is_refused() -> None:
     ):
         _, first = await client.open(seed=1)
     with pytest.raises(ConfigError, match="option picture_columns"):
-        ServerRenderer().messages(first, first=True)
+        ServerRenderer().render_messages(first, is_first=True)
 
 
 def test_tag_is_one_token_and_decodes_to_itself() -> None:

@@ -18,7 +18,7 @@ from ludus.trainer.core.types import Sampling, ScoringRequest
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
-from ludus.trainer.rollout.engines.vllm_process import has_vllm, vllm_environment
+from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed, make_vllm_variables
 
 MAX_TOKENS = 128
 END_TOKEN_ID = 1
@@ -112,10 +112,10 @@ def make_vllm_engine(path: str) -> Engine:
 @contextmanager
 def prepared_for_vllm() -> Iterator[None]:
     """Prepare this process for one vLLM engine at a time; skip the test if vLLM is missing."""
-    if not has_vllm():
+    if not is_vllm_installed():
         pytest.skip("vLLM is not installed")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in vllm_environment(num_threads=1).items():
+        for name, value in make_vllm_variables(num_threads=1).items():
             patch.setenv(name, value)
         yield
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import LanguageModelRun, RolloutConfig
-from ludus.trainer.core.interfaces import GenerateFn
+from ludus.trainer.core.interfaces import GenerateFunction
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import ServerRenderer
@@ -23,7 +23,7 @@ from ludus.trainer.rollout.episode import (
 from ludus.trainer.rollout.group import GroupPlayer
 from ludus.trainer.rollout.rewards.reward_models import RewardModels
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode, Reward
-from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
+from ludus.trainer.rollout.runner import EpisodeStart, RunnerComponents
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8)
 LIMITS = RolloutConfig(max_completion_tokens=8, max_tokens=256)
@@ -38,7 +38,7 @@ class ScriptedPolicy:
         self._chat = chat
         self.script = script
         """Texts of the next completions."""
-        self.replacement: GenerateFn | None = None
+        self.replacement: GenerateFunction | None = None
         """Function that is called instead of using the script."""
         self._on_call = on_call
         self.prompts: list[list[int]] = []
@@ -135,8 +135,8 @@ async def start_player(
     chat: ChatTokenizer,
 ) -> GroupPlayer:
     """Return the player that the configuration of a run selects."""
-    parts = RunnerParts(run, environment, client, generate, chat, AsyncExitStack())
-    return await GroupPlayer.start(parts, RewardModels())
+    components = RunnerComponents(run, environment, client, generate, chat, AsyncExitStack())
+    return await GroupPlayer.start(components, RewardModels())
 
 
 async def play_once(

@@ -35,7 +35,7 @@ async def test_each_legal_answer_is_asked_for_alone_as_the_template_shows_it(
     assert first.text is not None
     assert len(canary) == len(first.text.legal_answers) == 2
     for prompt, answer in zip(canary, first.text.legal_answers, strict=True):
-        messages = [*environment.renderer.messages(first, first=True), assistant(answer)]
+        messages = [*environment.renderer.render_messages(first, is_first=True), assistant(answer)]
         prompt_ids = chat.encode_whole_prompt(messages)
         canary_ids = prompt.prompt_ids + prompt.completion_ids
         assert prompt.completion_ids[-1] == chat.end_token_id

@@ -43,7 +43,7 @@ async def talk(conversation: Conversation, *questions: str) -> None:
 async def test_turns_that_continue_each_other_are_one_sequence_with_their_rewards() -> None:
     conversation, policy = make_conversation(CHATML, iter(["HIT", "STAND"]))
     await talk(conversation, "16 vs 10", "19 vs 10")
-    [sequence] = conversation.sequences(include_rest=False)
+    [sequence] = conversation.make_sequences(include_unanswered=False)
     assert sequence.token_ids[: len(policy.prompts[1])].tolist() == policy.prompts[1]
     assert [turn.reward for turn in sequence.turns] == [1, 2]
     for turn, text in zip(sequence.turns, ["HIT", "STAND"], strict=True):
@@ -56,7 +56,7 @@ async def test_turns_that_continue_each_other_are_one_sequence_with_their_reward
 async def test_thoughts_that_are_kept_stay_in_one_sequence_as_they_were_sampled() -> None:
     conversation, policy = make_conversation(QWEN3, iter([ALOUD, "STAND"]))
     await talk(conversation, "16 vs 10", "19 vs 10")
-    [sequence] = conversation.sequences(include_rest=False)
+    [sequence] = conversation.make_sequences(include_unanswered=False)
     assert len(sequence.turns) == 2
     assert "bust?" in conversation.chat.decode(policy.prompts[1])
 
@@ -64,7 +64,7 @@ async def test_thoughts_that_are_kept_stay_in_one_sequence_as_they_were_sampled(
 async def test_a_turn_with_a_changed_history_starts_a_new_sequence() -> None:
     conversation, policy = make_conversation(QWEN3, iter([ALOUD, ALOUD, "STAND"]), keep=False)
     await talk(conversation, "16 vs 10", "18 vs 10", "19 vs 10")
-    sequences = conversation.sequences(include_rest=False)
+    sequences = conversation.make_sequences(include_unanswered=False)
     assert [len(sequence.turns) for sequence in sequences] == [1, 1, 1]
     assert [sequence.turns[0].reward for sequence in sequences] == [1, 2, 3]
     for sequence, prompt in zip(sequences, policy.prompts, strict=True):
@@ -76,32 +76,32 @@ async def test_a_turn_with_a_changed_history_starts_a_new_sequence() -> None:
 async def test_a_template_that_rewrites_nothing_gives_one_sequence_though_it_may() -> None:
     conversation, _ = make_conversation(CHATML, iter(["HIT", "STAND"]), keep=False)
     await talk(conversation, "16 vs 10", "19 vs 10")
-    assert len(conversation.sequences(include_rest=False)) == 1
+    assert len(conversation.make_sequences(include_unanswered=False)) == 1
 
 
 @pytest.mark.parametrize("keep", [True, False])
 async def test_what_was_not_answered_follows_the_last_turn_where_it_fits(keep: bool) -> None:
     conversation, _ = make_conversation(CHATML, iter(["HIT", "HIT"]), keep=keep)
     await talk(conversation, "16 vs 10")
-    bare = conversation.sequences(include_rest=True)
+    bare = conversation.make_sequences(include_unanswered=True)
     conversation.add(user("19 vs 10"))
     assert conversation.has_room
-    [sequence] = conversation.sequences(include_rest=True)
+    [sequence] = conversation.make_sequences(include_unanswered=True)
     rest = sequence.token_ids[sequence.turns[-1].end :].tolist()
     assert "19 vs 10" in conversation.chat.decode(rest)
     assert not any(sequence.loss_mask[sequence.turns[-1].end :])
-    assert conversation.sequences(include_rest=False) == bare
+    assert conversation.make_sequences(include_unanswered=False) == bare
     conversation.add(user("a long story " * 200))
-    assert conversation.sequences(include_rest=True) == bare
+    assert conversation.make_sequences(include_unanswered=True) == bare
 
 
 async def test_a_rest_that_would_rewrite_the_past_is_left_out() -> None:
     conversation, _ = make_conversation(QWEN3, iter([ALOUD]), keep=False)
     await talk(conversation, "16 vs 10")
-    previous = conversation.sequences(include_rest=False)
+    previous = conversation.make_sequences(include_unanswered=False)
     conversation.add(user("19 vs 10"))
     assert conversation.has_room
-    assert conversation.sequences(include_rest=True) == previous
+    assert conversation.make_sequences(include_unanswered=True) == previous
     conversation.add_reward(4)
     assert conversation.turns[0].reward == 5
 
@@ -143,7 +143,7 @@ async def test_a_generator_cannot_change_the_recorded_prompt() -> None:
     chat = ChatTokenizer(make_family_tokenizer(CHATML))
     conversation = Conversation(generate, chat, LIMITS, SAMPLING, key=3)
     await talk(conversation, "16 vs 10")
-    [sequence] = conversation.sequences()
+    [sequence] = conversation.make_sequences()
     assert sequence.token_ids.tolist() == [*chat.encode_first_prompt(user("16 vs 10")), 5]
 
 

@@ -14,10 +14,10 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer import Trainer
 from ludus.trainer.actors.cluster import check_sendable_functions
 from ludus.trainer.core.functions import (
-    function_path,
-    import_object,
+    copy_registered_functions,
+    get_or_register_path,
+    import_callable,
     register_functions,
-    registered_functions,
     unregister_function,
 )
 
@@ -25,7 +25,7 @@ from ludus.trainer.core.functions import (
 @pytest.fixture(autouse=True)
 def empty_registry() -> Iterator[None]:
     """Start each test without registered functions, and restore them afterwards."""
-    previous = registered_functions()
+    previous = copy_registered_functions()
     clear_registry()
     yield
     clear_registry()
@@ -33,7 +33,7 @@ def empty_registry() -> Iterator[None]:
 
 
 def clear_registry() -> None:
-    for path in registered_functions():
+    for path in copy_registered_functions():
         unregister_function(path)
 
 
@@ -45,37 +45,37 @@ def closure(value: float) -> Callable[..., Any]:
 
 
 def test_what_can_be_imported_has_its_own_name() -> None:
-    assert function_path(json.dumps) == "json:dumps"
-    assert import_object("json:dumps", "environment.rewards") is json.dumps
-    assert registered_functions() == {}
+    assert get_or_register_path(json.dumps) == "json:dumps"
+    assert import_callable("json:dumps", "environment.rewards") is json.dumps
+    assert copy_registered_functions() == {}
 
 
 def test_what_cannot_is_given_a_name_which_it_keeps() -> None:
     first, second = closure(1.0), closure(2.0)
-    assert [function_path(function) for function in (first, second, first)] == [
+    assert [get_or_register_path(function) for function in (first, second, first)] == [
         "given:brevity",
         "given:brevity_2",
         "given:brevity",
     ]
-    assert import_object("given:brevity_2", "environment.rewards") is second
+    assert import_callable("given:brevity_2", "environment.rewards") is second
 
 
 def test_another_process_finds_registered_functions_only() -> None:
-    path, sent = function_path(closure(1.0)), registered_functions()
+    path, sent = get_or_register_path(closure(1.0)), copy_registered_functions()
     clear_registry()
     with pytest.raises(ConfigError, match=r"environment.parse = 'given:brevity': .* passed"):
-        import_object(path, "environment.parse")
+        import_callable(path, "environment.parse")
     register_functions(sent)
-    assert import_object(path, "environment.parse")() == 1.0
+    assert import_callable(path, "environment.parse")() == 1.0
 
 
 def test_a_function_that_cannot_be_sent_is_refused_and_forgotten() -> None:
     lock = threading.Lock()
-    function_path(lambda **_: lock)
-    function_path(closure(1.0))
+    get_or_register_path(lambda **_: lock)
+    get_or_register_path(closure(1.0))
     with pytest.raises(ConfigError, match=r"'given:lambda' cannot be sent .* '_thread\.lock'"):
         check_sendable_functions()
-    assert list(registered_functions()) == ["given:brevity"]
+    assert list(copy_registered_functions()) == ["given:brevity"]
     check_sendable_functions()
 
 

@@ -120,7 +120,7 @@ async def test_a_failed_step_reaches_every_waiter(
         with pytest.raises(EngineLostError, match="RuntimeError: out of memory"):
             await asyncio.wait_for(task, timeout=60)
     with pytest.raises(EngineLostError, match="out of memory"):
-        await asyncio.wait_for(generator.until_lost(), timeout=60)
+        await asyncio.wait_for(generator.wait_until_lost(), timeout=60)
     assert engine.is_closed.wait(timeout=60)
 
 

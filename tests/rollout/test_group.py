@@ -169,9 +169,9 @@ async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
 
 
 @OPENED
-@pytest.mark.parametrize("resumes", [True, False])
+@pytest.mark.parametrize("replays_lost_episodes", [True, False])
 async def test_episodes_that_their_server_loses_are_played_again_where_the_run_says_so(
-    chat: ChatTokenizer, max_sessions: int, resumes: bool
+    chat: ChatTokenizer, max_sessions: int, replays_lost_episodes: bool
 ) -> None:
     options = ServerOptions(port=0, max_sessions=8, check_determinism=True)
     async with (
@@ -180,7 +180,11 @@ async def test_episodes_that_their_server_loses_are_played_again_where_the_run_s
     ):
         recorded = CountedClient(client)
         player, policy = make_player(
-            recorded, chat, itertools.repeat("STAND"), max_sessions=max_sessions, resumes=resumes
+            recorded,
+            chat,
+            itertools.repeat("STAND"),
+            max_sessions=max_sessions,
+            replays_lost_episodes=replays_lost_episodes,
         )
 
         async def after_a_loss(
@@ -193,9 +197,9 @@ async def test_episodes_that_their_server_loses_are_played_again_where_the_run_s
         spec = GroupSpec(0, "game", (11,) * 2)
         unlucky = player.with_fields(generate=after_a_loss)
         group = await unlucky.play_group(spec)
-        status = RolloutStatus.TERMINATED if resumes else RolloutStatus.LOST
+        status = RolloutStatus.TERMINATED if replays_lost_episodes else RolloutStatus.LOST
         assert [rollout.status for rollout in group.rollouts] == [status] * 2
-        if resumes:
+        if replays_lost_episodes:
             assert group == await player.play_group(spec)
 
 

@@ -13,12 +13,12 @@ from ludus.proto.config import EvalConfig
 from ludus.trainer.core.streams import (
     Stream,
     derive_key,
+    derive_training_seed,
+    derive_warm_start_seed,
     draw_uniforms,
     make_random,
     mix,
     seed_torch,
-    training_seed,
-    warm_start_seed,
 )
 from ludus.trainer.data.mixture import derive_group_seeds
 
@@ -82,13 +82,13 @@ def test_numbers_of_purposes_are_kept_for_ever() -> None:
         "REPLAY_BUFFER": 60,
     }
     assert derive_key(0, Stream.TRAINING_SAMPLING, 5, 3) == 8_321_986_166_256_268_998
-    assert training_seed(0, 5, 0) == 715_490_776
+    assert derive_training_seed(0, 5, 0) == 715_490_776
 
 
 def test_episodes_of_training_warm_start_and_evaluation_have_seeds_of_their_own() -> None:
     counters = list(itertools.product(range(4), range(500)))
-    trained = {training_seed(3, *numbers) for numbers in counters}
-    warm = {warm_start_seed(3, *numbers) for numbers in counters}
+    trained = {derive_training_seed(3, *numbers) for numbers in counters}
+    warm = {derive_warm_start_seed(3, *numbers) for numbers in counters}
     assert len(trained) == len(counters), "seeds of two groups may be equal, but hardly so soon"
     assert len(warm) == len(counters), "and so may those of two environments"
     assert 0 <= min(trained) <= max(trained) < 2**30 <= min(warm) <= max(warm) < 2**31

@@ -18,8 +18,8 @@ from ludus.proto.errors import ActionParseError, ConfigError, RateLimitError, To
 from ludus.trainer.core.types import RolloutStatus, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.tool_adapter import (
-    MAX_BAD_COMPLETIONS,
     MAX_CALLS,
+    MAX_INVALID_COMPLETIONS,
     MAX_RESULT_CHARACTERS,
     Toolbox,
     ToolCall,
@@ -130,7 +130,10 @@ async def test_several_calls_of_one_answer_are_made_in_order(
         ([call("add", a=1, b=2), "0"], (1, 0)),
         ([call("add", a=1, b=2) + call("add", a="one"), "0"], (2, 1)),
         (["<tool_call>{not json}</tool_call>", call("subtract"), call("add", a=1, b=2)], (3, 2)),
-        (["<tool_call>oops"] * MAX_BAD_COMPLETIONS, (MAX_BAD_COMPLETIONS, MAX_BAD_COMPLETIONS)),
+        (
+            ["<tool_call>oops"] * MAX_INVALID_COMPLETIONS,
+            (MAX_INVALID_COMPLETIONS, MAX_INVALID_COMPLETIONS),
+        ),
     ],
 )
 async def test_calls_are_counted_and_so_are_those_that_failed(
@@ -170,7 +173,7 @@ async def test_who_never_calls_well_ends_at_the_configured_reward(
     played = await play(client, chat, lambda _: "<tool_call>oops", limits)
     assert played.rollout.status is RolloutStatus.INVALID_ACTION
     assert played.rollout.reward == -0.5
-    assert len(played.rollout.turns) == MAX_BAD_COMPLETIONS
+    assert len(played.rollout.turns) == MAX_INVALID_COMPLETIONS
 
 
 async def test_a_tool_that_fails_says_so_and_the_episode_continues(

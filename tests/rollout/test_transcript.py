@@ -15,7 +15,7 @@ from ludus.proto.runs import Transcript
 from ludus.trainer.core.types import GroupSpec, RolloutGroup, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout import transcript
-from ludus.trainer.rollout.transcript import num_transcripts
+from ludus.trainer.rollout.transcript import count_transcripts
 from tests.rollout.scripted_policy import LIMITS, make_player
 
 SPEC = GroupSpec(6, "game", (11,) * 4)
@@ -119,10 +119,10 @@ def test_each_step_has_the_configured_number_of_transcripts(
 ) -> None:
     for block in range(20):
         indices = range(block * groups_per_step, (block + 1) * groups_per_step)
-        assert sum(num_transcripts(i, per_step, groups_per_step, 7) for i in indices) == per_step
+        assert sum(count_transcripts(i, per_step, groups_per_step, 7) for i in indices) == per_step
 
 
 def test_environments_that_take_turns_are_all_written_down() -> None:
-    written = Counter(index % 4 for index in range(1600) if num_transcripts(index, 4, 16, 7))
+    written = Counter(index % 4 for index in range(1600) if count_transcripts(index, 4, 16, 7))
     assert written.total() == 400
     assert min(written.values()) > 60

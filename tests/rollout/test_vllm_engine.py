@@ -14,7 +14,7 @@ from ludus.proto.errors import WeightSyncError
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
-from ludus.trainer.rollout.engines.vllm_process import has_vllm
+from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
 from tests.rollout.engine_pair import (
     CANARY_PROMPT,
     TOLERANCE,
@@ -133,7 +133,7 @@ async def test_it_serves_coroutines_from_its_own_thread(pair: EnginePair) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_separate_process_prints_nothing_and_connects_to_nothing(tmp_path: Path) -> None:
-    if not has_vllm():
+    if not is_vllm_installed():
         pytest.skip("vLLM is not installed")
     path = make_folder(tmp_path / "model", tie_embeddings=True)
     program = [sys.executable, "-m", "tests.rollout.vllm_program", path]

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 
-from ludus.trainer.rollout.engines.vllm_process import IN_PROCESS, prepare_process
+from ludus.trainer.rollout.engines.vllm_process import MULTIPROCESSING_VARIABLE, prepare_process
 
 connections: list[str] = []
 
@@ -54,7 +54,7 @@ def main(model_path: str) -> None:
     report = {"answers": [sample_answers(seed) for seed in (500, 500, 600)]}
     torch.set_num_threads(2)
     refused = [refusal(tensor_parallel_size=2)]
-    del os.environ[IN_PROCESS]
+    del os.environ[MULTIPROCESSING_VARIABLE]
     refused.append(refusal())
     report |= {
         "connections": connections,

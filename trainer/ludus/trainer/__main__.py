@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunStopped as stopped:
         sys.stderr.write(f"{stopped}\n")
         # A RayJob that fails would be restarted, so an intended stop is a success.
-        return 0 if stopped.is_intended else _INTERRUPTED_EXIT_CODE
+        return 0 if stopped.is_from_control_file else _INTERRUPTED_EXIT_CODE
     except UserError as error:
         return _report_error(error, UserError.exit_code)
     except (LudusError, OSError) as error:

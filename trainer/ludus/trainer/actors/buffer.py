@@ -27,7 +27,7 @@ with pause_collection():
     from ludus.proto.errors import BufferLostError
     from ludus.trainer.actors.cluster import describe_failure
     from ludus.trainer.actors.placement import Placement
-    from ludus.trainer.core.functions import Function, register_functions, registered_functions
+    from ludus.trainer.core.functions import Function, copy_registered_functions, register_functions
     from ludus.trainer.core.streams import Stream, make_random
     from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
     from ludus.trainer.core.types import Batch, RolloutGroup
@@ -114,7 +114,7 @@ class RemoteBuffer:
 
     def __init__(self, run: LanguageModelRun, placement: Placement) -> None:
         actor_class = ray.remote(**placement.make_driver_node_options())(BufferActor)
-        self._actor: ActorHandle = actor_class.remote(run, registered_functions())
+        self._actor: ActorHandle = actor_class.remote(run, copy_registered_functions())
         self._timeout_s = run.training.idle_timeout_s
 
     def close(self) -> None:

@@ -36,9 +36,9 @@ from ludus.trainer.actors.placement import (
     place_in_cluster,
     place_on_one_machine,
 )
-from ludus.trainer.core.functions import registered_functions, unregister_function
+from ludus.trainer.core.functions import copy_registered_functions, unregister_function
 from ludus.trainer.core.output import warn_user
-from ludus.trainer.core.tasks import Tasks
+from ludus.trainer.core.tasks import CancellingTaskGroup
 
 _log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ async def wait_for_room(
     """
     if placement.is_one_machine:
         return await awaitable
-    async with Tasks() as tasks:
+    async with CancellingTaskGroup() as tasks:
         tasks.start(
             _watch_room(
                 placement, may_be_in_use=may_be_in_use, raises_without_room=raises_without_room
@@ -257,7 +257,7 @@ def check_sendable_functions() -> None:
         ConfigError: a function cannot be sent. It is unregistered, so that the next run of a
             notebook can register a new one.
     """
-    for path, function in registered_functions().items():
+    for path, function in copy_registered_functions().items():
         try:
             cloudpickle.dumps(function)
         except Exception as error:  # pickling raises any class

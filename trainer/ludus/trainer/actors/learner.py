@@ -22,7 +22,7 @@ with pause_collection():
     from ludus.trainer.actors.cluster import describe_failure, wait_for_room
     from ludus.trainer.actors.placement import Placement
     from ludus.trainer.actors.weight_store import make_store
-    from ludus.trainer.core.functions import Function, register_functions, registered_functions
+    from ludus.trainer.core.functions import Function, copy_registered_functions, register_functions
     from ludus.trainer.core.interfaces import PublishedWeights
     from ludus.trainer.core.tasks import TimeLimitError, gather_or_cancel, wait_with_limit
     from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequest
@@ -162,7 +162,7 @@ class LearnerGroup:
         num_ranks = self._run.learner.num_ranks
         self.ranks = [
             ray.remote(**self._placement.make_rank_options(rank))(LearnerActor).remote(
-                rank, self._run, registered_functions()
+                rank, self._run, copy_registered_functions()
             )
             for rank in range(num_ranks)
         ]

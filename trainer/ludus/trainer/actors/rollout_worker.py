@@ -25,9 +25,9 @@ with pause_collection():
     from ludus.proto.config import LanguageModelRun, WeightStoreConfig
     from ludus.proto.errors import WeightSyncError
     from ludus.trainer.actors.weight_store import make_store
-    from ludus.trainer.core.functions import Function, register_functions, registered_functions
+    from ludus.trainer.core.functions import Function, copy_registered_functions, register_functions
     from ludus.trainer.core.interfaces import PublishedWeights
-    from ludus.trainer.core.tasks import Tasks
+    from ludus.trainer.core.tasks import CancellingTaskGroup
     from ludus.trainer.core.types import (
         GroupSpec,
         Rollout,
@@ -41,8 +41,8 @@ with pause_collection():
     from ludus.trainer.rollout.engines.async_engine import AsyncEngine, make_engine
     from ludus.trainer.rollout.group import GroupPlayer
     from ludus.trainer.rollout.rewards.reward_models import RewardModels
-    from ludus.trainer.rollout.runner import RunnerParts, sampling_settings
-    from ludus.trainer.rollout.transcript import num_transcripts
+    from ludus.trainer.rollout.runner import RunnerComponents, sampling_settings
+    from ludus.trainer.rollout.transcript import count_transcripts
     from ludus.trainer.setup.environments import make_connect_options
     from ludus.trainer.setup.shared_folder import FolderToken
     from ludus.trainer.weights.adapters import AdapterMerger
@@ -62,7 +62,7 @@ class RolloutWorkerSpec:
     """Token of the run folder, which contains the model; None on a single machine."""
     number: int = 0
     """Index of the worker."""
-    functions: Mapping[str, Function] = field(default_factory=registered_functions)
+    functions: Mapping[str, Function] = field(default_factory=copy_registered_functions)
     """Functions that the configuration refers to and that cannot be imported."""
 
 
@@ -115,7 +115,7 @@ class RolloutWorkerActor:
         reward_models = RewardModels()
         players = {}
         for name, client in clients.items():
-            runner_parts = RunnerParts(
+            runner_parts = RunnerComponents(
                 run, name, client, engine, chat, self._exit_stack, spec.number
             )
             players[name] = await GroupPlayer.start(runner_parts, reward_models)
@@ -144,7 +144,9 @@ class RolloutWorkerActor:
                     call_specs,
                     sampling,
                     [
-                        num_transcripts(spec.index, transcripts_per_step, groups_per_step, run.seed)
+                        count_transcripts(
+                            spec.index, transcripts_per_step, groups_per_step, run.seed
+                        )
                         for spec in call_specs
                     ],
                 )
@@ -227,8 +229,8 @@ class RolloutWorkerActor:
         Raises:
             EngineLostError: the engine has failed, so no more episodes can be played.
         """
-        async with Tasks() as tasks:
-            tasks.start(self.components.engine.until_lost())
+        async with CancellingTaskGroup() as tasks:
+            tasks.start(self.components.engine.wait_until_lost())
             await self._close_event.wait()
 
     async def ping(self) -> None:

@@ -26,7 +26,7 @@ from ludus.trainer.actors.cluster import describe_failure
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSpec
 from ludus.trainer.core.interfaces import PublishedWeights
-from ludus.trainer.rollout.engines.vllm_process import vllm_environment
+from ludus.trainer.rollout.engines.vllm_process import make_vllm_variables
 from ludus.trainer.weights.canary import CanaryJudge, WorkerWeights
 
 _log = logging.getLogger(__name__)
@@ -179,8 +179,8 @@ def make_actor(spec: RolloutWorkerSpec, placement: Placement) -> ActorHandle:
     """Create the actor of a worker, which Ray starts when there is room."""
     rollout = spec.run.rollout
     # Engines read their environment variables when Python starts, before any code of Ludus.
-    environment_variables = vllm_environment(
-        rollout.num_threads, on_gpu=rollout.num_gpus_per_worker > 0
+    environment_variables = make_vllm_variables(
+        rollout.num_threads, uses_gpu=rollout.num_gpus_per_worker > 0
     )
     worker_class = ray.remote(
         **placement.make_worker_options(),

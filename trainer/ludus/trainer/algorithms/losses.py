@@ -52,7 +52,7 @@ from ludus.proto.config import (
     TokenTis,
 )
 from ludus.proto.errors import ConfigError
-from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.functions import import_callable
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
@@ -415,7 +415,7 @@ def _call_loss_function(inputs: LossInputs, path: str) -> Tensor:
         ConfigError: the function fails, or does not return an [N, T] tensor with a gradient.
     """
     mask = inputs.mask
-    function = import_object(path, LOSS_FUNCTION_FIELD)
+    function = import_callable(path, LOSS_FUNCTION_FIELD)
     arguments = (
         inputs.logprobs,
         inputs.old_logprobs,

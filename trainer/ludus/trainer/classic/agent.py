@@ -21,7 +21,7 @@ from ludus.trainer.classic.environments import VectorEnvironment
 from ludus.trainer.classic.episodes import NetworkBatch, ParallelEpisodes, PlayedStep
 from ludus.trainer.classic.policy import NetworkPolicy
 from ludus.trainer.classic.update import PpoUpdate
-from ludus.trainer.core.streams import Stream, training_seed, use_torch_stream
+from ludus.trainer.core.streams import Stream, derive_training_seed, use_torch_stream
 
 StepCallback = Callable[[np.ndarray, np.ndarray, PlayedStep], None]
 """Function of the observations before a step, the actions in the action space, and the step."""
@@ -73,7 +73,7 @@ class PpoAgent:
         self._update = PpoUpdate(policy, config, seed)
         self._episodes = ParallelEpisodes(
             environments,
-            lambda index, number: training_seed(seed, index, number),
+            lambda index, number: derive_training_seed(seed, index, number),
             max_steps=max_steps,
         )
         self._is_started = False

@@ -19,7 +19,7 @@ from ludus.proto.config import NetworkModel
 from ludus.proto.errors import ConfigError
 from ludus.trainer.classic.heads import ActorOutput, Head, NormalHead, check_output, make_head
 from ludus.trainer.core.devices import choose_device
-from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.functions import import_callable
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _ACTOR_OUTPUT_GAIN = 0.01
@@ -296,7 +296,7 @@ def _make_linear(num_inputs: int, num_outputs: int, gain: float) -> nn.Linear:
 def _make_user_networks(
     path: str, observations: spaces.Space[Any], actions: spaces.Space[Any]
 ) -> tuple[nn.Module, nn.Module]:
-    networks = import_object(path, "model.make")(observations, actions)
+    networks = import_callable(path, "model.make")(observations, actions)
     match networks:
         case (nn.Module() as actor, nn.Module() as critic):
             return actor, critic

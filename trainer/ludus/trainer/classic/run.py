@@ -39,7 +39,7 @@ from ludus.trainer.classic.environments import VectorEnvironment, make_environme
 from ludus.trainer.classic.heads import sample_uniform_actions
 from ludus.trainer.classic.policy import NetworkPolicy, make_networks
 from ludus.trainer.classic.rows import compute_step_values, make_transcripts
-from ludus.trainer.core.devices import torch_threads
+from ludus.trainer.core.devices import use_torch_threads
 from ludus.trainer.core.stopping import RunStopped, StopRequest, stop_on_signals
 from ludus.trainer.core.streams import Stream, use_torch_stream
 from ludus.trainer.run.checkpoint import SavedState, load_learner_state
@@ -298,7 +298,7 @@ def open_network_run(
             overwrite=overwrite,
             num_checkpoints=num_checkpoints,
         ) as files,
-        torch_threads(run.ppo.num_threads),
+        use_torch_threads(run.ppo.num_threads),
         ExitStack() as stack,
     ):
         yield OpenNetworkRun(run, files, stack, budget)

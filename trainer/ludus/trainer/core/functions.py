@@ -1,10 +1,10 @@
 """The functions that a run's configuration names.
 
     "module:attribute"   a function that every process of the run imports
-    "given:name"         a function that the program passed as an object; it travels to the run's
-                         processes by value, so that a function of a notebook works, too
+    "given:name"         a function that the program passed as an object; it is sent to the run's
+                         processes by value, so a function defined in a notebook works too
 
-A configuration contains only names in both cases, so that it can be written to a file.
+In both cases the configuration contains only a name, so it can be written to a file.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ludus.proto.errors import ConfigError
 
 Function: TypeAlias = Callable[..., Any]
 
-_REGISTERED_MODULE = "given"
-_registered: dict[str, Function] = {}
-"""Registered functions of this process, by their paths."""
+_REGISTERED_PREFIX = "given"
+_registered_functions: dict[str, Function] = {}
+"""Functions registered in this process, by path."""
 
 
-def import_object(path: str, field: str) -> Function:
-    """Return the callable "module:attribute" that configuration field `field` names.
+def import_callable(path: str, field: str) -> Function:
+    """Return the callable at `path`, which is the value of configuration field `field`.
 
     Raises:
         ConfigError: there is no such callable.
     """
     module_name, _, attribute = path.partition(":")
-    if module_name == _REGISTERED_MODULE:
-        return _find_registered(path, field)
+    if module_name == _REGISTERED_PREFIX:
+        return _find_registered_function(path, field)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -46,55 +46,62 @@ def import_object(path: str, field: str) -> Function:
     return function
 
 
-def function_path(function: Function) -> str:
-    """Return the path of a function; register a function that cannot be imported.
+def get_or_register_path(function: Function) -> str:
+    """Return the path of a function. A function that cannot be imported is registered first.
 
-    The same function always has the same path.
+    The same function always gets the same path.
     """
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    loaded_module = sys.modules.get(module or "")
+    module_name, qualified_name = (
+        getattr(function, "__module__", None),
+        getattr(function, "__qualname__", ""),
+    )
+    loaded_module = sys.modules.get(module_name or "")
     if (
-        module != "__main__"
+        module_name != "__main__"
         and loaded_module is not None
-        and getattr(loaded_module, name, None) is function
+        and getattr(loaded_module, qualified_name, None) is function
     ):
-        return f"{module}:{name}"
-    paths = (path for path, candidate in _registered.items() if candidate is function)
-    return next(paths, None) or _register(function)
+        return f"{module_name}:{qualified_name}"
+    paths = (
+        path
+        for path, registered_function in _registered_functions.items()
+        if registered_function is function
+    )
+    return next(paths, None) or _register_function(function)
 
 
-def registered_functions() -> dict[str, Function]:
+def copy_registered_functions() -> dict[str, Function]:
     """Return a copy of all registered functions, by path."""
-    return dict(_registered)
+    return dict(_registered_functions)
 
 
 def register_functions(functions: Mapping[str, Function]) -> None:
     """Register functions by their paths in this process."""
-    _registered.update(functions)
+    _registered_functions.update(functions)
 
 
 def unregister_function(path: str) -> None:
     """Remove a registered function, if there is one at this path."""
-    _registered.pop(path, None)
+    _registered_functions.pop(path, None)
 
 
-def _register(function: Function) -> str:
+def _register_function(function: Function) -> str:
     name = getattr(function, "__name__", type(function).__name__)
     identifier = re.sub(r"\W+", "_", name).strip("_")
-    base_path = f"{_REGISTERED_MODULE}:{identifier if identifier.isidentifier() else 'function'}"
-    path, number = base_path, 1
-    while path in _registered:
-        number += 1
-        path = f"{base_path}_{number}"
-    _registered[path] = function
+    base_path = f"{_REGISTERED_PREFIX}:{identifier if identifier.isidentifier() else 'function'}"
+    path, suffix = base_path, 1
+    while path in _registered_functions:
+        suffix += 1
+        path = f"{base_path}_{suffix}"
+    _registered_functions[path] = function
     return path
 
 
-def _find_registered(path: str, field: str) -> Function:
-    if path not in _registered:
+def _find_registered_function(path: str, field: str) -> Function:
+    if path not in _registered_functions:
         raise ConfigError(
             f"{field} = '{path}': this function was passed by the program that started the run, "
             "and is in no file; continue from that program with ludus.trainer.Trainer, or set "
             f"{field} to 'module:attribute'"
         )
-    return _registered[path]
+    return _registered_functions[path]

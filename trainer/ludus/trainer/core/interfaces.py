@@ -1,4 +1,4 @@
-"""The interfaces between the parts of the trainer, each with one implementation per backend."""
+"""The interfaces between the components of the trainer, and the values that cross them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from ludus.trainer.core.types import SampledCompletion, Sampling, ScoringRequest, WeightManifest
 
 StorageLocation: TypeAlias = Any
-"""A file name, object key or Ray reference; only the weight store that created it can use it."""
+"""A file name, object key or Ray reference. Only the weight store that created it can use it."""
 
 StateDict = Mapping[str, torch.Tensor]
 """Full tensors on the CPU, by their names in the Hugging Face model."""
 
 
-GenerateFn: TypeAlias = Callable[[list[int], Sampling, int], Awaitable[SampledCompletion]]
-"""Samples one completion: (prompt tokens, sampling, seed); concurrent calls become one batch.
+GenerateFunction: TypeAlias = Callable[[list[int], Sampling, int], Awaitable[SampledCompletion]]
+"""Function that samples one completion: (prompt tokens, sampling, seed) -> completion.
 
-The random numbers depend only on the seed, not on the other requests of the batch.
+Concurrent calls are sampled as one batch. The random numbers of a call depend only on its seed.
 """
 
 
@@ -50,10 +50,13 @@ class Engine(Protocol):
     """An inference engine. It is not thread-safe, so one thread owns it."""
 
     def submit(self, request: EngineRequest) -> None:
-        """Add a request to the running batch; a refused request does not affect the others."""
+        """Add a request to the running batch.
+
+        If the engine refuses a request and raises, the other requests continue.
+        """
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Cancel these requests; unknown and completed requests are ignored."""
+        """Cancel these requests. Unknown and completed requests are ignored."""
 
     def step(self) -> list[EngineOutput]:
         """Advance the batch by one step and return the completed requests."""
@@ -78,7 +81,7 @@ class PublishedWeights:
 
     manifest: WeightManifest
     location: StorageLocation
-    """Location of the bytes, in a form that only the publishing store understands."""
+    """Location of the bytes in the weight store that published them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,8 @@ class FetchedWeights:
     """A weights version that a worker has fetched, and the cost of the fetch."""
 
     state: StateDict
-    """Read-only tensors, because the next version may be a difference from them."""
+    """Tensors, which must not be changed: the next version may be fetched as a difference."""
     num_bytes: int
-    """Number of bytes fetched; less than the size of the tensors if differences were fetched."""
+    """Number of fetched bytes. It is less than the tensors' size if differences were fetched."""
     fetch_s: float
-    """Duration of the fetch, including the check of its bytes."""
+    """Duration of the fetch in seconds, including the check of the bytes."""

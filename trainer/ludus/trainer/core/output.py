@@ -1,4 +1,4 @@
-"""Output of the trainer: files that are written completely or not at all, and user warnings."""
+"""Output of the trainer: files that are written completely or not at all, and warnings."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
-_PARTIAL_SUFFIX = ".partial"
+_TEMPORARY_SUFFIX = ".partial"
 _OLD_SUFFIX = ".old"
 
 
-def partial_path(path: Path) -> Path:
-    """Return the path next to `path` under which its new content is prepared."""
-    return path.with_name(path.name + _PARTIAL_SUFFIX)
+def choose_temporary_path(path: Path) -> Path:
+    """Return the path at which the new content of `path` is written before it is moved there."""
+    return path.with_name(path.name + _TEMPORARY_SUFFIX)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that readers see either the old or the new text, never a part."""
-    temporary_file = partial_path(path)
+    """Write a text file so that readers see either the whole old text or the whole new text."""
+    temporary_file = choose_temporary_path(path)
     temporary_file.write_text(text, encoding="utf-8")
     os.replace(temporary_file, path)
 
@@ -31,7 +31,7 @@ def write_atomically(path: Path, text: str) -> None:
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces `folder` when the block succeeds."""
-    temporary_folder = partial_path(folder)
+    temporary_folder = choose_temporary_path(folder)
     shutil.rmtree(temporary_folder, ignore_errors=True)
     temporary_folder.mkdir(parents=True)
     try:
@@ -42,7 +42,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
 
 def rename_folder(folder: Path, target: Path) -> None:
-    """Rename a folder to `target`, so that either the old or the new target always exists."""
+    """Rename a folder to `target`, and delete the old target only afterwards."""
     old_target = target.with_name(target.name + _OLD_SUFFIX)
     shutil.rmtree(old_target, ignore_errors=True)
     if target.exists():

@@ -1,4 +1,4 @@
-"""Rows of different lengths in one array, so that thousands of rows travel as two buffers."""
+"""Rows of different lengths in one array, so that thousands of rows are sent as two buffers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from numpy.typing import DTypeLike
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ragged(Sequence[np.ndarray]):
-    """A sequence of one-dimensional arrays; each is a view of `values`."""
+class RaggedArray(Sequence[np.ndarray]):
+    """A sequence of one-dimensional arrays, each of which is a view of `values`."""
 
     values: np.ndarray
-    """[total length] all rows, concatenated."""
+    """[sum of all lengths] concatenation of all rows."""
     ends: np.ndarray
     """int64 [R] index after the last value of each row."""
 
     @classmethod
-    def from_rows(cls, rows: Iterable[Sequence[Any] | np.ndarray], dtype: DTypeLike) -> Ragged:
-        """Build a Ragged from rows, converted to `dtype`."""
+    def from_rows(cls, rows: Iterable[Sequence[Any] | np.ndarray], dtype: DTypeLike) -> RaggedArray:
+        """Build a RaggedArray from rows, converted to `dtype`."""
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         values = np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
         return cls(values, np.cumsum([len(array) for array in arrays], dtype=np.int64))
@@ -50,7 +50,7 @@ class Ragged(Sequence[np.ndarray]):
         start = self.ends[row - 1] if row else 0
         return self.values[start : self.ends[row]]
 
-    def take(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+    def concatenate_rows(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the values of these rows, concatenated."""
         if len(rows) == 0:
             return self.values[:0]

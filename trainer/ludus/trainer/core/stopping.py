@@ -1,7 +1,7 @@
 """Rules for stopping, shared by every kind of training.
 
-Language models, networks and reward models train in different loops. All of them stop after the
-current step on request, and fail after too many skipped updates.
+Language models, networks and reward models have different training loops. Each loop stops after
+its current step on request, and fails after too many skipped updates.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ludus.proto.errors import TrainingStalledError
 _log = logging.getLogger(__name__)
 
 MAX_SKIPPED_UPDATES = 10
-"""Maximum number of consecutive skipped updates. After that, the model or the data is broken."""
+"""Number of consecutive skipped updates that fails a run: the model or the data is broken."""
 
 
 class RunStopped(Exception):
-    """A run stopped before its last step. A checkpoint was written."""
+    """A stop of a run before its last step. A checkpoint was written."""
 
-    def __init__(self, message: str, *, is_intended: bool = False) -> None:
+    def __init__(self, message: str, *, is_from_control_file: bool = False) -> None:
         super().__init__(message)
-        self.is_intended = is_intended
-        """True if the run's control file requested the stop, so that the exit code is 0."""
+        self.is_from_control_file = is_from_control_file
+        """True if the run's control file requested the stop. The exit code is then 0."""
 
 
 class StopRequest:
@@ -48,14 +48,16 @@ class StopRequest:
 def stop_on_signals(
     request: StopRequest, interrupt: Callable[[], object] | None = None
 ) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM within the block: stop after the step, then at once.
+    """Handle SIGINT and SIGTERM within the block.
+
+    The first signal stops the run after its current step, and the second one stops it at once.
 
     Args:
         request: set by the first signal.
-        interrupt: called when a stop was requested before. Default: raise KeyboardInterrupt.
+        interrupt: called by a signal after a stop was requested. Default: raise KeyboardInterrupt.
     """
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def handle_signal(signal_number: int, frame: FrameType | None) -> None:
         if not request.is_set:
             _log.warning("stopping after this step; repeat the signal to stop at once")
             request.set()
@@ -64,23 +66,26 @@ def stop_on_signals(
         else:
             raise KeyboardInterrupt
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    previous_handlers = {number: signal.signal(number, handle) for number in numbers}
+    signal_numbers = (signal.SIGINT, signal.SIGTERM)
+    previous_handlers = {
+        signal_number: signal.signal(signal_number, handle_signal)
+        for signal_number in signal_numbers
+    }
     try:
         yield
     finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)
 
 
-def check_skipped_updates(num_consecutive: int, remedy: str) -> None:
-    """Check that the run has not skipped too many updates in a row.
+def check_skipped_updates(num_skipped: int, remedy: str) -> None:
+    """Check that a run has not skipped too many consecutive updates.
 
     Raises:
-        TrainingStalledError: `num_consecutive` has reached MAX_SKIPPED_UPDATES.
+        TrainingStalledError: `num_skipped` has reached MAX_SKIPPED_UPDATES.
     """
-    if num_consecutive >= MAX_SKIPPED_UPDATES:
+    if num_skipped >= MAX_SKIPPED_UPDATES:
         raise TrainingStalledError(
-            f"{num_consecutive} updates in a row were skipped, because their gradients were not "
+            f"{num_skipped} updates in a row were skipped, because their gradients were not "
             f"finite; {remedy}"
         )

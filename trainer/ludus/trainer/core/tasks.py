@@ -1,4 +1,4 @@
-"""Groups of tasks that fail together, and waits with a time limit."""
+"""Groups of tasks that are cancelled together, and waits with a time limit."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ class TimeLimitError(TimeoutError):
     """A wait exceeded its time limit."""
 
 
-class Tasks(asyncio.TaskGroup):
+class CancellingTaskGroup(asyncio.TaskGroup):
     """A task group that cancels its tasks when its block ends.
 
-    A TaskGroup waits for its tasks and raises an exception group. This class cancels them instead,
-    and raises the first failure alone, as callers expect it.
+    A TaskGroup waits for its tasks and raises an exception group. This class cancels unfinished
+    tasks instead, and raises only the first failure, because callers expect a single exception.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._running: set[asyncio.Task[Any]] = set()
+        self._unfinished_tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, coroutine: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
         """Start a coroutine as a task, which may finish at any time."""
         task = self.create_task(coroutine)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._unfinished_tasks.add(task)
+        task.add_done_callback(self._unfinished_tasks.discard)
         return task
 
     async def __aexit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for task in self._running:
+        for task in self._unfinished_tasks:
             task.cancel()
         try:
-            await super().__aexit__(kind, error, traceback)
-        except BaseExceptionGroup as failures:
+            await super().__aexit__(error_type, error, traceback)
+        except BaseExceptionGroup as failure_group:
             if error is None or isinstance(error, asyncio.CancelledError):
-                first_failure = failures.exceptions[0]
+                first_failure = failure_group.exceptions[0]
                 raise first_failure from first_failure.__cause__
 
 
 async def gather_or_cancel(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
     """Return the results of all coroutines; the first failure cancels the others."""
-    async with Tasks() as tasks:
+    async with CancellingTaskGroup() as tasks:
         started_tasks = [tasks.start(coroutine) for coroutine in coroutines]
         return [await task for task in started_tasks]
 
@@ -66,10 +66,10 @@ async def wait_with_limit(
     timeout_s: float,
     setting: str,
 ) -> ResultT:
-    """Return the result of `awaitable`; log once a minute what is being waited for.
+    """Return the result of `awaitable`. During the wait, log its description once a minute.
 
     Args:
-        description: a description of what is awaited, or a function that returns the current one.
+        description: description of the awaited work, or a function that returns its current one.
         setting: configuration field that sets the limit.
 
     Raises:

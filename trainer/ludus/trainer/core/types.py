@@ -17,8 +17,8 @@
         v
     Batch        the input of one training step
 
-Rollouts and batches hold arrays: a token takes nine bytes on its way, and thousands of them one
-call.
+Rollouts and batches contain arrays, so a token takes nine bytes in transfer, and a single call
+sends thousands of tokens.
 
 Legend for shapes: T = tokens of a sequence, G = episodes of a group, N = samples of a batch.
 """
@@ -41,10 +41,10 @@ from pydantic_core import core_schema
 from ludus.env import Message
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
-from ludus.trainer.core.ragged import Ragged
+from ludus.trainer.core.ragged import RaggedArray
 
 
-def _list_schema(dtype: DTypeLike) -> GetPydanticSchema:
+def _make_list_schema(dtype: DTypeLike) -> GetPydanticSchema:
     """Return the schema of an array that is written to files as a list of numbers."""
     return GetPydanticSchema(
         lambda *_: core_schema.no_info_plain_validator_function(
@@ -57,7 +57,7 @@ def _list_schema(dtype: DTypeLike) -> GetPydanticSchema:
 class _FastPickle:
     """Base class of dataclasses that pickle as a call with their values.
 
-    This takes half the time of a plain dataclass. Workers send thousands of them per second.
+    Pickling takes half the time of a plain dataclass. Workers send thousands of objects per second.
     """
 
     __slots__ = ()
@@ -81,24 +81,24 @@ class Sampling:
     min_p: float = 0.0
     """Minimum probability of a token, relative to the most likely token."""
     repetition_penalty: float = 1.0
-    """Factor for tokens that already occurred in the prompt or the completion. It divides positive
-    logits and multiplies negative ones; 1 has no effect."""
+    """Factor for tokens that already occurred in the prompt or the completion. Positive logits are
+    divided by it, negative logits are multiplied by it, and 1 has no effect."""
 
     def __post_init__(self) -> None:
-        """Check all bounds, because an engine fails all requests of a batch for an invalid one.
+        """Check all bounds, because one invalid request makes an engine fail its whole batch.
 
         Raises:
             ConfigError: a field is not a number within its bounds.
         """
-        for name, (kind, min_value, max_value, description) in _SAMPLING_BOUNDS.items():
+        for name, (number_type, min_value, max_value, description) in _SAMPLING_BOUNDS.items():
             value = getattr(self, name)
-            is_number = isinstance(value, kind) and not isinstance(value, bool)
+            is_number = isinstance(value, number_type) and not isinstance(value, bool)
             is_greedy = name == "temperature" and value == 0
             if not is_number or not (is_greedy or min_value <= value <= max_value):
                 raise ConfigError(f"{name} must be {description}, got {value!r:.60}")
 
     @property
-    def is_plain(self) -> bool:
+    def changes_only_temperature(self) -> bool:
         """True if only the temperature changes the distribution."""
         return not self.excludes_tokens and self.repetition_penalty == 1
 
@@ -108,15 +108,25 @@ class Sampling:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
-_MIN, _MAX = 1e-6, 1e6
-"""Bounds of positive parameters, outside of which an engine computes 0 or infinity."""
+_MIN_POSITIVE, _MAX_POSITIVE = 1e-6, 1e6
+"""Bounds of positive parameters. Beyond them an engine computes 0 or infinity."""
 _SAMPLING_BOUNDS: Mapping[str, tuple[type, float, float, str]] = {
-    "temperature": (Real, _MIN, _MAX, f"0, or a number from {_MIN:g} to {_MAX:g}"),
+    "temperature": (
+        Real,
+        _MIN_POSITIVE,
+        _MAX_POSITIVE,
+        f"0, or a number from {_MIN_POSITIVE:g} to {_MAX_POSITIVE:g}",
+    ),
     "max_tokens": (Integral, 1, math.inf, "a whole number of 1 or more"),
-    "top_p": (Real, _MIN, 1.0, f"a number from {_MIN:g} to 1"),
+    "top_p": (Real, _MIN_POSITIVE, 1.0, f"a number from {_MIN_POSITIVE:g} to 1"),
     "top_k": (Integral, 0, math.inf, "a whole number of 0 or more"),
     "min_p": (Real, 0.0, 1.0, "a number from 0 to 1"),
-    "repetition_penalty": (Real, _MIN, _MAX, f"a number from {_MIN:g} to {_MAX:g}"),
+    "repetition_penalty": (
+        Real,
+        _MIN_POSITIVE,
+        _MAX_POSITIVE,
+        f"a number from {_MIN_POSITIVE:g} to {_MAX_POSITIVE:g}",
+    ),
 }
 
 
@@ -138,26 +148,27 @@ class Turn:
     """One completion of an episode, and its effect in the environment."""
 
     prompt_ids: list[int]
-    """Tokens added since the parent; they are not sampled, so they are not trained on."""
+    """Tokens between the parent's completion and this one. They are not trained on."""
     completion: SampledCompletion
     reward: float = 0.0
     token_rewards: tuple[float, ...] = ()
-    """Reward of each sampled token, whose sum is `reward`; empty if tokens have no own rewards."""
+    """Reward of each sampled token, with sum `reward`; empty if only the turn has a reward."""
     messages: Sequence[Message] = ()
     """New messages that the policy saw before this turn."""
     text: str = ""
+    """Text of the completion."""
     action: Any = None
     """Action that the completion caused; None if it caused none."""
     parent: Turn | None = None
-    """Turn whose tokens this turn continues; None for the first turn of a sequence."""
+    """Previous turn of the sequence; None for its first turn."""
 
     @property
-    def path(self) -> list[Turn]:
+    def lineage(self) -> list[Turn]:
         """Turns from the first turn of the sequence to this one."""
-        path = [self]
-        while (parent := path[-1].parent) is not None:
-            path.append(parent)
-        return path[::-1]
+        lineage = [self]
+        while (parent := lineage[-1].parent) is not None:
+            lineage.append(parent)
+        return lineage[::-1]
 
 
 class RolloutStatus(StrEnum):
@@ -184,6 +195,7 @@ class TurnSpan(_FastPickle):
     """The positions of a turn's sampled tokens in its sequence, and their reward."""
 
     start: int
+    """Position of the first sampled token."""
     end: int
     """Position after the last sampled token."""
     reward: float
@@ -193,15 +205,15 @@ class TurnSpan(_FastPickle):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSequence:
-    """Turns as one sequence of tokens, as the policy sees it.
+    """Turns as one sequence of tokens, as the policy sees them.
 
-    Example, two turns (prompt p, sampled s): token_ids = p p p s s p p s s,
+    Example with two turns (p = prompt token, s = sampled token): token_ids = p p p s s p p s s,
     loss_mask = F F F T T F F T T.
     """
 
-    token_ids: Annotated[np.ndarray, _list_schema(np.int32)]
+    token_ids: Annotated[np.ndarray, _make_list_schema(np.int32)]
     """int32 [T]"""
-    logprobs: Annotated[np.ndarray, _list_schema(np.float32)]
+    logprobs: Annotated[np.ndarray, _make_list_schema(np.float32)]
     """float32 [T] log-probs at sampling time; 0 for tokens that were not sampled."""
     turns: tuple[TurnSpan, ...]
 
@@ -246,12 +258,12 @@ class Rollout(_FastPickle):
     """Name of the environment in the run."""
     seed: int
     sequences: tuple[TokenSequence, ...]
-    """One sequence, or several if the chat template removes earlier thoughts or an agent's history
-    branches. Each sampled token belongs to a turn of exactly one sequence."""
+    """Token sequences of the episode. There are several if the chat template removes earlier
+    reasoning, or if an agent's history branches. Each turn belongs to exactly one sequence."""
     reward: float | None
-    """Weighted sum of the terms, which is trained on; None if it could not be computed."""
+    """Weighted sum of the terms, used for training; None if it could not be computed."""
     episode_return: float | None
-    """Sum of the environment's rewards; None if it is unknown."""
+    """Sum of the environment's rewards; None if unknown."""
     terms: tuple[ScoredTerm, ...]
     status: RolloutStatus
     policy_version: int
@@ -264,8 +276,8 @@ class Rollout(_FastPickle):
     success: bool | None = None
     """Success as the environment reports it; None if it reports nothing."""
     num_branches: int = 0
-    """Number of sequences that branch off another one, because an agent changed its history."""
-    agent_died: bool = False
+    """Number of sequences that branch off another, because an agent changed its history."""
+    has_agent_failed: bool = False
     """True if the episode is void because its agent failed or did not finish in time."""
 
     @property
@@ -280,7 +292,7 @@ class Rollout(_FastPickle):
 
 
 def join_tokens(turns: Sequence[Turn]) -> list[int]:
-    """Return the tokens of turns that continue each other."""
+    """Return all tokens of consecutive turns of a sequence."""
     token_ids: list[int] = []
     for turn in turns:
         token_ids += turn.prompt_ids
@@ -289,16 +301,17 @@ def join_tokens(turns: Sequence[Turn]) -> list[int]:
 
 
 def join_turns(
-    turns: Sequence[Turn], start_ids: Sequence[int] = (), rest_ids: Sequence[int] = ()
+    turns: Sequence[Turn], prefix_ids: Sequence[int] = (), suffix_ids: Sequence[int] = ()
 ) -> TokenSequence:
-    """Join turns to one sequence between `start_ids` and `rest_ids`, which are not trained on.
+    """Return turns as one sequence, after `prefix_ids` and before `suffix_ids`.
 
-    The rest is the last observation of a truncated episode, whose value the critic predicts.
+    The prefix and the suffix are not trained on. The suffix is the last observation of a truncated
+    episode, for which the critic predicts the return.
     """
-    token_ids = [*start_ids, *join_tokens(turns), *rest_ids]
+    token_ids = [*prefix_ids, *join_tokens(turns), *suffix_ids]
     logprobs = np.zeros(len(token_ids), dtype=np.float32)
     spans: list[TurnSpan] = []
-    end = len(start_ids)
+    end = len(prefix_ids)
     for turn in turns:
         start = end + len(turn.prompt_ids)
         end = start + len(turn.completion.token_ids)
@@ -312,10 +325,10 @@ class GroupSpec:
     """The specification of a group to play."""
 
     index: int
-    """Index of the group in the run, from which its seeds are derived."""
+    """Index of the group in the run. The seeds are derived from it."""
     environment: str
     seeds: tuple[int, ...]
-    """[G] seed of each episode; all equal in a same-seed group."""
+    """[G] seed of each episode, usually the same for all."""
     num_replaced: int = 0
     """Number of consecutive zero-variance or void groups that this group replaces."""
     num_lost: int = 0
@@ -331,7 +344,7 @@ class RolloutGroup(_FastPickle):
     rollouts: tuple[Rollout, ...]
     """[G]"""
     transcripts: tuple[Transcript, ...] = ()
-    """Transcripts of some of the episodes."""
+    """Transcripts of the first episodes; empty for most groups."""
 
     @property
     def rewards(self) -> list[float | None]:
@@ -341,7 +354,9 @@ class RolloutGroup(_FastPickle):
     @property
     def policy_version(self) -> int:
         """Oldest weights version that sampled any of the tokens."""
-        return min(r.policy_version for r in self.rollouts if r.reward is not None)
+        return min(
+            rollout.policy_version for rollout in self.rollouts if rollout.reward is not None
+        )
 
     @property
     def has_zero_variance(self) -> bool:
@@ -368,32 +383,32 @@ class TrainingSample:
     rollout_logprobs: Sequence[float] | np.ndarray
     """[T]"""
     advantages: Sequence[float] | np.ndarray
-    """[T] 0 for tokens that were not sampled; all 0 if the learner computes them from a critic."""
+    """[T] 0 for tokens that were not sampled; all 0 if the learner uses a critic instead."""
     rewards: Sequence[float] | np.ndarray
-    """[T] reward of a turn at its last token and 0 elsewhere, unless each token has a reward."""
+    """[T] reward of each token. A reward of a whole turn is at the turn's last token."""
     terminated: bool
-    """False if the episode was cut off, so that more reward could have followed."""
+    """True if the episode reached its natural end; False if more reward could have followed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The input of one training step.
 
-    Samples of the same token sequence share one row of `sequences`. The model evaluates the row
-    once, and the loss counts each sample.
+    Samples with the same tokens share one row of `sequences`. The model evaluates the row once, and
+    the loss counts it for each sample.
     """
 
-    sequences: Ragged
+    sequences: RaggedArray
     """[U] int64 arrays [T], all distinct."""
     sequence_of_sample: np.ndarray
     """int64 [N] row of `sequences` for each sample."""
-    loss_masks: Ragged
-    """[U] bool arrays [T]; samples with equal tokens have equal masks."""
-    rollout_logprobs: Ragged
+    loss_masks: RaggedArray
+    """[U] bool arrays [T], True for sampled tokens."""
+    rollout_logprobs: RaggedArray
     """[N] float32 arrays [T]."""
-    advantages: Ragged
+    advantages: RaggedArray
     """[N] float32 arrays [T], 0 for tokens that were not sampled."""
-    rewards: Ragged
+    rewards: RaggedArray
     """[N] float32 arrays [T], as in TrainingSample."""
     terminated: np.ndarray
     """bool [N]"""
@@ -403,7 +418,7 @@ class Batch:
         return len(self.sequence_of_sample)
 
     @property
-    def num_sampled(self) -> np.ndarray:
+    def num_sampled_tokens(self) -> np.ndarray:
         """int64 [U] number of sampled tokens of each sequence."""
         return np.array([np.count_nonzero(mask) for mask in self.loss_masks], dtype=np.int64)
 
@@ -434,24 +449,24 @@ class TensorEntry:
     shape: tuple[int, ...]
     num_bytes: int
     checksum: str
-    """BLAKE3 of the raw bytes."""
+    """BLAKE3 hash of the raw bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """The tensors of a weights version, and the canary that proves its use."""
+    """The tensors of a weights version, and the canary that proves that an engine uses them."""
 
     version: int
     tensors: tuple[TensorEntry, ...]
     content_hash: str
-    """Hash of all names, shapes and checksums."""
+    """Hash of the names, shapes and checksums of all tensors."""
     canary: tuple[ScoringRequest, ...]
     canary_logprobs: tuple[tuple[float, ...], ...]
     """Log-probs of each canary completion, as the learner computed them with these weights."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(entry.num_bytes for entry in self.tensors)
 
 

@@ -39,8 +39,8 @@ from ludus.trainer.algorithms.advantages import (
     turn_advantages,
     whiten,
 )
-from ludus.trainer.core.functions import import_object
-from ludus.trainer.core.ragged import Ragged
+from ludus.trainer.core.functions import import_callable
+from ludus.trainer.core.ragged import RaggedArray
 from ludus.trainer.core.types import (
     Batch,
     Rollout,
@@ -89,14 +89,18 @@ def collate(samples: Sequence[TrainingSample]) -> Batch:
             distinct_samples.append(sample)
         sequence_of_sample.append(sequence_index)
     return Batch(
-        sequences=Ragged.from_rows((sample.token_ids for sample in distinct_samples), np.int64),
+        sequences=RaggedArray.from_rows(
+            (sample.token_ids for sample in distinct_samples), np.int64
+        ),
         sequence_of_sample=np.array(sequence_of_sample, dtype=np.int64),
-        loss_masks=Ragged.from_rows((sample.loss_mask for sample in distinct_samples), np.bool_),
-        rollout_logprobs=Ragged.from_rows(
+        loss_masks=RaggedArray.from_rows(
+            (sample.loss_mask for sample in distinct_samples), np.bool_
+        ),
+        rollout_logprobs=RaggedArray.from_rows(
             (sample.rollout_logprobs for sample in samples), np.float32
         ),
-        advantages=Ragged.from_rows((sample.advantages for sample in samples), np.float32),
-        rewards=Ragged.from_rows((sample.rewards for sample in samples), np.float32),
+        advantages=RaggedArray.from_rows((sample.advantages for sample in samples), np.float32),
+        rewards=RaggedArray.from_rows((sample.rewards for sample in samples), np.float32),
         terminated=np.array([sample.terminated for sample in samples], dtype=bool),
     )
 
@@ -170,7 +174,7 @@ def _call_advantage_function(path: str, group: RolloutGroup) -> list[float]:
     if not scored_rollouts:
         return [0.0] * len(group.rollouts)
     try:
-        advantages = import_object(path, _FUNCTION_FIELD)(list(scored_rollouts))
+        advantages = import_callable(path, _FUNCTION_FIELD)(list(scored_rollouts))
         if inspect.isawaitable(advantages):
             advantages = asyncio.run(_await_advantages(advantages))
         advantages = [float(advantage) for advantage in advantages]

@@ -107,7 +107,7 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_tool_calls_failed=sum(rollout.num_tool_calls_failed for rollout in group.rollouts),
         num_with_tool_calls=sum(rollout.num_tool_calls > 0 for rollout in group.rollouts),
         num_branches=sum(rollout.num_branches for rollout in group.rollouts),
-        num_dead_agents=sum(rollout.agent_died for rollout in group.rollouts),
+        num_dead_agents=sum(rollout.has_agent_failed for rollout in group.rollouts),
         num_terminated=statuses.count(RolloutStatus.TERMINATED),
         num_judged=sum(rollout.success is not None for rollout in finished_rollouts),
         num_wins=outcomes[OutcomeKind.WON],

@@ -33,7 +33,7 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import PolicyResult
 from ludus.proto.seeds import FIRST_WARM_START_SEED
-from ludus.trainer.core.streams import training_seed
+from ludus.trainer.core.streams import derive_training_seed
 from ludus.trainer.core.types import GroupSpec
 from ludus.trainer.data.counts import RolloutCounts
 
@@ -233,5 +233,5 @@ def derive_group_seeds(
 ) -> tuple[int, ...]:
     """Return the seeds [G] of group `index`; warm start and evaluations use other seeds."""
     if shared:
-        return (training_seed(run_seed, index, 0),) * group_size
-    return tuple(training_seed(run_seed, index, episode) for episode in range(group_size))
+        return (derive_training_seed(run_seed, index, 0),) * group_size
+    return tuple(derive_training_seed(run_seed, index, episode) for episode in range(group_size))

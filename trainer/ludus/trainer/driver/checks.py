@@ -46,7 +46,7 @@ from ludus.trainer.actors.cluster import is_local
 from ludus.trainer.actors.placement import place_on_one_machine
 from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.algorithms.losses import LOSS_FUNCTION_FIELD
-from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.functions import import_callable
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.driver.policy_chart import load_chart_prompts
 from ludus.trainer.learner.actor_critic import check_same_tokens
@@ -58,7 +58,7 @@ from ludus.trainer.models.load import (
     load_config,
 )
 from ludus.trainer.rollout.agents.launchers import check_agent
-from ludus.trainer.rollout.engines.vllm_process import has_vllm
+from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
 from ludus.trainer.rollout.rewards.scoring import check_columns
 from ludus.trainer.rollout.runner import episode_limits
 from ludus.trainer.run.checkpoint import RunState
@@ -81,7 +81,7 @@ def resolve_config(run: LanguageModelRun) -> LanguageModelRun:
     processes of the run have other working folders.
     """
     updates: dict[str, object] = {}
-    if isinstance(run.generator, VllmGenerator) and not has_vllm():
+    if isinstance(run.generator, VllmGenerator) and not is_vllm_installed():
         warn_user("vLLM is not installed here; using generator.kind = 'transformers' instead")
         updates["generator"] = TransformersGenerator()
     if isinstance(run.model, PretrainedModel) and is_folder_path(run.model.path):
@@ -122,19 +122,19 @@ def check_importable_names(run: LanguageModelRun) -> None:
     """
     for environment in run.environments.values():
         if environment.rollout_function is not None:
-            import_object(environment.rollout_function, "environment.rollout")
+            import_callable(environment.rollout_function, "environment.rollout")
         for field in ("render", "parse", "policies", "policy_chart"):
             path = getattr(environment, field)
             if path is not None:
-                import_object(path, f"environment.{field}")
+                import_callable(path, f"environment.{field}")
         for path in list_reward_functions(environment):
-            import_object(path, "environment.rewards")
+            import_callable(path, "environment.rewards")
         if environment.agent is not None:
             check_agent(environment.agent)
     if isinstance(run.algorithm, GrpoConfig) and run.algorithm.advantages is not None:
-        import_object(run.algorithm.advantages, "algorithm.advantages")
+        import_callable(run.algorithm.advantages, "algorithm.advantages")
     if isinstance(run.algorithm.loss, FunctionLoss):
-        import_object(run.algorithm.loss.function, LOSS_FUNCTION_FIELD)
+        import_callable(run.algorithm.loss.function, LOSS_FUNCTION_FIELD)
     load_chart_prompts(run)
 
 

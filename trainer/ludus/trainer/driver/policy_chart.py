@@ -9,7 +9,7 @@ from ludus.env import PolicyChartPrompt
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import ChartCell, PolicyChart
-from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.functions import import_callable
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.models.chat import ChatTokenizer
 
@@ -63,7 +63,7 @@ def load_chart_prompts(run: LanguageModelRun) -> tuple[str, Sequence[PolicyChart
         path = environment.policy_chart
         if path is None:
             continue
-        function = import_object(path, "environment.policy_chart")
+        function = import_callable(path, "environment.policy_chart")
         try:
             prompts = list(function())
             has_same_answers = all(prompt.answers == prompts[0].answers for prompt in prompts)

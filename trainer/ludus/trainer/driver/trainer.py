@@ -38,9 +38,9 @@ from ludus.proto.runs import (
     Resume,
     Summary,
 )
-from ludus.trainer.core.functions import function_path
+from ludus.trainer.core.functions import get_or_register_path
 from ludus.trainer.core.stopping import RunStopped, StopRequest
-from ludus.trainer.core.tasks import Tasks
+from ludus.trainer.core.tasks import CancellingTaskGroup
 from ludus.trainer.driver.build import start_components, start_infrastructure
 from ludus.trainer.driver.checks import check_importable_names, check_models, resolve_config
 from ludus.trainer.driver.loops.controller import Controller
@@ -161,7 +161,7 @@ class Trainer:
         if not self._controller.is_finished:
             raise RunStopped(
                 f"stopped after step {self._state.step}",
-                is_intended=self.stop_request.is_from_control_file,
+                is_from_control_file=self.stop_request.is_from_control_file,
             )
         # Training is over, so that the next signal interrupts the evaluation at once.
         self.stop_request.set()
@@ -259,7 +259,7 @@ class Trainer:
 
     async def _train(self) -> None:
         """Run the controller, and apply changes of the run's control file."""
-        async with Tasks() as tasks:
+        async with CancellingTaskGroup() as tasks:
             resize = self.components.workers.resize
             tasks.start(apply_control_files(self.folder, resize, self.stop_request))
             await self._controller.run()
@@ -334,7 +334,7 @@ def _replace_functions(config_value: Any, key: str = "") -> Any:
             _replace_functions(_name_reward_term(entry) if key == "rewards" else entry)
             for entry in config_value
         ]
-    return function_path(config_value) if callable(config_value) else config_value
+    return get_or_register_path(config_value) if callable(config_value) else config_value
 
 
 def _name_reward_term(config_value: Any) -> Any:

@@ -153,7 +153,7 @@ class Learner:
         ]
         targets = self._make_targets(minibatches, coefficients)
         num_sampled = [
-            batch.num_sampled[batch.sequence_of_sample[sample_ids]]
+            batch.num_sampled_tokens[batch.sequence_of_sample[sample_ids]]
             for sample_ids in sample_ids_by_minibatch
         ]
         metric_sums: list[Tensor] = []

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ludus.trainer.core.ragged import Ragged
+from ludus.trainer.core.ragged import RaggedArray
 from ludus.trainer.core.types import Batch, TrainingSample
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.packing import Ints, Layout, RowCosts, cut_rows, lay_out_sequences
@@ -166,12 +166,12 @@ class _SampledTokens:
 
 def _gather_sampled_tokens(batch: Batch, sample_ids: Ints) -> _SampledTokens:
     sequence_ids = batch.sequence_of_sample[sample_ids]
-    counts = batch.num_sampled[sequence_ids]
-    is_sampled = batch.loss_masks.take(sequence_ids)
+    counts = batch.num_sampled_tokens[sequence_ids]
+    is_sampled = batch.loss_masks.concatenate_rows(sequence_ids)
 
-    def select(values: Ragged) -> Floats:
+    def select(values: RaggedArray) -> Floats:
         # The zero at the end is the value of all padding.
-        return np.append(values.take(sample_ids)[is_sampled], np.float32(0))
+        return np.append(values.concatenate_rows(sample_ids)[is_sampled], np.float32(0))
 
     return _SampledTokens(
         sample_ids,
@@ -196,7 +196,7 @@ def _make_micro_batch(
     lengths = batch.loss_masks.lengths[sequence_ids]
     columns = np.arange(lengths.max())
     is_sampled = np.zeros((len(leaf_ids), len(columns)), dtype=np.bool_)
-    is_sampled[columns < lengths[:, None]] = batch.loss_masks.take(sequence_ids)
+    is_sampled[columns < lengths[:, None]] = batch.loss_masks.concatenate_rows(sequence_ids)
     nodes = layout.nodes[leaf_ids, : len(columns)]
     last_nodes = nodes[np.arange(len(leaf_ids)), lengths - 1][leaf_of_sample]
     packed_rows, target_of_token = _pack_rows(layout, rows, nodes, is_sampled, last_nodes)

@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ludus.trainer.core.ragged import Ragged
+from ludus.trainer.core.ragged import RaggedArray
 
 Ints = NDArray[np.int64]
 
@@ -93,7 +93,7 @@ def cut_rows(row_lengths: Ints, max_tokens: int) -> list[slice]:
 
 
 def lay_out_sequences(
-    sequences: Ragged,
+    sequences: RaggedArray,
     sequence_ids: Ints,
     *,
     costs: RowCosts | None,
@@ -113,7 +113,7 @@ def lay_out_sequences(
     lengths = sequences.lengths[sorted_ids]
     columns = np.arange(lengths.max())
     padded = np.full((len(sorted_ids), len(columns)), -1, dtype=np.int64)
-    padded[columns < lengths[:, None]] = sequences.take(sorted_ids)
+    padded[columns < lengths[:, None]] = sequences.concatenate_rows(sorted_ids)
     if costs is None:
         return _build_layout(
             sorted_ids, lengths, np.zeros_like(lengths), np.arange(len(sorted_ids)), padded

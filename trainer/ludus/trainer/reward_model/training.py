@@ -37,7 +37,7 @@ from ludus.proto.reward_models import (
     RewardModelProgress,
 )
 from ludus.proto.runs import CONFIG_FILE, Resume
-from ludus.trainer.core.devices import choose_device, torch_threads
+from ludus.trainer.core.devices import choose_device, use_torch_threads
 from ludus.trainer.core.output import warn_user, write_atomically
 from ludus.trainer.core.stopping import (
     RunStopped,
@@ -474,6 +474,6 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 @contextmanager
 def _training_environment(run: RewardModelRun) -> Iterator[None]:
     """Give torch the run's random stream and number of threads within the block."""
-    with torch.random.fork_rng(), torch_threads(run.num_threads):
+    with torch.random.fork_rng(), use_torch_threads(run.num_threads):
         seed_torch(run.seed, Stream.REWARD_MODEL)
         yield

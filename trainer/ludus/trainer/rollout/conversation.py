@@ -1,14 +1,14 @@
 """The prompts and completions of an episode, and a conversation that records every token.
 
-    add(messages)              messages of the environment; several calls may follow each other
-    complete()                 sample one turn and return its text
-    add_reward(reward)         reward of the last turn
-    record_action(action)      action that the last turn caused
-    record_calls(num, failed)  tool calls of the last turn
+    add(messages)                        add messages of the environment to the next prompt
+    complete()                           sample one turn and return its text
+    add_reward(reward)                   add to the reward of the last turn
+    record_action(action)                record the action that the last turn caused
+    record_calls(num_calls, num_failed)  count tool calls
 
-A prompt always consists of the tokens that were sent before, the tokens that were sampled, and the
-tokens that were added since. If the chat template removes the reasoning of earlier turns, a prompt
-may not start with the tokens that were sent before. It then starts another sequence.
+A prompt consists of the previous prompt, the completion sampled for it, and new messages. If the
+chat template removes the reasoning of earlier turns, a prompt may not start with the tokens of the
+previous turn. Then it starts another sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ludus.env import Message
 from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import ConfigError, LudusError
 from ludus.proto.runs import TranscriptTurn
-from ludus.trainer.core.interfaces import GenerateFn
+from ludus.trainer.core.interfaces import GenerateFunction
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import Sampling, TokenSequence, Turn, join_tokens, join_turns
 from ludus.trainer.models.chat import ChatTokenizer, ToolSpec
@@ -43,17 +43,17 @@ class PromptError(LudusError):
 class EpisodeRecord(ABC, Generic[TurnT]):
     """All prompts and completions of an episode."""
 
-    generate: GenerateFn
+    generate: GenerateFunction
     chat: ChatTokenizer
     limits: RolloutConfig
     sampling: Sampling
-    """Settings of a completion; the limits replace its maximum number of tokens."""
+    """Sampling parameters, in which `limits` replaces `max_tokens`."""
     key: int
-    """Key of the random numbers of the completions."""
+    """Key from which the seed of each completion is derived."""
     turns: list[TurnT] = field(default_factory=list, init=False)
-    """All turns in the order of their completions."""
+    """All turns, in the order in which they were completed."""
     num_tool_calls: int = field(default=0, init=False)
-    """Number of calls of the environment's tools, including failed calls."""
+    """Number of calls to the environment's tools, including failed calls."""
     num_tool_calls_failed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class EpisodeRecord(ABC, Generic[TurnT]):
 
     @property
     def num_branches(self) -> int:
-        """Number of sequences beyond the first that branch from another sequence."""
+        """Number of sequences that branch off another sequence."""
         return 0
 
     @property
@@ -97,60 +97,62 @@ class EpisodeRecord(ABC, Generic[TurnT]):
             self.turns[-1].action = action
 
     def record_calls(self, num_calls: int, num_failed: int) -> None:
-        """Count tool calls and failed tool calls."""
+        """Add to the numbers of tool calls and failed tool calls."""
         self.num_tool_calls += num_calls
         self.num_tool_calls_failed += num_failed
 
-    def transcript_turns(self) -> Iterator[TranscriptTurn]:
-        """Yield the turns as a transcript shows them."""
+    def make_transcript_turns(self) -> Iterator[TranscriptTurn]:
+        """Yield the turns in the form of a transcript."""
         for turn in self.turns:
             yield make_transcript_turn(turn.messages, turn.text, turn.action, turn.reward)
 
-    def sequences(self, *, include_rest: bool = False) -> tuple[TokenSequence, ...]:
-        """Return the token sequences that the policy sampled from.
+    def make_sequences(self, *, include_unanswered: bool = False) -> tuple[TokenSequence, ...]:
+        """Return the token sequences of the episode.
 
-        Each ends with a turn that no other turn continues. The first sequence that contains a turn
-        trains on it. In the others the turn belongs to the prompt.
+        Each sequence ends with a turn that no other turn continues. A turn can be in several
+        sequences. Only the first of them trains on it, and in the others it is part of the prompt.
 
         Args:
-            include_rest: append the messages that no completion followed.
+            include_unanswered: append the messages after the last completion.
         """
-        rest_ids = self._rest_ids() if include_rest else []
-        trained: set[Turn] = set()
+        unanswered_ids = self._encode_unanswered() if include_unanswered else []
+        trained_turns: set[Turn] = set()
         sequences = []
-        for leaf in self._leaves():
-            path = leaf.path
-            new_turns = [turn for turn in path if turn not in trained]
-            trained.update(new_turns)
-            start_ids = join_tokens(path[: len(path) - len(new_turns)])
+        for leaf in self._find_leaves():
+            lineage = leaf.lineage
+            untrained_turns = [turn for turn in lineage if turn not in trained_turns]
+            trained_turns.update(untrained_turns)
+            prefix_ids = join_tokens(lineage[: len(lineage) - len(untrained_turns)])
             sequences.append(
-                join_turns(new_turns, start_ids, rest_ids if leaf is self.turns[-1] else ())
+                join_turns(
+                    untrained_turns, prefix_ids, unanswered_ids if leaf is self.turns[-1] else ()
+                )
             )
         return tuple(sequences)
 
-    def _leaves(self) -> list[TurnT]:
+    def _find_leaves(self) -> list[TurnT]:
         """Return the turns that no other turn continues, in order."""
         parents = {turn.parent for turn in self.turns}
         return [turn for turn in self.turns if turn not in parents]
 
-    def _rest_ids(self) -> list[int]:
-        """Return the tokens of the messages after the last completion, if they fit."""
+    def _encode_unanswered(self) -> list[int]:
+        """Return the tokens of the messages after the last completion; empty if they do not fit."""
         return []
 
 
 @dataclass(eq=False)
 class Conversation(EpisodeRecord[Turn]):
-    """The policy's side of one episode."""
+    """The messages of one episode, in which environment and policy alternate."""
 
     messages: list[Message] = field(default_factory=list, init=False)
     """All messages so far, including completions."""
     _tools: Sequence[ToolSpec] = field(default=(), init=False)
-    _num_answered: int = field(default=0, init=False)
+    _num_answered_messages: int = field(default=0, init=False)
     """Number of messages up to and including the last completion."""
-    _prompt: list[int] | None = field(default=None, init=False)
-    """Tokens that the next prompt adds; None until they are needed."""
+    _pending_ids: list[int] | None = field(default=None, init=False)
+    """Tokens of the messages after the last completion; None if they must be encoded again."""
     _starts_sequence: bool = field(default=True, init=False)
-    """True if `_prompt` does not continue the tokens of the last turn."""
+    """True if the next prompt does not continue the tokens of the last turn."""
 
     @property
     def prompt(self) -> list[Message]:
@@ -158,7 +160,7 @@ class Conversation(EpisodeRecord[Turn]):
 
     @property
     def completion(self) -> list[Message]:
-        return self.messages[len(self.prompt) : self._num_answered]
+        return self.messages[len(self.prompt) : self._num_answered_messages]
 
     def offer_tools(self, tools: Sequence[ToolSpec]) -> None:
         """List these tools in the first prompt."""
@@ -167,12 +169,12 @@ class Conversation(EpisodeRecord[Turn]):
     def add(self, messages: Sequence[Message]) -> None:
         """Show the policy these messages before its next completion."""
         self.messages += messages
-        self._prompt = None
+        self._pending_ids = None
 
     @property
     def has_room(self) -> bool:
         """True while the limits allow another completion."""
-        num_tokens = self._num_prompt_tokens() + self.limits.max_completion_tokens
+        num_tokens = self._count_prompt_tokens() + self.limits.max_completion_tokens
         return num_tokens <= self.limits.max_tokens and self.num_turns < self.limits.max_turns
 
     async def complete(self) -> str:
@@ -182,16 +184,18 @@ class Conversation(EpisodeRecord[Turn]):
             ConversationFullError: the limits allow no further completion.
         """
         self.refuse_if_full()
-        new_ids, parent = self._new_ids(), self._parent
-        prompt_ids = [*join_tokens(parent.path if parent else ()), *new_ids]
+        pending_ids, parent = self._get_pending_ids(), self._parent
+        prompt_ids = [*join_tokens(parent.lineage if parent else ()), *pending_ids]
         seed = mix(self.key, self.num_turns)
         completion = await self.generate(prompt_ids, self.sampling, seed)
         text = self.chat.decode(completion.token_ids)
-        messages = self.messages[self._num_answered :]
-        self.turns.append(Turn(new_ids, completion, messages=messages, text=text, parent=parent))
+        new_messages = self.messages[self._num_answered_messages :]
+        self.turns.append(
+            Turn(pending_ids, completion, messages=new_messages, text=text, parent=parent)
+        )
         self.messages.append({"role": "assistant", "content": text})
-        self._num_answered = len(self.messages)
-        self._prompt, self._starts_sequence = None, False
+        self._num_answered_messages = len(self.messages)
+        self._pending_ids, self._starts_sequence = None, False
         return text
 
     def refuse_if_full(self) -> None:
@@ -200,7 +204,7 @@ class Conversation(EpisodeRecord[Turn]):
         raise ConversationFullError(
             f"the limits allow no further completion: {self.num_turns} turns of at most "
             f"rollout.max_turns = {self.limits.max_turns}, and a prompt of "
-            f"{self._num_prompt_tokens()} tokens plus rollout.max_completion_tokens = "
+            f"{self._count_prompt_tokens()} tokens plus rollout.max_completion_tokens = "
             f"{self.limits.max_completion_tokens} of at most rollout.max_tokens = "
             f"{self.limits.max_tokens}; raise the limit that is too low, or end the episode as "
             "truncated"
@@ -208,41 +212,43 @@ class Conversation(EpisodeRecord[Turn]):
 
     @property
     def _parent(self) -> Turn | None:
-        """The turn that the next prompt continues; call `_new_ids` first."""
+        """The turn that the next prompt continues, valid after `_get_pending_ids` was called."""
         return None if self._starts_sequence else self.turns[-1]
 
-    def _num_prompt_tokens(self) -> int:
-        num_new, parent = len(self._new_ids()), self._parent
-        return num_new + sum(
+    def _count_prompt_tokens(self) -> int:
+        num_pending_tokens, parent = len(self._get_pending_ids()), self._parent
+        return num_pending_tokens + sum(
             len(turn.prompt_ids) + len(turn.completion.token_ids)
-            for turn in (parent.path if parent else ())
+            for turn in (parent.lineage if parent else ())
         )
 
-    def _rest_ids(self) -> list[int]:
-        if len(self.messages) == self._num_answered or not self.turns:
+    def _encode_unanswered(self) -> list[int]:
+        if len(self.messages) == self._num_answered_messages or not self.turns:
             return []
-        # A rest that starts a sequence follows no turn, so it cannot show the state after one.
-        rest = self._new_ids()
-        fits = self._num_prompt_tokens() <= self.limits.max_tokens
-        return rest if fits and not self._starts_sequence else []
+        # Tokens that start a new sequence do not follow the last turn, so they are left out.
+        unanswered_ids = self._get_pending_ids()
+        fits = self._count_prompt_tokens() <= self.limits.max_tokens
+        return unanswered_ids if fits and not self._starts_sequence else []
 
-    def _new_ids(self) -> list[int]:
-        if self._prompt is None:
+    def _get_pending_ids(self) -> list[int]:
+        if self._pending_ids is None:
             try:
-                self._prompt = self._encode_pending()
+                self._pending_ids = self._encode_pending_messages()
             except ConfigError as error:
-                # The template renders other conversations, so the configuration is not the cause.
+                # The template renders other conversations, so the configuration is correct.
                 raise PromptError(str(error)) from error
-        return self._prompt
+        return self._pending_ids
 
-    def _encode_pending(self) -> list[int]:
-        """Encode the messages after the last completion; decide whether they start a sequence."""
-        pending, chat = self.messages[self._num_answered :], self.chat
+    def _encode_pending_messages(self) -> list[int]:
+        """Return the tokens that the next prompt adds, and set `_starts_sequence`."""
+        pending_messages, chat = self.messages[self._num_answered_messages :], self.chat
         if not self.turns:
-            return chat.encode_first_prompt(pending, self._tools)
+            return chat.encode_first_prompt(pending_messages, self._tools)
         if chat.keeps_thoughts:
-            return chat.encode_next_prompt(pending, ended=self.turns[-1].completion.has_end_token)
-        token_ids = join_tokens(self.turns[-1].path)
-        prompt = chat.encode_whole_prompt(self.messages, self._tools)
-        self._starts_sequence = prompt[: len(token_ids)] != token_ids
-        return prompt if self._starts_sequence else prompt[len(token_ids) :]
+            return chat.encode_next_prompt(
+                pending_messages, ended=self.turns[-1].completion.has_end_token
+            )
+        previous_ids = join_tokens(self.turns[-1].lineage)
+        prompt_ids = chat.encode_whole_prompt(self.messages, self._tools)
+        self._starts_sequence = prompt_ids[: len(previous_ids)] != previous_ids
+        return prompt_ids if self._starts_sequence else prompt_ids[len(previous_ids) :]

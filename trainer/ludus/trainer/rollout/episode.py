@@ -7,20 +7,20 @@
                                                        G episodes at the same time, until the
                                                        last one ends or the time limit passes
 
-Sessions that are opened together are opened all or none, and the server compares their first
-observations. So an environment that ignores its seed is detected before anything is sampled, and
-the group is void.
+`open_group` opens either all sessions or none, and the server compares their first observations.
+This detects an environment that ignores its seed before anything is sampled. The group is then
+void.
 
-The turn loop, or a rollout function instead of it, plays an episode with one conversation:
+The turn loop plays an episode with one conversation. A rollout function can replace it.
 
            messages               prompt tokens           sampled tokens
     adapter -----> conversation ----------------> engine -----------> text
      ^                                                                 |
      +------------------------- apply_text <---------------------------+
 
-An episode that fails is data, whatever the cause. It has no reward, its status is LOST if
-infrastructure failed and FAILED if code failed, and its reason is counted. Only a UserError, which
-means that the run cannot work as configured, leaves this module.
+An episode that fails is returned as a void episode, and its error is not raised. Its status is LOST
+if infrastructure failed, and FAILED if code failed. The only error that is raised is a UserError,
+which means that the run cannot work as configured.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from ludus.proto.errors import (
     LudusError,
     UserError,
 )
-from ludus.trainer.core.functions import import_object
-from ludus.trainer.core.interfaces import GenerateFn
-from ludus.trainer.core.tasks import Tasks
+from ludus.trainer.core.functions import import_callable
+from ludus.trainer.core.interfaces import GenerateFunction
+from ludus.trainer.core.tasks import CancellingTaskGroup
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, ScoredTerm
 from ludus.trainer.data.failures import describe_error, find_first_error
 from ludus.trainer.models.chat import ChatTokenizer
@@ -65,11 +65,11 @@ from ludus.trainer.rollout.conversation import (
     EpisodeRecord,
 )
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
-from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
+from ludus.trainer.rollout.runner import EpisodeStart, RunnerComponents
 
 RecordT = TypeVar("RecordT", bound=EpisodeRecord[Any])
-_OpenedT = TypeVar("_OpenedT")
-_OpenSession = tuple[AsyncSession, StepResult]
+_SessionT = TypeVar("_SessionT")
+_OpenedSession = tuple[AsyncSession, StepResult]
 
 _FULL_SERVER_PAUSE_S = 0.05
 
@@ -80,7 +80,7 @@ class NothingPlayedError(LudusError):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeEnd:
-    """The end of an episode, as a rollout function returns it."""
+    """The status of an ended episode, as a rollout function returns it."""
 
     status: RolloutStatus
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class EpisodeEnd:
 RolloutFunction: TypeAlias = Callable[
     [AsyncSession, StepResult, Conversation], Awaitable[EpisodeEnd]
 ]
-"""Plays one episode: (session, first result, conversation) -> end of the episode."""
+"""Function that plays one episode: (session, first result, conversation) -> episode end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,44 +103,44 @@ class SessionRunner(ABC, Generic[RecordT]):
 
     environment: str
     client: AsyncEnvClient
-    generate: GenerateFn
+    generate: GenerateFunction
     chat: ChatTokenizer
     renderer: ChatRenderer
     limits: RolloutConfig
     max_sessions: int = 0
-    """Maximum number of sessions on the server at the same time; 0 if the server does not say."""
-    resumes: bool = False
-    """True if an episode that is lost with its server is replayed up to its last step."""
+    """Maximum number of concurrent sessions on the server; 0 if the server does not report it."""
+    replays_lost_episodes: bool = False
+    """True if an episode whose server is lost is replayed on another server and continued."""
     toolbox: Toolbox | None = None
-    """Tools that completions can call; None if completions are actions."""
+    """Tools that completions can call; None if every completion is an action."""
     plays_groups_together: ClassVar[bool] = False
     record_class: ClassVar[type[Any]]
     """Class of the record of an episode, a subclass of EpisodeRecord."""
 
     @classmethod
-    async def start(cls, parts: RunnerParts) -> Self:
-        config = parts.config
+    async def start(cls, components: RunnerComponents) -> Self:
+        config = components.config
         return cls(
-            environment=parts.environment,
-            client=parts.client,
-            generate=parts.engine,
-            chat=parts.chat,
+            environment=components.environment,
+            client=components.client,
+            generate=components.engine,
+            chat=components.chat,
             renderer=make_renderer(config),
-            limits=parts.limits,
-            max_sessions=(await parts.client.describe()).max_sessions,
-            resumes=config.resume,
-            toolbox=Toolbox(parts.client, parts.environment) if config.tools else None,
-            **await cls.start_fields(parts),
+            limits=components.limits,
+            max_sessions=(await components.client.describe()).max_sessions,
+            replays_lost_episodes=config.resume,
+            toolbox=Toolbox(components.client, components.environment) if config.tools else None,
+            **await cls.start_extra_fields(components),
         )
 
     @classmethod
-    async def start_fields(cls, parts: RunnerParts) -> dict[str, Any]:
+    async def start_extra_fields(cls, components: RunnerComponents) -> dict[str, Any]:
         """Return the fields that a subclass adds."""
         return {}
 
     @abstractmethod
-    async def run(
-        self, session: AsyncSession, first: StepResult, start: EpisodeStart, record: RecordT
+    async def play_to_end(
+        self, session: AsyncSession, first_result: StepResult, start: EpisodeStart, record: RecordT
     ) -> EpisodeEnd:
         """Play an episode from its first result to its end."""
 
@@ -149,79 +149,85 @@ class SessionRunner(ABC, Generic[RecordT]):
     ) -> list[PlayedEpisode]:
         """Play the episodes of one group.
 
-        On every way out, all episodes have ended and their sessions are closed.
+        When this method returns or raises, all episodes have ended and all sessions are closed.
         """
         deadline_s = asyncio.get_running_loop().time() + self.limits.group_timeout_s
-        open_sessions: Sequence[_OpenSession | None] = [None] * len(starts)
+        opened_sessions: Sequence[_OpenedSession | None] = [None] * len(starts)
         has_one_seed = len({start.seed for start in starts}) == 1
         if has_one_seed and 1 < len(starts) <= self.max_sessions:
             try:
-                async with asyncio.timeout_at(deadline_s) as limit:
-                    open_group = partial(self.client.open_group, len(starts), **self._open_args)
-                    open_sessions = await retry_while_full(partial(open_group, seed=starts[0].seed))
+                async with asyncio.timeout_at(deadline_s) as time_limit:
+                    open_group = partial(
+                        self.client.open_group, len(starts), **self._open_arguments
+                    )
+                    opened_sessions = await retry_while_full(
+                        partial(open_group, seed=starts[0].seed)
+                    )
             except Exception as error:  # noqa: BLE001 - third-party code runs here
-                reason = self._timeout_error() if limit.expired() else error
-                return [self.void(start.seed, reason) for start in starts]
+                cause = self._make_timeout_error() if time_limit.expired() else error
+                return [self.make_void_episode(start.seed, cause) for start in starts]
         try:
-            async with Tasks() as running:
+            async with CancellingTaskGroup() as task_group:
                 tasks = [
-                    running.start(self._play_episode(start, sampling, session))
-                    for start, session in zip(starts, open_sessions, strict=True)
+                    task_group.start(self._play_episode(start, sampling, opened_session))
+                    for start, opened_session in zip(starts, opened_sessions, strict=True)
                 ]
                 remaining_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
-                in_time, _ = await asyncio.wait(tasks, timeout=remaining_s)
+                finished_tasks, _ = await asyncio.wait(tasks, timeout=remaining_s)
         finally:
-            # An episode that was cancelled before its first line has not closed its session.
-            for session in filter(None, open_sessions):
-                await close_session(session[0])
+            # A task that was cancelled before it started has not closed its session.
+            for opened_session in filter(None, opened_sessions):
+                await close_session(opened_session[0])
         return [
-            task.result() if task in in_time else self.void(start.seed, self._timeout_error())
+            task.result()
+            if task in finished_tasks
+            else self.make_void_episode(start.seed, self._make_timeout_error())
             for task, start in zip(tasks, starts, strict=True)
         ]
 
     async def _play_episode(
-        self, start: EpisodeStart, sampling: Sampling, opened: _OpenSession | None
+        self, start: EpisodeStart, sampling: Sampling, opened_session: _OpenedSession | None
     ) -> PlayedEpisode:
-        """Play one episode in a session, which is closed at the end; open it if it is None."""
+        """Play one episode and close its session. If `opened_session` is None, open a session."""
         try:
-            if opened is None:
-                open_session = partial(self.client.open, seed=start.seed, **self._open_args)
-                opened = await retry_while_full(open_session)
+            if opened_session is None:
+                open_session = partial(self.client.open, seed=start.seed, **self._open_arguments)
+                opened_session = await retry_while_full(open_session)
         except Exception as error:  # noqa: BLE001 - third-party code runs here
-            return self.void(start.seed, error)
-        session, first_result = opened
+            return self.make_void_episode(start.seed, error)
+        session, first_result = opened_session
         record: RecordT = self.record_class(
             self.generate, self.chat, self.limits, sampling, start.key
         )
         try:
-            end = await self.run(session, first_result, start, record)
-            return self._finish(start.seed, record, end)
+            end = await self.play_to_end(session, first_result, start, record)
+            return self._make_played_episode(start.seed, record, end)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code runs here
-            return self.void(start.seed, error, record)
+            return self.make_void_episode(start.seed, error, record)
         finally:
             await close_session(session)
 
-    def make_adapter(self, session: AsyncSession, first: StepResult) -> EnvironmentAdapter:
+    def make_adapter(self, session: AsyncSession, first_result: StepResult) -> EnvironmentAdapter:
         """Return the adapter that turns completions into actions or tool calls."""
-        reward = self.limits.invalid_action_reward
+        invalid_action_reward = self.limits.invalid_action_reward
         if self.toolbox is not None:
-            return ToolAdapter(session, first, self.toolbox, reward)
-        return EnvironmentAdapter(session, first, self.renderer, reward)
+            return ToolAdapter(session, first_result, self.toolbox, invalid_action_reward)
+        return EnvironmentAdapter(session, first_result, self.renderer, invalid_action_reward)
 
-    def void(
+    def make_void_episode(
         self, seed: int, error: BaseException, record: EpisodeRecord[Any] | None = None
     ) -> PlayedEpisode:
-        """Return the void episode that `error` ended; `record` is None if it did not start."""
-        rollout = void_rollout(self.environment, seed, error)
+        """Return a void episode that `error` ended. `record` is None if no session was opened."""
+        rollout = make_void_rollout(self.environment, seed, error)
         return PlayedEpisode(rollout) if record is None else _add_record(rollout, record)
 
-    def _finish(self, seed: int, record: RecordT, end: EpisodeEnd) -> PlayedEpisode:
-        """Return the played episode; its reward is the environment's return."""
+    def _make_played_episode(self, seed: int, record: RecordT, end: EpisodeEnd) -> PlayedEpisode:
+        """Return the played episode with the environment's return as its reward."""
         status = RolloutStatus(end.status)
         rollout = Rollout(self.environment, seed, (), None, None, (), status, policy_version=0)
         if status.is_void:
-            reason = end.failure or f"the rollout function returned the status {status}"
-            return _add_record(replace(rollout, failure=reason), record)
+            failure = end.failure or f"the rollout function returned the status {status}"
+            return _add_record(replace(rollout, failure=failure), record)
         if not record.turns:
             record.refuse_if_full()
             raise NothingPlayedError(
@@ -243,10 +249,10 @@ class SessionRunner(ABC, Generic[RecordT]):
         return _add_record(rollout, record, end.fields)
 
     @property
-    def _open_args(self) -> dict[str, Any]:
-        return {"close_when_done": True, "resume": self.resumes}
+    def _open_arguments(self) -> dict[str, Any]:
+        return {"close_when_done": True, "resume": self.replays_lost_episodes}
 
-    def _timeout_error(self) -> CallTimeoutError:
+    def _make_timeout_error(self) -> CallTimeoutError:
         return CallTimeoutError(
             f"the episode did not end within rollout.group_timeout_s = "
             f"{self.limits.group_timeout_s:g}; raise the limit, or check whether the environment "
@@ -256,15 +262,19 @@ class SessionRunner(ABC, Generic[RecordT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnLoopRunner(SessionRunner[Conversation]):
-    """Lets the policy and the environment take turns."""
+    """A runner in which the policy and the environment take turns."""
 
     record_class = Conversation
 
-    async def run(
-        self, session: AsyncSession, first: StepResult, start: EpisodeStart, record: Conversation
+    async def play_to_end(
+        self,
+        session: AsyncSession,
+        first_result: StepResult,
+        start: EpisodeStart,
+        record: Conversation,
     ) -> EpisodeEnd:
-        adapter = self.make_adapter(session, first)
-        opening = await adapter.opening()
+        adapter = self.make_adapter(session, first_result)
+        opening = await adapter.make_opening()
         record.offer_tools(opening.tools)
         record.add(opening.messages)
         status: RolloutStatus | None = None
@@ -278,30 +288,38 @@ class TurnLoopRunner(SessionRunner[Conversation]):
             record.add_reward(outcome.reward)
             record.add(outcome.messages)
             status = outcome.status
-        return EpisodeEnd(status, LastResult(adapter.result), success=adapter.result.success)
+        return EpisodeEnd(
+            status, LastResultFields(adapter.last_result), success=adapter.last_result.success
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionRunner(TurnLoopRunner):
-    """Replaces the turn loop with the rollout function that the configuration names."""
+    """A runner that plays each episode with the rollout function of the configuration."""
 
     function: RolloutFunction
 
     @classmethod
-    async def start_fields(cls, parts: RunnerParts) -> dict[str, Any]:
-        assert parts.config.rollout_function is not None
-        return {"function": import_object(parts.config.rollout_function, "environment.rollout")}
+    async def start_extra_fields(cls, components: RunnerComponents) -> dict[str, Any]:
+        assert components.config.rollout_function is not None
+        return {
+            "function": import_callable(components.config.rollout_function, "environment.rollout")
+        }
 
-    async def run(
-        self, session: AsyncSession, first: StepResult, start: EpisodeStart, record: Conversation
+    async def play_to_end(
+        self,
+        session: AsyncSession,
+        first_result: StepResult,
+        start: EpisodeStart,
+        record: Conversation,
     ) -> EpisodeEnd:
         try:
-            end = await self.function(session, first, record)
+            end = await self.function(session, first_result, record)
         except ConversationFullError:
             return EpisodeEnd(RolloutStatus.TRUNCATED)
         except ActionError:
             if not record.num_turns:
-                # The function chose this action, not the policy.
+                # The function itself chose the invalid action, not the policy.
                 raise
             record.add_reward(self.limits.invalid_action_reward)
             return EpisodeEnd(RolloutStatus.INVALID_ACTION)
@@ -313,11 +331,11 @@ class FunctionRunner(TurnLoopRunner):
         return end
 
 
-def void_rollout(environment: str, seed: int, error: BaseException) -> Rollout:
-    """Return the rollout of an episode that `error` ended, without tokens.
+def make_void_rollout(environment: str, seed: int, error: BaseException) -> Rollout:
+    """Return the void rollout, without tokens, of an episode that `error` ended.
 
     Raises:
-        UserError: `error` is a UserError, which every other episode would raise too.
+        UserError: `error` is a UserError, which all other episodes would also cause.
     """
     cause = find_first_error(error)
     if isinstance(cause, UserError):
@@ -325,17 +343,22 @@ def void_rollout(environment: str, seed: int, error: BaseException) -> Rollout:
     is_lost = isinstance(cause, InfrastructureError)
     status = RolloutStatus.LOST if is_lost else RolloutStatus.FAILED
     rollout = Rollout(environment, seed, (), None, None, (), status, 0, describe_error(error))
-    return replace(rollout, agent_died=isinstance(cause, AgentError))
+    return replace(rollout, has_agent_failed=isinstance(cause, AgentError))
 
 
 def _add_record(
     rollout: Rollout, record: EpisodeRecord[Any], fields: Mapping[str, Any] | None = None
 ) -> PlayedEpisode:
-    """Return an episode with its record; the tokens of a void one are counted, never trained on."""
+    """Return a played episode with the tokens and messages of its record.
+
+    A void episode has tokens too. They are counted and never trained on.
+    """
     completions = [turn.completion for turn in record.turns]
     rollout = replace(
         rollout,
-        sequences=record.sequences(include_rest=rollout.status is RolloutStatus.TRUNCATED),
+        sequences=record.make_sequences(
+            include_unanswered=rollout.status is RolloutStatus.TRUNCATED
+        ),
         policy_version=min((completion.policy_version for completion in completions), default=0),
         num_tool_calls=record.num_tool_calls,
         num_tool_calls_failed=record.num_tool_calls_failed,
@@ -345,21 +368,23 @@ def _add_record(
         rollout,
         prompt=record.prompt,
         completion=record.completion,
-        completion_ids=[token for completion in completions for token in completion.token_ids],
+        completion_ids=[
+            token_id for completion in completions for token_id in completion.token_ids
+        ],
         fields=fields,
-        history=record.transcript_turns(),
+        history=record.make_transcript_turns(),
     )
 
 
-class LastResult(Mapping[str, Any]):
-    """Info and metadata of the last result, parsed only when a reward function needs them."""
+class LastResultFields(Mapping[str, Any]):
+    """Info and metadata of an episode's last result, parsed only if they are used."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
 
     @cached_property
     def _fields(self) -> dict[str, Any]:
-        return result_fields(self._result)
+        return collect_result_fields(self._result)
 
     def __getitem__(self, key: str) -> Any:
         return self._fields[key]
@@ -371,7 +396,7 @@ class LastResult(Mapping[str, Any]):
         return len(self._fields)
 
 
-def result_fields(result: StepResult) -> dict[str, Any]:
+def collect_result_fields(result: StepResult) -> dict[str, Any]:
     """Return the info of a result and the metadata of its observation."""
     metadata = result.observation.get("metadata")
     return {**(metadata if isinstance(metadata, dict) else {}), **result.info}
@@ -382,14 +407,14 @@ async def close_session(session: AsyncSession) -> None:
     try:
         await session.close()
     except EnvError:
-        # The server is gone, or the environment's `close` raised: nothing is left to close.
+        # The server is gone, or the environment's `close` raised. Nothing is left to close.
         return
 
 
 async def retry_while_full(
-    open_: Callable[[], Awaitable[_OpenedT]], timeout_s: float = math.inf
-) -> _OpenedT:
-    """Call `open_` until the server has room, and return its result.
+    open_session: Callable[[], Awaitable[_SessionT]], timeout_s: float = math.inf
+) -> _SessionT:
+    """Call `open_session` until the server has room, and return the opened session.
 
     Raises:
         CapacityError: the server had no room for `timeout_s`.
@@ -397,9 +422,9 @@ async def retry_while_full(
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            return await open_()
+            return await open_session()
         except CapacityError:
             if time.monotonic() >= deadline_s:
                 raise
-            # Other episodes of this run use the sessions, and close them when they end.
+            # Other episodes of this run may use all sessions. They close them when they end.
             await asyncio.sleep(_FULL_SERVER_PAUSE_S)

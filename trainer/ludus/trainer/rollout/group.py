@@ -1,6 +1,6 @@
-"""Groups of episodes of one environment: played by a runner, scored, and written as transcripts.
+"""Groups of episodes of one environment, which a runner plays and a reward scores.
 
-starts --runner--> played episodes --reward terms, once--> rollouts, transcripts
+starts --runner--> played episodes --reward--> rollouts, transcripts
 
     settings of an environment              runner
     none                                    TurnLoopRunner      policy and environment take turns
@@ -24,149 +24,156 @@ from typing import Any, cast
 
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
-from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.functions import import_callable
 from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
 from ludus.trainer.rollout.agents.runner import AgentRunner
 from ludus.trainer.rollout.episode import FunctionRunner, TurnLoopRunner
 from ludus.trainer.rollout.rewards.reward_models import RewardModels
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode, Reward
-from ludus.trainer.rollout.runner import EpisodeRunner, EpisodeStart, RunnerParts
+from ludus.trainer.rollout.runner import EpisodeRunner, EpisodeStart, RunnerComponents
 from ludus.trainer.rollout.transcript import make_transcript
 
 _log = logging.getLogger(__name__)
 
-ENTRY_POINTS = "ludus.episode_runners"
+ENTRY_POINT_GROUP = "ludus.episode_runners"
 _PAUSE_AFTER_FAILURE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlayer:
-    """Plays the groups and the evaluation episodes of one environment."""
+    """The component that plays the groups and evaluation episodes of one environment."""
 
     runner: EpisodeRunner
     reward: Reward
     timeout_s: float
-    """Time limit for the reward functions of one call."""
+    """Time limit in seconds for each term of the reward."""
     max_evaluation_episodes: int
     """Maximum number of evaluation episodes at the same time."""
     run_seed: int = 0
     environment_index: int = 0
-    """Index of the environment in the run. The same seed samples differently in each one."""
+    """Index of the environment in the run. The random numbers of evaluations depend on it."""
 
     @classmethod
-    async def start(cls, parts: RunnerParts, reward_models: RewardModels) -> GroupPlayer:
+    async def start(cls, components: RunnerComponents, reward_models: RewardModels) -> GroupPlayer:
         """Return the player of an environment, with its runner and its reward."""
-        rollout = parts.run.rollout
+        rollout = components.run.rollout
         return cls(
-            await start_runner(parts),
-            Reward(parts.config.rewards, rollout.invalid_action_reward, reward_models),
+            await start_runner(components),
+            Reward(components.config.rewards, rollout.invalid_action_reward, reward_models),
             rollout.group_timeout_s,
             rollout.num_groups_in_flight * rollout.group_size,
-            parts.run.seed,
-            list(parts.run.environments).index(parts.environment),
+            components.run.seed,
+            list(components.run.environments).index(components.environment),
         )
 
     async def play_groups(
         self, specs: Sequence[GroupSpec], sampling: Sampling, num_transcripts: Sequence[int]
     ) -> list[RolloutGroup]:
-        """Play the groups with one call of the runner, and score them with one call of the reward.
+        """Return the groups, played with one call of the runner and scored with one of the reward.
 
-        A group fails as a whole if its episodes start differently from one seed, or if a reward
-        function fails or exceeds the time limit: its rewards could not be compared.
+        All episodes of a group fail if they start differently from the same seed, or if a reward
+        function fails or exceeds the time limit, because their rewards could not be compared.
 
         Args:
-            num_transcripts: the number of transcripts of each group.
+            num_transcripts: number of transcripts of each group.
 
         Raises:
             UserError: the run cannot work as configured.
         """
-        starts = [start for spec in specs for start in group_starts(self.run_seed, spec)]
+        starts = [start for spec in specs for start in make_group_starts(self.run_seed, spec)]
         episodes = await self.runner.play_episodes(starts, sampling, is_evaluation=False)
         rollouts = await self.reward.score(episodes, self.timeout_s)
         if all(rollout.status is RolloutStatus.FAILED for rollout in rollouts):
-            # Without a pause, groups that fail at once would be replaced a thousand times a second.
+            # Without a pause, groups that fail immediately would be replaced at a very high rate.
             await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
         groups, offset = [], 0
-        for spec, count in zip(specs, num_transcripts, strict=True):
+        for spec, num_written in zip(specs, num_transcripts, strict=True):
             end = offset + len(spec.seeds)
-            transcribed = slice(offset, offset + count)
-            transcripts = make_transcripts(spec.index, rollouts[transcribed], episodes[transcribed])
-            members = tuple(rollouts[offset:end])
-            groups.append(RolloutGroup(spec.index, spec.environment, members, transcripts))
+            transcript_slice = slice(offset, offset + num_written)
+            transcripts = make_transcripts(
+                spec.index, rollouts[transcript_slice], episodes[transcript_slice]
+            )
+            group_rollouts = tuple(rollouts[offset:end])
+            groups.append(RolloutGroup(spec.index, spec.environment, group_rollouts, transcripts))
             offset = end
         return groups
 
     async def evaluate(self, seeds: Sequence[int], sampling: Sampling) -> list[Rollout]:
         """Play one episode for each seed and return the rollouts in the order of the seeds.
 
-        The environment's own return counts if the runner knows it, and the reward otherwise.
+        The reward is computed only if the environment's return of an episode is unknown.
 
         Args:
-            sampling: settings without `max_tokens`, which the environment's limits replace.
+            sampling: sampling parameters, in which the environment's limits replace `max_tokens`.
         """
-        stream, environment = Stream.EVALUATION_SAMPLING, self.environment_index
+        stream, environment_index = Stream.EVALUATION_SAMPLING, self.environment_index
         starts = [
-            EpisodeStart(index, seed, derive_key(self.run_seed, stream, environment, seed))
+            EpisodeStart(index, seed, derive_key(self.run_seed, stream, environment_index, seed))
             for index, seed in enumerate(seeds)
         ]
-        size = self.max_evaluation_episodes if self.runner.plays_groups_together else 1
-        slots = asyncio.Semaphore(self.max_evaluation_episodes // size)
+        num_per_call = self.max_evaluation_episodes if self.runner.plays_groups_together else 1
+        slots = asyncio.Semaphore(self.max_evaluation_episodes // num_per_call)
 
-        async def play(starts: Sequence[EpisodeStart]) -> list[Rollout]:
+        async def play_call(starts: Sequence[EpisodeStart]) -> list[Rollout]:
             async with slots:
                 episodes = await self.runner.play_episodes(starts, sampling, is_evaluation=True)
             if any(episode.needs_score for episode in episodes):
                 return await self.reward.score(episodes, self.timeout_s)
             return [episode.rollout for episode in episodes]
 
-        calls = [play(starts[index : index + size]) for index in range(0, len(starts), size)]
+        calls = [
+            play_call(starts[index : index + num_per_call])
+            for index in range(0, len(starts), num_per_call)
+        ]
         return [rollout for rollouts in await asyncio.gather(*calls) for rollout in rollouts]
 
 
-def group_starts(run_seed: int, spec: GroupSpec) -> list[EpisodeStart]:
-    """Return the starts of a group's episodes, with keys that depend on the run and the group."""
+def make_group_starts(run_seed: int, spec: GroupSpec) -> list[EpisodeStart]:
+    """Return the start of each episode of a group."""
     stream = Stream.TRAINING_SAMPLING
     return [
-        EpisodeStart(spec.index, seed, derive_key(run_seed, stream, spec.index, number))
-        for number, seed in enumerate(spec.seeds)
+        EpisodeStart(spec.index, seed, derive_key(run_seed, stream, spec.index, episode_index))
+        for episode_index, seed in enumerate(spec.seeds)
     ]
 
 
 def make_transcripts(
-    group: int, rollouts: Sequence[Rollout], played: Sequence[PlayedEpisode]
+    group_index: int, rollouts: Sequence[Rollout], episodes: Sequence[PlayedEpisode]
 ) -> tuple[Transcript, ...]:
-    """Return the transcripts of a group's first episodes; log those that cannot be written."""
+    """Return the transcripts of a group's first episodes. Failures are logged and left out."""
     transcripts = []
-    for number, (rollout, episode) in enumerate(zip(rollouts, played, strict=True)):
+    for episode_index, (rollout, episode) in enumerate(zip(rollouts, episodes, strict=True)):
         try:
-            transcripts.append(make_transcript(group, number, rollout, episode.history))
-        except Exception:  # noqa: BLE001 - messages and actions of third-party code have any form
+            transcripts.append(
+                make_transcript(group_index, episode_index, rollout, episode.history)
+            )
+        except Exception:  # noqa: BLE001 - third-party messages and actions can have any form
             _log.exception("no transcript for an episode of '%s'", rollout.environment)
     return tuple(transcripts)
 
 
-async def start_runner(parts: RunnerParts) -> EpisodeRunner:
+async def start_runner(components: RunnerComponents) -> EpisodeRunner:
     """Return the runner that plays the episodes of one environment."""
-    config = parts.config
+    config = components.config
     runner_class: Any = TurnLoopRunner
     if config.agent is not None:
         runner_class = AgentRunner
     elif config.rollout_runner is not None:
         runner_class = find_registered_runner(config.rollout_runner)
     elif config.rollout_function is not None:
-        function = import_object(config.rollout_function, "environment.rollout")
+        function = import_callable(config.rollout_function, "environment.rollout")
         runner_class = function if isinstance(function, type) else FunctionRunner
-    return cast(EpisodeRunner, await runner_class.start(parts))
+    return cast(EpisodeRunner, await runner_class.start(components))
 
 
 def find_registered_runner(name: str) -> Any:
     """Return the runner class that an installed package registers under `name`."""
-    registered_runners = entry_points(group=ENTRY_POINTS)
+    registered_runners = entry_points(group=ENTRY_POINT_GROUP)
     if name not in registered_runners.names:
         raise ConfigError(
             f"environment.rollout = '{name}:...' names a runner that is not registered; expected "
             f"one of {sorted(registered_runners.names)}. Install the package that registers "
-            f"'{name}' as an entry point of '{ENTRY_POINTS}'"
+            f"'{name}' as an entry point of '{ENTRY_POINT_GROUP}'"
         )
     return registered_runners[name].load()

@@ -1,4 +1,4 @@
-"""The one interface to all ways of playing the episodes of an environment, and their limits."""
+"""The interface of all runners, which play the episodes of an environment, and their limits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
 
 @dataclass(frozen=True, slots=True)
 class EpisodeStart:
-    """An episode that is about to be played."""
+    """The seed and key with which an episode starts."""
 
-    group: int
-    """Index of its group. The episodes of a group are adjacent."""
+    group_index: int
+    """Index of the episode's group. The starts of a group are adjacent in a sequence."""
     seed: int
     key: int
-    """Key of the random numbers that its completions are sampled with."""
+    """Key from which the seed of each completion is derived."""
 
 
 class EpisodeRunner(Protocol):
@@ -31,14 +31,14 @@ class EpisodeRunner(Protocol):
 
     @property
     def plays_groups_together(self) -> bool:
-        """True if one call plays all groups that a worker has received, instead of one group."""
+        """True if one call of `play_episodes` can play several groups; False if it plays one."""
 
     async def play_episodes(
         self, starts: Sequence[EpisodeStart], sampling: Sampling, *, is_evaluation: bool
     ) -> list[PlayedEpisode]:
-        """Play the episodes at the same time and return them in their order.
+        """Play the episodes concurrently and return them in the order of their starts.
 
-        An episode that fails, or does not end within `rollout.group_timeout_s`, is void.
+        An episode is void if it fails or does not end within `rollout.group_timeout_s`.
 
         Raises:
             UserError: the run cannot work as configured.
@@ -46,8 +46,8 @@ class EpisodeRunner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerParts:
-    """The components of a rollout worker from which it starts the runner of one environment."""
+class RunnerComponents:
+    """The components of a rollout worker that the runner of one environment uses."""
 
     run: LanguageModelRun
     environment: str
@@ -56,7 +56,7 @@ class RunnerParts:
     engine: AsyncEngine
     chat: ChatTokenizer
     stack: AsyncExitStack
-    """Closes what the runner opens when the worker closes."""
+    """Exit stack that closes the runner's resources when the worker closes."""
     worker_index: int = 0
 
     @property
@@ -69,7 +69,7 @@ class RunnerParts:
 
 
 def episode_limits(run: LanguageModelRun, environment: str) -> RolloutConfig:
-    """Return the run's rollout settings with the limits that `environment` replaces."""
+    """Return the run's rollout settings, in which the environment's own limits take precedence."""
     config = run.environments[environment]
     limits = {
         "max_turns": config.max_turns,
@@ -82,7 +82,7 @@ def episode_limits(run: LanguageModelRun, environment: str) -> RolloutConfig:
 
 
 def sampling_settings(limits: RolloutConfig, temperature: float | None = None) -> Sampling:
-    """Return the settings for one completion; None keeps the temperature of the rollouts."""
+    """Return the sampling parameters of a completion. None selects the temperature in `limits`."""
     return Sampling(
         temperature=limits.temperature if temperature is None else temperature,
         max_tokens=limits.max_completion_tokens,

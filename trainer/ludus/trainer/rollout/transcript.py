@@ -1,8 +1,8 @@
 """Transcripts: readable records of a few episodes of each training step.
 
 The choice of groups depends only on their index and the run's seed, so a run that is resumed or
-repeated writes the same transcripts. It is random, so that environments that alternate in a fixed
-rhythm are all represented.
+repeated writes the same transcripts. The choice is random, because a choice of every n-th group
+could miss environments that alternate regularly.
 """
 
 from __future__ import annotations
@@ -22,33 +22,35 @@ MAX_TEXT_CHARACTERS = 20_000
 MAX_TRANSCRIPT_CHARACTERS = 100_000
 
 
-def num_transcripts(index: int, per_step: int, groups_per_step: int, run_seed: int) -> int:
-    """Return the number of transcripts of group `index`.
+def count_transcripts(
+    group_index: int, num_per_step: int, num_groups_per_step: int, run_seed: int
+) -> int:
+    """Return the number of transcripts of a group.
 
-    Every block of `groups_per_step` consecutive groups has `per_step` transcripts in total.
+    Every block of `num_groups_per_step` consecutive groups has `num_per_step` transcripts in total.
     """
-    num_each, num_extra = divmod(per_step, groups_per_step)
-    block, group = divmod(index, groups_per_step)
-    draw = make_random(run_seed, Stream.TRANSCRIPT, block)
-    return num_each + (group in draw.sample(range(groups_per_step), num_extra))
+    num_each, num_extra = divmod(num_per_step, num_groups_per_step)
+    block_index, index_in_block = divmod(group_index, num_groups_per_step)
+    generator = make_random(run_seed, Stream.TRANSCRIPT, block_index)
+    return num_each + (index_in_block in generator.sample(range(num_groups_per_step), num_extra))
 
 
 def make_transcript(
-    group: int, episode: int, rollout: Rollout, history: Iterable[TranscriptTurn]
+    group_index: int, episode_index: int, rollout: Rollout, history: Iterable[TranscriptTurn]
 ) -> Transcript:
-    """Return the transcript of a scored episode; its step is 0 until a step trains on it."""
+    """Return the transcript of a scored episode. Its step is 0 until a training step uses it."""
     turns: list[TranscriptTurn] = []
-    room = MAX_TRANSCRIPT_CHARACTERS
+    num_characters_left = MAX_TRANSCRIPT_CHARACTERS
     for turn in history:
-        room -= len(turn.answer) + sum(len(message.text) for message in turn.shown)
-        if turns and room < 0:
+        num_characters_left -= len(turn.answer) + sum(len(message.text) for message in turn.shown)
+        if turns and num_characters_left < 0:
             break
         turns.append(turn)
     return Transcript(
         step=0,
         environment=rollout.environment,
-        group=group,
-        episode=episode,
+        group=group_index,
+        episode=episode_index,
         seed=rollout.seed,
         policy_version=rollout.policy_version,
         status=rollout.status.value,
@@ -64,13 +66,18 @@ def make_transcript(
 def make_transcript_turn(
     messages: Sequence[Message], text: str, action: Any, reward: float
 ) -> TranscriptTurn:
-    """Return a turn with cut texts: new messages, text of the completion, and its effect."""
+    """Return a turn of a transcript. Long texts and actions are cut.
+
+    Args:
+        messages: new messages before the completion.
+        text: text of the completion.
+    """
     return TranscriptTurn(
         shown=tuple(
-            TranscriptMessage(role=message["role"], text=_cut(message["content"]))
+            TranscriptMessage(role=message["role"], text=_cut_text(message["content"]))
             for message in messages
         ),
-        answer=_cut(text),
+        answer=_cut_text(text),
         action=_cut_action(action),
         reward=reward,
     )
@@ -78,11 +85,15 @@ def make_transcript_turn(
 
 def _cut_action(action: Any) -> Any:
     """Return the action as JSON, or as cut text if it is too long."""
-    plain_action = to_jsonable_python(action, fallback=str, inf_nan_mode="strings")
-    text = json.dumps(plain_action)
-    return plain_action if len(text) <= MAX_TEXT_CHARACTERS else _cut(text)
+    json_action = to_jsonable_python(action, fallback=str, inf_nan_mode="strings")
+    json_text = json.dumps(json_action)
+    return json_action if len(json_text) <= MAX_TEXT_CHARACTERS else _cut_text(json_text)
 
 
-def _cut(text: str) -> str:
-    num_cut = len(text) - MAX_TEXT_CHARACTERS
-    return text if num_cut <= 0 else f"{text[:MAX_TEXT_CHARACTERS]}... ({num_cut} more characters)"
+def _cut_text(text: str) -> str:
+    num_cut_characters = len(text) - MAX_TEXT_CHARACTERS
+    return (
+        text
+        if num_cut_characters <= 0
+        else f"{text[:MAX_TEXT_CHARACTERS]}... ({num_cut_characters} more characters)"
+    )

@@ -40,7 +40,7 @@ from ludus.proto.runs import (
     Resume,
     RunControl,
 )
-from ludus.trainer.core.output import partial_path, warn_user, write_atomically
+from ludus.trainer.core.output import choose_temporary_path, warn_user, write_atomically
 from ludus.trainer.core.stopping import StopRequest
 from ludus.trainer.run.checkpoint import (
     CheckpointFolder,
@@ -258,7 +258,7 @@ def _prepare_new_folder(path: Path, *, overwrite: bool) -> None:
     if not _list_entries(path):
         return
     config_path = path / CONFIG_FILE
-    if not (config_path.is_file() or partial_path(config_path).is_file()):
+    if not (config_path.is_file() or choose_temporary_path(config_path).is_file()):
         raise ConfigError(
             f"'{path}' is not empty and not the folder of a run; use another name or output_dir"
         )

@@ -32,7 +32,7 @@ from ludus.proto.config import (
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
 from ludus.proto.runs import ENVIRONMENT_LOG_FILE
-from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.functions import import_callable
 from ludus.trainer.rollout.adapters.environment_adapter import ChatRenderer, make_renderer
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def load_fixed_policies(
     policies: dict[str, FixedPolicy] = {}
     config, section = run.environments[name], run.environment_section(name)
     if config.policies is not None:
-        policies = import_object(config.policies, f"{section}.policies")(options)
+        policies = import_callable(config.policies, f"{section}.policies")(options)
     unknown_names = sorted(set(config.baselines) - policies.keys() - {RANDOM_POLICY})
     if unknown_names:
         raise ConfigError(

@@ -97,4 +97,4 @@ async def _make_opening(
         # Rollout functions and agents choose their own prompts; any text can identify weights.
         observation = json.dumps(first_result.observation)[:_MAX_OBSERVATION_CHARACTERS]
         return Opening([{"role": "user", "content": observation}])
-    return await make_adapter(environment, session, first_result).opening()
+    return await make_adapter(environment, session, first_result).make_opening()

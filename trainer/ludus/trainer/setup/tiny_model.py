@@ -23,7 +23,7 @@ from ludus.env.types import StepResult
 from ludus.proto.config import LanguageModelRun, PretrainedModel, TinyModel
 from ludus.proto.errors import ConfigError, EpisodesFailedError, UserError
 from ludus.trainer.core.output import warn_user
-from ludus.trainer.core.streams import Stream, make_random, warm_start_seed
+from ludus.trainer.core.streams import Stream, derive_warm_start_seed, make_random
 from ludus.trainer.data.failures import count_failures, describe_error, find_most_common_reason
 from ludus.trainer.learner.lora import check_targets
 from ludus.trainer.learner.warm_start import (
@@ -36,7 +36,7 @@ from ludus.trainer.learner.warm_start import (
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import MODEL_CONFIG_FILE
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
-from ludus.trainer.rollout.adapters.environment_adapter import NO_PICTURES
+from ludus.trainer.rollout.adapters.environment_adapter import NO_TEXT_REASON
 from ludus.trainer.rollout.agents.random_responses import play_with_random_responses
 from ludus.trainer.rollout.agents.runner import AgentHost
 from ludus.trainer.rollout.episode import close_session, retry_while_full
@@ -222,7 +222,7 @@ async def _play_episode(
     agent: AgentHost | None,
 ) -> _WarmStartEpisode:
     generator = make_random(run.seed, Stream.WARM_START_ANSWER, environment_index, episode_index)
-    seed = warm_start_seed(run.seed, environment_index, episode_index)
+    seed = derive_warm_start_seed(run.seed, environment_index, episode_index)
     open_session = partial(environment.client.open, seed=seed)
     session, first_result = await retry_while_full(open_session, run.rollout.group_timeout_s)
     max_turns = _get_max_turns(run, environment)
@@ -260,9 +260,9 @@ async def _answer_randomly(
                 "model.kind = 'pretrained' with an instruction-tuned model"
             )
         answer = generator.choice(answers)
-        messages = environment.renderer.messages(result, first=not conversation)
+        messages = environment.renderer.render_messages(result, is_first=not conversation)
         conversation.append(Exchange(messages, answer))
-        result = await session.step(**environment.renderer.action(answer, result))
+        result = await session.step(**environment.renderer.parse_action(answer, result))
         episode_return += result.reward or 0.0
     return _WarmStartEpisode([conversation], episode_return)
 
@@ -270,7 +270,7 @@ async def _answer_randomly(
 def _explain_no_answers(result: StepResult) -> str:
     """Explain why there are no legal answers, and what to change."""
     if result.text is None and result.tensors:
-        return f"has no text_renderer, {NO_PICTURES}"
+        return f"has no text_renderer, {NO_TEXT_REASON}"
     if result.text is None:
         return "has no text_renderer; define one, with render, parse and legal_answers"
     has_actions = bool(result.observation.get("legal_actions"))

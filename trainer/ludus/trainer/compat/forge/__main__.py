@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _train(options)
     except RunStopped as run_stopped:
         sys.stderr.write(f"{run_stopped}\n")
-        return 0 if run_stopped.is_intended else 130
+        return 0 if run_stopped.is_from_control_file else 130
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
     except LudusError as error:

@@ -13,7 +13,7 @@ from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.config.environment import RANDOM_POLICY, make_environment_name
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
-from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.functions import import_callable
 
 _GAMES_PACKAGE = "openspiel_env"
 _POLICIES_PATH = f"{_GAMES_PACKAGE}.policies:fixed_policies"
@@ -50,7 +50,9 @@ def _make_baseline_fields(description: EnvironmentDescription) -> dict[str, Any]
     """Return the fields with baselines, or no fields if the game has no known policies."""
     if "game" not in description.options or importlib.util.find_spec(_GAMES_PACKAGE) is None:
         return {}
-    policy_names = list(import_object(_POLICIES_PATH, "environment.policies")(description.options))
+    policy_names = list(
+        import_callable(_POLICIES_PATH, "environment.policies")(description.options)
+    )
     optimal_policy = next((name for name in _OPTIMAL_POLICIES if name in policy_names), None)
     return {
         "policies": _POLICIES_PATH,

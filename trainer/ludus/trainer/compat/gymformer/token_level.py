@@ -18,7 +18,7 @@ from ludus.env import StepResult
 from ludus.env.client import AsyncSession
 from ludus.proto.errors import ActionError
 from ludus.trainer.core.types import RolloutStatus
-from ludus.trainer.rollout.adapters.environment_adapter import end_status
+from ludus.trainer.rollout.adapters.environment_adapter import read_end_status
 from ludus.trainer.rollout.conversation import Conversation
 from ludus.trainer.rollout.episode import EpisodeEnd, SessionRunner
 from ludus.trainer.rollout.runner import EpisodeStart
@@ -29,7 +29,7 @@ class TokenConversation(Conversation):
 
     def add_tokens(self, token_ids: Sequence[int]) -> None:
         """Show the policy these tokens before its next completion."""
-        self._prompt = [*(self._prompt or ()), *token_ids]
+        self._pending_ids = [*(self._pending_ids or ()), *token_ids]
         if token_ids:
             text = self.chat.decode(list(token_ids))
             self.messages.append({"role": "user", "content": text})
@@ -59,7 +59,7 @@ class TokenConversation(Conversation):
             self.messages[-1]["content"] = turn.text
         turn.reward, turn.token_rewards = sum(rewards), tuple(rewards)
 
-    def _encode_pending(self) -> list[int]:
+    def _encode_pending_messages(self) -> list[int]:
         return []
 
 
@@ -69,10 +69,10 @@ class TokenLevelRunner(SessionRunner[TokenConversation]):
 
     record_class = TokenConversation
 
-    async def run(
+    async def play_to_end(
         self,
         session: AsyncSession,
-        first: StepResult,
+        first_result: StepResult,
         start: EpisodeStart,
         record: TokenConversation,
     ) -> EpisodeEnd:
@@ -80,7 +80,7 @@ class TokenLevelRunner(SessionRunner[TokenConversation]):
 
         Reward functions receive the info of the last result.
         """
-        result, expected_ids = first, list[int]()
+        result, expected_ids = first_result, list[int]()
         status: RolloutStatus | None = None
         while status is None:
             shown_ids: list[int] = result.observation["token_ids"]
@@ -101,5 +101,5 @@ class TokenLevelRunner(SessionRunner[TokenConversation]):
             rewards: list[float] = result.observation["rewards"]
             record.keep_rewarded_tokens(rewards)
             expected_ids = [*shown_ids, *token_ids[: len(rewards)]]
-            status = end_status(result)
+            status = read_end_status(result)
         return EpisodeEnd(status, result.info, success=result.success)

@@ -23,7 +23,7 @@ from ludus.env.encoding import replace_nan
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.tools import environment_reward
-from ludus.trainer.core.functions import function_path
+from ludus.trainer.core.functions import get_or_register_path
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_config, load_tokenizer
 from ludus.trainer.rollout.rewards.scoring import STANDARD_ARGUMENTS
@@ -315,7 +315,9 @@ def make_reward_terms(
         )
         terms.append({**term, "name": name, "weight": float(weight)})
     if environment_term is not None:
-        terms.append({"function": function_path(environment_reward), "name": environment_term})
+        terms.append(
+            {"function": get_or_register_path(environment_reward), "name": environment_term}
+        )
     return terms
 
 
@@ -346,7 +348,7 @@ def _make_term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]
                 "does not have; its arguments must be in "
                 f"{sorted(dataset_columns | STANDARD_ARGUMENTS)}"
             )
-    return {"function": function_path(function), "name": name}
+    return {"function": get_or_register_path(function), "name": name}
 
 
 def _find_required_arguments(function: Any, name: str) -> Set[str]:

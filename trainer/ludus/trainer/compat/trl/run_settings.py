@@ -26,7 +26,7 @@ from ludus.proto.config import RolloutConfig
 from ludus.proto.config.section import MAX_VLLM_TEMPERATURE, RUN_NAME_PATTERN
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.config import GRPOConfig
-from ludus.trainer.rollout.engines.vllm_process import has_vllm
+from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
 
 DEFAULT_OUTPUT_DIR = "trainer_output"
 _LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
@@ -183,12 +183,12 @@ def _count_generation_rows(args: GRPOConfig) -> int:
 
 
 def _make_generator(args: GRPOConfig) -> dict[str, Any]:
-    if args.use_vllm and not has_vllm():
+    if args.use_vllm and not is_vllm_installed():
         sys.stderr.write(
             "note: GRPOConfig.use_vllm = True, and vLLM is not installed: rollout workers sample "
             "with transformers\n"
         )
-    if not args.use_vllm or not has_vllm():
+    if not args.use_vllm or not is_vllm_installed():
         return {"kind": "transformers"}
     return {
         "kind": "vllm",
@@ -340,7 +340,7 @@ def _check_lengths(args: GRPOConfig, max_tokens: int) -> None:
 
 
 def _check_engine(args: GRPOConfig) -> None:
-    if not args.use_vllm or not has_vllm():
+    if not args.use_vllm or not is_vllm_installed():
         return
     if args.temperature > MAX_VLLM_TEMPERATURE:
         raise ConfigError(

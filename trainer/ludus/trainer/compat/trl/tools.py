@@ -29,7 +29,7 @@ from ludus.trainer.compat.trl.rollout.arguments import (
     sample_completions,
 )
 from ludus.trainer.compat.trl.rollout.contract import find_signature
-from ludus.trainer.core.functions import function_path
+from ludus.trainer.core.functions import get_or_register_path
 from ludus.trainer.models.chat import ChatTokenizer, ToolSpec, strip_reasoning
 from ludus.trainer.rollout.adapters.tool_adapter import ToolCall, read_calls
 
@@ -341,5 +341,5 @@ def _check_function(rollout_func: Any) -> Callable[..., Any]:
     """Return the function if it has one of TRL's signatures."""
     if not callable(rollout_func):
         raise ConfigError(f"rollout_func must be a function, but it is {rollout_func!r:.80}")
-    find_signature(rollout_func, function_path(rollout_func))
+    find_signature(rollout_func, get_or_register_path(rollout_func))
     return rollout_func

@@ -45,7 +45,7 @@ from ludus.trainer.compat.trl.tools import (
     ToolRollout,
     choose_rollout,
 )
-from ludus.trainer.core.functions import function_path
+from ludus.trainer.core.functions import get_or_register_path
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.run.checkpoint import find_newest_checkpoint, model_folder
 
@@ -200,7 +200,7 @@ class GRPOTrainer:
                 "options": self._make_environment_options(),
                 "max_sessions": max(_MIN_SESSIONS, self._batches.num_groups * num_generations),
                 "max_turns": 1,
-                "rollout": f"trl:{function_path(ScriptRollout(rollout, self.args))}",
+                "rollout": f"trl:{get_or_register_path(ScriptRollout(rollout, self.args))}",
                 "rewards": rewards,
             },
             "eval": self._make_eval_settings(),

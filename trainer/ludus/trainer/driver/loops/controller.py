@@ -60,7 +60,7 @@ from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Phase
 from ludus.trainer.actors.processes import Buffer, Learners, Workers
 from ludus.trainer.core.stopping import StopRequest, check_skipped_updates
-from ludus.trainer.core.tasks import Tasks
+from ludus.trainer.core.tasks import CancellingTaskGroup
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import total
@@ -217,7 +217,7 @@ class Controller:
             components.run.weights.timeout_s,
             self._record_delivery,
         )
-        async with Tasks() as tasks:
+        async with CancellingTaskGroup() as tasks:
             tasks.start(self._watch_environments())
             await self._delivery.publish(state.step, tasks)
             await self._delivery.wait()
@@ -235,7 +235,7 @@ class Controller:
             await self._run_training_loop(tasks)
             await self.save_checkpoint()
 
-    async def _run_training_loop(self, tasks: Tasks) -> None:
+    async def _run_training_loop(self, tasks: CancellingTaskGroup) -> None:
         run = self.components.run
         progress = ProgressMonitor(run, self.sampling.describe)
         while not self.is_finished:
@@ -263,7 +263,7 @@ class Controller:
                 return batch
         return None
 
-    async def _train(self, batch: TakenBatch, wait_s: float, tasks: Tasks) -> Step:
+    async def _train(self, batch: TakenBatch, wait_s: float, tasks: CancellingTaskGroup) -> Step:
         """Train on a batch, start the delivery of the new weights, and return the step."""
         step = self._step = _RunningStep(batch, StepTimes(wait_s))
         step.training_task = asyncio.create_task(self._train_on_batch(step))

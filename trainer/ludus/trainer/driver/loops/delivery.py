@@ -21,7 +21,7 @@ from contextlib import suppress
 from ludus.proto.errors import CanaryError, WeightSyncError
 from ludus.trainer.actors.processes import Learners, Workers
 from ludus.trainer.core.interfaces import PublishedWeights
-from ludus.trainer.core.tasks import Tasks
+from ludus.trainer.core.tasks import CancellingTaskGroup
 from ludus.trainer.core.types import ScoringRequest
 
 
@@ -52,7 +52,7 @@ class Delivery:
         self._on_delivered = on_delivered
         self._delivery_task: asyncio.Task[None] | None = None
 
-    async def publish(self, version: int, tasks: Tasks) -> int:
+    async def publish(self, version: int, tasks: CancellingTaskGroup) -> int:
         """Publish a version, start its delivery as one of `tasks`, and return its size in bytes."""
         await self.wait()
         try:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import BufferLostError
 from ludus.trainer.actors.processes import Buffer, Slot, Workers
-from ludus.trainer.core.tasks import Tasks
+from ludus.trainer.core.tasks import CancellingTaskGroup
 from ludus.trainer.core.types import GroupSpec
 from ludus.trainer.data.buffer import GroupAdmission, Refusal
 from ludus.trainer.data.mixture import Mixture
@@ -67,7 +67,7 @@ class SamplingLoop:
             spec for spec in state.unfinished_groups if spec.environment in self._environments
         )
 
-    async def run(self, tasks: Tasks) -> None:
+    async def run(self, tasks: CancellingTaskGroup) -> None:
         """Admit groups until cancelled; each slot of groups is played as one of `tasks`."""
         self.take_idle_s()
         while True:

@@ -1,11 +1,11 @@
-"""The environment's side of one episode, as the policy sees it.
+"""The environment of one episode, as the policy sees it.
 
-    opening()           the first messages
-    apply_text(text)    the messages, the reward or the end that follow a completion
+    make_opening()      return the first messages
+    apply_text(text)    apply a completion; return its reward and the next messages
 
 Every completion is an action, unless it calls a tool (see `tool_adapter`). A renderer turns results
-into messages and completions into actions: the environment's own renderer, or the functions that
-the configuration names.
+into messages, and completions into actions. It is the environment's own renderer or a pair of
+functions in the configuration.
 """
 
 from __future__ import annotations
@@ -18,66 +18,70 @@ from ludus.env import Message, StepResult
 from ludus.env.client import AsyncSession
 from ludus.proto.config import EnvironmentConfig
 from ludus.proto.errors import ActionError, ConfigError, LudusError, UserError
-from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.functions import import_callable
 from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.data.failures import describe_error
 from ludus.trainer.models.chat import ToolSpec, strip_reasoning
 
-NO_PICTURES = (
+NO_TEXT_REASON = (
     "and policies read text only, not the arrays of its observations; give it a text_renderer (for"
     " Gymnasium's pictures, set option picture_columns; for Atari, set obs_type = 'ram')"
 )
-"""Reason why an environment of pictures cannot be trained on, and the remedy."""
+"""Reason why an environment that shows only pictures cannot be used, and the remedy."""
 
 
 class RendererError(LudusError):
-    """`render` or `parse` of the configuration raised, or returned no messages."""
+    """An error in the configuration's `render` or `parse`, or in the messages they return."""
 
 
 class ServerRenderer:
-    """The environment's own renderer and parser, which run on the server."""
+    """The environment's own renderer and parser, which the server runs."""
 
-    def messages(self, result: StepResult, *, first: bool) -> list[Message]:
-        """Return the messages that came with the result."""
+    def render_messages(self, result: StepResult, *, is_first: bool) -> list[Message]:
+        """Return the messages that the server rendered for the result."""
         if result.text is None:
-            reason = f", {NO_PICTURES}" if result.tensors else ""
+            reason = f", {NO_TEXT_REASON}" if result.tensors else ""
             raise ConfigError(
                 f"the environment shows no text to language models{reason}; set environment.render"
                 " and environment.parse to 'module:callable'"
             )
         return result.text.messages
 
-    def action(self, text: str, result: StepResult) -> dict[str, Any]:
-        """Return the text unchanged: the server parses it."""
+    def parse_action(self, text: str, result: StepResult) -> dict[str, Any]:
+        """Return the text unchanged, because the server parses it."""
         return {"text": text}
 
 
 class ImportedRenderer:
-    """`render` and `parse` of the run configuration."""
+    """The `render` and `parse` functions of the run configuration."""
 
     def __init__(self, render: str, parse: str) -> None:
         self._paths = render, parse
-        self._render = import_object(render, "environment.render")
-        self._parse = import_object(parse, "environment.parse")
+        self._render = import_callable(render, "environment.render")
+        self._parse = import_callable(parse, "environment.parse")
 
-    def messages(self, result: StepResult, *, first: bool) -> list[Message]:
+    def render_messages(self, result: StepResult, *, is_first: bool) -> list[Message]:
         """Return the messages that `render` returns for the observation."""
-        path = f"environment.render = '{self._paths[0]}'"
+        field_description = f"environment.render = '{self._paths[0]}'"
         try:
-            messages = self._render(result.observation, first=first)
+            messages = self._render(result.observation, first=is_first)
         except UserError:
             raise
         except (Exception, SystemExit) as error:  # the run's custom code
-            raise RendererError(f"{path} raised {describe_error(error)}") from error
-        if not _are_messages(messages):
+            raise RendererError(f"{field_description} raised {describe_error(error)}") from error
+        if not _is_message_list(messages):
             raise RendererError(
-                f"{path} must return a list of messages like {{'role': 'user', 'content': "
-                f"'...'}}, but it returned {messages!r:.100}"
+                f"{field_description} must return a list of messages like {{'role': 'user', "
+                f"'content': '...'}}, but it returned {messages!r:.100}"
             )
         return messages
 
-    def action(self, text: str, result: StepResult) -> dict[str, Any]:
-        """Return the action that `parse` returns; an ActionError means that there is none."""
+    def parse_action(self, text: str, result: StepResult) -> dict[str, Any]:
+        """Return the action in the text, as `parse` reads it.
+
+        Raises:
+            ActionError: the text contains no valid action.
+        """
         try:
             return {"action": self._parse(text, result.observation)}
         except (UserError, ActionError):
@@ -85,8 +89,8 @@ class ImportedRenderer:
         except (Exception, SystemExit) as error:  # the run's custom code
             raise RendererError(
                 f"environment.parse = '{self._paths[1]}' raised {describe_error(error)}; for a "
-                "text that "
-                f"is no action it must raise ActionParseError, and the text was {text[:100]!r}"
+                f"text that is no action it must raise ActionParseError, and the text was "
+                f"{text[:100]!r}"
             ) from error
 
 
@@ -113,10 +117,10 @@ class StepOutcome:
     """The environment's response to a completion."""
 
     messages: list[Message]
-    """Next messages for the policy; empty if the environment terminated the episode."""
+    """Next messages for the policy; empty if the episode terminated."""
     reward: float = 0.0
     status: RolloutStatus | None = None
-    """Status in which the episode ended; None while it continues."""
+    """Status of the ended episode; None if the episode continues."""
     action: Any = None
     """Action that was sent to the environment; None if the completion contained none."""
     num_calls: int = 0
@@ -125,37 +129,37 @@ class StepOutcome:
 
 
 class EnvironmentAdapter:
-    """Renders results as messages and applies completions as actions."""
+    """An environment that receives completions as actions and shows results as messages."""
 
     def __init__(
         self,
         session: AsyncSession,
-        first: StepResult,
+        first_result: StepResult,
         renderer: ChatRenderer,
         invalid_action_reward: float,
     ) -> None:
         self._session = session
         self._renderer = renderer
         self._invalid_action_reward = invalid_action_reward
-        self.result = first
-        """The latest result of the episode."""
+        self.last_result = first_result
+        """Last result of the session: the first result, or that of the last step."""
 
-    async def opening(self) -> Opening:
-        return Opening(self._renderer.messages(self.result, first=True))
+    async def make_opening(self) -> Opening:
+        return Opening(self._renderer.render_messages(self.last_result, is_first=True))
 
     @property
     def has_text(self) -> bool:
-        """False if the environment shows no text to a language model."""
-        return self.result.text is not None or not isinstance(self._renderer, ServerRenderer)
+        """True if the environment shows text to a language model."""
+        return self.last_result.text is not None or not isinstance(self._renderer, ServerRenderer)
 
     async def apply_text(self, text: str) -> StepOutcome:
-        """Apply a completion; one that is no action ends the episode."""
+        """Apply a completion. A completion without a valid action ends the episode."""
         return await self.act(text)
 
     async def act(self, text: str) -> StepOutcome:
-        """Parse `text` as an action and take the step."""
+        """Parse `text` as an action and take the step with it."""
         try:
-            action = self._renderer.action(strip_reasoning(text), self.result)
+            action = self._renderer.parse_action(strip_reasoning(text), self.last_result)
         except ActionError:
             return StepOutcome([], self._invalid_action_reward, RolloutStatus.INVALID_ACTION)
         return await self.step(action)
@@ -163,27 +167,29 @@ class EnvironmentAdapter:
     async def step(self, arguments: dict[str, Any]) -> StepOutcome:
         """Take a step with these arguments of `session.step`."""
         try:
-            self.result = await self._session.step(**arguments)
+            self.last_result = await self._session.step(**arguments)
         except ActionError:
-            invalid = RolloutStatus.INVALID_ACTION
-            return StepOutcome([], self._invalid_action_reward, invalid, arguments.get("action"))
+            invalid_status = RolloutStatus.INVALID_ACTION
+            return StepOutcome(
+                [], self._invalid_action_reward, invalid_status, arguments.get("action")
+            )
         action = arguments.get("action", arguments)
-        reward, status = self.result.reward or 0.0, end_status(self.result)
+        reward, status = self.last_result.reward or 0.0, read_end_status(self.last_result)
         if status is RolloutStatus.TERMINATED:
             return StepOutcome([], reward, status, action)
         return StepOutcome(
-            self._renderer.messages(self.result, first=False), reward, status, action
+            self._renderer.render_messages(self.last_result, is_first=False), reward, status, action
         )
 
 
-def end_status(result: StepResult) -> RolloutStatus | None:
-    """Return the status in which the environment ended the episode; None while it continues."""
+def read_end_status(result: StepResult) -> RolloutStatus | None:
+    """Return the status of an episode that the environment ended; None if it continues."""
     if result.terminated:
         return RolloutStatus.TERMINATED
     return RolloutStatus.TRUNCATED if result.truncated else None
 
 
-def _are_messages(messages: Any) -> bool:
+def _is_message_list(messages: Any) -> bool:
     return isinstance(messages, list) and all(
         isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
     )

@@ -9,10 +9,10 @@
     Llama, the whole completion    {"name": "add", "parameters": {"a": 1}}
     Mistral, the whole completion  [{"name": "add", "arguments": {"a": 1}}]
 
-The error for an invalid call is written for the model, which can then correct the call.
+The model receives the error of an invalid call and can correct the call.
 
-Tools of a Ludus environment are called between steps. Tools of an OpenEnv MCPEnvironment are its
-steps: a call can have a reward and end the episode.
+A tool call is not a step of a Ludus environment. In an OpenEnv MCPEnvironment each tool call is a
+step, which can have a reward and end the episode.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from ludus.trainer.rollout.adapters.environment_adapter import (
     Opening,
     ServerRenderer,
     StepOutcome,
-    end_status,
+    read_end_status,
 )
 
-MAX_BAD_COMPLETIONS = 3
-"""Number of consecutive completions with invalid tool calls that ends the episode."""
+MAX_INVALID_COMPLETIONS = 3
+"""Number of consecutive completions with an invalid call that ends the episode."""
 MAX_RESULT_CHARACTERS = 4000
-"""Maximum length of a tool result that the policy sees."""
+"""Maximum number of characters of a tool result that the policy sees."""
 MAX_CALLS = 8
 """Maximum number of calls in one completion."""
-_MAX_QUOTED = 200
-"""Maximum number of characters of an invalid call that its error quotes."""
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_TAGGED_CALL = re.compile(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", re.DOTALL)
+_MAX_QUOTED_CHARACTERS = 200
+"""Maximum number of characters that an error quotes from an invalid call."""
+_OPEN_TAG, _CLOSE_TAG = "<tool_call>", "</tool_call>"
+_TAGGED_CALL_PATTERN = re.compile(f"{_OPEN_TAG}(.*?)(?:{_CLOSE_TAG}|$)", re.DOTALL)
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
@@ -69,12 +69,13 @@ class ToolCall:
 
 
 class Toolbox:
-    """The tools of one environment, which are requested when the first episode starts."""
+    """The tools of one environment, requested from the server by the first episode."""
 
     def __init__(self, client: AsyncEnvClient, environment: str) -> None:
         self.tools: tuple[Tool, ...] = ()
         """Tools of the environment; empty until `load` returns."""
         self.calls_are_steps = False
+        """True if each tool call is a step of the environment."""
         self.text_is_action = False
         """True if a completion without a call is an action."""
         self._client = client
@@ -82,17 +83,17 @@ class Toolbox:
         self._lock = asyncio.Lock()
 
     async def load(self, session: AsyncSession) -> None:
-        """Request the tools of the environment, unless an earlier episode has done so."""
+        """Request the tools from the server, unless another episode has already done so."""
         async with self._lock:
             if not self.tools:
-                await self._request(session)
+                await self._request_tools(session)
 
-    async def _request(self, session: AsyncSession) -> None:
+    async def _request_tools(self, session: AsyncSession) -> None:
         description = await self._client.describe()
         tools = tuple(description.tools)
-        is_upstream = not tools and not description.has_text_view
-        if is_upstream:
-            # A server of the original OpenEnv lists its tools in a session only.
+        is_original_openenv = not tools and not description.has_text_view
+        if is_original_openenv:
+            # A server built with the original OpenEnv lists its tools only within a session.
             response = await session.step({"type": "list_tools"})
             tools = tuple(_make_tool(tool) for tool in response.observation.get("tools", []))
         if not tools:
@@ -100,70 +101,73 @@ class Toolbox:
                 f"environment '{self._environment}': tools = true, but "
                 f"'{description.name}' offers no tools; remove it"
             )
-        self.calls_are_steps = is_upstream or _takes_calls(description)
+        self.calls_are_steps = is_original_openenv or _has_call_actions(description)
         self.text_is_action = description.has_text_view and not self.calls_are_steps
         self.tools = tools
 
 
 class ToolAdapter(EnvironmentAdapter):
-    """Applies completions as tool calls, and completions without a call as actions."""
+    """An environment that receives completions as tool calls, or as actions without calls."""
 
     def __init__(
         self,
         session: AsyncSession,
-        first: StepResult,
+        first_result: StepResult,
         toolbox: Toolbox,
         invalid_action_reward: float,
     ) -> None:
-        super().__init__(session, first, ServerRenderer(), invalid_action_reward)
+        super().__init__(session, first_result, ServerRenderer(), invalid_action_reward)
         self.toolbox = toolbox
-        self._num_bad = 0
+        self._num_invalid_completions = 0
 
     @property
     def has_text(self) -> bool:
         """True, because an observation without text is shown as JSON."""
         return True
 
-    async def opening(self) -> Opening:
+    async def make_opening(self) -> Opening:
         await self.toolbox.load(self._session)
-        tools = [tool_spec(tool) for tool in self.toolbox.tools]
-        if self.result.text is None:
-            content = _shorten(json.dumps(self.result.observation))
+        tools = [make_tool_spec(tool) for tool in self.toolbox.tools]
+        if self.last_result.text is None:
+            content = _shorten(json.dumps(self.last_result.observation))
             return Opening([{"role": "user", "content": content}], tools)
-        return Opening(self._renderer.messages(self.result, first=True), tools)
+        return Opening(self._renderer.render_messages(self.last_result, is_first=True), tools)
 
     async def apply_text(self, text: str) -> StepOutcome:
-        """Call the tools, or take the action; report invalid calls to the policy."""
+        """Call the tools or apply the action in a completion.
+
+        Errors of invalid calls are messages for the policy.
+        """
         try:
             calls = read_calls(strip_reasoning(text))
             self._check_names(calls)
         except ActionParseError as error:
-            self._num_bad += 1
-            if self._num_bad >= MAX_BAD_COMPLETIONS:
+            self._num_invalid_completions += 1
+            if self._num_invalid_completions >= MAX_INVALID_COMPLETIONS:
                 reward, status = self._invalid_action_reward, RolloutStatus.INVALID_ACTION
                 return StepOutcome([], reward, status, num_calls=1, num_calls_failed=1)
-            message = _tool_message({"error": error.message})
+            message = _make_tool_message({"error": error.message})
             return StepOutcome([message], num_calls=1, num_calls_failed=1)
-        self._num_bad = 0
+        self._num_invalid_completions = 0
         if calls:
             return await self._call_all(calls)
         if self.toolbox.text_is_action:
             return await self.act(text)
-        # The environment takes no text, so this completion ends the episode.
+        # The environment cannot parse text, so a completion without a call ends the episode.
         return StepOutcome([], 0.0, RolloutStatus.TERMINATED)
 
     def _check_names(self, calls: Sequence[ToolCall]) -> None:
-        names = [tool.name for tool in self.toolbox.tools]
-        unknown_name = next((call.name for call in calls if call.name not in names), None)
+        tool_names = [tool.name for tool in self.toolbox.tools]
+        unknown_name = next((call.name for call in calls if call.name not in tool_names), None)
         if unknown_name is not None:
             raise ActionParseError(
-                f"expected one of the tools {', '.join(names)}, got {unknown_name[:100]!r}"
+                f"expected one of the tools {', '.join(tool_names)}, got {unknown_name[:100]!r}"
             )
 
     async def _call_all(self, calls: Sequence[ToolCall]) -> StepOutcome:
         outcomes: list[StepOutcome] = []
         for call in calls:
-            outcomes.append(await self.call(call))
+            outcomes.append(await self.call_tool(call))
             if outcomes[-1].status is not None:
                 break
         status = outcomes[-1].status
@@ -177,26 +181,30 @@ class ToolAdapter(EnvironmentAdapter):
             num_calls_failed=sum(outcome.num_calls_failed for outcome in outcomes),
         )
 
-    async def call(self, call: ToolCall) -> StepOutcome:
-        """Call one tool; its result, or its own error, is a message for the policy.
+    async def call_tool(self, call: ToolCall) -> StepOutcome:
+        """Call one tool and return its result or error as a message for the policy.
 
         Raises:
-            EnvError: something other than the tool failed, which the policy cannot handle.
+            EnvError: something other than the tool failed.
         """
         reward, status, has_failed = 0.0, None, False
         try:
             if self.toolbox.calls_are_steps:
-                step = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
-                self.result = await self._session.step(step)
-                content = _call_content(self.result.observation)
-                reward, status = self.result.reward or 0.0, end_status(self.result)
-                has_failed = bool(self.result.observation.get("error"))
+                step_action = {
+                    "type": "call_tool",
+                    "tool_name": call.name,
+                    "arguments": call.arguments,
+                }
+                self.last_result = await self._session.step(step_action)
+                content = _extract_call_content(self.last_result.observation)
+                reward, status = self.last_result.reward or 0.0, read_end_status(self.last_result)
+                has_failed = bool(self.last_result.observation.get("error"))
             else:
                 content = await self._session.call_tool(call.name, call.arguments)
         except (ToolError, ExecutionError, ActionError, InvalidCallError) as error:
             content, has_failed = {"error": error.message}, True
         return StepOutcome(
-            [_tool_message(content)],
+            [_make_tool_message(content)],
             reward,
             status,
             {"tool": call.name, "arguments": call.arguments},
@@ -205,11 +213,11 @@ class ToolAdapter(EnvironmentAdapter):
         )
 
 
-def _takes_calls(description: EnvironmentDescription) -> bool:
-    """Return True if a tool call is an action, as with the types of OpenEnv."""
+def _has_call_actions(description: EnvironmentDescription) -> bool:
+    """Return True if tool calls are actions of the environment, as in OpenEnv's action types."""
     schema = description.action_schema
-    has_base_type = schema.get("title") == "Action"
-    return has_base_type or "tool_name" in schema.get("properties", {})
+    is_base_type = schema.get("title") == "Action"
+    return is_base_type or "tool_name" in schema.get("properties", {})
 
 
 def _make_tool(entry: JsonObject) -> Tool:
@@ -219,8 +227,8 @@ def _make_tool(entry: JsonObject) -> Tool:
     return Tool(entry["name"], str(entry.get("description") or ""), schema)
 
 
-def _call_content(observation: JsonObject) -> Any:
-    """Return the part of OpenEnv's observation of a call that is useful to the policy."""
+def _extract_call_content(observation: JsonObject) -> Any:
+    """Return the result or the error in OpenEnv's observation of a call."""
     if observation.get("error"):
         return {"error": observation["error"]}
     result = observation.get("result", observation)
@@ -232,28 +240,28 @@ def _call_content(observation: JsonObject) -> Any:
     return result
 
 
-def _tool_message(content: Any) -> Message:
+def _make_tool_message(content: Any) -> Message:
     text = content if isinstance(content, str) else json.dumps(content)
     return {"role": "tool", "content": _shorten(text)}
 
 
 def _shorten(text: str) -> str:
-    num_cut = len(text) - MAX_RESULT_CHARACTERS
-    if num_cut <= 0:
+    num_cut_characters = len(text) - MAX_RESULT_CHARACTERS
+    if num_cut_characters <= 0:
         return text
-    return f"{text[:MAX_RESULT_CHARACTERS]}... ({num_cut} more characters)"
+    return f"{text[:MAX_RESULT_CHARACTERS]}... ({num_cut_characters} more characters)"
 
 
 def read_calls(text: str) -> list[ToolCall]:
-    """Return the calls in a completion in order; empty if it contains none.
+    """Return the tool calls in a completion, in order.
 
     Raises:
         ActionParseError: the completion contains a call that cannot be parsed.
     """
-    if _OPEN in text:
-        calls = [_parse_json(tagged) for tagged in _TAGGED_CALL.findall(text)]
+    if _OPEN_TAG in text:
+        calls = [_parse_json(call_json) for call_json in _TAGGED_CALL_PATTERN.findall(text)]
     else:
-        calls = _untagged_calls(text)
+        calls = _find_untagged_calls(text)
     if len(calls) > MAX_CALLS:
         raise ActionParseError(
             f"expected at most {MAX_CALLS} tool calls in one answer, got {len(calls)}; call the "
@@ -263,20 +271,20 @@ def read_calls(text: str) -> list[ToolCall]:
 
 
 def remove_calls(text: str) -> str:
-    """Return the text of a completion with calls, without the calls."""
-    return _TAGGED_CALL.sub("", text).strip() if _OPEN in text else ""
+    """Return the text of a completion that contains calls, without the calls."""
+    return _TAGGED_CALL_PATTERN.sub("", text).strip() if _OPEN_TAG in text else ""
 
 
-def first_call_end(text: str) -> int | None:
-    """Return the end of the first call if another call follows it, and None otherwise."""
-    match = _TAGGED_CALL.search(text)
-    if match is None or _OPEN not in text[match.end() :]:
+def find_first_call_end(text: str) -> int | None:
+    """Return the index after the first call if another call follows; otherwise None."""
+    match = _TAGGED_CALL_PATTERN.search(text)
+    if match is None or _OPEN_TAG not in text[match.end() :]:
         return None
     return match.end()
 
 
-def tool_spec(tool: Tool) -> ToolSpec:
-    """Return the tool in the form that chat templates list."""
+def make_tool_spec(tool: Tool) -> ToolSpec:
+    """Return the tool in the form that chat templates use."""
     function = {
         "name": tool.name,
         "description": tool.description,
@@ -285,22 +293,24 @@ def tool_spec(tool: Tool) -> ToolSpec:
     return {"type": "function", "function": function}
 
 
-def _untagged_calls(text: str) -> list[Any]:
-    """Return the calls in a completion that is only JSON; other JSON may be an action."""
+def _find_untagged_calls(text: str) -> list[Any]:
+    """Return the calls in a completion that is a JSON call or a list of JSON calls."""
     text = text.strip()
     if not text.startswith(("{", "[")):
         return []
     try:
-        value = json.loads(text)
+        json_value = json.loads(text)
     except (ValueError, RecursionError):
         return []
-    calls = value if isinstance(value, list) else [value]
+    calls = json_value if isinstance(json_value, list) else [json_value]
     return calls if calls and all(_looks_like_call(call) for call in calls) else []
 
 
-def _looks_like_call(value: Any) -> bool:
-    has_arguments = isinstance(value, dict) and any(key in value for key in _ARGUMENT_KEYS)
-    return has_arguments and "name" in value
+def _looks_like_call(json_value: Any) -> bool:
+    has_arguments = isinstance(json_value, dict) and any(
+        key in json_value for key in _ARGUMENT_KEYS
+    )
+    return has_arguments and "name" in json_value
 
 
 def _parse_json(text: str) -> Any:
@@ -308,28 +318,29 @@ def _parse_json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ActionParseError(
-            f"expected JSON between {_OPEN} and {_CLOSE}, got {_quote(text)}: {error}"
+            f"expected JSON between {_OPEN_TAG} and {_CLOSE_TAG}, got {_quote(text)}: {error}"
         ) from None
 
 
-def _parse_call(value: Any) -> ToolCall:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+def _parse_call(call: Any) -> ToolCall:
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ActionParseError(
             'expected a tool call like {"name": "...", "arguments": {...}}, got '
-            f"{_quote(json.dumps(value))}"
+            f"{_quote(json.dumps(call))}"
         )
-    arguments: Any = next((value[key] for key in _ARGUMENT_KEYS if key in value), {})
+    arguments: Any = next((call[key] for key in _ARGUMENT_KEYS if key in call), {})
     if not isinstance(arguments, dict):
         raise ActionParseError(
-            f"expected the arguments of '{value['name'][:_MAX_QUOTED]}' to be an object, got "
+            f"expected the arguments of '{call['name'][:_MAX_QUOTED_CHARACTERS]}' to be an object, "
+            "got "
             f"{_quote(json.dumps(arguments))}"
         )
-    _check_serializable(value)
-    return ToolCall(value["name"], arguments)
+    _check_serializable(call)
+    return ToolCall(call["name"], arguments)
 
 
 def _check_serializable(call: Any) -> None:
-    """Refuse lone surrogates and integers beyond 64 bits, which no protocol can transmit."""
+    """Refuse a call with lone surrogates or integers beyond 64 bits, which cannot be sent."""
     try:
         orjson.dumps(call)
     except TypeError as error:
@@ -339,4 +350,6 @@ def _check_serializable(call: Any) -> None:
 
 
 def _quote(text: str) -> str:
-    return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")
+    return repr(
+        text if len(text) <= _MAX_QUOTED_CHARACTERS else f"{text[:_MAX_QUOTED_CHARACTERS]}..."
+    )

@@ -1,16 +1,16 @@
-"""The tokens of an agent's episode: a tree of completions, each with its prompt.
+"""The tokens of an agent's episode, as a tree of prompts (p) and sampled completions (s).
 
            +-- s1 --+-- s2 --+-- s4     p s1 p s2 p s4    trains on s1, s2 and s4
     p -----+        |        +-- s5     p s1 p s2 p s5    trains on s5
            |        +-- s3              p s1 p s3         trains on s3
            +-- s6                       p s6              (a retry, or the second of n = 2)
 
-An agent sends its whole history with each request. The messages are compared with the completions
-of this episode. A completion that the agent repeats with the same text and calls is replaced by the
-tokens that were sampled, so a history that only grows continues the exact tokens of the previous
-completion. Every other request (an edited or shortened history, a retry, parallel requests, a chat
-template that removes reasoning) branches off at the last completion that it shares, or starts at
-the root. The agent's own messages are encoded by the chat template and never trained on.
+An agent sends its whole history with each request. If a message has the text and calls of an
+earlier completion, it is replaced by the tokens that were sampled for it. A history that only grows
+therefore continues the exact tokens of the previous completion. Other requests branch off at the
+last completion that they share with an earlier one, or start at the root. Examples are an edited or
+shortened history, a retry, parallel requests, and a chat template that removes reasoning. All other
+messages are encoded by the chat template and never trained on.
 
 Each sampled token is trained on once, in the first sequence that contains it.
 
@@ -19,8 +19,8 @@ Each sampled token is trained on once, in the first sequence that contains it.
     kept      ------------------------------------------------------------>
 
 Engines do not support stop texts, so a completion is cut after it was sampled. The tokens after the
-cut are dropped: the agent never sees them, and training on them would add noise. The tokens of the
-stop text itself are kept like an EOS token, because they are the reason why the completion ended.
+cut are dropped, because the agent never sees them and training on them would add noise. The tokens
+of the stop text itself are kept like an EOS token, because they ended the completion.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import SampledCompletion, Turn, join_tokens
 from ludus.trainer.models.chat import ChatTokenizer, find_thoughts_end, split_reasoning
-from ludus.trainer.rollout.adapters.tool_adapter import first_call_end, read_calls, remove_calls
+from ludus.trainer.rollout.adapters.tool_adapter import (
+    find_first_call_end,
+    read_calls,
+    remove_calls,
+)
 from ludus.trainer.rollout.agents.endpoint.exchange import (
     ApiError,
     ChatMessage,
@@ -63,35 +67,35 @@ class AgentTurn(Turn):
 
 @dataclass(eq=False)
 class ConversationTree(EpisodeRecord[AgentTurn]):
-    """The policy's side of an agent's episode.
+    """The requests and responses of an agent's episode.
 
-    The same prompts get the same completions, in whatever order they arrive.
+    The completion of a prompt does not depend on the order in which prompts arrive.
     """
 
     refusal: str = field(default="", init=False)
-    """Message of the last request that a limit refused."""
+    """Error message of the last request that a limit refused; empty if there is none."""
     _turns_by_key: dict[MessageKey, list[AgentTurn]] = field(
         default_factory=lambda: defaultdict(list), init=False
     )
-    _num_requested: Counter[int] = field(default_factory=Counter, init=False)
-    """Number of completions requested for each prompt."""
-    _num_started: int = field(default=0, init=False)
-    """Number of completions, including those that are being sampled."""
+    _num_requested_by_prompt: Counter[int] = field(default_factory=Counter, init=False)
+    """Number of completions requested so far for each prompt, by the prompt's hash."""
+    _num_started_completions: int = field(default=0, init=False)
+    """Number of finished completions and of completions that are being sampled."""
 
     async def respond(self, request: PolicyRequest) -> list[PolicyResponse]:
-        """Return [request.num] responses, and record their completions as turns.
+        """Return [request.num_completions] responses, and record their completions as turns.
 
         Raises:
             LimitError: the run's limits do not allow the completions.
             ApiError: the chat template cannot render the messages.
         """
-        prompt_ids = self._encode(request)
+        prompt_ids = self._encode_prompt(request)
         max_tokens = min(
             request.max_tokens or self.limits.max_completion_tokens,
             self.limits.max_completion_tokens,
         )
         self._check_limits(request, len(prompt_ids), max_tokens)
-        self._num_started += request.num
+        self._num_started_completions += request.num_completions
         sampling = replace(self.sampling, max_tokens=max_tokens)
         seeds, parent = self._make_seeds(request, prompt_ids), self._find_parent(prompt_ids)
         try:
@@ -99,13 +103,15 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
                 *(self.generate(prompt_ids, sampling, seed) for seed in seeds)
             )
         except BaseException:
-            self._num_started -= request.num
+            self._num_started_completions -= request.num_completions
             raise
-        return [self._add_turn(parent, request, prompt_ids, each) for each in completions]
+        return [
+            self._add_turn(parent, request, prompt_ids, completion) for completion in completions
+        ]
 
     @property
     def num_branches(self) -> int:
-        return max(0, len(self._leaves()) - 1)
+        return max(0, len(self._find_leaves()) - 1)
 
     @property
     def last_text(self) -> str:
@@ -116,20 +122,20 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
     def prompt(self) -> list[Message]:
         """The messages of the last request up to its first completion."""
         messages = self._last_messages
-        return messages[: _first_completion(messages)]
+        return messages[: _find_first_completion(messages)]
 
     @property
     def completion(self) -> list[Message]:
-        """The other messages of that request, and the last completion."""
+        """The last request's messages from its first completion on, and the last completion."""
         messages = self._last_messages
-        return messages[_first_completion(messages) :]
+        return messages[_find_first_completion(messages) :]
 
     def refuse_if_full(self) -> None:
         """Raise LimitError if a limit has refused a request."""
         if self.refusal:
             raise LimitError(self.refusal)
 
-    def _encode(self, request: PolicyRequest) -> list[int]:
+    def _encode_prompt(self, request: PolicyRequest) -> list[int]:
         try:
             if self.chat.keeps_thoughts:
                 return self._encode_in_pieces(request)
@@ -139,11 +145,13 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
             raise ApiError(str(error), param="messages") from error
 
     def _encode_in_pieces(self, request: PolicyRequest) -> list[int]:
-        """Encode the agent's messages, and insert sampled completions as their tokens."""
+        """Return the tokens of the messages; repeated completions keep their sampled tokens."""
         chat = self.chat
-        head, parts = _split_at_completions(request.messages)
-        token_ids = chat.encode_first_prompt([message.plain for message in head], request.tools)
-        for message, following in parts:
+        first_messages, rounds = _split_at_completions(request.messages)
+        token_ids = chat.encode_first_prompt(
+            [message.template_message for message in first_messages], request.tools
+        )
+        for message, following_messages in rounds:
             completion = self._find_completion(message, token_ids)
             if completion is None:
                 token_ids += chat.encode_completion(message.text, rendered=True)
@@ -151,49 +159,61 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
                 token_ids += completion.token_ids
             has_ended = completion is None or completion.has_end_token
             token_ids += chat.encode_next_prompt(
-                [each.plain for each in following], ended=has_ended
+                [following_message.template_message for following_message in following_messages],
+                ended=has_ended,
             )
         return token_ids
 
     def _find_completion(
         self, message: ChatMessage, prompt_ids: list[int]
     ) -> SampledCompletion | None:
-        """Return the sampled completion that a message repeats, preferably after this prompt."""
+        """Return the sampled completion that a message repeats; None if there is none.
+
+        If several completions have the same text, one that followed this prompt is preferred.
+        """
         turns = self._turns_by_key.get(message.key)
         if not turns:
             return None
-        following = (
-            turn for turn in turns if [*join_tokens(turn.path[:-1]), *turn.prompt_ids] == prompt_ids
+        matching_turns = (
+            turn
+            for turn in turns
+            if [*join_tokens(turn.lineage[:-1]), *turn.prompt_ids] == prompt_ids
         )
-        return next(following, turns[-1]).completion
+        return next(matching_turns, turns[-1]).completion
 
     def _restore_reasoning(self, message: ChatMessage) -> Message:
-        """Return the message; a repeated completion gets its reasoning back."""
-        plain_message = message.plain
+        """Return the message for the chat template; add the reasoning of a repeated completion."""
+        template_message = message.template_message
         turns = self._turns_by_key.get(message.key) if message.role == "assistant" else None
-        return {**plain_message, "content": turns[-1].text} if turns else plain_message
+        return {**template_message, "content": turns[-1].text} if turns else template_message
 
     def _find_parent(self, prompt_ids: list[int]) -> AgentTurn | None:
-        """Return the turn with the most tokens that the prompt continues."""
+        """Return the turn that the prompt continues and that leaves the fewest new tokens."""
         parent: AgentTurn | None = None
-        ends: dict[Turn | None, int] = {None: 0}
-        """Number of tokens up to the end of each turn that the prompt continues."""
+        end_by_turn: dict[Turn | None, int] = {None: 0}
+        """Number of prompt tokens up to the end of each turn that the prompt contains."""
         for turn in self.turns:
-            start = ends.get(turn.parent)
+            start = end_by_turn.get(turn.parent)
             token_ids = [*turn.prompt_ids, *turn.completion.token_ids]
             if start is not None and prompt_ids[start : start + len(token_ids)] == token_ids:
-                ends[turn] = start + len(token_ids)
-                if ends[turn] > ends[parent]:
+                end_by_turn[turn] = start + len(token_ids)
+                if end_by_turn[turn] > end_by_turn[parent]:
                     parent = turn
         return parent
 
     def _make_seeds(self, request: PolicyRequest, prompt_ids: list[int]) -> list[int]:
-        prompt = crc32(np.array(prompt_ids, dtype=np.int32).tobytes())
+        prompt_hash = crc32(np.array(prompt_ids, dtype=np.int32).tobytes())
         if request.seed is not None:
-            return [mix(self.key, prompt, request.seed, number) for number in range(request.num)]
-        num_earlier = self._num_requested[prompt]
-        self._num_requested[prompt] += request.num
-        return [mix(self.key, prompt, num_earlier + number) for number in range(request.num)]
+            return [
+                mix(self.key, prompt_hash, request.seed, index)
+                for index in range(request.num_completions)
+            ]
+        num_earlier_completions = self._num_requested_by_prompt[prompt_hash]
+        self._num_requested_by_prompt[prompt_hash] += request.num_completions
+        return [
+            mix(self.key, prompt_hash, num_earlier_completions + index)
+            for index in range(request.num_completions)
+        ]
 
     def _add_turn(
         self,
@@ -202,55 +222,60 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         prompt_ids: list[int],
         completion: SampledCompletion,
     ) -> PolicyResponse:
-        """Cut the completion as its request demands, and record it."""
+        """Record a completion, cut as its request demands, and return its response."""
         text = self.chat.decode(completion.token_ids)
         text_end, kept_end = _find_cut(text, request)
         is_cut = text_end < len(text)
         if is_cut:
-            completion = _first_tokens(self.chat, completion, text[:kept_end])
+            completion = _take_first_tokens(self.chat, completion, text[:kept_end])
             text = text[:text_end]
-        response = parse_response(text, with_calls=bool(request.tools))
+        response = parse_response(text, has_tools=bool(request.tools))
         if not completion.has_end_token and not is_cut and not response.calls:
             response = replace(response, finish_reason="length")
         response = replace(
             response,
             num_prompt_tokens=len(prompt_ids),
             num_tokens=len(completion.token_ids),
-            tokens=self._list_tokens(completion) if request.with_logprobs else (),
+            tokens=self._list_tokens(completion) if request.needs_logprobs else (),
         )
-        num_shared_tokens = len(join_tokens(parent.path)) if parent else 0
+        num_shared_tokens = len(join_tokens(parent.lineage)) if parent else 0
         num_shared_messages = len(parent.request.messages) + 1 if parent else 0
         turn = AgentTurn(
             prompt_ids[num_shared_tokens:],
             completion,
-            messages=[message.plain for message in request.messages[num_shared_messages:]],
+            messages=[
+                message.template_message for message in request.messages[num_shared_messages:]
+            ],
             text=text,
             parent=parent,
             request=request,
             response=response,
         )
         self.turns.append(turn)
-        self._turns_by_key[response.as_message.key].append(turn)
+        self._turns_by_key[response.chat_message.key].append(turn)
         return response
 
     def _list_tokens(self, completion: SampledCompletion) -> list[tuple[str, float]]:
-        texts = [self.chat.decode([token]) for token in completion.token_ids]
-        return list(zip(texts, completion.logprobs, strict=True))
+        token_texts = [self.chat.decode([token_id]) for token_id in completion.token_ids]
+        return list(zip(token_texts, completion.logprobs, strict=True))
 
-    def _check_limits(self, request: PolicyRequest, num_prompt: int, max_tokens: int) -> None:
+    def _check_limits(
+        self, request: PolicyRequest, num_prompt_tokens: int, max_tokens: int
+    ) -> None:
         limits = self.limits
-        if self._num_started + request.num > limits.max_turns:
+        if self._num_started_completions + request.num_completions > limits.max_turns:
             self.refusal = (
                 f"expected at most rollout.max_turns = {limits.max_turns} completions in an "
-                f"episode, got {self._num_started} and a request for {request.num} more"
+                f"episode, got {self._num_started_completions} and a request for "
+                f"{request.num_completions} more"
             )
             raise LimitError(
                 self.refusal, status=403, kind="episode_limit", code="max_turns_reached"
             )
-        if num_prompt + max_tokens > limits.max_tokens:
+        if num_prompt_tokens + max_tokens > limits.max_tokens:
             self.refusal = (
                 f"expected at most rollout.max_tokens = {limits.max_tokens} tokens of prompt and "
-                f"completion, got {num_prompt} and {max_tokens}"
+                f"completion, got {num_prompt_tokens} and {max_tokens}"
             )
             raise LimitError(self.refusal, param="messages", code="context_length_exceeded")
 
@@ -260,41 +285,41 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
             return []
         turn = self.turns[-1]
         completion: Message = {"role": "assistant", "content": turn.text}
-        return [*(message.plain for message in turn.request.messages), completion]
+        return [*(message.template_message for message in turn.request.messages), completion]
 
 
 def _split_at_completions(
     messages: Sequence[ChatMessage],
 ) -> tuple[list[ChatMessage], list[tuple[ChatMessage, list[ChatMessage]]]]:
-    """Split messages into those before the first completion, and each completion with the rest.
+    """Return the messages before the first completion, and each completion with those after it.
 
-    A completion at the very start, which an agent that shortens its history may send, belongs to
-    the first part, because a template cannot render an empty conversation.
+    An agent that shortens its history may send a completion as the first message. It belongs to the
+    messages before the first completion, because a template cannot render an empty conversation.
     """
-    head: list[ChatMessage] = []
-    parts: list[tuple[ChatMessage, list[ChatMessage]]] = []
+    first_messages: list[ChatMessage] = []
+    rounds: list[tuple[ChatMessage, list[ChatMessage]]] = []
     for message in messages:
-        if message.role == "assistant" and head:
-            parts.append((message, []))
-        elif parts:
-            parts[-1][1].append(message)
+        if message.role == "assistant" and first_messages:
+            rounds.append((message, []))
+        elif rounds:
+            rounds[-1][1].append(message)
         else:
-            head.append(message)
-    return head, parts
+            first_messages.append(message)
+    return first_messages, rounds
 
 
-def _first_completion(messages: Sequence[Message]) -> int:
+def _find_first_completion(messages: Sequence[Message]) -> int:
     roles = [message["role"] for message in messages]
     return roles.index("assistant") if "assistant" in roles else len(roles)
 
 
-def parse_response(text: str, *, with_calls: bool) -> PolicyResponse:
-    """Split a text into reasoning, content and calls."""
+def parse_response(text: str, *, has_tools: bool) -> PolicyResponse:
+    """Return the response with a text, split into reasoning, content and calls."""
     reasoning, content = split_reasoning(text)
     try:
-        calls = read_calls(content) if with_calls else []
+        calls = read_calls(content) if has_tools else []
     except ActionParseError:
-        # The agent receives an invalid call as text, and decides how to continue.
+        # The agent receives an invalid call as text.
         calls = []
     if not calls:
         return PolicyResponse(content, reasoning)
@@ -303,33 +328,35 @@ def parse_response(text: str, *, with_calls: bool) -> PolicyResponse:
 
 
 def _find_cut(text: str, request: PolicyRequest) -> tuple[int, int]:
-    """Return the end of the response's text, and the end of the text that is kept."""
+    """Return the end of the text in the response, and the end of the text that is trained on."""
     start = find_thoughts_end(text)
     cuts = [
-        (index, index + len(stop))
-        for stop in request.stop
-        if (index := text.find(stop, start)) >= 0
+        (index, index + len(stop_text))
+        for stop_text in request.stop_texts
+        if (index := text.find(stop_text, start)) >= 0
     ]
-    if request.max_one_call and request.tools:
-        end = first_call_end(text[start:])
+    if request.is_limited_to_one_call and request.tools:
+        end = find_first_call_end(text[start:])
         if end is not None:
             cuts.append((start + end, start + end))
     return min(cuts, default=(len(text), len(text)))
 
 
-def _first_tokens(
+def _take_first_tokens(
     chat: ChatTokenizer, completion: SampledCompletion, text: str
 ) -> SampledCompletion:
-    """Return the smallest number of first tokens whose text starts with `text`."""
+    """Return the completion cut to the fewest tokens whose text starts with `text`."""
     token_ids = completion.token_ids
-    num = bisect_left(
-        range(len(token_ids)), len(text), key=lambda n: len(chat.decode(token_ids[:n]))
+    num_kept = bisect_left(
+        range(len(token_ids)),
+        len(text),
+        key=lambda num_tokens: len(chat.decode(token_ids[:num_tokens])),
     )
-    while num < len(token_ids) and not chat.decode(token_ids[:num]).startswith(text):
-        num += 1
+    while num_kept < len(token_ids) and not chat.decode(token_ids[:num_kept]).startswith(text):
+        num_kept += 1
     return replace(
         completion,
-        token_ids=token_ids[:num],
-        logprobs=completion.logprobs[:num],
+        token_ids=token_ids[:num_kept],
+        logprobs=completion.logprobs[:num_kept],
         has_end_token=False,
     )

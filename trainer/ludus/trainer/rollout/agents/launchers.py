@@ -1,9 +1,9 @@
-"""Launchers of the three kinds of agents, with their tasks and results.
+"""Launchers of the three kinds of agents, and the tasks and results of agents.
 
     AgentTask --program, service or function--> text or object --read_result--> AgentResult
 
-Every failure of an agent is an AgentError, except that a service cannot be reached, which is an
-InfrastructureError.
+A failure of an agent raises an AgentError. A service that cannot be reached raises an
+InfrastructureError instead.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from ludus.env.programs.launcher import NOT_CONFINED
 from ludus.env.sandbox.worker_resources import filter_variables
 from ludus.proto.config import AgentConfig, CommandAgent, FunctionAgent, UrlAgent
 from ludus.proto.errors import AgentError, ConfigError, UnavailableError
-from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.functions import import_callable
 from ludus.trainer.data.failures import describe_error
 from ludus.trainer.rollout.agents.endpoint.server import EndpointAccess
 
 _NUM_THREADS = 256
 _MAX_VARIABLE_BYTES = 120_000
-"""Maximum size of LUDUS_TASK; Linux limits a variable to 128 KiB."""
-_PLACEHOLDERS = re.compile(r"\{task\}|\{text\}")
+"""Maximum size of LUDUS_TASK in bytes. Linux limits a variable to 128 KiB."""
+_PLACEHOLDER_PATTERN = re.compile(r"\{task\}|\{text\}")
 """Placeholders in the arguments of a program."""
 _SANDBOX_ERROR = "the sandbox lacks"
 MAX_QUOTED_CHARACTERS = 200
 _RESULT_KEYS = ("answer", "action", "reward")
 
-for _name in ("httpx", "httpx2"):
-    # These loggers write a line for every request of an agent in this process.
-    logging.getLogger(_name).setLevel(logging.WARNING)
+for _logger_name in ("httpx", "httpx2"):
+    # These loggers write a line for every request that an agent in this process sends.
+    logging.getLogger(_logger_name).setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentTask:
-    """The first result of an episode, which is sent to the agent as JSON."""
+    """The task of an agent in one episode, which is sent to the agent as JSON."""
 
     text: str
-    """Text of all messages."""
+    """Content of all messages, joined."""
     messages: Sequence[Message]
     observation: Mapping[str, Any]
     info: Mapping[str, Any]
-    """Info of the result; for a data set, the columns of the row."""
+    """Info of the first result. For a data set, it contains the columns of the row."""
     seed: int
 
     def to_json(self) -> str:
@@ -81,12 +81,15 @@ class AgentResult:
     """All other fields, for reward functions."""
 
 
-RunAgent: TypeAlias = Callable[[AgentTask, EndpointAccess], Awaitable[Any]]
-"""Runs the agent on an episode and returns its value; cancelling the call stops the agent."""
+AgentLauncher: TypeAlias = Callable[[AgentTask, EndpointAccess], Awaitable[Any]]
+"""Function that runs the agent on an episode and returns its output.
+
+Cancelling the call stops the agent.
+"""
 
 
-async def start_launcher(config: AgentConfig, stack: AsyncExitStack) -> RunAgent:
-    """Return the function that runs the configured agent; the stack closes what it needs."""
+async def start_launcher(config: AgentConfig, stack: AsyncExitStack) -> AgentLauncher:
+    """Return the launcher of the configured agent. `stack` closes the launcher's resources."""
     match config:
         case CommandAgent():
             host = await stack.enter_async_context(ProgramHost(config.sandbox))
@@ -101,9 +104,9 @@ async def start_launcher(config: AgentConfig, stack: AsyncExitStack) -> RunAgent
             )
             return partial(_call_service, config.url, await stack.enter_async_context(client))
         case FunctionAgent():
-            threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="agent")
-            function = import_object(config.function, "environment.agent.function")
-            return partial(_call_function, config.function, function, threads)
+            executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="agent")
+            function = import_callable(config.function, "environment.agent.function")
+            return partial(_call_function, config.function, function, executor)
 
 
 def check_agent(config: AgentConfig) -> None:
@@ -116,7 +119,7 @@ def check_agent(config: AgentConfig) -> None:
         case CommandAgent():
             find_program(config)
         case FunctionAgent():
-            import_object(config.function, "environment.agent.function")
+            import_callable(config.function, "environment.agent.function")
 
 
 def find_program(config: CommandAgent) -> str:
@@ -125,57 +128,63 @@ def find_program(config: CommandAgent) -> str:
     Raises:
         ConfigError: the program or its folder does not exist.
     """
-    folder, name = Path(config.folder).absolute(), config.command[0]
+    folder, program_name = Path(config.folder).absolute(), config.command[0]
     if not folder.is_dir():
         raise ConfigError(
             f"environment.agent.folder = '{config.folder}': there is no folder '{folder}'; create "
             "it, or correct the path"
         )
-    program = shutil.which(str(folder / name) if os.sep in name else name)
+    program = shutil.which(str(folder / program_name) if os.sep in program_name else program_name)
     if program is None:
         raise ConfigError(
             f"environment.agent.command = {list(config.command)}: there is no executable program "
-            f"'{name}' in {'the folder' if os.sep in name else 'PATH'}; install it, or set its path"
+            f"'{program_name}' in {'the folder' if os.sep in program_name else 'PATH'}; install "
+            "it, or set its path"
         )
     return os.path.abspath(program)
 
 
 class ProgramLauncher:
-    """Starts a program for each episode."""
+    """A launcher that starts a program for each episode."""
 
     def __init__(self, config: CommandAgent, host: ProgramHost) -> None:
         self._config = config
         self._host = host
         self._program = find_program(config)
         self._folder = str(Path(config.folder).absolute())
-        self._readable = _readable_paths(config, self._program, self._folder)
+        self._readable_paths = _list_readable_paths(config, self._program, self._folder)
 
     async def run(self, task: AgentTask, access: EndpointAccess) -> str:
         """Run the program and return its standard output."""
         task_json = task.to_json()
-        values = {"{task}": task_json, "{text}": task.text}
-        # One pass replaces both placeholders, because the task itself may contain braces.
+        replacements = {"{task}": task_json, "{text}": task.text}
+        # Both placeholders are replaced in one pass, because the task may contain "{text}".
         arguments = [
-            _PLACEHOLDERS.sub(lambda match: values[match[0]], argument)
+            _PLACEHOLDER_PATTERN.sub(lambda match: replacements[match[0]], argument)
             for argument in self._config.command[1:]
         ]
-        result = await self._host.run(
+        completed_program = await self._host.run(
             [self._program, *arguments],
-            variables=self._variables(task_json, access),
+            variables=self._make_variables(task_json, access),
             folder=self._folder,
-            readable_paths=self._readable,
+            readable_paths=self._readable_paths,
         )
-        if result.exit_code == NOT_CONFINED and _SANDBOX_ERROR in result.errors:
-            raise ConfigError(f"environment.agent.sandbox = 'required': {result.errors.strip()}")
-        if result.exit_code != 0:
-            errors = " ".join(result.errors.split())[-MAX_QUOTED_CHARACTERS:]
-            raise AgentError(
-                f"the agent's program exited with exit code {result.exit_code}; its last errors: "
-                f"{errors or 'none'}"
+        if (
+            completed_program.exit_code == NOT_CONFINED
+            and _SANDBOX_ERROR in completed_program.errors
+        ):
+            raise ConfigError(
+                f"environment.agent.sandbox = 'required': {completed_program.errors.strip()}"
             )
-        return result.output
+        if completed_program.exit_code != 0:
+            last_errors = " ".join(completed_program.errors.split())[-MAX_QUOTED_CHARACTERS:]
+            raise AgentError(
+                f"the agent's program exited with exit code {completed_program.exit_code}; its "
+                f"last errors: {last_errors or 'none'}"
+            )
+        return completed_program.output
 
-    def _variables(self, task_json: str, access: EndpointAccess) -> dict[str, str]:
+    def _make_variables(self, task_json: str, access: EndpointAccess) -> dict[str, str]:
         variables = filter_variables(os.environ, self._config.pass_env)
         variables |= {
             "OPENAI_BASE_URL": access.base_url,
@@ -206,8 +215,8 @@ async def _call_service(
             "the address"
         ) from error
     if not response.is_success:
-        text = " ".join(response.text.split())[:MAX_QUOTED_CHARACTERS]
-        raise AgentError(f"the agent's service returned {response.status_code}: {text}")
+        response_text = " ".join(response.text.split())[:MAX_QUOTED_CHARACTERS]
+        raise AgentError(f"the agent's service returned {response.status_code}: {response_text}")
     with contextlib.suppress(ValueError):
         return response.json()
     return response.text
@@ -216,72 +225,73 @@ async def _call_service(
 async def _call_function(
     path: str,
     function: Callable[..., Any],
-    threads: ThreadPoolExecutor,
+    executor: ThreadPoolExecutor,
     task: AgentTask,
     access: EndpointAccess,
 ) -> Any:
     try:
         if inspect.iscoroutinefunction(function):
             return await function(task, access)
-        # A thread may wait for the policy, whose responses come from this event loop.
+        # The function may block while it waits for a response, which this event loop sends.
         loop = asyncio.get_running_loop()
-        returned = await loop.run_in_executor(threads, function, task, access)
-        return await returned if inspect.isawaitable(returned) else returned
+        function_output = await loop.run_in_executor(executor, function, task, access)
+        return await function_output if inspect.isawaitable(function_output) else function_output
     except (Exception, SystemExit) as error:  # the run's custom code
         raise AgentError(f"agent.function = '{path}' raised {describe_error(error)}") from error
 
 
-def _readable_paths(config: CommandAgent, program: str, folder: str) -> list[str]:
-    """Return the paths, in addition to the system's, that the program may read."""
-    paths = [folder, program, os.path.realpath(program), *_virtual_environment(program)]
+def _list_readable_paths(config: CommandAgent, program: str, folder: str) -> list[str]:
+    """Return the paths that the program may read in addition to the system's paths."""
+    paths = [folder, program, os.path.realpath(program), *_list_virtual_environment_paths(program)]
     arguments = [os.path.join(folder, argument) for argument in config.command[1:]]
     paths += [path for path in arguments if os.path.exists(path)]
-    for name in ("PYTHONPATH", "VIRTUAL_ENV"):
-        paths += filter(None, os.environ.get(name, "").split(os.pathsep))
+    for variable_name in ("PYTHONPATH", "VIRTUAL_ENV"):
+        paths += filter(None, os.environ.get(variable_name, "").split(os.pathsep))
     return sorted({*paths, *map(os.path.abspath, config.allow_read)})
 
 
-def _virtual_environment(program: str) -> list[str]:
-    """Return the virtual environment of a program and the Python it is based on."""
-    prefix = Path(program).parent.parent
-    settings = prefix / "pyvenv.cfg"
-    if not settings.is_file():
+def _list_virtual_environment_paths(program: str) -> list[str]:
+    """Return the folders of a program's virtual environment and of its base Python."""
+    environment_folder = Path(program).parent.parent
+    settings_file = environment_folder / "pyvenv.cfg"
+    if not settings_file.is_file():
         return []
-    values: Mapping[str, str] = dict(
-        [part.strip() for part in line.partition("=")[::2]]  # type: ignore[misc]
-        for line in settings.read_text().splitlines()
+    settings: Mapping[str, str] = dict(
+        [setting_part.strip() for setting_part in line.partition("=")[::2]]  # type: ignore[misc]
+        for line in settings_file.read_text().splitlines()
     )
-    home = values.get("home")
-    return [str(prefix), *([str(Path(home).parent)] if home else [])]
+    home = settings.get("home")
+    return [str(environment_folder), *([str(Path(home).parent)] if home else [])]
 
 
 def read_result(
-    value: Any, form: Literal["json", "text", "last_message", "none"], last_text: str
+    agent_output: Any, answer_form: Literal["json", "text", "last_message", "none"], last_text: str
 ) -> AgentResult:
-    """Return the result in a text or an object, which the configuration's `form` describes.
+    """Return the result in the output of an agent.
 
     Args:
-        last_text: text of the last completion, which is the answer of "last_message".
+        answer_form: form of the output (`agent.answer` of the configuration).
+        last_text: text of the last completion, the answer if the form is "last_message".
 
     Raises:
-        AgentError: the value does not have this form.
+        AgentError: the output does not have this form.
     """
-    match form:
+    match answer_form:
         case "none":
             return AgentResult()
         case "last_message":
-            fields = value if isinstance(value, dict) else {}
-            return AgentResult(answer=last_text, fields=fields)
+            answer_fields = agent_output if isinstance(agent_output, dict) else {}
+            return AgentResult(answer=last_text, fields=answer_fields)
         case "text":
-            if not isinstance(value, str):
+            if not isinstance(agent_output, str):
                 raise AgentError(
-                    f"expected a text (agent.answer = 'text'), got {_quote(value)}; return only "
-                    "the answer, or set agent.answer = 'json'"
+                    f"expected a text (agent.answer = 'text'), got {_quote(agent_output)}; return "
+                    "only the answer, or set agent.answer = 'json'"
                 )
-            return AgentResult(answer=value.strip())
-    result = _read_object(value)
-    action, reward = result.get("action"), result.get("reward", 0.0)
-    answer = result.get("answer")
+            return AgentResult(answer=agent_output.strip())
+    result_fields = _read_object(agent_output)
+    action, reward = result_fields.get("action"), result_fields.get("reward", 0.0)
+    answer = result_fields.get("answer")
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise AgentError(f"expected a finite number as reward, got {_quote(reward)}")
     if answer is not None and action is not None:
@@ -290,29 +300,36 @@ def read_result(
         answer=answer if answer is None or isinstance(answer, str) else str(answer),
         action=action,
         reward=float(reward),
-        fields={key: entry for key, entry in result.items() if key not in _RESULT_KEYS},
+        fields={
+            name: field_value
+            for name, field_value in result_fields.items()
+            if name not in _RESULT_KEYS
+        },
     )
 
 
-def _read_object(value: Any) -> dict[str, Any]:
-    """Return the object, or the object in the last line of a text; empty for an empty text."""
-    if value is None:
+def _read_object(agent_output: Any) -> dict[str, Any]:
+    """Return the output as an object, which a text contains as JSON in its last line.
+
+    The object is empty if there is no output.
+    """
+    if agent_output is None:
         return {}
-    if isinstance(value, str):
-        lines = [line for line in value.splitlines() if line.strip()]
+    if isinstance(agent_output, str):
+        lines = [line for line in agent_output.splitlines() if line.strip()]
         if not lines:
             return {}
         try:
-            value = json.loads(lines[-1])
+            agent_output = json.loads(lines[-1])
         except ValueError:
             raise AgentError(
                 'expected JSON like {"answer": "..."} in the last line (agent.answer = \'json\'), '
                 f"got {_quote(lines[-1])}; set agent.answer = 'text' if the whole text is the "
                 "answer"
             ) from None
-    if not isinstance(value, dict):
-        raise AgentError(f'expected an object like {{"answer": "..."}}, got {_quote(value)}')
-    return value
+    if not isinstance(agent_output, dict):
+        raise AgentError(f'expected an object like {{"answer": "..."}}, got {_quote(agent_output)}')
+    return agent_output
 
 
 def _quote(value: Any) -> str:

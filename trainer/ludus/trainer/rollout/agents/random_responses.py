@@ -1,11 +1,12 @@
-"""Random responses in place of the policy, for the warm start of a tiny model.
+"""Random responses that replace the policy in the warm start of a tiny model.
 
-    tools and legal answers    a call or an answer, with equal probability
-    only tools, only answers   a call, or an answer
+    tools and legal answers   a call or an answer, with equal probability
+    only tools                a call
+    only legal answers        an answer
 
 The agent plays its episodes as usual, so the model sees the agent's own prompts, its tools and
-their results, and learns how calls are written. It does not learn which calls are good. Arguments
-are drawn from the tool's JSON schema; a text without a schema is one of the environment's legal
+their results, and learns the format of calls. It does not learn which calls are good. Arguments are
+drawn from the tool's JSON schema. An argument of any other type is one of the environment's legal
 answers.
 """
 
@@ -31,7 +32,7 @@ from ludus.trainer.rollout.agents.endpoint.server import make_tools
 from ludus.trainer.rollout.agents.runner import NO_REQUEST, AgentHost
 
 _MIN_INTEGER, _MAX_INTEGER = 0, 9
-"""Default bounds of integers whose schema has none."""
+"""Bounds of integers if the schema contains no bounds."""
 _MAX_ITEMS = 2
 
 
@@ -44,54 +45,56 @@ class _OpenConversation:
 
 
 class RandomResponder:
-    """Responds to the requests of one agent."""
+    """A responder that draws random responses to the requests of one agent."""
 
-    def __init__(self, draw: random.Random, answers: Sequence[str], max_turns: int) -> None:
-        """Create the responder; `answers` are the legal answers that the environment lists."""
-        self._draw = draw
+    def __init__(
+        self, random_generator: random.Random, answers: Sequence[str], max_turns: int
+    ) -> None:
+        """Create the responder. `answers` are the environment's legal answers."""
+        self._random = random_generator
         self._answers = answers
-        self._num_left = max_turns
-        self._open: list[_OpenConversation] = []
+        self._num_turns_left = max_turns
+        self._open_conversations: list[_OpenConversation] = []
 
     @property
     def conversations(self) -> list[Conversation]:
-        """Conversations that a model can learn from."""
-        return [conversation.exchanges for conversation in self._open]
+        """All conversations so far, for the training of a model."""
+        return [conversation.exchanges for conversation in self._open_conversations]
 
     async def respond(self, request: PolicyRequest) -> list[PolicyResponse]:
-        if request.num > self._num_left:
+        if request.num_completions > self._num_turns_left:
             raise LimitError(
                 "the episode has reached its maximum number of turns",
                 status=403,
                 code="max_turns_reached",
             )
-        self._num_left -= request.num
-        return [self._respond(request) for _ in range(request.num)]
+        self._num_turns_left -= request.num_completions
+        return [self._respond(request) for _ in range(request.num_completions)]
 
     def _respond(self, request: PolicyRequest) -> PolicyResponse:
         text = self._draw_text(request)
-        response = replace(parse_response(text, with_calls=bool(request.tools)), num_tokens=1)
+        response = replace(parse_response(text, has_tools=bool(request.tools)), num_tokens=1)
         conversation = self._find_conversation(request)
         new_messages = request.messages[len(conversation.messages) :]
         conversation.exchanges.append(
-            Exchange([message.plain for message in new_messages], text, request.tools)
+            Exchange([message.template_message for message in new_messages], text, request.tools)
         )
-        conversation.messages = [*request.messages, response.as_message]
+        conversation.messages = [*request.messages, response.chat_message]
         return response
 
     def _find_conversation(self, request: PolicyRequest) -> _OpenConversation:
-        for conversation in reversed(self._open):
-            start = request.messages[: len(conversation.messages)]
-            is_same = _keys(start) == _keys(conversation.messages)
-            if is_same and list(conversation.exchanges[0].tools) == list(request.tools):
+        for conversation in reversed(self._open_conversations):
+            first_messages = request.messages[: len(conversation.messages)]
+            has_same_messages = _make_keys(first_messages) == _make_keys(conversation.messages)
+            if has_same_messages and list(conversation.exchanges[0].tools) == list(request.tools):
                 return conversation
-        self._open.append(_OpenConversation([]))
-        return self._open[-1]
+        self._open_conversations.append(_OpenConversation([]))
+        return self._open_conversations[-1]
 
     def _draw_text(self, request: PolicyRequest) -> str:
         may_answer = bool(self._answers) and not (request.requires_call and request.tools)
-        if request.tools and not (may_answer and self._draw.random() < 0.5):
-            function = self._draw.choice(request.tools)["function"]
+        if request.tools and not (may_answer and self._random.random() < 0.5):
+            function = self._random.choice(request.tools)["function"]
             arguments = self._draw_value(function["parameters"])
             call = {"name": function["name"], "arguments": arguments}
             return f"<tool_call>{json.dumps(call)}</tool_call>"
@@ -102,57 +105,62 @@ class RandomResponder:
                 "legal_answers() of the text_renderer list them, or use model.kind = 'pretrained' "
                 "with an instruction-tuned model"
             )
-        return self._draw.choice(self._answers)
+        return self._random.choice(self._answers)
 
     def _draw_value(self, schema: Any) -> Any:
-        """Return a random value for the most common JSON schemas of tools."""
+        """Return a random value for a JSON schema with the keywords that tools commonly use."""
         if not isinstance(schema, dict):
             return self._draw_answer()
-        for name in ("enum", "anyOf", "oneOf"):
-            if schema.get(name):
-                chosen_schema = self._draw.choice(schema[name])
-                return chosen_schema if name == "enum" else self._draw_value(chosen_schema)
+        for keyword in ("enum", "anyOf", "oneOf"):
+            if schema.get(keyword):
+                chosen_schema = self._random.choice(schema[keyword])
+                return chosen_schema if keyword == "enum" else self._draw_value(chosen_schema)
         if "const" in schema:
             return schema["const"]
-        kind = schema.get("type")
-        match kind if isinstance(kind, str) else next(iter(kind or ("any",))):
+        schema_type = schema.get("type")
+        match schema_type if isinstance(schema_type, str) else next(iter(schema_type or ("any",))):
             case "object":
                 properties = schema.get("properties") or {}
-                return {name: self._draw_value(part) for name, part in properties.items()}
+                return {
+                    name: self._draw_value(property_schema)
+                    for name, property_schema in properties.items()
+                }
             case "array":
-                size = self._draw.randint(schema.get("minItems", 0), _MAX_ITEMS)
-                return [self._draw_value(schema.get("items")) for _ in range(size)]
+                num_items = self._random.randint(schema.get("minItems", 0), _MAX_ITEMS)
+                return [self._draw_value(schema.get("items")) for _ in range(num_items)]
             case "integer" | "number":
                 minimum = schema.get("minimum", _MIN_INTEGER)
                 maximum = schema.get("maximum", minimum + _MAX_INTEGER)
-                return self._draw.randint(int(minimum), int(maximum))
+                return self._random.randint(int(minimum), int(maximum))
             case "boolean":
-                return self._draw.random() < 0.5
+                return self._random.random() < 0.5
             case "null":
                 return None
         return self._draw_answer()
 
     def _draw_answer(self) -> str:
-        return self._draw.choice(self._answers) if self._answers else ""
+        return self._random.choice(self._answers) if self._answers else ""
 
 
 async def play_with_random_responses(
     agent: AgentHost,
     adapter: EnvironmentAdapter,
     seed: int,
-    draw: random.Random,
+    random_generator: random.Random,
     max_turns: int,
 ) -> list[Conversation]:
     """Play an episode and return its conversations.
 
-    An agent that fails has still shown its prompts, so its conversations count.
+    They are returned even if the agent fails, because they contain the agent's prompts.
 
     Raises:
         AgentError: the agent sent no request.
-        ConfigError: no legal answer and no tool is known.
+        ConfigError: the environment has neither legal answers nor tools.
     """
-    text = adapter.result.text
-    responder = RandomResponder(draw, text.legal_answers if text else (), max_turns)
+    result_text = adapter.last_result.text
+    responder = RandomResponder(
+        random_generator, result_text.legal_answers if result_text else (), max_turns
+    )
     try:
         await agent.play(adapter, seed, responder, make_tools(adapter))
     except AgentError:
@@ -163,5 +171,5 @@ async def play_with_random_responses(
     return responder.conversations
 
 
-def _keys(messages: Sequence[ChatMessage]) -> list[tuple[Any, ...]]:
+def _make_keys(messages: Sequence[ChatMessage]) -> list[tuple[Any, ...]]:
     return [(message.role, *message.key) for message in messages]

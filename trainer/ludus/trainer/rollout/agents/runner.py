@@ -1,12 +1,12 @@
-"""Episodes that an agent plays, and the endpoint through which it samples from the policy.
+"""The runner of episodes that an agent plays.
 
 opening --AgentTask--> agent --requests--> endpoint --> Responder     (any number of requests)
                          |
                          +--> AgentResult --> answer or action --> environment --> reward, status
 
-If the agent fails, exceeds its time limit or returns an unreadable result, the episode is void. If
-a limit of the run refused one of its requests, the episode is truncated instead, however the agent
-ends, because then the policy or the run is the cause.
+If the agent fails, exceeds its time limit or returns an invalid result, the episode is void. But if
+a limit of the run refused one of the agent's requests, the episode is truncated, because then the
+agent is not the cause.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ludus.trainer.rollout.agents.endpoint.server import (
     make_tools,
 )
 from ludus.trainer.rollout.agents.launchers import (
+    AgentLauncher,
     AgentResult,
     AgentTask,
-    RunAgent,
     read_result,
     start_launcher,
 )
-from ludus.trainer.rollout.episode import EpisodeEnd, LastResult, SessionRunner
-from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
+from ludus.trainer.rollout.episode import EpisodeEnd, LastResultFields, SessionRunner
+from ludus.trainer.rollout.runner import EpisodeStart, RunnerComponents
 
 NO_REQUEST = "the agent sent no request to the policy; it must send at least one"
 _ALL_INTERFACES = ("0.0.0.0", "::")
@@ -47,18 +47,18 @@ _ALL_INTERFACES = ("0.0.0.0", "::")
 
 @dataclass(frozen=True, slots=True)
 class AgentHost:
-    """The agent of one environment, ready to play episodes."""
+    """The agent of one environment, with the endpoint through which it reaches the policy."""
 
     config: AgentConfig
-    run_agent: RunAgent
+    run_agent: AgentLauncher
     endpoint: AgentEndpoint
     slots: asyncio.Semaphore
-    """Limits the number of agents that run at the same time."""
+    """Semaphore that limits the number of concurrent agents."""
 
     @classmethod
     async def start(cls, config: AgentConfig, stack: AsyncExitStack) -> AgentHost:
-        """Return the agent with a running endpoint; the stack stops both."""
-        advertised_host = _own_address() if config.host in _ALL_INTERFACES else None
+        """Return the agent with a running endpoint. `stack` stops both."""
+        advertised_host = _find_own_address() if config.host in _ALL_INTERFACES else None
         endpoint = AgentEndpoint(config.host, advertised_host=advertised_host)
         await endpoint.start()
         stack.push_async_callback(endpoint.stop)
@@ -72,35 +72,35 @@ class AgentHost:
         responder: Responder,
         tools: EpisodeTools | None,
     ) -> Any:
-        """Run the agent on an episode and return its value.
+        """Run the agent on an episode and return its output.
 
         Raises:
             AgentError: the agent failed.
             Exception: the policy failed, or the agent's service cannot be reached.
         """
-        messages = (await adapter.opening()).messages if adapter.has_text else []
+        messages = (await adapter.make_opening()).messages if adapter.has_text else []
         task = AgentTask(
             text="\n\n".join(message["content"] for message in messages),
             messages=messages,
-            observation=dict(adapter.result.observation),
-            info=dict(adapter.result.info),
+            observation=dict(adapter.last_result.observation),
+            info=dict(adapter.last_result.info),
             seed=seed,
         )
         async with self.slots:
-            with self.endpoint.episode(responder, tools) as episode:
+            with self.endpoint.open_episode(responder, tools) as episode:
                 try:
-                    return await self._run_in_time(task, episode.access)
+                    return await self._run_with_time_limit(task, episode.access)
                 finally:
-                    # A failure of the policy is the cause, whatever the agent makes of it.
-                    episode.raise_failure()
+                    # A failure of the policy is the cause, even if the agent handles it.
+                    episode.raise_if_failed()
 
-    async def _run_in_time(self, task: AgentTask, access: EndpointAccess) -> Any:
+    async def _run_with_time_limit(self, task: AgentTask, access: EndpointAccess) -> Any:
         timeout_s = self.config.timeout_s
         try:
-            async with asyncio.timeout(timeout_s) as limit:
+            async with asyncio.timeout(timeout_s) as time_limit:
                 return await self.run_agent(task, access)
         except TimeoutError:
-            if not limit.expired():
+            if not time_limit.expired():
                 raise
             raise AgentError(
                 f"the agent did not finish within agent.timeout_s = {timeout_s:g} s and was "
@@ -110,28 +110,28 @@ class AgentHost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRunner(SessionRunner[ConversationTree]):
-    """Plays each episode with the agent of the environment."""
+    """A runner that plays each episode with the environment's agent."""
 
     record_class = ConversationTree
     agent: AgentHost
 
     @classmethod
-    async def start_fields(cls, parts: RunnerParts) -> dict[str, Any]:
-        assert parts.config.agent is not None
-        return {"agent": await AgentHost.start(parts.config.agent, parts.stack)}
+    async def start_extra_fields(cls, components: RunnerComponents) -> dict[str, Any]:
+        assert components.config.agent is not None
+        return {"agent": await AgentHost.start(components.config.agent, components.stack)}
 
-    async def run(
+    async def play_to_end(
         self,
         session: AsyncSession,
-        first: StepResult,
+        first_result: StepResult,
         start: EpisodeStart,
         record: ConversationTree,
     ) -> EpisodeEnd:
-        adapter, tree = self.make_adapter(session, first), record
+        adapter, tree = self.make_adapter(session, first_result), record
         tools = make_tools(adapter, tree.record_calls)
         try:
-            value = await self.agent.play(adapter, start.seed, tree, tools)
-            result = read_result(value, self.agent.config.answer, tree.last_text)
+            agent_output = await self.agent.play(adapter, start.seed, tree, tools)
+            result = read_result(agent_output, self.agent.config.answer, tree.last_text)
         except AgentError:
             if not tree.refusal or not tree.num_turns:
                 raise
@@ -142,16 +142,18 @@ class AgentRunner(SessionRunner[ConversationTree]):
         outcome = await _apply_result(adapter, result, tools)
         tree.record_action(outcome.action)
         tree.add_reward(outcome.reward + result.reward)
-        default = RolloutStatus.TRUNCATED if tree.refusal else RolloutStatus.TERMINATED
-        last_result = LastResult(adapter.result)
-        fields = {**result.fields, **last_result} if result.fields else last_result
-        return EpisodeEnd(outcome.status or default, fields, success=adapter.result.success)
+        default_status = RolloutStatus.TRUNCATED if tree.refusal else RolloutStatus.TERMINATED
+        last_result_fields = LastResultFields(adapter.last_result)
+        fields = {**result.fields, **last_result_fields} if result.fields else last_result_fields
+        return EpisodeEnd(
+            outcome.status or default_status, fields, success=adapter.last_result.success
+        )
 
 
 async def _apply_result(
     adapter: EnvironmentAdapter, result: AgentResult, tools: EpisodeTools | None
 ) -> StepOutcome:
-    """Apply the agent's answer or action, and add the rewards of its tool calls."""
+    """Apply the agent's answer or action, and return the outcome with the tool calls' rewards."""
     if tools is not None and tools.status is not None:
         return StepOutcome([], tools.reward, tools.status)
     outcome = StepOutcome([])
@@ -162,11 +164,11 @@ async def _apply_result(
     return outcome if tools is None else replace(outcome, reward=outcome.reward + tools.reward)
 
 
-def _own_address() -> str:
-    """Return the address under which other machines reach this one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+def _find_own_address() -> str:
+    """Return the address at which other machines can reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
         try:
-            probe.connect(("192.0.2.1", 9))  # a reserved address; nothing is sent
+            probe_socket.connect(("192.0.2.1", 9))  # a reserved address; nothing is sent
         except OSError:
             return socket.gethostbyname(socket.gethostname())
-        return str(probe.getsockname()[0])
+        return str(probe_socket.getsockname()[0])

@@ -7,12 +7,12 @@
     cancelled             -- inbox -->  abort
     await load(...)       -- inbox -->  between two steps: weights change in flight
 
-The thread takes everything out of the inbox before each step, so calls that arrive during a step
-form the next batch without a timer.
+The thread empties the inbox before each step, so all calls that arrive during a step join the
+next batch.
 
-A request that the engine refuses, and weights that it cannot load, fail only their own call. A
-step that fails stops the engine: all current and later calls raise EngineLostError, and
-`until_lost` raises it for the component that replaces the engine.
+If the engine refuses a request or cannot load weights, only that call fails. If a step fails, the
+engine stops, and all current and later calls raise EngineLostError. `wait_until_lost` raises the
+same error for the component that replaces the engine.
 """
 
 from __future__ import annotations
@@ -45,47 +45,48 @@ class _PendingRequest:
 
 
 class AsyncEngine:
-    """An engine behind coroutines, created and used on one event loop."""
+    """An engine behind coroutines. It must be created and used on the same event loop."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        """Calls to make on the engine's thread between two steps; None closes the engine."""
-        self._pending: dict[int, _PendingRequest] = {}
-        self._calls: set[asyncio.Future[Any]] = set()
-        """Results of weight loads and scoring requests that are waited for."""
-        self._next_id = itertools.count()
-        self._unsent: list[EngineRequest] = []
+        """Calls that the engine's thread makes between two steps; None closes the engine."""
+        self._pending_requests: dict[int, _PendingRequest] = {}
+        self._call_futures: set[asyncio.Future[Any]] = set()
+        """Futures of unfinished weight loads and scoring requests."""
+        self._request_ids = itertools.count()
+        self._unsent_requests: list[EngineRequest] = []
         self._version = 0
         self._failure: EngineLostError | None = None
-        self._lost = asyncio.Event()
+        self._lost_event = asyncio.Event()
         self.pause_s = 0.0
-        """Total time of weight loads and scoring requests, during which nothing was sampled."""
+        """Total duration of weight loads and scoring, in seconds. Nothing is sampled meanwhile."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
+        """Version of the weights with which the next token is sampled."""
         return self._version
 
     async def __call__(
         self, prompt_ids: list[int], sampling: Sampling, seed: int
     ) -> SampledCompletion:
-        """Sample one completion; cancelling the call aborts the request.
+        """Sample one completion. Cancelling the call aborts the request.
 
         Raises:
-            EngineLostError: the engine has failed; an error of another class refuses this request.
+            EngineLostError: the engine has failed.
+            Exception: the engine refuses this request.
         """
         self._refuse_if_failed()
-        request_id = next(self._next_id)
+        request_id = next(self._request_ids)
         pending_request = _PendingRequest(self._loop.create_future(), self._version)
-        self._pending[request_id] = pending_request
-        if not self._unsent:
-            # All calls of this turn of the event loop are sent together.
-            self._loop.call_soon(self._send)
-        self._unsent.append(EngineRequest(request_id, prompt_ids, sampling, seed))
+        self._pending_requests[request_id] = pending_request
+        if not self._unsent_requests:
+            # All calls of this event-loop iteration are sent together.
+            self._loop.call_soon(self._send_requests)
+        self._unsent_requests.append(EngineRequest(request_id, prompt_ids, sampling, seed))
         try:
             return await pending_request.future
         except asyncio.CancelledError:
@@ -93,7 +94,7 @@ class AsyncEngine:
             raise
 
     async def load_weights(self, state: StateDict, version: int) -> None:
-        """Load the weights that the next token is sampled with."""
+        """Load the weights with which the next token is sampled."""
 
         def load() -> None:
             self.engine.load_weights(state)
@@ -107,9 +108,9 @@ class AsyncEngine:
             lambda: [self.engine.score(request) for request in requests]
         )
 
-    async def until_lost(self) -> NoReturn:
+    async def wait_until_lost(self) -> NoReturn:
         """Wait until the engine fails, and raise an EngineLostError with its error as the cause."""
-        await self._lost.wait()
+        await self._lost_event.wait()
         assert self._failure is not None
         raise self._failure
 
@@ -118,32 +119,34 @@ class AsyncEngine:
         self._inbox.put(None)
         self._thread.join(timeout=10)
 
-    async def _call_on_thread(self, run: Callable[[], Any]) -> Any:
+    async def _call_on_thread(self, function: Callable[[], Any]) -> Any:
         self._refuse_if_failed()
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
-        self._inbox.put(partial(self._execute, run, future))
+        self._call_futures.add(future)
+        future.add_done_callback(self._call_futures.discard)
+        self._inbox.put(partial(self._execute, function, future))
         return await future
 
-    def _send(self) -> None:
+    def _send_requests(self) -> None:
         requests = []
-        for request in self._unsent:
-            if self._pending[request.request_id].future.cancelled():
-                del self._pending[request.request_id]
+        for request in self._unsent_requests:
+            if self._pending_requests[request.request_id].future.cancelled():
+                del self._pending_requests[request.request_id]
             else:
                 requests.append(request)
-        self._unsent = []
+        self._unsent_requests = []
         if requests:
             self._inbox.put(partial(self._submit, requests))
 
     def _abort(self, request_id: int) -> None:
-        if self._pending.pop(request_id, None) is None:
+        if self._pending_requests.pop(request_id, None) is None:
             return
-        unsent = [request for request in self._unsent if request.request_id != request_id]
-        if len(unsent) == len(self._unsent):
+        remaining_requests = [
+            request for request in self._unsent_requests if request.request_id != request_id
+        ]
+        if len(remaining_requests) == len(self._unsent_requests):
             self._inbox.put(partial(self.engine.abort, [request_id]))
-        self._unsent = unsent
+        self._unsent_requests = remaining_requests
 
     def _run(self) -> None:
         try:
@@ -157,14 +160,17 @@ class AsyncEngine:
             self.engine.close()
 
     def _process_inbox(self) -> bool:
-        """Process the inbox and return False once closed; wait only while the engine is idle."""
-        wait = not self.engine.has_work
+        """Make all calls in the inbox; return False if the engine must close.
+
+        If the engine has no work, wait for a call.
+        """
+        should_wait = not self.engine.has_work
         while True:
             try:
-                call = self._inbox.get(block=wait)
+                call = self._inbox.get(block=should_wait)
             except queue.Empty:
                 return True
-            wait = False
+            should_wait = False
             if call is None:
                 return False
             call()
@@ -178,19 +184,19 @@ class AsyncEngine:
                 self.engine.abort([request.request_id])
                 self._loop.call_soon_threadsafe(self._refuse, request.request_id, error)
 
-    def _execute(self, run: Callable[[], Any], future: asyncio.Future[Any]) -> None:
-        started_s = time.perf_counter()
+    def _execute(self, function: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+        start_s = time.perf_counter()
         try:
-            result = run()
+            result = function()
         except Exception as error:  # noqa: BLE001 - handed to the caller
             self._loop.call_soon_threadsafe(_settle, future, None, error)
         else:
-            self.pause_s += time.perf_counter() - started_s
+            self.pause_s += time.perf_counter() - start_s
             self._loop.call_soon_threadsafe(_settle, future, result)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
-            pending_request = self._pending.pop(output.request_id, None)
+            pending_request = self._pending_requests.pop(output.request_id, None)
             if pending_request is not None:
                 completion = SampledCompletion(
                     output.token_ids, output.logprobs, pending_request.version, output.has_end_token
@@ -198,18 +204,21 @@ class AsyncEngine:
                 _settle(pending_request.future, completion)
 
     def _refuse(self, request_id: int, error: Exception) -> None:
-        pending_request = self._pending.pop(request_id, None)
+        pending_request = self._pending_requests.pop(request_id, None)
         if pending_request is not None:
             _settle(pending_request.future, error=error)
 
     def _fail(self, error: BaseException) -> None:
-        """Fail all calls; runs on the event loop, so that no call can start in between."""
+        """Fail all calls. This runs on the event loop, so that no call can start meanwhile."""
         self._failure = EngineLostError(f"the engine has failed: {type(error).__name__}: {error}")
         self._failure.__cause__ = error
-        self._lost.set()
-        for future in (*(request.future for request in self._pending.values()), *self._calls):
+        self._lost_event.set()
+        for future in (
+            *(request.future for request in self._pending_requests.values()),
+            *self._call_futures,
+        ):
             _settle(future, error=self._failure)
-        self._pending.clear()
+        self._pending_requests.clear()
 
     def _refuse_if_failed(self) -> None:
         if self._failure is not None:
@@ -229,7 +238,7 @@ def _settle(
 
 
 def make_engine(run: LanguageModelRun, model_path: str, chat: ChatTokenizer) -> Engine:
-    """Return an engine with the model in `model_path`."""
+    """Return the engine that the run selects, with the model at `model_path`."""
     # vLLM may not be installed, so each engine is imported only if it is used.
     match run.generator:
         case TransformersGenerator():

@@ -1,7 +1,7 @@
 """An engine that samples with vLLM in this process, on a CPU or on GPUs.
 
-Requests go through the public `LLMEngine`. Using its core directly was 15 % faster with a tiny
-model, but would depend on internals that change with every release.
+Requests use the public class `LLMEngine`. Using its core directly was 15 % faster with a tiny
+model, but the core is internal and changes with every release.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ludus.proto.config import VllmGenerator
 from ludus.proto.errors import ConfigError, WeightSyncError
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest, StateDict
 from ludus.trainer.core.types import ScoringRequest
-from ludus.trainer.rollout.engines.vllm_process import IN_PROCESS
+from ludus.trainer.rollout.engines.vllm_process import MULTIPROCESSING_VARIABLE
 
 _GIB = 2**30
-_SCORING_ID = "score"
+_SCORING_REQUEST_ID = "score"
 
-# These loggers report harmless conditions, or the whole content of a batch.
+# These loggers report harmless conditions, or log the whole content of a batch.
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
 
@@ -52,12 +52,13 @@ class VllmEngine:
         max_tokens: int,
         dtype: str,
     ) -> None:
-        if os.environ.get(IN_PROCESS) != "0":
+        if os.environ.get(MULTIPROCESSING_VARIABLE) != "0":
             raise ConfigError(
-                f"{IN_PROCESS} = {os.environ.get(IN_PROCESS)!r} must be '0' in the process of a "
-                "vLLM engine; start the process with the variables of vllm_environment()"
+                f"{MULTIPROCESSING_VARIABLE} = {os.environ.get(MULTIPROCESSING_VARIABLE)!r} must "
+                "be '0' in the process of a vLLM engine; start the process with the variables of "
+                "make_vllm_variables()"
             )
-        with _restored_process():
+        with _restore_process_settings():
             self._llm = LLMEngine.from_engine_args(
                 EngineArgs(
                     model=model_path,
@@ -72,21 +73,23 @@ class VllmEngine:
                     disable_log_stats=True,
                     use_tqdm_on_load=False,
                     async_scheduling=False,
-                    **_device_args(config),
+                    **_make_device_arguments(config),
                 )
             )
         self._end_token_id = end_token_id
-        self._names, self._tied_names = _parameter_names(self._llm.model_config.hf_config)
-        self._thread: int | None = None
-        self._finished: list[EngineOutput] = []
+        self._parameter_names, self._tied_names = _list_parameter_names(
+            self._llm.model_config.hf_config
+        )
+        self._step_thread_id: int | None = None
+        self._finished_outputs: list[EngineOutput] = []
         """Outputs of requests that finished while a completion was scored."""
 
     @property
     def has_work(self) -> bool:
-        return bool(self._finished) or self._llm.has_unfinished_requests()
+        return bool(self._finished_outputs) or self._llm.has_unfinished_requests()
 
     def submit(self, request: EngineRequest) -> None:
-        params = SamplingParams(
+        sampling_params = SamplingParams(
             temperature=request.sampling.temperature,
             top_p=request.sampling.top_p,
             top_k=request.sampling.top_k,
@@ -101,37 +104,46 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        self._llm.add_request(str(request.request_id), tokens_input(request.prompt_ids), params)
+        self._llm.add_request(
+            str(request.request_id), tokens_input(request.prompt_ids), sampling_params
+        )
 
     def abort(self, request_ids: Collection[int]) -> None:
         self._llm.abort_request([str(request_id) for request_id in request_ids])
-        self._finished = [
-            output for output in self._finished if output.request_id not in request_ids
+        self._finished_outputs = [
+            output for output in self._finished_outputs if output.request_id not in request_ids
         ]
 
     def step(self) -> list[EngineOutput]:
-        if self._finished:
-            outputs, self._finished = self._finished, []
+        if self._finished_outputs:
+            outputs, self._finished_outputs = self._finished_outputs, []
             return outputs
         return [self._make_output(output) for output in self._step()]
 
     def load_weights(self, state: StateDict) -> None:
-        """Load weights; running requests continue as if the new weights had processed their tokens.
+        """Load weights. Running requests continue, and their tokens are evaluated again.
 
         Raises:
             WeightSyncError: a tensor is missing or unknown, or a layer still uses its old weights.
         """
-        if state.keys() != self._names:
+        if state.keys() != self._parameter_names:
             raise WeightSyncError(
-                f"expected the {len(self._names)} parameters of the model, got {len(state)}; the "
-                f"names that differ include {sorted(state.keys() ^ self._names)[:5]}"
+                f"expected the {len(self._parameter_names)} parameters of the model, got "
+                f"{len(state)}; the names that differ include "
+                f"{sorted(state.keys() ^ self._parameter_names)[:5]}"
             )
-        # vLLM reloads a layer only from a tensor with its own name, even if the tensor is shared.
-        tied_weights = [(name, state[source]) for name, source in self._tied_names.items()]
-        replies = self._llm.collective_rpc(_reload, args=([*state.items(), *tied_weights],))
-        if stale_names := sorted(name for names in replies for name in names):
+        # vLLM reloads a layer only from a tensor with the layer's own name, even if it is shared.
+        tied_weights = [
+            (name, state[source_name]) for name, source_name in self._tied_names.items()
+        ]
+        stale_names_by_worker = self._llm.collective_rpc(
+            _reload_weights, args=([*state.items(), *tied_weights],)
+        )
+        if stale_layers := sorted(
+            name for worker_names in stale_names_by_worker for name in worker_names
+        ):
             raise WeightSyncError(
-                f"layers {stale_names[:5]} still compute with a packed copy of their old weights; "
+                f"layers {stale_layers[:5]} still compute with a packed copy of their old weights; "
                 "this model needs generator.kind = 'transformers'"
             )
         self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -139,51 +151,53 @@ class VllmEngine:
     def score(self, request: ScoringRequest) -> list[float]:
         """Return the log-probs of the request's completion at temperature 1.
 
-        The completion is scored by an additional request of higher priority. Outputs of other
-        requests that finish in the meantime are stored for the next `step`.
+        The completion is scored by an additional request with a higher priority. Outputs of other
+        requests that finish meanwhile are stored for the next call of `step`.
         """
         token_ids = request.prompt_ids + request.completion_ids
-        params = SamplingParams(
+        sampling_params = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._llm.add_request(_SCORING_ID, tokens_input(token_ids), params, priority=-1)
-        scored: RequestOutput | None = None
-        while scored is None:
+        self._llm.add_request(
+            _SCORING_REQUEST_ID, tokens_input(token_ids), sampling_params, priority=-1
+        )
+        scored_output: RequestOutput | None = None
+        while scored_output is None:
             for output in self._step():
-                if output.request_id == _SCORING_ID:
-                    scored = output
+                if output.request_id == _SCORING_REQUEST_ID:
+                    scored_output = output
                 else:
-                    self._finished.append(self._make_output(output))
+                    self._finished_outputs.append(self._make_output(output))
         start = len(request.prompt_ids)
-        return _chosen_logprobs(token_ids[start:], scored.prompt_logprobs[start:])
+        return _select_logprobs(token_ids[start:], scored_output.prompt_logprobs[start:])
 
     def close(self) -> None:
         """Free the model, the cache and any worker processes."""
         self._llm.engine_core.shutdown()
 
     def _step(self) -> list[RequestOutput]:
-        if self._thread != threading.get_ident():
-            # Each thread has its own OpenMP setting, and torch applies its number of threads during
-            # the first step. vLLM's kernels refuse to run if the two numbers differ.
+        if self._step_thread_id != threading.get_ident():
+            # vLLM's kernels refuse to run if OpenMP and torch use different numbers of threads.
+            # OpenMP has one setting per thread, so the thread that makes the steps sets it.
             torch.set_num_threads(torch.get_num_threads())
-            self._thread = threading.get_ident()
+            self._step_thread_id = threading.get_ident()
         return self._llm.step()
 
     def _make_output(self, output: RequestOutput) -> EngineOutput:
         completion = output.outputs[0]
-        reason = completion.finish_reason
-        if reason not in ("stop", "length"):
-            raise RuntimeError(f"vLLM stopped request {output.request_id}: {reason}")
+        finish_reason = completion.finish_reason
+        if finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM stopped request {output.request_id}: {finish_reason}")
         token_ids = list(completion.token_ids)
-        logprobs = _chosen_logprobs(token_ids, completion.logprobs)
-        has_stopped = token_ids[-1] == self._end_token_id
-        return EngineOutput(int(output.request_id), token_ids, logprobs, has_stopped)
+        logprobs = _select_logprobs(token_ids, completion.logprobs)
+        has_end_token = token_ids[-1] == self._end_token_id
+        return EngineOutput(int(output.request_id), token_ids, logprobs, has_end_token)
 
 
-def _device_args(config: VllmGenerator) -> dict[str, Any]:
+def _make_device_arguments(config: VllmGenerator) -> dict[str, Any]:
     """Return the engine arguments that differ between GPUs and CPUs."""
     if torch.cuda.is_available():
         return {
@@ -208,46 +222,53 @@ def _device_args(config: VllmGenerator) -> dict[str, Any]:
     }
 
 
-def _parameter_names(config: PreTrainedConfig) -> tuple[frozenset[str], dict[str, str]]:
+def _list_parameter_names(config: PreTrainedConfig) -> tuple[frozenset[str], dict[str, str]]:
     """Return the learner's parameter names, and the source name of each tied parameter."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     name_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     names = frozenset(name_by_id.values())
     parameters = model.named_parameters(remove_duplicate=False)
-    tied = {name: name_by_id[id(p)] for name, p in parameters if name not in names}
-    return names, tied
+    tied_names = {
+        name: name_by_id[id(parameter)] for name, parameter in parameters if name not in names
+    }
+    return names, tied_names
 
 
-def _reload(worker: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
-    """Load the weights in a worker of the engine and return the layers that were not reloaded.
+def _reload_weights(worker: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
+    """Load the weights in a worker of the engine, and return the layers that were not reloaded.
 
-    On a CPU a layer computes with a packed copy of its weights, `cpu_linear`, which is created
-    when the layer is loaded. A layer that is not reloaded silently keeps the old copy.
+    On a CPU, a layer computes with a packed copy of its weights, `cpu_linear`, which is created
+    when the layer is loaded. A layer that is not reloaded silently keeps its old copy.
     """
     model = worker.get_model()
-    old = _packed_weights(model)
+    old_weights = _find_packed_weights(model)
     worker.reload_weights(weights_iterator=iter(weights))
-    return [name for name, weight in _packed_weights(model).items() if weight is old[name]]
+    return [
+        name for name, weight in _find_packed_weights(model).items() if weight is old_weights[name]
+    ]
 
 
-def _packed_weights(model: torch.nn.Module) -> dict[str, object]:
+def _find_packed_weights(model: torch.nn.Module) -> dict[str, object]:
     layers = model.named_modules()
     return {name: layer.cpu_linear for name, layer in layers if hasattr(layer, "cpu_linear")}
 
 
-def _chosen_logprobs(token_ids: Sequence[int], columns: Sequence[Any]) -> list[float]:
-    return [column[token].logprob for token, column in zip(token_ids, columns, strict=True)]
+def _select_logprobs(token_ids: Sequence[int], position_logprobs: Sequence[Any]) -> list[float]:
+    return [
+        logprob_by_token[token_id].logprob
+        for token_id, logprob_by_token in zip(token_ids, position_logprobs, strict=True)
+    ]
 
 
 @contextmanager
-def _restored_process() -> Iterator[None]:
+def _restore_process_settings() -> Iterator[None]:
     """Undo the side effects of starting vLLM on a CPU.
 
     vLLM sets LD_PRELOAD, which every child process would inherit, and disables
     torch.set_num_threads.
     """
-    preload, set_num_threads = os.environ.get("LD_PRELOAD"), torch.set_num_threads
+    ld_preload, set_num_threads = os.environ.get("LD_PRELOAD"), torch.set_num_threads
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -255,5 +276,5 @@ def _restored_process() -> Iterator[None]:
     finally:
         torch.set_num_threads = set_num_threads
         os.environ.pop("LD_PRELOAD", None)
-        if preload is not None:
-            os.environ["LD_PRELOAD"] = preload
+        if ld_preload is not None:
+            os.environ["LD_PRELOAD"] = ld_preload

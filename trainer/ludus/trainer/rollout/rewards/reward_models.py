@@ -1,12 +1,12 @@
-"""The reward models of a rollout worker, each of which is loaded once and scores in batches.
+"""The reward models of a rollout worker. Each model is loaded once and scores in batches.
 
-    groups that have ended, of any environment and term
-        |  prompts and completions wait in the queue of their model
+    finished groups of all environments
+        |  pairs of prompt and completion wait in the queue of a model
         v
-    the model's thread: all waiting pairs -> tokens -> batches of similar length -> scores
+    the model's thread: all queued pairs -> tokens -> batches of similar length -> scores
 
-Each model has one thread. While it computes, the event loop continues to play, and the episodes
-that end in the meantime are scored together afterwards.
+Each model has one thread. While the thread computes scores, the event loop continues to play. The
+episodes that end meanwhile are scored together afterwards.
 """
 
 from __future__ import annotations
@@ -36,27 +36,29 @@ class RewardModels:
     """The loaded reward models of a process."""
 
     def __init__(self) -> None:
-        self._loaded: dict[tuple[str, str | None, str], QueuedRewardModel] = {}
+        self._models_by_key: dict[tuple[str, str | None, str], QueuedRewardModel] = {}
         """Models by path, device and dtype."""
 
     def load(self, term: RewardModelTerm) -> QueuedRewardModel:
-        """Return the model of a term; load it if no other term has loaded it."""
+        """Return the model of a term. Load it if it is not loaded yet."""
         key = (term.path, term.device, term.dtype)
-        if key not in self._loaded:
+        if key not in self._models_by_key:
             model = load_reward_model(
                 term.path, device=term.device, dtype=getattr(torch, term.dtype)
             )
-            self._loaded[key] = QueuedRewardModel(model, term.path, term.max_tokens_per_batch)
-        return self._loaded[key]
+            self._models_by_key[key] = QueuedRewardModel(
+                model, term.path, term.max_tokens_per_batch
+            )
+        return self._models_by_key[key]
 
     def __len__(self) -> int:
-        return len(self._loaded)
+        return len(self._models_by_key)
 
     def close(self) -> None:
-        """Release all models and drop waiting requests."""
-        for model in self._loaded.values():
+        """Release all models and drop queued requests."""
+        for model in self._models_by_key.values():
             model.close()
-        self._loaded.clear()
+        self._models_by_key.clear()
 
 
 _PromptAndCompletion = tuple[Sequence[Message], Sequence[Message]]
@@ -69,7 +71,7 @@ class _ScoreRequest:
 
 
 class QueuedRewardModel:
-    """A model with its thread and its queue."""
+    """A reward model with a thread and a queue of requests."""
 
     remedy = "give it a GPU, use a smaller model, or raise the limit"
 
@@ -82,13 +84,13 @@ class QueuedRewardModel:
         self._task: asyncio.Task[None] | None = None
         self._has_warned = False
 
-    async def values(self, columns: Columns, num_episodes: int) -> Sequence[float | None]:
-        """Return [num_episodes] scores of each episode's completion after its prompt."""
+    async def compute_values(self, columns: Columns, num_episodes: int) -> Sequence[float | None]:
+        """Return [num_episodes] scores, one for the prompt and completion of each episode."""
         pairs = list(zip(columns["prompts"], columns["completions"], strict=True))
         request = _ScoreRequest(pairs, asyncio.get_running_loop().create_future())
         self._queue.append(request)
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._empty_queue())
+            self._task = asyncio.create_task(self._score_queued_requests())
         scores = await request.scores
         invalid_scores = [score for score in scores if not math.isfinite(score)]
         if invalid_scores:
@@ -101,8 +103,8 @@ class QueuedRewardModel:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _empty_queue(self) -> None:
-        """Score all waiting requests at once until the queue is empty."""
+    async def _score_queued_requests(self) -> None:
+        """Score all queued requests together, and repeat until the queue is empty."""
         loop = asyncio.get_running_loop()
         while self._queue:
             # A request whose caller has stopped waiting is dropped.
@@ -110,23 +112,23 @@ class QueuedRewardModel:
             self._queue = []
             pairs = [pair for request in requests for pair in request.pairs]
             try:
-                scores = await loop.run_in_executor(self._thread, self._compute, pairs)
+                scores = await loop.run_in_executor(self._thread, self._compute_scores, pairs)
             except Exception as error:  # noqa: BLE001 - reported to the callers
-                self._fail(requests, error)
+                self._fail_requests(requests, error)
                 continue
-            remaining = iter(scores)
+            remaining_scores = iter(scores)
             for request in requests:
-                own_scores = [next(remaining) for _ in request.pairs]
+                request_scores = [next(remaining_scores) for _ in request.pairs]
                 if not request.scores.done():
-                    request.scores.set_result(own_scores)
+                    request.scores.set_result(request_scores)
         self._warn_of_cuts()
 
-    def _compute(self, pairs: Sequence[_PromptAndCompletion]) -> list[float]:
+    def _compute_scores(self, pairs: Sequence[_PromptAndCompletion]) -> list[float]:
         prompts, completions = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        budget = self._max_tokens_per_batch
-        return self._model.score(prompts, completions, max_tokens_per_batch=budget)
+        max_tokens = self._max_tokens_per_batch
+        return self._model.score(prompts, completions, max_tokens_per_batch=max_tokens)
 
-    def _fail(self, requests: Sequence[_ScoreRequest], error: Exception) -> None:
+    def _fail_requests(self, requests: Sequence[_ScoreRequest], error: Exception) -> None:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         for request in requests:
             if not request.scores.done():

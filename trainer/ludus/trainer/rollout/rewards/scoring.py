@@ -5,14 +5,14 @@
                           +-- the environment's return, a reward function, which is called
                               once for the whole group, or a reward model
 
-A reward function gets lists as keyword arguments, with one entry for each episode that is not
-void, and receives the arguments that its signature names. An asynchronous function runs on the
-event loop, any other in a thread.
+A reward function receives the keyword arguments that its signature names. Each argument is a list
+with one entry for each episode that is not void. An asynchronous function runs on the event loop,
+and other functions run in a thread.
 
-An invalid action costs `rollout.invalid_action_reward`. The environment's return includes this
-cost, and it is added to the reward if that return is not a term. A function that fails makes the
-group void, because its rewards could not be compared. A term of weight 0 is shown and has no
-effect.
+An episode with an invalid action gets the additional reward `rollout.invalid_action_reward`. The
+environment's return already includes it, so it is added only if the return is not a term. If a
+function fails, its whole group fails, because the rewards could not be compared. A term of weight 0
+is computed and reported, but does not change the reward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ludus.env import Message
 from ludus.proto.config.environment import RewardModelTerm, RewardTerm, make_reward_term_name
 from ludus.proto.errors import ConfigError, RewardFunctionError, UserError, did_you_mean
 from ludus.proto.runs import TranscriptTurn
-from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.functions import import_callable
 from ludus.trainer.core.types import Rollout, RolloutStatus, ScoredTerm
 from ludus.trainer.data.failures import describe_error
 from ludus.trainer.rollout.rewards.reward_models import Columns, QueuedRewardModel, RewardModels
@@ -55,7 +55,7 @@ STANDARD_ARGUMENTS = frozenset(
         "environment",
     }
 )
-"""Arguments that Ludus gives to every reward function that names them."""
+"""Arguments that every reward function can request by naming them."""
 
 _log = logging.getLogger(__name__)
 _NUM_THREADS = 32
@@ -63,7 +63,7 @@ _NUM_THREADS = 32
 
 @dataclass(frozen=True, slots=True)
 class PlayedEpisode:
-    """A rollout, and the arguments of reward functions that belong to it."""
+    """A rollout, with the arguments that reward functions receive for it."""
 
     rollout: Rollout
     prompt: Sequence[Message] | str = ()
@@ -75,7 +75,7 @@ class PlayedEpisode:
     fields: Mapping[str, Any] | None = None
     """Additional arguments, from the last result or the rollout function."""
     history: Iterable[TranscriptTurn] = ()
-    """Turns of the episode for its transcript, which can be read once."""
+    """Turns of the episode for its transcript. They can be iterated only once."""
 
     @property
     def can_be_scored(self) -> bool:
@@ -83,7 +83,7 @@ class PlayedEpisode:
 
     @property
     def needs_score(self) -> bool:
-        """True if the environment's return is unknown, so that only rewards measure the episode."""
+        """True if the environment's return is unknown, so that a reward must be computed."""
         return self.can_be_scored and self.rollout.episode_return is None
 
 
@@ -92,75 +92,81 @@ class RewardFunction:
 
     remedy = "make it faster or raise the limit"
 
-    def __init__(self, path: str, term_name: str, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, path: str, term_name: str, executor: ThreadPoolExecutor) -> None:
         self.description = f"reward function '{path}' (term '{term_name}')"
-        self._threads = threads
-        self._function: Callable[..., Any] = import_object(path, "environment.rewards.function")
+        self._executor = executor
+        self._function: Callable[..., Any] = import_callable(path, "environment.rewards.function")
         self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
-            getattr(self._function, "__call__", None)  # noqa: B004 - its coroutine, if it is one
+            getattr(self._function, "__call__", None)  # noqa: B004 - `__call__` can be asynchronous
         )
-        kinds = {p.kind for p in inspect.signature(self._function).parameters.values()}
-        if Parameter.POSITIONAL_ONLY in kinds:
+        parameter_kinds = {
+            parameter.kind for parameter in inspect.signature(self._function).parameters.values()
+        }
+        if Parameter.POSITIONAL_ONLY in parameter_kinds:
             raise ConfigError(
                 f"environment.rewards.function = '{path}' must take keyword arguments, but some "
                 "are positional-only; remove the '/' from its signature"
             )
-        self._accepts_all = Parameter.VAR_KEYWORD in kinds
+        self._accepts_any_argument = Parameter.VAR_KEYWORD in parameter_kinds
 
-    async def values(self, columns: Columns, num_episodes: int) -> list[float | None]:
+    async def compute_values(self, columns: Columns, num_episodes: int) -> list[float | None]:
         """Return [num_episodes] values, one for each episode."""
         try:
-            returned = await self._call(self._select_columns(columns))
+            function_output = await self._call(self._select_columns(columns))
         except (UserError, RewardFunctionError):
             raise
         except (Exception, SystemExit) as error:  # the run's custom code
             raise RewardFunctionError(
                 f"{self.description} raised {describe_error(error)}"
             ) from error
-        return self._check_values(returned, num_episodes)
+        return self._check_values(function_output, num_episodes)
 
     async def _call(self, arguments: Columns) -> Any:
         if self._is_async:
             return await self._function(**arguments)
         # A long computation must not block the other episodes.
         loop = asyncio.get_running_loop()
-        returned = await loop.run_in_executor(self._threads, partial(self._function, **arguments))
-        return await returned if inspect.isawaitable(returned) else returned
+        function_output = await loop.run_in_executor(
+            self._executor, partial(self._function, **arguments)
+        )
+        return await function_output if inspect.isawaitable(function_output) else function_output
 
     def _select_columns(self, columns: Columns) -> Columns:
-        parameters = _named_parameters(self._function)
-        missing_names = sorted(_required_names(self._function) - columns.keys())
+        parameter_names = _list_named_parameters(self._function)
+        missing_names = sorted(_list_required_names(self._function) - columns.keys())
         if missing_names:
             raise RewardFunctionError(
                 f"{self.description} requires '{missing_names[0]}', which no episode of the group "
                 f"has; its arguments must be in {sorted(columns)}"
             )
-        if self._accepts_all:
+        if self._accepts_any_argument:
             return columns
-        return {name: columns[name] for name in parameters if name in columns}
+        return {name: columns[name] for name in parameter_names if name in columns}
 
-    def _check_values(self, returned: Any, num_episodes: int) -> list[float | None]:
-        values = returned.tolist() if hasattr(returned, "tolist") else returned
+    def _check_values(self, function_output: Any, num_episodes: int) -> list[float | None]:
+        values = function_output.tolist() if hasattr(function_output, "tolist") else function_output
         if not isinstance(values, (list, tuple)) or len(values) != num_episodes:
-            text = f"{len(values)}" if isinstance(values, (list, tuple)) else repr(values)[:100]
+            description = (
+                f"{len(values)}" if isinstance(values, (list, tuple)) else repr(values)[:100]
+            )
             raise RewardFunctionError(
                 f"{self.description} must return a list of {num_episodes} numbers or "
-                f"None, one per episode, but it returned {text}"
+                f"None, one per episode, but it returned {description}"
             )
         return [self._check_number(value, index) for index, value in enumerate(values)]
 
-    def _check_number(self, value: Any, index: int) -> float | None:
-        if value is None:
+    def _check_number(self, number: Any, index: int) -> float | None:
+        if number is None:
             return None
-        if hasattr(value, "item"):
-            value = value.item()
-        if not isinstance(value, Real) or not math.isfinite(value):
+        if hasattr(number, "item"):
+            number = number.item()
+        if not isinstance(number, Real) or not math.isfinite(number):
             raise RewardFunctionError(
                 f"{self.description} must return a finite number or None, but it "
-                f"returned {value!r:.100} for episode {index}; return None for an episode that "
+                f"returned {number!r:.100} for episode {index}; return None for an episode that "
                 "cannot be scored"
             )
-        return float(value)
+        return float(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +176,7 @@ class _Term:
     name: str
     weight: float
     scorer: RewardFunction | QueuedRewardModel | None
-    """Function or model that returns the values; None for the environment's return."""
+    """Function or model that computes the values; None for the environment's return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +186,7 @@ class _TermValues:
     term: _Term
     values: Sequence[float | None]
     failure: str = ""
-    """Reason why the term has no values."""
+    """Reason why the term has no values; empty if it has values."""
 
 
 class Reward:
@@ -195,67 +201,78 @@ class Reward:
         """Import the functions, and load the reward models that are not loaded yet.
 
         Args:
-            reward_models: the loaded models of this process, which all environments share.
+            reward_models: loaded models of this process, which all environments share.
         """
         # Functions that never return must not occupy the threads of other components.
-        threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="reward")
-        models = RewardModels() if reward_models is None else reward_models
-        self._terms = [_make_term(term, threads, models) for term in terms]
+        executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="reward")
+        loaded_models = RewardModels() if reward_models is None else reward_models
+        self._terms = [_make_term(term, executor, loaded_models) for term in terms]
         self._invalid_action_reward = invalid_action_reward
         self._includes_return = any(term.scorer is None and term.weight for term in self._terms)
-        """True if the reward includes the environment's return, and so the invalid-action cost."""
+        """True if the reward includes the environment's return with its invalid-action reward."""
 
-    async def score(self, played: Sequence[PlayedEpisode], timeout_s: float) -> list[Rollout]:
-        """Return the rollouts with their rewards; None if a term cannot score an episode.
+    async def score(self, episodes: Sequence[PlayedEpisode], timeout_s: float) -> list[Rollout]:
+        """Return the rollouts with their rewards. A reward is None if a term has no value.
 
-        All of them fail if a reward function raises, exceeds `timeout_s` or returns no numbers. A
-        reward also becomes the return of an episode whose environment reported none.
+        All episodes fail if a reward function raises, exceeds `timeout_s` or returns invalid
+        values. If the environment's return of an episode is unknown, the reward replaces it.
         """
-        scored_episodes = [episode for episode in played if episode.can_be_scored]
-        scores = [await self._evaluate(term, scored_episodes, timeout_s) for term in self._terms]
-        rows = itertools.count()
+        scorable_episodes = [episode for episode in episodes if episode.can_be_scored]
+        all_term_values = [
+            await self._compute_term(term, scorable_episodes, timeout_s) for term in self._terms
+        ]
+        row_counter = itertools.count()
         return [
-            self._with_reward(
-                episode.rollout, scores, next(rows) if episode.can_be_scored else None
+            self._add_reward(
+                episode.rollout,
+                all_term_values,
+                next(row_counter) if episode.can_be_scored else None,
             )
-            for episode in played
+            for episode in episodes
         ]
 
-    async def _evaluate(
-        self, term: _Term, scored: Sequence[PlayedEpisode], timeout_s: float
+    async def _compute_term(
+        self, term: _Term, episodes: Sequence[PlayedEpisode], timeout_s: float
     ) -> _TermValues:
         scorer = term.scorer
-        if scorer is None or not scored:
-            return _TermValues(term, [episode.rollout.episode_return for episode in scored])
+        if scorer is None or not episodes:
+            return _TermValues(term, [episode.rollout.episode_return for episode in episodes])
         try:
-            async with asyncio.timeout(timeout_s) as limit:
-                values = await scorer.values(_make_columns(scored), len(scored))
+            async with asyncio.timeout(timeout_s) as time_limit:
+                values = await scorer.compute_values(_make_columns(episodes), len(episodes))
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - the run's custom code
             failure = describe_error(error)
-            if limit.expired():
+            if time_limit.expired():
                 failure = (
                     f"RewardFunctionError: {scorer.description} did not return within "
                     f"rollout.group_timeout_s = {timeout_s:g} s; {scorer.remedy}"
                 )
-            return _TermValues(term, [None] * len(scored), failure)
+            return _TermValues(term, [None] * len(episodes), failure)
         return _TermValues(term, values)
 
-    def _with_reward(
-        self, rollout: Rollout, scores: Sequence[_TermValues], row: int | None
+    def _add_reward(
+        self, rollout: Rollout, all_term_values: Sequence[_TermValues], row: int | None
     ) -> Rollout:
-        """Return the rollout with the reward of its row; `row` is None for a void episode."""
-        values = [None if row is None else score.values[row] for score in scores]
+        """Return the rollout with its reward.
+
+        Args:
+            row: index of the rollout in the values of each term; None if the rollout is void.
+        """
+        values = [
+            None if row is None else term_values.values[row] for term_values in all_term_values
+        ]
         terms = tuple(
-            ScoredTerm(score.term.name, value) for score, value in zip(scores, values, strict=True)
+            ScoredTerm(term_values.term.name, value)
+            for term_values, value in zip(all_term_values, values, strict=True)
         )
         if row is None:
             return replace(rollout, terms=terms)
-        failed_scores = [score for score in scores if score.failure]
-        failure = failed_scores[0].failure if failed_scores else ""
-        reward, status = _weighted_sum(scores, values), rollout.status
-        if any(score.term.weight for score in failed_scores):
+        failed_terms = [term_values for term_values in all_term_values if term_values.failure]
+        failure = failed_terms[0].failure if failed_terms else ""
+        reward, status = _compute_weighted_sum(all_term_values, values), rollout.status
+        if any(term_values.term.weight for term_values in failed_terms):
             reward, status = None, RolloutStatus.FAILED
         elif (
             status is RolloutStatus.INVALID_ACTION
@@ -263,52 +280,56 @@ class Reward:
             and not self._includes_return
         ):
             reward += self._invalid_action_reward
-        known_return = rollout.episode_return
+        episode_return = rollout.episode_return
         return replace(
             rollout,
             reward=reward,
-            episode_return=reward if known_return is None else known_return,
+            episode_return=reward if episode_return is None else episode_return,
             terms=terms,
             status=status,
             failure=failure,
         )
 
 
-def _weighted_sum(scores: Sequence[_TermValues], values: Sequence[float | None]) -> float | None:
+def _compute_weighted_sum(
+    all_term_values: Sequence[_TermValues], values: Sequence[float | None]
+) -> float | None:
     """Return the weighted sum of the values; None if a term with a weight has no value."""
-    total = 0.0
-    for score, value in zip(scores, values, strict=True):
-        if score.term.weight == 0:
+    weighted_sum = 0.0
+    for term_values, value in zip(all_term_values, values, strict=True):
+        if term_values.term.weight == 0:
             continue
         if value is None:
             return None
-        total += score.term.weight * value
-    return total
+        weighted_sum += term_values.term.weight * value
+    return weighted_sum
 
 
 def _make_term(
-    config: RewardTerm | RewardModelTerm, threads: ThreadPoolExecutor, models: RewardModels
+    term_config: RewardTerm | RewardModelTerm,
+    executor: ThreadPoolExecutor,
+    reward_models: RewardModels,
 ) -> _Term:
-    name, scorer = make_reward_term_name(config), None
-    if isinstance(config, RewardModelTerm):
-        return _Term(name, config.weight, models.load(config))
-    if config.function is not None:
-        scorer = RewardFunction(config.function, name, threads)
-    return _Term(name, config.weight, scorer)
+    name, scorer = make_reward_term_name(term_config), None
+    if isinstance(term_config, RewardModelTerm):
+        return _Term(name, term_config.weight, reward_models.load(term_config))
+    if term_config.function is not None:
+        scorer = RewardFunction(term_config.function, name, executor)
+    return _Term(name, term_config.weight, scorer)
 
 
 def _make_columns(episodes: Sequence[PlayedEpisode]) -> Columns:
-    """Return every argument of a reward function; a field that an episode lacks is None.
+    """Return all arguments of a reward function. If an episode lacks a field, its entry is None.
 
-    A field of an environment never hides an argument of Ludus.
+    The standard arguments take precedence over fields with the same name.
     """
     rollouts = [episode.rollout for episode in episodes]
     columns: Columns = {}
     for name in sorted({key for episode in episodes for key in episode.fields or ()}):
         columns[name] = [(episode.fields or {}).get(name) for episode in episodes]
     return columns | {
-        "prompts": [_copy(episode.prompt) for episode in episodes],
-        "completions": [_copy(episode.completion) for episode in episodes],
+        "prompts": [_copy_text(episode.prompt) for episode in episodes],
+        "completions": [_copy_text(episode.completion) for episode in episodes],
         "completion_ids": [list(episode.completion_ids) for episode in episodes],
         "episode_return": [rollout.episode_return for rollout in rollouts],
         "terminated": [rollout.status is RolloutStatus.TERMINATED for rollout in rollouts],
@@ -319,8 +340,8 @@ def _make_columns(episodes: Sequence[PlayedEpisode]) -> Columns:
     }
 
 
-def _copy(text: Sequence[Message] | str) -> list[Message] | str:
-    """Return a copy that a reward function may change."""
+def _copy_text(text: Sequence[Message] | str) -> list[Message] | str:
+    """Return a copy of the messages, because a reward function may change them."""
     return text if isinstance(text, str) else list(text)
 
 
@@ -328,37 +349,41 @@ def check_columns(functions: Sequence[str], columns: Sequence[str], section: str
     """Check that the data has every column that a reward function requires.
 
     Args:
-        functions: the import path of each reward function.
-        section: the environment's section in the configuration.
+        functions: import path of each reward function.
+        section: section of the environment in the configuration.
 
     Raises:
         ConfigError: a function requires a column that the data does not have.
     """
-    names = sorted(STANDARD_ARGUMENTS.intersection(columns))
-    if names and functions:
+    hidden_columns = sorted(STANDARD_ARGUMENTS.intersection(columns))
+    if hidden_columns and functions:
         _log.warning(
             "%s: reward functions get the trainer's argument %s; they do not see the data's column "
             "of that name",
-            *(section, ", ".join(names)),
+            *(section, ", ".join(hidden_columns)),
         )
     for path in functions:
-        needed = _required_names(import_object(path, f"{section}.rewards"))
-        for name in sorted(needed - STANDARD_ARGUMENTS - frozenset(columns)):
-            hint = did_you_mean(name, columns)
+        required_names = _list_required_names(import_callable(path, f"{section}.rewards"))
+        for missing_name in sorted(required_names - STANDARD_ARGUMENTS - frozenset(columns)):
+            hint = did_you_mean(missing_name, columns)
             raise ConfigError(
-                f"{section}.rewards: function '{path}' requires '{name}', and the data has the "
-                f"columns {', '.join(columns)}"
+                f"{section}.rewards: function '{path}' requires '{missing_name}', and the data has "
+                f"the columns {', '.join(columns)}"
                 + (f"; {hint}" if hint else "; give its argument the name of one, or a default")
             )
 
 
-def _named_parameters(function: Callable[..., Any]) -> dict[str, Parameter]:
+def _list_named_parameters(function: Callable[..., Any]) -> dict[str, Parameter]:
     """Return the parameters that can be passed by name."""
     parameters = inspect.signature(function).parameters
-    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return {name: parameter for name, parameter in parameters.items() if parameter.kind in kinds}
+    nameable_kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind in nameable_kinds
+    }
 
 
-def _required_names(function: Callable[..., Any]) -> set[str]:
-    parameters = _named_parameters(function)
+def _list_required_names(function: Callable[..., Any]) -> set[str]:
+    parameters = _list_named_parameters(function)
     return {name for name, parameter in parameters.items() if parameter.default is Parameter.empty}

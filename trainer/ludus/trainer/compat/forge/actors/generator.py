@@ -124,4 +124,4 @@ class Generator(ForgeActor):
                 "which runs several processes"
             )
         # vLLM reads these variables when it is imported, which has not happened yet.
-        prepare_process(torch.get_num_threads(), on_gpu=torch.cuda.is_available())
+        prepare_process(torch.get_num_threads(), uses_gpu=torch.cuda.is_available())

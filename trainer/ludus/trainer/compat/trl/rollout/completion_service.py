@@ -38,7 +38,7 @@ from ludus.env import Message
 from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.serving.listeners import HttpListener
 from ludus.proto.errors import LudusError, RolloutFunctionError
-from ludus.trainer.core.interfaces import GenerateFn
+from ludus.trainer.core.interfaces import GenerateFunction
 from ludus.trainer.core.streams import Stream, derive_key, mix
 from ludus.trainer.core.types import SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
@@ -99,7 +99,7 @@ class CompletionService:
 
     def __init__(
         self,
-        generate: GenerateFn,
+        generate: GenerateFunction,
         chat: ChatTokenizer,
         max_tokens: int,
         run_seed: int,

@@ -306,7 +306,7 @@ class RowCheck:
         make_error: MakeError,
     ) -> list[float]:
         """Return the engine's log-probs of tokens that it did not sample in this call."""
-        if sampling.temperature != 1 or not sampling.is_plain:
+        if sampling.temperature != 1 or not sampling.changes_only_temperature:
             raise make_error(
                 f"the {len(token_ids)} tokens after the first {len(prompt_ids)} were not sampled "
                 "in this call. Their log-probs can only be checked at temperature 1 without cuts "

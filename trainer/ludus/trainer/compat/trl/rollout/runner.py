@@ -42,7 +42,7 @@ from ludus.trainer.compat.trl.rollout.contract import (
     find_signature,
     read_rows,
 )
-from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.functions import import_callable
 from ludus.trainer.core.types import (
     Rollout,
     RolloutStatus,
@@ -55,12 +55,12 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import make_renderer
 from ludus.trainer.rollout.episode import (
     close_session,
-    result_fields,
+    collect_result_fields,
+    make_void_rollout,
     retry_while_full,
-    void_rollout,
 )
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
-from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
+from ludus.trainer.rollout.runner import EpisodeStart, RunnerComponents
 from ludus.trainer.rollout.transcript import make_transcript_turn
 
 _NUM_THREADS = 8
@@ -100,24 +100,24 @@ class BatchFunctionRunner:
     plays_groups_together = True
 
     def __init__(
-        self, parts: RunnerParts, completions: CompletionService, port: int | None
+        self, components: RunnerComponents, completions: CompletionService, port: int | None
     ) -> None:
         """Import the rollout function; `port` None means that POST /generate/ is not served."""
-        assert parts.config.rollout_function is not None
-        path = parts.config.rollout_function
-        imported_function = import_object(path, "environment.rollout")
+        assert components.config.rollout_function is not None
+        path = components.config.rollout_function
+        imported_function = import_callable(path, "environment.rollout")
         script = imported_function if isinstance(imported_function, ScriptRollout) else None
         self._path = path
         self._function = script.function if script else imported_function
         self._script_args = script.args if script else None
         self._signature = find_signature(self._function, path)
-        self._run = parts.run
-        self._environment = parts.environment
-        self._limits = parts.limits
-        self._client = parts.client
-        self._renderer = make_renderer(parts.config)
-        self._chat = parts.chat
-        self._engine = parts.engine
+        self._run = components.run
+        self._environment = components.environment
+        self._limits = components.limits
+        self._client = components.client
+        self._renderer = make_renderer(components.config)
+        self._chat = components.chat
+        self._engine = components.engine
         self._completions = completions
         self._port = port
         # Functions that never return must not block the threads of other components.
@@ -126,24 +126,28 @@ class BatchFunctionRunner:
         self._lock = asyncio.Lock()
 
     @classmethod
-    async def start(cls, parts: RunnerParts) -> BatchFunctionRunner:
+    async def start(cls, components: RunnerComponents) -> BatchFunctionRunner:
         """Return the runner of an environment, and open its port if the run has one."""
-        rollout = parts.run.rollout
+        rollout = components.run.rollout
         completions = CompletionService(
-            parts.engine, parts.chat, rollout.max_tokens, parts.run.seed, parts.worker_index
+            components.engine,
+            components.chat,
+            rollout.max_tokens,
+            components.run.seed,
+            components.worker_index,
         )
         if rollout.generate_port is None:
-            return cls(parts, completions, None)
+            return cls(components, completions, None)
         server = GeneratePort(completions, rollout.generate_port)
         await server.start()
-        parts.stack.push_async_callback(server.stop)
-        return cls(parts, completions, server.port)
+        components.stack.push_async_callback(server.stop)
+        return cls(components, completions, server.port)
 
     async def play_episodes(
         self, starts: Sequence[EpisodeStart], sampling: Sampling, *, is_evaluation: bool
     ) -> list[PlayedEpisode]:
         """Play the episodes of all groups. If the function fails, all of its episodes fail."""
-        groups = [list(group) for _, group in groupby(starts, key=lambda start: start.group)]
+        groups = [list(group) for _, group in groupby(starts, key=lambda start: start.group_index)]
         prompts = await asyncio.gather(*(self._open_prompt(group[0].seed) for group in groups))
         opened_prompts = [
             (prompt, group)
@@ -182,10 +186,10 @@ class BatchFunctionRunner:
             return error
 
     def _read_prompt(self, first_result: StepResult) -> RolloutPrompt:
-        columns = result_fields(first_result)
+        columns = collect_result_fields(first_result)
         prompt = columns.pop(_PROMPT, None)
         if not isinstance(prompt, str):
-            prompt = self._renderer.messages(first_result, first=True)
+            prompt = self._renderer.render_messages(first_result, is_first=True)
         return RolloutPrompt(prompt, columns)
 
     async def _play_prompts(
@@ -297,7 +301,7 @@ class BatchFunctionRunner:
         )
 
     def _make_void_episode(self, seed: int, error: Exception) -> PlayedEpisode:
-        return PlayedEpisode(void_rollout(self._environment, seed, error))
+        return PlayedEpisode(make_void_rollout(self._environment, seed, error))
 
 
 def _make_transcript_turns(

@@ -20,12 +20,12 @@ from ludus.trainer.models.chat import ToolSpec
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 MessageKey: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
-"""Text of a completion, and the names and arguments of its calls; identifies the completion."""
+"""Identifier of a completion: its text, and the names and arguments of its calls."""
 
 _JSON_ERRORS = (ValueError, RecursionError)
 """Exceptions that `json.loads` raises for invalid or too deeply nested JSON."""
 _CALL_ID_BYTES = 4
-"""Number of bytes in a call id: unique within a conversation, and few tokens in a prompt."""
+"""Number of hash bytes in a call id; few, because ids can be part of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +47,21 @@ class ChatMessage:
 
     @property
     def key(self) -> MessageKey:
-        """Key that is equal for a response and for the message in which an agent repeats it.
+        """Key of the message, equal for a response and an agent's repetition of it.
 
-        Clients strip text and format JSON in their own way.
+        Text is stripped and JSON is normalized, because clients change both.
         """
         calls = tuple((call.name, _normalize_json(call.arguments)) for call in self.calls)
         return self.content.strip(), calls
 
     @property
     def text(self) -> str:
-        """Text of the message, with its calls in the form in which most models write them."""
-        return "\n".join(filter(None, [self.content, *map(_tagged_call, self.calls)]))
+        """Text of the message, followed by its calls in <tool_call> tags."""
+        return "\n".join(filter(None, [self.content, *map(_format_call, self.calls)]))
 
     @property
-    def plain(self) -> Message:
-        """Message for the chat template."""
+    def template_message(self) -> Message:
+        """Message in the form that the chat template uses."""
         return {"role": self.role, "content": self.text}
 
 
@@ -72,18 +72,18 @@ class PolicyRequest:
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolSpec, ...] = ()
     """Tools that a completion may call."""
-    num: int = 1
+    num_completions: int = 1
     """Number of completions."""
-    stop: tuple[str, ...] = ()
-    """Texts before which a completion is cut."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts that end a completion. The response does not contain them."""
     max_tokens: int | None = None
     seed: int | None = None
-    max_one_call: bool = False
+    is_limited_to_one_call: bool = False
     """True if a completion may contain at most one call."""
     requires_call: bool = False
-    """True if the agent requires a call; the policy is not forced to make one."""
-    with_logprobs: bool = False
-    """True if the response must contain the tokens and their log-probs."""
+    """True if the agent requires a call. The policy is not forced to make one."""
+    needs_logprobs: bool = False
+    """True if the response must contain tokens and log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +92,26 @@ class PolicyResponse:
 
     content: str
     reasoning: str = ""
-    """Text before the end of the reasoning."""
+    """Reasoning at the start of the completion."""
     calls: tuple[FunctionCall, ...] = ()
     finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
     num_prompt_tokens: int = 0
     num_tokens: int = 0
-    """Number of sampled tokens after the cut."""
+    """Number of sampled tokens that remain after the completion was cut."""
     tokens: Sequence[tuple[str, float]] = ()
     """Text and log-prob of each sampled token; empty if they were not requested."""
 
     @property
-    def as_message(self) -> ChatMessage:
-        """Response as a message of a history."""
+    def chat_message(self) -> ChatMessage:
+        """Response as a message of the agent's history."""
         return ChatMessage("assistant", self.content, self.calls)
 
 
 class ApiError(LudusError):
-    """A request that cannot be served, with the error that the agent receives.
+    """The error that an agent receives if its request cannot be served.
 
-    OpenAI's clients automatically retry after 408, 409, 429 and 5xx. A request that would fail
-    again gets another status.
+    OpenAI's clients automatically retry after status 408, 409, 429 and 5xx. An error that a retry
+    would cause again must have a different status.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ApiError(LudusError):
 
 
 class LimitError(ApiError):
-    """A limit of the run leaves no room for the completion; the episode ends as truncated."""
+    """A limit of the run leaves no room for the completion. The episode ends as truncated."""
 
 
 class FieldError(ApiError):
@@ -152,35 +152,35 @@ class Responder(Protocol):
     """A component that responds to the requests of one agent."""
 
     async def respond(self, request: PolicyRequest) -> list[PolicyResponse]:
-        """Return [request.num] responses.
+        """Return [request.num_completions] responses.
 
         Raises:
             ApiError: the request cannot be served; the agent receives the error.
         """
 
 
-def call_ids(request: PolicyRequest, response: PolicyResponse) -> list[str]:
+def make_call_ids(request: PolicyRequest, response: PolicyResponse) -> list[str]:
     """Return an id for each call of a response, derived from the history and the response.
 
-    Some agents write ids into their next prompt. Random ids would be noise for the policy, and
-    a run could not be repeated.
+    The ids are not random, because some agents write them into their next prompt: random ids would
+    be noise for the policy and make runs irreproducible.
     """
     history = [(message.role, message.content, message.calls) for message in request.messages]
-    source = repr((history, response.content, response.calls)).encode()
+    id_source = repr((history, response.content, response.calls)).encode()
     return [
-        f"call_{blake2b(source, digest_size=_CALL_ID_BYTES, salt=number.to_bytes(2)).hexdigest()}"
-        for number in range(len(response.calls))
+        f"call_{blake2b(id_source, digest_size=_CALL_ID_BYTES, salt=index.to_bytes(2)).hexdigest()}"
+        for index in range(len(response.calls))
     ]
 
 
-def _normalize_json(arguments: str) -> str:
+def _normalize_json(json_text: str) -> str:
     try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
+        return json.dumps(json.loads(json_text), sort_keys=True)
     except _JSON_ERRORS:
-        return arguments.strip()
+        return json_text.strip()
 
 
-def _tagged_call(call: FunctionCall) -> str:
+def _format_call(call: FunctionCall) -> str:
     try:
         arguments: Any = json.loads(call.arguments)
     except _JSON_ERRORS:

@@ -1,10 +1,11 @@
-"""Checks of the fields of a request; an invalid field is refused by name.
+"""Checks of the fields of a request.
 
-supported    read and applied
-decided      settings of sampling, which are accepted and ignored: the run decides
-harmless     accepted; no effect on the completion
-empty only   features that the endpoint lacks; clients send these fields with empty values
-others       refused, so that nothing an agent requests is silently ignored
+supported fields   applied
+run settings       accepted and ignored, because the run chooses its sampling parameters
+harmless fields    accepted and ignored, because they do not affect the completion
+fields with an     accepted if empty, because clients send them although they do not use the feature
+  empty value
+other fields       refused, so that no request of an agent is silently ignored
 """
 
 from __future__ import annotations
@@ -26,63 +27,63 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
 
 JsonObject = dict[str, Any]
 
-DECIDED = frozenset(
+RUN_SETTINGS = frozenset(
     {
         *("temperature", "top_p", "top_k", "min_p"),
         *("frequency_penalty", "presence_penalty", "repetition_penalty"),
     }
 )
-HARMLESS = frozenset(
+HARMLESS_FIELDS = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
         *("prompt_cache_key", "prompt_cache_retention", "reasoning_effort"),
     }
 )
-_ROLES: Mapping[str, Role] = {
+_ROLE_BY_NAME: Mapping[str, Role] = {
     "system": "system",
     "developer": "system",
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
 }
-"""Roles of the chat template, by their names in a request."""
-_TEXT_PARTS = ("text", "input_text", "output_text")
-_MAX_STOPS = 4
+"""Roles of the chat template, by the role's name in a request."""
+_TEXT_PART_TYPES = ("text", "input_text", "output_text")
+_MAX_STOP_TEXTS = 4
 _MAX_COMPLETIONS = 16
 _MAX_QUOTED_CHARACTERS = 80
 
 
 @dataclass(frozen=True, slots=True)
 class ApiRequest:
-    """A request, and the settings of its response."""
+    """A request to the policy, and the settings of the HTTP response."""
 
-    content: PolicyRequest
+    policy_request: PolicyRequest
     model: str
-    is_stream: bool
+    is_streamed: bool
     fields: JsonObject
     """Checked fields of the body that are not null."""
 
 
 def check_fields(
-    body: Any, supported: Collection[str], empty_only: Mapping[str, Collection[Any]]
+    body: Any, supported_fields: Collection[str], empty_values: Mapping[str, Collection[Any]]
 ) -> JsonObject:
     """Return the fields of a request body that are not null.
 
     Args:
-        empty_only: values that count as empty, for each field whose feature does not exist here.
+        empty_values: accepted values of each field that is otherwise not supported.
 
     Raises:
-        ApiError: the body is no object, or has a field that is not supported.
+        ApiError: the body is not an object, or has an invalid or unsupported field.
     """
     if not isinstance(body, dict):
         raise ApiError(f"expected a JSON object, got {quote(body)}")
     fields = {name: value for name, value in body.items() if value is not None}
     for name, value in fields.items():
-        if name in supported or name in DECIDED or name in HARMLESS:
+        if name in supported_fields or name in RUN_SETTINGS or name in HARMLESS_FIELDS:
             continue
-        if name not in empty_only:
-            raise unknown_field_error(name)
-        if value not in empty_only[name]:
+        if name not in empty_values:
+            raise make_unknown_field_error(name)
+        if value not in empty_values[name]:
             raise FieldError(
                 name,
                 f"this endpoint does not support the value {quote(value)}; remove the field",
@@ -103,55 +104,57 @@ def make_request(
     messages: Iterable[ChatMessage],
     *,
     max_tokens: int | None,
-    with_logprobs: bool,
+    needs_logprobs: bool,
 ) -> ApiRequest:
-    """Return the request with these messages and the fields that both formats share."""
-    choice = fields.get("tool_choice")
+    """Return a request with these messages and with the fields that both API formats share."""
+    tool_choice = fields.get("tool_choice")
     tools = tuple(
-        _read_tool(tool, f"tools.{n}") for n, tool in enumerate(read_list(fields, "tools"))
+        _read_tool(tool, f"tools.{index}") for index, tool in enumerate(read_list(fields, "tools"))
     )
-    content = PolicyRequest(
+    policy_request = PolicyRequest(
         messages=tuple(messages),
-        tools=_choose_tools(tuple(tools), choice),
-        num=read_integer(fields, "n", 1, _MAX_COMPLETIONS) or 1,
-        stop=_read_stops(fields),
+        tools=_choose_tools(tuple(tools), tool_choice),
+        num_completions=read_integer(fields, "n", 1, _MAX_COMPLETIONS) or 1,
+        stop_texts=_read_stop_texts(fields),
         max_tokens=max_tokens,
         seed=read_integer(fields, "seed", -(2**63), 2**63),
-        max_one_call=not read_flag(fields, "parallel_tool_calls", default=True),
-        requires_call=choice == "required" or isinstance(choice, dict),
-        with_logprobs=with_logprobs,
+        is_limited_to_one_call=not read_flag(fields, "parallel_tool_calls", default=True),
+        requires_call=tool_choice == "required" or isinstance(tool_choice, dict),
+        needs_logprobs=needs_logprobs,
     )
     model = str(fields.get("model") or default_model)
-    return ApiRequest(content, model, read_flag(fields, "stream"), fields)
+    return ApiRequest(policy_request, model, read_flag(fields, "stream"), fields)
 
 
-def unknown_field_error(name: str) -> FieldError:
+def make_unknown_field_error(name: str) -> FieldError:
     return FieldError(
         name, "this endpoint does not support the field; remove it", "unknown_parameter"
     )
 
 
 def quote(value: Any) -> str:
-    """Return a value in the form in which messages quote it."""
+    """Return a value as quoted, shortened text for error messages."""
     return f"{value!r:.{_MAX_QUOTED_CHARACTERS}}"
 
 
 def read_integer(
-    body: JsonObject, name: str, minimum: int, maximum: int | None = None
+    body: JsonObject, name: str, min_value: int, max_value: int | None = None
 ) -> int | None:
     """Return the integer in a field; None if the field is missing."""
     value = body.get(name)
     if value is None:
         return None
     is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or value < minimum or (maximum is not None and value > maximum):
-        bounds = f"of {minimum} or more" if maximum is None else f"from {minimum} to {maximum}"
+    if not is_integer or value < min_value or (max_value is not None and value > max_value):
+        bounds = (
+            f"of {min_value} or more" if max_value is None else f"from {min_value} to {max_value}"
+        )
         raise FieldError(name, f"expected a whole number {bounds}, got {quote(value)}")
     return int(value)
 
 
 def read_flag(body: JsonObject, name: str, *, default: bool = False) -> bool:
-    """Return the flag in a field."""
+    """Return the boolean in a field; `default` if the field is missing."""
     value = body.get(name, default)
     if not isinstance(value, bool):
         raise FieldError(name, f"expected true or false, got {quote(value)}")
@@ -171,13 +174,15 @@ def read_list(body: JsonObject, name: str, param: str = "") -> list[Any]:
 def read_message(message: Any, param: str) -> ChatMessage:
     """Return a message without its calls."""
     role = message.get("role") if isinstance(message, dict) else None
-    if not isinstance(role, str) or role not in _ROLES:
-        raise FieldError(f"{param}.role", f"expected one of {list(_ROLES)}, got {quote(role)}")
-    return ChatMessage(_ROLES[role], read_text(message.get("content"), f"{param}.content"))
+    if not isinstance(role, str) or role not in _ROLE_BY_NAME:
+        raise FieldError(
+            f"{param}.role", f"expected one of {list(_ROLE_BY_NAME)}, got {quote(role)}"
+        )
+    return ChatMessage(_ROLE_BY_NAME[role], read_text(message.get("content"), f"{param}.content"))
 
 
 def read_call(call: Any, param: str) -> FunctionCall:
-    """Return a call of a function, which chat completions nest in a field."""
+    """Return a function call. In chat completions it is nested in the field `function`."""
     match call.get("function", call) if isinstance(call, dict) else None:
         case {"name": str(name), "arguments": str(arguments)}:
             return FunctionCall(name, arguments)
@@ -187,10 +192,10 @@ def read_call(call: Any, param: str) -> FunctionCall:
 
 
 def read_text(content: Any, param: str) -> str:
-    """Return the text of a message's content, which is a text or a list of text parts.
+    """Return the text of a message's content, which is a string or a list of text parts.
 
     Raises:
-        FieldError: the content has another form; policies support no images or audio.
+        FieldError: the content has another form, for example images.
     """
     if content is None:
         return ""
@@ -199,40 +204,45 @@ def read_text(content: Any, param: str) -> str:
     if not isinstance(content, list):
         raise FieldError(param, f"expected a text or a list of parts, got {quote(content)}")
     texts = []
-    for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "refusal":
+    for part_index, part in enumerate(content):
+        part_type = part.get("type") if isinstance(part, dict) else None
+        if part_type == "refusal":
             continue
-        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+        if part_type not in _TEXT_PART_TYPES or not isinstance(part.get("text"), str):
             raise FieldError(
-                f"{param}.{number}",
+                f"{param}.{part_index}",
                 f"expected a part of type 'text', because the policy reads only text; got "
-                f"{quote(kind or part)}",
+                f"{quote(part_type or part)}",
                 "unsupported_content",
             )
         texts.append(part["text"])
     return "\n".join(texts)
 
 
-def token_logprobs(response: PolicyResponse) -> list[JsonObject]:
-    """Return OpenAI's entries for the tokens of a response, with their log-probs."""
+def make_token_logprobs(response: PolicyResponse) -> list[JsonObject]:
+    """Return the tokens of a response and their log-probs in OpenAI's format."""
     return [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in response.tokens
     ]
 
 
-def _read_stops(fields: JsonObject) -> tuple[str, ...]:
+def _read_stop_texts(fields: JsonObject) -> tuple[str, ...]:
     value = fields.get("stop", [])
-    stops = [value] if isinstance(value, str) else value
-    is_valid = isinstance(stops, list) and len(stops) <= _MAX_STOPS
-    if not is_valid or not all(isinstance(stop, str) and stop for stop in stops):
-        raise FieldError("stop", f"expected up to {_MAX_STOPS} texts, got {quote(value)}")
-    return tuple(stops)
+    stop_texts = [value] if isinstance(value, str) else value
+    is_valid = isinstance(stop_texts, list) and len(stop_texts) <= _MAX_STOP_TEXTS
+    if not is_valid or not all(
+        isinstance(stop_text, str) and stop_text for stop_text in stop_texts
+    ):
+        raise FieldError("stop", f"expected up to {_MAX_STOP_TEXTS} texts, got {quote(value)}")
+    return tuple(stop_texts)
 
 
 def _read_tool(tool: Any, param: str) -> ToolSpec:
-    """Return a tool in the form that chat templates list; chat completions nest its function."""
+    """Return a tool in the form that chat templates use.
+
+    In chat completions the function is nested in the field `function`.
+    """
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise FieldError(param, f"expected a tool of type 'function', got {quote(tool)}")
     function = tool.get("function", tool)
@@ -246,9 +256,9 @@ def _read_tool(tool: Any, param: str) -> ToolSpec:
     return {"type": "function", "function": spec}
 
 
-def _choose_tools(tools: tuple[ToolSpec, ...], choice: Any) -> tuple[ToolSpec, ...]:
-    """Return the tools that a completion may call; the policy is not forced to call one."""
-    match choice:
+def _choose_tools(tools: tuple[ToolSpec, ...], tool_choice: Any) -> tuple[ToolSpec, ...]:
+    """Return the tools that a completion may call. The policy is not forced to call any."""
+    match tool_choice:
         case None | "auto" | "required":
             return tools
         case "none":
@@ -264,5 +274,6 @@ def _choose_tools(tools: tuple[ToolSpec, ...], choice: Any) -> tuple[ToolSpec, .
                 "tool_choice", f"expected one of the request's tools, got {quote(name)}"
             )
     raise FieldError(
-        "tool_choice", f"expected 'none', 'auto', 'required' or a function, got {quote(choice)}"
+        "tool_choice",
+        f"expected 'none', 'auto', 'required' or a function, got {quote(tool_choice)}",
     )

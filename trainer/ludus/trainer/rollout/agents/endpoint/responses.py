@@ -1,6 +1,6 @@
 """The format of `/v1/responses`: from a request body to PolicyRequest, and back.
 
-instructions, input items --> messages      a message and the calls after it are one message
+instructions, input items --> messages      a message and the calls after it become one message
 a PolicyResponse          --> output items  reasoning, message, function_call
 """
 
@@ -19,27 +19,27 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
     FieldError,
     PolicyRequest,
     PolicyResponse,
-    call_ids,
+    make_call_ids,
 )
 from ludus.trainer.rollout.agents.endpoint.fields import (
     ApiRequest,
     JsonObject,
     check_fields,
     make_request,
+    make_token_logprobs,
     quote,
     read_call,
     read_integer,
     read_list,
     read_message,
     read_text,
-    token_logprobs,
 )
 
-_SUPPORTED = (
+_SUPPORTED_FIELDS = (
     *("model", "input", "instructions", "previous_response_id", "tools", "tool_choice"),
     *("parallel_tool_calls", "max_output_tokens", "stream", "include", "top_logprobs"),
 )
-_EMPTY_ONLY = {
+_EMPTY_VALUES = {
     "text": ({"format": {"type": "text"}}, {}),
     "reasoning": ({},),
     "truncation": ("disabled",),
@@ -49,18 +49,21 @@ _EMPTY_ONLY = {
     "conversation": (),
     "max_tool_calls": (),
 }
-_PREFERENCES = {"text": ("verbosity",), "reasoning": ("effort", "summary", "generate_summary")}
-"""Parts of fields that the endpoint ignores."""
+_IGNORED_SUBFIELDS = {
+    "text": ("verbosity",),
+    "reasoning": ("effort", "summary", "generate_summary"),
+}
+"""Fields within fields that the endpoint ignores."""
 _LOGPROBS_OPTION = "message.output_text.logprobs"
 _INCLUDE_OPTIONS = (_LOGPROBS_OPTION, "reasoning.encrypted_content")
 
 ConversationsById = Mapping[str, tuple[ChatMessage, ...]]
-"""Conversation up to and including a response, without instructions, by the response's id."""
+"""Conversation up to and including each response, without instructions, by response id."""
 
 
 def read_responses_request(body: Any, model: str, conversations: ConversationsById) -> ApiRequest:
-    """Return the request in a body; `model` is the default name of the model."""
-    fields = check_fields(_without_preferences(body), _SUPPORTED, _EMPTY_ONLY)
+    """Return the request in a body. `model` is the name of the model if the body has none."""
+    fields = check_fields(_remove_ignored_subfields(body), _SUPPORTED_FIELDS, _EMPTY_VALUES)
     previous_id = fields.get("previous_response_id")
     history: tuple[ChatMessage, ...] = ()
     if previous_id is not None:
@@ -82,17 +85,20 @@ def read_responses_request(body: Any, model: str, conversations: ConversationsBy
         model,
         messages,
         max_tokens=read_integer(fields, "max_output_tokens", 1),
-        with_logprobs=_LOGPROBS_OPTION in _read_include(fields),
+        needs_logprobs=_LOGPROBS_OPTION in _read_include(fields),
     )
 
 
-def conversation_after(request: ApiRequest, response: PolicyResponse) -> tuple[ChatMessage, ...]:
-    """Return the conversation with the response, without instructions, which apply only once."""
-    messages = request.content.messages[1 if request.fields.get("instructions") else 0 :]
-    return (*messages, response.as_message)
+def extend_conversation(request: ApiRequest, response: PolicyResponse) -> tuple[ChatMessage, ...]:
+    """Return the conversation with the response added.
+
+    Instructions are left out, because they apply to one request only.
+    """
+    messages = request.policy_request.messages[1 if request.fields.get("instructions") else 0 :]
+    return (*messages, response.chat_message)
 
 
-def response_body(request: ApiRequest, response: PolicyResponse) -> JsonObject:
+def make_response_body(request: ApiRequest, response: PolicyResponse) -> JsonObject:
     """Return the complete response body."""
     is_cut = response.finish_reason == "length"
     fields = request.fields
@@ -103,10 +109,10 @@ def response_body(request: ApiRequest, response: PolicyResponse) -> JsonObject:
         "created_at": int(time.time()),
         "error": None,
         "instructions": instructions if isinstance(instructions, str) else None,
-        "max_output_tokens": request.content.max_tokens,
+        "max_output_tokens": request.policy_request.max_tokens,
         "metadata": {},
         "model": request.model,
-        "parallel_tool_calls": not request.content.max_one_call,
+        "parallel_tool_calls": not request.policy_request.is_limited_to_one_call,
         "previous_response_id": fields.get("previous_response_id"),
         "temperature": None,
         "top_p": None,
@@ -115,7 +121,7 @@ def response_body(request: ApiRequest, response: PolicyResponse) -> JsonObject:
         "truncation": "disabled",
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "output": list(_output_items(request.content, response)),
+        "output": list(_make_output_items(request.policy_request, response)),
         "usage": {
             "input_tokens": response.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
@@ -126,17 +132,17 @@ def response_body(request: ApiRequest, response: PolicyResponse) -> JsonObject:
     }
 
 
-def response_events(body: JsonObject) -> Iterator[JsonObject]:
+def make_response_events(body: JsonObject) -> Iterator[JsonObject]:
     """Yield the events of a stream whose complete response is `body`."""
-    numbers = count()
+    sequence_numbers = count()
 
-    def event(kind: str, **fields: Any) -> JsonObject:
-        return {"type": kind, "sequence_number": next(numbers), **fields}
+    def make_event(kind: str, **fields: Any) -> JsonObject:
+        return {"type": kind, "sequence_number": next(sequence_numbers), **fields}
 
-    empty: JsonObject = {"output": [], "usage": None, "incomplete_details": None}
-    started_response = {**body, "status": "in_progress", **empty}
-    yield event("response.created", response=started_response)
-    yield event("response.in_progress", response=started_response)
+    empty_fields: JsonObject = {"output": [], "usage": None, "incomplete_details": None}
+    started_response = {**body, "status": "in_progress", **empty_fields}
+    yield make_event("response.created", response=started_response)
+    yield make_event("response.in_progress", response=started_response)
     for index, item in enumerate(body["output"]):
         unfinished_item = {**item, "status": "in_progress"}
         for name in ("content", "summary"):
@@ -144,20 +150,24 @@ def response_events(body: JsonObject) -> Iterator[JsonObject]:
                 unfinished_item[name] = []
         if "arguments" in item:
             unfinished_item["arguments"] = ""
-        yield event("response.output_item.added", output_index=index, item=unfinished_item)
-        for kind, fields in _item_events(item):
-            yield event(kind, output_index=index, item_id=item["id"], **fields)
-        yield event("response.output_item.done", output_index=index, item=item)
-    yield event(f"response.{body['status']}", response=body)
+        yield make_event("response.output_item.added", output_index=index, item=unfinished_item)
+        for kind, fields in _make_item_events(item):
+            yield make_event(kind, output_index=index, item_id=item["id"], **fields)
+        yield make_event("response.output_item.done", output_index=index, item=item)
+    yield make_event(f"response.{body['status']}", response=body)
 
 
-def _without_preferences(body: Any) -> Any:
+def _remove_ignored_subfields(body: Any) -> Any:
     if not isinstance(body, dict):
         return body
     fields = dict(body)
-    for name, parts in _PREFERENCES.items():
+    for name, subfields in _IGNORED_SUBFIELDS.items():
         if isinstance(fields.get(name), dict):
-            fields[name] = {k: v for k, v in fields[name].items() if k not in parts and v}
+            fields[name] = {
+                subfield: subfield_value
+                for subfield, subfield_value in fields[name].items()
+                if subfield not in subfields and subfield_value
+            }
     return fields
 
 
@@ -177,8 +187,8 @@ def _read_items(items: Any) -> list[ChatMessage]:
     if items is not None and not isinstance(items, list):
         raise FieldError("input", f"expected a text or a list of items, got {quote(items)}")
     messages: list[ChatMessage] = []
-    for number, item in enumerate(items or ()):
-        param = f"input.{number}"
+    for item_index, item in enumerate(items or ()):
+        param = f"input.{item_index}"
         match item.get("type", "message") if isinstance(item, dict) else item:
             case "reasoning":
                 continue
@@ -192,36 +202,36 @@ def _read_items(items: Any) -> list[ChatMessage]:
                 messages.append(ChatMessage("tool", text))
             case "message":
                 messages.append(read_message(item, param))
-            case kind:
+            case item_type:
                 raise FieldError(
                     param,
                     "expected a message, function_call, function_call_output or reasoning, got "
-                    f"{quote(kind)}",
+                    f"{quote(item_type)}",
                     "unsupported_content",
                 )
     return messages
 
 
-def _output_items(request: PolicyRequest, response: PolicyResponse) -> Iterator[JsonObject]:
+def _make_output_items(request: PolicyRequest, response: PolicyResponse) -> Iterator[JsonObject]:
     if response.reasoning:
         summary = [{"type": "summary_text", "text": response.reasoning}]
         item_id = _make_id("rs")
         yield {"type": "reasoning", "id": item_id, "status": "completed", "summary": summary}
     if response.content or not response.calls:
-        part = {
+        content_part = {
             "type": "output_text",
             "text": response.content,
             "annotations": [],
-            "logprobs": token_logprobs(response),
+            "logprobs": make_token_logprobs(response),
         }
         yield {
             "type": "message",
             "id": _make_id("msg"),
             "role": "assistant",
             "status": "incomplete" if response.finish_reason == "length" else "completed",
-            "content": [part],
+            "content": [content_part],
         }
-    for call, call_id in zip(response.calls, call_ids(request, response), strict=True):
+    for call, call_id in zip(response.calls, make_call_ids(request, response), strict=True):
         yield {
             "type": "function_call",
             "id": _make_id("fc"),
@@ -232,18 +242,18 @@ def _output_items(request: PolicyRequest, response: PolicyResponse) -> Iterator[
         }
 
 
-def _item_events(item: JsonObject) -> Iterator[tuple[str, JsonObject]]:
+def _make_item_events(item: JsonObject) -> Iterator[tuple[str, JsonObject]]:
     """Yield the events between the start and the end of an item."""
     match item:
         case {"type": "message", "content": content}:
-            for number, part in enumerate(content):
-                index = {"content_index": number}
-                empty = {**part, "text": "", "logprobs": []}
-                yield "response.content_part.added", {**index, "part": empty}
-                text_fields = {**index, "logprobs": part["logprobs"]}
+            for part_index, part in enumerate(content):
+                index_fields = {"content_index": part_index}
+                empty_part = {**part, "text": "", "logprobs": []}
+                yield "response.content_part.added", {**index_fields, "part": empty_part}
+                text_fields = {**index_fields, "logprobs": part["logprobs"]}
                 yield "response.output_text.delta", {**text_fields, "delta": part["text"]}
                 yield "response.output_text.done", {**text_fields, "text": part["text"]}
-                yield "response.content_part.done", {**index, "part": part}
+                yield "response.content_part.done", {**index_fields, "part": part}
         case {"type": "function_call", "arguments": arguments, "name": name}:
             yield "response.function_call_arguments.delta", {"delta": arguments}
             yield "response.function_call_arguments.done", {"arguments": arguments, "name": name}

@@ -3,13 +3,12 @@
     POST /v1/chat/completions   POST /v1/responses   GET /v1/models
     POST /mcp                   the environment's tools over JSON-RPC 2.0, if the episode has some
 
-A key is created when an episode starts and is invalid once the episode is over. It identifies the
-episode of a request and grants nothing else: its holder can extend this one episode only. A request
-whose client disconnects is cancelled, because a completion that the agent never receives must not
-be trained on.
+A key is created when an episode starts and becomes invalid when the episode ends. It identifies the
+episode of a request and gives no access to other episodes. If the client of a request disconnects,
+the request is cancelled, because a completion that the agent never receives must not be trained on.
 
-The key also makes an MCP session needless. The result of `initialize` contains no session id, and
-MCP clients then send none.
+MCP needs no session, because the key identifies the episode. The result of `initialize` therefore
+contains no session id.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter
 from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, ToolCall
 from ludus.trainer.rollout.agents.endpoint.chat_completions import (
-    chat_chunks,
-    chat_response,
+    make_chat_chunks,
+    make_chat_response,
     read_chat_request,
 )
 from ludus.trainer.rollout.agents.endpoint.exchange import (
@@ -49,32 +48,32 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
 )
 from ludus.trainer.rollout.agents.endpoint.fields import JsonObject, quote
 from ludus.trainer.rollout.agents.endpoint.responses import (
-    conversation_after,
+    extend_conversation,
+    make_response_body,
+    make_response_events,
     read_responses_request,
-    response_body,
-    response_events,
 )
 
 _ResultT = TypeVar("_ResultT")
 
-MODEL = "ludus"
+DEFAULT_MODEL = "ludus"
 """Default name of the policy's model; a request may use another name."""
 _KEEP_ALIVE_S = 3600
-"""Idle time of a connection. Agents keep connections open for long, and some do not reconnect."""
-RecordCalls: TypeAlias = Callable[[int, int], None]
-"""Takes the number of tool calls and the number of failed ones."""
+"""Maximum idle time of a connection. It is long, because some agents do not reconnect."""
+CallRecorder: TypeAlias = Callable[[int, int], None]
+"""Function that records numbers: (tool calls, failed tool calls)."""
 
 _INVALID_REQUEST, _METHOD_NOT_FOUND, _INVALID_PARAMS = -32600, -32601, -32602
 
 
 class EpisodeTools:
-    """The tools of an episode's environment, as its agent calls them."""
+    """The tools of an episode's environment, which the agent can call."""
 
-    def __init__(self, adapter: ToolAdapter, record_calls: RecordCalls | None) -> None:
+    def __init__(self, adapter: ToolAdapter, record_calls: CallRecorder | None) -> None:
         self._adapter = adapter
         self._record_calls = record_calls
         self.status: RolloutStatus | None = None
-        """Status in which a call ended the episode; None while it continues."""
+        """Status of an episode that a call ended; None if the episode continues."""
         self.reward = 0.0
         """Sum of the rewards of all calls."""
 
@@ -82,11 +81,11 @@ class EpisodeTools:
     def tools(self) -> tuple[Tool, ...]:
         return self._adapter.toolbox.tools
 
-    async def call(self, call: ToolCall) -> tuple[str, bool]:
-        """Call a tool and return its result, and True if the call failed."""
+    async def call_tool(self, call: ToolCall) -> tuple[str, bool]:
+        """Call a tool; return its result, and whether the call failed."""
         if self.status is not None:
             return "the episode is over", True
-        outcome = await self._adapter.call(call)
+        outcome = await self._adapter.call_tool(call)
         self.status = outcome.status
         self.reward += outcome.reward
         if self._record_calls is not None:
@@ -95,39 +94,39 @@ class EpisodeTools:
 
 
 def make_tools(
-    adapter: EnvironmentAdapter, record_calls: RecordCalls | None = None
+    adapter: EnvironmentAdapter, record_calls: CallRecorder | None = None
 ) -> EpisodeTools | None:
-    """Return the tools of an episode; None if its agent has none."""
+    """Return the tools of an episode; None if the environment offers none."""
     return EpisodeTools(adapter, record_calls) if isinstance(adapter, ToolAdapter) else None
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointAccess:
-    """The addresses and the key with which an agent reaches the policy."""
+    """The URLs and the key with which an agent reaches the policy and the tools."""
 
     base_url: str
     """Base URL of OpenAI's API, including /v1."""
     api_key: str
-    model: str = MODEL
+    model: str = DEFAULT_MODEL
     mcp_url: str | None = None
-    """URL of the environment's tools, with the same key; None if the environment has none."""
+    """MCP URL of the environment's tools; None if the environment has no tools."""
 
 
 @dataclass(slots=True, eq=False)
 class EndpointEpisode:
-    """An episode that its agent can reach through the endpoint."""
+    """An episode that is being played through the endpoint."""
 
     access: EndpointAccess
     responder: Responder
     tools: EpisodeTools | None
     conversations: dict[str, tuple[ChatMessage, ...]] = field(default_factory=dict)
-    """Conversation up to and including each response, by the response's id."""
-    running: set[asyncio.Future[Any]] = field(default_factory=set)
-    """Requests that are being served."""
+    """Conversation up to and including each response, by response id."""
+    handler_tasks: set[asyncio.Future[Any]] = field(default_factory=set)
+    """Tasks that are serving requests."""
     failure: Exception | None = None
-    """Error of the policy. It makes the episode void, whatever the agent does with it."""
+    """Error of the policy. It makes the episode void, even if the agent handles it."""
 
-    def raise_failure(self) -> None:
+    def raise_if_failed(self) -> None:
         if self.failure is not None:
             raise self.failure
 
@@ -157,7 +156,7 @@ _Handler = Callable[[EndpointEpisode, Any], Awaitable[Response]]
 
 
 class AgentEndpoint:
-    """The HTTP server, created and used on one event loop."""
+    """The HTTP server. It must be created and used on the same event loop."""
 
     def __init__(
         self, host: str = "127.0.0.1", port: int = 0, advertised_host: str | None = None
@@ -173,15 +172,15 @@ class AgentEndpoint:
         """
         self._episodes: dict[str, EndpointEpisode] = {}
         routes = [
-            Route("/v1/chat/completions", self._route(_chat), methods=["POST"]),
-            Route("/v1/responses", self._route(_respond), methods=["POST"]),
-            Route("/v1/models", self._route(_describe_models)),
-            Route("/v1/models/{name:path}", self._route(_describe_models)),
-            Route("/mcp", self._route(_mcp), methods=["POST"]),
+            Route("/v1/chat/completions", self._make_route(_handle_chat), methods=["POST"]),
+            Route("/v1/responses", self._make_route(_handle_responses), methods=["POST"]),
+            Route("/v1/models", self._make_route(_describe_models)),
+            Route("/v1/models/{name:path}", self._make_route(_describe_models)),
+            Route("/mcp", self._make_route(_handle_mcp), methods=["POST"]),
         ]
         app = Starlette(routes=routes)
-        listening = bind(host, port, "environment.agent.host")
-        self._listener = HttpListener(app, listening, keep_alive_s=_KEEP_ALIVE_S)
+        listening_socket = bind(host, port, "environment.agent.host")
+        self._listener = HttpListener(app, listening_socket, keep_alive_s=_KEEP_ALIVE_S)
         self._address = f"http://{authority(advertised_host or host, self._listener.port)}"
 
     async def start(self) -> None:
@@ -191,22 +190,22 @@ class AgentEndpoint:
         await self._listener.stop()
 
     @contextmanager
-    def episode(
+    def open_episode(
         self, responder: Responder, tools: EpisodeTools | None = None
     ) -> Iterator[EndpointEpisode]:
         """Yield an episode that its agent can reach until the block ends."""
         key = f"sk-{secrets.token_urlsafe(32)}"
         mcp_url = f"{self._address}/mcp" if tools is not None else None
-        access = EndpointAccess(f"{self._address}/v1", key, MODEL, mcp_url)
+        access = EndpointAccess(f"{self._address}/v1", key, DEFAULT_MODEL, mcp_url)
         episode = self._episodes[key] = EndpointEpisode(access, responder, tools)
         try:
             yield episode
         finally:
             del self._episodes[key]
-            for request in episode.running:
-                request.cancel()
+            for handler_task in episode.handler_tasks:
+                handler_task.cancel()
 
-    def _route(self, handle: _Handler) -> Callable[[Request], Awaitable[Response]]:
+    def _make_route(self, handle: _Handler) -> Callable[[Request], Awaitable[Response]]:
 
         async def serve(request: Request) -> Response:
             try:
@@ -219,41 +218,48 @@ class AgentEndpoint:
                         status=401,
                         code="invalid_api_key",
                     )
-                # The body must be read before waiting for the disconnect, which would consume it.
+                # The body must be read first, because waiting for a disconnect would consume it.
                 body = (
                     await _read_json(request) if request.method == "POST" else request.path_params
                 )
-                return await _run_until_gone(request, episode, handle(episode, body))
+                return await _run_until_disconnect(request, episode, handle(episode, body))
             except ApiError as error:
-                return _json_response(error.body, error.status)
+                return _make_json_response(error.body, error.status)
 
         return serve
 
 
-async def _chat(episode: EndpointEpisode, body: Any) -> Response:
-    request = read_chat_request(body, MODEL)
-    responses = await episode.respond(request.content)
-    if request.is_stream:
-        return _stream(chat_chunks(request, responses), is_named=False)
-    return _json_response(chat_response(request, responses))
+async def _handle_chat(episode: EndpointEpisode, body: Any) -> Response:
+    request = read_chat_request(body, DEFAULT_MODEL)
+    responses = await episode.respond(request.policy_request)
+    if request.is_streamed:
+        return _make_stream(make_chat_chunks(request, responses), has_event_names=False)
+    return _make_json_response(make_chat_response(request, responses))
 
 
-async def _respond(episode: EndpointEpisode, body: Any) -> Response:
-    request = read_responses_request(body, MODEL, episode.conversations)
-    [response] = await episode.respond(request.content)
-    result = response_body(request, response)
-    episode.conversations[result["id"]] = conversation_after(request, response)
-    if request.is_stream:
-        return _stream(response_events(result), is_named=True)
-    return _json_response(result)
+async def _handle_responses(episode: EndpointEpisode, body: Any) -> Response:
+    request = read_responses_request(body, DEFAULT_MODEL, episode.conversations)
+    [response] = await episode.respond(request.policy_request)
+    response_json = make_response_body(request, response)
+    episode.conversations[response_json["id"]] = extend_conversation(request, response)
+    if request.is_streamed:
+        return _make_stream(make_response_events(response_json), has_event_names=True)
+    return _make_json_response(response_json)
 
 
-async def _describe_models(episode: EndpointEpisode, path: Any) -> Response:
-    entry = {"id": path.get("name", MODEL), "object": "model", "created": 0, "owned_by": "ludus"}
-    return _json_response(entry if path else {"object": "list", "data": [entry]})
+async def _describe_models(episode: EndpointEpisode, path_params: Any) -> Response:
+    model_entry = {
+        "id": path_params.get("name", DEFAULT_MODEL),
+        "object": "model",
+        "created": 0,
+        "owned_by": "ludus",
+    }
+    return _make_json_response(
+        model_entry if path_params else {"object": "list", "data": [model_entry]}
+    )
 
 
-async def _mcp(episode: EndpointEpisode, body: Any) -> Response:
+async def _handle_mcp(episode: EndpointEpisode, body: Any) -> Response:
     if episode.tools is None:
         raise ApiError(
             "the environment offers this agent no tools; set environment.tools = true if it "
@@ -261,23 +267,23 @@ async def _mcp(episode: EndpointEpisode, body: Any) -> Response:
             status=404,
             code="no_tools",
         )
-    result = await _respond_to_mcp(episode.tools, body)
-    return Response(status_code=202) if result is None else _json_response(result)
+    mcp_response = await _respond_to_mcp(episode.tools, body)
+    return Response(status_code=202) if mcp_response is None else _make_json_response(mcp_response)
 
 
-async def _run_until_gone(
-    request: Request, episode: EndpointEpisode, handling: Awaitable[_ResultT]
+async def _run_until_disconnect(
+    request: Request, episode: EndpointEpisode, handler_result: Awaitable[_ResultT]
 ) -> _ResultT:
-    """Return the result, and cancel it if the client disconnects or the episode ends.
+    """Return the result of a handler, which a disconnect or the end of the episode cancels.
 
     Raises:
-        ApiError: the result was cancelled.
+        ApiError: the handler was cancelled.
     """
-    handling_task = asyncio.ensure_future(handling)
-    episode.running.add(handling_task)
-    watching = asyncio.ensure_future(_cancel_on_disconnect(request, handling_task))
+    handler_task = asyncio.ensure_future(handler_result)
+    episode.handler_tasks.add(handler_task)
+    watcher_task = asyncio.ensure_future(_cancel_on_disconnect(request, handler_task))
     try:
-        return await handling_task
+        return await handler_task
     except asyncio.CancelledError:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
@@ -285,85 +291,88 @@ async def _run_until_gone(
             "the episode is over, or its client has disconnected", status=401, code="episode_over"
         ) from None
     finally:
-        episode.running.discard(handling_task)
-        handling_task.cancel()
-        watching.cancel()
+        episode.handler_tasks.discard(handler_task)
+        handler_task.cancel()
+        watcher_task.cancel()
 
 
-async def _cancel_on_disconnect(request: Request, running: asyncio.Future[Any]) -> None:
+async def _cancel_on_disconnect(request: Request, handler_task: asyncio.Future[Any]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    running.cancel()
+    handler_task.cancel()
 
 
 async def _read_json(request: Request) -> Any:
-    content = bytearray()
+    body = bytearray()
     async for chunk in request.stream():
-        content += chunk
-        if len(content) > MAX_MESSAGE_BYTES:
+        body += chunk
+        if len(body) > MAX_MESSAGE_BYTES:
             raise ApiError(f"expected at most {MAX_MESSAGE_BYTES} bytes, got more", status=413)
     try:
-        return orjson.loads(content)
+        return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise ApiError(f"the body is not a JSON object: {error}") from None
 
 
-def _json_response(body: Any, status: int = 200) -> Response:
+def _make_json_response(body: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
-def _stream(chunks: Iterator[JsonObject], *, is_named: bool) -> Response:
-    """Return server-sent events; with event names, or with an end mark as for chat completions."""
+def _make_stream(chunks: Iterator[JsonObject], *, has_event_names: bool) -> Response:
+    """Return a stream of server-sent events, with event names or with [DONE] at its end."""
 
-    async def lines() -> AsyncIterator[bytes]:
+    async def write_lines() -> AsyncIterator[bytes]:
         for chunk in chunks:
-            name = f"event: {chunk['type']}\n".encode() if is_named else b""
-            yield name + b"data: " + orjson.dumps(chunk) + b"\n\n"
-        if not is_named:
+            event_line = f"event: {chunk['type']}\n".encode() if has_event_names else b""
+            yield event_line + b"data: " + orjson.dumps(chunk) + b"\n\n"
+        if not has_event_names:
             yield b"data: [DONE]\n\n"
 
-    return StreamingResponse(lines(), media_type="text/event-stream")
+    return StreamingResponse(write_lines(), media_type="text/event-stream")
 
 
 async def _respond_to_mcp(tools: EpisodeTools, request: Any) -> JsonObject | None:
-    """Return the response to a request; None for a notification."""
+    """Return the response to an MCP request; None for a notification."""
     if not isinstance(request, dict) or not isinstance(request.get("method"), str):
-        return _mcp_error(None, _INVALID_REQUEST, f"expected a request, got {quote(request)}")
+        return _make_mcp_error(None, _INVALID_REQUEST, f"expected a request, got {quote(request)}")
     if "id" not in request:
         return None
     request_id, params = request["id"], request.get("params") or {}
     if not isinstance(params, dict):
-        return _mcp_error(
+        return _make_mcp_error(
             request_id, _INVALID_PARAMS, f"expected params by name, got {quote(params)}"
         )
     match request["method"]:
         case "initialize":
-            return _mcp_result(request_id, _server_info(params))
+            return _make_mcp_result(request_id, _make_server_info(params))
         case "ping":
-            return _mcp_result(request_id, {})
+            return _make_mcp_result(request_id, {})
         case "tools/list":
-            return _mcp_result(request_id, {"tools": [_tool_entry(tool) for tool in tools.tools]})
+            return _make_mcp_result(
+                request_id, {"tools": [_make_tool_entry(tool) for tool in tools.tools]}
+            )
         case "tools/call":
             return await _call_tool(tools, request_id, params)
-    return _mcp_error(request_id, _METHOD_NOT_FOUND, f"no method {quote(request['method'])}")
+    return _make_mcp_error(request_id, _METHOD_NOT_FOUND, f"no method {quote(request['method'])}")
 
 
 async def _call_tool(tools: EpisodeTools, request_id: Any, params: JsonObject) -> JsonObject:
     name, arguments = params.get("name"), params.get("arguments") or {}
-    names = [tool.name for tool in tools.tools]
-    if not isinstance(arguments, dict) or name not in names:
-        return _mcp_error(
+    tool_names = [tool.name for tool in tools.tools]
+    if not isinstance(arguments, dict) or name not in tool_names:
+        return _make_mcp_error(
             request_id,
             _INVALID_PARAMS,
-            f"expected one of {names} with arguments, got {quote(name)} with {quote(arguments)}",
+            f"expected one of {tool_names} with arguments, got {quote(name)} with "
+            f"{quote(arguments)}",
         )
-    text, has_failed = await tools.call(ToolCall(str(name), arguments))
-    return _mcp_result(
+    text, has_failed = await tools.call_tool(ToolCall(str(name), arguments))
+    return _make_mcp_result(
         request_id, {"content": [{"type": "text", "text": text}], "isError": has_failed}
     )
 
 
-def _server_info(params: JsonObject) -> JsonObject:
+def _make_server_info(params: JsonObject) -> JsonObject:
     version = params.get("protocolVersion")
     return {
         "protocolVersion": version if version in PROTOCOL_VERSIONS else PROTOCOL_VERSIONS[-1],
@@ -372,14 +381,14 @@ def _server_info(params: JsonObject) -> JsonObject:
     }
 
 
-def _tool_entry(tool: Tool) -> JsonObject:
+def _make_tool_entry(tool: Tool) -> JsonObject:
     schema = tool.input_schema or {"type": "object", "properties": {}}
     return {"name": tool.name, "description": tool.description, "inputSchema": schema}
 
 
-def _mcp_result(request_id: Any, result: JsonObject) -> JsonObject:
+def _make_mcp_result(request_id: Any, result: JsonObject) -> JsonObject:
     return {"jsonrpc": "2.0", "id": request_id, "result": result}
 
 
-def _mcp_error(request_id: Any, code: int, message: str) -> JsonObject:
+def _make_mcp_error(request_id: Any, code: int, message: str) -> JsonObject:
     return {"jsonrpc": "2.0", "id": request_id, "error": {"code": code, "message": message}}
