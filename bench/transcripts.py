@@ -88,7 +88,7 @@ def time_writing(worker: Any) -> None:
     from ludus.trainer.rollout import group
 
     group.make_transcripts = TimedFunction(group.make_transcripts)
-    rollout_worker.num_transcripts = TimedFunction(rollout_worker.num_transcripts)
+    rollout_worker.count_transcripts = TimedFunction(rollout_worker.count_transcripts)
 
 
 def writing_seconds(worker: Any) -> float:
@@ -96,7 +96,7 @@ def writing_seconds(worker: Any) -> float:
     from ludus.trainer.actors import rollout_worker
     from ludus.trainer.rollout import group
 
-    return group.make_transcripts.seconds + rollout_worker.num_transcripts.seconds
+    return group.make_transcripts.seconds + rollout_worker.count_transcripts.seconds
 
 
 async def run(name: str, num_steps: int, folder: Path) -> Row:
@@ -110,9 +110,9 @@ async def run(name: str, num_steps: int, folder: Path) -> Row:
         steps = trainer.steps()
         for _ in range(NUM_WARM_STEPS):
             await anext(steps)
-        workers = [worker.actor for worker in trainer._components.workers._roster.ready]
+        workers = [worker.actor for worker in trainer.components.workers.roster.ready_workers]
         await asyncio.gather(*(worker.__ray_call__.remote(time_writing) for worker in workers))
-        metrics = trainer._components.metrics
+        metrics = trainer.components.metrics
         appending = metrics.log_transcripts = TimedFunction(metrics.log_transcripts)
         start_s = time.perf_counter()
         async for step in steps:

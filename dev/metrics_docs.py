@@ -103,7 +103,7 @@ def _make_series() -> Iterator[str]:
     for name in TrainSeries:
         labels = ", ".join(series[name].labels)
         total = "_total" if series[name].is_counter else ""
-        yield f"| `{name}{total}` | {labels} | {series[name].text} |\n"
+        yield f"| `{name}{total}` | {labels} | {series[name].help_text} |\n"
 
 
 if __name__ == "__main__":

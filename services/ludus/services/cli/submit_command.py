@@ -51,8 +51,7 @@ def submit(
 ) -> None:
     """Train on a cluster, as a RayJob built from the configuration and the installed release.
 
-    Ctrl-C stops following the run, not the run itself. When the run ends, its results are copied
-    to runs/NAME/.
+    Ctrl-C stops following the run, not the run. At its end, its results are copied to runs/NAME/.
 
     Example: `ludus submit examples/blackjack/tiny.toml --set training.num_steps=20`
     """
@@ -64,9 +63,9 @@ def submit(
 
     config = require_language_model(load_run_config(config_path, overrides or ()), "ludus submit")
     environments = _parse_environments(environment or ())
-    if release_file is not None and not dry_run:
-        raise ConfigError("--release-file needs --dry-run; remove it to submit the run")
     if release_file is not None:
+        if not dry_run:
+            raise ConfigError("--release-file needs --dry-run; remove it to submit the run")
         file_release = read_release_file(release_file, release_name)
         _print_manifests(make_manifests(config, file_release, environments, queue), output_format)
         return

@@ -120,8 +120,8 @@ async def _play_warm_start(
         environment_index: int, environment: ConnectedEnvironment, episode_index: int
     ) -> _WarmStartEpisode | None:
         async with semaphore:
+            agent = agents.get(environment_index)
             try:
-                agent = agents.get(environment_index)
                 return await _play_episode(
                     run, environment_index, environment, episode_index, agent
                 )
@@ -137,19 +137,12 @@ async def _play_warm_start(
             for index, environment in enumerate(environments.values())
             if environment.config.agent is not None
         }
-        episodes_or_failures = await asyncio.gather(
-            *(
-                asyncio.gather(
-                    *(
-                        play_or_record_failure(index, environment, episode)
-                        for episode in range(num_episodes)
-                    )
-                )
-                for index, (environment, num_episodes) in enumerate(
-                    zip(environments.values(), num_episodes_by_environment, strict=True)
-                )
-            )
+        games = zip(environments.values(), num_episodes_by_environment, strict=True)
+        batches = (
+            [play_or_record_failure(index, environment, episode) for episode in range(num_episodes)]
+            for index, (environment, num_episodes) in enumerate(games)
         )
+        episodes_or_failures = await asyncio.gather(*(asyncio.gather(*batch) for batch in batches))
     episodes = [
         [episode for episode in environment_results if episode is not None]
         for environment_results in episodes_or_failures

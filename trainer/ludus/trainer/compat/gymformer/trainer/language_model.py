@@ -190,8 +190,7 @@ def make_run(
             "rollout": {
                 **_make_length_limits(request, task, model),
                 "group_size": group_size,
-                # An environment may draw prompts without using the seed. PPO compares with a
-                # critic and does not need other episodes of the same prompt.
+                # PPO compares with a critic, not with other episodes of the same prompt.
                 "group_seed": "independent",
                 "num_groups_in_flight": max(num_groups, request.num_envs // group_size),
                 "num_gpus_per_worker": gpu_share,
