@@ -29,7 +29,7 @@ _MAX_JITTER = 1.25
 
 
 def generate_pauses(first_s: float, max_s: float) -> Iterator[float]:
-    """Yield pauses in seconds without end, each twice the previous pause and at most `max_s`."""
+    """Yield endless pauses in seconds, each twice the previous pause and at most `max_s`."""
     pause_s = first_s
     while True:
         yield pause_s

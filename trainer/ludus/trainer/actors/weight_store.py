@@ -1,4 +1,4 @@
-"""The configured weight store, and the storage in Ray's object store."""
+"""The configured weight store, and the storage backend for Ray's object store."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RayObjects:
         return buffers
 
     def drop(self, location: list[ray.ObjectRef]) -> None:
-        """Do nothing, because Ray deletes the object with the store's last reference."""
+        """Do nothing, because Ray deletes the object when the store drops the last reference."""
 
     def list_locations(self) -> Sequence[list[ray.ObjectRef]]:
         """Return an empty list, because Ray deletes objects with the process that owns them."""

@@ -17,7 +17,7 @@ _OLD_SUFFIX = ".old"
 
 
 def choose_temporary_path(path: Path) -> Path:
-    """Return the path at which the new content of `path` is written before it is moved there."""
+    """Return the path at which the new content of `path` is written before it replaces `path`."""
     return path.with_name(path.name + _TEMPORARY_SUFFIX)
 
 

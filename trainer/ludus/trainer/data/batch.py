@@ -5,12 +5,13 @@
              +-- ppo         rewards only; the learner's critic       of an episode
                              computes the advantages
 
-A batch may mix groups of several environments. Baselines are computed per group, scale = "batch"
-per environment. An episode without a reward (None) does not count in any mean and has no sample.
+A batch may mix groups of several environments. Baselines are computed per group. The scale "batch"
+is computed per environment. An episode without a reward (None) does not count in any mean and has
+no sample.
 
-The learned reward is `Rollout.reward`. Each turn's reward is placed on its last token, unless the
-environment gave a reward to each token. The rest of the learned reward (other terms, weights) is
-placed on the last turn.
+The training reward of an episode is `Rollout.reward`. Each turn's reward is placed on its last
+token, unless the environment gave a reward to each token. The rest of the training reward (other
+reward terms, and weights of terms) is placed on the last turn.
 
 A function of the user (`algorithm.advantages`) gets the scored episodes of a group and returns one
 advantage for each, which all tokens of the episode get.
@@ -59,8 +60,8 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> Ba
     """Return the batch of all scored episodes of `groups`.
 
     Advantages of GRPO and REINFORCE++ are final, unless the divergence is part of the reward. In
-    that case the learner adds the divergence (`kl_penalty`), and whitens for REINFORCE++. For PPO
-    the advantages are 0.
+    that case the learner adds the divergence (`kl_penalty`), and whitens the advantages for
+    REINFORCE++. For PPO the advantages are 0.
 
     Raises:
         ValueError: turns overlap, or are outside their sequence.
@@ -142,10 +143,10 @@ def _compute_turn_credits(
     if algorithm.advantages is not None:
         path = algorithm.advantages
         return [
-            [repeat(advantage) for advantage in _call_advantage_function(path, group_credits)]
-            for group_credits in groups
+            [repeat(advantage) for advantage in _call_advantage_function(path, group)]
+            for group in groups
         ]
-    credits_by_group: dict[int, list[Iterable[float]]] = {}
+    advantages_by_group: dict[int, list[Iterable[float]]] = {}
     for group_indices in _index_groups_by_environment(groups).values():
         environment_groups = [groups[index] for index in group_indices]
         baseline, scale = algorithm.baseline, algorithm.scale
@@ -153,15 +154,14 @@ def _compute_turn_credits(
             advantages = turn_advantages(
                 _make_turn_reward_table(environment_groups), baseline, scale, algorithm.gamma
             )
-            credits = [list(group_credits) for group_credits in advantages.tolist()]
+            environment_advantages = [list(row) for row in advantages.tolist()]
         else:
             advantages = group_advantages(_make_reward_table(environment_groups), baseline, scale)
-            credits = [
-                [repeat(advantage) for advantage in group_credits]
-                for group_credits in advantages.tolist()
+            environment_advantages = [
+                [repeat(advantage) for advantage in row] for row in advantages.tolist()
             ]
-        credits_by_group.update(zip(group_indices, credits, strict=True))
-    return [credits_by_group[index] for index in range(len(groups))]
+        advantages_by_group.update(zip(group_indices, environment_advantages, strict=True))
+    return [advantages_by_group[index] for index in range(len(groups))]
 
 
 def _call_advantage_function(path: str, group: RolloutGroup) -> list[float]:
@@ -183,8 +183,7 @@ def _call_advantage_function(path: str, group: RolloutGroup) -> list[float]:
     except (Exception, SystemExit) as error:  # code of the user
         raise ConfigError(
             f"{_FUNCTION_FIELD} = '{path}' raised {describe_error(error)}; it must be a function "
-            "of a "
-            "list of episodes, each with its `reward`, that returns one number for each"
+            "that takes a list of episodes with rewards and returns one number for each of them"
         ) from error
     if len(advantages) != len(scored_rollouts) or not all(map(math.isfinite, advantages)):
         raise ConfigError(
@@ -271,7 +270,7 @@ def _make_rollout_samples(
 
 
 def _compute_turn_rewards(rollout: Rollout) -> list[float]:
-    """Return the share [K] of each turn in the learned reward, which is the sum of the shares."""
+    """Return the share [K] of each turn in the training reward, which is the sum of the shares."""
     rewards = [turn.reward for sequence in rollout.sequences for turn in sequence.turns]
     if rewards and rollout.reward is not None:
         rewards[-1] += rollout.reward - sum(rewards)
@@ -332,7 +331,7 @@ def _index_groups_by_environment(groups: Sequence[RolloutGroup]) -> dict[str, li
 
 
 def _make_reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
-    """Return rewards [num_groups, G], NaN if missing. In float64, equal rewards stay equal."""
+    """Return rewards [num_groups, G], NaN if missing. Float64 keeps equal rewards equal."""
     return _pad(
         [[np.nan if reward is None else reward for reward in group.rewards] for group in groups],
         np.nan,
@@ -344,9 +343,9 @@ def _make_turn_reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
     rewards_by_group = [
         [
             [] if rollout.reward is None else _compute_turn_rewards(rollout)
-            for rollout in group_rewards.rollouts
+            for rollout in group.rollouts
         ]
-        for group_rewards in groups
+        for group in groups
     ]
     group_size = max(map(len, rewards_by_group))
     num_turns = max(
@@ -369,10 +368,8 @@ def _pad(rows: Sequence[Sequence[float] | np.ndarray], fill_value: float = 0.0) 
 
 
 def _check_turns(sequence: TokenSequence) -> None:
-    min_start, num_tokens = (
-        1,
-        len(sequence.token_ids),
-    )  # Turns start after the first token, which is not predicted.
+    min_start = 1  # the first token is not predicted
+    num_tokens = len(sequence.token_ids)
     for turn in sequence.turns:
         if not min_start <= turn.start < turn.end <= num_tokens:
             raise ValueError(

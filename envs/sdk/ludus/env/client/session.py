@@ -34,7 +34,7 @@ ConvertedT = TypeVar("ConvertedT")
 
 
 class WireSession(Protocol):
-    """One session on a wire. Every method raises EnvError with the code from the wire."""
+    """A session over one protocol. Every method raises EnvError with the code from the wire."""
 
     @property
     def session_id(self) -> str:
