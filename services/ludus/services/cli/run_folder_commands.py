@@ -50,7 +50,9 @@ def report(
     ] = None,
     figure: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File for an SVG picture, written instead of the page."),
+        typer.Option(
+            metavar="FILE", help="File for the learning curves as SVG, written instead of the page."
+        ),
     ] = None,
     open_page: Annotated[
         bool, typer.Option("--open", help="Open the written file in the browser.")
@@ -115,9 +117,10 @@ def _check_num_workers(run: LanguageModelRun, num_workers: int) -> None:
         if environment.kind == "local" and num_sessions > environment.max_sessions:
             field_path = f"{run.environment_section(name)}.max_sessions"
             raise ConfigError(
-                f"{num_workers} workers need num_groups_in_flight * group_size = {num_sessions} "
-                f"concurrent sessions, but {field_path} = {environment.max_sessions}; start the "
-                f"run with --set {field_path}={num_sessions}"
+                f"{num_workers} workers play num_groups_in_flight * group_size = "
+                f"{num_sessions // num_workers} sessions each, {num_sessions} together, but "
+                f"{field_path} = {environment.max_sessions}; restart the run with "
+                f"--set {field_path}={num_sessions}"
             )
 
 

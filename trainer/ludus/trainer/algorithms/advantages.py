@@ -6,7 +6,7 @@
     rewards and values ------- gae ------------------ whiten ------------> PPO
     the same, as streams ----- stream_gae -------------------------------> PPO of networks
 
-A divergence that is placed in the reward is a reward of tokens, `kl_penalty`. Only the learner
+If the divergence is part of the reward, it is a reward per token (`kl_penalty`). Only the learner
 can compute it. PPO adds it to the rewards before `gae`. The other algorithms compute advantages
 from rewards without it, and add its discounted returns later. The result is the same, because
 returns are sums.

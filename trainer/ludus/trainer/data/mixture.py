@@ -12,10 +12,10 @@ an environment, and their seeds, do not depend on the other environments. A grou
 replaced is replaced by the next group of the same environment.
 
 Usually every seed is a different task, derived from the run's seed and the group's index.
-If an environment reports the number of its tasks (`TaskSet`, rows of a data set), its tasks are
-counted: seed k selects the k-th task, its groups get the numbers 0, 1, 2, ... in the order in which
-they start, and each task is played once before any is repeated. The task of a zero-variance group
-is used up. The task of a lost group is not: it is played again, under a new index.
+An environment may report the number of its tasks (`TaskSet`), such as the rows of a data set. Then
+seed k selects the k-th task. The groups play the tasks in order, and each task is played once
+before any is repeated. The task of a zero-variance group is used up. The task of a lost group is
+not: it is played again, under a new index.
 
 A curriculum opens the environments one by one. The next environment opens when the win rate of
 the hardest open one, over its latest groups, reaches unlock_at. Easier environments keep part of
@@ -75,7 +75,7 @@ class MixtureState:
 
 
 class Mixture:
-    """A generator of the groups of a run, which updates `state`."""
+    """The choice of the groups of a run, which updates `state`."""
 
     def __init__(
         self, run: LanguageModelRun, state: MixtureState, num_tasks: Mapping[str, int] | None = None

@@ -1,8 +1,9 @@
 """The MCP endpoints: `POST /mcp` with JSON responses, and JSON-RPC frames on `WS /mcp`.
 
-A `POST` without `Mcp-Session-Id` follows OpenEnv and always gets status 200. A `POST` with the
-header follows MCP's streamable HTTP and gets status 404 if its session has ended. The server never
-sends requests, so `GET /mcp`, which would listen for them, is not allowed.
+A `POST` without `Mcp-Session-Id` follows OpenEnv and gets status 200, or 202 if there is no
+response. A `POST` with the header follows MCP's streamable HTTP and gets status 404 if its session
+has ended. The server never sends requests, so `GET /mcp`, which would listen for them, is not
+allowed.
 """
 
 from __future__ import annotations

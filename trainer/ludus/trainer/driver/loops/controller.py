@@ -23,16 +23,16 @@ With a staleness limit S = 1, learner and workers run at the same time:
     delivery   |            |   | t + 1 ....|  |   | t + 2 ....|
     workers    | play groups of version t      | t + 1 ........     batch t + 1 is there already
 
-With S = 0, only version t + 1 plays batch t + 1: learner and workers take turns.
+With S = 0, batch t + 1 is played only with version t + 1: learner and workers take turns.
 
 Each loop waits for the other only through GroupAdmission and the buffer. GroupAdmission keeps
-sampling at most S versions ahead. Through the buffer, training waits for B groups. A group that
+sampling at most S versions ahead. Training waits for B groups in the buffer. A group that
 will not be trained on gives its capacity back, so the buffer always fills again and there is no
 deadlock. If no worker loads the delivered weights, the run ends with an error at once. If only some
 workers fail to load them, these workers get no groups.
 
 When the learner is lost, all tasks above end. Its ranks restart from the newest checkpoint, and the
-tasks start again as after a resume, in the same process. Groups that were started since are not
+tasks start again as after a resume, in the same process. Groups that started after it are not
 trained on: `GroupBuffer.restore` keeps only the groups of the checkpoint and refuses late ones. No
 group index is used twice. Version numbers are used again with different weights. But no group of an
 old version can be in the buffer, and workers distinguish weights by their hash.
@@ -279,7 +279,6 @@ class Controller:
         return trained_step
 
     async def _train_on_batch(self, step: _RunningStep) -> None:
-        assert step.batch.batch is not None
         start_s = time.monotonic()
         coefficients = compute_coefficients(self.components.run, self.state.step)
         batch = step.batch.batch
