@@ -22,7 +22,7 @@ LOSS_STEP, LOST_WORKER = 24, 0
 
 def load_wrong_weights_once(worker: Any) -> None:
     """Let the engine of a worker load different weights at the next load."""
-    engine = worker.parts.engine.engine
+    engine = worker.components.engine.engine
     load = engine.load_weights
 
     def load_wrong_weights(state: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ def fail_permanently(worker: Any) -> None:
     def step() -> None:
         raise MemoryError("no more memory")
 
-    worker.parts.engine.engine.step = step
+    worker.components.engine.engine.step = step
 
 
 async def call_in_worker(

@@ -185,7 +185,7 @@ def break_engine(worker: Any) -> None:
     def step() -> None:
         raise MemoryError("no more memory")
 
-    worker.parts.engine.engine.step = step
+    worker.components.engine.engine.step = step
 
 
 async def test_missing_model_fails_the_start_of_workers(fleet: Fleet, tmp_path: Path) -> None:

@@ -213,12 +213,12 @@ def test_runs_get_addresses_that_clients_accept(chosen: ValueSet) -> None:
     assert platform["environments"].keys() == chosen.all_values["environments"].keys()
     for name, environment in platform["environments"].items():
         address = parse_address(environment["address"])
-        assert address.environment == name
+        assert address.environment_name == name
         host, _, port = address.authority.partition(":")
         service, namespace, *_ = host.split(".")
         assert namespace == chosen.namespace
         assert int(port) in [item["port"] for item in services[service]["spec"]["ports"]]
-        assert parse_address(environment["http"]).uses_tls == address.is_secure
+        assert parse_address(environment["http"]).uses_tls == address.uses_tls
 
 
 @every_set

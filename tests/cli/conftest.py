@@ -48,7 +48,7 @@ def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def use(scenario: str) -> None:
         command = [sys.executable, str(FAKE_TRAINER), scenario]
         monkeypatch.setattr(
-            trainer_process, "trainer_command", lambda arguments: [*command, *arguments]
+            trainer_process, "build_trainer_command", lambda arguments: [*command, *arguments]
         )
 
     return use

@@ -233,7 +233,7 @@ def start_cli(folder: Path, scenario: str, grace_s: float = 15.0) -> subprocess.
     command = [sys.executable, str(FAKE_TRAINER), scenario]
     program = (
         "from ludus.services.cli import app, trainer_process as t\n"
-        f"t.trainer_command = lambda arguments: [*{command!r}, *arguments]\n"
+        f"t.build_trainer_command = lambda arguments: [*{command!r}, *arguments]\n"
         f"t.STOP_GRACE_S = {grace_s}\n"
         "import sys; sys.argv = ['ludus', 'train', '--set', 'name=demo']\n"
         "app.main()\n"

@@ -164,11 +164,11 @@ def refuse_without_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    advance = EnvironmentSession._advance
+    advance = EnvironmentSession._record_transition
 
     def endless(self, transition, step_index):
         result = advance(self, transition, step_index)
-        self._last = type(result)(
+        self.last_result = type(result)(
             **{
                 name: getattr(result, name)
                 for name in result.__dataclass_fields__
@@ -180,7 +180,7 @@ def step_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
         self._environment._over = False
         return result
 
-    monkeypatch.setattr(EnvironmentSession, "_advance", endless)
+    monkeypatch.setattr(EnvironmentSession, "_record_transition", endless)
 
 
 @pytest.mark.slow
