@@ -27,7 +27,7 @@ class Service:
 """
 
 BURST = """
-runtime._TRIM_EVERY_S = 0.1
+runtime._TRIM_PERIOD_S = 0.1
 
 def burst():
     draw = random.Random(1)
