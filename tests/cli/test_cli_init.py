@@ -93,7 +93,7 @@ def test_it_can_be_installed_and_served_from_anywhere(grid_maze: Path, tmp_path:
     program = (
         "from ludus.env.targets.targets import environment_factory, list_installed_packages\n"
         "print(environment_factory('grid_maze_env', {'highest': 5})().options)\n"
-        "print('grid_maze_env' in [one.name for one in list_installed_packages()])\n"
+        "print('grid_maze_env' in [package.name for package in list_installed_packages()])\n"
         "from grid_maze_env.server.app import app\n"
         "print(app.title)"
     )

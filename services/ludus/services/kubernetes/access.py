@@ -83,7 +83,7 @@ def load_pod_access(
 def load_kubeconfig_access(path: Path | None = None, context: str = "") -> ApiAccess:
     """Load the access that a context of a kubeconfig describes.
 
-    The default file is the one in KUBECONFIG, or ~/.kube/config.
+    The default file is $KUBECONFIG, or ~/.kube/config if that is not set.
 
     Raises:
         ConfigError: the file or the context cannot be read.
