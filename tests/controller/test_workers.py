@@ -177,7 +177,7 @@ async def test_worker_with_one_breach_fetches_all_weights_again(
         )
         assert list(workers.weights_by_worker) == [sound.number]
         slots = [await workers.acquire_slot() for _ in range(16)]
-        assert {slot.worker.number for slot in slots} == {sound.number}, "it gets no traffic"
+        assert {slot.worker.number for slot in slots} == {sound.number}, "it is out of rotation"
         may_load.set()
         await ready(workers, 2)
         assert doubtful.from_scratch == [True, False, True]

@@ -307,7 +307,7 @@ class CanaryConfig(Section):
     0 turns the comparison with the usual difference off."""
     max_breaches: PositiveInt = 4
     """Number of consecutive failed checks of one worker, including its replacements, that stop the
-    run. After its first failed check, the worker gets no traffic and fetches the weights from
+    run. After its first failed check, the worker goes out of rotation and fetches the weights from
     scratch. After its second, it is replaced, or the run stops if no other worker passes."""
 
 
@@ -316,8 +316,8 @@ class _WeightStore(Section):
     """Number of newest versions that stay available, with all versions that they are based on."""
     timeout_s: Seconds = 120.0
     """Time limit in seconds for publishing a version, and for loading it in a worker. A worker that
-    takes longer gets no traffic and fetches the weights from scratch. The run fails if no worker
-    loads the version. A shorter outage of the store only delays the run."""
+    takes longer goes out of rotation and fetches the weights from scratch. The run fails if no
+    worker loads the version. A shorter outage of the store only delays the run."""
     dtype: Literal["learner", "float32", "bfloat16"] = "learner"
     """Type of the published tensors. "learner" takes learner.dtype."""
     full_every: PositiveInt = 1
