@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from ludus.proto.errors import AuthenticationError
 from ludus.services.gateway.tenancy.access import AuthFailure, TenantAccess
 from ludus.services.gateway.tenancy.tenants import get_current_tenant
-from ludus.services.gateway.wires.authentication import (
+from ludus.services.gateway.wires.http_app import build_gateway_app
+from ludus.services.gateway.wires.middleware import (
     AuthenticationInterceptor,
     AuthenticationMiddleware,
 )
-from ludus.services.gateway.wires.http_app import build_gateway_app
 from tests.gateway.gateways import NAME, num_sessions, run_gateway
 from tests.gateway.http_server import serving
 

@@ -12,7 +12,7 @@ from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
 from ludus.services.gateway.fleet.sources import ServerEndpoint
 from ludus.services.gateway.gateway import Gateway
-from ludus.services.gateway.sessions import tracked
+from ludus.services.gateway.sessions import tracked_sessions
 from tests.env.polling import eventually, turns_of_the_loop
 from tests.gateway.gateways import (
     FAST,
@@ -221,7 +221,7 @@ async def test_an_unnumbered_step_is_never_sent_twice():
 async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_broke(monkeypatch):
     async with env_server() as server:
         cable = Cable(server.grpc_address)
-        monkeypatch.setattr(tracked, "MAX_SWEEP_INTERVAL_S", 0.1)
+        monkeypatch.setattr(tracked_sessions, "MAX_SWEEP_INTERVAL_S", 0.1)
         async with (
             cable.plugged_in() as address,
             Gateway(make_config(address)) as gateway,

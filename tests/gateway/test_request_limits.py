@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.security.tracing import current_request_id
 from ludus.services.gateway.gateway import Gateway
-from ludus.services.gateway.wires.requests import RequestIdMiddleware, choose_request_id
+from ludus.services.gateway.wires.middleware import RequestIdMiddleware, choose_request_id
 from tests.gateway.gateways import NAME, CountingEnv, http_client, run_gateway
 from tests.gateway.http_server import serving
 

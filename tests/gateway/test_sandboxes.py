@@ -188,7 +188,7 @@ async def test_stopping_gateway_deletes_unused_claims(monkeypatch) -> None:
             opening = asyncio.create_task(sessions.open(SEEDED))
             await eventually(lambda: cluster.claims)
             opening.cancel()
-            await eventually(lambda: not sessions.admission.supply.creating_names)
+            await eventually(lambda: not sessions.admission.supply.new_names)
         assert not cluster.claims
 
 

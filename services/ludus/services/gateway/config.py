@@ -222,16 +222,13 @@ class GatewayConfig(_Section):
         Raises:
             ConfigError: the key is missing and some servers are started elsewhere.
         """
-        key = os.environ.get(self.session_key_env, "")
-        if key:
+        if key := os.environ.get(self.session_key_env):
             return key
-        external_names = [
-            name for name, section in self.environments.items() if section.kind != "subprocess"
-        ]
-        if external_names:
-            raise ConfigError(
-                f"{self.session_key_env} is not set; it must contain the session key (at least"
-                f" {MIN_KEY_BYTES} bytes) that the servers of '{external_names[0]}' also use;"
-                f" create one with: export {self.session_key_env}=$(openssl rand -hex 32)"
-            )
+        for name, section in self.environments.items():
+            if section.kind != "subprocess":
+                raise ConfigError(
+                    f"{self.session_key_env} is not set; it must contain the session key (at least"
+                    f" {MIN_KEY_BYTES} bytes) that the servers of '{name}' also use; create one"
+                    f" with: export {self.session_key_env}=$(openssl rand -hex 32)"
+                )
         return secrets.token_hex(32)

@@ -21,13 +21,7 @@ from functools import partial
 from ludus.env.runtime import run_until_signal
 from ludus.env.sandbox.processes import hide_process
 from ludus.env.security.session_ids import SESSION_KEY_VARIABLE, SessionKey
-from ludus.env.serving.listeners import (
-    HttpListener,
-    authority,
-    bind,
-    build_grpc_server,
-    stop_grpc_server,
-)
+from ludus.env.serving import listeners
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.sessions.options import choose_grpc_port
 from ludus.proto.env.v1 import env_pb2_grpc
@@ -45,13 +39,9 @@ from ludus.services.gateway.sessions.sessions import GatewayContext, GatewaySess
 from ludus.services.gateway.tenancy.access import TenantAccess
 from ludus.services.gateway.tenancy.metrics import EnvironmentLoad, GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
-from ludus.services.gateway.wires.authentication import (
-    AuthenticationInterceptor,
-    AuthenticationMiddleware,
-)
+from ludus.services.gateway.wires import middleware
 from ludus.services.gateway.wires.grpc_service import GatewayServicer
 from ludus.services.gateway.wires.http_app import build_admin_app, build_gateway_app
-from ludus.services.gateway.wires.requests import RequestIdMiddleware
 
 _log = logging.getLogger(__name__)
 
@@ -103,21 +93,20 @@ class Gateway:
         """
         config = self.config
         self._session_key = config.read_session_key()
-        sockets = [bind(config.host, config.port, "port")]
+        sockets = [listeners.bind(config.host, config.port, "port")]
         try:
             if config.admin_port is not None:
-                sockets.append(bind(config.host, config.admin_port, "admin_port"))
+                sockets.append(listeners.bind(config.host, config.admin_port, "admin_port"))
             self._build_environments()
-            self._listeners = [HttpListener(self._build_app(), sockets[0], config.tls)]
+            self._listeners = [listeners.HttpListener(self._build_app(), sockets[0], config.tls)]
             if config.admin_port is not None:
-                self._listeners.append(
-                    HttpListener(build_admin_app(self.environments, self.metrics), sockets[1])
-                )
-            self.grpc_server, grpc_port = build_grpc_server(
+                admin_app = build_admin_app(self.environments, self.metrics)
+                self._listeners.append(listeners.HttpListener(admin_app, sockets[1]))
+            self.grpc_server, grpc_port = listeners.build_grpc_server(
                 config.host,
                 choose_grpc_port(config.port, config.grpc_port),
                 config.tls,
-                [AuthenticationInterceptor(self.access)],
+                [middleware.AuthenticationInterceptor(self.access)],
                 config.max_connection_age_s,
             )
             servicer = GatewayServicer(self.environments)
@@ -141,9 +130,8 @@ class Gateway:
         """Close all ports and links; sessions stay on their servers for their linger time."""
         for sessions in self.environments.values():
             sessions.leave()
-        await asyncio.gather(
-            stop_grpc_server(self.grpc_server), *(listener.stop() for listener in self._listeners)
-        )
+        stop_work = [listener.stop() for listener in self._listeners]
+        await asyncio.gather(listeners.stop_grpc_server(self.grpc_server), *stop_work)
         await self._shut_down()
 
     @property
@@ -162,38 +150,32 @@ class Gateway:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.stop()
 
-    # -- steps -------------------------------------------------------------------------
-
     def _build_environments(self) -> None:
         config = self.config
-        if (
-            config.servers.credentials is not None
-        ):  # raises a ConfigError before anything is started
+        # Reading the credentials raises a ConfigError before anything is started.
+        if config.servers.credentials is not None:
             _log.info("connecting to environment servers with TLS")
+        key = SessionKey(self._session_key.encode())
         context = GatewayContext(
-            SessionKey(self._session_key.encode()),
-            self.access,
-            self.quotas,
-            self.metrics,
-            config.sessions,
-            config.servers,
+            key, self.access, self.quotas, self.metrics, config.sessions, config.servers
         )
         for name in config.environments:
             self.environments[name] = GatewaySessions(name, context)
 
-    def _build_app(self) -> RequestIdMiddleware:
+    def _build_app(self) -> middleware.RequestIdMiddleware:
         # The key is derived from the session key, which it does not reveal if it leaks.
         mcp_key = hmac.digest(self._session_key.encode(), b"ludus mcp sessions", "sha256")
         app = build_gateway_app(self.environments, self.metrics, mcp_key)
-        return RequestIdMiddleware(AuthenticationMiddleware(app, self.access))
+        authenticated_app = middleware.AuthenticationMiddleware(app, self.access)
+        return middleware.RequestIdMiddleware(authenticated_app)
 
     def _set_addresses(self, grpc_port: int) -> None:
         host, tls_suffix = self.config.host, "s" if self.config.tls else ""
         http_authority, *admin_authorities = (
-            authority(host, listener.port) for listener in self._listeners
+            listeners.authority(host, listener.port) for listener in self._listeners
         )
         self.http_address = f"http{tls_suffix}://{http_authority}"
-        self.grpc_address = f"grpc{tls_suffix}://{authority(host, grpc_port)}"
+        self.grpc_address = f"grpc{tls_suffix}://{listeners.authority(host, grpc_port)}"
         self.admin_address = f"http://{admin_authorities[0]}" if admin_authorities else ""
 
     def _read_loads(self) -> list[EnvironmentLoad]:
@@ -204,17 +186,17 @@ class Gateway:
         for name in self.config.environments:
             if name not in self.sources:
                 self.sources[name] = self._make_source(name)
-            self._watch_tasks.append(
-                asyncio.create_task(self._watch_source(name, self.sources[name]))
-            )
-        settle_task = asyncio.create_task(self._wait_for_servers())
+            self._watch_tasks.append(asyncio.create_task(self._watch_source(name)))
+        fleets = [sessions.fleet for sessions in self.environments.values()]
+        settle_work = [fleet.wait_until_settled(SETTLE_TIMEOUT_S) for fleet in fleets]
+        settle_future = asyncio.gather(*settle_work)
         try:
             # A watch task ends only if its source raises a UserError.
             await asyncio.wait(
-                [settle_task, *self._watch_tasks], return_when=asyncio.FIRST_COMPLETED
+                [settle_future, *self._watch_tasks], return_when=asyncio.FIRST_COMPLETED
             )
         finally:
-            settle_task.cancel()
+            settle_future.cancel()
         for task in self._watch_tasks:
             if task.done():
                 await task
@@ -262,22 +244,16 @@ class Gateway:
     def _find_secret_variables(self) -> frozenset[str]:
         """Return the names of the environment variables that contain a key or a token."""
         config = self.config
-        secret_names = {config.token_env, config.servers.token_env, config.session_key_env}
-        token_names = {
-            name for name, setting in os.environ.items() if self.access.has_token(setting.strip())
-        }
-        return frozenset(secret_names | token_names | {SESSION_KEY_VARIABLE})
+        names = {config.token_env, config.servers.token_env, config.session_key_env}
+        names |= {name for name, text in os.environ.items() if self.access.has_token(text.strip())}
+        return frozenset(names | {SESSION_KEY_VARIABLE})
 
-    async def _wait_for_servers(self) -> None:
-        fleets = [sessions.fleet for sessions in self.environments.values()]
-        await asyncio.gather(*(fleet.wait_until_settled(SETTLE_TIMEOUT_S) for fleet in fleets))
-
-    async def _watch_source(self, name: str, source: EndpointSource) -> None:
+    async def _watch_source(self, name: str) -> None:
         """Watch a source until cancelled; retry after failures, except mistakes of the user."""
-        fleet = self.environments[name].fleet
+        source, fleet = self.sources[name], self.environments[name].fleet
         while True:
             try:
-                await source.watch(fleet.publish)
+                await source.watch(fleet.replace_servers)
             except LudusError as error:
                 if isinstance(error, UserError) and not fleet.is_published:
                     raise

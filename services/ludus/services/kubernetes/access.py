@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from ludus.proto.errors import ConfigError
 
-_SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,7 @@ def load_access(kubeconfig: Path | None = None, context: str = "") -> ApiAccess:
     return load_kubeconfig_access(kubeconfig, context)
 
 
-def load_pod_access(
-    folder: Path = _SERVICE_ACCOUNT, environ: Mapping[str, str] = os.environ
-) -> ApiAccess:
+def load_pod_access(folder: Path = _ACCOUNT, environ: Mapping[str, str] = os.environ) -> ApiAccess:
     """Load the access of this pod's service account.
 
     Raises:
@@ -97,9 +95,7 @@ def load_kubeconfig_access(path: Path | None = None, context: str = "") -> ApiAc
     try:
         # The client itself reads KUBECONFIG only when it is imported.
         config_file = os.environ.get("KUBECONFIG") if path is None else str(path)
-        load_kube_config(
-            config_file=config_file, context=context or None, client_configuration=configuration
-        )
+        load_kube_config(config_file, context or None, configuration)
         contexts, current_context = list_kube_config_contexts(config_file)
         tls = _make_tls_context(configuration)
     except (ConfigException, OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
@@ -110,9 +106,8 @@ def load_kubeconfig_access(path: Path | None = None, context: str = "") -> ApiAc
             f" {error if is_harmless else type(error).__name__};"
             " see: kubectl config get-contexts"
         ) from (error if is_harmless else None)
-    selected_context = next(
-        (entry for entry in contexts if entry["name"] == context), current_context
-    )
+    context_by_name = {kube_context["name"]: kube_context for kube_context in contexts}
+    selected_context = context_by_name.get(context, current_context)
     host = urlsplit(configuration.host).hostname or ""
     exclusions = {"no": configuration.no_proxy or ""}
     bypasses_proxy = urllib.request.proxy_bypass_environment(host, exclusions)  # type: ignore[attr-defined]

@@ -31,12 +31,14 @@ from urllib.parse import quote
 
 import aiohttp
 import orjson
+from aiohttp import ClientResponse, ClientTimeout
 from aiohttp.http_exceptions import LineTooLong
 
 from ludus.proto.errors import ClusterError, ConfigError
 from ludus.services.kubernetes.access import ApiAccess, load_access
 
 JsonObject = dict[str, Any]
+_Query = Mapping[str, str]
 
 _EXEC_PROTOCOL = "v4.channel.k8s.io"
 """Subprotocol of pods/exec. The first byte of each message names its stream."""
@@ -46,7 +48,7 @@ _MAX_STDERR_BYTES = 2000
 _MERGE_PATCH = "application/merge-patch+json"
 MAX_RESPONSE_BYTES = 64 * 2**20
 MAX_EVENT_BYTES = 16 * 2**20
-_MAX_REASON_CHARS = 500
+_MAX_MESSAGE_CHARS = 700
 _WATCH_GRACE_S = 15.0
 """Seconds that a watch may last beyond its requested duration."""
 _HEARTBEAT_S = 30.0
@@ -97,6 +99,8 @@ def make_resource_path(api_version: str, namespace: str, plural: str, name: str 
 class KubernetesApi:
     """A client of one API server. A failed request raises a ClusterError with the status.
 
+    A caller that stops a generator early must close it (`contextlib.aclosing`).
+
     If the access cannot be loaded for the first request, a ConfigError is raised. If its files are
     missing later, for example while the kubelet replaces them, a ClusterError is raised.
 
@@ -115,47 +119,42 @@ class KubernetesApi:
     ) -> None:
         self._load = load
         self._remedies = remedies
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._connect_timeout_s = timeout_s
+        self._timeout_s = timeout_s
         self._access: ApiAccess | None = None
         self._had_credentials = False
         self._session: aiohttp.ClientSession | None = None
 
-    async def read(self, path: str, query: Mapping[str, str] | None = None) -> JsonObject:
+    async def read(self, path: str, query: _Query | None = None) -> JsonObject:
         """Return the object or list at a path."""
-        return await self._request_json("GET", path, query=query)
+        return await self._request_json("GET", path, None, query)
 
-    async def create(
-        self, path: str, body: JsonObject, query: Mapping[str, str] | None = None
-    ) -> JsonObject:
+    async def create(self, path: str, body: JsonObject, query: _Query | None = None) -> JsonObject:
         """Create an object in the list at a path, and return the created object."""
-        return await self._request_json("POST", path, body=body, query=query)
+        return await self._request_json("POST", path, body, query)
 
     async def replace(self, path: str, body: JsonObject) -> JsonObject:
         """Replace an object and return the new one; status 409 if it was changed meanwhile."""
-        return await self._request_json("PUT", path, body=body)
+        return await self._request_json("PUT", path, body)
 
     async def merge(self, path: str, body: JsonObject) -> JsonObject:
         """Apply a JSON merge patch and return the patched object."""
-        return await self._request_json("PATCH", path, body=body, content_type=_MERGE_PATCH)
+        return await self._request_json("PATCH", path, body)
 
     async def delete(self, path: str, body: JsonObject | None = None) -> JsonObject:
         """Delete an object, and return the object or a Status."""
-        return await self._request_json("DELETE", path, body=body)
+        return await self._request_json("DELETE", path, body)
 
     async def read_lines(
-        self, path: str, query: Mapping[str, str], *, silence_s: float | None = None
+        self, path: str, query: _Query, *, silence_s: float | None = None
     ) -> AsyncGenerator[str]:
         """Yield the lines of a text, such as a pod's log, until the server closes the stream.
-
-        A caller that stops early must close the generator (`contextlib.aclosing`).
 
         Args:
             silence_s: seconds without new data after which the generator ends; None means no limit.
         """
-        timeout = aiohttp.ClientTimeout(sock_connect=self._connect_timeout_s, sock_read=silence_s)
+        timeout = ClientTimeout(sock_connect=self._timeout_s, sock_read=silence_s)
         with self._raise_cluster_errors("GET", path), suppress(aiohttp.SocketTimeoutError):
-            async with self._request("GET", path, query=query, timeout=timeout) as response:
+            async with self._request("GET", path, params=query, timeout=timeout) as response:
                 stream, limit = response.content, MAX_EVENT_BYTES
                 while line := await stream.readline(max_line_length=limit):
                     yield line.decode(errors="replace").rstrip("\r\n")
@@ -165,12 +164,11 @@ class KubernetesApi:
     ) -> AsyncGenerator[bytes]:
         """Run a command in a container of a pod, and yield its stdout in chunks.
 
-        A caller that stops early must close the generator (`contextlib.aclosing`).
-
         Raises:
             ClusterError: the command could not be run, or it failed. The message contains its
                 stderr.
         """
+        shown_pod = f"pod {namespace}/{pod}"
         path = f"{make_resource_path('v1', namespace, 'pods', pod)}/exec"
         query = [("container", container), ("stdout", "true"), ("stderr", "true")]
         query += [("command", argument) for argument in command]
@@ -195,21 +193,15 @@ class KubernetesApi:
                     elif stream == _STATUS:
                         status = orjson.loads(content)
         if status is None:
-            raise ClusterError(
-                f"the connection to pod {namespace}/{pod} closed before the command finished"
-            )
+            raise ClusterError(f"the connection to {shown_pod} closed before the command finished")
         if status.get("status") != "Success":
             reason = stderr.decode(errors="replace").strip() or status.get("message")
-            raise ClusterError(
-                f"a command in pod {namespace}/{pod} failed: {reason or 'no reason given'}"
-            )
+            raise ClusterError(f"a command in {shown_pod} failed: {reason or 'no reason given'}")
 
     async def watch(
-        self, path: str, *, version: str, timeout_s: int, query: Mapping[str, str] | None = None
+        self, path: str, *, version: str, timeout_s: int, query: _Query | None = None
     ) -> AsyncGenerator[WatchEvent]:
         """Yield the changes of a list after a resourceVersion, until the server ends the stream.
-
-        A caller that stops early must close the generator (`contextlib.aclosing`).
 
         Raises:
             ClusterError: the status is 410 if the version is too old; then read the list again.
@@ -221,11 +213,9 @@ class KubernetesApi:
             "resourceVersion": version,
             "timeoutSeconds": str(timeout_s),
         }
-        timeout = aiohttp.ClientTimeout(
-            total=timeout_s + _WATCH_GRACE_S, sock_connect=self._connect_timeout_s
-        )
+        timeout = ClientTimeout(timeout_s + _WATCH_GRACE_S, sock_connect=self._timeout_s)
         with self._raise_cluster_errors("GET", path):
-            async with self._request("GET", path, query=watch_query, timeout=timeout) as response:
+            async with self._request("GET", path, params=watch_query, timeout=timeout) as response:
                 stream, limit = response.content, MAX_EVENT_BYTES
                 while line := await stream.readline(max_line_length=limit):
                     if not line.isspace():
@@ -244,33 +234,24 @@ class KubernetesApi:
         await self.close()
 
     async def _request_json(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: Mapping[str, str] | None = None,
-        body: JsonObject | None = None,
-        content_type: str = "application/json",
+        self, method: str, path: str, body: JsonObject | None = None, query: _Query | None = None
     ) -> JsonObject:
-        headers = {"Content-Type": content_type} if body is not None else {}
-        encoded_body = None if body is None else orjson.dumps(body)
+        options: dict[str, Any] = {"params": query, "timeout": ClientTimeout(self._timeout_s)}
+        if body is not None:
+            content_type = _MERGE_PATCH if method == "PATCH" else "application/json"
+            options |= {"data": orjson.dumps(body), "headers": {"Content-Type": content_type}}
         with self._raise_cluster_errors(method, path):
-            async with self._request(
-                method, path, query=query, data=encoded_body, headers=headers, timeout=self._timeout
-            ) as response:
-                response_object = orjson.loads(await _read_body(response))
-        if not isinstance(response_object, dict):
-            raise ClusterError(
-                f"expected an object from {path}, got {type(response_object).__name__}"
-            )
-        return response_object
+            async with self._request(method, path, **options) as response:
+                content = orjson.loads(await _read_body(response))
+        if not isinstance(content, dict):
+            raise ClusterError(f"expected an object from {path}, got {type(content).__name__}")
+        return content
 
     @asynccontextmanager
     async def _request(
         self, method: str, path: str, *, headers: Mapping[str, str] | None = None, **options: Any
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[ClientResponse]:
         """Send a request and yield its response with status 2xx and an unread body."""
-        options["params"] = options.pop("query", None)
         response = await self._send(method, path, headers or {}, options)
         if response.status == 401:
             # The credentials have expired; their files may contain new ones.
@@ -287,7 +268,7 @@ class KubernetesApi:
 
     async def _send(
         self, method: str, path: str, headers: Mapping[str, str], options: Mapping[str, Any]
-    ) -> aiohttp.ClientResponse:
+    ) -> ClientResponse:
         access, authorization = await self._read_credentials()
         try:
             return await self._open_session().request(
@@ -339,38 +320,28 @@ class KubernetesApi:
         except aiohttp.WSServerHandshakeError as error:
             raise self._make_status_error(method, path, error.status, error.message) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            url = f" at {self._access.url}" if self._access is not None else ""
             raise ClusterError(
-                f"no response from the API server{self._describe_url()} to {method} {path}:"
+                f"no response from the API server{url} to {method} {path}:"
                 f" {_describe_error(error)}" + self._find_remedy(_NO_RESPONSE)
             ) from error
 
-    async def _read_error(
-        self, method: str, path: str, response: aiohttp.ClientResponse
-    ) -> ClusterError:
+    async def _read_error(self, method: str, path: str, response: ClientResponse) -> ClusterError:
         try:
             status = orjson.loads(await _read_body(response))
             reason = str(status.get("message", "")) if isinstance(status, dict) else ""
         except (orjson.JSONDecodeError, aiohttp.ClientError):
             reason = ""
         retry_after = response.headers.get("Retry-After", "")
-        return self._make_status_error(
-            method,
-            path,
-            response.status,
-            reason or response.reason or "",
-            float(retry_after) if retry_after.isdecimal() else 0.0,
-        )
+        retry_after_s = float(retry_after) if retry_after.isdecimal() else 0.0
+        reason = reason or response.reason or ""
+        return self._make_status_error(method, path, response.status, reason, retry_after_s)
 
     def _make_status_error(
         self, method: str, path: str, status: int, reason: str, retry_after_s: float = 0.0
     ) -> ClusterError:
-        message = f"the API server refused {method} {path}: {status} {reason}"
-        return ClusterError(
-            message[: _MAX_REASON_CHARS + 200] + self._find_remedy(status), status, retry_after_s
-        )
-
-    def _describe_url(self) -> str:
-        return f" at {self._access.url}" if self._access is not None else ""
+        message = f"the API server refused {method} {path}: {status} {reason}"[:_MAX_MESSAGE_CHARS]
+        return ClusterError(message + self._find_remedy(status), status, retry_after_s)
 
     def _find_remedy(self, status: int) -> str:
         remedy = self._remedies.get(status)
@@ -389,7 +360,7 @@ def _describe_error(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         error = error.os_error
     message = str(error) or "timed out"
-    return f"{type(error).__name__}: {message}"[:_MAX_REASON_CHARS]
+    return f"{type(error).__name__}: {message}"[:_MAX_MESSAGE_CHARS]
 
 
 def _make_keepalive_socket(address: Any) -> socket.socket:
@@ -397,22 +368,16 @@ def _make_keepalive_socket(address: Any) -> socket.socket:
 
     A watch may receive nothing for minutes, so silence does not show that a connection is dead.
     """
-    family, socket_type, protocol = address[:3]
+    family, socket_type, protocol, *_ = address
     keepalive_socket = socket.socket(family, socket_type, protocol)
     keepalive_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option_name, option_value in (
-        ("TCP_KEEPIDLE", 20),
-        ("TCP_KEEPINTVL", 8),
-        ("TCP_KEEPCNT", 4),
-    ):
-        if hasattr(socket, option_name):
-            keepalive_socket.setsockopt(
-                socket.IPPROTO_TCP, getattr(socket, option_name), option_value
-            )
+    for name, number in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 8), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            keepalive_socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), number)
     return keepalive_socket
 
 
-async def _read_body(response: aiohttp.ClientResponse) -> bytes:
+async def _read_body(response: ClientResponse) -> bytes:
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk
@@ -429,11 +394,9 @@ def _parse_event(line: bytes, path: str) -> WatchEvent:
     event_object = event.get("object") if isinstance(event, dict) else None
     if event_type == "ERROR" and isinstance(event_object, dict):
         status = event_object.get("code")
-        raise ClusterError(
-            f"the watch of {path} failed: {status}"
-            f" {str(event_object.get('message', ''))[:_MAX_REASON_CHARS]}",
-            status if isinstance(status, int) else 0,
-        )
+        message = f"the watch of {path} failed: {status} {event_object.get('message', '')}"
+        status = status if isinstance(status, int) else 0
+        raise ClusterError(message[:_MAX_MESSAGE_CHARS], status)
     if event_type not in set(EventType) or not isinstance(event_object, dict):
         raise ClusterError(f"expected a watch event from {path}, got type {str(event_type)[:40]!r}")
     return WatchEvent(EventType(str(event_type)), event_object)

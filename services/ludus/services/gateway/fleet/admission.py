@@ -10,7 +10,6 @@ session, a poll or a new server may free capacity for them. An open that has wai
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -50,11 +49,9 @@ class FleetAdmission:
         servers: ServersSection,
         on_wait: Callable[[float], None],
     ) -> None:
-        self._on_wait = on_wait
-        self._limits = limits
+        self._environment, self._limits, self._on_wait = environment, limits, on_wait
         self.is_draining = False
         self.supply: ServerSupply | None = None
-        self._environment = environment
         self._queue: AdmissionQueue[list[Share]] = AdmissionQueue(
             self._reserve_now,
             self._cancel_shares,
@@ -77,8 +74,8 @@ class FleetAdmission:
 
     def count_missing(self, size: int) -> int:
         """Return how many sessions must end to make room for waiting opens and `size` sessions."""
-        num_missing_sessions = self.fleet.count_missing(size)
-        return num_missing_sessions and num_missing_sessions + self._queue.num_requested_units
+        num_missing = self.fleet.count_missing(size)
+        return num_missing and num_missing + self._queue.num_requested_units
 
     def advance(self) -> None:
         """Admit waiting opens if there is capacity; call this after a session has ended."""
@@ -90,7 +87,7 @@ class FleetAdmission:
         self.is_draining = True
         self._queue.refuse_all(self._make_draining_error())
 
-    def check(self, size: int) -> None:
+    def check_open(self, size: int) -> None:
         """Check that an open may wait for capacity.
 
         Raises:
@@ -99,10 +96,9 @@ class FleetAdmission:
         """
         if self.is_draining:
             raise self._make_draining_error()
-        if not 1 <= size <= self._limits.max_group_size:
-            raise InvalidCallError(
-                f"a group must have 1 to {self._limits.max_group_size} sessions, got {size}"
-            )
+        max_size = self._limits.max_group_size
+        if not 1 <= size <= max_size:
+            raise InvalidCallError(f"a group must have 1 to {max_size} sessions, got {size}")
 
     async def reserve(
         self, size: int, deadline_s: float, excluded_links: Collection[ServerLink] = ()
@@ -118,18 +114,18 @@ class FleetAdmission:
             CapacityError: no capacity became free in time, or the queue is full.
             UnavailableError: the gateway is draining.
         """
-        self.check(size)
+        self.check_open(size)
         if excluded_links and not self._queue:
             shares = self.fleet.reserve(size, excluded_links)
             if shares is not None:
                 return shares
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        shares = None
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline_s):
-                    shares = await self._queue.take(size)
+            async with asyncio.timeout_at(deadline_s):
+                shares = await self._queue.take(size)
+        except TimeoutError:
+            shares = None
         finally:
             self._on_wait(loop.time() - started_s)
         if shares is None:
@@ -182,19 +178,18 @@ class FleetAdmission:
         if self.supply is not None:
             return UnavailableError(self.supply.explain_shortage(), retry_after_s=RETRY_AFTER_S)
         links = [link for link in self.fleet.links if link.accepts_sessions]
-        num_used_sessions = sum(link.max_sessions - link.num_free for link in links)
+        num_used = sum(link.max_sessions - link.num_free for link in links)
         capacity = sum(link.max_sessions for link in links)
-        if not capacity:
-            return CapacityError(
-                f"no server of environment '{self._environment}' accepts sessions; try again when a"
-                " server has started",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        return CapacityError(
-            f"Server at capacity: {num_used_sessions}/{capacity} sessions active."
-            " Cannot accept new connections.",
-            retry_after_s=RETRY_AFTER_S,
+        message = (
+            f"Server at capacity: {num_used}/{capacity} sessions active."
+            " Cannot accept new connections."
         )
+        if not capacity:
+            message = (
+                f"no server of environment '{self._environment}' accepts sessions; try again when a"
+                " server has started"
+            )
+        return CapacityError(message, retry_after_s=RETRY_AFTER_S)
 
     def _make_draining_error(self) -> UnavailableError:
         return UnavailableError(

@@ -1,6 +1,6 @@
 """The servers of one environment: their links, their load and the placement of sessions.
 
-source --whole list--> publish --> one ServerLink each
+source --whole list--> replace_servers --> one ServerLink each
 reserve(n) --> the less loaded of two random servers, or several servers that share a group
 """
 
@@ -62,9 +62,11 @@ class Fleet:
         self._on_change = on_change
         self._has_waiting_opens = has_waiting_opens
         self._links: dict[str, ServerLink] = {}
+        """The links by the keys of their servers in the source."""
         self._link_list: list[ServerLink] = []
         """The links as a list, for random choices."""
-        self._by_server_id: dict[str, ServerLink] = {}
+        self._link_by_id: dict[str, ServerLink] = {}
+        """The links by the ids that their servers have or once had."""
         self._removal_reasons: OrderedDict[str, str] = OrderedDict()
         self.is_published = False
         """True when the source has published its first list of servers."""
@@ -79,7 +81,7 @@ class Fleet:
         """The links to all servers that the source lists."""
         return self._links.values()
 
-    def publish(self, endpoints: Sequence[ServerEndpoint]) -> None:
+    def replace_servers(self, endpoints: Sequence[ServerEndpoint]) -> None:
         """Replace the list of servers by the source's current list."""
         endpoint_by_key = {endpoint.key: endpoint for endpoint in endpoints}
         for key in [key for key in self._links if key not in endpoint_by_key]:
@@ -99,7 +101,7 @@ class Fleet:
 
     def find_link(self, server_id: str) -> ServerLink | None:
         """Return the link to the server that has or once had this id."""
-        return self._by_server_id.get(server_id)
+        return self._link_by_id.get(server_id)
 
     def find_link_by_key(self, key: str) -> ServerLink | None:
         """Return the link to the server with this key in the source."""
@@ -129,16 +131,8 @@ class Fleet:
             The shares of the servers, or None if the capacity is too small.
         """
         best_link = self._choose_link(size, excluded_links)
-        if best_link is not None:
-            num_by_link = {best_link: size}
-        else:
-            num_by_link = _split_over_links(
-                size, [link for link in self._link_list if link not in excluded_links]
-            )
-        return [
-            Share(link, num_sessions, link.reserve(num_sessions))
-            for link, num_sessions in num_by_link.items()
-        ] or None
+        sizes = {best_link: size} if best_link else self._split_over_links(size, excluded_links)
+        return [Share(link, size, link.reserve(size)) for link, size in sizes.items()] or None
 
     def count_missing(self, size: int) -> int:
         """Return how many of `size` sessions have no capacity on the servers that accept sessions.
@@ -190,21 +184,19 @@ class Fleet:
         if self._close_tasks:
             await asyncio.gather(*self._close_tasks, return_exceptions=True)
 
-    # -- links -------------------------------------------------------------------------
-
     def _make_link(self, endpoint: ServerEndpoint) -> ServerLink:
         link = ServerLink(
             endpoint, self._options, lambda: self._handle_link_change(link), self._choose_pause_s
         )
         if endpoint.server_id:
-            self._by_server_id[endpoint.server_id] = link
+            self._link_by_id[endpoint.server_id] = link
         return link
 
     def _handle_link_change(self, link: ServerLink) -> None:
         if self._links.get(link.endpoint.key) is not link:
             return
-        if link.server_id and self._by_server_id.get(link.server_id) is not link:
-            self._by_server_id[link.server_id] = link
+        if link.server_id and self._link_by_id.get(link.server_id) is not link:
+            self._link_by_id[link.server_id] = link
             self._removal_reasons.pop(link.server_id, None)
         if link.description is not None:
             self.description = link.description
@@ -218,10 +210,9 @@ class Fleet:
     def _remove_link(self, key: str, reason: str = "") -> None:
         link = self._links.pop(key)
         reason = reason or f"its server at {link.endpoint.grpc_address} was removed"
-        for server_id in [
-            server_id for server_id, known_link in self._by_server_id.items() if known_link is link
-        ]:
-            del self._by_server_id[server_id]
+        server_ids = [server_id for server_id, owner in self._link_by_id.items() if owner is link]
+        for server_id in server_ids:
+            del self._link_by_id[server_id]
             self._removal_reasons[server_id] = reason
             if len(self._removal_reasons) > _MAX_REMOVAL_REASONS:
                 self._removal_reasons.popitem(last=False)
@@ -240,14 +231,24 @@ class Fleet:
             pair = random.sample(links, 2)
             if all(link.num_free >= size and link not in excluded_links for link in pair):
                 return _choose_less_loaded(pair)
-        candidates = [
-            link for link in links if link.num_free >= size and link not in excluded_links
-        ]
-        if not candidates:
-            return None
-        return _choose_less_loaded(
-            random.sample(candidates, 2) if len(candidates) > 2 else candidates
-        )
+        choices = [link for link in links if link.num_free >= size and link not in excluded_links]
+        return _choose_less_loaded(random.sample(choices, min(len(choices), 2)))
+
+    def _split_over_links(
+        self, size: int, excluded_links: Collection[ServerLink]
+    ) -> dict[ServerLink, int]:
+        """Split `size` sessions over servers, those with the most free capacity first.
+
+        Return the number of sessions by link, or {} if the capacity is too small.
+        """
+        sizes: dict[ServerLink, int] = {}
+        links = [link for link in self._link_list if link.num_free and link not in excluded_links]
+        for link in sorted(links, key=lambda link: link.num_free, reverse=True):
+            sizes[link] = min(link.num_free, size)
+            size -= sizes[link]
+            if size == 0:
+                return sizes
+        return {}
 
     def _choose_pause_s(self) -> float:
         """Return the seconds until the next poll: fewer while opens wait, more in a large fleet."""
@@ -257,22 +258,5 @@ class Fleet:
         return max(pause_s, len(self._link_list) / _MAX_POLLS_PER_S) * random.uniform(0.8, 1.2)
 
 
-def _choose_less_loaded(links: Sequence[ServerLink]) -> ServerLink:
-    return min(links, key=lambda link: link.num_sessions / link.max_sessions)
-
-
-def _split_over_links(size: int, links: Sequence[ServerLink]) -> dict[ServerLink, int]:
-    """Split `size` sessions over servers, those with the most free capacity first.
-
-    Return the number of sessions by link, or {} if the capacity is too small.
-    """
-    num_by_link: dict[ServerLink, int] = {}
-    for link in sorted(links, key=lambda link: link.num_free, reverse=True):
-        if not link.num_free:
-            break
-        num_sessions = min(link.num_free, size)
-        num_by_link[link] = num_sessions
-        size -= num_sessions
-        if size == 0:
-            return num_by_link
-    return {}
+def _choose_less_loaded(links: Sequence[ServerLink]) -> ServerLink | None:
+    return min(links, key=lambda link: link.num_sessions / link.max_sessions, default=None)

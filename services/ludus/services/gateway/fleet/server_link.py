@@ -152,14 +152,11 @@ class ServerLink:
             return self._close_reason
         address = self.endpoint.grpc_address
         if self.is_connected:
-            is_same_server = self.server_id == server_id
-            return "" if is_same_server else f"server {server_id} at {address} has restarted"
-        silent_s = asyncio.get_running_loop().time() - self.broken_at_s
-        if silent_s <= linger_s:
+            has_restarted = self.server_id != server_id
+            return f"server {server_id} at {address} has restarted" if has_restarted else ""
+        if asyncio.get_running_loop().time() - self.broken_at_s <= linger_s:
             return ""
-        return (
-            f"server {server_id} at {address} was not reachable for longer than their linger time"
-        )
+        return f"server {server_id} at {address} was unreachable for longer than their linger time"
 
     def reserve(self, num_sessions: int) -> int:
         """Reserve capacity until `confirm` or `cancel`; return the number of polls for `cancel`."""
@@ -212,11 +209,7 @@ class ServerLink:
         return None
 
     async def call(
-        self,
-        server_id: str,
-        fill_call: Callable[[pb.Call], None],
-        *,
-        is_repeatable: bool = False,
+        self, server_id: str, fill_call: Callable[[pb.Call], None], *, is_repeatable: bool = False
     ) -> pb.Reply:
         """Send a call and return the server's reply.
 
@@ -249,11 +242,8 @@ class ServerLink:
         """Detach a session without waiting, so that it ends after its linger time."""
         stream = self._stream
         if stream is not None and stream.break_reason is None:
-
-            def fill_call(call: pb.Call) -> None:
-                call.detach.session_id = session_id
-
-            stream.ignore_failure(stream.start_call(fill_call))
+            detach = pb.Call(detach=pb.DetachRequest(session_id=session_id))
+            stream.ignore_failure(stream.start_call(lambda call: call.CopyFrom(detach)))
 
     async def close(self, reason: str) -> None:
         """Close the connection; the server keeps its sessions for their linger time."""
@@ -306,7 +296,7 @@ class ServerLink:
             self.endpoint.grpc_address,
             timeout_s=self._options.call_timeout_s,
             max_call_bytes=MAX_GATEWAY_CALL_BYTES,
-            on_break=self._handle_broken,
+            on_break=self._handle_break,
         )
         self.connected_at_s = asyncio.get_running_loop().time()
         self._connected_event.set()
@@ -334,10 +324,8 @@ class ServerLink:
     async def poll(self) -> None:
         """Read the server's load."""
         self._num_polls += 1
-        self._num_uncertain_sessions, num_change_before = (
-            self._num_opening_sessions,
-            self._num_change_since_poll,
-        )
+        self._num_uncertain_sessions = self._num_opening_sessions
+        num_old_change = self._num_change_since_poll
         self._is_polling = True
         try:
             status = await self._server_port.status()
@@ -345,7 +333,7 @@ class ServerLink:
             self._is_polling = False
         self._num_polled_sessions = status.num_sessions
         self._record_use(status.num_sessions > 0)
-        self._num_change_since_poll -= num_change_before
+        self._num_change_since_poll -= num_old_change
         self.max_sessions = status.max_sessions
         self.is_draining = status.is_draining
         self._is_full = False
@@ -379,7 +367,7 @@ class ServerLink:
         assert self._stream is not None, "the link is connected"
         return self._stream
 
-    def _handle_broken(self, reason: str) -> None:
+    def _handle_break(self, reason: str) -> None:
         if not self._close_reason:
             _log.info("server %s: %s", self.endpoint.grpc_address, reason)
             self._connected_event.clear()

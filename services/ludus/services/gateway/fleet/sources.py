@@ -54,13 +54,13 @@ class ServerEndpoint:
     """Total number of sessions that this gateway may open on the server; None means no limit."""
 
 
-Publish = Callable[[Sequence[ServerEndpoint]], None]
+PublishCallback = Callable[[Sequence[ServerEndpoint]], None]
 
 
 class EndpointSource(Protocol):
     """A source that lists the servers of one environment."""
 
-    async def watch(self, publish: Publish) -> None:
+    async def watch(self, publish: PublishCallback) -> None:
         """Publish the whole list when it is first known and after each change, until cancelled."""
 
     async def close(self) -> None:
@@ -73,7 +73,7 @@ class StaticSource:
     def __init__(self, addresses: Sequence[str]) -> None:
         self._endpoints = [ServerEndpoint(address, address, "") for address in addresses]
 
-    async def watch(self, publish: Publish) -> None:
+    async def watch(self, publish: PublishCallback) -> None:
         """Publish the addresses once, then wait until cancelled."""
         publish(self._endpoints)
         await asyncio.Event().wait()
@@ -96,34 +96,30 @@ class SubprocessSource:
         self._keys = [f"server-{number}" for number in range(1, num_servers + 1)]
         self._endpoints: dict[str, ServerEndpoint] = {}
         """Endpoints of the servers that are ready, by key."""
-        self._supervisors: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
         # These threads live as long as the source: the kernel kills a server when the thread that
         # started it exits.
         self._executor = ThreadPoolExecutor(_MAX_PARALLEL_STARTS, "ludus-gateway-servers")
         self._has_started = False
 
-    async def watch(self, publish: Publish) -> None:
+    async def watch(self, publish: PublishCallback) -> None:
         """Run the servers, and publish those that are ready, until cancelled.
 
         Raises:
             UserError: no server has started yet, and one refused its target, options or arguments.
         """
-        self._supervisors = [
-            asyncio.create_task(self._supervise(key, publish)) for key in self._keys
-        ]
-        finished_tasks, _ = await asyncio.wait(
-            self._supervisors, return_when=asyncio.FIRST_EXCEPTION
-        )
+        self._tasks = [asyncio.create_task(self._supervise(key, publish)) for key in self._keys]
+        finished_tasks, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         await next(iter(finished_tasks))
 
     async def close(self) -> None:
         """Stop every server."""
-        for task in self._supervisors:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._executor.shutdown(wait=False)
 
-    async def _supervise(self, key: str, publish: Publish) -> None:
+    async def _supervise(self, key: str, publish: PublishCallback) -> None:
         """Run a server, and replace it when it dies, until cancelled."""
         loop = asyncio.get_running_loop()
         pauses = generate_pauses(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ class _CostWrite:
 
     bucket: int | None
     started_s: float
+
+
+_UNKNOWN_WRITE = _CostWrite(None, -math.inf)
 
 
 class DeletionCostWriter:
@@ -91,9 +95,8 @@ class DeletionCostWriter:
             self._last_writes.clear()  # another leader may have written other costs
             return 0
         buckets = {pod: choose_bucket(*load) for pod, load in self._read_loads().items()}
-        self._last_writes = {
-            pod: last_write for pod, last_write in self._last_writes.items() if pod in buckets
-        }
+        for deleted_pod in self._last_writes.keys() - buckets.keys():
+            del self._last_writes[deleted_pod]
         num_writes = 0
         for pod in self._list_due_pods(buckets):
             if not self._is_leader():
@@ -113,22 +116,19 @@ class DeletionCostWriter:
         due_before_s = self._clock() - _MIN_WRITE_INTERVAL_S
         cost_errors: dict[str, int] = {}
         for pod, bucket in buckets.items():
-            last_write = self._last_writes.get(pod)
-            if last_write is None or (
-                last_write.bucket != bucket and last_write.started_s <= due_before_s
-            ):
+            last_write = self._last_writes.get(pod, _UNKNOWN_WRITE)
+            if last_write.bucket != bucket and last_write.started_s <= due_before_s:
                 # A pod without an annotation has cost 0; an earlier leader's annotation is unknown.
-                cost_errors[pod] = abs(bucket - (last_write.bucket or 0 if last_write else 0))
+                cost_errors[pod] = abs(bucket - (last_write.bucket or 0))
         return sorted(cost_errors, key=lambda pod: -cost_errors[pod])
 
     async def _write_cost(self, pod: str, bucket: int) -> None:
         started_s = self._clock()
         self._last_writes[pod] = _CostWrite(None, started_s)
         path = make_resource_path("v1", self._namespace, "pods", pod)
+        patch = {"metadata": {"annotations": {COST_ANNOTATION: str(bucket)}}}
         try:
-            await self._api.merge(
-                path, {"metadata": {"annotations": {COST_ANNOTATION: str(bucket)}}}
-            )
+            await self._api.merge(path, patch)
         except ClusterError as error:
             if error.status != _NOT_FOUND:
                 raise

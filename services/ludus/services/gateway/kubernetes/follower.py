@@ -30,9 +30,8 @@ _WATCH_TIMEOUT_S = 300
 gateways that started together do not reconnect together."""
 _STABLE_AFTER_S = 10.0
 """Duration in seconds after which a watch counts as successful, even without events."""
-_GONE = 410
-_BAD_VERSION_STATUSES = frozenset({400, 504})
-"""Statuses of a resourceVersion that the API server does not know, for example after a restore."""
+_BAD_VERSION_STATUSES = frozenset({400, 410, 504})
+"""Statuses of a resourceVersion that is too old, or unknown after the API server was restored."""
 _MAX_FAILURES = 3
 """Number of consecutive failed watches after which the list is read again."""
 
@@ -68,7 +67,7 @@ class ListFollower:
         self._on_list, self._on_event, self._on_failure = on_list, on_event, on_failure
         self._pauses_s = pauses_s
         self._sleep = sleep
-        self._resume_version = ""
+        self._version = ""
         """resourceVersion from which a watch resumes; empty if the list must be read again."""
         self._logged_status = -1
         """Status of the failure that was logged last; -1 after a success."""
@@ -79,25 +78,19 @@ class ListFollower:
         """Follow until cancelled, or until `on_list` or `on_event` raises a ConfigError."""
         pauses = generate_pauses(*self._pauses_s)
         while True:
-            started_s, old_version = time.monotonic(), self._resume_version
+            started_s, old_version = time.monotonic(), self._version
             failure: ClusterError | None = None
             try:
-                if not self._resume_version:
+                if not self._version:
                     await self._read_list()
                 await self._watch_changes()
-            except (ClusterError, LookupError, TypeError) as error:
-                failure = (
-                    error
-                    if isinstance(error, ClusterError)
-                    else ClusterError(f"an object has an unexpected form: {error!r}")
-                )
+            except ClusterError as error:
+                failure = error
+            except (LookupError, TypeError) as error:
+                failure = ClusterError(f"an object has an unexpected form: {error!r}")
+            if failure is not None:
                 self._record_failure(failure)
-                if self._on_failure is not None:
-                    self._on_failure(failure)
-            if (
-                self._resume_version != old_version
-                or time.monotonic() - started_s >= _STABLE_AFTER_S
-            ):
+            if self._version != old_version or time.monotonic() - started_s >= _STABLE_AFTER_S:
                 pauses = generate_pauses(*self._pauses_s)
                 if failure is None:
                     continue
@@ -109,12 +102,12 @@ class ListFollower:
         list_object = await self._api.read(self._path, self._query)
         self._record_success()
         self._on_list(list_object.get("items") or ())
-        self._resume_version = str((list_object.get("metadata") or {}).get("resourceVersion", ""))
+        self._version = str((list_object.get("metadata") or {}).get("resourceVersion", ""))
 
     async def _watch_changes(self) -> None:
         watch = self._api.watch(
             self._path,
-            version=self._resume_version,
+            version=self._version,
             timeout_s=round(_WATCH_TIMEOUT_S * random.uniform(0.8, 1.0)),
             query=self._query,
         )
@@ -122,25 +115,24 @@ class ListFollower:
             async for event in events:
                 self._record_success()
                 metadata = event.object.get("metadata") or {}
-                self._resume_version = str(metadata.get("resourceVersion") or self._resume_version)
+                self._version = str(metadata.get("resourceVersion") or self._version)
                 if event.type != EventType.BOOKMARK:
                     self._on_event(event)
 
     def _record_failure(self, error: ClusterError) -> None:
-        was_watching = bool(self._resume_version)
+        was_watching = bool(self._version)
         self._num_failures += was_watching
-        if was_watching and (error.status == _GONE or self._is_bad_version(error)):
+        is_bad_version = (
+            error.status in _BAD_VERSION_STATUSES or "resource version" in str(error).lower()
+        )
+        if was_watching and (is_bad_version or self._num_failures >= _MAX_FAILURES):
             _log.info("%s: the watch cannot continue; listing again", self._description)
-            self._resume_version = ""
+            self._version = ""
         elif error.status != self._logged_status:
             self._logged_status = error.status
             _log.warning("%s: keeping the last known list: %s", self._description, error)
-
-    def _is_bad_version(self, error: ClusterError) -> bool:
-        is_version_error = (
-            error.status in _BAD_VERSION_STATUSES or "resource version" in str(error).lower()
-        )
-        return is_version_error or self._num_failures >= _MAX_FAILURES
+        if self._on_failure is not None:
+            self._on_failure(error)
 
     def _record_success(self) -> None:
         self._num_failures = 0

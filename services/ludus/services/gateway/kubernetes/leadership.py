@@ -67,10 +67,12 @@ class Leadership:
         self.identity = f"{contender}_{secrets.token_hex(4)}"
         self._api = api
         self._namespace, self._name = namespace, name
+        self._leases_path = make_resource_path(_API_VERSION, namespace, "leases")
+        self._lease_path = f"{self._leases_path}/{name}"
         self._renew_interval_s = renew_interval_s
         self._clock = clock
         self._leading_until_s = -math.inf
-        self._last_version = ""
+        self._lease_version = ""
         self._last_change_s = -math.inf
         self._was_leader = False
         self._has_api_responded = True
@@ -117,8 +119,8 @@ class Leadership:
             async with asyncio.timeout(_RELEASE_TIMEOUT_S):
                 lease = await self._read_lease()
                 if lease is not None and lease["spec"].get("holderIdentity") == self.identity:
-                    body = self._make_lease(lease, release=True)
-                    await self._api.replace(self._make_path(self._name), body)
+                    body = self._make_lease(lease, is_released=True)
+                    await self._api.replace(self._lease_path, body)
 
     async def _compete_forever(self) -> None:
         while True:
@@ -142,19 +144,19 @@ class Leadership:
         try:
             body = self._make_lease(lease)
             if lease is None:
-                stored_lease = await self._api.create(self._make_path(), body)
+                lease = await self._api.create(self._leases_path, body)
             else:
-                stored_lease = await self._api.replace(self._make_path(self._name), body)
+                lease = await self._api.replace(self._lease_path, body)
         except ClusterError as error:
             if error.status != _CONFLICT:
                 raise
             return  # another contender was faster; the next attempt reads its Lease
-        self._record_version(stored_lease)
+        self._record_version(lease)
         self._leading_until_s = sent_s + LEASE_DURATION_S * _LEADING_FRACTION
 
     async def _read_lease(self) -> JsonObject | None:
         try:
-            lease = await self._api.read(self._make_path(self._name))
+            lease = await self._api.read(self._lease_path)
         except ClusterError as error:
             if error.status == _NOT_FOUND:
                 return None
@@ -166,8 +168,8 @@ class Leadership:
     def _record_version(self, lease: JsonObject) -> None:
         # The clock is read after the response, because a time that is too late is safe and one that
         # is too early is not.
-        if lease["metadata"]["resourceVersion"] != self._last_version:
-            self._last_version = lease["metadata"]["resourceVersion"]
+        if lease["metadata"]["resourceVersion"] != self._lease_version:
+            self._lease_version = lease["metadata"]["resourceVersion"]
             self._last_change_s = self._clock()
 
     def _may_take_lease(self, lease: JsonObject) -> bool:
@@ -177,26 +179,23 @@ class Leadership:
         duration_s = lease["spec"].get("leaseDurationSeconds") or LEASE_DURATION_S
         return bool(self._clock() >= self._last_change_s + duration_s)
 
-    def _make_lease(self, lease: JsonObject | None, *, release: bool = False) -> JsonObject:
+    def _make_lease(self, lease: JsonObject | None, *, is_released: bool = False) -> JsonObject:
         """Build the Lease to store, either held by this contender or released."""
         old_spec = lease["spec"] if lease is not None else {}
         now_text = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         is_new_holder = old_spec.get("holderIdentity") != self.identity
         spec: JsonObject = {
-            "leaseDurationSeconds": 1 if release else LEASE_DURATION_S,
+            "leaseDurationSeconds": 1 if is_released else LEASE_DURATION_S,
             "renewTime": now_text,
             "acquireTime": now_text if is_new_holder else old_spec.get("acquireTime") or now_text,
             "leaseTransitions": (old_spec.get("leaseTransitions") or 0)
             + (lease is not None and is_new_holder),
         }
-        if not release:
+        if not is_released:
             spec["holderIdentity"] = self.identity
         # A PUT replaces the whole object, so the metadata keeps the labels set by the chart.
         metadata = lease["metadata"] if lease is not None else {"name": self._name}
         return {"apiVersion": _API_VERSION, "kind": "Lease", "metadata": metadata, "spec": spec}
-
-    def _make_path(self, name: str = "") -> str:
-        return make_resource_path(_API_VERSION, self._namespace, "leases", name)
 
     def _log_leadership_change(self) -> None:
         if self.is_leader != self._was_leader:

@@ -32,7 +32,7 @@ from ludus.env.types import JsonObject
 from ludus.proto.errors import ClusterError
 from ludus.services.gateway.config import SandboxEnvironment
 from ludus.services.gateway.fleet.server_link import ServerLink
-from ludus.services.gateway.fleet.sources import Publish, ServerEndpoint
+from ludus.services.gateway.fleet.sources import PublishCallback, ServerEndpoint
 from ludus.services.gateway.kubernetes.follower import ListFollower
 from ludus.services.kubernetes.api import EventType, KubernetesApi, WatchEvent, make_resource_path
 
@@ -41,7 +41,6 @@ _log = logging.getLogger(__name__)
 API_VERSION = "extensions.agents.x-k8s.io/v1beta1"
 POOL_LABEL, GATEWAY_LABEL = "ludus.dev/warm-pool", "ludus.dev/gateway"
 _NOT_FOUND = 404
-_POOL_RESOURCE = "sandboxwarmpools"
 _RETRY_S = 1.0
 """Delay after a failed request, in seconds."""
 STOP_TIMEOUT_S = 2.0
@@ -131,11 +130,11 @@ class SandboxSource:
             on_failure=self._record_follow_failure,
         )
         self._claims: dict[str, SandboxClaim] = {}
-        self.creating_names: set[str] = set()
+        self.new_names: set[str] = set()
         """Names of the claims that are being created."""
         self._is_listed = False
         self._published_endpoints: list[ServerEndpoint] | None = None
-        self._publish: Publish | None = None
+        self._publish: PublishCallback | None = None
         self._problem = ""
         self._retry_at_s = 0.0
         self._wake_event = asyncio.Event()
@@ -157,7 +156,7 @@ class SandboxSource:
             f" {len(claims)}; {reason}); see: kubectl get sandboxclaims,sandboxwarmpools,pods"
         )
 
-    async def watch(self, publish: Publish) -> None:
+    async def watch(self, publish: PublishCallback) -> None:
         """Publish the claimed sandboxes, and create and delete claims, until cancelled."""
         self._publish = publish
         claim_task = asyncio.create_task(self._manage_claims_forever())
@@ -168,9 +167,7 @@ class SandboxSource:
             await asyncio.gather(claim_task, return_exceptions=True)
             # No other gateway would use the unused claims.
             claims = self._list_unused_claims()
-            self._start_deletes(
-                [claim for claim in claims if claim.name not in self.creating_names]
-            )
+            self._start_deletes([claim for claim in claims if claim.name not in self.new_names])
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT_S)
 
@@ -183,13 +180,9 @@ class SandboxSource:
     # -- listed claims ----------------------------------------------------------------
 
     def _handle_list(self, claim_objects: Sequence[JsonObject]) -> None:
-        listed_claims = [
-            parse_claim(claim_object, self._identity) for claim_object in claim_objects
-        ]
-        claims_in_creation = {
-            name: claim for name, claim in self._claims.items() if name in self.creating_names
-        }
-        self._claims = claims_in_creation | {claim.name: claim for claim in listed_claims}
+        claims = [parse_claim(claim_object, self._identity) for claim_object in claim_objects]
+        new_claims = {name: claim for name, claim in self._claims.items() if name in self.new_names}
+        self._claims = new_claims | {claim.name: claim for claim in claims}
         self._is_listed, self._problem = True, ""
         self._publish_changes()
 
@@ -231,9 +224,8 @@ class SandboxSource:
         while True:
             self._wake_event.clear()
             if self._is_listed and loop.time() >= self._retry_at_s:
-                self._start_deletes(
-                    [claim for claim in self._claims.values() if self._should_delete(claim)]
-                )
+                claims = [claim for claim in self._claims.values() if self._should_delete(claim)]
+                self._start_deletes(claims)
                 self._start_claims(self._read_num_requested() - len(self._list_unused_claims()))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake_event.wait(), self._check_interval_s)
@@ -266,12 +258,12 @@ class SandboxSource:
             return
         names = [f"{self._pool_name[:52]}-{secrets.token_hex(5)}" for _ in range(num_claims)]
         self._claims |= {name: SandboxClaim(name, is_from_this_gateway=True) for name in names}
-        self.creating_names.update(names)
+        self.new_names.update(names)
         self._start_task(self._create_claims(names))
 
     async def _create_claims(self, names: list[str]) -> None:
         path = make_resource_path(
-            API_VERSION, self._environment.namespace, _POOL_RESOURCE, self._pool_name
+            API_VERSION, self._environment.namespace, "sandboxwarmpools", self._pool_name
         )
         try:
             # Read each time: if the pool was replaced, claims with its old uid would be deleted.
@@ -280,7 +272,7 @@ class SandboxSource:
             self._record_failure(error, names)
         else:
             await asyncio.gather(*(self._create_claim(name, pool) for name in names))
-        self.creating_names.difference_update(names)
+        self.new_names.difference_update(names)
 
     async def _create_claim(self, name: str, pool: JsonObject) -> None:
         try:
@@ -291,12 +283,8 @@ class SandboxSource:
             self._record_failure(error, [name])
 
     def _make_claim_object(self, name: str, pool: JsonObject) -> JsonObject:
-        shutdown_time = datetime.now(UTC) + self._lifetime
-        owner_reference = {
-            "apiVersion": API_VERSION,
-            "kind": "SandboxWarmPool",
-            "name": self._pool_name,
-        }
+        shutdown_time = (datetime.now(UTC) + self._lifetime).strftime("%Y-%m-%dT%H:%M:%SZ")
+        owner = {"apiVersion": API_VERSION, "kind": "SandboxWarmPool", "name": self._pool_name}
         return {
             "apiVersion": API_VERSION,
             "kind": "SandboxClaim",
@@ -304,14 +292,11 @@ class SandboxSource:
                 "name": name,
                 "namespace": self._environment.namespace,
                 "labels": {POOL_LABEL: self._pool_name, GATEWAY_LABEL: self._identity},
-                "ownerReferences": [owner_reference | {"uid": pool["metadata"]["uid"]}],
+                "ownerReferences": [owner | {"uid": pool["metadata"]["uid"]}],
             },
             "spec": {
                 "warmPoolRef": {"name": self._pool_name},
-                "lifecycle": {
-                    "shutdownPolicy": "Delete",
-                    "shutdownTime": shutdown_time.strftime("%Y-%m-%dT%H:%M:%SZ"),
-                },
+                "lifecycle": {"shutdownPolicy": "Delete", "shutdownTime": shutdown_time},
             },
         }
 

@@ -34,7 +34,7 @@ from ludus.env.sessions.options import GRPC_PORT_OFFSET
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError
 from ludus.services.gateway.config import KubernetesEnvironment
-from ludus.services.gateway.fleet.sources import Publish, ServerEndpoint
+from ludus.services.gateway.fleet.sources import PublishCallback, ServerEndpoint
 from ludus.services.gateway.kubernetes.deletion_cost import DeletionCostWriter, ReadLoads
 from ludus.services.gateway.kubernetes.follower import RETRY_PAUSES_S, ListFollower
 from ludus.services.gateway.kubernetes.leadership import Leadership
@@ -55,10 +55,9 @@ _FAMILY_RANKS = {"FQDN": 0, "IPv6": 1, "IPv4": 2}
 class SliceEndpoints:
     """The endpoints of one EndpointSlice."""
 
-    name: str
-    family_rank: int
-    revision: int
-    """Resource version of the slice. If two slices contain a pod, the higher version is newer."""
+    precedence: tuple[int, int]
+    """Rank of the address type, and resource version. If two slices contain a pod, the slice with
+    the higher precedence is used."""
     endpoints: tuple[ServerEndpoint, ...]
 
 
@@ -97,9 +96,9 @@ class EndpointSliceSource:
         )
         self._slices: dict[str, SliceEndpoints] = {}
         self._published_endpoints: dict[str, ServerEndpoint] | None = None
-        self._publish: Publish | None = None
+        self._publish: PublishCallback | None = None
 
-    async def watch(self, publish: Publish) -> None:
+    async def watch(self, publish: PublishCallback) -> None:
         """Publish the pods, and write their deletion costs while leading, until cancelled.
 
         Raises:
@@ -130,12 +129,11 @@ class EndpointSliceSource:
         slices: dict[str, SliceEndpoints] = {}
         problems: list[ConfigError] = []
         for slice_object in slice_objects:
+            name = slice_object["metadata"]["name"]
             try:
-                endpoint_slice = parse_slice(slice_object)
-                slices[endpoint_slice.name] = endpoint_slice
+                slices[name] = parse_slice(slice_object)
             except ConfigError as error:
                 problems.append(error)
-                name = slice_object["metadata"]["name"]
                 if name in self._slices:
                     slices[name] = self._slices[name]
         if problems and self._published_endpoints is None and not slices:
@@ -146,15 +144,14 @@ class EndpointSliceSource:
         self._publish_changes()
 
     def _handle_event(self, event: WatchEvent) -> None:
-        if event.type == EventType.DELETED:
-            self._slices.pop(event.object["metadata"]["name"], None)
-        else:
-            try:
-                endpoint_slice = parse_slice(event.object)
-            except ConfigError as error:
-                _log.error("%s: %s", self._service, error)
-                return
-            self._slices[endpoint_slice.name] = endpoint_slice
+        name = event.object["metadata"]["name"]
+        try:
+            if event.type == EventType.DELETED:
+                self._slices.pop(name, None)
+            else:
+                self._slices[name] = parse_slice(event.object)
+        except ConfigError as error:
+            _log.error("%s: %s", self._service, error)
         self._publish_changes()
 
     def _publish_changes(self) -> None:
@@ -170,15 +167,11 @@ def parse_slice(slice_object: JsonObject) -> SliceEndpoints:
     raw_endpoints = slice_object.get("endpoints") or ()
     http_port, grpc_port = _choose_ports(slice_object) if raw_endpoints else (None, 0)
     version = str(slice_object["metadata"].get("resourceVersion", ""))
-    return SliceEndpoints(
-        name=slice_object["metadata"]["name"],
-        family_rank=_FAMILY_RANKS.get(slice_object["addressType"], 0),
-        # Resource versions of slices increase with time.
-        revision=int(version) if version.isdecimal() else 0,
-        endpoints=tuple(
-            _make_endpoint(raw_endpoint, http_port, grpc_port) for raw_endpoint in raw_endpoints
-        ),
-    )
+    # Resource versions of slices increase with time.
+    revision = int(version) if version.isdecimal() else 0
+    precedence = (_FAMILY_RANKS.get(slice_object["addressType"], 0), revision)
+    endpoints = [_make_endpoint(endpoint, http_port, grpc_port) for endpoint in raw_endpoints]
+    return SliceEndpoints(precedence, tuple(endpoints))
 
 
 def merge_slices(slices: Iterable[SliceEndpoints]) -> dict[str, ServerEndpoint]:
@@ -189,18 +182,13 @@ def merge_slices(slices: Iterable[SliceEndpoints]) -> dict[str, ServerEndpoint]:
     """
     endpoint_by_key: dict[str, ServerEndpoint] = {}
     terminating_keys: set[str] = set()
-    for endpoint_slice in sorted(
-        slices, key=lambda endpoint_slice: (endpoint_slice.family_rank, endpoint_slice.revision)
-    ):
+    for endpoint_slice in sorted(slices, key=lambda endpoint_slice: endpoint_slice.precedence):
         for endpoint in endpoint_slice.endpoints:
             endpoint_by_key[endpoint.key] = endpoint
             if endpoint.is_terminating:
                 terminating_keys.add(endpoint.key)
     for key in terminating_keys:
-        if not endpoint_by_key[key].is_terminating:
-            endpoint_by_key[key] = replace(
-                endpoint_by_key[key], is_ready=False, is_terminating=True
-            )
+        endpoint_by_key[key] = replace(endpoint_by_key[key], is_ready=False, is_terminating=True)
     return endpoint_by_key
 
 
@@ -210,11 +198,9 @@ def _choose_ports(slice_object: JsonObject) -> tuple[int | None, int]:
     The HTTP port is the one named `http`, or the only port. The gRPC port is the one named `grpc`,
     or the one with the protocol of gRPC, or the HTTP port plus the default offset.
     """
-    numbered_ports = [port for port in slice_object.get("ports") or () if port.get("port")]
-    port_by_name: dict[str, int] = {port.get("name") or "": port["port"] for port in numbered_ports}
-    h2c_ports = [
-        port["port"] for port in numbered_ports if port.get("appProtocol") == _H2C_PROTOCOL
-    ]
+    ports = [port for port in slice_object.get("ports") or () if port.get("port")]
+    port_by_name: dict[str, int] = {port.get("name") or "": port["port"] for port in ports}
+    h2c_ports = [port["port"] for port in ports if port.get("appProtocol") == _H2C_PROTOCOL]
     grpc_port = port_by_name.get(_GRPC_PORT_NAME) or next(iter(h2c_ports), None)
     http_port = port_by_name.get(_HTTP_PORT_NAME)
     if grpc_port is None and http_port is None and len(port_by_name) == 1:
@@ -231,14 +217,12 @@ def _choose_ports(slice_object: JsonObject) -> tuple[int | None, int]:
     return http_port, grpc_port
 
 
-def _make_endpoint(
-    raw_endpoint: JsonObject, http_port: int | None, grpc_port: int
-) -> ServerEndpoint:
-    address = raw_endpoint["addresses"][0]
+def _make_endpoint(endpoint: JsonObject, http_port: int | None, grpc_port: int) -> ServerEndpoint:
+    address = endpoint["addresses"][0]
     host = f"[{address}]" if ":" in address else address
-    conditions = raw_endpoint.get("conditions") or {}
+    conditions = endpoint.get("conditions") or {}
     is_terminating = conditions.get("terminating") is True
-    pod = raw_endpoint.get("targetRef") or {}
+    pod = endpoint.get("targetRef") or {}
     http_address = f"http://{host}:{http_port}" if http_port is not None else ""
     grpc_address = f"grpc://{host}:{grpc_port}"
     server_id = pod_server_id(pod["uid"]) if pod.get("uid") else ""

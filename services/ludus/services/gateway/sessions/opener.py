@@ -117,24 +117,22 @@ class SessionOpener:
         outcomes = await asyncio.gather(
             *(self._open_share(share, args, tenant) for share in shares), return_exceptions=True
         )
-        failure = next(
-            (outcome for outcome in outcomes if isinstance(outcome, BaseException)), None
-        )
-        placed_sessions = [
-            session
-            for outcome in outcomes
-            if not isinstance(outcome, BaseException)
-            for session in outcome
-        ]
-        if failure is None and len({session.open_result.view for session in placed_sessions}) == 1:
-            return placed_sessions
-        for session in placed_sessions:
+        failure: BaseException | None = None
+        sessions: list[PlacedSession] = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                failure = failure or outcome
+            else:
+                sessions += outcome
+        if failure is None and len({session.open_result.view for session in sessions}) == 1:
+            return sessions
+        for session in sessions:
             session.link.send_close(session.open_result.session_id)
         if failure is not None:
             raise failure
         seed = args.reset.seed if args.reset else None
         raise GroupMismatchError(
-            f"{len(placed_sessions)} sessions with seed {seed} returned different first"
+            f"{len(sessions)} sessions with seed {seed} returned different first"
             f" observations on {len(shares)} servers; see: ludus env check {self._environment}"
         )
 

@@ -5,7 +5,7 @@
 
 A gateway needs no stored state to route a call, because the signed session id contains the server
 id. Any gateway with the session key can therefore serve any session, even after a restart. The
-sessions are only tracked (`tracked.py`) so that they can end with their connection and be counted.
+sessions are only tracked so that they can end with their connection and be counted.
 
 An open is a request to open one session or a group; it waits in the queue. Every other call waits
 only for its server: at most `retry_within_s` if the connection is broken, and at most
@@ -24,12 +24,7 @@ from functools import lru_cache
 
 from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
 from ludus.env.messages.protobuf import fill_reset_args, read_encoded_result
-from ludus.env.security.session_ids import (
-    SessionKey,
-    SignedId,
-    hide_full_id,
-    tools_only_error,
-)
+from ludus.env.security.session_ids import SessionKey, SignedId, hide_full_id, tools_only_error
 from ludus.env.sessions.interface import Connection, Load, OpenArgs, OpenResult, SessionEvents
 from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
 from ludus.env.types import EnvironmentDescription, JsonObject
@@ -46,8 +41,8 @@ from ludus.proto.errors import (
 from ludus.services.gateway.config import ServersSection, SessionsSection
 from ludus.services.gateway.fleet.admission import FleetAdmission
 from ludus.services.gateway.fleet.server_link import ServerLink
-from ludus.services.gateway.sessions.opener import PlacedSession, SessionOpener
-from ludus.services.gateway.sessions.tracked import TrackedSession, TrackedSessions
+from ludus.services.gateway.sessions.opener import SessionOpener
+from ludus.services.gateway.sessions.tracked_sessions import TrackedSession, TrackedSessions
 from ludus.services.gateway.tenancy.access import TenantAccess
 from ludus.services.gateway.tenancy.metrics import OK, EnvironmentLoad, GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
@@ -153,7 +148,6 @@ class GatewaySessions:
         links = self.fleet.links
         active_links = [link for link in links if link.accepts_sessions]
         draining_links = [link for link in links if link.is_connected and not link.accepts_sessions]
-        num_unreachable = len(links) - len(active_links) - len(draining_links)
         return EnvironmentLoad(
             environment=self.environment,
             num_pending=self.admission.num_waiting,
@@ -165,7 +159,7 @@ class GatewaySessions:
             else sum(link.max_sessions for link in active_links),
             num_servers=len(active_links),
             num_draining_servers=len(draining_links),
-            num_unreachable_servers=num_unreachable,
+            num_unreachable_servers=len(links) - len(active_links) - len(draining_links),
         )
 
     # -- opening -----------------------------------------------------------------------
@@ -204,12 +198,14 @@ class GatewaySessions:
         except BaseException as error:
             self._quotas.release(tenant, size)
             if isinstance(error, EnvError):
-                duration_s = self._loop.time() - started_s
-                self._metrics.count_open(self.environment, error.code, size, duration_s)
+                seconds = self._loop.time() - started_s
+                self._metrics.count_open(self.environment, error.code, size, seconds)
             raise
         self._metrics.count_open(self.environment, OK, size, self._loop.time() - started_s)
         for placed_session in placed_sessions:
-            self._track(placed_session, args, connection, tenant)
+            link, open_result = placed_session.link, placed_session.open_result
+            session = TrackedSession(link, link.server_id, tenant, args.close_when_done, linger_s)
+            self.tracked_sessions.add(open_result.session_id, session, connection)
         if connection is not None and connection.end_event.is_set():
             self.release(connection)
         return [placed_session.open_result for placed_session in placed_sessions]
@@ -221,28 +217,11 @@ class GatewaySessions:
                 raise InvalidCallError(
                     "an open must not contain a session id, because the gateway chooses it"
                 )
-            self.admission.check(size)
+            self.admission.check_open(size)
             self._quotas.reserve(tenant, size)
         except EnvError as error:
             self._metrics.count_open(self.environment, error.code, size)
             raise
-
-    def _track(
-        self,
-        placed_session: PlacedSession,
-        args: OpenArgs,
-        connection: Connection | None,
-        tenant: Tenant,
-    ) -> None:
-        session = TrackedSession(
-            link=placed_session.link,
-            server_id=placed_session.link.server_id,
-            tenant=tenant,
-            closes_when_done=args.close_when_done,
-            linger_s=args.linger_s,
-            last_used_s=self._loop.time(),
-        )
-        self.tracked_sessions.add(placed_session.open_result.session_id, session, connection)
 
     # -- calls -------------------------------------------------------------------------
 
@@ -260,14 +239,12 @@ class GatewaySessions:
     ) -> EncodedResult:
         """Take a step; see `Sessions`."""
         self.count_call("step")
-        step = pb.StepRequest(step_index=step_index, timeout_s=timeout_s)
+        request = pb.Call(step=pb.StepRequest(step_index=step_index, timeout_s=timeout_s))
         if isinstance(action, bytes):
-            step.action_json = action
+            request.step.action_json = action
         else:
-            step.action_text = action
-        reply = await self.call(
-            "step", session_id, pb.Call(step=step), is_repeatable=step_index > 0
-        )
+            request.step.action_text = action
+        reply = await self.call("step", session_id, request, is_repeatable=step_index > 0)
         return read_encoded_result(reply.result)
 
     async def state(self, session_id: str) -> bytes:
@@ -430,9 +407,9 @@ class GatewaySessions:
             reply.call_tool.session_id = session_id
         return reply
 
-    def record_reply(self, kind: str, session_id: str, reply: pb.Reply, duration_s: float) -> None:
+    def record_reply(self, kind: str, session_id: str, reply: pb.Reply, seconds: float) -> None:
         """Count a call that succeeded, and remove its session if it ended with the episode."""
-        self._metrics.count_call(self.environment, kind, OK, duration_s)
+        self._metrics.count_call(self.environment, kind, OK, seconds)
         if kind == "step" and (reply.result.terminated or reply.result.truncated):
             session = self.tracked_sessions.get(session_id)
             if session is not None and session.closes_when_done:
@@ -440,18 +417,15 @@ class GatewaySessions:
                 session.link.count_ended(1)
                 self.admission.advance()
 
-    def record_failure(
-        self, kind: str, session_id: str, error: EnvError, duration_s: float
-    ) -> None:
+    def record_failure(self, kind: str, session_id: str, error: EnvError, seconds: float) -> None:
         """Count a call that failed, and remove its session if it is lost or the call timed out."""
-        self._metrics.count_call(self.environment, kind, error.code, duration_s)
+        self._metrics.count_call(self.environment, kind, error.code, seconds)
         if not isinstance(error, (SessionLostError, CallTimeoutError)):
             return
         has_timed_out = isinstance(error, CallTimeoutError)
         session_end = SessionEnd.TIMEOUT if has_timed_out else SessionEnd.LOST
-        session = self.tracked_sessions.remove(
-            session_id, SessionTombstone(session_end, error.message)
-        )
+        tombstone = SessionTombstone(session_end, error.message)
+        session = self.tracked_sessions.remove(session_id, tombstone)
         if session is None:  # another gateway tracks and counts it
             return
         if has_timed_out:
@@ -474,8 +448,6 @@ class GatewaySessions:
         self.leave()
         self.tracked_sessions.close()
         await self.fleet.close("this gateway is stopping")
-
-    # -- steps -------------------------------------------------------------------------
 
     def _authorize(self) -> Tenant:
         """Return the caller with its current scopes and limits, after checking that it may call."""

@@ -22,7 +22,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -48,7 +47,7 @@ _log = logging.getLogger(__name__)
 _MAX_HEADER_BYTES = 4096
 _MIN_CHECK_INTERVAL_S = 1.0
 """Minimum time between two checks of the tenants file for changes, in seconds."""
-_TOKEN_REMEDY = (
+_REMEDY = (
     "send `authorization: Bearer <token>`, or put the token into the address:"
     " http://name:<token>@gateway/..."
 )
@@ -61,14 +60,6 @@ class AuthFailure(StrEnum):
     MALFORMED = "malformed"
     UNKNOWN = "unknown"
     SCOPE = "scope"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _OpenConnection:
-    """A long-lived connection of a tenant."""
-
-    tenant: Tenant
-    close: Callable[[EnvError], None]
 
 
 class TenantAccess:
@@ -93,7 +84,8 @@ class TenantAccess:
         self._tenants_file = tenants_file
         self._clock = clock
         self._next_check_s = clock() + _MIN_CHECK_INTERVAL_S
-        self._connections: set[_OpenConnection] = set()
+        self._open_connections: dict[Callable[[EnvError], None], Tenant] = {}
+        """Tenant of each long-lived connection, by the function that closes the connection."""
 
     @classmethod
     def from_token(cls, token: str) -> TenantAccess:
@@ -177,29 +169,26 @@ class TenantAccess:
         return owner
 
     @contextmanager
-    def register_connection(
-        self, tenant: Tenant, close: Callable[[EnvError], None]
-    ) -> Iterator[None]:
-        """Register a long-lived connection while the context is active.
+    def track_connection(self, tenant: Tenant, close: Callable[[EnvError], None]) -> Iterator[None]:
+        """Track a long-lived connection while the context is active.
 
         Args:
             close: called with the error once the tenant may no longer use the connection.
         """
-        connection = _OpenConnection(tenant, close)
-        self._connections.add(connection)
+        self._open_connections[close] = tenant
         try:
             yield
         finally:
-            self._connections.discard(connection)
+            self._open_connections.pop(close, None)
 
     def close_refused_connections(self) -> None:
         """Close the connections whose tenants were removed or lost their token or scope."""
-        for connection in list(self._connections):
+        for close, tenant in list(self._open_connections.items()):
             try:
-                self.admit(connection.tenant)
+                self.admit(tenant)
             except EnvError as error:
-                self._connections.remove(connection)
-                connection.close(error)
+                del self._open_connections[close]
+                close(error)
 
     def require_scope(self, tenant: Tenant, scope: Scope) -> None:
         """Check that the tenant has the scope; count the refusal if it does not.
@@ -217,26 +206,20 @@ class TenantAccess:
 
     def _count_refusal(self, failure: AuthFailure, problem: str) -> AuthenticationError:
         self.on_failure(failure)
-        return AuthenticationError(
-            f"expected a token of this gateway, got {problem}; {_TOKEN_REMEDY}"
-        )
+        return AuthenticationError(f"expected a token of this gateway, got {problem}; {_REMEDY}")
 
     def _reload_changed_file(self) -> None:
-        if self._tenants_file is None or self._clock() < self._next_check_s:
+        tenants_file = self._tenants_file
+        if tenants_file is None or self._clock() < self._next_check_s:
             return
         self._next_check_s = self._clock() + _MIN_CHECK_INTERVAL_S
-        if not self._tenants_file.has_changed():
+        if not tenants_file.has_changed():
             return
         try:
-            self._tenants = self._tenants_file.read()
+            self._tenants = tenants_file.read()
+            _log.info("read %d tenants from %s", len(self._tenants.by_name), tenants_file.path)
         except UserError as error:
-            _log.error(
-                "cannot read the changed tenants file, keeping the previous tenants: %s", error
-            )
-        else:
-            _log.info(
-                "read %d tenants from %s", len(self._tenants.by_name), self._tenants_file.path
-            )
+            _log.error("cannot read the changed tenants file, keeping the old tenants: %s", error)
 
 
 def read_authorization(header: str | bytes) -> bytes | None:

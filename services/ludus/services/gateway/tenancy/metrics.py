@@ -23,14 +23,7 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, product
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client import CollectorRegistry, core
 from prometheus_client.exposition import choose_encoder
 
 from ludus.proto.errors import ErrorCode
@@ -220,14 +213,14 @@ class GatewayMetrics:
         encode, content_type = choose_encoder(accept)
         return await asyncio.to_thread(encode, self._registry), content_type
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[core.Metric]:
         """Yield every metric family; called by prometheus_client."""
-        yield InfoMetricFamily(
+        yield core.InfoMetricFamily(
             GatewayMetric.BUILD,
             "Versions of the gateway and of Python.",
             value={"version": _read_version(), "python": platform.python_version()},
         )
-        auth_failures = CounterMetricFamily(
+        auth_failures = core.CounterMetricFamily(
             GatewayMetric.AUTH_FAILURES, "Calls refused because of their token.", labels=["kind"]
         )
         for failure, num_calls in self._auth_failures.items():
@@ -235,28 +228,28 @@ class GatewayMetrics:
         yield auth_failures
         yield from self._collect_loads()
         for metric, (help_text, labels) in _COUNTERS.items():
-            counter_family = CounterMetricFamily(metric, help_text, labels=["env", *labels])
+            family = core.CounterMetricFamily(metric, help_text, labels=["env", *labels])
             for label_values, num_calls in self._counts[metric].items():
-                counter_family.add_metric(label_values, num_calls)
-            yield counter_family
+                family.add_metric(label_values, num_calls)
+            yield family
         for metric, (help_text, labels, _) in _HISTOGRAMS.items():
-            histogram_family = HistogramMetricFamily(metric, help_text, labels=["env", *labels])
+            family = core.HistogramMetricFamily(metric, help_text, labels=["env", *labels])
             for label_values, histogram in self._histograms[metric].items():
-                histogram_family.add_metric(label_values, *histogram.read_buckets())
-            yield histogram_family
+                family.add_metric(label_values, *histogram.read_buckets())
+            yield family
 
-    def _collect_loads(self) -> Iterator[Metric]:
-        sessions = GaugeMetricFamily(
+    def _collect_loads(self) -> Iterator[core.Metric]:
+        sessions = core.GaugeMetricFamily(
             GatewayMetric.SESSIONS,
             "Sessions: pending, on servers that accept new sessions, on draining servers.",
             labels=["env", "state"],
         )
-        capacity = GaugeMetricFamily(
+        capacity = core.GaugeMetricFamily(
             GatewayMetric.SESSION_CAPACITY,
             "Maximum sessions on servers that accept new sessions.",
             labels=["env"],
         )
-        servers = GaugeMetricFamily(
+        servers = core.GaugeMetricFamily(
             GatewayMetric.SERVERS, "Environment servers.", labels=["env", "state"]
         )
         loads = {load.environment: load for load in self._loads}

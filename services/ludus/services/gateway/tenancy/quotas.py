@@ -85,7 +85,7 @@ class Quotas:
                 retry_after_s=_SESSIONS_RETRY_S,
             )
         if limits.opens_per_s is not None:
-            self._take_tokens(tenant, "opens", num_sessions, limits.opens_per_s)
+            self._take(tenant, "opens", num_sessions, limits.opens_per_s)
         usage.num_sessions += num_sessions
 
     def release(self, tenant: Tenant, num_sessions: int = 1) -> None:
@@ -101,11 +101,9 @@ class Quotas:
         """
         rate_per_s = tenant.limits.steps_per_s
         if rate_per_s is not None:
-            self._take_tokens(tenant, "steps", 1, rate_per_s)
+            self._take(tenant, "steps", 1, rate_per_s)
 
-    def _take_tokens(
-        self, tenant: Tenant, resource: str, num_tokens: int, rate_per_s: float
-    ) -> None:
+    def _take(self, tenant: Tenant, resource: str, num_tokens: int, rate_per_s: float) -> None:
         now_s = self._clock()
         full_bucket = _Bucket(max(1.0, rate_per_s), now_s)
         bucket = self._usage[tenant.name].buckets.setdefault(resource, full_bucket)

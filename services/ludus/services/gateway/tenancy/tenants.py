@@ -100,7 +100,7 @@ class Tenants:
     """The owner of each token, by the token's SHA-256 digest."""
 
 
-class _TenantEntry(BaseModel):
+class _TenantTable(BaseModel):
     """One `[[tenants]]` table of the file."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -115,7 +115,7 @@ class _TenantEntry(BaseModel):
     steps_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
-    def _check_token_is_set(self) -> _TenantEntry:
+    def _check_token_is_set(self) -> _TenantTable:
         if not (self.token_env or self.token_file or self.token_sha256):
             raise ValueError(f"the tenant needs a token; set {_TOKEN_FIELDS_HELP}")
         return self
@@ -126,7 +126,7 @@ class _TenantsDocument(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    tenants: list[_TenantEntry] = Field(min_length=1)
+    tenants: list[_TenantTable] = Field(min_length=1)
 
 
 class TenantsFile:
@@ -147,23 +147,23 @@ class TenantsFile:
         # read is found by the next check.
         signature = file_signatures((self.path,))
         self._signature = file_signatures(self._watched_paths)
-        entries = self._parse()
+        tables = self._parse()
         folder = self.path.parent
-        token_files = tuple(folder / entry.token_file for entry in entries if entry.token_file)
+        token_files = tuple(folder / table.token_file for table in tables if table.token_file)
         self._watched_paths = (self.path, *token_files)
         self._signature = signature + file_signatures(token_files)
         by_name: dict[str, Tenant] = {}
         by_digest: dict[bytes, Tenant] = {}
-        for index, entry in enumerate(entries):
-            location = f"{self.path}: tenants[{index}] ({entry.name})"
-            if entry.name in by_name:
+        for index, table in enumerate(tables):
+            location = f"{self.path}: tenants[{index}] ({table.name})"
+            if table.name in by_name:
                 raise ConfigError(
-                    f"{self.path}: tenants[{index}].name: {entry.name!r} is already in use; a"
+                    f"{self.path}: tenants[{index}].name: {table.name!r} is already in use; a"
                     " tenant may have token_env, token_file and several token_sha256 together"
                 )
-            limits = TenantLimits(entry.max_sessions, entry.opens_per_s, entry.steps_per_s)
-            tenant = by_name[entry.name] = Tenant(entry.name, frozenset(entry.scopes), limits)
-            for digest in _read_digests(entry, folder, location):
+            limits = TenantLimits(table.max_sessions, table.opens_per_s, table.steps_per_s)
+            tenant = by_name[table.name] = Tenant(table.name, frozenset(table.scopes), limits)
+            for digest in _read_digests(table, folder, location):
                 if digest in by_digest:
                     raise ConfigError(
                         f"{location}: the token also belongs to tenant {by_digest[digest].name!r};"
@@ -172,7 +172,7 @@ class TenantsFile:
                 by_digest[digest] = replace(tenant, token_digest=digest)
         return Tenants(by_name, by_digest)
 
-    def _parse(self) -> list[_TenantEntry]:
+    def _parse(self) -> list[_TenantTable]:
         file_bytes = _read_bytes(self.path, "tenants file", str(self.path))
         try:
             fields = tomllib.loads(file_bytes.decode())
@@ -188,7 +188,9 @@ class TenantsFile:
         try:
             return _TenantsDocument.model_validate(fields).tenants
         except ValidationError as error:
-            raise ConfigError(_explain_errors(self.path, error)) from None
+            problems = error.errors(include_url=False, include_context=False)[:8]
+            lines = [f"{self.path}: {_explain_field(problem)}" for problem in problems]
+            raise ConfigError("\n".join(lines)) from None
 
 
 def hash_token(token: str | bytes) -> bytes:
@@ -216,25 +218,25 @@ def check_token(token: str, location: str) -> str:
     return token
 
 
-def _read_digests(entry: _TenantEntry, folder: Path, location: str) -> list[bytes]:
+def _read_digests(table: _TenantTable, folder: Path, location: str) -> list[bytes]:
     digests: list[bytes] = []
-    if entry.token_env:
-        token = os.environ.get(entry.token_env)
+    if table.token_env:
+        token = os.environ.get(table.token_env)
         if token is None:
             raise ConfigError(
-                f"{location}: token_env: the environment variable {entry.token_env} is not set;"
+                f"{location}: token_env: the environment variable {table.token_env} is not set;"
                 " export it before the gateway starts"
             )
-        digests.append(hash_token(check_token(token.strip(), f"{location}: ${entry.token_env}")))
-    if entry.token_file:
-        path = folder / entry.token_file
+        digests.append(hash_token(check_token(token.strip(), f"{location}: ${table.token_env}")))
+    if table.token_file:
+        path = folder / table.token_file
         file_bytes = _read_bytes(path, f"{location}: token_file with a token on each line", "it")
         lines = [line.strip() for line in file_bytes.decode("utf-8", "replace").splitlines()]
         tokens = [line for line in lines if line]
         if not tokens:
             raise ConfigError(f"{location}: token_file contains no token; {_TOKEN_REMEDY}")
         digests += (hash_token(check_token(token, f"{location}: token_file")) for token in tokens)
-    hex_digests = entry.token_sha256 or []
+    hex_digests = table.token_sha256 or []
     if isinstance(hex_digests, str):
         hex_digests = [hex_digests]
     digests += map(bytes.fromhex, hex_digests)
@@ -255,32 +257,21 @@ def _read_bytes(path: Path, description: str, shown_name: str) -> bytes:
         ) from error
 
 
-def _explain_errors(path: Path, error: ValidationError) -> str:
-    problems = error.errors(include_url=False, include_context=False)
-    return "\n".join(f"{path}: {_explain_field(problem)}" for problem in problems[:8])
-
-
 def _explain_field(problem: Any) -> str:
     keys = [key for key in problem["loc"] if key not in ("constrained-str", "list")]
-    field_path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(
-        "."
-    )
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
     name = str(keys[-1]) if keys else ""
     if problem["type"] == "extra_forbidden":
         if name in ("token", "tokens", "password", "secret"):
-            return (
-                f"{field_path}: this file must not contain a plain token; set {_TOKEN_FIELDS_HELP}"
-            )
-        names = ", ".join((_TenantEntry if len(keys) > 1 else _TenantsDocument).model_fields)
-        return f"{field_path}: unknown field {name!r}; use one of {names}"
+            return f"{path}: this file must not contain a plain token; set {_TOKEN_FIELDS_HELP}"
+        names = ", ".join((_TenantTable if len(keys) > 1 else _TenantsDocument).model_fields)
+        return f"{path}: unknown field {name!r}; use one of {names}"
     if "token_sha256" in keys:
-        return f"{field_path}: must be 64 hexadecimal digits; set {_TOKEN_FIELDS_HELP}"
+        return f"{path}: must be 64 hexadecimal digits; set {_TOKEN_FIELDS_HELP}"
     if name == "token_env":
-        return (
-            f"{field_path}: must name an environment variable in capitals; set {_TOKEN_FIELDS_HELP}"
-        )
+        return f"{path}: must name an environment variable in capitals; set {_TOKEN_FIELDS_HELP}"
     if name == "token_file" or problem["type"] == "value_error":
-        return f"{field_path}: {problem['msg'].removeprefix('Value error, ')}"
+        return f"{path}: {problem['msg'].removeprefix('Value error, ')}"
     if isinstance(problem["input"], str | int | float) and name != "tenants":
-        return f"{field_path}: {problem['msg']}, got {problem['input']!r}; correct it"
-    return f"{field_path}: {problem['msg']}; write one [[tenants]] table per tenant"
+        return f"{path}: {problem['msg']}, got {problem['input']!r}; correct it"
+    return f"{path}: {problem['msg']}; write one [[tenants]] table per tenant"

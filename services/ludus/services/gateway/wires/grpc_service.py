@@ -7,7 +7,7 @@
 Other calls become tasks. These are calls that open and close sessions, and calls that wait for a
 server or a broken connection. Calls of one session cannot overtake each other on these two paths,
 because a client waits for each reply before it sends the next call of the session.
-`authentication.AuthenticationInterceptor` checks the caller first.
+`middleware.AuthenticationInterceptor` checks the caller first.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ from ludus.env.grpc.call_server import (
     parse_batches,
 )
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
-from ludus.env.messages.protobuf import (
-    CONNECTED_KEY,
-    ENVIRONMENT_KEY,
-    fill_error,
-    make_description_message,
-)
+from ludus.env.messages import protobuf
 from ludus.env.sessions.interface import Connection
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
@@ -51,7 +46,7 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
         sessions = await self._find_environment(context)
         try:
             await sessions.admission.wait_until_described()
-            return make_description_message(sessions.description)
+            return protobuf.make_description_message(sessions.description)
         except EnvError as error:
             await abort_call(context, error)
 
@@ -60,9 +55,9 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
 
     async def Connect(self, request_iterator: Any, context: Context) -> None:
         sessions = await self._find_environment(context)
-        await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
+        await context.send_initial_metadata(((protobuf.CONNECTED_KEY, "1"),))
         connection = Connection()
-        stream = _ClientStream(sessions, ReplyWriter(context.write), connection)
+        stream = _ClientStream(sessions, context, connection)
         try:
             await stream.serve(parse_batches(request_iterator))
         except EnvError as error:
@@ -74,7 +69,7 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
         """Return the environment that the metadata names, by default the only environment."""
         metadata = dict(context.invocation_metadata() or ())
         try:
-            return self._environments.find(str(metadata.get(ENVIRONMENT_KEY, "")))
+            return self._environments.find(str(metadata.get(protobuf.ENVIRONMENT_KEY, "")))
         except EnvError as error:
             await abort_call(context, error)
 
@@ -82,12 +77,10 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
 class _ClientStream:
     """One client's stream: its running calls and its pending replies."""
 
-    def __init__(
-        self, sessions: GatewaySessions, replies: ReplyWriter, connection: Connection
-    ) -> None:
+    def __init__(self, sessions: GatewaySessions, context: Context, connection: Connection) -> None:
         self._sessions = sessions
         self._call_server = CallServer(sessions)
-        self._replies = replies
+        self._replies = ReplyWriter(context.write)
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,10 +108,10 @@ class _ClientStream:
     def _start_call(self, call: pb.Call) -> None:
         kind = call.WhichOneof("call")
         if kind not in _RELAYED_KINDS:
-            answer_work = self._call_server.answer_and_queue(
+            work = self._call_server.answer_and_queue(
                 call, self._replies, self._backlog, self._connection
             )
-            self._start_task(answer_work)
+            self._start_task(work)
             return
         session_id = getattr(call, kind).session_id
         try:
@@ -160,8 +153,8 @@ class _ClientStream:
             error = future.exception()
             if error is None:
                 reply = future.result()
-                duration_s = self._loop.time() - started_s
-                self._sessions.record_reply(kind, session_id, reply, duration_s)
+                seconds = self._loop.time() - started_s
+                self._sessions.record_reply(kind, session_id, reply, seconds)
                 reply.call_id = call.call_id
                 self._replies.put(reply)
             elif isinstance(error, ConnectionLostError) and _is_repeatable(call, kind):
@@ -174,12 +167,10 @@ class _ClientStream:
 
     async def _call_and_reply(self, call: pb.Call, kind: str, session_id: str) -> None:
         """Wait for the session's server, call it, and send its reply to the client."""
-        num_bytes = call.ByteSize()
+        num_bytes, is_repeatable = call.ByteSize(), _is_repeatable(call, kind)
         self._backlog.add(num_bytes)
         try:
-            reply = await self._sessions.call(
-                kind, session_id, call, is_repeatable=_is_repeatable(call, kind)
-            )
+            reply = await self._sessions.call(kind, session_id, call, is_repeatable=is_repeatable)
         except EnvError as error:
             self._reply_with_error(call, session_id, error)
             return
@@ -190,7 +181,7 @@ class _ClientStream:
 
     def _reply_with_error(self, call: pb.Call, session_id: str, error: EnvError) -> None:
         reply = pb.Reply(call_id=call.call_id)
-        fill_error(reply.error, error, session_id)
+        protobuf.fill_error(reply.error, error, session_id)
         self._replies.put(reply)
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:

@@ -5,16 +5,16 @@
     /healthz /readyz /drain /metrics
 
 The signed session id alone determines a session's server. No other part of a request can select a
-server, and no response is a redirect. `authentication.AuthenticationMiddleware` checks the caller
+server, and no response is a redirect. `middleware.AuthenticationMiddleware` checks the caller
 first.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-import orjson
 from fastapi import FastAPI, Path, Request, Response
+from starlette.responses import JSONResponse
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -24,7 +24,7 @@ from ludus.proto.errors import EnvError
 from ludus.services.gateway.sessions.environments import Environments, UnknownEnvironmentError
 from ludus.services.gateway.tenancy.metrics import EnvironmentLoad, GatewayMetrics
 from ludus.services.gateway.tenancy.tenants import get_current_tenant
-from ludus.services.gateway.wires.requests import build_error_response, send_error
+from ludus.services.gateway.wires.middleware import build_error_response, send_error
 
 _GATEWAY_PATHS = frozenset({"/healthz", "/readyz", "/drain", "/metrics"})
 """Paths of the gateway itself, which do not exist below an environment."""
@@ -105,13 +105,13 @@ def _add_gateway_routes(
     async def report_readiness() -> Response:
         # A draining gateway stays ready, because its sessions still need its address.
         if environments.is_ready:
-            return _respond_with_json({"status": "ok"})
-        return _respond_with_json({"status": "waiting for the first list of servers"}, 503)
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "waiting for the first list of servers"}, 503)
 
     @app.api_route("/drain", methods=drain_methods, include_in_schema=False)
     async def drain() -> Response:
         environments.drain()
-        return _respond_with_json({"is_draining": True, "num_sessions": environments.num_sessions})
+        return JSONResponse({"is_draining": True, "num_sessions": environments.num_sessions})
 
     @app.get("/metrics", include_in_schema=False)
     async def render_metrics(request: Request) -> Response:
@@ -123,27 +123,25 @@ def _add_environment_routes(app: FastAPI, environments: Environments) -> None:
     @app.get("/v1/envs")
     async def list_environments() -> Response:
         loads = [_describe_load(sessions.environment_load) for sessions in environments.values()]
-        return _respond_with_json({"environments": loads})
+        return JSONResponse({"environments": loads})
 
     @app.get("/v1/envs/{name}")
     async def show_environment(name: _EnvironmentName) -> Response:
         sessions = environments.find(name)
         await sessions.admission.wait_until_described()
         description = sessions.description
-        return _respond_with_json(
-            _describe_load(sessions.environment_load)
-            | {
-                "environment": description.name,
-                "description": description.description,
-                "version": description.version,
-                "options": description.options,
-                "has_text_view": description.has_text_view,
-                "is_deterministic": description.is_deterministic,
-                "action_schema": description.action_schema,
-                "observation_schema": description.observation_schema,
-                "linger_s": description.linger_s,
-            }
-        )
+        fields = {
+            "environment": description.name,
+            "description": description.description,
+            "version": description.version,
+            "options": description.options,
+            "has_text_view": description.has_text_view,
+            "is_deterministic": description.is_deterministic,
+            "action_schema": description.action_schema,
+            "observation_schema": description.observation_schema,
+            "linger_s": description.linger_s,
+        }
+        return JSONResponse(_describe_load(sessions.environment_load) | fields)
 
 
 def _describe_load(load: EnvironmentLoad) -> JsonObject:
@@ -155,10 +153,6 @@ def _describe_load(load: EnvironmentLoad) -> JsonObject:
         "num_draining": load.num_draining,
         "num_servers": load.num_servers,
     }
-
-
-def _respond_with_json(body: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")
 
 
 async def _respond_with_error(request: Request, error: Exception) -> Response:

@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ludus.env.sessions.interface import Connection, SessionEvents
 from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
@@ -42,8 +42,8 @@ class TrackedSession:
     tenant: Tenant
     closes_when_done: bool
     linger_s: float
-    last_used_s: float
-    """Event-loop time of the last call."""
+    last_used_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    """Event-loop time of the last call, or of the open."""
     detached_s: float = 0.0
     """Event-loop time at which the last connection ended; 0 while a connection uses it."""
     num_running_calls: int = 0

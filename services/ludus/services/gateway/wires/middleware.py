@@ -1,7 +1,10 @@
-"""Authentication in front of the wires: ASGI middleware and a gRPC interceptor.
+"""Request ids, authentication and error responses in front of the wires.
 
-HTTP, WebSocket --> AuthenticationMiddleware ----+--> the application, where
-gRPC -----------> AuthenticationInterceptor -----+    `get_current_tenant()` returns the caller
+    HTTP, WebSocket --> RequestIdMiddleware --> AuthenticationMiddleware --+
+                        x-request-id            401, 403                   +--> the application
+    gRPC -------------------------------------> AuthenticationInterceptor -+
+
+In the application, `get_current_tenant()` returns the caller.
 """
 
 from __future__ import annotations
@@ -9,21 +12,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import re
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
-from starlette.types import ASGIApp, Receive, Send
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
+from starlette.websockets import WebSocket
 
 from ludus.env.asgi.socket import truncate_close_reason
 from ludus.env.grpc.call_server import abort_call
+from ludus.env.messages.status import STATUSES_BY_CODE
+from ludus.env.security.tracing import MAX_REQUEST_ID_CHARS, REQUEST_ID
+from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError
+from ludus.services.gateway.sessions.environments import UnknownEnvironmentError
 from ludus.services.gateway.tenancy.access import TenantAccess
 from ludus.services.gateway.tenancy.tenants import Scope, Tenant, set_current_tenant
-from ludus.services.gateway.wires.requests import send_error
 
+_Header = tuple[bytes, bytes]
+_REQUEST_ID_HEADER = REQUEST_ID.encode()
+_VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,%d}" % MAX_REQUEST_ID_CHARS)
+_RESPONSE_START_TYPES = frozenset(
+    {"http.response.start", "websocket.accept", "websocket.http.response.start"}
+)
 PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz"})
 """Paths that need no token, because the kubelet, which probes them, has none."""
 ADMIN_PATHS = ("/admin", "/drain")
@@ -40,6 +56,44 @@ _CONNECTION_LOGGERS = (
 )
 
 
+class RequestIdMiddleware:
+    """ASGI middleware that adds a request id to each request and response.
+
+    The id is the caller's `x-request-id` if that is valid, otherwise a new one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Serve a request, and add the id to the request and to its response."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        header = (_REQUEST_ID_HEADER, choose_request_id(scope["headers"]).encode())
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] in _RESPONSE_START_TYPES:
+                headers = _replace_header(header, message.get("headers", ()))
+                message = {**message, "headers": headers}
+            await send(message)
+
+        headers = _replace_header(header, scope["headers"])
+        await self._app({**scope, "headers": headers}, receive, send_with_id)
+
+
+def choose_request_id(headers: list[_Header]) -> str:
+    """Return the caller's request id if it is unique and safe to log, otherwise a new id."""
+    request_ids = [text for name, text in headers if name == _REQUEST_ID_HEADER]
+    if len(request_ids) == 1 and _VALID_REQUEST_ID.fullmatch(request_ids[0]):
+        return request_ids[0].decode("ascii")
+    return secrets.token_hex(16)
+
+
+def _replace_header(header: _Header, headers: Iterable[_Header]) -> list[_Header]:
+    return [*(other_header for other_header in headers if other_header[0] != header[0]), header]
+
+
 class AuthenticationMiddleware:
     """ASGI middleware that refuses unauthorized requests with status 401 or 403."""
 
@@ -54,7 +108,7 @@ class AuthenticationMiddleware:
         if scope["type"] not in ("http", "websocket") or path in PUBLIC_PATHS:
             await self._app(scope, receive, send)
             return
-        authorizations = [value for key, value in scope["headers"] if key == b"authorization"]
+        authorizations = [text for name, text in scope["headers"] if name == b"authorization"]
         is_admin = any(path == prefix or path.startswith(f"{prefix}/") for prefix in ADMIN_PATHS)
         try:
             tenant = self._access.authenticate(*authorizations)
@@ -71,7 +125,7 @@ class AuthenticationMiddleware:
         def close_connection(error: EnvError) -> None:
             tasks.add(asyncio.create_task(_close_websocket(send, error)))
 
-        with self._access.register_connection(tenant, close_connection):
+        with self._access.track_connection(tenant, close_connection):
             await self._app(scope, receive, send)
 
 
@@ -91,7 +145,7 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         metadata = handler_call_details.invocation_metadata or ()
-        authorizations = [value for key, value in metadata if key == "authorization"]
+        authorizations = [text for name, text in metadata if name == "authorization"]
         is_stream = handler.request_streaming
         serve_call = handler.stream_stream if is_stream else handler.unary_unary
 
@@ -126,7 +180,7 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
             refusals.append(error)
             serve_task.cancel()
 
-        with self._access.register_connection(tenant, cancel_call):
+        with self._access.track_connection(tenant, cancel_call):
             try:
                 return await serve_task
             except asyncio.CancelledError:
@@ -160,3 +214,26 @@ class _TokenFilter(logging.Filter):
         if cleaned_message != message:
             record.msg, record.args = cleaned_message, ()
         return True
+
+
+def build_error_response(error: EnvError) -> JSONResponse:
+    """Build the HTTP response that reports an error."""
+    is_unknown_environment = isinstance(error, UnknownEnvironmentError)
+    status = 404 if is_unknown_environment else STATUSES_BY_CODE[error.code].http_status
+    detail: JsonObject = {"message": error.message, "code": str(error.code)}
+    headers: dict[str, str] = {}
+    if error.retry_after_s > 0:
+        detail["retry_after_s"] = error.retry_after_s
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if status == 401:
+        headers["www-authenticate"] = 'Bearer, Basic realm="ludus"'
+    return JSONResponse({"detail": detail}, status, headers)
+
+
+async def send_error(error: EnvError, scope: AsgiScope, receive: Receive, send: Send) -> None:
+    """Send an error as the response to a request or a WebSocket handshake."""
+    response = build_error_response(error)
+    if scope["type"] == "websocket":
+        await WebSocket(scope, receive, send).send_denial_response(response)
+    else:
+        await response(scope, receive, send)
