@@ -12,13 +12,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
-from ludus.proto.errors import (
-    CapacityError,
-    EnvError,
-    ErrorCode,
-    RateLimitError,
-    UnavailableError,
-)
+from ludus.proto.errors import CapacityError, EnvError, ErrorCode, RateLimitError, UnavailableError
 
 ResultT = TypeVar("ResultT")
 

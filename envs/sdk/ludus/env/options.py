@@ -40,11 +40,7 @@ class EnvironmentOptions(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
     variable_suffixes: ClassVar[Mapping[str, str]] = {}

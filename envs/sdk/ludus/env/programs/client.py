@@ -22,11 +22,7 @@ from typing import Literal, Self
 import orjson
 
 from ludus.env.programs.launcher import EXIT_STATUS, LENGTH_PREFIX, ProgramOrder
-from ludus.env.sandbox.worker_resources import (
-    filter_variables,
-    make_workers_folder,
-    remove_folder,
-)
+from ludus.env.sandbox.worker_resources import filter_variables, make_workers_folder, remove_folder
 from ludus.proto.errors import UnavailableError
 
 MAX_OUTPUT_BYTES = 1 << 20

@@ -35,11 +35,7 @@ from ludus.env.sandbox.namespaces import (
     fork_into_namespaces,
 )
 from ludus.env.sandbox.processes import find_outer_pid, kill_group, list_child_pids
-from ludus.env.sandbox.worker_resources import (
-    WORKER_PID_VARIABLE,
-    remove_folder,
-    set_home_and_temp,
-)
+from ludus.env.sandbox.worker_resources import WORKER_PID_VARIABLE, remove_folder, set_home_and_temp
 
 LENGTH_PREFIX = struct.Struct("<I")
 """Length of the following order in bytes."""

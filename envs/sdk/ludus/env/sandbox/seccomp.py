@@ -42,7 +42,7 @@ _REFUSED_SINCE_5_1 = {
 """Call numbers. Calls added since Linux 5.1 have the same number on every architecture."""
 _CLONE3 = 435
 _NON_COMPUTING_SINCE_5_1 = {
-    **{"pidfd_send_signal": 424, "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466},
+    **{"pidfd_send_signal": 424, "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466}
 }
 _SOCKET_FAMILIES = (1, 2, 10, 16)
 """Local, IPv4, IPv6, and netlink (for address look-ups): all respect network namespaces."""

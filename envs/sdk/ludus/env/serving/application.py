@@ -20,12 +20,7 @@ import orjson
 from starlette.types import ASGIApp
 
 from ludus.env.environment import AnyEnvironment, Builder
-from ludus.env.options import (
-    EnvironmentOptions,
-    Option,
-    list_options,
-    make_variable_name,
-)
+from ludus.env.options import EnvironmentOptions, Option, list_options, make_variable_name
 from ludus.env.security.session_ids import SESSION_KEY_VARIABLE
 from ludus.env.serving.server import build_openenv_app, exit_after_user_error, run_server
 from ludus.env.sessions.options import DEFAULT_PORT, Flag, ServerOptions, list_flags

@@ -42,11 +42,7 @@ from ludus.env.serving.listeners import (
     unprotect_ports,
 )
 from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.hosts import (
-    EnvironmentFactory,
-    SessionHost,
-    make_local_host,
-)
+from ludus.env.sessions.hosts import EnvironmentFactory, SessionHost, make_local_host
 from ludus.env.sessions.options import (
     DEFAULT_PORT,
     ServerAddresses,
@@ -59,13 +55,7 @@ from ludus.env.workers.host import WorkerHost
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import UserError
 
-__all__ = [
-    "EnvServer",
-    "ServerOptions",
-    "build_openenv_app",
-    "run_server",
-    "serve",
-]
+__all__ = ["EnvServer", "ServerOptions", "build_openenv_app", "run_server", "serve"]
 
 _log = logging.getLogger(__name__)
 
@@ -134,8 +124,7 @@ class EnvServer:
         self._sweep_task.cancel()
         unprotect_ports(self._ports)
         await asyncio.gather(
-            stop_grpc_server(self._grpc_server),
-            *(listener.stop() for listener in self._listeners),
+            stop_grpc_server(self._grpc_server), *(listener.stop() for listener in self._listeners)
         )
         await self.core.shut_down()
         if self._recorder is not None:

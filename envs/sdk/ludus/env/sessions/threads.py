@@ -137,10 +137,7 @@ class StepThreads:
         return job
 
     async def run(
-        self,
-        call: Callable[[], ResultT],
-        release: Callable[[ResultT | None], None],
-        limit_s: float,
+        self, call: Callable[[], ResultT], release: Callable[[ResultT | None], None], limit_s: float
     ) -> ResultT:
         """Run a call and return its result; if the caller is cancelled, release the result.
 

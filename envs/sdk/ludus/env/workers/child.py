@@ -208,10 +208,7 @@ def _serve_in_main_thread(
 
 
 def _serve_in_threads(
-    stream: BufferedReader,
-    connection: socket.socket,
-    sessions: WorkerSessions,
-    num_threads: int,
+    stream: BufferedReader, connection: socket.socket, sessions: WorkerSessions, num_threads: int
 ) -> None:
     send_lock = threading.Lock()
 

@@ -224,8 +224,7 @@ class _ForkServerProcess:
                 except OSError as error:
                     self._handle_death()
                     raise UnavailableError(
-                        f"the fork server has died: {error}; try again",
-                        retry_after_s=1.0,
+                        f"the fork server has died: {error}; try again", retry_after_s=1.0
                     ) from None
                 else:
                     order, descriptors = order[num_sent:], []
