@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from ludus.env.client import AsyncEnvClient, AsyncSession
-from ludus.env.security.session_ids import pod_server_id
+from ludus.env.security.session_ids import make_pod_server_id
 from ludus.proto.errors import ClusterError, EnvError, InfrastructureError
 from ludus.services.kubernetes.api import KubernetesApi, make_resource_path
 
@@ -193,7 +193,7 @@ class Watch:
         kept_loads, chosen, leaving = [], [], set()
         for pod in pods:
             metadata = pod["metadata"]
-            server = pod_server_id(metadata["uid"])
+            server = make_pod_server_id(metadata["uid"])
             cost = int(metadata.get("annotations", {}).get(COST, 0))
             load = (self._crowd.servers[server], cost)
             if "deletionTimestamp" not in metadata:

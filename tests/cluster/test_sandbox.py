@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from ludus.env.client import AsyncEnvClient, AsyncSession, ConnectOptions
-from ludus.env.security.session_ids import pod_server_id
+from ludus.env.security.session_ids import make_pod_server_id
 from ludus.proto.errors import SessionLostError, UnavailableError
 from tests.cluster.installed import (
     Release,
@@ -111,7 +111,7 @@ def find_pod(release: Release, session: AsyncSession) -> str:
     """Return the name of the pod of a session's sandbox."""
     server_id = session.id.split("~")[1]
     for pod in release.get("pods", "-l", "app.kubernetes.io/component=environment")["items"]:
-        if pod_server_id(pod["metadata"]["uid"]) == server_id:
+        if make_pod_server_id(pod["metadata"]["uid"]) == server_id:
             return str(pod["metadata"]["name"])
     raise AssertionError(f"no pod has the server {server_id}")
 

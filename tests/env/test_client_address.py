@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.http.app import build_app
-from ludus.env.security.tls import client_ssl_context
+from ludus.env.security.tls import build_client_context
 from ludus.env.transports.address import RemoteServer, parse_address
 from ludus.proto.errors import (
     AuthenticationError,
@@ -151,7 +151,7 @@ async def test_an_unusable_authority_is_a_configuration_error(tmp_path) -> None:
             )
     missing_file.write_text("not a certificate")
     with pytest.raises(ConfigError, match="PEM"):
-        client_ssl_context(str(missing_file))
+        build_client_context(str(missing_file))
 
 
 async def test_basic_credentials_and_tokens_travel_on_every_wire() -> None:

@@ -8,7 +8,7 @@ import pytest
 import trustme
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
-from ludus.env.security.tls import TlsFiles, client_channel_credentials, client_ssl_context
+from ludus.env.security.tls import TlsFiles, build_channel_credentials, build_client_context
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import ConfigError, UnavailableError
@@ -72,11 +72,11 @@ async def test_a_server_that_asks_for_certificates_takes_those_of_its_authority_
     async with running(**files) as server:
         https = server.http_address + "/health"
         async with httpx.AsyncClient(
-            verify=client_ssl_context(ca_file, good), timeout=60
+            verify=build_client_context(ca_file, good), timeout=60
         ) as client:
             assert (await client.get(https)).status_code == 200
         for identity in (None, bad):
-            verify = client_ssl_context(ca_file, identity)
+            verify = build_client_context(ca_file, identity)
             async with httpx.AsyncClient(verify=verify, timeout=60) as client:
                 with pytest.raises((httpx.TransportError, ssl.SSLError)):
                     await client.get(https)
@@ -88,7 +88,7 @@ async def test_a_server_that_asks_for_certificates_takes_those_of_its_authority_
 
 
 async def description_over_grpc(server, ca_file, identity) -> str:
-    credentials = client_channel_credentials(ca_file, identity)
+    credentials = build_channel_credentials(ca_file, identity)
     target = server.grpc_address.removeprefix("grpcs://")
     async with grpc.aio.secure_channel(target, credentials) as channel:
         stub = env_pb2_grpc.EnvServiceStub(channel)

@@ -147,4 +147,4 @@ class SaysItWithANumber(GoalEnv):
 )
 async def test_check_finds_invalid_success(factory, broken) -> None:
     report = check_environment(factory, num_steps=20)
-    assert [check.name for check in report.checks if not check.is_kept] == broken
+    assert [check.name for check in report.checks if check.verdict == "broken"] == broken

@@ -164,23 +164,15 @@ def refuse_without_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    advance = EnvironmentSession._record_transition
+    step = EnvironmentSession.step
 
-    def endless(self, transition, step_index):
-        result = advance(self, transition, step_index)
-        self.last_result = type(result)(
-            **{
-                name: getattr(result, name)
-                for name in result.__dataclass_fields__
-                if name not in ("terminated", "truncated")
-            },
-            terminated=False,
-            truncated=False,
-        )
-        self._environment._over = False
-        return result
+    def repeat_the_end(self, action, step_index=0):
+        last_result = self.last_result
+        if last_result is not None and last_result.done:
+            return last_result
+        return step(self, action, step_index)
 
-    monkeypatch.setattr(EnvironmentSession, "_record_transition", endless)
+    monkeypatch.setattr(EnvironmentSession, "step", repeat_the_end)
 
 
 @pytest.mark.slow

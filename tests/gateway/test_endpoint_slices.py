@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ludus.env.security.session_ids import SessionKey, pod_server_id
+from ludus.env.security.session_ids import SessionKey, make_pod_server_id
 from ludus.proto.errors import ConfigError
 from ludus.services.gateway.fleet.sources import ServerEndpoint
 from ludus.services.gateway.kubernetes.source import merge_slices, parse_slice
@@ -72,12 +72,12 @@ def test_an_endpoint_that_is_no_pod_is_known_by_its_address() -> None:
 
 
 def test_the_name_of_a_pod_fits_into_a_session_id() -> None:
-    name = pod_server_id("8C5F7A3E-0b1d-4c7e-9a55-2f7d1c0e4b6a")
+    name = make_pod_server_id("8C5F7A3E-0b1d-4c7e-9a55-2f7d1c0e4b6a")
     key = SessionKey.random()
     assert name == "8c5f7a3e0b1d4c7e9a552f7d1c0e4b6a"
     assert key.read(key.sign("blackjack", name)).server_id == name
     with pytest.raises(ConfigError, match="POD_UID"):
-        pod_server_id("")
+        make_pod_server_id("")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import trustme
 import websockets
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
-from ludus.env.security.tls import client_ssl_context
+from ludus.env.security.tls import build_client_context
 from ludus.proto.errors import AuthenticationError, PortInUseError, RateLimitError
 from ludus.services.gateway.gateway import Gateway
 from tests.gateway.clock import Clock
@@ -55,7 +55,7 @@ async def gateway(tmp_path: Path, ca_file: Path, clock: Clock) -> AsyncIterator[
 
 
 def http_client(gateway: Gateway, ca_file: Path) -> httpx.AsyncClient:
-    context = client_ssl_context(ca_file)
+    context = build_client_context(ca_file)
     return httpx.AsyncClient(base_url=gateway.http_address, verify=context, timeout=60)
 
 
@@ -66,7 +66,7 @@ async def test_every_wire_is_served_with_a_token_over_tls_and_refused_without(
         assert (await http.get("/v1/envs")).status_code == 401
         assert (await http.get("/v1/envs", auth=("alice", ALICE))).status_code == 200
     url = f"{gateway.http_address}/envs/{NAME}/ws".replace("https", "wss")
-    context = client_ssl_context(ca_file)
+    context = build_client_context(ca_file)
     with pytest.raises(websockets.InvalidStatus):
         await websockets.connect(url, ssl=context)
     with_token = url.replace("://", f"://alice:{ALICE}@")

@@ -24,10 +24,10 @@ from starlette.types import Receive, Scope, Send
 
 from ludus.env.security.tls import (
     TlsFiles,
-    client_channel_credentials,
-    client_ssl_context,
-    grpc_server_credentials,
-    server_ssl_context,
+    build_channel_credentials,
+    build_client_context,
+    build_server_context,
+    build_server_credentials,
 )
 from ludus.proto.errors import ConfigError
 from tests.gateway.http_server import serving
@@ -77,7 +77,7 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 
 def https_server(tls: TlsFiles) -> AbstractAsyncContextManager[int]:
     """Run a server that responds with "hi"; yield its port."""
-    return serving(hello, ssl_context_factory=lambda config, default: server_ssl_context(tls))
+    return serving(hello, ssl_context_factory=lambda config, default: build_server_context(tls))
 
 
 class Https:
@@ -107,7 +107,7 @@ class Https:
 async def test_https_serves_a_replaced_certificate_and_keeps_its_connections(
     files: TlsFiles, ca_file: Path
 ) -> None:
-    context = client_ssl_context(ca_file)
+    context = build_client_context(ca_file)
     first_serial = issue(files)
     async with https_server(files) as port:
         old = await Https.connect(port, context)
@@ -123,7 +123,7 @@ async def test_https_serves_a_replaced_certificate_and_keeps_its_connections(
 async def test_https_keeps_the_old_certificate_while_the_new_pair_is_half_written(
     files: TlsFiles, ca_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    context = client_ssl_context(ca_file)
+    context = build_client_context(ca_file)
     first_serial = issue(files)
     key = files.key.read_bytes()
     async with https_server(files) as port:
@@ -152,10 +152,10 @@ async def test_https_requires_client_certificates_if_configured(
     issue(stranger, OTHER_CA)
     async with https_server(with_clients) as port:
         for _ in range(2):  # the second connection must not resume the TLS session of the first
-            connection = await Https.connect(port, client_ssl_context(ca_file, trusted))
+            connection = await Https.connect(port, build_client_context(ca_file, trusted))
             assert await connection.get() == b"hi"
             await connection.close()
-        for context in (client_ssl_context(ca_file), client_ssl_context(ca_file, stranger)):
+        for context in (build_client_context(ca_file), build_client_context(ca_file, stranger)):
             with pytest.raises((OSError, EOFError)):
                 await (await Https.connect(port, context)).get()
 
@@ -168,12 +168,12 @@ async def test_replaced_client_authorities_hold_for_the_next_handshake(
     trusted = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
     issue(trusted)
     async with https_server(replace(files, client_ca=clients)) as port:
-        connection = await Https.connect(port, client_ssl_context(ca_file, trusted))
+        connection = await Https.connect(port, build_client_context(ca_file, trusted))
         OTHER_CA.cert_pem.write_to_path(str(clients))
         assert await connection.get() == b"hi"
         await connection.close()
         with pytest.raises((OSError, EOFError)):
-            await (await Https.connect(port, client_ssl_context(ca_file, trusted))).get()
+            await (await Https.connect(port, build_client_context(ca_file, trusted))).get()
 
 
 # -- gRPC ------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ async def echo_stream(
 async def grpc_server(tls: TlsFiles) -> AsyncIterator[int]:
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((Echo(),))
-    port = server.add_secure_port("127.0.0.1:0", grpc_server_credentials(tls))
+    port = server.add_secure_port("127.0.0.1:0", build_server_credentials(tls))
     await server.start()
     try:
         yield port
@@ -217,7 +217,7 @@ def channel(port: int, ca_file: Path, identity: TlsFiles | None = None) -> grpc.
     # A separate pool, because channels would otherwise share a connection.
     return grpc.aio.secure_channel(
         f"localhost:{port}",
-        client_channel_credentials(ca_file, identity),
+        build_channel_credentials(ca_file, identity),
         options=[("grpc.use_local_subchannel_pool", 1)],
     )
 
@@ -227,7 +227,7 @@ async def say(to: grpc.aio.Channel, description: bytes) -> bytes:
 
 
 async def read_serial(port: int, ca_file: Path) -> int:
-    context = client_ssl_context(ca_file)
+    context = build_client_context(ca_file)
     context.set_alpn_protocols(["h2"])
     connection = await Https.connect(port, context)
     connection.writer.transport.abort()
@@ -289,7 +289,7 @@ async def test_a_client_does_not_trust_a_certificate_of_another_authority(
     OTHER_CA.cert_pem.write_to_path(str(other))
     async with https_server(files) as port:
         with pytest.raises(ssl.SSLCertVerificationError):
-            await Https.connect(port, client_ssl_context(other))
+            await Https.connect(port, build_client_context(other))
     async with grpc_server(files) as port, channel(port, other) as wrong:
         with pytest.raises(grpc.aio.AioRpcError):
             await say(wrong, b"hi")
@@ -373,12 +373,12 @@ def test_unusable_files_are_reported_before_listening(
 ) -> None:
     spoiled = spoil(files)  # type: ignore[operator]
     with pytest.raises(ConfigError, match=says):
-        server_ssl_context(spoiled)
+        build_server_context(spoiled)
     with pytest.raises(ConfigError, match=says):
-        grpc_server_credentials(spoiled)
+        build_server_credentials(spoiled)
 
 
 def test_a_client_is_told_of_a_bad_authority_file(tmp_path: Path) -> None:
-    for make in (client_ssl_context, client_channel_credentials):
+    for make in (build_client_context, build_channel_credentials):
         with pytest.raises(ConfigError, match=r"absent\.pem"):
             make(tmp_path / "absent.pem")

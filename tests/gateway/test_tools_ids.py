@@ -161,7 +161,7 @@ async def test_every_gateway_accepts_a_tools_id() -> None:
 def test_tools_id_does_not_reveal_the_session_id_or_open_sessions() -> None:
     key = SessionKey(b"k" * 32)
     driving = key.sign("cards", "server", tenant="alice")
-    tools_id = key.tools_id(driving)
+    tools_id = key.make_tools_id(driving)
     read = key.read(tools_id)
     assert (read.is_tools_only, read.session_id) == (True, driving)
     assert not key.read(driving).is_tools_only

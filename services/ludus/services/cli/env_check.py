@@ -121,7 +121,7 @@ def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list
             timeout_s=plan.timeout_s,
         )
         rows = _make_rows(environment_report, _ABOUT_ENVIRONMENT)
-        if not environment_report.checks[0].is_kept:  # a server could not build it, either
+        if environment_report.checks[0].verdict == "broken":  # a server could not build it, either
             return rows
         server = LocalServer(
             target, options, _MAX_SESSIONS, extra_arguments=["--no-determinism-check"]

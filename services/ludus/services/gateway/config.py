@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ludus.env.options import explain_errors
 from ludus.env.security.session_ids import MIN_KEY_BYTES, SESSION_KEY_VARIABLE
-from ludus.env.security.tls import TlsFiles, client_channel_credentials
+from ludus.env.security.tls import TlsFiles, build_channel_credentials
 from ludus.env.sessions.options import Isolation
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, NotFoundError
@@ -160,8 +160,8 @@ class ServersSection(_Section):
         """TLS credentials. If None, only grpcs:// addresses use TLS."""
         if self.cert_file is not None and self.key_file is not None:
             client_certificate = TlsFiles(self.cert_file, self.key_file)
-            return client_channel_credentials(self.ca_file, client_certificate)
-        return client_channel_credentials(self.ca_file) if self.ca_file else None
+            return build_channel_credentials(self.ca_file, client_certificate)
+        return build_channel_credentials(self.ca_file) if self.ca_file else None
 
 
 class GatewayConfig(_Section):

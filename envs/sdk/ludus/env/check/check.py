@@ -55,22 +55,10 @@ class Check:
     """The check of one rule, with its result."""
 
     name: str
-    is_kept: bool
+    verdict: Verdict = "ok"
+    """Result; "not offered" if the server does not have the feature that the rule checks."""
     detail: str = ""
-    """Expected and actual behavior, or the missing feature; empty if the server keeps the rule."""
-    is_offered: bool = True
-    """False if the server does not have the feature that the rule checks."""
-    is_tried: bool = True
-    """False if the rule was skipped."""
-
-    @property
-    def verdict(self) -> Verdict:
-        """The result in words."""
-        if not self.is_tried:
-            return "not tried"
-        if not self.is_offered:
-            return "not offered"
-        return "ok" if self.is_kept else "broken"
+    """Expected and actual behavior, the missing feature, or the reason to skip the rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +71,7 @@ class CheckReport:
     @property
     def has_passed(self) -> bool:
         """True if no rule was broken."""
-        return all(check.is_kept for check in self.checks)
+        return all(check.verdict != "broken" for check in self.checks)
 
     def raise_if_failed(self) -> None:
         """Raise an error if a rule was broken.
@@ -91,13 +79,10 @@ class CheckReport:
         Raises:
             EnvironmentCheckError: the message names every broken rule.
         """
-        broken_rules = [
-            f"\n  {check.name}: {check.detail}" for check in self.checks if not check.is_kept
-        ]
-        if broken_rules:
-            raise EnvironmentCheckError(
-                f"{self.environment} breaks its contract:{''.join(broken_rules)}"
-            )
+        broken_checks = [check for check in self.checks if check.verdict == "broken"]
+        if broken_checks:
+            faults = "".join(f"\n  {check.name}: {check.detail}" for check in broken_checks)
+            raise EnvironmentCheckError(f"{self.environment} breaks its contract:{faults}")
 
 
 def check_environment(
@@ -124,24 +109,24 @@ def check_environment(
     environment_name = getattr(factory, "__name__", type(factory).__name__)
     if isinstance(factory, TargetFactory):
         environment_name = factory.target
-    report_builder = _ReportBuilder(on_check)
+    builder = _ReportBuilder(on_check)
     rules = [partial(_create_and_close, factory)]
     for rule in RULES.values():
-        checked_environment = CheckedEnvironment(factory, seeds, num_steps, choose_action)
-        rules.append(partial(_run_rule, rule, checked_environment))
+        subject = CheckedEnvironment(factory, seeds, num_steps, choose_action)
+        rules.append(partial(_run_rule, rule, subject))
     with contextlib.closing(run_forked(rules, timeout_s)) as rule_outcomes:
         for rule_name in (_CREATION_RULE_NAME, *RULES):
-            if report_builder.stop_reason:
-                report_builder.skip(rule_name)
+            if builder.stop_reason:
+                builder.skip(rule_name)
                 continue
             outcome = next(rule_outcomes)
             if outcome.is_uncheckable:
                 raise ConfigError(outcome.fault)
-            check = Check(rule_name, is_kept=not outcome.fault, detail=outcome.fault)
-            report_builder.add(check, is_complete=outcome.is_complete)
+            check = Check(rule_name, "broken" if outcome.fault else "ok", outcome.fault)
+            builder.add(check, is_complete=outcome.is_complete)
             if rule_name == _CREATION_RULE_NAME and outcome.fault:
-                report_builder.stop_reason = "the environment cannot be created"
-    return CheckReport(environment_name, report_builder.checks)
+                builder.stop_reason = "the environment cannot be created"
+    return CheckReport(environment_name, builder.checks)
 
 
 async def check_server(
@@ -161,13 +146,13 @@ async def check_server(
         InfrastructureError: the server does not return its description.
     """
     server = CheckedServer(client, await client.describe(), seeds, num_steps)
-    report_builder = _ReportBuilder(on_check)
+    builder = _ReportBuilder(on_check)
     for name, rule in WIRE_RULES.items():
-        if report_builder.stop_reason:
-            report_builder.skip(name)
+        if builder.stop_reason:
+            builder.skip(name)
         else:
-            await _run_rule_on_server(name, rule, server, timeout_s, report_builder)
-    return CheckReport(server.description.name, report_builder.checks)
+            await _run_rule_on_server(name, rule, server, timeout_s, builder)
+    return CheckReport(server.description.name, builder.checks)
 
 
 class _ReportBuilder:
@@ -188,7 +173,7 @@ class _ReportBuilder:
             self._on_check(check)
 
     def skip(self, name: str) -> None:
-        self.add(Check(name, is_kept=True, detail=self.stop_reason, is_tried=False))
+        self.add(Check(name, "not tried", self.stop_reason))
 
 
 def _create_and_close(factory: EnvironmentFactory) -> str:
@@ -210,11 +195,7 @@ def _run_rule(rule: Rule, environment: CheckedEnvironment) -> str:
 
 
 async def _run_rule_on_server(
-    name: str,
-    rule: WireRule,
-    server: CheckedServer,
-    timeout_s: float,
-    report_builder: _ReportBuilder,
+    name: str, rule: WireRule, server: CheckedServer, timeout_s: float, builder: _ReportBuilder
 ) -> None:
     is_complete = True
     try:
@@ -223,21 +204,20 @@ async def _run_rule_on_server(
                 await rule(server)
         finally:
             await _close_sessions(server)
-        check = Check(name, is_kept=True)
+        check = Check(name)
     except BrokenRuleError as error:
-        check = Check(name, is_kept=False, detail=str(error))
+        check = Check(name, "broken", str(error))
     except NotOfferedError as error:
-        check = Check(name, is_kept=True, detail=str(error), is_offered=False)
+        check = Check(name, "not offered", str(error))
     except TimeoutError:
         is_complete = False
-        detail = f"the rule did not end within {timeout_s:g} s"
-        check = Check(name, is_kept=False, detail=detail)
+        check = Check(name, "broken", f"the rule did not end within {timeout_s:g} s")
     except InfrastructureError as error:
         is_complete = not isinstance(error, CallTimeoutError)
-        check = Check(name, is_kept=False, detail=f"expected results, got {error.code}: {error}")
+        check = Check(name, "broken", f"expected results, got {error.code}: {error}")
     except LudusError as error:
-        check = Check(name, is_kept=False, detail=f"expected no error, got {error!r}")
-    report_builder.add(check, is_complete=is_complete)
+        check = Check(name, "broken", f"expected no error, got {error!r}")
+    builder.add(check, is_complete=is_complete)
 
 
 async def _close_sessions(server: CheckedServer) -> None:

@@ -25,6 +25,7 @@ from typing import IO, NoReturn
 
 import orjson
 
+from ludus.env.sandbox.processes import kill_group
 from ludus.proto.errors import LudusError, read_error_message
 
 Rule = Callable[[], str]
@@ -119,11 +120,8 @@ class _RuleProcess:
                 return self._stop_after_excess_output()
         line, newline, self._unread_bytes = self._unread_bytes.partition(b"\n")
         if not newline:
-            return (
-                self._stop_after_excess_output()
-                if self._has_exceeded_output()
-                else self._stop_after_exit()
-            )
+            has_exceeded = self._has_exceeded_output()
+            return self._stop_after_excess_output() if has_exceeded else self._stop_after_exit()
         outcome, num_output_bytes = orjson.loads(line)
         if num_output_bytes - self._num_output_bytes > MAX_OUTPUT_BYTES:
             return self._stop_after_excess_output()
@@ -140,26 +138,26 @@ class _RuleProcess:
         """Kill the process and all processes that it started."""
         self.has_stopped = True
         if self._wait_status is None:
-            for send_signal in (os.killpg, os.kill):  # a new child may not have its own group yet
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    send_signal(self._pid, signal.SIGKILL)
+            kill_group(self._pid)
             _, self._wait_status = os.waitpid(self._pid, 0)
             os.close(self._read_descriptor)
 
     def _measure_output(self) -> int:
         return os.fstat(self._output_file.fileno()).st_size
 
+    def _read_output(self, offset: int) -> str:
+        output = os.pread(self._output_file.fileno(), _MAX_SHOWN_BYTES, offset)
+        return output.decode(errors="replace")
+
     def _has_exceeded_output(self) -> bool:
         return self._measure_output() - self._num_output_bytes > MAX_OUTPUT_BYTES
 
     def _stop_after_excess_output(self) -> RuleOutcome:
         self._kill()
-        first_output = os.pread(
-            self._output_file.fileno(), _MAX_SHOWN_BYTES, self._num_output_bytes
-        )
+        first_output = self._read_output(self._num_output_bytes)
         return RuleOutcome(
             f"expected at most {MAX_OUTPUT_BYTES} bytes of output, got more, starting with"
-            f" {first_output.decode(errors='replace')!r}"
+            f" {first_output!r}"
         )
 
     def _stop_after_timeout(self) -> RuleOutcome:
@@ -167,9 +165,8 @@ class _RuleProcess:
         traceback = os.pread(self._traceback_file.fileno(), 1 << 20, 0).decode(errors="replace")
         call_text = _find_call(traceback)
         reason = f": {call_text} did not return" if call_text else ""
-        return RuleOutcome(
-            f"the rule did not end within {self._timeout_s:g} s{reason}", False, False
-        )
+        fault = f"the rule did not end within {self._timeout_s:g} s{reason}"
+        return RuleOutcome(fault, is_complete=False)
 
     def _stop_after_exit(self) -> RuleOutcome:
         """Return the outcome of a rule whose process exited or closed its pipe."""
@@ -179,10 +176,7 @@ class _RuleProcess:
         assert self._wait_status is not None, "the process was killed"
         exit_code = os.waitstatus_to_exitcode(self._wait_status)
         exit_text = f"exit code {exit_code}" if exit_code >= 0 else signal.Signals(-exit_code).name
-        start_offset = max(0, self._measure_output() - _MAX_SHOWN_BYTES)
-        last_output = os.pread(self._output_file.fileno(), _MAX_SHOWN_BYTES, start_offset).decode(
-            errors="replace"
-        )
+        last_output = self._read_output(max(0, self._measure_output() - _MAX_SHOWN_BYTES))
         output_text = f" after writing {last_output!r}" if last_output else ""
         return RuleOutcome(f"the rule's process exited with {exit_text}{output_text}")
 
@@ -204,6 +198,7 @@ def _run_child_process(
         for descriptor in (1, 2):
             os.dup2(output_file.fileno(), descriptor)
         sys.stdout = sys.stderr = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
+        pipe = open(write_descriptor, "wb")  # noqa: SIM115 - this process exits in this function
         for rule in rules:
             faulthandler.dump_traceback_later(timeout_s, exit=True, file=traceback_file)
             outcome = _run_rule(rule)
@@ -211,7 +206,8 @@ def _run_child_process(
             with contextlib.suppress(Exception):  # the rule may have closed stdout
                 sys.stdout.flush()
             outcome_message = (outcome, os.fstat(output_file.fileno()).st_size)
-            _write_all(write_descriptor, orjson.dumps(outcome_message) + b"\n")
+            pipe.write(orjson.dumps(outcome_message) + b"\n")
+            pipe.flush()
     finally:
         os._exit(0)
 
@@ -230,17 +226,12 @@ def _limit_text(text: str) -> str:
     return text[:_MAX_FAULT_CHARS].encode(errors="backslashreplace").decode()
 
 
-def _write_all(descriptor: int, remaining_bytes: bytes) -> None:
-    while remaining_bytes:
-        remaining_bytes = remaining_bytes[os.write(descriptor, remaining_bytes) :]
-
-
 def _find_call(traceback: str) -> str:
     """Return the call of the environment in the main thread's traceback, or an empty text."""
     call_text = ""
-    for file_path, line_number, function_name in _FRAME_PATTERN.findall(
-        traceback.rpartition("\n\n")[2]
-    ):  # innermost first
+    main_thread_text = traceback.rpartition("\n\n")[2]
+    for file_path, line_number, function_name in _FRAME_PATTERN.findall(main_thread_text):
+        # The innermost frame is first.
         if file_path.startswith(_CHECKER_PATHS):
             return call_text
         call_text = f"{function_name} ({file_path}, line {line_number})"

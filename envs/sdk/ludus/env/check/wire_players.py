@@ -7,7 +7,7 @@ A player draws its actions from the first available source: the legal answers of
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 
 import orjson
@@ -93,13 +93,10 @@ class CheckedServer:
         try:
             for num_sessions in range(MAX_SESSIONS + 1):
                 self.capacity = num_sessions
-                session = await self.client.open_session()
-                self._sessions.append(session)
+                self._sessions.append(await self.client.open_session())
             self.capacity = MAX_SESSIONS
-        except CapacityError as error:
-            self.capacity_error = error
         except EnvError as error:
-            if self.capacity == 0:
+            if self.capacity == 0 and not isinstance(error, CapacityError):
                 raise
             self.capacity_error = error
         finally:
@@ -121,10 +118,10 @@ class WirePlayer:
         self.actions: list[JsonOrText] = []
         self.refusals: list[EnvError] = []
         self._server = server
-        self._random_generator = random.Random(f"policy {policy_seed}")
+        self._generator = random.Random(f"policy {policy_seed}")
 
     @property
-    def encoded_results(self) -> list[bytes]:
+    def record(self) -> list[bytes]:
         """The results of the episode as bytes, for comparison."""
         return [encode_result(result) for result in self.results]
 
@@ -165,10 +162,7 @@ class WirePlayer:
 
     async def take_action(self, action: JsonOrText) -> None:
         """Take one action and record its result."""
-        if isinstance(action, str):
-            result = await self.session.step(text=action)
-        else:
-            result = await self.session.step(action)
+        result = await take_step(self.session, action)
         self.actions.append(action)
         self.results.append(result)
 
@@ -176,9 +170,14 @@ class WirePlayer:
         """Draw a legal action if they are listed, or an action that fits the schema."""
         last_result = self.results[-1]
         if last_result.text is not None and last_result.text.legal_answers:
-            return self._random_generator.choice(last_result.text.legal_answers)
+            return self._generator.choice(last_result.text.legal_answers)
         schema = self._server.description.action_schema
-        return draw_action(schema, last_result.observation, self._random_generator)
+        return draw_action(schema, last_result.observation, self._generator)
+
+
+def take_step(session: AsyncSession, action: JsonOrText) -> Awaitable[StepResult]:
+    """Take a step with an action as JSON or as text."""
+    return session.step(text=action) if isinstance(action, str) else session.step(action)
 
 
 def encode_result(result: StepResult) -> bytes:

@@ -44,14 +44,10 @@ class CheckedEnvironment:
             self._instances.pop().close()
 
     def play(
-        self,
-        seed: int | None,
-        planned_actions: Sequence[Action] | None = None,
-        *,
-        policy_seed: int = 0,
+        self, seed: int | None, plan: Sequence[Action] | None = None, *, policy_seed: int = 0
     ) -> CheckedEpisode:
         """Play an episode with the actions, or with random legal actions, and return it."""
-        episode = CheckedEpisode(self, seed, planned_actions, policy_seed)
+        episode = CheckedEpisode(self, seed, plan, policy_seed)
         while episode.advance():
             pass
         return episode
@@ -62,16 +58,16 @@ class CheckedEpisode:
 
     def __init__(
         self,
-        checked_environment: CheckedEnvironment,
+        subject: CheckedEnvironment,
         seed: int | None,
-        planned_actions: Sequence[Action] | None = None,
+        plan: Sequence[Action] | None = None,
         policy_seed: int = 0,
     ) -> None:
-        self.environment = checked_environment.make()
+        self.environment = subject.make()
         self.actions: list[Action] = []
         self.transitions = [self.environment.reset(seed=seed)]
-        self._checked_environment = checked_environment
-        self._planned_actions = planned_actions
+        self._subject = subject
+        self._plan = plan
         # A string seed, so that an environment with random.Random(seed) does not share the stream.
         self._generator = random.Random(f"policy {policy_seed}")
 
@@ -87,20 +83,14 @@ class CheckedEpisode:
 
     def advance(self) -> bool:
         """Take a step and return True, or return False at the end."""
-        num_steps = (
-            self._checked_environment.num_steps
-            if self._planned_actions is None
-            else len(self._planned_actions)
-        )
+        num_steps = self._subject.num_steps if self._plan is None else len(self._plan)
         if self.is_over or len(self.actions) >= num_steps:
             return False
-        if self._planned_actions is None:
+        if self._plan is None:
             observation = self.transitions[-1].observation
-            action = self._checked_environment.choose_action(
-                self.environment, observation, self._generator
-            )
+            action = self._subject.choose_action(self.environment, observation, self._generator)
         else:
-            action = self._planned_actions[len(self.actions)]
+            action = self._plan[len(self.actions)]
         self.actions.append(action)
         self.transitions.append(self.environment.step(action))
         return True

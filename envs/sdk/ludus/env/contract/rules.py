@@ -9,7 +9,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -58,22 +58,19 @@ class BrokenRuleError(LudusError):
     """A broken rule of the contract."""
 
 
-def reset_has_no_reward(checked_environment: CheckedEnvironment) -> None:
+def reset_has_no_reward(subject: CheckedEnvironment) -> None:
     """Check that a reset returns no reward and starts an episode that is not over."""
-    for seed in checked_environment.seeds:
-        transition = checked_environment.make().reset(seed=seed)
-        expect(
-            transition.reward is None, f"reward None after reset(seed={seed})", transition.reward
-        )
+    for seed in subject.seeds:
+        call = f"reset(seed={seed})"
+        transition = subject.make().reset(seed=seed)
+        expect(transition.reward is None, f"reward None after {call}", transition.reward)
         is_over = transition.terminated or transition.truncated
-        expect(
-            not is_over, f"a running episode after reset(seed={seed})", "an episode that is over"
-        )
+        expect(not is_over, f"a running episode after {call}", "an episode that is over")
 
 
-def flags_and_rewards_have_their_types(checked_environment: CheckedEnvironment) -> None:
+def flags_and_rewards_have_their_types(subject: CheckedEnvironment) -> None:
     """Check that flags are bool and rewards float, because some wires reject NumPy's types."""
-    for transition in checked_environment.play(checked_environment.seeds[0]).transitions:
+    for transition in subject.play(subject.seeds[0]).transitions:
         for name in ("terminated", "truncated"):
             flag = getattr(transition, name)
             expect(type(flag) is bool, f"{name} to be a bool", f"{flag!r} ({type(flag).__name__})")
@@ -84,10 +81,10 @@ def flags_and_rewards_have_their_types(checked_environment: CheckedEnvironment) 
         expect(is_finite, "a reward that is a finite number or None", repr(reward))
 
 
-def success_is_reported_at_the_end(checked_environment: CheckedEnvironment) -> None:
+def success_is_reported_at_the_end(subject: CheckedEnvironment) -> None:
     """Check that success is a bool or None, and None before the end of an episode."""
-    for seed in checked_environment.seeds:
-        for transition in checked_environment.play(seed, policy_seed=seed).transitions:
+    for seed in subject.seeds:
+        for transition in subject.play(seed, policy_seed=seed).transitions:
             success = transition.success
             is_flag = success is None or type(success) is bool
             actual = f"{success!r} ({type(success).__name__})"
@@ -96,80 +93,59 @@ def success_is_reported_at_the_end(checked_environment: CheckedEnvironment) -> N
             expect(success is None or is_over, "success None before the end of an episode", success)
 
 
-def same_seed_and_actions_give_the_same_episode(checked_environment: CheckedEnvironment) -> None:
+def same_seed_and_actions_give_the_same_episode(subject: CheckedEnvironment) -> None:
     """Check that episodes repeat even if the global random state of the process changes."""
-    for seed in checked_environment.seeds:
-        episode = checked_environment.play(seed, policy_seed=seed)
+    for seed in subject.seeds:
+        episode = subject.play(seed, policy_seed=seed)
         random.seed(seed + 1)
-        expect_same(
-            episode.record, checked_environment.play(seed, episode.actions).record, f"seed {seed}"
-        )
+        expect_same(episode.record, subject.play(seed, episode.actions).record, f"seed {seed}")
 
 
-def parallel_episodes_are_independent(checked_environment: CheckedEnvironment) -> None:
+def parallel_episodes_are_independent(subject: CheckedEnvironment) -> None:
     """Check that two interleaved episodes are equal to the same episodes played separately."""
-    separate_episodes = [
-        checked_environment.play(seed, policy_seed=seed) for seed in checked_environment.seeds[:2]
-    ]
+    references = [subject.play(seed, policy_seed=seed) for seed in subject.seeds[:2]]
     # The rules of the wire check this case with several processes.
-    if checked_environment.allows_one_instance:
+    if subject.allows_one_instance:
         return
-    interleaved_episodes = [
-        CheckedEpisode(checked_environment, seed, episode.actions)
-        for seed, episode in zip(checked_environment.seeds, separate_episodes, strict=False)
+    parallel_episodes = [
+        CheckedEpisode(subject, seed, reference.actions)
+        for seed, reference in zip(subject.seeds, references, strict=False)
     ]
-    while any([episode.advance() for episode in interleaved_episodes]):
+    while any([episode.advance() for episode in parallel_episodes]):
         pass
-    for separate_episode, interleaved_episode in zip(
-        separate_episodes, interleaved_episodes, strict=True
-    ):
-        expect_same(
-            separate_episode.record,
-            interleaved_episode.record,
-            "an episode parallel to another episode",
-        )
+    for reference, episode in zip(references, parallel_episodes, strict=True):
+        expect_same(reference.record, episode.record, "an episode parallel to another episode")
 
 
-def a_second_reset_starts_again(checked_environment: CheckedEnvironment) -> None:
+def a_second_reset_starts_again(subject: CheckedEnvironment) -> None:
     """Check that a reset removes every trace of the previous episode."""
-    episode = checked_environment.play(checked_environment.seeds[0])
-    second_record = encode_record(episode.environment.reset(seed=checked_environment.seeds[0]))
+    episode = subject.play(subject.seeds[0])
+    second_record = encode_record(episode.environment.reset(seed=subject.seeds[0]))
     expect(second_record == episode.record[0], episode.record[0].decode(), second_record.decode())
 
 
-def seeds_are_not_ignored(checked_environment: CheckedEnvironment) -> None:
+def seeds_are_not_ignored(subject: CheckedEnvironment) -> None:
     """Check that seeds determine the randomness of an environment, if it has any."""
-    seeded_records = {
-        b"".join(checked_environment.play(seed).record) for seed in checked_environment.seeds
-    }
-    if len(seeded_records) > 1 or len(checked_environment.seeds) < 2:
+
+    def collect_records(seeds: Sequence[int | None], policy_seed: int = 0) -> set[bytes]:
+        return {b"".join(subject.play(seed, policy_seed=policy_seed).record) for seed in seeds}
+
+    records = collect_records(subject.seeds)
+    if len(records) > 1 or len(subject.seeds) < 2:
         return
     # In a small environment, a policy may get equal episodes for all seeds by chance: try others.
-    for policy_seed, seed_pair in enumerate(pairwise(checked_environment.seeds), start=1):
-        if (
-            len(
-                {
-                    b"".join(checked_environment.play(seed, policy_seed=policy_seed).record)
-                    for seed in seed_pair
-                }
-            )
-            > 1
-        ):
+    for policy_seed, seed_pair in enumerate(pairwise(subject.seeds), start=1):
+        if len(collect_records(seed_pair, policy_seed)) > 1:
             return
-    unseeded_records = {
-        b"".join(checked_environment.play(None).record) for _ in checked_environment.seeds
-    }
-    actual = (
-        f"equal episodes for seeds {list(checked_environment.seeds)} and different ones without a"
-        " seed"
-    )
-    expect(unseeded_records == seeded_records, "episodes that depend on the seed", actual)
+    unseeded_records = collect_records([None] * len(subject.seeds))
+    actual = f"equal episodes for seeds {list(subject.seeds)} and different ones without a seed"
+    expect(unseeded_records == records, "episodes that depend on the seed", actual)
 
 
-def a_step_after_the_end_is_refused(checked_environment: CheckedEnvironment) -> None:
+def a_step_after_the_end_is_refused(subject: CheckedEnvironment) -> None:
     """Check that a step after the end raises an exception of any type."""
-    for seed in checked_environment.seeds:
-        episode = checked_environment.play(seed)
+    for seed in subject.seeds:
+        episode = subject.play(seed)
         if not episode.is_over or not episode.actions:
             continue
         try:
@@ -179,54 +155,49 @@ def a_step_after_the_end_is_refused(checked_environment: CheckedEnvironment) -> 
         expect(False, "an error for a step after the end", encode_record(transition).decode())
 
 
-def observations_fit_their_schema(checked_environment: CheckedEnvironment) -> None:
+def observations_fit_their_schema(subject: CheckedEnvironment) -> None:
     """Check that observations have the declared type and are unchanged after JSON encoding."""
-    episode = checked_environment.play(checked_environment.seeds[0])
+    episode = subject.play(subject.seeds[0])
     declared_type = episode.environment.observation_type
     for transition in episode.transitions:
         observation = transition.observation
-        expect(
-            type(observation) is declared_type,
-            f"observations of type {declared_type.__name__}",
-            type(observation).__name__,
-        )
+        is_declared = type(observation) is declared_type
+        expected = f"observations of type {declared_type.__name__}"
+        expect(is_declared, expected, type(observation).__name__)
         decoded = declared_type.model_validate_json(observation.model_dump_json())
         expect(decoded == observation, f"{observation!r} after JSON encoding", repr(decoded))
         orjson.dumps(transition.info, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
-def the_state_fits_its_schema(checked_environment: CheckedEnvironment) -> None:
+def the_state_fits_its_schema(subject: CheckedEnvironment) -> None:
     """Check that the state has the declared type and can be encoded as JSON."""
-    environment = checked_environment.play(checked_environment.seeds[0]).environment
+    environment = subject.play(subject.seeds[0]).environment
     declared_type, state = environment.state_type, environment.state
-    expect(
-        isinstance(state, declared_type),
-        f"a state of type {declared_type.__name__}",
-        type(state).__name__,
-    )
+    is_declared = isinstance(state, declared_type)
+    expect(is_declared, f"a state of type {declared_type.__name__}", type(state).__name__)
     declared_type.model_validate_json(state.model_dump_json())
 
 
-def every_legal_answer_is_a_legal_action(checked_environment: CheckedEnvironment) -> None:
+def every_legal_answer_is_a_legal_action(subject: CheckedEnvironment) -> None:
     """Check that the text renderer parses its legal answers to actions that are legal."""
-    renderer = checked_environment.make().text_renderer
+    renderer = subject.make().text_renderer
     if renderer is None:
         return
-    for seed in checked_environment.seeds:
-        observation = checked_environment.make().reset(seed=seed).observation
+    for seed in subject.seeds:
+        observation = subject.make().reset(seed=seed).observation
         for answer in renderer.legal_answers(observation):
-            environment = checked_environment.make()
+            environment = subject.make()
             environment.reset(seed=seed)
             environment.step(renderer.parse(answer, observation))
 
 
-def garbage_is_refused(checked_environment: CheckedEnvironment) -> None:
+def garbage_is_refused(subject: CheckedEnvironment) -> None:
     """Check that the text renderer raises ActionParseError, unless every text is an action."""
-    environment = checked_environment.make()
+    environment = subject.make()
     renderer = environment.text_renderer
     if renderer is None or takes_any_text(renderer):
         return
-    observation = environment.reset(seed=checked_environment.seeds[0]).observation
+    observation = environment.reset(seed=subject.seeds[0]).observation
     for text in _GARBAGE_TEXTS:
         try:
             action = renderer.parse(text, observation)
@@ -235,18 +206,16 @@ def garbage_is_refused(checked_environment: CheckedEnvironment) -> None:
         expect(False, f"ActionParseError for {text!r}", repr(action))
 
 
-def odd_texts_are_parsed_or_refused(checked_environment: CheckedEnvironment) -> None:
+def odd_texts_are_parsed_or_refused(subject: CheckedEnvironment) -> None:
     """Check that parsing raises only ActionErrors, because other errors would stop a run."""
-    environment = checked_environment.make()
+    environment = subject.make()
     renderer = environment.text_renderer
     if renderer is None:
         return
-    observation = environment.reset(seed=checked_environment.seeds[0]).observation
+    observation = environment.reset(seed=subject.seeds[0]).observation
     answers = renderer.legal_answers(observation)[:_NUM_CHANGED_ANSWERS]
-    for text in (
-        *_ODD_TEXTS,
-        *(variant for answer in answers for variant in _make_variants(answer)),
-    ):
+    variants = (variant for answer in answers for variant in _make_variants(answer))
+    for text in (*_ODD_TEXTS, *variants):
         try:
             renderer.parse(text, observation)
         except ActionError:
@@ -264,14 +233,13 @@ def _make_variants(answer: str) -> tuple[str, ...]:
     )
 
 
-def results_can_be_encoded(checked_environment: CheckedEnvironment) -> None:
+def results_can_be_encoded(subject: CheckedEnvironment) -> None:
     """Check that all wires can encode observations, rewards, tensors, info and texts."""
-    environment = checked_environment.make()
-    first_transition = environment.reset(seed=checked_environment.seeds[0])
-    _require_encodable(
-        first_transition, environment, 0
-    )  # before the observation is used to choose an action
-    episode = checked_environment.play(checked_environment.seeds[0])
+    environment = subject.make()
+    first_transition = environment.reset(seed=subject.seeds[0])
+    # Encode the first result before its observation is used to choose an action.
+    _require_encodable(first_transition, environment, 0)
+    episode = subject.play(subject.seeds[0])
     for index, transition in enumerate(episode.transitions):
         _require_encodable(transition, episode.environment, index)
 
@@ -285,9 +253,9 @@ def _require_encodable(
         raise BrokenRuleError(error.message) from error
 
 
-def text_is_chat_messages(checked_environment: CheckedEnvironment) -> None:
+def text_is_chat_messages(subject: CheckedEnvironment) -> None:
     """Check that rendering returns chat messages, and at least one message after a reset."""
-    episode = checked_environment.play(checked_environment.seeds[0])
+    episode = subject.play(subject.seeds[0])
     renderer = episode.environment.text_renderer
     if renderer is None:
         return
@@ -299,19 +267,19 @@ def text_is_chat_messages(checked_environment: CheckedEnvironment) -> None:
             expect(is_chat, "a role and a text", message)
 
 
-def action_metadata_changes_nothing(checked_environment: CheckedEnvironment) -> None:
+def action_metadata_changes_nothing(subject: CheckedEnvironment) -> None:
     """Check that the metadata of actions, which clients may set freely, has no effect."""
-    episode = checked_environment.play(checked_environment.seeds[0])
+    episode = subject.play(subject.seeds[0])
     actions_with_metadata = [
         action.model_copy(update={"metadata": {"note": "harmless"}}) for action in episode.actions
     ]
-    second_episode = checked_environment.play(checked_environment.seeds[0], actions_with_metadata)
+    second_episode = subject.play(subject.seeds[0], actions_with_metadata)
     expect_same(episode.record, second_episode.record, "actions with metadata")
 
 
-def tools_are_described(checked_environment: CheckedEnvironment) -> None:
+def tools_are_described(subject: CheckedEnvironment) -> None:
     """Check that each tool has a unique name, a description and a schema of an object."""
-    tools = checked_environment.make().tools
+    tools = subject.make().tools
     for tool in tools:
         expect(isinstance(tool, Tool), "tools of type ludus.env.Tool", repr(tool))
         expect(isinstance(tool.name, str) and bool(tool.name), "a name of each tool", repr(tool))
@@ -325,12 +293,12 @@ def tools_are_described(checked_environment: CheckedEnvironment) -> None:
     expect(len(set(names)) == len(names), "tools of different names", names)
 
 
-def an_unknown_tool_is_refused(checked_environment: CheckedEnvironment) -> None:
+def an_unknown_tool_is_refused(subject: CheckedEnvironment) -> None:
     """Check that a call of an unknown tool raises ToolError."""
-    environment = checked_environment.make()
+    environment = subject.make()
     if not environment.tools:
         return
-    environment.reset(seed=checked_environment.seeds[0])
+    environment.reset(seed=subject.seeds[0])
     try:
         tool_result = environment.call_tool(_UNKNOWN_TOOL, {})
     except ToolError:
@@ -338,16 +306,16 @@ def an_unknown_tool_is_refused(checked_environment: CheckedEnvironment) -> None:
     expect(False, f"ToolError for a call of {_UNKNOWN_TOOL!r}", tool_result)
 
 
-def tools_return_json_objects(checked_environment: CheckedEnvironment) -> None:
+def tools_return_json_objects(subject: CheckedEnvironment) -> None:
     """Check that tools return JSON objects, or raise ToolError or InvalidCallError.
 
     Arguments that fit the schema may still be invalid.
     """
-    environment = checked_environment.make()
+    environment = subject.make()
     if not environment.tools:
         return
-    environment.reset(seed=checked_environment.seeds[0])
-    generator = random.Random(f"tools {checked_environment.seeds[0]}")
+    environment.reset(seed=subject.seeds[0])
+    generator = random.Random(f"tools {subject.seeds[0]}")
     for tool in environment.tools:
         arguments = draw_value({"type": "object", **tool.input_schema}, generator)
         try:
@@ -415,25 +383,27 @@ def is_deterministic(factory: EnvironmentFactory, budget_s: float = 2.0) -> bool
     deadline_s = time.monotonic() + budget_s
     num_steps = 0
 
+    def check_time() -> None:
+        if time.monotonic() > deadline_s:
+            raise _OutOfTimeError("the determinism check reached its time limit")
+
     def choose_action(
         environment: AnyEnvironment, observation: Observation, generator: random.Random
     ) -> Action:
         nonlocal num_steps
-        _raise_after(deadline_s)
+        check_time()
         num_steps += 1
         return draw_legal_action(environment, observation, generator)
 
     def make_environment() -> AnyEnvironment:
-        _raise_after(deadline_s)
+        check_time()
         return factory()
 
-    checked_environment = CheckedEnvironment(
-        make_environment, _QUICK_SEEDS, _QUICK_NUM_STEPS, choose_action
-    )
-    state = random.getstate()
+    subject = CheckedEnvironment(make_environment, _QUICK_SEEDS, _QUICK_NUM_STEPS, choose_action)
+    random_state = random.getstate()
     try:
-        same_seed_and_actions_give_the_same_episode(checked_environment)
-        parallel_episodes_are_independent(checked_environment)
+        same_seed_and_actions_give_the_same_episode(subject)
+        parallel_episodes_are_independent(subject)
     except BrokenRuleError as error:
         _log.warning("environment treated as not deterministic: %s", error)
         return False
@@ -449,11 +419,6 @@ def is_deterministic(factory: EnvironmentFactory, budget_s: float = 2.0) -> bool
         _log.info("could not check whether the environment is deterministic: %s", error)
         return False
     finally:
-        random.setstate(state)
-        checked_environment.close()
+        random.setstate(random_state)
+        subject.close()
     return True
-
-
-def _raise_after(deadline_s: float) -> None:
-    if time.monotonic() > deadline_s:
-        raise _OutOfTimeError("the determinism check reached its time limit")

@@ -34,15 +34,13 @@ from ludus.env.sandbox.namespaces import (
     find_namespace_fault,
     fork_into_namespaces,
 )
-from ludus.env.sandbox.processes import find_outer_pid, kill_group, list_child_pids
+from ludus.env.sandbox.processes import find_outer_pid, kill_child_processes, kill_group
 from ludus.env.sandbox.worker_resources import WORKER_PID_VARIABLE, remove_folder, set_home_and_temp
 
 LENGTH_PREFIX = struct.Struct("<I")
 """Length of the following order in bytes."""
 EXIT_STATUS = struct.Struct("<i")
 """Exit status of a program, sent over its status socket."""
-NUM_DESCRIPTORS = 3
-"""Number of descriptors that come with each order: status socket, stdout and stderr."""
 
 NOT_STARTED = 127
 """Exit code of a program that could not be started, by shell convention."""
@@ -79,14 +77,11 @@ def main(descriptor: int, folder: str, confinement: str) -> None:
     namespace_fault = _check_namespaces() if confinement != "off" else ""
     with contextlib.suppress(ConnectionError):
         while True:
-            header, descriptors, _, _ = socket.recv_fds(
-                order_socket, LENGTH_PREFIX.size, NUM_DESCRIPTORS
-            )
+            header, descriptors, _, _ = socket.recv_fds(order_socket, LENGTH_PREFIX.size, 3)
             if len(header) < LENGTH_PREFIX.size:
                 break
-            order = ProgramOrder(
-                **orjson.loads(_receive_bytes(order_socket, *LENGTH_PREFIX.unpack(header)))
-            )
+            order_json = _receive_bytes(order_socket, *LENGTH_PREFIX.unpack(header))
+            order = ProgramOrder(**orjson.loads(order_json))
             if os.fork() == 0:
                 order_socket.close()
                 _run_supervisor(order, descriptors, Path(folder), confinement, namespace_fault)
@@ -140,12 +135,7 @@ def _wait_and_kill_descendants(program: ForkedProcess, status_socket: int) -> in
     events.poll()
     kill_group(program.pid)
     _, status = os.waitpid(program.pid, 0)
-    while remaining_pids := list_child_pids():
-        for pid in remaining_pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, 0)
+    kill_child_processes()
     return status
 
 
@@ -181,9 +171,8 @@ def _exec_program(
             missing_layers = confine(sandbox, order.id, outer_pid, [], namespace_fault)
             if missing_layers and confinement == "required":
                 exit_code = NOT_CONFINED
-                raise PermissionError(
-                    f"the sandbox lacks {describe_missing_layers(missing_layers)}"
-                )
+                layers = describe_missing_layers(missing_layers)
+                raise PermissionError(f"the sandbox lacks {layers}")
         os.chdir(order.working_folder)
         os.execvpe(order.command[0], order.command, os.environ)
     except BaseException as error:  # noqa: BLE001 - the process exits here and reports the error

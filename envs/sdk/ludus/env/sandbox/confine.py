@@ -84,10 +84,10 @@ def confine(
     folder = sandbox.worker_folder(worker_id)
     folder.mkdir(mode=0o700)
     set_home_and_temp(folder)
-    granted_paths = [Path(path) for path in sandbox.readable_paths]
-    granted_writable_paths = [Path(path) for path in sandbox.writable_paths]
-    readable_paths = [*list_system_paths(), *code_paths, *granted_paths]
-    writable_paths = [folder, *list_device_paths(), *granted_writable_paths]
+    extra_paths = [*code_paths, *map(Path, sandbox.readable_paths)]
+    extra_writable_paths = [Path(path) for path in sandbox.writable_paths]
+    readable_paths = [*list_system_paths(), *extra_paths]
+    writable_paths = [folder, *list_device_paths(), *extra_writable_paths]
     if not namespace_fault:
         writable_paths.append(Path("/dev/shm"))
 
@@ -98,12 +98,7 @@ def confine(
 
     layer_steps: Iterable[tuple[Layer, Callable[[], object]]] = (
         (Layer.READ_ONLY, make_mounts_read_only),
-        (
-            Layer.USER_ID,
-            lambda: take_user_id(
-                pid, folder, [*code_paths, *granted_paths], granted_writable_paths
-            ),
-        ),
+        (Layer.USER_ID, lambda: take_user_id(pid, folder, extra_paths, extra_writable_paths)),
         (Layer.NO_NEW_PRIVILEGES, give_up_privileges),
         (Layer.LANDLOCK, lambda: restrict_files(readable_paths, writable_paths)),
         (Layer.SIGNAL_SCOPE, require_signal_scope),
@@ -112,7 +107,8 @@ def confine(
     )
     for layer, apply_layer in layer_steps:
         try:
-            _require_linux()
+            if not sys.platform.startswith("linux"):
+                raise LayerUnavailableError("the sandbox needs Linux")
             apply_layer()
         except (LayerUnavailableError, OSError) as error:
             missing_layers[layer] = str(error)
@@ -122,8 +118,3 @@ def confine(
 def describe_missing_layers(missing_layers: Mapping[Layer, str]) -> str:
     """List the missing layers and the reasons as text."""
     return "; ".join(f"{layer} ({reason})" for layer, reason in missing_layers.items())
-
-
-def _require_linux() -> None:
-    if not sys.platform.startswith("linux"):
-        raise LayerUnavailableError("the sandbox needs Linux")

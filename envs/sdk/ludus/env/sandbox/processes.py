@@ -27,6 +27,16 @@ def kill_group(pid: int) -> None:
             send_signal(pid, signal.SIGKILL)
 
 
+def kill_child_processes() -> None:
+    """Kill all child processes, then their orphans if this process adopts them."""
+    while child_pids := list_child_pids():
+        for pid in child_pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+
+
 def list_child_pids() -> set[int]:
     """Return the ids of all child processes, including those that have exited."""
     with contextlib.suppress(OSError):
@@ -111,12 +121,9 @@ def _require_open_to_others(path: Path, needed_mode: int) -> None:
     if not path.exists():
         return
     resolved_path = path.resolve()
-    parents = (
-        [resolved_path, *resolved_path.parents] if resolved_path.is_dir() else resolved_path.parents
-    )
-    mode_by_path = ((resolved_path, needed_mode), *((folder, stat.S_IXOTH) for folder in parents))
-    for checked_path, mode in mode_by_path:
+    folders = [resolved_path] if resolved_path.is_dir() else []
+    needed_modes = [(folder, stat.S_IXOTH) for folder in (*folders, *resolved_path.parents)]
+    for checked_path, mode in [(resolved_path, needed_mode), *needed_modes]:
         if checked_path.stat().st_mode & mode != mode:
-            raise LayerUnavailableError(
-                f"{checked_path}, which workers need, is closed to other users"
-            )
+            message = f"{checked_path}, which workers need, is closed to other users"
+            raise LayerUnavailableError(message)

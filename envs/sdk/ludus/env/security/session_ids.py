@@ -96,19 +96,11 @@ class SessionKey:
                     f"name {name!r} must have at most 63 letters, digits, '.', '_' or '-'"
                 )
         now_s = int(time.time())
-        unsigned_id = "~".join(
-            (
-                environment,
-                server_id,
-                tenant,
-                f"{now_s:x}",
-                f"{now_s + int(lifetime_s):x}",
-                secrets.token_urlsafe(9),
-            )
-        )
+        times = f"{now_s:x}~{now_s + int(lifetime_s):x}"
+        unsigned_id = "~".join((environment, server_id, tenant, times, secrets.token_urlsafe(9)))
         return f"{unsigned_id}~{self._make_signature(unsigned_id)}"
 
-    def tools_id(self, session_id: str) -> str:
+    def make_tools_id(self, session_id: str) -> str:
         """Return the session's tools id, which permits only tool calls."""
         unsigned_id = f"{session_id.rpartition('~')[0]}~{_TOOLS_MARK}"
         return f"{unsigned_id}~{self._make_signature(unsigned_id)}"
@@ -121,40 +113,30 @@ class SessionKey:
             SessionLostError: the id has expired.
         """
         unsigned_id, _, signature = session_id.rpartition("~")
-        id_parts = unsigned_id.split("~")
-        if (
-            len(session_id) > _MAX_ID_CHARS
-            or id_parts[_NUM_PARTS:] not in ([], [_TOOLS_MARK])
-            or len(id_parts) < _NUM_PARTS
-            or not hmac.compare_digest(
-                signature.encode(), self._make_signature(unsigned_id).encode()
-            )
+        parts = unsigned_id.split("~")
+        is_tools_only = parts[_NUM_PARTS:] == [_TOOLS_MARK]
+        has_form = len(session_id) <= _MAX_ID_CHARS and len(parts) == _NUM_PARTS + is_tools_only
+        if not has_form or not hmac.compare_digest(
+            signature.encode(), self._make_signature(unsigned_id).encode()
         ):
             raise AuthenticationError("the session id is not signed by this fleet; open a session")
-        is_tools_only = len(id_parts) > _NUM_PARTS
         if is_tools_only:
-            unsigned_full_id = "~".join(id_parts[:_NUM_PARTS])
-            session_id = f"{unsigned_full_id}~{self._make_signature(unsigned_full_id)}"
-        signed_id = SignedId(
-            environment=id_parts[0],
-            server_id=id_parts[1],
-            tenant=id_parts[2],
-            issued_s=int(id_parts[3], 16),
-            expires_s=int(id_parts[4], 16),
-            nonce=id_parts[5],
-            session_id=session_id,
-            is_tools_only=is_tools_only,
-        )
-        if signed_id.expires_s < time.time():
+            unsigned_id = "~".join(parts[:_NUM_PARTS])
+            session_id = f"{unsigned_id}~{self._make_signature(unsigned_id)}"
+        environment, server_id, tenant, issued, expires, nonce = parts[:_NUM_PARTS]
+        issued_s, expires_s = int(issued, 16), int(expires, 16)
+        if expires_s < time.time():
             raise SessionLostError("the session id has expired; open a new session")
-        return signed_id
+        return SignedId(
+            environment, server_id, tenant, issued_s, expires_s, nonce, session_id, is_tools_only
+        )
 
     def _make_signature(self, unsigned_id: str) -> str:
         digest = hmac.digest(self._secret, unsigned_id.encode(), "sha256")
         return base64.urlsafe_b64encode(digest[:16]).decode().rstrip("=")
 
 
-def tools_only_error() -> PermissionDeniedError:
+def make_tools_only_error() -> PermissionDeniedError:
     """Build the error of a call that needs the full session id but has a tools id."""
     return PermissionDeniedError(
         "the session id may only call tools; this call needs the id that the client got when it"
@@ -203,13 +185,14 @@ class SessionIdIssuer:
             )
         signed_id = self._key.read(requested_id)
         if signed_id.is_tools_only:
-            raise tools_only_error()
+            raise make_tools_only_error()
         now_s = time.time()
+        oldest_s = now_s - MAX_OPEN_DELAY_S
         while (
-            self._used_at_s and next(iter(self._used_at_s.values())) < now_s - 2 * MAX_OPEN_DELAY_S
+            self._used_at_s and next(iter(self._used_at_s.values())) < oldest_s - MAX_OPEN_DELAY_S
         ):
             self._used_at_s.popitem(last=False)
-        is_late = signed_id.issued_s < now_s - MAX_OPEN_DELAY_S
+        is_late = signed_id.issued_s < oldest_s
         if signed_id.server_id != self._server_id or is_late or requested_id in self._used_at_s:
             raise SessionLostError(
                 "the session id has expired, was already used, or belongs to another server;"
@@ -219,12 +202,7 @@ class SessionIdIssuer:
         return requested_id
 
 
-def new_server_id() -> str:
-    """Return a random name for a server process without a pod."""
-    return secrets.token_hex(6)
-
-
-def pod_server_id(pod_uid: str) -> str:
+def make_pod_server_id(pod_uid: str) -> str:
     """Return the name of a pod's server in session ids: the pod's uid without dashes.
 
     A gateway reads the uid from the cluster's EndpointSlices and the pod reads its own from

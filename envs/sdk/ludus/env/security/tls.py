@@ -42,7 +42,7 @@ class TlsFiles:
         return (self.cert, self.key, *([self.client_ca] if self.client_ca else []))
 
 
-def server_ssl_context(files: TlsFiles) -> ssl.SSLContext:
+def build_server_context(files: TlsFiles) -> ssl.SSLContext:
     """Build the context of an HTTPS server, for uvicorn's `ssl_context_factory`.
 
     Raises:
@@ -51,16 +51,16 @@ def server_ssl_context(files: TlsFiles) -> ssl.SSLContext:
     credentials = _ReloadingCredentials(files, _load_context)
     context = _load_context(files)
 
-    def use_current(connection: Any, server_name: str | None, old_context: ssl.SSLContext) -> None:
+    def update_context(connection: Any, server_name: str | None, _: ssl.SSLContext) -> None:
         # OpenSSL calls this within each handshake, before it sends the certificate.
         connection.context = credentials.load_current()
 
-    context.sni_callback = use_current
+    context.sni_callback = update_context
     return context
 
 
-def grpc_server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Build the credentials of a gRPC server; raises the errors of `server_ssl_context`."""
+def build_server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Build the credentials of a gRPC server; raises the errors of `build_server_context`."""
     credentials = _ReloadingCredentials(files, _load_grpc_configuration)
     # gRPC calls this at each new connection, from its own threads.
     return grpc.dynamic_ssl_server_credentials(
@@ -68,7 +68,7 @@ def grpc_server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     )
 
 
-def client_ssl_context(
+def build_client_context(
     ca_file: Path | None = None, identity: TlsFiles | None = None
 ) -> ssl.SSLContext:
     """Build the context of an HTTPS or WSS client.
@@ -92,12 +92,12 @@ def client_ssl_context(
     return context
 
 
-def client_channel_credentials(
+def build_channel_credentials(
     ca_file: Path | None = None, identity: TlsFiles | None = None
 ) -> grpc.ChannelCredentials:
-    """Build the credentials of a gRPC client; see `client_ssl_context`."""
+    """Build the credentials of a gRPC client; see `build_client_context`."""
     if ca_file or identity:
-        client_ssl_context(ca_file, identity)  # gRPC reports bad files only as failed handshakes
+        build_client_context(ca_file, identity)  # gRPC reports bad files only as failed handshakes
     return grpc.ssl_channel_credentials(
         root_certificates=_read(ca_file, "ca_file") if ca_file else None,
         private_key=_read(identity.key, "key") if identity else None,
@@ -112,7 +112,7 @@ class _ReloadingCredentials:
         self._files = files
         self._load = load
         self._lock = threading.Lock()
-        self._file_signatures = file_signatures(files.paths)
+        self._file_signatures = read_file_signatures(files.paths)
         self._credentials = load(files)
 
     def load_current(self) -> Any:
@@ -122,7 +122,7 @@ class _ReloadingCredentials:
     def load_if_changed(self) -> Any:
         """Return new credentials if the files have changed and are usable; otherwise None."""
         with self._lock:
-            signatures = file_signatures(self._files.paths)
+            signatures = read_file_signatures(self._files.paths)
             if signatures == self._file_signatures:
                 return None
             self._file_signatures = signatures
@@ -131,7 +131,7 @@ class _ReloadingCredentials:
             except ConfigError as error:
                 _log.error("the new TLS files cannot be used, the old certificate stays: %s", error)
                 return None
-            if file_signatures(self._files.paths) != signatures:
+            if read_file_signatures(self._files.paths) != signatures:
                 return None  # a file changed during the load; the next connection tries again
             self._credentials = credentials
             _log.info("new TLS certificate from %s", self._files.cert)
@@ -214,7 +214,7 @@ def _read(path: Path, field: str) -> bytes:
         ) from error
 
 
-def file_signatures(paths: Iterable[Path]) -> tuple[Any, ...]:
+def read_file_signatures(paths: Iterable[Path]) -> tuple[Any, ...]:
     """Return values that change when a file, or the target of its symbolic link, changes."""
     signatures: list[Any] = []
     for path in paths:

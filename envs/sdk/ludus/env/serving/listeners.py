@@ -30,7 +30,7 @@ from starlette.types import ASGIApp
 from ludus.env.asgi.uvicorn_protocols import BoundedHttpProtocol, DirectWebSocketProtocol
 from ludus.env.grpc.call_server import UnparsedStreamInterceptor
 from ludus.env.limits import MAX_GATEWAY_CALL_BYTES, MAX_MESSAGE_BYTES
-from ludus.env.security.tls import TlsFiles, grpc_server_credentials, server_ssl_context
+from ludus.env.security.tls import TlsFiles, build_server_context, build_server_credentials
 from ludus.proto.errors import ConfigError, PortInUseError
 
 _HTTP_GRACE_S = 1.0
@@ -98,7 +98,7 @@ def build_grpc_server(
         ConfigError: the host, the port or a file of `tls` cannot be used.
     """
     bind(host, port, "grpc_port").close()  # gRPC would not report the reason
-    credentials = None if tls is None else grpc_server_credentials(tls)
+    credentials = None if tls is None else build_server_credentials(tls)
     limit_options = [("grpc.max_receive_message_length", max_message_bytes)]
     if max_connection_age_s > 0:
         limit_options += [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))]
@@ -192,7 +192,7 @@ class _UvicornServer(uvicorn.Server):
 def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None, keep_alive_s: int) -> uvicorn.Config:
     options: dict[str, Any] = {}
     if tls is not None:
-        context = server_ssl_context(tls)
+        context = build_server_context(tls)
         options["ssl_context_factory"] = lambda config, default: context
     return uvicorn.Config(
         app,

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ludus.env.encoding import DefaultSeeds, EncodedResult, ResetArgs
-from ludus.env.security.session_ids import SessionIdIssuer, hide_full_id, tools_only_error
+from ludus.env.security.session_ids import SessionIdIssuer, hide_full_id, make_tools_only_error
 from ludus.env.sessions.admission_queue import SessionSlots
 from ludus.env.sessions.hosts import HostedSession, OpenSession, SessionHost
 from ludus.env.sessions.interface import (
@@ -107,10 +107,10 @@ class SessionCore:
         with self.counts.count_errors():
             session_id = self._issuer.choose(args.session_id)
             await self._slots.take(1)
-            opened_session = await self._shield(self._open_reserved(session_id, args, connection))
+            open_result = await self._shield(self._open_reserved(session_id, args, connection))
         self.counts.num_opens += 1
         self.counts.num_resets += args.reset is not None
-        return opened_session
+        return open_result
 
     async def open_group(
         self,
@@ -126,11 +126,10 @@ class SessionCore:
             args = dataclasses.replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
             await self._slots.take(size)
             opens = (self._open_reserved(chosen_id, args, connection) for chosen_id in chosen_ids)
-            outcomes = await self._shield(_gather_outcomes(opens))
-            opened_sessions = await self._require_equal_views(outcomes, args)
-        self.counts.num_opens += len(opened_sessions)
-        self.counts.num_resets += len(opened_sessions)
-        return opened_sessions
+            open_results = await self._shield(self._require_equal_views(opens, args))
+        self.counts.num_opens += len(open_results)
+        self.counts.num_resets += len(open_results)
+        return open_results
 
     async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
         if self.host.runs_inline:
@@ -251,10 +250,8 @@ class SessionCore:
                     continue
                 detached_s = session.detached_s
                 if session.last_used_s < now_s - idle_timeout_s:
-                    self._end(
-                        session,
-                        SessionTombstone(SessionEnd.IDLE, f"it was idle for {idle_timeout_s:g} s"),
-                    )
+                    reason = f"it was idle for {idle_timeout_s:g} s"
+                    self._end(session, SessionTombstone(SessionEnd.IDLE, reason))
                 elif detached_s is not None and detached_s < now_s - session.linger_s:
                     reason = f"{_CONNECTION_ENDED.reason} {session.linger_s:g} s ago"
                     self._end(session, SessionTombstone(SessionEnd.CONNECTION_ENDED, reason))
@@ -269,20 +266,21 @@ class SessionCore:
         await self.host.shut_down()
 
     async def _require_equal_views(
-        self, outcomes: list[OpenResult | BaseException], args: OpenArgs
+        self, opens: Iterable[Coroutine[Any, Any, OpenResult]], args: OpenArgs
     ) -> list[OpenResult]:
-        """Return the sessions if all have the same view; otherwise close them and raise."""
+        """Open sessions and return them; if their views differ, close them and raise."""
+        outcomes = await asyncio.gather(*opens, return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        opened_sessions = [outcome for outcome in outcomes if isinstance(outcome, OpenResult)]
-        if not errors and len({opened_session.view for opened_session in opened_sessions}) == 1:
-            return opened_sessions
-        for opened_session in opened_sessions:
-            await self.close(opened_session.session_id)
+        open_results = [outcome for outcome in outcomes if isinstance(outcome, OpenResult)]
+        if not errors and len({open_result.view for open_result in open_results}) == 1:
+            return open_results
+        for open_result in open_results:
+            await self.close(open_result.session_id)
         if errors:
             raise errors[0]
         seed = args.reset.seed if args.reset else None
         raise GroupMismatchError(
-            f"{len(opened_sessions)} sessions with seed {seed} returned different first"
+            f"{len(open_results)} sessions with seed {seed} returned different first"
             f" observations; see: ludus env check {self.description.name}"
         )
 
@@ -298,7 +296,7 @@ class SessionCore:
                 reset_args = self._fill_seed(args.reset)
                 first_result = await self._reset_first(hosted_session, reset_args)
             if session_id in self.tombstones:  # the worker died before the session was added
-                raise self.tombstones.lost_error(session_id)
+                raise self.tombstones.make_lost_error(session_id)
             if first_result is not None:
                 self._recorder.record_reset(session_id, reset_args, first_result)
             session = self._add_session(session_id, hosted_session, args, connection)
@@ -313,12 +311,11 @@ class SessionCore:
             if session.inline_session is not None:
                 return session.inline_session.reset(args)
             return await self._wait_for(session, session.reset(args), timeout_s or None)
-        except BaseException as error:
-            if isinstance(error, TimeoutError):
-                session.kill(f"a reset took longer than {timeout_s:g} s")
-                raise CallTimeoutError(
-                    f"the first reset did not finish within {timeout_s:g} s"
-                ) from None
+        except TimeoutError:
+            session.kill(f"a reset took longer than {timeout_s:g} s")
+            message = f"the first reset did not finish within {timeout_s:g} s"
+            raise CallTimeoutError(message) from None
+        except BaseException:
             self._start_task(session.close())
             raise
 
@@ -357,13 +354,13 @@ class SessionCore:
         session = self.open_sessions.get(session_id)
         if session is None:
             self._refuse_tools_id(session_id)
-            raise self.tombstones.lost_error(session_id)
+            raise self.tombstones.make_lost_error(session_id)
         session.last_used_s, session.detached_s = time.monotonic(), None
         return session
 
     def _refuse_tools_id(self, session_id: str) -> None:
         if session_id in self._session_ids:
-            raise tools_only_error()
+            raise make_tools_only_error()
 
     def _detach_session(self, session: OpenSession, connection: Connection | None) -> None:
         if connection is not None:
@@ -445,9 +442,7 @@ class SessionCore:
                 if remaining_s <= 0:
                     raise TimeoutError
         except BaseException:
-            task.add_done_callback(
-                lambda finished_task: finished_task.cancelled() or finished_task.exception()
-            )
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
             raise
         return task.result()
 
@@ -459,7 +454,7 @@ class SessionCore:
     ) -> ResultT:
         async with session.lock:
             if session.id not in self.open_sessions:
-                raise self.tombstones.lost_error(session.id)
+                raise self.tombstones.make_lost_error(session.id)
             try:
                 result = await call()
             except EnvError as error:
@@ -491,9 +486,3 @@ class SessionCore:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-async def _gather_outcomes(
-    opens: Iterable[Coroutine[Any, Any, OpenResult]],
-) -> list[OpenResult | BaseException]:
-    return await asyncio.gather(*opens, return_exceptions=True)

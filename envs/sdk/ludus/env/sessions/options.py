@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +27,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from ludus.env.options import explain_errors
-from ludus.env.security.session_ids import (
-    SESSION_KEY_VARIABLE,
-    SessionKey,
-    new_server_id,
-    pod_server_id,
-)
+from ludus.env.security.session_ids import SESSION_KEY_VARIABLE, SessionKey, make_pod_server_id
 from ludus.proto.errors import ConfigError
 
 Isolation: TypeAlias = Literal["inline", "pool", "process"]
@@ -58,7 +54,7 @@ _GROUPS = {"host": "server", "tls_cert": "TLS", "isolation": "isolation"}
 
 def _default_server_id() -> str:
     pod_uid = os.environ.get("POD_UID")
-    return pod_server_id(pod_uid) if pod_uid else new_server_id()
+    return make_pod_server_id(pod_uid) if pod_uid else secrets.token_hex(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +185,8 @@ class ServerOptions(BaseModel):
 
     def _check_tls(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
-            given_field, missing_field = (
-                ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
-            )
-            raise ConfigError(f"{given_field} needs {missing_field}; give both")
+            fields = "tls_cert needs tls_key" if self.tls_cert else "tls_key needs tls_cert"
+            raise ConfigError(f"{fields}; give both")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("tls_client_ca needs tls_cert and tls_key; give all three")
 
@@ -268,10 +262,8 @@ class Flag:
     @property
     def help(self) -> str:
         """Help text, from the docstring of the field."""
-        help_text = " ".join((self.field_info.description or "").split())
-        return (
-            f"Do not {help_text[0].lower()}{help_text[1:]}" if self.default is True else help_text
-        )
+        text = " ".join((self.field_info.description or "").split())
+        return f"Do not {text[0].lower()}{text[1:]}" if self.default is True else text
 
 
 def make_command_defaults(default_port: int) -> dict[str, Any]:

@@ -44,13 +44,8 @@ class EnvironmentSession:
     """
 
     __slots__ = (
-        "_environment",
-        "_episode_id",
-        "_pid",
-        "_renderer",
-        "_transition",
-        "id",
-        "last_result",
+        *("_environment", "_episode_id", "_pid", "_renderer", "_transition"),
+        *("id", "last_result"),
     )
 
     def __init__(
@@ -172,8 +167,7 @@ class EnvironmentSession:
         try:
             return call()
         except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
-            hint = self._describe_options() if call_name == "reset" else ""
-            env_error = self._to_env_error(call_name, error, hint)
+            env_error = self._to_env_error(call_name, error)
             raise env_error from env_error.__cause__
         finally:
             exit_if_forked(self._pid)
@@ -183,18 +177,18 @@ class EnvironmentSession:
         try:
             options = self._environment.options
         except Exception:  # noqa: BLE001 - third-party code; the reset has failed already
-            return ""
-        if not options:
-            return ""
-        return f"; the environment was built with {options}, check the type of each option"
+            options = {}
+        hint = f"; the environment was built with {options}, check the type of each option"
+        return hint if options else ""
 
-    def _to_env_error(self, call_name: str, error: BaseException, hint: str) -> EnvError:
+    def _to_env_error(self, call_name: str, error: BaseException) -> EnvError:
         """Convert an error of the environment; an EnvError raised on purpose is kept."""
         exit_if_forked(self._pid)
         if is_complete_env_error(error):
             return error
         environment_name = type(self._environment).__name__
         _log.error("%s of %s failed", call_name, environment_name, exc_info=error)
+        hint = self._describe_options() if call_name == "reset" else ""
         return wrap_exception(f"{call_name} failed with ", error, suffix=hint)
 
 

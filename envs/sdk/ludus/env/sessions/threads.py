@@ -83,9 +83,8 @@ class Job(Generic[ResultT]):
                 self.loop.call_soon_threadsafe(self._deliver, on_finished, result, error)
             return True
         finally:
-            del (
-                error
-            )  # its traceback refers to this frame, so keeping it would make a reference cycle
+            # The traceback refers to this frame, so keeping the error would make a reference cycle.
+            del error
 
     def _deliver(
         self, on_finished: Callable[[], None], result: ResultT | None, error: BaseException | None
@@ -129,7 +128,8 @@ class StepThreads:
         Raises:
             UnavailableError: all threads hang.
         """
-        self._raise_if_stuck()
+        if self.unavailable_reason:
+            raise UnavailableError(self.unavailable_reason)
         job = Job(call, release)
         self._num_jobs += 1
         self._queue.put(job)
@@ -153,9 +153,7 @@ class StepThreads:
                     self.give_up(job)
                     raise TimeoutError
         except asyncio.CancelledError:
-            job.future.add_done_callback(
-                lambda finished_future: self._release_result(finished_future, release)
-            )
+            job.future.add_done_callback(lambda future: self._release_result(future, release))
             raise
         result: ResultT = await job.future
         return result
@@ -187,12 +185,12 @@ class StepThreads:
         return min(self._num_threads, 2 * self._num_threads - self._num_abandoned_threads)
 
     def _release_result(
-        self, finished_future: asyncio.Future[ResultT], release: Callable[[ResultT | None], None]
+        self, future: asyncio.Future[ResultT], release: Callable[[ResultT | None], None]
     ) -> None:
-        if finished_future.cancelled() or finished_future.exception() is not None:
+        if future.cancelled() or future.exception() is not None:
             return
         with contextlib.suppress(UnavailableError):  # the process is about to exit
-            self.start(lambda: release(finished_future.result()), lambda _: None)
+            self.start(lambda: release(future.result()), lambda _: None)
 
     def _start_missing_threads(self) -> None:
         while self._num_live_threads < min(self._num_jobs, self._max_live_threads):
@@ -224,7 +222,3 @@ class StepThreads:
                 if job is not None and job.change_state(_JobState.WAITING, _JobState.GIVEN_UP):
                     self._num_jobs -= 1
                     job.future.set_exception(UnavailableError(self.unavailable_reason))
-
-    def _raise_if_stuck(self) -> None:
-        if not self._max_live_threads:
-            raise UnavailableError(self.unavailable_reason)

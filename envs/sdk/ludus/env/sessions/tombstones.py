@@ -64,20 +64,19 @@ class Tombstones:
         while self._num_bytes > MAX_REMEMBERED_BYTES:
             self._num_bytes -= self._results.popitem(last=False)[1].num_bytes
         if len(self._tombstones) > MAX_REMEMBERED_SESSIONS:
-            self._forget_oldest()
+            oldest_id, _ = self._tombstones.popitem(last=False)
+            oldest_result = self._results.pop(oldest_id, None)
+            self._num_bytes -= oldest_result.num_bytes if oldest_result is not None else 0
 
     def find(self, session_id: str) -> SessionTombstone | None:
         """Return the tombstone of a session, or None if there is none."""
         return self._tombstones.get(session_id)
 
-    def lost_error(self, session_id: str) -> SessionLostError:
+    def make_lost_error(self, session_id: str) -> SessionLostError:
         """Build the error of a call to a session that has ended."""
-        tombstone = self.find(session_id)
-        reason = (
-            tombstone.reason
-            if tombstone
-            else "this server has no session with this id (it may have restarted)"
-        )
+        reason = "this server has no session with this id (it may have restarted)"
+        if tombstone := self.find(session_id):
+            reason = tombstone.reason
         return SessionLostError(f"session {session_id!r} is gone: {reason}; open a new one")
 
     def recall(self, session_id: str, step_index: int) -> EncodedResult:
@@ -89,10 +88,4 @@ class Tombstones:
         last_result = self._results.get(session_id)
         if last_result is not None and 0 < step_index == last_result.step_index:
             return last_result
-        raise self.lost_error(session_id)
-
-    def _forget_oldest(self) -> None:
-        session_id, _ = self._tombstones.popitem(last=False)
-        last_result = self._results.pop(session_id, None)
-        if last_result is not None:
-            self._num_bytes -= last_result.num_bytes
+        raise self.make_lost_error(session_id)

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import grpc
 
-from ludus.env.security.tls import TlsFiles, client_channel_credentials, client_ssl_context
+from ludus.env.security.tls import TlsFiles, build_channel_credentials, build_client_context
 from ludus.proto.errors import ConfigError
 
 GRPC_SCHEMES = ("grpc", "grpcs")
@@ -164,13 +164,11 @@ class RemoteServer:
 
     def make_ssl_context(self) -> ssl.SSLContext | None:
         """Return the TLS context for HTTPS and WSS, or None if the address uses no TLS."""
-        return client_ssl_context(*self._find_tls_files()) if self.address.uses_tls else None
+        return build_client_context(*self._find_tls_files()) if self.address.uses_tls else None
 
     def make_channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Return the TLS credentials for gRPC, or None if the address uses no TLS."""
-        return (
-            client_channel_credentials(*self._find_tls_files()) if self.address.uses_tls else None
-        )
+        return build_channel_credentials(*self._find_tls_files()) if self.address.uses_tls else None
 
     def _find_tls_files(self) -> tuple[Path | None, TlsFiles | None]:
         options = self.options

@@ -51,6 +51,9 @@ from ludus.proto.errors import (
 _log = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S = 5.0
+_RESIDENT_COLUMN = 1
+DATA_COLUMN = 5
+"""Column of /proc/PID/statm with the size of a process's data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +118,10 @@ def send_description(
         )
 
 
-def measure_memory_mb(pid: int) -> float:
-    """Return the resident memory of a process; 0 if it cannot be read."""
+def measure_memory_mb(pid: int, column: int = _RESIDENT_COLUMN) -> float:
+    """Return the resident memory of a process, or another column; 0 if it cannot be read."""
     try:
-        num_pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[1])
+        num_pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[column])
     except (OSError, IndexError, ValueError):
         return 0.0
     return num_pages * os.sysconf("SC_PAGESIZE") / 2**20

@@ -51,7 +51,7 @@ async def describe_in_worker(
     exit_future: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
 
     def on_exit(worker_exit: WorkerExit) -> None:
-        if not exit_future.done():
+        if not exit_future.done():  # cancelled after `_EXIT_TIMEOUT_S`
             exit_future.set_result(worker_exit)
 
     process = EnvWorkerProcess(0, on_exit)
@@ -61,7 +61,8 @@ async def describe_in_worker(
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            missing_layers = _parse_missing_layers(await receive_frame(reader))
+            reasons = orjson.loads(await receive_frame(reader))
+            missing_layers = {Layer(name): str(reason) for name, reason in reasons.items()}
             require_layers(missing_layers, sandbox)
             description_message = parse_message(pb.DescribeResponse, await receive_frame(reader))
             facts = EnvironmentFacts(**orjson.loads(await receive_frame(reader)))
@@ -84,10 +85,6 @@ async def describe_in_worker(
         writer.transport.abort()
         fork_server.kill(process)
     return WorkerDescription(description, facts.steps_on_event_loop, missing_layers)
-
-
-def _parse_missing_layers(frame: bytes) -> MissingLayers:
-    return {Layer(name): str(reason) for name, reason in orjson.loads(frame).items()}
 
 
 def require_layers(missing_layers: MissingLayers, sandbox: Sandbox) -> None:

@@ -43,6 +43,7 @@ from ludus.env.sandbox.namespaces import (
 from ludus.env.sandbox.processes import (
     find_outer_pid,
     hide_process,
+    kill_child_processes,
     kill_group,
     list_child_pids,
     show_process,
@@ -87,12 +88,11 @@ class ForkServer:
         """Ids of processes that the import of the environment started; they must stay alive."""
         self._namespace_fault = find_namespace_fault(without_network=sandbox.without_network)
         """Reason why workers share this process's namespaces; "" if each gets separate ones."""
-        self._wake_reader, wake_writer = socket.socketpair()
+        self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
-        wake_writer.setblocking(False)
-        self._wake_writer = wake_writer
+        self._wake_writer.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
 
     def run(self) -> None:
         """Execute orders until the server disconnects, then kill all workers."""
@@ -105,60 +105,53 @@ class ForkServer:
                 for descriptor, _ in events.poll():
                     if descriptor == self._wake_reader.fileno():
                         self._reap_workers()
-                    elif not self._execute_order():
-                        break
-                else:
-                    continue
-                break
+                    else:
+                        self._execute_order()
         for process in self._workers.values():
             kill_group(process.pid)
         for process in self._workers.values():
             os.waitpid(process.pid, 0)
-        while orphan_pids := list_child_pids():
-            for pid in orphan_pids:
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(-1, 0)
+        kill_child_processes()
         remove_folder(Path(self._sandbox.folder))
 
-    def _execute_order(self) -> bool:
-        """Execute the next order; return False if the server has disconnected."""
+    def _execute_order(self) -> None:
+        """Execute the next order.
+
+        Raises:
+            ConnectionResetError: the server has disconnected.
+        """
         order_bytes, descriptors, _, _ = socket.recv_fds(self._control, ORDER_STRUCT.size, 1)
         if len(order_bytes) < ORDER_STRUCT.size:
-            return False
+            raise ConnectionResetError("the server has disconnected")
         order_kind, worker_id, order_argument = ORDER_STRUCT.unpack(order_bytes)
         if order_kind == OrderKind.KILL:
             if worker_id in self._workers:
                 kill_group(self._workers[worker_id].pid)
-            return True
-        if order_kind == OrderKind.IMPORT:
+        elif order_kind == OrderKind.IMPORT:
             _import_all(orjson.loads(_UnbufferedStream(self._control).read(worker_id)))
             self._code_paths = list_code_paths(Path(self._sandbox.folder))
-            return True
-        connection = socket.socket(fileno=descriptors[0])
+        else:
+            with socket.socket(fileno=descriptors[0]) as connection:
+                self._start_worker(connection, order_kind, worker_id, order_argument)
+
+    def _start_worker(
+        self, connection: socket.socket, order_kind: int, worker_id: int, order_argument: int
+    ) -> None:
         try:
-            process = self._fork_worker()
-        except (OSError, LayerUnavailableError) as error:
-            connection.close()
-            self._report_refusal(worker_id, error)
-            return True
+            if self._namespace_fault:
+                process = ForkedProcess(os.fork())
+            else:
+                process = fork_into_namespaces(without_network=self._sandbox.without_network)
+        except (OSError, LayerUnavailableError) as error:  # a later attempt may succeed
+            _log.error("a worker could not be forked: %s", error)
+            reason = str(error).encode()
+            self._report(ReportKind.REFUSED, worker_id, status=len(reason))
+            self._control.sendall(reason)
+            return
         if process.pid == 0:
             self._run_worker(connection, order_kind, worker_id, order_argument)
-        connection.close()
         self._workers[worker_id] = process
         self._report(ReportKind.STARTED, worker_id, process.pid)
-        return True
-
-    def _fork_worker(self) -> ForkedProcess:
-        if self._namespace_fault:
-            return ForkedProcess(os.fork())
-        return fork_into_namespaces(without_network=self._sandbox.without_network)
-
-    def _report_refusal(self, worker_id: int, error: Exception) -> None:
-        """Report that the worker could not be forked; a later attempt may succeed."""
-        _log.error("a worker could not be forked: %s", error)
-        reason = str(error).encode()
-        self._report(ReportKind.REFUSED, worker_id, status=len(reason))
-        self._control.sendall(reason)
 
     def _run_worker(
         self, connection: socket.socket, order_kind: int, worker_id: int, order_argument: int
@@ -233,14 +226,9 @@ class ForkServer:
             os.waitpid(pid, os.WNOHANG)  # otherwise reaped at the next SIGCHLD
 
     def _report(
-        self,
-        report_kind: ReportKind,
-        worker_id: int = 0,
-        pid: int = 0,
-        status: int = 0,
-        cpu_s: float = 0.0,
+        self, kind: ReportKind, worker_id: int = 0, pid: int = 0, status: int = 0, cpu_s: float = 0
     ) -> None:
-        self._control.sendall(REPORT_STRUCT.pack(report_kind, worker_id, pid, status, cpu_s))
+        self._control.sendall(REPORT_STRUCT.pack(kind, worker_id, pid, status, cpu_s))
 
 
 def main(descriptor: int) -> None:
@@ -257,10 +245,8 @@ def main(descriptor: int) -> None:
     except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
         is_user_error = isinstance(error, UserError)
         message = str(error) if is_user_error else f"{type(error).__name__}: {error}"
-        error_text = message[:_MAX_FAILURE_CHARS].encode()
-        control.sendall(
-            REPORT_STRUCT.pack(ReportKind.FAILED, 0, 0, len(error_text), 0.0) + error_text
-        )
+        reason = message[:_MAX_FAILURE_CHARS].encode()
+        control.sendall(REPORT_STRUCT.pack(ReportKind.FAILED, 0, 0, len(reason), 0.0) + reason)
         return
     if threading.active_count() > 1:
         _log.warning(
@@ -278,12 +264,10 @@ class _UnbufferedStream:
         self._connection = connection
 
     def read(self, size: int, /) -> bytes:
-        received_bytes = b""
-        while len(received_bytes) < size and (
-            chunk := self._connection.recv(size - len(received_bytes))
-        ):
-            received_bytes += chunk
-        return received_bytes
+        content = b""
+        while len(content) < size and (chunk := self._connection.recv(size - len(content))):
+            content += chunk
+        return content
 
 
 def _import_all(modules: list[str]) -> None:
@@ -306,22 +290,14 @@ def _apply_limits(limits: WorkerLimits) -> None:
     if limits.memory_mb > 0:
         # The server watches the resident memory. This limit stops faster growth than the server
         # notices, with room for memory that is reserved and never used.
-        _set_limit(
-            resource.RLIMIT_DATA, _measure_data_bytes() + (2 * limits.memory_mb + 256) * 2**20
-        )
+        data_mb = child.measure_memory_mb(find_outer_pid(), child.DATA_COLUMN)
+        _set_limit(resource.RLIMIT_DATA, round((data_mb + 2 * limits.memory_mb + 256) * 2**20))
 
 
 def _set_limit(resource_id: int, limit: int) -> None:
     hard_limit = resource.getrlimit(resource_id)[1]
     limit = limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)
     resource.setrlimit(resource_id, (limit, limit))
-
-
-def _measure_data_bytes() -> int:
-    with contextlib.suppress(OSError):
-        num_pages = int(Path("/proc/self/statm").read_bytes().split()[5])
-        return num_pages * os.sysconf("SC_PAGESIZE")
-    return 0
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class ForkServerClient:
         factory: TargetFactory,
         limits: WorkerLimits,
         sandbox: Sandbox,
-        pass_env: Iterable[str] = (),
+        pass_env: Iterable[str],
     ) -> None:
         self.pid: int | None = None
         """Process id of the latest fork server."""
@@ -107,9 +107,9 @@ class ForkServerClient:
         fork_server = await self._ensure_fork_server()
         try:
             return await fork_server.start_worker(order_kind, process, argument)
-        except UnavailableError:  # the fork server had died; use a new one
-            fork_server = await self._ensure_fork_server()
-            return await fork_server.start_worker(order_kind, process, argument)
+        except UnavailableError:  # the fork server had died
+            new_fork_server = await self._ensure_fork_server()
+            return await new_fork_server.start_worker(order_kind, process, argument)
 
     async def import_all(self, modules: list[str]) -> None:
         """Make the fork server import these modules, now and after each restart."""
@@ -175,9 +175,8 @@ class _ForkServerProcess:
         try:
             await self.send(make_frame(orjson.dumps(self._setup)))
             async with asyncio.timeout(_START_TIMEOUT_S):
-                report_kind, _, _, size, _ = REPORT_STRUCT.unpack(
-                    await reader.readexactly(REPORT_STRUCT.size)
-                )
+                report = await reader.readexactly(REPORT_STRUCT.size)
+                report_kind, _, _, size, _ = REPORT_STRUCT.unpack(report)
                 failure_text = await reader.readexactly(size)
         except TimeoutError:
             await self.stop()
@@ -238,18 +237,21 @@ class _ForkServerProcess:
         self.is_broken = True
         self._orders.close()
         self._transport.close()
-        deadline_s = asyncio.get_running_loop().time() + _STOP_TIMEOUT_S
-        while self._process.poll() is None:
-            if asyncio.get_running_loop().time() > deadline_s:
-                _log.warning("the fork server did not exit and is killed")
-                self._process.kill()
-                self._process.wait()
-                for process in self.processes.values():
-                    if process.pid is not None:
-                        kill_group(process.pid)
-                break
-            await asyncio.sleep(_BUSY_PAUSE_S)
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await self._wait_for_exit()
+        except TimeoutError:
+            _log.warning("the fork server did not exit and is killed")
+            self._process.kill()
+            self._process.wait()
+            for process in self.processes.values():
+                if process.pid is not None:
+                    kill_group(process.pid)
         self._disconnect()
+
+    async def _wait_for_exit(self) -> None:
+        while self._process.poll() is None:
+            await asyncio.sleep(_BUSY_PAUSE_S)
 
     async def _try_to_send(self, order: bytes) -> None:
         with contextlib.suppress(UnavailableError):
@@ -269,8 +271,7 @@ class _ForkServerProcess:
                     if worker_id in self.processes:
                         self.processes.pop(worker_id).on_exit(WorkerExit(0, 0.0, reason))
         self._handle_death()
-        while self._process.poll() is None:
-            await asyncio.sleep(_BUSY_PAUSE_S)
+        await self._wait_for_exit()
 
     def _handle_death(self) -> None:
         if not self.is_broken:

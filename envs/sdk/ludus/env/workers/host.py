@@ -13,6 +13,7 @@ slowly, and opens fail with the reason.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Coroutine
@@ -63,13 +64,15 @@ _MAX_DELAY_S = 5.0
 
 
 class WorkerHost:
-    """Sessions in worker processes; implements `SessionHost`. Use `start` to make one."""
+    """Sessions in worker processes; implements `SessionHost`, which documents its methods.
+
+    Use `start` to make a host.
+    """
 
     runs_inline = False
     is_stuck = False
 
     description: EnvironmentDescription
-    """Description of the environment."""
     layers: dict[Layer, bool]
     """Layers of the sandbox, and whether each is active."""
     missing_layers: str
@@ -82,9 +85,8 @@ class WorkerHost:
         self.shares_workers = options.isolation == "pool"
         self.step_timeout_s = options.step_timeout_s
         self._options = options
-        self._limits = WorkerLimits(
-            options.memory_limit_mb, options.cpu_limit_s, options.disk_limit_mb
-        )
+        limits = (options.memory_limit_mb, options.cpu_limit_s, options.disk_limit_mb)
+        self._limits = WorkerLimits(*limits)
         self._sandbox = _make_sandbox(factory, options)
         self.fork_server = ForkServerClient(factory, self._limits, self._sandbox, options.pass_env)
         self._num_pooled = options.num_pool_workers if self.shares_workers else 0
@@ -108,12 +110,11 @@ class WorkerHost:
             ConfigError: the environment cannot be imported, or cannot be built within the limits.
         """
         host = cls(factory, options)
-        determinism_check_s = (
-            _DETERMINISM_CHECK_S if options.check_determinism and not options.deterministic else 0.0
-        )
+        is_checked = options.check_determinism and not options.deterministic
+        check_s = _DETERMINISM_CHECK_S if is_checked else 0.0
         try:
             report = await describe_in_worker(
-                host.fork_server, host._limits, host._sandbox, determinism_check_s
+                host.fork_server, host._limits, host._sandbox, check_s
             )
         except BaseException:
             await host.fork_server.stop()
@@ -136,26 +137,17 @@ class WorkerHost:
 
     @property
     def worker_counts(self) -> WorkerCounts:
-        """Counts of usable workers and of workers that ended without a request."""
         num_usable = sum(worker.is_usable for worker in self.live_workers)
         return WorkerCounts(num_usable, self.num_ended_workers, self.layers)
 
     @property
     def unavailable_reason(self) -> str:
-        """Reason why no session can be served now; "" if sessions can be served."""
         is_usable = any(worker.is_usable for worker in self.live_workers)
         return "" if is_usable else self._failures.summary
 
     async def open(
         self, session_id: str, *, with_text: bool, on_lost: LostCallback
     ) -> WorkerSession:
-        """Open a session, which must then be reset.
-
-        Raises:
-            SessionLostError: its worker died meanwhile.
-            CallTimeoutError: the environment took too long to build.
-            UnavailableError: no worker is available.
-        """
         while True:
             worker = await self._assign_worker(session_id)
             try:
@@ -179,7 +171,7 @@ class WorkerHost:
                 raise SessionLostError(f"the session is gone: {worker.end_reason}; open it again")
         except TimeoutError:
             worker.sessions.pop(session_id, None)
-            session.worker.kill(f"an environment took longer than {limit_s:g} s to build")
+            worker.kill(f"an environment took longer than {limit_s:g} s to build")
             raise CallTimeoutError(f"the environment was not built within {limit_s:g} s") from None
         except BaseException:
             worker.sessions.pop(session_id, None)
@@ -191,7 +183,6 @@ class WorkerHost:
         return session
 
     async def shut_down(self) -> None:
-        """Stop the fork server and all workers."""
         self._is_stopping = True
         for task in self._tasks:
             task.cancel()
@@ -246,10 +237,8 @@ class WorkerHost:
 
     @property
     def _max_workers(self) -> int:
-        return (
-            self._num_pooled
-            or self._options.max_sessions + _NUM_WARM_WORKERS + _MAX_CLOSING_WORKERS
-        )
+        num_separate = self._options.max_sessions + _NUM_WARM_WORKERS + _MAX_CLOSING_WORKERS
+        return self._num_pooled or num_separate
 
     async def _start_worker(self) -> Worker | None:
         worker = Worker(next(self._ids), self.fork_server, self._limits, self._handle_end)
@@ -309,13 +298,9 @@ class WorkerHost:
         await asyncio.to_thread(remove_folder, self._sandbox.worker_folder(worker.process.id))
 
     async def _wait_for_exits(self) -> None:
-        exit_tasks = [
-            asyncio.ensure_future(worker.exit_event.wait()) for worker in self.live_workers
-        ]
-        if exit_tasks:
-            _, pending_tasks = await asyncio.wait(exit_tasks, timeout=_EXIT_TIMEOUT_S)
-            for exit_task in pending_tasks:
-                exit_task.cancel()
+        exits = asyncio.gather(*(worker.exit_event.wait() for worker in self.live_workers))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(exits, _EXIT_TIMEOUT_S)
 
     async def _watch_memory(self) -> None:
         limit_mb = self._limits.memory_mb

@@ -12,6 +12,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ludus.env.encoding import EncodedResult, ResetArgs
@@ -90,13 +91,11 @@ class Worker:
         """Start a process and connect to it. Calls wait in the socket until it is ready."""
         connection = await self._fork_server.start(OrderKind.START, self.process, num_threads)
         try:
-            reader, writer = await asyncio.open_unix_connection(
-                sock=connection, limit=_READ_BUFFER_BYTES
-            )
+            streams = await asyncio.open_unix_connection(sock=connection, limit=_READ_BUFFER_BYTES)
         except BaseException:
             connection.close()
             raise
-        self._duplex = WorkerDuplex(reader, writer, self._find_end_reason)
+        self._duplex = WorkerDuplex(*streams, self._find_end_reason)
         self.stream = CallStream(
             self._duplex,
             "its worker",
@@ -215,12 +214,15 @@ class WorkerSession:
             fill_reset_args(call.reset.args, args)
 
         self.last_result = None
-        self.last_result = await self._call_worker(fill_call, _read_result)
+        self.last_result = await self._call_worker(
+            fill_call, lambda reply: read_encoded_result(reply.result)
+        )
         return self.last_result
 
     async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
         result = await self._call_worker(
-            lambda call: fill_step(call.step, self.id, action, step_index), _read_result
+            lambda call: fill_step(call.step, self.id, action, step_index),
+            lambda reply: read_encoded_result(reply.result),
         )
         if self.last_result is None or result.step_index != self.last_result.step_index:
             self.last_result = result
@@ -301,37 +303,24 @@ class WorkerSession:
             raise self._make_lost_error() from None
 
     def _make_lost_error(self) -> SessionLostError:
-        return SessionLostError(
-            f"session {self.id!r} is gone: {self.worker.end_reason}; open a new one"
-        )
+        reason = self.worker.end_reason
+        return SessionLostError(f"session {self.id!r} is gone: {reason}; open a new one")
 
 
-def _read_result(reply: pb.Reply) -> EncodedResult:
-    return read_encoded_result(reply.result)
-
-
+@dataclass(eq=False)
 class WorkerDuplex:
-    """Frames over the socket to a worker, for `CallStream`.
+    """Frames over the socket to a worker, for `CallStream`."""
 
-    Args:
-        find_end_reason: called at the end of the stream with the fault in the last frame, or "";
-            returns the reason for the worker's end.
-    """
-
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        find_end_reason: Callable[[str], Awaitable[str]],
-    ) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._find_end_reason = find_end_reason
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    find_end_reason: Callable[[str], Awaitable[str]]
+    """Called at the end of the stream with the fault in the last frame, or ""; returns the reason
+    for the worker's end."""
 
     async def write(self, batch: pb.CallBatch) -> None:
-        self._writer.write(make_frame(batch.SerializeToString()))
+        self.writer.write(make_frame(batch.SerializeToString()))
         try:
-            await self._writer.drain()
+            await self.writer.drain()
         except OSError as error:
             raise StreamBrokenError(str(error)) from None
 
@@ -339,18 +328,17 @@ class WorkerDuplex:
         while True:
             fault = ""
             try:
-                frame = await receive_frame(self._reader)
-                batch = parse_message(pb.ReplyBatch, frame)
+                batch = parse_message(pb.ReplyBatch, await receive_frame(self.reader))
             except (asyncio.IncompleteReadError, OSError):
                 break
             except (StreamBrokenError, ValueError) as error:
                 fault = f"it sent an invalid reply: {error}"
                 break
             yield batch
-        raise StreamBrokenError(await self._find_end_reason(fault))
+        raise StreamBrokenError(await self.find_end_reason(fault))
 
     def cancel(self) -> None:
-        self._writer.transport.abort()
+        self.writer.transport.abort()
 
 
 async def receive_frame(reader: asyncio.StreamReader) -> bytes:

@@ -29,7 +29,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ludus.env.security.session_ids import pod_server_id
+from ludus.env.security.session_ids import make_pod_server_id
 from ludus.env.sessions.options import GRPC_PORT_OFFSET
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError
@@ -225,7 +225,7 @@ def _make_endpoint(endpoint: JsonObject, http_port: int | None, grpc_port: int) 
     pod = endpoint.get("targetRef") or {}
     http_address = f"http://{host}:{http_port}" if http_port is not None else ""
     grpc_address = f"grpc://{host}:{grpc_port}"
-    server_id = pod_server_id(pod["uid"]) if pod.get("uid") else ""
+    server_id = make_pod_server_id(pod["uid"]) if pod.get("uid") else ""
     return ServerEndpoint(
         key=server_id or http_address or grpc_address,
         grpc_address=grpc_address,

@@ -154,7 +154,7 @@ class SessionOpener:
         """Read a new session, and replace its tools id with one that every gateway can verify."""
         open_result = read_open_result(message)
         if open_result.tools_session_id:
-            tools_id = self._key.tools_id(open_result.session_id)
+            tools_id = self._key.make_tools_id(open_result.session_id)
             open_result = dataclasses.replace(open_result, tools_session_id=tools_id)
         return PlacedSession(link, open_result)
 

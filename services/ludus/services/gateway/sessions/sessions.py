@@ -24,7 +24,7 @@ from functools import lru_cache
 
 from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
 from ludus.env.messages.protobuf import fill_reset_args, read_encoded_result
-from ludus.env.security.session_ids import SessionKey, SignedId, hide_full_id, tools_only_error
+from ludus.env.security.session_ids import SessionKey, SignedId, hide_full_id, make_tools_only_error
 from ludus.env.sessions.interface import Connection, Load, OpenArgs, OpenResult, SessionEvents
 from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
 from ludus.env.types import EnvironmentDescription, JsonObject
@@ -334,7 +334,7 @@ class GatewaySessions:
                 f" '{self.environment}'; call it there"
             )
         if signed_id.is_tools_only and not accepts_tools_ids:
-            raise tools_only_error()
+            raise make_tools_only_error()
         return signed_id
 
     def count_call(self, kind: str) -> None:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ludus.env.security.tls import file_signatures
+from ludus.env.security.tls import read_file_signatures
 from ludus.proto.errors import AuthenticationError, ConfigError, NotFoundError, UserError
 
 MIN_TOKEN_CHARS = 16
@@ -139,19 +139,19 @@ class TenantsFile:
 
     def has_changed(self) -> bool:
         """Return whether a file changed after the last `read`."""
-        return file_signatures(self._watched_paths) != self._signature
+        return read_file_signatures(self._watched_paths) != self._signature
 
     def read(self) -> Tenants:
         """Read and validate the file, and return its tenants."""
         # The signature is computed before the contents are read, so that a change during the
         # read is found by the next check.
-        signature = file_signatures((self.path,))
-        self._signature = file_signatures(self._watched_paths)
+        signature = read_file_signatures((self.path,))
+        self._signature = read_file_signatures(self._watched_paths)
         tables = self._parse()
         folder = self.path.parent
         token_files = tuple(folder / table.token_file for table in tables if table.token_file)
         self._watched_paths = (self.path, *token_files)
-        self._signature = signature + file_signatures(token_files)
+        self._signature = signature + read_file_signatures(token_files)
         by_name: dict[str, Tenant] = {}
         by_digest: dict[bytes, Tenant] = {}
         for index, table in enumerate(tables):
