@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -12,6 +13,7 @@ import pytest
 
 from ludus.proto.config import LanguageModelRun, run_config_from
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.trainer.compat.checks import rename_in_errors
 from ludus.trainer.compat.forge import load_forge_config
 from ludus.trainer.compat.forge.keys import KNOWN_KEYS, TYPE_BY_KEY
 from ludus.trainer.compat.forge.mapping import MappedConfig, map_config
@@ -24,7 +26,11 @@ def map_tutorial(*overrides: str, has_gpu: bool = True) -> MappedConfig:
 
 
 def make_run(*overrides: str, has_gpu: bool = True) -> LanguageModelRun:
-    return run_config_from(map_tutorial(*overrides, has_gpu=has_gpu).tree)
+    mapped_config = map_tutorial(*overrides, has_gpu=has_gpu)
+    with rename_in_errors(mapped_config.key_by_setting):
+        run = run_config_from(mapped_config.sections)
+    assert isinstance(run, LanguageModelRun)
+    return run
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -83,7 +89,7 @@ def test_a_used_key_changes_the_run_or_is_refused(key: str) -> None:
     other = OTHER_VALUES.get(key, CHANGES.get(type(value), lambda _: "something-else")(value))
     try:
         changed = map_tutorial(f"{key}={str(other).lower()}")
-        assert changed.tree != original.tree or key in changed.unused_keys
+        assert changed.sections != original.sections or key in changed.unused_keys
     except ConfigError as error:
         assert key.rpartition(".")[2] in str(error)
 
@@ -119,8 +125,11 @@ def test_a_used_key_changes_the_run_or_is_refused(key: str) -> None:
         ("trainer.optimizer.weight_decay=1e6", "weight_decay = 1e+06 times trainer.optimizer.lr"),
         ("trainer.lr_scheduler.decay_type=sqrt", "must be one of constant, linear, cosine"),
         ("trainer.compile.enable=1", "trainer.compile.enable = 1 must be True or False"),
-        ("policy.sampling_params.temperature=3", "sampling_params.temperature = 3, but vLLM"),
-        ("policy.engine_args.max_model_len=99", "max_model_len = 99 is less than the 544 tokens"),
+        ("policy.sampling_params.temperature=3", "params.temperature = 3 is more than vLLM's"),
+        (
+            "policy.engine_args.max_model_len=99",
+            "max_model_len = 99 is less than max_req_tokens + max_res_tokens = 544",
+        ),
         ("max_seq_len=32", "max_res_tokens = 32 leaves no room for a prompt in max_seq_len = 32"),
         ("model=5", "model = 5 must be a text: a folder, or a Hugging Face model id"),
         ("blackjack_env.server_url=5", "blackjack_env.server_url = 5 must be a text"),
@@ -131,10 +140,17 @@ def test_a_used_key_changes_the_run_or_is_refused(key: str) -> None:
 )
 def test_invalid_values_are_refused_with_key_and_value(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        map_tutorial(override)
+        make_run(override)
     assert message in str(error.value)
 
 
+def test_an_error_about_a_setting_in_section_ludus_names_that_section() -> None:
+    with pytest.raises(ConfigError, match=r"ludus\.rollout\.temperature = 3 is more than vLLM's"):
+        make_run("ludus.rollout.temperature=3")
+
+
+SETTING = re.compile(r"(?<![\w.])(rollout|generator|learner|training|environments?)\.[\w.]+ =")
+"""A setting of a run, which a user of Forge does not write."""
 NUMBERS = [
     key
     for key, kind in TYPE_BY_KEY.items()
@@ -151,7 +167,7 @@ def test_the_error_of_an_invalid_number_names_its_key(key: str, has_gpu: bool) -
             make_run(f"{key}={json.dumps(value)}", has_gpu=has_gpu)
         except ConfigError as error:
             is_refused = True
-            assert "is not a valid run" not in str(error), (value, str(error))
+            assert not SETTING.search(str(error)), (value, str(error))
             assert key.rpartition(".")[2] in str(error), (value, str(error))
     assert is_refused or not has_gpu
 
@@ -161,7 +177,7 @@ def test_paths_and_numpy_numbers_are_accepted(tmp_path: Path) -> None:
     config["group_size"], config["trainer"]["optimizer"]["lr"] = np.int64(8), np.float32(0.5)
     config["trainer"]["optimizer"]["weight_decay"] = np.float64(0.25)
     config["model"] = tmp_path
-    run = run_config_from(map_config(load_forge_config(config), name="x", has_gpu=False).tree)
+    run = run_config_from(map_config(load_forge_config(config), name="x", has_gpu=False).sections)
     assert (run.rollout.group_size, run.learner.learning_rate) == (8, 0.5)
     assert run.model.model_dump()["path"] == str(tmp_path)
 
@@ -229,7 +245,7 @@ def test_an_empty_section_has_no_effect() -> None:
     config = tutorial_config()
     config["ref_model"] = config["metric_logging"] = config["ludus"] = None
     mapping = map_config(load_forge_config(config), name="blackjack", has_gpu=True)
-    assert mapping.tree["metrics"] == {}
+    assert mapping.sections["metrics"] == {}
     assert "ref_model" not in mapping.unused_keys
 
 
@@ -243,8 +259,8 @@ def test_keys_of_older_files_are_mapped() -> None:
         "engine_config": config["policy"]["engine_args"],
         "sampling_config": config["policy"]["sampling_params"],
     }
-    tree = map_config(load_forge_config(config), name="blackjack", has_gpu=True).tree
-    assert tree == map_tutorial().tree
+    tree = map_config(load_forge_config(config), name="blackjack", has_gpu=True).sections
+    assert tree == map_tutorial().sections
 
 
 def test_keys_are_attributes_and_references_use_new_values() -> None:
@@ -252,7 +268,7 @@ def test_keys_are_attributes_and_references_use_new_values() -> None:
     config.blackjack_env.server_url = "http://localhost:8005"
     config.model = "tiny"
     assert config.get("policy", {}).engine_args.model == "${model}"
-    run = run_config_from(map_config(config, name="x", has_gpu=False).tree)
+    run = run_config_from(map_config(config, name="x", has_gpu=False).sections)
     assert run.environment.model_dump()["address"] == "http://localhost:8005"
     assert run.model.kind == "tiny"
     with pytest.raises(AttributeError, match=r"no key 'server'; it has \['model', 'server_url'\]"):
@@ -267,7 +283,7 @@ def test_a_variable_is_read_only_if_its_key_is_used(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="the environment variable WHO is not set"):
         map_tutorial(project)
     monkeypatch.setenv("WHO", "me")
-    assert map_tutorial(project).tree["metrics"]["wandb"]["project"] == "of-me"
+    assert map_tutorial(project).sections["metrics"]["wandb"]["project"] == "of-me"
 
 
 def test_overrides_do_not_change_the_callers_mapping() -> None:

@@ -13,9 +13,10 @@ import pytest
 from ludus.proto.config import LanguageModelRun, run_config_from
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
+from ludus.trainer.compat.checks import make_run_name
 from ludus.trainer.compat.forge import GRPOTrainer
 from ludus.trainer.compat.forge.server import add_baselines
-from ludus.trainer.compat.forge.training import load_forge_run, make_run_name
+from ludus.trainer.compat.forge.training import load_forge_run
 from ludus.trainer.driver.loops.steps import Step
 from tests.forge.tutorial_config import tutorial_config
 from tests.openspiel.test_server import RunningServer, serving
@@ -139,4 +140,4 @@ async def test_baselines_come_from_the_server(
 
 @pytest.mark.parametrize("file", ["_grpo.yaml", "a" * 90 + ".yaml", "my file (2).yaml", "...yaml"])
 def test_every_file_name_gives_a_valid_run_name(file: str) -> None:
-    assert LanguageModelRun(name=make_run_name(Path(file))).name
+    assert LanguageModelRun(name=make_run_name(Path(file).stem, "forge")).name

@@ -8,7 +8,7 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -32,10 +32,15 @@ _MODULES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 0 for success, 2 for bad input, 130 for a signal, 1 otherwise."""
     args = _make_parser().parse_args(argv)
+    return run_command(args.function, args)
+
+
+def run_command(command: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
+    """Run a command with its arguments, report its error, and return the exit code of `main`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        args.function(args)
+        command(args)
         return 0
     except RunStopped as stopped:
         sys.stderr.write(f"{stopped}\n")
@@ -93,18 +98,8 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     train = commands.add_parser("train", help="train a policy or a reward model")
     check = commands.add_parser("check", help="check everything that could stop a run")
-    for command in (train, check):
-        command.add_argument(
-            "--resume",
-            nargs="?",
-            const=Resume.ALWAYS,
-            default=Resume.NEVER,
-            choices=[Resume.ALWAYS, Resume.AUTO],
-            help="resume from the newest checkpoint; with =auto, start a new run if there is none",
-        )
-        command.add_argument(
-            "--overwrite", action="store_true", help="replace a run of the same name"
-        )
+    add_start_options(train)
+    add_start_options(check)
     evaluate = commands.add_parser("eval", help="evaluate a checkpoint")
     evaluate.add_argument("--run-dir", type=Path, help="folder of the run")
     evaluate.add_argument("--checkpoint", type=Path, help="checkpoint; default: the newest")
@@ -126,6 +121,19 @@ def _make_parser() -> argparse.ArgumentParser:
             help="override of a field; repeatable",
         )
     return parser
+
+
+def add_start_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that decide what happens to an existing run of the same name."""
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=Resume.ALWAYS,
+        default=Resume.NEVER,
+        choices=[Resume.ALWAYS, Resume.AUTO],
+        help="resume from the newest checkpoint; with =auto, start a new run if there is none",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
 
 
 def _describe_error(error: BaseException) -> str:

@@ -173,8 +173,8 @@ class LanguageModelRun(TrainingRun):
         if token_limit is not None and token_limit < self.rollout.max_tokens:
             raise ValueError(
                 f"generator.max_model_tokens = {token_limit} is less than rollout.max_tokens "
-                f"= {self.rollout.max_tokens}, and vLLM would reject longer sequences; raise the "
-                "first, lower the second, or leave max_model_tokens out"
+                f"= {self.rollout.max_tokens}, and vLLM would reject longer sequences; raise or "
+                "remove the first, or lower the second"
             )
         if num_gpus > 1 and self.rollout.num_gpus_per_worker != num_gpus:
             raise ValueError(

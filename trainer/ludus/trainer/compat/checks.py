@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+import re
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -27,11 +28,11 @@ ResultT = TypeVar("ResultT")
 
 PathText = Annotated[str, Field(description="a path")]
 Text = Annotated[str, Field(description="a text")]
-AtLeastTwo = Annotated[int, Field(ge=2)]
 Share = Annotated[float, Field(gt=0, le=1)]
 ShareBelow1 = Annotated[float, Field(ge=0, lt=1)]
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+Penalty = Annotated[float, Field(ge=0.01, le=100)]
 Network = Annotated[InstanceOf[nn.Module], Field(description="a torch module")]
+_MAX_NAME_CHARS = 40
 _BOUNDS = {Gt: " above {}", Ge: " of {} or more", Lt: ", below {}", Le: ", at most {}"}
 
 
@@ -110,11 +111,9 @@ def require_folder(name: str, value: Any) -> Path:
     """Return the path of a folder that exists or can be created."""
     folder = Path(check_value(name, PathText, value))
     ancestors = (folder, *folder.absolute().parents)
-    nearest_ancestor = next((path for path in ancestors if path.exists()), folder)
-    if nearest_ancestor.exists() and not nearest_ancestor.is_dir():
-        raise ConfigError(
-            f"{name} = '{folder}' must be a folder, but '{nearest_ancestor}' is a file"
-        )
+    ancestor = next((path for path in ancestors if path.exists()), folder)
+    if ancestor.exists() and not ancestor.is_dir():
+        raise ConfigError(f"{name} = '{folder}' must be a folder, but '{ancestor}' is a file")
     return folder
 
 
@@ -135,8 +134,8 @@ def require_device(value: Any) -> str | None:
 
 
 @contextmanager
-def rename_setting_in_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename settings in errors of the block: an error that starts with one names its argument.
+def rename_in_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors of the block name the user's arguments instead of settings: "setting = value".
 
     Args:
         names: argument by setting.
@@ -144,10 +143,13 @@ def rename_setting_in_errors(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except (ConfigError, NotFoundError) as error:
-        setting, equals, remainder = str(error).partition(" = ")
-        if setting not in names:
-            raise
-        raise type(error)(f"{names[setting]}{equals}{remainder}") from error
+        text = re.sub(r"[\w.]+(?= = )", lambda match: names.get(match[0], match[0]), str(error))
+        raise type(error)(text) from error
+
+
+def make_run_name(text: str, default: str) -> str:
+    """Return a text as the name of a run, without characters that the name cannot contain."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")[:_MAX_NAME_CHARS] or default
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -156,5 +158,4 @@ def run_coroutine(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    run: Callable[[Coroutine[Any, Any, ResultT]], ResultT] = asyncio.run
-    return ThreadPoolExecutor(1, "training").submit(run, coroutine).result()
+    return ThreadPoolExecutor(1, "training").submit(asyncio.run, coroutine).result()

@@ -10,7 +10,7 @@ import logging
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ludus.proto.config import (
     run_config_from,
 )
 from ludus.proto.errors import ConfigError, WeightSyncError
+from ludus.trainer.compat.checks import rename_in_errors
 from ludus.trainer.compat.forge.configuration import LUDUS_SECTION, ForgeConfig
 from ludus.trainer.compat.forge.keys import check_key
 from ludus.trainer.compat.forge.mapping import map_config
@@ -43,6 +44,7 @@ def make_actor_settings(
     """Return the run for a section of Forge's file, and its model's folder or Hugging Face id.
 
     Args:
+        fields: fields of the actor; a field that is a mapping is a subsection.
         max_tokens: the maximum length of a sequence.
         engine: value of generator.kind; None chooses an engine for this machine.
     """
@@ -52,18 +54,17 @@ def make_actor_settings(
             check_key(f"{section}.{name}.{field}", value, source_key=f"{name}.{field}")
         for field in _LOOP_FIELDS:
             values.pop(field, None)
-    tree: dict[str, Any] = {
-        "max_seq_len": max_tokens,
-        section: sections,
-        LUDUS_SECTION: {
-            "environment": {"kind": "local"},
-            **({} if engine is None else {"generator": {"kind": engine}}),
-        },
-    }
-    mapped_config = map_config(ForgeConfig(tree), name=section, has_gpu=torch.cuda.is_available())
+    ludus_section: dict[str, Any] = {"environment": {"kind": "local"}}
+    if engine is not None:
+        ludus_section["generator"] = {"kind": engine}
+    config = ForgeConfig(
+        {"max_seq_len": max_tokens, section: sections, LUDUS_SECTION: ludus_section}
+    )
+    mapped_config = map_config(config, name=section, has_gpu=torch.cuda.is_available())
     if mapped_config.unused_keys:
         _log.warning("these fields have no effect: %s", ", ".join(mapped_config.unused_keys))
-    run = run_config_from(mapped_config.tree, source=f"section {section}")
+    with rename_in_errors(mapped_config.key_by_setting):
+        run = run_config_from(mapped_config.sections, source=f"section {section}")
     run = require_language_model(run, "an actor of Forge")
     if not isinstance(run.model, PretrainedModel):
         raise ConfigError(
@@ -73,24 +74,16 @@ def make_actor_settings(
     return run, run.model.path
 
 
-class LeftPaddedRows(NamedTuple):
-    """Token rows [B, S] with the model inputs that make padding irrelevant."""
+def mask_left_padding(token_ids: Tensor, pad_id: int | None) -> tuple[Tensor, Tensor]:
+    """Return the attention mask and the position ids, int64 [B, S], for `token_ids` [B, S].
 
-    token_ids: Tensor
-    attention_mask: Tensor
-    """int64 [B, S]: 0 for padding on the left, otherwise 1."""
-    position_ids: Tensor
-    """int64 [B, S]: 0 at the first real token of each row."""
-
-
-def make_rows(token_ids: Tensor, pad_id: int | None) -> LeftPaddedRows:
-    """Build the model inputs. Padding on the right needs no mask in a causal model."""
+    The mask is 0 for padding on the left, after which positions start at 0. Padding on the right
+    needs no mask in a causal model.
+    """
     is_padding = token_ids == (-1 if pad_id is None else pad_id)
-    num_left_padding = is_padding.long().cumprod(1).sum(1, keepdim=True)
+    num_padding = is_padding.long().cumprod(1).sum(1, keepdim=True)
     indices = torch.arange(token_ids.shape[1], device=token_ids.device)
-    return LeftPaddedRows(
-        token_ids, (indices >= num_left_padding).long(), (indices - num_left_padding).clamp(min=0)
-    )
+    return (indices >= num_padding).long(), (indices - num_padding).clamp(min=0)
 
 
 class WeightExchange:

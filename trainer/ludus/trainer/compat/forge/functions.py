@@ -20,21 +20,17 @@ class CustomFunctions:
     render: Callable[..., Any] | None = None
     parse: Callable[..., Any] | None = None
 
-    def add_to(self, tree: dict[str, Any]) -> None:
-        """Add the functions to the sections of a run, for every environment."""
+    def add_to(self, config: dict[str, Any]) -> None:
+        """Add the functions to the configuration of a run, for every environment."""
         rewards = None if self.reward is None else [{"function": make_reward_term(self.reward)}]
         fields = {"rewards": rewards, "render": self.render, "parse": self.parse}
-        for section in tree.get("environments", {}).values():
+        for section in config.get("environments", {}).values():
             section |= {name: value for name, value in fields.items() if value is not None}
         if self.compute_advantages is not None:
-            advantages = make_group_function(self.compute_advantages)
             # The fields that the function replaces get neutral values.
             neutral_fields = {"baseline": "mean", "scale": "none", "credit": "episode"}
-            tree["algorithm"] = {
-                **tree.get("algorithm", {}),
-                "advantages": advantages,
-                **neutral_fields,
-            }
+            advantages = {"advantages": make_group_function(self.compute_advantages)}
+            config["algorithm"] = config.get("algorithm", {}) | neutral_fields | advantages
 
 
 NO_FUNCTIONS = CustomFunctions()
@@ -68,14 +64,10 @@ def make_reward_term(reward: Any) -> Callable[..., Awaitable[list[float | None]]
 
 
 def make_group_function(compute_advantages: Any) -> Callable[[Sequence[Any]], Any]:
-    """Return a function of a group that calls `compute_advantages`, or its method `compute`."""
+    """Return a function of a group: `compute_advantages`, or its method `compute`."""
     compute = _get_method(compute_advantages, "compute")
     check_function("compute_advantages", compute, ("group",))
-
-    def compute_group(group: Sequence[Any]) -> Any:
-        return compute(group)
-
-    return compute_group
+    return compute
 
 
 def _get_method(owner: Any, name: str) -> Callable[..., Any]:
@@ -89,6 +81,5 @@ def _join_messages(messages: Sequence[Message]) -> str:
 
 
 def _find_last_response(messages: Sequence[Message]) -> str:
-    return next(
-        (message["content"] for message in reversed(messages) if message["role"] == "assistant"), ""
-    )
+    responses = [message["content"] for message in messages if message["role"] == "assistant"]
+    return responses[-1] if responses else ""

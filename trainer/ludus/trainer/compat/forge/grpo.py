@@ -49,10 +49,8 @@ def simple_grpo_loss(
     logprobs = compute_logprobs(logits, response)
     policy_gain = (logprobs - logprobs.detach()).exp() * advantages
     token_losses = beta * kl(logprobs, ref_logprobs, "k3") - policy_gain
-    sample_losses = torch.where(padding_mask, token_losses, 0.0).sum(1) / padding_mask.sum(1).clamp(
-        min=1
-    )
-    return sample_losses.mean()
+    num_tokens = padding_mask.sum(1).clamp(min=1)
+    return (torch.where(padding_mask, token_losses, 0.0).sum(1) / num_tokens).mean()
 
 
 @dataclass

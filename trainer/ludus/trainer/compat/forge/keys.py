@@ -20,14 +20,7 @@ from ludus.proto.config.section import (
     PositiveInt,
     Temperature,
 )
-from ludus.trainer.compat.checks import (
-    AtLeastTwo,
-    RepetitionPenalty,
-    Share,
-    ShareBelow1,
-    Text,
-    check_value,
-)
+from ludus.trainer.compat.checks import Penalty, Share, ShareBelow1, Text, check_value
 
 _TITAN_FIELDS: Mapping[str, str] = {
     "model": "name flavor tokenizer_path hf_assets_path converters print_after_conversion",
@@ -68,15 +61,8 @@ _SAMPLING_FIELDS = (
     " structured_outputs logit_bias allowed_token_ids extra_args"
 )
 _PROCESS_FIELDS = "procs hosts num_replicas with_gpus mesh_name"
-_SERVICE_NAMES = ("policy", "ref_model", "reward_actor")
-_ACTOR_NAMES = (
-    "dataset",
-    "trainer",
-    "replay_buffer",
-    "compute_advantages",
-    "blackjack_env",
-    "env_actor",
-)
+_SERVICE_NAMES = "policy ref_model reward_actor"
+_ACTOR_NAMES = "dataset trainer replay_buffer compute_advantages blackjack_env env_actor"
 _LOGGING_FIELDS = (
     "project group entity name logging_mode per_rank_share_run reduce_across_ranks log_per_rank"
 )
@@ -99,8 +85,8 @@ _FIELDS_BY_SECTION: Mapping[str, str] = {
     "provisioner.": "launcher job_name services",
     **{f"trainer.{name}.": fields for name, fields in _TITAN_FIELDS.items()},
     **{f"ref_model.{name}.": fields for name, fields in _TITAN_FIELDS.items()},
-    **{f"services.{name}.": _PROCESS_FIELDS for name in _SERVICE_NAMES},
-    **{f"actors.{name}.": _PROCESS_FIELDS for name in _ACTOR_NAMES},
+    **{f"services.{name}.": _PROCESS_FIELDS for name in _SERVICE_NAMES.split()},
+    **{f"actors.{name}.": _PROCESS_FIELDS for name in _ACTOR_NAMES.split()},
 }
 
 
@@ -111,6 +97,7 @@ KNOWN_KEYS = frozenset(
 
 ALL = -1
 """Value that means all tokens (top_k), all steps, or all shards."""
+_AtLeastTwo = Annotated[int, Field(ge=2)]
 _ModelPath = Annotated[
     str, Field(min_length=1, description="a text: a folder, or a Hugging Face model id")
 ]
@@ -126,7 +113,7 @@ UNSUPPORTED_DEGREES = tuple(
 """Keys of unsupported kinds of parallelism; their values must be 1."""
 
 _KEYS_BY_TYPE: Mapping[Any, str] = {
-    AtLeastTwo: "group_size grpo.group_size max_seq_len blackjack_env.max_seq_len"
+    _AtLeastTwo: "group_size grpo.group_size max_seq_len blackjack_env.max_seq_len"
     " trainer.training.seq_len policy.engine_args.max_model_len",
     PositiveInt: "local_batch_size batch_size max_req_tokens max_res_tokens rollout_threads"
     " replay_buffer.batch_size replay_buffer.dp_size trainer.training.local_batch_size"
@@ -145,7 +132,7 @@ _KEYS_BY_TYPE: Mapping[Any, str] = {
     Share: "policy.engine_args.gpu_memory_utilization policy.sampling_params.top_p",
     ShareBelow1: "policy.sampling_params.min_p",
     Temperature: "policy.sampling_params.temperature",
-    RepetitionPenalty: "policy.sampling_params.repetition_penalty",
+    Penalty: "policy.sampling_params.repetition_penalty",
     Literal["constant", "linear", "cosine"]: "trainer.lr_scheduler.decay_type",
     Literal["bfloat16", "float32"]: "trainer.training.dtype",
     Literal["auto", "bfloat16", "float32"]: "policy.engine_args.dtype",
@@ -173,8 +160,6 @@ _ALL_VALUE_BY_KEY: Mapping[str, int] = {
     "trainer.checkpoint.keep_latest_k": 0,
 }
 """Value that means all, by key. It is outside the range of the key's type."""
-
-
 _OLDER_SECTION_NAMES = {
     "policy.engine_args": "policy.engine_config",
     "policy.sampling_params": "policy.sampling_config",

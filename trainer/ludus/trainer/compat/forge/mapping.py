@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ludus.proto.config.presets import apply_preset, merge_sections
-from ludus.proto.config.section import MAX_VLLM_TEMPERATURE
+from ludus.proto.config.presets import merge_sections
 from ludus.proto.errors import ConfigError, did_you_mean
 from ludus.trainer.compat.forge.configuration import LUDUS_SECTION, ForgeConfig, ForgeKeys
 from ludus.trainer.compat.forge.keys import ALL, KNOWN_KEYS, UNSUPPORTED_DEGREES
@@ -67,10 +66,12 @@ _KEY_BY_VLLM_SETTING = {
 class MappedConfig:
     """A Forge configuration, mapped to a run."""
 
-    tree: dict[str, Any]
+    sections: dict[str, Any]
     """Sections of the run."""
     unused_keys: tuple[str, ...]
     """Forge keys in the file that have no effect."""
+    key_by_setting: Mapping[str, str]
+    """Key in the file by setting of the run, for `rename_in_errors`."""
 
 
 def map_config(config: ForgeConfig, *, name: str, has_gpu: bool) -> MappedConfig:
@@ -89,7 +90,7 @@ def map_config(config: ForgeConfig, *, name: str, has_gpu: bool) -> MappedConfig
         "vllm" if has_gpu else "transformers"
     )
     settings = {**_KEY_BY_SETTING, **(_KEY_BY_VLLM_SETTING if engine == "vllm" else {})}
-    tree: dict[str, Any] = {
+    sections: dict[str, Any] = {
         "preset": "torchforge",
         "name": name,
         "environment": {"kind": "remote"},
@@ -100,24 +101,47 @@ def map_config(config: ForgeConfig, *, name: str, has_gpu: bool) -> MappedConfig
     }
     for setting, key in settings.items():
         section, field = setting.split(".")
-        tree[section][field] = keys.get(key)
-    _add_sizes(tree, keys)
-    tree["training"] |= _make_checkpoint_settings(keys, tree["training"]["num_steps"])
-    tree["learner"] |= _make_learner_settings(keys)
-    tree["metrics"] = _make_metrics_section(keys)
-    tree["model"] = _make_model_section(keys, tree["rollout"]["max_tokens"])
-    _add_gpus(tree, keys, has_gpu=has_gpu)
+        sections[section][field] = keys.get(key)
+    _add_sizes(sections, keys)
+    sections["training"] |= _make_checkpoint_settings(keys, sections["training"]["num_steps"])
+    sections["learner"] |= _make_learner_settings(keys)
+    sections["metrics"] = _make_metrics_section(keys)
+    sections["model"] = _make_model_section(keys, sections["rollout"]["max_tokens"])
+    _add_gpus(sections, keys, has_gpu=has_gpu)
     # The preset provides the values that the file does not set.
-    tree = {key: _drop_none(section) for key, section in tree.items()}
-    _check_combinations(apply_preset(tree), ludus_section)
+    sections = {key: _drop_none(section) for key, section in sections.items()}
     if "environments" in ludus_section:
-        del tree["environment"]
-    elif not tree["environment"].get("address") and "environment" not in ludus_section:
+        del sections["environment"]
+    elif not sections["environment"].get("address") and "environment" not in ludus_section:
         raise ConfigError(
             "blackjack_env.server_url is required; set it to the address of a server, or add a "
             "section ludus.environment"
         )
-    return MappedConfig(merge_sections(tree, ludus_section), tuple(keys.unread_keys))
+    return MappedConfig(
+        merge_sections(sections, ludus_section),
+        tuple(keys.unread_keys),
+        _name_settings(settings, keys, ludus_section),
+    )
+
+
+def _name_settings(
+    settings: Mapping[str, str], keys: ForgeKeys, ludus_section: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the key by setting; settings in section `ludus` have keys in that section."""
+    has_limit = keys.get("blackjack_env.max_seq_len", "max_seq_len") is not None
+    lengths = {
+        "max_completion_tokens": "max_res_tokens",
+        "max_tokens": "max_seq_len" if has_limit else "max_req_tokens + max_res_tokens",
+    }
+    names = {**settings, **lengths, "rollout.max_tokens": lengths["max_tokens"]}
+    for setting in ("generator.kind", "rollout.num_gpus_per_worker"):
+        names[setting] = f"{LUDUS_SECTION}.{setting}"
+    for section, fields in ludus_section.items():
+        if isinstance(fields, Mapping):
+            names |= {
+                f"{section}.{field}": f"{LUDUS_SECTION}.{section}.{field}" for field in fields
+            }
+    return names
 
 
 def _drop_none(section: Any) -> Any:
@@ -157,9 +181,7 @@ def _refuse_other_values(keys: ForgeKeys) -> None:
         UNSUPPORTED_DEGREES,
         "the learner supports sharded data parallelism only (data_parallel_shard_degree)",
     )
-    reasons["policy.engine_args.pipeline_parallel_size"] = (
-        "engines support tensor_parallel_size only"
-    )
+    reasons["policy.engine_args.pipeline_parallel_size"] = "engines use tensor_parallel_size only"
     for key, reason in reasons.items():
         if keys.get(key, default=1) != 1:
             raise ConfigError(f"{key} = {keys.get(key)} must be 1, because {reason}; set it to 1")
@@ -169,7 +191,7 @@ def _refuse_other_values(keys: ForgeKeys) -> None:
     keys.get("blackjack_env.game_name")  # compared with the server's game later
 
 
-def _add_sizes(tree: dict[str, Any], keys: ForgeKeys) -> None:
+def _add_sizes(sections: dict[str, Any], keys: ForgeKeys) -> None:
     """Add the sizes of groups, batches and episodes."""
     group_size = keys.get("group_size", "grpo.group_size", default=_DEFAULT_GROUP_SIZE)
     rank_batch_size = keys.get(
@@ -199,19 +221,19 @@ def _add_sizes(tree: dict[str, Any], keys: ForgeKeys) -> None:
         )
     top_k = keys.get("policy.sampling_params.top_k")
     num_threads = keys.get("rollout_threads", default=1)
-    tree["rollout"] |= {
+    sections["rollout"] |= {
         "group_size": group_size,
         "num_groups_in_flight": max(num_threads, num_groups),
         "top_k": 0 if top_k == ALL else top_k,
         **_find_lengths(keys),
     }
     num_steps = keys.get("trainer.training.steps", default=ALL)
-    tree["training"] = {
+    sections["training"] = {
         "num_steps": _UNLIMITED if num_steps == ALL else num_steps,
         "groups_per_step": num_groups,
         "max_staleness": keys.get("replay_buffer.max_policy_age", "off_by_n"),
     }
-    tree["learner"]["num_ranks"] = num_ranks
+    sections["learner"]["num_ranks"] = num_ranks
 
 
 def _find_lengths(keys: ForgeKeys) -> dict[str, int]:
@@ -269,12 +291,7 @@ def _count_ranks(keys: ForgeKeys) -> int:
 
 
 def _make_model_section(keys: ForgeKeys, max_tokens: int) -> dict[str, Any]:
-    value_by_key = {key: keys.get(key) for key in _MODEL_KEYS}
-    paths = {
-        key: path.removeprefix(_HUB_PREFIX)
-        for key, path in value_by_key.items()
-        if path is not None
-    }
+    paths = {key: path.removeprefix(_HUB_PREFIX) for key in _MODEL_KEYS if (path := keys.get(key))}
     if len(set(paths.values())) > 1:
         pairs = ", ".join(f"{key} = '{path}'" for key, path in paths.items())
         raise ConfigError(
@@ -329,56 +346,11 @@ def _make_metrics_section(keys: ForgeKeys) -> dict[str, Any]:
     return {"wandb": {"project": project, "entity": entity, "mode": mode}}
 
 
-def _add_gpus(tree: dict[str, Any], keys: ForgeKeys, *, has_gpu: bool) -> None:
+def _add_gpus(sections: dict[str, Any], keys: ForgeKeys, *, has_gpu: bool) -> None:
     policy_has_gpus = keys.get("services.policy.with_gpus")
     trainer_has_gpus = keys.get("actors.trainer.with_gpus")
     if has_gpu and policy_has_gpus:
-        num_gpus = tree["generator"].get("tensor_parallel_size") or 1
-        tree["rollout"]["num_gpus_per_worker"] = num_gpus
+        num_gpus = sections["generator"].get("tensor_parallel_size") or 1
+        sections["rollout"]["num_gpus_per_worker"] = num_gpus
     if has_gpu and trainer_has_gpus:
-        tree["learner"]["num_gpus_per_rank"] = 1
-
-
-def _check_combinations(tree: Mapping[str, Any], ludus_section: Mapping[str, Any]) -> None:
-    """Check combinations that the run would otherwise refuse under Ludus' names.
-
-    Combinations with section `ludus` are checked when the run's configuration is read.
-    """
-    rollout, generator, learner = tree["rollout"], tree["generator"], tree["learner"]
-    learning_rate, weight_decay = learner["learning_rate"], learner["weight_decay"]
-    if "learner" not in ludus_section and learning_rate * weight_decay >= 1:
-        raise ConfigError(
-            f"trainer.optimizer.weight_decay = {weight_decay:g} times trainer.optimizer.lr = "
-            f"{learning_rate:g} is the share of every weight that a step removes and must be less "
-            "than 1; lower weight_decay, which is usually 0 to 0.1"
-        )
-    if not ludus_section.keys().isdisjoint({"rollout", "generator"}):
-        return
-    if rollout["max_completion_tokens"] >= rollout["max_tokens"]:
-        raise ConfigError(
-            f"max_res_tokens = {rollout['max_completion_tokens']} leaves no room for a prompt in "
-            f"max_seq_len = {rollout['max_tokens']}; lower max_res_tokens or raise max_seq_len"
-        )
-    if generator["kind"] == "vllm":
-        _check_vllm(generator, rollout)
-
-
-def _check_vllm(generator: Mapping[str, Any], rollout: Mapping[str, Any]) -> None:
-    max_model_tokens = generator.get("max_model_tokens", rollout["max_tokens"])
-    if max_model_tokens < rollout["max_tokens"]:
-        raise ConfigError(
-            f"policy.engine_args.max_model_len = {max_model_tokens} is less than the "
-            f"{rollout['max_tokens']} tokens of an episode, from max_req_tokens and max_res_tokens "
-            "or max_seq_len; raise or remove max_model_len, or lower the others"
-        )
-    if rollout["temperature"] > MAX_VLLM_TEMPERATURE:
-        raise ConfigError(
-            f"policy.sampling_params.temperature = {rollout['temperature']:g}, but vLLM allows "
-            f"at most {MAX_VLLM_TEMPERATURE:g}; lower it"
-        )
-    num_gpus = generator.get("tensor_parallel_size", 1)
-    if num_gpus > 1 and rollout.get("num_gpus_per_worker") != num_gpus:
-        raise ConfigError(
-            f"policy.engine_args.tensor_parallel_size = {num_gpus} needs that number of "
-            "GPUs, but services.policy.with_gpus is not true; set it to true"
-        )
+        sections["learner"]["num_gpus_per_rank"] = 1

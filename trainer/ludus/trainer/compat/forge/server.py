@@ -50,19 +50,13 @@ def _make_baseline_fields(description: EnvironmentDescription) -> dict[str, Any]
     """Return the fields with baselines, or no fields if the game has no known policies."""
     if "game" not in description.options or importlib.util.find_spec(_GAMES_PACKAGE) is None:
         return {}
-    policy_names = list(
-        import_callable(_POLICIES_PATH, "environment.policies")(description.options)
-    )
-    optimal_policy = next((name for name in _OPTIMAL_POLICIES if name in policy_names), None)
-    return {
-        "policies": _POLICIES_PATH,
-        "baselines": policy_names,
-        **(
-            {"random_policy": RANDOM_POLICY, "optimal_policy": optimal_policy}
-            if optimal_policy
-            else {}
-        ),
-    }
+    make_policies = import_callable(_POLICIES_PATH, "environment.policies")
+    names = list(make_policies(description.options))
+    fields: dict[str, Any] = {"policies": _POLICIES_PATH, "baselines": names}
+    optimal_policy = next((name for name in _OPTIMAL_POLICIES if name in names), None)
+    if optimal_policy:
+        fields |= {"random_policy": RANDOM_POLICY, "optimal_policy": optimal_policy}
+    return fields
 
 
 async def _describe_environment(address: str) -> EnvironmentDescription:

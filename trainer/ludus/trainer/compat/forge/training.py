@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeAlias, TypedDict
 
 import torch
 
 from ludus.env import Message
-from ludus.proto.config import LanguageModelRun, load_run_config
+from ludus.proto.config import LanguageModelRun, RunConfig, load_run_config
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Resume, Summary
+from ludus.trainer.compat.checks import make_run_name, rename_in_errors
 from ludus.trainer.compat.forge.configuration import LUDUS_SECTION, load_forge_config
 from ludus.trainer.compat.forge.data_models.completion import (
     Completion,
     translate_sampling_params,
 )
 from ludus.trainer.compat.forge.functions import NO_FUNCTIONS, CustomFunctions
-from ludus.trainer.compat.forge.mapping import map_config
+from ludus.trainer.compat.forge.mapping import MappedConfig, map_config
 from ludus.trainer.compat.forge.server import add_baselines
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.driver.loops.steps import Step
@@ -34,11 +33,7 @@ from ludus.trainer.driver.trainer import Trainer
 
 _TOML_SUFFIX = ".toml"
 _DEFAULT_RUN_NAME = "forge"
-_INVALID_NAME_CHARS = re.compile(r"[^A-Za-z0-9._-]+")
-"""Characters that the name of a run cannot contain."""
-_MAX_NAME_CHARS = 40
 _NUM_PRINTED_STEPS, _MAX_PRINTED_TURNS, _MAX_PRINTED_CHARS = 20, 6, 60
-
 
 Configuration: TypeAlias = LanguageModelRun | Mapping[str, Any] | Path | str
 """A Forge configuration (YAML, mapping) or a run of Ludus (LanguageModelRun, TOML)."""
@@ -73,10 +68,7 @@ class GenerateEndpoint:
         self._policy = policy
 
     async def __call__(
-        self,
-        prompt: str | Sequence[Message],
-        *,
-        sampling_params: Mapping[str, Any] | None = None,
+        self, prompt: str | Sequence[Message], *, sampling_params: Mapping[str, Any] | None = None
     ) -> list[Completion]:
         """Return completions of a user message or of a conversation.
 
@@ -99,11 +91,11 @@ class GenerateEndpoint:
         self, prompt_ids: list[int], sampling_params: Mapping[str, Any] | None
     ) -> list[Completion]:
         options = translate_sampling_params(sampling_params or {})
-        completions = await self._policy.complete(prompt_ids, **options)
+        samples = await self._policy.complete(prompt_ids, **options)
         prompt = self._policy.chat.tokenizer.decode(prompt_ids)
         return [
-            Completion.convert(prompt, completion.text, prompt_ids, completion.completion)
-            for completion in completions
+            Completion.convert(prompt, sample.text, prompt_ids, sample.completion)
+            for sample in samples
         ]
 
 
@@ -179,13 +171,8 @@ class GRPOTrainer:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._stack.__aexit__(error_type, error, traceback)
+    async def __aexit__(self, *error_details: Any) -> None:
+        await self._stack.__aexit__(*error_details)
 
     async def shutdown(self) -> None:
         """Stop all processes of the run; an unfinished run writes a checkpoint."""
@@ -245,41 +232,34 @@ async def load_forge_run(
 ) -> LanguageModelRun:
     """Return the run for a configuration; see `setup_forge_training`."""
     keeps_name = overwrite or resume != Resume.NEVER
-    tree = await _load_sections(config, overrides, keeps_name=keeps_name)
-    functions.add_to(tree)
-    return Trainer(tree).run
+    mapped_config = await _map_any_config(config, overrides, keeps_name=keeps_name)
+    functions.add_to(mapped_config.sections)
+    with rename_in_errors(mapped_config.key_by_setting):
+        return Trainer(mapped_config.sections).run
 
 
-async def _load_sections(
-    config: Configuration,
-    overrides: Sequence[str],
-    *,
-    keeps_name: bool,
-) -> dict[str, Any]:
-    """Return the sections of the run."""
+async def _map_any_config(
+    config: Configuration, overrides: Sequence[str], *, keeps_name: bool
+) -> MappedConfig:
     if isinstance(config, LanguageModelRun):
-        return Trainer(config, overrides=overrides).run.model_dump(mode="json")
+        run: RunConfig = Trainer(config, overrides=overrides).run
+        return MappedConfig(run.model_dump(mode="json"), (), {})
     if isinstance(config, (str, Path)) and Path(config).suffix == _TOML_SUFFIX:
-        return load_run_config(Path(config), overrides).model_dump(mode="json")
+        run = load_run_config(Path(config), overrides)
+        return MappedConfig(run.model_dump(mode="json"), (), {})
     forge_config = load_forge_config(config, overrides)
-    name = _DEFAULT_RUN_NAME if isinstance(config, Mapping) else make_run_name(Path(config))
+    file_name = _DEFAULT_RUN_NAME if isinstance(config, Mapping) else Path(config).stem
+    name = make_run_name(file_name, _DEFAULT_RUN_NAME)
     mapped_config = map_config(forge_config, name=name, has_gpu=torch.cuda.is_available())
     if mapped_config.unused_keys:
         warn_user(f"these Forge keys have no effect: {', '.join(mapped_config.unused_keys)}")
-    tree = mapped_config.tree
+    sections = mapped_config.sections
     if not keeps_name and "name" not in (forge_config.get(LUDUS_SECTION) or {}):
-        tree["name"] = _find_free_name(name, Path(tree.get("output_dir", "runs")))
-    if "environment" in tree:
+        sections["name"] = _find_free_name(name, Path(sections.get("output_dir", "runs")))
+    if "environment" in sections:
         game = (forge_config.get("blackjack_env") or {}).get("game_name")
-        tree["environments"] = await add_baselines(tree.pop("environment"), game)
-    return tree
-
-
-def make_run_name(file: Path) -> str:
-    """Derive the name of a run from the name of its file."""
-    return (
-        _INVALID_NAME_CHARS.sub("-", file.stem).lstrip("._-")[:_MAX_NAME_CHARS] or _DEFAULT_RUN_NAME
-    )
+        sections["environments"] = await add_baselines(sections.pop("environment"), game)
+    return mapped_config
 
 
 def _find_free_name(name: str, folder: Path) -> str:

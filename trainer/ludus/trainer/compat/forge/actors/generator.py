@@ -43,10 +43,9 @@ class Generator(ForgeActor):
 
     def setup(self) -> None:
         """Load the model."""
-        sections = {"engine_args": self.engine_args, "sampling_params": self.sampling_params}
         max_tokens = self.engine_args.get("max_model_len", _DEFAULT_MAX_TOKENS)
         self._run, model_path = make_actor_settings(
-            "policy", sections, max_tokens=max_tokens, engine=self.engine
+            "policy", vars(self), max_tokens=max_tokens, engine=self.engine
         )
         if isinstance(self._run.generator, VllmGenerator):
             self._prepare_for_vllm()
@@ -74,19 +73,14 @@ class Generator(ForgeActor):
             top_p=options.get("top_p", rollout.top_p),
         )
         prompt_ids = self._chat.encode(prompt)
-        seed = options.get("seed", self.seed)
-        keys = [
-            derive_key(seed, Stream.ANSWER, call_index, index)
-            for index in range(options.get("num", 1))
-        ]
-        completions = await asyncio.gather(
+        seed, num = options.get("seed", self.seed), options.get("num", 1)
+        keys = [derive_key(seed, Stream.ANSWER, call_index, index) for index in range(num)]
+        samples = await asyncio.gather(
             *(self._generator(prompt_ids, sampling, key) for key in keys)
         )
         return [
-            Completion.convert(
-                prompt, self._chat.decode(completion.token_ids), prompt_ids, completion
-            )
-            for completion in completions
+            Completion.convert(prompt, self._chat.decode(sample.token_ids), prompt_ids, sample)
+            for sample in samples
         ]
 
     @endpoint

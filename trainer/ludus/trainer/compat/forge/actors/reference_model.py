@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludus.trainer.compat.forge.actor_support import make_actor_settings, make_rows
+from ludus.trainer.compat.forge.actor_support import make_actor_settings, mask_left_padding
 from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
 from ludus.trainer.compat.forge.grpo import compute_logprobs
 from ludus.trainer.models.load import load_language_model, load_tokenizer
@@ -30,8 +30,7 @@ class ReferenceModel(ForgeActor):
 
     def setup(self) -> None:
         """Load the model."""
-        sections = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        _, model_path = make_actor_settings("ref_model", sections, max_tokens=None)
+        _, model_path = make_actor_settings("ref_model", vars(self), max_tokens=None)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = load_language_model(model_path).to(device).eval()
         self._pad_id = load_tokenizer(model_path).pad_token_id
@@ -47,14 +46,12 @@ class ReferenceModel(ForgeActor):
                 left, responses on the right.
             return_logprobs: False returns the logits [B, S, V].
         """
-        rows = make_rows(input_ids.to(self._model.device), self._pad_id)
+        input_ids = input_ids.to(self._model.device)
+        mask, position_ids = mask_left_padding(input_ids, self._pad_id)
         with torch.inference_mode():
             logits = self._model(
-                input_ids=rows.token_ids,
-                attention_mask=rows.attention_mask,
-                position_ids=rows.position_ids,
-                use_cache=False,
+                input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False
             ).logits
         if not return_logprobs:
             return logits.cpu()
-        return compute_logprobs(logits, rows.token_ids[:, max_req_tokens:]).cpu()
+        return compute_logprobs(logits, input_ids[:, max_req_tokens:]).cpu()

@@ -86,7 +86,5 @@ class ReplayBuffer(ForgeActor):
         return len(self._episodes)
 
     def _drop_stale_episodes(self, version: int) -> None:
-        oldest_version = version - self.max_policy_age
-        self._episodes = [
-            episode for episode in self._episodes if episode.policy_version >= oldest_version
-        ]
+        oldest = version - self.max_policy_age
+        self._episodes = [episode for episode in self._episodes if episode.policy_version >= oldest]

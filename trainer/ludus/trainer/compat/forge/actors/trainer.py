@@ -15,7 +15,7 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.forge.actor_support import (
     get_weight_exchange,
     make_actor_settings,
-    make_rows,
+    mask_left_padding,
 )
 from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
 from ludus.trainer.compat.forge.grpo import simple_grpo_loss
@@ -50,13 +50,8 @@ class RLTrainer(ForgeActor):
 
     def setup(self) -> None:
         """Load the model and create its optimizer."""
-        sections = {
-            name: value
-            for name in self.__dataclass_fields__
-            if isinstance(value := getattr(self, name), Mapping)
-        }
         self._run, model_path = make_actor_settings(
-            "trainer", sections, max_tokens=self.training.get("seq_len")
+            "trainer", vars(self), max_tokens=self.training.get("seq_len")
         )
         if self._run.learner.num_ranks > 1:
             raise ConfigError(
@@ -87,13 +82,12 @@ class RLTrainer(ForgeActor):
                 f"{len(targets)}"
             )
         learning_rate = compute_coefficients(self._run, self._num_steps).learning_rate
-        losses = [
-            LogitsLoss(
-                *make_rows(rank_inputs["tokens"], self._pad_id),
-                partial(_compute_loss, self.loss, target),
-            )
-            for rank_inputs, target in zip(inputs, targets, strict=True)
-        ]
+        losses = []
+        for rank_inputs, target in zip(inputs, targets, strict=True):
+            token_ids = rank_inputs["tokens"]
+            mask, position_ids = mask_left_padding(token_ids, self._pad_id)
+            loss_function = partial(self._compute_loss, target)
+            losses.append(LogitsLoss(token_ids, mask, position_ids, loss_function))
         mean_loss = self.learner.step_on_logits(losses, learning_rate)
         self._num_steps += 1
         return mean_loss
@@ -103,9 +97,8 @@ class RLTrainer(ForgeActor):
         """Publish the policy for the Generators of this process."""
         state = self.learner.gather_weights()
         logprobs = self.learner.score_completions(_CANARY_REQUESTS)
-        get_weight_exchange().push(
-            make_manifest(policy_version, state, _CANARY_REQUESTS, logprobs), state
-        )
+        manifest = make_manifest(policy_version, state, _CANARY_REQUESTS, logprobs)
+        get_weight_exchange().push(manifest, state)
 
     async def shutdown(self) -> None:
         """Release the model, and leave the process group if this actor created it."""
@@ -113,12 +106,9 @@ class RLTrainer(ForgeActor):
         if self._owns_process_group and dist.is_initialized():
             leave_process_group()
 
-
-def _compute_loss(
-    loss: Callable[..., Tensor], target: Mapping[str, Tensor], logits: Tensor
-) -> Tensor:
-    moved_target = {
-        name: value.to(logits.device) if isinstance(value, Tensor) else value
-        for name, value in target.items()
-    }
-    return loss(logits, **moved_target)
+    def _compute_loss(self, target: Mapping[str, Tensor], logits: Tensor) -> Tensor:
+        moved_target = {
+            name: argument.to(logits.device) if isinstance(argument, Tensor) else argument
+            for name, argument in target.items()
+        }
+        return self.loss(logits, **moved_target)

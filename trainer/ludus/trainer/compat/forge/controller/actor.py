@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
+from ludus.proto.config.section import PositiveInt
 from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.checks import check_value
 
 ActorT = TypeVar("ActorT", bound="ForgeActor")
 _SINGLE_PROCESS_OPTIONS = ("procs", "hosts")
@@ -114,11 +116,7 @@ class ForgeActor:
                     "setup_forge_training runs several processes"
                 )
         num_replicas = options.get("num_replicas") or 1
-        if not isinstance(num_replicas, int) or num_replicas < 1:
-            raise ConfigError(
-                f"num_replicas = {num_replicas!r} must be a whole number of 1 or more"
-            )
-        return ActorOptions(cls, num_replicas)
+        return ActorOptions(cls, check_value("num_replicas", PositiveInt, num_replicas))
 
     @classmethod
     async def as_actor(cls, *args: Any, **kwargs: Any) -> Self:

@@ -37,21 +37,17 @@ class Completion:
 
     @classmethod
     def convert(
-        cls,
-        prompt: str,
-        text: str,
-        prompt_ids: Sequence[int],
-        sampled_completion: SampledCompletion,
+        cls, prompt: str, text: str, prompt_ids: Sequence[int], completion: SampledCompletion
     ) -> Self:
         """Convert a sampled completion of Ludus."""
         return cls(
             prompt=prompt,
             text=text,
             prompt_ids=torch.tensor(prompt_ids, dtype=torch.long),
-            token_ids=torch.tensor(sampled_completion.token_ids, dtype=torch.long),
-            logprobs=torch.tensor(sampled_completion.logprobs, dtype=torch.float32),
-            stop_reason="stop" if sampled_completion.has_end_token else "length",
-            generator_version=sampled_completion.policy_version,
+            token_ids=torch.tensor(completion.token_ids, dtype=torch.long),
+            logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
+            stop_reason="stop" if completion.has_end_token else "length",
+            generator_version=completion.policy_version,
         )
 
 

@@ -17,12 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.checks import (
-    PathText,
-    ShareBelow1,
-    check_value,
-    rename_setting_in_errors,
-)
+from ludus.trainer.compat.checks import PathText, ShareBelow1, check_value, rename_in_errors
 from ludus.trainer.compat.gymformer.env.rewards import distance_to_answer, parse_number
 from ludus.trainer.compat.gymformer.env.token_env import TokenEnv
 from ludus.trainer.core.streams import Stream, make_random
@@ -73,18 +68,16 @@ class CoTEnv(TokenEnv):
         super().__init__(model_name, max_generation, seed)
         problems = make_sums(_SUM_LIMIT)
         if dataset_path is not None:
-            with rename_setting_in_errors({"data": "dataset_path"}):
+            with rename_in_errors({"data": "dataset_path"}):
                 problems = read_problems(Path(check_value("dataset_path", PathText, dataset_path)))
         check_value("test_split", ShareBelow1, test_split)
         self._problems_by_split = split_problems(problems, test_split, int(seed))
         self._problem = problems[0]
 
     def _start_episode(self, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        unknown_options = sorted(options.keys() - {"split"})
-        if unknown_options:
-            raise ConfigError(
-                f"options must contain only split, got {unknown_options}; remove them"
-            )
+        unknown_names = sorted(options.keys() - {"split"})
+        if unknown_names:
+            raise ConfigError(f"options must contain only split, got {unknown_names}; remove them")
         split = options.get("split", "train")
         if split not in self._problems_by_split:
             raise ConfigError(f"split must be 'train' or 'test', got {split!r}")
@@ -153,10 +146,10 @@ def _iterate_problems(path: Path) -> Iterator[NumberProblem]:
         yield NumberProblem(str(question), solution)
 
 
-def _find_column(values: Mapping[str, Any], names: Sequence[str], location: str) -> Any:
+def _find_column(columns: Mapping[str, Any], names: Sequence[str], location: str) -> Any:
     for name in names:
-        if values.get(name) is not None:
-            return values[name]
+        if columns.get(name) is not None:
+            return columns[name]
     raise ConfigError(
-        f"{location}: one of the columns {', '.join(names)} is needed, got {', '.join(values)}"
+        f"{location}: one of the columns {', '.join(names)} is needed, got {', '.join(columns)}"
     )

@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 from ludus.proto.config.section import NonNegativeFloat
 from ludus.proto.errors import ConfigError
 from ludus.trainer.algorithms.losses import token_logprobs
-from ludus.trainer.compat.checks import check_value, rename_setting_in_errors, require_device
+from ludus.trainer.compat.checks import check_value, rename_in_errors, require_device
 from ludus.trainer.compat.gymformer.env.token_env import TokenEnv
 from ludus.trainer.models.load import load_language_model
-from ludus.trainer.reward_model.model import RewardModel, load_reward_model
+from ludus.trainer.reward_model.model import load_reward_model
 from ludus.trainer.reward_model.rows import read_rows
 
 ScoreFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
@@ -79,7 +79,7 @@ class RLHFEnv(TokenEnv):
         self.kl_coef: float = check_value("kl_coef", NonNegativeFloat, kl_coef)
         self._reward_model = reward_model
         self._device = require_device(device)
-        with rename_setting_in_errors({"data": "dataset"}):
+        with rename_in_errors({"data": "dataset"}):
             self._prompts = _load_prompts(dataset)
         self._prompt = self._prompts[0]
 
@@ -106,7 +106,7 @@ class RLHFEnv(TokenEnv):
     def _score(self, answer: str) -> float:
         scores = self._score_fn([self._prompt], [answer])
         try:
-            [score] = [float(value) for value in scores]
+            [score] = map(float, scores)
         except (TypeError, ValueError):
             score = math.nan
         if not math.isfinite(score):
@@ -119,15 +119,13 @@ class RLHFEnv(TokenEnv):
     @property
     def _score_fn(self) -> ScoreFn:
         if isinstance(self._reward_model, str):
-            with rename_setting_in_errors({"path": "reward_model"}):
-                return _load_cached_reward_model(self._reward_model, self._device).score
+            with rename_in_errors({"path": "reward_model"}):
+                return _load_cached_reward_model(self._reward_model, device=self._device).score
         return self._reward_model
 
 
-@lru_cache(maxsize=4)
-def _load_cached_reward_model(path: str, device: str | None) -> RewardModel:
-    """Return the reward model, which all environments of this process share."""
-    return load_reward_model(path, device=device)
+_load_cached_reward_model = lru_cache(maxsize=4)(load_reward_model)
+"""Function that loads a reward model, which all environments of this process share."""
 
 
 @lru_cache(maxsize=2)
@@ -138,7 +136,6 @@ def _load_cached_reference_model(path: str, device: str | None) -> PreTrainedMod
 
 
 def _load_prompts(dataset: Any) -> tuple[str, ...]:
-    """Return the prompts of a data set."""
     if isinstance(dataset, (str, Path)):
         return _read_prompts(str(dataset))
     prompts = tuple(dataset) if isinstance(dataset, Iterable) else ()

@@ -15,15 +15,16 @@ from typing import Any
 
 import gymnasium
 from gymnasium import spaces
-from transformers import PreTrainedTokenizerBase
 
 from ludus.proto.config.section import NonNegativeInt, PositiveInt
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.checks import PathText, check_value, rename_setting_in_errors
+from ludus.trainer.compat.checks import PathText, check_value, rename_in_errors
 from ludus.trainer.models.load import load_tokenizer
 
 Tokens = tuple[int, ...]
 """Token ids [T] of the prompt and of the completion so far."""
+_load_cached_tokenizer = lru_cache(maxsize=8)(load_tokenizer)
+"""Function that loads a tokenizer, which all environments of this process share."""
 
 
 class TokenEnv(gymnasium.Env[Tokens, Any]):
@@ -47,7 +48,7 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
         self.max_generation: int = check_value("max_generation", PositiveInt, max_generation)
         self._first_seed: int | None = check_value("seed", NonNegativeInt, seed)
         self.model_name: str = check_value(self.model_argument, PathText, model_name)
-        with rename_setting_in_errors({"model.path": self.model_argument}):
+        with rename_in_errors({"model.path": self.model_argument}):
             self.tokenizer = _load_cached_tokenizer(self.model_name)
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(
@@ -127,9 +128,3 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
         )
         token_ids = self.tokenizer.encode(str(text), add_special_tokens=False)
         return token_ids
-
-
-@lru_cache(maxsize=8)
-def _load_cached_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model, which all environments of this process share."""
-    return load_tokenizer(model_name)

@@ -88,9 +88,9 @@ def load_ppo_agent(
     file_path = check_value("path", PathText, path)
     check_value("actor", Network, actor)
     check_value("critic", Network, critic)
-    device_name = require_device(device) or "cpu"
+    device = require_device(device) or "cpu"
     try:
-        saved_state = torch.load(file_path, map_location=device_name, weights_only=True)
+        saved_state = torch.load(file_path, map_location=device, weights_only=True)
         actor.load_state_dict(saved_state["actor"])
         critic.load_state_dict(saved_state["critic"])
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -101,9 +101,7 @@ def load_ppo_agent(
         raise ConfigError(
             f"'{path}' is not a saved agent with this actor and critic: {_describe_error(error)}"
         ) from error
-    return PPOAgent(
-        actor.to(device_name), critic.to(device_name), saved_state.get("log_std"), device_name
-    )
+    return PPOAgent(actor.to(device), critic.to(device), saved_state.get("log_std"), device)
 
 
 def _describe_error(error: Exception) -> str:

@@ -16,14 +16,12 @@ from transformers import PreTrainedModel
 
 from ludus.proto.config.section import NonNegativeInt
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.checks import PathText, check_value, rename_setting_in_errors
+from ludus.trainer.compat.checks import PathText, check_value, rename_in_errors
 from ludus.trainer.learner.actor_critic import load_critic
 from ludus.trainer.models.load import load_language_model
 
 if TYPE_CHECKING:
     from ludus.trainer.compat.gymformer.trainer.request import AgentRequest, EpisodeReturns
-
-_ARGUMENT_BY_SETTING = {"model.path": "model_name", "path": "model_name"}
 
 
 class _LanguageModelNetwork(nn.Module):
@@ -34,10 +32,9 @@ class _LanguageModelNetwork(nn.Module):
     def __init__(self, model_name: str, pad_token_id: int | None) -> None:
         super().__init__()
         self.model_name: str = check_value("model_name", PathText, model_name)
-        self.pad_token_id: int | None = check_value(
-            "pad_token_id", NonNegativeInt | None, pad_token_id
-        )
-        with rename_setting_in_errors(_ARGUMENT_BY_SETTING):
+        pad_token_id = check_value("pad_token_id", NonNegativeInt | None, pad_token_id)
+        self.pad_token_id: int | None = pad_token_id
+        with rename_in_errors({"model.path": "model_name", "path": "model_name"}):
             self.model = self._load_model(self.model_name)
 
     def forward(self, state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -47,10 +44,14 @@ class _LanguageModelNetwork(nn.Module):
             state: token ids of any numeric type.
             attention_mask: [T] or [N, T], true for tokens of the sequence, false for padding.
         """
-        rows = _TokenRows.make(state, attention_mask, self.pad_token_id)
-        outputs = self._apply_head(
-            rows.select_last(_compute_hidden_states(self.model.base_model, rows))
-        )
+        if not state.shape[-1]:
+            raise ConfigError("state must contain at least one token; start with a prompt")
+        token_ids = torch.atleast_2d(state).long()
+        if attention_mask is None:
+            mask = _find_sequences(token_ids, self.pad_token_id)
+        else:
+            mask = torch.atleast_2d(attention_mask).bool()
+        outputs = self._apply_head(_compute_last_states(self.model.base_model, token_ids, mask))
         return outputs.float() if state.dim() > 1 else outputs.float()[0]
 
     def _load_model(self, path: str) -> PreTrainedModel:
@@ -102,51 +103,25 @@ class LMCriticNetwork(_LanguageModelNetwork):
         return values
 
 
-class _TokenRows:
-    """Rows of tokens [N, T] with a mask that is false for padding."""
-
-    def __init__(self, token_ids: Tensor, mask: Tensor) -> None:
-        self.token_ids = token_ids
-        self.mask = mask
-        self.positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-
-    @classmethod
-    def make(cls, state: Tensor, mask: Tensor | None, pad_token_id: int | None) -> _TokenRows:
-        """Build rows from `state` [T] or [N, T].
-
-        Without a mask, the pad tokens at both ends of a row are padding.
-        """
-        if not state.shape[-1]:
-            raise ConfigError("state must contain at least one token; start with a prompt")
-        token_ids = torch.atleast_2d(state).long()
-        if mask is not None:
-            return cls(token_ids, torch.atleast_2d(mask).bool())
-        is_real = token_ids >= 0 if pad_token_id is None else token_ids != pad_token_id
-        # A pad token between two other tokens belongs to the sequence.
-        is_after_start = is_real.long().cumsum(-1) > 0
-        is_before_end = is_real.flip(-1).long().cumsum(-1).flip(-1) > 0
-        is_in_sequence = is_after_start & is_before_end
-        # A row that contains only pad tokens keeps its last token.
-        is_in_sequence[:, -1] |= ~is_in_sequence.any(-1)
-        return cls(token_ids, is_in_sequence)
-
-    def select_last(self, hidden: Tensor) -> Tensor:
-        """Return the hidden state of each row's last token, [N, width]."""
-        positions = torch.arange(self.mask.shape[1], device=self.mask.device)
-        last_positions = torch.where(self.mask, positions, 0).amax(-1)
-        return hidden[
-            torch.arange(len(last_positions), device=last_positions.device), last_positions
-        ]
+def _find_sequences(token_ids: Tensor, pad_token_id: int | None) -> Tensor:
+    """Return a mask [N, T] that is false for the pad tokens at both ends of each row."""
+    is_real = token_ids >= 0 if pad_token_id is None else token_ids != pad_token_id
+    # A pad token between two other tokens belongs to the sequence.
+    is_after_start = is_real.long().cumsum(-1) > 0
+    is_before_end = is_real.flip(-1).long().cumsum(-1).flip(-1) > 0
+    mask = is_after_start & is_before_end
+    # A row that contains only pad tokens keeps its last token.
+    mask[:, -1] |= ~mask.any(-1)
+    return mask
 
 
-def _compute_hidden_states(backbone: PreTrainedModel, rows: _TokenRows) -> Tensor:
-    """Return the last hidden states, [N, T, width]. States of padding have no meaning."""
+def _compute_last_states(backbone: PreTrainedModel, token_ids: Tensor, mask: Tensor) -> Tensor:
+    """Return the hidden state of each row's last token, [N, width]."""
     arguments: dict[str, Any] = {}
     # Some model families compute positions from the mask.
     if "position_ids" in inspect.signature(backbone.forward).parameters:
-        arguments["position_ids"] = rows.positions
-    output = backbone(
-        input_ids=rows.token_ids, attention_mask=rows.mask.long(), use_cache=False, **arguments
-    )
-    hidden: Tensor = output.last_hidden_state
+        arguments["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    output = backbone(token_ids, attention_mask=mask.long(), use_cache=False, **arguments)
+    rows, columns = (torch.arange(size, device=mask.device) for size in mask.shape)
+    hidden: Tensor = output.last_hidden_state[rows, torch.where(mask, columns, 0).amax(-1)]
     return hidden

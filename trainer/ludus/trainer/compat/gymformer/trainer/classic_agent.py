@@ -19,14 +19,15 @@ from ludus.proto.config import NetworkPpoConfig, NetworkRun, run_config_from
 from ludus.proto.config.network import GYMNASIUM_PREFIX
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
+from ludus.trainer.classic.environments import VectorStep
 from ludus.trainer.classic.episodes import PlayedStep
 from ludus.trainer.classic.run import EpisodeBudget, OpenNetworkRun, open_network_run
-from ludus.trainer.compat.checks import rename_setting_in_errors
+from ludus.trainer.compat.checks import rename_in_errors
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, make_agent_state
 from ludus.trainer.compat.gymformer.trainer.request import (
-    RUNNING_WEIGHT,
     AgentRequest,
     EpisodeReturns,
+    update_running_average,
 )
 
 Networks = tuple[nn.Module, nn.Module]
@@ -36,7 +37,7 @@ _CURRENT_NETWORKS: ContextVar[Networks | None] = ContextVar("networks of train_a
 _log = logging.getLogger(__name__)
 _ALL_STEPS = -1
 _WHOLE_BATCH_SIZE = 2**31
-_LUDUS_NAME_BY_FIELD = {
+_SETTING_BY_FIELD = {
     "update_epochs": "num_epochs",
     "minibatch_size": "minibatch_size",
     "lr_actor": "learning_rate",
@@ -67,41 +68,36 @@ class _EpisodeRecorder:
             if len(self.returns) >= self._request.max_episodes:
                 return
             self.returns.append(episode.episode_return)
-            self._running_reward += RUNNING_WEIGHT * (episode.episode_return - self._running_reward)
-            episode_number = len(self.returns)
-            if episode_number % self._request.log_interval == 0:
-                self._report(played_step, actions, episode.environment_index, episode_number)
-            if episode_number % self._request.save_interval == 0:
-                self._save(episode_number)
+            self._running_reward = update_running_average(
+                self._running_reward, episode.episode_return
+            )
+            if len(self.returns) % self._request.log_interval == 0:
+                self._report(played_step.vector_step, actions, episode.environment_index)
+            if len(self.returns) % self._request.save_interval == 0:
+                self._save()
 
-    def _report(
-        self,
-        played_step: PlayedStep,
-        actions: np.ndarray,
-        environment_index: int,
-        episode_number: int,
-    ) -> None:
-        _log.info("episode %d, running reward %.2f", episode_number, self._running_reward)
+    def _report(self, step: VectorStep, actions: np.ndarray, index: int) -> None:
+        """Log the episode that ended in environment `index`, and call the callback."""
+        _log.info("episode %d, running reward %.2f", len(self.returns), self._running_reward)
         if self._request.callback is None:
             return
-        action, vector_step = actions[environment_index], played_step.vector_step
+        action = actions[index]
         self._request.callback(
-            vector_step.observations[environment_index],
+            step.observations[index],
             action.item() if np.ndim(action) == 0 else action,
-            float(vector_step.rewards[environment_index]),
-            bool(vector_step.terminated[environment_index]),
-            bool(vector_step.truncated[environment_index]),
-            episode_number,
+            float(step.rewards[index]),
+            bool(step.terminated[index]),
+            bool(step.truncated[index]),
+            len(self.returns),
             self._running_reward,
         )
 
-    def _save(self, episode_number: int) -> None:
+    def _save(self) -> None:
         name = self._request.env_name.replace("/", "_").replace(":", "_")
         folder = self._request.save_path
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(
-            make_agent_state(self._policy), folder / f"ppo_{name}_episode_{episode_number}.pth"
-        )
+        path = folder / f"ppo_{name}_episode_{len(self.returns)}.pth"
+        torch.save(make_agent_state(self._policy), path)
 
 
 def train_classic(request: AgentRequest) -> EpisodeReturns:
@@ -110,7 +106,7 @@ def train_classic(request: AgentRequest) -> EpisodeReturns:
     budget = EpisodeBudget(min(request.update_interval, request.max_episodes), request.max_episodes)
     resume = Resume.AUTO if request.resume else Resume.NEVER
     with (
-        rename_setting_in_errors({"environment.address": "env_name"}),
+        rename_in_errors({"environment.address": "env_name"}),
         _use_networks(request.actor, request.critic),
         open_network_run(run, resume=resume, overwrite=True, budget=budget) as network_run,
     ):
@@ -123,10 +119,9 @@ def train_classic(request: AgentRequest) -> EpisodeReturns:
 def make_run(request: AgentRequest) -> NetworkRun:
     """Return the run for a request."""
     episodes_per_update = min(request.update_interval, request.max_episodes)
-    env_name = request.env_name
-    is_remote = "://" in env_name
-    local_environment = {"package": GYMNASIUM_PREFIX + env_name}
-    environment = {"kind": "remote", "address": env_name} if is_remote else local_environment
+    environment = {"package": GYMNASIUM_PREFIX + request.env_name}
+    if "://" in request.env_name:
+        environment = {"kind": "remote", "address": request.env_name}
     num_envs = min(request.num_envs, request.max_episodes)
     run = run_config_from(
         {
@@ -154,22 +149,17 @@ def make_run(request: AgentRequest) -> NetworkRun:
 
 def make_network_ppo_config(config: PPOConfig, num_envs: int) -> NetworkPpoConfig:
     """Return the settings as a NetworkPpoConfig."""
-    settings = {
-        ludus_name: getattr(config, name) for name, ludus_name in _LUDUS_NAME_BY_FIELD.items()
-    }
+    settings = {setting: getattr(config, field) for field, setting in _SETTING_BY_FIELD.items()}
     if config.minibatch_size == _ALL_STEPS:
         settings["minibatch_size"] = _WHOLE_BATCH_SIZE
     try:
         return NetworkPpoConfig(num_environments=num_envs, schedule="constant", **settings)
     except ValidationError as error:
         mistake = error.errors()[0]
-        name = next(
-            name
-            for name, ludus_name in _LUDUS_NAME_BY_FIELD.items()
-            if ludus_name == mistake["loc"][0]
-        )
+        field_by_setting = {setting: field for field, setting in _SETTING_BY_FIELD.items()}
+        field = field_by_setting[str(mistake["loc"][0])]
         message = mistake["msg"][:1].lower() + mistake["msg"][1:]
-        raise ConfigError(f"PPOConfig.{name} = {mistake['input']!r:.60}: {message}") from None
+        raise ConfigError(f"PPOConfig.{field} = {mistake['input']!r:.60}: {message}") from None
 
 
 @contextmanager

@@ -32,11 +32,7 @@ from ludus.trainer.compat.checks import run_coroutine
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig
 from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork, LMCriticNetwork
 from ludus.trainer.compat.gymformer.token_level import TokenLevelRunner
-from ludus.trainer.compat.gymformer.trainer.request import (
-    AgentRequest,
-    EpisodeReturns,
-    compute_running_average,
-)
+from ludus.trainer.compat.gymformer.trainer.request import AgentRequest, EpisodeReturns
 from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
 from ludus.trainer.core.output import replace_folder
 from ludus.trainer.driver.trainer import Trainer
@@ -91,11 +87,7 @@ async def _train(trainer: Trainer, request: AgentRequest) -> tuple[EpisodeReturn
     returns = EpisodeReturns()
     async with trainer:
         async for step in trainer.steps():
-            _record_returns(
-                request,
-                returns,
-                [episode for episode in step.transcripts if episode.episode_return is not None],
-            )
+            _record_returns(request, returns, step.transcripts)
         await trainer.train()
         checkpoint = await trainer.save()
     return returns, model_folder(checkpoint)
@@ -106,7 +98,8 @@ def _record_returns(
 ) -> None:
     """Append the returns of the episodes, and call the callback when due."""
     for episode in episodes:
-        assert episode.episode_return is not None
+        if episode.episode_return is None:
+            continue
         returns.append(episode.episode_return)
         if request.callback is None or len(returns) % request.log_interval:
             continue
@@ -118,7 +111,7 @@ def _record_returns(
             episode.status == "terminated",
             episode.status == "truncated",
             len(returns),
-            list(compute_running_average(returns))[-1],
+            returns.running[-1],
         )
 
 
@@ -166,11 +159,8 @@ def make_run(
     ppo = request.ppo_config
     gpu_share = _GPU_SHARE if _uses_gpu(request.device) else 0.0
     episodes_per_step = max(_MIN_EPISODES, min(request.update_interval, request.max_episodes))
-    group_size = next(
-        size
-        for size in range(_MIN_EPISODES, episodes_per_step + 1)
-        if episodes_per_step % size == 0
-    )
+    sizes = range(_MIN_EPISODES, episodes_per_step + 1)
+    group_size = next(size for size in sizes if episodes_per_step % size == 0)
     num_groups = episodes_per_step // group_size
     max_minibatches = max(1, episodes_per_step // ppo.minibatch_size)  # -1 is the whole batch
     num_minibatches = max(
@@ -221,12 +211,8 @@ def _make_length_limits(
 ) -> dict[str, int]:
     """Return the length limits of section `rollout`."""
     num_positions = getattr(model.config, "max_position_embeddings", None) or _DEFAULT_POSITIONS
-    token_limits = [
-        request.max_timesteps,
-        _MAX_SAMPLED_TOKENS,
-        num_positions - task.max_prompt_tokens,
-    ]
-    max_completion = min(token_limits + ([task.max_generation] if task.max_generation else []))
+    limits = [request.max_timesteps, _MAX_SAMPLED_TOKENS, num_positions - task.max_prompt_tokens]
+    max_completion = min(limits + ([task.max_generation] if task.max_generation else []))
     if max_completion < 1:
         raise ConfigError(
             f"a prompt of {task.max_prompt_tokens} tokens leaves no room for a completion in the "
@@ -241,16 +227,13 @@ def _make_length_limits(
 
 def _make_algorithm(ppo: PPOConfig, model_path: Path, kl_coef: float) -> dict[str, Any]:
     kl_penalty = {"kl_coef": kl_coef, "kl_placement": "reward", "kl_estimator": "k1"}
+    critic_path = str(model_path / CRITIC_FOLDER)
     return {
         "kind": "ppo",
         "gamma": ppo.gamma,
         "lam": ppo.gae_lambda,
         "value_coef": ppo.value_coef,
-        "critic": {
-            "kind": "model",
-            "path": str(model_path / CRITIC_FOLDER),
-            "learning_rate": ppo.lr_critic,
-        },
+        "critic": {"kind": "model", "path": critic_path, "learning_rate": ppo.lr_critic},
         "entropy_coef": ppo.entropy_coef,
         "loss": {"clip_low": ppo.eps_clip, "clip_high": ppo.eps_clip, "dual_clip": None},
         **(kl_penalty if kl_coef else {}),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,18 +13,17 @@ from torch import nn
 
 from ludus.proto.config.section import RUN_NAME_PATTERN, NonNegativeInt, PositiveInt
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.checks import Network, check_function, check_value
+from ludus.trainer.compat.checks import Network, check_function, check_value, make_run_name
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig
 
 Callback = Callable[[Any, Any, float, bool, bool, int, float], object]
 """A function of (state, action, reward, done, truncated, episode, running_reward)."""
 
-_CALLBACK_PARAMETERS = (
-    *("state", "action", "reward", "done", "truncated", "episode", "running_reward"),
+_CALLBACK_PARAMETERS = tuple(
+    ["state", "action", "reward", "done", "truncated", "episode", "running_reward"]
 )
-RUNNING_WEIGHT = 0.05
+_RUNNING_WEIGHT = 0.05
 """Weight of the newest return in the running average."""
-_MAX_NAME_LENGTH = 40
 _RunName = Annotated[
     str,
     StringConstraints(pattern=RUN_NAME_PATTERN),
@@ -85,10 +84,7 @@ class AgentRequest:
     @property
     def run_name(self) -> str:
         """Name of the run folder in `save_path`."""
-        if self.name is not None:
-            return self.name
-        safe_name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.env_name.rpartition(":")[2]).strip("-.")
-        return safe_name[:_MAX_NAME_LENGTH] or "agent"
+        return self.name or make_run_name(self.env_name.rpartition(":")[2], "agent")
 
 
 class EpisodeReturns(list[float]):
@@ -96,13 +92,11 @@ class EpisodeReturns(list[float]):
 
     @property
     def running(self) -> list[float]:
-        """Gymformer's running average after each episode."""
-        return list(compute_running_average(self))
+        """Gymformer's running average after each episode, which starts at 0."""
+        averages = itertools.accumulate(self, update_running_average, initial=0.0)
+        return list(averages)[1:]
 
 
-def compute_running_average(returns: Iterable[float]) -> Iterable[float]:
-    """Yield Gymformer's running average, which starts at 0, after each return."""
-    average = 0.0
-    for episode_return in returns:
-        average += RUNNING_WEIGHT * (episode_return - average)
-        yield average
+def update_running_average(average: float, episode_return: float) -> float:
+    """Return the running average after one more episode."""
+    return average + _RUNNING_WEIGHT * (episode_return - average)

@@ -9,20 +9,11 @@ from ludus.proto.config import RewardModelRun, load_reward_model_config
 from ludus.proto.errors import ConfigError
 from ludus.proto.reward_models import RewardModelProgress
 from ludus.proto.runs import Resume
-from ludus.trainer.compat.checks import (
-    PathText,
-    check_value,
-    rename_setting_in_errors,
-    require_device,
-)
+from ludus.trainer.compat.checks import PathText, check_value, rename_in_errors, require_device
 from ludus.trainer.reward_model import RewardModel, train_reward_model
 from ludus.trainer.reward_model.training import check_training
 
-_ARGUMENT_BY_SETTING = {
-    "model": "model_name",
-    "data": "datasets_path",
-    "output": "reward_model_path",
-}
+_ARGUMENT_BY_SETTING = dict(model="model_name", data="datasets_path", output="reward_model_path")
 """Arguments of `train_reward` by the name of their setting."""
 
 
@@ -77,12 +68,14 @@ def train_reward(
     )
     check_value("dry_run", bool, dry_run)
     checkpoint = check_value("resume_checkpoint", PathText | None, resume_checkpoint)
-    with rename_setting_in_errors(_ARGUMENT_BY_SETTING):
+    with rename_in_errors(_ARGUMENT_BY_SETTING):
         if not dry_run:
             resume = _check_checkpoint(config, checkpoint)
             return train_reward_model(config, resume=resume, overwrite=True, on_progress=_report)[0]
         num_train, num_test = check_training(config, overwrite=True)
-    _write_line(f"{num_train} training comparisons, {num_test} held out; nothing was written")
+    sys.stderr.write(
+        f"{num_train} training comparisons, {num_test} held out; nothing was written\n"
+    )
     return None
 
 
@@ -92,8 +85,8 @@ def _check_checkpoint(config: RewardModelRun, checkpoint: str | None) -> Resume:
     path = Path(checkpoint).absolute()
     if path != config.output.absolute() and not path.is_relative_to(config.folder):
         raise ConfigError(
-            f"resume_checkpoint = '{path}' is not a checkpoint of output = '{config.output}'; "
-            f"set it to '{config.folder}', or change output"
+            f"resume_checkpoint = '{path}' is not a checkpoint of reward_model_path = "
+            f"'{config.output}'; set it to '{config.folder}', or change reward_model_path"
         )
     return Resume.ALWAYS
 
@@ -108,8 +101,4 @@ def _report(progress: RewardModelProgress) -> None:
             f"; held out: loss {epoch.test.loss:.4f}, accuracy {epoch.test.accuracy:.4f}, "
             f"MRR {epoch.test.mrr:.4f}"
         )
-    _write_line(line)
-
-
-def _write_line(line: str) -> None:
     sys.stderr.write(f"{line}\n")

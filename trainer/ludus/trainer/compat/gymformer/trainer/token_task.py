@@ -41,7 +41,7 @@ class TokenTask:
     """Coefficient of the KL penalty against the starting policy; 0 if the environment has none."""
 
     @classmethod
-    def inspect(cls, env_name: str, model_path: str, max_timesteps: int, seed: int) -> TokenTask:
+    def inspect(cls, env_name: str, model_path: str, max_steps: int, seed: int) -> TokenTask:
         """Create a registered environment, inspect it and return its task."""
         spec = _find_spec(env_name)
         arguments = {**spec.kwargs, **_make_model_arguments(spec, model_path)}
@@ -56,9 +56,7 @@ class TokenTask:
                     "env_id": spec.id,
                     **_make_entry_point_options(spec),
                     **_check_json(spec.id, arguments),
-                    "max_episode_steps": min(
-                        max_timesteps, spec.max_episode_steps or max_timesteps
-                    ),
+                    "max_episode_steps": min(max_steps, spec.max_episode_steps or max_steps),
                 },
                 num_tokens=num_tokens,
                 max_prompt_tokens=max(len(tokens) for tokens, _ in prompts),
@@ -108,9 +106,8 @@ def _make_entry_point_options(spec: EnvSpec) -> dict[str, str]:
     """Return the options that another process needs to import the environment."""
     entry_point = spec.entry_point
     if not isinstance(entry_point, str):
-        entry_point = (
-            f"{getattr(entry_point, '__module__', '')}:{getattr(entry_point, '__qualname__', '')}"
-        )
+        names = (getattr(entry_point, name, "") for name in ("__module__", "__qualname__"))
+        entry_point = ":".join(names)
     module_name, _, _ = entry_point.partition(":")
     module_spec = importlib.util.find_spec(module_name.partition(".")[0]) if module_name else None
     if module_name == "__main__" or "<" in entry_point or module_spec is None:

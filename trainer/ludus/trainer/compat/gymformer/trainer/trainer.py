@@ -18,11 +18,7 @@ from ludus.trainer.compat.gymformer.trainer.classic_agent import (
     make_network_ppo_config,
     train_classic,
 )
-from ludus.trainer.compat.gymformer.trainer.request import (
-    AgentRequest,
-    Callback,
-    EpisodeReturns,
-)
+from ludus.trainer.compat.gymformer.trainer.request import AgentRequest, Callback, EpisodeReturns
 
 __all__ = ["load_ppo_agent", "train_agent"]
 
