@@ -27,26 +27,18 @@ from ludus.proto.config.section import (
     Temperature,
 )
 from ludus.proto.errors import ConfigError, did_you_mean
-from ludus.trainer.compat.checks import (
-    PathText,
-    RepetitionPenalty,
-    Share,
-    ShareBelow1,
-    Text,
-    check_value,
-)
+from ludus.trainer.compat.checks import PathText, Penalty, Share, ShareBelow1, Text, check_value
 
 _GroupSize = Annotated[
     int,
-    Field(
-        ge=2,
-        description="a whole number of 2 or more, because completions of a prompt are compared",
-    ),
+    Field(ge=2, description="a whole number of 2 or more, as completions of a prompt are compared"),
 ]
 _GradNorm = Annotated[
     float, Field(gt=0, description="a number above 0 (a large one disables clipping)")
 ]
 _Strategy = Literal["no", "steps", "epoch"]
+_Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup"]
+_CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 _WeightCap = Annotated[float, Field(ge=1)]
 _Warmup = NonNegativeInt | Annotated[float, Field(ge=0, lt=1, description="a share below 1")]
 _Report = Literal["none", "wandb", "tensorboard"]
@@ -75,10 +67,7 @@ MAPPED_FIELDS: Mapping[str, tuple[Any, Any]] = {
     "max_steps": (-1, Annotated[int, Field()]),
     "num_iterations": (1, PositiveInt),
     "learning_rate": (1e-6, LearningRate),
-    "lr_scheduler_type": (
-        "linear",
-        Literal["linear", "cosine", "constant", "constant_with_warmup"],
-    ),
+    "lr_scheduler_type": ("linear", _Schedule),
     "warmup_steps": (0, _Warmup),
     "weight_decay": (0.0, NonNegativeFloat),
     "adam_beta1": (0.9, DecayRate),
@@ -104,7 +93,7 @@ MAPPED_FIELDS: Mapping[str, tuple[Any, Any]] = {
     "top_p": (1.0, Share),
     "top_k": (0, Annotated[int, Field(ge=-1)] | None),
     "min_p": (None, ShareBelow1 | None),
-    "repetition_penalty": (1.0, RepetitionPenalty),
+    "repetition_penalty": (1.0, Penalty),
     "chat_template_kwargs": (None, _Dictionary | None),
     "use_vllm": (False, bool),
     "vllm_mode": ("colocate", Literal["server", "colocate"]),
@@ -115,10 +104,7 @@ MAPPED_FIELDS: Mapping[str, tuple[Any, Any]] = {
     "vllm_max_model_length": (None, PositiveInt | None),
     "vllm_tensor_parallel_size": (1, PositiveInt),
     "vllm_importance_sampling_correction": (True, bool),
-    "vllm_importance_sampling_mode": (
-        "sequence_mask",
-        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
-    ),
+    "vllm_importance_sampling_mode": ("sequence_mask", _CorrectionMode),
     "vllm_importance_sampling_clip_max": (3.0, _WeightCap | None),
     "vllm_importance_sampling_clip_min": (None, Annotated[float, Field(gt=0, lt=1)] | None),
     "vllm_importance_sampling_cap": (None, _WeightCap | None),

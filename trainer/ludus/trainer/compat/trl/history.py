@@ -72,17 +72,14 @@ class TrainerState:
         """Log pending values and return the final result."""
         if self._pending_values:
             self._log()
-        mean_loss = sum(self._losses) / max(1, len(self._losses))
-        return TrainOutput(
-            self.global_step, mean_loss, {"train_loss": mean_loss, "epoch": self.epoch}
-        )
+        loss = sum(self._losses) / max(1, len(self._losses))
+        return TrainOutput(self.global_step, loss, {"train_loss": loss, "epoch": self.epoch})
 
-    def _is_due(
-        self, previous_step: int, args: GRPOConfig, batches: Batches, batch_number: int
-    ) -> bool:
+    def _is_due(self, previous_step: int, args: GRPOConfig, batches: Batches, number: int) -> bool:
+        """Return whether to log after the batch with this number, which starts at 1."""
         if args.logging_strategy == "no":
             return False
-        if args.logging_first_step and batch_number == 1:
+        if args.logging_first_step and number == 1:
             return True
         interval = args.logging_steps
         if args.logging_strategy == "epoch":

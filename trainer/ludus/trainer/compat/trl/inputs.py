@@ -183,10 +183,9 @@ def make_model_section(
                 f"processing_class = {type(processing_class).__name__} must be None, because a "
                 "model that is created when the run starts brings its own tokenizer"
             )
-        thinking_settings = _make_thinking_settings(args) if args.chat_template_kwargs else {}
-        return ModelSection(
-            {**thinking_settings, **model, **({"lora": lora} if lora else {})}, None, None
-        )
+        settings = _make_thinking_settings(args) if args.chat_template_kwargs else {}
+        settings |= {**model, "lora": lora} if lora else model
+        return ModelSection(settings, None, None)
     if not isinstance(model, (str, PreTrainedModel)):
         raise ConfigError(
             "model must be a Hugging Face id, the path of a folder as text, a model of "
@@ -219,12 +218,10 @@ def _find_folder(
     return str(folder.absolute())
 
 
-def _are_equal(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
-    return (first.get_vocab(), first.chat_template, first.eos_token) == (
-        second.get_vocab(),
-        second.chat_template,
-        second.eos_token,
-    )
+def _are_equal(*tokenizers: PreTrainedTokenizerBase) -> bool:
+    vocab, other_vocab = (tokenizer.get_vocab() for tokenizer in tokenizers)
+    texts = {(tokenizer.chat_template, tokenizer.eos_token) for tokenizer in tokenizers}
+    return vocab == other_vocab and len(texts) == 1
 
 
 def _make_thinking_settings(args: GRPOConfig) -> dict[str, Any]:
@@ -310,14 +307,12 @@ def make_reward_terms(
     terms: list[dict[str, Any]] = []
     for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
         term = _make_term(function, columns)
-        name = _find_free_name(
-            term.pop("name", None), [other_term.get("name") for other_term in terms]
-        )
+        names = [other_term["name"] for other_term in terms]
+        name = _find_free_name(term.pop("name", None), names)
         terms.append({**term, "name": name, "weight": float(weight)})
     if environment_term is not None:
-        terms.append(
-            {"function": get_or_register_path(environment_reward), "name": environment_term}
-        )
+        path = get_or_register_path(environment_reward)
+        terms.append({"function": path, "name": environment_term})
     return terms
 
 
@@ -344,8 +339,7 @@ def _make_term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]
         if absent_names:
             raise ConfigError(
                 f"reward function '{name or function}' requires '{absent_names[0]}', which "
-                f"{dataset} "
-                "does not have; its arguments must be in "
+                f"{dataset} does not have; its arguments must be in "
                 f"{sorted(dataset_columns | STANDARD_ARGUMENTS)}"
             )
     return {"function": get_or_register_path(function), "name": name}

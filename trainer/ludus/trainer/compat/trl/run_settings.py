@@ -65,13 +65,8 @@ class Batches:
         return self.num_prompts / self.num_groups
 
     def count_batches(self, steps_or_share: float) -> int:
-        """Convert a number of optimizer steps, or a share below 1 of all steps, to batches.
-
-        The result is at least 1.
-        """
-        num_steps = (
-            steps_or_share * self.num_optimizer_steps if steps_or_share < 1 else steps_or_share
-        )
+        """Convert optimizer steps, or a share below 1 of all steps, to at least one batch."""
+        num_steps = steps_or_share * (self.num_optimizer_steps if steps_or_share < 1 else 1)
         return max(1, round(num_steps / self.num_updates))
 
 
@@ -246,11 +241,8 @@ def _make_loss(args: GRPOConfig) -> tuple[dict[str, Any], str]:
                 f"delta = None, got {ratio_level!r} and {args.delta}; remove both, or use another "
                 "loss_type"
             )
-        return {
-            "kind": "cispo",
-            "clip_low": 1.0,
-            "clip_high": max(clip_high - 1, 1e-9),
-        }, "token_mean"
+        loss = {"kind": "cispo", "clip_low": 1.0, "clip_high": max(clip_high - 1, 1e-9)}
+        return loss, "token_mean"
     aggregation = _AGGREGATION_BY_LOSS[args.loss_type]
     clip_range = {"clip_low": args.epsilon, "clip_high": clip_high}
     if ratio_level == "token":
@@ -373,11 +365,8 @@ def _make_correction(args: GRPOConfig) -> dict[str, Any]:
     """Return `algorithm.correction`, the correction of differences between sampler and learner."""
     if not args.use_vllm or not args.vllm_importance_sampling_correction:
         return {"kind": "off"}
-    clip_min, clip_max = (
-        args.vllm_importance_sampling_clip_min,
-        args.vllm_importance_sampling_clip_max,
-    )
-    clip_max = args.vllm_importance_sampling_cap or clip_max
+    clip_min = args.vllm_importance_sampling_clip_min
+    clip_max = args.vllm_importance_sampling_cap or args.vllm_importance_sampling_clip_max
     mode = args.vllm_importance_sampling_mode
     kind_by_mode = {
         "token_truncate": "token_tis",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -38,9 +39,7 @@ EnvironmentFactory = Callable[[], Any]
 EnvironmentFactories: TypeAlias = "EnvironmentFactory | Mapping[str, EnvironmentFactory]"
 
 REWARD_COLUMN = "environment_reward"
-TOOL_COLUMNS = frozenset(
-    {"environments", "num_tool_calls", "num_tool_calls_failed", REWARD_COLUMN},
-)
+TOOL_COLUMNS = frozenset({"environments", "num_tool_calls", "num_tool_calls_failed", REWARD_COLUMN})
 """Arguments of reward functions that are not columns of the data set."""
 _NOT_TOOL_METHODS = ("reset", "get_reward")
 
@@ -168,10 +167,9 @@ class ToolRollout:
     def __call__(self, prompts: Sequence[list[Message]], trainer: RolloutTrainer) -> dict[str, Any]:
         """Play the episodes and return their rows, in which the results of tools are masked."""
         if self._chat is None:
-            enables_thinking = bool(
-                (trainer.args.chat_template_kwargs or {}).get("enable_thinking")
-            )
-            self._chat = ChatTokenizer(trainer.processing_class, enable_thinking=enables_thinking)
+            arguments = trainer.args.chat_template_kwargs or {}
+            enable_thinking = bool(arguments.get("enable_thinking"))
+            self._chat = ChatTokenizer(trainer.processing_class, enable_thinking=enable_thinking)
         episodes = self._start_episodes(self._chat, prompts, trainer)
         while active_episodes := [episode for episode in episodes if not episode.is_finished]:
             self._play_round(self._chat, active_episodes, trainer)
@@ -189,39 +187,35 @@ class ToolRollout:
     def _start_episodes(
         self, chat: ChatTokenizer, prompts: Sequence[list[Message]], trainer: RolloutTrainer
     ) -> list[_ToolEpisode]:
-        last_number_by_name: dict[str | None, int] = {}
+        num_instances: dict[str | None, int] = defaultdict(int)
         episodes = []
         for prompt, row in zip(prompts, trainer.rows, strict=True):
             name = row.get("environment") if None not in self._factories else None
-            instance_number = last_number_by_name[name] = last_number_by_name.get(name, -1) + 1
-            environment = self._find_instance(
-                name, instance_number, is_evaluation=trainer.state.is_evaluation
-            )
+            environment = self._find_instance(name, num_instances[name], trainer)
+            num_instances[name] += 1
             messages = list(prompt)
             tools = {tool.__name__: tool for tool in self._tools}
             if environment is not None:
                 hidden_names = {"prompt"} if name is None else {"prompt", "environment"}
                 columns = {key: value for key, value in row.items() if key not in hidden_names}
-                messages = _append_observation(
-                    messages, environment.reset(prompt=prompt, **columns)
-                )
+                observation = environment.reset(prompt=prompt, **columns)
+                messages = _append_observation(messages, observation)
                 names = list_tool_methods(type(environment))
                 tools |= {name: getattr(environment, name) for name in names}
             specs = [make_function_spec(tool) for tool in tools.values()]
-            episodes.append(
-                _ToolEpisode(environment, tools, chat.encode_first_prompt(messages, specs))
-            )
+            prompt_ids = chat.encode_first_prompt(messages, specs)
+            episodes.append(_ToolEpisode(environment, tools, prompt_ids))
         return episodes
 
-    def _find_instance(self, name: str | None, instance_number: int, *, is_evaluation: bool) -> Any:
+    def _find_instance(self, name: str | None, index: int, trainer: RolloutTrainer) -> Any:
         """Return an instance that no other episode of this call uses, or None without a factory."""
         if not self._factories:
             return None
         # An evaluation may run before the rewards of a training call are read.
-        pool = self._pools.setdefault((name, is_evaluation), [])
-        while len(pool) <= instance_number:
+        pool = self._pools.setdefault((name, trainer.state.is_evaluation), [])
+        if index == len(pool):
             pool.append(self._factories[name]())
-        return pool[instance_number]
+        return pool[index]
 
     def _play_round(
         self, chat: ChatTokenizer, active_episodes: Sequence[_ToolEpisode], trainer: RolloutTrainer
@@ -233,19 +227,15 @@ class ToolRollout:
         outputs = generate_rollout_completions(
             trainer, sent_ids, generation_overrides={"max_tokens": max(token_limits)}
         )
-        for episode, output, token_limit in zip(
-            active_episodes, outputs, token_limits, strict=True
-        ):
-            token_ids = output["completion_ids"][:token_limit]
-            episode.add(token_ids, output["logprobs"][:token_limit], is_sampled=True)
-            tool_messages = self._call_tools(episode, chat.decode(token_ids))
+        for episode, output, limit in zip(active_episodes, outputs, token_limits, strict=True):
+            token_ids = output["completion_ids"][:limit]
+            episode.add(token_ids, output["logprobs"][:limit], is_sampled=True)
+            messages = self._call_tools(episode, chat.decode(token_ids))
             has_ended = token_ids[-1] == chat.end_token_id
-            added_ids = (
-                chat.encode_next_prompt(tool_messages, ended=has_ended) if tool_messages else []
-            )
+            added_ids = chat.encode_next_prompt(messages, ended=has_ended) if messages else []
             is_last = self.max_rounds is not None and episode.num_rounds >= self.max_rounds
             has_room = len(episode.completion_ids) + len(added_ids) < max_tokens
-            if not tool_messages or is_last or not has_room:
+            if not messages or is_last or not has_room:
                 episode.is_finished = True
                 continue
             episode.num_rounds += 1
@@ -291,11 +281,8 @@ def _append_observation(messages: list[Message], observation: Any) -> list[Messa
         raise ConfigError(
             f"environment_factory: reset must return text or None, got {observation!r:.80}"
         )
-    extended_message: Message = {
-        "role": messages[-1]["role"],
-        "content": messages[-1]["content"] + observation,
-    }
-    return [*messages[:-1], extended_message]
+    role, content = messages[-1]["role"], messages[-1]["content"] + observation
+    return [*messages[:-1], {"role": role, "content": content}]
 
 
 def _read_reward(environment: Any) -> float | None:

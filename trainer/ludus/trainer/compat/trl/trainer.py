@@ -223,21 +223,20 @@ class GRPOTrainer:
 
     def _make_eval_settings(self) -> dict[str, Any]:
         args, rows = self.args, self._eval_rows
-        strategy = args.eval_strategy
+        strategy, batches = args.eval_strategy, self._batches
         if strategy != "no" and rows is None:
             raise ConfigError(
                 f"GRPOConfig.eval_strategy = {strategy!r} needs an eval_dataset; pass one, or set "
                 "it to 'no'"
             )
         num_games = len(rows) * (args.num_generations_eval or 1) if rows is not None else 1
-        interval = args.eval_steps or args.logging_steps
-        steps_per_epoch = (
-            round(self._batches.num_batches_per_epoch) if strategy == "epoch" else None
-        )
+        interval = batches.count_batches(args.eval_steps or args.logging_steps)
+        if strategy == "epoch":
+            interval = round(batches.num_batches_per_epoch) or interval
         return {
             "num_games": num_games,
             "num_games_during": 0 if strategy == "no" else num_games,
-            "every_steps": steps_per_epoch or self._batches.count_batches(interval),
+            "every_steps": interval,
             "temperature": args.temperature,
         }
 

@@ -74,12 +74,9 @@ class RolloutCall:
 
     def take_keys(self, num_rows: int) -> list[int]:
         """Return a key for each row of the next request."""
-        request_index, self._num_requests = self._num_requests, self._num_requests + 1
+        request, self._num_requests = self._num_requests, self._num_requests + 1
         num_keys = len(self.keys)
-        return [
-            mix(self.keys[row % num_keys], request_index, row // num_keys)
-            for row in range(num_rows)
-        ]
+        return [mix(self.keys[row % num_keys], request, row // num_keys) for row in range(num_rows)]
 
     def record(self, prompt_ids: Sequence[int], completion_record: CompletionRecord) -> None:
         """Record a completion of a prompt."""
@@ -192,14 +189,9 @@ class CompletionService:
                 call.record(row, CompletionRecord(completion, sampling))
         return completions
 
-    async def _sample(
-        self, prompt_ids: list[int], sampling: Sampling, key: int
-    ) -> SampledCompletion:
-        max_completion_tokens = self._max_tokens - len(prompt_ids)
-        limited_sampling = replace(
-            sampling, max_tokens=min(sampling.max_tokens, max_completion_tokens)
-        )
-        return await self._generate(prompt_ids, limited_sampling, key)
+    async def _sample(self, prompt: list[int], sampling: Sampling, key: int) -> SampledCompletion:
+        max_tokens = min(sampling.max_tokens, self._max_tokens - len(prompt))
+        return await self._generate(prompt, replace(sampling, max_tokens=max_tokens), key)
 
 
 class GenerateRequest(BaseModel):

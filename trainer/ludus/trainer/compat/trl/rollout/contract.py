@@ -134,12 +134,10 @@ class RowRules:
         """Return the error for a problem of the function."""
         return RolloutFunctionError(f"rollout function '{self.path}' {problem}")
 
-    def make_row_error(self, row_index: int, problem: str) -> RolloutFunctionError:
+    def make_row_error(self, index: int, problem: str) -> RolloutFunctionError:
         """Return the error for a problem of one row."""
-        prompt, generation = divmod(row_index, self.num_generations)
-        return self.make_error(
-            f"row {row_index} (prompt {prompt}, completion {generation}): {problem}"
-        )
+        prompt, generation = divmod(index, self.num_generations)
+        return self.make_error(f"row {index} (prompt {prompt}, completion {generation}): {problem}")
 
 
 def read_rows(output: Any, rules: RowRules) -> list[RolloutRow]:
@@ -232,10 +230,8 @@ def _read_logprobs(returned_logprobs: Any, make_error: MakeError) -> list[float]
         raise make_error(f"expected a list of 'logprobs', got {returned_logprobs!r:.60}")
     logprobs = []
     for position, entry in enumerate(entries):
-        nested_entries = _to_list(entry)
-        logprob = (
-            nested_entries[0] if nested_entries is not None and len(nested_entries) == 1 else entry
-        )
+        entry_list = _to_list(entry) or ()
+        logprob = entry_list[0] if len(entry_list) == 1 else entry
         if not isinstance(logprob, Real) or not -math.inf < float(logprob) <= _MAX_LOGPROB:
             raise make_error(
                 f"expected one finite log-prob of 0 or below for each token, got {entry!r:.40} at "
@@ -287,23 +283,19 @@ class RowCheck:
             record = self.call.find(prompt_ids, token_ids)
             if record is not None:
                 policy_version = min(policy_version, record.completion.policy_version)
-                expected_logprobs = record.completion.logprobs[: len(token_ids)]
+                engine_logprobs = record.completion.logprobs[: len(token_ids)]
                 self._compare_sampling(record.sampling, make_error)
             elif self.sampling is None:
                 continue
             else:
-                expected_logprobs = await self._score(
+                engine_logprobs = await self._score(
                     prompt_ids, token_ids, self.sampling, make_error
                 )
-            self._compare_logprobs(logprobs, expected_logprobs, start, make_error)
+            self._compare_logprobs(logprobs, engine_logprobs, start, make_error)
         return replace(row, policy_version=policy_version)
 
     async def _score(
-        self,
-        prompt_ids: list[int],
-        token_ids: list[int],
-        sampling: Sampling,
-        make_error: MakeError,
+        self, prompt_ids: list[int], token_ids: list[int], sampling: Sampling, make_error: MakeError
     ) -> list[float]:
         """Return the engine's log-probs of tokens that it did not sample in this call."""
         if sampling.temperature != 1 or not sampling.changes_only_temperature:
@@ -315,15 +307,10 @@ class RowCheck:
         return (await self.engine.score([ScoringRequest(prompt_ids, token_ids)]))[0]
 
     def _compare_logprobs(
-        self,
-        logprobs: Sequence[float],
-        expected_logprobs: Sequence[float],
-        start: int,
-        make_error: MakeError,
+        self, logprobs: list[float], engine_logprobs: list[float], start: int, make_error: MakeError
     ) -> None:
-        for number, (logprob, engine_logprob) in enumerate(
-            zip(logprobs, expected_logprobs, strict=True), start
-        ):
+        pairs = zip(logprobs, engine_logprobs, strict=True)
+        for number, (logprob, engine_logprob) in enumerate(pairs, start):
             if abs(logprob - engine_logprob) > self.max_logprob_error:
                 raise make_error(
                     f"the log-prob of completion token {number} is {logprob:.4f}, but the "

@@ -43,13 +43,7 @@ from ludus.trainer.compat.trl.rollout.contract import (
     read_rows,
 )
 from ludus.trainer.core.functions import import_callable
-from ludus.trainer.core.types import (
-    Rollout,
-    RolloutStatus,
-    Sampling,
-    TokenSequence,
-    TurnSpan,
-)
+from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, TokenSequence, TurnSpan
 from ludus.trainer.data.failures import describe_error
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import make_renderer
@@ -167,7 +161,7 @@ class BatchFunctionRunner:
         return [
             self._make_episode(start.seed, prompt, next(rows))
             if isinstance(prompt, RolloutPrompt)
-            else self._make_void_episode(start.seed, prompt)
+            else PlayedEpisode(make_void_rollout(self._environment, start.seed, prompt))
             for prompt, group in zip(prompts, groups, strict=True)
             for start in group
         ]
@@ -257,14 +251,10 @@ class BatchFunctionRunner:
                 tokenizer,
                 RolloutTrainerState(self._engine.version, is_evaluation),
                 [prompt.columns for prompt in repeated_prompts],
-                sampling,
-                self._completions,
-                call,
-                asyncio.get_running_loop(),
+                *(sampling, self._completions, call, asyncio.get_running_loop()),
             )
-            return partial(
-                self._function, [prompt.prompt for prompt in repeated_prompts], trainer=trainer
-            )
+            texts = [prompt.prompt for prompt in repeated_prompts]
+            return partial(self._function, texts, trainer=trainer)
         has_images = self._signature is RolloutSignature.ONCE_WITH_IMAGES
         images = {"images": None} if has_images else {}
         texts = [
@@ -299,9 +289,6 @@ class BatchFunctionRunner:
             fields={**prompt.columns, **row.fields},
             history=_make_transcript_turns(self._chat, prompt.prompt, row),
         )
-
-    def _make_void_episode(self, seed: int, error: Exception) -> PlayedEpisode:
-        return PlayedEpisode(make_void_rollout(self._environment, seed, error))
 
 
 def _make_transcript_turns(
