@@ -27,12 +27,12 @@ def test_a_model_folder_is_not_changed(folder: str, tmp_path: Path) -> None:
     assert (section.settings["path"], section.settings["lora"]) == (folder, None)
     assert not (tmp_path / "own").exists(), "its own tokenizer is no other one"
     short_limit, long_limit = (
-        section.find_max_tokens([text], ARGS, with_tools=False) for text in ("a", "a" * 9)
+        section.find_max_tokens([text], ARGS, uses_tools=False) for text in ("a", "a" * 9)
     )
     assert long_limit > short_limit
-    assert section.find_max_tokens(["a"], ARGS, with_tools=True) >= short_limit
+    assert section.find_max_tokens(["a"], ARGS, uses_tools=True) >= short_limit
     limited = GRPOConfig(max_completion_length=20, vllm_max_model_length=77)
-    assert section.find_max_tokens(["a"], limited, with_tools=False) == 77
+    assert section.find_max_tokens(["a"], limited, uses_tools=False) == 77
 
 
 def test_model_objects_are_saved(folder: str, tmp_path: Path) -> None:

@@ -282,9 +282,9 @@ def _make_results(steps: Sequence[Step], run_dir: Path) -> Results:
     )
 
 
-def _fill_gap(previous: float, value: float | None) -> float:
+def _fill_gap(previous_value: float, value: float | None) -> float:
     """Return the value, or the previous value if no episode ended in the step."""
-    return previous if value is None else value
+    return previous_value if value is None else value
 
 
 class _StepPrinter:

@@ -154,7 +154,7 @@ class ModelSection:
     """Maximum number of positions of the model; None if unknown."""
 
     def find_max_tokens(
-        self, prompts: Sequence[str | list[Message]], args: GRPOConfig, *, with_tools: bool
+        self, prompts: Sequence[str | list[Message]], args: GRPOConfig, *, uses_tools: bool
     ) -> int:
         """Return the maximum number of tokens of a prompt and its completion together."""
         if args.vllm_max_model_length is not None:
@@ -163,7 +163,7 @@ class ModelSection:
             return int(self.settings.get("max_tokens", _TINY_MAX_TOKENS))
         chat = ChatTokenizer(self.tokenizer)
         max_prompt_tokens = max(_count_prompt_tokens(chat, prompt) for prompt in prompts)
-        num_extra_tokens = _NUM_TOOL_TOKENS if with_tools else _NUM_TEXT_TOKENS
+        num_extra_tokens = _NUM_TOOL_TOKENS if uses_tools else _NUM_TEXT_TOKENS
         num_tokens = max_prompt_tokens + int(args.max_completion_length or 0) + num_extra_tokens
         return min(num_tokens, self.max_positions or num_tokens)
 

@@ -190,8 +190,8 @@ class GRPOTrainer:
         self, model: ModelSection, rollout: Callable[..., Any], rewards: list[dict[str, Any]]
     ) -> dict[str, Any]:
         """Return the configuration of the run."""
-        with_tools, num_generations = isinstance(rollout, ToolRollout), self.args.num_generations
-        max_tokens = model.find_max_tokens(self._rows.prompts, self.args, with_tools=with_tools)
+        uses_tools, num_generations = isinstance(rollout, ToolRollout), self.args.num_generations
+        max_tokens = model.find_max_tokens(self._rows.prompts, self.args, uses_tools=uses_tools)
         return {
             **make_run_settings(self.args, self._batches, max_tokens),
             "model": model.settings,

@@ -86,5 +86,5 @@ class ReplayBuffer(ForgeActor):
         return len(self._episodes)
 
     def _drop_stale_episodes(self, version: int) -> None:
-        oldest = version - self.max_policy_age
-        self._episodes = [episode for episode in self._episodes if episode.policy_version >= oldest]
+        cutoff = version - self.max_policy_age
+        self._episodes = [episode for episode in self._episodes if episode.policy_version >= cutoff]

@@ -31,7 +31,7 @@ from ludus.trainer.models.load import load_language_model
 from ludus.trainer.reward_model.model import load_reward_model
 from ludus.trainer.reward_model.rows import read_rows
 
-ScoreFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
+ScoreFunction = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
 """A function of prompts and completions that returns scores."""
 
 _PROMPT_COLUMNS = ("prompt", "query")
@@ -61,7 +61,7 @@ class RLHFEnv(TokenEnv):
     def __init__(
         self,
         ref_model_name: str,
-        reward_model: str | Path | ScoreFn,
+        reward_model: str | Path | ScoreFunction,
         dataset: str | Path | Sequence[str],
         kl_coef: float = 0.01,
         max_generation: int = 64,
@@ -104,7 +104,7 @@ class RLHFEnv(TokenEnv):
         return self._prompt, {}
 
     def _score(self, answer: str) -> float:
-        scores = self._score_fn([self._prompt], [answer])
+        scores = self._score_function([self._prompt], [answer])
         try:
             [score] = map(float, scores)
         except (TypeError, ValueError):
@@ -117,7 +117,7 @@ class RLHFEnv(TokenEnv):
         return score
 
     @property
-    def _score_fn(self) -> ScoreFn:
+    def _score_function(self) -> ScoreFunction:
         if isinstance(self._reward_model, str):
             with rename_in_errors({"path": "reward_model"}):
                 return _load_cached_reward_model(self._reward_model, device=self._device).score

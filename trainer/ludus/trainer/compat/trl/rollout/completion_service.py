@@ -74,9 +74,9 @@ class RolloutCall:
 
     def take_keys(self, num_rows: int) -> list[int]:
         """Return a key for each row of the next request."""
-        request, self._num_requests = self._num_requests, self._num_requests + 1
+        index, self._num_requests = self._num_requests, self._num_requests + 1
         num_keys = len(self.keys)
-        return [mix(self.keys[row % num_keys], request, row // num_keys) for row in range(num_rows)]
+        return [mix(self.keys[row % num_keys], index, row // num_keys) for row in range(num_rows)]
 
     def record(self, prompt_ids: Sequence[int], completion_record: CompletionRecord) -> None:
         """Record a completion of a prompt."""
