@@ -166,7 +166,7 @@ def test_group_of_distinct_seeds_uses_one_task_per_episode() -> None:
 
 def test_seeds_wrap_below_those_of_the_warm_start() -> None:
     last = 2**30 // 10 * 10 - 1
-    state = MixtureState(num_dealt={"rows": last})
+    state = MixtureState(num_new_tasks={"rows": last})
     mixture = Mixture(make_mixed_run("rows"), state, {"rows": 10})
     assert [mixture.take_next_group().seeds for _ in range(2)] == [(last, last), (0, 0)]
 

@@ -6,7 +6,7 @@ import pytest
 
 from ludus.trainer.core.types import GroupSpec, make_lost_group
 from ludus.trainer.data.buffer import GroupBuffer, Refusal
-from ludus.trainer.data.counts import RolloutCounts, total
+from ludus.trainer.data.counts import RolloutCounts, sum_counts
 from tests.data.rollouts import make_group
 
 
@@ -101,7 +101,7 @@ def test_taking_counts_resets_them() -> None:
     buffer = make_buffer()
     buffer.begin([0, 1], version=0)
     buffer.put([make_group(1, -1, None, index=0), make_group(0, 0, index=1)])
-    counts = total(buffer.take_counts().values())
+    counts = sum_counts(buffer.take_counts().values())
     assert (counts.num_episodes, counts.num_scored, counts.num_lost) == (5, 4, 1)
     assert (counts.num_groups, counts.num_zero_variance_groups, counts.num_void_groups) == (2, 1, 0)
     assert buffer.take_counts() == {}

@@ -7,7 +7,7 @@ from functools import reduce
 from operator import add
 
 from ludus.trainer.core.types import RolloutStatus, ScoredTerm
-from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, total
+from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, sum_counts
 from ludus.trainer.run.checkpoint import RunState
 from tests.data.rollouts import make_group
 
@@ -95,4 +95,4 @@ def test_terms_are_summed_by_name_without_unscored_values() -> None:
     rollouts = [replace(r, terms=t) for r, t in zip(group.rollouts, terms, strict=True)]
     counts = count_group(replace(group, rollouts=tuple(rollouts)))
     assert counts.terms == {"format": TermSum(2, 0.75), "style": TermSum(1, 2.0)}
-    assert total([counts, counts, RolloutCounts()]).terms["format"] == TermSum(4, 1.5)
+    assert sum_counts([counts, counts, RolloutCounts()]).terms["format"] == TermSum(4, 1.5)

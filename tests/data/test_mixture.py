@@ -91,7 +91,7 @@ def test_indices_are_unique() -> None:
     mixture = make_mixture(make_run({"a": 2, "b": 1}))
     specs = [mixture.take_next_group() for _ in range(30)]
     specs += [mixture.replace_group(spec) for spec in specs]
-    earlier = MixtureState(names=["a", "b"], num_begun={"a": 3, "b": 1}, credits={"a": 0, "b": 0})
+    earlier = MixtureState(names=["a", "b"], num_indices={"a": 3, "b": 1}, credits={"a": 0, "b": 0})
     mixture.roll_back(earlier)
     specs += [mixture.take_next_group() for _ in range(30)]
     assert len({spec.index for spec in specs}) == len(specs)

@@ -10,7 +10,7 @@ import pytest
 from ludus.proto.metrics import TrainMetric
 from ludus.trainer.core.types import Rollout, RolloutGroup, RolloutStatus, ScoredTerm
 from ludus.trainer.data.buffer import TakenBatch, summarize
-from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, total
+from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, sum_counts
 from ludus.trainer.driver.loops.step_values import StepTimes, compute_step_values
 from ludus.trainer.learner.step_metrics import StepMetrics
 
@@ -56,7 +56,7 @@ def group(environment: str, rewards: list[float | None], version: int = 0) -> Ro
 def make_batch(*groups: RolloutGroup, refused: tuple[RolloutGroup, ...] = ()) -> TakenBatch:
     counts: dict[str, RolloutCounts] = {}
     for each in (*groups, *refused):
-        counts[each.environment] = total(
+        counts[each.environment] = sum_counts(
             [counts.get(each.environment, RolloutCounts()), count_group(each)]
         )
     return TakenBatch(
@@ -91,7 +91,7 @@ def test_environment_without_success_has_no_wins() -> None:
 def test_values_of_the_run_combine_all_environments() -> None:
     values = compute_step_values(MIXED, METRICS, TIMES, canary_error=1e-7)[0]
     alone = tuple(dataclasses.replace(each, environment="one") for each in MIXED.groups)
-    counts = {"one": total(MIXED.counts.values())}
+    counts = {"one": sum_counts(MIXED.counts.values())}
     as_one = TakenBatch(alone, counts, num_waiting_groups=3)
     assert values == pytest.approx(
         compute_step_values(as_one, METRICS, TIMES, canary_error=1e-7)[0]

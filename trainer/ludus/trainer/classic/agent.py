@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,18 +72,13 @@ class PpoAgent:
         self._num_episodes = num_episodes
         self._shuffles_rewards = shuffles_rewards
         self._update = PpoUpdate(policy, config, seed)
-        self._episodes = ParallelEpisodes(
-            environments,
-            lambda index, number: derive_training_seed(seed, index, number),
-            max_steps=max_steps,
-        )
-        self._is_started = False
+        choose_seed = partial(derive_training_seed, seed)
+        self._episodes = ParallelEpisodes(environments, choose_seed, max_steps=max_steps)
 
     def train(self, learning_rate_factor: float = 1.0) -> TrainedBatch:
         """Play a batch, update the policy with it, and return both."""
-        if not self._is_started:
+        if not self._episodes.has_unfinished:
             self._episodes.start()
-            self._is_started = True
         batch = self._collect()
         training_batch = self._shuffle_rewards(batch) if self._shuffles_rewards else batch
         metrics = self._update.train(training_batch, self.num_updates, learning_rate_factor)
@@ -108,7 +104,6 @@ class PpoAgent:
         if self._update.reward_scaler is not None:
             self._update.reward_scaler.restore(state["reward_scale"])
         self._episodes.restore(state["episodes"])
-        self._is_started = True
 
     def _collect(self) -> NetworkBatch:
         policy, episodes = self.policy, self._episodes
@@ -177,11 +172,11 @@ def play_episodes(
     """Play one episode per seed, and return the outcomes in the same order."""
     num_environments = environments.num_environments
 
-    def find_seed(index: int, number: int) -> int | None:
+    def choose_seed(index: int, number: int) -> int | None:
         position = number * num_environments + index
         return seeds[position] if position < len(seeds) else None
 
-    episodes = ParallelEpisodes(environments, find_seed, max_steps=max_steps)
+    episodes = ParallelEpisodes(environments, choose_seed, max_steps=max_steps)
     episodes.start()
     outcomes: dict[int, EpisodeOutcome] = {}
     step = 0
@@ -212,9 +207,7 @@ def _make_batch(
     is_finished = np.stack([step.is_finished for step in steps])
     truncations = np.argwhere(is_finished & ~terminated)
     # After the end of an episode, `observations` has the first observation of the next one.
-    last_observations = [
-        steps[step].vector_step.observations[environment] for step, environment in truncations
-    ]
+    truncated = [steps[step].vector_step.observations[index] for step, index in truncations]
     rewards = np.stack([step.vector_step.rewards for step in steps]).astype(np.float32)
     return NetworkBatch(
         observations=policy.to_tensor(np.stack(observations)),
@@ -224,7 +217,7 @@ def _make_batch(
         is_finished=torch.from_numpy(is_finished).to(device),
         truncations=torch.from_numpy(truncations).to(device),
         truncated_observations=policy.to_tensor(
-            np.stack(last_observations) if last_observations else observations[0][:0]
+            np.stack(truncated) if truncated else observations[0][:0]
         ),
         episodes=tuple(episode for step in steps for episode in step.episodes),
         finish_steps=tuple(number for number, step in enumerate(steps) for _ in step.episodes),

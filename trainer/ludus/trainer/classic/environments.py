@@ -130,11 +130,9 @@ class RemoteEnvironments:
         """Start an episode in each environment of `seeds`; return all observations [N, ...]."""
 
         async def reset_sessions() -> list[StepResult]:
+            sessions = {index: self._sessions[index].async_counterpart for index in seeds}
             return await asyncio.gather(
-                *(
-                    self._sessions[index].async_counterpart.reset(seed=seeds[index])
-                    for index in seeds
-                )
+                *(session.reset(seed=seeds[index]) for index, session in sessions.items())
             )
 
         results = self._client.loop_thread.run(reset_sessions())
@@ -205,9 +203,7 @@ def _make_vector_env(
     target = f"'{GYMNASIUM_PREFIX}{env_id}'"
     try:
         return SyncVectorEnv(
-            [make_environment] * num_environments,
-            copy=True,
-            autoreset_mode=AutoresetMode.DISABLED,
+            [make_environment] * num_environments, autoreset_mode=AutoresetMode.DISABLED
         )
     except gymnasium.error.UnregisteredEnv as error:
         name = env_id.rpartition(":")[2]
@@ -231,21 +227,21 @@ def _find_field(
 ) -> tuple[str, AnySpace]:
     """Return the field of actions or observations that contains numbers, and its space."""
     fields = schema.get("properties", {})
-    candidates = {
+    field_spaces = {
         name: space
         for name, field in fields.items()
         if name not in _IGNORED_FIELDS
         and (space := _make_space(field, example.get(name))) is not None
     }
     for name in _PREFERRED_FIELDS:
-        if name in candidates:
-            return name, candidates[name]
-    if len(candidates) != 1:
+        if name in field_spaces:
+            return name, field_spaces[name]
+    if len(field_spaces) != 1:
         raise ConfigError(
             f"{purpose} of '{environment}' must have one field of numbers, and integers must have "
             f"bounds, got {fields}"
         )
-    return next(iter(candidates.items()))
+    return next(iter(field_spaces.items()))
 
 
 def _make_space(schema: JsonObject, example: Any) -> AnySpace | None:
@@ -263,11 +259,10 @@ def _make_space(schema: JsonObject, example: Any) -> AnySpace | None:
     shape, numbers = flat_schema
     low = np.array([number.get("minimum", -math.inf) for number in numbers])
     high = np.array([number.get("maximum", math.inf) for number in numbers])
-    is_bounded = bool(np.isfinite(low).all() and np.isfinite(high).all())
     if all(number.get("type") == "number" for number in numbers):
         box_low, box_high = low.astype(np.float32), high.astype(np.float32)
         return spaces.Box(box_low.reshape(shape), box_high.reshape(shape), dtype=np.float32)
-    if not is_bounded:
+    if not np.isfinite([low, high]).all():
         return None
     start, counts = low.astype(np.int64), (high - low + 1).astype(np.int64)
     if shape == ():
@@ -293,9 +288,8 @@ def _flatten_schema(
     shapes = {shape for shape, _ in valid_schemas}
     if len(valid_schemas) != len(flat_schemas) or len(shapes) != 1:
         return None
-    return (len(items), *shapes.pop()), [
-        number for _, numbers in valid_schemas for number in numbers
-    ]
+    numbers = [number for _, item_numbers in valid_schemas for number in item_numbers]
+    return (len(items), *shapes.pop()), numbers
 
 
 def _repeat_items(schema: JsonObject, example: Any) -> list[JsonObject]:

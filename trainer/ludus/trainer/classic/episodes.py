@@ -23,7 +23,7 @@ from ludus.trainer.classic.environments import VectorEnvironment, VectorStep
 
 _log = logging.getLogger(__name__)
 
-EpisodeSeed = Callable[[int, int], int | None]
+ChooseSeed = Callable[[int, int], int | None]
 """Function (environment index, episode number) -> seed. None means no further episode."""
 
 
@@ -103,12 +103,12 @@ class ParallelEpisodes:
     def __init__(
         self,
         environments: VectorEnvironment,
-        episode_seed: EpisodeSeed,
+        choose_seed: ChooseSeed,
         *,
         max_steps: int | None = None,
     ) -> None:
         self._environments = environments
-        self._episode_seed = episode_seed
+        self._choose_seed = choose_seed
         self._max_steps = max_steps
         self._lengths = np.zeros(environments.num_environments, dtype=np.int64)
         self._returns = np.zeros(environments.num_environments)
@@ -149,7 +149,7 @@ class ParallelEpisodes:
         self.observations = step.observations
         if not is_finished.any():
             return PlayedStep(step, is_finished, ())
-        indices = [int(index) for index in np.flatnonzero(is_finished)]
+        indices = np.flatnonzero(is_finished).tolist()
         episodes = tuple(
             self._finish_episode(index, step)
             for index in indices
@@ -178,20 +178,21 @@ class ParallelEpisodes:
         start a new episode.
         """
         episodes = [
-            _RunningEpisode(entry["number"], entry["seed"], list(entry["actions"].numpy()))
-            for entry in state
+            _RunningEpisode(episode["number"], episode["seed"], list(episode["actions"].numpy()))
+            for episode in state
         ]
         num_steps = max(len(episode.actions) for episode in episodes)
         start_steps = [num_steps - len(episode.actions) for episode in episodes]
         filler_action = next((episode.actions[0] for episode in episodes if episode.actions), None)
         self._episodes = episodes
         for step in range(num_steps + 1):
-            starting_indices = [
-                index
-                for index, start_step in enumerate(start_steps)
-                if start_step == step or step == 0
-            ]
-            self._reset({index: episodes[index].seed or 0 for index in starting_indices})
+            self._reset(
+                {
+                    index: episode.seed or 0
+                    for index, episode in enumerate(episodes)
+                    if step in (0, start_steps[index])
+                }
+            )
             if step == num_steps:
                 break
             actions = [
@@ -199,7 +200,7 @@ class ParallelEpisodes:
                 for start_step, episode in zip(start_steps, episodes, strict=True)
             ]
             self._replay_step(self._environments.step(np.array(actions)), start_steps, step)
-        observations = np.stack([entry["observation"].numpy() for entry in state])
+        observations = np.stack([episode["observation"].numpy() for episode in state])
         if not np.array_equal(observations, self.observations):
             _log.warning(
                 "the environment is not deterministic: unfinished episodes are played from the "
@@ -212,9 +213,10 @@ class ParallelEpisodes:
         self._lengths += 1
         self._returns += vector_step.rewards
         self.observations = vector_step.observations
-        indices = np.flatnonzero(vector_step.terminated | vector_step.truncated)
-        waiting_indices = [int(index) for index in indices if step < start_steps[index]]
-        self._reset({index: self._episodes[index].seed or 0 for index in waiting_indices})
+        is_finished = vector_step.terminated | vector_step.truncated
+        is_waiting = step < np.array(start_steps)
+        indices = np.flatnonzero(is_finished & is_waiting).tolist()
+        self._reset({index: self._episodes[index].seed or 0 for index in indices})
 
     def _reset(self, seeds: Mapping[int, int]) -> None:
         if not seeds:
@@ -227,9 +229,9 @@ class ParallelEpisodes:
         seeds: dict[int, int] = {}
         for index in indices:
             number = self._episodes[index].number + 1
-            seed = self._episode_seed(index, number)
+            seed = self._choose_seed(index, number)
             self._episodes[index] = _RunningEpisode(number, seed)
-            seeds[index] = 0 if seed is None else seed
+            seeds[index] = seed or 0
         self._reset(seeds)
 
     def _finish_episode(self, index: int, step: VectorStep) -> FinishedEpisode:

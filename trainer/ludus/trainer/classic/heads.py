@@ -37,15 +37,8 @@ class CategoricalHead:
 
     def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) -> None:
         self._shape = space.shape or ()
-        num_actions, self._first_actions = (
-            np.full(self._shape, 2),
-            np.zeros(self._shape, dtype=np.int64),
-        )
-        if isinstance(space, spaces.Discrete):
-            num_actions, self._first_actions = np.asarray(space.n), np.asarray(space.start)
-        elif isinstance(space, spaces.MultiDiscrete):
-            num_actions, self._first_actions = np.asarray(space.nvec), np.asarray(space.start)
-        self._sizes = [int(size) for size in num_actions.ravel()]
+        self._first_actions = 0 if isinstance(space, spaces.MultiBinary) else space.start
+        self._sizes = list_sizes(space)
         self._dtype = space.dtype
         self.num_outputs = sum(self._sizes)
         """Number of outputs of the actor per state."""
@@ -55,38 +48,33 @@ class CategoricalHead:
         # Exponential samples are never 0. -log(-log(u)) of a uniform sample u may overflow.
         return -torch.empty(num_steps, num_states, self.num_outputs).exponential_().log_()
 
-    def choose(self, output: ActorOutput, noise: Tensor) -> Tensor:
-        """Return actions, counted from 0: [N] for a Discrete space, otherwise [N, num_choices]."""
-        return self._argmax(_select_logits(output) + noise)
+    def choose(self, output: ActorOutput, noise: Tensor | None) -> Tensor:
+        """Return actions, counted from 0: [N] for a Discrete space, otherwise [N, num_choices].
 
-    def choose_most_probable(self, output: ActorOutput) -> Tensor:
-        """Return the most probable actions, as `choose` does."""
-        return self._argmax(_select_logits(output))
+        Without noise, they are the most probable actions.
+        """
+        logits = _select_logits(output)
+        if noise is not None:
+            logits = logits + noise
+        choices = [choice.argmax(-1) for choice in logits.split(self._sizes, -1)]
+        return torch.stack(choices, -1) if self._shape else choices[0]
 
     def score(self, output: ActorOutput, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies, summed over all choices, both [N]."""
-        choice_logprobs = [
-            logprobs.log_softmax(-1) for logprobs in _select_logits(output).split(self._sizes, -1)
+        choices = [
+            logits.log_softmax(-1) for logits in _select_logits(output).split(self._sizes, -1)
         ]
-        choice_actions = actions.view(len(actions), -1, 1).unbind(1)
-        action_logprobs = [
-            logprobs.gather(-1, indices)[:, 0]
-            for logprobs, indices in zip(choice_logprobs, choice_actions, strict=True)
+        indices = actions.view(len(actions), -1, 1).unbind(1)
+        logprobs = [
+            choice.gather(-1, index)[:, 0] for choice, index in zip(choices, indices, strict=True)
         ]
-        return torch.stack(action_logprobs).sum(0), torch.stack(
-            [entropy(logprobs) for logprobs in choice_logprobs]
-        ).sum(0)
+        entropies = [entropy(choice) for choice in choices]
+        return torch.stack(logprobs).sum(0), torch.stack(entropies).sum(0)
 
     def to_environment_actions(self, actions: np.ndarray) -> np.ndarray:
         """Return the actions in the shape of the space, counted from the space's first actions."""
         environment_actions = actions.reshape(len(actions), *self._shape) + self._first_actions
         return environment_actions.astype(self._dtype, copy=False)
-
-    def _argmax(self, logits: Tensor) -> Tensor:
-        actions = torch.stack(
-            [choice_logits.argmax(-1) for choice_logits in logits.split(self._sizes, -1)], -1
-        )
-        return actions if self._shape else actions[:, 0]
 
 
 class NormalHead:
@@ -107,14 +95,10 @@ class NormalHead:
         """Sample standard normal noise."""
         return torch.randn(num_steps, num_states, self.num_outputs)
 
-    def choose(self, output: ActorOutput, noise: Tensor) -> Tensor:
-        """Return actions [N, d]."""
+    def choose(self, output: ActorOutput, noise: Tensor | None) -> Tensor:
+        """Return actions [N, d]; without noise, the means."""
         mean, log_std = self._split_parameters(output)
-        return mean + noise * log_std.exp()
-
-    def choose_most_probable(self, output: ActorOutput) -> Tensor:
-        """Return the means [N, d]."""
-        return self._split_parameters(output)[0]
+        return mean if noise is None else mean + noise * log_std.exp()
 
     def score(self, output: ActorOutput, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-densities and entropies, both [N]."""
@@ -151,6 +135,18 @@ def make_head(space: spaces.Space[Any]) -> Head:
     )
 
 
+def list_sizes(space: spaces.Space[Any]) -> list[int]:
+    """Return the number of options of each choice in a space; empty for a Box."""
+    match space:
+        case spaces.Discrete():
+            return [int(space.n)]
+        case spaces.MultiDiscrete():
+            return [int(size) for size in space.nvec.ravel()]
+        case spaces.MultiBinary():
+            return [2] * math.prod(space.shape)
+    return []
+
+
 def sample_uniform_actions(space: spaces.Space[Any], head: Head, num_actions: int) -> Tensor:
     """Sample actions [num_actions, ...] from the uniform distribution.
 
@@ -185,6 +181,5 @@ def check_output(output: Any, head: Head, num_states: int) -> None:
     description = "mean and log of the deviation" if is_normal else "logits"
     raise ConfigError(
         f"the actor must return {description} of shape {expected_shape} for {num_states} states, "
-        "got "
-        f"{shapes}; give its last layer {expected_shape[-1]} outputs"
+        f"got {shapes}; give its last layer {expected_shape[-1]} outputs"
     )

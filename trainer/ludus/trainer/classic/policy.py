@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from ludus.proto.config import NetworkModel
 from ludus.proto.errors import ConfigError
-from ludus.trainer.classic.heads import ActorOutput, Head, NormalHead, check_output, make_head
+from ludus.trainer.classic.heads import (
+    ActorOutput,
+    Head,
+    NormalHead,
+    check_output,
+    list_sizes,
+    make_head,
+)
 from ludus.trainer.core.devices import choose_device
 from ludus.trainer.core.functions import import_callable
 
@@ -48,28 +55,19 @@ class NetworkPolicy(nn.Module):
         self.head = make_head(action_space)
         self.device = choose_device(device)
         self._is_discrete = _is_discrete(observation_space)
-        example_observations = self.to_tensor(
-            np.stack([observation_space.sample()] * _NUM_EXAMPLES)
-        )
-        actor, critic = actor.to(self.device), critic.to(self.device)
+        examples = self.to_tensor(np.stack([observation_space.sample()] * _NUM_EXAMPLES))
+        actor, self.critic = actor.to(self.device), critic.to(self.device)
         self.actor = _call_module(
-            lambda: complete_actor(actor, self.head, action_space, example_observations),
-            "actor",
-            example_observations,
+            lambda: _complete_actor(actor, self.head, action_space, examples), "actor", examples
         ).to(self.device)
-        self.critic = critic
         self.normaliser = (
             RunningMoments(observation_space.shape or ()).to(self.device)
             if normalizes_observations
             else None
         )
         with torch.no_grad():
-            output = _call_module(
-                lambda: self.actor(example_observations), "actor", example_observations
-            )
-            values = _call_module(
-                lambda: self.critic(example_observations), "critic", example_observations
-            )
+            output = _call_module(lambda: self.actor(examples), "actor", examples)
+            values = _call_module(lambda: self.critic(examples), "critic", examples)
         check_output(output, self.head, _NUM_EXAMPLES)
         if values.numel() != _NUM_EXAMPLES:
             raise ConfigError(
@@ -94,11 +92,7 @@ class NetworkPolicy(nn.Module):
             noise: noise from the head's `sample_noise`; None selects the most probable actions.
         """
         output = self.actor(self.normalize_observations(self.to_tensor(observations)))
-        return (
-            self.head.choose_most_probable(output)
-            if noise is None
-            else self.head.choose(output, noise)
-        )
+        return self.head.choose(output, noise)
 
     @torch.no_grad()
     def predict_values(self, observations: Tensor) -> Tensor:
@@ -154,12 +148,7 @@ class Features(nn.Module):
 
     def __init__(self, space: spaces.Space[Any]) -> None:
         super().__init__()
-        self._sizes: list[int] = []
-        match space:
-            case spaces.Discrete():
-                self._sizes = [int(space.n)]
-            case spaces.MultiDiscrete():
-                self._sizes = [int(size) for size in np.ravel(space.nvec)]
+        self._sizes = [] if isinstance(space, spaces.MultiBinary) else list_sizes(space)
         self.width = sum(self._sizes) or math.prod(space.shape or ())
         if self.width > _MAX_ONE_HOT_WIDTH and self._sizes:
             raise ConfigError(
@@ -171,11 +160,9 @@ class Features(nn.Module):
         """Return rows [N, width]."""
         if not self._sizes:
             return observations.flatten(1).float()
-        columns = observations.reshape(len(observations), -1)
-        one_hot_columns = [
-            nn.functional.one_hot(columns[:, index], size) for index, size in enumerate(self._sizes)
-        ]
-        return torch.cat(one_hot_columns, -1).float()
+        columns = observations.reshape(len(observations), -1).unbind(1)
+        features = map(nn.functional.one_hot, columns, self._sizes)
+        return torch.cat(list(features), -1).float()
 
 
 class GaussianActor(nn.Module):
@@ -210,16 +197,12 @@ def make_networks(
     head = make_head(actions)
     actor: nn.Module = _make_perceptron(config, observations, head.num_outputs, _ACTOR_OUTPUT_GAIN)
     if isinstance(head, NormalHead):
-        actor = add_deviation(actor, actions, config.initial_std)
+        actor = _add_deviation(actor, actions, config.initial_std)
     return actor, _make_perceptron(config, observations, 1, 1.0)
 
 
-def add_deviation(
-    actor: nn.Module,
-    space: spaces.Space[Any],
-    initial_std: float,
-    *,
-    is_normalized: bool = True,
+def _add_deviation(
+    actor: nn.Module, space: spaces.Space[Any], initial_std: float, *, is_normalized: bool = True
 ) -> GaussianActor:
     """Return the actor with a trained standard deviation.
 
@@ -237,28 +220,27 @@ def add_deviation(
     return GaussianActor(actor, centre, scale, initial_std)
 
 
-def complete_actor(
-    actor: nn.Module, head: Head, space: spaces.Space[Any], example_observations: Tensor
+def _complete_actor(
+    actor: nn.Module, head: Head, space: spaces.Space[Any], examples: Tensor
 ) -> nn.Module:
     """Add a deviation to an actor that returns only the means of continuous actions."""
     if not isinstance(head, NormalHead):
         return actor
     with torch.no_grad():
-        output: ActorOutput = actor(example_observations)
+        output: ActorOutput = actor(examples)
     if isinstance(output, Tensor) and output.shape[-1] == head.num_outputs:
-        return add_deviation(actor, space, 1.0, is_normalized=False)
+        return _add_deviation(actor, space, 1.0, is_normalized=False)
     return actor
 
 
-def _call_module(run_module: Callable[[], Any], name: str, example_observations: Tensor) -> Any:
+def _call_module(run_module: Callable[[], Any], name: str, examples: Tensor) -> Any:
     """Run a user's module and return its output; if it fails, report the observations' shape."""
     try:
         return run_module()
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise ConfigError(
-            f"the {name} failed with observations of shape {list(example_observations.shape)} and "
-            "type "
-            f"{example_observations.dtype}: {error}"
+            f"the {name} failed with observations of shape {list(examples.shape)} and type "
+            f"{examples.dtype}: {error}"
         ) from error
 
 

@@ -21,47 +21,44 @@ def compute_step_values(
     trained_batch: TrainedBatch, environment: str, duration_s: float, learning_rate: float
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Return the metrics of a training step, for the run and by environment."""
-    environment_values = _compute_episode_values(trained_batch.batch.episodes)
-    metric_values: dict[str, float] = {
+    batch = trained_batch.batch
+    environment_values = _compute_episode_values(batch.episodes)
+    values: dict[str, float] = {
         **environment_values,
         **trained_batch.metrics,
         TrainMetric.LEARNING_RATE: learning_rate,
-        TrainMetric.NUM_ENV_STEPS: trained_batch.batch.num_steps,
+        TrainMetric.NUM_ENV_STEPS: batch.num_steps,
         TrainMetric.STEP_S: duration_s,
         TrainMetric.TRAIN_S: duration_s,
     }
     if duration_s > 0:
-        metric_values[TrainMetric.EPISODES_PER_SECOND] = (
-            len(trained_batch.batch.episodes) / duration_s
-        )
-    finite_values = {name: value for name, value in metric_values.items() if math.isfinite(value)}
+        values[TrainMetric.EPISODES_PER_SECOND] = len(batch.episodes) / duration_s
+    finite_values = {name: value for name, value in values.items() if math.isfinite(value)}
     return finite_values, {environment: environment_values}
 
 
 def _compute_episode_values(episodes: tuple[FinishedEpisode, ...]) -> dict[str, float]:
     returns = np.array([episode.episode_return for episode in episodes])
-    metric_values: dict[str, float] = {
+    values: dict[str, float] = {
         TrainMetric.NUM_EPISODES: len(episodes),
         TrainMetric.NUM_EPISODES_FINISHED: len(episodes),
         TrainMetric.NUM_EPISODES_SCORED: len(episodes),
         TrainMetric.NUM_EPISODES_TRUNCATED: sum(not episode.terminated for episode in episodes),
     }
     if not episodes:
-        return metric_values
-    metric_values[TrainMetric.REWARD_MEAN] = float(returns.mean())
-    metric_values[TrainMetric.REWARD_STD] = float(returns.std())
-    metric_values[TrainMetric.NUM_TURNS_MEAN] = float(
-        np.mean([episode.length for episode in episodes])
-    )
+        return values
+    values[TrainMetric.REWARD_MEAN] = float(returns.mean())
+    values[TrainMetric.REWARD_STD] = float(returns.std())
+    values[TrainMetric.NUM_TURNS_MEAN] = float(np.mean([episode.length for episode in episodes]))
     if any(episode.success is not None for episode in episodes):
         outcomes = [
             classify_outcome(episode.episode_return, episode.success) for episode in episodes
         ]
-        metric_values[TrainMetric.NUM_WINS] = outcomes.count(OutcomeKind.WON)
-        metric_values[TrainMetric.NUM_DRAWS] = outcomes.count(OutcomeKind.DRAWN)
-        metric_values[TrainMetric.NUM_LOSSES] = outcomes.count(OutcomeKind.LOST)
-        metric_values[TrainMetric.WIN_RATE] = outcomes.count(OutcomeKind.WON) / len(episodes)
-    return metric_values
+        values[TrainMetric.NUM_WINS] = outcomes.count(OutcomeKind.WON)
+        values[TrainMetric.NUM_DRAWS] = outcomes.count(OutcomeKind.DRAWN)
+        values[TrainMetric.NUM_LOSSES] = outcomes.count(OutcomeKind.LOST)
+        values[TrainMetric.WIN_RATE] = outcomes.count(OutcomeKind.WON) / len(episodes)
+    return values
 
 
 def make_transcripts(
@@ -71,9 +68,9 @@ def make_transcripts(
 
     A transcript contains the first steps of the episode's part in the batch.
     """
-    for episode, last_step in list(zip(batch.episodes, batch.finish_steps, strict=True))[
-        :max_transcripts
-    ]:
+    for episode, last_step in zip(
+        batch.episodes[:max_transcripts], batch.finish_steps, strict=False
+    ):
         first_step = max(0, last_step + 1 - episode.length)
         turns = tuple(
             _make_turn(batch, step, episode.environment_index)
@@ -97,18 +94,18 @@ def make_transcripts(
 
 def _make_turn(batch: NetworkBatch, step: int, environment_index: int) -> TranscriptTurn:
     action = batch.actions[step, environment_index].tolist()
-    observation = _format_value(batch.observations[step, environment_index].tolist())
+    observation = _format_numbers(batch.observations[step, environment_index].tolist())
     return TranscriptTurn(
         shown=(TranscriptMessage(role="observation", text=observation),),
-        answer=_format_value(action),
+        answer=_format_numbers(action),
         action=action,
         reward=float(batch.rewards[step, environment_index]),
     )
 
 
-def _format_value(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.{_NUM_DIGITS}g}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_format_value, value))}]"
-    return str(value)
+def _format_numbers(numbers: object) -> str:
+    if isinstance(numbers, float):
+        return f"{numbers:.{_NUM_DIGITS}g}"
+    if isinstance(numbers, list):
+        return f"[{', '.join(map(_format_numbers, numbers))}]"
+    return str(numbers)

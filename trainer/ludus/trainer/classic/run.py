@@ -20,15 +20,7 @@ from pydantic import Field
 from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.proto.config import NetworkRun
 from ludus.proto.config.environment import RANDOM_POLICY
-from ludus.proto.runs import (
-    CONFIG_FILE,
-    NETWORK,
-    EvalReport,
-    Evaluation,
-    Phase,
-    Resume,
-    Summary,
-)
+from ludus.proto.runs import CONFIG_FILE, NETWORK, EvalReport, Evaluation, Phase, Resume, Summary
 from ludus.trainer.classic.agent import (
     PpoAgent,
     choose_num_eval_environments,
@@ -121,9 +113,8 @@ class OpenNetworkRun:
         """
         run = self.run
         if self.state.step == 0 and run.eval.num_games_during:
-            self.state.start[self._environment_name] = self._evaluate(
-                run.eval.num_games_during
-            ).policy
+            report = self._evaluate(run.eval.num_games_during)
+            self.state.start[self._environment_name] = report.policy
         self.metrics.log_phase(Phase.TRAIN, self.state.step)
         self.metrics.clock.start()
         while not self._is_finished:
@@ -153,26 +144,20 @@ class OpenNetworkRun:
         learning_rate_factor = 1.0
         if run.ppo.schedule == "linear":
             learning_rate_factor = max(1 - state.step / run.training.num_steps, 0.0)
-        trained_batch = self.agent.train(learning_rate_factor)
-        episodes = trained_batch.batch.episodes
+        trained_batch, name = self.agent.train(learning_rate_factor), self._environment_name
+        batch = trained_batch.batch
         state.step += 1
-        state.num_episodes += len(episodes)
-        state.num_env_steps += trained_batch.batch.num_steps
+        state.num_episodes += len(batch.episodes)
+        state.num_env_steps += batch.num_steps
         if self._budget is not None:
-            returns = [episode.episode_return for episode in episodes]
+            returns = [episode.episode_return for episode in batch.episodes]
             state.returns = [*state.returns, *returns][: self._budget.num_episodes]
-        duration_s, learning_rate = (
-            time.monotonic() - start_s,
-            run.ppo.learning_rate * learning_rate_factor,
-        )
-        run_metrics, environment_metrics = compute_step_values(
-            trained_batch, self._environment_name, duration_s, learning_rate
-        )
-        self.metrics.log_step(state.step, state.num_episodes, run_metrics, environment_metrics)
+        duration_s = time.monotonic() - start_s
+        learning_rate = run.ppo.learning_rate * learning_rate_factor
+        values = compute_step_values(trained_batch, name, duration_s, learning_rate)
+        self.metrics.log_step(state.step, state.num_episodes, *values)
         max_transcripts = run.metrics.transcripts_per_step
-        transcripts = make_transcripts(
-            trained_batch.batch, self._environment_name, state.step - 1, max_transcripts
-        )
+        transcripts = make_transcripts(batch, name, state.step - 1, max_transcripts)
         self.metrics.log_transcripts(state.step, transcripts)
         self._evaluate_if_due()
 
@@ -188,14 +173,13 @@ class OpenNetworkRun:
 
     def _evaluate(self, num_games: int) -> EvalReport:
         """Evaluate the policy and record the report."""
-        self.metrics.clock.stop()
-        self.metrics.log_phase(Phase.EVALUATE, self.state.step)
-        report = self.report(num_games)
-        self.metrics.log_evaluation(
-            self.state.step, self.state.num_episodes, self._environment_name, report
-        )
-        self.metrics.log_phase(Phase.TRAIN, self.state.step)
-        self.metrics.clock.start()
+        metrics, state = self.metrics, self.state
+        metrics.clock.stop()
+        metrics.log_phase(Phase.EVALUATE, state.step)
+        report = self.make_report(num_games)
+        metrics.log_evaluation(state.step, state.num_episodes, self._environment_name, report)
+        metrics.log_phase(Phase.TRAIN, state.step)
+        metrics.clock.start()
         return report
 
     def _confirm_target(self, target: float) -> bool:
@@ -222,14 +206,11 @@ class OpenNetworkRun:
         """Play one episode per seed with the current policy, as in an evaluation."""
         return _play_policy(self.run, self.policy, self._eval_environments, seeds)
 
-    def report(self, num_games: int) -> EvalReport:
+    def make_report(self, num_games: int) -> EvalReport:
         """Evaluate the policy; return a report with the baselines' results on the same seeds."""
         outcomes = self.play_eval_episodes(_list_eval_seeds(self.run, num_games))
-        return _make_report(
-            self.run,
-            outcomes,
-            {name: baseline[:num_games] for name, baseline in self._baselines.items()},
-        )
+        baselines = {name: baseline[:num_games] for name, baseline in self._baselines.items()}
+        return _make_report(self.run, outcomes, baselines)
 
     def _play_baselines(self) -> dict[str, list[EpisodeOutcome]]:
         run = self.run
@@ -252,7 +233,7 @@ class OpenNetworkRun:
         """Evaluate the trained policy, and write and return the summary."""
         run, state, metrics = self.run, self.state, self.metrics
         metrics.log_phase(Phase.EVALUATE, state.step)
-        report = self.report(run.eval.num_games)
+        report = self.make_report(run.eval.num_games)
         environment = run.environment
         target = environment.address if environment.kind == "remote" else environment.package
         summary = write_summary(
@@ -289,15 +270,9 @@ def open_network_run(
     run: NetworkRun, *, resume: Resume, overwrite: bool, budget: EpisodeBudget | None = None
 ) -> Iterator[OpenNetworkRun]:
     """Open a run and its folder, and yield the run. A run that cannot start leaves no folder."""
-    num_checkpoints = run.training.keep_checkpoints
+    num_kept = run.training.keep_checkpoints
     with (
-        open_run(
-            run,
-            NetworkState,
-            resume=resume,
-            overwrite=overwrite,
-            num_checkpoints=num_checkpoints,
-        ) as files,
+        open_run(run, NetworkState, num_kept, resume=resume, overwrite=overwrite) as files,
         use_torch_threads(run.ppo.num_threads),
         ExitStack() as stack,
     ):

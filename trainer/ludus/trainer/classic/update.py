@@ -54,20 +54,14 @@ class PpoUpdate:
         self._policy = policy
         self._config = config
         self._seed = seed
-        self._parameters = [
-            parameter for parameter in policy.parameters() if parameter.requires_grad
-        ]
+        self._parameters = [weight for weight in policy.parameters() if weight.requires_grad]
         self._learning_rates = [config.learning_rate]
         groups = [self._parameters]
         if config.critic_learning_rate is not None:
             self._learning_rates.append(config.critic_learning_rate)
-            critic_ids = {id(parameter) for parameter in policy.critic.parameters()}
+            critic_ids = {id(weight) for weight in policy.critic.parameters()}
             groups = [
-                [
-                    parameter
-                    for parameter in self._parameters
-                    if (id(parameter) in critic_ids) is is_critic
-                ]
+                [weight for weight in self._parameters if (id(weight) in critic_ids) is is_critic]
                 for is_critic in (False, True)
             ]
         self.optimizer = torch.optim.Adam(
@@ -90,16 +84,16 @@ class PpoUpdate:
             group["lr"] = learning_rate * learning_rate_factor
         samples = self._make_samples(batch)
         grad_norms: list[Tensor] = []
-        metrics: list[Mapping[str, Tensor]] = []
+        rows: list[Mapping[str, Tensor]] = []
         max_kl = self._config.target_kl
         for epoch in range(self._config.num_epochs):
             needs_metrics = max_kl is not None or epoch + 1 == self._config.num_epochs
-            metrics = []
+            rows = []
             for minibatch in self._iterate_minibatches(samples, update, epoch):
-                grad_norm, minibatch_metrics = self._take_optimizer_step(minibatch, needs_metrics)
+                grad_norm, row = self._take_optimizer_step(minibatch, needs_metrics)
                 grad_norms.append(grad_norm)
-                metrics.append(minibatch_metrics)
-            if max_kl is not None and _compute_mean(metrics, TrainMetric.POLICY_KL) > max_kl:
+                rows.append(row)
+            if max_kl is not None and _compute_mean(rows, TrainMetric.POLICY_KL) > max_kl:
                 break
         num_skipped = sum(not grad_norm.isfinite() for grad_norm in grad_norms)
         is_skipped = num_skipped == len(grad_norms)
@@ -108,25 +102,21 @@ class PpoUpdate:
             self._num_skipped_batches,
             "check that the environment's observations are finite, or lower ppo.learning_rate",
         )
-        metric_values: dict[str, float] = {
-            name: _compute_mean(metrics, name) for name in metrics[0]
-        }
-        metric_values[TrainMetric.GRAD_NORM] = float(torch.stack(grad_norms).mean())
-        metric_values[TrainMetric.NUM_SKIPPED_UPDATES] = num_skipped
+        metrics: dict[str, float] = {name: _compute_mean(rows, name) for name in rows[0]}
+        metrics[TrainMetric.GRAD_NORM] = float(torch.stack(grad_norms).mean())
+        metrics[TrainMetric.NUM_SKIPPED_UPDATES] = num_skipped
         variance = samples.returns.var()
         if variance > 0:
             unexplained_variance = (samples.returns - samples.values).var()
-            metric_values[TrainMetric.EXPLAINED_VARIANCE] = float(
-                1 - unexplained_variance / variance
-            )
-        return metric_values
+            metrics[TrainMetric.EXPLAINED_VARIANCE] = float(1 - unexplained_variance / variance)
+        return metrics
 
     def _make_samples(self, batch: NetworkBatch) -> Samples:
         """Return the samples of a batch, and then update the observation statistics."""
         policy, (num_steps, num_environments) = self._policy, batch.rewards.shape
         observations = torch.cat([batch.observations.flatten(0, 1), batch.truncated_observations])
-        normalized_observations = policy.normalize_observations(observations)
-        values = policy.predict_values(normalized_observations)
+        inputs = policy.normalize_observations(observations)
+        values = policy.predict_values(inputs)
         num_step_values = (num_steps + 1) * num_environments
         step_values = values[:num_step_values].view(num_steps + 1, num_environments)
         next_values = step_values[1:].clone()
@@ -143,20 +133,12 @@ class PpoUpdate:
         ).flatten()
         num_samples = batch.num_steps
         actions = batch.actions.flatten(0, 1)
+        policy_inputs, old_values = inputs[:num_samples], values[:num_samples]
         with torch.no_grad():
-            logprobs, _ = policy.head.score(
-                policy.actor(normalized_observations[:num_samples]), actions
-            )
+            logprobs, _ = policy.head.score(policy.actor(policy_inputs), actions)
         policy.update_statistics(observations[:num_samples])
-        old_values = values[:num_samples]
-        return Samples(
-            normalized_observations[:num_samples],
-            actions,
-            logprobs,
-            old_values,
-            advantages,
-            advantages + old_values,
-        )
+        returns = advantages + old_values
+        return Samples(policy_inputs, actions, logprobs, old_values, advantages, returns)
 
     def _iterate_minibatches(self, samples: Samples, update: int, epoch: int) -> Iterator[Samples]:
         """Yield the samples in random order, in minibatches of nearly equal size."""
@@ -224,10 +206,9 @@ class RewardScaler:
 
     def scale(self, rewards: Tensor, is_finished: Tensor) -> Tensor:
         """Add the rewards [T, N] to the statistics, and return the scaled rewards."""
-        running_return = (
-            torch.zeros_like(rewards[0]) if self._running_return is None else self._running_return
-        )
-        running_return = running_return.to(rewards.device)
+        running_return = torch.zeros_like(rewards[0])
+        if self._running_return is not None:
+            running_return = self._running_return.to(rewards.device)
         returns = []
         for reward, is_end in zip(rewards, is_finished, strict=True):
             running_return = self._gamma * running_return + reward
@@ -244,11 +225,10 @@ class RewardScaler:
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Continue from the result of `state`."""
-        self._running_return = state["running"]
-        self._moments.load_state_dict(
-            {name: tensor for name, tensor in state.items() if name != "running"}
-        )
+        moments = dict(state)
+        self._running_return = moments.pop("running")
+        self._moments.load_state_dict(moments)
 
 
-def _compute_mean(metrics: Sequence[Mapping[str, Tensor]], name: str) -> float:
-    return float(torch.stack([minibatch_metrics[name] for minibatch_metrics in metrics]).mean())
+def _compute_mean(rows: Sequence[Mapping[str, Tensor]], name: str) -> float:
+    return float(torch.stack([row[name] for row in rows]).mean())

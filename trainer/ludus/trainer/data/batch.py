@@ -69,7 +69,9 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> Ba
     if isinstance(algorithm, GrpoConfig):
         samples = list(_make_samples(groups, _compute_turn_credits(groups, algorithm), gamma=1.0))
     elif isinstance(algorithm, ReinforceConfig):
-        samples = list(_make_samples(_subtract_baseline(groups, algorithm), None, algorithm.gamma))
+        if algorithm.baseline != "none":
+            groups = [replace(group, rollouts=_subtract_mean(group.rollouts)) for group in groups]
+        samples = list(_make_samples(groups, None, algorithm.gamma))
         samples = _assign_returns(samples, algorithm)
     else:
         samples = list(_make_samples(groups, None, algorithm.gamma))
@@ -79,24 +81,20 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> Ba
 def collate(samples: Sequence[TrainingSample]) -> Batch:
     """Return the batch of `samples`; samples with equal tokens and mask share one sequence."""
     index_by_key: dict[tuple[bytes, bytes], int] = {}
-    distinct_samples: list[TrainingSample] = []
+    first_samples: list[TrainingSample] = []
     sequence_of_sample: list[int] = []
     for sample in samples:
         token_ids = np.asarray(sample.token_ids, dtype=np.int64)
         mask = np.asarray(sample.loss_mask, dtype=np.bool_)
         key = (token_ids.tobytes(), mask.tobytes())
-        sequence_index = index_by_key.setdefault(key, len(distinct_samples))
-        if sequence_index == len(distinct_samples):
-            distinct_samples.append(sample)
+        sequence_index = index_by_key.setdefault(key, len(first_samples))
+        if sequence_index == len(first_samples):
+            first_samples.append(sample)
         sequence_of_sample.append(sequence_index)
     return Batch(
-        sequences=RaggedArray.from_rows(
-            (sample.token_ids for sample in distinct_samples), np.int64
-        ),
+        sequences=RaggedArray.from_rows((sample.token_ids for sample in first_samples), np.int64),
         sequence_of_sample=np.array(sequence_of_sample, dtype=np.int64),
-        loss_masks=RaggedArray.from_rows(
-            (sample.loss_mask for sample in distinct_samples), np.bool_
-        ),
+        loss_masks=RaggedArray.from_rows((sample.loss_mask for sample in first_samples), np.bool_),
         rollout_logprobs=RaggedArray.from_rows(
             (sample.rollout_logprobs for sample in samples), np.float32
         ),
@@ -112,28 +110,19 @@ def shuffle_rewards(groups: Sequence[RolloutGroup], generator: random.Random) ->
     The rewards keep their distribution, so only learning is affected. The rewards of single turns
     are removed, because they would still distinguish good turns from bad ones.
     """
-    shuffled_rewards: dict[str, Iterator[float]] = {}
-    for name, group_indices in _index_groups_by_environment(groups).items():
+    shuffled_groups = list(groups)
+    for indices in _index_groups_by_environment(groups).values():
         rewards = [
-            rollout.reward
-            for index in group_indices
-            for rollout in groups[index].rollouts
-            if rollout.reward is not None
+            reward for index in indices for reward in groups[index].rewards if reward is not None
         ]
         generator.shuffle(rewards)
-        shuffled_rewards[name] = iter(rewards)
-    return [
-        replace(
-            group,
-            rollouts=tuple(
-                rollout
-                if rollout.reward is None
-                else _move_reward_to_end(rollout, next(shuffled_rewards[group.environment]))
-                for rollout in group.rollouts
-            ),
-        )
-        for group in groups
-    ]
+        for index in indices:
+            rollouts = tuple(
+                rollout if rollout.reward is None else _move_reward_to_end(rollout, rewards.pop(0))
+                for rollout in groups[index].rollouts
+            )
+            shuffled_groups[index] = replace(groups[index], rollouts=rollouts)
+    return shuffled_groups
 
 
 def _compute_turn_credits(
@@ -142,26 +131,20 @@ def _compute_turn_credits(
     """Return the advantages of the turns of each episode of each group."""
     if algorithm.advantages is not None:
         path = algorithm.advantages
-        return [
-            [repeat(advantage) for advantage in _call_advantage_function(path, group)]
-            for group in groups
-        ]
-    advantages_by_group: dict[int, list[Iterable[float]]] = {}
-    for group_indices in _index_groups_by_environment(groups).values():
-        environment_groups = [groups[index] for index in group_indices]
-        baseline, scale = algorithm.baseline, algorithm.scale
+        return [list(map(repeat, _call_advantage_function(path, group))) for group in groups]
+    credits_by_group: dict[int, list[Iterable[float]]] = {}
+    baseline, scale = algorithm.baseline, algorithm.scale
+    for indices in _index_groups_by_environment(groups).values():
+        environment_groups = [groups[index] for index in indices]
         if algorithm.credit == "turn":
-            advantages = turn_advantages(
-                _make_turn_reward_table(environment_groups), baseline, scale, algorithm.gamma
-            )
-            environment_advantages = [list(row) for row in advantages.tolist()]
+            rewards = _make_turn_reward_table(environment_groups)
+            turn_credits = turn_advantages(rewards, baseline, scale, algorithm.gamma).tolist()
         else:
-            advantages = group_advantages(_make_reward_table(environment_groups), baseline, scale)
-            environment_advantages = [
-                [repeat(advantage) for advantage in row] for row in advantages.tolist()
-            ]
-        advantages_by_group.update(zip(group_indices, environment_advantages, strict=True))
-    return [advantages_by_group[index] for index in range(len(groups))]
+            rewards = _make_reward_table(environment_groups)
+            advantages = group_advantages(rewards, baseline, scale).tolist()
+            turn_credits = [list(map(repeat, row)) for row in advantages]
+        credits_by_group.update(zip(indices, turn_credits, strict=True))
+    return [credits_by_group[index] for index in range(len(groups))]
 
 
 def _call_advantage_function(path: str, group: RolloutGroup) -> list[float]:
@@ -196,16 +179,8 @@ def _call_advantage_function(path: str, group: RolloutGroup) -> list[float]:
     ]
 
 
-async def _await_advantages(result: Awaitable[Iterable[float]]) -> Iterable[float]:
-    return await result
-
-
-def _subtract_baseline(
-    groups: Sequence[RolloutGroup], algorithm: ReinforceConfig
-) -> Sequence[RolloutGroup]:
-    if algorithm.baseline == "none":
-        return groups
-    return [replace(group, rollouts=_subtract_mean(group.rollouts)) for group in groups]
+async def _await_advantages(advantages: Awaitable[Iterable[float]]) -> Iterable[float]:
+    return await advantages
 
 
 def _subtract_mean(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
@@ -239,11 +214,9 @@ def _make_samples(
 ) -> Iterator[TrainingSample]:
     """Yield a sample for each sequence with a sampled token; without credits, advantages are 0."""
     for index, group in enumerate(groups):
-        for rollout_index, rollout in enumerate(group.rollouts):
+        group_credits = turn_credits[index] if turn_credits else repeat(repeat(0.0))
+        for rollout, rollout_credits in zip(group.rollouts, group_credits, strict=False):
             if rollout.reward is not None:
-                rollout_credits = (
-                    turn_credits[index][rollout_index] if turn_credits else repeat(0.0)
-                )
                 yield from _make_rollout_samples(rollout, iter(rollout_credits), gamma)
 
 
@@ -259,19 +232,13 @@ def _make_rollout_samples(
         for turn in sequence.turns:
             advantages[turn.start : turn.end] = next(turn_credits)
         is_truncated = rollout.status is RolloutStatus.TRUNCATED and sequence is sequences[-1]
-        yield TrainingSample(
-            sequence.token_ids,
-            sequence.loss_mask,
-            sequence.logprobs,
-            advantages,
-            token_rewards,
-            terminated=not is_truncated,
-        )
+        tokens = sequence.token_ids, sequence.loss_mask, sequence.logprobs
+        yield TrainingSample(*tokens, advantages, token_rewards, terminated=not is_truncated)
 
 
 def _compute_turn_rewards(rollout: Rollout) -> list[float]:
     """Return the share [K] of each turn in the training reward, which is the sum of the shares."""
-    rewards = [turn.reward for sequence in rollout.sequences for turn in sequence.turns]
+    rewards = [turn.reward for turn in rollout.turns]
     if rewards and rollout.reward is not None:
         rewards[-1] += rollout.reward - sum(rewards)
     return rewards
@@ -312,14 +279,11 @@ def _spread_turn_reward(turn: TurnSpan, reward: float) -> np.ndarray:
 
 def _move_reward_to_end(rollout: Rollout, reward: float) -> Rollout:
     """Return the rollout with a different reward, all of it on the last turn."""
-    sequences = tuple(
-        replace(
-            sequence,
-            turns=tuple(replace(turn, reward=0.0, token_rewards=()) for turn in sequence.turns),
-        )
-        for sequence in rollout.sequences
-    )
-    return replace(rollout, reward=reward, sequences=sequences)
+    sequences = []
+    for sequence in rollout.sequences:
+        turns = tuple(TurnSpan(turn.start, turn.end, reward=0.0) for turn in sequence.turns)
+        sequences.append(replace(sequence, turns=turns))
+    return replace(rollout, reward=reward, sequences=tuple(sequences))
 
 
 def _index_groups_by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[int]]:
@@ -332,31 +296,20 @@ def _index_groups_by_environment(groups: Sequence[RolloutGroup]) -> dict[str, li
 
 def _make_reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
     """Return rewards [num_groups, G], NaN if missing. Float64 keeps equal rewards equal."""
-    return _pad(
-        [[np.nan if reward is None else reward for reward in group.rewards] for group in groups],
-        np.nan,
-    )
+    return _pad([np.array(group.rewards, dtype=np.float64) for group in groups], np.nan)
 
 
 def _make_turn_reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
     """Return the rewards [num_groups, G, K] of the turns, NaN if missing."""
-    rewards_by_group = [
-        [
+    group_size = max(len(group.rollouts) for group in groups)
+    rows: list[list[float]] = []
+    for group in groups:
+        rows += [
             [] if rollout.reward is None else _compute_turn_rewards(rollout)
             for rollout in group.rollouts
         ]
-        for group in groups
-    ]
-    group_size = max(map(len, rewards_by_group))
-    num_turns = max(
-        (len(turn_rewards) for group_rewards in rewards_by_group for turn_rewards in group_rewards),
-        default=0,
-    )
-    table = np.full((len(groups), group_size, num_turns), np.nan)
-    for group_rows, group_rewards in zip(table, rewards_by_group, strict=True):
-        for padded_row, turn_rewards in zip(group_rows, group_rewards, strict=False):
-            padded_row[: len(turn_rewards)] = turn_rewards
-    return torch.from_numpy(table)
+        rows += [[]] * (group_size - len(group.rollouts))
+    return _pad(rows, np.nan).unflatten(0, (len(groups), group_size))
 
 
 def _pad(rows: Sequence[Sequence[float] | np.ndarray], fill_value: float = 0.0) -> Tensor:

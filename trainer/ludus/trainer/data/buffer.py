@@ -147,8 +147,8 @@ class BufferState:
 
 
 @dataclass(slots=True)
-class _StartedGroup:
-    """A group that has started and was not trained on yet."""
+class _Slot:
+    """The slot of a group that has started and was not trained on yet."""
 
     position: int
     """Position in the starting order."""
@@ -173,9 +173,9 @@ class GroupBuffer:
         self._max_staleness = max_staleness
         max_groups = (max_staleness + 1) * groups_per_step
         self._window = max(1, math.floor(window_fraction * max_groups))
-        self._keep_zero_variance_groups = keeps_zero_variance_groups
-        self._started_groups: dict[int, _StartedGroup] = {}
-        """Groups by index, in their starting order."""
+        self._keeps_zero_variance_groups = keeps_zero_variance_groups
+        self._slots: dict[int, _Slot] = {}
+        """Slots by the index of their group, in starting order."""
         self._refusals: dict[int, Refusal] = {}
         """Refusals by index, since the last call of `state`."""
         self._num_started = 0
@@ -188,7 +188,7 @@ class GroupBuffer:
     @property
     def groups(self) -> list[RolloutGroup]:
         """The waiting groups, in their starting order."""
-        return [entry.group for entry in self._started_groups.values() if entry.group is not None]
+        return [slot.group for slot in self._slots.values() if slot.group is not None]
 
     def begin(self, indices: Iterable[int], version: int) -> None:
         """Record the start of groups, with weights of `version` or newer."""
@@ -202,30 +202,27 @@ class GroupBuffer:
         """
         refusals = []
         for group in groups:
-            entry = self._started_groups.get(group.index)
-            counts = self._count_finished(group, entry)
+            slot = self._slots.get(group.index)
+            counts = self._count_finished(group, slot)
             self._add_counts(group.environment, counts)
-            if entry is None:
+            if slot is None:
                 continue
             if self._is_refused(counts):
-                del self._started_groups[group.index]
+                del self._slots[group.index]
                 refusals.append(Refusal(group.index, _is_lost(counts)))
             else:
-                entry.group = group
+                slot.group = group
         self._refusals.update({refusal.index: refusal for refusal in refusals})
         return refusals
 
     def take(self, version: int) -> list[RolloutGroup]:
         """Return the groups of batch `version`, by index; none if it is not complete yet."""
         indices = self._find_oldest_in_window()
-        if len(indices) < self._groups_per_step or not self._can_postpone_others(
-            indices, version + 1
-        ):
+        is_full = len(indices) == self._groups_per_step
+        if not is_full or not self._can_postpone_others(set(indices), version + 1):
             return []
-        groups = [self._started_groups.pop(index).group for index in indices]
-        return sorted(
-            (group for group in groups if group is not None), key=lambda group: group.index
-        )
+        groups = [self._slots.pop(index).group for index in sorted(indices)]
+        return [group for group in groups if group is not None]
 
     def take_counts(self) -> dict[str, RolloutCounts]:
         """Return the counts since the last call, by environment, and reset them."""
@@ -234,9 +231,7 @@ class GroupBuffer:
 
     def state(self) -> BufferState:
         """Return a copy of the contents, and clear the refusals."""
-        playing_indices = [
-            index for index, entry in self._started_groups.items() if entry.group is None
-        ]
+        playing_indices = [index for index, slot in self._slots.items() if slot.group is None]
         refusals = [self._refusals[index] for index in sorted(self._refusals)]
         self._refusals.clear()
         return BufferState(self.groups, playing_indices, refusals, dict(self.counts))
@@ -251,59 +246,56 @@ class GroupBuffer:
         """
         for group in self.groups:
             self._add_counts(group.environment, RolloutCounts(num_rolled_back_groups=1))
-        self._started_groups.clear()
+        self._slots.clear()
         self._refusals.clear()
         for environment, environment_counts in counts.items():
             self._add_counts(environment, environment_counts)
         for group in sorted(groups, key=lambda group: (group.policy_version, group.index)):
             deadline = group.policy_version + self._max_staleness
-            if version + len(self._started_groups) // self._groups_per_step <= deadline:
+            if version + len(self._slots) // self._groups_per_step <= deadline:
                 self._add_group(group.index, deadline, group)
             else:
                 self._add_counts(group.environment, RolloutCounts(num_stale_groups=1))
-        return len(self._started_groups)
+        return len(self._slots)
 
     def _add_group(self, index: int, deadline: int, group: RolloutGroup | None = None) -> None:
-        assert index not in self._started_groups, f"group {index} has already started"
-        self._started_groups[index] = _StartedGroup(self._num_started, deadline, group)
+        assert index not in self._slots, f"group {index} has already started"
+        self._slots[index] = _Slot(self._num_started, deadline, group)
         self._num_started += 1
 
-    def _count_finished(self, group: RolloutGroup, entry: _StartedGroup | None) -> RolloutCounts:
+    def _count_finished(self, group: RolloutGroup, slot: _Slot | None) -> RolloutCounts:
         counts = count_group(group)
-        if entry is None:
+        if slot is None:
             return replace(counts, num_rolled_back_groups=1)
         if not counts.num_void_groups:
             # A group is stale only if its worker had older weights than the driver assumed.
-            is_stale = group.policy_version + self._max_staleness < entry.deadline
+            is_stale = group.policy_version + self._max_staleness < slot.deadline
             return replace(counts, num_stale_groups=int(is_stale))
         return counts
 
     def _is_refused(self, counts: RolloutCounts) -> bool:
-        is_zero_variance = counts.num_zero_variance_groups and not self._keep_zero_variance_groups
+        is_zero_variance = counts.num_zero_variance_groups and not self._keeps_zero_variance_groups
         return bool(is_zero_variance or counts.num_void_groups or counts.num_stale_groups)
 
     def _find_oldest_in_window(self) -> list[int]:
         """Return the indices of at most B finished groups in the window, oldest first."""
         window_end: float = math.inf
         indices: list[int] = []
-        for index, entry in self._started_groups.items():
-            if entry.position >= window_end or len(indices) == self._groups_per_step:
+        for index, slot in self._slots.items():
+            if slot.position >= window_end or len(indices) == self._groups_per_step:
                 break
-            if entry.group is not None:
+            if slot.group is not None:
                 indices.append(index)
             elif window_end == math.inf:
-                window_end = entry.position + self._window
+                window_end = slot.position + self._window
         return indices
 
-    def _can_postpone_others(self, taken_indices: Sequence[int], next_batch: int) -> bool:
+    def _can_postpone_others(self, taken_indices: set[int], next_batch: int) -> bool:
         """Return whether all other groups meet their deadlines if they are taken oldest first."""
-        taken_set = set(taken_indices)
-        other_entries = [
-            entry for index, entry in self._started_groups.items() if index not in taken_set
-        ]
+        slots = [slot for index, slot in self._slots.items() if index not in taken_indices]
         return all(
-            next_batch + order // self._groups_per_step <= entry.deadline
-            for order, entry in enumerate(other_entries)
+            next_batch + order // self._groups_per_step <= slot.deadline
+            for order, slot in enumerate(slots)
         )
 
     def _add_counts(self, environment: str, counts: RolloutCounts) -> None:

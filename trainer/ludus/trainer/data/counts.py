@@ -68,19 +68,15 @@ class RolloutCounts:
     """Reasons for which episodes were lost or failed."""
 
     def __add__(self, other: RolloutCounts) -> RolloutCounts:
-        sums: dict[str, Any] = {
-            field_info.name: getattr(self, field_info.name) + getattr(other, field_info.name)
-            for field_info in fields(self)
-            if field_info.name not in ("terms", "failures")
-        }
+        names = [count.name for count in fields(self) if count.name not in ("terms", "failures")]
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
+        terms = _add_terms(self.terms, other.terms)
         return RolloutCounts(
-            **sums,
-            terms=_add_terms(self.terms, other.terms),
-            failures=add_failures(self.failures, other.failures),
+            **sums, terms=terms, failures=add_failures(self.failures, other.failures)
         )
 
 
-def total(counts: Iterable[RolloutCounts]) -> RolloutCounts:
+def sum_counts(counts: Iterable[RolloutCounts]) -> RolloutCounts:
     """Return the sum of counts."""
     return sum(counts, RolloutCounts())
 
@@ -89,13 +85,12 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
     """Return the counts of one finished group."""
     rewards = [reward for reward in group.rewards if reward is not None]
     statuses = [rollout.status for rollout in group.rollouts]
-    finished_rollouts = [
-        rollout for rollout in group.rollouts if rollout.episode_return is not None
+    returns = [
+        (rollout.episode_return, rollout.success)
+        for rollout in group.rollouts
+        if rollout.episode_return is not None
     ]
-    outcomes = Counter(
-        classify_outcome(rollout.episode_return or 0.0, rollout.success)
-        for rollout in finished_rollouts
-    )
+    outcomes = Counter(classify_outcome(*pair) for pair in returns)
     return RolloutCounts(
         num_episodes=len(statuses),
         num_scored=len(rewards),
@@ -109,7 +104,7 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_branches=sum(rollout.num_branches for rollout in group.rollouts),
         num_dead_agents=sum(rollout.has_agent_failed for rollout in group.rollouts),
         num_terminated=statuses.count(RolloutStatus.TERMINATED),
-        num_judged=sum(rollout.success is not None for rollout in finished_rollouts),
+        num_judged=sum(success is not None for _, success in returns),
         num_wins=outcomes[OutcomeKind.WON],
         num_draws=outcomes[OutcomeKind.DRAWN],
         num_losses=outcomes[OutcomeKind.LOST],

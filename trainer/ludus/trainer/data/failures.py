@@ -66,13 +66,13 @@ def mask_numbers(reason: str) -> str:
 def count_failures(reasons: Iterable[str]) -> dict[str, FailureCount]:
     """Count reasons by kind."""
     examples: dict[str, str] = {}
-    kinds: Counter[str] = Counter()
+    num_by_kind: Counter[str] = Counter()
     for reason in reasons:
         kind = mask_numbers(reason)
-        kinds[kind] += 1
+        num_by_kind[kind] += 1
         examples.setdefault(kind, reason)
     return _merge_rarest(
-        {kind: FailureCount(num_episodes, examples[kind]) for kind, num_episodes in kinds.items()}
+        {kind: FailureCount(num_by_kind[kind], example) for kind, example in examples.items()}
     )
 
 
@@ -95,10 +95,8 @@ def find_most_common_reason(failures: Failures) -> str:
 def _merge_rarest(counts: dict[str, FailureCount]) -> dict[str, FailureCount]:
     if len(counts) <= MAX_KINDS:
         return counts
-    sorted_counts = sorted(counts.items(), key=lambda entry: -entry[1].num_episodes)
-    separate_counts = dict(
-        [entry for entry in sorted_counts if entry[0] != _OTHERS][: MAX_KINDS - 1]
-    )
+    kinds = sorted(counts.keys() - {_OTHERS}, key=lambda kind: (-counts[kind].num_episodes, kind))
+    separate_counts = {kind: counts[kind] for kind in kinds[: MAX_KINDS - 1]}
     rare_counts = [count for kind, count in counts.items() if kind not in separate_counts]
     num_episodes = sum(count.num_episodes for count in rare_counts)
     return separate_counts | {_OTHERS: FailureCount(num_episodes, rare_counts[0].example)}

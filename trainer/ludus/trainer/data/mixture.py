@@ -28,6 +28,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from pydantic import Field
 
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
@@ -63,9 +66,9 @@ class MixtureState:
 
     names: list[str] = field(default_factory=list)
     """Names of the environments that have group indices, in order."""
-    num_begun: dict[str, int] = field(default_factory=dict)
+    num_indices: Annotated[dict[str, int], Field(alias="num_begun")] = field(default_factory=dict)
     """Number of groups that got an index, by environment."""
-    num_dealt: dict[str, int] = field(default_factory=dict)
+    num_new_tasks: Annotated[dict[str, int], Field(alias="num_dealt")] = field(default_factory=dict)
     """Number of groups that got a new task, by environment."""
     credits: dict[str, float] = field(default_factory=dict)
     num_open: int = 1
@@ -87,11 +90,8 @@ class Mixture:
         names = list(run.environments)
         if state.names != names:
             # The environments have changed: start above all indices used so far.
-            num_used = max(
-                (num_groups * len(state.names) for num_groups in state.num_begun.values()),
-                default=0,
-            )
-            state.num_begun = dict.fromkeys(names, -(-num_used // len(names)))
+            num_used = max(state.num_indices.values(), default=0) * len(state.names)
+            state.num_indices = dict.fromkeys(names, -(-num_used // len(names)))
             state.names = names
             state.credits = {name: state.credits.get(name, 0.0) for name in names}
         state.num_open = min(state.num_open, len(names))
@@ -104,17 +104,13 @@ class Mixture:
     @property
     def weights(self) -> dict[str, float]:
         """The weights of the open environments."""
-        configured_weights = {
-            name: environment.weight for name, environment in self._run.environments.items()
-        }
+        weights = {name: config.weight for name, config in self._run.environments.items()}
         curriculum = self._run.curriculum
         if curriculum is None:
-            return configured_weights
-        names = list(configured_weights)[: self.state.num_open]
-        lowered_weights = {
-            name: configured_weights[name] * curriculum.mastered_weight for name in names[:-1]
-        }
-        return {**lowered_weights, names[-1]: configured_weights[names[-1]]}
+            return weights
+        names = list(weights)[: self.state.num_open]
+        lowered_weights = {name: weights[name] * curriculum.mastered_weight for name in names[:-1]}
+        return {**lowered_weights, names[-1]: weights[names[-1]]}
 
     def take_next_group(self) -> GroupSpec:
         """Return the group of the next slot."""
@@ -130,7 +126,8 @@ class Mixture:
     def replace_group(self, spec: GroupSpec, *, is_lost: bool = False) -> GroupSpec:
         """Return the replacement of a group that was lost, or from which nothing was learned."""
         if is_lost and spec.environment in self._num_tasks and spec.num_lost < _MAX_LOST:
-            return replace(self._assign_new_index(spec), num_lost=spec.num_lost + 1)
+            index = self._take_next_index(spec.environment)
+            return replace(spec, index=index, num_lost=spec.num_lost + 1)
         if spec.num_replaced >= _MAX_REPLACED and len(self.weights) > 1:
             return self.take_next_group()
         return replace(self._make_group(spec.environment), num_replaced=spec.num_replaced + 1)
@@ -138,7 +135,7 @@ class Mixture:
     def reissue_group(self, spec: GroupSpec) -> GroupSpec:
         """Return a group for the same slot, with an index that was never used."""
         if spec.environment in self._num_tasks:
-            return self._assign_new_index(spec)
+            return replace(spec, index=self._take_next_index(spec.environment))
         return replace(self._make_group(spec.environment), num_replaced=spec.num_replaced)
 
     def observe(self, counts: Mapping[str, RolloutCounts]) -> str | None:
@@ -150,18 +147,17 @@ class Mixture:
         curriculum, state = self._run.curriculum, self.state
         if curriculum is None or state.num_open == len(state.names):
             return None
-        hardest_name = state.names[state.num_open - 1]
-        hardest_counts = counts.get(hardest_name, RolloutCounts())
-        if hardest_counts.num_terminated and not hardest_counts.num_judged:
+        name = state.names[state.num_open - 1]
+        new_counts = counts.get(name, RolloutCounts())
+        if new_counts.num_terminated and not new_counts.num_judged:
             raise ConfigError(
-                f"environment '{hardest_name}' does not report success "
-                f"({hardest_counts.num_terminated} episodes "
-                "ended without it), which curriculum.unlock_at needs; set success in its last "
-                "transition (a rollout function passes it on in Ended), or remove section "
+                f"environment '{name}' does not report success ({new_counts.num_terminated} "
+                "episodes ended without it), which curriculum.unlock_at needs; set success in its "
+                "last transition (a rollout function passes it on in Ended), or remove section "
                 "curriculum"
             )
         state.wins.append(
-            WinCount(hardest_counts.num_groups, hardest_counts.num_scored, hardest_counts.num_wins)
+            WinCount(new_counts.num_groups, new_counts.num_scored, new_counts.num_wins)
         )
         num_groups = sum(wins.num_groups for wins in state.wins)
         while num_groups - state.wins[0].num_groups >= curriculum.window_groups:
@@ -194,13 +190,15 @@ class Mixture:
         """Restore an earlier state, except for the indices, which are never used twice."""
         names = self.state.names
         self.state.credits = {name: earlier_state.credits.get(name, 0.0) for name in names}
-        self.state.num_dealt = {name: earlier_state.num_dealt.get(name, 0) for name in names}
+        self.state.num_new_tasks = {
+            name: earlier_state.num_new_tasks.get(name, 0) for name in names
+        }
         self.state.num_open = earlier_state.num_open
         self.state.wins = list(earlier_state.wins)
 
     def _make_group(self, name: str) -> GroupSpec:
-        index, task_number = self._take_next_index(name), self.state.num_dealt.get(name, 0)
-        self.state.num_dealt[name] = task_number + 1
+        index, task_number = self._take_next_index(name), self.state.num_new_tasks.get(name, 0)
+        self.state.num_new_tasks[name] = task_number + 1
         return GroupSpec(index, name, self._select_seeds(name, index, task_number))
 
     def _select_seeds(self, name: str, index: int, task_number: int) -> tuple[int, ...]:
@@ -209,22 +207,17 @@ class Mixture:
         is_shared = rollout.group_seed == "shared"
         if name not in self._num_tasks:
             return derive_group_seeds(self._run.seed, index, rollout.group_size, shared=is_shared)
-        first_task = task_number if is_shared else task_number * rollout.group_size
-        task_numbers = [
-            first_task + (0 if is_shared else episode) for episode in range(rollout.group_size)
-        ]
+        size, first_task = rollout.group_size, task_number * rollout.group_size
+        tasks = [task_number] * size if is_shared else range(first_task, first_task + size)
         # Maximum number of whole epochs whose seeds are below the seeds of the warm start.
         num_epochs = max(1, FIRST_WARM_START_SEED // self._num_tasks[name])
         num_usable_tasks = num_epochs * self._num_tasks[name]
-        return tuple(task % num_usable_tasks for task in task_numbers)
-
-    def _assign_new_index(self, spec: GroupSpec) -> GroupSpec:
-        return replace(spec, index=self._take_next_index(spec.environment))
+        return tuple(task % num_usable_tasks for task in tasks)
 
     def _take_next_index(self, name: str) -> int:
         state = self.state
-        index = state.num_begun[name] * len(state.names) + state.names.index(name)
-        state.num_begun[name] += 1
+        index = state.num_indices[name] * len(state.names) + state.names.index(name)
+        state.num_indices[name] += 1
         return index
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import EpisodesFailedError, TrainingStalledError, UnavailableError
-from ludus.trainer.data.counts import RolloutCounts, total
+from ludus.trainer.data.counts import RolloutCounts, sum_counts
 from ludus.trainer.data.failures import Failures, find_most_common_reason
 
 _log = logging.getLogger(__name__)
@@ -98,8 +98,9 @@ class ProgressMonitor:
         if is_taken:
             self._wait = None
             return
-        self._check_zero_variance(total(counts.values()))
-        self._check_idle_time(total(counts.values()).num_groups, now_s)
+        all_counts = sum_counts(counts.values())
+        self._check_zero_variance(all_counts)
+        self._check_idle_time(all_counts.num_groups, now_s)
 
     def _check_idle_time(self, num_groups: int, now_s: float) -> None:
         wait = self._wait = self._wait or _BatchWait(now_s, now_s, num_groups, now_s)
@@ -145,11 +146,10 @@ class ProgressMonitor:
             progress.failed_since_s = now_s
         progress.num_initial_failures += num_failed
         batch_size = run.training.groups_per_step * run.rollout.group_size
-        has_many_failures = (
-            progress.num_initial_failures >= _MAX_INITIAL_FAILED_BATCHES * batch_size
-        )
+        if progress.num_initial_failures < _MAX_INITIAL_FAILED_BATCHES * batch_size:
+            return
         max_failing_s = min(_INITIAL_PATIENCE_S, run.environments[name].reconnect_timeout_s)
-        if has_many_failures and now_s - progress.failed_since_s >= max_failing_s:
+        if now_s - progress.failed_since_s >= max_failing_s:
             raise EpisodesFailedError(
                 f"environment '{name}': all of its first {progress.num_initial_failures} episodes "
                 f"failed, most often: {_find_most_common_cause(current_counts)}"
@@ -182,8 +182,7 @@ class ProgressMonitor:
             raise EpisodesFailedError(message)
         raise UnavailableError(
             f"{message}; its server may be unavailable for reconnect_timeout_s = {max_void_s:g}: "
-            "check "
-            "that the server responds, or raise the limit"
+            "check that the server responds, or raise the limit"
         )
 
     def _check_zero_variance(self, counts: RolloutCounts) -> None:
@@ -194,10 +193,10 @@ class ProgressMonitor:
         raise TrainingStalledError(
             f"the last {counts.num_zero_variance_groups} groups had equal rewards within each "
             f"group (mean {counts.reward_sum / num_scored:.3g}, "
-            f"{counts.num_invalid / num_scored:.0%} of the episodes ended with an invalid "
-            "action), so there is nothing to learn from; lower learner.learning_rate or "
-            "algorithm.entropy_coef if the policy collapsed, raise "
-            "rollout.group_size or rollout.temperature if it became certain"
+            f"{counts.num_invalid / num_scored:.0%} of the episodes ended with an invalid action), "
+            "so there is nothing to learn from; lower learner.learning_rate or "
+            "algorithm.entropy_coef if the policy collapsed, raise rollout.group_size or "
+            "rollout.temperature if it became certain"
         )
 
 

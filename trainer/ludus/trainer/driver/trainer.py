@@ -107,9 +107,9 @@ class Trainer:
                 open_run(
                     self.run,
                     RunState,
+                    self.run.training.keep_checkpoints,
                     resume=self._resume,
                     overwrite=self._overwrite,
-                    num_checkpoints=self.run.training.keep_checkpoints,
                 )
             )
             self.folder = self.run.folder

@@ -62,7 +62,7 @@ class ComparisonSet:
     """int64 [N * K + 1] start of each answer in `tokens`."""
     best_indices: np.ndarray
     """int64 [N] index of the preferred answer."""
-    prompts: np.ndarray
+    prompt_numbers: np.ndarray
     """int64 [N] number of each comparison's prompt; equal prompts have the same number."""
     num_left_out: int
     """Number of skipped comparisons, whose answers are all equal."""
@@ -78,7 +78,7 @@ class ComparisonSet:
         lengths: np.ndarray = np.diff(self.offsets).reshape(-1, self.num_answers).max(1)
         return lengths
 
-    def rows(self, indices: Sequence[int]) -> list[np.ndarray]:
+    def select_rows(self, indices: Sequence[int]) -> list[np.ndarray]:
         """Return the tokens of all answers of these comparisons, K rows per comparison."""
         num_answers = self.num_answers
         return [
@@ -90,8 +90,8 @@ class ComparisonSet:
     def compute_fingerprint(self) -> str:
         """Return a hash of all comparisons."""
         digest = hashlib.blake2b(digest_size=16)
-        for field_array in (self.tokens, self.offsets, self.best_indices):
-            digest.update(field_array.tobytes())
+        for numbers in (self.tokens, self.offsets, self.best_indices):
+            digest.update(numbers.tobytes())
         return digest.hexdigest()
 
 
@@ -129,11 +129,8 @@ def _parse_row(row: Row) -> Comparison:
 
 def _parse_best(row: Row, num_answers: int) -> int:
     best_value = row.columns.get("best")
-    try:
-        index = int(str(best_value))
-    except ValueError:
-        index = -1
-    if isinstance(best_value, bool) or not 0 <= index < num_answers:
+    index = int(best_value) if re.fullmatch(r"\s*\d+\s*", str(best_value)) else -1
+    if not 0 <= index < num_answers:
         raise ConfigError(
             f"{row.location}: column 'best' must be the number of the preferred sample, 0 to "
             f"{num_answers - 1}, got {best_value!r}"
@@ -150,19 +147,15 @@ def _read_content(row: Row, name: str) -> Content:
 
 
 def encode_comparisons(
-    comparisons: Iterable[Comparison], encoder: TextEncoder, on_read: Callable[[int], None]
+    comparisons: Iterable[Comparison], encoder: TextEncoder, on_read: Callable[[], None]
 ) -> ComparisonSet:
     """Encode comparisons one after the other."""
-    tokens, offsets, best_indices, prompt_numbers = (
-        array("i"),
-        array("q", [0]),
-        array("q"),
-        array("q"),
-    )
+    tokens, offsets = array("i"), array("q", [0])
+    best_indices, prompt_numbers = array("q"), array("q")
     number_by_prompt: dict[bytes, int] = {}
     num_left_out = 0
-    for num_read, comparison in enumerate(comparisons, start=1):
-        on_read(num_read)
+    for comparison in comparisons:
+        on_read()
         rows = _encode_answers(comparison, encoder)
         if all(row == rows[0] for row in rows):
             num_left_out += 1
@@ -199,15 +192,14 @@ def split_comparisons(
     if num_test == 0:
         return list(range(num_rows)), []
     num_test = min(num_test, num_rows - 1)
-    num_prompts = int(comparisons.prompts.max()) + 1
+    num_prompts = int(comparisons.prompt_numbers.max()) + 1
     groups: list[list[int]] = [[] for _ in range(num_prompts)]
-    for row, prompt in enumerate(comparisons.prompts.tolist()):
+    for row, prompt in enumerate(comparisons.prompt_numbers.tolist()):
         groups[prompt].append(row)
     if num_prompts < _MIN_PROMPTS_TO_SPLIT_BY:
         groups = [[row] for row in range(num_rows)]
     make_random(seed, Stream.REWARD_MODEL_SPLIT).shuffle(groups)
-    test_rows: list[int] = []
-    train_rows: list[int] = []
+    train_rows, test_rows = list[int](), list[int]()
     for group in groups:
         is_test = len(test_rows) + len(group) <= num_test
         (test_rows if is_test else train_rows).extend(group)
@@ -247,7 +239,7 @@ def evaluate_comparisons(
         return None
     all_scores: list[float] = []
     for start in range(0, len(rows), _NUM_COMPARISONS_AT_ONCE):
-        answer_tokens = comparisons.rows(rows[start : start + _NUM_COMPARISONS_AT_ONCE])
+        answer_tokens = comparisons.select_rows(rows[start : start + _NUM_COMPARISONS_AT_ONCE])
         all_scores += model.score_tokens(answer_tokens, max_tokens_per_batch=max_tokens)
     scores = torch.tensor(all_scores, dtype=torch.float64).view(len(rows), -1)
     best_indices = torch.from_numpy(comparisons.best_indices[list(rows)])

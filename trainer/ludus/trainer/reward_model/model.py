@@ -30,7 +30,8 @@ from ludus.trainer.models.chat import ChatTemplate
 from ludus.trainer.models.load import load_sequence_classifier, load_tokenizer
 
 TextFormat = Literal["chat", "text"]
-Content: TypeAlias = str | Sequence[Message] | Sequence[int]
+Text: TypeAlias = str | Sequence[Message]
+Content: TypeAlias = Text | Sequence[int]
 """A text, messages, or token ids: the content of a prompt or an answer."""
 
 _FORMAT_KEY = "ludus_format"
@@ -68,9 +69,7 @@ class TextEncoder:
             token_ids = [*self._encode_content(prompt), *self._encode_content(answer)]
             self._check_token_ids(token_ids)
         else:
-            text = self._join(
-                cast("str | Sequence[Message]", prompt), cast("str | Sequence[Message]", answer)
-            )
+            text = self._join(cast(Text, prompt), cast(Text, answer))
             token_ids = self._encode_text(text, adds_special_tokens=self._template is None)
         if not token_ids:
             raise ConfigError("the prompt and the answer have no tokens; give at least one token")
@@ -78,7 +77,7 @@ class TextEncoder:
             self.num_cut += 1
         return token_ids[-self.max_tokens :]
 
-    def _join(self, prompt: str | Sequence[Message], answer: str | Sequence[Message]) -> str:
+    def _join(self, prompt: Text, answer: Text) -> str:
         if self._template is None:
             return _join_contents(prompt) + _join_contents(answer)
         messages = [*_make_messages(prompt, "user"), *_make_messages(answer, "assistant")]
@@ -87,28 +86,22 @@ class TextEncoder:
     def _encode_content(self, content: Content) -> Sequence[int]:
         if _is_tokens(content):
             return content
-        return self._encode_text(
-            _join_contents(cast("str | Sequence[Message]", content)), adds_special_tokens=False
-        )
+        return self._encode_text(_join_contents(cast(Text, content)), adds_special_tokens=False)
 
     def _encode_text(self, text: str, *, adds_special_tokens: bool) -> list[int]:
         try:
-            token_ids: list[int] = self._tokenizer.encode(
-                text, add_special_tokens=adds_special_tokens
-            )
+            return list(self._tokenizer.encode(text, add_special_tokens=adds_special_tokens))
         except TypeError:
             # JSON can contain lone surrogates, which tokenizers reject.
             raise ConfigError(f"the text contains half of a character: {text!r:.60}") from None
-        return token_ids
 
     def _check_token_ids(self, token_ids: list[int]) -> None:
-        invalid_ids = [
-            token_id for token_id in token_ids if not 0 <= token_id < len(self._tokenizer)
-        ]
+        vocab_size = len(self._tokenizer)
+        invalid_ids = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
         if invalid_ids:
             raise ConfigError(
-                f"token ids must be below {len(self._tokenizer)}, the size of the model's "
-                f"vocabulary, got {invalid_ids[0]}; leave padding out, or give texts"
+                f"token ids must be below {vocab_size}, the size of the model's vocabulary, got "
+                f"{invalid_ids[0]}; leave padding out, or give texts"
             )
 
 
@@ -141,17 +134,13 @@ class RewardModel(nn.Module):
         self.tokenizer = tokenizer
         self.head = _find_head(classifier)
         """Layer that computes the score from a hidden state."""
-        max_positions = (
-            getattr(classifier.config, "max_position_embeddings", None) or _DEFAULT_MAX_TOKENS
-        )
-        if max_tokens is not None and max_tokens < 1:
-            raise ConfigError(f"max_tokens must be at least 1, got {max_tokens}")
-        if max_tokens is not None and max_tokens > max_positions:
+        max_positions = getattr(classifier.config, "max_position_embeddings", None)
+        limit = max_positions or _DEFAULT_MAX_TOKENS
+        if max_tokens is not None and not 1 <= max_tokens <= limit:
             raise ConfigError(
-                f"max_tokens = {max_tokens} is more than the model's {max_positions} positions; "
-                "lower it"
+                f"max_tokens must be from 1 to the model's {limit} positions, got {max_tokens}"
             )
-        self.encoder = TextEncoder(tokenizer, format, max_tokens or max_positions)
+        self.encoder = TextEncoder(tokenizer, format, max_tokens or limit)
 
     @property
     def device(self) -> torch.device:
@@ -319,9 +308,9 @@ def parse_content(content: object, name: str) -> Content:
     if isinstance(content, Sequence):
         if all(isinstance(element, int) and not isinstance(element, bool) for element in content):
             return content
-        if all(_is_message(element) for element in content):
+        if all(_is_message(message) for message in content):
             return [
-                Message(role=element["role"], content=element["content"]) for element in content
+                Message(role=message["role"], content=message["content"]) for message in content
             ]
     raise ConfigError(
         f"{name} must be a text, a list of messages "
@@ -345,14 +334,11 @@ def _set_padding_token(classifier: PreTrainedModel, tokenizer: PreTrainedTokeniz
 def _find_head(classifier: PreTrainedModel) -> nn.Linear:
     head: Any = getattr(classifier, "score", None)
     if not isinstance(head, nn.Linear) or head.out_features != 1:
-        class_name = type(classifier).__name__
-        description = (
-            f"{head.out_features} outputs" if isinstance(head, nn.Linear) else "no such head"
-        )
+        outputs = f"{head.out_features} outputs" if isinstance(head, nn.Linear) else "no such head"
         raise ConfigError(
-            f"a reward model needs a head `score` with one output, but {class_name} has "
-            f"{description}; use a "
-            "causal model, such as Llama, Qwen or GPT-2"
+            "a reward model needs a head `score` with one output, but "
+            f"{type(classifier).__name__} has {outputs}; use a causal model, such as Llama, Qwen "
+            "or GPT-2"
         )
     return head
 
@@ -361,21 +347,19 @@ def _is_tokens(content: Content) -> TypeGuard[Sequence[int]]:
     return not isinstance(content, str) and bool(content) and isinstance(content[0], int)
 
 
-def _join_contents(content: str | Sequence[Message]) -> str:
+def _join_contents(content: Text) -> str:
     if isinstance(content, str):
         return content
     return "".join(message["content"] for message in content)
 
 
-def _make_messages(content: str | Sequence[Message], role: str) -> list[Message]:
+def _make_messages(content: Text, role: str) -> list[Message]:
     if isinstance(content, str):
         return [{"role": role, "content": content}] if content else []
     return list(content)
 
 
 def _is_message(content: Any) -> bool:
-    return (
-        isinstance(content, Mapping)
-        and isinstance(content.get("role"), str)
-        and isinstance(content.get("content"), str)
+    return isinstance(content, Mapping) and all(
+        isinstance(content.get(name), str) for name in ("role", "content")
     )

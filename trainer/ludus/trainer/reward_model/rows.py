@@ -43,10 +43,9 @@ def read_rows(path: Path) -> Iterator[Row]:
         try:
             for row_number, columns in enumerate(reader(file), start=1):
                 if not isinstance(columns, Mapping):
-                    class_name = type(columns).__name__
                     raise ConfigError(
                         f"{file}, row {row_number}: a row must be an object with columns, got "
-                        f"{class_name}; "
+                        f"{type(columns).__name__}; "
                         'for example {"prompt": ..., "chosen": ..., "rejected": ...}'
                     )
                 yield Row(f"{file}, row {row_number}", columns)
@@ -94,11 +93,7 @@ def _find_training_split(path: Path) -> Path:
 
 def _read_json_lines(file: Path) -> Iterator[Any]:
     with file.open(encoding=_ENCODING) as lines:
-        row_number = 0
-        for line in lines:
-            if not line.strip():
-                continue
-            row_number += 1
+        for row_number, line in enumerate(filter(str.strip, lines), start=1):
             try:
                 yield json.loads(line)
             except json.JSONDecodeError as error:

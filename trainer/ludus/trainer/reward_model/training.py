@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ludus.proto.config import RewardModelRun
@@ -74,7 +73,7 @@ _CHECKPOINT_INTERVAL_S = 600.0
 class RewardModelState(SavedState):
     """State of a reward model's run between two optimizer steps; `step` includes skipped steps."""
 
-    comparisons: str = ""
+    fingerprint: str = Field(default="", alias="comparisons")
     """Fingerprint of the comparisons."""
     epoch: int = 0
     """Number of finished epochs."""
@@ -82,7 +81,7 @@ class RewardModelState(SavedState):
     """Number of finished batches of the current epoch."""
     loss_sum: float = 0.0
     """Sum of the losses of the current epoch's comparisons."""
-    num_right: int = 0
+    num_correct: int = Field(default=0, alias="num_right")
     """Number of comparisons of the current epoch whose preferred answer got the highest score."""
     recent_loss: float | None = None
     num_skipped: int = 0
@@ -97,7 +96,7 @@ class RewardModelState(SavedState):
         """Record a finished epoch and start the next one."""
         self.epochs.append(epoch)
         self.epoch += 1
-        self.batch, self.loss_sum, self.num_right = 0, 0.0, 0
+        self.batch, self.loss_sum, self.num_correct = 0, 0.0, 0
         if is_kept:
             self.kept_epoch = self.epoch
 
@@ -147,9 +146,7 @@ def train_reward_model(
     _check_output(run.output, overwrite=overwrite)
     with (
         _training_environment(run),
-        open_run(
-            run, RewardModelState, resume=resume, overwrite=overwrite, num_checkpoints=1
-        ) as files,
+        open_run(run, RewardModelState, 1, resume=resume, overwrite=overwrite) as files,
     ):
         training = _RewardModelTraining(run, files, on_progress, stop_request or StopRequest())
         metrics = training.train()
@@ -163,7 +160,7 @@ def check_training(run: RewardModelRun, *, overwrite: bool = False) -> tuple[int
     choose_device(run.device)
     with _training_environment(run):
         model = make_reward_model(run.model, run.format, run.max_tokens)
-    comparisons = encode_comparisons(read_comparisons(run.data), model.encoder, lambda number: None)
+    comparisons = encode_comparisons(read_comparisons(run.data), model.encoder, lambda: None)
     train_rows, test_rows = split_comparisons(comparisons, run.test_size, run.seed)
     return len(train_rows), len(test_rows)
 
@@ -183,8 +180,7 @@ class _RewardModelTraining:
         self._start_s = time.monotonic() - self._state.elapsed_s
         self._last_report_s = -math.inf
         device = choose_device(run.device)
-        self._model = make_reward_model(run.model, run.format, run.max_tokens)
-        self._model.to(device)
+        self._model = make_reward_model(run.model, run.format, run.max_tokens).to(device)
         self._comparisons = self._read_comparisons()
         self._train_indices, self._test_indices = split_comparisons(
             self._comparisons, run.test_size, run.seed
@@ -196,7 +192,7 @@ class _RewardModelTraining:
             self._model.requires_grad_(False)
             self._model.head.requires_grad_(True)
         self._optimizer = torch.optim.AdamW(
-            [parameter for parameter in self._model.parameters() if parameter.requires_grad],
+            [weight for weight in self._model.parameters() if weight.requires_grad],
             lr=run.learning_rate,
             weight_decay=run.weight_decay,
         )
@@ -226,12 +222,9 @@ class _RewardModelTraining:
 
     def _run_epoch(self) -> None:
         run, state = self._run, self._state
+        max_lengths = self._comparisons.max_lengths
         batches = make_epoch_batches(
-            self._train_indices,
-            self._comparisons.max_lengths,
-            run.batch_size,
-            run.seed,
-            state.epoch,
+            self._train_indices, max_lengths, run.batch_size, run.seed, state.epoch
         )
         for batch in batches[state.batch :]:
             self._train_batch(batch)
@@ -250,13 +243,12 @@ class _RewardModelTraining:
     def _end_epoch(self) -> None:
         state = self._state
         self._report_progress("judge")
-        test_scores = self._evaluate()
         num_rows = len(self._train_indices)
         epoch = RewardModelEpoch(
             epoch=state.epoch + 1,
             train_loss=state.loss_sum / num_rows,
-            train_accuracy=state.num_right / num_rows,
-            test=test_scores,
+            train_accuracy=state.num_correct / num_rows,
+            test=self._evaluate(),
             elapsed_s=self._elapsed_s,
         )
         state.end_epoch(epoch, is_kept=self._is_best(epoch))
@@ -270,8 +262,8 @@ class _RewardModelTraining:
         state = self._state
         if self._run.keep == "last" or epoch.test is None or state.kept_epoch == 0:
             return True
-        best_report = state.epochs[state.kept_epoch - 1].test
-        return best_report is None or epoch.test.loss < best_report.loss
+        best_scores = state.epochs[state.kept_epoch - 1].test
+        return best_scores is None or epoch.test.loss < best_scores.loss
 
     def _train_batch(self, batch: list[int]) -> None:
         """Take one optimizer step on these comparisons."""
@@ -281,36 +273,30 @@ class _RewardModelTraining:
         state = self._state
         for group in self._optimizer.param_groups:
             group["lr"] = self._run.learning_rate * self._compute_rate_factor(state.step)
-        max_lengths = self._comparisons.max_lengths[batch].tolist()
-        micro_batches = split_by_budget(
-            max_lengths, self._run.max_tokens_per_micro_batch, self._comparisons.num_answers
-        )
-        loss_sum, num_right = 0.0, 0
-        for micro_batch in micro_batches:
+        comparisons, loss_sum = self._comparisons, 0.0
+        for micro_batch in split_by_budget(
+            comparisons.max_lengths[batch].tolist(),
+            self._run.max_tokens_per_micro_batch,
+            comparisons.num_answers,
+        ):
             rows = [batch[index] for index in micro_batch]
-            best_indices = torch.from_numpy(self._comparisons.best_indices[rows])
-            scores = self._score(rows)
+            best_indices = torch.from_numpy(comparisons.best_indices[rows])
+            with self._make_autocast_context():
+                scores = self._model(pad_rows(comparisons.select_rows(rows))).view(len(rows), -1)
             loss = cross_entropy(scores, best_indices.to(scores.device)) * len(rows)
             (loss / len(batch)).backward()
             loss_sum += loss.item()
-            num_right += int((rank_preferred(scores.detach().cpu(), best_indices) == 1).sum())
+            ranks = rank_preferred(scores.detach().cpu(), best_indices)
+            state.num_correct += int((ranks == 1).sum())
         state.loss_sum += loss_sum
-        state.num_right += num_right
         state.recent_loss = loss_sum / len(batch)
         self._take_optimizer_step()
 
-    def _score(self, rows: list[int]) -> Tensor:
-        """Return the scores of all answers, float32 [n, K]."""
-        with self._make_autocast_context():
-            scores: Tensor = self._model(pad_rows(self._comparisons.rows(rows)))
-        return scores.view(len(rows), -1)
-
     def _take_optimizer_step(self) -> None:
         state = self._state
-        parameters = [
-            parameter for parameter in self._model.parameters() if parameter.grad is not None
-        ]
-        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self._run.max_grad_norm)
+        grad_norm = torch.nn.utils.clip_grad_norm_(
+            self._model.parameters(), self._run.max_grad_norm
+        )
         if torch.isfinite(grad_norm):
             self._optimizer.step()
             state.num_skipped_in_a_row = 0
@@ -334,19 +320,18 @@ class _RewardModelTraining:
         if warmup_steps is None:
             return min(MAX_DEFAULT_WARMUP_STEPS, self._num_steps // 10)
         if warmup_steps >= self._num_steps:
-            learning_rate = self._run.learning_rate
+            peak_rate = self._run.learning_rate
             warn_user(
                 f"warmup_steps = {warmup_steps}, but training has only {self._num_steps} steps: "
-                "the "
-                "learning rate rises until the end, to "
-                f"{learning_rate * self._num_steps / warmup_steps:.2g} "
-                f"of {learning_rate:.2g}; lower warmup_steps, or leave it out"
+                "the learning rate rises until the end, to "
+                f"{peak_rate * self._num_steps / warmup_steps:.2g} of {peak_rate:.2g}; lower "
+                "warmup_steps, or leave it out"
             )
         return warmup_steps
 
     def _evaluate(self) -> PreferenceScores | None:
+        max_tokens = self._run.max_tokens_per_micro_batch
         with self._make_autocast_context():
-            max_tokens = self._run.max_tokens_per_micro_batch
             return evaluate_comparisons(
                 self._model, self._comparisons, self._test_indices, max_tokens
             )
@@ -357,12 +342,10 @@ class _RewardModelTraining:
         return torch.autocast(self._model.device.type, torch.bfloat16)
 
     def _read_comparisons(self) -> ComparisonSet:
-        def report_reading(num_read: int) -> None:
-            if time.monotonic() - self._last_report_s > _REPORT_INTERVAL_S:
-                self._report_progress("read")
-
         encoder = self._model.encoder
-        comparisons = encode_comparisons(read_comparisons(self._run.data), encoder, report_reading)
+        comparisons = encode_comparisons(
+            read_comparisons(self._run.data), encoder, lambda: self._report_progress("read")
+        )
         if encoder.num_cut:
             warn_user(
                 f"{encoder.num_cut} texts are longer than max_tokens = {encoder.max_tokens} and "
@@ -379,9 +362,9 @@ class _RewardModelTraining:
         """Continue from the checkpoint, if the run resumes."""
         fingerprint = self._comparisons.compute_fingerprint()
         if self._files.checkpoint is None:
-            self._state.comparisons = fingerprint
+            self._state.fingerprint = fingerprint
             return
-        if self._state.comparisons != fingerprint:
+        if self._state.fingerprint != fingerprint:
             raise ConfigError(
                 f"data = '{self._run.data}' has changed since the training started; restore "
                 "the old data, or start again without --resume"
@@ -413,9 +396,9 @@ class _RewardModelTraining:
         return time.monotonic() - self._start_s
 
     def _report_progress(self, phase: Any, epoch: RewardModelEpoch | None = None) -> None:
-        """Report the progress, during an epoch at most once a second."""
+        """Report the progress, while reading and during an epoch at most once a second."""
         is_due = time.monotonic() - self._last_report_s > _REPORT_INTERVAL_S
-        if phase == "train" and epoch is None and not is_due:
+        if phase in ("read", "train") and epoch is None and not is_due:
             return
         self._last_report_s = time.monotonic()
         state = self._state
@@ -435,7 +418,7 @@ class _RewardModelTraining:
 
     def _make_metrics(self) -> RewardModelMetrics:
         state, comparisons = self._state, self._comparisons
-        test_scores = state.epochs[state.kept_epoch - 1].test
+        scores = state.epochs[state.kept_epoch - 1].test
         return RewardModelMetrics(
             model=self._run.model,
             data=str(self._run.data),
@@ -447,9 +430,9 @@ class _RewardModelTraining:
             num_steps=self._num_steps,
             num_steps_skipped=state.num_skipped,
             kept_epoch=state.kept_epoch,
-            accuracy=None if test_scores is None else test_scores.accuracy,
-            mrr=None if test_scores is None else test_scores.mrr,
-            loss=None if test_scores is None else test_scores.loss,
+            accuracy=scores and scores.accuracy,
+            mrr=scores and scores.mrr,
+            loss=scores and scores.loss,
             epochs=tuple(state.epochs),
             elapsed_s=self._elapsed_s,
         )

@@ -47,7 +47,7 @@ _POLL_INTERVAL_S = 0.1
 class SavedState(BaseModel):
     """The state of a run between two steps, common to all kinds of runs."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", serialize_by_alias=True)
 
     step: int = 0
     """Number of training steps done."""
@@ -190,10 +190,8 @@ class CheckpointFolder:
         """Remove the oldest checkpoints, and checkpoints of later steps from before a rollback."""
         checkpoints = list_checkpoints(self._folder)
         end_index = checkpoints.index(newest_checkpoint) + 1
-        for checkpoint in [
-            *checkpoints[: max(0, end_index - self._num_kept)],
-            *checkpoints[end_index:],
-        ]:
+        first_index = max(0, end_index - self._num_kept)
+        for checkpoint in checkpoints[:first_index] + checkpoints[end_index:]:
             shutil.rmtree(checkpoint)
 
 
@@ -266,12 +264,14 @@ def check_complete(checkpoint: Path) -> None:
     path = checkpoint / _FILES_FILE
     try:
         sizes: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))["num_bytes"]
+        defect = _find_defect(checkpoint, sizes)
     except (OSError, ValueError, KeyError) as error:
-        raise _make_damaged_error(
-            checkpoint, f"{path.name}: {str(error).splitlines()[0]}"
-        ) from error
-    if (defect := _find_defect(checkpoint, sizes)) is not None:
-        raise _make_damaged_error(checkpoint, defect)
+        defect = f"{path.name}: {str(error).splitlines()[0]}"
+    if defect is not None:
+        raise CheckpointError(
+            f"checkpoint '{checkpoint}' cannot be read: {defect}; the previous checkpoint is used "
+            "if there is one, otherwise start again with --overwrite"
+        )
 
 
 def read_state(checkpoint: Path, state_type: type[StateT]) -> StateT:
@@ -282,10 +282,10 @@ def read_state(checkpoint: Path, state_type: type[StateT]) -> StateT:
     """
     path = checkpoint / _STATE_FILE
     if not checkpoint.is_dir():
-        existing_checkpoints = ", ".join(map(str, list_checkpoints(checkpoint.parent)))
+        examples = ", ".join(map(str, list_checkpoints(checkpoint.parent)))
         raise CheckpointError(
             f"no checkpoint '{checkpoint}'; expected a folder like "
-            f"{existing_checkpoints or 'runs/NAME/checkpoints/step-00000100'}"
+            f"{examples or 'runs/NAME/checkpoints/step-00000100'}"
         )
     try:
         return state_type.model_validate_json(path.read_text(encoding="utf-8"))
@@ -300,9 +300,9 @@ def check_streams(checkpoint: Path, state: SavedState) -> None:
     if version != STREAMS_VERSION:
         raise CheckpointError(
             f"checkpoint '{checkpoint}' uses random streams of version {version}, but this Ludus "
-            f"uses version {STREAMS_VERSION}; continue with the Ludus that wrote it, or "
-            "start again with --overwrite or under another name "
-            "(`ludus eval` can still evaluate its policy)"
+            f"uses version {STREAMS_VERSION}; continue with the Ludus that wrote it, or start "
+            "again with --overwrite or under another name (`ludus eval` can still evaluate its "
+            "policy)"
         )
 
 
@@ -311,13 +311,6 @@ def _make_unreadable_error(checkpoint: Path, file_name: str, error: Exception) -
     return CheckpointError(
         f"checkpoint '{checkpoint}' cannot be read: {file_name}: {reason}; remove its folder "
         "to continue from the previous checkpoint, or start again with --overwrite"
-    )
-
-
-def _make_damaged_error(checkpoint: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint '{checkpoint}' cannot be read: {reason}; the previous checkpoint is used if "
-        "there is one, otherwise start again with --overwrite"
     )
 
 

@@ -69,14 +69,15 @@ class OpenRun(Generic[StateT]):
 def open_run(
     run: AnyRunConfig,
     state_type: type[StateT],
+    num_kept: int,
     *,
     resume: Resume,
     overwrite: bool,
-    num_checkpoints: int,
 ) -> Iterator[OpenRun[StateT]]:
     """Open the folder and the log of a run, and close them after the block.
 
-    If a UserError ends a new run before its first step, its folder is removed.
+    The run keeps `num_kept` checkpoints. If a UserError ends a new run before its first step, its
+    folder is removed.
 
     Raises:
         UserError: the run cannot start as configured.
@@ -93,7 +94,7 @@ def open_run(
                 warn_user(
                     f"the run continues with another configuration: {describe_changes(changes)}"
                 )
-            checkpoints = CheckpointFolder(folder.path / CHECKPOINTS_FOLDER, num_checkpoints)
+            checkpoints = CheckpointFolder(folder.path / CHECKPOINTS_FOLDER, num_kept)
             yield OpenRun(folder, checkpoints, checkpoint, state)
     except UserError:
         if checkpoint is None and state.step == 0:

@@ -103,14 +103,10 @@ class MetricsWriter:
         environments: Mapping[str, Mapping[str, float]],
     ) -> None:
         """Write the values of a training step, for the whole run and for each environment."""
-        self._append_row("train", step, values, num_games_trained=num_games_trained)
+        self._append_row("train", step, values, num_games_trained)
         for name, environment_values in environments.items():
             self._append_row(
-                "environment",
-                step,
-                environment_values,
-                num_games_trained=num_games_trained,
-                environment=name,
+                "environment", step, environment_values, num_games_trained, environment=name
             )
 
     def log_transcripts(
@@ -129,42 +125,31 @@ class MetricsWriter:
     ) -> None:
         """Write the results of an evaluation in one environment."""
         values = _make_eval_values(report.policy, report.gap_closed)
-        self._append_row(
-            "eval", step, values, num_games_trained=num_games_trained, environment=environment
-        )
+        self._append_row("eval", step, values, num_games_trained, environment=environment)
         for policy, result in report.baselines.items():
+            values = _make_eval_values(result)
             self._append_row(
-                "baseline",
-                step,
-                _make_eval_values(result),
-                num_games_trained=num_games_trained,
-                environment=environment,
-                policy=policy,
+                "baseline", step, values, num_games_trained, environment=environment, policy=policy
             )
 
     def log_delivery(self, step: int, weights: Mapping[int, WorkerWeights]) -> None:
         """Write the weights that each worker now samples from, by worker number."""
         worker_rows = tuple(
             WorkerWeightsRow(
-                worker=worker_weights,
-                version=weights_by_worker.canary.version,
-                content_hash=weights_by_worker.canary.content_hash,
-                canary_error=weights_by_worker.canary.error,
+                worker=number,
+                version=worker.canary.version,
+                content_hash=worker.canary.content_hash,
+                canary_error=worker.canary.error,
             )
-            for worker_weights, weights_by_worker in sorted(weights.items())
+            for number, worker in sorted(weights.items())
         )
         values: dict[str, float] = {}
         if weights:
+            workers = weights.values()
             values = {
-                TrainMetric.WEIGHT_FETCH_S: max(
-                    worker_weights.fetch_s for worker_weights in weights.values()
-                ),
-                TrainMetric.SAMPLER_PAUSE_S: max(
-                    worker_weights.pause_s for worker_weights in weights.values()
-                ),
-                TrainMetric.WEIGHT_FETCH_BYTES: sum(
-                    worker_weights.num_bytes_fetched for worker_weights in weights.values()
-                ),
+                TrainMetric.WEIGHT_FETCH_S: max(worker.fetch_s for worker in workers),
+                TrainMetric.SAMPLER_PAUSE_S: max(worker.pause_s for worker in workers),
+                TrainMetric.WEIGHT_FETCH_BYTES: sum(worker.num_bytes_fetched for worker in workers),
             }
         self._append_row("weights", step, values, weights=worker_rows)
 
@@ -177,9 +162,7 @@ class MetricsWriter:
         environment: str | None = None,
     ) -> None:
         """Write an event as the metrics that count it, for an environment or the whole run."""
-        self._append_row(
-            "event", step, values, num_games_trained=num_games_trained, environment=environment
-        )
+        self._append_row("event", step, values, num_games_trained, environment=environment)
 
     def log_checkpoint(self, step: int, duration_s: float) -> None:
         """Write that a checkpoint was saved, and how long training paused."""
@@ -213,11 +196,9 @@ class MetricsWriter:
         kind: RowKind,
         step: int,
         values: Mapping[str, float] | None = None,
-        *,
         num_games_trained: int = 0,
         **fields: Any,
     ) -> None:
-        """Write a row."""
         row = MetricsRow(
             kind=kind,
             step=step,
@@ -233,11 +214,11 @@ class MetricsWriter:
 def _drop_later_rows(path: Path, step: int) -> list[MetricsRow]:
     """Drop the rows and transcripts after `step`; return the rows that remain."""
     rows = [row for row in read_metrics(path) if row.step <= step]
-    content = "".join(row.model_dump_json(exclude_defaults=True) + "\n" for row in rows)
-    write_atomically(path / METRICS_FILE, content)
-    transcripts = [transcript for transcript in read_transcripts(path) if transcript.step <= step]
-    content = "".join(transcript.model_dump_json() + "\n" for transcript in transcripts)
-    write_atomically(path / TRANSCRIPTS_FILE, content)
+    lines = [row.model_dump_json(exclude_defaults=True) + "\n" for row in rows]
+    write_atomically(path / METRICS_FILE, "".join(lines))
+    transcripts = read_transcripts(path)
+    lines = [text.model_dump_json() + "\n" for text in transcripts if text.step <= step]
+    write_atomically(path / TRANSCRIPTS_FILE, "".join(lines))
     return rows
 
 

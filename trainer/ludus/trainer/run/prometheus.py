@@ -117,7 +117,7 @@ class RunSeries(MetricsSink, Collector):
         """Start exporting the series of the environments, with the opponents in these options."""
         with self._lock:
             self._opponents = {
-                name: find_opponent(environment_options)
+                name: str(environment_options.get("opponent") or NO_OPPONENT)
                 for name, environment_options in options.items()
             }
 
@@ -226,15 +226,9 @@ class PrometheusExporter(RunSeries):
         self._thread.join()
 
 
-def find_opponent(options: JsonObject) -> str:
-    """Return the opponent that the environment's options name."""
-    opponent = options.get("opponent")
-    return opponent if isinstance(opponent, str) else NO_OPPONENT
-
-
 def make_series() -> dict[str, Series]:
     """Return all series that a run exports, by name and without samples."""
-    worker_label = ("worker",)
+    worker = ("worker",)
     series = {
         _TRAIN_NAMES[metric]: Series(
             metric.spec.help,
@@ -268,13 +262,11 @@ def make_series() -> dict[str, Series]:
             "Mean reward term of an episode, before it is weighted.", (*_ENVIRONMENT_LABELS, "term")
         ),
         TrainSeries.WORKERS: Series("Rollout workers that have loaded weights."),
-        TrainSeries.WORKER_VERSION: Series(
-            "Weights version that a worker has loaded.", worker_label
-        ),
+        TrainSeries.WORKER_VERSION: Series("Weights version that a worker has loaded.", worker),
         TrainSeries.WORKER_HASH: Series(
-            "First 48 bits of the content hash of a worker's weights.", worker_label
+            "First 48 bits of the content hash of a worker's weights.", worker
         ),
         TrainSeries.WORKER_CANARY_ERROR: Series(
-            "Canary error of a worker's newest weights, in nats.", worker_label
+            "Canary error of a worker's newest weights, in nats.", worker
         ),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 
 from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig
@@ -80,8 +81,6 @@ def list_installed_versions() -> dict[str, str]:
     """Return the versions of the packages that affect a result."""
     versions = {}
     for package in _PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions

@@ -31,9 +31,8 @@ class TensorboardWriter(MetricsSink):
         values = [
             Summary.Value(tag=tag, simple_value=value) for tag, value in tag_values(row).items()
         ]
-        if not values:
-            return
-        self._add_event(Event(step=row.step, summary=Summary(value=values)))
+        if values:
+            self._add_event(Event(step=row.step, summary=Summary(value=values)))
 
     def rewind(self, step: int) -> None:
         """Make readers drop the values of later steps."""

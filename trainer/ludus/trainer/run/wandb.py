@@ -76,16 +76,12 @@ class WandbWriter(MetricsSink):
 
     def write(self, row: MetricsRow) -> None:
         """Send the row's values."""
-        values = tag_values(row)
+        values = dict(tag_values(row))
         if values:
-            self._session.log(
-                {
-                    **values,
-                    _STEP_KEY: row.step,
-                    _GAMES_KEY: row.num_games_trained,
-                    _ELAPSED_KEY: row.elapsed_s,
-                }
-            )
+            values[_STEP_KEY] = row.step
+            values[_GAMES_KEY] = row.num_games_trained
+            values[_ELAPSED_KEY] = row.elapsed_s
+            self._session.log(values)
 
     def close(self) -> None:
         """Send pending values, or keep them in the folder."""

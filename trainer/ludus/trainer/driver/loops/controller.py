@@ -63,7 +63,7 @@ from ludus.trainer.core.stopping import StopRequest, check_skipped_updates
 from ludus.trainer.core.tasks import CancellingTaskGroup
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.data.buffer import TakenBatch
-from ludus.trainer.data.counts import total
+from ludus.trainer.data.counts import sum_counts
 from ludus.trainer.data.mixture import Mixture
 from ludus.trainer.data.progress import ProgressMonitor
 from ludus.trainer.driver.evaluation import Evaluator
@@ -292,7 +292,7 @@ class Controller:
         assert step.metrics is not None
         self._step = None
         state, batch, metrics = self.state, step.batch, self.components.metrics
-        counts = total(batch.counts.values())
+        counts = sum_counts(batch.counts.values())
         state.games_trained += sum(group.num_scored for group in batch.groups)
         state.games_played += counts.num_episodes
         state.episodes_lost += counts.num_lost
