@@ -55,14 +55,10 @@ def run_command(command: Callable[[argparse.Namespace], None], args: argparse.Na
         return _INTERRUPTED_EXIT_CODE
 
 
-def _train(args: argparse.Namespace) -> None:
+def _train_or_check(args: argparse.Namespace) -> None:
     run = load_any_run_config(args.config, args.set)
-    _import_commands(run).train(run, resume=Resume(args.resume), overwrite=args.overwrite)
-
-
-def _check(args: argparse.Namespace) -> None:
-    run = load_any_run_config(args.config, args.set)
-    _import_commands(run).check(run, resume=Resume(args.resume), overwrite=args.overwrite)
+    command = getattr(_import_commands(run), args.command)
+    command(run, resume=Resume(args.resume), overwrite=args.overwrite)
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -95,7 +91,7 @@ def _import_commands(run: AnyRunConfig) -> ModuleType:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ludus.trainer", description=__doc__)
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train a policy or a reward model")
     check = commands.add_parser("check", help="check everything that could stop a run")
     add_start_options(train)
@@ -108,8 +104,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--temperature", type=float, help="sampling temperature; default: eval.temperature"
     )
     evaluate.add_argument("--output", type=Path, help="output file; default: standard output")
-    for command, function in ((train, _train), (check, _check), (evaluate, _evaluate)):
-        command.set_defaults(function=function)
+    for command in (train, check, evaluate):
+        command.set_defaults(function=_evaluate if command is evaluate else _train_or_check)
         command.add_argument(
             "--config", type=Path, required=True, help="configuration file: TOML, YAML or JSON"
         )

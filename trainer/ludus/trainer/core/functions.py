@@ -51,23 +51,15 @@ def get_or_register_path(function: Function) -> str:
 
     The same function always gets the same path.
     """
-    module_name, qualified_name = (
-        getattr(function, "__module__", None),
-        getattr(function, "__qualname__", ""),
-    )
-    loaded_module = sys.modules.get(module_name or "")
-    if (
-        module_name != "__main__"
-        and loaded_module is not None
-        and getattr(loaded_module, qualified_name, None) is function
-    ):
-        return f"{module_name}:{qualified_name}"
-    paths = (
-        path
-        for path, registered_function in _registered_functions.items()
-        if registered_function is function
-    )
-    return next(paths, None) or _register_function(function)
+    module_name = getattr(function, "__module__", None) or ""
+    attribute = getattr(function, "__qualname__", "")
+    is_importable = getattr(sys.modules.get(module_name), attribute, None) is function
+    if is_importable and module_name != "__main__":
+        return f"{module_name}:{attribute}"
+    for path, registered_function in _registered_functions.items():
+        if registered_function is function:
+            return path
+    return _register_function(function)
 
 
 def copy_registered_functions() -> dict[str, Function]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RaggedArray(Sequence[np.ndarray]):
+class RaggedArray:
     """A sequence of one-dimensional arrays, each of which is a view of `values`."""
 
     values: np.ndarray
@@ -35,18 +35,10 @@ class RaggedArray(Sequence[np.ndarray]):
         """Return the number of rows, R."""
         return len(self.ends)
 
-    @overload
-    def __getitem__(self, row: int) -> np.ndarray: ...
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return map(self.__getitem__, range(len(self)))
 
-    @overload
-    def __getitem__(self, row: slice) -> list[np.ndarray]: ...
-
-    def __getitem__(self, row: int | slice) -> np.ndarray | list[np.ndarray]:
-        if isinstance(row, slice):
-            return [self[index] for index in range(*row.indices(len(self)))]
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row must be below {len(self)}, got {row}")
-        row %= len(self)
+    def __getitem__(self, row: int) -> np.ndarray:
         start = self.ends[row - 1] if row else 0
         return self.values[start : self.ends[row]]
 

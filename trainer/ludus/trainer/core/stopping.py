@@ -67,15 +67,12 @@ def stop_on_signals(
             raise KeyboardInterrupt
 
     signal_numbers = (signal.SIGINT, signal.SIGTERM)
-    previous_handlers = {
-        signal_number: signal.signal(signal_number, handle_signal)
-        for signal_number in signal_numbers
-    }
+    previous_handlers = [signal.signal(number, handle_signal) for number in signal_numbers]
     try:
         yield
     finally:
-        for signal_number, handler in previous_handlers.items():
-            signal.signal(signal_number, handler)
+        for number, handler in zip(signal_numbers, previous_handlers, strict=True):
+            signal.signal(number, handler)
 
 
 def check_skipped_updates(num_skipped: int, remedy: str) -> None:

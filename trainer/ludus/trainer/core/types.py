@@ -110,23 +110,14 @@ class Sampling:
 
 _MIN_POSITIVE, _MAX_POSITIVE = 1e-6, 1e6
 """Bounds of positive parameters. Beyond them an engine computes 0 or infinity."""
+_POSITIVE = f"a number from {_MIN_POSITIVE:g} to {_MAX_POSITIVE:g}"
 _SAMPLING_BOUNDS: Mapping[str, tuple[type, float, float, str]] = {
-    "temperature": (
-        Real,
-        _MIN_POSITIVE,
-        _MAX_POSITIVE,
-        f"0, or a number from {_MIN_POSITIVE:g} to {_MAX_POSITIVE:g}",
-    ),
+    "temperature": (Real, _MIN_POSITIVE, _MAX_POSITIVE, f"0, or {_POSITIVE}"),
     "max_tokens": (Integral, 1, math.inf, "a whole number of 1 or more"),
     "top_p": (Real, _MIN_POSITIVE, 1.0, f"a number from {_MIN_POSITIVE:g} to 1"),
     "top_k": (Integral, 0, math.inf, "a whole number of 0 or more"),
     "min_p": (Real, 0.0, 1.0, "a number from 0 to 1"),
-    "repetition_penalty": (
-        Real,
-        _MIN_POSITIVE,
-        _MAX_POSITIVE,
-        f"a number from {_MIN_POSITIVE:g} to {_MAX_POSITIVE:g}",
-    ),
+    "repetition_penalty": (Real, _MIN_POSITIVE, _MAX_POSITIVE, _POSITIVE),
 }
 
 

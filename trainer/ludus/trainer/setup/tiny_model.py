@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
 import torch
@@ -112,24 +112,21 @@ async def _play_warm_start(
     Failed episodes are left out.
     """
     weights = [environment.config.weight for environment in environments.values()]
-    num_episodes_by_environment = _split_by_weight(config.warm_start_games, weights)
     semaphore = asyncio.Semaphore(_NUM_CONCURRENT_EPISODES)
     failures: list[str] = []
 
-    async def play_or_record_failure(
-        environment_index: int, environment: ConnectedEnvironment, episode_index: int
-    ) -> _WarmStartEpisode | None:
+    async def play(
+        index: int, environment: ConnectedEnvironment, episode: int
+    ) -> list[_WarmStartEpisode]:
+        """Return the episode; record a failure and return an empty list if it fails."""
         async with semaphore:
-            agent = agents.get(environment_index)
             try:
-                return await _play_episode(
-                    run, environment_index, environment, episode_index, agent
-                )
+                return [await _play_episode(run, index, environment, episode, agents.get(index))]
             except UserError:
                 raise
             except Exception as error:  # noqa: BLE001 - third-party code may raise anything
                 failures.append(describe_error(error))
-                return None
+                return []
 
     async with AsyncExitStack() as exit_stack:
         agents = {
@@ -137,30 +134,26 @@ async def _play_warm_start(
             for index, environment in enumerate(environments.values())
             if environment.config.agent is not None
         }
-        games = zip(environments.values(), num_episodes_by_environment, strict=True)
+        games = zip(
+            environments.values(), _split_by_weight(config.warm_start_games, weights), strict=True
+        )
         batches = (
-            [play_or_record_failure(index, environment, episode) for episode in range(num_episodes)]
+            asyncio.gather(*(play(index, environment, episode) for episode in range(num_episodes)))
             for index, (environment, num_episodes) in enumerate(games)
         )
-        episodes_or_failures = await asyncio.gather(*(asyncio.gather(*batch) for batch in batches))
-    episodes = [
-        [episode for episode in environment_results if episode is not None]
-        for environment_results in episodes_or_failures
-    ]
+        results = await asyncio.gather(*batches)
+    episodes = {
+        name: list(chain(*result)) for name, result in zip(environments, results, strict=True)
+    }
     conversations = [
         conversation
-        for environment_episodes in episodes
-        for episode in environment_episodes
+        for episode in chain(*episodes.values())
         for conversation in episode.conversations
     ]
     if failures:
-        _report_failures(
-            failures, sum(num_episodes_by_environment), has_no_episode=not conversations
-        )
-    for (name, environment), environment_episodes in zip(
-        environments.items(), episodes, strict=True
-    ):
-        _log_episodes(name, environment_episodes, _get_max_turns(run, environment))
+        _report_failures(failures, config.warm_start_games, has_no_episode=not conversations)
+    for name, environment in environments.items():
+        _log_episodes(name, episodes[name], _get_max_turns(run, environment))
     return conversations
 
 
