@@ -18,7 +18,7 @@ from ludus.trainer.core.types import Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
-from ludus.trainer.run.checkpoint import find_newest_checkpoint, model_folder
+from ludus.trainer.run.checkpoint import MODEL_FOLDER, find_newest_checkpoint
 
 _START = "initial_model"
 
@@ -39,11 +39,13 @@ class Sampler:
     """Samples from the final weights of a run, or from its initial weights."""
 
     def __init__(self, run: Path, *, trained: bool = True) -> None:
-        newest = model_folder(find_newest_checkpoint(run / CHECKPOINTS_FOLDER)) if trained else None
+        model = (
+            find_newest_checkpoint(run / CHECKPOINTS_FOLDER) / MODEL_FOLDER if trained else None
+        )
         self._chat = ChatTokenizer.load(str(run / _START), TinyModel())
         self._start = load_language_model(run / _START).eval()
         self._engine = TransformersEngine(
-            load_language_model(newest or run / _START), end_token_id=self._chat.end_token_id
+            load_language_model(model or run / _START), end_token_id=self._chat.end_token_id
         )
 
     def answers(self, prompts: Sequence[str], num_each: int, max_tokens: int) -> list[Answer]:

@@ -115,7 +115,7 @@ def test_restore_replaces_the_contents() -> None:
     assert buffer.restore(restored, {"coins": RolloutCounts(num_groups=4)}, version=0) == 2
     assert [group.index for group in buffer.groups] == [3, 7]
     assert buffer.put([make_group(1, 1, index=1)]) == [], "the group is not replaced"
-    assert buffer.state().refusals == []
+    assert buffer.copy_state().refusals == []
     counts = buffer.counts["coins"]
     assert counts.num_rolled_back_groups == 2, "a waiting group and a late group"
     assert counts.num_groups == 6
@@ -133,7 +133,7 @@ def test_state_contains_everything_once() -> None:
     buffer = make_buffer()
     buffer.begin([0, 1, 2], version=0)
     buffer.put([make_group(1, -1, index=0), make_group(1, 1, index=1)])
-    state = buffer.state()
+    state = buffer.copy_state()
     assert ([group.index for group in state.groups], state.playing_indices) == ([0], [2])
     assert state.refusals == [Refusal(1, is_lost=False)]
-    assert buffer.state().refusals == []
+    assert buffer.copy_state().refusals == []

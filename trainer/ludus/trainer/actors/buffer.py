@@ -87,7 +87,7 @@ class BufferActor:
 
     async def state(self) -> BufferState:
         """See GroupBuffer.state."""
-        return self._buffer.state()
+        return self._buffer.copy_state()
 
     async def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int

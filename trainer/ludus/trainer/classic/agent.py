@@ -85,19 +85,19 @@ class PpoAgent:
         self.num_updates += 1
         return TrainedBatch(batch, metrics)
 
-    def state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Any]:
         """Return the complete state, in tensors and plain values."""
         scaler = self._update.reward_scaler
         return {
             "num_updates": self.num_updates,
             "policy": self.policy.state_dict(),
             "optimizer": self._update.optimizer.state_dict(),
-            "episodes": self._episodes.state(),
-            "reward_scale": None if scaler is None else scaler.state(),
+            "episodes": self._episodes.get_state(),
+            "reward_scale": None if scaler is None else scaler.get_state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the result of `state`, and replay the unfinished episodes."""
+        """Continue from the result of `get_state`, and replay the unfinished episodes."""
         self.num_updates = state["num_updates"]
         self.policy.load_state_dict(state["policy"])
         self._update.optimizer.load_state_dict(state["optimizer"])

@@ -158,7 +158,7 @@ class ParallelEpisodes:
         self._start_next(indices)
         return PlayedStep(step, is_finished, episodes)
 
-    def state(self) -> list[dict[str, Any]]:
+    def get_state(self) -> list[dict[str, Any]]:
         """Return seed, number, actions and current observation of each unfinished episode."""
         return [
             {

@@ -35,7 +35,7 @@ from ludus.trainer.core.devices import use_torch_threads
 from ludus.trainer.core.stopping import RunStopped, StopRequest, stop_on_signals
 from ludus.trainer.core.streams import Stream, use_torch_stream
 from ludus.trainer.run.checkpoint import SavedState, load_learner_state
-from ludus.trainer.run.lifecycle import OpenRun, find_start, open_run
+from ludus.trainer.run.lifecycle import RunStorage, find_start, open_run
 from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.run.summary import write_summary
 
@@ -68,17 +68,17 @@ class OpenNetworkRun:
     def __init__(
         self,
         run: NetworkRun,
-        files: OpenRun[NetworkState],
+        storage: RunStorage[NetworkState],
         exit_stack: ExitStack,
         budget: EpisodeBudget | None = None,
     ) -> None:
-        self.run, self.state, self._files = run, files.state, files
+        self.run, self.state, self._storage = run, storage.state, storage
         self.stop_request = StopRequest()
         self._budget = budget
         self._start_s = time.monotonic()
         self._environment_name = next(iter(run.environments))
-        resume_from = None if files.checkpoint is None else files.state.step
-        self.metrics = MetricsWriter(run, files.folder.path, resume_from=resume_from)
+        resume_from = None if storage.checkpoint is None else storage.state.step
+        self.metrics = MetricsWriter(run, storage.folder.path, resume_from=resume_from)
         exit_stack.enter_context(closing(self.metrics))
         self.metrics.log_phase(Phase.START_ENVIRONMENT)
         environments = make_environments(run.environment, run.ppo.num_environments)
@@ -101,9 +101,9 @@ class OpenNetworkRun:
             shuffles_rewards=run.training.shuffle_rewards,
         )
         self._baselines = self._play_baselines()
-        if files.checkpoint is not None:
-            self.agent.restore(load_learner_state(files.checkpoint))
-            files.folder.write(CONFIG_FILE, run)
+        if storage.checkpoint is not None:
+            self.agent.restore(load_learner_state(storage.checkpoint))
+            storage.folder.write(CONFIG_FILE, run)
 
     def train(self) -> Summary:
         """Train to the last step, and return the summary.
@@ -114,7 +114,7 @@ class OpenNetworkRun:
         run = self.run
         if self.state.step == 0 and run.eval.num_games_during:
             report = self._evaluate(run.eval.num_games_during)
-            self.state.start[self._environment_name] = report.policy
+            self.state.start_results[self._environment_name] = report.policy
         self.metrics.log_phase(Phase.TRAIN, self.state.step)
         self.metrics.clock.start()
         while not self._is_finished:
@@ -123,7 +123,7 @@ class OpenNetworkRun:
             is_due = step % run.training.checkpoint_every_steps == 0
             if is_due or self._is_finished or is_stopping:
                 start_s = time.monotonic()
-                self._files.checkpoints.save(self.state, self.agent.state())
+                self._storage.checkpoints.save(self.state, self.agent.get_state())
                 self.metrics.log_checkpoint(step, time.monotonic() - start_s)
             if is_stopping and not self._is_finished:
                 self.metrics.clock.stop()
@@ -238,7 +238,7 @@ class OpenNetworkRun:
         target = environment.address if environment.kind == "remote" else environment.package
         summary = write_summary(
             run,
-            self._files,
+            self._storage,
             metrics,
             {self._environment_name: (target, self._eval_environments.options)},
             {self._environment_name: report},
@@ -272,11 +272,11 @@ def open_network_run(
     """Open a run and its folder, and yield the run. A run that cannot start leaves no folder."""
     num_kept = run.training.keep_checkpoints
     with (
-        open_run(run, NetworkState, num_kept, resume=resume, overwrite=overwrite) as files,
+        open_run(run, NetworkState, num_kept, resume=resume, overwrite=overwrite) as storage,
         use_torch_threads(run.ppo.num_threads),
         ExitStack() as stack,
     ):
-        yield OpenNetworkRun(run, files, stack, budget)
+        yield OpenNetworkRun(run, storage, stack, budget)
 
 
 def check(run: NetworkRun, *, resume: Resume, overwrite: bool) -> None:

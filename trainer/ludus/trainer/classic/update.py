@@ -218,13 +218,13 @@ class RewardScaler:
         self._moments.update(torch.cat(returns).cpu())
         return rewards / (self._moments.variance + _STD_EPS).sqrt().float().item()
 
-    def state(self) -> dict[str, Tensor]:
+    def get_state(self) -> dict[str, Tensor]:
         """Return the complete state."""
         assert self._running_return is not None, "the scaler has not been used"
         return {"running": self._running_return, **self._moments.state_dict()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Continue from the result of `state`."""
+        """Continue from the result of `get_state`."""
         moments = dict(state)
         self._running_return = moments.pop("running")
         self._moments.load_state_dict(moments)

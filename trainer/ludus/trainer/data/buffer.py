@@ -177,7 +177,7 @@ class GroupBuffer:
         self._slots: dict[int, _Slot] = {}
         """Slots by the index of their group, in starting order."""
         self._refusals: dict[int, Refusal] = {}
-        """Refusals by index, since the last call of `state`."""
+        """Refusals by index, since the last call of `copy_state`."""
         self._num_started = 0
         self.counts: dict[str, RolloutCounts] = {}
         """Counts since the last call of `take_counts`, by environment."""
@@ -229,7 +229,7 @@ class GroupBuffer:
         counts, self.counts = self.counts, {}
         return counts
 
-    def state(self) -> BufferState:
+    def copy_state(self) -> BufferState:
         """Return a copy of the contents, and clear the refusals."""
         playing_indices = [index for index, slot in self._slots.items() if slot.group is None]
         refusals = [self._refusals[index] for index in sorted(self._refusals)]

@@ -31,8 +31,8 @@ from ludus.trainer.driver.evaluation import Evaluator, play_baselines
 from ludus.trainer.driver.loops.controller import Components
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.runner import episode_limits
-from ludus.trainer.run.checkpoint import RunState, learner_folder
-from ludus.trainer.run.lifecycle import OpenRun, ensure_run_id
+from ludus.trainer.run.checkpoint import LEARNER_FOLDER, RunState
+from ludus.trainer.run.lifecycle import RunStorage, ensure_run_id
 from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.setup.environments import (
     ConnectedEnvironment,
@@ -101,7 +101,7 @@ async def start_infrastructure(
 @asynccontextmanager
 async def start_components(
     run: LanguageModelRun,
-    files: OpenRun[RunState],
+    storage: RunStorage[RunState],
     metrics: MetricsWriter,
     infrastructure: Infrastructure,
 ) -> AsyncIterator[Components]:
@@ -125,13 +125,13 @@ async def start_components(
         learners.start(model_path, worker_spec.weights),
     )
     try:
-        if files.checkpoint is not None:
-            await learners.load(learner_folder(files.checkpoint))
-            files.folder.write(CONFIG_FILE, run)
+        if storage.checkpoint is not None:
+            await learners.load(storage.checkpoint / LEARNER_FOLDER)
+            storage.folder.write(CONFIG_FILE, run)
         yield Components(
             run=run,
             metrics=metrics,
-            checkpoints=files.checkpoints,
+            checkpoints=storage.checkpoints,
             learners=learners,
             workers=workers,
             buffer=buffer,

@@ -18,7 +18,7 @@ from ludus.trainer.driver.build import make_worker_spec, play_all_baselines, sta
 from ludus.trainer.driver.checks import check_start, resolve_config
 from ludus.trainer.driver.evaluation import Evaluator
 from ludus.trainer.driver.trainer import Trainer
-from ludus.trainer.run.checkpoint import RunState, model_folder, read_state
+from ludus.trainer.run.checkpoint import MODEL_FOLDER, RunState, read_state
 from ludus.trainer.run.lifecycle import log_to_folder
 
 
@@ -64,7 +64,7 @@ def evaluate(run: LanguageModelRun, checkpoint: Path) -> Evaluation:
 async def _evaluate_checkpoint(run: LanguageModelRun, checkpoint: Path) -> Evaluation:
     async with start_infrastructure(run, run.folder, includes_learner=False) as infrastructure:
         placement = infrastructure.placement
-        spec = make_worker_spec(run, str(model_folder(checkpoint)), infrastructure, run.folder)
+        spec = make_worker_spec(run, str(checkpoint / MODEL_FOLDER), infrastructure, run.folder)
         workers, baselines = await gather_or_cancel(
             RolloutWorkers.start(spec, RemoteBuffer(run, placement), placement),
             play_all_baselines(run, infrastructure.environments),

@@ -103,7 +103,7 @@ class Trainer:
         check_importable_names(self.run)
         await asyncio.to_thread(check_models, self.run)
         async with AsyncExitStack() as stack:
-            self._files = stack.enter_context(
+            self._storage = stack.enter_context(
                 open_run(
                     self.run,
                     RunState,
@@ -228,14 +228,14 @@ class Trainer:
 
     @property
     def _state(self) -> RunState:
-        return self._files.state
+        return self._storage.state
 
     async def _start(self, stack: AsyncExitStack) -> None:
-        files = self._files
+        storage = self._storage
         self._metrics = MetricsWriter(
             self.run,
             self.folder,
-            resume_from=None if files.checkpoint is None else files.state.step,
+            resume_from=None if storage.checkpoint is None else storage.state.step,
             job_log=sys.stdout if self._print_rows else None,
         )
         stack.enter_context(closing(self._metrics))
@@ -245,13 +245,13 @@ class Trainer:
         )
         self.run = resolve_num_steps(self.run, self._infrastructure.num_tasks)
         self._metrics.num_steps = self.run.training.num_steps
-        if files.checkpoint is None:
-            files.folder.write(CONFIG_FILE, self.run)
+        if storage.checkpoint is None:
+            storage.folder.write(CONFIG_FILE, self.run)
         self.components = await stack.enter_async_context(
-            start_components(self.run, files, self._metrics, self._infrastructure)
+            start_components(self.run, storage, self._metrics, self._infrastructure)
         )
         self._controller = Controller(
-            self.components, files.state, self.stop_request, pause=self._gate.wait
+            self.components, storage.state, self.stop_request, pause=self._gate.wait
         )
         self._training_task = asyncio.create_task(self._train())
         stack.push_async_callback(self._cancel_training)
@@ -284,7 +284,7 @@ class Trainer:
         reports = await self.components.evaluator.evaluate(run.eval.num_games)
         summary = write_summary(
             run,
-            self._files,
+            self._storage,
             metrics,
             {
                 name: (environment.description.name, environment.description.options)
@@ -306,7 +306,7 @@ class Trainer:
             _log.warning("the run has no chart: %s", error)
             chart = None
         if chart is not None:
-            self._files.folder.write(CHART_FILE, chart)
+            self._storage.folder.write(CHART_FILE, chart)
         metrics.log_phase(Phase.DONE, state.step)
         return summary
 

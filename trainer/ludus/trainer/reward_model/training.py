@@ -62,7 +62,7 @@ from ludus.trainer.reward_model.model import (
     split_by_budget,
 )
 from ludus.trainer.run.checkpoint import SavedState, load_learner_state
-from ludus.trainer.run.lifecycle import OpenRun, find_start, open_run
+from ludus.trainer.run.lifecycle import RunStorage, find_start, open_run
 
 ProgressCallback = Callable[[RewardModelProgress], None]
 
@@ -146,11 +146,11 @@ def train_reward_model(
     _check_output(run.output, overwrite=overwrite)
     with (
         _training_environment(run),
-        open_run(run, RewardModelState, 1, resume=resume, overwrite=overwrite) as files,
+        open_run(run, RewardModelState, 1, resume=resume, overwrite=overwrite) as storage,
     ):
-        training = _RewardModelTraining(run, files, on_progress, stop_request or StopRequest())
+        training = _RewardModelTraining(run, storage, on_progress, stop_request or StopRequest())
         metrics = training.train()
-        files.folder.discard()
+        storage.folder.discard()
         return training.load_finished_model(), metrics
 
 
@@ -171,11 +171,11 @@ class _RewardModelTraining:
     def __init__(
         self,
         run: RewardModelRun,
-        files: OpenRun[RewardModelState],
+        storage: RunStorage[RewardModelState],
         on_progress: ProgressCallback,
         stop_request: StopRequest,
     ) -> None:
-        self._run, self._files, self._state = run, files, files.state
+        self._run, self._storage, self._state = run, storage, storage.state
         self._on_progress, self._stop_request = on_progress, stop_request
         self._start_s = time.monotonic() - self._state.elapsed_s
         self._last_report_s = -math.inf
@@ -361,7 +361,7 @@ class _RewardModelTraining:
     def _restore_checkpoint(self) -> None:
         """Continue from the checkpoint, if the run resumes."""
         fingerprint = self._comparisons.compute_fingerprint()
-        if self._files.checkpoint is None:
+        if self._storage.checkpoint is None:
             self._state.fingerprint = fingerprint
             return
         if self._state.fingerprint != fingerprint:
@@ -369,18 +369,18 @@ class _RewardModelTraining:
                 f"data = '{self._run.data}' has changed since the training started; restore "
                 "the old data, or start again without --resume"
             )
-        learner_state = load_learner_state(self._files.checkpoint)
+        learner_state = load_learner_state(self._storage.checkpoint)
         self._model.load_state_dict(learner_state["model"])
         self._optimizer.load_state_dict(learner_state["optimizer"])
         torch.set_rng_state(learner_state["torch_random"])
         if self._model.device.type == "cuda" and learner_state["cuda_random"] is not None:
             torch.cuda.set_rng_state(learner_state["cuda_random"], self._model.device)
-        self._files.folder.write(CONFIG_FILE, self._run)
+        self._storage.folder.write(CONFIG_FILE, self._run)
 
     def _save_checkpoint(self) -> None:
         self._state.elapsed_s = self._elapsed_s
         is_cuda = self._model.device.type == "cuda"
-        self._files.checkpoints.save(
+        self._storage.checkpoints.save(
             self._state,
             {
                 "model": self._model.state_dict(),

@@ -39,6 +39,8 @@ from ludus.trainer.data.mixture import MixtureState
 _STATE_FILE = "state.json"
 _LEARNER_FILE = "agent.pt"
 _FILES_FILE = "files.json"
+LEARNER_FOLDER, MODEL_FOLDER = "learner", "model"
+"""Folders of the learner's state, and of the weights in the Hugging Face format."""
 VISIBLE_TIMEOUT_S = 30.0
 """Maximum time for a network file system to show one node's files to another node."""
 _POLL_INTERVAL_S = 0.1
@@ -51,9 +53,9 @@ class SavedState(BaseModel):
 
     step: int = 0
     """Number of training steps done."""
-    streams: int = STREAMS_VERSION
+    streams_version: int = Field(default=STREAMS_VERSION, alias="streams")
     """Version of the scheme that derives the run's random streams."""
-    start: dict[str, PolicyResult] = {}
+    start_results: dict[str, PolicyResult] = Field(default={}, alias="start")
     """Results of the policy before training, by environment; empty until they are measured."""
 
 
@@ -156,7 +158,7 @@ class CheckpointFolder:
             learner_state: tensors and plain values, for `load_learner_state`.
         """
         with self.prepare(state.step) as folder:
-            path = learner_folder(folder) / _LEARNER_FILE
+            path = folder / LEARNER_FOLDER / _LEARNER_FILE
             path.parent.mkdir()
             try:
                 torch.save(dict(learner_state), path)
@@ -195,19 +197,9 @@ class CheckpointFolder:
             shutil.rmtree(checkpoint)
 
 
-def learner_folder(checkpoint: Path) -> Path:
-    """Return the folder of the learner's state."""
-    return checkpoint / "learner"
-
-
-def model_folder(checkpoint: Path) -> Path:
-    """Return the folder of the weights in the Hugging Face format."""
-    return checkpoint / "model"
-
-
 def load_learner_state(checkpoint: Path) -> dict[str, Any]:
     """Return the learner's state that `CheckpointFolder.save` wrote."""
-    path = learner_folder(checkpoint) / _LEARNER_FILE
+    path = checkpoint / LEARNER_FOLDER / _LEARNER_FILE
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling raises many types of errors
@@ -296,7 +288,7 @@ def read_state(checkpoint: Path, state_type: type[StateT]) -> StateT:
 def check_streams(checkpoint: Path, state: SavedState) -> None:
     """Check that the run would continue with the same random numbers."""
     # Checkpoints without a version are older than the first version.
-    version = state.streams if "streams" in state.model_fields_set else 0
+    version = state.streams_version if "streams_version" in state.model_fields_set else 0
     if version != STREAMS_VERSION:
         raise CheckpointError(
             f"checkpoint '{checkpoint}' uses random streams of version {version}, but this Ludus "

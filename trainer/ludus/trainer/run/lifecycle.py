@@ -1,6 +1,6 @@
 """The lifecycle of a run of any kind: opening, resuming and closing its folder.
 
-    find_start --> RunFolder, locked --> trainer.log --> OpenRun: the state, and the checkpoints
+    find_start --> RunFolder, locked --> trainer.log --> RunStorage: the state, and the checkpoints
 
 For stopping see `core/stopping.py`. The user changes a running run through its control files:
 
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class OpenRun(Generic[StateT]):
+class RunStorage(Generic[StateT]):
     """A run with its locked folder, its checkpoints and its state."""
 
     folder: RunFolder
@@ -73,7 +73,7 @@ def open_run(
     *,
     resume: Resume,
     overwrite: bool,
-) -> Iterator[OpenRun[StateT]]:
+) -> Iterator[RunStorage[StateT]]:
     """Open the folder and the log of a run, and close them after the block.
 
     The run keeps `num_kept` checkpoints. If a UserError ends a new run before its first step, its
@@ -95,7 +95,7 @@ def open_run(
                     f"the run continues with another configuration: {describe_changes(changes)}"
                 )
             checkpoints = CheckpointFolder(folder.path / CHECKPOINTS_FOLDER, num_kept)
-            yield OpenRun(folder, checkpoints, checkpoint, state)
+            yield RunStorage(folder, checkpoints, checkpoint, state)
     except UserError:
         if checkpoint is None and state.step == 0:
             folder.discard()

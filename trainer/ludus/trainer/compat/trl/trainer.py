@@ -47,7 +47,7 @@ from ludus.trainer.compat.trl.tools import (
 )
 from ludus.trainer.core.functions import get_or_register_path
 from ludus.trainer.driver.trainer import Trainer
-from ludus.trainer.run.checkpoint import find_newest_checkpoint, model_folder
+from ludus.trainer.run.checkpoint import MODEL_FOLDER, find_newest_checkpoint
 
 _MIN_SESSIONS = 4096
 """Minimum value of max_sessions; a larger batch needs one session for each row."""
@@ -154,7 +154,7 @@ class GRPOTrainer:
             CheckpointError: the run has no checkpoint yet.
         """
         folder = Path(self.run.output_dir) / self.run.name
-        source_folder = model_folder(find_newest_checkpoint(folder / CHECKPOINTS_FOLDER))
+        source_folder = find_newest_checkpoint(folder / CHECKPOINTS_FOLDER) / MODEL_FOLDER
         target_folder = Path(output_dir or folder / "model")
         shutil.copytree(source_folder, target_folder, dirs_exist_ok=True)
         return target_folder

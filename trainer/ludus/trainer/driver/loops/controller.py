@@ -74,11 +74,11 @@ from ludus.trainer.driver.loops.steps import Step
 from ludus.trainer.learner.step_metrics import StepMetrics
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.run.checkpoint import (
+    LEARNER_FOLDER,
+    MODEL_FOLDER,
     CheckpointFolder,
     RunState,
     check_complete,
-    learner_folder,
-    model_folder,
     parse_checkpoint_step,
     read_state,
 )
@@ -225,7 +225,7 @@ class Controller:
             state.clear_groups()
             if not self._has_started and self._pause is not None:
                 await self._pause(None)
-            if state.step == 0 and not state.start:
+            if state.step == 0 and not state.start_results:
                 await self._evaluate()
             if not self._has_started:
                 metrics.clock.start()
@@ -386,8 +386,8 @@ class Controller:
         metrics.log_phase(Phase.EVALUATE, state.step)
         reports = await self.components.evaluator.evaluate(num_games)
         if state.step == 0:
-            state.start = {name: report.policy for name, report in reports.items()}
-            self._mixture.warn_if_success_is_missing(state.start)
+            state.start_results = {name: report.policy for name, report in reports.items()}
+            self._mixture.warn_if_success_is_missing(state.start_results)
         for name, report in reports.items():
             metrics.log_evaluation(state.step, state.games_trained, name, report)
         metrics.log_phase(Phase.TRAIN, state.step)
@@ -403,7 +403,7 @@ class Controller:
         state = await self.sampling.copy_state(self.state)
         with checkpoints.prepare(state.step) as folder:
             files = await self.components.learners.save(
-                learner_folder(folder), model_folder(folder)
+                folder / LEARNER_FOLDER, folder / MODEL_FOLDER
             )
             await checkpoints.commit(folder, state, files)
         self._saved_step = state.step
@@ -487,7 +487,7 @@ class Controller:
             try:
                 check_complete(checkpoint)
                 state = read_state(checkpoint, RunState)
-                await learners.restart(learner_folder(checkpoint))
+                await learners.restart(checkpoint / LEARNER_FOLDER)
             except CheckpointError as error:
                 _log.warning("%s", getattr(error, "cause", None) or error)
                 failure = error

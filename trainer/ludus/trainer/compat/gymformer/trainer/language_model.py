@@ -37,7 +37,7 @@ from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
 from ludus.trainer.core.output import replace_folder
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.models.load import load_tokenizer
-from ludus.trainer.run.checkpoint import model_folder
+from ludus.trainer.run.checkpoint import MODEL_FOLDER
 
 CRITIC_FOLDER = "critic"
 """Subfolder with the critic, in the initial model's folder and in a checkpoint's model folder."""
@@ -90,7 +90,7 @@ async def _train(trainer: Trainer, request: AgentRequest) -> tuple[EpisodeReturn
             _record_returns(request, returns, step.transcripts)
         await trainer.train()
         checkpoint = await trainer.save()
-    return returns, model_folder(checkpoint)
+    return returns, checkpoint / MODEL_FOLDER
 
 
 def _record_returns(
