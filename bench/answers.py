@@ -39,9 +39,7 @@ class Sampler:
     """Samples from the final weights of a run, or from its initial weights."""
 
     def __init__(self, run: Path, *, trained: bool = True) -> None:
-        model = (
-            find_newest_checkpoint(run / CHECKPOINTS_FOLDER) / MODEL_FOLDER if trained else None
-        )
+        model = find_newest_checkpoint(run / CHECKPOINTS_FOLDER) / MODEL_FOLDER if trained else None
         self._chat = ChatTokenizer.load(str(run / _START), TinyModel())
         self._start = load_language_model(run / _START).eval()
         self._engine = TransformersEngine(

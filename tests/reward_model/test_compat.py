@@ -64,7 +64,5 @@ def test_invalid_contents_are_refused(
     model = make_reward_model(model_path, "chat", None)
     with pytest.raises(ConfigError, match=message):
         model.score(prompts, answers)
-    with pytest.raises(
-        ConfigError, match="max_tokens must be from 1 to"
-    ):
+    with pytest.raises(ConfigError, match="max_tokens must be from 1 to"):
         make_reward_model(model_path, "chat", 0)

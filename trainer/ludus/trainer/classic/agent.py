@@ -26,7 +26,7 @@ from ludus.trainer.core.streams import Stream, derive_training_seed, use_torch_s
 
 StepCallback = Callable[[np.ndarray, np.ndarray, PlayedStep], None]
 """Function of the observations before a step, the actions in the action space, and the step."""
-ChooseActions = Callable[[np.ndarray, int], np.ndarray]
+ActionFunction = Callable[[np.ndarray, int], np.ndarray]
 """Function (observations [N, ...], step index) -> actions [N, ...] in the action space."""
 _NOISE_STEPS = 128
 """Number of steps whose noise is sampled at once."""
@@ -166,7 +166,7 @@ def evaluate_policy(
 def play_episodes(
     environments: VectorEnvironment,
     seeds: Sequence[int],
-    choose_actions: ChooseActions,
+    choose_actions: ActionFunction,
     max_steps: int | None = None,
 ) -> list[EpisodeOutcome]:
     """Play one episode per seed, and return the outcomes in the same order."""
@@ -203,12 +203,13 @@ def _make_batch(
     steps: list[PlayedStep],
 ) -> NetworkBatch:
     device = policy.device
-    terminated = np.stack([step.vector_step.terminated for step in steps])
+    vector_steps = [step.vector_step for step in steps]
+    terminated = np.stack([step.terminated for step in vector_steps])
     is_finished = np.stack([step.is_finished for step in steps])
     truncations = np.argwhere(is_finished & ~terminated)
     # After the end of an episode, `observations` has the first observation of the next one.
-    truncated = [steps[step].vector_step.observations[index] for step, index in truncations]
-    rewards = np.stack([step.vector_step.rewards for step in steps]).astype(np.float32)
+    last_observations = [vector_steps[step].observations[index] for step, index in truncations]
+    rewards = np.stack([step.rewards for step in vector_steps]).astype(np.float32)
     return NetworkBatch(
         observations=policy.to_tensor(np.stack(observations)),
         actions=torch.stack(actions),
@@ -217,7 +218,7 @@ def _make_batch(
         is_finished=torch.from_numpy(is_finished).to(device),
         truncations=torch.from_numpy(truncations).to(device),
         truncated_observations=policy.to_tensor(
-            np.stack(truncated) if truncated else observations[0][:0]
+            np.stack(last_observations) if last_observations else observations[0][:0]
         ),
         episodes=tuple(episode for step in steps for episode in step.episodes),
         finish_steps=tuple(number for number, step in enumerate(steps) for _ in step.episodes),

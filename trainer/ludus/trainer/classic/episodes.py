@@ -23,7 +23,7 @@ from ludus.trainer.classic.environments import VectorEnvironment, VectorStep
 
 _log = logging.getLogger(__name__)
 
-ChooseSeed = Callable[[int, int], int | None]
+SeedFunction = Callable[[int, int], int | None]
 """Function (environment index, episode number) -> seed. None means no further episode."""
 
 
@@ -103,7 +103,7 @@ class ParallelEpisodes:
     def __init__(
         self,
         environments: VectorEnvironment,
-        choose_seed: ChooseSeed,
+        choose_seed: SeedFunction,
         *,
         max_steps: int | None = None,
     ) -> None:

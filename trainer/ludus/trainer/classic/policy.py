@@ -143,7 +143,7 @@ class RunningMoments(nn.Module):
         return normalized_values.clamp(-_MAX_DEVIATIONS, _MAX_DEVIATIONS).float()
 
 
-class Features(nn.Module):
+class ObservationEncoder(nn.Module):
     """A module that flattens observations to rows of floats; discrete values become one-hot."""
 
     def __init__(self, space: spaces.Space[Any]) -> None:
@@ -260,7 +260,7 @@ def _make_perceptron(
     config: NetworkModel, space: spaces.Space[Any], num_outputs: int, gain: float
 ) -> nn.Sequential:
     """Return a perceptron with orthogonal weights, as in `ppo2` of github.com/openai/baselines."""
-    features = Features(space)
+    features = ObservationEncoder(space)
     widths = [features.width, *config.hidden]
     layers: list[nn.Module] = [features]
     for num_inputs, width in pairwise(widths):

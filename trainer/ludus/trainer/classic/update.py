@@ -84,16 +84,16 @@ class PpoUpdate:
             group["lr"] = learning_rate * learning_rate_factor
         samples = self._make_samples(batch)
         grad_norms: list[Tensor] = []
-        rows: list[Mapping[str, Tensor]] = []
+        step_metrics: list[Mapping[str, Tensor]] = []
         max_kl = self._config.target_kl
         for epoch in range(self._config.num_epochs):
             needs_metrics = max_kl is not None or epoch + 1 == self._config.num_epochs
-            rows = []
+            step_metrics = []
             for minibatch in self._iterate_minibatches(samples, update, epoch):
-                grad_norm, row = self._take_optimizer_step(minibatch, needs_metrics)
+                grad_norm, tensors = self._take_optimizer_step(minibatch, needs_metrics)
                 grad_norms.append(grad_norm)
-                rows.append(row)
-            if max_kl is not None and _compute_mean(rows, TrainMetric.POLICY_KL) > max_kl:
+                step_metrics.append(tensors)
+            if max_kl is not None and _compute_mean(step_metrics, TrainMetric.POLICY_KL) > max_kl:
                 break
         num_skipped = sum(not grad_norm.isfinite() for grad_norm in grad_norms)
         is_skipped = num_skipped == len(grad_norms)
@@ -102,7 +102,8 @@ class PpoUpdate:
             self._num_skipped_batches,
             "check that the environment's observations are finite, or lower ppo.learning_rate",
         )
-        metrics: dict[str, float] = {name: _compute_mean(rows, name) for name in rows[0]}
+        names = step_metrics[0]
+        metrics: dict[str, float] = {name: _compute_mean(step_metrics, name) for name in names}
         metrics[TrainMetric.GRAD_NORM] = float(torch.stack(grad_norms).mean())
         metrics[TrainMetric.NUM_SKIPPED_UPDATES] = num_skipped
         variance = samples.returns.var()
@@ -230,5 +231,5 @@ class RewardScaler:
         self._moments.load_state_dict(moments)
 
 
-def _compute_mean(rows: Sequence[Mapping[str, Tensor]], name: str) -> float:
-    return float(torch.stack([row[name] for row in rows]).mean())
+def _compute_mean(step_metrics: Sequence[Mapping[str, Tensor]], name: str) -> float:
+    return float(torch.stack([tensors[name] for tensors in step_metrics]).mean())

@@ -222,12 +222,12 @@ def make_epoch_batches(
     return batches
 
 
-def rank_preferred(scores: Tensor, best: Tensor) -> Tensor:
+def rank_preferred(scores: Tensor, best_indices: Tensor) -> Tensor:
     """Return the rank of the preferred answer by `scores` [N, K], int64 [N], from 1.
 
     A tie counts as the worse rank.
     """
-    best_scores = scores.gather(1, best[:, None])
+    best_scores = scores.gather(1, best_indices[:, None])
     return (scores >= best_scores).sum(1)
 
 

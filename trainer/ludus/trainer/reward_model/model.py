@@ -30,8 +30,8 @@ from ludus.trainer.models.chat import ChatTemplate
 from ludus.trainer.models.load import load_sequence_classifier, load_tokenizer
 
 TextFormat = Literal["chat", "text"]
-Text: TypeAlias = str | Sequence[Message]
-Content: TypeAlias = Text | Sequence[int]
+TextContent: TypeAlias = str | Sequence[Message]
+Content: TypeAlias = TextContent | Sequence[int]
 """A text, messages, or token ids: the content of a prompt or an answer."""
 
 _FORMAT_KEY = "ludus_format"
@@ -57,7 +57,7 @@ class TextEncoder:
         self._template = (
             ChatTemplate(tokenizer, enable_thinking=False) if format == "chat" else None
         )
-        self.num_cut = 0
+        self.num_texts_cut = 0
         """Number of sequences that were too long."""
 
     def encode(self, prompt: Content, answer: Content) -> list[int]:
@@ -69,15 +69,15 @@ class TextEncoder:
             token_ids = [*self._encode_content(prompt), *self._encode_content(answer)]
             self._check_token_ids(token_ids)
         else:
-            text = self._join(cast(Text, prompt), cast(Text, answer))
+            text = self._join(cast(TextContent, prompt), cast(TextContent, answer))
             token_ids = self._encode_text(text, adds_special_tokens=self._template is None)
         if not token_ids:
             raise ConfigError("the prompt and the answer have no tokens; give at least one token")
         if len(token_ids) > self.max_tokens:
-            self.num_cut += 1
+            self.num_texts_cut += 1
         return token_ids[-self.max_tokens :]
 
-    def _join(self, prompt: Text, answer: Text) -> str:
+    def _join(self, prompt: TextContent, answer: TextContent) -> str:
         if self._template is None:
             return _join_contents(prompt) + _join_contents(answer)
         messages = [*_make_messages(prompt, "user"), *_make_messages(answer, "assistant")]
@@ -86,7 +86,9 @@ class TextEncoder:
     def _encode_content(self, content: Content) -> Sequence[int]:
         if _is_tokens(content):
             return content
-        return self._encode_text(_join_contents(cast(Text, content)), adds_special_tokens=False)
+        return self._encode_text(
+            _join_contents(cast(TextContent, content)), adds_special_tokens=False
+        )
 
     def _encode_text(self, text: str, *, adds_special_tokens: bool) -> list[int]:
         try:
@@ -347,13 +349,13 @@ def _is_tokens(content: Content) -> TypeGuard[Sequence[int]]:
     return not isinstance(content, str) and bool(content) and isinstance(content[0], int)
 
 
-def _join_contents(content: Text) -> str:
+def _join_contents(content: TextContent) -> str:
     if isinstance(content, str):
         return content
     return "".join(message["content"] for message in content)
 
 
-def _make_messages(content: Text, role: str) -> list[Message]:
+def _make_messages(content: TextContent, role: str) -> list[Message]:
     if isinstance(content, str):
         return [{"role": role, "content": content}] if content else []
     return list(content)

@@ -92,9 +92,9 @@ class RewardModelState(SavedState):
     """Number of the epoch, from 1, whose weights are the best so far."""
     elapsed_s: float = 0.0
 
-    def end_epoch(self, epoch: RewardModelEpoch, *, is_kept: bool) -> None:
+    def end_epoch(self, report: RewardModelEpoch, *, is_kept: bool) -> None:
         """Record a finished epoch and start the next one."""
-        self.epochs.append(epoch)
+        self.epochs.append(report)
         self.epoch += 1
         self.batch, self.loss_sum, self.num_correct = 0, 0.0, 0
         if is_kept:
@@ -187,7 +187,7 @@ class _RewardModelTraining:
         )
         self._num_steps = math.ceil(len(self._train_indices) / run.batch_size) * run.epochs
         self._warmup_steps = self._choose_warmup_steps()
-        self._num_texts_cut = self._model.encoder.num_cut
+        self._num_texts_cut = self._model.encoder.num_texts_cut
         if run.freeze_backbone:
             self._model.requires_grad_(False)
             self._model.head.requires_grad_(True)
@@ -244,26 +244,26 @@ class _RewardModelTraining:
         state = self._state
         self._report_progress("judge")
         num_rows = len(self._train_indices)
-        epoch = RewardModelEpoch(
+        report = RewardModelEpoch(
             epoch=state.epoch + 1,
             train_loss=state.loss_sum / num_rows,
             train_accuracy=state.num_correct / num_rows,
             test=self._evaluate(),
             elapsed_s=self._elapsed_s,
         )
-        state.end_epoch(epoch, is_kept=self._is_best(epoch))
+        state.end_epoch(report, is_kept=self._is_best(report))
         if state.kept_epoch == state.epoch and self._run.keep == "best":
             self._model.save(self._run.output)
-        self._report_progress("train", epoch)
+        self._report_progress("train", report)
         if state.epoch < self._run.epochs:
             self._save_checkpoint()
 
-    def _is_best(self, epoch: RewardModelEpoch) -> bool:
+    def _is_best(self, report: RewardModelEpoch) -> bool:
         state = self._state
-        if self._run.keep == "last" or epoch.test is None or state.kept_epoch == 0:
+        if self._run.keep == "last" or report.test is None or state.kept_epoch == 0:
             return True
         best_scores = state.epochs[state.kept_epoch - 1].test
-        return best_scores is None or epoch.test.loss < best_scores.loss
+        return best_scores is None or report.test.loss < best_scores.loss
 
     def _train_batch(self, batch: list[int]) -> None:
         """Take one optimizer step on these comparisons."""
@@ -346,10 +346,10 @@ class _RewardModelTraining:
         comparisons = encode_comparisons(
             read_comparisons(self._run.data), encoder, lambda: self._report_progress("read")
         )
-        if encoder.num_cut:
+        if encoder.num_texts_cut:
             warn_user(
-                f"{encoder.num_cut} texts are longer than max_tokens = {encoder.max_tokens} and "
-                "lose their beginning"
+                f"{encoder.num_texts_cut} texts are longer than max_tokens = {encoder.max_tokens} "
+                "and lose their beginning"
             )
         if comparisons.num_left_out:
             warn_user(
@@ -395,10 +395,10 @@ class _RewardModelTraining:
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._start_s
 
-    def _report_progress(self, phase: Any, epoch: RewardModelEpoch | None = None) -> None:
+    def _report_progress(self, phase: Any, report: RewardModelEpoch | None = None) -> None:
         """Report the progress, while reading and during an epoch at most once a second."""
         is_due = time.monotonic() - self._last_report_s > _REPORT_INTERVAL_S
-        if phase in ("read", "train") and epoch is None and not is_due:
+        if phase in ("read", "train") and report is None and not is_due:
             return
         self._last_report_s = time.monotonic()
         state = self._state
@@ -410,7 +410,7 @@ class _RewardModelTraining:
             num_epochs=self._run.epochs,
             loss=state.recent_loss,
             elapsed_s=self._elapsed_s,
-            finished=epoch,
+            finished=report,
         )
         with (self._run.folder / PROGRESS_FILE).open("a", encoding="utf-8") as file:
             file.write(progress.model_dump_json() + "\n")

@@ -76,17 +76,17 @@ class Series:
         previous_value = self.samples.get(label_values, 0.0) if self.is_counter else 0.0
         self.samples[label_values] = previous_value + value
 
-    def make_family(self, name: str, run: str, opponents: Mapping[str, str]) -> Metric:
+    def make_family(self, name: str, run_name: str, opponents: Mapping[str, str]) -> Metric:
         """Return the samples for Prometheus, without environments whose opponent is unknown."""
         family_class = CounterMetricFamily if self.is_counter else GaugeMetricFamily
         family = family_class(name, self.help_text, labels=("run", *self.labels))
         is_per_environment = self.labels[:2] == _ENVIRONMENT_LABELS
         for labels, value in self.samples.items():
             if not is_per_environment:
-                family.add_metric((run, *labels), value)
+                family.add_metric((run_name, *labels), value)
             elif labels[0] in opponents:
-                environment, *other_labels = labels
-                family.add_metric((run, environment, opponents[environment], *other_labels), value)
+                labels = (labels[0], opponents[labels[0]], *labels[1:])
+                family.add_metric((run_name, *labels), value)
         return family
 
 
@@ -97,7 +97,7 @@ class RunSeries(MetricsSink, Collector):
 
     def __init__(self, run: RunConfig, get_time_s: Callable[[], float] = time.time) -> None:
         self._lock = threading.Lock()
-        self._run = run.name
+        self._run_name = run.name
         self._get_time_s = get_time_s
         self._opponents: dict[str, str] = {}
         self._series = make_series()
@@ -154,7 +154,7 @@ class RunSeries(MetricsSink, Collector):
         """Yield all metrics; called by prometheus_client."""
         with self._lock:
             families = [
-                series.make_family(name, self._run, self._opponents)
+                series.make_family(name, self._run_name, self._opponents)
                 for name, series in self._series.items()
             ]
         yield from families
@@ -228,7 +228,7 @@ class PrometheusExporter(RunSeries):
 
 def make_series() -> dict[str, Series]:
     """Return all series that a run exports, by name and without samples."""
-    worker = ("worker",)
+    labels = ("worker",)
     series = {
         _TRAIN_NAMES[metric]: Series(
             metric.spec.help,
@@ -262,11 +262,11 @@ def make_series() -> dict[str, Series]:
             "Mean reward term of an episode, before it is weighted.", (*_ENVIRONMENT_LABELS, "term")
         ),
         TrainSeries.WORKERS: Series("Rollout workers that have loaded weights."),
-        TrainSeries.WORKER_VERSION: Series("Weights version that a worker has loaded.", worker),
+        TrainSeries.WORKER_VERSION: Series("Weights version that a worker has loaded.", labels),
         TrainSeries.WORKER_HASH: Series(
-            "First 48 bits of the content hash of a worker's weights.", worker
+            "First 48 bits of the content hash of a worker's weights.", labels
         ),
         TrainSeries.WORKER_CANARY_ERROR: Series(
-            "Canary error of a worker's newest weights, in nats.", worker
+            "Canary error of a worker's newest weights, in nats.", labels
         ),
     }

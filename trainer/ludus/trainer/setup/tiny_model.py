@@ -141,9 +141,9 @@ async def _play_warm_start(
             asyncio.gather(*(play(index, environment, episode) for episode in range(num_episodes)))
             for index, (environment, num_episodes) in enumerate(games)
         )
-        results = await asyncio.gather(*batches)
+        episode_lists = await asyncio.gather(*batches)
     episodes = {
-        name: list(chain(*result)) for name, result in zip(environments, results, strict=True)
+        name: list(chain(*lists)) for name, lists in zip(environments, episode_lists, strict=True)
     }
     conversations = [
         conversation

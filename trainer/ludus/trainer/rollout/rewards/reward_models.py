@@ -138,7 +138,7 @@ class QueuedRewardModel:
 
     def _warn_of_cuts(self) -> None:
         encoder = self._model.encoder
-        if encoder.num_cut and not self._has_warned:
+        if encoder.num_texts_cut and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "%s: an episode is longer than the model's limit of %d tokens; the beginning of "
