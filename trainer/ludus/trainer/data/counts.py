@@ -53,7 +53,7 @@ class RolloutCounts:
     num_groups: int = 0
     num_zero_variance_groups: int = 0
     num_void_groups: int = 0
-    """Number of groups with fewer than two ended_rollouts episodes."""
+    """Number of groups with fewer than two scored episodes."""
     num_stale_groups: int = 0
     """Number of groups older than the staleness bound."""
     num_rolled_back_groups: int = 0
@@ -85,10 +85,12 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
     """Return the counts of one finished group."""
     rewards = [reward for reward in group.rewards if reward is not None]
     statuses = [rollout.status for rollout in group.rollouts]
-    ended_rollouts = [rollout for rollout in group.rollouts if rollout.episode_return is not None]
+    finished_rollouts = [
+        rollout for rollout in group.rollouts if rollout.episode_return is not None
+    ]
     outcomes = Counter(
         classify_outcome(rollout.episode_return or 0.0, rollout.success)
-        for rollout in ended_rollouts
+        for rollout in finished_rollouts
     )
     return RolloutCounts(
         num_episodes=len(statuses),
@@ -103,7 +105,7 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_branches=sum(rollout.num_branches for rollout in group.rollouts),
         num_dead_agents=sum(rollout.has_agent_failed for rollout in group.rollouts),
         num_terminated=statuses.count(RolloutStatus.TERMINATED),
-        num_judged=sum(rollout.success is not None for rollout in ended_rollouts),
+        num_judged=sum(rollout.success is not None for rollout in finished_rollouts),
         num_wins=outcomes[OutcomeKind.WON],
         num_draws=outcomes[OutcomeKind.DRAWN],
         num_losses=outcomes[OutcomeKind.LOST],
