@@ -225,6 +225,5 @@ def derive_group_seeds(
     run_seed: int, index: int, group_size: int, *, shared: bool
 ) -> tuple[int, ...]:
     """Return the seeds [G] of group `index`; warm start and evaluations use other seeds."""
-    if shared:
-        return (derive_training_seed(run_seed, index, 0),) * group_size
-    return tuple(derive_training_seed(run_seed, index, episode) for episode in range(group_size))
+    episodes = [0] * group_size if shared else range(group_size)
+    return tuple(derive_training_seed(run_seed, index, episode) for episode in episodes)

@@ -71,20 +71,14 @@ def start_local_servers(
     run: LanguageModelRun, log_folder: Path
 ) -> Iterator[dict[str, LocalServer]]:
     """Start a server for each local environment, by its name; stop the servers after the block."""
-    servers = {
-        name: LocalServer(
-            config.package,
-            config.options,
-            config.max_sessions,
-            log_folder / choose_server_log_name(run, name),
-        )
-        for name, config in run.environments.items()
-        if isinstance(config, LocalEnvironment)
-    }
+    servers: dict[str, LocalServer] = {}
     with ExitStack() as exit_stack:
         # The servers start in this thread, because a server stops when its starting thread ends.
-        for server in servers.values():
-            exit_stack.enter_context(server)
+        for name, config in run.environments.items():
+            if isinstance(config, LocalEnvironment):
+                log_file = log_folder / choose_server_log_name(run, name)
+                server = LocalServer(config.package, config.options, config.max_sessions, log_file)
+                servers[name] = exit_stack.enter_context(server)
         yield servers
 
 
