@@ -129,7 +129,7 @@ def _parse_row(row: Row) -> Comparison:
 
 def _parse_best(row: Row, num_answers: int) -> int:
     best_value = row.columns.get("best")
-    index = int(best_value) if re.fullmatch(r"\s*\d+\s*", str(best_value)) else -1
+    index = int(str(best_value)) if re.fullmatch(r"\s*\d+\s*", str(best_value)) else -1
     if not 0 <= index < num_answers:
         raise ConfigError(
             f"{row.location}: column 'best' must be the number of the preferred sample, 0 to "
