@@ -16,7 +16,7 @@ from pathlib import Path
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import CONFIG_FILE, LOG_FILE
-from ludus.trainer.data.counts import total
+from ludus.trainer.data.counts import sum_counts
 from ludus.trainer.run.checkpoint import RunState, find_newest_checkpoint, read_state
 from tests.e2e.runs import Run, find_processes
 
@@ -92,7 +92,7 @@ def make_account(run: Run) -> Account:
     """Return the account of a run that keeps zero-variance groups and never lost its learner."""
     config = LanguageModelRun.model_validate_json((run.folder / CONFIG_FILE).read_text())
     state = read_final_state(run)
-    rest = total(state.counts.values())
+    rest = sum_counts(state.counts.values())
 
     def metric_sum(metric: TrainMetric) -> int:
         return int(sum(row.values.get(metric, 0) for row in run.rows if row.kind == "train"))
