@@ -26,7 +26,7 @@ def ludus(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "120")
-    for module in ("env.serving.loopback", "services.cli.bench", "services.cli.env_targets"):
+    for module in ("env.serving.loopback", "services.cli.env_targets"):
         monkeypatch.setattr(f"ludus.{module}.CONNECT_TIMEOUT_S", 60.0)
 
     def run(*arguments: str) -> Outcome:

@@ -170,7 +170,7 @@ def test_a_port_in_use_is_named(ludus: RunCli) -> None:
 def test_an_address_where_nothing_listens_is_named(
     ludus: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ludus.services.cli.bench.CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("ludus.services.cli.env_targets.CONNECT_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"grpc://127.0.0.1:{free.getsockname()[1]}"
     result = ludus("env", "bench", "--address", address)

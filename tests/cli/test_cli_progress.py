@@ -13,7 +13,7 @@ from ludus.proto.runs import LOG_ROW_PREFIX, METRICS_FILE, MetricsRow, Phase
 from ludus.services.cli import progress as progress_module
 from ludus.services.cli.progress import PlainView, RunProgress, TerminalView
 from ludus.services.cli.records_follower import RecordsFollower
-from ludus.services.cli.trainer_process import NUM_TAIL_LINES, TrainerOutput
+from ludus.services.cli.trainer_process import NUM_LAST_LINES, TrainerOutput
 
 
 def train_row(step: int, elapsed_s: float, **values: float) -> MetricsRow:
@@ -277,13 +277,13 @@ def test_output_of_the_trainer_is_sorted_into_errors_warnings_and_a_tail() -> No
         "warning: slow",
         "error: b",
     ):
-        output.feed(line)
+        output.add_line(line)
     assert output.errors == ["first\n  more of it", "b"]
     assert list(output.warnings) == ["slow"]
-    tail = list(output.tail)
-    output.feed(f"{LOG_ROW_PREFIX}{{}}")
-    assert list(output.tail) == tail, "a row is no word of the trainer's"
+    tail = list(output.last_lines)
+    output.add_line(f"{LOG_ROW_PREFIX}{{}}")
+    assert list(output.last_lines) == tail, "a row is no word of the trainer's"
     for index in range(100):
-        output.feed(str(index))
-    assert len(output.tail) == NUM_TAIL_LINES
-    assert output.tail[-1] == "99"
+        output.add_line(str(index))
+    assert len(output.last_lines) == NUM_LAST_LINES
+    assert output.last_lines[-1] == "99"

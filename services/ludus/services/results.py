@@ -23,16 +23,16 @@ def format_policy_name(policy_name: str) -> str:
     return policy_name.replace("_", " ")
 
 
-def compare_policies(result: EnvironmentResult) -> list[NamedResult]:
+def list_policies(result: EnvironmentResult) -> list[NamedResult]:
     """Return the policy before and after training, then the fixed policies, worst first."""
     report = result.report
-    named_results = [NamedResult("policy after training", report.policy, is_trained=True)]
+    policies = [NamedResult("policy after training", report.policy, is_trained=True)]
     if result.start is not None:
-        named_results.insert(0, NamedResult("policy before training", result.start))
-    return named_results + rank_policies(report.baselines)
+        policies.insert(0, NamedResult("policy before training", result.start))
+    return policies + rank_policies(report.baselines)
 
 
 def rank_policies(baselines: Mapping[str, PolicyResult]) -> list[NamedResult]:
     """Return the fixed policies by expected return, lowest first."""
-    ranked_baselines = sorted(baselines.items(), key=lambda entry: entry[1].expected_return)
-    return [NamedResult(format_policy_name(name), result) for name, result in ranked_baselines]
+    policies = [NamedResult(format_policy_name(name), result) for name, result in baselines.items()]
+    return sorted(policies, key=lambda policy: policy.result.expected_return)

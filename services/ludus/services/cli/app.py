@@ -41,7 +41,7 @@ def _print_version(is_requested: bool) -> None:
 
 
 @app.callback()
-def set_options(
+def declare_options(
     _: Annotated[
         bool,
         typer.Option(
@@ -60,11 +60,11 @@ app.command("eval")(train_command.evaluate)
 app.command("watch")(run_folder_commands.watch)
 app.command("scale")(run_folder_commands.scale)
 app.command("report")(run_folder_commands.report)
-app.command("gateway")(gateway_command.gateway)
+app.command("gateway")(gateway_command.run_gateway)
 app.command("submit")(submit_command.submit)
 app.command("list")(runs_commands.list_runs)
-app.command("status")(runs_commands.status)
-app.command("logs")(runs_commands.logs)
+app.command("status")(runs_commands.show_status)
+app.command("logs")(runs_commands.show_logs)
 app.command("stop")(runs_commands.stop)
 app.command("resume")(submit_command.resume)
 app.command("fetch")(runs_commands.fetch)

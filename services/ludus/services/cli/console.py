@@ -18,12 +18,12 @@ PLAIN_WIDTH = 120
 """Line width, in characters, of output that does not go to a terminal."""
 
 
-def make_results_console() -> Console:
+def get_stdout() -> Console:
     """Return a console on stdout."""
     return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
 
 
-def make_progress_console() -> Console:
+def get_stderr() -> Console:
     """Return a console on stderr."""
     width = None if sys.stderr.isatty() else PLAIN_WIDTH
     return Console(stderr=True, width=width, highlight=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,20 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ludus.proto.errors import UnavailableError, UserError
-from ludus.services.cli.console import (
-    EXIT_FAILED,
-    make_progress_console,
-    make_results_console,
-    make_table,
-)
+from ludus.services.cli.console import EXIT_FAILED, get_stderr, get_stdout, make_table
 from ludus.services.cli.env_targets import require_options_only_for_targets
 from ludus.services.cli.options import Options, TargetOrAddress, TokenEnv, parse_options
 
 if TYPE_CHECKING:
     from ludus.env.check import CheckReport
 
-_ABOUT_ENVIRONMENT = "environment"
-_ABOUT_WIRE = "wire"
 _MAX_DETAIL_CHARS = 400
 _VERDICT_STYLES = {"ok": "green", "broken": "bold red", "not offered": "dim", "not tried": "dim"}
 _MAX_SESSIONS = 12
@@ -43,7 +36,7 @@ _MAX_SESSIONS = 12
 class CheckRow:
     """The result of one rule."""
 
-    about: str
+    subject: str
     """Subject of the rule: environment or wire."""
     rule: str
     verdict: str
@@ -63,18 +56,25 @@ class CheckPlan:
 def check(
     location: TargetOrAddress,
     options: Options = None,
-    steps: Annotated[int, typer.Option(min=1, help="Maximum steps per episode.")] = 50,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of episodes per rule.")] = 8,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Time limit per rule in seconds.")] = 60.0,
-    wait: Annotated[
+    num_steps: Annotated[
+        int, typer.Option("--steps", min=1, help="Maximum steps per episode.")
+    ] = 50,
+    num_seeds: Annotated[
+        int, typer.Option("--seeds", min=1, help="Number of episodes per rule.")
+    ] = 8,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Time limit per rule in seconds.")
+    ] = 60.0,
+    wait_s: Annotated[
         float,
         typer.Option(
+            "--wait",
             min=0.0,
             help="Seconds to wait for ADDRESS to accept a session, for example while its server "
             "starts.",
         ),
     ] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    prints_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
     token_env: TokenEnv = "LUDUS_ENV_TOKEN",
 ) -> None:
     """Check that an environment or a server fulfills its contract. Exit code 1 if it does not.
@@ -91,19 +91,22 @@ def check(
     """
     environment_options = parse_options(options or ())
     require_options_only_for_targets(location, environment_options)
-    plan = CheckPlan(range(seeds), steps, timeout, wait)
+    plan = CheckPlan(range(num_seeds), num_steps, timeout_s, wait_s)
     if "://" in location:
-        with make_progress_console().status(f"checking {location}"):
+        with get_stderr().status(f"checking {location}"):
             report = asyncio.run(_check_address(location, plan, os.environ.get(token_env)))
-        rows = _make_rows(report, _ABOUT_WIRE)
+        rows = _make_rows(report, "wire")
     else:
         rows = _check_target(location, environment_options, plan)
     is_ok = all(row.verdict != "broken" for row in rows)
-    if as_json:
-        check_dicts = list(map(asdict, rows))
+    if prints_json:
+        check_dicts = [
+            {"about": row.subject, "rule": row.rule, "verdict": row.verdict, "detail": row.detail}
+            for row in rows
+        ]
         typer.echo(json.dumps({"place": location, "ok": is_ok, "checks": check_dicts}, indent=2))
     else:
-        make_results_console().print(_make_check_table(rows))
+        get_stdout().print(_make_check_table(rows))
     if not is_ok:
         raise typer.Exit(EXIT_FAILED)
 
@@ -113,14 +116,14 @@ def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list
     from ludus.env.serving.subprocess import LocalServer
     from ludus.env.targets.targets import TargetFactory
 
-    with make_progress_console().status(f"checking {target}"):
+    with get_stderr().status(f"checking {target}"):
         environment_report = check_environment(
             TargetFactory(target, options),
             seeds=plan.seeds,
             num_steps=plan.num_steps,
             timeout_s=plan.timeout_s,
         )
-        rows = _make_rows(environment_report, _ABOUT_ENVIRONMENT)
+        rows = _make_rows(environment_report, "environment")
         if environment_report.checks[0].verdict == "broken":  # a server could not build it, either
             return rows
         server = LocalServer(
@@ -130,10 +133,10 @@ def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list
             address = server.start().grpc
         except (UserError, UnavailableError) as error:
             detail = f"the server does not start: {error}"
-            return [*rows, CheckRow(_ABOUT_WIRE, "a_server_of_it_starts", "broken", detail)]
+            return [*rows, CheckRow("wire", "a_server_of_it_starts", "broken", detail)]
         try:
             wire_report = asyncio.run(_check_address(address, plan, None))
-            return [*rows, *_make_rows(wire_report, _ABOUT_WIRE)]
+            return [*rows, *_make_rows(wire_report, "wire")]
         finally:
             server.stop()
 
@@ -149,8 +152,8 @@ async def _check_address(address: str, plan: CheckPlan, token: str | None) -> Ch
         )
 
 
-def _make_rows(report: CheckReport, about: str) -> list[CheckRow]:
-    return [CheckRow(about, check.name, check.verdict, check.detail) for check in report.checks]
+def _make_rows(report: CheckReport, subject: str) -> list[CheckRow]:
+    return [CheckRow(subject, check.name, check.verdict, check.detail) for check in report.checks]
 
 
 def _make_check_table(rows: list[CheckRow]) -> Table:
@@ -158,5 +161,5 @@ def _make_check_table(rows: list[CheckRow]) -> Table:
     for row in rows:
         detail = row.detail[:_MAX_DETAIL_CHARS] + "..." * (len(row.detail) > _MAX_DETAIL_CHARS)
         verdict = Text(row.verdict, style=_VERDICT_STYLES[row.verdict])
-        table.add_row(row.about, Text(row.rule), verdict, Text(detail))
+        table.add_row(row.subject, Text(row.rule), verdict, Text(detail))
     return table

@@ -9,23 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 from rich.text import Text
 
 from ludus.proto.errors import ConfigError
-from ludus.services.cli.console import (
-    make_progress_console,
-    make_results_console,
-    make_table,
-    print_line,
-)
+from ludus.services.cli.console import get_stderr, get_stdout, make_table, print_line
 from ludus.services.cli.env_check import check
 from ludus.services.cli.env_play import play
 from ludus.services.cli.env_replay import replay
@@ -54,8 +42,8 @@ def init(
     """
     from ludus.env.targets.scaffolding import write_environment
 
-    written_paths = write_environment(name, output_dir)
-    folder = min((path.parent for path in written_paths), key=lambda path: len(path.parts))
+    paths = write_environment(name, output_dir)
+    folder = min((path.parent for path in paths), key=lambda path: len(path.parts))
     package = folder.name
     next_commands = (
         f"pip install -e {folder}",
@@ -65,8 +53,8 @@ def init(
         f"ludus train {folder / 'train.toml'}",
         f"ludus env serve {package} --port 8000",
     )
-    for line in (*written_paths, "", *next_commands):
-        print_line(make_results_console(), str(line))
+    for line in (*paths, "", *next_commands):
+        print_line(get_stdout(), str(line))
 
 
 @app.command("list")
@@ -81,7 +69,7 @@ def list_packages() -> None:
     packages = list_installed_packages()
     for package in packages:
         table.add_row(Text(package.name), Text(package.version), Text(package.summary))
-    console = make_results_console()
+    console = get_stdout()
     if packages:
         console.print(table)
     else:
@@ -92,8 +80,7 @@ def list_packages() -> None:
 @app.command()
 def bench(
     target: Annotated[
-        str | None,
-        typer.Argument(metavar="TARGET", help=f"{TARGET_HELP}.", show_default=False),
+        str | None, typer.Argument(metavar="TARGET", help=f"{TARGET_HELP}.", show_default=False)
     ] = None,
     address: Annotated[
         str | None,
@@ -103,14 +90,17 @@ def bench(
         ),
     ] = None,
     options: Options = None,
-    games: Annotated[int, typer.Option(min=1, help="Number of episodes per policy.")] = 10_000,
-    policy: Annotated[
+    num_games: Annotated[
+        int, typer.Option("--games", min=1, help="Number of episodes per policy.")
+    ] = 10_000,
+    policy_names: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Policy to play. Repeatable. Default: all."),
+        typer.Option("--policy", metavar="NAME", help="Policy to play. Repeatable. Default: all."),
     ] = None,
-    policies: Annotated[
+    policies_function: Annotated[
         str,
         typer.Option(
+            "--policies",
             metavar="MODULE:FUNCTION",
             help="Function that returns the policies: (options) -> {name: policy}. "
             "Default: `fixed_policies` of the package.",
@@ -128,7 +118,8 @@ def bench(
 
     Example: `ludus env bench my_module:MyEnvironment --policies my_policies:fixed_policies`
     """
-    environment_options = parse_options(options or ())
+    from ludus.services.cli.bench import BenchPlan
+
     if address is not None and "://" not in address:
         raise ConfigError(
             f"--address must be grpc://host:port or http://host:port, got '{address}'"
@@ -136,36 +127,29 @@ def bench(
     location = address or target
     if location is None:
         raise ConfigError("TARGET or --address is required; `ludus env list` prints the targets")
-    from ludus.services.cli.bench import BenchPlan
-
-    plan = BenchPlan(target, policy or (), range(seed, seed + games), policies)
-    with serve_target(location, environment_options) as server_address:
-        bench_results = _run_bench(plan, server_address, os.environ.get(token_env))
-    console = make_results_console()
-    console.print(make_bench_table(bench_results))
-    num_void = sum(bench_result.num_void for bench_result in bench_results)
+    seeds = range(seed, seed + num_games)
+    plan = BenchPlan(target, policy_names or (), seeds, policies_function)
+    with serve_target(location, parse_options(options or ())) as server_address:
+        results = _run_bench(plan, server_address, os.environ.get(token_env))
+    console = get_stdout()
+    console.print(make_bench_table(results))
+    num_void = sum(result.num_void for result in results)
     if num_void:
         print_line(console, f"{num_void:,} episodes are void and not counted")
 
 
 def _run_bench(plan: BenchPlan, address: str, token: str | None) -> list[BenchResult]:
-    from ludus.services.cli.bench import bench as run_benchmark
+    from ludus.services.cli.bench import run_benchmark
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    console = make_progress_console()
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task_by_policy: dict[str, TaskID] = {}
+    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    console = get_stderr()
+    is_hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
+        tasks: dict[str, TaskID] = {}
 
-        def advance_bar(name: str, _outcome: EpisodeOutcome) -> None:
-            if name not in task_by_policy:
-                task_by_policy[name] = progress.add_task(escape(name), total=len(plan.seeds))
-            progress.advance(task_by_policy[name])
+        def advance_bar(policy_name: str, _outcome: EpisodeOutcome) -> None:
+            if policy_name not in tasks:
+                tasks[policy_name] = progress.add_task(escape(policy_name), total=len(plan.seeds))
+            progress.advance(tasks[policy_name])
 
         return asyncio.run(run_benchmark(plan, address, token, advance_bar))

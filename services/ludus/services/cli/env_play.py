@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from ludus.proto.errors import ActionError, ExecutionError, InvalidCallError, ToolError
-from ludus.services.cli.console import make_results_console, print_line
+from ludus.services.cli.console import get_stdout, print_line
 from ludus.services.cli.env_targets import connect_client
 from ludus.services.cli.options import Options, TargetOrAddress, TokenEnv, parse_options
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ludus.env.recording.format import EpisodeWriter
     from ludus.env.types import EnvironmentDescription, StepResult
 
-_SEED_BITS = 31
 _MAX_LISTED_ANSWERS = 40
 _HELP = "  :new starts another episode, :state prints the state, :quit quits"
 _TOOLS_HELP = "  :tools lists the tools, :call NAME {...} calls a tool"
@@ -46,8 +45,8 @@ def play(
             help="Seed of the first episode; each later episode adds 1. Default: random seeds.",
         ),
     ] = None,
-    record: Annotated[
-        Path | None, typer.Option(help="File (.jsonl) to append the episodes to.")
+    recording: Annotated[
+        Path | None, typer.Option("--record", help="File (.jsonl) to append the episodes to.")
     ] = None,
     token_env: TokenEnv = "LUDUS_ENV_TOKEN",
 ) -> None:
@@ -61,17 +60,15 @@ def play(
 
     environment_options = parse_options(options or ())
     with connect_client(location, environment_options, token_env) as client:
-        target = "" if "://" in location else location
-        writer = (
-            EpisodeWriter(record, client.describe(), target, environment_options)
-            if record
-            else None
-        )
-        terminal_play = _TerminalPlay(client, make_results_console(), writer)
+        writer = None
+        if recording:
+            target = "" if "://" in location else location
+            writer = EpisodeWriter(recording, client.describe(), target, environment_options)
+        terminal_play = _TerminalPlay(client, get_stdout(), writer)
         try:
             terminal_play.play(seed)
         except (_QuitError, KeyboardInterrupt):
-            terminal_play.quit()
+            terminal_play.finish()
 
 
 class _TerminalPlay:
@@ -89,30 +86,21 @@ class _TerminalPlay:
         self._print(f"{self._description.name}: {self._description.description}", "bold")
         self._print(self._make_help(), "dim")
         for episode_index in itertools.count():
-            seed = (
-                secrets.randbits(_SEED_BITS) if first_seed is None else first_seed + episode_index
-            )
+            seed = secrets.randbits(31) if first_seed is None else first_seed + episode_index
             self._play_episode(seed)
-            if self._read_line("another episode? [Y/n] ").strip().lower() in (
-                "n",
-                "no",
-                ":quit",
-                ":q",
-            ):
+            answer = self._read_line("another episode? [Y/n] ").strip().lower()
+            if answer in ("n", "no", ":quit", ":q"):
                 raise _QuitError
 
-    def quit(self) -> None:
+    def finish(self) -> None:
         """Record the unfinished episode, and print the totals."""
         if self._writer is not None:
             self._writer.end_episode("the player quit")
-        num_episodes = len(self._episode_returns)
         self._print("")
-        if num_episodes:
-            total_return = sum(self._episode_returns)
+        if self._episode_returns:
+            num_episodes, total = len(self._episode_returns), sum(self._episode_returns)
             episodes_text = _format_count(num_episodes, "episode")
-            self._print(
-                f"{episodes_text}, return {total_return:g}, mean {total_return / num_episodes:.3f}"
-            )
+            self._print(f"{episodes_text}, return {total:g}, mean {total / num_episodes:.3f}")
 
     def _play_episode(self, seed: int) -> None:
         session, result = self._client.open(seed=seed)
@@ -134,9 +122,8 @@ class _TerminalPlay:
             end_reason = "terminated" if result.terminated else "truncated"
             steps_text = _format_count(result.step_index, "step")
             verdict = {True: ", success", False: ", no success", None: ""}[result.success]
-            self._print(
-                f"-- {end_reason} after {steps_text}, return {episode_return:g}{verdict}", "cyan"
-            )
+            line = f"-- {end_reason} after {steps_text}, return {episode_return:g}{verdict}"
+            self._print(line, "cyan")
             self._episode_returns.append(episode_return)
         if self._writer is not None:
             self._writer.end_episode(end_reason if result.done else "the player quit")
@@ -167,30 +154,29 @@ class _TerminalPlay:
         """Call a tool for the player and print its result, which does not end the turn."""
         _, tool_name, arguments = [*line.split(maxsplit=2), "", ""][:3]
         try:
-            tool_result = session.call_tool(tool_name, _read_arguments(arguments))
+            tool_result = session.call_tool(tool_name, _parse_arguments(arguments))
         except (ToolError, InvalidCallError, ExecutionError) as error:
             self._print(f"refused: {error}", "yellow")
             self._show_tools()
         else:
             self._print(json.dumps(tool_result, indent=2)[:_MAX_SHOWN_CHARS])
             if self._writer is not None:
-                self._print(
-                    "this call is not in the recording, which contains only steps", "yellow"
-                )
+                message = "this call is not in the recording, which contains only steps"
+                self._print(message, "yellow")
 
     def _make_help(self) -> str:
         return f"{_HELP}\n{_TOOLS_HELP}" if self._description.tools else _HELP
 
     def _show_tools(self) -> None:
         for tool in self._description.tools:
-            fields = json.dumps(tool.input_schema.get("properties", {}))
-            self._print(f"tool {tool.name}: {tool.description} {fields}", "green")
+            fields_json = json.dumps(tool.input_schema.get("properties", {}))
+            self._print(f"tool {tool.name}: {tool.description} {fields_json}", "green")
         if not self._description.tools:
             self._print("this environment has no tools", "dim")
 
     def _try_step(self, session: Session, line: str, result: StepResult) -> StepResult | None:
         """Take a step with the player's answer; return None if the answer is refused."""
-        action = _read_answer(line, self._description.action_schema, result.text is not None)
+        action = _parse_answer(line, self._description.action_schema, result.text is not None)
         try:
             if isinstance(action, str):
                 next_result = session.step(text=action)
@@ -217,12 +203,9 @@ class _TerminalPlay:
         legal_answers = result.text.legal_answers if result.text is not None else ()
         answers = legal_answers or result.observation.get("legal_actions")
         if answers:
-            suffix = (
-                f" and {len(answers) - _MAX_LISTED_ANSWERS} more"
-                if len(answers) > _MAX_LISTED_ANSWERS
-                else ""
-            )
-            listed_answers = ", ".join(str(answer) for answer in answers[:_MAX_LISTED_ANSWERS])
+            num_hidden = len(answers) - _MAX_LISTED_ANSWERS
+            suffix = f" and {num_hidden} more" if num_hidden > 0 else ""
+            listed_answers = ", ".join(map(str, answers[:_MAX_LISTED_ANSWERS]))
             self._print(f"legal: {listed_answers}{suffix}", "green")
         elif result.text is None:
             fields = self._description.action_schema.get("properties", {})
@@ -244,26 +227,19 @@ class _TerminalPlay:
         print_line(self._console, message, style)
 
 
-def _read_answer(line: str, schema: dict[str, Any], has_text: bool) -> dict[str, Any] | str:
+def _parse_answer(line: str, schema: dict[str, Any], has_text: bool) -> dict[str, Any] | str:
     """Parse a line as an action: a JSON object, a text, or the value of the only field."""
     try:
-        parsed_line = json.loads(line)
+        answer = json.loads(line)
     except json.JSONDecodeError:
-        parsed_line = line
-    if isinstance(parsed_line, dict):
-        return parsed_line
-    if has_text:
-        return line
+        answer = line
+    if isinstance(answer, dict):
+        return answer
     required_fields = schema.get("required", [])
-    return {required_fields[0]: parsed_line} if len(required_fields) == 1 else line
+    return line if has_text or len(required_fields) != 1 else {required_fields[0]: answer}
 
 
-def _read_arguments(arguments_json: str) -> dict[str, Any]:
-    """Parse the arguments of a tool call.
-
-    Raises:
-        InvalidCallError: the arguments are not a JSON object.
-    """
+def _parse_arguments(arguments_json: str) -> dict[str, Any]:
     try:
         arguments = json.loads(arguments_json or "{}")
     except json.JSONDecodeError:

@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 
 from ludus.proto.errors import ConfigError
-from ludus.services.cli.console import EXIT_FAILED, make_results_console, make_table, print_line
+from ludus.services.cli.console import EXIT_FAILED, get_stdout, make_table, print_line
 from ludus.services.cli.options import Options, TokenEnv, parse_options
 
 if TYPE_CHECKING:
@@ -37,9 +37,11 @@ def replay(
         str | None, typer.Option(help="Running server (http:// or grpc://) to replay on.")
     ] = None,
     options: Options = None,
-    limit: Annotated[
+    max_episodes: Annotated[
         int | None,
-        typer.Option(min=1, help="Maximum number of episodes to replay.", show_default="all"),
+        typer.Option(
+            "--limit", min=1, help="Maximum number of episodes to replay.", show_default="all"
+        ),
     ] = None,
     token_env: TokenEnv = "LUDUS_ENV_TOKEN",
 ) -> None:
@@ -57,17 +59,17 @@ def replay(
         raise ConfigError("--address cannot be combined with TARGET or --option; remove one")
     if environment_options and target is None:
         raise ConfigError("--option needs TARGET; name the target")
-    episodes = list(itertools.islice(read_recording(file), limit))
+    episodes = list(itertools.islice(read_recording(file), max_episodes))
     if not episodes:
         raise ConfigError(f"'{file}' contains no recorded episode")
     server = address or (environment_factory(target, environment_options) if target else None)
-    replays = asyncio.run(_replay_all(episodes, server, os.environ.get(token_env)))
+    replays = asyncio.run(_replay_episodes(episodes, server, os.environ.get(token_env)))
     _print_replays(replays)
     if not all(replay.is_same for replay in replays):
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _replay_all(
+async def _replay_episodes(
     episodes: list[RecordedEpisode], server: Any, token: str | None
 ) -> list[Replay]:
     """Replay the episodes in order; consecutive episodes of an environment share a server."""
@@ -78,9 +80,8 @@ async def _replay_all(
     options = PlayOptions(token=token, max_sessions=4)
     for _, group in itertools.groupby(episodes, lambda episode: episode.environment):
         group_episodes = list(group)
-        async with open_client(
-            server or make_recorded_factory(group_episodes[0]), options
-        ) as client:
+        group_server = server or make_recorded_factory(group_episodes[0])
+        async with open_client(group_server, options) as client:
             replays += [await replay_episode(client, episode) for episode in group_episodes]
     return replays
 
@@ -88,11 +89,11 @@ async def _replay_all(
 def _print_replays(replays: list[Replay]) -> None:
     columns = ("episode", "environment", "seed", "steps", "return", "ended", "")
     table = make_table(*columns, number_columns=("episode", "seed", "steps", "return"))
+    differences: list[str] = []
     for number, replay in enumerate(replays, 1):
         episode = replay.episode
-        verdict = (
-            Text("same", style="green") if replay.is_same else Text("differs", style="bold red")
-        )
+        if not replay.is_same:
+            differences.append(f"episode {number}, {replay.difference}")
         table.add_row(
             str(number),
             Text(episode.environment.target or episode.environment.name),
@@ -100,15 +101,11 @@ def _print_replays(replays: list[Replay]) -> None:
             f"{replay.num_steps}/{len(episode.steps)}",
             f"{episode.episode_return:g}",
             Text(episode.end_reason),
-            verdict,
+            "[green]same" if replay.is_same else "[bold red]differs",
         )
-    console = make_results_console()
+    console = get_stdout()
     console.print(table)
-    num_same = sum(replay.is_same for replay in replays)
+    num_same = len(replays) - len(differences)
     print_line(console, f"{num_same} of {len(replays)} episodes are the same")
-    for number, replay in enumerate(replays, 1):
-        if not replay.is_same:
-            print_line(
-                console, f"first difference: episode {number}, {replay.difference}", "yellow"
-            )
-            break
+    for difference in differences[:1]:
+        print_line(console, f"first difference: {difference}", "yellow")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ludus.env.client import EnvClient
 
 CONNECT_TIMEOUT_S = 3.0
+"""Seconds to wait for the first response of a server."""
 MAX_PROCESSES = 8
 """Maximum number of concurrent sessions if each session needs a separate process."""
 
@@ -68,10 +69,9 @@ def connect_client(location: str, options: dict[str, Any], token_env: str) -> It
 
     token = os.environ.get(token_env) if "://" in location else None
     with serve_target(location, options, max_sessions=8) as address:
+        connect_options = ConnectOptions(token=token, connect_timeout_s=CONNECT_TIMEOUT_S)
         try:
-            client = EnvClient.connect(
-                address, ConnectOptions(token=token, connect_timeout_s=CONNECT_TIMEOUT_S)
-            )
+            client = EnvClient.connect(address, connect_options)
         except UnavailableError as error:
             raise NotFoundError(f"{error}; start a server with `ludus env serve`") from None
         with client:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ludus.proto.errors import ConfigError
-from ludus.services.cli.console import make_results_console, print_line
+from ludus.services.cli.console import get_stdout, print_line
 from ludus.services.cli.options import parse_options
 
 if TYPE_CHECKING:
@@ -25,11 +25,13 @@ def _make_port_option(protocols: str, default: str) -> Any:
 
 
 ConfigFile = Annotated[
-    Path | None, typer.Option(help="Gateway configuration, TOML. Options override its fields.")
+    Path | None,
+    typer.Option("--config", help="Gateway configuration, TOML. Options override its fields."),
 ]
 Targets = Annotated[
     list[str] | None,
     typer.Option(
+        "--env",
         metavar="NAME=TARGET",
         help="Environment to serve: a target to run on this machine, or a comma-separated list "
         "of grpc:// addresses. Repeatable.",
@@ -38,11 +40,12 @@ Targets = Annotated[
 TargetOptions = Annotated[
     list[str] | None,
     typer.Option(
+        "--option",
         metavar="NAME.KEY=VALUE",
         help="Option for the constructor of environment NAME. Repeatable.",
     ),
 ]
-NumServers = Annotated[int, typer.Option(min=1, help="Number of servers per target.")]
+NumServers = Annotated[int, typer.Option("--servers", min=1, help="Number of servers per target.")]
 MaxSessions = Annotated[int, typer.Option(min=1, help="Maximum sessions per server.")]
 Isolation = Annotated[
     str | None,
@@ -55,7 +58,7 @@ Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_def
 Port = Annotated[int | None, _make_port_option("HTTP and WebSocket", "8000")]
 GrpcPort = Annotated[int | None, _make_port_option("gRPC", "port + 10000")]
 TenantsFile = Annotated[
-    Path | None, typer.Option(help="File with tenants, tokens and quotas, TOML.")
+    Path | None, typer.Option("--tenants", help="File with tenants, tokens and quotas, TOML.")
 ]
 TokenEnv = Annotated[
     str | None,
@@ -69,19 +72,19 @@ Insecure = Annotated[
 ]
 
 
-def gateway(
-    config: ConfigFile = None,
-    env: Targets = None,
-    option: TargetOptions = None,
-    servers: NumServers = 1,
+def run_gateway(
+    config_path: ConfigFile = None,
+    targets: Targets = None,
+    target_options: TargetOptions = None,
+    num_servers: NumServers = 1,
     max_sessions: MaxSessions = 256,
     isolation: Isolation = None,
     host: Host = None,
     port: Port = None,
     grpc_port: GrpcPort = None,
-    tenants: TenantsFile = None,
+    tenants_file: TenantsFile = None,
     token_env: TokenEnv = None,
-    insecure: Insecure = False,
+    is_insecure: Insecure = False,
 ) -> None:
     """Serve environments on one address until Ctrl-C.
 
@@ -92,74 +95,59 @@ def gateway(
     from ludus.services.gateway.config import GatewayConfig
     from ludus.services.gateway.gateway import serve_gateway
 
+    settings = {"num_servers": num_servers, "max_sessions": max_sessions, "isolation": isolation}
+    environments = _parse_environments(targets or (), target_options or (), settings)
     overrides: dict[str, Any] = {
         "host": host,
         "port": port,
         "grpc_port": grpc_port,
-        "tenants_file": tenants,
+        "tenants_file": tenants_file,
         "token_env": token_env,
-        "insecure": insecure or None,
+        "insecure": is_insecure or None,
+        "environments": environments or None,
     }
     overrides = {name: setting for name, setting in overrides.items() if setting is not None}
-    environments = _parse_environments(
-        env or (),
-        option or (),
-        {"num_servers": servers, "max_sessions": max_sessions, "isolation": isolation},
-    )
-    if environments:
-        overrides["environments"] = environments
-    if config is not None:
-        gateway_config = GatewayConfig.read(config, overrides)
+    if config_path is not None:
+        config = GatewayConfig.read(config_path, overrides)
     elif environments:
-        gateway_config = GatewayConfig.parse(overrides, "ludus gateway")
+        config = GatewayConfig.parse(overrides, "ludus gateway")
     else:
         raise ConfigError(f"--config or --env is required; {_EXAMPLE}")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("ludus").setLevel(logging.INFO)
-    serve_gateway(gateway_config, _print_addresses)
+    serve_gateway(config, _print_addresses)
 
 
 def _parse_environments(
     targets: Sequence[str], options: Sequence[str], settings: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Build the `environments` section from `--env` and `--option`."""
-    section_by_name: dict[str, dict[str, Any]] = {}
+    sections: dict[str, dict[str, Any]] = {}
     for pair in targets:
         name, separator, target = pair.partition("=")
         if not separator or not name or not target:
             raise ConfigError(f"--env must be NAME=TARGET, got '{pair}'; {_EXAMPLE}")
-        if name in section_by_name:
-            raise ConfigError(
-                f"--env names '{name}' twice; separate several addresses of one environment by"
-                " commas"
-            )
+        if name in sections:
+            remedy = "separate several addresses of one environment by commas"
+            raise ConfigError(f"--env names '{name}' twice; {remedy}")
         if "://" in target:
-            section_by_name[name] = {"kind": "static", "addresses": target.split(",")}
+            sections[name] = {"kind": "static", "addresses": target.split(",")}
         else:
-            section_by_name[name] = {
-                "kind": "subprocess",
-                "target": target,
-                "options": {},
-                **settings,
-            }
-    for option_name, value in parse_options(options).items():
-        name, separator, key = option_name.partition(".")
-        environment = section_by_name.get(name)
-        if not separator or not key or environment is None or "options" not in environment:
-            local_names = [
-                name for name, settings in section_by_name.items() if "options" in settings
-            ]
+            sections[name] = {"kind": "subprocess", "target": target, "options": {}, **settings}
+    for option_name, option_value in parse_options(options).items():
+        name, _, key = option_name.partition(".")
+        local_names = [name for name, section in sections.items() if "options" in section]
+        if not key or name not in local_names:
             raise ConfigError(
                 f"--option must be NAME.KEY=VALUE, where NAME is an environment that runs on this"
                 f" machine ({', '.join(local_names) or 'there is none'}), got '{option_name}'"
             )
-        environment["options"][key] = value
-    return section_by_name
+        sections[name]["options"][key] = option_value
+    return sections
 
 
 def _print_addresses(gateway: Gateway) -> None:
-    """Print the addresses that clients use."""
-    console = make_results_console()
+    console = get_stdout()
     for name in gateway.environments:
         suffix = f"/{name}" if len(gateway.environments) > 1 else ""
         print_line(console, f"{name}: {gateway.http_address}/envs/{name} (OpenEnv clients)")

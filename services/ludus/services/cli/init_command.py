@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.services.cli.console import make_results_console, make_table, print_line
+from ludus.services.cli.console import get_stdout, make_table, print_line
 
 _CONFIG_NAMES = ("tiny.toml", "ppo.toml")
 """Names of configurations that train on a laptop. Only examples with one of them can be copied."""
@@ -25,7 +25,7 @@ def init(
     Example: `ludus init blackjack && ludus train blackjack.toml`
     """
     examples = _find_examples()
-    console = make_results_console()
+    console = get_stdout()
     if not example:
         table = make_table("example", "description")
         for name, config in examples.items():
@@ -34,40 +34,33 @@ def init(
         return
     if example not in examples:
         raise NotFoundError(f"no example is named '{example}'; choose one of {', '.join(examples)}")
-    written_paths = _copy_example(example, examples[example], output_dir)
-    for path in written_paths:
-        print_line(console, str(path))
-    print_line(console, "")
+    paths = _copy_example(example, examples[example], output_dir)
     command = "train-reward" if example == "reward_model" else "train"
-    print_line(console, f"ludus {command} {written_paths[0]}")
+    for line in (*paths, "", f"ludus {command} {paths[0]}"):
+        print_line(console, str(line))
 
 
 def _find_examples() -> dict[str, Path]:
     """Return the configuration of each packaged example, by the example's name."""
     spec = find_spec("ludus.examples")
-    locations = list(spec.submodule_search_locations or ()) if spec else []
-    # An editable installation adds a location that is not a folder.
-    folders = [
-        folder
-        for location in locations
-        if Path(location).is_dir()
-        for folder in Path(location).iterdir()
-    ]
+    locations = spec.submodule_search_locations or () if spec else ()
+    # An editable installation adds a location that does not exist, in which glob finds nothing.
+    folders = sorted(folder for location in locations for folder in Path(location).glob("*"))
     if not folders:
         raise NotFoundError("the examples are not installed; run: pip install ludus")
-    config_by_example: dict[str, Path] = {}
-    for folder in sorted(folders):
+    configs: dict[str, Path] = {}
+    for folder in folders:
         for config in (folder / name for name in _CONFIG_NAMES):
             if config.is_file():
-                config_by_example.setdefault(folder.name, config)
-    return config_by_example
+                configs.setdefault(folder.name, config)
+    return configs
 
 
 def _extract_description(config_text: str) -> str:
     """Return the first sentence of the comment at the start of a configuration."""
-    comment = re.match(r"(?:#[^\n]*\n)+", config_text)
-    comment_words = re.sub(r"\n?# ?", " ", comment.group() if comment else "").split()
-    return re.split(r"(?<=[.:]) ", " ".join(comment_words), maxsplit=1)[0].rstrip(":")
+    comment = re.match(r"(?:#[^\n]*\n)*", config_text)
+    words = re.sub(r"\n?# ?", " ", comment.group() if comment else "").split()
+    return re.split(r"(?<=[.:]) ", " ".join(words), maxsplit=1)[0].rstrip(":")
 
 
 def _copy_example(name: str, config: Path, output_dir: Path) -> list[Path]:
@@ -77,24 +70,20 @@ def _copy_example(name: str, config: Path, output_dir: Path) -> list[Path]:
         ConfigError: a file to be written exists.
     """
     config_text = config.read_text(encoding="utf-8")
-    companion_files = [
+    used_files = [
         path
         for path in sorted(config.parent.iterdir())
         if path.suffix in (".jsonl", ".py") and path.stem in re.findall(r"\w+", config_text)
     ]
     config_text = re.sub(rf"examples/{name}/{config.name}", f"{name}.toml", config_text)
     config_text = re.sub(rf"examples[./]{name}[./]", "", config_text)
-    config_text = re.sub(
-        r'^name = ".*"', f'name = "{name}"', config_text, count=1, flags=re.MULTILINE
-    )
-    text_by_path = {output_dir / f"{name}.toml": config_text}
-    text_by_path |= {
-        output_dir / path.name: path.read_text(encoding="utf-8") for path in companion_files
-    }
-    for path in text_by_path:
+    config_text = re.sub(r'(?m)^name = ".*"', f'name = "{name}"', config_text, count=1)
+    texts = {output_dir / f"{name}.toml": config_text}
+    texts |= {output_dir / path.name: path.read_text(encoding="utf-8") for path in used_files}
+    for path in texts:
         if path.exists():
             raise ConfigError(f"'{path}' exists; remove it, or set --output-dir to another folder")
     output_dir.mkdir(parents=True, exist_ok=True)
-    for path, text in text_by_path.items():
+    for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
-    return list(text_by_path)
+    return list(texts)

@@ -97,7 +97,7 @@ IgnoredChecks = Annotated[
         "Repeatable.",
     ),
 ]
-Detach = Annotated[
+DetachFlag = Annotated[
     bool, typer.Option("--detach", "-d", help="Return once the run is submitted; do not follow it.")
 ]
 ResultsFolder = Annotated[
@@ -108,18 +108,19 @@ ResultsFolder = Annotated[
 
 def parse_options(options: Sequence[str]) -> dict[str, Any]:
     """Parse options of the form KEY=VALUE, whose values are JSON, TOML or text."""
-    parsed_options: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for option in options:
         key, separator, value_text = option.partition("=")
-        if not separator or not key.strip():
+        key = key.strip()
+        if not separator or not key:
             raise ConfigError(
                 f"--option must be KEY=VALUE, got '{option}'; for example --option game=blackjack"
             )
-        parsed_options[key.strip()] = parse_value(value_text, f"--option {key.strip()}")
-    return parsed_options
+        values[key] = parse_value(value_text, f"--option {key}")
+    return values
 
 
-def cluster_command(
+def make_cluster_command(
     coroutine_function: Callable[..., Coroutine[Any, Any, None]],
 ) -> Callable[..., None]:
     """Build a command from a coroutine function whose first parameter is a RunsCluster.

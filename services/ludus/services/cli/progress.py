@@ -68,17 +68,17 @@ class RunProgress:
     def update(self, rows: Iterable[MetricsRow]) -> None:
         """Apply new rows."""
         for row in rows:
+            if row.kind in ("eval", "train"):
+                # The step may decrease, because a restarted learner repeats some steps.
+                self.step, self.num_games_trained = row.step, row.num_games_trained
             match row.kind:
                 case "phase":
                     self.phase = row.phase
                     self.num_steps = row.num_steps or self.num_steps
                 case "eval":
-                    self._record_position(row)
                     self._eval_values[row.environment or ""] = row.values
                 case "train":
-                    self._record_position(row)
                     self._record_step(row)
-                    self._record_curriculum(row)
                 case "event" if TrainMetric.NUM_UNLOCKS in row.values:
                     self._newest_environment = row.environment or ""
 
@@ -94,35 +94,28 @@ class RunProgress:
     @property
     def remaining_s(self) -> float | None:
         """Estimated seconds until the last training step; None while unknown."""
-        if len(self._recent_times) < 2:
+        if not self._recent_times:
             return None
-        (first_step, first_elapsed_s), (last_step, last_elapsed_s) = (
-            self._recent_times[0],
-            self._recent_times[-1],
-        )
+        (first_step, first_s), (last_step, last_s) = self._recent_times[0], self._recent_times[-1]
         if last_step <= first_step:
             return None
-        return (
-            (self.num_steps - last_step)
-            * (last_elapsed_s - first_elapsed_s)
-            / (last_step - first_step)
-        )
+        return (self.num_steps - last_step) * (last_s - first_s) / (last_step - first_step)
 
     def list_facts(self) -> dict[str, str]:
         """Return the available facts as text, in display order."""
         facts = self._list_eval_facts() | {
-            "reward": self._format_recent_mean(
+            "reward": self._format_mean(
                 TrainMetric.REWARD_MEAN, lambda mean: format_fixed(mean, 3)
             ),
             "episodes": f"{self.num_games_trained:,}" if self.num_games_trained else None,
             "open environments": self._format_open_environments(),
-            "episodes/s": self._format_recent_mean(TrainMetric.EPISODES_PER_SECOND),
-            "tokens/s": self._format_recent_mean(TrainMetric.TOKENS_PER_SECOND),
-            "staleness": self._format_recent_mean(TrainMetric.STALENESS_MEAN),
-            "zero-variance groups": self._format_recent_mean(
+            "episodes/s": self._format_mean(TrainMetric.EPISODES_PER_SECOND),
+            "tokens/s": self._format_mean(TrainMetric.TOKENS_PER_SECOND),
+            "staleness": self._format_mean(TrainMetric.STALENESS_MEAN),
+            "zero-variance groups": self._format_mean(
                 TrainMetric.ZERO_VARIANCE_GROUP_RATIO, lambda share: format_percent(share, 0)
             ),
-            "canary error": self._format_recent_mean(TrainMetric.CANARY_ERROR),
+            "canary error": self._format_mean(TrainMetric.CANARY_ERROR),
             "lost episodes": self._format_total_void(TrainMetric.NUM_EPISODES_LOST),
             "failed episodes": self._format_total_void(TrainMetric.NUM_EPISODES_FAILED),
         }
@@ -143,32 +136,24 @@ class RunProgress:
             metric: int(row.values.get(metric, 0))
             for metric in (TrainMetric.NUM_EPISODES_LOST, TrainMetric.NUM_EPISODES_FAILED)
         }
-
-    def _record_curriculum(self, row: MetricsRow) -> None:
-        num_open_environments = int(row.values.get(TrainMetric.NUM_ENVIRONMENTS_OPEN, 0))
-        if num_open_environments < self._num_open_environments:
+        num_open = int(row.values.get(TrainMetric.NUM_ENVIRONMENTS_OPEN, 0))
+        if num_open < self._num_open_environments:
             # The learner was restarted, and the newest environment is closed again.
             self._newest_environment = ""
-        self._num_open_environments = num_open_environments
+        self._num_open_environments = num_open
 
     def _format_open_environments(self) -> str | None:
         if not self._num_open_environments:
             return None
-        return (
-            f"{self._num_open_environments}, newest {self._newest_environment}"
-            if self._newest_environment
-            else "1"
-        )
+        if not self._newest_environment:
+            return "1"
+        return f"{self._num_open_environments}, newest {self._newest_environment}"
 
     def _format_total_void(self, metric: TrainMetric) -> str | None:
         num_void = sum(counts[metric] for counts in self._void_counts.values())
         return f"{num_void:,}" if num_void else None
 
-    def _record_position(self, row: MetricsRow) -> None:
-        # The step may decrease, because a restarted learner repeats some steps.
-        self.step, self.num_games_trained = row.step, row.num_games_trained
-
-    def _format_recent_mean(
+    def _format_mean(
         self, metric: TrainMetric, format_mean: Callable[[float], str] = format_compact
     ) -> str | None:
         mean = combine_metric(metric, self._recent_values)
@@ -205,8 +190,7 @@ def show_progress(console: Console) -> Iterator[PlainView | TerminalView]:
     if not console.is_terminal:
         yield PlainView(console)
         return
-    live = Live(console=console, refresh_per_second=8, transient=True)
-    with live:
+    with Live(console=console, refresh_per_second=8, transient=True) as live:
         yield TerminalView(console, live)
 
 
@@ -258,11 +242,8 @@ class TerminalView:
 
     def refresh(self, progress: RunProgress) -> None:
         """Redraw the panel."""
-        self._live.update(
-            Group(
-                self._update_spinner(progress), self._make_bar(progress), _make_facts_grid(progress)
-            )
-        )
+        self._update_spinner(progress)
+        self._live.update(Group(self._spinner, _make_bar(progress), _make_facts_grid(progress)))
 
     def warn(self, message: str) -> None:
         """Print the warning above the panel."""
@@ -271,25 +252,22 @@ class TerminalView:
     def finish(self, progress: RunProgress) -> None:
         """Do nothing: the panel disappears, and the caller prints the results."""
 
-    def _update_spinner(self, progress: RunProgress) -> Spinner:
-        elapsed = format_duration(time.monotonic() - self._started_at_s)
-        style = "yellow" if progress.is_stopping else "bold"
-        self._spinner.update(
-            text=Text.assemble((progress.phase_name, style), (f"  {elapsed}", "dim"))
-        )
-        return self._spinner
+    def _update_spinner(self, progress: RunProgress) -> None:
+        elapsed_text = format_duration(time.monotonic() - self._started_at_s)
+        phase = progress.phase_name, "yellow" if progress.is_stopping else "bold"
+        self._spinner.update(text=Text.assemble(phase, (f"  {elapsed_text}", "dim")))
 
-    def _make_bar(self, progress: RunProgress) -> Table:
-        remaining_s = progress.remaining_s
-        row = Table.grid(padding=(0, 2))
-        row.add_row(
-            Text(f"step {progress.step}/{progress.num_steps}"),
-            ProgressBar(total=progress.num_steps, completed=progress.step, width=BAR_WIDTH),
-            Text(
-                "" if remaining_s is None else f"{format_duration(remaining_s)} left", style="cyan"
-            ),
-        )
-        return row
+
+def _make_bar(progress: RunProgress) -> Table:
+    remaining_s = progress.remaining_s
+    remaining_text = "" if remaining_s is None else f"{format_duration(remaining_s)} left"
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(
+        Text(f"step {progress.step}/{progress.num_steps}"),
+        ProgressBar(total=progress.num_steps, completed=progress.step, width=BAR_WIDTH),
+        Text(remaining_text, style="cyan"),
+    )
+    return grid
 
 
 def _make_facts_grid(progress: RunProgress) -> Table:
@@ -297,7 +275,7 @@ def _make_facts_grid(progress: RunProgress) -> Table:
     grid = Table.grid(padding=(0, 3))
     facts = list(progress.list_facts().items())
     for first_index in range(0, len(facts), 5):
-        row = facts[first_index : first_index + 5]
-        grid.add_row(*(Text(name, style="dim") for name, _ in row))
-        grid.add_row(*(Text(fact_text) for _, fact_text in row))
+        row_facts = facts[first_index : first_index + 5]
+        grid.add_row(*(Text(name, style="dim") for name, _ in row_facts))
+        grid.add_row(*(Text(fact_text) for _, fact_text in row_facts))
     return grid

@@ -24,12 +24,7 @@ from ludus.proto.runs import (
     Transcript,
     TranscriptTurn,
 )
-from ludus.services.cli.console import (
-    make_progress_console,
-    make_results_console,
-    print_line,
-    print_warning,
-)
+from ludus.services.cli.console import get_stderr, get_stdout, print_line, print_warning
 from ludus.services.cli.options import RunDir
 from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.train_command import read_run_config
@@ -54,7 +49,7 @@ def report(
             metavar="FILE", help="File for the learning curves as SVG, written instead of the page."
         ),
     ] = None,
-    open_page: Annotated[
+    opens_file: Annotated[
         bool, typer.Option("--open", help="Open the written file in the browser.")
     ] = False,
 ) -> None:
@@ -67,14 +62,16 @@ def report(
     from ludus.services.report import write_figure, write_report
 
     path = write_figure(run_dir, figure) if figure else write_report(run_dir, output)
-    print_line(make_results_console(), str(path))
-    if open_page:
+    print_line(get_stdout(), str(path))
+    if opens_file:
         webbrowser.open(path.resolve().as_uri())
 
 
 def scale(
     run_dir: RunDir,
-    workers: Annotated[int, typer.Option(min=1, help="New number of rollout workers.")],
+    num_workers: Annotated[
+        int, typer.Option("--workers", min=1, help="New number of rollout workers.")
+    ],
 ) -> None:
     """Change the number of rollout workers of a run on this machine while it trains.
 
@@ -85,11 +82,11 @@ def scale(
     """
     from ludus.proto.config import require_language_model
 
-    _check_num_workers(require_language_model(read_run_config(run_dir), "ludus scale"), workers)
+    _check_num_workers(require_language_model(read_run_config(run_dir), "ludus scale"), num_workers)
     path = run_dir / CONTROL_FILE
     temporary_path = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        temporary_path.write_text(RunControl(num_workers=workers).model_dump_json(indent=2))
+        temporary_path.write_text(RunControl(num_workers=num_workers).model_dump_json(indent=2))
         temporary_path.replace(path)
     except OSError as error:
         temporary_path.unlink(missing_ok=True)
@@ -97,15 +94,11 @@ def scale(
             f"'{path}' cannot be written ({error.strerror or error}); the number of workers is "
             "unchanged"
         ) from error
-    print_line(make_results_console(), f"{run_dir}: requested {workers} rollout workers")
+    print_line(get_stdout(), f"{run_dir}: requested {num_workers} rollout workers")
 
 
 def _check_num_workers(run: LanguageModelRun, num_workers: int) -> None:
-    """Refuse a number of workers that the run cannot have.
-
-    Raises:
-        ConfigError: the number is too small or too large for the run.
-    """
+    """Refuse a number of workers that the run cannot have."""
     rollout = run.rollout
     if num_workers < rollout.min_workers:
         raise ConfigError(
@@ -128,14 +121,14 @@ def watch(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Folder of a run, or its name in runs/.")
     ],
-    last: Annotated[
-        int, typer.Option(min=0, help="Number of existing episodes to show first.")
+    num_existing: Annotated[
+        int, typer.Option("--last", min=0, help="Number of existing episodes to show first.")
     ] = 3,
     environment: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Show episodes of this environment only. Default: all."),
     ] = None,
-    as_json: Annotated[
+    prints_json: Annotated[
         bool, typer.Option("--json", help="Print the lines of transcripts.jsonl.")
     ] = False,
 ) -> None:
@@ -152,24 +145,23 @@ def watch(
     follower = RecordsFollower(run_dir / TRANSCRIPTS_FILE, Transcript)
 
     def read_new_transcripts() -> list[Transcript]:
-        transcripts = follower.read_new()
         return [
             transcript
-            for transcript in transcripts
+            for transcript in follower.read_new()
             if environment in (None, transcript.environment)
         ]
 
     is_running = is_in_use(run_dir)
     transcripts = read_new_transcripts()
-    _show_transcripts(transcripts[max(0, len(transcripts) - last) :], as_json=as_json)
+    _show_transcripts(transcripts[max(0, len(transcripts) - num_existing) :], prints_json)
     while is_running:
         time.sleep(POLL_INTERVAL_S)
         # Checked before the file is read, so that no episode at the end of the run is missed.
         is_running = is_in_use(run_dir)
-        _show_transcripts(read_new_transcripts(), as_json=as_json)
+        _show_transcripts(read_new_transcripts(), prints_json)
     if follower.num_unreadable:
         print_warning(
-            make_progress_console(),
+            get_stderr(),
             f"{follower.num_unreadable} lines of {TRANSCRIPTS_FILE} cannot be read; another "
             "version of Ludus may have written them",
         )
@@ -184,12 +176,12 @@ def _find_run_folder(run: str) -> Path:
     )
 
 
-def _show_transcripts(transcripts: Sequence[Transcript], *, as_json: bool) -> None:
+def _show_transcripts(transcripts: Sequence[Transcript], prints_json: bool) -> None:
     for transcript in transcripts:
-        if as_json:
+        if prints_json:
             typer.echo(transcript.model_dump_json())
         else:
-            show_transcript(make_results_console(), transcript)
+            show_transcript(get_stdout(), transcript)
 
 
 def show_transcript(console: Console, transcript: Transcript) -> None:

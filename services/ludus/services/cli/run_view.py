@@ -17,7 +17,7 @@ from ludus.proto.runs import LOG_ROW_PREFIX, MetricsRow
 from ludus.services.cli.console import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
-    make_progress_console,
+    get_stderr,
     print_line,
     print_warning,
 )
@@ -68,7 +68,7 @@ async def watch(
         NotFoundError: the run was deleted.
     """
     output, shown_warnings = TrainerOutput(), set[str]()
-    with show_progress(make_progress_console()) as view:
+    with show_progress(get_stderr()) as view:
         progress = RunProgress(await read_num_steps(cluster, run))
         async with asyncio.timeout(timeout_s), aclosing(follow_run(cluster, run)) as updates:
             async for update in updates:
@@ -87,36 +87,37 @@ def _apply_update(update: RunUpdate, progress: RunProgress, output: TrainerOutpu
     for line in update.lines:
         row = parse_row(line)
         if row is None:
-            output.feed(line)
+            output.add_line(line)
         else:
             progress.update([row])
     state = update.state
     progress.waiting_reason = _WAITING_REASONS.get(state.phase, "")
     if state.phase is RunPhase.RETRYING:
-        attempts = f"{state.num_attempts_failed} of {state.num_attempts_allowed} attempts failed"
-        progress.waiting_reason += f" ({attempts})"
+        failed_text = f"{state.num_attempts_failed} of {state.num_attempts_allowed} attempts failed"
+        progress.waiting_reason += f" ({failed_text})"
     progress.is_stopping = state.phase is RunPhase.STOPPING
 
 
 async def show_end(
     cluster: RunsCluster,
     release: Release | None,
-    end: tuple[ClusterRunState, TrainerOutput],
-    folder: Path | None,
+    state: ClusterRunState,
+    output: TrainerOutput,
+    folder: Path,
 ) -> None:
     """Fetch and show the results of a run that succeeded; otherwise explain its end and exit.
 
     Args:
-        folder: local folder for the results; None leaves the results on the cluster.
+        release: release of the run; None leaves the results on the cluster.
+        folder: local folder for the results.
     """
-    state, output = end
-    console = make_progress_console()
+    console = get_stderr()
     if state.phase is RunPhase.STOPPED:
         print_line(console, f"stopped with a checkpoint; continue with: ludus resume {state.name}")
         raise typer.Exit(EXIT_INTERRUPTED)
     if state.phase is not RunPhase.SUCCEEDED:
         raise typer.Exit(explain_failure(console, state, output))
-    if release is not None and folder is not None:
+    if release is not None:
         await fetch_results(cluster, release, state.name, folder)
 
 
@@ -125,14 +126,13 @@ async def fetch_results(cluster: RunsCluster, release: Release, run: str, folder
     try:
         await fetch(cluster, release, run, folder)
     except LudusError as error:
-        console = make_progress_console()
-        print_warning(console, f"the results are still on the cluster: {error}")
-        print_line(console, f"fetch them with: ludus fetch {run}")
-        return
-    show_fetched(folder, run)
+        print_warning(get_stderr(), f"the results are still on the cluster: {error}")
+        print_line(get_stderr(), f"fetch them with: ludus fetch {run}")
+    else:
+        show_fetched_run(folder, run)
 
 
-def show_fetched(folder: Path, run: str) -> None:
+def show_fetched_run(folder: Path, run: str) -> None:
     """Print the results in a fetched run folder, and write the report."""
     show_results(folder, {"train more": f"ludus resume {run} --set training.num_steps={{more}}"})
 
@@ -146,20 +146,17 @@ def explain_failure(console: Console, state: ClusterRunState, output: TrainerOut
     for error in errors[-1:]:
         print_line(console, f"error: {error}")
     if not errors:
-        for line in state.message.splitlines()[-10:] or output.tail:
+        for line in state.message.splitlines()[-10:] or output.last_lines:
             print_line(console, f"  {line}")
-    attempts = (
-        f" after {state.num_attempts_failed} attempts" if state.num_attempts_failed > 1 else ""
-    )
-    reason = state.reason or "no reason was reported"
-    print_line(
-        console, f"run '{state.name}' failed{attempts}: {reason}; see: ludus logs {state.name}"
-    )
+    num_attempts, reason = state.num_attempts_failed, state.reason or "no reason was reported"
+    attempts_text = f" after {num_attempts} attempts" if num_attempts > 1 else ""
+    hint = f"see: ludus logs {state.name}"
+    print_line(console, f"run '{state.name}' failed{attempts_text}: {reason}; {hint}")
     return UserError.exit_code if state.exit_code == UserError.exit_code else EXIT_FAILED
 
 
 def _find_errors(message: str) -> Sequence[str]:
     output = TrainerOutput()
     for line in message.splitlines():
-        output.feed(line)
+        output.add_line(line)
     return output.errors

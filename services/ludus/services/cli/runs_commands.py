@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,22 +13,15 @@ from rich.text import Text
 from ludus.proto.errors import ClusterError, LudusError, UserError
 from ludus.proto.runs import SUMMARY_FILE
 from ludus.services.cli import options
-from ludus.services.cli.console import (
-    make_progress_console,
-    make_results_console,
-    make_table,
-    print_line,
-)
+from ludus.services.cli.console import get_stderr, get_stdout, make_table, print_line
 from ludus.services.numbers import format_duration
 
 if TYPE_CHECKING:
     from ludus.services.runs.cluster import RunsCluster
     from ludus.services.runs.state import ClusterRunState
 
-_DEFAULT_STOP_TIMEOUT_S = 900
 
-
-@options.cluster_command
+@options.make_cluster_command
 async def list_runs(cluster: RunsCluster) -> None:
     """List the runs on a cluster.
 
@@ -37,24 +31,20 @@ async def list_runs(cluster: RunsCluster) -> None:
 
     states = await operations.list_states(cluster)
     if not states:
-        print_line(make_progress_console(), f"no runs in namespace '{cluster.namespace}'")
+        print_line(get_stderr(), f"no runs in namespace '{cluster.namespace}'")
         return
     table = make_table("run", "state", "attempts", "queue", "age")
     for state in states:
         attempts_text = f"{state.num_attempts_failed + 1} of {state.num_attempts_allowed}"
-        cells = (
-            state.name,
-            _format_state(state),
-            attempts_text,
-            state.queue,
-            _format_age(state.created_at),
-        )
+        age = datetime.now(UTC) - datetime.fromisoformat(state.created_at)
+        age_text = format_duration(age.total_seconds())
+        cells = state.name, _format_state(state), attempts_text, state.queue, age_text
         table.add_row(*map(Text, cells))
-    make_results_console().print(table)
+    get_stdout().print(table)
 
 
-@options.cluster_command
-async def status(cluster: RunsCluster, run: options.RunName) -> None:
+@options.make_cluster_command
+async def show_status(cluster: RunsCluster, run: options.RunName) -> None:
     """Print the state of a run on a cluster: progress, pods, and why pods are waiting.
 
     Example: `ludus status demo`
@@ -66,7 +56,7 @@ async def status(cluster: RunsCluster, run: options.RunName) -> None:
     if state is None:
         await cluster.read_job(run)  # raises a NotFoundError that names the existing runs
         return
-    console = make_results_console()
+    console = get_stdout()
     attempt_text = f"attempt {state.num_attempts_failed + 1} of {state.num_attempts_allowed}"
     print_line(console, f"{run}: {_format_state(state)} · {attempt_text}")
     pods = await cluster.list_pods(state.ray_cluster)
@@ -83,11 +73,11 @@ async def status(cluster: RunsCluster, run: options.RunName) -> None:
         print_line(console, trouble)
 
 
-@options.cluster_command
-async def logs(
+@options.make_cluster_command
+async def show_logs(
     cluster: RunsCluster,
     run: options.RunName,
-    follow: Annotated[
+    follows: Annotated[
         bool, typer.Option("--follow", "-f", help="Show the progress until the run ends.")
     ] = False,
     release_name: options.ReleaseName = None,
@@ -101,7 +91,7 @@ async def logs(
     from ludus.services.runs.follow import read_update
     from ludus.services.runs.volume import read_log
 
-    if follow:
+    if follows:
         await _follow_run(cluster, run, release_name, folder)
         return
     update = await read_update(cluster, run)
@@ -113,7 +103,7 @@ async def logs(
         typer.echo(await read_log(cluster, await cluster.read_release(release_name), run), nl=False)
 
 
-@options.cluster_command
+@options.make_cluster_command
 async def stop(
     cluster: RunsCluster,
     run: options.RunName,
@@ -123,7 +113,7 @@ async def stop(
     ] = False,
     timeout_s: Annotated[
         int, typer.Option("--timeout", min=1, help="Seconds to wait for the checkpoint.")
-    ] = _DEFAULT_STOP_TIMEOUT_S,
+    ] = 900,
 ) -> None:
     """Stop a run on a cluster after its current step, with a checkpoint.
 
@@ -131,25 +121,24 @@ async def stop(
     """
     from ludus.services.runs import operations
 
-    console = make_progress_console()
+    console = get_stderr()
     match await operations.stop(cluster, run, deletes_now=deletes_now):
-        case operations.StopOutcome.OVER:
+        case operations.StopOutcome.NOT_RUNNING:
             print_line(console, f"run '{run}' has already ended; see: ludus status {run}")
         case operations.StopOutcome.DELETED:
-            print_line(
-                console, f"run '{run}' is deleted; its checkpoints remain: ludus resume {run}"
-            )
+            message = f"run '{run}' is deleted; its checkpoints remain: ludus resume {run}"
+            print_line(console, message)
         case operations.StopOutcome.REQUESTED:
             print_line(console, f"run '{run}' stops after its current step, with a checkpoint")
             await _await_stop(cluster, run, timeout_s)
 
 
-@options.cluster_command
+@options.make_cluster_command
 async def fetch(
     cluster: RunsCluster,
     run: options.RunName,
     folder: options.ResultsFolder = None,
-    with_checkpoints: Annotated[
+    includes_checkpoints: Annotated[
         bool, typer.Option("--all", help="Fetch checkpoints and models, too.")
     ] = False,
     release_name: options.ReleaseName = None,
@@ -158,18 +147,18 @@ async def fetch(
 
     Example: `ludus fetch demo`
     """
-    from ludus.services.cli.run_view import show_fetched
+    from ludus.services.cli.run_view import show_fetched_run
     from ludus.services.report import write_report
     from ludus.services.runs import volume
 
     folder = folder or Path("runs") / run
-    target_release = await cluster.read_release(release_name)
-    with make_progress_console().status(f"fetching {run}"):
-        await volume.fetch(cluster, target_release, run, folder, with_checkpoints=with_checkpoints)
+    release = await cluster.read_release(release_name)
+    with get_stderr().status(f"fetching {run}"):
+        await volume.fetch(cluster, release, run, folder, includes_checkpoints=includes_checkpoints)
     if (folder / SUMMARY_FILE).exists():
-        show_fetched(folder, run)
+        show_fetched_run(folder, run)
     else:
-        print_line(make_results_console(), f"report      {write_report(folder)}")
+        print_line(get_stdout(), f"report      {write_report(folder)}")
 
 
 async def _format_progress(cluster: RunsCluster, run: str) -> str:
@@ -195,15 +184,12 @@ async def _follow_run(
     from ludus.services.runs.state import read_state
 
     initial_state = read_state(await cluster.read_job(run))
-    end = await watch(cluster, run)
-    if initial_state.is_over and folder is None:
-        await show_end(cluster, None, end, None)
-        return
-    try:
-        target_release = await cluster.read_release(release_name)
-    except UserError:
-        target_release = None  # the user may follow runs, but may not read releases
-    await show_end(cluster, target_release, end, folder or Path("runs") / run)
+    state, output = await watch(cluster, run)
+    release = None
+    if folder is not None or not initial_state.is_over:
+        with contextlib.suppress(UserError):  # the user may lack access to releases
+            release = await cluster.read_release(release_name)
+    await show_end(cluster, release, state, output, folder or Path("runs") / run)
 
 
 async def _await_stop(cluster: RunsCluster, run: str, timeout_s: int) -> None:
@@ -217,7 +203,7 @@ async def _await_stop(cluster: RunsCluster, run: str, timeout_s: int) -> None:
             f"run '{run}' has not stopped within {timeout_s} s; wait longer with --timeout, see: "
             f"ludus status {run}, or delete the run with: ludus stop {run} --now"
         ) from None
-    console = make_progress_console()
+    console = get_stderr()
     if state.phase is not RunPhase.STOPPED:
         raise typer.Exit(explain_failure(console, state, output))
     print_line(console, f"stopped with a checkpoint; continue with: ludus resume {run}")
@@ -225,8 +211,3 @@ async def _await_stop(cluster: RunsCluster, run: str, timeout_s: int) -> None:
 
 def _format_state(state: ClusterRunState) -> str:
     return f"{state.phase}: {state.reason}" if state.reason else str(state.phase)
-
-
-def _format_age(created_at: str) -> str:
-    age = datetime.now(UTC) - datetime.fromisoformat(created_at)
-    return format_duration(age.total_seconds())

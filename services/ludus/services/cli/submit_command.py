@@ -12,7 +12,7 @@ import typer
 
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.services.cli import options
-from ludus.services.cli.console import make_progress_console, print_line, print_warning
+from ludus.services.cli.console import get_stderr, print_line, print_warning
 
 if TYPE_CHECKING:
     from ludus.services.runs.cluster import RunsCluster
@@ -29,12 +29,12 @@ def submit(
     release_name: options.ReleaseName = None,
     namespace: options.Namespace = "",
     context: options.Context = "",
-    environment: options.ServedEnvironments = None,
+    served_environments: options.ServedEnvironments = None,
     queue: options.Queue = None,
-    ignore: options.IgnoredChecks = None,
-    detach: options.Detach = False,
+    ignored_checks: options.IgnoredChecks = None,
+    detaches: options.DetachFlag = False,
     folder: options.ResultsFolder = None,
-    dry_run: Annotated[
+    is_dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be created, and create nothing.")
     ] = False,
     output_format: Annotated[
@@ -62,38 +62,38 @@ def submit(
     from ludus.services.runs.platform import read_release_file
 
     config = require_language_model(load_run_config(config_path, overrides or ()), "ludus submit")
-    environments = _parse_environments(environment or ())
+    environments = _parse_environments(served_environments or ())
     if release_file is not None:
-        if not dry_run:
+        if not is_dry_run:
             raise ConfigError("--release-file needs --dry-run; remove it to submit the run")
-        file_release = read_release_file(release_file, release_name)
-        _print_manifests(make_manifests(config, file_release, environments, queue), output_format)
+        release = read_release_file(release_file, release_name)
+        _print_manifests(make_manifests(config, release, environments, queue), output_format)
         return
 
     async def submit_run() -> None:
         async with connect_cluster(context, namespace) as cluster:
-            target_release = await cluster.read_release(release_name)
-            manifests = make_manifests(config, target_release, environments, queue)
-            if dry_run:
+            release = await cluster.read_release(release_name)
+            manifests = make_manifests(config, release, environments, queue)
+            if is_dry_run:
                 _print_manifests(manifests, output_format)
                 return
             await operations.refuse_existing(cluster, config.name)
-            await _check_cluster(cluster, manifests, ignore or ())
+            await _check_cluster(cluster, manifests, ignored_checks or ())
             await cluster.create(manifests)
-            await _follow_run(cluster, target_release, config.name, detach, folder)
+            await _follow_run(cluster, release, config.name, detaches, folder)
 
     asyncio.run(submit_run())
 
 
-@options.cluster_command
+@options.make_cluster_command
 async def resume(
     cluster: RunsCluster,
     run: options.RunName,
     overrides: options.Overrides = None,
     release_name: options.ReleaseName = None,
     queue: options.Queue = None,
-    ignore: options.IgnoredChecks = None,
-    detach: options.Detach = False,
+    ignored_checks: options.IgnoredChecks = None,
+    detaches: options.DetachFlag = False,
     folder: options.ResultsFolder = None,
 ) -> None:
     """Resume a run on a cluster from its latest checkpoint.
@@ -104,55 +104,55 @@ async def resume(
     from ludus.services.runs.manifest import make_manifests
 
     config = await operations.load_resumable_config(cluster, run, overrides or ())
-    target_release = await cluster.read_release(release_name)
-    manifests = make_manifests(config, target_release, queue=queue)
-    await _check_cluster(cluster, manifests, ignore or ())
+    release = await cluster.read_release(release_name)
+    manifests = make_manifests(config, release, queue=queue)
+    await _check_cluster(cluster, manifests, ignored_checks or ())
     await cluster.delete(run)
     await cluster.create(manifests)
-    await _follow_run(cluster, target_release, run, detach, folder)
+    await _follow_run(cluster, release, run, detaches, folder)
 
 
 def _parse_environments(options: Sequence[str]) -> dict[str, str]:
-    served_by_name = {}
+    served_names = {}
     for option in options:
         name, _, served_name = option.partition("=")
         if not name or not served_name:
             raise ConfigError(f"--environment must be NAME=SERVED, got '{option}'")
-        served_by_name[name] = served_name
-    return served_by_name
+        served_names[name] = served_name
+    return served_names
 
 
 async def _check_cluster(
-    cluster: RunsCluster, manifests: RunManifests, ignored: Sequence[str]
+    cluster: RunsCluster, manifests: RunManifests, ignored_checks: Sequence[str]
 ) -> None:
     from ludus.services.runs.cluster_checks import check_cluster
 
-    console = make_progress_console()
+    console = get_stderr()
     with console.status("checking the cluster"):
-        findings = await check_cluster(cluster, manifests, ignored)
+        findings = await check_cluster(cluster, manifests, ignored_checks)
     for note in findings.notes:
         print_line(console, f"note: {note}", style="dim")
     findings.raise_problems()
 
 
 async def _follow_run(
-    cluster: RunsCluster, release: Release, run: str, detach: bool, folder: Path | None
+    cluster: RunsCluster, release: Release, run: str, detaches: bool, folder: Path | None
 ) -> None:
     from ludus.services.cli.run_view import show_end, watch
 
-    console = make_progress_console()
+    console = get_stderr()
     print_line(console, f"run '{run}' submitted to namespace '{cluster.namespace}'")
-    if detach:
+    if detaches:
         print_line(console, f"follow it with: ludus logs -f {run}")
         return
     try:
-        end = await watch(cluster, run)
+        state, trainer_output = await watch(cluster, run)
     except NotFoundError:
         raise  # the run was deleted
     except BaseException:
         print_line(console, f"the run continues; see: ludus logs -f {run}, ludus stop {run}")
         raise
-    await show_end(cluster, release, end, folder or Path("runs") / run)
+    await show_end(cluster, release, state, trainer_output, folder or Path("runs") / run)
 
 
 def _print_manifests(manifests: RunManifests, output_format: ManifestFormat) -> None:
@@ -161,7 +161,7 @@ def _print_manifests(manifests: RunManifests, output_format: ManifestFormat) -> 
     from ludus.services.runs.cluster_checks import find_broken_rules
 
     for message in find_broken_rules(manifests):
-        print_warning(make_progress_console(), message)
+        print_warning(get_stderr(), message)
     manifest_dicts = [manifests.config_map, manifests.job]
     if output_format == "json":
         manifest_list = {"apiVersion": "v1", "kind": "List", "items": manifest_dicts}

@@ -12,12 +12,7 @@ from rich.text import Text
 from ludus.proto.runs import EvalReport, Evaluation, PolicyResult, Summary
 from ludus.services.cli.console import make_table
 from ludus.services.numbers import NO_VALUE, format_fixed, format_percent, format_percent_interval
-from ludus.services.results import (
-    NamedResult,
-    compare_policies,
-    format_policy_name,
-    rank_policies,
-)
+from ludus.services.results import NamedResult, format_policy_name, list_policies, rank_policies
 
 if TYPE_CHECKING:
     from ludus.services.cli.bench import BenchResult
@@ -29,10 +24,8 @@ def make_policy_table(results: Sequence[NamedResult], title: str) -> Table:
     """Make a table with one row per policy; ± columns are half-widths of 95 % intervals."""
     table = make_table("policy", *_RESULT_COLUMNS, number_columns=_RESULT_COLUMNS, title=title)
     for named_result in results:
-        style = "bold cyan" if named_result.is_trained else None
-        table.add_row(
-            Text(named_result.name), *format_result_cells(named_result.result), style=style
-        )
+        cells = Text(named_result.name), *format_result_cells(named_result.result)
+        table.add_row(*cells, style="bold cyan" if named_result.is_trained else None)
     return table
 
 
@@ -41,15 +34,9 @@ def make_bench_table(results: Sequence[BenchResult]) -> Table:
     columns = (*_RESULT_COLUMNS, "exact", "steps/s")
     table = make_table("policy", *columns, number_columns=columns)
     for bench_result in results:
-        exact_text = (
-            NO_VALUE
-            if bench_result.exact_return is None
-            else format_fixed(bench_result.exact_return, 4)
-        )
-        name, speed_text = (
-            format_policy_name(bench_result.name),
-            f"{bench_result.steps_per_second:,.0f}",
-        )
+        name, exact_return = format_policy_name(bench_result.policy_name), bench_result.exact_return
+        exact_text = NO_VALUE if exact_return is None else format_fixed(exact_return, 4)
+        speed_text = f"{bench_result.steps_per_second:,.0f}"
         table.add_row(Text(name), *format_result_cells(bench_result.result), exact_text, speed_text)
     return table
 
@@ -73,7 +60,7 @@ def make_summary_tables(summary: Summary) -> Iterator[RenderableType]:
     """Yield, per environment, a table of all policies, and the closed gap if it is known."""
     for name, result in summary.results.items():
         title = f"{summary.name}, {name}" if len(summary.results) > 1 else summary.name
-        yield make_policy_table(compare_policies(result), title)
+        yield make_policy_table(list_policies(result), title)
         yield from _format_gap(result.report)
 
 
@@ -88,11 +75,10 @@ def make_eval_tables(evaluation: Evaluation) -> Iterator[RenderableType]:
 
 
 def _format_gap(report: EvalReport) -> Iterator[RenderableType]:
-    if report.gap_closed is None:
-        return
-    interval = report.gap_closed_ci95
-    interval_text = f" ({format_percent_interval(interval)}, 95%)" if interval is not None else ""
-    yield Text(f"gap closed  {format_percent(report.gap_closed)}{interval_text}", style="bold")
+    if report.gap_closed is not None:
+        interval = report.gap_closed_ci95
+        interval_text = f" ({format_percent_interval(interval)}, 95%)" if interval else ""
+        yield Text(f"gap closed  {format_percent(report.gap_closed)}{interval_text}", style="bold")
 
 
 def _compute_half_width(interval: tuple[float, float]) -> float:

@@ -28,8 +28,8 @@ from ludus.proto.runs import (
 from ludus.services.cli.console import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
-    make_progress_console,
-    make_results_console,
+    get_stderr,
+    get_stdout,
     print_line,
     print_warning,
 )
@@ -56,7 +56,7 @@ class TrainCommand(TyperCommand):
 def train(
     config_path: ConfigPath = None,
     overrides: Overrides = None,
-    dry_run: Annotated[
+    is_dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
@@ -73,7 +73,7 @@ def train(
             help="Resume from the latest checkpoint. With =auto, start a new run if there is none.",
         ),
     ] = Resume.NEVER,
-    overwrite: Annotated[
+    overwrites: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing run of the same name.")
     ] = False,
 ) -> None:
@@ -87,13 +87,13 @@ def train(
     from ludus.proto.config import load_run_config
 
     config = load_run_config(config_path, overrides or ())
-    if resume is not Resume.NEVER and overwrite:
+    if resume is not Resume.NEVER and overwrites:
         raise ConfigError("--resume cannot be combined with --overwrite; remove one")
     run_dir = Path(config.output_dir) / config.name
-    trainer_flags = ["--overwrite"] if overwrite else []
+    trainer_flags = ["--overwrite"] if overwrites else []
     if resume is not Resume.NEVER:
         trainer_flags.append(f"--resume={resume}")
-    if dry_run:
+    if is_dry_run:
         end = run_quietly("checking", ["check", *trainer_flags], config)
         exit_on_failure(end, run_dir, "nothing was written")
         typer.echo(config.model_dump_json(indent=2))
@@ -101,21 +101,15 @@ def train(
     _check_environments(config)
     end = _run_training(config, run_dir, trainer_flags)
     exit_on_failure(end, run_dir, advise_next_command(run_dir))
-    show_results(
-        run_dir,
-        {
-            "evaluate": f"ludus eval {run_dir}",
-            "train more": f"ludus train {run_dir / CONFIG_FILE} --resume "
-            "--set training.num_steps={more}",
-        },
-    )
+    train_more = f"ludus train {run_dir / CONFIG_FILE} --resume --set training.num_steps={{more}}"
+    show_results(run_dir, {"evaluate": f"ludus eval {run_dir}", "train more": train_more})
 
 
 def evaluate(
     run_dir: RunDir,
-    games: Annotated[
+    num_games: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of episodes.", show_default="eval.num_games"),
+        typer.Option("--games", min=1, help="Number of episodes.", show_default="eval.num_games"),
     ] = None,
     temperature: Annotated[
         float | None,
@@ -141,14 +135,14 @@ def evaluate(
     read_run_config(run_dir)
     eval_path = run_dir / EVAL_FILE
     arguments = ["eval", "--config", str(run_dir / CONFIG_FILE), "--run-dir", str(run_dir)]
-    flag_values = {"--checkpoint": checkpoint, "--games": games, "--temperature": temperature}
-    for flag, choice in flag_values.items():
-        if choice is not None:
-            arguments += [flag, str(choice)]
+    options = {"--checkpoint": checkpoint, "--games": num_games, "--temperature": temperature}
+    for option, setting in options.items():
+        if setting is not None:
+            arguments += [option, str(setting)]
     end = run_quietly("evaluating", [*arguments, "--output", str(eval_path)])
     exit_on_failure(end, run_dir, "nothing was written")
     evaluation = Evaluation.model_validate_json(eval_path.read_bytes())
-    console = make_results_console()
+    console = get_stdout()
     for table in make_eval_tables(evaluation):
         console.print(table)
     print_line(console, f"written to {eval_path}", style="dim")
@@ -194,7 +188,7 @@ def advise_next_command(run_dir: Path) -> str:
 def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> TrainerEnd:
     progress = RunProgress(config.training.num_steps)
     follower = RecordsFollower(run_dir / METRICS_FILE, MetricsRow, skips_old_file=True)
-    with show_progress(make_progress_console()) as view:
+    with show_progress(get_stderr()) as view:
 
         def refresh() -> None:
             progress.update(follower.read_new())
@@ -224,7 +218,7 @@ def run_quietly(
     Args:
         on_tick: called several times per second with the status line.
     """
-    console = make_progress_console()
+    console = get_stderr()
     with console.status(activity) as status:
         return run_trainer(
             arguments,
@@ -241,7 +235,7 @@ def exit_on_failure(end: TrainerEnd, run_dir: Path, advice: str) -> None:
     Args:
         advice: text to print if the trainer was stopped.
     """
-    console = make_progress_console()
+    console = get_stderr()
     if end.was_stopped:
         outcome = f"killed after {STOP_GRACE_S:.0f} s" if end.was_killed else "stopped"
         print_line(console, f"{outcome}; {advice}")
@@ -249,20 +243,17 @@ def exit_on_failure(end: TrainerEnd, run_dir: Path, advice: str) -> None:
     if end.exit_code == 0:
         return
     error_lines = [f"error: {message}" for message in end.output.errors]
-    for line in error_lines or [f"  {line}" for line in end.output.tail]:
+    for line in error_lines or [f"  {line}" for line in end.output.last_lines]:
         print_line(console, line)
     if end.exit_code == UserError.exit_code and error_lines:
         raise typer.Exit(UserError.exit_code)
     status_text = f"signal {-end.exit_code}" if end.exit_code < 0 else f"exit code {end.exit_code}"
     log_path = run_dir / LOG_FILE
     log_hint = f"; see {log_path}" if log_path.exists() else ""
-    if error_lines:
-        print_line(console, f"the trainer exited with {status_text}{log_hint}")
-    else:
-        print_line(
-            console,
-            f"error: the trainer exited with {status_text}; its last output is above{log_hint}",
-        )
+    message = f"the trainer exited with {status_text}"
+    if not error_lines:
+        message = f"error: {message}; its last output is above"
+    print_line(console, f"{message}{log_hint}")
     raise typer.Exit(end.exit_code if end.exit_code > 0 else EXIT_FAILED)
 
 
@@ -279,7 +270,7 @@ def show_results(run_dir: Path, next_commands: Mapping[str, str]) -> None:
         raise NotFoundError(f"the trainer did not write '{summary_path}'; see {LOG_FILE}")
     summary = Summary.model_validate_json(summary_path.read_bytes())
     report_path = write_report(run_dir)
-    console = make_results_console()
+    console = get_stdout()
     for table in make_summary_tables(summary):
         console.print(table)
     print_line(
@@ -295,7 +286,6 @@ def show_results(run_dir: Path, next_commands: Mapping[str, str]) -> None:
 
 
 def _describe_sampling(summary: Summary) -> str:
-    """Describe how the run sampled: its engine and its weight syncs."""
     if summary.generator == NETWORK:
         return "a network, by classic PPO"
     return (

@@ -13,17 +13,11 @@ from rich.status import Status
 from ludus.proto.reward_models import (
     METRICS_FILE,
     PROGRESS_FILE,
-    PreferenceScores,
     RewardModelEpoch,
     RewardModelMetrics,
     RewardModelProgress,
 )
-from ludus.services.cli.console import (
-    make_progress_console,
-    make_results_console,
-    make_table,
-    print_line,
-)
+from ludus.services.cli.console import get_stderr, get_stdout, make_table, print_line
 from ludus.services.cli.options import ConfigPath, Overrides
 from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.train_command import exit_on_failure, run_quietly
@@ -40,27 +34,27 @@ _PHASE_NAMES = {"read": "reading", "train": "training", "judge": "evaluating", "
 def train_reward(
     config_path: ConfigPath = None,
     model: Annotated[
-        str | None,
-        typer.Option(metavar="ID|FOLDER", help="Causal language model to start from."),
+        str | None, typer.Option(metavar="ID|FOLDER", help="Causal language model to start from.")
     ] = None,
-    data: Annotated[
+    data_path: Annotated[
         Path | None,
         typer.Option(
+            "--data",
             metavar="FILE|FOLDER",
             help="Comparisons, with columns prompt, chosen, rejected or query, sample0, ..., best.",
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder for the reward model.")
+    output_dir: Annotated[
+        Path | None, typer.Option("--output", metavar="FOLDER", help="Folder for the reward model.")
     ] = None,
     overrides: Overrides = None,
-    dry_run: Annotated[
+    is_dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the model and the data, and write nothing.")
     ] = False,
-    resume: Annotated[
+    resumes: Annotated[
         bool, typer.Option("--resume", help="Resume from the latest checkpoint.")
     ] = False,
-    overwrite: Annotated[
+    overwrites: Annotated[
         bool,
         typer.Option(
             "--overwrite",
@@ -78,17 +72,15 @@ def train_reward(
     """
     from ludus.proto.config import load_reward_model_config
 
-    config_fields = {"model": model, "data": data, "output": output}
-    field_overrides = [
-        f"{key}={value}" for key, value in config_fields.items() if value is not None
-    ]
-    config = load_reward_model_config(config_path or {}, [*field_overrides, *(overrides or ())])
-    is_set_by_flag = {"--resume": resume, "--overwrite": overwrite}
-    flags = [flag for flag, is_set in is_set_by_flag.items() if is_set]
-    if dry_run:
+    fields = {"model": model, "data": data_path, "output": output_dir}
+    assignments = [f"{key}={value}" for key, value in fields.items() if value is not None]
+    config = load_reward_model_config(config_path or {}, [*assignments, *(overrides or ())])
+    settings = {"--resume": resumes, "--overwrite": overwrites}
+    flags = [flag for flag, is_set in settings.items() if is_set]
+    if is_dry_run:
         end = run_quietly("checking", ["check", *flags], config)
         exit_on_failure(end, config.folder, "nothing was written")
-        typer.echo(end.output.tail[-1])
+        typer.echo(end.output.last_lines[-1])
         return
     view = _ProgressView(config)
     end = run_quietly("starting", ["train", *flags], config, view.refresh)
@@ -104,7 +96,7 @@ class _ProgressView:
         self._config = config
         path = config.folder / PROGRESS_FILE
         self._follower = RecordsFollower(path, RewardModelProgress, skips_old_file=True)
-        self._console = make_progress_console()
+        self._console = get_stderr()
         self._shown_at_s = 0.0
         self._last_epoch = 0
 
@@ -143,13 +135,12 @@ def _format_progress(progress: RewardModelProgress) -> str:
 
 def _format_epoch(epoch: RewardModelEpoch, num_epochs: int) -> str:
     line = f"epoch {epoch.epoch}/{num_epochs}  loss {format_fixed(epoch.train_loss, 4)}"
-    return line if epoch.test is None else f"{line}  held out: {_format_scores(epoch.test)}"
-
-
-def _format_scores(test: PreferenceScores) -> str:
+    scores = epoch.test
+    if scores is None:
+        return line
     return (
-        f"accuracy {format_percent(test.accuracy)}  MRR {format_fixed(test.mrr, 4)}"
-        f"  loss {format_fixed(test.loss, 4)}"
+        f"{line}  held out: accuracy {format_percent(scores.accuracy)}"
+        f"  MRR {format_fixed(scores.mrr, 4)}  loss {format_fixed(scores.loss, 4)}"
     )
 
 
@@ -159,7 +150,7 @@ def _read_metrics(config: RewardModelRun) -> RewardModelMetrics:
 
 def _print_results(config: RewardModelRun) -> None:
     metrics = _read_metrics(config)
-    console = make_results_console()
+    console = get_stdout()
     if metrics.accuracy is not None and metrics.mrr is not None and metrics.loss is not None:
         num_answers = metrics.num_answers
         mrr_by_chance = sum(1 / rank for rank in range(1, num_answers + 1)) / num_answers

@@ -37,7 +37,7 @@ OUTPUT_GRACE_S = 10.0
 """Seconds to wait, after the child's exit, for its remaining output, which contains its errors."""
 POLL_INTERVAL_S = 0.2
 """Seconds between two polls of the child."""
-NUM_TAIL_LINES = 25
+NUM_LAST_LINES = 25
 """Number of last output lines to show if the child crashes."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -55,15 +55,15 @@ class TrainerOutput:
     errors: list[str] = field(default_factory=list)
     warnings: deque[str] = field(default_factory=deque)
     """Warnings that have not been shown yet."""
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_TAIL_LINES))
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LAST_LINES))
     """Latest lines of any kind."""
     _is_in_error: bool = False
 
-    def feed(self, line: str) -> None:
+    def add_line(self, line: str) -> None:
         """Add a line, which is passed without its newline."""
         if line.startswith(LOG_ROW_PREFIX):
             return
-        self.tail.append(line)
+        self.last_lines.append(line)
         if self._is_in_error and line.startswith(" "):
             self.errors[-1] += f"\n{line}"
             return
@@ -195,4 +195,4 @@ def collect_output(stream: IO[str], output: TrainerOutput) -> None:
     """Add the child's lines to `output` until the child closes its stream."""
     with stream:
         for line in stream:
-            output.feed(line.rstrip("\n"))
+            output.add_line(line.rstrip("\n"))

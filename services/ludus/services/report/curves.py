@@ -146,7 +146,6 @@ ENVIRONMENT_CURVES = (
     ),
 )
 """Curves that are drawn for each environment."""
-_ENVIRONMENT_RETURN = REWARD_TERM_PREFIX + "environment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +199,7 @@ def _make_term_curves(rows: list[MetricsRow]) -> list[_TrainingCurve]:
     terms = dict.fromkeys(
         name for row in rows for name in row.values if name.startswith(REWARD_TERM_PREFIX)
     )
-    if list(terms) == [_ENVIRONMENT_RETURN]:
+    if list(terms) == [f"{REWARD_TERM_PREFIX}environment"]:
         return []
     return [
         _TrainingCurve(name, name.removeprefix(REWARD_TERM_PREFIX), "reward term, unweighted")
@@ -246,19 +245,19 @@ def _compute_moving_means(
     curve: _TrainingCurve, rows: list[MetricsRow]
 ) -> list[tuple[MetricsRow, float]]:
     """Return each row with the mean over the last `MEAN_WINDOW` rows that end with it."""
-    windows = [
-        (row, [past_row.values for past_row in rows[max(0, end - MEAN_WINDOW) : end]])
-        for end, row in enumerate(rows, start=1)
-    ]
-    return [
-        (row, mean) for row, window in windows if (mean := curve.combine_steps(window)) is not None
-    ]
+    means = []
+    for end, row in enumerate(rows, start=1):
+        window = rows[max(0, end - MEAN_WINDOW) : end]
+        mean = curve.combine_steps([window_row.values for window_row in window])
+        if mean is not None:
+            means.append((row, mean))
+    return means
 
 
 def _make_levels(run: RunFiles, environment: str, measure: Measure) -> list[Level]:
     """Return a level per baseline, from the summary or, during the run, from the metrics."""
     config = run.find_environment_config(environment)
-    goal_policy = config.optimal_policy if config is not None else None
+    goal_policy = config.optimal_policy if config else None
     if run.summary is not None:
         results = run.summary.results[environment].report.baselines
         readings = {name: measure.read_result(result) for name, result in results.items()}
@@ -285,6 +284,6 @@ def _make_eval_points(run: RunFiles, environment: str, measure: Measure) -> list
     for num_games, (value, interval) in sorted(readings.items()):
         if value is not None:
             interval_text = f" ({measure.format_interval(interval)})" if interval else ""
-            hover = f"after {num_games:,} episodes: {measure.format(value)}{interval_text}"
-            points.append(Point(float(num_games), value, interval, hover))
+            tooltip = f"after {num_games:,} episodes: {measure.format(value)}{interval_text}"
+            points.append(Point(float(num_games), value, interval, tooltip))
     return points

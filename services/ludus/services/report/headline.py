@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ludus.proto.config import EnvironmentConfig, NetworkEnvironmentConfig, NetworkRun
@@ -26,7 +26,7 @@ class Tile:
 
     title: str
     figure: str
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     is_main: bool = False
 
 
@@ -95,18 +95,12 @@ def make_run_tiles(run: RunFiles) -> list[Tile]:
         void_text = f"{summary.episodes_lost:,} lost"
         if summary.episodes_failed:
             void_text += f", {summary.episodes_failed:,} failed"
-        total_time_text = f"{format_duration(summary.wall_seconds_total)} in total"
+        episode_notes = f"{summary.games_played:,} played", void_text
+        total_text = f"{format_duration(summary.wall_seconds_total)} in total"
+        time_notes = total_text, _describe_processes(summary)
         return [
-            Tile(
-                "Episodes trained",
-                f"{summary.games_trained:,}",
-                (f"{summary.games_played:,} played", void_text),
-            ),
-            Tile(
-                "Training time",
-                format_duration(summary.wall_seconds_training),
-                (total_time_text, _describe_processes(summary)),
-            ),
+            Tile("Episodes trained", f"{summary.games_trained:,}", episode_notes),
+            Tile("Training time", format_duration(summary.wall_seconds_training), time_notes),
         ]
     if not run.metrics:
         return []
@@ -145,44 +139,37 @@ def _describe_environment(environment: EnvironmentConfig | NetworkEnvironmentCon
 
 
 def _make_result_tiles(run: RunFiles, environment: str, result: EnvironmentResult) -> list[Tile]:
-    start, policy, report = result.start, result.report.policy, result.report
+    start, report, policy = result.start, result.report, result.report.policy
     win_notes = [f"{format_percent_interval(policy.win_rate_ci95)} (95%)"]
     return_notes = [f"{format_fixed_interval(policy.expected_return_ci95)} (95%)"]
     if start is not None:
         win_notes.append(f"{format_percent(start.win_rate)} before training")
         return_notes.append(f"{format_fixed(start.expected_return, 3)} before training")
     has_wins = policy.win_rate is not None
-    tiles = [
-        Tile(
-            "Expected return",
-            format_fixed(policy.expected_return, 3),
-            tuple(return_notes),
-            not has_wins,
-        )
-    ]
+    return_text = format_fixed(policy.expected_return, 3)
+    tiles = [Tile("Expected return", return_text, return_notes, is_main=not has_wins)]
     if has_wins:
-        tiles.insert(0, Tile("Win rate", format_percent(policy.win_rate), tuple(win_notes), True))
+        win_text = format_percent(policy.win_rate)
+        tiles.insert(0, Tile("Win rate", win_text, win_notes, is_main=True))
     if report.gap_closed is not None:
         config = run.find_environment_config(environment)
-        random_policy = (config.random_policy if config is not None else None) or "random"
-        gap_notes = [
-            f"from {format_policy_name(random_policy)} to {run.find_reference_name(environment)}"
-        ]
+        random_name = format_policy_name((config.random_policy if config else "") or "random")
+        gap_notes = [f"from {random_name} to {run.find_reference_name(environment)}"]
         if report.gap_closed_ci95:
             gap_notes.insert(0, f"{format_percent_interval(report.gap_closed_ci95)} (95%)")
-        tiles.append(Tile("Gap closed", format_percent(report.gap_closed), tuple(gap_notes)))
+        tiles.append(Tile("Gap closed", format_percent(report.gap_closed), gap_notes))
     return tiles
 
 
 def _make_latest_tiles(row: MetricsRow) -> list[Tile]:
     values = row.values
-    format_by_title: dict[str, tuple[EvalMetric, Callable[[float], str]]] = {
+    figures: dict[str, tuple[EvalMetric, Callable[[float], str]]] = {
         "Win rate": (EvalMetric.WIN_RATE, format_percent),
         "Expected return": (EvalMetric.RETURN_MEAN, lambda mean: format_fixed(mean, 3)),
         "Gap closed": (EvalMetric.GAP_CLOSED, format_percent),
     }
     tiles: list[Tile] = []
-    for title, (metric, format_value) in format_by_title.items():
+    for title, (metric, format_value) in figures.items():
         if metric in values:
             notes = () if tiles else (f"at step {row.step}, the latest evaluation",)
             tiles.append(Tile(title, format_value(values[metric]), notes, not tiles))

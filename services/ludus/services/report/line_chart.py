@@ -24,7 +24,7 @@ class Point:
     x: float
     y: float
     interval: tuple[float, float] | None = None
-    hover: str = ""
+    tooltip: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Mark:
     """A vertical line that marks an event."""
 
     x: float
-    hover: str
+    tooltip: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class Label:
     """A name and a value in the right margin, at the height `y` in pixels."""
 
     y: float
-    value: str
+    value_text: str
     name: str
-    kind: str
-    """CSS class: goal, policy or ''."""
+    css_class: str
+    """Class of the text: goal, policy or ''."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +144,14 @@ class LineChart:
 
     def place_labels(self) -> list[Label]:
         """Return the labels of the levels and of the line, without overlap."""
-        entries = [
-            (level.value, level.name, "goal" if level.is_goal else "") for level in self.levels
-        ]
+        rows = [(level.value, level.name, "goal" if level.is_goal else "") for level in self.levels]
         if self.final_label:
-            entries.append((self.points[-1].y, self.final_label, "policy"))
-        heights = spread_positions(
-            [self.y_scale(value) for value, *_ in entries],
-            LABEL_GAP,
-            self.y_scale.end,
-            self.y_scale.start,
-        )
+            rows.append((self.points[-1].y, self.final_label, "policy"))
+        scale = self.y_scale
+        heights = spread_positions([scale(y) for y, *_ in rows], LABEL_GAP, scale.end, scale.start)
         return [
-            Label(height, self.format_y(value), name, kind)
-            for height, (value, name, kind) in zip(heights, entries, strict=True)
+            Label(height, self.format_y(y), name, css_class)
+            for height, (y, name, css_class) in zip(heights, rows, strict=True)
         ]
 
     def _format_coordinates(self, positions: Sequence[tuple[float, float]]) -> str:

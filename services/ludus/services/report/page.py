@@ -15,7 +15,7 @@ from ludus.services.report import curves, headline
 from ludus.services.report.line_chart import Frame, LineChart, Scale, pad_range
 from ludus.services.report.policy_grid import count_agreements, make_legend_colors, split_panels
 from ludus.services.report.run_files import RunFiles, load_run_files
-from ludus.services.results import NamedResult, compare_policies
+from ludus.services.results import NamedResult, list_policies
 from ludus.services.transcripts import describe_consequence, describe_episode, describe_outcome
 
 NUM_TRANSCRIPTS = 3
@@ -51,12 +51,7 @@ def write_figure(run_dir: Path, path: Path) -> Path:
 
 def _render_page(run: RunFiles) -> str:
     summary = run.summary
-    transcripts_by_environment = {
-        environment: [
-            transcript for transcript in run.transcripts if transcript.environment == environment
-        ]
-        for environment in run.environments
-    }
+    results = summary.results if summary else {}
     return _render(
         "page.html",
         run,
@@ -65,23 +60,19 @@ def _render_page(run: RunFiles) -> str:
         environment_tiles=headline.make_environment_tiles(run),
         run_tiles=headline.make_run_tiles(run),
         run_facts=headline.list_run_facts(summary) if summary else [],
-        learning=_make_learning_curves(run),
+        learning_curves=_make_learning_curves(run),
         legend_colors=make_legend_colors(),
-        policies={
-            environment: compare_policies(result)
-            for environment, result in (summary.results if summary else {}).items()
-        },
-        return_scale=_make_return_scale,
-        training=curves.make_training_charts(run),
-        environment_training={
-            environment: curves.make_environment_charts(run, environment)
-            for environment in run.environments
+        policies={name: list_policies(result) for name, result in results.items()},
+        make_return_scale=_make_return_scale,
+        training_charts=curves.make_training_charts(run),
+        environment_charts={
+            name: curves.make_environment_charts(run, name) for name in run.environments
         },
         mean_window=curves.MEAN_WINDOW,
         transcripts={
-            name: _select_transcripts(transcripts)
-            for name, transcripts in transcripts_by_environment.items()
-            if transcripts
+            name: transcripts
+            for name in run.environments
+            if (transcripts := _select_transcripts(run, name))
         },
         num_transcripts=NUM_TRANSCRIPTS,
         describe_consequence=describe_consequence,
@@ -128,10 +119,11 @@ def _render(template: str, run: RunFiles, **context: object) -> str:
 
 def _make_learning_curves(run: RunFiles) -> dict[str, dict[str, LineChart]]:
     """Return the learning curves of each environment with evaluations, by measure."""
-    charts = {
-        name: _make_measure_charts(run, name, curves.CURVE_FRAME) for name in run.environments
+    return {
+        name: charts
+        for name in run.environments
+        if (charts := _make_measure_charts(run, name, curves.CURVE_FRAME))
     }
-    return {environment: by_measure for environment, by_measure in charts.items() if by_measure}
 
 
 def _make_measure_charts(run: RunFiles, environment: str, frame: Frame) -> dict[str, LineChart]:
@@ -142,17 +134,17 @@ def _make_measure_charts(run: RunFiles, environment: str, frame: Frame) -> dict[
     }
 
 
-def _make_return_scale(results: Sequence[NamedResult]) -> Scale:
-    bounds = [
-        bound for named_result in results for bound in named_result.result.expected_return_ci95
-    ]
+def _make_return_scale(policies: Sequence[NamedResult]) -> Scale:
+    bounds = [bound for policy in policies for bound in policy.result.expected_return_ci95]
     return Scale(*pad_range(bounds), 4, 196)
 
 
-def _select_transcripts(transcripts: Sequence[Transcript]) -> list[Transcript]:
-    """Return the first and the last `NUM_TRANSCRIPTS` transcripts."""
-    first_transcripts = transcripts[:NUM_TRANSCRIPTS]
-    return [*first_transcripts, *transcripts[NUM_TRANSCRIPTS:][-NUM_TRANSCRIPTS:]]
+def _select_transcripts(run: RunFiles, environment: str) -> list[Transcript]:
+    """Return the first and the last `NUM_TRANSCRIPTS` transcripts of an environment."""
+    transcripts = [
+        transcript for transcript in run.transcripts if transcript.environment == environment
+    ]
+    return transcripts[:NUM_TRANSCRIPTS] + transcripts[NUM_TRANSCRIPTS:][-NUM_TRANSCRIPTS:]
 
 
 def _write_atomically(path: Path, content: str) -> Path:

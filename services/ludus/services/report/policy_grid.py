@@ -27,7 +27,7 @@ class Answer:
         return abs(self.probability - 0.5) * 2
 
     @property
-    def color(self) -> str:
+    def color_class(self) -> str:
         """CSS class: even, first or other (the answer whose color is shown)."""
         if self.strength < 0.02:
             return "even"
@@ -122,5 +122,5 @@ def _describe_cell(chart: PolicyChart, cell: ChartCell) -> str:
         f"{answer} {format_percent(probability)}"
         for answer, probability in zip(chart.answers, cell.probabilities, strict=True)
     )
-    situation = f"{cell.panel} {cell.row} against {cell.column}"
-    return f"{situation}: {probabilities}; reference {cell.reference}"
+    name = f"{cell.panel} {cell.row} against {cell.column}"
+    return f"{name}: {probabilities}; reference {cell.reference}"

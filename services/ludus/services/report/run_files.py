@@ -40,9 +40,9 @@ class RunFiles:
     config: RunConfig | None
     summary: Summary | None
     chart: PolicyChart | None
-    metrics: tuple[MetricsRow, ...]
-    transcripts: tuple[Transcript, ...]
-    notices: tuple[str, ...]
+    metrics: list[MetricsRow]
+    transcripts: list[Transcript]
+    notices: list[str]
 
     @property
     def name(self) -> str:
@@ -88,8 +88,8 @@ class RunFiles:
     def find_reference_name(self, environment: str) -> str:
         """Return the display name of an environment's reference policy."""
         config = self.find_environment_config(environment)
-        optimal_policy = config.optimal_policy if config is not None else None
-        return format_policy_name(optimal_policy) if optimal_policy else "the reference"
+        policy_name = config.optimal_policy if config else None
+        return format_policy_name(policy_name) if policy_name else "the reference"
 
 
 def load_run_files(run_dir: Path) -> RunFiles:
@@ -124,17 +124,10 @@ def load_run_files(run_dir: Path) -> RunFiles:
     chart = None
     if (run_dir / CHART_FILE).exists():
         chart = parse_json(CHART_FILE, PolicyChart.model_validate_json)
-    metrics = read_file(METRICS_FILE, lambda: read_metrics(run_dir)) or ()
-    transcripts = read_file(TRANSCRIPTS_FILE, lambda: read_transcripts(run_dir)) or ()
-    return RunFiles(
-        run_dir,
-        config,
-        summary,
-        chart if chart and chart.cells else None,
-        tuple(metrics),
-        tuple(transcripts),
-        tuple(notices),
-    )
+        chart = chart if chart and chart.cells else None
+    metrics = read_file(METRICS_FILE, lambda: read_metrics(run_dir)) or []
+    transcripts = read_file(TRANSCRIPTS_FILE, lambda: read_transcripts(run_dir)) or []
+    return RunFiles(run_dir, config, summary, chart, metrics, transcripts, notices)
 
 
 def _explain_missing_run(run_dir: Path, file_names: list[str]) -> str:
@@ -146,8 +139,6 @@ def _explain_missing_run(run_dir: Path, file_names: list[str]) -> str:
         return f"{problem}; runs are usually in runs/"
     sibling_names = sorted(path.name for path in run_dir.parent.iterdir() if path.is_dir())
     similar_names = difflib.get_close_matches(run_dir.name, sibling_names, n=3) or sibling_names[:5]
-    return (
-        f"{problem}; '{run_dir.parent}' has {', '.join(similar_names)}"
-        if similar_names
-        else problem
-    )
+    if not similar_names:
+        return problem
+    return f"{problem}; '{run_dir.parent}' has {', '.join(similar_names)}"

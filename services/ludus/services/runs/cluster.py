@@ -78,8 +78,7 @@ class RunsCluster:
             NotFoundError: there is no such release in the namespace.
             ConfigError: no name was given, and there are several releases.
         """
-        path = make_core_path(self.namespace, "configmaps")
-        config_maps = await self._list_objects(path, f"{RUNS_LABEL}=true")
+        config_maps = await self._list_objects(self._make_config_map_path(), f"{RUNS_LABEL}=true")
         try:
             return choose_release(config_maps, name, f"namespace '{self.namespace}'")
         except NotFoundError as error:
@@ -114,13 +113,11 @@ class RunsCluster:
 
     async def list_config_maps(self) -> list[JsonObject]:
         """Return the ConfigMaps of all runs."""
-        return await self._list_objects(make_core_path(self.namespace, "configmaps"), RUN_LABEL)
+        return await self._list_objects(self._make_config_map_path(), RUN_LABEL)
 
     async def find_config_map(self, run: str) -> JsonObject | None:
         """Return the ConfigMap of a run, or None."""
-        return await self.find_object(
-            make_core_path(self.namespace, "configmaps", make_config_map_name(run))
-        )
+        return await self.find_object(self._make_config_map_path(run))
 
     async def list_pods(self, ray_cluster: str) -> list[JsonObject]:
         """Return the pods of a RayCluster, the head first."""
@@ -132,17 +129,16 @@ class RunsCluster:
 
     async def list_warning_events(self, name: str) -> list[JsonObject]:
         """Return the warning events of an object, oldest first; [] if reading them is forbidden."""
+        path = make_core_path(self.namespace, "events")
         query = {"fieldSelector": f"involvedObject.name={name},type=Warning"}
         try:
-            path = make_core_path(self.namespace, "events")
             events = (await self.api.read(path, query)).get("items") or []
         except ClusterError as error:
             if error.status != FORBIDDEN:
                 raise
             return []
         return sorted(
-            events,
-            key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""),
+            events, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or ""
         )
 
     async def create(self, manifests: RunManifests) -> JsonObject:
@@ -151,28 +147,21 @@ class RunsCluster:
         Raises:
             ClusterError: the API server refused one of the objects. Both are removed.
         """
-        config_maps_path = make_core_path(self.namespace, "configmaps")
-        name = make_config_map_name(manifests.run.name)
+        path = self._make_config_map_path(manifests.run.name)
         try:
-            await self.api.create(config_maps_path, manifests.config_map)
+            await self.api.create(self._make_config_map_path(), manifests.config_map)
         except ClusterError as error:
             if error.status != CONFLICT:
                 raise
-            await self.api.replace(f"{config_maps_path}/{name}", manifests.config_map)
+            await self.api.replace(path, manifests.config_map)
         try:
             job = await self.api.create(make_job_path(self.namespace), manifests.job)
         except ClusterError:
-            await self._delete_if_found(f"{config_maps_path}/{name}")
+            await self._delete_if_found(path)
             raise
-        owner = {
-            "apiVersion": RAY_API,
-            "kind": "RayJob",
-            "name": job["metadata"]["name"],
-            "uid": job["metadata"]["uid"],
-        }
-        await self.api.merge(
-            f"{config_maps_path}/{name}", {"metadata": {"ownerReferences": [owner]}}
-        )
+        identity = {key: job["metadata"][key] for key in ("name", "uid")}
+        owner = {"apiVersion": RAY_API, "kind": "RayJob", **identity}
+        await self.api.merge(path, {"metadata": {"ownerReferences": [owner]}})
         return job
 
     async def delete(self, run: str) -> None:
@@ -181,8 +170,8 @@ class RunsCluster:
         The ConfigMap remains, so that the run can be resumed.
         """
         if await self.find_config_map(run) is not None:
-            path = make_core_path(self.namespace, "configmaps", make_config_map_name(run))
-            await self.api.merge(path, {"metadata": {"ownerReferences": None}})
+            no_owner = {"metadata": {"ownerReferences": None}}
+            await self.api.merge(self._make_config_map_path(run), no_owner)
         await self._delete_if_found(make_job_path(self.namespace, run))
         try:
             async with asyncio.timeout(_DELETION_TIMEOUT_S):
@@ -197,16 +186,14 @@ class RunsCluster:
 
     async def write_control(self, run: str, control_json: str) -> None:
         """Write the run's control file, which its driver reads."""
-        path = make_core_path(self.namespace, "configmaps", make_config_map_name(run))
-        await self.api.merge(path, {"data": {CONTROL_KEY: control_json}})
+        await self.api.merge(self._make_config_map_path(run), {"data": {CONTROL_KEY: control_json}})
 
     async def refresh_mounts(self, pod: str, timestamp: str) -> None:
         """Make the node update a pod's mounted ConfigMaps at once, if that is permitted."""
         path = make_core_path(self.namespace, "pods", pod)
+        patch = {"metadata": {"annotations": {"ludus.dev/nudged": timestamp}}}
         try:
-            await self.api.merge(
-                path, {"metadata": {"annotations": {"ludus.dev/nudged": timestamp}}}
-            )
+            await self.api.merge(path, patch)
         except ClusterError as error:
             if error.status not in (FORBIDDEN, NOT_FOUND):
                 raise
@@ -227,19 +214,22 @@ class RunsCluster:
                 raise
             return None
 
+    def _make_config_map_path(self, run: str = "") -> str:
+        """Return the API path of a run's ConfigMap, or of all ConfigMaps."""
+        name = make_config_map_name(run) if run else ""
+        return make_core_path(self.namespace, "configmaps", name)
+
     async def _list_objects(self, path: str, labels: str) -> list[JsonObject]:
         return (await self.api.read(path, {"labelSelector": labels})).get("items") or []
 
     async def _list_release_namespaces(self) -> str:
+        path = make_core_path("", "configmaps")
         try:
-            config_maps = await self._list_objects(
-                make_core_path("", "configmaps"), f"{RUNS_LABEL}=true"
-            )
+            config_maps = await self._list_objects(path, f"{RUNS_LABEL}=true")
         except ClusterError:
             return ""
-        return ", ".join(
-            sorted({config_map["metadata"]["namespace"] for config_map in config_maps})
-        )
+        namespaces = {config_map["metadata"]["namespace"] for config_map in config_maps}
+        return ", ".join(sorted(namespaces))
 
 
 def is_head(pod: JsonObject) -> bool:

@@ -44,7 +44,6 @@ KUBERAY_INSTALL = (
 )
 _KUEUE = "kueue.x-k8s.io"
 _DRY_RUN = {"dryRun": "All", "fieldValidation": "Strict"}
-_BAD_REQUEST = 400
 _SECRET_FIELDS = ("imagePullSecrets", "secret", "secretKeyRef", "secretRef")
 """Fields of a pod that refer to Secrets."""
 
@@ -59,11 +58,7 @@ class ClusterFindings:
     """Skipped checks and other information."""
 
     def raise_problems(self) -> None:
-        """Refuse the run if there are problems.
-
-        Raises:
-            ConfigError: there are problems. The message lists them, one per line.
-        """
+        """Raise a ConfigError that lists the problems, one per line, if there are any."""
         if len(self.problems) == 1:
             raise ConfigError(self.problems[0])
         if self.problems:
@@ -162,12 +157,13 @@ def find_broken_rules(manifests: RunManifests) -> Iterator[str]:
 
 
 def _find_missing_gpus(manifests: RunManifests) -> Iterator[str]:
-    gpu_field_by_role = {
-        "learner": ("learner.num_gpus_per_rank", manifests.run.learner.num_gpus_per_rank),
-        "rollout": ("rollout.num_gpus_per_worker", manifests.run.rollout.num_gpus_per_worker),
+    run = manifests.run
+    gpu_fields = {
+        "learner": ("learner.num_gpus_per_rank", run.learner.num_gpus_per_rank),
+        "rollout": ("rollout.num_gpus_per_worker", run.rollout.num_gpus_per_worker),
     }
     for demand in compute_pod_demands(manifests.job):
-        name, num_gpus = gpu_field_by_role.get(demand.role, ("", 0.0))
+        name, num_gpus = gpu_fields.get(demand.role, ("", 0.0))
         if num_gpus > 0 and not any("gpu" in resource for resource in demand.requests):
             yield (
                 f"{name} = {num_gpus:g}, but the release's {demand.role} pods have no GPU; upgrade "
@@ -186,12 +182,10 @@ async def _check_queue(cluster: RunsCluster, manifests: RunManifests) -> AsyncIt
             "queue from the release's values"
         )
         return
-    api_version = str(
-        (api_group.get("preferredVersion") or {}).get("groupVersion", f"{_KUEUE}/v1beta1")
-    )
-    local_queue = await cluster.find_object(
-        make_resource_path(api_version, cluster.namespace, "localqueues", queue)
-    )
+    preferred_version = api_group.get("preferredVersion") or {}
+    api_version = str(preferred_version.get("groupVersion", f"{_KUEUE}/v1beta1"))
+    path = make_resource_path(api_version, cluster.namespace, "localqueues", queue)
+    local_queue = await cluster.find_object(path)
     if local_queue is None:
         yield (
             f"there is no LocalQueue '{queue}' in namespace '{cluster.namespace}'; create it, or "
@@ -199,17 +193,15 @@ async def _check_queue(cluster: RunsCluster, manifests: RunManifests) -> AsyncIt
         )
         return
     name = local_queue["spec"]["clusterQueue"]
-    cluster_queue = await cluster.find_object(
-        make_resource_path(api_version, "", "clusterqueues", name)
-    )
+    path = make_resource_path(api_version, "", "clusterqueues", name)
+    cluster_queue = await cluster.find_object(path)
     if cluster_queue is None:
         yield f"queue '{queue}' uses ClusterQueue '{name}', which does not exist; create it"
         return
-    demand_by_resource = sum_demands(compute_pod_demands(manifests.job))
+    totals = sum_demands(compute_pod_demands(manifests.job))
     for resource, quota in _sum_nominal_quotas(cluster_queue["spec"]).items():
-        amount = demand_by_resource.get(
-            "pods" if resource == "pods" else f"requests.{resource}", Decimal(0)
-        )
+        name = resource if resource == "pods" else f"requests.{resource}"
+        amount = totals.get(name, Decimal(0))
         if amount > quota:
             yield (
                 f"the run would wait forever: it starts with {format_quantity(amount, resource)}"
@@ -252,34 +244,30 @@ def _find_required_secrets(job: JsonObject) -> dict[str, set[str]]:
     for reference in _find_fields(get_pod_templates(job), _SECRET_FIELDS):
         if not reference.get("optional"):
             name = reference.get("secretName") or reference["name"]
-            keys = {
-                keyed_object["key"]
-                for keyed_object in (reference, *reference.get("items", ()))
-                if "key" in keyed_object
-            }
+            key_fields = (reference, *reference.get("items", ()))
+            keys = {key_field["key"] for key_field in key_fields if "key" in key_field}
             keys_by_secret.setdefault(name, set()).update(keys)
     return keys_by_secret
 
 
-def _find_fields(tree: Any, names: Sequence[str]) -> Iterator[JsonObject]:
-    """Yield the objects in all fields with these names, at any depth of the tree."""
-    if isinstance(tree, list):
-        for item in tree:
-            yield from _find_fields(item, names)
-    elif isinstance(tree, dict):
-        for name, child in tree.items():
+def _find_fields(json_value: Any, names: Sequence[str]) -> Iterator[JsonObject]:
+    """Yield the objects in all fields with these names, at any depth."""
+    if isinstance(json_value, list):
+        for element in json_value:
+            yield from _find_fields(element, names)
+    elif isinstance(json_value, dict):
+        for name, content in json_value.items():
             if name in names:
-                yield from child if isinstance(child, list) else [child]
+                yield from content if isinstance(content, list) else [content]
             else:
-                yield from _find_fields(child, names)
+                yield from _find_fields(content, names)
 
 
 async def _check_volumes(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
     references = _find_fields(get_pod_templates(manifests.job), ["persistentVolumeClaim"])
     for name in sorted({reference["claimName"] for reference in references}):
-        claim = await cluster.find_object(
-            make_core_path(cluster.namespace, "persistentvolumeclaims", name)
-        )
+        path = make_core_path(cluster.namespace, "persistentvolumeclaims", name)
+        claim = await cluster.find_object(path)
         if claim is None:
             yield (
                 f"there is no PersistentVolumeClaim '{name}' in namespace '{cluster.namespace}'; "
@@ -308,11 +296,11 @@ async def _check_nodes(cluster: RunsCluster, manifests: RunManifests) -> AsyncIt
 async def _check_quotas(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
     if QUEUE_LABEL in manifests.job["metadata"]["labels"]:
         return  # the run waits in its queue until the quota permits it
-    demand_by_resource = sum_demands(compute_pod_demands(manifests.job))
+    totals = sum_demands(compute_pod_demands(manifests.job))
     path = make_core_path(cluster.namespace, "resourcequotas")
     for quota in (await cluster.api.read(path)).get("items") or []:
         if not quota["spec"].get("scopes") and not quota["spec"].get("scopeSelector"):
-            for message in find_quota_shortages(demand_by_resource, quota):
+            for message in find_quota_shortages(totals, quota):
                 yield message
 
 
@@ -324,18 +312,14 @@ async def _check_admission(cluster: RunsCluster, manifests: RunManifests) -> Asy
     elif refusal:
         yield f"the API server refuses the RayJob: {refusal}"
     for template in get_pod_templates(manifests.job):
-        pod = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {
-                "generateName": f"{manifests.run.name}-preflight-",
-                "labels": (template.get("metadata") or {}).get("labels") or {},
-            },
-            "spec": template.get("spec") or {},
+        metadata = {
+            "generateName": f"{manifests.run.name}-preflight-",
+            "labels": template["metadata"]["labels"],
         }
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
         refusal = await _find_refusal(cluster, make_core_path(cluster.namespace, "pods"), pod)
         if refusal:
-            container = (get_pod_containers(template) or [{}])[0].get("name", "")
+            container = get_pod_containers(template)[0]["name"]
             yield f"the API server refuses the pod of container '{container}': {refusal}"
 
 
@@ -345,7 +329,7 @@ async def _find_refusal(cluster: RunsCluster, path: str, body: JsonObject) -> st
         await cluster.api.create(path, body, _DRY_RUN)
     except ClusterError as error:
         is_forbidden = error.status == FORBIDDEN and "cannot create resource" in error.message
-        is_unsupported = error.status == _BAD_REQUEST and "dry run" in error.message
+        is_unsupported = error.status == 400 and "dry run" in error.message
         # CONFLICT: when a run is resumed, its old RayJob still exists.
         if is_forbidden or is_unsupported or error.status in (0, NOT_FOUND, CONFLICT):
             return ""

@@ -55,27 +55,23 @@ def _compute_demand(
 
 
 def _sum_resources(containers: list[JsonObject], field: str) -> dict[str, Decimal]:
-    amount_by_resource: dict[str, Decimal] = {}
+    totals: dict[str, Decimal] = {}
     for container in containers:
         for resource, amount in ((container.get("resources") or {}).get(field) or {}).items():
-            amount_by_resource[resource] = amount_by_resource.get(resource, ZERO) + parse_quantity(
-                amount
-            )
-    return amount_by_resource
+            totals[resource] = totals.get(resource, ZERO) + parse_quantity(amount)
+    return totals
 
 
 def sum_demands(demands: list[PodDemand]) -> dict[str, Decimal]:
     """Return the total amount of each resource, by its name in a ResourceQuota."""
-    demand_by_resource = {"pods": Decimal(sum(demand.num_pods for demand in demands))}
+    totals = {"pods": Decimal(sum(demand.num_pods for demand in demands))}
     for demand in demands:
-        named_amounts = [(f"requests.{name}", amount) for name, amount in demand.requests.items()]
-        named_amounts += [(f"limits.{name}", amount) for name, amount in demand.limits.items()]
-        for name, amount in named_amounts:
-            demand_by_resource[name] = demand_by_resource.get(name, ZERO) + amount * demand.num_pods
+        amounts = {f"requests.{name}": amount for name, amount in demand.requests.items()}
+        amounts |= {f"limits.{name}": amount for name, amount in demand.limits.items()}
+        for name, amount in amounts.items():
+            totals[name] = totals.get(name, ZERO) + amount * demand.num_pods
     # A quota may name these two requests without the prefix.
-    return demand_by_resource | {
-        name: demand_by_resource.get(f"requests.{name}", ZERO) for name in ("cpu", "memory")
-    }
+    return totals | {name: totals.get(f"requests.{name}", ZERO) for name in ("cpu", "memory")}
 
 
 def find_node_problems(demands: list[PodDemand], nodes: list[JsonObject]) -> Iterator[str]:
@@ -88,14 +84,10 @@ def find_node_problems(demands: list[PodDemand], nodes: list[JsonObject]) -> Ite
 
 def _explain_no_node(demand: PodDemand, admitting_nodes: list[JsonObject]) -> str:
     if not admitting_nodes:
-        selector = ", ".join(
-            f"{key}={value}" for key, value in (demand.spec.get("nodeSelector") or {}).items()
-        )
-        labels_text = f" with {selector}" if selector else ""
-        return (
-            f"no node{labels_text} admits a {demand.role} pod; check its nodeSelector and "
-            "tolerations"
-        )
+        selector = demand.spec.get("nodeSelector") or {}
+        labels = ", ".join(f"{key}={label}" for key, label in selector.items())
+        node_text = f"no node with {labels}" if labels else "no node"
+        return f"{node_text} admits a {demand.role} pod; check its nodeSelector and tolerations"
     for resource, amount in demand.requests.items():
         max_amount = max(_read_allocatable(node, resource) for node in admitting_nodes)
         if max_amount < amount:
@@ -106,43 +98,37 @@ def _explain_no_node(demand: PodDemand, admitting_nodes: list[JsonObject]) -> st
     return f"a {demand.role} pod fits on no node: no node has all the resources it requests"
 
 
-def find_device_shortages(
-    demand_by_resource: Mapping[str, Decimal], nodes: list[JsonObject]
-) -> Iterator[str]:
+def find_device_shortages(totals: Mapping[str, Decimal], nodes: list[JsonObject]) -> Iterator[str]:
     """Yield a message for each device type, such as a GPU, that the cluster has too few of."""
-    for name, requested_amount in demand_by_resource.items():
+    for name, amount in totals.items():
         device = name.removeprefix("requests.")
-        available_amount = sum((_read_allocatable(node, device) for node in nodes), ZERO)
-        if device != name and "/" in device and requested_amount > available_amount:
+        available = sum((_read_allocatable(node, device) for node in nodes), ZERO)
+        if device != name and "/" in device and amount > available:
             yield (
-                f"the run starts with {requested_amount:f} {device}, but the nodes have "
-                f"{available_amount:f}; lower learner.num_ranks or rollout.min_workers, or add "
-                "nodes"
+                f"the run starts with {amount:f} {device}, but the nodes have {available:f}; "
+                "lower learner.num_ranks or rollout.min_workers, or add nodes"
             )
 
 
-def find_quota_shortages(
-    demand_by_resource: Mapping[str, Decimal], quota: JsonObject
-) -> Iterator[str]:
+def find_quota_shortages(totals: Mapping[str, Decimal], quota: JsonObject) -> Iterator[str]:
     """Yield a message for each resource that exceeds the quota."""
     name, status = quota["metadata"]["name"], quota.get("status") or {}
     for resource, hard_limit in (status.get("hard") or {}).items():
-        amount, limit = demand_by_resource.get(resource, ZERO), parse_quantity(hard_limit)
+        amount, limit = totals.get(resource, ZERO), parse_quantity(hard_limit)
         free_amount = limit - parse_quantity((status.get("used") or {}).get(resource, 0))
-        message_start = (
-            f"the run starts with {format_quantity(amount, resource)} of {resource}, but quota"
+        amount_text, limit_text, free_text = (
+            format_quantity(quantity, resource) for quantity in (amount, limit, free_amount)
         )
+        problem = f"the run starts with {amount_text} of {resource}, but quota '{name}'"
         if amount > limit:
             yield (
-                f"{message_start} '{name}' allows {format_quantity(limit, resource)}; request a "
-                "larger quota, or lower learner.num_ranks, rollout.min_workers or the resources in "
-                "the release's values"
+                f"{problem} allows {limit_text}; request a larger quota, or lower "
+                "learner.num_ranks, rollout.min_workers or the resources in the release's values"
             )
         elif amount > max(free_amount, ZERO):
             yield (
-                f"{message_start} '{name}' has {format_quantity(free_amount, resource)} left of"
-                f" {format_quantity(limit, resource)}; wait for other runs to end (ludus list),"
-                " or stop one (ludus stop NAME)"
+                f"{problem} has {free_text} left of {limit_text}; wait for other runs to end "
+                "(ludus list), or stop one (ludus stop NAME)"
             )
 
 

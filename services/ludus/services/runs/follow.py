@@ -64,9 +64,8 @@ async def follow_run(cluster: RunsCluster, run: str) -> AsyncGenerator[RunUpdate
             except ClusterError as error:
                 if previous_update is None or error.status in _PERMANENT_STATUSES:
                     raise
-                update = RunUpdate(
-                    previous_update.state, ["the API server does not respond; retrying"]
-                )
+                trouble = "the API server does not respond; retrying"
+                update = RunUpdate(previous_update.state, [trouble])
             is_unprocessed = update.state.phase is RunPhase.SUBMITTED
             silent_s = silent_s + POLL_INTERVAL_S if is_unprocessed else 0.0
             if silent_s > SILENT_OPERATOR_S:
@@ -153,12 +152,10 @@ class HeadLog:
 
     async def wait_for_line(self, timeout_s: float) -> None:
         """Wait until shortly after the next line arrives, at most for this time."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._line_event.wait()
                 await asyncio.sleep(min(_RETRY_S, timeout_s) / 4)
-        except TimeoutError:
-            pass
 
     async def read_to_end(self) -> None:
         """Read the rest of the log, if the pod still exists."""
@@ -169,10 +166,9 @@ class HeadLog:
 
     async def close(self) -> None:
         """Stop reading."""
-        read_task = self._read_task
+        read_tasks = [self._read_task] if self._read_task else []
         self._cancel_read_task()
-        if read_task is not None:
-            await asyncio.gather(read_task, return_exceptions=True)
+        await asyncio.gather(*read_tasks, return_exceptions=True)
 
     def _cancel_read_task(self) -> None:
         if self._read_task is not None:

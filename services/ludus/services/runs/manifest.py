@@ -63,8 +63,7 @@ def make_manifests(
     """Build the objects of a run.
 
     Args:
-        environments: mapping from names in the run to names in the release, for environments
-            whose names differ.
+        environments: names in the release of environments whose names differ, by name in the run.
         queue: Kueue queue for the run; None uses the release's queue.
 
     Raises:
@@ -128,24 +127,23 @@ def _find_served_environment(
     """Return the remote environment that serves one of the run's environments."""
     if isinstance(environment, RemoteEnvironment) and platform_name is None:
         return environment
-    candidate = platform.environments.get(platform_name or name)
-    if candidate is None and platform_name is None and isinstance(environment, LocalEnvironment):
-        candidate = _find_unique_match(environment, platform)
+    served_name, alternative = platform_name or name, f"another with --environment {name}=NAME"
+    local_environment = environment if isinstance(environment, LocalEnvironment) else None
+    candidate = platform.environments.get(served_name)
+    if candidate is None and platform_name is None and local_environment:
+        candidate = _find_unique_match(local_environment, platform)
     if candidate is None:
         raise ConfigError(
-            f"environments.{name}: release '{platform.release}' does not serve "
-            f"'{platform_name or name}'; it serves {', '.join(platform.environments) or 'none'}; "
-            f"add environments.{platform_name or name} to the release's values, or choose "
-            f"another with --environment {name}=NAME"
+            f"environments.{name}: release '{platform.release}' does not serve '{served_name}'; "
+            f"it serves {', '.join(platform.environments) or 'none'}; add "
+            f"environments.{served_name} to the release's values, or choose {alternative}"
         )
-    if isinstance(environment, LocalEnvironment) and not _matches_environment(
-        environment, candidate
-    ):
+    if local_environment and not _matches_environment(local_environment, candidate):
+        options, served_options = local_environment.options, candidate.options or {}
         raise ConfigError(
-            f"environments.{name} is {environment.package} {json.dumps(environment.options)}, "
-            f"but '{platform_name or name}' of release '{platform.release}' is "
-            f"{candidate.package} {json.dumps(candidate.options or {})}; change "
-            f"one of them, or choose another with --environment {name}=NAME"
+            f"environments.{name} is {local_environment.package} {json.dumps(options)}, but "
+            f"'{served_name}' of release '{platform.release}' is {candidate.package} "
+            f"{json.dumps(served_options)}; change one of them, or choose {alternative}"
         )
     fields = environment.model_dump(exclude=_LOCAL_FIELDS)
     return RemoteEnvironment(**{**fields, "kind": "remote", "address": candidate.address})
@@ -156,10 +154,8 @@ _LOCAL_FIELDS = set(LocalEnvironment.model_fields) - set(RemoteEnvironment.model
 
 def _matches_environment(environment: LocalEnvironment, candidate: PlatformEnvironment) -> bool:
     """Return whether the candidate may be the environment; the release may not describe it."""
-    return candidate.package in (None, environment.package) and candidate.options in (
-        None,
-        environment.options,
-    )
+    has_same_package = candidate.package in (None, environment.package)
+    return has_same_package and candidate.options in (None, environment.options)
 
 
 def _find_unique_match(
@@ -177,10 +173,8 @@ def _choose_weight_store(weights: WeightStoreConfig, platform: Platform) -> Weig
     """Return the run's S3 store, or the release's store with the settings of the run's store."""
     if isinstance(weights, S3WeightStore):
         return weights
-    settings = dict(weights)
-    return platform.weights.model_copy(
-        update={name: settings[name] for name in settings.keys() - {"kind", "path"}}
-    )
+    settings = {name: setting for name, setting in weights if name not in ("kind", "path")}
+    return platform.weights.model_copy(update=settings)
 
 
 # Parts of a RayJob.
@@ -232,13 +226,11 @@ def _size_groups(job: JsonObject, run: LanguageModelRun, platform: Platform) -> 
 
 def _insert_run_name(template: JsonObject, name: str) -> JsonObject:
     """Return a copy of the template in which the run's name replaces the placeholder."""
-    value_by_placeholder = {
-        PLACEHOLDER: name,
-        make_config_map_name(PLACEHOLDER): make_config_map_name(name),
-    }
+    config_map_placeholder = make_config_map_name(PLACEHOLDER)
+    new_names = {PLACEHOLDER: name, config_map_placeholder: make_config_map_name(name)}
     template_json = json.dumps(template)
-    for placeholder, value in value_by_placeholder.items():
-        template_json = template_json.replace(json.dumps(placeholder), json.dumps(value))
+    for placeholder, new_name in new_names.items():
+        template_json = template_json.replace(json.dumps(placeholder), json.dumps(new_name))
     return json.loads(template_json)
 
 

@@ -12,7 +12,6 @@ import re
 from ludus.services.kubernetes.api import make_resource_path
 
 RAY_API = "ray.io/v1"
-RAY_JOBS = "rayjobs"
 RUN_LABEL = "ludus.dev/run"
 RELEASE_LABEL = "ludus.dev/release"
 RUNS_LABEL = "ludus.dev/runs"
@@ -57,7 +56,7 @@ def make_config_map_name(run: str) -> str:
 
 def make_job_path(namespace: str, run: str = "") -> str:
     """Return the API path of a run's RayJob, or of all RayJobs."""
-    return make_resource_path(RAY_API, namespace, RAY_JOBS, run)
+    return make_resource_path(RAY_API, namespace, "rayjobs", run)
 
 
 def make_core_path(namespace: str, plural: str, name: str = "") -> str:

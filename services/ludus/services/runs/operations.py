@@ -26,7 +26,7 @@ from ludus.proto.config.changes import find_changes
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.runs import RunControl
 from ludus.services.runs.cluster import RunsCluster, is_head, read_run_config_json
-from ludus.services.runs.names import CONTROL_KEY, make_config_map_name, make_job_path
+from ludus.services.runs.names import CONTROL_KEY, RUN_LABEL, make_job_path
 from ludus.services.runs.state import ClusterRunState, RunPhase, read_state
 
 _TTL_AFTER_STOP_S = 30
@@ -36,7 +36,7 @@ _TTL_AFTER_STOP_S = 30
 class StopOutcome(StrEnum):
     """The outcome of a request to stop a run."""
 
-    OVER = "over"
+    NOT_RUNNING = "not running"
     """The run had already ended."""
     DELETED = "deleted"
     """The RayJob is deleted; its checkpoints remain."""
@@ -71,16 +71,15 @@ async def find_state(cluster: RunsCluster, run: str) -> ClusterRunState | None:
 async def list_states(cluster: RunsCluster) -> list[ClusterRunState]:
     """Return the states of all runs of the namespace, oldest first."""
     config_maps = {
-        config_map["metadata"]["name"]: config_map
+        config_map["metadata"]["labels"][RUN_LABEL]: config_map
         for config_map in await cluster.list_config_maps()
     }
-    states = []
-    for job in await cluster.list_jobs():
-        config_map = config_maps.pop(make_config_map_name(job["metadata"]["name"]), None)
-        states.append(read_state(job, config_map))
-    for name, config_map in config_maps.items():
+    states = [
+        read_state(job, config_maps.pop(job["metadata"]["name"], None))
+        for job in await cluster.list_jobs()
+    ]
+    for run, config_map in config_maps.items():
         created_at = config_map["metadata"]["creationTimestamp"]
-        run = name.removesuffix(make_config_map_name(""))
         states.append(ClusterRunState(run, RunPhase.STOPPED, created_at=created_at))
     return sorted(states, key=lambda state: state.created_at)
 
@@ -97,7 +96,7 @@ async def stop(cluster: RunsCluster, run: str, *, deletes_now: bool = False) -> 
     job, config_map = await cluster.read_job(run), await cluster.find_config_map(run)
     state = read_state(job, config_map)
     if state.is_over:
-        return StopOutcome.OVER
+        return StopOutcome.NOT_RUNNING
     has_started = state.phase in (RunPhase.RUNNING, RunPhase.STOPPING)
     if deletes_now or not has_started or config_map is None:
         await cluster.delete(run)
@@ -133,8 +132,8 @@ async def load_resumable_config(
         raise ConfigError(
             f"run '{run}' has not ended ({state.phase}); follow it with: ludus logs -f {run}"
         )
-    previous_config_json = read_run_config_json(config_map)
-    run_config = run_config_from(json.loads(previous_config_json), overrides)
+    old_config_json = read_run_config_json(config_map)
+    run_config = run_config_from(json.loads(old_config_json), overrides)
     config = require_language_model(run_config, "ludus resume")
     if config.name != run:
         raise ConfigError(
@@ -142,5 +141,5 @@ async def load_resumable_config(
             "checkpoints; remove this option"
         )
     # The driver would refuse the same changes, but only after the old RayJob is deleted.
-    find_changes(validate_run_json(previous_config_json), config)
+    find_changes(validate_run_json(old_config_json), config)
     return config

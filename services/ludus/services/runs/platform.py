@@ -72,30 +72,24 @@ def parse_release(config_map: JsonObject) -> Release:
     Raises:
         ConfigError: the ConfigMap is incomplete or invalid.
     """
-    name = (config_map.get("metadata") or {}).get("name", "")
     contents = config_map.get("data") or {}
-    missing_keys = [key for key in (TEMPLATE_KEY, PLATFORM_KEY) if key not in contents]
-    if missing_keys:
-        raise _make_invalid_release_error(name, f"it has no key {missing_keys[0]}")
     try:
         platform = Platform.model_validate_json(contents[PLATFORM_KEY])
         template = yaml.load(contents[TEMPLATE_KEY], yaml.CSafeLoader)
+        if isinstance(template, dict) and template.get("kind") == "RayJob":
+            return Release(platform, template)
+        problem = f"{TEMPLATE_KEY} is not a RayJob"
+    except KeyError as error:
+        problem = f"it has no key {error.args[0]}"
     except ValidationError as error:
         first_error = error.errors()[0]
         field = ".".join(map(str, first_error["loc"]))
-        raise _make_invalid_release_error(
-            name, f"{PLATFORM_KEY}: {field}: {first_error['msg']}"
-        ) from None
+        problem = f"{PLATFORM_KEY}: {field}: {first_error['msg']}"
     except yaml.YAMLError as error:
-        raise _make_invalid_release_error(name, f"{TEMPLATE_KEY}: {error}") from None
-    if not isinstance(template, dict) or template.get("kind") != "RayJob":
-        raise _make_invalid_release_error(name, f"{TEMPLATE_KEY} is not a RayJob")
-    return Release(platform, template)
-
-
-def _make_invalid_release_error(name: str, reason: str) -> ConfigError:
-    return ConfigError(
-        f"ConfigMap '{name}' does not describe a release: {reason}; upgrade the release with the "
+        problem = f"{TEMPLATE_KEY}: {error}"
+    name = (config_map.get("metadata") or {}).get("name", "")
+    raise ConfigError(
+        f"ConfigMap '{name}' does not describe a release: {problem}; upgrade the release with the "
         "chart of this version of Ludus"
     )
 
@@ -137,11 +131,10 @@ def read_release_file(path: Path, name: str | None) -> Release:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read '{path}': {error}") from None
     config_maps = [
-        manifest for manifest in manifests if manifest and manifest["kind"] == "ConfigMap"
-    ]
-    release_config_maps = [
         manifest
-        for manifest in config_maps
-        if RUNS_LABEL in (manifest["metadata"].get("labels") or {})
+        for manifest in manifests
+        if manifest
+        and manifest["kind"] == "ConfigMap"
+        and RUNS_LABEL in (manifest["metadata"].get("labels") or {})
     ]
-    return choose_release(release_config_maps, name, f"'{path}'")
+    return choose_release(config_maps, name, f"'{path}'")

@@ -148,7 +148,7 @@ def _derive_reason(status: JsonObject) -> str:
 
 def find_pod_troubles(pods: Sequence[JsonObject]) -> list[str]:
     """Return the reasons why pods do not run, with remedies if they are known."""
-    return [message for pod in pods for message in _find_troubles(pod)]
+    return [trouble for pod in pods for trouble in _find_troubles(pod)]
 
 
 def read_pod_role(pod: JsonObject) -> str:
@@ -158,10 +158,8 @@ def read_pod_role(pod: JsonObject) -> str:
 
 
 def _find_troubles(pod: JsonObject) -> Iterator[str]:
-    status, name = (
-        pod.get("status") or {},
-        f"the {read_pod_role(pod)} pod {pod['metadata']['name']}",
-    )
+    status = pod.get("status") or {}
+    name = f"the {read_pod_role(pod)} pod {pod['metadata']['name']}"
     for condition in status.get("conditions") or []:
         is_scheduled = condition.get("type") != "PodScheduled" or condition.get("status") == "True"
         if not is_scheduled and status.get("phase") == "Pending":

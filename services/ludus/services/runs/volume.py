@@ -37,6 +37,7 @@ START_TIMEOUT_S = 180.0
 _READER_LIFETIME_S = 900
 _POLL_INTERVAL_S = 0.5
 _READER_RESOURCES = {"cpu": "100m", "memory": "256Mi"}
+_COPIED_FIELDS = ("securityContext", "nodeSelector", "tolerations", "affinity", "imagePullSecrets")
 _NO_FOLDER_MESSAGE = "there is no folder "
 _PACK_SCRIPT = f"""
 import pathlib, sys, tarfile
@@ -60,13 +61,12 @@ async def fetch(
     release: Release,
     run: str,
     folder: Path,
-    *,
-    with_checkpoints: bool = False,
+    includes_checkpoints: bool = False,
 ) -> None:
     """Copy the results of a run to a local folder.
 
     Args:
-        with_checkpoints: fetch checkpoints and models, too.
+        includes_checkpoints: fetch checkpoints and models, too.
 
     Raises:
         NotFoundError: the run has no folder on the volume.
@@ -74,14 +74,10 @@ async def fetch(
         ClusterError: the volume cannot be read.
     """
     path = f"{release.platform.output_dir}/{run}"
-    excluded_names = () if with_checkpoints else LARGE_FOLDERS
+    excluded_names = () if includes_checkpoints else LARGE_FOLDERS
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryFile() as archive,
-        tempfile.TemporaryDirectory(
-            prefix=f".{folder.name}-", dir=folder.parent
-        ) as unpacked_folder,
-    ):
+    temporary_folder = tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent)
+    with tempfile.TemporaryFile() as archive, temporary_folder as unpacked_path:
         try:
             await _run_script(cluster, release, run, (_PACK_SCRIPT, path, *excluded_names), archive)
         except ClusterError as error:
@@ -91,9 +87,9 @@ async def fetch(
                 f"run '{run}' has no folder {path} on the cluster's volume; see: ludus status {run}"
             ) from None
         archive.seek(0)
-        _unpack_archive(archive, Path(unpacked_folder))
-        _refuse_another_run(Path(unpacked_folder), folder)
-        _move_files(Path(unpacked_folder), folder)
+        _unpack_archive(archive, Path(unpacked_path))
+        _refuse_another_run(Path(unpacked_path), folder)
+        _move_files(Path(unpacked_path), folder)
 
 
 async def read_log(cluster: RunsCluster, release: Release, run: str) -> str:
@@ -148,16 +144,9 @@ class _RunOrigin(BaseModel):
 
 
 def _refuse_another_run(fetched_folder: Path, folder: Path) -> None:
-    """Refuse to replace the results of another run.
-
-    Raises:
-        ConfigError: the local folder contains another run.
-    """
-    fetched_origin, local_origin = (
-        _read_origin(fetched_folder / CONFIG_FILE),
-        _read_origin(folder / CONFIG_FILE),
-    )
-    if local_origin is not None and local_origin != fetched_origin:
+    """Refuse to replace the results of another run."""
+    local_origin = _read_origin(folder / CONFIG_FILE)
+    if local_origin is not None and local_origin != _read_origin(fetched_folder / CONFIG_FILE):
         raise ConfigError(
             f"'{folder}' contains another run, from {local_origin.output_dir or 'this machine'}; "
             "choose another folder with --folder"
@@ -192,10 +181,6 @@ async def _open_reader(
     """Yield the name of a pod that mounts the volume, and the name of its container.
 
     The pod is the run's head if it is running, otherwise a temporary pod.
-
-    Raises:
-        ConfigError: the release has no volume.
-        ClusterError: the temporary pod does not start.
     """
     job = await cluster.find_job(run)
     pods = await cluster.list_pods(read_state(job).ray_cluster) if job else []
@@ -235,13 +220,6 @@ def _make_reader_pod(release: Release, run: str) -> JsonObject:
             "are lost with the pods; set storage in the release's values"
         )
     volume_names = {mount["name"] for mount in mounts}
-    copied_fields = (
-        "securityContext",
-        "nodeSelector",
-        "tolerations",
-        "affinity",
-        "imagePullSecrets",
-    )
     container = {
         "name": "reader",
         "image": head.get("image"),
@@ -260,34 +238,28 @@ def _make_reader_pod(release: Release, run: str) -> JsonObject:
             "labels": {RUN_LABEL: run, "app.kubernetes.io/component": "reader"},
         },
         "spec": {
-            **{key: spec[key] for key in copied_fields if key in spec},
+            **{field: spec[field] for field in _COPIED_FIELDS if field in spec},
             "restartPolicy": "Never",
             "automountServiceAccountToken": False,
             "terminationGracePeriodSeconds": 0,
             "activeDeadlineSeconds": _READER_LIFETIME_S,
             "containers": [container],
-            "volumes": [
-                volume for volume in spec.get("volumes") or [] if volume.get("name") in volume_names
-            ],
+            "volumes": [volume for volume in spec["volumes"] if volume["name"] in volume_names],
         },
     }
 
 
 async def _wait_until_running(cluster: RunsCluster, pod: JsonObject) -> None:
     path = make_core_path(cluster.namespace, "pods", pod["metadata"]["name"])
-    try:
+    phase = ""
+    with suppress(TimeoutError):
         async with asyncio.timeout(START_TIMEOUT_S):
-            while True:
+            while phase not in ("Failed", "Succeeded"):
                 pod = await cluster.api.read(path)
                 phase = (pod.get("status") or {}).get("phase")
                 if phase == "Running":
                     return
-                if phase in ("Failed", "Succeeded"):
-                    break
                 await asyncio.sleep(_POLL_INTERVAL_S)
-    except TimeoutError:
-        pass
-    phase = (pod.get("status") or {}).get("phase")
     troubles = "; ".join(find_pod_troubles([pod])) or f"its phase is {phase}"
     raise ClusterError(
         f"the pod that reads the volume did not start within {START_TIMEOUT_S:.0f} s: {troubles}"
