@@ -28,7 +28,7 @@ from ludus.services.cli.console import get_stderr, get_stdout, print_line, print
 from ludus.services.cli.options import RunDir
 from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.train_command import read_run_config
-from ludus.services.transcripts import describe_consequence, describe_episode, describe_outcome
+from ludus.services.display import describe_consequence, describe_episode, describe_outcome
 
 if TYPE_CHECKING:
     from ludus.proto.config import LanguageModelRun

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from ludus.proto.runs import EvalReport, Evaluation, PolicyResult, Summary
 from ludus.services.cli.console import make_table
+from ludus.services.display import NamedResult, format_policy_name, list_policies, rank_policies
 from ludus.services.numbers import NO_VALUE, format_fixed, format_percent, format_percent_interval
-from ludus.services.results import NamedResult, format_policy_name, list_policies, rank_policies
 
 if TYPE_CHECKING:
     from ludus.services.cli.bench import BenchResult

@@ -170,16 +170,13 @@ def _start_child(command: Sequence[str], output: TrainerOutput) -> Iterator[subp
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         encoding="utf-8",
         errors="replace",
         start_new_session=True,
     )
     assert child.stdout is not None
-    output_thread = threading.Thread(
-        target=collect_output, args=(child.stdout, output), daemon=True
-    )
-    output_thread.start()
+    reader = threading.Thread(target=collect_output, args=(child.stdout, output), daemon=True)
+    reader.start()
     try:
         yield child
     finally:
@@ -188,7 +185,7 @@ def _start_child(command: Sequence[str], output: TrainerOutput) -> Iterator[subp
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         # The wait has a timeout, because a grandchild in another group could keep the pipe open.
-        output_thread.join(OUTPUT_GRACE_S)
+        reader.join(OUTPUT_GRACE_S)
 
 
 def collect_output(stream: IO[str], output: TrainerOutput) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric, combine_metric
 from ludus.proto.runs import MetricsRow, PolicyResult
+from ludus.services.display import format_policy_name
 from ludus.services.numbers import (
     format_compact,
     format_fixed,
@@ -16,7 +17,6 @@ from ludus.services.numbers import (
 )
 from ludus.services.report.line_chart import Frame, Level, LineChart, Mark, Point
 from ludus.services.report.run_files import RunFiles
-from ludus.services.results import format_policy_name
 
 MEAN_WINDOW = 10
 """Number of training steps over which the small charts average their values."""
@@ -220,9 +220,8 @@ def _make_small_charts(
 ) -> list[SmallChart]:
     charts = []
     for curve in curves:
-        if curve.required_metric is not None and not any(
-            row.values.get(curve.required_metric) for row in rows
-        ):
+        required_metric = curve.required_metric
+        if required_metric and not any(row.values.get(required_metric) for row in rows):
             continue
         measured_rows = [
             (row, value) for row in rows if (value := curve.combine_steps([row.values])) is not None
@@ -273,10 +272,8 @@ def _make_levels(run: RunFiles, environment: str, measure: Measure) -> list[Leve
 
 def _make_eval_points(run: RunFiles, environment: str, measure: Measure) -> list[Point]:
     """Return a point per evaluation; the final result in the summary replaces the last point."""
-    summary = run.summary
-    readings = {
-        row.num_games_trained: measure.read_row(row) for row in run.select_rows("eval", environment)
-    }
+    summary, rows = run.summary, run.select_rows("eval", environment)
+    readings = {row.num_games_trained: measure.read_row(row) for row in rows}
     if summary is not None:
         policy = summary.results[environment].report.policy
         readings[summary.games_trained] = measure.read_result(policy)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ludus.proto.config import EnvironmentConfig, NetworkEnvironmentConfig, NetworkRun
 from ludus.proto.metrics import EvalMetric
 from ludus.proto.runs import NETWORK, EnvironmentResult, MetricsRow, Summary
+from ludus.services.display import format_policy_name
 from ludus.services.numbers import (
     format_compact,
     format_duration,
@@ -17,7 +18,6 @@ from ludus.services.numbers import (
     format_percent_interval,
 )
 from ludus.services.report.run_files import RunFiles
-from ludus.services.results import format_policy_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,16 @@ def describe_run(run: RunFiles) -> str:
     if config is None:
         return run.summary.environment if run.summary is not None else str(run.run_dir)
     environments = " and ".join(map(_describe_environment, config.environments.values()))
+    num_steps = config.training.num_steps
     if isinstance(config, NetworkRun):
         return (
-            f"{environments} · network, classic PPO · at most "
-            f"{config.training.num_steps} steps · {config.ppo.num_environments} parallel "
-            f"environments · seed {config.seed}"
+            f"{environments} · network, classic PPO · at most {num_steps} steps · "
+            f"{config.ppo.num_environments} parallel environments · seed {config.seed}"
         )
     # The engine is not always the configured one: transformers replaces vLLM if that is not
     # installed.
     generator = run.summary.generator if run.summary is not None else config.generator.kind
-    return (
-        f"{environments} · {config.training.num_steps} steps · "
-        f"{generator} engine · seed {config.seed}"
-    )
+    return f"{environments} · {num_steps} steps · {generator} engine · seed {config.seed}"
 
 
 def describe_result(run: RunFiles, environment: str) -> str:

@@ -10,13 +10,11 @@ import jinja2
 
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import REPORT_FILE, Transcript
-from ludus.services import numbers
+from ludus.services import display, numbers
 from ludus.services.report import curves, headline
 from ludus.services.report.line_chart import Frame, LineChart, Scale, pad_range
 from ludus.services.report.policy_grid import count_agreements, make_legend_colors, split_panels
 from ludus.services.report.run_files import RunFiles, load_run_files
-from ludus.services.results import NamedResult, list_policies
-from ludus.services.transcripts import describe_consequence, describe_episode, describe_outcome
 
 NUM_TRANSCRIPTS = 3
 """Number of first transcripts, and of last transcripts, that the page shows per environment."""
@@ -62,7 +60,7 @@ def _render_page(run: RunFiles) -> str:
         run_facts=headline.list_run_facts(summary) if summary else [],
         learning_curves=_make_learning_curves(run),
         legend_colors=make_legend_colors(),
-        policies={name: list_policies(result) for name, result in results.items()},
+        policies={name: display.list_policies(result) for name, result in results.items()},
         make_return_scale=_make_return_scale,
         training_charts=curves.make_training_charts(run),
         environment_charts={
@@ -75,9 +73,7 @@ def _render_page(run: RunFiles) -> str:
             if (transcripts := _select_transcripts(run, name))
         },
         num_transcripts=NUM_TRANSCRIPTS,
-        describe_consequence=describe_consequence,
-        describe_episode=describe_episode,
-        describe_outcome=describe_outcome,
+        display=display,
     )
 
 
@@ -134,7 +130,7 @@ def _make_measure_charts(run: RunFiles, environment: str, frame: Frame) -> dict[
     }
 
 
-def _make_return_scale(policies: Sequence[NamedResult]) -> Scale:
+def _make_return_scale(policies: Sequence[display.NamedResult]) -> Scale:
     bounds = [bound for policy in policies for bound in policy.result.expected_return_ci95]
     return Scale(*pad_range(bounds), 4, 196)
 

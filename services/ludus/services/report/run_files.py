@@ -27,7 +27,7 @@ from ludus.proto.runs import (
     read_metrics,
     read_transcripts,
 )
-from ludus.services.results import format_policy_name
+from ludus.services.display import format_policy_name
 
 ValueT = TypeVar("ValueT")
 

@@ -210,13 +210,11 @@ def _make_reader_pod(release: Release, run: str) -> JsonObject:
     """
     template = copy.deepcopy(get_head_template(release.template))
     spec, (head, *_) = template["spec"], get_pod_containers(template)
-    output_dir = release.platform.output_dir
-    mounts = [
-        mount for mount in head.get("volumeMounts") or [] if mount.get("mountPath") == output_dir
-    ]
+    folder = release.platform.output_dir
+    mounts = [mount for mount in head.get("volumeMounts") or [] if mount["mountPath"] == folder]
     if not mounts:
         raise ConfigError(
-            f"release '{release.platform.release}' mounts no volume at {output_dir}, so results "
+            f"release '{release.platform.release}' mounts no volume at {folder}, so results "
             "are lost with the pods; set storage in the release's values"
         )
     volume_names = {mount["name"] for mount in mounts}
