@@ -22,7 +22,7 @@ def serve(target: Target, options: Options = None, **server_options: Any) -> Non
     from ludus.env.targets.targets import environment_factory
 
     factory = environment_factory(target, parse_options(options or ()))
-    given_options = {name: value for name, value in server_options.items() if value is not None}
+    given_options = {name: option for name, option in server_options.items() if option is not None}
     # The flag is --no-determinism-check, so a user who gives it disables the check.
     if "check_determinism" in given_options:
         given_options["check_determinism"] = False

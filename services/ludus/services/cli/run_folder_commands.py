@@ -208,8 +208,8 @@ def _show_turn(console: Console, turn: TranscriptTurn) -> None:
 def _show_message(console: Console, role: str, text: str, style: str) -> None:
     console.print(Text(f"  {role}", style="dim italic"))
     # Control characters are replaced, because a model's output must not control the terminal.
-    printable = "".join(
-        char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}"
-        for char in text
+    printable_text = "".join(
+        character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for character in text
     )
-    console.print(Padding(Text(printable or "(empty)", style=style), (0, 0, 0, 4)))
+    console.print(Padding(Text(printable_text or "(empty)", style=style), (0, 0, 0, 4)))

@@ -74,7 +74,7 @@ async def watch(
             async for update in updates:
                 _apply_update(update, progress, output)
                 warnings = dict.fromkeys((*output.warnings, *update.troubles))
-                for warning in (line for line in warnings if line not in shown_warnings):
+                for warning in (text for text in warnings if text not in shown_warnings):
                     view.warn(warning)
                 shown_warnings.update(warnings)
                 output.warnings.clear()

@@ -97,10 +97,10 @@ class RunsCluster:
         if job is not None:
             return job
         names = [job["metadata"]["name"] for job in await self.list_jobs()]
-        existing_runs = f"; the namespace has {', '.join(sorted(names))}" if names else ""
+        names_text = f"; the namespace has {', '.join(sorted(names))}" if names else ""
         raise NotFoundError(
             f"there is no run '{run}' in namespace '{self.namespace}'; "
-            f"{did_you_mean(run, names) or 'see: ludus list'}{existing_runs}"
+            f"{did_you_mean(run, names) or 'see: ludus list'}{names_text}"
         )
 
     async def find_job(self, run: str) -> JsonObject | None:
