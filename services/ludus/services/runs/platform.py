@@ -74,8 +74,9 @@ def parse_release(config_map: JsonObject) -> Release:
     """
     contents = config_map.get("data") or {}
     try:
-        platform = Platform.model_validate_json(contents[PLATFORM_KEY])
-        template = yaml.load(contents[TEMPLATE_KEY], yaml.CSafeLoader)
+        template_yaml, platform_json = contents[TEMPLATE_KEY], contents[PLATFORM_KEY]
+        platform = Platform.model_validate_json(platform_json)
+        template = yaml.load(template_yaml, yaml.CSafeLoader)
         if isinstance(template, dict) and template.get("kind") == "RayJob":
             return Release(platform, template)
         problem = f"{TEMPLATE_KEY} is not a RayJob"
