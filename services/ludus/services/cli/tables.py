@@ -24,8 +24,9 @@ def make_policy_table(results: Sequence[NamedResult], title: str) -> Table:
     """Make a table with one row per policy; ± columns are half-widths of 95 % intervals."""
     table = make_table("policy", *_RESULT_COLUMNS, number_columns=_RESULT_COLUMNS, title=title)
     for named_result in results:
-        cells = Text(named_result.name), *format_result_cells(named_result.result)
-        table.add_row(*cells, style="bold cyan" if named_result.is_trained else None)
+        style = "bold cyan" if named_result.is_trained else None
+        cells = format_result_cells(named_result.result)
+        table.add_row(Text(named_result.name), *cells, style=style)
     return table
 
 

@@ -254,7 +254,7 @@ async def _wait_until_running(cluster: RunsCluster, pod: JsonObject) -> None:
         async with asyncio.timeout(START_TIMEOUT_S):
             while phase not in ("Failed", "Succeeded"):
                 pod = await cluster.api.read(path)
-                phase = (pod.get("status") or {}).get("phase")
+                phase = (pod.get("status") or {}).get("phase", "")
                 if phase == "Running":
                     return
                 await asyncio.sleep(_POLL_INTERVAL_S)
