@@ -87,12 +87,9 @@ async def _serve_and_drain(
         if drain_grace_s <= 0 or stop_event.is_set():
             return
         server.drain()
-        if server.num_sessions:
-            _log.warning(
-                "draining: waiting for %d sessions, at most %g s; a second signal ends the wait",
-                server.num_sessions,
-                drain_grace_s,
-            )
+        if num_sessions := server.num_sessions:
+            wait = f"waiting for {num_sessions} sessions, at most {drain_grace_s:g} s"
+            _log.warning("draining: %s; a second signal ends the wait", wait)
         deadline_s = loop.time() + drain_grace_s
         while server.num_sessions and loop.time() < deadline_s and not stop_event.is_set():
             await asyncio.sleep(_DRAIN_POLL_S)

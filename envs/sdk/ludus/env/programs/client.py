@@ -100,24 +100,20 @@ class ProgramHost:
         Raises:
             UnavailableError: the launcher has died.
         """
-        order = ProgramOrder(
-            next(self._ids), list(command), dict(variables), folder, list(readable_paths)
-        )
+        paths = list(readable_paths)
+        order = ProgramOrder(next(self._ids), list(command), dict(variables), folder, paths)
         status_socket, remote_status_socket = socket.socketpair()
         (stdout_fd, remote_stdout_fd), (stderr_fd, remote_stderr_fd) = os.pipe(), os.pipe()
+        remote_fds = [remote_status_socket.detach(), remote_stdout_fd, remote_stderr_fd]
         try:
-            await self._send(
-                orjson.dumps(order),
-                [remote_status_socket.fileno(), remote_stdout_fd, remote_stderr_fd],
-            )
+            await self._send(orjson.dumps(order), remote_fds)
         except BaseException:
             status_socket.close()
             for descriptor in (stdout_fd, stderr_fd):
                 os.close(descriptor)
             raise
         finally:
-            remote_status_socket.close()
-            for descriptor in (remote_stdout_fd, remote_stderr_fd):
+            for descriptor in remote_fds:
                 os.close(descriptor)
         return await _collect_result(status_socket, stdout_fd, stderr_fd)
 

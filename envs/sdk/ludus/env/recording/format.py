@@ -165,8 +165,10 @@ class RecordingFile:
         self._max_bytes = max_bytes
         self._file: IO[bytes] | None = None
 
-    def append(self, line: bytes) -> None:
-        """Append a line. If it cannot be written, the line is lost and the loss is logged."""
+    def append(self, episode: RecordedEpisode, end_reason: str) -> None:
+        """Append an episode that has just ended; if it cannot be written, log the loss."""
+        episode.ended_at, episode.end_reason = format_timestamp(), end_reason
+        line = episode.model_dump_json(exclude_none=True).encode()
         try:
             if self._file is None:
                 self._file = self._open_file()
@@ -197,11 +199,9 @@ class RecordingFile:
     def _rename_full_file(self) -> None:
         self.close()
         file_number = 1
-        while (
-            full_path := self.path.with_suffix(f".{file_number:04d}{RECORDING_SUFFIX}")
-        ).exists():
+        while (path := self.path.with_suffix(f".{file_number:04d}{RECORDING_SUFFIX}")).exists():
             file_number += 1
-        self.path.rename(full_path)
+        self.path.rename(path)
 
 
 class EpisodeWriter:
@@ -242,10 +242,7 @@ class EpisodeWriter:
 
     def end_episode(self, reason: str) -> None:
         """Write the episode, if there is one."""
-        if self._episode is None:
-            return
-        self._episode.ended_at = format_timestamp()
-        self._episode.end_reason = reason
-        self._file.append(self._episode.model_dump_json(exclude_none=True).encode())
-        self._file.close()
-        self._episode = None
+        if self._episode is not None:
+            self._file.append(self._episode, reason)
+            self._file.close()
+            self._episode = None

@@ -180,12 +180,9 @@ class EpisodeRecorder(SessionRecorder):
         if running_episode is None:
             return
         self._num_bytes -= running_episode.num_bytes
-        episode = running_episode.episode
-        episode.ended_at = format_timestamp()
-        episode.end_reason = reason
         if running_episode.is_cut:
-            episode.end_reason += "; too long, later steps left out"
-        self.file.append(episode.model_dump_json(exclude_none=True).encode())
+            reason += "; too long, later steps left out"
+        self.file.append(running_episode.episode, reason)
 
 
 def _record_action(action: bytes | str) -> RecordedStep:

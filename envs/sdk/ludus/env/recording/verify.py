@@ -116,21 +116,15 @@ def _describe_expected(step: RecordedStep) -> str:
     return f"the error {step.error}" if step.error else "a result"
 
 
-def _compare_results(recorded_result: RecordedResult, replayed_result: StepResult) -> str:
-    for name in ("reward", "terminated", "truncated"):
-        recorded_value, replayed_value = (
-            getattr(recorded_result, name),
-            getattr(replayed_result, name),
-        )
-        if recorded_value != replayed_value:
-            return f"expected {name} {recorded_value}, got {replayed_value}"
-    if recorded_result.success not in (None, replayed_result.success):
-        return f"expected success {recorded_result.success}, got {replayed_result.success}"
-    observation_hash = hash_observation(replayed_result.observation, replayed_result.tensors)
-    if observation_hash == recorded_result.observation_hash:
+def _compare_results(recording: RecordedResult, replay: StepResult) -> str:
+    for name in ("reward", "terminated", "truncated", "success"):
+        expected, actual = getattr(recording, name), getattr(replay, name)
+        is_unknown = name == "success" and expected is None
+        if expected != actual and not is_unknown:
+            return f"expected {name} {expected}, got {actual}"
+    observation_hash = hash_observation(replay.observation, replay.tensors)
+    if observation_hash == recording.observation_hash:
         return ""
-    if recorded_result.observation is None:
-        return (
-            f"expected observation hash {recorded_result.observation_hash}, got {observation_hash}"
-        )
-    return f"expected observation {recorded_result.observation}, got {replayed_result.observation}"
+    if recording.observation is None:
+        return f"expected observation hash {recording.observation_hash}, got {observation_hash}"
+    return f"expected observation {recording.observation}, got {replay.observation}"

@@ -63,9 +63,7 @@ def restrict_files(readable_paths: Iterable[Path], writable_paths: Iterable[Path
         LayerUnavailableError: the kernel has no Landlock, or Landlock is disabled.
     """
     version = _read_version()
-    all_rights = sum(
-        rights for min_version, rights in _RIGHTS_BY_VERSION.items() if min_version <= version
-    )
+    all_rights = sum(rights for minimum, rights in _RIGHTS_BY_VERSION.items() if minimum <= version)
     scopes = _SCOPES if version >= _MIN_SCOPE_VERSION else 0
     attributes = _Ruleset(all_rights, 0, scopes)
     size = ctypes.sizeof(attributes) if scopes else ctypes.sizeof(ctypes.c_uint64)
@@ -99,6 +97,5 @@ def _read_version() -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
             raise
-        raise LayerUnavailableError(
-            f"the kernel has no Landlock ({os.strerror(error.errno)})"
-        ) from None
+        message = f"the kernel has no Landlock ({os.strerror(error.errno)})"
+        raise LayerUnavailableError(message) from None

@@ -166,14 +166,10 @@ def refuse_system_calls(*, shares_processes: bool = True, computes_only: bool = 
     """
     architecture = _ARCHITECTURES.get(platform.machine())
     if architecture is None:
-        architectures = " and ".join(_ARCHITECTURES)
-        raise LayerUnavailableError(
-            f"the filter supports {architectures}, and this machine is {platform.machine()}"
-        )
+        supported = f"the filter supports {' and '.join(_ARCHITECTURES)}"
+        raise LayerUnavailableError(f"{supported}, and this machine is {platform.machine()}")
     program = _build_program(architecture, shares_processes, computes_only)
-    instructions = (_Instruction * len(program))(
-        *(_Instruction(*instruction) for instruction in program)
-    )
+    instructions = (_Instruction * len(program))(*(_Instruction(*code) for code in program))
     filter_program = _Program(len(program), instructions)
     kernel.prctl(kernel.PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_program))
 

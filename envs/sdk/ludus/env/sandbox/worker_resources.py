@@ -73,12 +73,8 @@ def list_code_paths(workers_folder: Path) -> list[Path]:
 
 def find_option_paths(options: Mapping[str, object]) -> list[Path]:
     """Return the existing files and folders that an environment's options name."""
-    option_texts = [option for option in options.values() if isinstance(option, str)]
-    return [
-        Path(option_text).resolve()
-        for option_text in option_texts
-        if os.sep in option_text and os.path.exists(option_text)
-    ]
+    texts = [option for option in options.values() if isinstance(option, str)]
+    return [Path(text).resolve() for text in texts if os.sep in text and os.path.exists(text)]
 
 
 def make_workers_folder() -> Path:
@@ -120,12 +116,8 @@ def remove_folder(folder: Path) -> None:
     for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
         if not folder.exists():
             return
-        subprocess.run(
-            [*command, "--", str(folder)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            check=False,
-        )
+        null = subprocess.DEVNULL
+        subprocess.run([*command, "--", str(folder)], stdout=null, stderr=null, check=False)
 
 
 def _measure_entry_bytes(entry: os.DirEntry[str]) -> int:

@@ -92,9 +92,8 @@ class ServerApplication:
             description="Serve the environment over HTTP, WebSocket, MCP and gRPC.",
         )
         for option in self._options:
-            parser.add_argument(
-                f"--{option.name.replace('_', '-')}", **_make_option_keywords(option)
-            )
+            name = option.name.replace("_", "-")
+            parser.add_argument(f"--{name}", **_make_option_keywords(option))
         if self._options:
             parser.add_argument(
                 "--options",
@@ -105,12 +104,8 @@ class ServerApplication:
 
     def _read_variables(self, variables: Mapping[str, str]) -> JsonObject:
         json_options = parse_json_options(variables.get(self._json_variable, "{}"))
-        option_texts = {
-            option.name: variables[option.variable]
-            for option in self._options
-            if option.variable in variables
-        }
-        return {**json_options, **option_texts}
+        options = [option for option in self._options if option.variable in variables]
+        return {**json_options, **{option.name: variables[option.variable] for option in options}}
 
 
 def _make_option_keywords(option: Option) -> dict[str, Any]:
@@ -130,14 +125,13 @@ def parse_json_options(options_json: str) -> JsonObject:
     Raises:
         ConfigError: the text is not a JSON object.
     """
+    message = f"--options must be a JSON object, got {options_json!r}"
     try:
         options = orjson.loads(options_json)
     except orjson.JSONDecodeError as error:
-        raise ConfigError(
-            f"--options must be a JSON object, got {options_json!r}: {error.msg}"
-        ) from None
+        raise ConfigError(f"{message}: {error.msg}") from None
     if not isinstance(options, dict):
-        raise ConfigError(f"--options must be a JSON object, got {options_json!r}")
+        raise ConfigError(message)
     return options
 
 

@@ -53,29 +53,24 @@ async def open_client(
         if isinstance(factory_or_address, str):
             address, token, connect_timeout_s = factory_or_address, options.token, CONNECT_TIMEOUT_S
         else:
-            server_options = ServerOptions(
-                port=0, max_sessions=options.max_sessions, isolation=options.isolation
-            )
-            local_server = await exit_stack.enter_async_context(
-                EnvServer(factory_or_address, server_options)
-            )
+            max_sessions, isolation = options.max_sessions, options.isolation
+            server_options = ServerOptions(port=0, max_sessions=max_sessions, isolation=isolation)
+            local_server = EnvServer(factory_or_address, server_options)
+            await exit_stack.enter_async_context(local_server)
             address, token, connect_timeout_s = local_server.grpc_address, None, _LOCAL_TIMEOUT_S
         try:
             if isinstance(factory_or_address, str) and options.wait_s > 0:
                 await _wait_for_session(address, token, options.wait_s)
-            client = await AsyncEnvClient.connect(
-                address,
-                ConnectOptions(
-                    token=token,
-                    timeout_s=options.timeout_s,
-                    connect_timeout_s=connect_timeout_s,
-                    allow_ignored_seed=True,
-                ),
+            connect_options = ConnectOptions(
+                token=token,
+                timeout_s=options.timeout_s,
+                connect_timeout_s=connect_timeout_s,
+                allow_ignored_seed=True,
             )
+            client = await AsyncEnvClient.connect(address, connect_options)
         except UnavailableError as error:
-            raise NotFoundError(
-                f"{error}; start a server with `ludus env serve`, or name a target"
-            ) from None
+            remedy = "start a server with `ludus env serve`, or name a target"
+            raise NotFoundError(f"{error}; {remedy}") from None
         yield await exit_stack.enter_async_context(client)
 
 

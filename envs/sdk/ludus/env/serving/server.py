@@ -154,9 +154,10 @@ class EnvServer:
     def _build_grpc_server(self) -> int:
         options = self.options
         interceptors = [TokenInterceptor(options.token)] if options.token else []
+        host, requested_port = options.host, options.requested_grpc_port
         self._grpc_server, port = build_grpc_server(
-            options.host,
-            options.requested_grpc_port,
+            host,
+            requested_port,
             self._tls,
             interceptors,
             max_message_bytes=MAX_SERVER_MESSAGE_BYTES,
@@ -172,12 +173,11 @@ class EnvServer:
             worker_host = await WorkerHost.start(importable_factory(self._factory), options)
             self.missing_layers = worker_host.missing_layers
             return worker_host
-        local_host = make_local_host(self._factory, options.num_threads, options.step_timeout_s)
+        host = make_local_host(self._factory, options.num_threads, options.step_timeout_s)
         if options.check_determinism and not options.deterministic:
-            local_host.description = dataclasses.replace(
-                local_host.description, is_deterministic=is_deterministic(self._factory)
-            )
-        return local_host
+            is_same = is_deterministic(self._factory)
+            host.description = dataclasses.replace(host.description, is_deterministic=is_same)
+        return host
 
     def _start_recording(self) -> EpisodeRecorder | None:
         if self.options.record is None:
@@ -208,11 +208,8 @@ def serve(factory: EnvironmentFactory, options: ServerOptions | None = None) -> 
 
     def on_ready() -> None:
         _announce(server, ready_file)
-        core = server.core
-        Watchdog(
-            server.options.step_timeout_s,
-            lambda: core.unavailable_reason if core.host.is_stuck else "",
-        )
+        host, limit_s = server.core.host, server.options.step_timeout_s
+        Watchdog(limit_s, lambda: host.unavailable_reason if host.is_stuck else "")
 
     try:
         run_until_signal(server, drain_grace_s=server.options.drain_grace_s, on_ready=on_ready)

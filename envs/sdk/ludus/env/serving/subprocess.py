@@ -61,6 +61,8 @@ class LocalServer:
             UserError: the server refused its package, options or ports, with its own message.
             UnavailableError: the server did not listen in time.
         """
+        hidden_names = self.hidden_variables
+        variables = {name: value for name, value in os.environ.items() if name not in hidden_names}
         with tempfile.TemporaryDirectory(prefix="ludus-env-") as folder:
             ready_file, errors_file = Path(folder) / "ready.json", Path(folder) / "errors"
             with errors_file.open("wb") as errors_output:
@@ -69,7 +71,7 @@ class LocalServer:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=self.log_file.open("ab") if self.log_file else errors_output,
-                    env={**self._select_variables(), **self.extra_variables},
+                    env={**variables, **self.extra_variables},
                     # Ctrl-C in a terminal is for this process, which then stops its servers.
                     start_new_session=True,
                 )
@@ -103,10 +105,6 @@ class LocalServer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
-
-    def _select_variables(self) -> dict[str, str]:
-        hidden_names = self.hidden_variables
-        return {name: value for name, value in os.environ.items() if name not in hidden_names}
 
     def _build_command(self, ready_file: Path) -> list[str]:
         old_addresses = self.addresses

@@ -295,10 +295,7 @@ def build_session(
         raise
     except BaseException as error:  # the boundary to third-party code
         _log.exception("environment factory %s failed", name)
-        raise wrap_exception(
-            f"Environment factory '{name}' failed to create instance. ",
-            error,
-            ErrorCode.FACTORY_ERROR,
-        ) from error
+        message = f"Environment factory '{name}' failed to create instance. "
+        raise wrap_exception(message, error, ErrorCode.FACTORY_ERROR) from error
     finally:
         exit_if_forked(pid)

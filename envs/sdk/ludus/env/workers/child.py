@@ -107,15 +107,13 @@ def send_description(
     except UserError as error:
         facts = EnvironmentFacts(str(error))
     except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
-        facts = EnvironmentFacts(
-            f"'{factory.target}' failed with {type(error).__name__}: {read_error_message(error)}"
-        )
+        message = f"{type(error).__name__}: {read_error_message(error)}"
+        facts = EnvironmentFacts(f"'{factory.target}' failed with {message}")
     for frame in (description.SerializeToString(), orjson.dumps(facts)):
         connection.sendall(make_frame(frame))
     if determinism_check_s > 0 and not facts.error:
-        connection.sendall(
-            make_frame(b"\1" if is_deterministic(factory, determinism_check_s) else b"\0")
-        )
+        is_same = is_deterministic(factory, determinism_check_s)
+        connection.sendall(make_frame(b"\1" if is_same else b"\0"))
 
 
 def measure_memory_mb(pid: int, column: int = _RESIDENT_COLUMN) -> float:
@@ -137,9 +135,8 @@ class WorkerSessions:
     def answer(self, call: pb.Call, reply: pb.Reply) -> int:
         """Fill in the reply to a call and return its approximate size; never raises."""
         call_name = call.WhichOneof("call")
-        session_id = (
-            "" if call_name is None else getattr(getattr(call, call_name), "session_id", "")
-        )
+        request = getattr(call, call_name) if call_name else None
+        session_id = getattr(request, "session_id", "")
         try:
             return self._answer(call_name, session_id, call, reply)
         except Exception as error:  # noqa: BLE001 - one call's failure must not end the worker
@@ -163,7 +160,9 @@ class WorkerSessions:
             case "reset":
                 result = self._find_session(session_id).reset(read_reset_args(call.reset.args))
             case "open":
-                self._open_session(call.open)
+                with_text, target = not call.open.without_text, self._factory.target
+                session = build_session(self._factory, target, session_id, with_text)
+                self._sessions[session_id] = session
                 reply.open.session_id = session_id
                 return 0
             case "close":
@@ -184,11 +183,6 @@ class WorkerSessions:
                 raise InvalidCallError(f"workers do not support the call {call_name}")
         fill_result(reply.result, session_id, result)
         return result.num_bytes
-
-    def _open_session(self, request: pb.OpenRequest) -> None:
-        self._sessions[request.session_id] = build_session(
-            self._factory, self._factory.target, request.session_id, not request.without_text
-        )
 
     def _find_session(self, session_id: str) -> EnvironmentSession:
         session = self._sessions.get(session_id)
