@@ -13,11 +13,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from ludus.env.client import AsyncEnvClient, EnvClient
 from ludus.env.security.tracing import (
     MAX_REQUEST_ID_CHARS,
-    current_request_id,
+    get_request_id,
     is_traced,
+    make_trace_headers,
+    open_server_span,
     request_id,
-    server_span,
-    trace_headers,
 )
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.grpc_served import grpc_served
@@ -44,7 +44,7 @@ class ListeningEnv(CountingEnv):
     """Records the request id of each step."""
 
     def step(self, action):
-        SEEN_REQUEST_IDS.append(current_request_id())
+        SEEN_REQUEST_IDS.append(get_request_id())
         return super().step(action)
 
 
@@ -128,18 +128,18 @@ async def test_traced_episode_over_websocket() -> None:
 
 async def test_untraced_call_has_no_overhead() -> None:
     assert not is_traced()
-    assert trace_headers() == {}
+    assert make_trace_headers() == {}
     per_check_s = timeit.timeit(is_traced, timer=time.thread_time, number=20_000) / 20_000
     assert per_check_s < 5e-6
 
 
 async def test_a_request_id_cannot_smuggle_headers_or_log_lines() -> None:
     with request_id("r-5\r\nauthorization: x\u00e9"):
-        assert current_request_id() == "r-5authorization:x"
+        assert get_request_id() == "r-5authorization:x"
 
 
 async def test_malformed_trace_context_is_ignored(spans) -> None:
-    with server_span("step", "not a traceparent", "x" * 1000):
-        assert len(current_request_id()) == MAX_REQUEST_ID_CHARS
+    with open_server_span("step", "not a traceparent", "x" * 1000):
+        assert len(get_request_id()) == MAX_REQUEST_ID_CHARS
     [span] = spans.get_finished_spans()
     assert span.parent is None

@@ -12,7 +12,7 @@ from websockets.exceptions import ConnectionClosed
 
 from ludus.env.asgi.socket import AsgiSocket, SocketGoneError
 from ludus.env.http.app import build_app
-from ludus.env.security.tracing import current_request_id
+from ludus.env.security.tracing import get_request_id
 from ludus.proto.errors import CapacityError
 from tests.env.counting_env import CountingEnv, Deed, ThreadedCountingEnv, UnrulyEnv
 from tests.env.polling import eventually, limit_steps, move_loop_clock, turns_of_the_loop
@@ -246,7 +246,7 @@ class RequestedEnv(CountingEnv):
     """An environment that shows the request id of the current call."""
 
     def _observe(self, note: str = ""):
-        return super()._observe(note or current_request_id())
+        return super()._observe(note or get_request_id())
 
 
 async def test_the_request_id_of_a_connection_reaches_the_environment() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.env.limits import MAX_MESSAGE_BYTES
-from ludus.env.security.tracing import current_request_id
+from ludus.env.security.tracing import get_request_id
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.wires.middleware import RequestIdMiddleware, choose_request_id
 from tests.gateway.gateways import NAME, CountingEnv, http_client, run_gateway
@@ -128,7 +128,7 @@ async def test_a_request_id_reaches_the_sessions_of_an_environment() -> None:
 
     class Curious(CountingEnv):
         def step(self, action):  # type: ignore[no-untyped-def]
-            seen.append(current_request_id())
+            seen.append(get_request_id())
             return super().step(action)
 
     async with run_gateway(factory=Curious) as (gateway, _), http_client(gateway) as http:

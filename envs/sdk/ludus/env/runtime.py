@@ -55,7 +55,7 @@ def run_until_signal(
         sigint_drains: True if SIGINT drains like SIGTERM; by default SIGINT stops the server.
     """
     _map_large_blocks()
-    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=_build_event_loop) as runner:
         runner.run(_serve_and_drain(server, drain_grace_s, on_ready, sigint_drains))
 
 
@@ -88,8 +88,8 @@ async def _serve_and_drain(
             return
         server.drain()
         if num_sessions := server.num_sessions:
-            wait = f"waiting for {num_sessions} sessions, at most {drain_grace_s:g} s"
-            _log.warning("draining: %s; a second signal ends the wait", wait)
+            message = f"waiting for {num_sessions} sessions, at most {drain_grace_s:g} s"
+            _log.warning("draining: %s; a second signal ends the wait", message)
         deadline_s = loop.time() + drain_grace_s
         while server.num_sessions and loop.time() < deadline_s and not stop_event.is_set():
             await asyncio.sleep(_DRAIN_POLL_S)
@@ -149,7 +149,7 @@ async def _trim_forever() -> None:
             trim(0)
 
 
-def _new_event_loop() -> asyncio.AbstractEventLoop:
+def _build_event_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
     except ImportError:  # not available on Windows

@@ -172,10 +172,10 @@ class Gateway:
     def _set_addresses(self, grpc_port: int) -> None:
         host, tls_suffix = self.config.host, "s" if self.config.tls else ""
         http_authority, *admin_authorities = (
-            listeners.authority(host, listener.port) for listener in self._listeners
+            listeners.format_authority(host, listener.port) for listener in self._listeners
         )
         self.http_address = f"http{tls_suffix}://{http_authority}"
-        self.grpc_address = f"grpc{tls_suffix}://{listeners.authority(host, grpc_port)}"
+        self.grpc_address = f"grpc{tls_suffix}://{listeners.format_authority(host, grpc_port)}"
         self.admin_address = f"http://{admin_authorities[0]}" if admin_authorities else ""
 
     def _read_loads(self) -> list[EnvironmentLoad]:

@@ -39,7 +39,7 @@ from ludus.env.messages.protobuf import (
 from ludus.env.messages.status import STATUSES_BY_CODE
 from ludus.env.messages.wire_format import check_num_fields
 from ludus.env.security.tokens import MISSING_TOKEN, is_authorized
-from ludus.env.security.tracing import server_span
+from ludus.env.security.tracing import open_server_span
 from ludus.env.sessions.interface import Connection, ImmediateCalls, Load, Sessions
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
@@ -223,7 +223,7 @@ class CallServer:
 
     async def _answer(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         name, trace = f"ludus.env/{call.WhichOneof('call')}", call.trace
-        with server_span(name, trace.traceparent, trace.request_id):
+        with open_server_span(name, trace.traceparent, trace.request_id):
             try:
                 method = self._methods.get(call.WhichOneof("call"))
                 if method is None:

@@ -16,7 +16,7 @@ import grpc
 
 from ludus.env.grpc.call_stream import StreamBrokenError
 from ludus.env.messages.protobuf import CONNECTED_KEY, read_description
-from ludus.env.security.tracing import is_traced, trace_headers
+from ludus.env.security.tracing import is_traced, make_trace_headers
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
@@ -141,7 +141,7 @@ class ServerPort:
     async def _call(self, method: Callable[..., Awaitable[ResponseT]], request: Any) -> ResponseT:
         metadata = self._metadata
         if is_traced():
-            metadata = (*metadata, *trace_headers().items())
+            metadata = (*metadata, *make_trace_headers().items())
         try:
             return await method(request, metadata=metadata, timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:

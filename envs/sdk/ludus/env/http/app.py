@@ -48,7 +48,7 @@ from ludus.env.messages.openenv import (
 )
 from ludus.env.messages.status import STATUSES_BY_CODE
 from ludus.env.security.tokens import RefuseForeignOrigins, RequireToken
-from ludus.env.security.tracing import REQUEST_ID, TRACEPARENT, server_span
+from ludus.env.security.tracing import REQUEST_ID, TRACEPARENT, open_server_span
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError, ErrorCode, to_env_error
@@ -205,7 +205,7 @@ class _TraceMiddleware:
         headers = dict(scope.get("headers", ()))
         traceparent = headers.get(TRACEPARENT.encode(), b"").decode("latin-1")
         request_id = headers.get(REQUEST_ID.encode(), b"").decode("latin-1")
-        with server_span(str(scope["type"]), traceparent, request_id):
+        with open_server_span(str(scope["type"]), traceparent, request_id):
             await self._app(scope, receive, send)
 
 

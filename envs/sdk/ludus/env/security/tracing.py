@@ -1,7 +1,7 @@
 """Trace context and request ids, which connect the spans and log lines of one call.
 
     caller's span, request_id(...) --call.trace or headers--> gateway --> server --> worker
-                                                          server_span(...) in each process
+                                                          open_server_span(...) in each process
 
 Only the OpenTelemetry API is needed. Spans are recorded in processes with a tracer provider.
 A call without a span and a request id is sent without a trace; this costs two look-ups.
@@ -44,12 +44,12 @@ def request_id(new_id: str) -> Iterator[None]:
         _request_id.reset(reset_token)
 
 
-def current_request_id() -> str:
+def get_request_id() -> str:
     """Return the request id of the current call, or "" without one."""
     return _request_id.get()
 
 
-def current_traceparent() -> str:
+def make_traceparent() -> str:
     """Return the current span in W3C form, or "" without one."""
     carrier: dict[str, str] = {}
     _propagator.inject(carrier)
@@ -63,27 +63,27 @@ def is_traced() -> bool:
 
 def fill_trace(call: pb.Call) -> None:
     """Write the current span and request id into a call that is about to be sent."""
-    traceparent, call_request_id = current_traceparent(), _request_id.get()
+    traceparent, call_request_id = make_traceparent(), _request_id.get()
     if traceparent or call_request_id:
         call.trace.traceparent = traceparent
         call.trace.request_id = call_request_id
 
 
-def trace_headers() -> dict[str, str]:
+def make_trace_headers() -> dict[str, str]:
     """Return the current span and request id as headers; empty without both."""
     if not is_traced():
         return {}
-    headers = {TRACEPARENT: current_traceparent(), REQUEST_ID: _request_id.get()}
+    headers = {TRACEPARENT: make_traceparent(), REQUEST_ID: _request_id.get()}
     return {name: value for name, value in headers.items() if value}
 
 
 @contextmanager
-def server_span(name: str, traceparent: str, caller_request_id: str = "") -> Iterator[None]:
+def open_server_span(name: str, traceparent: str, caller_request_id: str = "") -> Iterator[None]:
     """Open a span that continues the caller's span; do nothing without trace and request id."""
     if not traceparent and not caller_request_id:
         yield
         return
-    with request_id(caller_request_id or current_request_id()):
+    with request_id(caller_request_id or get_request_id()):
         if not traceparent:
             yield
             return

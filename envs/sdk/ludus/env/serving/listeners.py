@@ -73,7 +73,7 @@ def bind(host: str, port: int, name: str) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port} ({name}): {error.strerror}") from error
 
 
-def authority(host: str, port: int) -> str:
+def format_authority(host: str, port: int) -> str:
     """Return host and port in the form of an address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -107,7 +107,7 @@ def build_grpc_server(
         options=(*_GRPC_OPTIONS, *limit_options),
         interceptors=[UnparsedStreamInterceptor(), *interceptors],
     )
-    address = authority(host, port)
+    address = format_authority(host, port)
     try:
         if credentials is None:
             return server, server.add_insecure_port(address)
@@ -139,7 +139,7 @@ class HttpListener:
         keep_alive_s: int = _KEEP_ALIVE_S,
     ) -> None:
         self._socket = listening_socket
-        self._server = _UvicornServer(_uvicorn_config(app, tls, keep_alive_s))
+        self._server = _UvicornServer(_build_uvicorn_config(app, tls, keep_alive_s))
         self._serve_task: asyncio.Task[None] | None = None
 
     @property
@@ -189,7 +189,7 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
-def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None, keep_alive_s: int) -> uvicorn.Config:
+def _build_uvicorn_config(app: ASGIApp, tls: TlsFiles | None, keep_alive_s: int) -> uvicorn.Config:
     options: dict[str, Any] = {}
     if tls is not None:
         context = build_server_context(tls)

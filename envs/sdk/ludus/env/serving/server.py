@@ -34,9 +34,9 @@ from ludus.env.sandbox.processes import hide_process
 from ludus.env.security.tls import TlsFiles
 from ludus.env.serving.listeners import (
     HttpListener,
-    authority,
     bind,
     build_grpc_server,
+    format_authority,
     protect_ports,
     stop_grpc_server,
     unprotect_ports,
@@ -143,11 +143,11 @@ class EnvServer:
         options = self.options
         scheme_suffix = "s" if self._tls is not None else ""
         http_authority, *admin_authorities = (
-            authority(options.host, listener.port) for listener in self._listeners
+            format_authority(options.host, listener.port) for listener in self._listeners
         )
         return ServerAddresses(
             f"http{scheme_suffix}://{http_authority}",
-            f"grpc{scheme_suffix}://{authority(options.host, grpc_port)}",
+            f"grpc{scheme_suffix}://{format_authority(options.host, grpc_port)}",
             f"http://{admin_authorities[0]}" if admin_authorities else "",
         )
 
@@ -175,8 +175,8 @@ class EnvServer:
             return worker_host
         host = make_local_host(self._factory, options.num_threads, options.step_timeout_s)
         if options.check_determinism and not options.deterministic:
-            is_same = is_deterministic(self._factory)
-            host.description = dataclasses.replace(host.description, is_deterministic=is_same)
+            is_verified = is_deterministic(self._factory)
+            host.description = dataclasses.replace(host.description, is_deterministic=is_verified)
         return host
 
     def _start_recording(self) -> EpisodeRecorder | None:

@@ -289,7 +289,7 @@ class SessionCore:
     ) -> OpenResult:
         try:
             hosted_session = await self.host.open(
-                session_id, with_text=args.with_text, on_lost=partial(self._handle_loss, session_id)
+                session_id, with_text=args.with_text, on_lost=partial(self._record_loss, session_id)
             )
             first_result = None
             if args.reset is not None:
@@ -373,7 +373,7 @@ class SessionCore:
         else:
             self._end(session, _CONNECTION_ENDED)
 
-    def _handle_loss(self, session_id: str, reason: str) -> None:
+    def _record_loss(self, session_id: str, reason: str) -> None:
         tombstone = SessionTombstone(SessionEnd.LOST, reason)
         if session := self.open_sessions.get(session_id):
             self._remove_session(session, tombstone)
@@ -415,10 +415,10 @@ class SessionCore:
             default=None,
         )
         try:
-            work = self._call_with_lock(session, call, record)
+            coroutine = self._call_with_lock(session, call, record)
             if self.host.runs_inline:
-                return await work
-            return await self._wait_for(session.hosted_session, work, limit_s)
+                return await coroutine
+            return await self._wait_for(session.hosted_session, coroutine, limit_s)
         except TimeoutError:
             reason = f"a {call_name} took longer than {limit_s:g} s"
             if self._remove_session(session, SessionTombstone(SessionEnd.TIMEOUT, reason)):
@@ -427,7 +427,7 @@ class SessionCore:
             raise CallTimeoutError(f"session {session.id!r} is gone: {reason}") from None
 
     async def _wait_for(
-        self, session: HostedSession, work: Coroutine[Any, Any, ResultT], limit_s: float | None
+        self, session: HostedSession, call: Coroutine[Any, Any, ResultT], limit_s: float | None
     ) -> ResultT:
         """Return the result of a coroutine that also finishes if the caller gives up.
 
@@ -435,7 +435,7 @@ class SessionCore:
             TimeoutError: the coroutine ran for longer than the limit. Time in which other sessions
                 occupied all threads does not count.
         """
-        task, remaining_s = self._start_task(work), limit_s
+        task, remaining_s = self._start_task(call), limit_s
         try:
             while not (await asyncio.wait({task}, timeout=remaining_s))[0]:
                 remaining_s = session.remaining_s(limit_s or 0.0)

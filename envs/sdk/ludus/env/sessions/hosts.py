@@ -164,7 +164,7 @@ class LocalHost:
         if threads is None:
             return LocalSession(build(), None, limit_s)
         try:
-            return LocalSession(await threads.run(build, _close_unused, limit_s), threads, limit_s)
+            return LocalSession(await threads.run(build, _close_session, limit_s), threads, limit_s)
         except TimeoutError:
             raise CallTimeoutError(f"the environment was not built within {limit_s:g} s") from None
 
@@ -237,7 +237,7 @@ class LocalSession:
         return result
 
 
-def _close_unused(session: EnvironmentSession | None) -> None:
+def _close_session(session: EnvironmentSession | None) -> None:
     if session is not None:
         session.close()
 

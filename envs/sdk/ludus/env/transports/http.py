@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from ludus.env.security.tracing import trace_headers
+from ludus.env.security.tracing import make_trace_headers
 from ludus.env.transports.address import RemoteServer, ServerAddress
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
@@ -91,7 +91,7 @@ class HttpClient:
             TimeoutError: the server is too slow.
             UnavailableError: the server cannot be reached.
         """
-        headers = {**self._headers, **trace_headers()}
+        headers = {**self._headers, **make_trace_headers()}
         url_path = self.server.address.path + path
         try:
             return await asyncio.to_thread(

@@ -26,7 +26,7 @@ from ludus.env.backoff import retry_unavailable
 from ludus.env.encoding import DefaultSeeds, ResetArgs, plain_json, read_success
 from ludus.env.limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
 from ludus.env.messages.openenv import read_metadata, read_tensors_json, read_upstream_metadata
-from ludus.env.security.tracing import trace_headers
+from ludus.env.security.tracing import make_trace_headers
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.text import FieldsText
 from ludus.env.transports.address import RemoteServer, ServerAddress
@@ -75,7 +75,7 @@ class SocketChannel:
         try:
             socket = await connect(
                 f"{address.websocket_url}/ws{query}",
-                additional_headers={**headers, **trace_headers()},
+                additional_headers={**headers, **make_trace_headers()},
                 compression=None,
                 max_size=MAX_REPLY_BYTES,
                 open_timeout=options.timeout_s,

@@ -112,8 +112,8 @@ def send_description(
     for frame in (description.SerializeToString(), orjson.dumps(facts)):
         connection.sendall(make_frame(frame))
     if determinism_check_s > 0 and not facts.error:
-        is_same = is_deterministic(factory, determinism_check_s)
-        connection.sendall(make_frame(b"\1" if is_same else b"\0"))
+        is_verified = is_deterministic(factory, determinism_check_s)
+        connection.sendall(make_frame(b"\1" if is_verified else b"\0"))
 
 
 def measure_memory_mb(pid: int, column: int = _RESIDENT_COLUMN) -> float:
@@ -160,9 +160,10 @@ class WorkerSessions:
             case "reset":
                 result = self._find_session(session_id).reset(read_reset_args(call.reset.args))
             case "open":
-                with_text, target = not call.open.without_text, self._factory.target
-                session = build_session(self._factory, target, session_id, with_text)
-                self._sessions[session_id] = session
+                factory, with_text = self._factory, not call.open.without_text
+                self._sessions[session_id] = build_session(
+                    factory, factory.target, session_id, with_text
+                )
                 reply.open.session_id = session_id
                 return 0
             case "close":

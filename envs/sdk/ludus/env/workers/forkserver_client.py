@@ -150,8 +150,8 @@ class _ForkServerProcess:
         self.processes: dict[int, EnvWorkerProcess] = {}
         """Live and ordered workers by id."""
         self.is_broken = False
-        self._orders, remote_socket = socket.socketpair()
-        self._orders.setblocking(False)
+        self._order_socket, remote_socket = socket.socketpair()
+        self._order_socket.setblocking(False)
         self._send_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._setup = setup
@@ -171,7 +171,7 @@ class _ForkServerProcess:
     async def wait_until_ready(self) -> None:
         """Wait until the environment's module is imported."""
         # A duplicate, because a socket that a transport reads must not be written directly.
-        reader, self._transport = await asyncio.open_unix_connection(sock=self._orders.dup())
+        reader, self._transport = await asyncio.open_unix_connection(sock=self._order_socket.dup())
         try:
             await self.send(make_frame(orjson.dumps(self._setup)))
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -217,7 +217,7 @@ class _ForkServerProcess:
         async with self._send_lock:
             while order:
                 try:
-                    num_sent = socket.send_fds(self._orders, [order], descriptors)
+                    num_sent = socket.send_fds(self._order_socket, [order], descriptors)
                 except BlockingIOError:
                     await asyncio.sleep(_BUSY_PAUSE_S)
                 except OSError as error:
@@ -235,7 +235,7 @@ class _ForkServerProcess:
     async def stop(self) -> None:
         """Stop the fork server, and with it its workers."""
         self.is_broken = True
-        self._orders.close()
+        self._order_socket.close()
         self._transport.close()
         try:
             async with asyncio.timeout(_STOP_TIMEOUT_S):
@@ -280,7 +280,7 @@ class _ForkServerProcess:
 
     def _disconnect(self) -> None:
         self.is_broken = True
-        self._orders.close()
+        self._order_socket.close()
         self._transport.close()
         for process in self.processes.values():
             process.is_orphan = True

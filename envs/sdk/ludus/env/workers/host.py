@@ -241,7 +241,7 @@ class WorkerHost:
         return self._num_pooled or num_separate
 
     async def _start_worker(self) -> Worker | None:
-        worker = Worker(next(self._ids), self.fork_server, self._limits, self._handle_end)
+        worker = Worker(next(self._ids), self.fork_server, self._limits, self._record_end)
         self.live_workers.add(worker)
         try:
             await worker.start(self._num_threads)
@@ -276,7 +276,7 @@ class WorkerHost:
                 self.ready_workers.append(worker)
             self._workers_changed.set()
 
-    def _handle_end(self, worker: Worker) -> None:
+    def _record_end(self, worker: Worker) -> None:
         if worker in self.ready_workers:
             self.ready_workers.remove(worker)
         if not worker.is_retired and not self._is_stopping:

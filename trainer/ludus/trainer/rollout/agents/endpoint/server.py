@@ -28,7 +28,7 @@ from starlette.routing import Route
 
 from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.mcp.server import PROTOCOL_VERSIONS
-from ludus.env.serving.listeners import HttpListener, authority, bind
+from ludus.env.serving.listeners import HttpListener, bind, format_authority
 from ludus.env.types import Tool
 from ludus.proto.errors import EngineLostError
 from ludus.trainer.core.types import RolloutStatus
@@ -181,7 +181,7 @@ class AgentEndpoint:
         app = Starlette(routes=routes)
         listening_socket = bind(host, port, "environment.agent.host")
         self._listener = HttpListener(app, listening_socket, keep_alive_s=_KEEP_ALIVE_S)
-        self._address = f"http://{authority(advertised_host or host, self._listener.port)}"
+        self._address = f"http://{format_authority(advertised_host or host, self._listener.port)}"
 
     async def start(self) -> None:
         await self._listener.start()
