@@ -255,7 +255,7 @@ class Gateway:
             try:
                 await source.watch(fleet.replace_servers)
             except LudusError as error:
-                if isinstance(error, UserError) and not fleet.is_published:
+                if isinstance(error, UserError) and not fleet.has_server_list:
                     raise
                 _log.error("environment %s: cannot list its servers: %s", name, error)
             await asyncio.sleep(_SOURCE_BACKOFF_S)

@@ -68,7 +68,7 @@ class Fleet:
         self._link_by_id: dict[str, ServerLink] = {}
         """The links by the ids that their servers have or once had."""
         self._removal_reasons: OrderedDict[str, str] = OrderedDict()
-        self.is_published = False
+        self.has_server_list = False
         """True when the source has published its first list of servers."""
         self.description: EnvironmentDescription | None = None
         """The environment's description from the latest connected server; None before the first."""
@@ -96,7 +96,7 @@ class Fleet:
             else:
                 link.endpoint = endpoint
         self._link_list = list(self._links.values())
-        self.is_published = True
+        self.has_server_list = True
         self._notify_change()
 
     def find_link(self, server_id: str) -> ServerLink | None:
@@ -131,7 +131,7 @@ class Fleet:
             The shares of the servers, or None if the capacity is too small.
         """
         best_link = self._choose_link(size, excluded_links)
-        sizes = {best_link: size} if best_link else self._split_over_links(size, excluded_links)
+        sizes = {best_link: size} if best_link else self._split(size, excluded_links)
         return [Share(link, size, link.reserve(size)) for link, size in sizes.items()] or None
 
     def count_missing(self, size: int) -> int:
@@ -148,7 +148,7 @@ class Fleet:
         """Return whether a server that has not connected yet could have this id."""
         if server_id in self._removal_reasons:
             return False
-        return not self.is_published or any(
+        return not self.has_server_list or any(
             not (link.is_connected or link.endpoint.server_id) for link in self._link_list
         )
 
@@ -164,7 +164,7 @@ class Fleet:
         """Wait until all servers are listed and tried once, or until the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not self.is_published:
+                while not self.has_server_list:
                     await self._change_event.wait()
                 for link in list(self._links.values()):
                     await link.first_attempt_event.wait()
@@ -234,9 +234,7 @@ class Fleet:
         choices = [link for link in links if link.num_free >= size and link not in excluded_links]
         return _choose_less_loaded(random.sample(choices, min(len(choices), 2)))
 
-    def _split_over_links(
-        self, size: int, excluded_links: Collection[ServerLink]
-    ) -> dict[ServerLink, int]:
+    def _split(self, size: int, excluded_links: Collection[ServerLink]) -> dict[ServerLink, int]:
         """Split `size` sessions over servers, those with the most free capacity first.
 
         Return the number of sessions by link, or {} if the capacity is too small.

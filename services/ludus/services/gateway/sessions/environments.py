@@ -17,7 +17,7 @@ class Environments(dict[str, GatewaySessions]):
     @property
     def is_ready(self) -> bool:
         """True when every source has published its first list of servers."""
-        return all(sessions.fleet.is_published for sessions in self.values())
+        return all(sessions.fleet.has_server_list for sessions in self.values())
 
     @property
     def num_sessions(self) -> int:

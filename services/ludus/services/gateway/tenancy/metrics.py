@@ -228,15 +228,15 @@ class GatewayMetrics:
         yield auth_failures
         yield from self._collect_loads()
         for metric, (help_text, labels) in _COUNTERS.items():
-            family = core.CounterMetricFamily(metric, help_text, labels=["env", *labels])
+            counter_family = core.CounterMetricFamily(metric, help_text, labels=["env", *labels])
             for label_values, num_calls in self._counts[metric].items():
-                family.add_metric(label_values, num_calls)
-            yield family
+                counter_family.add_metric(label_values, num_calls)
+            yield counter_family
         for metric, (help_text, labels, _) in _HISTOGRAMS.items():
-            family = core.HistogramMetricFamily(metric, help_text, labels=["env", *labels])
+            durations = core.HistogramMetricFamily(metric, help_text, labels=["env", *labels])
             for label_values, histogram in self._histograms[metric].items():
-                family.add_metric(label_values, *histogram.read_buckets())
-            yield family
+                durations.add_metric(label_values, *histogram.read_buckets())
+            yield durations
 
     def _collect_loads(self) -> Iterator[core.Metric]:
         sessions = core.GaugeMetricFamily(
