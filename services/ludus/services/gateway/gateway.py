@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from ludus.env.runtime import run_until_signal
 from ludus.env.sandbox.processes import hide_process
@@ -189,7 +190,7 @@ class Gateway:
             self._watch_tasks.append(asyncio.create_task(self._watch_source(name)))
         fleets = [sessions.fleet for sessions in self.environments.values()]
         settle_work = [fleet.wait_until_settled(SETTLE_TIMEOUT_S) for fleet in fleets]
-        settle_future = asyncio.gather(*settle_work)
+        settle_future: asyncio.Future[Any] = asyncio.gather(*settle_work)
         try:
             # A watch task ends only if its source raises a UserError.
             await asyncio.wait(
