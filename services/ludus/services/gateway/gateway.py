@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from ludus.env.runtime import run_until_signal
 from ludus.env.sandbox.processes import hide_process
@@ -188,16 +187,13 @@ class Gateway:
             if name not in self.sources:
                 self.sources[name] = self._make_source(name)
             self._watch_tasks.append(asyncio.create_task(self._watch_source(name)))
-        fleets = [sessions.fleet for sessions in self.environments.values()]
-        settle_work = [fleet.wait_until_settled(SETTLE_TIMEOUT_S) for fleet in fleets]
-        settle_future: asyncio.Future[Any] = asyncio.gather(*settle_work)
+        settle_task = asyncio.create_task(self._wait_for_servers())
+        tasks = [settle_task, *self._watch_tasks]
         try:
             # A watch task ends only if its source raises a UserError.
-            await asyncio.wait(
-                [settle_future, *self._watch_tasks], return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            settle_future.cancel()
+            settle_task.cancel()
         for task in self._watch_tasks:
             if task.done():
                 await task
@@ -248,6 +244,10 @@ class Gateway:
         names = {config.token_env, config.servers.token_env, config.session_key_env}
         names |= {name for name, text in os.environ.items() if self.access.has_token(text.strip())}
         return frozenset(names | {SESSION_KEY_VARIABLE})
+
+    async def _wait_for_servers(self) -> None:
+        fleets = [sessions.fleet for sessions in self.environments.values()]
+        await asyncio.gather(*(fleet.wait_until_settled(SETTLE_TIMEOUT_S) for fleet in fleets))
 
     async def _watch_source(self, name: str) -> None:
         """Watch a source until cancelled; retry after failures, except mistakes of the user."""
