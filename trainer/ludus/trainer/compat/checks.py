@@ -135,15 +135,13 @@ def require_device(value: Any) -> str | None:
 
 @contextmanager
 def rename_in_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors of the block name the user's arguments instead of settings: "setting = value".
-
-    Args:
-        names: argument by setting.
-    """
+    """Rename settings in errors of the block ("setting = value"). `names`: argument by setting."""
     try:
         yield
     except (ConfigError, NotFoundError) as error:
         text = re.sub(r"[\w.]+(?= = )", lambda match: names.get(match[0], match[0]), str(error))
+        if text == str(error):
+            raise
         raise type(error)(text) from error
 
 

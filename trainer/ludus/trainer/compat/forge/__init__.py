@@ -18,11 +18,7 @@ from ludus.trainer.compat.forge.actors.trainer import RLTrainer
 from ludus.trainer.compat.forge.configuration import ForgeConfig, load_forge_config
 from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
 from ludus.trainer.compat.forge.data_models.completion import Completion
-from ludus.trainer.compat.forge.grpo import (
-    ComputeAdvantages,
-    compute_logprobs,
-    simple_grpo_loss,
-)
+from ludus.trainer.compat.forge.grpo import ComputeAdvantages, compute_logprobs, simple_grpo_loss
 from ludus.trainer.compat.forge.training import GRPOTrainer, Results, setup_forge_training
 
 __all__ = [

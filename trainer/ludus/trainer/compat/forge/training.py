@@ -19,10 +19,7 @@ from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Resume, Summary
 from ludus.trainer.compat.checks import make_run_name, rename_in_errors
 from ludus.trainer.compat.forge.configuration import LUDUS_SECTION, load_forge_config
-from ludus.trainer.compat.forge.data_models.completion import (
-    Completion,
-    translate_sampling_params,
-)
+from ludus.trainer.compat.forge.data_models.completion import Completion, translate_sampling
 from ludus.trainer.compat.forge.functions import NO_FUNCTIONS, CustomFunctions
 from ludus.trainer.compat.forge.mapping import MappedConfig, map_config
 from ludus.trainer.compat.forge.server import add_baselines
@@ -90,7 +87,7 @@ class GenerateEndpoint:
     async def _complete(
         self, prompt_ids: list[int], sampling_params: Mapping[str, Any] | None
     ) -> list[Completion]:
-        options = translate_sampling_params(sampling_params or {})
+        options = translate_sampling(sampling_params or {})
         samples = await self._policy.complete(prompt_ids, **options)
         prompt = self._policy.chat.tokenizer.decode(prompt_ids)
         return [

@@ -14,10 +14,7 @@ from ludus.proto.config import VllmGenerator
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.forge.actor_support import get_weight_exchange, make_actor_settings
 from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
-from ludus.trainer.compat.forge.data_models.completion import (
-    Completion,
-    translate_sampling_params,
-)
+from ludus.trainer.compat.forge.data_models.completion import Completion, translate_sampling
 from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.models.chat import ChatTokenizer
@@ -65,7 +62,7 @@ class Generator(ForgeActor):
         Args:
             sampling_params: overrides of the generator's parameters.
         """
-        options = translate_sampling_params({**self.sampling_params, **(sampling_params or {})})
+        options = translate_sampling({**self.sampling_params, **(sampling_params or {})})
         rollout, call_index = self._run.rollout, next(self._call_indices)
         sampling = Sampling(
             temperature=options.get("temperature", rollout.temperature),

@@ -51,7 +51,7 @@ class Completion:
         )
 
 
-def translate_sampling_params(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+def translate_sampling(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
     """Return vLLM's sampling parameters under the names that Ludus uses."""
     unknown_names = sorted(sampling_params.keys() - _SAMPLING_PARAMETERS)
     if unknown_names:

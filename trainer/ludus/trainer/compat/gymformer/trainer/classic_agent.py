@@ -59,7 +59,7 @@ class _EpisodeRecorder:
 
     def __init__(self, request: AgentRequest, network_run: OpenNetworkRun) -> None:
         self.returns = EpisodeReturns(network_run.state.returns)
-        self._running_reward = (self.returns.running or [0.0])[-1]
+        self._average = (self.returns.running or [0.0])[-1]
         self._request = request
         self._policy = network_run.policy
 
@@ -68,9 +68,7 @@ class _EpisodeRecorder:
             if len(self.returns) >= self._request.max_episodes:
                 return
             self.returns.append(episode.episode_return)
-            self._running_reward = update_running_average(
-                self._running_reward, episode.episode_return
-            )
+            self._average = update_running_average(self._average, episode.episode_return)
             if len(self.returns) % self._request.log_interval == 0:
                 self._report(played_step.vector_step, actions, episode.environment_index)
             if len(self.returns) % self._request.save_interval == 0:
@@ -78,7 +76,7 @@ class _EpisodeRecorder:
 
     def _report(self, step: VectorStep, actions: np.ndarray, index: int) -> None:
         """Log the episode that ended in environment `index`, and call the callback."""
-        _log.info("episode %d, running reward %.2f", len(self.returns), self._running_reward)
+        _log.info("episode %d, running reward %.2f", len(self.returns), self._average)
         if self._request.callback is None:
             return
         action = actions[index]
@@ -89,7 +87,7 @@ class _EpisodeRecorder:
             bool(step.terminated[index]),
             bool(step.truncated[index]),
             len(self.returns),
-            self._running_reward,
+            self._average,
         )
 
     def _save(self) -> None:
