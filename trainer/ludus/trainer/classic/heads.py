@@ -56,7 +56,7 @@ class CategoricalHead:
         logits = _select_logits(output)
         if noise is not None:
             logits = logits + noise
-        choices = [choice.argmax(-1) for choice in logits.split(self._sizes, -1)]
+        choices = [choice_logits.argmax(-1) for choice_logits in logits.split(self._sizes, -1)]
         return torch.stack(choices, -1) if self._shape else choices[0]
 
     def score(self, output: ActorOutput, actions: Tensor) -> tuple[Tensor, Tensor]:
