@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ludus.env.asgi.socket import truncate_close_reason
+from ludus.env.asgi.socket import truncate_reason
 from ludus.env.encoding import ResetArgs
 from ludus.env.http.app import build_app
 from ludus.env.http.health import build_admin_app
@@ -249,5 +249,5 @@ async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out() -> 
 
 
 def test_a_reason_fits_into_a_close_frame() -> None:
-    assert len(truncate_close_reason("ü" * 200).encode()) <= 123
-    assert truncate_close_reason("short") == "short"
+    assert len(truncate_reason("ü" * 200).encode()) <= 123
+    assert truncate_reason("short") == "short"

@@ -188,14 +188,16 @@ def replace_nan(row: Mapping[str, Any]) -> JsonObject:
     Raises:
         ValueError: a number is infinite, which JSON cannot encode.
     """
-    try:
-        return {name: _replace_nan_in_value(value) for name, value in row.items()}
-    except OverflowError:
-        column = next(name for name, value in row.items() if _is_infinite(value))
-        raise ValueError(
-            f"column '{column}' contains an infinite number, which JSON cannot encode;"
-            " leave it out, or use a large number"
-        ) from None
+    plain_row = {}
+    for name, value in row.items():
+        try:
+            plain_row[name] = _replace_nan_in_value(value)
+        except OverflowError:
+            raise ValueError(
+                f"column '{name}' contains an infinite number, which JSON cannot encode;"
+                " leave it out, or use a large number"
+            ) from None
+    return plain_row
 
 
 def _replace_nan_in_value(value: Any) -> Any:
@@ -210,14 +212,6 @@ def _replace_nan_in_value(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _replace_nan_in_value(element) for name, element in value.items()}
     return value
-
-
-def _is_infinite(value: Any) -> bool:
-    try:
-        _replace_nan_in_value(value)
-    except OverflowError:
-        return True
-    return False
 
 
 def decode_action(action_type: type[Action], action_json: bytes) -> Action:
@@ -273,10 +267,9 @@ def _measure_answers(answers: list[str]) -> int:
 
 def _check_tensors(tensors: Any) -> dict[str, np.ndarray]:
     for name, array in tensors.items():
-        if not isinstance(array, np.ndarray) or array.dtype.kind not in _TENSOR_KINDS:
-            array_type = (
-                f"dtype {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
-            )
+        is_array = isinstance(array, np.ndarray)
+        if not is_array or array.dtype.kind not in _TENSOR_KINDS:
+            array_type = f"dtype {array.dtype}" if is_array else type(array).__name__
             raise ExecutionError(
                 f"tensor {name!r} must be a NumPy array of numbers, got {array_type}"
             )

@@ -32,7 +32,7 @@ Z95 = 1.959963984540054
 _MAX_DRAW_RETURN = 1e-9
 """Returns closer to 0 count as draws, because sums of rewards have rounding errors."""
 _MAX_REASON_CHARS = 400
-_FULL_SERVER_TIMEOUT_S = 60.0
+_OPEN_TIMEOUT_S = 60.0
 
 Interval = tuple[float, float]
 
@@ -132,9 +132,7 @@ def summarize(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
     """
     outcomes = list(outcomes)
     valid_outcomes = [outcome for outcome in outcomes if outcome.episode_return is not None]
-    returns = [
-        outcome.episode_return for outcome in valid_outcomes if outcome.episode_return is not None
-    ]
+    returns = [outcome.episode_return for outcome in outcomes if outcome.episode_return is not None]
     if not returns:
         raise ValueError(
             f"all {len(outcomes)} episodes are void; most common reason: "
@@ -183,21 +181,17 @@ def measure_gap_closed(
     Raises:
         ValueError: no seed was played by all three policies.
     """
-    returns_by_policy = [
-        _returns_by_seed(outcomes) for outcomes in (policy, random_policy, optimal_policy)
-    ]
-    seeds = sorted(
-        returns_by_policy[0].keys() & returns_by_policy[1].keys() & returns_by_policy[2].keys()
-    )
+    returns = [_returns_by_seed(outcomes) for outcomes in (policy, random_policy, optimal_policy)]
+    seeds = sorted(returns[0].keys() & returns[1].keys() & returns[2].keys())
     if not seeds:
-        counts = ", ".join(str(len(returns_by_seed)) for returns_by_seed in returns_by_policy)
+        counts = ", ".join(str(len(returns_by_seed)) for returns_by_seed in returns)
         raise ValueError(
             f"the policy, the random and the optimal policy played {counts} episodes without a"
             " common seed; play all three on the same seeds"
         )
     p, r, o = (
         np.array([returns_by_seed[seed] for seed in seeds], dtype=np.float64)
-        for returns_by_seed in returns_by_policy
+        for returns_by_seed in returns
     )
     gap = float(np.mean(o - r))
     if gap <= 0:
@@ -255,9 +249,7 @@ async def _play_episode(
     rng = random.Random(f"policy {seed}")
     num_steps, episode_return = 0, 0.0
     try:
-        session, result = await client.open(
-            seed=seed, close_when_done=True, wait_s=_FULL_SERVER_TIMEOUT_S
-        )
+        session, result = await client.open(seed=seed, close_when_done=True, wait_s=_OPEN_TIMEOUT_S)
         try:
             while not result.done and (max_turns is None or num_steps < max_turns):
                 result = await session.step(policy(result.observation, rng))

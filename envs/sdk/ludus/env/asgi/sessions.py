@@ -56,16 +56,14 @@ def make_json_response(
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
-def make_session_headers(request: Request, open_result: OpenResult) -> dict[str, str]:
+def make_session_headers(request: Request, session: OpenResult) -> dict[str, str]:
     """Return the headers that send the session ids to the client, with a cookie for this path."""
     path = request.scope.get("root_path", "") or "/"
     secure = "; Secure" if request.url.scheme == "https" else ""
-    cookie = (
-        f"{SESSION_COOKIE}={open_result.session_id}; HttpOnly; SameSite=Lax; Path={path}{secure}"
-    )
-    headers = {"set-cookie": cookie, SESSION_HEADER: open_result.session_id}
-    if open_result.tools_session_id:
-        headers[TOOLS_SESSION_HEADER] = open_result.tools_session_id
+    cookie = f"{SESSION_COOKIE}={session.session_id}; HttpOnly; SameSite=Lax; Path={path}{secure}"
+    headers = {"set-cookie": cookie, SESSION_HEADER: session.session_id}
+    if session.tools_session_id:
+        headers[TOOLS_SESSION_HEADER] = session.tools_session_id
     return headers
 
 
@@ -174,9 +172,8 @@ class HttpSessions:
             else:
                 self.mark_session_used(session_id)
                 return OpenResult(session_id, result)
-        open_result = await self._sessions.open(
-            OpenArgs(args, linger_s=self._unused_timeout_s, with_text=False)
-        )
+        open_args = OpenArgs(args, linger_s=self._unused_timeout_s, with_text=False)
+        open_result = await self._sessions.open(open_args)
         assert open_result.first_result is not None, "the session was opened with a reset"
         # The session ends after its linger time, unless a call uses it.
         await self._sessions.detach(open_result.session_id)
@@ -187,16 +184,14 @@ class HttpSessions:
 
     async def step(self, session_id: str | None, action: bytes, timeout_s: float) -> EncodedResult:
         """Return the result of an action."""
-        async with use_session(
-            self._sessions, self.mark_session_used(session_id), ResetArgs()
-        ) as call_session_id:
+        session_id = self.mark_session_used(session_id)
+        async with use_session(self._sessions, session_id, ResetArgs()) as call_session_id:
             return await self._sessions.step(call_session_id, action, 0, timeout_s)
 
     async def state(self, session_id: str | None) -> bytes:
         """Return the state of the session, or of a new environment if there is no session id."""
-        async with use_session(
-            self._sessions, self.mark_session_used(session_id)
-        ) as call_session_id:
+        session_id = self.mark_session_used(session_id)
+        async with use_session(self._sessions, session_id) as call_session_id:
             return await self._sessions.state(call_session_id)
 
     def mark_session_used(self, session_id: str | None) -> str | None:

@@ -99,9 +99,7 @@ class AsgiSocket:
 
     async def close_with_reason(self, tombstone: SessionTombstone) -> None:
         """Close the connection and send the reason why its session ended."""
-        await self.close(
-            _CLOSE_CODE_BY_END[tombstone.kind], truncate_close_reason(tombstone.reason)
-        )
+        await self.close(_CLOSE_CODE_BY_END[tombstone.kind], truncate_reason(tombstone.reason))
 
     async def run_while_connected(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Return the result of `call`, which is cancelled when the client disconnects.
@@ -207,6 +205,6 @@ class SessionSockets:
             on_end(tombstone)
 
 
-def truncate_close_reason(reason: str) -> str:
+def truncate_reason(reason: str) -> str:
     """Return the part of the reason that fits into a close frame."""
     return reason.encode(errors="replace")[:_MAX_REASON_BYTES].decode(errors="ignore")

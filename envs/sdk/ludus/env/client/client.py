@@ -17,8 +17,8 @@ from ludus.env.client.resume import ReplayingSession, ResumeLimits, check_replay
 from ludus.env.client.session import (
     AsyncSession,
     LoopThread,
-    OpenedWire,
     Session,
+    SessionStart,
     keep_result,
     make_synchronous,
 )
@@ -99,12 +99,8 @@ class AsyncEnvClient:
             ConfigError: `resume` is set for an environment that was not verified as deterministic,
                 or `linger_s` is set on a wire whose sessions end with their connection.
         """
-        args = OpenArgs(
-            reset=ResetArgs(seed, episode_id, options or {}),
-            close_when_done=close_when_done,
-            linger_s=linger_s,
-            with_text=with_text,
-        )
+        reset_args = ResetArgs(seed, episode_id, options or {})
+        args = OpenArgs(reset_args, close_when_done, linger_s, with_text)
         [opened_session] = await self._open(args, None, resume, wait_s)
         return opened_session
 
@@ -130,12 +126,8 @@ class AsyncEnvClient:
         """
         if size < 1:
             raise InvalidCallError(f"a group must have at least 1 session, got {size}")
-        args = OpenArgs(
-            reset=ResetArgs(seed, options=options or {}),
-            close_when_done=close_when_done,
-            linger_s=linger_s,
-            with_text=with_text,
-        )
+        reset_args = ResetArgs(seed, options=options or {})
+        args = OpenArgs(reset_args, close_when_done, linger_s, with_text)
         return await self._open(args, size, resume, wait_s)
 
     async def open_session(self) -> AsyncSession:
@@ -160,24 +152,22 @@ class AsyncEnvClient:
             check_replayable(await self.transport.describe())
             args = dataclasses.replace(args, reset=DefaultSeeds().fill(args.reset or ResetArgs()))
 
-        async def attempt_open() -> list[OpenedWire]:
+        async def attempt_open() -> list[SessionStart]:
             if group_size is None:
                 return [await self.transport.open(args)]
             return [*await self.transport.open_group(args, group_size)]
 
-        return [
-            self._make_session(opened_wire, args, resume)
-            for opened_wire in await retry_refused(attempt_open, wait_s)
-        ]
+        starts = await retry_refused(attempt_open, wait_s)
+        return [self._make_session(start, args, resume) for start in starts]
 
     def _make_session(
-        self, opened_wire: OpenedWire, args: OpenArgs, resume: bool | ResumeLimits
+        self, start: SessionStart, args: OpenArgs, resume: bool | ResumeLimits
     ) -> tuple[AsyncSession, StepResult]:
-        wire_session, first_result = opened_wire
+        wire_session, first_result = start
         assert first_result is not None, "a reset was requested"
         if resume:
             limits = resume if isinstance(resume, ResumeLimits) else ResumeLimits()
-            wire_session = ReplayingSession(self.transport.open, args, opened_wire, limits)
+            wire_session = ReplayingSession(self.transport.open, args, start, limits)
         return AsyncSession(wire_session, args.close_when_done), first_result
 
 

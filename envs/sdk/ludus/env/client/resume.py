@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import orjson
 
 from ludus.env.backoff import retry_refused
-from ludus.env.client.session import OpenedWire, WireSession
+from ludus.env.client.session import SessionStart, WireSession
 from ludus.env.encoding import DefaultSeeds, ResetArgs
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
@@ -43,10 +43,11 @@ from ludus.proto.errors import (
 
 ResultT = TypeVar("ResultT")
 OutcomeT = TypeVar("OutcomeT", StepResult, JsonObject)
-OpenWire = Callable[[OpenArgs], Awaitable[OpenedWire]]
+OpenSession = Callable[[OpenArgs], Awaitable[SessionStart]]
 
 _PAUSE_INCREMENT_S = 0.5
 """Increase of the pause with each attempt to rebuild a session. The first attempt has no pause."""
+_VISIBLE_FIELDS = ("observation", "reward", "terminated", "truncated", "step_index", "success")
 _DIGEST_OPTIONS = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -91,14 +92,14 @@ class ReplayingSession:
     """
 
     def __init__(
-        self, open_wire: OpenWire, args: OpenArgs, opened_wire: OpenedWire, limits: ResumeLimits
+        self, open_session: OpenSession, args: OpenArgs, start: SessionStart, limits: ResumeLimits
     ) -> None:
         self.num_resumes = 0
         """Number of times that the session was rebuilt."""
-        self._open_wire = open_wire
+        self._open_session = open_session
         self._args = args
         self._limits = limits
-        self._wire_session, first_result = opened_wire
+        self._wire_session, first_result = start
         assert args.reset is not None, "a session without a seed cannot be replayed"
         assert first_result is not None, "a reset was requested"
         self._reset_args = args.reset
@@ -219,7 +220,7 @@ class ReplayingSession:
         args = dataclasses.replace(self._args, reset=reset_args)
         try:
             wire_session, first_result = await retry_refused(
-                lambda: self._open_wire(args), self._limits.timeout_s
+                lambda: self._open_session(args), self._limits.timeout_s
             )
         except (CapacityError, RateLimitError) as error:
             raise SessionLostError(
@@ -246,14 +247,7 @@ def digest_outcome(outcome: StepResult | JsonObject | EnvError) -> bytes:
     if isinstance(outcome, EnvError):
         visible_content = outcome.code
     elif isinstance(outcome, StepResult):
-        visible_content = [
-            outcome.observation,
-            outcome.reward,
-            outcome.terminated,
-            outcome.truncated,
-            outcome.step_index,
-            outcome.success,
-        ]
+        visible_content = [getattr(outcome, name) for name in _VISIBLE_FIELDS]
         for name, array in sorted(outcome.tensors.items()):
             hasher.update(f"{name} {array.dtype.name} {array.shape}".encode())
             hasher.update(array.tobytes())

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import functools
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import Context, copy_context
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ludus.env.encoding import ResetArgs, plain_json, unwritable_error
@@ -63,7 +63,7 @@ class WireSession(Protocol):
         """Ask the server to close the session, without waiting for the response."""
 
 
-OpenedWire = tuple[WireSession, StepResult | None]
+SessionStart = tuple[WireSession, StepResult | None]
 """A wire session, and its first result if a reset was requested."""
 
 
@@ -106,17 +106,11 @@ class AsyncSession:
         return getattr(self.wire_session, "num_resumes", 0)
 
     async def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: JsonObject | None = None,
-        episode_id: str = "",
+        self, *, seed: int | None = None, options: JsonObject | None = None, episode_id: str = ""
     ) -> StepResult:
         """Start a new episode and return its first result."""
         args = ResetArgs(seed, episode_id, options or {})
-        return self._record_result(
-            await self._call_exclusively(lambda: self.wire_session.reset(args))
-        )
+        return self._record(await self._call_alone(lambda: self.wire_session.reset(args)))
 
     async def step(
         self, action: Action | JsonObject | None = None, *, text: str | None = None
@@ -131,13 +125,13 @@ class AsyncSession:
             raise InvalidCallError("expected either an action or a text, got both or neither")
         encoded_action = encode_action(action if text is None else text)
         step_index = self._step_index + 1
-        return self._record_result(
-            await self._call_exclusively(lambda: self.wire_session.step(encoded_action, step_index))
+        return self._record(
+            await self._call_alone(lambda: self.wire_session.step(encoded_action, step_index))
         )
 
     async def state(self) -> JsonObject:
         """Return the environment's state."""
-        return await self._call_exclusively(lambda: self.wire_session.state())
+        return await self._call_alone(lambda: self.wire_session.state())
 
     async def call_tool(self, name: str, arguments: JsonObject | None = None) -> JsonObject:
         """Call a tool of the environment and return its result; the episode takes no step.
@@ -146,9 +140,7 @@ class AsyncSession:
             ToolError: there is no such tool, or it failed; the episode continues.
             InfrastructureError: the session has ended and its episode is void.
         """
-        return await self._call_exclusively(
-            lambda: self.wire_session.call_tool(name, arguments or {})
-        )
+        return await self._call_alone(lambda: self.wire_session.call_tool(name, arguments or {}))
 
     async def close(self) -> None:
         """Close the session. Closing a session that has ended is not an error."""
@@ -163,7 +155,7 @@ class AsyncSession:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _call_exclusively(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    async def _call_alone(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         if self._end_reason is not None:
             raise SessionLostError(
                 f"session {self.id!r} has ended: {self._end_reason}; open a new one"
@@ -186,7 +178,7 @@ class AsyncSession:
         finally:
             self._is_busy = False
 
-    def _record_result(self, result: StepResult) -> StepResult:
+    def _record(self, result: StepResult) -> StepResult:
         self._step_index = result.step_index
         if self._close_when_done and result.done:
             self._end_reason = "its episode ended and it was opened with close_when_done"
@@ -232,7 +224,7 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Run a coroutine on the loop and return its value; an interrupt cancels the coroutine."""
         if is_traced():
-            coroutine = _run_in_context(coroutine, contextvars.copy_context())
+            coroutine = _run_in_context(coroutine, copy_context())
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -248,9 +240,7 @@ class LoopThread:
             self._loop.close()
 
 
-async def _run_in_context(
-    coroutine: Coroutine[Any, Any, ResultT], context: contextvars.Context
-) -> ResultT:
+async def _run_in_context(coroutine: Coroutine[Any, Any, ResultT], context: Context) -> ResultT:
     """Run a coroutine with the trace span and request id of the calling thread."""
     return await asyncio.get_running_loop().create_task(coroutine, context=context)
 

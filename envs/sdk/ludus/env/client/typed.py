@@ -107,13 +107,11 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
         """
         container_provider: ContainerProvider = LocalContainers() if provider is None else provider
         # The token keeps other clients on this machine from using the server.
-        container_variables = {TOKEN_VARIABLE: secrets.token_urlsafe(), **(env_vars or {})}
+        variables = {TOKEN_VARIABLE: secrets.token_urlsafe(), **(env_vars or {})}
         try:
-            base_url = container_provider.start_container(
-                image, port=port, env_vars=container_variables
-            )
+            base_url = container_provider.start_container(image, port=port, env_vars=variables)
             container_provider.wait_for_ready(base_url, timeout_s=timeout_s)
-            client = cls(base_url, token=container_variables[TOKEN_VARIABLE] or None)
+            client = cls(base_url, token=variables[TOKEN_VARIABLE] or None)
         except BaseException:
             container_provider.stop_container()
             raise

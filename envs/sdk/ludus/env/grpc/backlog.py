@@ -111,7 +111,7 @@ class CallReader:
 
     def __init__(self, batches: AsyncIterable[pb.CallBatch]) -> None:
         self._batches = batches
-        self._pending_calls: list[pb.Call] = []
+        self._calls: list[pb.Call] = []
         self._num_bytes = 0
         self._is_exhausted = False
         self._has_progress = asyncio.Event()
@@ -121,13 +121,10 @@ class CallReader:
         """Read until the batches end or reading raises an error."""
         try:
             async for batch in self._batches:
-                self._pending_calls.extend(batch.calls)
+                self._calls.extend(batch.calls)
                 self._num_bytes += batch.ByteSize()
                 self._has_progress.set()
-                if (
-                    len(self._pending_calls) >= MAX_CALLS_AHEAD
-                    or self._num_bytes >= MAX_BYTES_AHEAD
-                ):
+                if len(self._calls) >= MAX_CALLS_AHEAD or self._num_bytes >= MAX_BYTES_AHEAD:
                     self._has_room.clear()
                     await self._has_room.wait()
         finally:
@@ -140,18 +137,18 @@ class CallReader:
         Args:
             waits_for_more: wait a little longer while there are few calls and more keep arriving.
         """
-        while not self._pending_calls and not self._is_exhausted:
+        while not self._calls and not self._is_exhausted:
             self._has_progress.clear()
             await self._has_progress.wait()
         if waits_for_more:
             await self._wait_for_more()
-        calls, self._pending_calls, self._num_bytes = self._pending_calls, [], 0
+        calls, self._calls, self._num_bytes = self._calls, [], 0
         self._has_room.set()
         return calls
 
     async def _wait_for_more(self) -> None:
-        num_idle_turns, num_calls = 0, len(self._pending_calls)
+        num_idle_turns, num_calls = 0, len(self._calls)
         while num_calls < self._NUM_SUFFICIENT_CALLS and num_idle_turns < self._NUM_IDLE_TURNS:
             await asyncio.sleep(0)
-            num_idle_turns = num_idle_turns + 1 if len(self._pending_calls) == num_calls else 0
-            num_calls = len(self._pending_calls)
+            num_idle_turns = num_idle_turns + 1 if len(self._calls) == num_calls else 0
+            num_calls = len(self._calls)

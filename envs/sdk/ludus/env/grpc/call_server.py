@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import (
-    AsyncIterable,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-)
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from dataclasses import asdict
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -63,11 +57,11 @@ class CallServer:
         self._immediate_calls = sessions.immediate_calls
         self._methods = {
             "open": self._answer_open,
-            "open_group": self._answer_open_group,
+            "open_group": self._answer_group,
             "reset": self._answer_reset,
             "step": self._answer_step,
             "state": self._answer_state,
-            "call_tool": self._answer_call_tool,
+            "call_tool": self._answer_tool,
             "detach": self._answer_detach,
             "close": self._answer_close,
         }
@@ -90,9 +84,7 @@ class CallServer:
         args = read_open_args(call.open)
         fill_open_result(reply.open, await self._sessions.open(args, connection))
 
-    async def _answer_open_group(
-        self, call: pb.Call, reply: pb.Reply, connection: Connection
-    ) -> None:
+    async def _answer_group(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         open_request = call.open_group
         size = len(open_request.session_ids) or open_request.size
         if not 1 <= size <= MAX_GROUP_SIZE:
@@ -120,9 +112,7 @@ class CallServer:
         reply.state.state_json = await self._sessions.state(call.state.session_id)
         reply.state.session_id = call.state.session_id
 
-    async def _answer_call_tool(
-        self, call: pb.Call, reply: pb.Reply, connection: Connection
-    ) -> None:
+    async def _answer_tool(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         request = call.call_tool
         arguments = read_json_object(request.arguments_json, "arguments_json")
         result_json = await self._sessions.call_tool(request.session_id, request.name, arguments)
@@ -146,12 +136,10 @@ class CallServer:
         write: WriteBatch,
         connection: Connection,
     ) -> None:
-        call_reader = CallReader(batches)
-        read_task = asyncio.create_task(call_reader.read())
+        reader = CallReader(batches)
+        read_task = asyncio.create_task(reader.read())
         try:
-            while calls := await call_reader.take_calls(
-                waits_for_more=len(connection.session_ids) > 1
-            ):
+            while calls := await reader.take_calls(waits_for_more=len(connection.session_ids) > 1):
                 await self._answer_in_order(immediate_calls, calls, write, connection)
             await read_task
         finally:
@@ -301,16 +289,14 @@ class UnparsedStreamInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[mis
         )
 
 
-async def parse_batches(
-    messages: AsyncIterable[bytes | pb.CallBatch],
-) -> AsyncIterator[pb.CallBatch]:
+async def parse_batches(stream: AsyncIterable[bytes | pb.CallBatch]) -> AsyncIterator[pb.CallBatch]:
     """Yield the batches of calls in a stream, and parse the messages that are still bytes.
 
     Raises:
         InvalidCallError: a message is malformed, or has too many fields or too many
             calls. The error ends the stream.
     """
-    async for message in messages:
+    async for message in stream:
         batch = message if isinstance(message, pb.CallBatch) else _parse_batch(message)
         if len(batch.calls) > MAX_CALLS_PER_MESSAGE:
             raise InvalidCallError(
@@ -357,13 +343,7 @@ async def _refuse_call(request: Any, context: Context) -> NoReturn:
 
 def make_status_message(server_id: str, load: Load) -> pb.StatusResponse:
     """Return the message for a server's load."""
-    return pb.StatusResponse(
-        server_id=server_id,
-        num_sessions=load.num_sessions,
-        max_sessions=load.max_sessions,
-        num_waiting=load.num_waiting,
-        is_draining=load.is_draining,
-    )
+    return pb.StatusResponse(server_id=server_id, **asdict(load))
 
 
 async def abort_call(context: Context, error: EnvError) -> NoReturn:

@@ -91,10 +91,8 @@ class CallStream:
         self._batch = pb.CallBatch()
         self._num_batch_bytes = 0
         self._has_calls = asyncio.Event()
-        self._tasks = (
-            self._loop.create_task(self._write_forever()),
-            self._loop.create_task(self._read_forever()),
-        )
+        create_task = self._loop.create_task
+        self._tasks = (create_task(self._write_forever()), create_task(self._read_forever()))
 
     def start_call(self, fill: Callable[[pb.Call], None]) -> asyncio.Future[pb.Reply]:
         """Add a call to the next batch, and return the future of its reply.

@@ -1,6 +1,6 @@
 """The caller's side of a server's gRPC port, for clients and gateways.
 
-    ServerPort --Connect--> a stream of batches that the server has accepted
+    GrpcClient --Connect--> a stream of batches that the server has accepted
                --Describe, Status--> responses
 
 Only this module converts gRPC failures to EnvErrors.
@@ -80,7 +80,7 @@ def open_channel(
     return grpc.aio.secure_channel(target, credentials, options=options)
 
 
-class ServerPort:
+class GrpcClient:
     """The gRPC calls to a server or a gateway, over one channel.
 
     Args:
@@ -199,7 +199,5 @@ async def _wait_until_accepted(call: Any) -> None:
     if CONNECTED_KEY in dict(metadata):
         return
     # Without initial metadata, a refused stream looks like a connection until its code is read.
-    status = await call.code()
-    raise grpc.aio.AioRpcError(
-        status, metadata, await call.trailing_metadata(), await call.details()
-    )
+    code = await call.code()
+    raise grpc.aio.AioRpcError(code, metadata, await call.trailing_metadata(), await call.details())

@@ -31,7 +31,7 @@ from ludus.env.asgi.sessions import (
     make_session_headers,
     read_session_id,
 )
-from ludus.env.encoding import EncodedResult, plain_json
+from ludus.env.encoding import plain_json
 from ludus.env.http.health import make_health_routes
 from ludus.env.http.websocket import WebSocketWire
 from ludus.env.limits import BODY_TIMEOUT_S, MAX_MESSAGE_BYTES
@@ -84,7 +84,7 @@ def build_app(
         sessions, mcp.evictable, unused_timeout_s=unused_timeout_s, is_legacy=is_legacy
     )
     _add_description_routes(app, sessions)
-    _add_episode_routes(app, sessions, http, mcp)
+    _add_play_routes(app, sessions, http, mcp)
     add_mcp_routes(app, mcp)
     app.router.routes.extend(make_health_routes(sessions))
     app.router.routes[:0] = [
@@ -131,30 +131,26 @@ def _add_description_routes(app: FastAPI, sessions: Sessions) -> None:
         }
 
 
-def _add_episode_routes(
-    app: FastAPI, sessions: Sessions, http: HttpSessions, mcp: McpServer
-) -> None:
+def _add_play_routes(app: FastAPI, sessions: Sessions, http: HttpSessions, mcp: McpServer) -> None:
     @app.post("/reset")
     async def reset(
         request: Request, body: Annotated[ResetRequest | None, Body()] = None
     ) -> Response:
         reset_data = body.model_dump(exclude_unset=True) if body else {}
-        args = parse_reset_args(reset_data, sessions.description, ignores_unknown_options=True)
+        args = parse_reset_args(reset_data, sessions.description, ignores_unknown=True)
         open_result = await http.reset(read_session_id(request), args)
         assert open_result.first_result is not None, "the session was reset"
-        return _make_observation_response(
-            open_result.first_result, make_session_headers(request, open_result)
-        )
+        headers = make_session_headers(request, open_result)
+        return make_json_response(make_upstream_payload(open_result.first_result), headers=headers)
 
     @app.post("/step")
     async def step(request: Request, body: StepRequest) -> Response:
         action, session_id = body.parsed_action, read_session_id(request)
         if mcp.takes_tool_step(action):
-            return make_json_response(
-                orjson.Fragment(await mcp.step(http.mark_session_used(session_id), action))
-            )
+            payload_json = await mcp.step(http.mark_session_used(session_id), action)
+            return make_json_response(orjson.Fragment(payload_json))
         result = await http.step(session_id, plain_json(action, "an action"), body.timeout_s or 0.0)
-        return _make_observation_response(result)
+        return make_json_response(make_upstream_payload(result))
 
     @app.get("/state")
     async def state(request: Request) -> Response:
@@ -167,12 +163,6 @@ def _add_episode_routes(
         return make_json_response({"closed": was_open}, headers=make_expired_cookie(request))
 
 
-def _make_observation_response(
-    result: EncodedResult, headers: dict[str, str] | None = None
-) -> Response:
-    return make_json_response(make_upstream_payload(result), headers=headers)
-
-
 def _make_error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
         error = to_env_error(error)
@@ -183,9 +173,8 @@ def _make_error_handler(sessions: Sessions) -> Callable[[Request, Exception], Aw
         headers = {}
         if error.retry_after_s > 0:
             headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-        return make_json_response(
-            {"detail": detail}, STATUSES_BY_CODE[error.code].http_status, headers
-        )
+        status = STATUSES_BY_CODE[error.code].http_status
+        return make_json_response({"detail": detail}, status, headers)
 
     return handle
 

@@ -61,11 +61,9 @@ def make_health_routes(sessions: Sessions, drain_methods: Sequence[str] = ("POST
 
     async def check_readiness(request: Request) -> Response:
         reason = sessions.unavailable_reason
-        return (
-            make_json_response({"status": reason}, 503)
-            if reason
-            else make_json_response({"status": "ok"})
-        )
+        if reason:
+            return make_json_response({"status": reason}, 503)
+        return make_json_response({"status": "ok"})
 
     async def drain(request: Request) -> Response:
         wait_s = _read_wait_s(request)
@@ -114,16 +112,13 @@ class SessionCollector(Collector):
         """Yield the current metrics."""
         load = self._sessions.load
         make_gauge = self._make_gauge
-        yield make_gauge(EnvServerMetric.SESSIONS, "Open sessions.", load.num_sessions)
-        yield make_gauge(
-            EnvServerMetric.SESSION_CAPACITY, "Maximum number of sessions.", load.max_sessions
-        )
-        yield make_gauge(
-            EnvServerMetric.OPENS_WAITING, "Opens that wait for a session.", load.num_waiting
-        )
-        yield make_gauge(
-            EnvServerMetric.DRAINING, "1 while the server refuses new sessions.", load.is_draining
-        )
+        for metric, help_text, count in (
+            (EnvServerMetric.SESSIONS, "Open sessions.", load.num_sessions),
+            (EnvServerMetric.SESSION_CAPACITY, "Maximum number of sessions.", load.max_sessions),
+            (EnvServerMetric.OPENS_WAITING, "Opens that wait for a session.", load.num_waiting),
+            (EnvServerMetric.DRAINING, "1 while new sessions are refused.", load.is_draining),
+        ):
+            yield make_gauge(metric, help_text, count)
         counts, workers = self._sessions.counts, self._sessions.worker_counts
         if counts is not None:
             yield from self._collect_session_counts(counts)
@@ -143,13 +138,9 @@ class SessionCollector(Collector):
             (EnvServerMetric.STEPS, "Completed steps.", counts.num_steps),
         ):
             yield self._make_counter(metric, help_text, "", {"": count})
-        num_errors: dict[str, int] = {
-            str(code): count for code, count in counts.num_errors_by_code.items()
-        }
+        num_errors = {str(code): count for code, count in counts.num_errors_by_code.items()}
         yield self._make_counter(EnvServerMetric.ERRORS, "Calls that failed.", "code", num_errors)
-        num_ends: dict[str, int] = {
-            str(session_end): num_ends for session_end, num_ends in counts.num_ends_by_kind.items()
-        }
+        num_ends = {str(end): count for end, count in counts.num_ends_by_kind.items()}
         yield self._make_counter(
             EnvServerMetric.SESSION_ENDS, "Sessions that ended.", "reason", num_ends
         )
@@ -158,9 +149,8 @@ class SessionCollector(Collector):
         histogram = HistogramMetricFamily(
             EnvServerMetric.STEP_DURATION, "Time from a step's call to its result.", labels=["env"]
         )
-        histogram.add_metric(
-            [self._name], list(zip(bounds, cumulative_counts, strict=True)), counts.total_step_s
-        )
+        buckets = list(zip(bounds, cumulative_counts, strict=True))
+        histogram.add_metric([self._name], buckets, counts.total_step_s)
         yield histogram
 
     def _make_layer_gauge(self, layers: Mapping[Layer, bool]) -> Metric:

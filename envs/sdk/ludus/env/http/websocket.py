@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -27,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from ludus.env.asgi.sessions import require_session, shorten
 from ludus.env.asgi.socket import AsgiSocket, accept_socket
+from ludus.env.asgi.uvicorn_protocols import DirectHandler
 from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
 from ludus.env.mcp.server import McpCaller, McpServer
 from ludus.env.messages.openenv import (
@@ -77,15 +77,13 @@ class WebSocketWire:
                 if not existing_id:
                     open_call = self._sessions.open(OpenArgs(with_text=with_text), connection)
                     open_result = await socket.run_while_connected(open_call)
-                server = _ConnectionServer(socket, self._mcp, open_result, is_upstream)
+                server = _SocketServer(socket, self._mcp, open_result, is_upstream)
                 await self._serve(server, open_result.session_id, is_existing=bool(existing_id))
             except EnvError as error:
                 error_data = make_error_data(error, self._sessions, is_upstream=is_upstream)
                 await socket.send(encode_frame("error", error_data))
 
-    async def _serve(
-        self, server: _ConnectionServer, session_id: str, *, is_existing: bool
-    ) -> None:
+    async def _serve(self, server: _SocketServer, session_id: str, *, is_existing: bool) -> None:
         if is_existing:
             await require_session(self._sessions, session_id)
             self._mcp.evictable.mark_used(session_id)
@@ -101,7 +99,7 @@ class WebSocketWire:
                 await self._sessions.close(session_id)
 
 
-class _ConnectionServer:
+class _SocketServer:
     """The server's side of one connection and its session."""
 
     def __init__(
@@ -187,9 +185,8 @@ class _ConnectionServer:
         if isinstance(action, dict) and self._mcp.takes_tool_step(action):
             return None
         encoded_action = action if isinstance(action, str) else plain_json(action, "an action")
-        return self._make_result_frame(
-            self._immediate_calls.step_now(self._session_id, encoded_action, step_index)
-        )
+        result = self._immediate_calls.step_now(self._session_id, encoded_action, step_index)
+        return self._make_result_frame(result)
 
     async def _answer_message(self, message_json: JsonObject) -> bytes | None:
         plain_step = _read_plain_step(message_json, self._is_upstream)
@@ -212,9 +209,7 @@ class _ConnectionServer:
                 return await self._answer_step(action, message.step_index)
             case ResetMessage():
                 args = parse_reset_args(
-                    message.data,
-                    self._sessions.description,
-                    ignores_unknown_options=self._is_upstream,
+                    message.data, self._sessions.description, ignores_unknown=self._is_upstream
                 )
                 return self._make_first_frame(await self._sessions.reset(self._session_id, args))
             case PlainMessage(type="state"):
@@ -232,9 +227,8 @@ class _ConnectionServer:
             payload_json = await self._mcp.step(self._session_id, action)
             return encode_frame("observation", orjson.Fragment(payload_json))
         encoded_action = action if isinstance(action, str) else plain_json(action, "an action")
-        return self._make_result_frame(
-            await self._sessions.step(self._session_id, encoded_action, step_index)
-        )
+        result = await self._sessions.step(self._session_id, encoded_action, step_index)
+        return self._make_result_frame(result)
 
     def _make_first_frame(self, result: EncodedResult) -> bytes:
         if self._is_upstream or not self._tools_session_id:
@@ -290,9 +284,7 @@ def _read_plain_reset(message: Any) -> ResetArgs | None:
     return ResetArgs(seed) if type(seed) is int and seed >= 0 else None
 
 
-def _bind_current_context(
-    handler: Callable[[bytes], bytes | None],
-) -> Callable[[bytes], bytes | None]:
+def _bind_current_context(handler: DirectHandler) -> DirectHandler:
     """Return a handler that runs with the current trace span and request id, if there are any."""
     if not is_traced():
         return handler

@@ -31,7 +31,7 @@ from ludus.proto.errors import ErrorCode, SessionLostError
 SESSION_ID_HEADER = "mcp-session-id"
 
 
-def add_mcp_routes(app: FastAPI, mcp_server: McpServer) -> None:
+def add_mcp_routes(app: FastAPI, mcp: McpServer) -> None:
     """Add `/mcp` over HTTP."""
 
     @app.post("/mcp")
@@ -41,18 +41,17 @@ def add_mcp_routes(app: FastAPI, mcp_server: McpServer) -> None:
         caller = McpCaller()
         if signed_id:
             try:
-                caller = McpCaller(mcp_server.verify_session_id(signed_id), may_play=True)
+                caller = McpCaller(mcp.verify_session_id(signed_id), may_play=True)
             except SessionLostError as error:
                 return make_json_response(_make_invalid_request(error.message), 404)
-        response = await mcp_server.answer_json(body, caller)
+        response = await mcp.answer_json(body, caller)
         if response is None:
             return Response(status_code=202)
         if signed_id:
             return make_json_response(response, 404 if _is_session_lost(response) else 200)
         if caller.may_play and caller.session_id is not None:
-            return make_json_response(
-                response, headers={SESSION_ID_HEADER: mcp_server.sign_session_id(caller.session_id)}
-            )
+            headers = {SESSION_ID_HEADER: mcp.sign_session_id(caller.session_id)}
+            return make_json_response(response, headers=headers)
         return make_json_response(response)
 
     @app.delete("/mcp")
@@ -63,7 +62,7 @@ def add_mcp_routes(app: FastAPI, mcp_server: McpServer) -> None:
                 _make_invalid_request("expected an Mcp-Session-Id header, got none"), 400
             )
         try:
-            await mcp_server.sessions.close(mcp_server.verify_session_id(signed_id))
+            await mcp.sessions.close(mcp.verify_session_id(signed_id))
         except SessionLostError as error:
             return make_json_response(_make_invalid_request(error.message), 404)
         return Response(status_code=204)
@@ -72,21 +71,21 @@ def add_mcp_routes(app: FastAPI, mcp_server: McpServer) -> None:
 class McpSocket:
     """The ASGI application of `WS /mcp`. The first call that needs a session opens it."""
 
-    def __init__(self, mcp_server: McpServer) -> None:
-        self._mcp = mcp_server
+    def __init__(self, mcp: McpServer) -> None:
+        self._mcp = mcp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the connection until it ends, then close its session."""
         async with accept_socket(scope, receive, send, self._mcp.sessions) as (socket, connection):
-            await _ConnectionServer(socket, self._mcp, connection).serve()
+            await _SocketServer(socket, self._mcp, connection).serve()
 
 
-class _ConnectionServer:
+class _SocketServer:
     """The server's side of one connection."""
 
-    def __init__(self, socket: AsgiSocket, mcp_server: McpServer, connection: Connection) -> None:
+    def __init__(self, socket: AsgiSocket, mcp: McpServer, connection: Connection) -> None:
         self._socket = socket
-        self._mcp = mcp_server
+        self._mcp = mcp
         self._caller = McpCaller(belongs_to_connection=True, connection=connection)
         self._close_task: asyncio.Task[None] | None = None
 

@@ -235,10 +235,8 @@ class McpServer:
             open_result = await self.sessions.open(OpenArgs(with_text=False))
             session_id, tools_session_id = open_result.session_id, open_result.tools_session_id
         else:
-            session_id, tools_session_id = (
-                await self._open_caller_session(caller),
-                caller.tools_session_id,
-            )
+            session_id = await self._open_caller_session(caller)
+            tools_session_id = caller.tools_session_id
         return {"session_id": session_id} | (
             {"tools_session_id": tools_session_id} if tools_session_id else {}
         )
@@ -277,10 +275,8 @@ class McpServer:
     async def _open_caller_session(self, caller: McpCaller) -> str:
         if caller.session_id is None:
             open_result = await self.sessions.open(OpenArgs(), caller.connection)
-            caller.session_id, caller.tools_session_id = (
-                open_result.session_id,
-                open_result.tools_session_id,
-            )
+            caller.session_id = open_result.session_id
+            caller.tools_session_id = open_result.tools_session_id
         return caller.session_id
 
     # -- errors ------------------------------------------------------------------------

@@ -15,12 +15,7 @@ from ludus.env.encoding import MAX_SEED, EncodedResult, ResetArgs, plain_json
 from ludus.env.messages.openenv import make_ludus_payload
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import EnvironmentDescription, JsonObject, Tool
-from ludus.proto.errors import (
-    CallTimeoutError,
-    EnvError,
-    InfrastructureError,
-    InvalidCallError,
-)
+from ludus.proto.errors import CallTimeoutError, EnvError, InfrastructureError, InvalidCallError
 
 START_EPISODE = "start_episode"
 TAKE_ACTION = "take_action"
@@ -101,9 +96,8 @@ async def call_tool(
 def is_tool_action(action: JsonObject) -> bool:
     """Return True if an action has the keys of OpenEnv's actions for tools."""
     action_type = action.get("type")
-    return isinstance(action_type, str) and action.keys() <= _TOOL_ACTION_KEYS.get(
-        action_type, frozenset()
-    )
+    tool_keys = _TOOL_ACTION_KEYS.get(action_type) if isinstance(action_type, str) else None
+    return tool_keys is not None and action.keys() <= tool_keys
 
 
 async def step_with_tools(sessions: Sessions, session_id: str, action: JsonObject) -> bytes:

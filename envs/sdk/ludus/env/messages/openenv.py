@@ -94,12 +94,12 @@ class McpMessage(_StrictMessage):
 
 
 def parse_reset_args(
-    request_json: JsonObject, description: EnvironmentDescription, *, ignores_unknown_options: bool
+    request_json: JsonObject, description: EnvironmentDescription, *, ignores_unknown: bool
 ) -> ResetArgs:
     """Read the arguments of a reset.
 
     Args:
-        ignores_unknown_options: ignore options that the environment does not accept. Upstream
+        ignores_unknown: ignore options that the environment does not accept. Upstream
             servers do so.
 
     Raises:
@@ -109,10 +109,8 @@ def parse_reset_args(
     options = request.model_extra or {}
     if options:
         plain_json(options, "reset options")
-    if ignores_unknown_options:
-        options = {
-            option: value for option, value in options.items() if description.takes_option(option)
-        }
+    if ignores_unknown:
+        options = {name: value for name, value in options.items() if description.takes_option(name)}
     return ResetArgs(request.seed, request.episode_id or "", options)
 
 
@@ -137,7 +135,9 @@ def make_ludus_payload(result: EncodedResult) -> JsonObject:
             "legal_answers": result.text.legal_answers,
         }
     if result.tensors:
-        payload["tensors"] = [_encode_tensor(name, array) for name, array in result.tensors.items()]
+        payload["tensors"] = [
+            {"name": name, **_encode_array(array)} for name, array in result.tensors.items()
+        ]
     return payload
 
 
@@ -166,18 +166,14 @@ def _insert_tensors(result: EncodedResult) -> bytes:
         return result.observation_json
     observation = orjson.loads(result.observation_json)
     for path, array in result.tensors.items():
-        *parent_keys, last_key = path.split(".")
+        *parent_keys, key = path.split(".")
         parent: Any = observation
-        for key in parent_keys:
-            parent = _get_child(parent, key)
-        if isinstance(parent, dict) and last_key in parent and parent[last_key] is None:
-            parent[last_key] = _encode_array(array)
-        elif (
-            isinstance(parent, list)
-            and last_key.isdecimal()
-            and _get_child(parent, last_key) is None
-        ):
-            parent[int(last_key)] = _encode_array(array)
+        for parent_key in parent_keys:
+            parent = _get_child(parent, parent_key)
+        if isinstance(parent, dict) and key in parent and parent[key] is None:
+            parent[key] = _encode_array(array)
+        elif isinstance(parent, list) and key.isdecimal() and _get_child(parent, key) is None:
+            parent[int(key)] = _encode_array(array)
     return orjson.dumps(observation)
 
 
@@ -239,11 +235,8 @@ def make_error_data(error: EnvError, sessions: Sessions, *, is_upstream: bool) -
         if is_upstream:
             error_json["message"] = f"Environment factory '{name}' failed to create instance."
     elif isinstance(cause, ValidationError):
-        error_json |= (
-            make_validation_error_data(cause)
-            if is_upstream
-            else {"errors": encode_faults(cause.errors())}
-        )
+        fault_data = make_validation_error_data(cause)
+        error_json |= fault_data if is_upstream else {"errors": fault_data["errors"]}
     elif error.code is ErrorCode.EXECUTION_ERROR and is_upstream and cause is not None:
         error_json["message"] = read_error_message(cause)
     return error_json
@@ -265,10 +258,8 @@ def encode_faults(faults: Sequence[Mapping[str, Any]]) -> orjson.Fragment:
     except TypeError:  # the input is nested too deeply
         encoded_faults = b""
     if not encoded_faults or len(encoded_faults) > MAX_FAULTS_BYTES:
-        short_faults = [
-            {key: fault[key] for key in ("type", "loc", "msg")} for fault in faults[:20]
-        ]
-        encoded_faults = orjson.dumps(short_faults, default=str)
+        summaries = [{key: fault[key] for key in ("type", "loc", "msg")} for fault in faults[:20]]
+        encoded_faults = orjson.dumps(summaries, default=str)
     return orjson.Fragment(encoded_faults)
 
 
@@ -278,10 +269,6 @@ def _encode_metadata(result: EncodedResult) -> bytes:
         return result.metadata_json
     metadata = orjson.loads(result.metadata_json) if result.metadata_json else {}
     return orjson.dumps({**metadata, SUCCESS_KEY: result.success})
-
-
-def _encode_tensor(name: str, array: np.ndarray) -> JsonObject:
-    return {"name": name, **_encode_array(array)}
 
 
 def _encode_array(array: np.ndarray) -> JsonObject:

@@ -188,16 +188,14 @@ def fill_reset_args(message: pb.ResetArgs, args: ResetArgs) -> None:
         message.options_json = plain_json(args.options, "reset options")
 
 
-def fill_step(
-    message: pb.StepRequest, session_id: str, action: bytes | str, step_index: int
-) -> None:
+def fill_step(step: pb.StepRequest, session_id: str, action: bytes | str, step_index: int) -> None:
     """Write a step into a message."""
-    message.session_id = session_id
-    message.step_index = step_index
+    step.session_id = session_id
+    step.step_index = step_index
     if isinstance(action, bytes):
-        message.action_json = action
+        step.action_json = action
     else:
-        message.action_text = action
+        step.action_text = action
 
 
 def fill_call_tool(
@@ -261,46 +259,39 @@ def read_error(message: pb.Error) -> EnvError:
 
 def make_description_message(description: EnvironmentDescription) -> pb.DescribeResponse:
     """Convert a description to a message."""
-    fields_by_name = asdict(description)
+    field_values = asdict(description)
     for name in _JSON_FIELDS:
-        fields_by_name[f"{name}_json"] = orjson.dumps(fields_by_name.pop(name))
-    fields_by_name["takes_any_option"] = description.reset_options is None
-    fields_by_name["reset_options"] = sorted(description.reset_options or ())
-    return pb.DescribeResponse(**fields_by_name)
+        field_values[f"{name}_json"] = orjson.dumps(field_values.pop(name))
+    field_values["takes_any_option"] = description.reset_options is None
+    field_values["reset_options"] = sorted(description.reset_options or ())
+    return pb.DescribeResponse(**field_values)
 
 
 def read_description(message: pb.DescribeResponse) -> EnvironmentDescription:
     """Read a description."""
-    fields_by_name = {
+    field_values = {
         field.name: getattr(message, field.name)
         for field in fields(EnvironmentDescription)
         if field.name not in _JSON_FIELDS
     }
     for name in _JSON_FIELDS:
-        fields_by_name[name] = orjson.loads(getattr(message, f"{name}_json") or b"{}")
-    fields_by_name["tools"] = [Tool(**tool) for tool in fields_by_name["tools"]]
-    fields_by_name["reset_options"] = frozenset(message.reset_options)
+        field_values[name] = orjson.loads(getattr(message, f"{name}_json") or b"{}")
+    field_values["tools"] = [Tool(**tool) for tool in field_values["tools"]]
+    field_values["reset_options"] = frozenset(message.reset_options)
     if message.takes_any_option:
-        fields_by_name["reset_options"] = None
-    fields_by_name["tasks"] = None
+        field_values["reset_options"] = None
+    field_values["tasks"] = None
     if message.HasField("tasks"):
         tasks = message.tasks
-        fields_by_name["tasks"] = TaskSet(
-            tasks.num_tasks, tasks.num_test_tasks, tuple(tasks.columns)
-        )
-    return EnvironmentDescription(**fields_by_name)
+        field_values["tasks"] = TaskSet(tasks.num_tasks, tasks.num_test_tasks, tuple(tasks.columns))
+    return EnvironmentDescription(**field_values)
 
 
 def fill_tensors(messages: Any, tensors: Mapping[str, np.ndarray]) -> None:
     """Append the arrays to a repeated Tensor field."""
     for name, array in tensors.items():
-        little_endian_array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-        messages.add(
-            name=name,
-            dtype=array.dtype.name,
-            shape=array.shape,
-            data=little_endian_array.tobytes(),
-        )
+        encoded_array = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+        messages.add(name=name, dtype=array.dtype.name, shape=array.shape, data=encoded_array)
 
 
 def read_tensors(messages: Iterable[pb.Tensor]) -> dict[str, np.ndarray]:

@@ -59,9 +59,8 @@ def _skip_field(
             size, offset = _read_varint(encoded_message, offset)
             field = fields_by_number.get(tag >> 3)
             if field is not None and field.message_type is not None:
-                pending_messages.append(
-                    (offset, min(offset + size, len(encoded_message)), field.message_type)
-                )
+                end_offset = min(offset + size, len(encoded_message))
+                pending_messages.append((offset, end_offset, field.message_type))
             return offset + size
         case 0:
             return _read_varint(encoded_message, offset)[1]

@@ -207,15 +207,13 @@ def _find_builder(target: str) -> Builder:
     if target_path:
         return _load_object_builder(target)
     require_package(target)
-    make_environment: Builder | None = getattr(
-        _import_module(target, target), "make_environment", None
-    )
-    if make_environment is None:
+    builder: Builder | None = getattr(_import_module(target, target), "make_environment", None)
+    if builder is None:
         raise ConfigError(
             f"'{target}' has no make_environment(**options); name an environment package, or a"
             f" class in it as {target}:Class"
         )
-    return make_environment
+    return builder
 
 
 def _load_object_builder(target: str) -> Builder:
@@ -291,10 +289,8 @@ def _has_server_app(name: str) -> bool:
 
 
 def _describe_package(name: str, distribution: str) -> EnvironmentPackage:
-    distribution_metadata = metadata(distribution)
-    return EnvironmentPackage(
-        name, distribution_metadata["Version"], distribution_metadata["Summary"] or ""
-    )
+    headers = metadata(distribution)
+    return EnvironmentPackage(name, headers["Version"], headers["Summary"] or "")
 
 
 def _look_up(module: str, qualname: str) -> object:

@@ -65,9 +65,7 @@ class FieldsText:
         required_fields = schema.get("required", [])
         self._action_field = required_fields[0] if len(required_fields) == 1 else ""
         properties = schema.get("properties", {})
-        self._field_type = (
-            properties.get(self._action_field, {}).get("type") if self._action_field else None
-        )
+        self._field_type = properties.get(self._action_field, {}).get("type")
 
     def render(self, observation: JsonObject, *, first: bool) -> str:
         """Render a message with one field per line, preceded by instructions after a reset."""
@@ -138,7 +136,6 @@ class FieldsText:
 
 
 def _shorten(text: str) -> str:
-    num_hidden = len(text) - _MAX_FIELD_CHARS
-    return (
-        text if num_hidden <= 0 else f"{text[:_MAX_FIELD_CHARS]}... ({num_hidden} more characters)"
-    )
+    if len(text) <= _MAX_FIELD_CHARS:
+        return text
+    return f"{text[:_MAX_FIELD_CHARS]}... ({len(text) - _MAX_FIELD_CHARS} more characters)"

@@ -25,7 +25,7 @@ import orjson
 from ludus.env.backoff import retry, retry_unavailable
 from ludus.env.encoding import ResetArgs
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
-from ludus.env.grpc.server_port import ServerPort, open_channel
+from ludus.env.grpc.server_port import GrpcClient, open_channel
 from ludus.env.messages.protobuf import (
     ENVIRONMENT_KEY,
     fill_call_tool,
@@ -62,7 +62,7 @@ class GrpcTransport:
             keepalive_s=options.keepalive_s,
             keepalive_timeout_s=options.keepalive_s,
         )
-        self._port = ServerPort(
+        self._client = GrpcClient(
             channel, str(server.address), _make_metadata(server), options.timeout_s
         )
         self.stream: CallStream | None = None
@@ -82,11 +82,11 @@ class GrpcTransport:
 
     async def describe(self) -> EnvironmentDescription:
         """Return the server's description of its environment."""
-        return await self._port.describe()
+        return await self._client.describe()
 
     async def open(self, args: OpenArgs) -> tuple[GrpcSession, StepResult | None]:
         """Open a session. A broken stream is replaced first."""
-        stream, reply = await self.call_with_reconnect(
+        stream, reply = await self.retry_call(
             lambda call: fill_open_args(call.open, args), self.reconnect_timeout_s
         )
         return self._add_session(stream, reply.open, args)
@@ -100,7 +100,7 @@ class GrpcTransport:
             fill_open_args(call.open_group.open, args)
             call.open_group.size = size
 
-        stream, reply = await self.call_with_reconnect(fill, self.reconnect_timeout_s)
+        stream, reply = await self.retry_call(fill, self.reconnect_timeout_s)
         sessions = reply.open_group.sessions
         return [self._add_session(stream, open_response, args) for open_response in sessions]
 
@@ -116,21 +116,17 @@ class GrpcTransport:
             self._keep_task.cancel()
         if stream is not None:
             await stream.close()
-        await self._port.close()
+        await self._client.close()
 
     async def _close_surviving_sessions(self) -> None:
         while True:
             stream = await self.get_live_stream(_CLOSE_TIMEOUT_S)
-            close_replies = [
-                stream.send_close(session.session_id) for session in self.surviving_sessions
-            ]
-            await asyncio.wait(close_replies)
+            replies = [stream.send_close(session.session_id) for session in self.surviving_sessions]
+            await asyncio.wait(replies)
             if stream.break_reason is None:
                 return
 
-    async def call_with_reconnect(
-        self, fill: FillCall, timeout_s: float
-    ) -> tuple[CallStream, pb.Reply]:
+    async def retry_call(self, fill: FillCall, timeout_s: float) -> tuple[CallStream, pb.Reply]:
         """Return the reply to a call, which is repeated on a new stream when its stream breaks.
 
         Raises:
@@ -169,14 +165,13 @@ class GrpcTransport:
         if session.survives_disconnect:
             self.surviving_sessions.add(session)
             self._start_keep_task()
-        return session, read_result(open_response.first) if open_response.HasField(
-            "first"
-        ) else None
+        first_result = read_result(open_response.first) if open_response.HasField("first") else None
+        return session, first_result
 
     async def _open_stream(self, deadline_s: float) -> CallStream:
         remaining_s = max(deadline_s - asyncio.get_running_loop().time(), 0.1)
         return CallStream(
-            await self._port.connect(remaining_s),
+            await self._client.connect(remaining_s),
             str(self.server.address),
             timeout_s=self.server.options.timeout_s,
             max_calls_per_batch=self.server.options.max_calls_per_message,
@@ -195,9 +190,8 @@ class GrpcTransport:
         """Move sessions without calls to a new stream before the server closes them."""
         with contextlib.suppress(EnvError):  # the next call of a session raises the error again
             while self.surviving_sessions:
-                linger_s = min(
-                    (session.linger_s for session in self.surviving_sessions), default=0.0
-                )
+                linger_times_s = [session.linger_s for session in self.surviving_sessions]
+                linger_s = min(linger_times_s, default=0.0)
                 await asyncio.sleep(linger_s * KEEP_ALIVE_FRACTION)
                 stream = await self.get_live_stream(self.reconnect_timeout_s)
                 idle_sessions = [
@@ -269,7 +263,7 @@ class GrpcSession:
             await self.stream.send_close(self.session_id)
         elif self.survives_disconnect:
             with contextlib.suppress(InfrastructureError):  # the session ends after its linger time
-                await self.transport.call_with_reconnect(self._fill_close, _CLOSE_TIMEOUT_S)
+                await self.transport.retry_call(self._fill_close, _CLOSE_TIMEOUT_S)
 
     def abandon(self) -> None:
         if self.stream.break_reason is None:
@@ -281,7 +275,7 @@ class GrpcSession:
         except ConnectionLostError:
             if not self.survives_disconnect:
                 raise
-        self.stream, reply = await self.transport.call_with_reconnect(
+        self.stream, reply = await self.transport.retry_call(
             fill, self.transport.reconnect_timeout_s
         )
         return reply
@@ -293,17 +287,13 @@ class GrpcSession:
         call.close.session_id = self.session_id
 
 
-async def _wait_for_reply(stream: CallStream, reply_future: asyncio.Future[pb.Reply]) -> pb.Reply:
+async def _wait_for_reply(stream: CallStream, future: asyncio.Future[pb.Reply]) -> pb.Reply:
     try:
-        return await reply_future
+        return await future
     except asyncio.CancelledError:
         # The reply may have arrived in the same turn of the event loop as the cancellation.
-        if (
-            reply_future.done()
-            and not reply_future.cancelled()
-            and reply_future.exception() is None
-        ):
-            stream.close_opened(reply_future.result())
+        if future.done() and not future.cancelled() and future.exception() is None:
+            stream.close_opened(future.result())
         raise
 
 

@@ -74,13 +74,11 @@ class HttpClient:
             AuthenticationError: the server refuses the token.
         """
         paths = ("/openapi.json", "/schema", "/metadata")
-        openapi_json, schema_json, metadata_json = await asyncio.gather(
-            *map(self._get_json_or_none, paths)
-        )
-        has_reset = "/reset" in ((openapi_json or {}).get("paths") or {})
-        has_description = schema_json is not None or metadata_json is not None
+        openapi, schema, metadata = await asyncio.gather(*map(self._get_json_or_none, paths))
+        has_reset = "/reset" in ((openapi or {}).get("paths") or {})
+        has_description = schema is not None or metadata is not None
         is_legacy = has_reset and not has_description and not self.server.address.is_websocket
-        return DiscoveredServer(metadata_json or {}, schema_json or {}, is_legacy)
+        return DiscoveredServer(metadata or {}, schema or {}, is_legacy)
 
     async def request(
         self, method: str, path: str, body: bytes | None, timeout_s: float
@@ -94,9 +92,7 @@ class HttpClient:
         headers = {**self._headers, **make_trace_headers()}
         url_path = self.server.address.path + path
         try:
-            return await asyncio.to_thread(
-                self._send_request, method, url_path, body, headers, timeout_s
-            )
+            return await asyncio.to_thread(self._send, method, url_path, body, headers, timeout_s)
         except TimeoutError:
             raise
         except (OSError, http.client.HTTPException) as error:
@@ -111,9 +107,8 @@ class HttpClient:
         except TimeoutError as error:
             raise make_unreachable_error(address, error) from error
         if reply.status in (401, 403, 429, 503):
-            raise make_refusal_error(
-                address, reply.status, reply.headers.get("retry-after"), reply.body
-            )
+            retry_after = reply.headers.get("retry-after")
+            raise make_refusal_error(address, reply.status, retry_after, reply.body)
         if 300 <= reply.status < 400:
             raise ConfigError(
                 f"expected an environment server at {address}, got a redirect to"
@@ -124,13 +119,8 @@ class HttpClient:
         reply_json = _parse_json(address, reply.body)
         return reply_json if isinstance(reply_json, dict) else {}
 
-    def _send_request(
-        self,
-        method: str,
-        url_path: str,
-        body: bytes | None,
-        headers: dict[str, str],
-        timeout_s: float,
+    def _send(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout_s: float
     ) -> HttpReply:
         netloc = urlsplit(f"//{self.server.address.authority}")
         host, port = (netloc.hostname or "", netloc.port or (443 if self._ssl_context else 80))
@@ -142,7 +132,7 @@ class HttpClient:
                 connection.sock = self._ssl_context.wrap_socket(
                     connection.sock, server_hostname=server_name
                 )
-            connection.request(method, url_path, body, headers)
+            connection.request(method, path, body, headers)
             response = connection.getresponse()
             return HttpReply(response.status, response.headers, response.read(_MAX_BODY_BYTES))
         finally:

@@ -194,9 +194,7 @@ class OpenEnvTransport:
         open_tasks = [asyncio.ensure_future(self.open(args)) for _ in range(size)]
         try:
             group = await asyncio.gather(*open_tasks)
-            _check_group(
-                [first_result for _, first_result in group if first_result is not None], args
-            )
+            _check_group([result for _, result in group if result is not None], args)
         except BaseException:
             for open_task in open_tasks:
                 open_task.cancel()

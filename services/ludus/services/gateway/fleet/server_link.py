@@ -18,7 +18,7 @@ import grpc
 
 from ludus.env.backoff import generate_pauses
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
-from ludus.env.grpc.server_port import ServerPort, open_channel
+from ludus.env.grpc.server_port import GrpcClient, open_channel
 from ludus.env.limits import MAX_GATEWAY_CALL_BYTES
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -95,7 +95,7 @@ class ServerLink:
         self._broken_event = asyncio.Event()
         self._poll_event = asyncio.Event()
         """Event that ends the pause before the next poll."""
-        self._server_port = _make_port(endpoint, options)
+        self._grpc_client = _make_grpc_client(endpoint, options)
         self._task = asyncio.create_task(self._stay_connected())
 
     # -- placement ---------------------------------------------------------------------
@@ -253,7 +253,7 @@ class ServerLink:
         await asyncio.gather(self._task, return_exceptions=True)
         if self._stream is not None:
             await self._stream.close()
-        await self._server_port.close()
+        await self._grpc_client.close()
 
     # -- the connection ----------------------------------------------------------------
 
@@ -282,9 +282,9 @@ class ServerLink:
         """Open a stream and read the server's description and load."""
         self._broken_event.clear()
         self.last_refusal = ""
-        grpc_stream = await self._server_port.connect(self._options.unreachable_after_s)
+        grpc_stream = await self._grpc_client.connect(self._options.unreachable_after_s)
         try:
-            description = await self._server_port.describe()
+            description = await self._grpc_client.describe()
             await self.poll()
         except BaseException:
             grpc_stream.cancel()
@@ -328,7 +328,7 @@ class ServerLink:
         num_old_change = self._num_change_since_poll
         self._is_polling = True
         try:
-            status = await self._server_port.status()
+            status = await self._grpc_client.status()
         finally:
             self._is_polling = False
         self._num_polled_sessions = status.num_sessions
@@ -376,7 +376,7 @@ class ServerLink:
         self._poll_event.set()
 
 
-def _make_port(endpoint: ServerEndpoint, options: ServersSection) -> ServerPort:
+def _make_grpc_client(endpoint: ServerEndpoint, options: ServersSection) -> GrpcClient:
     metadata = (("authorization", options.authorization),) if options.authorization else ()
     scheme, _, host_and_port = endpoint.grpc_address.rstrip("/").rpartition("://")
     credentials = options.credentials
@@ -390,4 +390,4 @@ def _make_port(endpoint: ServerEndpoint, options: ServersSection) -> ServerPort:
         keepalive_timeout_s=_KEEPALIVE_TIMEOUT_S,
         options=(("grpc.http2.max_pings_without_data", 0),),
     )
-    return ServerPort(channel, endpoint.grpc_address, metadata, options.unreachable_after_s)
+    return GrpcClient(channel, endpoint.grpc_address, metadata, options.unreachable_after_s)

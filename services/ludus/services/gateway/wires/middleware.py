@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 from starlette.websockets import WebSocket
 
-from ludus.env.asgi.socket import truncate_close_reason
+from ludus.env.asgi.socket import truncate_reason
 from ludus.env.grpc.call_server import abort_call
 from ludus.env.messages.status import STATUSES_BY_CODE
 from ludus.env.security.tracing import MAX_REQUEST_ID_CHARS, REQUEST_ID
@@ -192,7 +192,7 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
 async def _close_websocket(send: Send, error: EnvError) -> None:
     """Close a WebSocket with the error as the reason; do nothing if it is already closed."""
     with contextlib.suppress(OSError, RuntimeError):
-        reason = truncate_close_reason(error.message)
+        reason = truncate_reason(error.message)
         await send({"type": "websocket.close", "code": _REVOKED_CLOSE_CODE, "reason": reason})
 
 

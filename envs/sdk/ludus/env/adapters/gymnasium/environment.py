@@ -78,7 +78,7 @@ class EpisodicGymnasiumEnvironment(Environment[ActionT, ObservationT, GymnasiumS
     state_type = GymnasiumState
 
     def __init__(self, environment: AnyGymnasiumEnv) -> None:
-        self.gymnasium_env = environment
+        self.gym_env = environment
         self._is_playing = False
         self._state = GymnasiumState()
 
@@ -89,15 +89,15 @@ class EpisodicGymnasiumEnvironment(Environment[ActionT, ObservationT, GymnasiumS
 
     def close(self) -> None:
         """Close the environment."""
-        self.gymnasium_env.close()
+        self.gym_env.close()
 
     def start_episode(self, seed: int | None, options: JsonObject) -> tuple[Any, JsonObject]:
         """Reset the Gymnasium environment, and return its first observation and info."""
         if seed is None:  # Gymnasium would otherwise continue with the last episode's generator
             seed = secrets.randbits(_SEED_BITS)
         self._is_playing = False
-        self.gymnasium_env.action_space.seed(seed)
-        gym_observation, info = self.gymnasium_env.reset(seed=seed, options=options or None)
+        self.gym_env.action_space.seed(seed)
+        gym_observation, info = self.gym_env.reset(seed=seed, options=options or None)
         self._is_playing = True
         self._state = GymnasiumState()
         return gym_observation, info
@@ -125,14 +125,12 @@ class EpisodicGymnasiumEnvironment(Environment[ActionT, ObservationT, GymnasiumS
         success = None
         if not self._is_playing:
             episode_return = self._state.episode_return
-            success = find_success(
-                self.gymnasium_env, is_terminated, rewards[-1], episode_return, info
-            )
+            success = find_success(self.gym_env, is_terminated, rewards[-1], episode_return, info)
         return Transition(
             observation,
             sum(rewards),
-            is_terminated,
-            is_truncated,
+            bool(is_terminated),
+            bool(is_truncated),
             info=to_plain_json(info),
             tensors=tensors,
             success=success,
@@ -152,8 +150,8 @@ class GymnasiumEnvironment(EpisodicGymnasiumEnvironment[Action, Observation]):
 
     def __init__(self) -> None:
         super().__init__(make_gymnasium(self.env_id, self.gymnasium_options))
-        self._space = self.gymnasium_env.action_space
-        self._has_text_rendering = self.gymnasium_env.render_mode == _TEXT_RENDER_MODE
+        self._space = self.gym_env.action_space
+        self._has_text_rendering = self.gym_env.render_mode == _TEXT_RENDER_MODE
         has_renderer = (
             self._has_text_rendering or self.picture_columns or not self.observation_codec.is_tensor
         )
@@ -167,7 +165,7 @@ class GymnasiumEnvironment(EpisodicGymnasiumEnvironment[Action, Observation]):
     def reset(self, *, seed: int | None = None, **options: Any) -> Transition[Observation]:
         """Return the first observation; `options` are passed to Gymnasium."""
         gym_observation, info = self.start_episode(seed, options)
-        observation, tensors = self._observe(gym_observation, info, is_episode_over=False)
+        observation, tensors = self._observe(gym_observation, info, is_over=False)
         return Transition(observation, info=to_plain_json(info), tensors=tensors)
 
     def step(self, action: Action) -> Transition[Observation]:
@@ -183,31 +181,25 @@ class GymnasiumEnvironment(EpisodicGymnasiumEnvironment[Action, Observation]):
             raise IllegalActionError(
                 f"expected an action in {self._space}, got {action_json}; see /schema"
             )
-        gym_observation, reward, is_terminated, is_truncated, info = self.gymnasium_env.step(
-            gym_action
-        )
-        observation, tensors = self._observe(
-            gym_observation, info, is_episode_over=is_terminated or is_truncated
-        )
+        gym_observation, reward, is_terminated, is_truncated, info = self.gym_env.step(gym_action)
+        is_over = is_terminated or is_truncated
+        observation, tensors = self._observe(gym_observation, info, is_over=is_over)
         return self.make_transition(
-            observation, [float(reward)], bool(is_terminated), bool(is_truncated), info, tensors
+            observation, [float(reward)], is_terminated, is_truncated, info, tensors
         )
 
     def _observe(
-        self, gym_observation: Any, info: JsonObject, *, is_episode_over: bool
+        self, gym_observation: Any, info: JsonObject, *, is_over: bool
     ) -> tuple[Observation, Tensors]:
         tensors: Tensors = {}
-        fields: JsonObject = {
-            "observation": self.observation_codec.encode(gym_observation, tensors)
-        }
+        fields = {"observation": self.observation_codec.encode(gym_observation, tensors)}
         if isinstance(self._space, spaces.Discrete):
-            fields |= _make_legal_fields(self._space, info, is_episode_over)
+            fields |= _make_legal_fields(self._space, info, is_over)
         if self.picture_columns:
             fields["picture"] = draw_picture(np.asarray(gym_observation), self.picture_columns)
         if self._has_text_rendering:
-            fields["rendered"] = replace_colors(
-                str(self.gymnasium_env.render()), self.renderer.guide.color_meanings
-            )
+            color_meanings = self.renderer.guide.color_meanings
+            fields["rendered"] = replace_colors(str(self.gym_env.render()), color_meanings)
         return self.observation_type.model_validate(fields), tensors
 
 
@@ -257,6 +249,7 @@ def _make_class(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
     finally:
         sample_env.close()
     action_type = create_model("GymnasiumAction", __base__=Action, action=action_codec.annotation)
+    has_text_rendering = options.get("render_mode") == _TEXT_RENDER_MODE
     class_attributes = {
         "__doc__": f"Gymnasium's {env_id}.",
         "name": f"{GYMNASIUM}:{env_id}",
@@ -264,10 +257,7 @@ def _make_class(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
         "version": f"{gymnasium.__version__}",
         "action_type": action_type,
         "observation_type": _make_observation_type(
-            observation_codec,
-            action_space,
-            options.get("render_mode") == _TEXT_RENDER_MODE,
-            bool(picture_columns),
+            observation_codec, action_space, has_text_rendering, bool(picture_columns)
         ),
         "env_id": env_id,
         "gymnasium_options": options,
@@ -280,18 +270,14 @@ def _make_class(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
 
 
 def _make_observation_type(
-    codec: SpaceCodec, action_space: AnySpace, has_text_rendering: bool, has_picture: bool
+    codec: SpaceCodec, space: AnySpace, has_text_rendering: bool, has_picture: bool
 ) -> type[Observation]:
     fields: dict[str, Any] = {"observation": codec.annotation}
-    if isinstance(action_space, spaces.Discrete):
-        description = (
-            "Legal actions: those that `action_mask` allows, or all actions without a mask."
-        )
+    if isinstance(space, spaces.Discrete):
+        description = "Legal actions: those that `action_mask` allows, or all without a mask."
         fields["legal_actions"] = (list[int], Field(description=description))
-        if action_space.n > MAX_LISTED_ACTIONS:
-            range_text = (
-                f"from {int(action_space.start)} to {int(action_space.start + action_space.n - 1)}"
-            )
+        if space.n > MAX_LISTED_ACTIONS:
+            range_text = f"from {int(space.start)} to {int(space.start + space.n - 1)}"
             description = f"{description} Null if there are more than {MAX_LISTED_ACTIONS}."
             fields["legal_actions"] = (list[int] | None, Field(description=description))
             description = f"Number of legal actions, which are {range_text}."
@@ -353,20 +339,16 @@ def _add_text_rendering(env_id: str, options: JsonObject) -> JsonObject:
     except (gymnasium.error.Error, ImportError) as error:
         raise _make_missing_library_error(env_id, error) from error
     render_modes = getattr(env_class, "metadata", {}).get("render_modes", ())
-    return (
-        {**options, "render_mode": _TEXT_RENDER_MODE}
-        if _TEXT_RENDER_MODE in render_modes
-        else options
-    )
+    if _TEXT_RENDER_MODE not in render_modes:
+        return options
+    return {**options, "render_mode": _TEXT_RENDER_MODE}
 
 
 def _make_instructions(guide: Guide, environment: AnyGymnasiumEnv) -> str:
     """Return the guide's instructions for the environment's options."""
-    slippery_parameter = inspect.signature(type(environment.unwrapped)).parameters.get(
-        "is_slippery"
-    )
+    parameter = inspect.signature(type(environment.unwrapped)).parameters.get("is_slippery")
     arguments = environment.spec.kwargs if environment.spec is not None else {}
-    if arguments.get("is_slippery", slippery_parameter is not None and slippery_parameter.default):
+    if arguments.get("is_slippery", parameter is not None and parameter.default):
         return f"{guide.instructions} {guide.slippery_instructions}".strip()
     return guide.instructions
 
@@ -377,16 +359,10 @@ def _read_action_names(environment: AnyGymnasiumEnv) -> tuple[str, ...]:
     return tuple(get_meanings()) if get_meanings is not None else ()
 
 
-def _make_legal_fields(
-    action_space: spaces.Discrete, info: JsonObject, is_episode_over: bool
-) -> JsonObject:
+def _make_legal_fields(space: spaces.Discrete, info: JsonObject, is_over: bool) -> JsonObject:
     """Return the fields for legal actions. The list is null if it would be long."""
-    action_mask, first_action, num_actions = (
-        info.get("action_mask"),
-        int(action_space.start),
-        int(action_space.n),
-    )
-    if is_episode_over:
+    action_mask, first_action, num_actions = info.get("action_mask"), int(space.start), int(space.n)
+    if is_over:
         legal_numbers: Sequence[int] = ()
     elif action_mask is None:
         legal_numbers = range(first_action, first_action + num_actions)

@@ -30,11 +30,8 @@ class Guide:
 
     def find_observation_labels(self, num_values: int) -> tuple[str, ...]:
         """Return the labels of an observation by its size; empty if it has another size."""
-        return (
-            self.observation_labels
-            if num_values == (self.observation_size or len(self.observation_labels))
-            else ()
-        )
+        size = self.observation_size or len(self.observation_labels)
+        return self.observation_labels if num_values == size else ()
 
 
 def find_guide(base_name: str) -> Guide:
@@ -44,8 +41,17 @@ def find_guide(base_name: str) -> Guide:
     return GUIDES.get(base_name.removesuffix("8x8"), Guide())
 
 
-def _format_all(template: str, *names: str) -> tuple[str, ...]:
+def _fill(template: str, *names: str) -> tuple[str, ...]:
     return tuple(template.format(name) for name in names)
+
+
+def _label_runner(part: str, joints: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the observation labels of a body that runs in a plane."""
+    return (
+        *(f"height of {part}", f"angle of {part}", *_fill("angle of {}", *joints)),
+        *("speed in x", "speed in z", f"angular speed of {part}"),
+        *_fill("angular speed of {}", *joints),
+    )
 
 
 _GRID_WORLD_GUIDE = Guide(
@@ -60,12 +66,8 @@ _GRID_WORLD_GUIDE = Guide(
 )
 
 _CHEETAH_JOINTS = (
-    "back thigh",
-    "back shin",
-    "back foot",
-    "front thigh",
-    "front shin",
-    "front foot",
+    *("back thigh", "back shin", "back foot"),
+    *("front thigh", "front shin", "front foot"),
 )
 _HOPPER_JOINTS = ("thigh", "leg", "foot")
 _WALKER_JOINTS = ("right thigh", "right leg", "right foot", "left thigh", "left leg", "left foot")
@@ -86,19 +88,17 @@ _ARM_JOINTS = (
 )
 _TORSO_POSE = (
     "height of the torso",
-    *_format_all("{} of the torso's orientation", "w", "x", "y", "z"),
+    *_fill("{} of the torso's orientation", "w", "x", "y", "z"),
 )
 _TORSO_SPEEDS = (
-    *_format_all("speed of the torso in {}", "x", "y", "z"),
-    *_format_all("angular speed of the torso about {}", "x", "y", "z"),
+    *_fill("speed of the torso in {}", "x", "y", "z"),
+    *_fill("angular speed of the torso about {}", "x", "y", "z"),
 )
 _HUMANOID_OBSERVATION = (
-    *(*_TORSO_POSE, *_format_all("angle of {}", *_HUMANOID_JOINTS)),
-    *(*_TORSO_SPEEDS, *_format_all("angular speed of {}", *_HUMANOID_JOINTS)),
+    *(*_TORSO_POSE, *_fill("angle of {}", *_HUMANOID_JOINTS)),
+    *(*_TORSO_SPEEDS, *_fill("angular speed of {}", *_HUMANOID_JOINTS)),
 )
-_HUMANOID_TORQUES = _format_all(
-    "torque of {}", "abdomen y", "abdomen z", "abdomen x", *_LIMB_JOINTS
-)
+_HUMANOID_TORQUES = _fill("torque of {}", "abdomen y", "abdomen z", "abdomen x", *_LIMB_JOINTS)
 
 _CLASSIC_CONTROL_GUIDES = {
     "CartPole": Guide(
@@ -156,7 +156,7 @@ _BOX2D_GUIDES = {
             "leg 1 touches the ground (1)",
             *("angle of hip 2", "speed of hip 2", "angle of knee 2", "speed of knee 2"),
             "leg 2 touches the ground (1)",
-            *_format_all("lidar {}", *map(str, range(1, 11))),
+            *_fill("lidar {}", *map(str, range(1, 11))),
         ),
         action_labels=("hip 1", "knee 1", "hip 2", "knee 2"),
     ),
@@ -170,60 +170,36 @@ _BOX2D_GUIDES = {
 _MUJOCO_GUIDES = {
     "HalfCheetah": Guide(
         instructions="Make the two-legged cheetah run forward, fast.",
-        observation_labels=(
-            *(
-                "height of the front tip",
-                "angle of the front tip",
-                *_format_all("angle of {}", *_CHEETAH_JOINTS),
-            ),
-            *("speed in x", "speed in z", "angular speed of the front tip"),
-            *_format_all("angular speed of {}", *_CHEETAH_JOINTS),
-        ),
-        action_labels=_format_all("torque of {}", *_CHEETAH_JOINTS),
+        observation_labels=_label_runner("the front tip", _CHEETAH_JOINTS),
+        action_labels=_fill("torque of {}", *_CHEETAH_JOINTS),
     ),
     "Hopper": Guide(
         instructions="Make the one-legged body hop forward and do not fall.",
-        observation_labels=(
-            *(
-                "height of the torso",
-                "angle of the torso",
-                *_format_all("angle of {}", *_HOPPER_JOINTS),
-            ),
-            *("speed in x", "speed in z", "angular speed of the torso"),
-            *_format_all("angular speed of {}", *_HOPPER_JOINTS),
-        ),
-        action_labels=_format_all("torque of {}", *_HOPPER_JOINTS),
+        observation_labels=_label_runner("the torso", _HOPPER_JOINTS),
+        action_labels=_fill("torque of {}", *_HOPPER_JOINTS),
     ),
     "Walker2d": Guide(
         instructions="Make the two-legged body walk forward and do not fall.",
-        observation_labels=(
-            *(
-                "height of the torso",
-                "angle of the torso",
-                *_format_all("angle of {}", *_WALKER_JOINTS),
-            ),
-            *("speed in x", "speed in z", "angular speed of the torso"),
-            *_format_all("angular speed of {}", *_WALKER_JOINTS),
-        ),
-        action_labels=_format_all("torque of {}", *_WALKER_JOINTS),
+        observation_labels=_label_runner("the torso", _WALKER_JOINTS),
+        action_labels=_fill("torque of {}", *_WALKER_JOINTS),
     ),
     "Swimmer": Guide(
         instructions="Make the chain of three links swim to the right, fast.",
         observation_labels=(
             *("angle of the front link", "angle of joint 1", "angle of joint 2"),
             *("speed of the tip in x", "speed of the tip in y"),
-            *_format_all("angular speed of {}", "the front link", "joint 1", "joint 2"),
+            *_fill("angular speed of {}", "the front link", "joint 1", "joint 2"),
         ),
         action_labels=("torque of joint 1", "torque of joint 2"),
     ),
     "Ant": Guide(
         instructions="Make the four-legged body walk forward, in x, and do not fall.",
         observation_labels=(
-            *(*_TORSO_POSE, *_format_all("angle of {}", *_ANT_JOINTS)),
-            *(*_TORSO_SPEEDS, *_format_all("angular speed of {}", *_ANT_JOINTS)),
+            *(*_TORSO_POSE, *_fill("angle of {}", *_ANT_JOINTS)),
+            *(*_TORSO_SPEEDS, *_fill("angular speed of {}", *_ANT_JOINTS)),
         ),
         observation_size=105,
-        action_labels=_format_all("torque of {}", *_ANT_JOINTS[-2:], *_ANT_JOINTS[:-2]),
+        action_labels=_fill("torque of {}", *_ANT_JOINTS[-2:], *_ANT_JOINTS[:-2]),
     ),
     "Humanoid": Guide(
         instructions="Make the two-legged body walk forward and do not fall.",
@@ -271,14 +247,14 @@ _MUJOCO_GUIDES = {
         instructions="Push the object to the goal with the tip of the arm.",
         observation_labels=(
             *(
-                *_format_all("angle of {}", *_ARM_JOINTS),
-                *_format_all("angular speed of {}", *_ARM_JOINTS),
+                *_fill("angle of {}", *_ARM_JOINTS),
+                *_fill("angular speed of {}", *_ARM_JOINTS),
             ),
-            *_format_all("{} of the tip", "x", "y", "z"),
-            *_format_all("{} of the object", "x", "y", "z"),
-            *_format_all("{} of the goal", "x", "y", "z"),
+            *_fill("{} of the tip", "x", "y", "z"),
+            *_fill("{} of the object", "x", "y", "z"),
+            *_fill("{} of the goal", "x", "y", "z"),
         ),
-        action_labels=_format_all("torque of {}", *_ARM_JOINTS),
+        action_labels=_fill("torque of {}", *_ARM_JOINTS),
     ),
 }
 

@@ -112,8 +112,8 @@ def _make_box_codec(space: spaces.Box, path: str) -> SpaceCodec:
     if int(np.prod(space.shape)) > MAX_LISTED_ELEMENTS:
         return _make_tensor_codec(space, path)
     number_type = int if np.issubdtype(space.dtype, np.integer) else float
-    min_values, max_values = space.low.astype(np.float64), space.high.astype(np.float64)
-    return _make_list_codec(space, number_type, min_values, max_values)
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    return _make_list_codec(space, number_type, low, high)
 
 
 def _make_tensor_codec(space: spaces.Box, path: str) -> SpaceCodec:
@@ -130,22 +130,20 @@ def _make_tensor_codec(space: spaces.Box, path: str) -> SpaceCodec:
 
 
 def _make_multi_discrete_codec(space: spaces.MultiDiscrete, path: str) -> SpaceCodec:
-    min_values = np.asarray(space.start, dtype=np.float64)
-    return _make_list_codec(
-        space, int, min_values, min_values + np.asarray(space.nvec, dtype=np.float64) - 1
-    )
+    low = np.asarray(space.start, dtype=np.float64)
+    return _make_list_codec(space, int, low, low + np.asarray(space.nvec, dtype=np.float64) - 1)
 
 
 def _make_multi_binary_codec(space: spaces.MultiBinary, path: str) -> SpaceCodec:
-    min_values = np.zeros(space.shape)
-    return _make_list_codec(space, int, min_values, min_values + 1)
+    low = np.zeros(space.shape)
+    return _make_list_codec(space, int, low, low + 1)
 
 
 def _make_list_codec(
     space: spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary,
     number_type: type[int] | type[float],
-    min_values: np.ndarray,
-    max_values: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
 ) -> SpaceCodec:
     """Return the codec for numbers in nested lists with the space's shape."""
 
@@ -158,19 +156,13 @@ def _make_list_codec(
         return Annotated[number_type, Field(**field_limits)]
 
     annotation: Any
-    is_uniform = min_values.size == 0 or (
-        np.ptp(_make_finite(min_values)) == 0 and np.ptp(_make_finite(max_values)) == 0
-    )
-    if not is_uniform and min_values.ndim == 1 and min_values.size <= _MAX_SEPARATE_BOUNDS:
-        element_types = tuple(
-            make_number_type(*limits) for limits in zip(min_values, max_values, strict=True)
-        )
+    is_uniform = low.size == 0 or (np.ptp(_to_finite(low)) == 0 and np.ptp(_to_finite(high)) == 0)
+    if not is_uniform and low.ndim == 1 and low.size <= _MAX_SEPARATE_BOUNDS:
+        element_types = tuple(make_number_type(*limits) for limits in zip(low, high, strict=True))
         annotation = tuple.__class_getitem__(element_types)
     else:
-        annotation = (
-            make_number_type(min_values.min(), max_values.max()) if min_values.size else number_type
-        )
-        for length in reversed(min_values.shape):
+        annotation = make_number_type(low.min(), high.max()) if low.size else number_type
+        for length in reversed(low.shape):
             annotation = Annotated[list[annotation], Field(min_length=length, max_length=length)]
     return SpaceCodec(
         annotation,
@@ -179,7 +171,7 @@ def _make_list_codec(
     )
 
 
-def _make_finite(bounds: np.ndarray) -> np.ndarray:
+def _to_finite(bounds: np.ndarray) -> np.ndarray:
     # The difference of two infinities is NaN.
     return np.asarray(np.nan_to_num(bounds, posinf=1e300, neginf=-1e300) / 2)
 
@@ -190,25 +182,20 @@ def _make_text_codec(space: spaces.Text, path: str) -> SpaceCodec:
 
 
 def _make_tuple_codec(space: spaces.Tuple[Any], path: str) -> SpaceCodec:
-    codecs = [
-        make_codec(child_space, f"{path}.{index}") for index, child_space in enumerate(space.spaces)
-    ]
+    codecs = [make_codec(child, f"{path}.{index}") for index, child in enumerate(space.spaces)]
     return SpaceCodec(
         tuple.__class_getitem__(tuple(codec.annotation for codec in codecs)),
         lambda element_json: tuple(
-            codec.decode(child) for codec, child in zip(codecs, element_json, strict=True)
+            codec.decode(part) for codec, part in zip(codecs, element_json, strict=True)
         ),
         lambda element, tensors: [
-            codec.encode(child, tensors) for codec, child in zip(codecs, element, strict=True)
+            codec.encode(part, tensors) for codec, part in zip(codecs, element, strict=True)
         ],
     )
 
 
 def _make_dict_codec(space: spaces.Dict, path: str) -> SpaceCodec:
-    codecs = {
-        str(name): make_codec(child_space, f"{path}.{name}")
-        for name, child_space in space.spaces.items()
-    }
+    codecs = {str(key): make_codec(child, f"{path}.{key}") for key, child in space.spaces.items()}
     field_types = TypedDict(  # type: ignore[misc]
         f"{path.rpartition('.')[2].title()}Fields",
         {name: codec.annotation for name, codec in codecs.items()},

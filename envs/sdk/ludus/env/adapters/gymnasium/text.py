@@ -40,9 +40,7 @@ class GymnasiumRenderer:
         action_type: type of the actions that `parse` returns.
     """
 
-    def __init__(
-        self, env_name: str, action_type: type[Action], space: AnySpace, guide: Guide
-    ) -> None:
+    def __init__(self, name: str, action_type: type[Action], space: AnySpace, guide: Guide) -> None:
         self._action_type = action_type
         action_numbers: Sequence[int] = ()
         if isinstance(space, spaces.Discrete):
@@ -55,7 +53,7 @@ class GymnasiumRenderer:
         self._numbers_by_name = {
             name.casefold(): number for number, name in self._names_by_number.items()
         }
-        self._introduction = f"You play {env_name}. {guide.instructions}".strip()
+        self._introduction = f"You play {name}. {guide.instructions}".strip()
 
     def render(self, observation: Observation, *, first: bool) -> list[Message]:
         """Return one message with the picture and the numbers, and first with instructions."""
@@ -106,15 +104,15 @@ class GymnasiumRenderer:
         if isinstance(observation, list | tuple):
             labels = self.guide.find_observation_labels(len(observation))
         if not labels:
-            return _format_json_value(observation)
+            return _format_value(observation)
         labeled_text = ", ".join(
-            f"{label}: {_format_json_value(value)}"
+            f"{label}: {_format_value(value)}"
             for label, value in zip(labels, observation, strict=False)
         )
         other_values = observation[len(labels) :]
         if not other_values:
             return labeled_text
-        return f"{labeled_text}, and {len(other_values)} more: {_format_json_value(other_values)}"
+        return f"{labeled_text}, and {len(other_values)} more: {_format_value(other_values)}"
 
     def _find_named_action(self, response: str) -> int | None:
         """Return the only action that the response names, or None if it names none or several."""
@@ -137,11 +135,9 @@ def replace_colors(picture: str, color_meanings: Mapping[str, str]) -> str:
 
     def bracket(colored_match: re.Match[str]) -> str:
         meaning = color_meanings.get(colored_match[1], "")
-        return (
-            f"[{meaning} {colored_match[2].strip()}".rstrip() + "]"
-            if meaning
-            else f"[{colored_match[2]}]"
-        )
+        if meaning:
+            return f"[{meaning} {colored_match[2].strip()}".rstrip() + "]"
+        return f"[{colored_match[2]}]"
 
     return _ESCAPE_CODE.sub("", _COLORED_TEXT.sub(bracket, picture)).strip("\n")
 
@@ -174,25 +170,20 @@ def draw_picture(picture: np.ndarray, num_columns: int) -> str:
     num_rows = max(1, round(num_columns * gray_picture.shape[0] / gray_picture.shape[1]))
     row_starts = np.arange(num_rows) * gray_picture.shape[0] // num_rows
     column_starts = np.arange(num_columns) * gray_picture.shape[1] // num_columns
-    brightness_sums = np.add.reduceat(
-        np.add.reduceat(gray_picture.astype(np.float64), row_starts, 0), column_starts, 1
-    )
+    row_sums = np.add.reduceat(gray_picture.astype(np.float64), row_starts, 0)
+    sums = np.add.reduceat(row_sums, column_starts, 1)
     row_heights = np.diff(np.append(row_starts, gray_picture.shape[0]))
     column_widths = np.diff(np.append(column_starts, gray_picture.shape[1]))
-    shades = (brightness_sums / np.outer(row_heights, column_widths) * _NUM_SHADES / 256).astype(
-        int
-    )
+    shades = (sums / np.outer(row_heights, column_widths) * _NUM_SHADES / 256).astype(int)
     return "\n".join("".join(map(str, row)) for row in shades)
 
 
-def _format_json_value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Format a JSON value as text, with four digits per float."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_format_json_value(element) for element in value)}]"
+        return f"[{', '.join(_format_value(element) for element in value)}]"
     if isinstance(value, dict):
-        return ", ".join(
-            f"{name}: {_format_json_value(element)}" for name, element in value.items()
-        )
+        return ", ".join(f"{name}: {_format_value(element)}" for name, element in value.items())
     return str(value)

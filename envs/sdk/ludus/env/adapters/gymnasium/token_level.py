@@ -74,24 +74,18 @@ class TokenLevelEnvironment(EpisodicGymnasiumEnvironment[TokenAction, TokenObser
         import_from: str | None = None,
         **options: Any,
     ) -> None:
-        arguments = {
-            "env_id": env_id,
-            "entry_point": entry_point,
-            "import_from": import_from,
-        }
-        self._options = {
-            name: argument for name, argument in arguments.items() if argument
-        } | options
+        arguments = {"env_id": env_id, "entry_point": entry_point, "import_from": import_from}
+        self._options = {key: argument for key, argument in arguments.items() if argument} | options
         if import_from is not None and import_from not in sys.path:
             sys.path.append(import_from)
         if entry_point is not None:
-            _register_entry_point(env_id, entry_point)
+            spec = gymnasium.registry.get(env_id)
+            if spec is None or spec.entry_point != entry_point:
+                gymnasium.register(id=env_id, entry_point=entry_point)
         self._options_json = orjson.dumps(self._options, option=orjson.OPT_SORT_KEYS)
-        idle_environments = _idle_environments[self._options_json]
-        super().__init__(
-            idle_environments.pop() if idle_environments else make_gymnasium(env_id, options)
-        )
-        self._vocabulary_size = read_vocabulary_size(self.gymnasium_env)
+        pool = _idle_environments[self._options_json]
+        super().__init__(pool.pop() if pool else make_gymnasium(env_id, options))
+        self._vocabulary_size = read_vocabulary_size(self.gym_env)
         self._token_ids: list[int] = []
         self._is_reusable = True
 
@@ -122,34 +116,28 @@ class TokenLevelEnvironment(EpisodicGymnasiumEnvironment[TokenAction, TokenObser
         self._is_reusable = False
         for token_id in action.token_ids:
             appended_token_ids = [*self._token_ids, token_id]
-            gym_observation, reward, is_terminated, is_truncated, info = self.gymnasium_env.step(
-                token_id
-            )
+            gym_observation, reward, is_terminated, is_truncated, info = self.gym_env.step(token_id)
             rewards.append(float(reward))
             self._token_ids = _to_token_ids(gym_observation)
             if is_terminated or is_truncated or self._token_ids != appended_token_ids:
                 break
         self._is_reusable = True
         observation = TokenObservation(token_ids=self._token_ids, rewards=rewards)
-        return self.make_transition(
-            observation, rewards, bool(is_terminated), bool(is_truncated), info, {}
-        )
+        return self.make_transition(observation, rewards, is_terminated, is_truncated, info, {})
 
     def close(self) -> None:
         """Keep the environment for the next session, because it may have loaded a model."""
         if self._is_reusable:
-            _idle_environments[self._options_json].append(self.gymnasium_env)
+            _idle_environments[self._options_json].append(self.gym_env)
         else:
-            self.gymnasium_env.close()
+            self.gym_env.close()
 
     def _require_legal(self, token_ids: list[int]) -> None:
         self.require_episode()
-        unknown_ids = [
-            token_id for token_id in token_ids if not 0 <= token_id < self._vocabulary_size
-        ]
-        if unknown_ids:
+        bad_ids = [token_id for token_id in token_ids if not 0 <= token_id < self._vocabulary_size]
+        if bad_ids:
             raise IllegalActionError(
-                f"tokens must be 0 to {self._vocabulary_size - 1}, got {unknown_ids[0]}; a"
+                f"tokens must be 0 to {self._vocabulary_size - 1}, got {bad_ids[0]}; a"
                 " model with more embeddings than its tokenizer has tokens can sample unknown ids"
             )
 
@@ -175,13 +163,6 @@ def read_vocabulary_size(environment: AnyGymnasiumEnv) -> int:
 
 _idle_environments: defaultdict[bytes, list[AnyGymnasiumEnv]] = defaultdict(list)
 """Environments without a session, by the JSON of their constructor arguments."""
-
-
-def _register_entry_point(env_id: str, entry_point: str) -> None:
-    """Register the id in this process if it is not registered."""
-    spec = gymnasium.registry.get(env_id)
-    if spec is None or spec.entry_point != entry_point:
-        gymnasium.register(id=env_id, entry_point=entry_point)
 
 
 def _to_token_ids(gym_observation: Any) -> list[int]:

@@ -21,6 +21,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from inspect import Parameter
 from typing import Any, ClassVar, cast
 
 from pydantic import ValidationError
@@ -46,7 +47,7 @@ from ludus.proto.errors import (
 )
 
 _CLOSE_TIMEOUT_S = 0.5
-_TRUNCATED_KEYS = ("truncated", "TimeLimit.truncated")
+_LIMIT_KEYS = ("truncated", "TimeLimit.truncated")
 
 
 class EnvironmentThread:
@@ -195,12 +196,8 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
             return result if isinstance(result, dict) else {"result": result}
         if result.get("is_error"):
             raise ToolError(f"tool '{name}' failed: {result['content']}")
-        structured_content = result.get("structured_content")
-        return (
-            structured_content
-            if isinstance(structured_content, dict)
-            else {"result": result.get("data")}
-        )
+        content = result.get("structured_content")
+        return content if isinstance(content, dict) else {"result": result.get("data")}
 
     def close(self) -> None:
         """Close the foreign environment and stop its thread."""
@@ -211,21 +208,17 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
         finally:
             self._release_resources()
 
-    def _call_foreign(
-        self, method_name: str, arguments: JsonObject, *positional_arguments: Any
-    ) -> Any:
+    def _call_foreign(self, method_name: str, arguments: JsonObject, *actions: Any) -> Any:
         """Call a foreign method, or its async form if the class has one."""
         method = getattr(self._foreign_environment, self.source.choose_method(method_name))
-        return self._thread.run(lambda: method(*positional_arguments, **arguments))
+        return self._thread.run(lambda: method(*actions, **arguments))
 
     def _make_transition(self, foreign_observation: Any) -> Transition[ForeignObservation]:
         fields = read_fields(foreign_observation)
         reward = fields.pop("reward", None)
         is_done = bool(fields.pop("done", False))
         metadata: JsonObject = fields.get("metadata") or {}
-        is_truncated = is_done and any(
-            bool(metadata.get(key) or fields.get(key)) for key in _TRUNCATED_KEYS
-        )
+        is_truncated = is_done and any(metadata.get(key) or fields.get(key) for key in _LIMIT_KEYS)
         self._is_over = is_done
         observation: Any = self.observation_type.model_validate(fields)
         return Transition(
@@ -237,11 +230,10 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
         )
 
     def _acquire_slot(self) -> None:
+        slot = self.instance_slot
         # The previous instance may be closing at this moment.
-        self._holds_slot = self.instance_slot is not None and self.instance_slot.acquire(
-            timeout=_CLOSE_TIMEOUT_S
-        )
-        if self.instance_slot is not None and not self._holds_slot:
+        self._holds_slot = slot is not None and slot.acquire(timeout=_CLOSE_TIMEOUT_S)
+        if slot is not None and not self._holds_slot:
             raise CapacityError(
                 f"{self.name} does not declare SUPPORTS_CONCURRENT_SESSIONS, so a process can"
                 " have only one session of it; serve it with --isolation process, which"
@@ -266,12 +258,11 @@ def make_openenv_builder(target: str, target_object: Any) -> Builder:
 
 
 def _make_class(target: str, source: OpenEnvSource) -> type[OpenEnvEnvironment]:
-    description = (
-        (inspect.getdoc(source.env_class) or source.env_class.__name__).strip().split("\n")[0]
-    )
-    version = getattr(source.env_class, "version", "")
-    is_concurrent = getattr(source.env_class, "SUPPORTS_CONCURRENT_SESSIONS", False)
-    needs_shared_thread = getattr(source.env_class, "REQUIRES_SINGLE_THREAD_EXECUTOR", False)
+    env_class = source.env_class
+    description = (inspect.getdoc(env_class) or env_class.__name__).strip().split("\n")[0]
+    version = getattr(env_class, "version", "")
+    is_concurrent = getattr(env_class, "SUPPORTS_CONCURRENT_SESSIONS", False)
+    needs_shared_thread = getattr(env_class, "REQUIRES_SINGLE_THREAD_EXECUTOR", False)
     attributes: JsonObject = {
         "__doc__": description,
         "name": target,
@@ -305,14 +296,10 @@ def _make_reset(source: OpenEnvSource) -> Any:
     ) -> Transition[ForeignObservation]:
         return OpenEnvEnvironment.reset(self, seed=seed, **options)
 
-    keyword_kind, self_kind = (
-        inspect.Parameter.KEYWORD_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    parameters = [inspect.Parameter("self", self_kind)]
+    parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)]
     argument_names = dict.fromkeys(["seed", *source.reset_arguments])
-    parameters += [inspect.Parameter(name, keyword_kind, default=None) for name in argument_names]
+    parameters += [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in argument_names]
     if source.accepts_any_argument:
-        parameters.append(inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD))
+        parameters.append(Parameter("options", Parameter.VAR_KEYWORD))
     reset.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return reset

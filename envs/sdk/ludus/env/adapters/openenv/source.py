@@ -114,11 +114,7 @@ def _remove_reward(schema: JsonObject) -> JsonObject:
     moved_fields = ("reward", "done")
     return {
         **schema,
-        "properties": {
-            name: field_schema
-            for name, field_schema in properties.items()
-            if name not in moved_fields
-        },
+        "properties": {key: child for key, child in properties.items() if key not in moved_fields},
         "required": [name for name in schema.get("required", []) if name not in moved_fields],
     }
 
@@ -287,18 +283,14 @@ def _make_source(
 
 def _make_tool_parser(action_type: Any, mcp_names: dict[str, Any]) -> ActionParser | None:
     """Return a parser that also accepts tool actions, or None if the type does not allow them."""
-    action_types = {
-        "list_tools": mcp_names.get("ListToolsAction"),
-        "call_tool": mcp_names.get("CallToolAction"),
-    }
-    if action_type not in (
-        mcp_names.get("Action"),
-        *action_types.values(),
-    ) or not is_pydantic_model(action_type):
+    list_type, call_type = mcp_names.get("ListToolsAction"), mcp_names.get("CallToolAction")
+    tool_types = (mcp_names.get("Action"), list_type, call_type)
+    if action_type not in tool_types or not is_pydantic_model(action_type):
         return None
+    types_by_name = {"list_tools": list_type, "call_tool": call_type}
 
     def parse_tool_action(tool_action: Any) -> Any:
-        action_class = action_types.get(tool_action.get("type")) or action_type
+        action_class = types_by_name.get(tool_action.get("type")) or action_type
         return action_class.model_validate(tool_action)
 
     return parse_tool_action
@@ -324,18 +316,16 @@ def _find_types(env_class: type[Any]) -> tuple[Any, Any, Any]:
     type_arguments = _find_type_arguments(env_class)
     has_tools = any(base.__name__ == _MCP_CLASS_NAME for base in env_class.__mro__)
     annotations = (step_hints.get("action"), step_hints.get("return"), state_hints.get("return"))
-    action_type, observation_type, state_type = (
+    types = [
         _choose_type(annotation, type_arguments, index, has_tools)
         for index, annotation in enumerate(annotations)
-    )
-    return action_type, observation_type, state_type
+    ]
+    return types[0], types[1], types[2]
 
 
-def _choose_type(
-    annotation: Any, type_arguments: tuple[Any, ...], index: int, may_be_base: bool
-) -> Any:
+def _choose_type(annotation: Any, arguments: tuple[Any, ...], index: int, may_be_base: bool) -> Any:
     """Return the annotation, or the type argument if the annotation is only a base class."""
-    type_argument = type_arguments[index] if index < len(type_arguments) else None
+    type_argument = arguments[index] if index < len(arguments) else None
     for candidate in (annotation, type_argument):
         if isinstance(candidate, type) and candidate.__name__ not in _BASE_TYPE_NAMES:
             return candidate
