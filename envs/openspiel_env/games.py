@@ -14,7 +14,7 @@ import pyspiel
 
 from ludus.proto.errors import ConfigError, NotFoundError
 
-from .snapshots import Snapshots
+from .snapshots import SnapshotEncoder
 
 _Dynamics = pyspiel.GameType.Dynamics
 _Information = pyspiel.GameType.Information
@@ -52,7 +52,7 @@ class LoadedGame:
     is_turn_based: bool
     """True if simultaneous moves were converted to turns."""
     has_uniform_chance: bool
-    snapshots: Snapshots | None
+    snapshot_encoder: SnapshotEncoder | None
     """Converter of observations to bytes, for binary tensors; otherwise None."""
     has_perfect_information: bool
     shows_moves: bool
@@ -107,7 +107,9 @@ def _load_cached_game(name: str, params_json: str) -> LoadedGame:
         num_players=game.num_players(),
         is_turn_based=sequential_game is not game,
         has_uniform_chance=short_name in UNIFORM_CHANCE_GAMES,
-        snapshots=Snapshots(sequential_game) if short_name in BINARY_TENSOR_GAMES else None,
+        snapshot_encoder=SnapshotEncoder(sequential_game)
+        if short_name in BINARY_TENSOR_GAMES
+        else None,
         has_perfect_information=has_perfect_information,
         shows_moves=has_perfect_information or short_name in PUBLIC_MOVE_GAMES,
         has_random_seed="rng_seed" in game_type.parameter_specification,

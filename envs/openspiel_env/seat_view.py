@@ -21,10 +21,10 @@ class SeatView:
 
     __slots__ = (
         "_adds_text",
+        "_encoder",
         "_loaded_game",
         "_reads_information_tensor",
         "_reads_tensor",
-        "_snapshots",
         "player",
     )
 
@@ -32,7 +32,7 @@ class SeatView:
         self.player = player
         self._loaded_game = loaded_game
         self._adds_text = adds_text
-        self._snapshots = None if adds_text else loaded_game.snapshots
+        self._encoder = None if adds_text else loaded_game.snapshot_encoder
         game_type = loaded_game.game.get_type()
         self._reads_information_tensor = game_type.provides_information_state_tensor
         self._reads_tensor = game_type.provides_observation_tensor or self._reads_information_tensor
@@ -62,13 +62,13 @@ class SeatView:
         """Return the transition to this state, after a move of the seat or a deal."""
         is_terminated = phase == "terminal"
         success = self._has_won(state) if is_terminated else None
-        snapshots = self._snapshots
-        if snapshots is None:
+        encoder = self._encoder
+        if encoder is None:
             observation = self.observe(state, phase, opponent_last_action)
             return Transition(observation, reward, is_terminated, success=success)
         other_fields = self._make_other_fields(state, phase, opponent_last_action)
-        snapshot = snapshots.take(state, self.player)
-        return SnapshotTransition(snapshots, snapshot, other_fields, reward, is_terminated, success)
+        snapshot = encoder.take(state, self.player)
+        return SnapshotTransition(encoder, snapshot, other_fields, reward, is_terminated, success)
 
     def _has_won(self, state: pyspiel.State) -> bool | None:
         """Return whether the player won the finished game; None if the game has no winners."""

@@ -1,6 +1,6 @@
 """Observations of games with binary tensors, stored as bytes until they are needed.
 
-    state --Snapshots.take--> bytes --> JSON for the connection
+    state --SnapshotEncoder.take--> bytes --> JSON for the connection
                                     --> OpenSpielObservation, if the server itself uses it
 
 Converting a tensor to a list, and the list to JSON, takes longer than a move. A server without
@@ -27,7 +27,7 @@ _DIGIT_BY_HIGH_BYTE = bytes.maketrans(b"\x00\x3f", b"01")
 """A float32 is 00 00 00 00 for zero and 00 00 80 3f for one."""
 
 
-class Snapshots:
+class SnapshotEncoder:
     """Converter from the states of one game to the bytes of their observation tensors.
 
     Creating one takes longer than a game of blackjack, so all seats of a process share it.
@@ -66,18 +66,18 @@ class SnapshotTransition(Transition[OpenSpielObservation]):
         other_fields: Fields of the observation after `info_state`, in order.
     """
 
-    __slots__ = ("_cached_observation", "_other_fields", "_snapshot", "_snapshots")
+    __slots__ = ("_cached_observation", "_encoder", "_other_fields", "_snapshot")
 
     def __init__(
         self,
-        snapshots: Snapshots,
+        encoder: SnapshotEncoder,
         snapshot: bytes,
         other_fields: dict[str, Any],
         reward: float | None,
         terminated: bool,
         success: bool | None,
     ) -> None:
-        self._snapshots = snapshots
+        self._encoder = encoder
         self._snapshot = snapshot
         self._other_fields = other_fields
         self._cached_observation: OpenSpielObservation | None = None
@@ -92,7 +92,7 @@ class SnapshotTransition(Transition[OpenSpielObservation]):
     def observation(self) -> OpenSpielObservation:  # type: ignore[override]  # a field in the base class
         """The seat's observation."""
         if self._cached_observation is None:
-            info_state = self._snapshots.to_list(self._snapshot)
+            info_state = self._encoder.to_list(self._snapshot)
             fields = {"metadata": {}, "info_state": info_state, **self._other_fields}
             self._cached_observation = OpenSpielObservation.from_fields(fields)
         return self._cached_observation
@@ -101,5 +101,5 @@ class SnapshotTransition(Transition[OpenSpielObservation]):
         """Return the observation as JSON, and its metadata."""
         if self._cached_observation is not None:  # the caller may have changed it
             return super().encode_observation()
-        elements = self._snapshots.to_json(self._snapshot)
+        elements = self._encoder.to_json(self._snapshot)
         return b"".join((_JSON_START, elements, b"],", orjson.dumps(self._other_fields)[1:])), {}
