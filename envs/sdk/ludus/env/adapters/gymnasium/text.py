@@ -171,10 +171,10 @@ def draw_picture(picture: np.ndarray, num_columns: int) -> str:
     row_starts = np.arange(num_rows) * gray_picture.shape[0] // num_rows
     column_starts = np.arange(num_columns) * gray_picture.shape[1] // num_columns
     row_sums = np.add.reduceat(gray_picture.astype(np.float64), row_starts, 0)
-    sums = np.add.reduceat(row_sums, column_starts, 1)
+    area_sums = np.add.reduceat(row_sums, column_starts, 1)
     row_heights = np.diff(np.append(row_starts, gray_picture.shape[0]))
     column_widths = np.diff(np.append(column_starts, gray_picture.shape[1]))
-    shades = (sums / np.outer(row_heights, column_widths) * _NUM_SHADES / 256).astype(int)
+    shades = (area_sums / np.outer(row_heights, column_widths) * _NUM_SHADES / 256).astype(int)
     return "\n".join("".join(map(str, row)) for row in shades)
 
 
