@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from ludus.env.targets.targets import TargetFactory, importable_factory
+from ludus.env.targets.targets import TargetFactory, make_importable_factory
 from ludus.proto.errors import ConfigError
 from tests.env.counting_env import CountingEnv, fail_to_be_built
 
@@ -17,19 +17,19 @@ SCRIPT = """
 import sys
 import orjson
 from tests.env.counting_env import CountingEnv
-from ludus.env.targets.targets import importable_factory
+from ludus.env.targets.targets import make_importable_factory
 
 class ScriptedEnv(CountingEnv):
     name = "scripted"
 
 if __name__ == "__main__":
-    sys.stdout.write(orjson.dumps(importable_factory(ScriptedEnv)).decode())
+    sys.stdout.write(orjson.dumps(make_importable_factory(ScriptedEnv)).decode())
 """
 
 
 def send(factory) -> TargetFactory:
     """Return the factory as another process decodes it."""
-    return TargetFactory(**orjson.loads(orjson.dumps(importable_factory(factory))))
+    return TargetFactory(**orjson.loads(orjson.dumps(make_importable_factory(factory))))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,9 @@ class Outer:
 
 
 def test_a_class_within_a_class_is_named_by_its_path() -> None:
-    assert importable_factory(Outer.InnerEnv).target.endswith("test_factory_names:Outer.InnerEnv")
+    assert make_importable_factory(Outer.InnerEnv).target.endswith(
+        "test_factory_names:Outer.InnerEnv"
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_a_class_within_a_class_is_named_by_its_path() -> None:
 )
 def test_factory_without_a_name_is_refused_with_a_remedy(factory, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        importable_factory(factory)
+        make_importable_factory(factory)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from ludus.env.evaluation import (
     EpisodeOutcome,
-    mean_interval,
+    compute_mean_interval,
     measure_gap_closed,
     play_policy,
     summarize,
@@ -60,11 +60,11 @@ def test_wilson_interval_stays_within_zero_and_one() -> None:
 
 def test_mean_interval_of_known_numbers() -> None:
     # Mean 3, sample variance 2.5: 3 -+ 1.959964 * sqrt(2.5 / 5).
-    low, high = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    low, high = compute_mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (low, high) == pytest.approx((1.614096, 4.385904), abs=1e-6)
-    assert mean_interval([0.25]) == (0.25, 0.25)
+    assert compute_mean_interval([0.25]) == (0.25, 0.25)
     with pytest.raises(ValueError, match="at least one value"):
-        mean_interval([])
+        compute_mean_interval([])
 
 
 def test_summary_counts_outcomes_and_excludes_void_episodes() -> None:

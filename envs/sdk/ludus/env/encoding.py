@@ -162,7 +162,7 @@ def check_size(part_name: str, num_bytes: int) -> None:
         )
 
 
-def plain_json(value: Any, part_name: str) -> bytes:
+def encode_json(value: Any, part_name: str) -> bytes:
     """Encode a part of a call as JSON. Parsers accept deeper nesting than encoders.
 
     Raises:
@@ -171,10 +171,10 @@ def plain_json(value: Any, part_name: str) -> bytes:
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
-        raise unwritable_error(part_name, error) from None
+        raise make_encode_error(part_name, error) from None
 
 
-def unwritable_error(part_name: str, error: Exception) -> InvalidCallError:
+def make_encode_error(part_name: str, error: Exception) -> InvalidCallError:
     """Build the error of a part of a call that cannot be encoded, the same on every wire."""
     return InvalidCallError(
         f"{part_name} must be plain JSON, at most 254 levels deep, with integers of at most 64 bits"

@@ -100,13 +100,13 @@ def wilson_interval(num_successes: int, num_trials: int) -> Interval:
     return max(0.0, center - half_width), min(1.0, center + half_width)
 
 
-def mean_interval(values: Sequence[float]) -> Interval:
+def compute_mean_interval(values: Sequence[float]) -> Interval:
     """Return the 95 % normal interval of the mean: mean -+ 1.96 * sample deviation / sqrt(n).
 
     A single value has no deviation, so both ends of the interval are the value.
     """
     if not values:
-        raise ValueError("mean_interval needs at least one value, got none")
+        raise ValueError("compute_mean_interval needs at least one value, got none")
     sample = np.asarray(values, dtype=np.float64)
     mean = float(sample.mean())
     if len(sample) == 1:
@@ -136,7 +136,7 @@ def summarize(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
     if not returns:
         raise ValueError(
             f"all {len(outcomes)} episodes are void; most common reason: "
-            f"{most_common_failure(outcomes)}"
+            f"{find_common_failure(outcomes)}"
         )
     num_games = len(returns)
     reports_success = any(outcome.success is not None for outcome in valid_outcomes)
@@ -151,13 +151,13 @@ def summarize(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
         win_rate_ci95=wilson_interval(num_wins, num_games) if reports_success else None,
         draw_rate=num_by_kind[OutcomeKind.DRAWN] / num_games if reports_success else None,
         expected_return=float(np.mean(returns)),
-        expected_return_ci95=mean_interval(returns),
+        expected_return_ci95=compute_mean_interval(returns),
         invalid_rate=sum(outcome.invalid for outcome in valid_outcomes) / num_games,
         num_void=len(outcomes) - num_games,
     )
 
 
-def most_common_failure(outcomes: Iterable[EpisodeOutcome]) -> str:
+def find_common_failure(outcomes: Iterable[EpisodeOutcome]) -> str:
     """Return the most common reason why episodes are void; "" if none is void."""
     reasons = Counter(outcome.failure for outcome in outcomes if outcome.episode_return is None)
     return reasons.most_common(1)[0][0] if reasons else ""

@@ -14,7 +14,7 @@ from ludus.env.contract.schema import random_policy
 from ludus.env.evaluation import (
     EpisodeOutcome,
     FixedPolicy,
-    most_common_failure,
+    find_common_failure,
     play_policy,
     summarize,
 )
@@ -107,7 +107,7 @@ def _summarize_policy(
     if num_void == len(outcomes):
         raise EpisodesFailedError(
             f"all {num_void} episodes of policy '{name}' are void; most common reason: "
-            f"{most_common_failure(outcomes)}"
+            f"{find_common_failure(outcomes)}"
         )
     steps_per_second = sum(outcome.num_steps for outcome in outcomes) / wall_s
     return BenchResult(name, summarize(outcomes), exact_return, num_void, steps_per_second)

@@ -10,8 +10,8 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import (
     EpisodeOutcome,
     FixedPolicy,
+    find_common_failure,
     measure_gap_closed,
-    most_common_failure,
     play_policy,
     summarize,
 )
@@ -146,7 +146,7 @@ def _check_void(outcomes: Sequence[EpisodeOutcome], source: str) -> None:
     num_void = sum(outcome.episode_return is None for outcome in outcomes)
     if not num_void:
         return
-    reason = most_common_failure(outcomes)
+    reason = find_common_failure(outcomes)
     if num_void == len(outcomes):
         raise EpisodesFailedError(
             f"all {num_void} episodes of {source} are void; the most common reason: {reason}"

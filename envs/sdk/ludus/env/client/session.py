@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context, copy_context
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from ludus.env.encoding import ResetArgs, plain_json, unwritable_error
+from ludus.env.encoding import ResetArgs, encode_json, make_encode_error
 from ludus.env.security.tracing import is_traced
 from ludus.env.types import Action, JsonObject, StepResult
 from ludus.proto.errors import (
@@ -298,11 +298,11 @@ def encode_action(action: Action | JsonObject | str | None) -> bytes | str:
         try:
             return action.__pydantic_serializer__.to_json(action)
         except ValueError as error:
-            raise unwritable_error("an action", error) from None
+            raise make_encode_error("an action", error) from None
     if isinstance(action, str):
         try:
             action.encode()
         except UnicodeEncodeError as error:
-            raise unwritable_error("a text", error) from None
+            raise make_encode_error("a text", error) from None
         return action
-    return plain_json(action, "an action")
+    return encode_json(action, "an action")

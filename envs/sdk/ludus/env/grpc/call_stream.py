@@ -18,7 +18,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-from ludus.env.encoding import unwritable_error
+from ludus.env.encoding import make_encode_error
 from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALLS_PER_MESSAGE, MAX_MESSAGE_BYTES
 from ludus.env.messages.protobuf import read_error
 from ludus.env.security.tracing import fill_trace, is_traced
@@ -130,7 +130,7 @@ class CallStream:
                 )
         except UnicodeEncodeError as error:
             del calls[-1]
-            raise unwritable_error("a call", error) from None
+            raise make_encode_error("a call", error) from None
         except BaseException:
             del calls[-1]
             raise

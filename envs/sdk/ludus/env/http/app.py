@@ -31,7 +31,7 @@ from ludus.env.asgi.sessions import (
     make_session_headers,
     read_session_id,
 )
-from ludus.env.encoding import plain_json
+from ludus.env.encoding import encode_json
 from ludus.env.http.health import make_health_routes
 from ludus.env.http.websocket import WebSocketWire
 from ludus.env.limits import BODY_TIMEOUT_S, MAX_MESSAGE_BYTES
@@ -149,7 +149,8 @@ def _add_play_routes(app: FastAPI, sessions: Sessions, http: HttpSessions, mcp: 
         if mcp.takes_tool_step(action):
             payload_json = await mcp.step(http.mark_session_used(session_id), action)
             return make_json_response(orjson.Fragment(payload_json))
-        result = await http.step(session_id, plain_json(action, "an action"), body.timeout_s or 0.0)
+        action_json = encode_json(action, "an action")
+        result = await http.step(session_id, action_json, body.timeout_s or 0.0)
         return make_json_response(make_upstream_payload(result))
 
     @app.get("/state")

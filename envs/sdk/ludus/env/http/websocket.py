@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from ludus.env.asgi.sessions import require_session, shorten
 from ludus.env.asgi.socket import AsgiSocket, accept_socket
 from ludus.env.asgi.uvicorn_protocols import DirectHandler
-from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
+from ludus.env.encoding import EncodedResult, ResetArgs, encode_json
 from ludus.env.mcp.server import McpCaller, McpServer
 from ludus.env.messages.openenv import (
     LudusStepMessage,
@@ -184,7 +184,7 @@ class _SocketServer:
         action, step_index = plain_step
         if isinstance(action, dict) and self._mcp.takes_tool_step(action):
             return None
-        encoded_action = action if isinstance(action, str) else plain_json(action, "an action")
+        encoded_action = action if isinstance(action, str) else encode_json(action, "an action")
         result = self._immediate_calls.step_now(self._session_id, encoded_action, step_index)
         return self._make_result_frame(result)
 
@@ -226,7 +226,7 @@ class _SocketServer:
         if isinstance(action, dict) and self._mcp.takes_tool_step(action):
             payload_json = await self._mcp.step(self._session_id, action)
             return encode_frame("observation", orjson.Fragment(payload_json))
-        encoded_action = action if isinstance(action, str) else plain_json(action, "an action")
+        encoded_action = action if isinstance(action, str) else encode_json(action, "an action")
         result = await self._sessions.step(self._session_id, encoded_action, step_index)
         return self._make_result_frame(result)
 

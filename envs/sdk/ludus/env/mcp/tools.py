@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from ludus.env.encoding import MAX_SEED, EncodedResult, ResetArgs, plain_json
+from ludus.env.encoding import MAX_SEED, EncodedResult, ResetArgs, encode_json
 from ludus.env.messages.openenv import make_ludus_payload
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import EnvironmentDescription, JsonObject, Tool
@@ -74,14 +74,14 @@ async def call_tool(
     """
     try:
         if not is_play_tool:
-            plain_json(arguments, "arguments")
+            encode_json(arguments, "arguments")
             return _make_tool_result(await sessions.call_tool(session_id, name, arguments), [])
         if name == GET_STATE:
             return _make_tool_result(await sessions.state(session_id), [])
         if name == START_EPISODE:
             result = await sessions.reset(session_id, _read_start_args(arguments))
         else:
-            result = await sessions.step(session_id, plain_json(arguments, "an action"))
+            result = await sessions.step(session_id, encode_json(arguments, "an action"))
     except InfrastructureError:
         raise
     except EnvError as error:
@@ -117,7 +117,7 @@ async def step_with_tools(sessions: Sessions, session_id: str, action: JsonObjec
     if all(tool.name != name for tool in tools):
         return _encode_payload(_make_failed_call(name, "tool_not_found", f"Unknown tool: {name!r}"))
     try:
-        plain_json(arguments, "arguments")
+        encode_json(arguments, "arguments")
         result_json = await sessions.call_tool(session_id, name, arguments)
     except CallTimeoutError as error:
         return _encode_payload(_make_failed_call(name, "timeout", error.message))

@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ludus.env.encoding import SUCCESS_KEY, EncodedResult, ResetArgs, plain_json
+from ludus.env.encoding import SUCCESS_KEY, EncodedResult, ResetArgs, encode_json
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import EnvError, ErrorCode, clear_tracebacks, read_error_message
@@ -108,7 +108,7 @@ def parse_reset_args(
     request = ResetRequest.model_validate(request_json)
     options = request.model_extra or {}
     if options:
-        plain_json(options, "reset options")
+        encode_json(options, "reset options")
     if ignores_unknown:
         options = {name: value for name, value in options.items() if description.takes_option(name)}
     return ResetArgs(request.seed, request.episode_id or "", options)

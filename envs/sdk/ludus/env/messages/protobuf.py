@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from ludus.env.encoding import EncodedResult, EncodedText, ResetArgs, plain_json
+from ludus.env.encoding import EncodedResult, EncodedText, ResetArgs, encode_json
 from ludus.env.sessions.interface import OpenArgs, OpenResult
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TaskSet, TextView, Tool
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -185,7 +185,7 @@ def fill_reset_args(message: pb.ResetArgs, args: ResetArgs) -> None:
         message.seed = args.seed
     message.episode_id = args.episode_id
     if args.options:
-        message.options_json = plain_json(args.options, "reset options")
+        message.options_json = encode_json(args.options, "reset options")
 
 
 def fill_step(step: pb.StepRequest, session_id: str, action: bytes | str, step_index: int) -> None:
@@ -204,7 +204,7 @@ def fill_call_tool(
     """Write a tool call into a message."""
     message.session_id = session_id
     message.name = name
-    message.arguments_json = plain_json(arguments, "arguments")
+    message.arguments_json = encode_json(arguments, "arguments")
 
 
 def read_reset_args(message: pb.ResetArgs) -> ResetArgs:
@@ -226,7 +226,7 @@ def read_json_object(encoded_json: bytes, field_name: str) -> JsonObject:
         ) from error
     if not isinstance(json_object, dict):
         raise InvalidCallError(f"{field_name} must be a JSON object, got {json_object!r:.200}")
-    plain_json(json_object, field_name)
+    encode_json(json_object, field_name)
     return json_object
 
 

@@ -50,7 +50,7 @@ from ludus.env.sessions.options import (
     make_server_options,
 )
 from ludus.env.sessions.threads import STEP_THREAD_NAME
-from ludus.env.targets.targets import TargetFactory, importable_factory
+from ludus.env.targets.targets import TargetFactory, make_importable_factory
 from ludus.env.workers.host import WorkerHost
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import UserError
@@ -170,7 +170,7 @@ class EnvServer:
         options = self.options
         if options.isolation != "inline":
             hide_process()
-            worker_host = await WorkerHost.start(importable_factory(self._factory), options)
+            worker_host = await WorkerHost.start(make_importable_factory(self._factory), options)
             self.missing_layers = worker_host.missing_layers
             return worker_host
         host = make_local_host(self._factory, options.num_threads, options.step_timeout_s)

@@ -113,7 +113,7 @@ def environment_factory(target: str, options: JsonObject) -> TargetFactory:
     return factory
 
 
-def importable_factory(factory: EnvironmentFactory) -> TargetFactory:
+def make_importable_factory(factory: EnvironmentFactory) -> TargetFactory:
     """Convert a factory to a `TargetFactory`, which another process can import.
 
     A lambda, a function within a function, or an object has no target, because the other process

@@ -23,7 +23,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from ludus.env.backoff import retry_unavailable
-from ludus.env.encoding import DefaultSeeds, ResetArgs, plain_json, read_success
+from ludus.env.encoding import DefaultSeeds, ResetArgs, encode_json, read_success
 from ludus.env.limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
 from ludus.env.messages.openenv import read_metadata, read_tensors_json, read_upstream_metadata
 from ludus.env.security.tracing import make_trace_headers
@@ -93,7 +93,7 @@ class SocketChannel:
 
     async def call(self, message: JsonObject) -> JsonObject:
         """Send a message and return the data of the reply."""
-        encoded_message = plain_json(message, "a call")
+        encoded_message = encode_json(message, "a call")
         if len(encoded_message) > MAX_MESSAGE_BYTES:
             raise InvalidCallError(
                 f"a call to {self._address} must have at most {MAX_MESSAGE_BYTES} bytes,"
@@ -269,7 +269,7 @@ class OpenEnvSession:
             reset_options["seed"] = args.seed
         if args.episode_id:
             reset_options["episode_id"] = args.episode_id
-        encoded_options = orjson.Fragment(plain_json(reset_options, "reset options"))
+        encoded_options = orjson.Fragment(encode_json(reset_options, "reset options"))
         reply = await self._call({"type": "reset", "data": encoded_options})
         self.tools_session_id = reply.get("tools_session_id", self.tools_session_id)
         return self._read_result(reply, 0)
@@ -291,7 +291,7 @@ class OpenEnvSession:
                 f"cannot call tool '{name}': an OpenEnv 0.1 server has no tools; rebuild the"
                 " environment with OpenEnv 0.2 or later"
             )
-        encoded_arguments = orjson.Fragment(plain_json(arguments, "arguments"))
+        encoded_arguments = orjson.Fragment(encode_json(arguments, "arguments"))
         action = {"type": "call_tool", "tool_name": name, "arguments": encoded_arguments}
         reply = await self._call({"type": "step", "data": action})
         observation = reply.get("observation") or {}

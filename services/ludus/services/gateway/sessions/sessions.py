@@ -22,7 +22,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
+from ludus.env.encoding import EncodedResult, ResetArgs, encode_json
 from ludus.env.messages.protobuf import fill_reset_args, read_encoded_result
 from ludus.env.security.session_ids import SessionKey, SignedId, hide_full_id, make_tools_only_error
 from ludus.env.sessions.interface import Connection, Load, OpenArgs, OpenResult, SessionEvents
@@ -256,7 +256,8 @@ class GatewaySessions:
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
         """Call a tool of the environment and return its result as JSON."""
         self.count_call("call_tool")
-        tool_call = pb.CallToolRequest(name=name, arguments_json=plain_json(arguments, "arguments"))
+        arguments_json = encode_json(arguments, "arguments")
+        tool_call = pb.CallToolRequest(name=name, arguments_json=arguments_json)
         reply = await self.call("call_tool", session_id, pb.Call(call_tool=tool_call))
         return reply.call_tool.result_json
 
