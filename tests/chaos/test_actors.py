@@ -63,7 +63,7 @@ async def workers(module_workers: RolloutWorkers) -> RolloutWorkers:
 
 async def read_counts(workers: RolloutWorkers) -> RolloutCounts:
     """Return the counts of the workers' buffer."""
-    state = await workers.buffer.state()
+    state = await workers.buffer.copy_contents()
     return state.counts.get("blackjack", RolloutCounts())
 
 
@@ -126,7 +126,7 @@ async def test_slots_are_limited_by_the_ready_workers(
     fleet: Fleet, workers: RolloutWorkers
 ) -> None:
     slots = [await workers.acquire_slot()]
-    while sum(slot.size for slot in slots) < fleet.run.rollout.num_groups_in_flight:
+    while sum(slot.max_groups for slot in slots) < fleet.run.rollout.num_groups_in_flight:
         slots.append(await workers.acquire_slot())
     waiting = asyncio.create_task(workers.acquire_slot())
     await turns_of_the_loop()

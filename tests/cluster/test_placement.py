@@ -151,7 +151,7 @@ def test_demand_fits_exactly_if_some_assignment_does(
     resources: list[Resources] = [{"CPU": float(n)} for n in nodes]
     assert run_demand.fits(resources) is any(map(is_valid, assignments))
     if run_demand.fits(resources):
-        max_workers = run_demand.max_workers(resources)
+        max_workers = run_demand.count_max_workers(resources)
         largest = replace(run_demand.workers, num_actors=max_workers)
         assert replace(run_demand, workers=largest).fits(resources)
         too_large = replace(run_demand.workers, num_actors=max_workers + 1)

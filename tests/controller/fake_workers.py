@@ -202,4 +202,4 @@ def publish_weights(version: int, answer: tuple[float, ...] = ()) -> PublishedWe
     """Return a published version with the learner's canary log-probs."""
     prompt = ScoringRequest([1], [2])
     manifest = WeightManifest(version, (), f"content {version}", (prompt,), (answer,))
-    return PublishedWeights(manifest, None)
+    return PublishedWeights(manifest, ())

@@ -66,9 +66,9 @@ class SimulatedBuffer(BufferActor):
             return await asyncio.get_running_loop().create_future()
         return await super().put(groups)
 
-    async def state(self) -> BufferState:
+    async def copy_contents(self) -> BufferState:
         self._refuse_if_lost()
-        return await super().state()
+        return await super().copy_contents()
 
     async def take(self, version: int, timeout_s: float) -> TakenBatch:
         self._refuse_if_lost()
@@ -114,7 +114,7 @@ class SimulatedLearner:
         self._refuse_if_lost()
         assert version == self.steps
         content = f"life {self.life} step {self.steps}"
-        return PublishedWeights(WeightManifest(version, (), content, tuple(canary), ()), content)
+        return PublishedWeights(WeightManifest(version, (), content, tuple(canary), ()), ())
 
     async def score_completions(self, prompts: Sequence[ScoringRequest]) -> list[list[float]]:
         self._refuse_if_lost()
@@ -162,7 +162,7 @@ class SimulatedSlot:
 
     workers: SimulatedWorkers
     release: Callable[[], None]
-    size: int = 1
+    max_groups: int = 1
 
     async def play(self, specs: Sequence[GroupSpec]) -> list[Refusal]:
         """Play the group of the slot."""

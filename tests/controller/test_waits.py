@@ -87,7 +87,7 @@ async def test_state_of_each_worker_is_described(monkeypatch: pytest.MonkeyPatch
         await eventually(lambda: "builds" in workers.describe())
         assert workers.describe() == (
             "1 of 2 rollout workers ready; worker 1 loads the model and builds its engine; "
-            f"worker 0 plays {slot.size} groups"
+            f"worker 0 plays {slot.max_groups} groups"
         )
         workers.resize(1)
         await eventually(lambda: workers.describe().startswith("1 of 1 "))
@@ -154,7 +154,7 @@ async def test_unresponsive_buffer_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         await buffer.take(0, 1.0)
     with pytest.raises(BufferLostError, match=r"'state'"):
-        await buffer.state()
+        await buffer.copy_contents()
 
 
 async def test_slow_evaluation_ends_at_its_limit() -> None:

@@ -41,7 +41,7 @@ async def test_worker_plays_the_configured_number_of_groups(
             for number in range(10**6):
                 slot = await workers.acquire_slot()
                 # Sometimes there are fewer groups than the slot has room for.
-                size = 1 if number % 3 == 0 else slot.size
+                size = 1 if number % 3 == 0 else slot.max_groups
                 playing.append(asyncio.create_task(slot.play(make_groups(*range(size)))))
 
         beginning = asyncio.create_task(begin_all())
@@ -60,12 +60,12 @@ async def test_freed_slot_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch, {"rollout": {"num_groups_in_flight": 40}}
     ) as workers:
         slots = [await workers.acquire_slot() for _ in range(14)]
-        assert sum(slot.size for slot in slots) == 40
+        assert sum(slot.max_groups for slot in slots) == 40
         waiting = asyncio.create_task(workers.acquire_slot())
         await turns_of_the_loop()
         assert not waiting.done()
         slots[0].release()
-        assert (await waiting).size == slots[0].size
+        assert (await waiting).max_groups == slots[0].max_groups
 
 
 async def test_run_that_stops_while_a_worker_waits_leaves_no_unhandled_error(

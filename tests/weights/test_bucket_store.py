@@ -17,7 +17,7 @@ from upstream_s3_server import S3Server, running_s3_server
 
 from ludus.proto.config import S3WeightStore
 from ludus.proto.errors import ConfigError, WeightSyncError
-from ludus.trainer.weights.bucket import BucketObjects
+from ludus.trainer.weights.bucket import BucketStorage
 from ludus.trainer.weights.store import VersionStore
 from tests.weights.states import assert_same, make_state, publish
 
@@ -49,7 +49,7 @@ def config(server: S3Server, request: pytest.FixtureRequest) -> S3WeightStore:
 def open_store(config: S3WeightStore, **changes: object) -> VersionStore:
     """Return a store in the bucket."""
     config = config.model_copy(update=changes)
-    return VersionStore(BucketObjects(config), config)
+    return VersionStore(BucketStorage(config), config)
 
 
 def keys(server: S3Server, config: S3WeightStore) -> list[str]:
@@ -123,7 +123,7 @@ def test_damaged_truncated_or_missing_object_is_refused(
     server: S3Server, config: S3WeightStore
 ) -> None:
     published = publish(open_store(config), 1)
-    key = f"{config.prefix}/{published.location[0].location}"
+    key = f"{config.prefix}/{published.payloads[0].location}"
     content = bytearray(obstore.get(server.store, key).bytes())
     content[-1] ^= 1
     obstore.put(server.store, key, bytes(content))
@@ -150,19 +150,19 @@ def test_wrong_credentials_are_refused_without_revealing_them(
         publish(open_store(config), 1)
     assert time.monotonic() - start_s < 120
     output = f"{raised.value!r} {raised.value.__cause__!r} {caplog.text} {vars(open_store(config))}"
-    assert secret not in output + repr(vars(BucketObjects(config)))
+    assert secret not in output + repr(vars(BucketStorage(config)))
     assert os.environ["AWS_ACCESS_KEY_ID"] not in output
 
 
 def test_check_accepts_only_a_reachable_bucket(
     config: S3WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    BucketObjects(config).check()
+    BucketStorage(config).check()
     with pytest.raises(ConfigError, match=r"weights\.bucket = 'elsewhere'"):
-        BucketObjects(config.model_copy(update={"bucket": "elsewhere"})).check()
+        BucketStorage(config.model_copy(update={"bucket": "elsewhere"})).check()
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY"):
-        BucketObjects(config).check()
+        BucketStorage(config).check()
 
 
 def test_killed_server_only_delays(server: S3Server, config: S3WeightStore) -> None:

@@ -14,19 +14,19 @@ from safetensors.torch import load_file
 
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.core.interfaces import PublishedWeights
-from ludus.trainer.weights.folder import FolderFiles
+from ludus.trainer.weights.folder import FolderStorage
 from ludus.trainer.weights.store import VersionStore
 from tests.weights.states import assert_same, make_state, publish, settings
 
 
 def folder_store(folder: Path, **fields: float) -> VersionStore:
     """Return a store in the folder."""
-    return VersionStore(FolderFiles(folder), settings(**fields))
+    return VersionStore(FolderStorage(folder), settings(**fields))
 
 
 def weights_file(folder: Path, published: PublishedWeights) -> Path:
     """Return the file of the newest payload."""
-    return folder / str(published.location[-1].location)
+    return folder / str(published.payloads[-1].location)
 
 
 def test_version_arrives_bit_for_bit(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_failed_deletion_is_retried_after_the_next_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, moved = tmp_path / "weights", tmp_path / "moved"
-    files = FolderFiles(folder)
+    files = FolderStorage(folder)
     drop = files.drop
 
     def drop_without_folder(location: str) -> None:

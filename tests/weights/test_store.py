@@ -157,7 +157,7 @@ def test_damaged_difference_is_detected() -> None:
     learner, worker = pair(storage, full_every=8)
     worker.fetch(publish(learner, 0))
     newest = publish(learner, 1)
-    name = newest.location[-1].location
+    name = newest.payloads[-1].location
     for position in range(200, len(storage.files[name]), 7):
         content = storage.files[name].copy()
         storage.files[name][position] ^= 0x55

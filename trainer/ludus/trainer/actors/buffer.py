@@ -27,6 +27,7 @@ with pause_collection():
     from ludus.proto.errors import BufferLostError
     from ludus.trainer.actors.cluster import describe_failure
     from ludus.trainer.actors.placement import Placement
+    from ludus.trainer.actors.processes import Buffer
     from ludus.trainer.core.functions import Function, copy_registered_functions, register_functions
     from ludus.trainer.core.streams import Stream, make_random
     from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
@@ -82,12 +83,12 @@ class BufferActor:
         if not groups:
             return TakenBatch((), self._buffer.counts, len(self._buffer)), None
         summaries = tuple(summarize(group, version) for group in groups)
-        taken_batch = TakenBatch(summaries, self._buffer.take_counts(), len(self._buffer))
-        return taken_batch, await asyncio.to_thread(self._make_batch, groups, version)
+        batch_summary = TakenBatch(summaries, self._buffer.take_counts(), len(self._buffer))
+        return batch_summary, await asyncio.to_thread(self._make_batch, groups, version)
 
-    async def state(self) -> BufferState:
-        """See GroupBuffer.state."""
-        return self._buffer.copy_state()
+    async def copy_contents(self) -> BufferState:
+        """See GroupBuffer.copy_contents."""
+        return self._buffer.copy_contents()
 
     async def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
@@ -103,12 +104,12 @@ class BufferActor:
         return make_batch(groups, self._run.algorithm)
 
 
-class RemoteBuffer:
+class RemoteBuffer(Buffer):
     """A BufferActor in a separate process.
 
-    If the process dies, or does not respond for training.idle_timeout_s, `take`, `state` and
-    `restore` raise BufferLostError. The training loop calls these methods between two steps, so no
-    step is interrupted, and the learner's state can be saved. The methods that the sampling loop
+    If the process dies, or does not respond for training.idle_timeout_s, `take`, `copy_contents`
+    and `restore` raise BufferLostError. The training loop calls these methods between two steps, so
+    no step is interrupted, and the learner's state can be saved. The methods that the sampling loop
     calls do not raise this error.
     """
 
@@ -122,7 +123,7 @@ class RemoteBuffer:
         ray.kill(self._actor)
 
     async def begin(self, indices: Iterable[int], version: int) -> None:
-        """See GroupBuffer.begin; has no effect if the buffer is lost."""
+        """See Buffer.begin; has no effect if the buffer is lost."""
         with suppress(BufferLostError):
             await self._call("begin", list(indices), version)
 
@@ -138,28 +139,24 @@ class RemoteBuffer:
             return await asyncio.get_running_loop().create_future()
 
     async def take(self, version: int, timeout_s: float) -> TakenBatch:
-        """See BufferActor.take; the batch is a reference."""
+        """See Buffer.take; the batch is a reference."""
         call = self._actor.take.options(num_returns=2)
         summary_reference, batch_reference = call.remote(version, timeout_s)
-        taken_batch: TakenBatch = await self._await_result_with_limit(summary_reference, "take")
-        return replace(taken_batch, batch=batch_reference) if taken_batch.groups else taken_batch
+        batch_summary: TakenBatch = await self._await_with_limit(summary_reference, "take")
+        return replace(batch_summary, batch=batch_reference if batch_summary.groups else None)
 
-    async def state(self) -> BufferState:
-        """See GroupBuffer.state."""
-        return await self._call("state")
+    async def copy_contents(self) -> BufferState:
+        return await self._call("copy_contents")
 
     async def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
     ) -> int:
-        """See GroupBuffer.restore."""
         return await self._call("restore", list(groups), dict(counts), version)
 
     async def _call(self, method: str, *arguments: object) -> Any:
-        return await self._await_result_with_limit(
-            getattr(self._actor, method).remote(*arguments), method
-        )
+        return await self._await_with_limit(getattr(self._actor, method).remote(*arguments), method)
 
-    async def _await_result_with_limit(self, reference: ray.ObjectRef, method: str) -> Any:
+    async def _await_with_limit(self, reference: ray.ObjectRef, method: str) -> Any:
         """Return the result of a call; fail after training.idle_timeout_s.
 
         Raises:

@@ -15,8 +15,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -56,23 +56,7 @@ ResultT = TypeVar("ResultT")
 
 def is_local() -> bool:
     """Return whether a run starts Ray on this machine only, because RAY_ADDRESS is not set."""
-    return _get_ray_address() == "local"
-
-
-@contextmanager
-def _connect_to_ray() -> Iterator[bool]:
-    """Connect to Ray for the block; yield whether this is the run's own Ray on this machine.
-
-    If the process is already connected to a cluster, the run uses that cluster.
-    """
-    if ray.is_initialized():
-        yield False
-        return
-    start_ray()
-    try:
-        yield is_local()
-    finally:
-        ray.shutdown()
+    return os.environ.get("RAY_ADDRESS", "local") == "local"
 
 
 def start_ray() -> None:
@@ -89,7 +73,7 @@ def start_ray() -> None:
 
 def _init_ray() -> None:
     ray.init(
-        address=_get_ray_address(),
+        address=os.environ.get("RAY_ADDRESS", "local"),
         include_dashboard=False if is_local() else None,
         log_to_driver=not is_local(),
         logging_level=logging.WARNING,
@@ -109,18 +93,14 @@ class ClusterSurvey:
         """Return whether an autoscaler exists and does not report the demand as infeasible."""
         if not self.autoscaling.autoscaler_state_version:
             return False
-        infeasible_resources = [
-            dict(request.resources_bundle)
-            for request in self.autoscaling.infeasible_resource_requests
-        ]
+        infeasible_requests = list(self.autoscaling.infeasible_resource_requests)
         for gang in self.autoscaling.infeasible_gang_resource_requests:
-            infeasible_resources += [dict(request.resources_bundle) for request in gang.requests]
+            infeasible_requests += gang.requests
             for selector in gang.bundle_selectors:
-                infeasible_resources += [
-                    dict(r.resources_bundle) for r in selector.resource_requests
-                ]
+                infeasible_requests += selector.resource_requests
+        infeasible = [dict(request.resources_bundle) for request in infeasible_requests]
         requests = (demand.ranks, demand.workers)
-        return not any(r.num_actors and dict(r.resources) in infeasible_resources for r in requests)
+        return not any(r.num_actors and dict(r.resources) in infeasible for r in requests)
 
 
 def survey_cluster() -> ClusterSurvey:
@@ -142,54 +122,55 @@ async def place_in_ray(
 ) -> AsyncIterator[Placement]:
     """Connect to Ray for the block, and yield the placement of the run's actors.
 
+    If the process is already connected to a cluster, the run uses that cluster.
+
     Raises:
         ConfigError: there is no room for the run, and none can be provided.
     """
-    with _connect_to_ray() as is_own_ray:
-        placement = await _find_placement(
-            run, is_own_ray=is_own_ray, includes_learner=includes_learner
-        )
+    starts_ray = not ray.is_initialized()
+    if starts_ray:
+        start_ray()
+    try:
+        if starts_ray and is_local():
+            yield _place_on_this_machine(run, includes_learner)
+            return
+        placement = await _place_in_cluster(run, includes_learner)
         try:
             yield placement
         finally:
             if placement.group is not None:
                 remove_placement_group(placement.group)
+    finally:
+        if starts_ray:
+            ray.shutdown()
 
 
-async def _find_placement(
-    run: LanguageModelRun, *, is_own_ray: bool, includes_learner: bool
-) -> Placement:
-    """Return the placement of the actors, with room reserved for the learner's ranks.
+def _place_on_this_machine(run: LanguageModelRun, includes_learner: bool) -> Placement:
+    placement = place_on_one_machine(run, includes_learner=includes_learner)
+    nodes = [node["Resources"] for node in ray.nodes()]
+    if not placement.demand.fits(nodes):
+        raise ConfigError(_format_no_room_message("this machine", placement.demand, nodes))
+    max_workers = placement.demand.count_max_workers(nodes)
+    if run.rollout.num_workers > max_workers:
+        resources = format_resources(placement.demand.workers.resources)
+        warn_user(
+            f"rollout.num_workers = {run.rollout.num_workers}, but this machine has room for "
+            f"{max_workers}, each with {resources}; starting {max_workers}"
+        )
+    # No node can join, so a worker without room would wait forever.
+    return replace(placement, max_workers=max_workers)
 
-    Raises:
-        ConfigError: there is no room for the run, and none can be provided.
-    """
-    if is_own_ray:
-        placement = place_on_one_machine(run, includes_learner=includes_learner)
-        nodes = [node["Resources"] for node in ray.nodes()]
-        if not placement.demand.fits(nodes):
-            raise ConfigError(_format_no_room_message("this machine", placement.demand, nodes))
-        max_workers = placement.demand.max_workers(nodes)
-        if run.rollout.num_workers > max_workers:
-            resources = format_resources(placement.demand.workers.resources)
-            warn_user(
-                f"rollout.num_workers = {run.rollout.num_workers}, but this machine has room for "
-                f"{max_workers}, each with {resources}; starting {max_workers}"
-            )
-        # No node can join, so a worker without room would wait forever.
-        return replace(placement, max_workers=max_workers)
-    cluster = await asyncio.to_thread(survey_cluster)
-    driver_node_id = ray.get_runtime_context().get_node_id()
-    placement = place_in_cluster(
-        run, cluster.nodes, driver_node_id, includes_learner=includes_learner
-    )
-    ranks = placement.demand.ranks
+
+async def _place_in_cluster(run: LanguageModelRun, includes_learner: bool) -> Placement:
+    """Return the placement of the actors, with room reserved for the learner's ranks."""
+    survey = await asyncio.to_thread(survey_cluster)
+    node_id = ray.get_runtime_context().get_node_id()
+    placement = place_in_cluster(run, survey.nodes, node_id, includes_learner=includes_learner)
     if not includes_learner:
         return placement
-    group = placement_group(
-        [dict(ranks.resources)] * ranks.num_actors,
-        strategy="STRICT_PACK" if ranks.must_share_node else "PACK",
-    )
+    ranks = placement.demand.ranks
+    strategy = "STRICT_PACK" if ranks.must_share_node else "PACK"
+    group = placement_group([dict(ranks.resources)] * ranks.num_actors, strategy=strategy)
     await wait_for_room(placement, _wait_for_group(group), may_be_in_use=True)
     return replace(placement, group=group)
 
@@ -212,11 +193,7 @@ async def wait_for_room(
     if placement.is_one_machine:
         return await awaitable
     async with CancellingTaskGroup() as tasks:
-        tasks.start(
-            _watch_room(
-                placement, may_be_in_use=may_be_in_use, raises_without_room=raises_without_room
-            )
-        )
+        tasks.start(_watch_room(placement, may_be_in_use, raises_without_room))
         return await awaitable
 
 
@@ -226,26 +203,24 @@ async def _wait_for_group(group: PlacementGroup) -> None:
         pass
 
 
-async def _watch_room(
-    placement: Placement, *, may_be_in_use: bool, raises_without_room: bool
-) -> None:
+async def _watch_room(placement: Placement, may_be_in_use: bool, raises_without_room: bool) -> None:
     """Report at intervals which room the run waits for; see `wait_for_room`."""
     demand = placement.demand
-    last_possible_s = time.monotonic()
-    next_message_s = last_possible_s + _FIRST_MESSAGE_DELAY_S
+    last_chance_s = time.monotonic()
+    next_message_s = last_chance_s + _FIRST_MESSAGE_DELAY_S
     while True:
-        cluster = await asyncio.to_thread(survey_cluster)
+        survey = await asyncio.to_thread(survey_cluster)
         now_s = time.monotonic()
-        has_room, may_get_room = demand.fits(cluster.nodes), cluster.may_provide(demand)
+        has_room, may_get_room = demand.fits(survey.nodes), survey.may_provide(demand)
         if has_room or may_get_room:
-            last_possible_s = now_s
-        elif raises_without_room and now_s - last_possible_s >= placement.join_timeout_s:
-            raise ConfigError(_format_no_room_message("the Ray cluster", demand, cluster.nodes))
+            last_chance_s = now_s
+        elif raises_without_room and now_s - last_chance_s >= placement.join_timeout_s:
+            raise ConfigError(_format_no_room_message("the Ray cluster", demand, survey.nodes))
         if now_s >= next_message_s and (may_be_in_use or not has_room):
-            source = "the autoscaler" if may_get_room else "nodes to join"
-            source = "other programs to release resources" if has_room else source
-            nodes = demand.describe_nodes(cluster.nodes)
-            warn_user(f"waiting for {source}: the run needs {demand}; the cluster has {nodes}")
+            helper = "the autoscaler" if may_get_room else "nodes to join"
+            helper = "other programs to release resources" if has_room else helper
+            nodes = demand.describe_nodes(survey.nodes)
+            warn_user(f"waiting for {helper}: the run needs {demand}; the cluster has {nodes}")
             next_message_s = now_s + _MESSAGE_INTERVAL_S
         await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -282,7 +257,3 @@ def _format_no_room_message(location: str, demand: RunDemand, nodes: Iterable[Re
         f"{demand.describe_nodes(nodes)}; add resources, or lower learner.num_ranks, "
         "rollout.min_workers, or the num_threads and GPUs of either"
     )
-
-
-def _get_ray_address() -> str:
-    return os.environ.get("RAY_ADDRESS", "local")

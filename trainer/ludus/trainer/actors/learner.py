@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ with pause_collection():
     from ludus.proto.errors import LearnerLostError
     from ludus.trainer.actors.cluster import describe_failure, wait_for_room
     from ludus.trainer.actors.placement import Placement
+    from ludus.trainer.actors.processes import Learners
     from ludus.trainer.actors.weight_store import make_store
     from ludus.trainer.core.functions import Function, copy_registered_functions, register_functions
     from ludus.trainer.core.interfaces import PublishedWeights
@@ -49,12 +49,11 @@ class LearnerActor:
         torch.set_num_threads(run.learner.num_threads)
         self._rank = rank
         self._run = run
-        self._timeout_s = run.learner.collective_timeout_s
 
-    def reply(self, token: FolderToken | None) -> None:
+    def reply(self, folder_token: FolderToken | None) -> None:
         """Reply to the token, to show that this rank shares the run's folder."""
-        if token is not None:
-            token.reply(self._rank)
+        if folder_token is not None:
+            folder_token.reply(self._rank)
 
     def rendezvous(self) -> str:
         """Listen for the other ranks, and return the address; for rank 0 only."""
@@ -69,72 +68,50 @@ class LearnerActor:
         """Connect to the other ranks and load the model."""
         device = select_device(self._rank)
         has_gpu = device.type == "cuda"
-        with self._translate_errors():
-            dist.init_process_group(
-                "nccl" if has_gpu else "gloo",
-                init_method=address,
-                rank=self._rank,
-                world_size=self._run.learner.num_ranks,
-                timeout=timedelta(seconds=self._timeout_s),
-                device_id=device if has_gpu else None,
-            )
-            self._learner = Learner(self._run, model_path)
+        dist.init_process_group(
+            "nccl" if has_gpu else "gloo",
+            init_method=address,
+            rank=self._rank,
+            world_size=self._run.learner.num_ranks,
+            timeout=timedelta(seconds=self._run.learner.collective_timeout_s),
+            device_id=device if has_gpu else None,
+        )
+        self._learner = Learner(self._run, model_path)
         self._store = make_store(weights) if self._rank == 0 else None
         self._published_dtype = weights.published_dtype(self._run.learner.dtype)
         freeze_heap()
 
     def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
         """Train on a batch, and return the metrics, which are equal on all ranks."""
-        with self._translate_errors():
-            return self._learner.train_step(batch, coefficients)
+        return self._learner.train_step(batch, coefficients)
 
     def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights | None:
         """Publish the weights from rank 0; return None on the other ranks."""
-        with self._translate_errors():
-            weights = self._learner.gather_weights()
-            canary_logprobs = self._learner.score_completions(canary)
+        weights = self._learner.gather_weights()
+        canary_logprobs = self._learner.score_completions(canary)
         if self._store is None:
             return None
         weights = cast_floats(weights, self._published_dtype)
-        return self._store.publish(
-            make_manifest(version, weights, canary, canary_logprobs), weights
-        )
+        manifest = make_manifest(version, weights, canary, canary_logprobs)
+        return self._store.publish(manifest, weights)
 
     def score_completions(self, requests: Sequence[ScoringRequest]) -> list[list[float]]:
         """Return the log-probs of each completion's tokens under the policy."""
-        with self._translate_errors():
-            return self._learner.score_completions(requests)
+        return self._learner.score_completions(requests)
 
     def ping(self) -> None:
         """Return immediately, to show that the rank is alive and idle."""
 
     def save(self, state_folder: Path, model_folder: Path) -> list[SavedFile]:
         """Save this rank's part of a checkpoint, and the model from rank 0; return the files."""
-        with self._translate_errors():
-            files = self._learner.save(state_folder)
-            return files + self._learner.export_model(model_folder)
+        return self._learner.save(state_folder) + self._learner.export_model(model_folder)
 
     def load(self, folder: Path) -> None:
         """Restore the state of a checkpoint."""
-        with self._translate_errors():
-            self._learner.load(folder)
-
-    @contextmanager
-    def _translate_errors(self) -> Iterator[None]:
-        """Raise LearnerLostError if a collective fails because the ranks lost contact."""
-        try:
-            yield
-        except RuntimeError as error:
-            # torch has classes for some of these errors. Gloo raises a plain RuntimeError.
-            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-                raise
-            raise LearnerLostError(
-                f"rank {self._rank} lost contact with the other ranks, or waited for them longer "
-                f"than learner.collective_timeout_s = {self._timeout_s:g}: {error}"
-            ) from error
+        self._learner.load(folder)
 
 
-class LearnerGroup:
+class LearnerGroup(Learners):
     """All ranks of the learner; each call goes to all ranks and returns rank 0's result.
 
     If a rank dies, the other ranks wait for it in a collective. So all ranks are killed if one
@@ -143,11 +120,11 @@ class LearnerGroup:
     """
 
     def __init__(
-        self, run: LanguageModelRun, placement: Placement, token: FolderToken | None = None
+        self, run: LanguageModelRun, placement: Placement, folder_token: FolderToken | None = None
     ) -> None:
         self._run = run
         self._placement = placement
-        self._token = token
+        self._folder_token = folder_token
         self.ranks: list[ActorHandle] = []
         """Actors of the ranks; empty if the learner is lost."""
 
@@ -159,46 +136,37 @@ class LearnerGroup:
             LearnerLostError: a rank died during the start, or the start took too long.
         """
         self._model_path, self._weights = model_path, weights
-        num_ranks = self._run.learner.num_ranks
-        self.ranks = [
-            ray.remote(**self._placement.make_rank_options(rank))(LearnerActor).remote(
-                rank, self._run, copy_registered_functions()
-            )
-            for rank in range(num_ranks)
-        ]
+        functions, num_ranks = copy_registered_functions(), self._run.learner.num_ranks
+        for rank in range(num_ranks):
+            actor_class = ray.remote(**self._placement.make_rank_options(rank))(LearnerActor)
+            self.ranks.append(actor_class.remote(rank, self._run, functions))
         # Missing room is no error here, because lost nodes are usually replaced.
-        replies = self._call_all("reply", self._token)
+        replies = self._call_all("reply", self._folder_token)
         await wait_for_room(self._placement, replies, raises_without_room=False)
-        if self._token is not None:
-            await asyncio.to_thread(self._token.check_replies, num_ranks)
+        if self._folder_token is not None:
+            await asyncio.to_thread(self._folder_token.check_replies, num_ranks)
         [address] = await self._call("rendezvous", self.ranks[:1])
         await self._call_all("start", address, model_path, weights)
 
     async def restart(self, learner_folder: Path | None) -> None:
-        """Replace all ranks; they resume from a checkpoint or from the first model."""
-        self._kill_ranks()
+        self.close()
         await self.start(self._model_path, self._weights)
         if learner_folder is not None:
             await self.load(learner_folder)
 
     async def train_step(self, batch: BatchHandle, coefficients: Coefficients) -> StepMetrics:
-        """Train on a batch and return the metrics; ranks on a machine share the batch's memory."""
         return await self._call_all("train_step", batch, coefficients)
 
     async def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights:
-        """Publish the weights as `version`, so that workers can fetch them."""
         return await self._call_all("publish", version, canary)
 
     async def score_completions(self, requests: Sequence[ScoringRequest]) -> list[list[float]]:
-        """Return the log-probs of each completion's tokens under the policy."""
         return await self._call_all("score_completions", list(requests))
 
     async def ping(self) -> None:
-        """Return when every rank has responded."""
         await self._call_all("ping")
 
     async def save(self, state_folder: Path, model_folder: Path) -> list[SavedFile]:
-        """Write the learner's state and the Hugging Face model; return the files of all ranks."""
         folders = state_folder.absolute(), model_folder.absolute()
         files_by_rank = await self._call("save", self.ranks, *folders)
         return [file for files in files_by_rank for file in files]
@@ -209,7 +177,9 @@ class LearnerGroup:
 
     def close(self) -> None:
         """Kill the ranks."""
-        self._kill_ranks()
+        ranks, self.ranks = self.ranks, []
+        for rank in ranks:
+            ray.kill(rank)
 
     async def _call_all(self, method: str, *args: object) -> Any:
         """Call all ranks, and return rank 0's result."""
@@ -218,39 +188,37 @@ class LearnerGroup:
     async def _call(self, method: str, ranks: Sequence[ActorHandle], *args: object) -> list[Any]:
         if not ranks:
             raise LearnerLostError("the learner's ranks were lost and have not been restarted")
+        description, setting = f"the learner's '{method}'", "training.learner_timeout_s"
+        timeout_s = self._run.training.learner_timeout_s
+        if method in _START_CALLS:
+            description, setting = _START_CALLS[method], "placement.start_timeout_s"
+            timeout_s = self._run.placement.start_timeout_s
         results = gather_or_cancel(*(_call_rank(rank, method, *args) for rank in ranks))
         try:
-            return await self._wait_for_results(method, results)
+            return await wait_with_limit(results, description, timeout_s=timeout_s, setting=setting)
         except ray.exceptions.RayActorError as error:
-            self._kill_ranks()
+            self.close()
             raise LearnerLostError(
                 f"a learner rank died in '{method}': {describe_failure(error)}"
             ) from error
         except ray.exceptions.RayTaskError as error:
-            if not isinstance(error.cause, LearnerLostError):
+            if not _has_lost_contact(error.cause):
                 raise
-            self._kill_ranks()
-            raise error.cause from None
+            self.close()
+            raise LearnerLostError(
+                f"a learner rank lost contact with the others in '{method}', or waited for them "
+                "longer than learner.collective_timeout_s = "
+                f"{self._run.learner.collective_timeout_s:g}: {error.cause}"
+            ) from None
         except TimeLimitError as error:
-            self._kill_ranks()
+            self.close()
             raise LearnerLostError(str(error)) from None
 
-    async def _wait_for_results(self, method: str, results: Awaitable[list[Any]]) -> list[Any]:
-        """Wait for results, with the time limit of the method."""
-        is_starting, run = method in _START_CALLS, self._run
-        return await wait_with_limit(
-            results,
-            _START_CALLS.get(method, f"the learner's '{method}'"),
-            timeout_s=(
-                run.placement.start_timeout_s if is_starting else run.training.learner_timeout_s
-            ),
-            setting="placement.start_timeout_s" if is_starting else "training.learner_timeout_s",
-        )
 
-    def _kill_ranks(self) -> None:
-        ranks, self.ranks = self.ranks, []
-        for rank in ranks:
-            ray.kill(rank)
+def _has_lost_contact(error: BaseException) -> bool:
+    """Return whether a collective failed; Gloo raises a plain RuntimeError."""
+    is_gloo_error = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return is_gloo_error or isinstance(error, dist.DistError)
 
 
 async def _call_rank(rank: ActorHandle, method: str, *args: object) -> Any:

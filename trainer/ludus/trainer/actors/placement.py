@@ -13,6 +13,7 @@ reserves node groups for learner or rollout, and lets an empty node group scale 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,30 +40,23 @@ _GPU_TOLERANCE = 1e-6
 class ActorRequest:
     """A number of actors of one kind that a run needs."""
 
-    kind: str
+    role: str
+    """Role of the actors in messages, such as "learner rank"."""
     num_actors: int
     resources: Resources
     """Resources of each actor."""
     must_share_node: bool = False
 
     def __str__(self) -> str:
-        plural = "s" if self.num_actors != 1 else ""
-        suffix = " each" if self.num_actors != 1 else ""
-        return (
-            f"{self.num_actors} {self.kind}{plural} with {format_resources(self.resources)}{suffix}"
-        )
+        resources = format_resources(self.resources)
+        if self.num_actors == 1:
+            return f"1 {self.role} with {resources}"
+        return f"{self.num_actors} {self.role}s with {resources} each"
 
     def count_fitting_actors(self, free_resources: Resources) -> int:
         """Return the number of these actors that fit on a node with these free resources."""
-        shares = [free_resources.get(name, 0.0) / amount for name, amount in self.resources.items()]
-        return min([self.num_actors, *(int(share + _GPU_TOLERANCE) for share in shares)])
-
-    def subtract_from(self, free_resources: Resources, num_actors: int) -> dict[str, float]:
-        """Return the free resources of a node after `num_actors` actors are placed on it."""
-        return {
-            name: free_resources[name] - num_actors * self.resources.get(name, 0.0)
-            for name in free_resources
-        }
+        ratios = [free_resources.get(name, 0.0) / amount for name, amount in self.resources.items()]
+        return min([self.num_actors, *(int(ratio + _GPU_TOLERANCE) for ratio in ratios)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,48 +77,46 @@ class RunDemand:
         """Return whether all actors can be placed on nodes with these resources."""
         return self._count_fitting_workers(nodes) >= self.workers.num_actors
 
-    def max_workers(self, nodes: Iterable[Resources]) -> int:
+    def count_max_workers(self, nodes: Iterable[Resources]) -> int:
         """Return the number of workers that fit in addition to all ranks, beyond the demand."""
         workers = replace(self.workers, num_actors=UNLIMITED_ACTORS)
         return min(UNLIMITED_ACTORS, replace(self, workers=workers)._count_fitting_workers(nodes))
 
     def _count_fitting_workers(self, nodes: Iterable[Resources]) -> int:
         """Return the number of workers that fit with all ranks; -1 if the ranks do not fit."""
+        rank, num_ranks = self.ranks.resources, self.ranks.num_actors
         # max_workers[k]: maximum number of workers if k ranks are placed on the nodes so far.
         max_workers = {0: 0}
         for node in nodes:
-            next_max_workers: dict[int, int] = {}
-            for num_ranks_here in self._list_rank_counts(node):
-                free_resources = self.ranks.subtract_from(node, num_ranks_here)
-                num_workers_here = self.workers.count_fitting_actors(free_resources)
-                for num_ranks, num_workers in max_workers.items():
-                    total_ranks = num_ranks + num_ranks_here
-                    if total_ranks <= self.ranks.num_actors:
-                        total_workers = num_workers + num_workers_here
-                        next_max_workers[total_ranks] = max(
-                            next_max_workers.get(total_ranks, 0), total_workers
-                        )
-            max_workers = next_max_workers
-        return max_workers.get(self.ranks.num_actors, -1)
+            next_max: dict[int, int] = {}
+            for ranks_here in self._list_rank_counts(node):
+                free = {name: node[name] - ranks_here * rank.get(name, 0.0) for name in node}
+                workers_here = self.workers.count_fitting_actors(free)
+                for ranks_before, workers_before in max_workers.items():
+                    total_ranks = ranks_before + ranks_here
+                    total_workers = workers_before + workers_here
+                    if total_ranks <= num_ranks:
+                        next_max[total_ranks] = max(next_max.get(total_ranks, 0), total_workers)
+            max_workers = next_max
+        return max_workers.get(num_ranks, -1)
 
     def describe_nodes(self, nodes: Iterable[Resources]) -> str:
         """Describe the nodes by their amounts of the requested resources."""
         names = sorted({*self.ranks.resources, *self.workers.resources})
-        node_counts: dict[str, int] = {}
-        for node in nodes:
-            description = format_resources({name: node.get(name, 0.0) for name in names})
-            node_counts[description] = node_counts.get(description, 0) + 1
-        node_descriptions = [
-            f"{num_nodes} node{'s' if num_nodes != 1 else ''} with {description}"
-            for description, num_nodes in node_counts.items()
+        node_counts = Counter(
+            format_resources({name: node.get(name, 0.0) for name in names}) for node in nodes
+        )
+        descriptions = [
+            f"{num_nodes} node{'s' if num_nodes != 1 else ''} with {resources}"
+            for resources, num_nodes in node_counts.items()
         ]
-        return ", ".join(node_descriptions) or "no node"
+        return ", ".join(descriptions) or "no node"
 
     def _list_rank_counts(self, node: Resources) -> Sequence[int]:
         max_ranks = self.ranks.count_fitting_actors(node)
         if not self.ranks.must_share_node:
             return range(max_ranks + 1)
-        return sorted({0, self.ranks.num_actors if max_ranks == self.ranks.num_actors else 0})
+        return [0, max_ranks] if max_ranks == self.ranks.num_actors else [0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +160,9 @@ class Placement:
 
 def place_on_one_machine(run: LanguageModelRun, *, includes_learner: bool = True) -> Placement:
     """Return a placement of all actors on this machine."""
-    ranks = _make_resources(num_gpus=run.learner.num_gpus_per_rank)
-    workers = _make_resources(num_gpus=run.rollout.num_gpus_per_worker)
-    return Placement(_make_demand(run, ranks, workers, includes_learner=includes_learner))
+    ranks = {"GPU": run.learner.num_gpus_per_rank}
+    workers = {"GPU": run.rollout.num_gpus_per_worker}
+    return Placement(_make_demand(run, ranks, workers, includes_learner))
 
 
 def place_in_cluster(
@@ -182,18 +174,11 @@ def place_in_cluster(
 ) -> Placement:
     """Return a placement on the nodes of a cluster; the caller adds the placement group."""
     learner, rollout = run.learner, run.rollout
-    has_node_groups = any(node.keys() & {LEARNER_RESOURCE, ROLLOUT_RESOURCE} for node in nodes)
-    ranks = _make_resources(
-        num_cpus=learner.num_threads,
-        num_gpus=learner.num_gpus_per_rank,
-        custom_names=[LEARNER_RESOURCE] if has_node_groups else [],
-    )
-    workers = _make_resources(
-        num_cpus=rollout.num_threads,
-        num_gpus=rollout.num_gpus_per_worker,
-        custom_names=[ROLLOUT_RESOURCE] if has_node_groups else [],
-    )
-    demand = _make_demand(run, ranks, workers, includes_learner=includes_learner)
+    ranks = {"CPU": float(learner.num_threads), "GPU": learner.num_gpus_per_rank}
+    workers = {"CPU": float(rollout.num_threads), "GPU": rollout.num_gpus_per_worker}
+    if any(node.keys() & {LEARNER_RESOURCE, ROLLOUT_RESOURCE} for node in nodes):
+        ranks[LEARNER_RESOURCE] = workers[ROLLOUT_RESOURCE] = 1.0
+    demand = _make_demand(run, ranks, workers, includes_learner)
     return Placement(demand, driver_node_id, join_timeout_s=run.placement.join_timeout_s)
 
 
@@ -203,30 +188,22 @@ def format_resources(resources: Resources) -> str:
 
 
 def _make_demand(
-    run: LanguageModelRun, ranks: Resources, workers: Resources, *, includes_learner: bool
+    run: LanguageModelRun, rank: Resources, worker: Resources, includes_learner: bool
 ) -> RunDemand:
     num_ranks = run.learner.num_ranks if includes_learner else 0
     must_share_node = run.placement.learner_ranks == "strict_pack"
-    return RunDemand(
-        ActorRequest("learner rank", num_ranks, ranks, must_share_node),
-        ActorRequest("rollout worker", run.rollout.min_workers, workers),
+    rank, worker = (
+        {name: amount for name, amount in resources.items() if amount}
+        for resources in (rank, worker)
     )
-
-
-def _make_resources(
-    *, num_cpus: float = 0.0, num_gpus: float = 0.0, custom_names: Iterable[str] = ()
-) -> dict[str, float]:
-    resources = {"CPU": float(num_cpus), "GPU": num_gpus, **dict.fromkeys(custom_names, 1.0)}
-    return {name: amount for name, amount in resources.items() if amount}
+    return RunDemand(
+        ActorRequest("learner rank", num_ranks, rank, must_share_node),
+        ActorRequest("rollout worker", run.rollout.min_workers, worker),
+    )
 
 
 def _make_options(resources: Resources) -> dict[str, Any]:
     """Return resources as options of an actor. Zeros replace Ray's defaults."""
-    custom_resources = {
-        name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")
-    }
-    return {
-        "num_cpus": resources.get("CPU", 0),
-        "num_gpus": resources.get("GPU", 0),
-        "resources": custom_resources,
-    }
+    custom_resources = dict(resources)
+    num_cpus, num_gpus = custom_resources.pop("CPU", 0), custom_resources.pop("GPU", 0)
+    return {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": custom_resources}

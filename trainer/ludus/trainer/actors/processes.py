@@ -33,11 +33,10 @@ from ludus.trainer.weights.canary import WorkerWeights
 class Slot(Protocol):
     """Reserved capacity of a worker for some groups; `play` or `release` frees it."""
 
-    @property
-    def size(self) -> int:
-        """Number of groups that may be played in the slot, at least 1."""
+    max_groups: int
+    """Maximum number of groups that may be played in the slot, at least 1."""
 
-    async def play(self, groups: Sequence[GroupSpec]) -> list[Refusal]:
+    async def play(self, specs: Sequence[GroupSpec]) -> list[Refusal]:
         """Play groups, send them to the buffer, and return the groups that must be replaced.
 
         Capacity of the slot beyond these groups is released at once.
@@ -108,7 +107,7 @@ class Workers(Protocol):
 class Buffer(Protocol):
     """The replay buffer (`data/buffer.py`).
 
-    `take`, `state` and `restore` raise BufferLostError if the buffer died.
+    `take`, `copy_contents` and `restore` raise BufferLostError if the buffer died.
     """
 
     async def begin(self, indices: Iterable[int], version: int) -> None:
@@ -117,8 +116,8 @@ class Buffer(Protocol):
     async def take(self, version: int, timeout_s: float) -> TakenBatch:
         """Return batch `version`, or no groups if it is not complete within `timeout_s`."""
 
-    async def state(self) -> BufferState:
-        """See GroupBuffer.state."""
+    async def copy_contents(self) -> BufferState:
+        """See GroupBuffer.copy_contents."""
 
     async def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int

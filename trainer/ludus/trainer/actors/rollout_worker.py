@@ -58,10 +58,10 @@ class RolloutWorkerSpec:
     addresses: Mapping[str, str]
     """Address of each environment, by the environment's name in the run."""
     weights: WeightStoreConfig
-    token: FolderToken | None = None
+    folder_token: FolderToken | None = None
     """Token of the run folder, which contains the model; None on a single machine."""
     number: int = 0
-    """Index of the worker."""
+    """Number of the worker, from 0."""
     functions: Mapping[str, Function] = field(default_factory=copy_registered_functions)
     """Functions that the configuration refers to and that cannot be imported."""
 
@@ -102,23 +102,20 @@ class RolloutWorkerActor:
         Raises:
             ConfigError: this node cannot access the run folder.
         """
-        if spec.token is not None:
-            await asyncio.to_thread(spec.token.check)
+        if spec.folder_token is not None:
+            await asyncio.to_thread(spec.folder_token.check)
         register_functions(spec.functions)
-        run = spec.run
-        chat = ChatTokenizer.load(spec.model_path, run.model)
+        run, model_path, exit_stack = spec.run, spec.model_path, self._exit_stack
+        tokenizer = ChatTokenizer.load(model_path, run.model)
         clients = {name: await self._connect(spec, name) for name in run.environments}
-        engine = AsyncEngine(make_engine(run, spec.model_path, chat))
-        merger = None
-        if run.model.lora is not None:
-            merger = AdapterMerger.load(spec.model_path, run.model.lora)
+        engine = AsyncEngine(make_engine(run, model_path, tokenizer))
+        lora = run.model.lora
+        merger = None if lora is None else AdapterMerger.load(model_path, lora)
         reward_models = RewardModels()
         players = {}
         for name, client in clients.items():
-            runner_parts = RunnerComponents(
-                run, name, client, engine, chat, self._exit_stack, spec.number
-            )
-            players[name] = await GroupPlayer.start(runner_parts, reward_models)
+            parts = RunnerComponents(run, name, client, engine, tokenizer, exit_stack, spec.number)
+            players[name] = await GroupPlayer.start(parts, reward_models)
         self._set_components(
             WorkerComponents(run, spec.weights, engine, players, reward_models, merger)
         )
@@ -127,32 +124,14 @@ class RolloutWorkerActor:
 
     async def play(self, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:
         """Play the groups and return them in any order; after `abandon`, all of them are lost."""
-        run, players = self.components.run, self.components.players
-        sampling = sampling_settings(run.rollout)
+        players = self.components.players
         specs_by_call: dict[tuple[str, int], list[GroupSpec]] = {}
         for spec in specs:
             plays_together = players[spec.environment].runner.plays_groups_together
             call_index = -1 if plays_together else spec.index
             specs_by_call.setdefault((spec.environment, call_index), []).append(spec)
-        transcripts_per_step, groups_per_step = (
-            run.metrics.transcripts_per_step,
-            run.training.groups_per_step,
-        )
-        play_future = asyncio.gather(
-            *(
-                players[environment].play_groups(
-                    call_specs,
-                    sampling,
-                    [
-                        count_transcripts(
-                            spec.index, transcripts_per_step, groups_per_step, run.seed
-                        )
-                        for spec in call_specs
-                    ],
-                )
-                for (environment, _), call_specs in specs_by_call.items()
-            )
-        )
+        calls = [self._play_groups(name, group) for (name, _), group in specs_by_call.items()]
+        play_future = asyncio.gather(*calls)
         abandon_future = asyncio.ensure_future(self._abandon_event.wait())
         futures: list[asyncio.Future[Any]] = [play_future, abandon_future]
         try:
@@ -165,6 +144,15 @@ class RolloutWorkerActor:
             return [make_lost_group(spec) for spec in specs]
         finally:
             abandon_future.cancel()
+
+    async def _play_groups(self, name: str, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:
+        run = self.components.run
+        num_transcripts, num_groups = run.metrics.transcripts_per_step, run.training.groups_per_step
+        transcript_counts = [
+            count_transcripts(spec.index, num_transcripts, num_groups, run.seed) for spec in specs
+        ]
+        sampling = sampling_settings(run.rollout)
+        return await self.components.players[name].play_groups(specs, sampling, transcript_counts)
 
     async def abandon(self) -> None:
         """Abandon all running groups, because it is unknown which weights sampled them."""
@@ -187,40 +175,37 @@ class RolloutWorkerActor:
         return list(await asyncio.gather(*completions))
 
     async def load_weights(
-        self, published_weights: PublishedWeights, from_scratch: bool
+        self, published_weights: PublishedWeights, is_from_scratch: bool
     ) -> WorkerWeights:
         """Fetch and load weights, and return the result of the canary check.
 
-        With `from_scratch`, all weights that were fetched earlier are ignored.
+        With `is_from_scratch`, all weights that were fetched earlier are ignored.
 
         Raises:
             WeightSyncError: the weights are incomplete, or a later version was requested.
         """
+        components, manifest = self.components, published_weights.manifest
         self._num_loads += 1
         load_number = self._num_loads
-        if from_scratch:
+        if is_from_scratch:
             # A store keeps the last weights, to which it adds differences. A fetch that hangs keeps
             # the old store.
-            self._store = make_store(self.components.weights)
+            self._store = make_store(components.weights)
         # Episodes continue while the store is unavailable.
         fetched_weights = await asyncio.to_thread(self._store.fetch, published_weights)
-        old_pause_s = self.components.engine.pause_s
+        old_pause_s = components.engine.pause_s
         state = fetched_weights.state
-        if self.components.merger is not None:
-            state = await asyncio.to_thread(self.components.merger.merge, state)
+        if components.merger is not None:
+            state = await asyncio.to_thread(components.merger.merge, state)
         if load_number != self._num_loads:
             raise WeightSyncError(
-                f"weights version {published_weights.manifest.version} arrived after a later "
-                "version was "
-                "requested"
+                f"weights version {manifest.version} arrived after a later version was requested"
             )
-        await self.components.engine.load_weights(state, published_weights.manifest.version)
-        logprobs = await self.components.engine.score(published_weights.manifest.canary)
-        dtype = self.components.run.learner.dtype
-        canary = check_canary(
-            published_weights.manifest, logprobs, self.components.weights.canary, dtype
-        )
-        pause_s = self.components.engine.pause_s - old_pause_s
+        await components.engine.load_weights(state, manifest.version)
+        logprobs = await components.engine.score(manifest.canary)
+        dtype = components.run.learner.dtype
+        canary = check_canary(manifest, logprobs, components.weights.canary, dtype)
+        pause_s = components.engine.pause_s - old_pause_s
         return WorkerWeights(canary, fetched_weights.fetch_s, pause_s, fetched_weights.num_bytes)
 
     async def wait_until_closed(self) -> None:
@@ -249,15 +234,13 @@ class RolloutWorkerActor:
 
     async def _connect(self, spec: RolloutWorkerSpec, name: str) -> AsyncEnvClient:
         environment = spec.run.environments[name]
-        client = await AsyncEnvClient.connect(
-            spec.addresses[name],
-            dataclasses.replace(
-                make_connect_options(environment),
-                timeout_s=spec.run.rollout.group_timeout_s,
-                # A worker may start while the server restarts.
-                connect_timeout_s=environment.reconnect_timeout_s,
-            ),
+        options = dataclasses.replace(
+            make_connect_options(environment),
+            timeout_s=spec.run.rollout.group_timeout_s,
+            # A worker may start while the server restarts.
+            connect_timeout_s=environment.reconnect_timeout_s,
         )
+        client = await AsyncEnvClient.connect(spec.addresses[name], options)
         return await self._exit_stack.enter_async_context(client)
 
 

@@ -17,6 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 import ray
 from ray.actor import ActorHandle
@@ -59,46 +60,41 @@ class RolloutWorkerHandle:
     """Maximum number of groups of a slot."""
     num_groups: int = 0
     """Number of groups in acquired slots."""
-    node: str | None = None
+    node_id: str | None = None
     """Id of the worker's node; None until the worker has started."""
-    num_played: int = 0
+    num_played_groups: int = 0
     """Number of groups that were played and accepted by the buffer."""
-    num_evaluating: int = 0
+    num_evaluations: int = 0
     """Number of running calls that play evaluation episodes."""
     weights: WorkerWeights | None = None
     """Current weights of the worker; None if unknown."""
     load_errors: list[WeightSyncError] = field(default_factory=list)
     """Errors of failed loads since the last successful load."""
-    out_of_rotation: asyncio.Event = field(default_factory=asyncio.Event)
+    removal_event: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the worker is out of rotation: it gets no groups, because a load has failed."""
 
     @classmethod
-    def start(
-        cls, spec: RolloutWorkerSpec, placement: Placement, number: int
-    ) -> RolloutWorkerHandle:
+    def start(cls, spec: RolloutWorkerSpec, placement: Placement, number: int) -> Self:
         """Start a process, which Ray creates when there is room, and return its handle."""
-        actor = make_actor(spec, placement)
-        max_groups = spec.run.rollout.num_groups_in_flight
+        slot_size = max_groups = spec.run.rollout.num_groups_in_flight
         # A rollout function that plays many groups in one call gets all groups in one slot.
-        plays_in_batches = any(
-            environment.plays_in_batches for environment in spec.run.environments.values()
-        )
-        slot_size = max_groups if plays_in_batches else -(-max_groups // _NUM_SLOTS)
-        return cls(number, actor, max_groups, slot_size)
+        if not any(config.plays_in_batches for config in spec.run.environments.values()):
+            slot_size = -(-max_groups // _NUM_SLOTS)
+        return cls(number, make_actor(spec, placement), max_groups, slot_size)
 
     @property
-    def num_free(self) -> int:
+    def num_free_groups(self) -> int:
         """Number of groups that may start on the worker."""
         return self.max_groups - self.num_groups
 
     @property
     def is_idle(self) -> bool:
         """True while the worker plays nothing."""
-        return self.num_groups == 0 and self.num_evaluating == 0
+        return self.num_groups == 0 and self.num_evaluations == 0
 
     def reserve(self) -> int:
         """Reserve the free groups of one slot, at least one, and return their number."""
-        size = min(self.slot_size, self.num_free)
+        size = min(self.slot_size, self.num_free_groups)
         self.num_groups += size
         return size
 
@@ -119,8 +115,8 @@ class RolloutWorkerHandle:
         description = f"weights version {manifest.version} ({manifest.num_bytes} bytes)"
         try:
             async with asyncio.timeout(timeout_s + LOAD_GRACE_S):
-                from_scratch = self.weights is None
-                return await self.actor.load_weights.remote(published_weights, from_scratch)
+                is_from_scratch = self.weights is None
+                return await self.actor.load_weights.remote(published_weights, is_from_scratch)
         except TimeoutError:
             raise WeightSyncError(
                 f"{description} did not reach rollout worker {self.number} within "
@@ -177,15 +173,10 @@ class RolloutWorkerHandle:
 
 def make_actor(spec: RolloutWorkerSpec, placement: Placement) -> ActorHandle:
     """Create the actor of a worker, which Ray starts when there is room."""
-    rollout = spec.run.rollout
+    rollout, options = spec.run.rollout, placement.make_worker_options()
     # Engines read their environment variables when Python starts, before any code of Ludus.
-    environment_variables = make_vllm_variables(
-        rollout.num_threads, uses_gpu=rollout.num_gpus_per_worker > 0
-    )
-    worker_class = ray.remote(
-        **placement.make_worker_options(),
-        runtime_env={"env_vars": environment_variables},
-    )(RolloutWorkerActor)
+    variables = make_vllm_variables(rollout.num_threads, uses_gpu=rollout.num_gpus_per_worker > 0)
+    worker_class = ray.remote(**options, runtime_env={"env_vars": variables})(RolloutWorkerActor)
     return worker_class.remote(rollout.num_threads)
 
 
@@ -219,14 +210,10 @@ class Roster:
 
     def mark_ready(self, worker: RolloutWorkerHandle) -> None:
         """Let the worker play."""
-        worker.out_of_rotation.clear()
+        worker.removal_event.clear()
         self.ready_workers.append(worker)
-        _log.info(
-            "rollout worker %d ready (%d of %d)",
-            worker.number,
-            len(self.ready_workers),
-            len(self.activities),
-        )
+        num_ready, num_workers = len(self.ready_workers), len(self.activities)
+        _log.info("rollout worker %d ready (%d of %d)", worker.number, num_ready, num_workers)
         self.notify()
 
     def remove(self, worker: RolloutWorkerHandle) -> None:
@@ -235,29 +222,23 @@ class Roster:
             self.ready_workers.remove(worker)
             self.notify()
 
-    def end(self, worker: RolloutWorkerHandle) -> None:
+    def kill(self, worker: RolloutWorkerHandle) -> None:
         """Remove the worker, and kill its process."""
         self.remove(worker)
-        self.started_workers = [
-            listed_worker for listed_worker in self.started_workers if listed_worker is not worker
-        ]
+        if worker in self.started_workers:
+            self.started_workers.remove(worker)
         worker.kill()
 
     def describe(self) -> str:
         """Describe the number of ready workers, and the activity of each worker."""
-        num_playing_groups = {worker.number: worker.num_groups for worker in self.ready_workers}
-        worker_texts = [
-            f"; worker {number} {activity}"
-            for number, activity in sorted(self.activities.items())
-            if number not in num_playing_groups
-        ]
-        worker_texts += [
-            f"; worker {number} plays {num_groups} groups"
-            for number, num_groups in num_playing_groups.items()
-        ]
-        ellipsis = "; ..." if len(worker_texts) > _MAX_DESCRIBED else ""
-        ready_text = f"{len(num_playing_groups)} of {len(self.activities)} rollout workers ready"
-        return "".join([ready_text, *worker_texts[:_MAX_DESCRIBED], ellipsis])
+        texts = {number: f"worker {number} {text}" for number, text in self.activities.items()}
+        for worker in self.ready_workers:
+            texts[worker.number] = f"worker {worker.number} plays {worker.num_groups} groups"
+        ready_numbers = {worker.number for worker in self.ready_workers}
+        numbers = sorted(texts, key=lambda number: (number in ready_numbers, number))
+        parts = [f"{len(ready_numbers)} of {len(self.activities)} rollout workers ready"]
+        parts += [texts[number] for number in numbers[:_MAX_DESCRIBED]]
+        return "; ".join([*parts, "..."] if len(numbers) > _MAX_DESCRIBED else parts)
 
     async def load(
         self, worker: RolloutWorkerHandle, published_weights: PublishedWeights, timeout_s: float
@@ -284,7 +265,7 @@ class Roster:
         self.remove(worker)
         worker.weights = None
         worker.load_errors.append(error)
-        worker.out_of_rotation.set()
+        worker.removal_event.set()
         if isinstance(error, CanaryError):
             self.num_breaches += 1
             self.breaches_in_a_row[worker.number] += 1

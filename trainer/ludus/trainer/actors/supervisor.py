@@ -23,13 +23,7 @@ from dataclasses import dataclass, replace
 
 import ray
 
-from ludus.proto.errors import (
-    CanaryError,
-    EngineLostError,
-    UserError,
-    WeightSyncError,
-    WorkerStartError,
-)
+from ludus.proto.errors import CanaryError, EngineLostError, UserError, WorkerStartError
 from ludus.trainer.actors.cluster import describe_failure
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
@@ -68,33 +62,28 @@ class Supervisor:
             WorkerStartError: the worker does not start, and too few other workers are ready.
             WeightSyncError: no worker loads the newest weights.
         """
+        rollout, num_failures = self.spec.run.rollout, 0
         try:
-            num_failed_processes = 0
             while True:
                 worker = RolloutWorkerHandle.start(self.spec, self.placement, self.number)
                 try:
                     reason = await self._run_process(worker)
                 finally:
-                    self.roster.end(worker)
+                    self.roster.kill(worker)
                 if reason is None:
                     return
-                num_failed_processes = 0 if worker.num_played else num_failed_processes + 1
-                has_too_few_workers = (
-                    len(self.roster.ready_workers) < self.spec.run.rollout.min_workers
-                )
-                if num_failed_processes >= _MAX_FAILED_STARTS and has_too_few_workers:
+                num_failures = 0 if worker.num_played_groups else num_failures + 1
+                num_ready, min_workers = len(self.roster.ready_workers), rollout.min_workers
+                if num_failures >= _MAX_FAILED_STARTS and num_ready < min_workers:
                     raise WorkerStartError(
-                        f"rollout worker {self.number} ended {num_failed_processes} times in a "
-                        "row before "
+                        f"rollout worker {self.number} ended {num_failures} times in a row before "
                         f"it played anything: {reason}; see trainer.log, and check that the "
                         "machine has enough memory for the model"
                     )
                 self.roster.num_restarts += 1
                 self.roster.activities[self.number] = f"is about to restart: {reason}"
                 _log.warning("rollout worker %d ended (%s); starting another", self.number, reason)
-                await asyncio.sleep(
-                    FIRST_PAUSE_S * (2 ** min(num_failed_processes, _MAX_DOUBLINGS) - 1)
-                )
+                await asyncio.sleep(FIRST_PAUSE_S * (2 ** min(num_failures, _MAX_DOUBLINGS) - 1))
         finally:
             self.roster.activities.pop(self.number, None)
 
@@ -117,7 +106,7 @@ class Supervisor:
         Raises:
             _UnfitError: the start takes too long.
         """
-        activities, spec = self.roster.activities, replace(self.spec, number=self.number)
+        spec, activities = replace(self.spec, number=self.number), self.roster.activities
         activities[self.number] = "waits for room"
         room_call = asyncio.ensure_future(worker.actor.ping.remote())
         try:
@@ -130,7 +119,7 @@ class Supervisor:
             await asyncio.gather(room_call, return_exceptions=True)
         activities[self.number] = "loads the model and builds its engine"
         try:
-            worker.node = await wait_with_limit(
+            worker.node_id = await wait_with_limit(
                 worker.actor.start.remote(spec),
                 f"rollout worker {self.number} to load the model and to build its engine",
                 timeout_s=spec.run.placement.start_timeout_s,
@@ -146,9 +135,9 @@ class Supervisor:
         try:
             while not watch_task.done():
                 await self._load_newest(worker)
-                rotation_task = asyncio.ensure_future(worker.out_of_rotation.wait())
-                await asyncio.wait([watch_task, rotation_task], return_when=asyncio.FIRST_COMPLETED)
-                rotation_task.cancel()
+                removal_task = asyncio.ensure_future(worker.removal_event.wait())
+                await asyncio.wait([watch_task, removal_task], return_when=asyncio.FIRST_COMPLETED)
+                removal_task.cancel()
             return watch_task.result()
         finally:
             watch_task.cancel()
@@ -168,7 +157,7 @@ class Supervisor:
         self.roster.mark_ready(worker)
 
     async def _wait_before_retry(
-        self, worker: RolloutWorkerHandle, newest_weights: PublishedWeights
+        self, worker: RolloutWorkerHandle, failed_weights: PublishedWeights
     ) -> None:
         """Wait until a worker whose load failed may try again.
 
@@ -190,22 +179,14 @@ class Supervisor:
             raise _UnfitError(str(error))
         if isinstance(error, CanaryError):
             raise CanaryError(f"{error}, nor does any other worker")
-        await self._wait_for_newer(newest_weights, error)
-        worker.load_errors.clear()
-
-    async def _wait_for_newer(
-        self, published_weights: PublishedWeights, error: WeightSyncError
-    ) -> None:
-        """Wait until newer weights are published; raise `error` if they do not come in time.
-
-        Weights may be lost with the learner that published them. The restarted learner publishes
-        again.
-        """
+        # Weights may be lost with the learner that published them. The restarted learner publishes
+        # again.
         self.roster.delivery_error = error
         self.roster.notify()
         try:
             async with asyncio.timeout(self.spec.run.weights.timeout_s):
-                while self.roster.newest_weights is published_weights:
+                while self.roster.newest_weights is failed_weights:
                     await self.roster.wait_for_change()
         except TimeoutError:
             raise error from None
+        worker.load_errors.clear()

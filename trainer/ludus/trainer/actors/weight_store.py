@@ -10,23 +10,23 @@ import ray
 
 from ludus.proto.config import FolderWeightStore, RayWeightStore, S3WeightStore, WeightStoreConfig
 from ludus.proto.errors import WeightSyncError
-from ludus.trainer.weights.folder import FolderFiles
-from ludus.trainer.weights.store import VersionStore
+from ludus.trainer.weights.folder import FolderStorage
+from ludus.trainer.weights.store import StorageBackend, VersionStore
 
 
 def make_store(config: WeightStoreConfig) -> VersionStore:
     """Build the store from a configuration that `resolve_location` returned."""
     match config:
         case RayWeightStore():
-            return VersionStore(RayObjects(), config)
+            return VersionStore(RayStorage(), config)
         case FolderWeightStore():
             assert config.path is not None
-            return VersionStore(FolderFiles(Path(config.path)), config)
+            return VersionStore(FolderStorage(Path(config.path)), config)
         case S3WeightStore():
             # Imported only when needed, because obstore starts threads.
-            from ludus.trainer.weights.bucket import BucketObjects
+            from ludus.trainer.weights.bucket import BucketStorage
 
-            return VersionStore(BucketObjects(config), config)
+            return VersionStore(BucketStorage(config), config)
 
 
 def resolve_location(config: WeightStoreConfig, run_path: Path, run_id: str) -> WeightStoreConfig:
@@ -41,9 +41,7 @@ def resolve_location(config: WeightStoreConfig, run_path: Path, run_id: str) -> 
             path = Path(config.path) / name if config.path else run_path / "weights"
             return config.model_copy(update={"path": str(path.absolute())})
         case S3WeightStore():
-            prefix = "/".join(
-                path_part for path_part in (config.prefix.strip("/"), name) if path_part
-            )
+            prefix = f"{config.prefix.strip('/')}/{name}".lstrip("/")
             return config.model_copy(update={"prefix": prefix})
     return config
 
@@ -55,12 +53,12 @@ def check_reachable(config: WeightStoreConfig) -> None:
         ConfigError: the bucket does not respond.
     """
     if isinstance(config, S3WeightStore):
-        from ludus.trainer.weights.bucket import BucketObjects
+        from ludus.trainer.weights.bucket import BucketStorage
 
-        BucketObjects(config).check()
+        BucketStorage(config).check()
 
 
-class RayObjects:
+class RayStorage(StorageBackend):
     """A storage backend of Ray objects that the publishing process owns.
 
     Workers map the same shared memory, so a version is copied once per machine. An object lives as
@@ -85,12 +83,11 @@ class RayObjects:
     def get(self, location: list[ray.ObjectRef], num_bytes: int) -> Sequence[np.ndarray]:
         """Return the buffers, in shared memory."""
         try:
-            buffers: list[np.ndarray] = ray.get(location[0])
+            return ray.get(location[0])
         except ray.exceptions.RayError as error:
             raise WeightSyncError(
                 f"{self.description} has lost the weights: {error}; check why the learner died"
             ) from error
-        return buffers
 
     def drop(self, location: list[ray.ObjectRef]) -> None:
         """Do nothing, because Ray deletes the object when the store drops the last reference."""

@@ -32,6 +32,7 @@ from ludus.proto.errors import WorkerStartError
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import POLL_INTERVAL_S, list_draining_nodes, wait_for_room
 from ludus.trainer.actors.placement import Placement
+from ludus.trainer.actors.processes import Slot, Workers
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.roster import LOST_ERRORS, RolloutWorkerHandle, Roster
 from ludus.trainer.actors.supervisor import Supervisor
@@ -47,43 +48,42 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True)
-class WorkerSlot:
-    """Reserved capacity of a worker for some groups, see `Slot`."""
+class WorkerSlot(Slot):
+    """Reserved capacity of a worker for some groups."""
 
     worker: RolloutWorkerHandle
-    size: int
+    max_groups: int
     roster: Roster
     buffer: RemoteBuffer
 
-    async def play(self, groups: Sequence[GroupSpec]) -> list[Refusal]:
-        """Play groups, send them to the buffer, and return the groups that must be replaced.
+    async def play(self, specs: Sequence[GroupSpec]) -> list[Refusal]:
+        """See Slot.play.
 
         If the worker dies, its groups are sent to the buffer as lost, so that they are counted.
         """
         worker = self.worker
-        self._release(self.size - len(groups))
+        self._release_groups(self.max_groups - len(specs))
         try:
             # The groups go from worker to buffer without passing through this process.
-            refusals = await self.buffer.put(worker.actor.play.remote(list(groups)))
-            worker.num_played += len(groups) - len(refusals)
+            refusals = await self.buffer.put(worker.actor.play.remote(list(specs)))
+            worker.num_played_groups += len(specs) - len(refusals)
             return refusals
         except LOST_ERRORS:
             self.roster.remove(worker)
-            return await self.buffer.put([make_lost_group(group) for group in groups])
+            return await self.buffer.put(list(map(make_lost_group, specs)))
         finally:
-            self._release(len(groups))
+            self._release_groups(len(specs))
 
     def release(self) -> None:
-        """Free the capacity without playing anything."""
-        self._release(self.size)
+        self._release_groups(self.max_groups)
 
-    def _release(self, num_groups: int) -> None:
+    def _release_groups(self, num_groups: int) -> None:
         self.worker.num_groups -= num_groups
         self.roster.notify()
 
 
 @dataclass(slots=True)
-class RolloutWorkers:
+class RolloutWorkers(Workers):
     """The rollout workers of a run."""
 
     spec: RolloutWorkerSpec
@@ -108,18 +108,18 @@ class RolloutWorkers:
             WorkerStartError: the workers do not start.
         """
         workers = cls(spec, buffer, placement)
-        rollout = spec.run.rollout
-        workers.resize(rollout.num_workers)
+        min_workers, timeout_s = spec.run.rollout.min_workers, spec.run.placement.start_timeout_s
+        workers.resize(spec.run.rollout.num_workers)
         if not placement.is_one_machine:
             workers._start_task(workers._replace_draining_workers())
         try:
-            ready_wait = workers._wait_until(
-                lambda: len(workers.roster.ready_workers) >= rollout.min_workers,
-                f"rollout.min_workers = {rollout.min_workers}",
-                spec.run.placement.start_timeout_s,
+            start = workers._wait_until(
+                lambda: len(workers.roster.ready_workers) >= min_workers,
+                f"rollout.min_workers = {min_workers}",
+                timeout_s,
                 "placement.start_timeout_s",
             )
-            await wait_for_room(placement, ready_wait)
+            await wait_for_room(placement, start)
         except BaseException:
             await workers.close()
             raise
@@ -127,17 +127,12 @@ class RolloutWorkers:
 
     @property
     def num_breaches(self) -> int:
-        """Number of canary checks that failed: workers scored with different weights."""
         return self.roster.num_breaches
 
     @property
     def weights_by_worker(self) -> dict[int, WorkerWeights]:
-        """Weights of each ready worker, by its number."""
-        return {
-            worker.number: worker.weights
-            for worker in self.roster.ready_workers
-            if worker.weights is not None
-        }
+        workers = self.roster.ready_workers
+        return {worker.number: worker.weights for worker in workers if worker.weights is not None}
 
     def resize(self, num_workers: int) -> None:
         """Set the target number of workers, at least min_workers and at most max_workers."""
@@ -145,9 +140,7 @@ class RolloutWorkers:
         max_workers = self.placement.max_workers
         if num_workers > max_workers:
             _log.warning(
-                "%d rollout workers were requested, but there is room for %d",
-                num_workers,
-                max_workers,
+                "%d workers were requested; there is room for %d", num_workers, max_workers
             )
             num_workers = max_workers
         while len(self._supervisors) < num_workers:
@@ -163,40 +156,34 @@ class RolloutWorkers:
             WeightSyncError: a worker that joined did not load the newest weights in time.
         """
         await self.roster.wait_until(
-            lambda: any(worker.num_free for worker in self.roster.ready_workers)
+            lambda: any(worker.num_free_groups for worker in self.roster.ready_workers)
         )
-        worker = max(self.roster.ready_workers, key=lambda worker: worker.num_free)
+        worker = max(self.roster.ready_workers, key=lambda worker: worker.num_free_groups)
         return WorkerSlot(worker, worker.reserve(), self.roster, self.buffer)
 
     async def evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float
     ) -> list[EpisodeOutcome]:
-        """Play one episode per seed, and return the outcomes in the order of the seeds."""
         outcomes: dict[int, EpisodeOutcome] = {}
-        missing_seeds = list(seeds)
-        while missing_seeds:
+        while missing_seeds := [seed for seed in seeds if seed not in outcomes]:
             await self._wait_until_ready()
             workers = list(self.roster.ready_workers)
-            calls = [
-                self._evaluate_on_worker(
-                    worker, environment, missing_seeds[index :: len(workers)], temperature
-                )
-                for index, worker in enumerate(workers)
-            ]
+            calls = []
+            for index, worker in enumerate(workers):
+                worker_seeds = missing_seeds[index :: len(workers)]
+                calls.append(self._evaluate(worker, environment, worker_seeds, temperature))
             for worker_outcomes in await asyncio.gather(*calls):
                 outcomes |= {outcome.seed: outcome for outcome in worker_outcomes}
-            missing_seeds = [seed for seed in missing_seeds if seed not in outcomes]
         return [outcomes[seed] for seed in seeds]
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]
     ) -> list[SampledCompletion]:
-        """Return one completion of the prompt per seed."""
         while True:
             slot = await self.acquire_slot()
-            actor = slot.worker.actor
+            call = slot.worker.actor.complete
             try:
-                return await actor.complete.remote(list(prompt_ids), sampling, list(seeds))
+                return await call.remote(list(prompt_ids), sampling, list(seeds))
             except LOST_ERRORS:
                 self.roster.remove(slot.worker)
             finally:
@@ -220,15 +207,14 @@ class RolloutWorkers:
             if not self.roster.ready_workers and self.roster.delivery_error is not None:
                 raise self.roster.delivery_error
             loads = [
-                self._load_ready(worker, published_weights, timeout_s)
+                self._load_weights(worker, published_weights, timeout_s)
                 for worker in self.roster.ready_workers
             ]
-            weights_of_workers = await asyncio.gather(*loads)
-            loaded_weights = [weights for weights in weights_of_workers if weights is not None]
+            loaded_weights = [weights for weights in await asyncio.gather(*loads) if weights]
             if loaded_weights:
                 return loaded_weights
 
-    async def _load_ready(
+    async def _load_weights(
         self, worker: RolloutWorkerHandle, published_weights: PublishedWeights, timeout_s: float
     ) -> WorkerWeights | None:
         """See Roster.load; also return None if the worker is lost."""
@@ -239,7 +225,6 @@ class RolloutWorkers:
             return None
 
     def describe(self) -> str:
-        """Describe the number of ready workers, and the activity of each worker."""
         return self.roster.describe()
 
     async def _wait_until_ready(self, stop_condition: Callable[[], bool] = lambda: False) -> None:
@@ -271,10 +256,8 @@ class RolloutWorkers:
 
     async def close(self) -> None:
         """Stop all workers without waiting for their groups."""
-        ready_workers, self.roster.ready_workers = self.roster.ready_workers, []
-        close_calls = [
-            asyncio.ensure_future(worker.actor.close.remote()) for worker in ready_workers
-        ]
+        workers, self.roster.ready_workers = self.roster.ready_workers, []
+        close_calls = [asyncio.ensure_future(worker.actor.close.remote()) for worker in workers]
         tasks = [*self._supervisors.values(), *self._background_tasks, *close_calls]
         if close_calls:
             await asyncio.wait(close_calls, timeout=_CLOSE_TIMEOUT_S)
@@ -285,11 +268,9 @@ class RolloutWorkers:
     def _add_worker(self) -> None:
         number = next(self._worker_numbers)
         self.roster.activities[number] = "is about to start"
-        supervisor = asyncio.create_task(
-            Supervisor(number, self.spec, self.placement, self.roster).run()
-        )
-        supervisor.add_done_callback(self._record_failure)
-        self._supervisors[number] = supervisor
+        supervisor = Supervisor(number, self.spec, self.placement, self.roster)
+        self._supervisors[number] = asyncio.create_task(supervisor.run())
+        self._supervisors[number].add_done_callback(self._record_failure)
 
     def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run the coroutine as a task, until it returns or all workers stop."""
@@ -305,19 +286,16 @@ class RolloutWorkers:
             except ray.exceptions.RayError as error:
                 _log.warning("cannot get the list of draining nodes: %s", error)
                 draining_node_ids = frozenset()
-            leaving_numbers = [
-                worker.number
-                for worker in self.roster.ready_workers
-                if worker.node in draining_node_ids
-            ]
-            for number in self._supervisors.keys() & leaving_numbers:
+            workers = self.roster.ready_workers
+            draining_numbers = {w.number for w in workers if w.node_id in draining_node_ids}
+            for number in self._supervisors.keys() & draining_numbers:
                 _log.warning("the node of rollout worker %d will be removed", number)
                 self._start_task(self._remove_worker(number, self._supervisors.pop(number)))
                 self._add_worker()
                 self.roster.num_restarts += 1
             await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _evaluate_on_worker(
+    async def _evaluate(
         self,
         worker: RolloutWorkerHandle,
         environment: str,
@@ -327,21 +305,27 @@ class RolloutWorkers:
         """Return the outcomes; none if the worker died."""
         if not seeds:
             return []
-        worker.num_evaluating += 1
+        worker.num_evaluations += 1
         try:
             return await worker.actor.evaluate.remote(environment, list(seeds), temperature)
         except LOST_ERRORS:
             self.roster.remove(worker)
             return []
         finally:
-            worker.num_evaluating -= 1
+            worker.num_evaluations -= 1
             self.roster.notify()
 
     async def _remove_worker(self, number: int, supervisor: asyncio.Task[None]) -> None:
         """Close the worker when it has finished its groups."""
+        timeout_s = self.spec.run.rollout.group_timeout_s
         for worker in [worker for worker in self.roster.ready_workers if worker.number == number]:
             self.roster.remove(worker)
-            await self._wait_until_idle(worker)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while not worker.is_idle:
+                        await self.roster.wait_for_change()
+            except TimeoutError:
+                _log.warning("rollout worker %d still plays after %g s", number, timeout_s)
             # The supervisor kills the process once it is closed, perhaps before it responds.
             with suppress(*LOST_ERRORS, TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
@@ -349,15 +333,6 @@ class RolloutWorkers:
         supervisor.cancel()
         await asyncio.gather(supervisor, return_exceptions=True)
         _log.info("rollout worker %d stopped; %d ready", number, len(self.roster.ready_workers))
-
-    async def _wait_until_idle(self, worker: RolloutWorkerHandle) -> None:
-        timeout_s = self.spec.run.rollout.group_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not worker.is_idle:
-                    await self.roster.wait_for_change()
-        except TimeoutError:
-            _log.warning("rollout worker %d still plays after %g s", worker.number, timeout_s)
 
     def _record_failure(self, supervisor: asyncio.Task[None]) -> None:
         if not supervisor.cancelled() and (error := supervisor.exception()) is not None:

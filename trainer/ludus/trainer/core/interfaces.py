@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
 from ludus.trainer.core.types import SampledCompletion, Sampling, ScoringRequest, WeightManifest
 
-StorageLocation: TypeAlias = Any
-"""A file name, object key or Ray reference. Only the weight store that created it can use it."""
-
 StateDict = Mapping[str, torch.Tensor]
 """Full tensors on the CPU, by their names in the Hugging Face model."""
-
 
 GenerateFunction: TypeAlias = Callable[[list[int], Sampling, int], Awaitable[SampledCompletion]]
 """Function that samples one completion: (prompt tokens, sampling, seed) -> completion.
@@ -76,12 +72,24 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StoredPayload:
+    """One stored file of a weights version: complete tensors, or a difference from a version."""
+
+    version: int
+    content_hash: str
+    """Content hash of the version that the payload completes."""
+    num_bytes: int
+    location: object
+    """File name, object key or Ray reference; only the storage that returned it can use it."""
+
+
+@dataclass(frozen=True, slots=True)
 class PublishedWeights:
     """A weights version that workers can fetch."""
 
     manifest: WeightManifest
-    location: StorageLocation
-    """Location of the bytes in the weight store that published them."""
+    payloads: tuple[StoredPayload, ...]
+    """Payloads of the version, the complete one first."""
 
 
 @dataclass(frozen=True, slots=True)

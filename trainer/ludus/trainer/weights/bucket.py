@@ -22,7 +22,7 @@ from obstore.store import S3Store
 
 from ludus.proto.config import S3WeightStore
 from ludus.proto.errors import ConfigError, StoreUnavailableError, WeightSyncError
-from ludus.trainer.weights.store import call_with_limit
+from ludus.trainer.weights.store import StorageBackend, call_with_limit
 
 _PART_BYTES = 8 * 2**20
 _MAX_PARTS = 5000
@@ -35,7 +35,7 @@ _CREDENTIALS_HINT = (
 )
 
 
-class BucketObjects:
+class BucketStorage(StorageBackend):
     """A storage backend with one object for each version."""
 
     def __init__(self, config: S3WeightStore) -> None:
@@ -59,7 +59,6 @@ class BucketObjects:
         )
 
     def put(self, name: str, buffers: Sequence[np.ndarray]) -> str:
-        """Store the buffers as one object, and return its key below the prefix."""
         num_bytes = sum(buffer.nbytes for buffer in buffers)
         part_bytes = max(_PART_BYTES, num_bytes // _MAX_PARTS)
         try:
@@ -79,7 +78,6 @@ class BucketObjects:
         return name
 
     def get(self, location: str, num_bytes: int) -> list[np.ndarray]:
-        """Return the bytes of an object as one buffer."""
         try:
             size = obstore.head(self._store, location)["size"]
             if size != num_bytes:
@@ -93,24 +91,19 @@ class BucketObjects:
             raise self._make_error(error) from None
         return [content]
 
-    async def _load_ranges(self, location: str, content: np.ndarray) -> None:
+    async def _load_ranges(self, key: str, content: np.ndarray) -> None:
         """Read the object into `content`."""
         connections = asyncio.Semaphore(_NUM_CONNECTIONS)
 
         async def load_range(start: int) -> None:
             end = min(start + _PART_BYTES, content.nbytes)
             async with connections:
-                range_bytes = await obstore.get_range_async(
-                    self._store, location, start=start, end=end
-                )
-            content[start:end] = np.frombuffer(memoryview(range_bytes), dtype=np.uint8)
+                part = await obstore.get_range_async(self._store, key, start=start, end=end)
+            content[start:end] = np.frombuffer(memoryview(part), dtype=np.uint8)
 
-        await asyncio.gather(
-            *(load_range(start) for start in range(0, content.nbytes, _PART_BYTES))
-        )
+        await asyncio.gather(*map(load_range, range(0, content.nbytes, _PART_BYTES)))
 
     def drop(self, location: str) -> None:
-        """Delete the object, if it exists."""
         try:
             obstore.delete(self._store, location)
         except FileNotFoundError:
@@ -119,7 +112,6 @@ class BucketObjects:
             raise self._make_error(error) from None
 
     def list_locations(self) -> list[str]:
-        """Return the keys of all stored versions."""
         try:
             keys = [entry["path"] for page in obstore.list(self._store) for entry in page]
         except (BaseError, OSError) as error:

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from ludus.proto.errors import StoreUnavailableError, WeightSyncError
+from ludus.trainer.weights.store import StorageBackend
 
 
-class FolderFiles:
+class FolderStorage(StorageBackend):
     """A storage backend with one file for each version; a file appears only when complete.
 
     Plain file calls are three times as fast as a general object-store library. Mapping the file
@@ -25,8 +26,6 @@ class FolderFiles:
         self._is_created = False
 
     def put(self, name: str, buffers: Sequence[np.ndarray]) -> str:
-        """Write the buffers as one file, and return its name."""
-        file_path = self._folder / name
         partial_path = self._folder / f"{name}.partial"
         try:
             if not self._is_created:
@@ -36,16 +35,15 @@ class FolderFiles:
             with partial_path.open("wb") as file:
                 for buffer in buffers:
                     file.write(buffer.data)
-            os.replace(partial_path, file_path)
+            os.replace(partial_path, self._folder / name)
         except OSError as error:
             raise self._make_error(error) from error
         return name
 
     def get(self, location: str, num_bytes: int) -> list[np.ndarray]:
-        """Return the bytes of a file as one buffer."""
         path = self._folder / location
         # Unlike Path.is_dir, os.path.isdir does not raise if the folder is out of order.
-        had_folder = os.path.isdir(self._folder)
+        has_folder = os.path.isdir(self._folder)
         try:
             with path.open("rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -59,7 +57,7 @@ class FolderFiles:
                 while start < num_bytes and (num_read := file.readinto(view[start:])):
                     start += num_read
         except FileNotFoundError as error:
-            if had_folder and os.path.isdir(self._folder):
+            if has_folder and os.path.isdir(self._folder):
                 raise WeightSyncError(
                     f"{self.description} has no '{location}'; every rollout worker must see the "
                     "folder weights.path, and a slow one may need more weights.keep_versions"
@@ -70,7 +68,6 @@ class FolderFiles:
         return [content[:start]]
 
     def drop(self, location: str) -> None:
-        """Delete the file, if it exists."""
         try:
             (self._folder / location).unlink()
         except FileNotFoundError as error:

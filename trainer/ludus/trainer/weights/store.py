@@ -29,10 +29,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import torch
 
 from ludus.env.backoff import generate_pauses
 from ludus.proto.config import WeightStoreConfig
@@ -41,7 +40,7 @@ from ludus.trainer.core.interfaces import (
     FetchedWeights,
     PublishedWeights,
     StateDict,
-    StorageLocation,
+    StoredPayload,
 )
 from ludus.trainer.core.types import TensorEntry, WeightManifest
 from ludus.trainer.weights.payload import (
@@ -71,35 +70,24 @@ class StorageBackend(Protocol):
     description: str
     """The name of the storage in messages."""
 
-    def put(self, name: str, buffers: Sequence[np.ndarray]) -> StorageLocation:
+    def put(self, name: str, buffers: Sequence[np.ndarray]) -> Any:
         """Store the concatenated buffers under one name, and return their location."""
 
-    def get(self, location: StorageLocation, num_bytes: int) -> Sequence[np.ndarray]:
+    def get(self, location: Any, num_bytes: int) -> Sequence[np.ndarray]:
         """Return the buffers of `put`, or one buffer with all their bytes."""
 
-    def drop(self, location: StorageLocation) -> None:
-        """Delete the payload at a location."""
+    def drop(self, location: Any) -> None:
+        """Delete the payload at a location, if it exists."""
 
-    def list_locations(self) -> Sequence[StorageLocation]:
+    def list_locations(self) -> Sequence[object]:
         """Return the locations of all payloads, including those of earlier processes."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPayload:
-    """One payload of a chain."""
-
-    version: int
-    content_hash: str
-    """Content hash of the version that the payload completes."""
-    num_bytes: int
-    location: StorageLocation
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredVersion:
     manifest: WeightManifest
     state: StateDict
-    chain: tuple[StoredPayload, ...]
+    payloads: tuple[StoredPayload, ...]
     """Payloads of the version, the complete one first."""
 
     @property
@@ -118,8 +106,9 @@ class VersionStore:
         self._config = config
         self._last_version: _StoredVersion | None = None
         """The last version published or fetched; None if no difference will build on it."""
-        self._kept_chains: deque[tuple[StoredPayload, ...]] = deque(maxlen=config.keep_versions)
-        self._locations: list[StorageLocation] | None = None
+        self._kept_versions: deque[tuple[StoredPayload, ...]] = deque(maxlen=config.keep_versions)
+        """Payloads of each version that is kept."""
+        self._locations: list[object] | None = None
         """All locations that may be in use; None until the backend has listed them."""
 
     def publish(self, manifest: WeightManifest, state: StateDict) -> PublishedWeights:
@@ -137,14 +126,13 @@ class VersionStore:
         location = deadline.call(partial(self._storage.put, name, buffers))
         num_bytes = sum(buffer.nbytes for buffer in buffers)
         payload = StoredPayload(manifest.version, manifest.content_hash, num_bytes, location)
-        chain = (*base.chain, payload) if base else (payload,)
+        payloads = (*base.payloads, payload) if base else (payload,)
         if self._config.full_every > 1:
-            self._last_version = _StoredVersion(
-                manifest, _copy_state(manifest, state, self._last_version), chain
-            )
-        self._kept_chains.append(chain)
+            copied_state = _copy_state(manifest, state, self._last_version)
+            self._last_version = _StoredVersion(manifest, copied_state, payloads)
+        self._kept_versions.append(payloads)
         self._delete_unneeded(location)
-        return PublishedWeights(manifest, chain)
+        return PublishedWeights(manifest, payloads)
 
     def fetch(self, published_weights: PublishedWeights) -> FetchedWeights:
         """Return the tensors as they were published; do not write to them.
@@ -152,82 +140,65 @@ class VersionStore:
         Raises:
             WeightSyncError: the version is missing, damaged, or unavailable for `timeout_s`.
         """
-        version = published_weights.manifest.version
-        operation = f"fetching weights version {version} from {self._storage.description}"
+        manifest, payloads = published_weights.manifest, published_weights.payloads
+        operation = f"fetching weights version {manifest.version} from {self._storage.description}"
         deadline = RetryDeadline(operation, self._config.timeout_s)
-        last_version = self._last_version
-        num_applied = _count_applied(last_version, published_weights.location)
+        num_applied = _count_applied(self._last_version, payloads)
+        base = self._last_version if num_applied else None
         try:
-            fetched_weights = self._fetch_chain(
-                published_weights, last_version if num_applied else None, num_applied, deadline
-            )
+            fetched_weights = self._apply_payloads(manifest, base, payloads[num_applied:], deadline)
         except WeightSyncError as error:
-            if not num_applied:
+            if base is None:
                 raise
-            _log.warning("fetching weights version %d again from the start: %s", version, error)
-            fetched_weights = self._fetch_chain(published_weights, None, 0, deadline)
+            _log.warning("fetching version %d again from the start: %s", manifest.version, error)
+            fetched_weights = self._apply_payloads(manifest, None, payloads, deadline)
         if self._config.full_every > 1:
-            self._last_version = _StoredVersion(
-                published_weights.manifest, fetched_weights.state, published_weights.location
-            )
+            self._last_version = _StoredVersion(manifest, fetched_weights.state, payloads)
         return fetched_weights
 
-    def _fetch_chain(
+    def _apply_payloads(
         self,
-        published_weights: PublishedWeights,
+        manifest: WeightManifest,
         base: _StoredVersion | None,
-        num_applied: int,
+        payloads: Sequence[StoredPayload],
         deadline: RetryDeadline,
     ) -> FetchedWeights:
-        """Apply the payloads after the first `num_applied` to `base`, and verify the result."""
+        """Apply the payloads to `base`, and verify the result."""
         state = dict(base.state) if base else {}
-        content_hash = base.manifest.content_hash if base else None
+        content_hash = base.manifest.content_hash if base else "nothing"
         changed_names: set[str] = set()
-        chain: tuple[StoredPayload, ...] = published_weights.location[num_applied:]
-        for stored_payload in chain:
-            payload = decode_payload(deadline.call(partial(self._read_payload, stored_payload)))
+        for stored in payloads:
+            get_buffers = partial(self._storage.get, stored.location, stored.num_bytes)
+            payload = decode_payload(deadline.call(get_buffers))
             if payload.parent_hash is None:
                 state = dict(payload.parts)
             else:
-                state = apply_delta(state, content_hash or "nothing", payload)
+                state = apply_delta(state, content_hash, payload)
             content_hash = payload.content_hash
             changed_names.update(payload.parts)
-        verify_tensors(
-            published_weights.manifest, state, base.entries if base else None, changed_names
-        )
-        num_bytes = sum(stored_payload.num_bytes for stored_payload in chain)
+        verify_tensors(manifest, state, base.entries if base else None, changed_names)
+        num_bytes = sum(payload.num_bytes for payload in payloads)
         return FetchedWeights(state, num_bytes, deadline.elapsed_s)
-
-    def _read_payload(self, stored_payload: StoredPayload) -> Sequence[np.ndarray]:
-        return self._storage.get(stored_payload.location, stored_payload.num_bytes)
 
     def _find_base(self, manifest: WeightManifest) -> _StoredVersion | None:
         """Return the version from which `manifest` may be published as a difference, or None."""
-        last_version = self._last_version
-        if last_version is None or manifest.version % self._config.full_every == 0:
+        base = self._last_version
+        if base is None or manifest.version % self._config.full_every == 0:
             return None
-        if manifest.version != last_version.manifest.version + 1:
-            return None
-        return (
-            last_version if _list_shapes(last_version.manifest) == _list_shapes(manifest) else None
-        )
+        is_next = manifest.version == base.manifest.version + 1
+        return base if is_next and _list_shapes(base.manifest) == _list_shapes(manifest) else None
 
-    def _delete_unneeded(self, newest_location: StorageLocation) -> None:
+    def _delete_unneeded(self, newest_location: object) -> None:
         """Delete payloads that no kept version needs; retry failed deletions at the next call."""
-        needed_locations = [
-            stored_payload.location for chain in self._kept_chains for stored_payload in chain
-        ]
+        needed = [payload.location for payloads in self._kept_versions for payload in payloads]
         try:
             if self._locations is None:
                 locations = call_with_limit(self._storage.list_locations, self.drop_timeout_s)
                 self._locations = list(locations)
             if newest_location not in self._locations:
                 self._locations.append(newest_location)
-            for location in [
-                stored_location
-                for stored_location in self._locations
-                if stored_location not in needed_locations
-            ]:
+            unneeded = [location for location in self._locations if location not in needed]
+            for location in unneeded:
                 call_with_limit(partial(self._storage.drop, location), self.drop_timeout_s)
                 self._locations.remove(location)
         except (WeightSyncError, OSError) as error:
@@ -239,31 +210,29 @@ def _make_payload(
 ) -> Payload:
     if base is None:
         return Payload(manifest.version, manifest.content_hash, None, state)
-    base_entries = base.entries
-    changed_names = [entry.name for entry in manifest.tensors if entry != base_entries[entry.name]]
+    entries = base.entries
+    changed_names = [entry.name for entry in manifest.tensors if entry != entries[entry.name]]
     differences = encode_delta(base.state, state, changed_names)
     return Payload(manifest.version, manifest.content_hash, base.manifest.content_hash, differences)
 
 
 def _copy_state(
     manifest: WeightManifest, state: StateDict, last_version: _StoredVersion | None
-) -> dict[str, torch.Tensor]:
+) -> StateDict:
     """Copy the tensors that have changed, because the optimizer may write to them; share others."""
-    last_entries = last_version.entries if last_version else {}
+    entries, old_state = (last_version.entries, last_version.state) if last_version else ({}, {})
     return {
-        entry.name: last_version.state[entry.name]
-        if last_version and last_entries.get(entry.name) == entry
+        entry.name: old_state[entry.name]
+        if entries.get(entry.name) == entry
         else state[entry.name].detach().clone()
         for entry in manifest.tensors
     }
 
 
-def _count_applied(last_version: _StoredVersion | None, chain: tuple[StoredPayload, ...]) -> int:
-    """Return the number of payloads of the chain that `last_version` includes; 0 if it has none."""
-    if last_version is None:
-        return 0
-    hashes = [stored_payload.content_hash for stored_payload in chain]
-    last_hash = last_version.manifest.content_hash
+def _count_applied(version: _StoredVersion | None, payloads: Sequence[StoredPayload]) -> int:
+    """Return how many of the payloads `version` includes, from the first one."""
+    last_hash = version.manifest.content_hash if version else ""
+    hashes = [payload.content_hash for payload in payloads]
     return len(hashes) - hashes[::-1].index(last_hash) if last_hash in hashes else 0
 
 

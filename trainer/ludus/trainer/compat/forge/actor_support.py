@@ -29,7 +29,7 @@ from ludus.trainer.compat.forge.keys import check_key
 from ludus.trainer.compat.forge.mapping import map_config
 from ludus.trainer.core.interfaces import FetchedWeights, PublishedWeights, StateDict
 from ludus.trainer.core.types import WeightManifest
-from ludus.trainer.weights.folder import FolderFiles
+from ludus.trainer.weights.folder import FolderStorage
 from ludus.trainer.weights.store import VersionStore
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class WeightExchange:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ludus-weights-")
         self._config = FolderWeightStore(path=self._folder.name)
-        self._store = VersionStore(FolderFiles(Path(self._folder.name)), self._config)
+        self._store = VersionStore(FolderStorage(Path(self._folder.name)), self._config)
         self._published: dict[int, PublishedWeights] = {}
 
     def push(self, manifest: WeightManifest, state: StateDict) -> None:

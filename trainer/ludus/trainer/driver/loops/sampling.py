@@ -75,7 +75,7 @@ class SamplingLoop:
                 await self._change_condition.wait_for(lambda: self._capacity > 0)
             slot = await self._workers.acquire_slot()
             try:
-                specs = await self._admit(slot.size)
+                specs = await self._admit(slot.max_groups)
             except BaseException:
                 slot.release()
                 raise
@@ -95,7 +95,7 @@ class SamplingLoop:
         """
         async with self._change_condition:
             try:
-                buffer_state = await self._buffer.state()
+                buffer_state = await self._buffer.copy_contents()
             except BufferLostError:
                 playing_groups = [
                     self._mixture.reissue_group(spec) for spec in self._playing_groups.values()
