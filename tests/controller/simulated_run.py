@@ -306,7 +306,7 @@ class SimulatedRun:
             workers=workers,
             buffer=buffer,
             evaluator=None,
-            chat=None,
+            tokenizer=None,
             canary=CANARY,
             servers={},
             num_tasks=self.num_tasks,

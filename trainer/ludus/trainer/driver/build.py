@@ -21,12 +21,7 @@ from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.tasks import gather_or_cancel
-from ludus.trainer.driver.checks import (
-    check_first_prompts,
-    check_remote_addresses,
-    check_reward_columns,
-    check_server_columns,
-)
+from ludus.trainer.driver import checks
 from ludus.trainer.driver.evaluation import Evaluator, play_baselines
 from ludus.trainer.driver.loops.controller import Components
 from ludus.trainer.models.chat import ChatTokenizer
@@ -52,8 +47,7 @@ class Infrastructure:
     """Ray and the environments of a run."""
 
     placement: Placement
-    """Placement of the run's actors."""
-    token: FolderToken | None
+    folder_token: FolderToken | None
     """Token by which actors on other nodes verify the run's folder; None on one machine."""
     servers: dict[str, LocalServer]
     """Environment servers that the run started, by environment."""
@@ -81,21 +75,20 @@ async def start_infrastructure(
     """
     check_sendable_functions()
     check_reachable(resolve_location(run.weights, run_folder, ensure_run_id(run_folder)))
-    await check_remote_addresses(run)
+    await checks.check_remote_addresses(run)
     async with AsyncExitStack() as exit_stack:
         servers = exit_stack.enter_context(start_local_servers(run, run_folder))
-        await check_server_columns(run, servers)
-        placement = await exit_stack.enter_async_context(
-            place_in_ray(run, includes_learner=includes_learner)
-        )
-        token = None
+        await checks.check_server_columns(run, servers)
+        ray_connection = place_in_ray(run, includes_learner=includes_learner)
+        placement = await exit_stack.enter_async_context(ray_connection)
+        folder_token = None
         if not placement.is_one_machine:
-            token = FolderToken.write(run_folder)
-            exit_stack.callback(token.remove)
+            folder_token = FolderToken.write(run_folder)
+            exit_stack.callback(folder_token.remove)
         environments = await exit_stack.enter_async_context(connect_environments(run, servers))
         for name, environment in environments.items():
-            check_reward_columns(run, name, environment.description.tasks)
-        yield Infrastructure(placement, token, servers, environments)
+            checks.check_reward_columns(run, name, environment.description.tasks)
+        yield Infrastructure(placement, folder_token, servers, environments)
 
 
 @asynccontextmanager
@@ -112,11 +105,11 @@ async def start_components(
     )
     metrics.log_phase(Phase.PREPARE_MODEL)
     model_path = await prepare_model(run, environments, run.folder / _INITIAL_MODEL_FOLDER)
-    chat = ChatTokenizer.load(model_path, run.model)
-    await check_first_prompts(run, environments, chat)
-    canary = await make_canary(next(iter(environments.values())), chat)
+    tokenizer = ChatTokenizer.load(model_path, run.model)
+    await checks.check_first_prompts(run, environments, tokenizer)
+    canary = await make_canary(next(iter(environments.values())), tokenizer)
     metrics.log_phase(Phase.START_WORKERS)
-    learners = LearnerGroup(run, placement, infrastructure.token)
+    learners = LearnerGroup(run, placement, infrastructure.folder_token)
     buffer = RemoteBuffer(run, placement)
     worker_spec = make_worker_spec(run, model_path, infrastructure, run.folder)
     workers, baselines, _ = await gather_or_cancel(
@@ -136,7 +129,7 @@ async def start_components(
             workers=workers,
             buffer=buffer,
             evaluator=Evaluator(run.eval, run.environments, workers, baselines),
-            chat=chat,
+            tokenizer=tokenizer,
             canary=canary,
             servers=infrastructure.servers,
             num_tasks=infrastructure.num_tasks,
@@ -152,11 +145,10 @@ def make_worker_spec(
     run: LanguageModelRun, model_path: str, infrastructure: Infrastructure, run_folder: Path
 ) -> RolloutWorkerSpec:
     """Return the specification from which rollout workers are built."""
-    addresses = {
-        name: environment.address for name, environment in infrastructure.environments.items()
-    }
+    environments, folder_token = infrastructure.environments, infrastructure.folder_token
+    addresses = {name: environment.address for name, environment in environments.items()}
     weight_store = resolve_location(run.weights, run_folder, ensure_run_id(run_folder))
-    return RolloutWorkerSpec(run, model_path, addresses, weight_store, infrastructure.token)
+    return RolloutWorkerSpec(run, model_path, addresses, weight_store, folder_token)
 
 
 async def play_all_baselines(
@@ -165,13 +157,12 @@ async def play_all_baselines(
     """Play the evaluation episodes of all fixed policies; return the outcomes by environment."""
     outcomes: dict[str, dict[str, list[EpisodeOutcome]]] = {}
     for name, environment in environments.items():
-        outcomes[name] = {}
-        if not environment.config.baselines:
-            continue
-        policies: dict[str, FixedPolicy] = {RANDOM_POLICY: random_policy(environment.description)}
-        policies |= load_fixed_policies(run, name, environment.description.options)
+        baselines, description = environment.config.baselines, environment.description
+        policies: dict[str, FixedPolicy] = {RANDOM_POLICY: random_policy(description)}
+        if baselines:
+            policies |= load_fixed_policies(run, name, description.options)
         max_turns = episode_limits(run, name).max_turns
         outcomes[name] = await play_baselines(
-            environment.client, policies, environment.config.baselines, run.eval, max_turns
+            environment.client, policies, baselines, run.eval, max_turns
         )
     return outcomes

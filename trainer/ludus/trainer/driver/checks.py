@@ -19,10 +19,9 @@ import torch
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.targets.targets import environment_factory
-from ludus.env.transports.address import parse_address
+from ludus.env.transports.address import ServerAddress, parse_address
 from ludus.env.types import TaskSet
 from ludus.proto.config import (
-    AgentConfig,
     CommandAgent,
     EnvironmentConfig,
     FunctionLoss,
@@ -50,23 +49,15 @@ from ludus.trainer.core.functions import import_callable
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.driver.policy_chart import load_chart_prompts
 from ludus.trainer.learner.actor_critic import check_same_tokens
+from ludus.trainer.models import load
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.models.load import (
-    MODEL_CONFIG_FILE,
-    check_reward_model,
-    is_folder_path,
-    load_config,
-)
 from ludus.trainer.rollout.agents.launchers import check_agent
 from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
 from ludus.trainer.rollout.rewards.scoring import check_columns
 from ludus.trainer.rollout.runner import episode_limits
 from ludus.trainer.run.checkpoint import RunState
 from ludus.trainer.run.lifecycle import find_start, make_run_id
-from ludus.trainer.setup.environments import (
-    ConnectedEnvironment,
-    load_fixed_policies,
-)
+from ludus.trainer.setup.environments import ConnectedEnvironment, load_fixed_policies
 from ludus.trainer.setup.first_prompts import NUM_FIRST_SEEDS, open_first_episode
 
 CONNECT_TIMEOUT_S = 3.0
@@ -84,21 +75,14 @@ def resolve_config(run: LanguageModelRun) -> LanguageModelRun:
     if isinstance(run.generator, VllmGenerator) and not is_vllm_installed():
         warn_user("vLLM is not installed here; using generator.kind = 'transformers' instead")
         updates["generator"] = TransformersGenerator()
-    if isinstance(run.model, PretrainedModel) and is_folder_path(run.model.path):
+    if isinstance(run.model, PretrainedModel) and load.is_folder_path(run.model.path):
         updates["model"] = run.model.model_copy(update={"path": _resolve_path(run.model.path)})
     if isinstance(run.algorithm, PpoConfig) and isinstance(run.algorithm.critic, ModelCritic):
         critic = run.algorithm.critic
-        resolved_critic = critic.model_copy(update={"path": _resolve_path(critic.path)})
-        updates["algorithm"] = run.algorithm.model_copy(update={"critic": resolved_critic})
-    updates["environments"] = {
-        name: environment.model_copy(
-            update={
-                "agent": _resolve_agent(environment.agent),
-                "rewards": tuple(map(_resolve_reward, environment.rewards)),
-            }
-        )
-        for name, environment in run.environments.items()
-    }
+        critic = critic.model_copy(update={"path": _resolve_path(critic.path)})
+        updates["algorithm"] = run.algorithm.model_copy(update={"critic": critic})
+    environments = run.environments.items()
+    updates["environments"] = {name: _resolve_environment(config) for name, config in environments}
     return run.model_copy(update=updates)
 
 
@@ -168,22 +152,16 @@ async def check_remote_addresses(run: LanguageModelRun) -> None:
 
     This check does not use gRPC, so that it may run before other processes are forked.
     """
-    addresses = {
-        name: config.address
-        for name, config in run.environments.items()
-        if isinstance(config, RemoteEnvironment)
-    }
-    reasons = await asyncio.gather(*map(_explain_unreachable, addresses.values()))
-    failures = [
-        f"{run.environment_section(name)}.address = '{parse_address(address)}': {reason}"
-        for (name, address), reason in zip(addresses.items(), reasons, strict=True)
-        if reason is not None
-    ]
+    connections = []
+    for name, config in run.environments.items():
+        if isinstance(config, RemoteEnvironment):
+            section, address = run.environment_section(name), parse_address(config.address)
+            connections.append(_find_failure(f"{section}.address = '{address}'", address))
+    failures = "; ".join(filter(None, await asyncio.gather(*connections)))
     if failures:
         raise ConfigError(
-            "; ".join(failures)
-            + f"; a server must respond within {CONNECT_TIMEOUT_S:g} s: start it, or correct the "
-            "address"
+            f"{failures}; a server must respond within {CONNECT_TIMEOUT_S:g} s: start it, or "
+            "correct the address"
         )
 
 
@@ -194,14 +172,15 @@ async def check_server_columns(run: LanguageModelRun, servers: Mapping[str, Loca
     Remote servers are checked after the run has connected to them.
     """
     for name, server in servers.items():
-        if server.addresses is None or not list_reward_functions(run.environments[name]):
-            continue
-        async with await AsyncEnvClient.connect(server.addresses.http) as client:
-            check_reward_columns(run, name, (await client.describe()).tasks)
+        if server.addresses is not None and list_reward_functions(run.environments[name]):
+            async with await AsyncEnvClient.connect(server.addresses.http) as client:
+                check_reward_columns(run, name, (await client.describe()).tasks)
 
 
 async def check_first_prompts(
-    run: LanguageModelRun, environments: Mapping[str, ConnectedEnvironment], chat: ChatTokenizer
+    run: LanguageModelRun,
+    environments: Mapping[str, ConnectedEnvironment],
+    tokenizer: ChatTokenizer,
 ) -> None:
     """Check that some first prompts of each environment leave room for a completion.
 
@@ -215,7 +194,7 @@ async def check_first_prompts(
         lengths = []
         for seed in range(NUM_FIRST_SEEDS):
             opening, _ = await open_first_episode(environment, seed)
-            lengths.append(len(chat.encode_first_prompt(opening.messages, opening.tools)))
+            lengths.append(len(tokenizer.encode_first_prompt(opening.messages, opening.tools)))
             if lengths[-1] + limits.max_completion_tokens <= limits.max_tokens:
                 break
         else:
@@ -238,12 +217,7 @@ def check_models(run: LanguageModelRun) -> None:
 
 def check_model_path(path: str) -> None:
     """Check that there is a language model at a path."""
-    model_path = _find_model(
-        path,
-        "model.path",
-        "expected a folder with config.json, or a Hugging Face id like 'Qwen/Qwen3-1.7B'",
-    )
-    load_config(model_path)
+    load.load_config(_find_model(path, "model.path"))
 
 
 def check_reward_models(run: LanguageModelRun) -> None:
@@ -252,11 +226,8 @@ def check_reward_models(run: LanguageModelRun) -> None:
         field = f"{run.environment_section(name)}.rewards.path"
         terms = [term for term in environment.rewards if isinstance(term, RewardModelTerm)]
         for path in {term.path for term in terms}:
-            remedy = (
-                "expected a folder with config.json, as `ludus train-reward` writes it, or a "
-                "Hugging Face id"
-            )
-            check_reward_model(_find_model(path, field, remedy), field)
+            hint = "; `ludus train-reward` writes such a folder"
+            load.check_reward_model(_find_model(path, field, hint), field)
 
 
 def check_critic(run: LanguageModelRun) -> None:
@@ -267,12 +238,8 @@ def check_critic(run: LanguageModelRun) -> None:
     critic = run.algorithm.critic if isinstance(run.algorithm, PpoConfig) else None
     if not isinstance(critic, ModelCritic) or critic.path is None:
         return
-    critic_path = _find_model(
-        critic.path,
-        "algorithm.critic.path",
-        "expected a folder with config.json, or a Hugging Face id; omit path to start from a copy "
-        "of the policy",
-    )
+    hint = "; omit path to start from a copy of the policy"
+    critic_path = _find_model(critic.path, "algorithm.critic.path", hint)
     if isinstance(run.model, PretrainedModel):
         check_same_tokens(critic_path, run.model.path)
 
@@ -298,13 +265,12 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-async def _explain_unreachable(address: str) -> str | None:
+async def _find_failure(setting: str, address: ServerAddress) -> str | None:
     """Return why no server accepts connections at an address, or None if a server does."""
-    parsed_address = parse_address(address)
-    url_parts = urlsplit(f"//{parsed_address.authority}")
+    url_parts = urlsplit(f"//{address.authority}")
     if url_parts.hostname is None or (getproxies() and not proxy_bypass(url_parts.hostname)):
         return None  # a proxy may reach servers that this machine cannot reach
-    port = url_parts.port or (443 if parsed_address.is_grpc or parsed_address.uses_tls else 80)
+    port = url_parts.port or (443 if address.is_grpc or address.uses_tls else 80)
     deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
         try:
@@ -312,27 +278,32 @@ async def _explain_unreachable(address: str) -> str | None:
                 _, writer = await asyncio.open_connection(url_parts.hostname, port)
         except OSError as error:
             if time.monotonic() + _RETRY_INTERVAL_S > deadline_s:
-                return error.strerror or "no response"
+                return f"{setting}: {error.strerror or 'no response'}"
             await asyncio.sleep(_RETRY_INTERVAL_S)
         else:
             writer.close()
             return None
 
 
-def _find_model(path: str, field: str, remedy: str) -> str:
+def _find_model(path: str, field: str, hint: str = "") -> str:
     """Return the expanded path of a folder with a model, or a Hugging Face id unchanged."""
-    if not is_folder_path(path):
+    if not load.is_folder_path(path):
         return path
     folder = Path(path).expanduser()
-    if not (folder / MODEL_CONFIG_FILE).is_file():
-        raise NotFoundError(f"{field} = '{path}': there is no model; {remedy}")
+    if not (folder / load.MODEL_CONFIG_FILE).is_file():
+        raise NotFoundError(
+            f"{field} = '{path}': there is no model; expected a folder with config.json, or a "
+            f"Hugging Face id like 'Qwen/Qwen3-1.7B'{hint}"
+        )
     return str(folder)
 
 
-def _resolve_agent(agent: AgentConfig | None) -> AgentConfig | None:
-    if not isinstance(agent, CommandAgent):
-        return agent
-    return agent.model_copy(update={"folder": str(Path(agent.folder).absolute())})
+def _resolve_environment(config: EnvironmentConfig) -> EnvironmentConfig:
+    agent = config.agent
+    if isinstance(agent, CommandAgent):
+        agent = agent.model_copy(update={"folder": str(Path(agent.folder).absolute())})
+    rewards = tuple(map(_resolve_reward, config.rewards))
+    return config.model_copy(update={"agent": agent, "rewards": rewards})
 
 
 def _resolve_reward(term: RewardTerm | RewardModelTerm) -> RewardTerm | RewardModelTerm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from ludus.env.runtime import freeze_heap
@@ -37,14 +38,12 @@ def train(run: LanguageModelRun, *, resume: Resume, overwrite: bool) -> Path:
 async def _run_trainer(trainer: Trainer) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    cancel = task.cancel
+    cancel_run = partial(loop.call_soon_threadsafe, task.cancel)
     # Ray replaces signal handlers, so they are set after the start. They stay until the run ends.
     with ExitStack() as stack:
         async with trainer:
             freeze_heap()
-            stack.enter_context(
-                stop_on_signals(trainer.stop_request, lambda: loop.call_soon_threadsafe(cancel))
-            )
+            stack.enter_context(stop_on_signals(trainer.stop_request, cancel_run))
             await trainer.train()
 
 

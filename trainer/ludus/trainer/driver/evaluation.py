@@ -43,9 +43,7 @@ class Evaluator:
         }
 
     async def _evaluate_environment(self, environment: str, num_games: int) -> EvalReport:
-        outcomes = await self._play_until_valid(
-            environment, list_eval_seeds(self.config, num_games)
-        )
+        outcomes = await self._play(environment, list_eval_seeds(self.config, num_games))
         _check_void(outcomes, f"the evaluation in '{environment}'")
         baselines = {
             name: baseline[:num_games]
@@ -61,25 +59,21 @@ class Evaluator:
             gap_closed_ci95=gap_closed[1] if gap_closed else None,
         )
 
-    async def _play_until_valid(
-        self, environment: str, seeds: Sequence[int]
-    ) -> list[EpisodeOutcome]:
+    async def _play(self, environment: str, seeds: Sequence[int]) -> list[EpisodeOutcome]:
         """Return one outcome per seed; repeat void episodes."""
-        outcomes_by_seed: dict[int, EpisodeOutcome] = {}
-        remaining_seeds = list(seeds)
+        outcomes: dict[int, EpisodeOutcome] = {}
+        pending_seeds = list(seeds)
         for _ in range(_MAX_ATTEMPTS):
-            outcomes = await _wait_for_outcomes(
-                self.workers.evaluate(environment, remaining_seeds, self.config.temperature),
-                f"{len(remaining_seeds)} episodes of the evaluation in '{environment}'",
+            new_outcomes = await _wait_for_outcomes(
+                self.workers.evaluate(environment, pending_seeds, self.config.temperature),
+                f"{len(pending_seeds)} episodes of the evaluation in '{environment}'",
                 self.config,
             )
-            outcomes_by_seed |= {outcome.seed: outcome for outcome in outcomes}
-            remaining_seeds = [
-                seed for seed in seeds if outcomes_by_seed[seed].episode_return is None
-            ]
-            if not remaining_seeds:
+            outcomes |= {outcome.seed: outcome for outcome in new_outcomes}
+            pending_seeds = [seed for seed in seeds if outcomes[seed].episode_return is None]
+            if not pending_seeds:
                 break
-        return [outcomes_by_seed[seed] for seed in seeds]
+        return [outcomes[seed] for seed in seeds]
 
 
 async def play_baselines(
@@ -113,21 +107,17 @@ def _compute_gap_closed(
     baselines: Mapping[str, Sequence[EpisodeOutcome]],
 ) -> tuple[float, tuple[float, float]] | None:
     """Return the share of the gap between two fixed policies that the policy closes, or None."""
-    random_policy, optimal_policy = environment.random_policy, environment.optimal_policy
-    if random_policy is None or optimal_policy is None:
+    if environment.random_policy is None or environment.optimal_policy is None:
         return None
-    outcomes_by_policy = [
-        outcomes,
-        baselines.get(random_policy, ()),
-        baselines.get(optimal_policy, ()),
-    ]
+    random_outcomes = baselines.get(environment.random_policy, ())
+    optimal_outcomes = baselines.get(environment.optimal_policy, ())
     valid_seeds = [
         {outcome.seed for outcome in policy_outcomes if outcome.episode_return is not None}
-        for policy_outcomes in outcomes_by_policy
+        for policy_outcomes in (outcomes, random_outcomes, optimal_outcomes)
     ]
     if not set.intersection(*valid_seeds):
         return None
-    return measure_gap_closed(*outcomes_by_policy)
+    return measure_gap_closed(outcomes, random_outcomes, optimal_outcomes)
 
 
 async def _wait_for_outcomes(
@@ -146,15 +136,7 @@ def _check_void(outcomes: Sequence[EpisodeOutcome], source: str) -> None:
     num_void = sum(outcome.episode_return is None for outcome in outcomes)
     if not num_void:
         return
-    reason = find_common_failure(outcomes)
+    text = f"episodes of {source} are void; the most common reason: {find_common_failure(outcomes)}"
     if num_void == len(outcomes):
-        raise EpisodesFailedError(
-            f"all {num_void} episodes of {source} are void; the most common reason: {reason}"
-        )
-    _log.warning(
-        "%d of %d episodes of %s are void; the most common reason: %s",
-        num_void,
-        len(outcomes),
-        source,
-        reason,
-    )
+        raise EpisodesFailedError(f"all {num_void} {text}")
+    _log.warning("%d of %d %s", num_void, len(outcomes), text)

@@ -31,7 +31,7 @@ class Policy:
 
     run: LanguageModelRun
     workers: Workers
-    chat: ChatTokenizer
+    tokenizer: ChatTokenizer
     wait_for_weights: Callable[[], Awaitable[None]]
     """Function that waits until the workers have the newest weights."""
 
@@ -67,10 +67,9 @@ class Policy:
 
     def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
         """Return the tokens of a user message or a conversation, up to the policy's turn."""
-        messages: Sequence[Message] = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        )
-        return self.chat.encode_first_prompt(messages)
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        return self.tokenizer.encode_first_prompt(prompt)
 
     async def complete(
         self,
@@ -101,12 +100,11 @@ class Policy:
                 f"{sampling.max_tokens} tokens within rollout.max_tokens = {rollout.max_tokens}; "
                 "shorten the prompt, or lower max_tokens"
             )
-        completion_seeds = [
-            derive_key(self.run.seed, Stream.ANSWER, seed, index) for index in range(num)
-        ]
+        keys = [derive_key(self.run.seed, Stream.ANSWER, seed, index) for index in range(num)]
         await self.wait_for_weights()
-        completions = await self.workers.complete(prompt_ids, sampling, completion_seeds)
+        completions = await self.workers.complete(prompt_ids, sampling, keys)
+        texts = [self.tokenizer.decode(completion.token_ids) for completion in completions]
         return [
-            PolicyCompletion(self.chat.decode(completion.token_ids), list(prompt_ids), completion)
-            for completion in completions
+            PolicyCompletion(text, list(prompt_ids), completion)
+            for text, completion in zip(texts, completions, strict=True)
         ]

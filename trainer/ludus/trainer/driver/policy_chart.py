@@ -18,7 +18,7 @@ ScoreFunction = Callable[[Sequence[ScoringRequest]], Awaitable[list[list[float]]
 
 
 async def make_policy_chart(
-    run: LanguageModelRun, chat: ChatTokenizer, score: ScoreFunction
+    run: LanguageModelRun, tokenizer: ChatTokenizer, score: ScoreFunction
 ) -> PolicyChart | None:
     """Return the chart of the first environment that defines chart prompts; None without one."""
     chart_prompts = load_chart_prompts(run)
@@ -26,31 +26,22 @@ async def make_policy_chart(
         return None
     name, prompts = chart_prompts
     answers = tuple(prompts[0].answers)
+    answer_ids = [tokenizer.encode_completion(answer) for answer in answers]
+    requests = []
+    for prompt in prompts:
+        prompt_ids = tokenizer.encode_first_prompt(prompt.messages)
+        requests += [ScoringRequest(prompt_ids, completion_ids) for completion_ids in answer_ids]
+    scores = iter([sum(token_logprobs) for token_logprobs in await score(requests)])
     cells = []
-    logprobs = await score(
-        [
-            ScoringRequest(
-                chat.encode_first_prompt(prompt.messages), chat.encode_completion(answer)
-            )
-            for prompt in prompts
-            for answer in answers
-        ]
-    )
-    completion_logprobs = [sum(token_logprobs) for token_logprobs in logprobs]
-    for index, prompt in enumerate(prompts):
-        prompt_logprobs = completion_logprobs[index * len(answers) : (index + 1) * len(answers)]
-        relative_probabilities = [
-            math.exp(logprob - max(prompt_logprobs)) for logprob in prompt_logprobs
-        ]
+    for prompt in prompts:
+        logprobs = [next(scores) for _ in answers]
+        weights = [math.exp(logprob - max(logprobs)) for logprob in logprobs]
         cells.append(
             ChartCell(
                 panel=prompt.panel,
                 row=prompt.row,
                 column=prompt.column,
-                probabilities=tuple(
-                    relative_probability / sum(relative_probabilities)
-                    for relative_probability in relative_probabilities
-                ),
+                probabilities=tuple(weight / sum(weights) for weight in weights),
                 reference=prompt.reference,
             )
         )

@@ -30,14 +30,7 @@ from ludus.proto.config import (
     run_config_from,
 )
 from ludus.proto.errors import CheckpointError, ConfigError, UserError
-from ludus.proto.runs import (
-    CHART_FILE,
-    CONFIG_FILE,
-    EvalReport,
-    Phase,
-    Resume,
-    Summary,
-)
+from ludus.proto.runs import CHART_FILE, CONFIG_FILE, EvalReport, Phase, Resume, Summary
 from ludus.trainer.core.functions import get_or_register_path
 from ludus.trainer.core.stopping import RunStopped, StopRequest
 from ludus.trainer.core.tasks import CancellingTaskGroup
@@ -103,15 +96,14 @@ class Trainer:
         check_importable_names(self.run)
         await asyncio.to_thread(check_models, self.run)
         async with AsyncExitStack() as stack:
-            self._storage = stack.enter_context(
-                open_run(
-                    self.run,
-                    RunState,
-                    self.run.training.keep_checkpoints,
-                    resume=self._resume,
-                    overwrite=self._overwrite,
-                )
+            opened_run = open_run(
+                self.run,
+                RunState,
+                self.run.training.keep_checkpoints,
+                resume=self._resume,
+                overwrite=self._overwrite,
             )
+            self._storage = stack.enter_context(opened_run)
             self.folder = self.run.folder
             await self._start(stack)
             self._exit_stack = stack.pop_all()
@@ -165,7 +157,7 @@ class Trainer:
             )
         # Training is over, so that the next signal interrupts the evaluation at once.
         self.stop_request.set()
-        return await self._finish()
+        return await self._write_results()
 
     def stop(self) -> None:
         """Request that training stops after its current step, with a checkpoint."""
@@ -179,10 +171,8 @@ class Trainer:
     @property
     def policy(self) -> Policy:
         """The current policy. While training pauses, it has the newest weights."""
-        components = self.components
-        return Policy(
-            self.run, components.workers, components.chat, self._controller.wait_for_delivery
-        )
+        workers, tokenizer = self.components.workers, self.components.tokenizer
+        return Policy(self.run, workers, tokenizer, self._controller.wait_for_delivery)
 
     async def evaluate(self, num_games: int | None = None) -> dict[str, EvalReport]:
         """Evaluate the current policy on the seeds of the fixed policies; return the reports.
@@ -251,7 +241,7 @@ class Trainer:
             start_components(self.run, storage, self._metrics, self._infrastructure)
         )
         self._controller = Controller(
-            self.components, storage.state, self.stop_request, pause=self._gate.wait
+            self.components, storage.state, self.stop_request, self._gate
         )
         self._training_task = asyncio.create_task(self._train())
         stack.push_async_callback(self._cancel_training)
@@ -277,11 +267,11 @@ class Trainer:
         self._started_task.cancel()
         await asyncio.wait([self._started_task])
 
-    async def _finish(self) -> Summary:
+    async def _write_results(self) -> Summary:
         """Write the final evaluation, the summary and the chart; return the summary."""
-        run, state, metrics = self.run, self._state, self._metrics
+        run, state, metrics, components = self.run, self._state, self._metrics, self.components
         metrics.log_phase(Phase.EVALUATE, state.step)
-        reports = await self.components.evaluator.evaluate(run.eval.num_games)
+        reports = await components.evaluator.evaluate(run.eval.num_games)
         summary = write_summary(
             run,
             self._storage,
@@ -297,16 +287,13 @@ class Trainer:
             num_learner_ranks=run.learner.num_ranks,
             num_rollout_workers=run.rollout.num_workers,
         )
-        components = self.components
+        score = components.learners.score_completions
         try:
-            chart = await make_policy_chart(
-                run, components.chat, components.learners.score_completions
-            )
+            chart = await make_policy_chart(run, components.tokenizer, score)
+            if chart is not None:
+                self._storage.folder.write(CHART_FILE, chart)
         except ConfigError as error:  # possible although the function worked at the start
             _log.warning("the run has no chart: %s", error)
-            chart = None
-        if chart is not None:
-            self._storage.folder.write(CHART_FILE, chart)
         metrics.log_phase(Phase.DONE, state.step)
         return summary
 
@@ -325,24 +312,22 @@ def _load_config(
     return require_language_model(run, "Trainer")
 
 
-def _replace_functions(config_value: Any, key: str = "") -> Any:
+def _replace_functions(setting: Any, key: str = "") -> Any:
     """Replace the functions in a configuration with their import paths."""
-    if isinstance(config_value, Mapping):
-        return {name: _replace_functions(entry, name) for name, entry in config_value.items()}
-    if isinstance(config_value, (list, tuple)):
-        return [
-            _replace_functions(_name_reward_term(entry) if key == "rewards" else entry)
-            for entry in config_value
-        ]
-    return get_or_register_path(config_value) if callable(config_value) else config_value
+    if isinstance(setting, Mapping):
+        return {name: _replace_functions(entry, name) for name, entry in setting.items()}
+    if isinstance(setting, (list, tuple)):
+        entries = map(_name_reward_term, setting) if key == "rewards" else setting
+        return list(map(_replace_functions, entries))
+    return get_or_register_path(setting) if callable(setting) else setting
 
 
-def _name_reward_term(config_value: Any) -> Any:
+def _name_reward_term(setting: Any) -> Any:
     """Set the name of a reward term to the name of its function.
 
     The default name, from the function's path, may contain a number.
     """
-    term = {"function": config_value} if callable(config_value) else config_value
+    term = {"function": setting} if callable(setting) else setting
     if not isinstance(term, Mapping) or not callable(term.get("function")):
         return term
     function_name = getattr(term["function"], "__name__", None)

@@ -55,17 +55,11 @@ def check_canary(
 
     `dtype` is the type in which learner and engine compute.
     """
-    errors = sorted(
-        abs(learner_logprob - worker_logprob)
-        for learner_logprobs_of_prompt, worker_logprobs_of_prompt in zip(
-            manifest.canary_logprobs, worker_logprobs, strict=True
-        )
-        for learner_logprob, worker_logprob in zip(
-            learner_logprobs_of_prompt, worker_logprobs_of_prompt, strict=True
-        )
-    )
+    errors: list[float] = []
+    for prompt_logprobs in zip(manifest.canary_logprobs, worker_logprobs, strict=True):
+        errors += [abs(first - second) for first, second in zip(*prompt_logprobs, strict=True)]
     is_exact = _REDUCED_TYPES.isdisjoint({dtype, *(entry.dtype for entry in manifest.tensors)})
-    error = _compute_statistic(errors, config.quantile, is_exact=is_exact)
+    error = _compute_statistic(sorted(errors), config.quantile, is_exact=is_exact)
     return CanaryReport(manifest.version, manifest.content_hash, error, is_exact)
 
 

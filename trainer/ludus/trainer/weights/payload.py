@@ -117,15 +117,11 @@ def verify_tensors(
     if published_entries.keys() != state.keys():
         raise WeightSyncError(
             f"weights version {manifest.version} has {len(published_entries)} tensors, but "
-            f"{len(state)} "
-            f"arrived; they differ in {sorted(published_entries.keys() ^ state.keys())[:5]}"
+            f"{len(state)} arrived; they differ in "
+            f"{sorted(published_entries.keys() ^ state.keys())[:5]}"
         )
     for name, tensor in state.items():
-        entry = (
-            None
-            if verified_entries is None or name in changed_names
-            else verified_entries.get(name)
-        )
+        entry = None if name in changed_names else (verified_entries or {}).get(name)
         if (entry or _make_entry(name, tensor)) != published_entries[name]:
             raise WeightSyncError(
                 f"weights version {manifest.version}: tensor '{name}' arrived altered (checksum "
@@ -141,20 +137,18 @@ def encode_payload(payload: Payload) -> list[np.ndarray]:
     if payload.parent_hash is not None:
         metadata["parent_hash"] = payload.parent_hash
     header: dict[str, Any] = {"__metadata__": metadata}
-    data = [view_bytes(payload.parts[name]) for name in names]
+    part_buffers = []
     end = 0
-    for name, part in zip(names, data, strict=True):
+    for name in names:
         tensor = payload.parts[name]
-        start, end = end, end + part.nbytes
-        header[name] = {
-            "dtype": _TYPE_CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    prefix = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    return [np.frombuffer(prefix, dtype=np.uint8), *data]
+        part_buffers.append(view_bytes(tensor))
+        start, end = end, end + part_buffers[-1].nbytes
+        type_code, shape = _TYPE_CODES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": type_code, "shape": shape, "data_offsets": [start, end]}
+    header_json = json.dumps(header, separators=(",", ":")).encode()
+    header_json += b" " * (-len(header_json) % _ALIGNMENT)
+    file_start = len(header_json).to_bytes(_LENGTH_BYTES, "little") + header_json
+    return [np.frombuffer(file_start, dtype=np.uint8), *part_buffers]
 
 
 def decode_payload(buffers: Sequence[np.ndarray]) -> Payload:
@@ -220,8 +214,8 @@ def apply_delta(state: StateDict, state_hash: str, delta: Payload) -> dict[str, 
     if delta.parent_hash != state_hash:
         raise WeightSyncError(
             f"weights version {delta.version} is a difference from {delta.parent_hash} and cannot "
-            f"be applied to {state_hash}; apply it to its parent, once, or fetch the "
-            "newest complete version"
+            f"be applied to {state_hash}; apply it to its parent, once, or fetch the newest "
+            "complete version"
         )
 
     def decode(name: str) -> torch.Tensor:
@@ -239,8 +233,7 @@ def apply_delta(state: StateDict, state_hash: str, delta: Payload) -> dict[str, 
 
 def view_bytes(tensor: torch.Tensor) -> np.ndarray:
     """Return the elements as uint8 [num_bytes], row-major; a view if the tensor is contiguous."""
-    flat_tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat_tensor.numpy()
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def restore_tensor(
@@ -257,10 +250,10 @@ def restore_tensor(
 
 def _parse_buffers(buffers: Sequence[np.ndarray]) -> Payload:
     first_buffer = buffers[0]
-    header_bytes = int.from_bytes(first_buffer[:_LENGTH_BYTES].tobytes(), "little")
-    if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, first_buffer.nbytes - _LENGTH_BYTES):
-        raise ValueError(f"the header length is {header_bytes} bytes")
-    data_start = _LENGTH_BYTES + header_bytes
+    header_length = int.from_bytes(first_buffer[:_LENGTH_BYTES].tobytes(), "little")
+    if not 0 < header_length <= min(_MAX_HEADER_BYTES, first_buffer.nbytes - _LENGTH_BYTES):
+        raise ValueError(f"the header length is {header_length} bytes")
+    data_start = _LENGTH_BYTES + header_length
     header = json.loads(first_buffer[_LENGTH_BYTES:data_start].tobytes())
     metadata = header.pop("__metadata__")
     # A single buffer contains all parts. Otherwise, each buffer after the first is a part.

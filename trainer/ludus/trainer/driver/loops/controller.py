@@ -50,7 +50,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ludus.env.serving.subprocess import LocalServer
@@ -70,18 +70,11 @@ from ludus.trainer.driver.evaluation import Evaluator
 from ludus.trainer.driver.loops.delivery import Delivery
 from ludus.trainer.driver.loops.sampling import SamplingLoop
 from ludus.trainer.driver.loops.step_values import StepTimes, compute_step_values
-from ludus.trainer.driver.loops.steps import Step
+from ludus.trainer.driver.loops.steps import Step, StepGate
 from ludus.trainer.learner.step_metrics import StepMetrics
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.run.checkpoint import (
-    LEARNER_FOLDER,
-    MODEL_FOLDER,
-    CheckpointFolder,
-    RunState,
-    check_complete,
-    parse_checkpoint_step,
-    read_state,
-)
+from ludus.trainer.run import checkpoint
+from ludus.trainer.run.checkpoint import LEARNER_FOLDER, MODEL_FOLDER, CheckpointFolder, RunState
 from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.run.schedule import compute_coefficients
 
@@ -102,7 +95,7 @@ class Components:
     workers: Workers
     buffer: Buffer
     evaluator: Evaluator
-    chat: ChatTokenizer
+    tokenizer: ChatTokenizer
     canary: Sequence[ScoringRequest]
     servers: Mapping[str, LocalServer] = field(default_factory=dict)
     """Environment servers that this run started, by environment."""
@@ -126,7 +119,7 @@ class Controller:
 
     Args:
         state: state from which the run starts; updated in place.
-        pause: function that is awaited before the first step, with None, and after each step.
+        gate: gate at which training waits before the first step and after each step.
     """
 
     learner_ping_timeout_s = 60.0
@@ -138,22 +131,20 @@ class Controller:
         components: Components,
         state: RunState,
         stop_request: StopRequest | None = None,
-        *,
-        pause: Callable[[Step | None], Awaitable[None]] | None = None,
+        gate: StepGate | None = None,
     ) -> None:
-        run = components.run
         self.components = components
         self.state = state
         self.stop_request = stop_request or StopRequest()
-        self._pause = pause
-        self._mixture = Mixture(run, state.mixture, components.num_tasks)
+        self._gate = gate or StepGate(is_open=True)
+        self._mixture = Mixture(components.run, state.mixture, components.num_tasks)
         self._step: _RunningStep | None = None
         """The learner's current step; None between two steps."""
         self._saved_step = state.step
         """Step of the newest checkpoint, or the first step."""
         self._delivery_duration_s = 0.0
         """Duration of the deliveries that finished since the last step."""
-        self._num_counted_breaches = 0
+        self._num_recorded_breaches = 0
         """Number of failed canary checks that `state` already counts."""
         self._has_started = False
 
@@ -177,7 +168,7 @@ class Controller:
         try:
             await self._run_with_restarts()
         except Exception as error:
-            self._count_breaches()
+            self._record_breaches()
             _log.warning("the run stops: %s", error)
             error.add_note(await self._save_after_failure())
             raise
@@ -207,15 +198,10 @@ class Controller:
 
     async def _run_loops(self) -> None:
         components, metrics, state = self.components, self.components.metrics, self.state
-        self.sampling = SamplingLoop(
-            components.run, self._mixture, components.workers, components.buffer
-        )
+        run, learners, workers = components.run, components.learners, components.workers
+        self.sampling = SamplingLoop(run, self._mixture, workers, components.buffer)
         self._delivery = Delivery(
-            components.learners,
-            components.workers,
-            components.canary,
-            components.run.weights.timeout_s,
-            self._record_delivery,
+            learners, workers, components.canary, run.weights.timeout_s, self._record_delivery
         )
         async with CancellingTaskGroup() as tasks:
             tasks.start(self._watch_environments())
@@ -223,8 +209,8 @@ class Controller:
             await self._delivery.wait()
             await self.sampling.restore(state)
             state.clear_groups()
-            if not self._has_started and self._pause is not None:
-                await self._pause(None)
+            if not self._has_started:
+                await self._gate.wait(None)
             if state.step == 0 and not state.start_results:
                 await self._evaluate()
             if not self._has_started:
@@ -249,8 +235,7 @@ class Controller:
             if self._is_due(run.training.checkpoint_every_steps):
                 await self.save_checkpoint()
                 self.components.metrics.log_phase(Phase.TRAIN, self.state.step)
-            if self._pause is not None:
-                await self._pause(step)
+            await self._gate.wait(step)
             if self.stop_request.is_set:
                 return
 
@@ -273,10 +258,10 @@ class Controller:
         num_bytes = await self._delivery.publish(self.state.step, tasks)
         publish_s = time.monotonic() - start_s
         step.times = replace(step.times, publish_s=publish_s, sync_bytes=num_bytes)
-        trained_step = self._record_step(step)
+        recorded_step = self._record_step(step)
         assert step.metrics is not None
         self._check_updates(step.metrics)
-        return trained_step
+        return recorded_step
 
     async def _train_on_batch(self, step: _RunningStep) -> None:
         start_s = time.monotonic()
@@ -300,31 +285,24 @@ class Controller:
         state.num_groups_rolled_back += counts.num_rolled_back_groups
         staleness = [group.staleness for group in batch.groups]
         state.max_staleness_seen = max(state.max_staleness_seen, *staleness)
-        unlocked_environment = self._mixture.observe(batch.counts)
-        times = replace(
-            step.times,
-            deliver_s=self._delivery_duration_s,
-            rollout_idle_s=self.sampling.take_idle_s(),
-        )
-        self._delivery_duration_s = 0.0
+        new_environment = self._mixture.observe(batch.counts)
+        deliver_s, self._delivery_duration_s = self._delivery_duration_s, 0.0
+        idle_s = self.sampling.take_idle_s()
+        times = replace(step.times, deliver_s=deliver_s, rollout_idle_s=idle_s)
         run_values, environment_values = compute_step_values(
             batch, step.metrics, times, state.canary_max_error, self._mixture.num_open
         )
         metrics.log_step(state.step, state.games_trained, run_values, environment_values)
-        if unlocked_environment is not None:
-            _log.info(
-                "step %d: the curriculum opens environment '%s'", state.step, unlocked_environment
-            )
+        if new_environment is not None:
+            _log.info("step %d: the curriculum opens environment '%s'", state.step, new_environment)
             metrics.log_event(
                 state.step,
                 {TrainMetric.NUM_UNLOCKS: 1},
                 num_games_trained=state.games_trained,
-                environment=unlocked_environment,
+                environment=new_environment,
             )
-        transcripts = metrics.log_transcripts(
-            state.step,
-            [transcript for group in batch.groups for transcript in group.transcripts],
-        )
+        batch_transcripts = [text for group in batch.groups for text in group.transcripts]
+        transcripts = metrics.log_transcripts(state.step, batch_transcripts)
         return Step(state.step, run_values, environment_values, transcripts, evaluation=None)
 
     def _check_updates(self, metrics: StepMetrics) -> None:
@@ -341,36 +319,30 @@ class Controller:
             "metrics.jsonl",
         )
 
-    async def _record_delivery(
-        self, version: int, duration_s: float, max_canary_error: float
-    ) -> None:
-        state = self.state
-        state.weight_syncs += 1
-        state.canary_max_error = max(state.canary_max_error, max_canary_error)
+    async def _record_delivery(self, version: int, duration_s: float, max_error: float) -> None:
+        self.state.weight_syncs += 1
+        self.state.canary_max_error = max(self.state.canary_max_error, max_error)
         self._delivery_duration_s += duration_s
-        self._count_breaches()
-        weights_by_worker = self.components.workers.weights_by_worker
-        self.components.metrics.log_delivery(version, weights_by_worker)
+        self._record_breaches()
+        self.components.metrics.log_delivery(version, self.components.workers.weights_by_worker)
         await self.sampling.set_delivered_version(version)
 
-    def _count_breaches(self) -> None:
-        """Count the canary checks that failed since the last call."""
-        while self._num_counted_breaches < self.components.workers.num_breaches:
-            self._num_counted_breaches += 1
+    def _record_breaches(self) -> None:
+        """Record the canary checks that failed since the last call."""
+        while self._num_recorded_breaches < self.components.workers.num_breaches:
+            self._num_recorded_breaches += 1
             self.state.canary_failures += 1
             self.components.metrics.log_event(self.state.step, {TrainMetric.NUM_CANARY_FAILURES: 1})
 
     async def _watch_environments(self) -> None:
-        servers = self.components.servers
+        servers, state, metrics = self.components.servers, self.state, self.components.metrics
         while servers:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             for name, server in servers.items():
                 if not server.is_running:
                     _log.warning("the server of environment '%s' died; restarting it", name)
-                    self.state.environment_restarts += 1
-                    self.components.metrics.log_event(
-                        self.state.step, {TrainMetric.NUM_ENVIRONMENT_RESTARTS: 1}
-                    )
+                    state.environment_restarts += 1
+                    metrics.log_event(state.step, {TrainMetric.NUM_ENVIRONMENT_RESTARTS: 1})
                     await asyncio.to_thread(server.restart)
 
     def _is_due(self, every_steps: int) -> bool:
@@ -397,14 +369,13 @@ class Controller:
 
     async def _write_checkpoint(self) -> None:
         checkpoints, metrics = self.components.checkpoints, self.components.metrics
+        save = self.components.learners.save
         metrics.log_phase(Phase.SAVE_CHECKPOINT, self.state.step)
         start_s = time.monotonic()
         # A copy, because sampling continues during the save.
         state = await self.sampling.copy_state(self.state)
         with checkpoints.prepare(state.step) as folder:
-            files = await self.components.learners.save(
-                folder / LEARNER_FOLDER, folder / MODEL_FOLDER
-            )
+            files = await save(folder / LEARNER_FOLDER, folder / MODEL_FOLDER)
             await checkpoints.commit(folder, state, files)
         self._saved_step = state.step
         metrics.log_checkpoint(state.step, time.monotonic() - start_s)
@@ -427,7 +398,8 @@ class Controller:
         checkpoints = self.components.checkpoints.list_newest_first()
         if not checkpoints:
             return "there is no checkpoint to continue from"
-        return f"continue with --resume from step {parse_checkpoint_step(checkpoints[0])}"
+        step = checkpoint.parse_checkpoint_step(checkpoints[0])
+        return f"continue with --resume from step {step}"
 
     async def _finish_step(self) -> None:
         """Wait until the learner has finished its current step, and record the step."""
@@ -483,11 +455,11 @@ class Controller:
             CheckpointError: there are checkpoints, but none is readable.
         """
         learners, failure = self.components.learners, None
-        for checkpoint in self.components.checkpoints.list_newest_first():
+        for folder in self.components.checkpoints.list_newest_first():
             try:
-                check_complete(checkpoint)
-                state = read_state(checkpoint, RunState)
-                await learners.restart(checkpoint / LEARNER_FOLDER)
+                checkpoint.check_complete(folder)
+                state = checkpoint.read_state(folder, RunState)
+                await learners.restart(folder / LEARNER_FOLDER)
             except CheckpointError as error:
                 _log.warning("%s", getattr(error, "cause", None) or error)
                 failure = error

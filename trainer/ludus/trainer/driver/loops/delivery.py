@@ -79,13 +79,10 @@ class Delivery:
             raise
         except WeightSyncError:
             # If the learner died, its loss is the cause: the published bytes may be gone with it.
-            await self._raise_if_learner_is_lost()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.grace_s):
+                    await self._learners.ping()
             raise
         duration_s = time.monotonic() - start_s
         max_error = max((weights.canary.error for weights in loaded_weights), default=0.0)
         await self._on_delivered(published_weights.manifest.version, duration_s, max_error)
-
-    async def _raise_if_learner_is_lost(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.grace_s):
-                await self._learners.ping()

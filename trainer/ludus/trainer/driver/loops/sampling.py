@@ -42,12 +42,11 @@ class SamplingLoop:
         self._workers = workers
         self._buffer = buffer
         self._environments = frozenset(run.environments)
-        training = run.training
-        num_groups = training.num_steps * training.groups_per_step
+        training, num_groups = run.training, None
+        if training.num_epochs is not None:
+            num_groups = training.num_steps * training.groups_per_step
         self._admission = GroupAdmission(
-            training.groups_per_step,
-            training.max_staleness,
-            num_groups=None if training.num_epochs is None else num_groups,
+            training.groups_per_step, training.max_staleness, num_groups
         )
         self._delivered_version: int | None = None
         self._waiting_groups: deque[GroupSpec] = deque()
@@ -95,32 +94,25 @@ class SamplingLoop:
         """
         async with self._change_condition:
             try:
-                buffer_state = await self._buffer.copy_contents()
+                contents = await self._buffer.copy_contents()
             except BufferLostError:
-                playing_groups = [
-                    self._mixture.reissue_group(spec) for spec in self._playing_groups.values()
-                ]
+                groups = list(map(self._mixture.reissue_group, self._playing_groups.values()))
                 state_copy = state.model_copy(deep=True)
-                state_copy.unfinished_groups += [*playing_groups, *self._waiting_groups]
+                state_copy.unfinished_groups += [*groups, *self._waiting_groups]
                 return state_copy
-            playing_groups = [self._playing_groups[index] for index in buffer_state.playing_indices]
-            self._replace_refused_groups(buffer_state.refusals)
+            groups = [self._playing_groups[index] for index in contents.playing_indices]
+            self._replace_refused_groups(contents.refusals)
             self._change_condition.notify_all()
             state_copy = state.model_copy(deep=True)
-            state_copy.unfinished_groups = [*playing_groups, *self._waiting_groups]
-            state_copy.buffered_groups, state_copy.counts = buffer_state.groups, buffer_state.counts
+            state_copy.unfinished_groups = [*groups, *self._waiting_groups]
+            state_copy.buffered_groups, state_copy.counts = contents.groups, contents.counts
             return state_copy
 
     def describe(self) -> str:
         """Describe which groups are being played, and the state of the workers."""
-        num_groups_by_environment = Counter(
-            spec.environment for spec in self._playing_groups.values()
-        )
-        group_text = ", ".join(
-            f"{num_groups} in '{name}'"
-            for name, num_groups in sorted(num_groups_by_environment.items())
-        )
-        return f"groups being played: {group_text or 'none'}; {self._workers.describe()}"
+        num_groups = Counter(spec.environment for spec in self._playing_groups.values())
+        groups = ", ".join(f"{num_groups[name]} in '{name}'" for name in sorted(num_groups))
+        return f"groups being played: {groups or 'none'}; {self._workers.describe()}"
 
     def take_idle_s(self) -> float:
         """Return the seconds since the last call in which no group was played."""
@@ -158,20 +150,17 @@ class SamplingLoop:
             self._change_condition.notify_all()
 
     def _take_next_group(self) -> GroupSpec:
-        return (
-            self._waiting_groups.popleft()
-            if self._waiting_groups
-            else self._mixture.take_next_group()
-        )
+        if self._waiting_groups:
+            return self._waiting_groups.popleft()
+        return self._mixture.take_next_group()
 
     def _replace_refused_groups(self, refusals: Sequence[Refusal]) -> None:
         for refusal in sorted(refusals, key=lambda refusal: refusal.index):
             spec = self._playing_groups.pop(refusal.index, None)
             if spec is not None:
                 self._admission.release(1)
-                self._waiting_groups.append(
-                    self._mixture.replace_group(spec, is_lost=refusal.is_lost)
-                )
+                replacement = self._mixture.replace_group(spec, is_lost=refusal.is_lost)
+                self._waiting_groups.append(replacement)
 
     def _update_idle_time(self) -> None:
         if self._playing_groups:

@@ -17,14 +17,7 @@ from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.learner.step_metrics import StepMetrics
 
-_LEARNER_METRICS = (
-    *(TrainMetric.LOSS, TrainMetric.VALUE_LOSS, TrainMetric.EXPLAINED_VARIANCE),
-    *(TrainMetric.MISMATCH_KL, TrainMetric.REFERENCE_KL, TrainMetric.ENTROPY),
-    *(TrainMetric.CLIP_RATIO, TrainMetric.MASKED_SEQUENCE_RATIO, TrainMetric.MASKED_TOKEN_RATIO),
-    *(TrainMetric.GRAD_NORM, TrainMetric.NUM_SKIPPED_UPDATES, TrainMetric.LEARNING_RATE),
-    *(TrainMetric.NUM_TOKENS_TRAINED, TrainMetric.NUM_TOKENS_IN_BATCH),
-    TrainMetric.NUM_TOKENS_FORWARDED,
-)
+_LEARNER_METRICS = [name for name in StepMetrics.__match_args__ if name in set(TrainMetric)]
 """Metrics that are fields of StepMetrics with the same names."""
 
 
@@ -63,24 +56,19 @@ def compute_step_values(
 
     Args:
         canary_error: largest difference of a worker's canary log-probs from the learner's.
-        num_open: number of environments that the curriculum has opened; None without a curriculum.
+        num_open_environments: number of environments that the curriculum has opened; None if
+            there is no curriculum.
     """
-    staleness: dict[str, list[int]] = {}
+    staleness: dict[str, list[int]] = {name: [] for name in batch.counts}
     for group in batch.groups:
         staleness.setdefault(group.environment, []).append(group.staleness)
-    environment_values = {
-        name: _compute_environment_values(
-            batch.counts.get(name, RolloutCounts()), staleness.get(name, [])
-        )
-        for name in sorted(batch.counts.keys() | staleness.keys())
-    }
-    combined_values = combine_metrics(environment_values.values())
+    environment_values: dict[str, dict[str, float]] = {}
+    for name in sorted(staleness):
+        counts = batch.counts.get(name, RolloutCounts())
+        environment_values[name] = _compute_environment_values(counts, staleness[name])
+    sums = combine_metrics(environment_values.values()).items()
     # Reward terms of the same name in two environments may mean different things.
-    run_values = {
-        name: value
-        for name, value in combined_values.items()
-        if not name.startswith(REWARD_TERM_PREFIX)
-    }
+    run_values = {name: value for name, value in sums if not name.startswith(REWARD_TERM_PREFIX)}
     run_values |= _compute_learner_values(metrics, times)
     run_values |= {
         TrainMetric.BUFFER_DEPTH_GROUPS: batch.num_waiting_groups,
@@ -89,11 +77,10 @@ def compute_step_values(
     if num_open_environments is not None:
         run_values[TrainMetric.NUM_ENVIRONMENTS_OPEN] = num_open_environments
     if times.total_s > 0:
-        for rate_metric, count_metric in (
-            (TrainMetric.TOKENS_PER_SECOND, TrainMetric.NUM_TOKENS_GENERATED),
-            (TrainMetric.EPISODES_PER_SECOND, TrainMetric.NUM_EPISODES),
-        ):
-            run_values[rate_metric] = run_values[count_metric] / times.total_s
+        num_tokens = run_values[TrainMetric.NUM_TOKENS_GENERATED]
+        num_episodes = run_values[TrainMetric.NUM_EPISODES]
+        run_values[TrainMetric.TOKENS_PER_SECOND] = num_tokens / times.total_s
+        run_values[TrainMetric.EPISODES_PER_SECOND] = num_episodes / times.total_s
     return run_values, environment_values
 
 
@@ -131,9 +118,8 @@ def _compute_environment_values(
     if counts.num_episodes:
         values[TrainMetric.NUM_TURNS_MEAN] = counts.num_turns / counts.num_episodes
     if counts.num_groups:
-        values[TrainMetric.ZERO_VARIANCE_GROUP_RATIO] = (
-            counts.num_zero_variance_groups / counts.num_groups
-        )
+        ratio = counts.num_zero_variance_groups / counts.num_groups
+        values[TrainMetric.ZERO_VARIANCE_GROUP_RATIO] = ratio
     if staleness:
         values[TrainMetric.STALENESS_MEAN] = sum(staleness) / len(staleness)
         values[TrainMetric.STALENESS_MAX] = max(staleness)
@@ -164,10 +150,10 @@ def _compute_learner_values(metrics: StepMetrics, times: StepTimes) -> dict[str,
         TrainMetric.WEIGHT_SYNC_S: times.publish_s + times.deliver_s,
         TrainMetric.WEIGHT_SYNC_BYTES: times.sync_bytes,
     }
-    for metric in _LEARNER_METRICS:
-        value = getattr(metrics, metric.value)
+    for name in _LEARNER_METRICS:
+        value = getattr(metrics, name)
         if value is not None:
-            values[metric] = value
+            values[name] = value
     if metrics.peak_flops and times.train_s > 0:
         values[TrainMetric.MFU] = metrics.flops / (times.train_s * metrics.peak_flops)
     # JSON has only finite numbers. num_skipped_updates explains why a value is missing.

@@ -32,10 +32,10 @@ class StepGate:
     or opens the gate.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_open: bool = False) -> None:
         self._request_event = asyncio.Event()
         self._steps: asyncio.Queue[Step | None] = asyncio.Queue()
-        self._is_open = False
+        self._is_open = is_open
         self.is_waiting = False
         """True while the training loop waits here."""
         self.has_reported_end = False
