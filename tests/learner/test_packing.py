@@ -226,7 +226,7 @@ def test_one_micro_batch_contains_all_samples_in_order() -> None:
     ]
     micro_batch = pack_one_micro_batch(samples)
     assert micro_batch.mask.sum(dim=1).tolist() == [length - 1 for length in lengths]
-    tokens = micro_batch.gather_samples(micro_batch.rows.targets)
+    tokens = micro_batch.gather_samples(micro_batch.rows.target_ids)
     assert tokens[:, 0].tolist() == [3, 4, 5, 6, 7]
 
 
@@ -242,5 +242,5 @@ def test_equal_tokens_with_different_masks_share_their_nodes() -> None:
     )
     [shared] = all_micro_batches(both, SHARE_ALL, max_tokens=100)
     assert micro_batch.rows.num_tokens == shared.rows.num_tokens == 4
-    assert shared.rows.targets.tolist() == [4, 5, 6]
+    assert shared.rows.target_ids.tolist() == [4, 5, 6]
     assert shared.mask.sum(1).tolist() == [2, 1]

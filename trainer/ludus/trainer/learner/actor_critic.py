@@ -110,10 +110,8 @@ class ActorCritic(nn.Module):
         """
         norms = []
         for module in self._list_modules():
-            parameters = [
-                parameter for parameter in module.parameters() if parameter.grad is not None
-            ]
-            norm: Tensor = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            weights = [weight for weight in module.parameters() if weight.grad is not None]
+            norm: Tensor = torch.nn.utils.clip_grad_norm_(weights, max_norm)
             norms.append(float(gather_full_tensor(norm)))
         return norms[0], all(map(math.isfinite, norms))
 
@@ -121,26 +119,16 @@ class ActorCritic(nn.Module):
         self, learning_rate: float, algorithm: AlgorithmConfig
     ) -> list[OptimizerGroup]:
         """Return the trainable parameters, with a separate group for a separate critic."""
-        critic_learning_rate = (
-            algorithm.critic.learning_rate if isinstance(algorithm, PpoConfig) else None
-        )
-        rate_scale = 1.0 if critic_learning_rate is None else critic_learning_rate / learning_rate
-        critic_parameters: dict[str, nn.Parameter] = {}
-        if self.critic is not None or rate_scale != 1:
-            critic_parameters = {
-                name: parameter
-                for name, parameter in self.named_parameters()
-                if name.startswith(("critic.", f"policy.{VALUE_HEAD}."))
-            }
-        policy_parameters = [
-            parameter
-            for name, parameter in self.named_parameters()
-            if parameter.requires_grad and name not in critic_parameters
-        ]
-        groups = [OptimizerGroup(policy_parameters, 1.0)]
-        if critic_parameters:
-            groups.append(OptimizerGroup(list(critic_parameters.values()), rate_scale))
-        return groups
+        critic_rate = algorithm.critic.learning_rate if isinstance(algorithm, PpoConfig) else None
+        rate_scale = 1.0 if critic_rate is None else critic_rate / learning_rate
+        has_critic_group = self.critic is not None or rate_scale != 1
+        policy_group, critic_group = OptimizerGroup([], 1.0), OptimizerGroup([], rate_scale)
+        for name, parameter in self.named_parameters():
+            if has_critic_group and name.startswith(("critic.", f"policy.{VALUE_HEAD}.")):
+                critic_group.parameters.append(parameter)
+            elif parameter.requires_grad:
+                policy_group.parameters.append(parameter)
+        return [policy_group, critic_group] if critic_group.parameters else [policy_group]
 
     def _list_modules(self) -> list[nn.Module]:
         return [module for module in (self.policy, self.critic) if module is not None]

@@ -111,14 +111,11 @@ class Algorithm:
         `reference_output` is the reference model's output. `kl_coef` is used only if the reward
         includes the KL penalty.
         """
-        old_logprobs = (
-            micro_batch.gather_samples(initial_output.logprobs) if initial_output else None
-        )
-        if not self._recomputes_logprobs:
-            old_logprobs = micro_batch.rollout_logprobs
-        ref_logprobs = (
-            micro_batch.gather_samples(reference_output.logprobs) if reference_output else None
-        )
+        gather = micro_batch.gather_samples
+        old_logprobs: Tensor | None = micro_batch.rollout_logprobs
+        if self._recomputes_logprobs:
+            old_logprobs = gather(initial_output.logprobs) if initial_output else None
+        ref_logprobs = gather(reference_output.logprobs) if reference_output else None
         kl_rewards = None
         if self._has_kl_in_reward and old_logprobs is not None and ref_logprobs is not None:
             kl_rewards = kl_penalty(old_logprobs, ref_logprobs, micro_batch.mask, kl_coef)
@@ -153,8 +150,7 @@ class Algorithm:
         ranks.
         """
         assert output.entropies is not None
-        logprobs = micro_batch.gather_samples(output.logprobs)
-        old_logprobs = targets.old_logprobs
+        logprobs, old_logprobs = micro_batch.gather_samples(output.logprobs), targets.old_logprobs
         inputs = LossInputs(
             logprobs=logprobs,
             old_logprobs=logprobs.detach() if old_logprobs is None else old_logprobs,
@@ -187,7 +183,7 @@ class Algorithm:
     def _compute_advantages(
         self,
         micro_batch: MicroBatch,
-        initial_output: PolicyOutput | None,
+        output: PolicyOutput | None,
         kl_rewards: Tensor | None,
     ) -> tuple[Tensor, CriticTargets | None]:
         """Return the advantages, with the returns of the KL penalty, and the critic's targets."""
@@ -196,22 +192,11 @@ class Algorithm:
             if kl_rewards is None:
                 return micro_batch.advantages, None
             return micro_batch.advantages + discounted_returns(kl_rewards, mask, self._gamma), None
-        assert (
-            initial_output is not None
-            and initial_output.values is not None
-            and initial_output.last_values is not None
-        )
+        assert output is not None and output.values is not None and output.last_values is not None
         rewards = micro_batch.rewards if kl_rewards is None else micro_batch.rewards + kl_rewards
-        values = torch.where(mask, micro_batch.gather_samples(initial_output.values), 0.0)
-        advantages = gae(
-            rewards,
-            values,
-            mask,
-            micro_batch.terminated,
-            initial_output.last_values,
-            self._gamma,
-            self._ppo.lam,
-        )
+        values = torch.where(mask, micro_batch.gather_samples(output.values), 0.0)
+        terminated, gamma, lam = micro_batch.terminated, self._gamma, self._ppo.lam
+        advantages = gae(rewards, values, mask, terminated, output.last_values, gamma, lam)
         return advantages, CriticTargets(values, returns(advantages, values, mask))
 
 
@@ -220,9 +205,8 @@ def _whiten_all(
 ) -> list[LossTargets]:
     """Scale advantages to mean 0 and deviation 1 over the targets of all ranks; a collective."""
     pairs = list(zip(targets, micro_batches, strict=True))
-    total_moments = torch.stack(
-        [moments(target.advantages, micro_batch.mask) for target, micro_batch in pairs]
-    ).sum(0)
+    all_moments = [moments(target.advantages, batch.mask) for target, batch in pairs]
+    total_moments = torch.stack(all_moments).sum(0)
     dist.all_reduce(total_moments)
     return [
         replace(target, advantages=whiten(target.advantages, micro_batch.mask, total_moments))

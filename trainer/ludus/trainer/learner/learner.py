@@ -26,11 +26,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -80,7 +76,7 @@ from ludus.trainer.weights.adapters import AdapterMerger
 
 _VALUE_HEAD_FILE = "value_head.safetensors"
 _CRITIC_FOLDER = "critic"
-_PROMPTS_PER_PASS = 64
+_REQUESTS_PER_PASS = 64
 
 
 class Learner:
@@ -103,11 +99,9 @@ class Learner:
         critic = algorithm.critic if isinstance(algorithm, PpoConfig) else None
         self._policy = self._load_policy(has_value_head=isinstance(critic, HeadCritic))
         # The reference model of adapters is the policy with its adapters disabled.
-        self._reference = (
-            self._load_policy(offloads_parameters=config.offload_reference)
-            if algorithm.kl_coef > 0 and self._lora_config is None
-            else None
-        )
+        self._reference: PolicyModel | None = None
+        if algorithm.kl_coef > 0 and self._lora_config is None:
+            self._reference = self._load_policy(offloads_parameters=config.offload_reference)
         dtype = getattr(torch, config.dtype)
         self.model = ActorCritic(self._policy, self._load_critic(critic))
         models = self.model.list_models()
@@ -118,11 +112,9 @@ class Learner:
             and all(has_same_attention(models[0], model) for model in models)
         )
         self.model.reshard()
+        row_costs = estimate_row_costs(self._policy.language_model) if packs_trees else None
         self._micro_batch_config = MicroBatchConfig(
-            config.max_tokens_per_micro_batch,
-            estimate_row_costs(self._policy.language_model) if packs_trees else None,
-            self._rank,
-            self._num_ranks,
+            config.max_tokens_per_micro_batch, row_costs, self._rank, self._num_ranks
         )
         # The frozen weights under adapters come from the model's folder and are not saved.
         self._state_options = StateDictOptions(
@@ -147,15 +139,11 @@ class Learner:
         for group, rate_scale in zip(self._optimizer.param_groups, self._rate_scales, strict=True):
             group["lr"] = coefficients.learning_rate * rate_scale
         config = self._config
-        sample_ids_by_minibatch = split_samples(batch, config.num_minibatches)
-        minibatches = [
-            self._pack_micro_batches(batch, sample_ids) for sample_ids in sample_ids_by_minibatch
-        ]
+        sample_ids = split_samples(batch, config.num_minibatches)
+        minibatches = [self._pack_micro_batches(batch, ids) for ids in sample_ids]
         targets = self._make_targets(minibatches, coefficients)
-        num_sampled = [
-            batch.num_sampled_tokens[batch.sequence_of_sample[sample_ids]]
-            for sample_ids in sample_ids_by_minibatch
-        ]
+        num_tokens = batch.num_sampled_tokens
+        num_sampled = [num_tokens[batch.sequence_of_sample[ids]] for ids in sample_ids]
         metric_sums: list[Tensor] = []
         grad_norms: list[float | None] = []
         for _ in range(config.update_epochs):
@@ -177,9 +165,8 @@ class Learner:
         mean_loss = 0.0
         for logits_loss in losses:
             model_inputs = (tensor.to(self._device) for tensor in logits_loss[:3])
-            loss = logits_loss.loss_function(self._policy.compute_logits(*model_inputs)) / len(
-                losses
-            )
+            logits = self._policy.compute_logits(*model_inputs)
+            loss = logits_loss.loss_function(logits) / len(losses)
             (loss * self._num_ranks).backward()
             mean_loss += float(loss.detach())
         self._apply_gradients()
@@ -197,21 +184,20 @@ class Learner:
         return self._gather_parameters(self._policy.language_model)
 
     @torch.no_grad()
-    def score_completions(self, prompts: Sequence[ScoringRequest]) -> list[list[float]]:
-        """Return the log-probs of each prompt's completion under the policy, at temperature 1."""
+    def score_completions(self, requests: Sequence[ScoringRequest]) -> list[list[float]]:
+        """Return the log-probs of each completion under the policy, at temperature 1."""
         self._policy.eval()
-        logprobs_of_prompts: list[list[float]] = []
-        for start in range(0, len(prompts), _PROMPTS_PER_PASS):
-            chunk = prompts[start : start + _PROMPTS_PER_PASS]
-            micro_batch = pack_one_micro_batch([_make_scoring_sample(prompt) for prompt in chunk])
+        samples = list(map(_make_scoring_sample, requests))
+        scores: list[list[float]] = []
+        for start in range(0, len(samples), _REQUESTS_PER_PASS):
+            micro_batch = pack_one_micro_batch(samples[start : start + _REQUESTS_PER_PASS])
             micro_batch = micro_batch.to(self._device)
             output: PolicyOutput = self._policy(micro_batch.rows, temperature=1.0)
-            rows = micro_batch.gather_samples(output.logprobs)
-            logprobs_of_prompts += [
-                row[mask].tolist() for row, mask in zip(rows, micro_batch.mask, strict=True)
-            ]
+            logprobs = micro_batch.gather_samples(output.logprobs)
+            pairs = zip(logprobs, micro_batch.mask, strict=True)
+            scores += [row[mask].tolist() for row, mask in pairs]
         self.model.reshard()
-        return logprobs_of_prompts
+        return scores
 
     def save(self, folder: Path) -> list[SavedFile]:
         """Save weights, optimizer and random state, and return the files of this rank.
@@ -266,9 +252,11 @@ class Learner:
         try:
             dcp.load(state, checkpoint_id=folder)
         except (CheckpointException, RuntimeError, OSError) as error:
+            failure = _find_first_failure(error)
+            reason = str(error) if failure is error else repr(failure)
             raise CheckpointError(
-                f"checkpoint '{folder}' cannot be read: {_describe_failure(error)}; it must be "
-                "complete, and come from a run with the same model"
+                f"checkpoint '{folder}' cannot be read: {reason}; it must be complete, and come "
+                "from a run with the same model"
             ) from error
         set_state_dict(
             self.model.checkpoint_module,
@@ -289,10 +277,8 @@ class Learner:
         if self._lora_config is not None:
             lora.add_adapters(language_model, self._lora_config)
         policy = PolicyModel(language_model, has_value_head=has_value_head).to(self._device)
-        offloads_parameters = offloads_parameters and self._device.type != "cpu"
-        return prepare_model(
-            policy, self._config, self._mesh, offloads_parameters=offloads_parameters
-        )
+        offloads = offloads_parameters and self._device.type != "cpu"
+        return prepare_model(policy, self._config, self._mesh, offloads_parameters=offloads)
 
     def _load_critic(self, config: CriticConfig | None) -> Critic | None:
         if not isinstance(config, ModelCritic):
@@ -308,14 +294,9 @@ class Learner:
         return gather_parameters(module.named_parameters(), keeps_copies=self._rank == 0)
 
     def _get_state(self) -> dict[str, Any]:
-        model_state, optimizer_state = get_state_dict(
-            self.model.checkpoint_module, self._optimizer, options=self._state_options
-        )
-        return {
-            "policy": model_state,
-            "optimizer": optimizer_state,
-            "torch_random": torch.get_rng_state(),
-        }
+        module, options = self.model.checkpoint_module, self._state_options
+        policy, optimizer = get_state_dict(module, self._optimizer, options=options)
+        return {"policy": policy, "optimizer": optimizer, "torch_random": torch.get_rng_state()}
 
     def _pack_micro_batches(self, batch: Batch, sample_ids: np.ndarray) -> list[MicroBatch]:
         micro_batches = make_micro_batches(batch, sample_ids, self._micro_batch_config)
@@ -326,37 +307,33 @@ class Learner:
         self, minibatches: Sequence[Sequence[MicroBatch]], coefficients: Coefficients
     ) -> list[list[LossTargets]]:
         """Return the loss targets of each micro-batch of each minibatch."""
-        temperature, kl_coef = self._run.rollout.temperature, coefficients.kl
+        algorithm, kl_coef = self._algorithm, coefficients.kl
         targets: list[list[LossTargets]] = []
         for index, micro_batches in enumerate(minibatches):
+            targets.append([])
             is_after_update = index > 0 or self._config.update_epochs > 1
-            needs_initial_output = self._algorithm.needs_initial_output(
+            needs_initial_output = algorithm.needs_initial_output(
                 coefficients, is_after_update=is_after_update
             )
-            targets.append([])
-            for micro_batch in micro_batches:
-                initial_output = (
-                    self.model(micro_batch.rows, temperature) if needs_initial_output else None
-                )
-                reference_output = (
-                    self._compute_reference_output(micro_batch) if kl_coef > 0 else None
-                )
-                target = self._algorithm.make_targets(
-                    micro_batch, initial_output, reference_output, kl_coef
-                )
+            for batch in micro_batches:
+                initial_output = reference_output = None
+                if needs_initial_output:
+                    initial_output = self.model(batch.rows, self._run.rollout.temperature)
+                if kl_coef > 0:
+                    reference_output = self._compute_reference_output(batch)
+                target = algorithm.make_targets(batch, initial_output, reference_output, kl_coef)
                 targets[-1].append(target)
-        return self._algorithm.whiten_targets(targets, minibatches)
+        return algorithm.whiten_targets(targets, minibatches)
 
     def _compute_reference_output(self, micro_batch: MicroBatch) -> PolicyOutput:
+        temperature = self._run.rollout.temperature
         if self._reference is not None:
-            output: PolicyOutput = self._reference(micro_batch.rows, self._run.rollout.temperature)
-            return output
+            return self._reference(micro_batch.rows, temperature)
         lora.set_adapters_enabled(self._policy, False)
         try:
-            output = self._policy(micro_batch.rows, self._run.rollout.temperature)
+            return self._policy(micro_batch.rows, temperature)
         finally:
             lora.set_adapters_enabled(self._policy, True)
-        return output
 
     def _accumulate_gradients(
         self,
@@ -369,15 +346,13 @@ class Learner:
 
         `num_sampled` is the number of sampled tokens by sample of the minibatch, on all ranks.
         """
-        num_sampled_tensor = torch.from_numpy(num_sampled)
+        counts = torch.from_numpy(num_sampled)
         entropy_mode: EntropyMode = "gradient" if coefficients.entropy > 0 else "value"
         metric_sums: list[Tensor] = []
         for index, (micro_batch, target) in enumerate(zip(micro_batches, targets, strict=True)):
             self.model.sync_gradients(index == len(micro_batches) - 1)
             output = self.model(micro_batch.rows, self._run.rollout.temperature, entropy_mode)
-            loss = self._algorithm.compute_loss(
-                micro_batch, output, target, num_sampled_tensor, coefficients
-            )
+            loss = self._algorithm.compute_loss(micro_batch, output, target, counts, coefficients)
             # FSDP averages gradients over ranks, but the denominator already counts all ranks.
             (loss.total_loss * self._num_ranks).backward()
             metric_sums.append(sum_metrics(loss, target, micro_batch))
@@ -411,12 +386,6 @@ def _save_pretrained(
 def _make_adamw_settings(config: LearnerConfig) -> dict[str, Any]:
     """Return AdamW's settings other than the learning rate, which is set per step."""
     return {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
-
-
-def _describe_failure(error: BaseException) -> str:
-    """Return the reason of the first rank that failed."""
-    failure = _find_first_failure(error)
-    return str(error) if failure is error else repr(failure)
 
 
 def _find_first_failure(error: BaseException) -> BaseException:

@@ -42,7 +42,7 @@ class PackedRows(NamedTuple):
     """int64 [R, L] see `packing`; None if each row is one sequence with causal attention."""
     positions: Tensor
     """int64 [P] row * L + column of each token that precedes a sampled token."""
-    targets: Tensor
+    target_ids: Tensor
     """int64 [E] the sampled tokens."""
     position_of_target: Tensor
     """int64 [E] index into `positions` of the token that precedes each target."""
@@ -79,7 +79,7 @@ class MicroBatch(NamedTuple):
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy of the micro-batch on `device`."""
         rows = PackedRows._make(
-            tensor if tensor is None else tensor.to(device) for tensor in self.rows
+            None if tensor is None else tensor.to(device) for tensor in self.rows
         )
         return MicroBatch(rows, *(tensor.to(device) for tensor in self[1:]))
 
@@ -117,32 +117,28 @@ def make_micro_batches(
         num_ranks=num_ranks,
     )
     lengths = np.diff(layout.row_starts)
-    by_length = np.argsort(lengths, kind="stable")
+    sorted_rows = np.argsort(lengths, kind="stable")
     # Each rank gets every num_ranks-th row in order of length, so that all have equal work.
-    rows_by_rank = [by_length[rank::num_ranks] for rank in range(num_ranks)]
-    micro_batch_rows_by_rank = [
-        [rows[row_slice] for row_slice in cut_rows(lengths[rows], max_tokens)]
-        for rows in rows_by_rank
-    ]
-    sampled_tokens = _gather_sampled_tokens(batch, sample_ids)
+    rank_rows = [sorted_rows[rank::num_ranks] for rank in range(num_ranks)]
+    rank_slices = [cut_rows(lengths[rows], max_tokens) for rows in rank_rows]
+    tokens = _gather_sampled_tokens(batch, sample_ids)
     micro_batches = [
-        _make_micro_batch(batch, sampled_tokens, layout, rows)
-        for rows in micro_batch_rows_by_rank[config.rank]
+        _make_micro_batch(batch, tokens, layout, rank_rows[config.rank][row_slice])
+        for row_slice in rank_slices[config.rank]
     ]
-    num_missing = max(len(rank_rows) for rank_rows in micro_batch_rows_by_rank) - len(micro_batches)
+    num_missing = max(map(len, rank_slices)) - len(micro_batches)
     return micro_batches + [_make_empty_micro_batch()] * num_missing
 
 
 def pack_one_micro_batch(samples: Sequence[TrainingSample]) -> MicroBatch:
     """Return all `samples` in order as one micro-batch, each sequence in a separate row."""
     batch = collate(samples)
-    sample_ids = np.arange(batch.num_samples)
     sequence_ids = np.arange(len(batch.sequences))
     layout = lay_out_sequences(
         batch.sequences, sequence_ids, costs=None, max_tokens=sys.maxsize, num_ranks=1
     )
-    rows = np.arange(len(layout.row_starts) - 1)
-    return _make_micro_batch(batch, _gather_sampled_tokens(batch, sample_ids), layout, rows)
+    tokens = _gather_sampled_tokens(batch, np.arange(batch.num_samples))
+    return _make_micro_batch(batch, tokens, layout, np.arange(len(sequence_ids)))
 
 
 def make_unscored_sample(token_ids: list[int], loss_mask: list[bool]) -> TrainingSample:
@@ -248,7 +244,7 @@ def _pack_rows(
         depths=torch.from_numpy(np.where(is_token, layout.depths[node_ids], 0)),
         ends=None if sequences_per_row.max() == 1 else torch.from_numpy(ends),
         positions=torch.from_numpy(positions),
-        targets=torch.from_numpy(layout.token_ids[target_nodes]),
+        target_ids=torch.from_numpy(layout.token_ids[target_nodes]),
         position_of_target=torch.from_numpy(position_of_target),
         last_positions=torch.from_numpy(position_of_node[last_nodes]),
     )

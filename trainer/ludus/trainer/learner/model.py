@@ -2,8 +2,8 @@
 
 Packed prefix trees need a custom attention mask and custom positions. Most causal models support
 both. A model with a sliding window, or with recurrent layers (state spaces, linear attention), does
-not: it would train on wrong outputs without an error. So `can_pack_trees` tests
-the model once, at the start.
+not: it would train on wrong outputs without an error. So `can_pack_trees` tests the model once, at
+the start.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    _CHECKPOINT_PREFIX,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -124,7 +121,7 @@ class PolicyModel(nn.Module):
         target_positions = rows.position_of_target
         # A one-dimensional index: the gradient of a two-dimensional index is several times slower.
         logprobs = all_logprobs.flatten().index_select(
-            0, target_positions * all_logprobs.shape[1] + rows.targets
+            0, target_positions * all_logprobs.shape[1] + rows.target_ids
         )
         entropies = None
         if entropy_mode != "none":
@@ -133,9 +130,8 @@ class PolicyModel(nn.Module):
         values = last_values = None
         if self.value_head is not None:
             positions = torch.cat([rows.positions, rows.last_positions])
-            head_output = (
-                self.value_head(hidden_states[0].index_select(0, positions)).float().squeeze(-1)
-            )
+            head_output = self.value_head(hidden_states[0].index_select(0, positions))
+            head_output = head_output.float().squeeze(-1)
             values = head_output[: len(rows.positions)].index_select(0, target_positions)
             last_values = head_output[len(rows.positions) :]
         return PolicyOutput(logprobs, entropies, values, last_values)
@@ -162,17 +158,12 @@ def make_ancestor_mask(ends: Tensor) -> Tensor:
 
 def estimate_row_costs(language_model: PreTrainedModel) -> RowCosts:
     """Return costs in multiplications of a forward pass, nearly proportional to time on a CPU."""
-    layer_sizes = [
-        parameter.numel()
-        for name, parameter in language_model.named_parameters()
-        if parameter.dim() == 2 and ".layers." in name
-    ]
-    config = language_model.config
-    head_size = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    width = head_size * config.num_attention_heads
-    return RowCosts(per_token=sum(layer_sizes), per_pair=2 * width * config.num_hidden_layers)
+    weights = language_model.named_parameters()
+    sizes = [weight.numel() for name, weight in weights if weight.dim() == 2 and ".layers." in name]
+    config, num_heads = language_model.config, language_model.config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    per_pair = 2 * head_size * num_heads * config.num_hidden_layers
+    return RowCosts(per_token=sum(sizes), per_pair=per_pair)
 
 
 def prepare_model(
@@ -195,7 +186,7 @@ def prepare_model(
             # The module keeps its name and its hooks; only its computation is compiled.
             modules[index].forward = torch.compile(modules[index].forward, dynamic=True)
         if config.activation_checkpointing:
-            modules[index] = checkpoint_wrapper(modules[index])
+            modules[index] = checkpoint_wrapper.checkpoint_wrapper(modules[index])
     if mesh.size() == 1 and config.dtype == "float32" and not offloads_parameters:
         return model
     precision = MixedPrecisionPolicy(
@@ -203,9 +194,8 @@ def prepare_model(
         reduce_dtype=torch.float32,
     )
     offload_policy = CPUOffloadPolicy() if offloads_parameters else OffloadPolicy()
-    for modules, index in layers:
-        fully_shard(modules[index], mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
+    for module in [*(modules[index] for modules, index in layers), model]:
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
     if isinstance(model, PolicyModel):
         register_fsdp_forward_method(model, "compute_logits")
     return model
@@ -217,39 +207,37 @@ def can_pack_trees(policy: PolicyModel, dtype: torch.dtype, device: torch.device
 
     A collective if the policy is sharded.
     """
+    fault = _find_packing_fault(policy, dtype, device)
+    if fault:
+        _log.warning(
+            "learner.packing = 'tree' does not support %s (%s); padding sequences instead",
+            *(type(policy.language_model).__name__, fault),
+        )
+    return not fault
+
+
+def _find_packing_fault(policy: PolicyModel, dtype: torch.dtype, device: torch.device) -> str:
+    """Return why the model does not support trees; empty if it does."""
     config = policy.language_model.config
     layer_kinds = set(getattr(config, "layer_types", None) or ())
     sliding_window = None if layer_kinds else getattr(config, "sliding_window", None)
     if sliding_window is not None or not layer_kinds <= _FULL_ATTENTION_LAYERS:
-        _log.warning(
-            "learner.packing = 'tree' does not support %s (layers %s, sliding window %s); "
-            "padding sequences instead",
-            type(policy.language_model).__name__,
-            sorted(layer_kinds) or "of one kind",
-            sliding_window,
-        )
-        return False
+        return f"layers {sorted(layer_kinds) or 'of one kind'}, sliding window {sliding_window}"
     batch = collate(
         [make_unscored_sample(ids, [False] + [True] * (len(ids) - 1)) for ids in _TEST_SEQUENCES]
     )
     policy.eval()
     logprobs = []
     for costs in (None, _SINGLE_ROW_COSTS):
-        config = MicroBatchConfig(_MAX_TOKENS, costs)
-        [micro_batch] = make_micro_batches(batch, np.arange(batch.num_samples), config)
+        split = MicroBatchConfig(_MAX_TOKENS, costs)
+        [micro_batch] = make_micro_batches(batch, np.arange(batch.num_samples), split)
         micro_batch = micro_batch.to(device)
         output = policy(micro_batch.rows, temperature=1.0)
         logprobs.append(micro_batch.gather_samples(output.logprobs)[micro_batch.mask])
-    max_difference = (logprobs[0] - logprobs[1]).abs().max().item()
-    if max_difference <= _LOGPROB_TOLERANCES[dtype]:
-        return True
-    _log.warning(
-        "learner.packing = 'tree' does not support %s (log-probs of packed sequences differ by "
-        "%.3g); padding sequences instead",
-        type(policy.language_model).__name__,
-        max_difference,
-    )
-    return False
+    difference = (logprobs[0] - logprobs[1]).abs().max().item()
+    if difference <= _LOGPROB_TOLERANCES[dtype]:
+        return ""
+    return f"log-probs of packed sequences differ by {difference:.3g}"
 
 
 def has_same_attention(policy: PreTrainedModel, model: PreTrainedModel) -> bool:
@@ -263,10 +251,8 @@ def has_same_attention(policy: PreTrainedModel, model: PreTrainedModel) -> bool:
         if getattr(policy.config, field, None) != getattr(model.config, field, None)
     ]
     # The number of layers may differ, but not their kinds.
-    policy_layer_kinds, layer_kinds = (
-        set(getattr(config, "layer_types", None) or ()) for config in (policy.config, model.config)
-    )
-    if not layer_kinds <= policy_layer_kinds:
+    layer_kinds = set(getattr(model.config, "layer_types", None) or ())
+    if not layer_kinds <= set(getattr(policy.config, "layer_types", None) or ()):
         differences.append("layer_types")
     if differences:
         _log.warning(
@@ -315,5 +301,6 @@ def gather_parameters(
     for name, parameter in parameters:
         tensor = gather_full_tensor(parameter).detach()
         if keeps_copies:
-            state[name.replace(_CHECKPOINT_PREFIX, "")] = tensor.to("cpu", copy=True).contiguous()
+            name = name.replace(checkpoint_wrapper._CHECKPOINT_PREFIX, "")
+            state[name] = tensor.to("cpu", copy=True).contiguous()
     return state

@@ -106,29 +106,24 @@ def lay_out_sequences(
     than `max_tokens`, the number of tokens that the model computes at once, and not longer than a
     rank's share of all nodes.
     """
-    sorted_ids = np.array(
-        sorted(sequence_ids, key=lambda sequence_id: sequences[sequence_id].tobytes()),
-        dtype=np.int64,
-    )
+    sorted_ids = np.array(sorted(sequence_ids, key=lambda index: sequences[index].tobytes()))
     lengths = sequences.lengths[sorted_ids]
     columns = np.arange(lengths.max())
-    padded = np.full((len(sorted_ids), len(columns)), -1, dtype=np.int64)
-    padded[columns < lengths[:, None]] = sequences.concatenate_rows(sorted_ids)
-    if costs is None:
-        return _build_layout(
-            sorted_ids, lengths, np.zeros_like(lengths), np.arange(len(sorted_ids)), padded
-        )
-    num_shared = _count_shared_prefixes(padded, lengths)
-    rows = _plan_rows(lengths, num_shared, costs, max_tokens, num_ranks)
-    num_shared[np.diff(rows, prepend=-1) > 0] = 0
-    return _build_layout(sorted_ids, lengths, num_shared, rows, padded)
+    token_ids = np.full((len(sorted_ids), len(columns)), -1, dtype=np.int64)
+    token_ids[columns < lengths[:, None]] = sequences.concatenate_rows(sorted_ids)
+    num_shared, rows = np.zeros_like(lengths), np.arange(len(sorted_ids))
+    if costs is not None:
+        num_shared = _count_shared_tokens(token_ids, lengths)
+        rows = _plan_rows(lengths, num_shared, costs, max_tokens, num_ranks)
+        num_shared[np.diff(rows, prepend=-1) > 0] = 0
+    return _build_layout(sorted_ids, lengths, num_shared, rows, token_ids)
 
 
-def _count_shared_prefixes(padded: Ints, lengths: Ints) -> Ints:
+def _count_shared_tokens(token_ids: Ints, lengths: Ints) -> Ints:
     """Return the length [U] of the prefix that each sequence shares with the previous sequence."""
     num_shared = np.zeros_like(lengths)
     # Padding is -1 everywhere, so the ends of two sequences also compare equal.
-    num_shared[1:] = np.logical_and.accumulate(padded[1:] == padded[:-1], axis=1).sum(axis=1)
+    num_shared[1:] = np.logical_and.accumulate(token_ids[1:] == token_ids[:-1], axis=1).sum(axis=1)
     return np.minimum(num_shared, lengths)
 
 
@@ -137,16 +132,16 @@ def _plan_rows(
 ) -> Ints:
     """Return the row [U] of each sequence, for the maximum row length with the lowest cost."""
     max_length, num_nodes = int(lengths.max()), int((lengths - num_shared).sum())
-    longest_allowed = max(max_length, min(max_tokens, num_nodes // num_ranks))
+    max_row_length = max(max_length, min(max_tokens, num_nodes // num_ranks))
     best_rows, min_cost = np.arange(len(lengths)), costs.compute_total(lengths, max_tokens)
     while True:
         rows, row_lengths = _fill_rows(lengths, num_shared, max_length)
         cost = costs.compute_total(row_lengths, max_tokens)
         if cost < min_cost:
             best_rows, min_cost = rows, cost
-        if max_length >= longest_allowed:
+        if max_length >= max_row_length:
             return best_rows
-        max_length = min(longest_allowed, int(max_length * _LENGTH_GROWTH))
+        max_length = min(max_row_length, int(max_length * _LENGTH_GROWTH))
 
 
 def _fill_rows(lengths: Ints, num_shared: Ints, max_length: int) -> tuple[Ints, Ints]:
@@ -163,9 +158,9 @@ def _fill_rows(lengths: Ints, num_shared: Ints, max_length: int) -> tuple[Ints, 
 
 
 def _build_layout(
-    sorted_ids: Ints, lengths: Ints, num_shared: Ints, rows: Ints, padded: Ints
+    sorted_ids: Ints, lengths: Ints, num_shared: Ints, rows: Ints, token_ids: Ints
 ) -> Layout:
-    columns = np.arange(padded.shape[1])
+    columns = np.arange(token_ids.shape[1])
     is_new = (columns >= num_shared[:, None]) & (columns < lengths[:, None])
     num_nodes = int(is_new.sum())
     starts = np.cumsum(lengths - num_shared) - (lengths - num_shared)
@@ -182,7 +177,7 @@ def _build_layout(
         row_of_sequence=rows,
         nodes=nodes,
         row_starts=np.append(starts[first_sequences], num_nodes),
-        token_ids=padded[is_new],
+        token_ids=token_ids[is_new],
         depths=np.broadcast_to(columns, is_new.shape)[is_new],
         ends=ends[is_new],
     )

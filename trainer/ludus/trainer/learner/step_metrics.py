@@ -124,13 +124,12 @@ class TrainingWork:
         the lengths if sequences share prefixes, and larger if they are padded.
         """
         lengths = list(lengths)
-        num_sequence_tokens = sum(lengths)
-        if not num_sequence_tokens:
+        if not lengths:
             return 0.0
         # Mean length of a token's sequence: long sequences have more tokens.
-        mean_length = sum(length * length for length in lengths) / num_sequence_tokens
+        mean_length = sum(length * length for length in lengths) / sum(lengths)
         flops_per_token = self.per_token + self.per_token_of_sequence * mean_length
-        return min(num_tokens, num_sequence_tokens) * flops_per_token
+        return min(num_tokens, sum(lengths)) * flops_per_token
 
 
 def sum_metrics(loss: MicroBatchLoss, targets: LossTargets, micro_batch: MicroBatch) -> Tensor:
@@ -140,23 +139,16 @@ def sum_metrics(loss: MicroBatchLoss, targets: LossTargets, micro_batch: MicroBa
     of its errors, and the number of computed tokens.
     """
     terms = [getattr(loss.terms, field.name).detach() for field in fields(LossTerms)]
-    mask = micro_batch.mask
+    mask, critic = micro_batch.mask, targets.critic
     zeros = torch.zeros(_NUM_MOMENTS, dtype=torch.float64, device=mask.device)
-    value_loss = zeros[:1] if loss.critic_loss is None else loss.critic_loss.detach()[None]
+    terms.append(zeros[0] if loss.critic_loss is None else loss.critic_loss.detach())
     return_moments = error_moments = zeros
-    if targets.critic is not None:
-        return_moments = moments(targets.critic.returns, mask)
-        error_moments = moments(targets.critic.returns - targets.critic.old_values, mask)
-    num_tokens = torch.tensor([float(micro_batch.rows.num_tokens)], device=mask.device)
-    return torch.cat(
-        [
-            torch.stack([term.double() for term in terms]),
-            value_loss.double(),
-            return_moments,
-            error_moments,
-            num_tokens.double(),
-        ]
-    )
+    if critic is not None:
+        return_moments = moments(critic.returns, mask)
+        error_moments = moments(critic.returns - critic.old_values, mask)
+    loss_sums = torch.stack([term.double() for term in terms])
+    num_tokens = torch.full_like(zeros[:1], micro_batch.rows.num_tokens)
+    return torch.cat([loss_sums, return_moments, error_moments, num_tokens])
 
 
 def make_step_metrics(
@@ -181,7 +173,9 @@ def make_step_metrics(
     num_tokens, num_updates = max(float(terms.num_tokens), 1.0), len(grad_norms)
     applied_norms = [norm for norm in grad_norms if norm is not None]
     has_critic = float(return_moments[0]) > 0
-    return_variance = float(variance(return_moments))
+    return_variance, explained_variance = float(variance(return_moments)), None
+    if return_variance > 0:
+        explained_variance = 1 - float(variance(error_moments)) / return_variance
     return StepMetrics(
         loss=float(terms.loss) / num_updates,
         grad_norm=float(np.mean(applied_norms)) if applied_norms else None,
@@ -193,9 +187,7 @@ def make_step_metrics(
         masked_sequence_ratio=float(terms.num_masked_sequences) / max(len(lengths), 1),
         masked_token_ratio=float(terms.num_masked_tokens) / num_tokens,
         value_loss=float(value_loss) / num_updates if has_critic else None,
-        explained_variance=1 - float(variance(error_moments)) / return_variance
-        if return_variance > 0
-        else None,
+        explained_variance=explained_variance,
         num_tokens_trained=int(terms.num_tokens),
         num_tokens_in_batch=sum(lengths),
         num_tokens_forwarded=num_tokens_forwarded,
@@ -225,18 +217,12 @@ def find_gpu_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def _count_weight_flops(model: PreTrainedModel) -> float:
-    # The embedding table is only looked up, unless it is also the output head.
-    embedding_table = model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
-    is_looked_up = head is None or head.weight is not embedding_table
-    weights = [
-        parameter
-        for parameter in model.parameters()
-        if not (is_looked_up and parameter is embedding_table)
-    ]
-    return float(
-        sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in weights)
-    )
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    weights = list(model.parameters())
+    if head is None or head.weight is not table:
+        # The embedding table is only looked up.
+        weights = [weight for weight in weights if weight is not table]
+    return float(sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights))
 
 
 def _count_attention_flops(model: PreTrainedModel) -> float:

@@ -48,41 +48,38 @@ def warm_start(
     optimizer = torch.optim.AdamW(
         trained_module.parameters(), lr=config.warm_start_learning_rate, weight_decay=0.0
     )
-    num_updates_per_epoch = math.ceil(len(samples) / _SAMPLES_PER_UPDATE)
-    lr_schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer,
-        max_lr=config.warm_start_learning_rate,
-        total_steps=num_updates_per_epoch * config.warm_start_epochs,
+    num_updates = math.ceil(len(samples) / _SAMPLES_PER_UPDATE) * config.warm_start_epochs
+    rate_schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=config.warm_start_learning_rate, total_steps=num_updates
     )
     shuffler = make_random(seed, Stream.WARM_START_ORDER)
     losses: list[float] = []
     for _ in range(config.warm_start_epochs):
-        sample_order = shuffler.sample(range(len(samples)), len(samples))
+        shuffled_samples = shuffler.sample(samples, len(samples))
         losses = []
-        for start in range(0, len(sample_order), _SAMPLES_PER_UPDATE):
-            update_samples = [
-                samples[index] for index in sample_order[start : start + _SAMPLES_PER_UPDATE]
-            ]
-            loss = _compute_cross_entropy(policy, update_samples)
+        for start in range(0, len(samples), _SAMPLES_PER_UPDATE):
+            end = start + _SAMPLES_PER_UPDATE
+            micro_batch = pack_one_micro_batch(shuffled_samples[start:end])
+            output = policy(micro_batch.rows, temperature=1.0)
+            loss = -micro_batch.gather_samples(output.logprobs)[micro_batch.mask].mean()
             policy.zero_grad()
             loss.backward()
             optimizer.step()
-            lr_schedule.step()
+            rate_schedule.step()
             losses.append(loss.item())
     return float(np.mean(losses))
 
 
-def tokenize_conversation(chat: ChatTokenizer, conversation: Conversation) -> TrainingSample:
+def tokenize_conversation(tokenizer: ChatTokenizer, conversation: Conversation) -> TrainingSample:
     """Tokenize a conversation, and mark the tokens of its responses as sampled."""
     token_ids: list[int] = []
     loss_mask: list[bool] = []
     for exchange in conversation:
-        prompt_ids = (
-            chat.encode_next_prompt(exchange.messages, ended=True)
-            if token_ids
-            else chat.encode_first_prompt(exchange.messages, exchange.tools)
-        )
-        response_ids = chat.encode_completion(exchange.response)
+        if token_ids:
+            prompt_ids = tokenizer.encode_next_prompt(exchange.messages, ended=True)
+        else:
+            prompt_ids = tokenizer.encode_first_prompt(exchange.messages, exchange.tools)
+        response_ids = tokenizer.encode_completion(exchange.response)
         token_ids += prompt_ids + response_ids
         loss_mask += [False] * len(prompt_ids) + [True] * len(response_ids)
     return make_unscored_sample(token_ids, loss_mask)
@@ -96,9 +93,3 @@ def list_conversation_texts(conversations: Sequence[Conversation]) -> Iterator[s
         for exchange in conversation:
             yield from (message["content"] for message in exchange.messages)
             yield exchange.response
-
-
-def _compute_cross_entropy(policy: PolicyModel, samples: Sequence[TrainingSample]) -> torch.Tensor:
-    micro_batch = pack_one_micro_batch(samples)
-    output = policy(micro_batch.rows, temperature=1.0)
-    return -micro_batch.gather_samples(output.logprobs)[micro_batch.mask].mean()

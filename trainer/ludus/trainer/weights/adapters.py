@@ -45,8 +45,7 @@ class AdapterMerger:
             down = adapters.get(f"{layer}.{DOWN_SUFFIX}")
             up = adapters.get(f"{layer}.{UP_SUFFIX}")
             base = self._base_weights.get(f"{layer}.weight")
-            is_complete = down is not None and up is not None and base is not None
-            if not is_complete or base.shape != (len(up), len(down.T)):
+            if down is None or up is None or base is None or base.shape != (len(up), len(down.T)):
                 raise WeightSyncError(
                     f"the adapters of '{layer}' do not match a linear layer of this model; "
                     "learner and workers must start from the same model.path"

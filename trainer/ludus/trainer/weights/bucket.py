@@ -66,9 +66,13 @@ class BucketStorage(StorageBackend):
                 content = np.concatenate(buffers)
                 obstore.put(self._store, name, content.data, use_multipart=False)
             else:
-                chunks = (buffer.data for buffer in buffers if buffer.nbytes)
-                limits = {"chunk_size": part_bytes, "max_concurrency": _NUM_CONNECTIONS}
-                obstore.put(self._store, name, chunks, **limits)
+                obstore.put(
+                    self._store,
+                    name,
+                    (buffer.data for buffer in buffers if buffer.nbytes),
+                    chunk_size=part_bytes,
+                    max_concurrency=_NUM_CONNECTIONS,
+                )
         except (BaseError, OSError) as error:
             raise self._make_error(error) from None
         return name

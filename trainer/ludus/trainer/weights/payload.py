@@ -168,41 +168,40 @@ def decode_payload(buffers: Sequence[np.ndarray]) -> Payload:
         ) from error
 
 
-def encode_delta(old: StateDict, new: StateDict, names: Sequence[str]) -> dict[str, torch.Tensor]:
+def encode_delta(old_state: StateDict, new_state: StateDict, names: Sequence[str]) -> StateDict:
     """Return the compressed differences of the named tensors, which both versions have."""
 
     def encode(name: str) -> torch.Tensor:
-        return encode_difference(old[name], new[name])
+        return encode_difference(old_state[name], new_state[name])
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         return dict(zip(names, pool.map(encode, names), strict=True))
 
 
-def encode_difference(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def encode_difference(old_tensor: torch.Tensor, new_tensor: torch.Tensor) -> torch.Tensor:
     """Return the compressed difference, uint8 [n], of tensors of the same type and shape."""
-    difference = view_bytes(old) ^ view_bytes(new)
-    grouped_bytes = np.ascontiguousarray(difference.reshape(-1, new.itemsize).T)
+    difference = view_bytes(old_tensor) ^ view_bytes(new_tensor)
+    grouped_bytes = np.ascontiguousarray(difference.reshape(-1, new_tensor.itemsize).T)
     frame = zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL).compress(grouped_bytes.data)
     return torch.frombuffer(bytearray(frame), dtype=torch.uint8)
 
 
-def decode_difference(old: torch.Tensor, frame: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that `encode_difference` got as `new`.
+def decode_difference(old_tensor: torch.Tensor, frame: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that `encode_difference` got as `new_tensor`.
 
     Raises:
         ValueError: the difference is of a tensor of another size, or damaged.
     """
-    num_bytes = old.numel() * old.itemsize
+    num_bytes = old_tensor.numel() * old_tensor.itemsize
     compressed_bytes = view_bytes(frame).data
     # The frame contains the size that will be allocated, so this size is checked first.
     frame_bytes = zstandard.frame_content_size(compressed_bytes)
     if frame_bytes != num_bytes:
         raise ValueError(f"the difference has {frame_bytes} bytes, the tensor has {num_bytes}")
-    grouped_bytes = np.frombuffer(
-        zstandard.ZstdDecompressor().decompress(compressed_bytes), dtype=np.uint8
-    )
-    difference = np.ascontiguousarray(grouped_bytes.reshape(old.itemsize, -1).T).reshape(-1)
-    return restore_tensor(difference ^ view_bytes(old), old.dtype, old.shape)
+    decompressed_bytes = zstandard.ZstdDecompressor().decompress(compressed_bytes)
+    grouped_bytes = np.frombuffer(decompressed_bytes, dtype=np.uint8)
+    difference = np.ascontiguousarray(grouped_bytes.reshape(old_tensor.itemsize, -1).T).reshape(-1)
+    return restore_tensor(difference ^ view_bytes(old_tensor), old_tensor.dtype, old_tensor.shape)
 
 
 def apply_delta(state: StateDict, state_hash: str, delta: Payload) -> dict[str, torch.Tensor]:
