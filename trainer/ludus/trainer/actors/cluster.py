@@ -98,9 +98,10 @@ class ClusterSurvey:
             infeasible_requests += gang.requests
             for selector in gang.bundle_selectors:
                 infeasible_requests += selector.resource_requests
-        infeasible = [dict(request.resources_bundle) for request in infeasible_requests]
+        infeasible_bundles = [dict(request.resources_bundle) for request in infeasible_requests]
         requests = (demand.ranks, demand.workers)
-        return not any(r.num_actors and dict(r.resources) in infeasible for r in requests)
+        bundles = [dict(request.resources) for request in requests if request.num_actors]
+        return not any(bundle in infeasible_bundles for bundle in bundles)
 
 
 def survey_cluster() -> ClusterSurvey:
@@ -134,7 +135,7 @@ async def place_in_ray(
         if starts_ray and is_local():
             yield _place_on_this_machine(run, includes_learner)
             return
-        placement = await _place_in_cluster(run, includes_learner)
+        placement = await _reserve_room(run, includes_learner)
         try:
             yield placement
         finally:
@@ -161,8 +162,8 @@ def _place_on_this_machine(run: LanguageModelRun, includes_learner: bool) -> Pla
     return replace(placement, max_workers=max_workers)
 
 
-async def _place_in_cluster(run: LanguageModelRun, includes_learner: bool) -> Placement:
-    """Return the placement of the actors, with room reserved for the learner's ranks."""
+async def _reserve_room(run: LanguageModelRun, includes_learner: bool) -> Placement:
+    """Return the placement of the actors in a cluster, with reserved room for all ranks."""
     survey = await asyncio.to_thread(survey_cluster)
     node_id = ray.get_runtime_context().get_node_id()
     placement = place_in_cluster(run, survey.nodes, node_id, includes_learner=includes_learner)
@@ -217,10 +218,10 @@ async def _watch_room(placement: Placement, may_be_in_use: bool, raises_without_
         elif raises_without_room and now_s - last_chance_s >= placement.join_timeout_s:
             raise ConfigError(_format_no_room_message("the Ray cluster", demand, survey.nodes))
         if now_s >= next_message_s and (may_be_in_use or not has_room):
-            helper = "the autoscaler" if may_get_room else "nodes to join"
-            helper = "other programs to release resources" if has_room else helper
+            provider = "the autoscaler" if may_get_room else "nodes to join"
+            provider = "other programs to release resources" if has_room else provider
             nodes = demand.describe_nodes(survey.nodes)
-            warn_user(f"waiting for {helper}: the run needs {demand}; the cluster has {nodes}")
+            warn_user(f"waiting for {provider}: the run needs {demand}; the cluster has {nodes}")
             next_message_s = now_s + _MESSAGE_INTERVAL_S
         await asyncio.sleep(POLL_INTERVAL_S)
 

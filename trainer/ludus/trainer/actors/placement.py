@@ -90,8 +90,8 @@ class RunDemand:
         for node in nodes:
             next_max: dict[int, int] = {}
             for ranks_here in self._list_rank_counts(node):
-                free = {name: node[name] - ranks_here * rank.get(name, 0.0) for name in node}
-                workers_here = self.workers.count_fitting_actors(free)
+                rest = {name: node[name] - ranks_here * rank.get(name, 0.0) for name in node}
+                workers_here = self.workers.count_fitting_actors(rest)
                 for ranks_before, workers_before in max_workers.items():
                     total_ranks = ranks_before + ranks_here
                     total_workers = workers_before + workers_here

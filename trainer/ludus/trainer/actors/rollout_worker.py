@@ -130,7 +130,10 @@ class RolloutWorkerActor:
             plays_together = players[spec.environment].runner.plays_groups_together
             call_index = -1 if plays_together else spec.index
             specs_by_call.setdefault((spec.environment, call_index), []).append(spec)
-        calls = [self._play_groups(name, group) for (name, _), group in specs_by_call.items()]
+        calls = [
+            self._play_groups(environment, call_specs)
+            for (environment, _), call_specs in specs_by_call.items()
+        ]
         play_future = asyncio.gather(*calls)
         abandon_future = asyncio.ensure_future(self._abandon_event.wait())
         futures: list[asyncio.Future[Any]] = [play_future, abandon_future]

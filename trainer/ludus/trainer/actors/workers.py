@@ -113,13 +113,13 @@ class RolloutWorkers(Workers):
         if not placement.is_one_machine:
             workers._start_task(workers._replace_draining_workers())
         try:
-            start = workers._wait_until(
+            readiness = workers._wait_until(
                 lambda: len(workers.roster.ready_workers) >= min_workers,
                 f"rollout.min_workers = {min_workers}",
                 timeout_s,
                 "placement.start_timeout_s",
             )
-            await wait_for_room(placement, start)
+            await wait_for_room(placement, readiness)
         except BaseException:
             await workers.close()
             raise
@@ -287,7 +287,9 @@ class RolloutWorkers(Workers):
                 _log.warning("cannot get the list of draining nodes: %s", error)
                 draining_node_ids = frozenset()
             workers = self.roster.ready_workers
-            draining_numbers = {w.number for w in workers if w.node_id in draining_node_ids}
+            draining_numbers = [
+                worker.number for worker in workers if worker.node_id in draining_node_ids
+            ]
             for number in self._supervisors.keys() & draining_numbers:
                 _log.warning("the node of rollout worker %d will be removed", number)
                 self._start_task(self._remove_worker(number, self._supervisors.pop(number)))

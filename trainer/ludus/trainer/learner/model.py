@@ -229,8 +229,8 @@ def _find_packing_fault(policy: PolicyModel, dtype: torch.dtype, device: torch.d
     policy.eval()
     logprobs = []
     for costs in (None, _SINGLE_ROW_COSTS):
-        split = MicroBatchConfig(_MAX_TOKENS, costs)
-        [micro_batch] = make_micro_batches(batch, np.arange(batch.num_samples), split)
+        settings = MicroBatchConfig(_MAX_TOKENS, costs)
+        [micro_batch] = make_micro_batches(batch, np.arange(batch.num_samples), settings)
         micro_batch = micro_batch.to(device)
         output = policy(micro_batch.rows, temperature=1.0)
         logprobs.append(micro_batch.gather_samples(output.logprobs)[micro_batch.mask])

@@ -42,13 +42,19 @@ class AdapterMerger:
         weights = dict(self._base_weights)
         layers = {name.rpartition(".lora_")[0] for name in adapters}
         for layer in layers:
-            down = adapters.get(f"{layer}.{DOWN_SUFFIX}")
-            up = adapters.get(f"{layer}.{UP_SUFFIX}")
-            base = self._base_weights.get(f"{layer}.weight")
-            if down is None or up is None or base is None or base.shape != (len(up), len(down.T)):
+            down_weight = adapters.get(f"{layer}.{DOWN_SUFFIX}")
+            up_weight = adapters.get(f"{layer}.{UP_SUFFIX}")
+            base_weight = self._base_weights.get(f"{layer}.weight")
+            if (
+                down_weight is None
+                or up_weight is None
+                or base_weight is None
+                or base_weight.shape != (len(up_weight), len(down_weight.T))
+            ):
                 raise WeightSyncError(
                     f"the adapters of '{layer}' do not match a linear layer of this model; "
                     "learner and workers must start from the same model.path"
                 )
-            weights[f"{layer}.weight"] = base.float() + self._scale * (up.float() @ down.float())
+            update = up_weight.float() @ down_weight.float()
+            weights[f"{layer}.weight"] = base_weight.float() + self._scale * update
         return weights

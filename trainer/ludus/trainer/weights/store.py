@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -167,9 +168,10 @@ class VersionStore:
         state = dict(base.state) if base else {}
         content_hash = base.manifest.content_hash if base else "nothing"
         changed_names: set[str] = set()
-        for stored in payloads:
-            get_buffers = partial(self._storage.get, stored.location, stored.num_bytes)
-            payload = decode_payload(deadline.call(get_buffers))
+        for stored_payload in payloads:
+            location, num_bytes = stored_payload.location, stored_payload.num_bytes
+            buffers = deadline.call(partial(self._storage.get, location, num_bytes))
+            payload = decode_payload(buffers)
             if payload.parent_hash is None:
                 state = dict(payload.parts)
             else:
@@ -177,8 +179,8 @@ class VersionStore:
             content_hash = payload.content_hash
             changed_names.update(payload.parts)
         verify_tensors(manifest, state, base.entries if base else None, changed_names)
-        num_bytes = sum(payload.num_bytes for payload in payloads)
-        return FetchedWeights(state, num_bytes, deadline.elapsed_s)
+        total_bytes = sum(stored_payload.num_bytes for stored_payload in payloads)
+        return FetchedWeights(state, total_bytes, deadline.elapsed_s)
 
     def _find_base(self, manifest: WeightManifest) -> _StoredVersion | None:
         """Return the version from which `manifest` may be published as a difference, or None."""
@@ -190,15 +192,17 @@ class VersionStore:
 
     def _delete_unneeded(self, newest_location: object) -> None:
         """Delete payloads that no kept version needs; retry failed deletions at the next call."""
-        needed = [payload.location for payloads in self._kept_versions for payload in payloads]
+        needed_locations = [payload.location for payload in chain(*self._kept_versions)]
         try:
             if self._locations is None:
                 locations = call_with_limit(self._storage.list_locations, self.drop_timeout_s)
                 self._locations = list(locations)
             if newest_location not in self._locations:
                 self._locations.append(newest_location)
-            unneeded = [location for location in self._locations if location not in needed]
-            for location in unneeded:
+            old_locations = [
+                location for location in self._locations if location not in needed_locations
+            ]
+            for location in old_locations:
                 call_with_limit(partial(self._storage.drop, location), self.drop_timeout_s)
                 self._locations.remove(location)
         except (WeightSyncError, OSError) as error:

@@ -369,13 +369,13 @@ class Controller:
 
     async def _write_checkpoint(self) -> None:
         checkpoints, metrics = self.components.checkpoints, self.components.metrics
-        save = self.components.learners.save
+        learners = self.components.learners
         metrics.log_phase(Phase.SAVE_CHECKPOINT, self.state.step)
         start_s = time.monotonic()
         # A copy, because sampling continues during the save.
         state = await self.sampling.copy_state(self.state)
         with checkpoints.prepare(state.step) as folder:
-            files = await save(folder / LEARNER_FOLDER, folder / MODEL_FOLDER)
+            files = await learners.save(folder / LEARNER_FOLDER, folder / MODEL_FOLDER)
             await checkpoints.commit(folder, state, files)
         self._saved_step = state.step
         metrics.log_checkpoint(state.step, time.monotonic() - start_s)

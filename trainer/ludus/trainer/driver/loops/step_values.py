@@ -66,9 +66,9 @@ def compute_step_values(
     for name in sorted(staleness):
         counts = batch.counts.get(name, RolloutCounts())
         environment_values[name] = _compute_environment_values(counts, staleness[name])
-    sums = combine_metrics(environment_values.values()).items()
+    totals = combine_metrics(environment_values.values()).items()
     # Reward terms of the same name in two environments may mean different things.
-    run_values = {name: value for name, value in sums if not name.startswith(REWARD_TERM_PREFIX)}
+    run_values = {name: value for name, value in totals if not name.startswith(REWARD_TERM_PREFIX)}
     run_values |= _compute_learner_values(metrics, times)
     run_values |= {
         TrainMetric.BUFFER_DEPTH_GROUPS: batch.num_waiting_groups,
