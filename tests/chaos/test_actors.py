@@ -63,7 +63,7 @@ async def workers(module_workers: RolloutWorkers) -> RolloutWorkers:
 
 async def read_counts(workers: RolloutWorkers) -> RolloutCounts:
     """Return the counts of the workers' buffer."""
-    state = await workers.buffer.copy_contents()
+    state = await workers.buffer.copy_state()
     return state.counts.get("blackjack", RolloutCounts())
 
 

@@ -66,9 +66,9 @@ class SimulatedBuffer(BufferActor):
             return await asyncio.get_running_loop().create_future()
         return await super().put(groups)
 
-    async def copy_contents(self) -> BufferState:
+    async def copy_state(self) -> BufferState:
         self._refuse_if_lost()
-        return await super().copy_contents()
+        return await super().copy_state()
 
     async def take(self, version: int, timeout_s: float) -> TakenBatch:
         self._refuse_if_lost()

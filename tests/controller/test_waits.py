@@ -153,8 +153,8 @@ async def test_unresponsive_buffer_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
         BufferLostError, match=r"'take' longer than training\.idle_timeout_s = 0\.1"
     ):
         await buffer.take(0, 1.0)
-    with pytest.raises(BufferLostError, match=r"'state'"):
-        await buffer.copy_contents()
+    with pytest.raises(BufferLostError, match=r"'copy_state'"):
+        await buffer.copy_state()
 
 
 async def test_slow_evaluation_ends_at_its_limit() -> None:

@@ -86,9 +86,9 @@ class BufferActor:
         batch_summary = TakenBatch(summaries, self._buffer.take_counts(), len(self._buffer))
         return batch_summary, await asyncio.to_thread(self._make_batch, groups, version)
 
-    async def copy_contents(self) -> BufferState:
-        """See GroupBuffer.copy_contents."""
-        return self._buffer.copy_contents()
+    async def copy_state(self) -> BufferState:
+        """See GroupBuffer.copy_state."""
+        return self._buffer.copy_state()
 
     async def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
@@ -107,7 +107,7 @@ class BufferActor:
 class RemoteBuffer(Buffer):
     """A BufferActor in a separate process.
 
-    If the process dies, or does not respond for training.idle_timeout_s, `take`, `copy_contents`
+    If the process dies, or does not respond for training.idle_timeout_s, `take`, `copy_state`
     and `restore` raise BufferLostError. The training loop calls these methods between two steps, so
     no step is interrupted, and the learner's state can be saved. The methods that the sampling loop
     calls do not raise this error.
@@ -145,8 +145,8 @@ class RemoteBuffer(Buffer):
         batch_summary: TakenBatch = await self._await_with_limit(summary_reference, "take")
         return replace(batch_summary, batch=batch_reference if batch_summary.groups else None)
 
-    async def copy_contents(self) -> BufferState:
-        return await self._call("copy_contents")
+    async def copy_state(self) -> BufferState:
+        return await self._call("copy_state")
 
     async def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int

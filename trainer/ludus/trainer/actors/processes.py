@@ -107,7 +107,7 @@ class Workers(Protocol):
 class Buffer(Protocol):
     """The replay buffer (`data/buffer.py`).
 
-    `take`, `copy_contents` and `restore` raise BufferLostError if the buffer died.
+    `take`, `copy_state` and `restore` raise BufferLostError if the buffer died.
     """
 
     async def begin(self, indices: Iterable[int], version: int) -> None:
@@ -116,8 +116,8 @@ class Buffer(Protocol):
     async def take(self, version: int, timeout_s: float) -> TakenBatch:
         """Return batch `version`, or no groups if it is not complete within `timeout_s`."""
 
-    async def copy_contents(self) -> BufferState:
-        """See GroupBuffer.copy_contents."""
+    async def copy_state(self) -> BufferState:
+        """See GroupBuffer.copy_state."""
 
     async def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int

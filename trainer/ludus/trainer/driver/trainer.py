@@ -240,9 +240,7 @@ class Trainer:
         self.components = await stack.enter_async_context(
             start_components(self.run, storage, self._metrics, self._infrastructure)
         )
-        self._controller = Controller(
-            self.components, storage.state, self.stop_request, self._gate
-        )
+        self._controller = Controller(self.components, storage.state, self.stop_request, self._gate)
         self._training_task = asyncio.create_task(self._train())
         stack.push_async_callback(self._cancel_training)
         await self._gate.receive(self._training_task)

@@ -194,7 +194,8 @@ def prepare_model(
         reduce_dtype=torch.float32,
     )
     offload_policy = CPUOffloadPolicy() if offloads_parameters else OffloadPolicy()
-    for module in [*(modules[index] for modules, index in layers), model]:
+    shards: list[nn.Module] = [*(modules[index] for modules, index in layers), model]
+    for module in shards:
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
     if isinstance(model, PolicyModel):
         register_fsdp_forward_method(model, "compute_logits")

@@ -82,14 +82,14 @@ class GenerateEndpoint:
         self, prompt: str, *, sampling_params: Mapping[str, Any] | None = None
     ) -> list[Completion]:
         """Return completions of a text to which the chat template has already been applied."""
-        return await self._complete(self._policy.chat.encode(prompt), sampling_params)
+        return await self._complete(self._policy.tokenizer.encode(prompt), sampling_params)
 
     async def _complete(
         self, prompt_ids: list[int], sampling_params: Mapping[str, Any] | None
     ) -> list[Completion]:
         options = translate_sampling(sampling_params or {})
         samples = await self._policy.complete(prompt_ids, **options)
-        prompt = self._policy.chat.tokenizer.decode(prompt_ids)
+        prompt = self._policy.tokenizer.tokenizer.decode(prompt_ids)
         return [
             Completion.convert(prompt, sample.text, prompt_ids, sample.completion)
             for sample in samples

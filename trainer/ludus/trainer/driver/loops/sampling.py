@@ -94,7 +94,7 @@ class SamplingLoop:
         """
         async with self._change_condition:
             try:
-                contents = await self._buffer.copy_contents()
+                contents = await self._buffer.copy_state()
             except BufferLostError:
                 groups = list(map(self._mixture.reissue_group, self._playing_groups.values()))
                 state_copy = state.model_copy(deep=True)
