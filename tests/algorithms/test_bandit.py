@@ -23,11 +23,11 @@ from ludus.proto.config import (
     SequenceTis,
 )
 from ludus.trainer.algorithms.advantages import (
+    critic_targets,
     discounted_returns,
     gae,
     kl_penalty,
     moments,
-    returns,
     whiten,
 )
 from ludus.trainer.algorithms.losses import (
@@ -160,7 +160,7 @@ def train_step(
         if isinstance(config, PpoConfig):
             terminated, zeros = torch.from_numpy(batch.terminated), torch.zeros(len(ids))
             advantages = gae(rewards, old_values, mask, terminated, zeros, config.gamma, config.lam)
-            targets = returns(advantages, old_values, mask)
+            targets = critic_targets(advantages, old_values, mask)
         if isinstance(config, PpoConfig) or config.kl_placement == "reward":
             advantages = whiten(advantages, mask, moments(advantages, mask))
     denominator = loss_denominator(mask.sum(-1), config.aggregation, max_tokens=4)

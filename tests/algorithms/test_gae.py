@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ludus.trainer.algorithms.advantages import (
+    critic_targets,
     discounted_returns,
     gae,
     kl_penalty,
-    returns,
 )
 
 NUMBER = st.floats(-5, 5, width=32)
@@ -96,7 +96,7 @@ def test_advantages_are_targets_without_gradient() -> None:
     mask = torch.ones(1, 2).bool()
     advantages = run_gae(torch.ones(1, 2), values, mask)
     assert not advantages.requires_grad
-    assert returns(advantages, values.detach(), mask).tolist() == (advantages + 1).tolist()
+    assert critic_targets(advantages, values.detach(), mask).tolist() == (advantages + 1).tolist()
 
 
 @given(episodes(), DISCOUNT)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ludus.proto.config import ClipLoss, GspoLoss, SequenceMask, SequenceTis, TokenTis
-from ludus.trainer.algorithms.advantages import gae, group_advantages, returns
+from ludus.trainer.algorithms.advantages import critic_targets, gae, group_advantages
 from ludus.trainer.algorithms.losses import (
     aggregate,
     correction_weight,
@@ -91,7 +91,7 @@ def test_anchor_k3_clamped() -> None:
 def test_anchor_gae_returns(gamma: float, lam: float, expected: list[float]) -> None:
     values, terminated, unused = f64([[0.5, 1, 1.5]]), torch.tensor([True]), f64([99])
     advantages = gae(f64([[1, 2, 3]]), values, MASK, terminated, unused, gamma, lam)
-    assert returns(advantages, values, MASK).tolist() == [pytest.approx(expected, abs=1e-12)]
+    assert critic_targets(advantages, values, MASK).tolist() == [pytest.approx(expected, abs=1e-12)]
 
 
 def test_anchor_gae_with_observation_tokens_between_the_actions() -> None:
@@ -102,7 +102,7 @@ def test_anchor_gae_with_observation_tokens_between_the_actions() -> None:
     terminated, unused = torch.tensor([True]), f64([99])
     for gamma, lam, expected in ((1, 1, [6, 5, 3]), (0.5, 1, [2.75, 3.5, 3])):
         advantages = gae(rewards, values, mask, terminated, unused, gamma, lam)
-        assert returns(advantages, values, mask)[mask].tolist() == pytest.approx(expected)
+        assert critic_targets(advantages, values, mask)[mask].tolist() == pytest.approx(expected)
 
 
 def test_anchor_gae_bootstraps_a_truncated_episode() -> None:
@@ -110,7 +110,7 @@ def test_anchor_gae_bootstraps_a_truncated_episode() -> None:
     values, not_terminated = f64([[0.5, 1, 1.5]]), torch.tensor([False])
     advantages = gae(f64([[1, 2, 3]]), values, MASK, not_terminated, f64([10]), 1, 1)
     assert advantages.tolist() == [pytest.approx([15.5, 14, 11.5])]
-    assert returns(advantages, values, MASK).tolist() == [pytest.approx([16, 15, 13])]
+    assert critic_targets(advantages, values, MASK).tolist() == [pytest.approx([16, 15, 13])]
 
 
 def test_anchor_sequence_mask_breaks_on_long_sequences() -> None:

@@ -29,7 +29,7 @@ def test_two_turns_equal_the_template_over_the_whole_conversation(
     chat = ChatTokenizer(tokenizer)
     grown = chat.encode_first_prompt(user("hard 16 vs 10"))
     grown += chat.encode_completion("HIT")
-    grown += chat.encode_next_prompt(user("hard 19 vs 10"), ended=True)
+    grown += chat.encode_next_prompt(user("hard 19 vs 10"), has_end_token=True)
     full_text = tokenizer.apply_chat_template(
         [*user("hard 16 vs 10"), {"role": "assistant", "content": "HIT"}, *user("hard 19 vs 10")],
         add_generation_prompt=True,
@@ -42,8 +42,8 @@ def test_an_answer_cut_off_is_closed_by_a_token_the_policy_did_not_sample(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)
-    ended = chat.encode_next_prompt(user("hard 19 vs 10"), ended=True)
-    assert chat.encode_next_prompt(user("hard 19 vs 10"), ended=False) == [
+    ended = chat.encode_next_prompt(user("hard 19 vs 10"), has_end_token=True)
+    assert chat.encode_next_prompt(user("hard 19 vs 10"), has_end_token=False) == [
         chat.end_token_id,
         *ended,
     ]

@@ -58,7 +58,9 @@ def test_long_prompts_are_kept_up_to_a_bound(
     chat = ChatTokenizer(tokenizer)
     ask: Callable[[list[Message]], list[int]] = {
         "encode_first_prompt": chat.encode_first_prompt,
-        "encode_next_prompt": lambda messages: chat.encode_next_prompt(messages, ended=True),
+        "encode_next_prompt": lambda messages: chat.encode_next_prompt(
+            messages, has_end_token=True
+        ),
     }[method]
 
     def ask_much() -> None:

@@ -57,7 +57,7 @@ def grow(chat: ChatTokenizer, exchanges: list[tuple[str, str]], question: str) -
 def ask(grown: Grown, messages: list[Message], *, ended: bool = True) -> None:
     """Continue the conversation with these messages."""
     if grown.token_ids:
-        grown.token_ids += grown.chat.encode_next_prompt(messages, ended=ended)
+        grown.token_ids += grown.chat.encode_next_prompt(messages, has_end_token=ended)
     else:
         grown.token_ids += grown.chat.encode_first_prompt(messages)
     grown.prompts.append(list(grown.token_ids))
@@ -114,7 +114,7 @@ def test_what_the_policy_reads_again_ends_like_what_it_would_have_read(
         messages += [user(text), {"role": "assistant", "content": answer}]
     full_text = decode(chat, chat.encode_whole_prompt([*messages, user(question)]))
     assert full_text.endswith(
-        decode(chat, chat.encode_next_prompt([user(question)], ended=True)).lstrip()
+        decode(chat, chat.encode_next_prompt([user(question)], has_end_token=True)).lstrip()
     )
 
 
@@ -138,8 +138,11 @@ def test_the_token_that_ends_a_turn_is_the_templates_own(family: Family, end: st
 @every_family
 def test_an_answer_cut_off_is_closed_before_the_next_message(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    ended = chat.encode_next_prompt([user("and now?")], ended=True)
-    assert chat.encode_next_prompt([user("and now?")], ended=False) == [chat.end_token_id, *ended]
+    ended = chat.encode_next_prompt([user("and now?")], has_end_token=True)
+    assert chat.encode_next_prompt([user("and now?")], has_end_token=False) == [
+        chat.end_token_id,
+        *ended,
+    ]
     assert chat.end_token_id not in ended[:3] or family is PLAIN
 
 
@@ -156,7 +159,9 @@ def test_neighbours_of_one_role_are_merged_where_roles_must_alternate(family: Fa
     chat = ChatTokenizer(make_family_tokenizer(family))
     first = decode(chat, chat.encode_first_prompt([user("rules"), user("16 vs 10")]))
     assert "rules\n\n16 vs 10" in first
-    then = decode(chat, chat.encode_next_prompt([user("a card"), user("19 vs 10")], ended=True))
+    then = decode(
+        chat, chat.encode_next_prompt([user("a card"), user("19 vs 10")], has_end_token=True)
+    )
     assert "a card\n\n19 vs 10" in then
 
 
@@ -179,7 +184,7 @@ def test_a_system_message_replaces_the_templates_default() -> None:
 @every_family
 def test_a_tool_result_is_shown_with_any_set_of_roles(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    then = chat.encode_next_prompt([{"role": "tool", "content": '{"sum": 5}'}], ended=True)
+    then = chat.encode_next_prompt([{"role": "tool", "content": '{"sum": 5}'}], has_end_token=True)
     assert '{"sum": 5}' in decode(chat, then)
 
 
@@ -196,7 +201,9 @@ def test_tools_are_listed_once_by_the_template_or_in_words(family: Family) -> No
     assert first.count("add_numbers") == 1
     assert ("<tools>" in first) is family.has_tools
     assert ("<tool_call>" in first) is not family.has_tools
-    assert "add_numbers" not in decode(chat, chat.encode_next_prompt([user("5?")], ended=True))
+    assert "add_numbers" not in decode(
+        chat, chat.encode_next_prompt([user("5?")], has_end_token=True)
+    )
 
 
 def test_the_prompt_has_empty_reasoning_if_thinking_is_disabled() -> None:
@@ -232,7 +239,7 @@ def test_the_error_of_a_template_without_tool_role_is_reported() -> None:
     )
     chat = ChatTokenizer(make_family_tokenizer(refusing))
     with pytest.raises(ConfigError, match="one question only"):
-        chat.encode_next_prompt([user("another")], ended=True)
+        chat.encode_next_prompt([user("another")], has_end_token=True)
 
 
 @pytest.mark.parametrize(

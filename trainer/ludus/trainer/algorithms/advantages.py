@@ -52,9 +52,9 @@ def group_advantages(rewards: Tensor, baseline: Baseline = "mean", scale: Scale 
     if baseline == "leave_one_out":
         advantages = advantages * num_scored / (num_scored - 1)
     if scale == "group":
-        advantages = advantages / (_std(rewards, dim=-1) + _STD_EPS)
+        advantages = advantages / (_std(rewards) + _STD_EPS)
     elif scale == "batch":
-        advantages = advantages / (_std(rewards.flatten(), dim=0) + _STD_EPS)
+        advantages = advantages / (_std(rewards.flatten()) + _STD_EPS)
     return torch.where(is_scored & ~is_zero_variance_group(rewards)[:, None], advantages, 0.0)
 
 
@@ -134,23 +134,23 @@ def stream_gae(
     rewards: Tensor,
     values: Tensor,
     next_values: Tensor,
-    ended: Tensor,
+    is_last: Tensor,
     gamma: float,
     lam: float,
 ) -> Tensor:
     """Return generalized advantages [T, N] of N streams of T steps, with episodes back to back.
 
-        delta_t = r_t + gamma * V'_t - V_t    A_t = delta_t + gamma * lam * (1 - ended_t) * A_t+1
+        delta_t = r_t + gamma * V'_t - V_t    A_t = delta_t + gamma * lam * (1 - last_t) * A_t+1
 
     An advantage does not include later episodes of its stream. The last row of `next_values` stands
     for everything after the last step.
 
     All tensors are [T, N]. `next_values` are those of the observations after each step: 0 after a
     terminated episode, the value of the last observation (not of the next episode's first) after
-    a truncated episode. `ended` is True where an episode ended.
+    a truncated episode. `is_last` is True at the last step of each episode.
     """
     delta = rewards + gamma * next_values - values
-    decay = torch.where(ended, 0.0, gamma * lam)
+    decay = torch.where(is_last, 0.0, gamma * lam)
     advantages = torch.empty_like(delta)
     next_advantage = torch.zeros_like(delta[0])
     for t in reversed(range(len(delta))):
@@ -158,7 +158,7 @@ def stream_gae(
     return advantages
 
 
-def returns(advantages: Tensor, values: Tensor, action_mask: Tensor) -> Tensor:
+def critic_targets(advantages: Tensor, values: Tensor, action_mask: Tensor) -> Tensor:
     """Return the targets [N, T] of the critic: A_t + V_t, zero outside `action_mask`."""
     return torch.where(action_mask, advantages + values, 0.0)
 
@@ -201,8 +201,9 @@ def variance(total_moments: Tensor) -> Tensor:
 
     A critic explains 1 - variance(returns - values) / variance(returns).
     """
-    sum_of_squares = total_moments[2] - total_moments[0] * mean(total_moments).square()
-    return sum_of_squares.clamp(min=0) / (total_moments[0] - 1).clamp(min=1)
+    count, _, sum_of_squares = total_moments
+    sum_of_squared_deviations = sum_of_squares - count * mean(total_moments).square()
+    return sum_of_squared_deviations.clamp(min=0) / (count - 1).clamp(min=1)
 
 
 @torch.no_grad()
@@ -216,10 +217,8 @@ def whiten(values: Tensor, mask: Tensor, total_moments: Tensor) -> Tensor:
     return torch.where(mask, (values - mean(total_moments)) / std, 0.0)
 
 
-def _std(rewards: Tensor, dim: int) -> Tensor:
-    """Return the standard deviation of scored rewards, with n - 1; NaN if fewer than two."""
-    num_scored = (~rewards.isnan()).sum(dim, keepdim=True)
-    squared_deviations = (
-        (rewards - rewards.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
-    )
-    return (squared_deviations / (num_scored - 1)).sqrt()
+def _std(rewards: Tensor) -> Tensor:
+    """Return each row's standard deviation of scored rewards, with n - 1; NaN if fewer than two."""
+    num_scored = (~rewards.isnan()).sum(-1, keepdim=True)
+    deviations = rewards - rewards.nanmean(-1, keepdim=True)
+    return (deviations.square().nansum(-1, keepdim=True) / (num_scored - 1)).sqrt()

@@ -38,19 +38,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ludus.proto.config import (
-    AlgorithmConfig,
-    CispoLoss,
-    ClipLoss,
-    Correction,
-    FunctionLoss,
-    GspoLoss,
-    IcePop,
-    PolicyLoss,
-    SequenceMask,
-    SequenceTis,
-    TokenTis,
-)
+from ludus.proto.config import AlgorithmConfig, algorithm
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.functions import import_callable
 
@@ -148,20 +136,15 @@ def policy_gradient_loss(
     """
     kl_coef = kl_coef if config.kl_placement == "loss" else 0.0
     inputs = inputs.apply_mask()
-    logprobs, old_logprobs, rollout_logprobs = (
-        inputs.logprobs,
-        inputs.old_logprobs,
-        inputs.rollout_logprobs,
-    )
-    mask = inputs.mask
+    mask, logprobs, old_logprobs = inputs.mask, inputs.logprobs, inputs.old_logprobs
+    rollout_logprobs = inputs.rollout_logprobs
     ref_logprobs = logprobs.detach() if inputs.ref_logprobs is None else inputs.ref_logprobs
     policy_losses, clip_mask = token_losses(inputs, config.loss)
     weight = correction_weight(old_logprobs, rollout_logprobs, mask, config.correction)
     keep_mask = torch.ones_like(mask[:, :1])
     if config.geometric_mask is not None:
-        keep_mask = geometric_mask(old_logprobs, rollout_logprobs, mask, *config.geometric_mask)[
-            :, None
-        ]
+        low, high = config.geometric_mask
+        keep_mask = geometric_mask(old_logprobs, rollout_logprobs, mask, low, high)[:, None]
 
     losses = weight * policy_losses
     if kl_coef:
@@ -182,7 +165,7 @@ def policy_gradient_loss(
     )
 
 
-def token_losses(inputs: LossInputs, loss: PolicyLoss) -> TokenLosses:
+def token_losses(inputs: LossInputs, loss: algorithm.PolicyLoss) -> TokenLosses:
     """Return the configured policy loss of each token.
 
         clip   -min(r * A, clip(r, 1 - low, 1 + high) * A)      (PPO, arXiv 1707.06347)
@@ -195,49 +178,44 @@ def token_losses(inputs: LossInputs, loss: PolicyLoss) -> TokenLosses:
     """
     advantages = inputs.advantages
     match loss:
-        case ClipLoss(clip_low=low, clip_high=high):
+        case algorithm.ClipLoss(clip_low=low, clip_high=high):
             log_ratio = token_log_ratio(inputs.logprobs, inputs.old_logprobs)
             losses = clipped_surrogate(log_ratio, advantages, low, high, loss.dual_clip)
             return TokenLosses(losses, is_clipped(log_ratio, advantages, low, high))
-        case GspoLoss(clip_low=low, clip_high=high):
+        case algorithm.GspoLoss(clip_low=low, clip_high=high):
             log_ratio = sequence_log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
             losses = clipped_surrogate(log_ratio, advantages, low, high)
             return TokenLosses(losses, is_clipped(log_ratio, advantages, low, high))
-        case CispoLoss():
+        case algorithm.CispoLoss():
             low, high = 1 - loss.clip_low, 1 + loss.clip_high
             ratio = token_log_ratio(inputs.logprobs, inputs.old_logprobs).exp().detach()
             losses = -ratio.clamp(low, high) * advantages * inputs.logprobs
             return TokenLosses(losses, (ratio < low) | (ratio > high))
-        case FunctionLoss():
-            return TokenLosses(
-                _call_loss_function(inputs, loss.function), torch.zeros_like(inputs.mask)
-            )
+        case algorithm.FunctionLoss():
+            losses = _call_loss_function(inputs, loss.function)
+            return TokenLosses(losses, torch.zeros_like(inputs.mask))
 
 
 def clipped_surrogate(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None = None
 ) -> Tensor:
     """Return -min(r * A, clip(r, 1 - low, 1 + high) * A) [N, T].
 
     If A < 0, r * |A| has no upper bound; `dual_clip` bounds it at dual_clip * |A|.
     """
     ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    clipped_ratio = ratio.clamp(1 - low, 1 + high)
     loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
     if dual_clip is None:
         return loss
     return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
 
 
-def is_clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def is_clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """Return a bool mask [N, T] of the tokens whose gradient the clip (not dual clip) stops."""
     ratio = log_ratio.detach().exp()
-    exceeds_upper_bound = (advantages > 0) & (ratio > 1 + clip_high)
-    exceeds_lower_bound = (advantages < 0) & (ratio < 1 - clip_low)
+    exceeds_upper_bound = (advantages > 0) & (ratio > 1 + high)
+    exceeds_lower_bound = (advantages < 0) & (ratio < 1 - low)
     return exceeds_upper_bound | exceeds_lower_bound
 
 
@@ -301,7 +279,7 @@ def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> 
 
 @torch.no_grad()
 def correction_weight(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, correction: Correction
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, correction: algorithm.Correction
 ) -> Tensor:
     """Return the weight for rho of the configured correction, [N, T] or [N, 1], with no gradient.
 
@@ -314,14 +292,14 @@ def correction_weight(
     """
     log_rho = old_logprobs - rollout_logprobs
     match correction:
-        case TokenTis(cap=cap):
+        case algorithm.TokenTis(cap=cap):
             return log_rho.exp().clamp(max=cap)
-        case SequenceTis(cap=cap):
+        case algorithm.SequenceTis(cap=cap):
             return _row_sum(log_rho, mask).exp().clamp(max=cap)[:, None]
-        case SequenceMask(cap=cap):
+        case algorithm.SequenceMask(cap=cap):
             weight = _row_sum(log_rho, mask).exp()
             return torch.where(weight > cap, 0.0, weight)[:, None]
-        case IcePop(low=low, high=high):
+        case algorithm.IcePop(low=low, high=high):
             weight = log_rho.exp()
             return torch.where((weight >= low) & (weight <= high), weight, 0.0)
     return torch.ones_like(old_logprobs)
@@ -374,9 +352,7 @@ def squared_error(
     return torch.maximum(error, (clipped_values - returns).square())
 
 
-def aggregate(
-    per_token_loss: Tensor, mask: Tensor, aggregation: Aggregation, denominator: float
-) -> Tensor:
+def aggregate(losses: Tensor, mask: Tensor, aggregation: Aggregation, denominator: float) -> Tensor:
     """Return the share, a scalar, that these rows have in the loss of the step.
 
     token_mean      sum of all tokens / tokens of the step              (DAPO, arXiv 2503.14476)
@@ -388,7 +364,7 @@ def aggregate(
             f"denominator must be positive, got {denominator}; "
             "skip an optimizer step without sampled tokens"
         )
-    row_sums = torch.where(mask, per_token_loss, 0.0).sum(-1)
+    row_sums = torch.where(mask, losses, 0.0).sum(-1)
     if aggregation == "sequence_mean":
         row_sums = row_sums / mask.sum(-1).clamp(min=1)
     return row_sums.sum() / denominator
@@ -416,14 +392,9 @@ def _call_loss_function(inputs: LossInputs, path: str) -> Tensor:
     """
     mask = inputs.mask
     function = import_callable(path, LOSS_FUNCTION_FIELD)
-    arguments = (
-        inputs.logprobs,
-        inputs.old_logprobs,
-        inputs.advantages.expand_as(mask),
-        mask,
-    )
+    advantages = inputs.advantages.expand_as(mask)
     try:
-        losses: object = function(*arguments)
+        losses: object = function(inputs.logprobs, inputs.old_logprobs, advantages, mask)
     except Exception as error:  # code of the user
         raise ConfigError(
             f"{LOSS_FUNCTION_FIELD} = '{path}' raised {type(error).__name__}: {error}; it must be "

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from ludus.proto.config import AlgorithmConfig, GrpoConfig, PpoConfig, ReinforceConfig
 from ludus.trainer.algorithms.advantages import (
+    critic_targets,
     discounted_returns,
     gae,
     kl_penalty,
     moments,
-    returns,
     whiten,
 )
 from ludus.trainer.algorithms.losses import (
@@ -197,7 +197,7 @@ class Algorithm:
         values = torch.where(mask, micro_batch.gather_samples(output.values), 0.0)
         terminated, gamma, lam = micro_batch.terminated, self._gamma, self._ppo.lam
         advantages = gae(rewards, values, mask, terminated, output.last_values, gamma, lam)
-        return advantages, CriticTargets(values, returns(advantages, values, mask))
+        return advantages, CriticTargets(values, critic_targets(advantages, values, mask))
 
 
 def _whiten_all(

@@ -76,7 +76,7 @@ def tokenize_conversation(tokenizer: ChatTokenizer, conversation: Conversation) 
     loss_mask: list[bool] = []
     for exchange in conversation:
         if token_ids:
-            prompt_ids = tokenizer.encode_next_prompt(exchange.messages, ended=True)
+            prompt_ids = tokenizer.encode_next_prompt(exchange.messages, has_end_token=True)
         else:
             prompt_ids = tokenizer.encode_first_prompt(exchange.messages, exchange.tools)
         response_ids = tokenizer.encode_completion(exchange.response)

@@ -52,6 +52,8 @@ ToolSpec = dict[str, Any]
 
 _PLACEHOLDER = "assistant-turn-placeholder"
 """Text of the assistant while the template around it is analyzed."""
+_USER_MESSAGE: Message = {"role": "user", "content": "-"}
+_ASSISTANT_MESSAGE: Message = {"role": "assistant", "content": _PLACEHOLDER}
 
 _TOOL_LIST = (
     "You may call these tools, each described by one line of JSON:\n{tools}\n"
@@ -95,9 +97,7 @@ class ChatTokenizer:
         if not isinstance(config, PretrainedModel):
             return cls(tokenizer)
         return cls(
-            tokenizer,
-            enable_thinking=config.enable_thinking,
-            keep_thinking=config.keep_thinking,
+            tokenizer, enable_thinking=config.enable_thinking, keep_thinking=config.keep_thinking
         )
 
     def encode_text(self, text: str) -> list[int]:
@@ -117,13 +117,13 @@ class ChatTokenizer:
         """Return the tokens of a new conversation, up to the start of the completion."""
         return list(self._first_prompt_cache((_make_key(messages), json.dumps(tools))))
 
-    def encode_next_prompt(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
+    def encode_next_prompt(self, messages: Sequence[Message], *, has_end_token: bool) -> list[int]:
         """Return the tokens of the environment's `messages` between two completions.
 
-        If the completion has not `ended` with its end token, the token is added here.
+        If the completion has no end token, the token is added here.
         """
         token_ids = list(self._next_prompt_cache(_make_key(messages)))
-        return token_ids if ended else [self.end_token_id, *token_ids]
+        return token_ids if has_end_token else [self.end_token_id, *token_ids]
 
     def encode_whole_prompt(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
@@ -135,14 +135,15 @@ class ChatTokenizer:
         """Return the tokens of a text that the chat template has already rendered."""
         return list(self._encode(text))
 
-    def encode_completion(self, text: str, *, rendered: bool = False) -> list[int]:
+    def encode_completion(self, text: str, *, add_prefix: bool = False) -> list[int]:
         """Return the tokens of a completion as the policy would sample it, with the end token.
 
-        With `rendered`, include a prefix that the template adds, such as an empty thought. A
-        thinking model is more likely to sample that prefix than the bare text.
+        With `add_prefix`, include any text that the template adds, such as an empty thought. A
+        thinking model is more likely to sample that text than none. White space is always included.
         """
-        template = self._template
-        prefix = template.text_before_completion if rendered else template.space_before_completion
+        prefix, _ = self._template.text_around_completion
+        if not add_prefix and not prefix.isspace():
+            prefix = ""
         return [*self._encode(prefix + text), self.end_token_id]
 
     def decode(self, token_ids: list[int]) -> str:
@@ -159,7 +160,7 @@ class ChatTokenizer:
         return self._encode(self._template.render(_parse_key(messages), json.loads(tools)))
 
     def _encode_next(self, key: MessageKey) -> tuple[int, ...]:
-        text = self._template.text_after_completion(_parse_key(key))
+        text = self._template.render_next_prompt(_parse_key(key))
         start, separator, remaining_text = text.partition(self._end_text)
         if not separator or start.strip():
             remaining_text = text  # The template does not end turns; the policy's end token does.
@@ -186,9 +187,9 @@ class ChatTemplate:
         self._template_lists_tool = lru_cache(1024)(self._check_tool_listing)
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = True
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, is_prompt: bool = True
     ) -> str:
-        """Return the text of a conversation; with `prompt`, up to the start of a completion.
+        """Return the text of a conversation; a prompt ends with the start of a completion.
 
         Raises:
             ConfigError: the template refuses such a conversation in every form.
@@ -196,19 +197,12 @@ class ChatTemplate:
         if tools and not self._template_lists_tool(json.dumps(tools[0])):
             messages, tools = [make_tool_list_message(tools), *messages], ()
         form = self._find_cached_form(tuple(message["role"] for message in messages))
-        return self._apply_template(form(messages), tools, prompt=prompt)
+        return self._apply_template(form(messages), tools, is_prompt=is_prompt)
 
-    def text_after_completion(self, messages: Sequence[Message]) -> str:
+    def render_next_prompt(self, messages: Sequence[Message]) -> str:
         """Return the text between two completions: the end of the first turn, then `messages`."""
-        conversation: list[Message] = [
-            {"role": "user", "content": "-"},
-            {"role": "assistant", "content": _PLACEHOLDER},
-        ]
-        text = self.render([*conversation, *messages])
-        _, separator, remaining_text = text.rpartition(_PLACEHOLDER)
-        if not separator:
-            raise self._make_refusal("omits the assistant's messages")
-        return remaining_text
+        text = self.render([_USER_MESSAGE, _ASSISTANT_MESSAGE, *messages])
+        return self._split_at_placeholder(text)[1]
 
     @cached_property
     def end_token_id(self) -> int:
@@ -216,7 +210,7 @@ class ChatTemplate:
 
         In many models the two differ (Gemma, Phi).
         """
-        _, text_after = self._text_around_completion
+        _, text_after = self.text_around_completion
         special_tokens = self._tokenizer.added_tokens_decoder
         for token_id in self._tokenizer.encode(text_after.lstrip(), add_special_tokens=False)[:1]:
             if token_id in special_tokens and special_tokens[token_id].special:
@@ -224,27 +218,19 @@ class ChatTemplate:
         return int(self._tokenizer.eos_token_id)
 
     @cached_property
-    def space_before_completion(self) -> str:
-        """White space that the template adds before a completion and that no prompt includes."""
-        text = self.text_before_completion
-        return text if text.isspace() else ""
-
-    @property
-    def text_before_completion(self) -> str:
-        """Text that the template adds before a completion and that no prompt includes."""
-        return self._text_around_completion[0]
-
-    @cached_property
-    def _text_around_completion(self) -> tuple[str, str]:
-        user_messages: list[Message] = [{"role": "user", "content": "-"}]
-        assistant_message: Message = {"role": "assistant", "content": _PLACEHOLDER}
-        text = self.render([*user_messages, assistant_message], prompt=False)
-        start, separator, text_after = text.rpartition(_PLACEHOLDER)
-        if not separator:
-            raise self._make_refusal("omits the assistant's messages")
-        prompt = self.render(user_messages)
+    def text_around_completion(self) -> tuple[str, str]:
+        """Text that the template adds before a completion (not in its prompt), and after it."""
+        text = self.render([_USER_MESSAGE, _ASSISTANT_MESSAGE], is_prompt=False)
+        start, text_after = self._split_at_placeholder(text)
+        prompt = self.render([_USER_MESSAGE])
         # Some prompts open a thought, which the template removes if there is a response.
         return (start[len(prompt) :] if start.startswith(prompt) else ""), text_after
+
+    def _split_at_placeholder(self, text: str) -> tuple[str, str]:
+        text_before, separator, text_after = text.rpartition(_PLACEHOLDER)
+        if not separator:
+            raise self._make_refusal("omits the assistant's messages")
+        return text_before, text_after
 
     def _find_form(self, roles: tuple[str, ...]) -> MessageForm:
         """Return the first form in which the template shows every message of these roles."""
@@ -253,7 +239,8 @@ class ChatTemplate:
             for index, role in enumerate(roles)
         ]
         reason = "omits the messages of some roles"
-        for form in (_keep_messages, _merge_neighbors, _merge_into_user):
+        forms: tuple[MessageForm, ...] = (list, _merge_neighbors, _merge_into_user)
+        for form in forms:
             try:
                 text = self._apply_template(form(messages), ())
             except TemplateError as error:
@@ -268,19 +255,19 @@ class ChatTemplate:
     def _check_tool_listing(self, tool: str) -> bool:
         spec: ToolSpec = json.loads(tool)
         try:
-            text = self._apply_template([{"role": "user", "content": "-"}], [spec])
+            text = self._apply_template([_USER_MESSAGE], [spec])
         except TemplateError:
             return False
         return spec["function"]["name"] in text
 
     def _apply_template(
-        self, messages: list[Message], tools: Sequence[ToolSpec], *, prompt: bool = True
+        self, messages: list[Message], tools: Sequence[ToolSpec], *, is_prompt: bool = True
     ) -> str:
         text = self._tokenizer.apply_chat_template(
             messages,
             tools=list(tools) or None,
             tokenize=False,
-            add_generation_prompt=prompt,
+            add_generation_prompt=is_prompt,
             enable_thinking=self._enable_thinking,
         )
         return str(text)
@@ -354,10 +341,6 @@ def make_tool_list_message(tools: Sequence[ToolSpec]) -> Message:
     """Return a system message that lists tools, for templates that do not list them."""
     lines = "\n".join(json.dumps(tool["function"]) for tool in tools)
     return {"role": "system", "content": _TOOL_LIST.format(tools=lines)}
-
-
-def _keep_messages(messages: Sequence[Message]) -> list[Message]:
-    return list(messages)
 
 
 def _merge_neighbors(messages: Sequence[Message]) -> list[Message]:

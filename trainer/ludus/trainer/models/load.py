@@ -15,28 +15,15 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import torch
+import transformers
 from huggingface_hub import constants as hub
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils.logging import (
-    disable_progress_bar,
-    get_verbosity,
-    set_verbosity,
-    set_verbosity_error,
-)
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from ludus.proto.errors import ConfigError, NotFoundError
 
 # In the log of a job, each update of a progress bar is a line.
-disable_progress_bar()
+transformers_logging.disable_progress_bar()
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +48,7 @@ def load_config(path: str | Path, field: str = "model.path") -> PretrainedConfig
         NotFoundError: there is no model.
     """
     with _shorten_errors(path, field) as is_local:
-        return AutoConfig.from_pretrained(path, local_files_only=is_local)
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=is_local)
 
 
 def load_language_model(
@@ -75,7 +62,7 @@ def load_language_model(
         NotFoundError: there is no model.
     """
     with _shorten_errors(path) as is_local:
-        return AutoModelForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
             attn_implementation="sdpa",
@@ -127,7 +114,7 @@ def load_sequence_classifier(
         _shorten_errors(path, "model" if allows_new_head else "path") as is_local,
         _silence_transformers(),
     ):
-        return AutoModelForSequenceClassification.from_pretrained(
+        return transformers.AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=dtype, local_files_only=is_local
         )
 
@@ -139,9 +126,9 @@ def load_skeleton(path: str | Path) -> PreTrainedModel:
         NotFoundError: there is no model.
     """
     with _shorten_errors(path) as is_local:
-        config = AutoConfig.from_pretrained(path, local_files_only=is_local)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=is_local)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -156,7 +143,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     config_file = Path(path) / "tokenizer_config.json"
     settings = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
     is_fast = settings.get("tokenizer_class") == _FAST_TOKENIZER_CLASS
-    loader = PreTrainedTokenizerFast if is_fast else AutoTokenizer
+    loader = transformers.PreTrainedTokenizerFast if is_fast else transformers.AutoTokenizer
     with _shorten_errors(path) as is_local:
         return loader.from_pretrained(path, local_files_only=is_local)
 
@@ -197,12 +184,12 @@ def _is_single_label_classifier(config: PretrainedConfig) -> bool:
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
     """Suppress the long warning of transformers that a new head is untrained."""
-    verbosity = get_verbosity()
-    set_verbosity_error()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
-        set_verbosity(verbosity)
+        transformers_logging.set_verbosity(verbosity)
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class TextEncoder:
         if self._template is None:
             return _join_contents(prompt) + _join_contents(answer)
         messages = [*_make_messages(prompt, "user"), *_make_messages(answer, "assistant")]
-        return self._template.render(messages, prompt=False)
+        return self._template.render(messages, is_prompt=False)
 
     def _encode_content(self, content: Content) -> Sequence[int]:
         if _is_tokens(content):

@@ -123,11 +123,8 @@ class EpisodeRecord(ABC, Generic[TurnT]):
             untrained_turns = [turn for turn in lineage if turn not in trained_turns]
             trained_turns.update(untrained_turns)
             prefix_ids = join_tokens(lineage[: len(lineage) - len(untrained_turns)])
-            sequences.append(
-                join_turns(
-                    untrained_turns, prefix_ids, unanswered_ids if leaf is self.turns[-1] else ()
-                )
-            )
+            suffix_ids = unanswered_ids if leaf is self.turns[-1] else ()
+            sequences.append(join_turns(untrained_turns, prefix_ids, suffix_ids))
         return tuple(sequences)
 
     def _find_leaves(self) -> list[TurnT]:
@@ -245,9 +242,8 @@ class Conversation(EpisodeRecord[Turn]):
         if not self.turns:
             return chat.encode_first_prompt(pending_messages, self._tools)
         if chat.keeps_thoughts:
-            return chat.encode_next_prompt(
-                pending_messages, ended=self.turns[-1].completion.has_end_token
-            )
+            has_end_token = self.turns[-1].completion.has_end_token
+            return chat.encode_next_prompt(pending_messages, has_end_token=has_end_token)
         previous_ids = join_tokens(self.turns[-1].lineage)
         prompt_ids = chat.encode_whole_prompt(self.messages, self._tools)
         self._starts_sequence = prompt_ids[: len(previous_ids)] != previous_ids

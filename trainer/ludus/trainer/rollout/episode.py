@@ -59,17 +59,14 @@ from ludus.trainer.rollout.adapters.environment_adapter import (
     make_renderer,
 )
 from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, Toolbox
-from ludus.trainer.rollout.conversation import (
-    Conversation,
-    ConversationFullError,
-    EpisodeRecord,
-)
+from ludus.trainer.rollout.conversation import Conversation, ConversationFullError, EpisodeRecord
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
 from ludus.trainer.rollout.runner import EpisodeStart, RunnerComponents
 
 RecordT = TypeVar("RecordT", bound=EpisodeRecord[Any])
 _SessionT = TypeVar("_SessionT")
-_OpenedSession = tuple[AsyncSession, StepResult]
+_NewSession = tuple[AsyncSession, StepResult]
+"""A new session and its first result."""
 
 _FULL_SERVER_PAUSE_S = 0.05
 
@@ -140,7 +137,7 @@ class SessionRunner(ABC, Generic[RecordT]):
 
     @abstractmethod
     async def play_to_end(
-        self, session: AsyncSession, first_result: StepResult, start: EpisodeStart, record: RecordT
+        self, session: AsyncSession, first_result: StepResult, seed: int, record: RecordT
     ) -> EpisodeEnd:
         """Play an episode from its first result to its end."""
 
@@ -152,32 +149,28 @@ class SessionRunner(ABC, Generic[RecordT]):
         When this method returns or raises, all episodes have ended and all sessions are closed.
         """
         deadline_s = asyncio.get_running_loop().time() + self.limits.group_timeout_s
-        opened_sessions: Sequence[_OpenedSession | None] = [None] * len(starts)
+        new_sessions: Sequence[_NewSession | None] = [None] * len(starts)
         has_one_seed = len({start.seed for start in starts}) == 1
         if has_one_seed and 1 < len(starts) <= self.max_sessions:
+            open_group = partial(self.client.open_group, len(starts), **self._open_arguments)
             try:
                 async with asyncio.timeout_at(deadline_s) as time_limit:
-                    open_group = partial(
-                        self.client.open_group, len(starts), **self._open_arguments
-                    )
-                    opened_sessions = await retry_while_full(
-                        partial(open_group, seed=starts[0].seed)
-                    )
+                    new_sessions = await retry_while_full(partial(open_group, seed=starts[0].seed))
             except Exception as error:  # noqa: BLE001 - third-party code runs here
                 cause = self._make_timeout_error() if time_limit.expired() else error
                 return [self.make_void_episode(start.seed, cause) for start in starts]
         try:
             async with CancellingTaskGroup() as task_group:
                 tasks = [
-                    task_group.start(self._play_episode(start, sampling, opened_session))
-                    for start, opened_session in zip(starts, opened_sessions, strict=True)
+                    task_group.start(self._play_episode(start, sampling, new_session))
+                    for start, new_session in zip(starts, new_sessions, strict=True)
                 ]
                 remaining_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
                 finished_tasks, _ = await asyncio.wait(tasks, timeout=remaining_s)
         finally:
             # A task that was cancelled before it started has not closed its session.
-            for opened_session in filter(None, opened_sessions):
-                await close_session(opened_session[0])
+            for session, _ in filter(None, new_sessions):
+                await close_session(session)
         return [
             task.result()
             if task in finished_tasks
@@ -186,21 +179,21 @@ class SessionRunner(ABC, Generic[RecordT]):
         ]
 
     async def _play_episode(
-        self, start: EpisodeStart, sampling: Sampling, opened_session: _OpenedSession | None
+        self, start: EpisodeStart, sampling: Sampling, new_session: _NewSession | None
     ) -> PlayedEpisode:
-        """Play one episode and close its session. If `opened_session` is None, open a session."""
+        """Play one episode and close its session. If `new_session` is None, open a session."""
         try:
-            if opened_session is None:
+            if new_session is None:
                 open_session = partial(self.client.open, seed=start.seed, **self._open_arguments)
-                opened_session = await retry_while_full(open_session)
+                new_session = await retry_while_full(open_session)
         except Exception as error:  # noqa: BLE001 - third-party code runs here
             return self.make_void_episode(start.seed, error)
-        session, first_result = opened_session
+        session, first_result = new_session
         record: RecordT = self.record_class(
             self.generate, self.chat, self.limits, sampling, start.key
         )
         try:
-            end = await self.play_to_end(session, first_result, start, record)
+            end = await self.play_to_end(session, first_result, start.seed, record)
             return self._make_played_episode(start.seed, record, end)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code runs here
             return self.make_void_episode(start.seed, error, record)
@@ -267,30 +260,22 @@ class TurnLoopRunner(SessionRunner[Conversation]):
     record_class = Conversation
 
     async def play_to_end(
-        self,
-        session: AsyncSession,
-        first_result: StepResult,
-        start: EpisodeStart,
-        record: Conversation,
+        self, session: AsyncSession, first_result: StepResult, seed: int, record: Conversation
     ) -> EpisodeEnd:
         adapter = self.make_adapter(session, first_result)
         opening = await adapter.make_opening()
         record.offer_tools(opening.tools)
         record.add(opening.messages)
         status: RolloutStatus | None = None
-        while status is None:
-            if not record.has_room:
-                status = RolloutStatus.TRUNCATED
-                break
+        while status is None and record.has_room:
             outcome = await adapter.apply_text(await record.complete())
             record.record_action(outcome.action)
             record.record_calls(outcome.num_calls, outcome.num_calls_failed)
             record.add_reward(outcome.reward)
             record.add(outcome.messages)
             status = outcome.status
-        return EpisodeEnd(
-            status, LastResultFields(adapter.last_result), success=adapter.last_result.success
-        )
+        result, end_status = adapter.last_result, status or RolloutStatus.TRUNCATED
+        return EpisodeEnd(end_status, LastResultFields(result), success=result.success)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,17 +286,12 @@ class FunctionRunner(TurnLoopRunner):
 
     @classmethod
     async def start_extra_fields(cls, components: RunnerComponents) -> dict[str, Any]:
-        assert components.config.rollout_function is not None
-        return {
-            "function": import_callable(components.config.rollout_function, "environment.rollout")
-        }
+        path = components.config.rollout_function
+        assert path is not None
+        return {"function": import_callable(path, "environment.rollout")}
 
     async def play_to_end(
-        self,
-        session: AsyncSession,
-        first_result: StepResult,
-        start: EpisodeStart,
-        record: Conversation,
+        self, session: AsyncSession, first_result: StepResult, seed: int, record: Conversation
     ) -> EpisodeEnd:
         try:
             end = await self.function(session, first_result, record)
@@ -354,11 +334,10 @@ def _add_record(
     A void episode has tokens too. They are counted and never trained on.
     """
     completions = [turn.completion for turn in record.turns]
+    is_truncated = rollout.status is RolloutStatus.TRUNCATED
     rollout = replace(
         rollout,
-        sequences=record.make_sequences(
-            include_unanswered=rollout.status is RolloutStatus.TRUNCATED
-        ),
+        sequences=record.make_sequences(include_unanswered=is_truncated),
         policy_version=min((completion.policy_version for completion in completions), default=0),
         num_tool_calls=record.num_tool_calls,
         num_tool_calls_failed=record.num_tool_calls_failed,

@@ -90,10 +90,8 @@ class GroupPlayer:
         groups, offset = [], 0
         for spec, num_written in zip(specs, num_transcripts, strict=True):
             end = offset + len(spec.seeds)
-            transcript_slice = slice(offset, offset + num_written)
-            transcripts = make_transcripts(
-                spec.index, rollouts[transcript_slice], episodes[transcript_slice]
-            )
+            written = slice(offset, offset + num_written)
+            transcripts = make_transcripts(spec.index, rollouts[written], episodes[written])
             group_rollouts = tuple(rollouts[offset:end])
             groups.append(RolloutGroup(spec.index, spec.environment, group_rollouts, transcripts))
             offset = end
@@ -150,6 +148,7 @@ def make_transcripts(
             )
         except Exception:  # noqa: BLE001 - third-party messages and actions can have any form
             _log.exception("no transcript for an episode of '%s'", rollout.environment)
+
     return tuple(transcripts)
 
 

@@ -71,14 +71,8 @@ class RunnerComponents:
 def episode_limits(run: LanguageModelRun, environment: str) -> RolloutConfig:
     """Return the run's rollout settings, in which the environment's own limits take precedence."""
     config = run.environments[environment]
-    limits = {
-        "max_turns": config.max_turns,
-        "max_tokens": config.max_tokens,
-        "max_completion_tokens": config.max_completion_tokens,
-    }
-    return run.rollout.model_copy(
-        update={name: limit for name, limit in limits.items() if limit is not None}
-    )
+    names = {"max_turns", "max_tokens", "max_completion_tokens"}
+    return run.rollout.model_copy(update=config.model_dump(include=names, exclude_none=True))
 
 
 def sampling_settings(limits: RolloutConfig, temperature: float | None = None) -> Sampling:

@@ -74,10 +74,10 @@ def make_transcript_turn(
     """
     return TranscriptTurn(
         shown=tuple(
-            TranscriptMessage(role=message["role"], text=_cut_text(message["content"]))
+            TranscriptMessage(role=message["role"], text=cut_text(message["content"]))
             for message in messages
         ),
-        answer=_cut_text(text),
+        answer=cut_text(text),
         action=_cut_action(action),
         reward=reward,
     )
@@ -87,13 +87,10 @@ def _cut_action(action: Any) -> Any:
     """Return the action as JSON, or as cut text if it is too long."""
     json_action = to_jsonable_python(action, fallback=str, inf_nan_mode="strings")
     json_text = json.dumps(json_action)
-    return json_action if len(json_text) <= MAX_TEXT_CHARACTERS else _cut_text(json_text)
+    return json_action if len(json_text) <= MAX_TEXT_CHARACTERS else cut_text(json_text)
 
 
-def _cut_text(text: str) -> str:
-    num_cut_characters = len(text) - MAX_TEXT_CHARACTERS
-    return (
-        text
-        if num_cut_characters <= 0
-        else f"{text[:MAX_TEXT_CHARACTERS]}... ({num_cut_characters} more characters)"
-    )
+def cut_text(text: str, max_characters: int = MAX_TEXT_CHARACTERS) -> str:
+    """Return the text; replace its end by a note if it is longer than `max_characters`."""
+    num_cut = len(text) - max_characters
+    return text if num_cut <= 0 else f"{text[:max_characters]}... ({num_cut} more characters)"

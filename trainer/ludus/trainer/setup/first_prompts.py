@@ -38,7 +38,7 @@ async def make_canary(
         return (ScoringRequest(prompt_ids[:prompt_length], prompt_ids[prompt_length:]),)
     return tuple(
         ScoringRequest(
-            prompt_ids, chat.encode_completion(answer, rendered=True)[:_MAX_CANARY_TOKENS]
+            prompt_ids, chat.encode_completion(answer, add_prefix=True)[:_MAX_CANARY_TOKENS]
         )
         for answer in answers
     )

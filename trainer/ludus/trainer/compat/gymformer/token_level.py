@@ -21,7 +21,6 @@ from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.rollout.adapters.environment_adapter import read_end_status
 from ludus.trainer.rollout.conversation import Conversation
 from ludus.trainer.rollout.episode import EpisodeEnd, SessionRunner
-from ludus.trainer.rollout.runner import EpisodeStart
 
 
 class TokenConversation(Conversation):
@@ -70,11 +69,7 @@ class TokenLevelRunner(SessionRunner[TokenConversation]):
     record_class = TokenConversation
 
     async def play_to_end(
-        self,
-        session: AsyncSession,
-        first_result: StepResult,
-        start: EpisodeStart,
-        record: TokenConversation,
+        self, session: AsyncSession, first_result: StepResult, seed: int, record: TokenConversation
     ) -> EpisodeEnd:
         """Play until the episode ends.
 

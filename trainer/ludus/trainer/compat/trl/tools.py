@@ -232,7 +232,9 @@ class ToolRollout:
             episode.add(token_ids, output["logprobs"][:limit], is_sampled=True)
             messages = self._call_tools(episode, chat.decode(token_ids))
             has_ended = token_ids[-1] == chat.end_token_id
-            added_ids = chat.encode_next_prompt(messages, ended=has_ended) if messages else []
+            added_ids = []
+            if messages:
+                added_ids = chat.encode_next_prompt(messages, has_end_token=has_ended)
             is_last = self.max_rounds is not None and episode.num_rounds >= self.max_rounds
             has_room = len(episode.completion_ids) + len(added_ids) < max_tokens
             if not messages or is_last or not has_room:

@@ -169,17 +169,14 @@ class EnvironmentAdapter:
         try:
             self.last_result = await self._session.step(**arguments)
         except ActionError:
-            invalid_status = RolloutStatus.INVALID_ACTION
-            return StepOutcome(
-                [], self._invalid_action_reward, invalid_status, arguments.get("action")
-            )
+            status = RolloutStatus.INVALID_ACTION
+            return StepOutcome([], self._invalid_action_reward, status, arguments.get("action"))
         action = arguments.get("action", arguments)
-        reward, status = self.last_result.reward or 0.0, read_end_status(self.last_result)
-        if status is RolloutStatus.TERMINATED:
-            return StepOutcome([], reward, status, action)
-        return StepOutcome(
-            self._renderer.render_messages(self.last_result, is_first=False), reward, status, action
-        )
+        reward, end_status = self.last_result.reward or 0.0, read_end_status(self.last_result)
+        if end_status is RolloutStatus.TERMINATED:
+            return StepOutcome([], reward, end_status, action)
+        messages = self._renderer.render_messages(self.last_result, is_first=False)
+        return StepOutcome(messages, reward, end_status, action)
 
 
 def read_end_status(result: StepResult) -> RolloutStatus | None:

@@ -46,6 +46,7 @@ from ludus.trainer.rollout.adapters.environment_adapter import (
     StepOutcome,
     read_end_status,
 )
+from ludus.trainer.rollout.transcript import cut_text
 
 MAX_INVALID_COMPLETIONS = 3
 """Number of consecutive completions with an invalid call that ends the episode."""
@@ -85,25 +86,23 @@ class Toolbox:
     async def load(self, session: AsyncSession) -> None:
         """Request the tools from the server, unless another episode has already done so."""
         async with self._lock:
-            if not self.tools:
-                await self._request_tools(session)
-
-    async def _request_tools(self, session: AsyncSession) -> None:
-        description = await self._client.describe()
-        tools = tuple(description.tools)
-        is_original_openenv = not tools and not description.has_text_view
-        if is_original_openenv:
-            # A server built with the original OpenEnv lists its tools only within a session.
-            response = await session.step({"type": "list_tools"})
-            tools = tuple(_make_tool(tool) for tool in response.observation.get("tools", []))
-        if not tools:
-            raise ConfigError(
-                f"environment '{self._environment}': tools = true, but "
-                f"'{description.name}' offers no tools; remove it"
-            )
-        self.calls_are_steps = is_original_openenv or _has_call_actions(description)
-        self.text_is_action = description.has_text_view and not self.calls_are_steps
-        self.tools = tools
+            if self.tools:
+                return
+            description = await self._client.describe()
+            tools = tuple(description.tools)
+            is_original_openenv = not tools and not description.has_text_view
+            if is_original_openenv:
+                # A server built with the original OpenEnv lists its tools only within a session.
+                response = await session.step({"type": "list_tools"})
+                tools = tuple(_make_tool(tool) for tool in response.observation.get("tools", []))
+            if not tools:
+                raise ConfigError(
+                    f"environment '{self._environment}': tools = true, but "
+                    f"'{description.name}' offers no tools; remove it"
+                )
+            self.calls_are_steps = is_original_openenv or _has_call_actions(description)
+            self.text_is_action = description.has_text_view and not self.calls_are_steps
+            self.tools = tools
 
 
 class ToolAdapter(EnvironmentAdapter):
@@ -129,7 +128,7 @@ class ToolAdapter(EnvironmentAdapter):
         await self.toolbox.load(self._session)
         tools = [make_tool_spec(tool) for tool in self.toolbox.tools]
         if self.last_result.text is None:
-            content = _shorten(json.dumps(self.last_result.observation))
+            content = cut_text(json.dumps(self.last_result.observation), MAX_RESULT_CHARACTERS)
             return Opening([{"role": "user", "content": content}], tools)
         return Opening(self._renderer.render_messages(self.last_result, is_first=True), tools)
 
@@ -190,12 +189,8 @@ class ToolAdapter(EnvironmentAdapter):
         reward, status, has_failed = 0.0, None, False
         try:
             if self.toolbox.calls_are_steps:
-                step_action = {
-                    "type": "call_tool",
-                    "tool_name": call.name,
-                    "arguments": call.arguments,
-                }
-                self.last_result = await self._session.step(step_action)
+                action = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
+                self.last_result = await self._session.step(action)
                 content = _extract_call_content(self.last_result.observation)
                 reward, status = self.last_result.reward or 0.0, read_end_status(self.last_result)
                 has_failed = bool(self.last_result.observation.get("error"))
@@ -216,40 +211,31 @@ class ToolAdapter(EnvironmentAdapter):
 def _has_call_actions(description: EnvironmentDescription) -> bool:
     """Return True if tool calls are actions of the environment, as in OpenEnv's action types."""
     schema = description.action_schema
-    is_base_type = schema.get("title") == "Action"
-    return is_base_type or "tool_name" in schema.get("properties", {})
+    return schema.get("title") == "Action" or "tool_name" in schema.get("properties", {})
 
 
-def _make_tool(entry: JsonObject) -> Tool:
-    schema = entry.get("input_schema") or entry.get("inputSchema") or {}
-    if not isinstance(entry.get("name"), str):
-        raise ToolError(f"expected tools with names, got one like {str(entry)[:100]!r}")
-    return Tool(entry["name"], str(entry.get("description") or ""), schema)
+def _make_tool(tool: JsonObject) -> Tool:
+    schema = tool.get("input_schema") or tool.get("inputSchema") or {}
+    if not isinstance(tool.get("name"), str):
+        raise ToolError(f"expected tools with names, got one like {str(tool)[:100]!r}")
+    return Tool(tool["name"], str(tool.get("description") or ""), schema)
 
 
 def _extract_call_content(observation: JsonObject) -> Any:
     """Return the result or the error in OpenEnv's observation of a call."""
     if observation.get("error"):
         return {"error": observation["error"]}
-    result = observation.get("result", observation)
-    if not isinstance(result, dict):
-        return result
-    for key in ("data", "structured_content", "content"):
-        if result.get(key) is not None:
-            return result[key]
-    return result
+    call_result = observation.get("result", observation)
+    if isinstance(call_result, dict):
+        for key in ("data", "structured_content", "content"):
+            if call_result.get(key) is not None:
+                return call_result[key]
+    return call_result
 
 
 def _make_tool_message(content: Any) -> Message:
     text = content if isinstance(content, str) else json.dumps(content)
-    return {"role": "tool", "content": _shorten(text)}
-
-
-def _shorten(text: str) -> str:
-    num_cut_characters = len(text) - MAX_RESULT_CHARACTERS
-    if num_cut_characters <= 0:
-        return text
-    return f"{text[:MAX_RESULT_CHARACTERS]}... ({num_cut_characters} more characters)"
+    return {"role": "tool", "content": cut_text(text, MAX_RESULT_CHARACTERS)}
 
 
 def read_calls(text: str) -> list[ToolCall]:
@@ -275,7 +261,7 @@ def remove_calls(text: str) -> str:
     return _TAGGED_CALL_PATTERN.sub("", text).strip() if _OPEN_TAG in text else ""
 
 
-def find_first_call_end(text: str) -> int | None:
+def find_call_end(text: str) -> int | None:
     """Return the index after the first call if another call follows; otherwise None."""
     match = _TAGGED_CALL_PATTERN.search(text)
     if match is None or _OPEN_TAG not in text[match.end() :]:
@@ -299,18 +285,16 @@ def _find_untagged_calls(text: str) -> list[Any]:
     if not text.startswith(("{", "[")):
         return []
     try:
-        json_value = json.loads(text)
+        calls = json.loads(text)
     except (ValueError, RecursionError):
         return []
-    calls = json_value if isinstance(json_value, list) else [json_value]
+    calls = calls if isinstance(calls, list) else [calls]
     return calls if calls and all(_looks_like_call(call) for call in calls) else []
 
 
-def _looks_like_call(json_value: Any) -> bool:
-    has_arguments = isinstance(json_value, dict) and any(
-        key in json_value for key in _ARGUMENT_KEYS
-    )
-    return has_arguments and "name" in json_value
+def _looks_like_call(call: Any) -> bool:
+    has_name = isinstance(call, dict) and "name" in call
+    return has_name and any(key in call for key in _ARGUMENT_KEYS)
 
 
 def _parse_json(text: str) -> Any:
@@ -332,21 +316,16 @@ def _parse_call(call: Any) -> ToolCall:
     if not isinstance(arguments, dict):
         raise ActionParseError(
             f"expected the arguments of '{call['name'][:_MAX_QUOTED_CHARACTERS]}' to be an object, "
-            "got "
-            f"{_quote(json.dumps(arguments))}"
+            f"got {_quote(json.dumps(arguments))}"
         )
-    _check_serializable(call)
-    return ToolCall(call["name"], arguments)
-
-
-def _check_serializable(call: Any) -> None:
-    """Refuse a call with lone surrogates or integers beyond 64 bits, which cannot be sent."""
     try:
+        # Lone surrogates and integers beyond 64 bits cannot be sent.
         orjson.dumps(call)
     except TypeError as error:
         raise ActionParseError(
             f"expected a tool call that can be sent, got {_quote(json.dumps(call))}: {error}"
         ) from None
+    return ToolCall(call["name"], arguments)
 
 
 def _quote(text: str) -> str:

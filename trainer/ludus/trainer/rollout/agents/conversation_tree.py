@@ -40,11 +40,7 @@ from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import SampledCompletion, Turn, join_tokens
 from ludus.trainer.models.chat import ChatTokenizer, find_thoughts_end, split_reasoning
-from ludus.trainer.rollout.adapters.tool_adapter import (
-    find_first_call_end,
-    read_calls,
-    remove_calls,
-)
+from ludus.trainer.rollout.adapters.tool_adapter import find_call_end, read_calls, remove_calls
 from ludus.trainer.rollout.agents.endpoint.exchange import (
     ApiError,
     ChatMessage,
@@ -90,18 +86,15 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
             ApiError: the chat template cannot render the messages.
         """
         prompt_ids = self._encode_prompt(request)
-        max_tokens = min(
-            request.max_tokens or self.limits.max_completion_tokens,
-            self.limits.max_completion_tokens,
-        )
+        limit = self.limits.max_completion_tokens
+        max_tokens = min(request.max_tokens or limit, limit)
         self._check_limits(request, len(prompt_ids), max_tokens)
         self._num_started_completions += request.num_completions
         sampling = replace(self.sampling, max_tokens=max_tokens)
         seeds, parent = self._make_seeds(request, prompt_ids), self._find_parent(prompt_ids)
         try:
-            completions = await asyncio.gather(
-                *(self.generate(prompt_ids, sampling, seed) for seed in seeds)
-            )
+            calls = [self.generate(prompt_ids, sampling, seed) for seed in seeds]
+            completions = await asyncio.gather(*calls)
         except BaseException:
             self._num_started_completions -= request.num_completions
             raise
@@ -148,20 +141,16 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         """Return the tokens of the messages; repeated completions keep their sampled tokens."""
         chat = self.chat
         first_messages, rounds = _split_at_completions(request.messages)
-        token_ids = chat.encode_first_prompt(
-            [message.template_message for message in first_messages], request.tools
-        )
-        for message, following_messages in rounds:
-            completion = self._find_completion(message, token_ids)
+        token_ids = chat.encode_first_prompt(_make_template_messages(first_messages), request.tools)
+        for message, next_messages in rounds:
+            completion, has_end_token = self._find_completion(message, token_ids), True
             if completion is None:
-                token_ids += chat.encode_completion(message.text, rendered=True)
+                token_ids += chat.encode_completion(message.text, add_prefix=True)
             else:
                 token_ids += completion.token_ids
-            has_ended = completion is None or completion.has_end_token
-            token_ids += chat.encode_next_prompt(
-                [following_message.template_message for following_message in following_messages],
-                ended=has_ended,
-            )
+                has_end_token = completion.has_end_token
+            messages = _make_template_messages(next_messages)
+            token_ids += chat.encode_next_prompt(messages, has_end_token=has_end_token)
         return token_ids
 
     def _find_completion(
@@ -174,12 +163,10 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         turns = self._turns_by_key.get(message.key)
         if not turns:
             return None
-        matching_turns = (
-            turn
-            for turn in turns
-            if [*join_tokens(turn.lineage[:-1]), *turn.prompt_ids] == prompt_ids
-        )
-        return next(matching_turns, turns[-1]).completion
+        for turn in turns:
+            if [*join_tokens(turn.lineage[:-1]), *turn.prompt_ids] == prompt_ids:
+                return turn.completion
+        return turns[-1].completion
 
     def _restore_reasoning(self, message: ChatMessage) -> Message:
         """Return the message for the chat template; add the reasoning of a repeated completion."""
@@ -203,17 +190,12 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
 
     def _make_seeds(self, request: PolicyRequest, prompt_ids: list[int]) -> list[int]:
         prompt_hash = crc32(np.array(prompt_ids, dtype=np.int32).tobytes())
+        indices = range(request.num_completions)
         if request.seed is not None:
-            return [
-                mix(self.key, prompt_hash, request.seed, index)
-                for index in range(request.num_completions)
-            ]
-        num_earlier_completions = self._num_requested_by_prompt[prompt_hash]
+            return [mix(self.key, prompt_hash, request.seed, index) for index in indices]
+        num_earlier = self._num_requested_by_prompt[prompt_hash]
         self._num_requested_by_prompt[prompt_hash] += request.num_completions
-        return [
-            mix(self.key, prompt_hash, num_earlier_completions + index)
-            for index in range(request.num_completions)
-        ]
+        return [mix(self.key, prompt_hash, num_earlier + index) for index in indices]
 
     def _add_turn(
         self,
@@ -243,9 +225,7 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         turn = AgentTurn(
             prompt_ids[num_shared_tokens:],
             completion,
-            messages=[
-                message.template_message for message in request.messages[num_shared_messages:]
-            ],
+            messages=_make_template_messages(request.messages[num_shared_messages:]),
             text=text,
             parent=parent,
             request=request,
@@ -259,9 +239,7 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         token_texts = [self.chat.decode([token_id]) for token_id in completion.token_ids]
         return list(zip(token_texts, completion.logprobs, strict=True))
 
-    def _check_limits(
-        self, request: PolicyRequest, num_prompt_tokens: int, max_tokens: int
-    ) -> None:
+    def _check_limits(self, request: PolicyRequest, prompt_length: int, max_tokens: int) -> None:
         limits = self.limits
         if self._num_started_completions + request.num_completions > limits.max_turns:
             self.refusal = (
@@ -270,12 +248,12 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
                 f"{request.num_completions} more"
             )
             raise LimitError(
-                self.refusal, status=403, kind="episode_limit", code="max_turns_reached"
+                self.refusal, status=403, error_type="episode_limit", code="max_turns_reached"
             )
-        if num_prompt_tokens + max_tokens > limits.max_tokens:
+        if prompt_length + max_tokens > limits.max_tokens:
             self.refusal = (
                 f"expected at most rollout.max_tokens = {limits.max_tokens} tokens of prompt and "
-                f"completion, got {num_prompt_tokens} and {max_tokens}"
+                f"completion, got {prompt_length} and {max_tokens}"
             )
             raise LimitError(self.refusal, param="messages", code="context_length_exceeded")
 
@@ -285,7 +263,11 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
             return []
         turn = self.turns[-1]
         completion: Message = {"role": "assistant", "content": turn.text}
-        return [*(message.template_message for message in turn.request.messages), completion]
+        return [*_make_template_messages(turn.request.messages), completion]
+
+
+def _make_template_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    return [message.template_message for message in messages]
 
 
 def _split_at_completions(
@@ -336,7 +318,7 @@ def _find_cut(text: str, request: PolicyRequest) -> tuple[int, int]:
         if (index := text.find(stop_text, start)) >= 0
     ]
     if request.is_limited_to_one_call and request.tools:
-        end = find_first_call_end(text[start:])
+        end = find_call_end(text[start:])
         if end is not None:
             cuts.append((start + end, start + end))
     return min(cuts, default=(len(text), len(text)))

@@ -44,7 +44,7 @@ _PLACEHOLDER_PATTERN = re.compile(r"\{task\}|\{text\}")
 """Placeholders in the arguments of a program."""
 _SANDBOX_ERROR = "the sandbox lacks"
 MAX_QUOTED_CHARACTERS = 200
-_RESULT_KEYS = ("answer", "action", "reward")
+
 
 for _logger_name in ("httpx", "httpx2"):
     # These loggers write a line for every request that an agent in this process sends.
@@ -163,26 +163,21 @@ class ProgramLauncher:
             _PLACEHOLDER_PATTERN.sub(lambda match: replacements[match[0]], argument)
             for argument in self._config.command[1:]
         ]
-        completed_program = await self._host.run(
+        outcome = await self._host.run(
             [self._program, *arguments],
             variables=self._make_variables(task_json, access),
             folder=self._folder,
             readable_paths=self._readable_paths,
         )
-        if (
-            completed_program.exit_code == NOT_CONFINED
-            and _SANDBOX_ERROR in completed_program.errors
-        ):
-            raise ConfigError(
-                f"environment.agent.sandbox = 'required': {completed_program.errors.strip()}"
-            )
-        if completed_program.exit_code != 0:
-            last_errors = " ".join(completed_program.errors.split())[-MAX_QUOTED_CHARACTERS:]
+        if outcome.exit_code == NOT_CONFINED and _SANDBOX_ERROR in outcome.errors:
+            raise ConfigError(f"environment.agent.sandbox = 'required': {outcome.errors.strip()}")
+        if outcome.exit_code != 0:
+            last_errors = " ".join(outcome.errors.split())[-MAX_QUOTED_CHARACTERS:]
             raise AgentError(
-                f"the agent's program exited with exit code {completed_program.exit_code}; its "
-                f"last errors: {last_errors or 'none'}"
+                f"the agent's program exited with exit code {outcome.exit_code}; its last errors: "
+                f"{last_errors or 'none'}"
             )
-        return completed_program.output
+        return outcome.output
 
     def _make_variables(self, task_json: str, access: EndpointAccess) -> dict[str, str]:
         variables = filter_variables(os.environ, self._config.pass_env)
@@ -256,12 +251,8 @@ def _list_virtual_environment_paths(program: str) -> list[str]:
     settings_file = environment_folder / "pyvenv.cfg"
     if not settings_file.is_file():
         return []
-    settings: Mapping[str, str] = dict(
-        [setting_part.strip() for setting_part in line.partition("=")[::2]]  # type: ignore[misc]
-        for line in settings_file.read_text().splitlines()
-    )
-    home = settings.get("home")
-    return [str(environment_folder), *([str(Path(home).parent)] if home else [])]
+    home = re.search(r"^home *= *(.*\S)", settings_file.read_text(), re.MULTILINE)
+    return [str(environment_folder), *([str(Path(home[1]).parent)] if home else [])]
 
 
 def read_result(
@@ -289,9 +280,9 @@ def read_result(
                     "only the answer, or set agent.answer = 'json'"
                 )
             return AgentResult(answer=agent_output.strip())
-    result_fields = _read_object(agent_output)
-    action, reward = result_fields.get("action"), result_fields.get("reward", 0.0)
-    answer = result_fields.get("answer")
+    fields = dict(_read_object(agent_output))
+    answer, action = fields.pop("answer", None), fields.pop("action", None)
+    reward = fields.pop("reward", 0.0)
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise AgentError(f"expected a finite number as reward, got {_quote(reward)}")
     if answer is not None and action is not None:
@@ -300,11 +291,7 @@ def read_result(
         answer=answer if answer is None or isinstance(answer, str) else str(answer),
         action=action,
         reward=float(reward),
-        fields={
-            name: field_value
-            for name, field_value in result_fields.items()
-            if name not in _RESULT_KEYS
-        },
+        fields=fields,
     )
 
 

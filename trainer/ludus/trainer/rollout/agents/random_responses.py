@@ -13,9 +13,9 @@ answers.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 from ludus.proto.errors import AgentError, ConfigError
@@ -47,11 +47,9 @@ class _OpenConversation:
 class RandomResponder:
     """A responder that draws random responses to the requests of one agent."""
 
-    def __init__(
-        self, random_generator: random.Random, answers: Sequence[str], max_turns: int
-    ) -> None:
+    def __init__(self, generator: Random, answers: Sequence[str], max_turns: int) -> None:
         """Create the responder. `answers` are the environment's legal answers."""
-        self._random = random_generator
+        self._random = generator
         self._answers = answers
         self._num_turns_left = max_turns
         self._open_conversations: list[_OpenConversation] = []
@@ -121,10 +119,7 @@ class RandomResponder:
         match schema_type if isinstance(schema_type, str) else next(iter(schema_type or ("any",))):
             case "object":
                 properties = schema.get("properties") or {}
-                return {
-                    name: self._draw_value(property_schema)
-                    for name, property_schema in properties.items()
-                }
+                return {name: self._draw_value(subschema) for name, subschema in properties.items()}
             case "array":
                 num_items = self._random.randint(schema.get("minItems", 0), _MAX_ITEMS)
                 return [self._draw_value(schema.get("items")) for _ in range(num_items)]
@@ -143,11 +138,7 @@ class RandomResponder:
 
 
 async def play_with_random_responses(
-    agent: AgentHost,
-    adapter: EnvironmentAdapter,
-    seed: int,
-    random_generator: random.Random,
-    max_turns: int,
+    agent: AgentHost, adapter: EnvironmentAdapter, seed: int, generator: Random, max_turns: int
 ) -> list[Conversation]:
     """Play an episode and return its conversations.
 
@@ -157,10 +148,9 @@ async def play_with_random_responses(
         AgentError: the agent sent no request.
         ConfigError: the environment has neither legal answers nor tools.
     """
-    result_text = adapter.last_result.text
-    responder = RandomResponder(
-        random_generator, result_text.legal_answers if result_text else (), max_turns
-    )
+    text_view = adapter.last_result.text
+    answers = text_view.legal_answers if text_view else ()
+    responder = RandomResponder(generator, answers, max_turns)
     try:
         await agent.play(adapter, seed, responder, make_tools(adapter))
     except AgentError:

@@ -39,7 +39,7 @@ from ludus.trainer.rollout.agents.launchers import (
     start_launcher,
 )
 from ludus.trainer.rollout.episode import EpisodeEnd, LastResultFields, SessionRunner
-from ludus.trainer.rollout.runner import EpisodeStart, RunnerComponents
+from ludus.trainer.rollout.runner import RunnerComponents
 
 NO_REQUEST = "the agent sent no request to the policy; it must send at least one"
 _ALL_INTERFACES = ("0.0.0.0", "::")
@@ -121,16 +121,12 @@ class AgentRunner(SessionRunner[ConversationTree]):
         return {"agent": await AgentHost.start(components.config.agent, components.stack)}
 
     async def play_to_end(
-        self,
-        session: AsyncSession,
-        first_result: StepResult,
-        start: EpisodeStart,
-        record: ConversationTree,
+        self, session: AsyncSession, first_result: StepResult, seed: int, record: ConversationTree
     ) -> EpisodeEnd:
         adapter, tree = self.make_adapter(session, first_result), record
         tools = make_tools(adapter, tree.record_calls)
         try:
-            agent_output = await self.agent.play(adapter, start.seed, tree, tools)
+            agent_output = await self.agent.play(adapter, seed, tree, tools)
             result = read_result(agent_output, self.agent.config.answer, tree.last_text)
         except AgentError:
             if not tree.refusal or not tree.num_turns:
@@ -143,11 +139,10 @@ class AgentRunner(SessionRunner[ConversationTree]):
         tree.record_action(outcome.action)
         tree.add_reward(outcome.reward + result.reward)
         default_status = RolloutStatus.TRUNCATED if tree.refusal else RolloutStatus.TERMINATED
-        last_result_fields = LastResultFields(adapter.last_result)
-        fields = {**result.fields, **last_result_fields} if result.fields else last_result_fields
-        return EpisodeEnd(
-            outcome.status or default_status, fields, success=adapter.last_result.success
-        )
+        last_result, fields = adapter.last_result, LastResultFields(adapter.last_result)
+        all_fields = {**result.fields, **fields} if result.fields else fields
+        status = outcome.status or default_status
+        return EpisodeEnd(status, all_fields, success=last_result.success)
 
 
 async def _apply_result(

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 import torch
@@ -50,7 +50,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._loop = asyncio.get_running_loop()
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         """Calls that the engine's thread makes between two steps; None closes the engine."""
         self._pending_requests: dict[int, _PendingRequest] = {}
         self._call_futures: set[asyncio.Future[Any]] = set()
@@ -95,18 +95,12 @@ class AsyncEngine:
 
     async def load_weights(self, state: StateDict, version: int) -> None:
         """Load the weights with which the next token is sampled."""
-
-        def load() -> None:
-            self.engine.load_weights(state)
-
-        await self._call_on_thread(load)
+        await self._call_engine(partial(self.engine.load_weights, state))
         self._version = version
 
     async def score(self, requests: Sequence[ScoringRequest]) -> list[list[float]]:
         """Return the log-probs of each request's completion under the current weights."""
-        return await self._call_on_thread(
-            lambda: [self.engine.score(request) for request in requests]
-        )
+        return await self._call_engine(lambda: [self.engine.score(request) for request in requests])
 
     async def wait_until_lost(self) -> NoReturn:
         """Wait until the engine fails, and raise an EngineLostError with its error as the cause."""
@@ -119,7 +113,7 @@ class AsyncEngine:
         self._inbox.put(None)
         self._thread.join(timeout=10)
 
-    async def _call_on_thread(self, function: Callable[[], Any]) -> Any:
+    async def _call_engine(self, function: Callable[[], Any]) -> Any:
         self._refuse_if_failed()
         future: asyncio.Future[Any] = self._loop.create_future()
         self._call_futures.add(future)
@@ -141,16 +135,14 @@ class AsyncEngine:
     def _abort(self, request_id: int) -> None:
         if self._pending_requests.pop(request_id, None) is None:
             return
-        remaining_requests = [
-            request for request in self._unsent_requests if request.request_id != request_id
-        ]
-        if len(remaining_requests) == len(self._unsent_requests):
+        queue = [request for request in self._unsent_requests if request.request_id != request_id]
+        if len(queue) == len(self._unsent_requests):
             self._inbox.put(partial(self.engine.abort, [request_id]))
-        self._unsent_requests = remaining_requests
+        self._unsent_requests = queue
 
     def _run(self) -> None:
         try:
-            while self._process_inbox():
+            while self._make_inbox_calls():
                 outputs = self.engine.step() if self.engine.has_work else []
                 if outputs:
                     self._loop.call_soon_threadsafe(self._deliver, outputs)
@@ -159,7 +151,7 @@ class AsyncEngine:
         finally:
             self.engine.close()
 
-    def _process_inbox(self) -> bool:
+    def _make_inbox_calls(self) -> bool:
         """Make all calls in the inbox; return False if the engine must close.
 
         If the engine has no work, wait for a call.
@@ -168,7 +160,7 @@ class AsyncEngine:
         while True:
             try:
                 call = self._inbox.get(block=should_wait)
-            except queue.Empty:
+            except Empty:
                 return True
             should_wait = False
             if call is None:
@@ -213,10 +205,8 @@ class AsyncEngine:
         self._failure = EngineLostError(f"the engine has failed: {type(error).__name__}: {error}")
         self._failure.__cause__ = error
         self._lost_event.set()
-        for future in (
-            *(request.future for request in self._pending_requests.values()),
-            *self._call_futures,
-        ):
+        futures = [request.future for request in self._pending_requests.values()]
+        for future in (*futures, *self._call_futures):
             _settle(future, error=self._failure)
         self._pending_requests.clear()
 
@@ -248,9 +238,7 @@ def make_engine(run: LanguageModelRun, model_path: str, chat: ChatTokenizer) -> 
             if torch.cuda.is_available():
                 model = model.to("cuda")
             return TransformersEngine(
-                model,
-                end_token_id=chat.end_token_id,
-                max_batch_size=run.generator.max_batch_size,
+                model, end_token_id=chat.end_token_id, max_batch_size=run.generator.max_batch_size
             )
         case VllmGenerator():
             from ludus.trainer.rollout.engines.vllm_engine import VllmEngine

@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -77,9 +78,8 @@ class VllmEngine:
                 )
             )
         self._end_token_id = end_token_id
-        self._parameter_names, self._tied_names = _list_parameter_names(
-            self._llm.model_config.hf_config
-        )
+        model_config = self._llm.model_config.hf_config
+        self._parameter_names, self._tied_names = _list_parameter_names(model_config)
         self._step_thread_id: int | None = None
         self._finished_outputs: list[EngineOutput] = []
         """Outputs of requests that finished while a completion was scored."""
@@ -90,12 +90,7 @@ class VllmEngine:
 
     def submit(self, request: EngineRequest) -> None:
         sampling_params = SamplingParams(
-            temperature=request.sampling.temperature,
-            top_p=request.sampling.top_p,
-            top_k=request.sampling.top_k,
-            min_p=request.sampling.min_p,
-            repetition_penalty=request.sampling.repetition_penalty,
-            max_tokens=request.sampling.max_tokens,
+            **asdict(request.sampling),  # vLLM uses the same names
             seed=request.seed,
             stop_token_ids=[self._end_token_id],
             ignore_eos=True,
@@ -104,9 +99,8 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        self._llm.add_request(
-            str(request.request_id), tokens_input(request.prompt_ids), sampling_params
-        )
+        prompt = tokens_input(request.prompt_ids)
+        self._llm.add_request(str(request.request_id), prompt, sampling_params)
 
     def abort(self, request_ids: Collection[int]) -> None:
         self._llm.abort_request([str(request_id) for request_id in request_ids])
@@ -133,15 +127,10 @@ class VllmEngine:
                 f"{sorted(state.keys() ^ self._parameter_names)[:5]}"
             )
         # vLLM reloads a layer only from a tensor with the layer's own name, even if it is shared.
-        tied_weights = [
-            (name, state[source_name]) for name, source_name in self._tied_names.items()
-        ]
-        stale_names_by_worker = self._llm.collective_rpc(
-            _reload_weights, args=([*state.items(), *tied_weights],)
-        )
-        if stale_layers := sorted(
-            name for worker_names in stale_names_by_worker for name in worker_names
-        ):
+        tied_weights = [(name, state[source]) for name, source in self._tied_names.items()]
+        weights = [*state.items(), *tied_weights]
+        layers_by_worker = self._llm.collective_rpc(_reload_weights, args=(weights,))
+        if stale_layers := sorted(layer for layers in layers_by_worker for layer in layers):
             raise WeightSyncError(
                 f"layers {stale_layers[:5]} still compute with a packed copy of their old weights; "
                 "this model needs generator.kind = 'transformers'"

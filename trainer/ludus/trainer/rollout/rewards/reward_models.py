@@ -36,29 +36,26 @@ class RewardModels:
     """The loaded reward models of a process."""
 
     def __init__(self) -> None:
-        self._models_by_key: dict[tuple[str, str | None, str], QueuedRewardModel] = {}
+        self._models: dict[tuple[str, str | None, str], QueuedRewardModel] = {}
         """Models by path, device and dtype."""
 
     def load(self, term: RewardModelTerm) -> QueuedRewardModel:
         """Return the model of a term. Load it if it is not loaded yet."""
         key = (term.path, term.device, term.dtype)
-        if key not in self._models_by_key:
-            model = load_reward_model(
-                term.path, device=term.device, dtype=getattr(torch, term.dtype)
-            )
-            self._models_by_key[key] = QueuedRewardModel(
-                model, term.path, term.max_tokens_per_batch
-            )
-        return self._models_by_key[key]
+        if key not in self._models:
+            dtype = getattr(torch, term.dtype)
+            model = load_reward_model(term.path, device=term.device, dtype=dtype)
+            self._models[key] = QueuedRewardModel(model, term.path, term.max_tokens_per_batch)
+        return self._models[key]
 
     def __len__(self) -> int:
-        return len(self._models_by_key)
+        return len(self._models)
 
     def close(self) -> None:
         """Release all models and drop queued requests."""
-        for model in self._models_by_key.values():
+        for model in self._models.values():
             model.close()
-        self._models_by_key.clear()
+        self._models.clear()
 
 
 _PromptAndCompletion = tuple[Sequence[Message], Sequence[Message]]
@@ -67,7 +64,7 @@ _PromptAndCompletion = tuple[Sequence[Message], Sequence[Message]]
 @dataclass(frozen=True, slots=True)
 class _ScoreRequest:
     pairs: Sequence[_PromptAndCompletion]
-    scores: asyncio.Future[list[float]]
+    future: asyncio.Future[list[float]]
 
 
 class QueuedRewardModel:
@@ -91,7 +88,7 @@ class QueuedRewardModel:
         self._queue.append(request)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._score_queued_requests())
-        scores = await request.scores
+        scores = await request.future
         invalid_scores = [score for score in scores if not math.isfinite(score)]
         if invalid_scores:
             raise RewardFunctionError(
@@ -108,7 +105,7 @@ class QueuedRewardModel:
         loop = asyncio.get_running_loop()
         while self._queue:
             # A request whose caller has stopped waiting is dropped.
-            requests = [request for request in self._queue if not request.scores.done()]
+            requests = [request for request in self._queue if not request.future.done()]
             self._queue = []
             pairs = [pair for request in requests for pair in request.pairs]
             try:
@@ -119,8 +116,8 @@ class QueuedRewardModel:
             remaining_scores = iter(scores)
             for request in requests:
                 request_scores = [next(remaining_scores) for _ in request.pairs]
-                if not request.scores.done():
-                    request.scores.set_result(request_scores)
+                if not request.future.done():
+                    request.future.set_result(request_scores)
         self._warn_of_cuts()
 
     def _compute_scores(self, pairs: Sequence[_PromptAndCompletion]) -> list[float]:
@@ -130,11 +127,10 @@ class QueuedRewardModel:
 
     def _fail_requests(self, requests: Sequence[_ScoreRequest], error: Exception) -> None:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        failure = RewardFunctionError(f"{self.description} has failed: {reason}")
         for request in requests:
-            if not request.scores.done():
-                request.scores.set_exception(
-                    RewardFunctionError(f"{self.description} has failed: {reason}")
-                )
+            if not request.future.done():
+                request.future.set_exception(failure)
 
     def _warn_of_cuts(self) -> None:
         encoder = self._model.encoder

@@ -42,20 +42,6 @@ from ludus.trainer.rollout.rewards.reward_models import Columns, QueuedRewardMod
 ENVIRONMENT_TERM = RewardTerm()
 """The environment's return, with weight 1."""
 
-STANDARD_ARGUMENTS = frozenset(
-    {
-        "prompts",
-        "completions",
-        "completion_ids",
-        "episode_return",
-        "terminated",
-        "status",
-        "num_turns",
-        "seed",
-        "environment",
-    }
-)
-"""Arguments that every reward function can request by naming them."""
 
 _log = logging.getLogger(__name__)
 _NUM_THREADS = 32
@@ -99,9 +85,8 @@ class RewardFunction:
         self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
             getattr(self._function, "__call__", None)  # noqa: B004 - `__call__` can be asynchronous
         )
-        parameter_kinds = {
-            parameter.kind for parameter in inspect.signature(self._function).parameters.values()
-        }
+        parameters = inspect.signature(self._function).parameters.values()
+        parameter_kinds = {parameter.kind for parameter in parameters}
         if Parameter.POSITIONAL_ONLY in parameter_kinds:
             raise ConfigError(
                 f"environment.rewards.function = '{path}' must take keyword arguments, but some "
@@ -116,9 +101,8 @@ class RewardFunction:
         except (UserError, RewardFunctionError):
             raise
         except (Exception, SystemExit) as error:  # the run's custom code
-            raise RewardFunctionError(
-                f"{self.description} raised {describe_error(error)}"
-            ) from error
+            message = f"{self.description} raised {describe_error(error)}"
+            raise RewardFunctionError(message) from error
         return self._check_values(function_output, num_episodes)
 
     async def _call(self, arguments: Columns) -> Any:
@@ -126,13 +110,11 @@ class RewardFunction:
             return await self._function(**arguments)
         # A long computation must not block the other episodes.
         loop = asyncio.get_running_loop()
-        function_output = await loop.run_in_executor(
-            self._executor, partial(self._function, **arguments)
-        )
+        call = partial(self._function, **arguments)
+        function_output = await loop.run_in_executor(self._executor, call)
         return await function_output if inspect.isawaitable(function_output) else function_output
 
     def _select_columns(self, columns: Columns) -> Columns:
-        parameter_names = _list_named_parameters(self._function)
         missing_names = sorted(_list_required_names(self._function) - columns.keys())
         if missing_names:
             raise RewardFunctionError(
@@ -141,14 +123,13 @@ class RewardFunction:
             )
         if self._accepts_any_argument:
             return columns
-        return {name: columns[name] for name in parameter_names if name in columns}
+        names = _list_named_parameters(self._function)
+        return {name: columns[name] for name in names if name in columns}
 
     def _check_values(self, function_output: Any, num_episodes: int) -> list[float | None]:
         values = function_output.tolist() if hasattr(function_output, "tolist") else function_output
         if not isinstance(values, (list, tuple)) or len(values) != num_episodes:
-            description = (
-                f"{len(values)}" if isinstance(values, (list, tuple)) else repr(values)[:100]
-            )
+            description = len(values) if isinstance(values, (list, tuple)) else repr(values)[:100]
             raise RewardFunctionError(
                 f"{self.description} must return a list of {num_episodes} numbers or "
                 f"None, one per episode, but it returned {description}"
@@ -207,9 +188,9 @@ class Reward:
         executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="reward")
         loaded_models = RewardModels() if reward_models is None else reward_models
         self._terms = [_make_term(term, executor, loaded_models) for term in terms]
-        self._invalid_action_reward = invalid_action_reward
-        self._includes_return = any(term.scorer is None and term.weight for term in self._terms)
-        """True if the reward includes the environment's return with its invalid-action reward."""
+        includes_return = any(term.scorer is None and term.weight for term in self._terms)
+        self._invalid_action_reward = 0.0 if includes_return else invalid_action_reward
+        """Reward to add for an invalid action; 0 if the environment's return includes it."""
 
     async def score(self, episodes: Sequence[PlayedEpisode], timeout_s: float) -> list[Rollout]:
         """Return the rollouts with their rewards. A reward is None if a term has no value.
@@ -222,13 +203,10 @@ class Reward:
             await self._compute_term(term, scorable_episodes, timeout_s) for term in self._terms
         ]
         row_counter = itertools.count()
+        rows = [next(row_counter) if episode.can_be_scored else None for episode in episodes]
         return [
-            self._add_reward(
-                episode.rollout,
-                all_term_values,
-                next(row_counter) if episode.can_be_scored else None,
-            )
-            for episode in episodes
+            self._add_reward(episode.rollout, all_term_values, row)
+            for episode, row in zip(episodes, rows, strict=True)
         ]
 
     async def _compute_term(
@@ -274,11 +252,7 @@ class Reward:
         reward, status = _compute_weighted_sum(all_term_values, values), rollout.status
         if any(term_values.term.weight for term_values in failed_terms):
             reward, status = None, RolloutStatus.FAILED
-        elif (
-            status is RolloutStatus.INVALID_ACTION
-            and reward is not None
-            and not self._includes_return
-        ):
+        elif status is RolloutStatus.INVALID_ACTION and reward is not None:
             reward += self._invalid_action_reward
         episode_return = rollout.episode_return
         return replace(
@@ -340,6 +314,10 @@ def _make_columns(episodes: Sequence[PlayedEpisode]) -> Columns:
     }
 
 
+STANDARD_ARGUMENTS = frozenset(_make_columns(()))
+"""Names of the arguments that every reward function can request."""
+
+
 def _copy_text(text: Sequence[Message] | str) -> list[Message] | str:
     """Return a copy of the messages, because a reward function may change them."""
     return text if isinstance(text, str) else list(text)
@@ -376,12 +354,8 @@ def check_columns(functions: Sequence[str], columns: Sequence[str], section: str
 def _list_named_parameters(function: Callable[..., Any]) -> dict[str, Parameter]:
     """Return the parameters that can be passed by name."""
     parameters = inspect.signature(function).parameters
-    nameable_kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return {
-        name: parameter
-        for name, parameter in parameters.items()
-        if parameter.kind in nameable_kinds
-    }
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind in kinds}
 
 
 def _list_required_names(function: Callable[..., Any]) -> set[str]:

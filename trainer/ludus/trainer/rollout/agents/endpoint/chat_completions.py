@@ -54,11 +54,7 @@ def read_chat_request(body: Any, model: str) -> ApiRequest:
     if not isinstance(messages, list) or not messages:
         raise FieldError("messages", f"expected a list of messages, got {quote(messages)}")
     _check_stream_options(fields.get("stream_options", {}))
-    token_limits = [
-        token_limit
-        for name in ("max_tokens", "max_completion_tokens")
-        if (token_limit := read_integer(fields, name, 1)) is not None
-    ]
+    limits = [read_integer(fields, name, 1) for name in ("max_tokens", "max_completion_tokens")]
     return make_request(
         fields,
         model,
@@ -66,7 +62,7 @@ def read_chat_request(body: Any, model: str) -> ApiRequest:
             _read_message_and_calls(message, f"messages.{index}")
             for index, message in enumerate(messages)
         ],
-        max_tokens=min(token_limits, default=None),
+        max_tokens=min(filter(None, limits), default=None),
         needs_logprobs=read_flag(fields, "logprobs"),
     )
 
@@ -116,13 +112,10 @@ def _read_message_and_calls(message_json: Any, param: str) -> ChatMessage:
     message = read_message(message_json, param)
     if message.role == "assistant" and message_json.get("function_call"):
         raise FieldError(f"{param}.function_call", "expected tool_calls instead")
-    calls = read_list(message_json, "tool_calls", f"{param}.tool_calls")
-    return replace(
-        message,
-        calls=tuple(
-            read_call(call, f"{param}.tool_calls.{index}") for index, call in enumerate(calls)
-        ),
-    )
+    calls_param = f"{param}.tool_calls"
+    entries = enumerate(read_list(message_json, "tool_calls", calls_param))
+    calls = tuple(read_call(call, f"{calls_param}.{index}") for index, call in entries)
+    return replace(message, calls=calls)
 
 
 def _make_common_fields(request: ApiRequest, object_type: str) -> JsonObject:

@@ -73,7 +73,6 @@ class PolicyRequest:
     tools: tuple[ToolSpec, ...] = ()
     """Tools that a completion may call."""
     num_completions: int = 1
-    """Number of completions."""
     stop_texts: tuple[str, ...] = ()
     """Texts that end a completion. The response does not contain them."""
     max_tokens: int | None = None
@@ -119,21 +118,21 @@ class ApiError(LudusError):
         message: str,
         *,
         status: int = 400,
-        kind: str = "invalid_request_error",
+        error_type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
-        self.kind = kind
+        self.error_type = error_type
         self.param = param
         self.code = code
 
     @property
     def body(self) -> dict[str, Any]:
         """Body of the HTTP response."""
-        fields = {"message": self.message, "type": self.kind, "param": self.param}
+        fields = {"message": self.message, "type": self.error_type, "param": self.param}
         return {"error": {**fields, "code": self.code}}
 
 

@@ -27,17 +27,13 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
 
 JsonObject = dict[str, Any]
 
-RUN_SETTINGS = frozenset(
-    {
-        *("temperature", "top_p", "top_k", "min_p"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty"),
-    }
-)
-HARMLESS_FIELDS = frozenset(
-    {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
-        *("prompt_cache_key", "prompt_cache_retention", "reasoning_effort"),
-    }
+_IGNORED_FIELDS = (
+    # The run chooses its sampling parameters.
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    # The other fields do not affect the completion.
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
+    *("prompt_cache_key", "prompt_cache_retention", "reasoning_effort"),
 )
 _ROLE_BY_NAME: Mapping[str, Role] = {
     "system": "system",
@@ -79,7 +75,7 @@ def check_fields(
         raise ApiError(f"expected a JSON object, got {quote(body)}")
     fields = {name: value for name, value in body.items() if value is not None}
     for name, value in fields.items():
-        if name in supported_fields or name in RUN_SETTINGS or name in HARMLESS_FIELDS:
+        if name in supported_fields or name in _IGNORED_FIELDS:
             continue
         if name not in empty_values:
             raise make_unknown_field_error(name)
@@ -113,7 +109,7 @@ def make_request(
     )
     policy_request = PolicyRequest(
         messages=tuple(messages),
-        tools=_choose_tools(tuple(tools), tool_choice),
+        tools=_choose_tools(tools, tool_choice),
         num_completions=read_integer(fields, "n", 1, _MAX_COMPLETIONS) or 1,
         stop_texts=_read_stop_texts(fields),
         max_tokens=max_tokens,
@@ -141,34 +137,34 @@ def read_integer(
     body: JsonObject, name: str, min_value: int, max_value: int | None = None
 ) -> int | None:
     """Return the integer in a field; None if the field is missing."""
-    value = body.get(name)
-    if value is None:
+    number = body.get(name)
+    if number is None:
         return None
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or value < min_value or (max_value is not None and value > max_value):
+    is_integer = isinstance(number, int) and not isinstance(number, bool)
+    if not is_integer or number < min_value or (max_value is not None and number > max_value):
         bounds = (
             f"of {min_value} or more" if max_value is None else f"from {min_value} to {max_value}"
         )
-        raise FieldError(name, f"expected a whole number {bounds}, got {quote(value)}")
-    return int(value)
+        raise FieldError(name, f"expected a whole number {bounds}, got {quote(number)}")
+    return int(number)
 
 
 def read_flag(body: JsonObject, name: str, *, default: bool = False) -> bool:
     """Return the boolean in a field; `default` if the field is missing."""
-    value = body.get(name, default)
-    if not isinstance(value, bool):
-        raise FieldError(name, f"expected true or false, got {quote(value)}")
-    return value
+    flag = body.get(name, default)
+    if not isinstance(flag, bool):
+        raise FieldError(name, f"expected true or false, got {quote(flag)}")
+    return flag
 
 
 def read_list(body: JsonObject, name: str, param: str = "") -> list[Any]:
     """Return the list in a field; empty if the field is missing."""
-    value = body.get(name)
-    if value is None:
+    entries = body.get(name)
+    if entries is None:
         return []
-    if not isinstance(value, list):
-        raise FieldError(param or name, f"expected a list, got {quote(value)}")
-    return value
+    if not isinstance(entries, list):
+        raise FieldError(param or name, f"expected a list, got {quote(entries)}")
+    return entries
 
 
 def read_message(message: Any, param: str) -> ChatMessage:
@@ -228,14 +224,12 @@ def make_token_logprobs(response: PolicyResponse) -> list[JsonObject]:
 
 
 def _read_stop_texts(fields: JsonObject) -> tuple[str, ...]:
-    value = fields.get("stop", [])
-    stop_texts = [value] if isinstance(value, str) else value
-    is_valid = isinstance(stop_texts, list) and len(stop_texts) <= _MAX_STOP_TEXTS
-    if not is_valid or not all(
-        isinstance(stop_text, str) and stop_text for stop_text in stop_texts
-    ):
-        raise FieldError("stop", f"expected up to {_MAX_STOP_TEXTS} texts, got {quote(value)}")
-    return tuple(stop_texts)
+    stop = fields.get("stop", [])
+    texts = [stop] if isinstance(stop, str) else stop
+    is_valid = isinstance(texts, list) and len(texts) <= _MAX_STOP_TEXTS
+    if not is_valid or not all(isinstance(text, str) and text for text in texts):
+        raise FieldError("stop", f"expected up to {_MAX_STOP_TEXTS} texts, got {quote(stop)}")
+    return tuple(texts)
 
 
 def _read_tool(tool: Any, param: str) -> ToolSpec:

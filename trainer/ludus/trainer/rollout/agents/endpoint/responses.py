@@ -136,8 +136,8 @@ def make_response_events(body: JsonObject) -> Iterator[JsonObject]:
     """Yield the events of a stream whose complete response is `body`."""
     sequence_numbers = count()
 
-    def make_event(kind: str, **fields: Any) -> JsonObject:
-        return {"type": kind, "sequence_number": next(sequence_numbers), **fields}
+    def make_event(event_type: str, **fields: Any) -> JsonObject:
+        return {"type": event_type, "sequence_number": next(sequence_numbers), **fields}
 
     empty_fields: JsonObject = {"output": [], "usage": None, "incomplete_details": None}
     started_response = {**body, "status": "in_progress", **empty_fields}
@@ -151,8 +151,8 @@ def make_response_events(body: JsonObject) -> Iterator[JsonObject]:
         if "arguments" in item:
             unfinished_item["arguments"] = ""
         yield make_event("response.output_item.added", output_index=index, item=unfinished_item)
-        for kind, fields in _make_item_events(item):
-            yield make_event(kind, output_index=index, item_id=item["id"], **fields)
+        for event_type, fields in _make_item_events(item):
+            yield make_event(event_type, output_index=index, item_id=item["id"], **fields)
         yield make_event("response.output_item.done", output_index=index, item=item)
     yield make_event(f"response.{body['status']}", response=body)
 

@@ -147,7 +147,7 @@ class EndpointEpisode:
             raise ApiError(
                 f"{summary}: {type(error).__name__}: {error}",
                 status=422,  # clients would retry after 5xx
-                kind="policy_error",
+                error_type="policy_error",
                 code="policy_error",
             ) from error
 
@@ -219,9 +219,8 @@ class AgentEndpoint:
                         code="invalid_api_key",
                     )
                 # The body must be read first, because waiting for a disconnect would consume it.
-                body = (
-                    await _read_json(request) if request.method == "POST" else request.path_params
-                )
+                is_post = request.method == "POST"
+                body = await _read_json(request) if is_post else request.path_params
                 return await _run_until_disconnect(request, episode, handle(episode, body))
             except ApiError as error:
                 return _make_json_response(error.body, error.status)
@@ -248,15 +247,9 @@ async def _handle_responses(episode: EndpointEpisode, body: Any) -> Response:
 
 
 async def _describe_models(episode: EndpointEpisode, path_params: Any) -> Response:
-    model_entry = {
-        "id": path_params.get("name", DEFAULT_MODEL),
-        "object": "model",
-        "created": 0,
-        "owned_by": "ludus",
-    }
-    return _make_json_response(
-        model_entry if path_params else {"object": "list", "data": [model_entry]}
-    )
+    name = path_params.get("name", DEFAULT_MODEL)
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "ludus"}
+    return _make_json_response(model if path_params else {"object": "list", "data": [model]})
 
 
 async def _handle_mcp(episode: EndpointEpisode, body: Any) -> Response:
@@ -348,9 +341,8 @@ async def _respond_to_mcp(tools: EpisodeTools, request: Any) -> JsonObject | Non
         case "ping":
             return _make_mcp_result(request_id, {})
         case "tools/list":
-            return _make_mcp_result(
-                request_id, {"tools": [_make_tool_entry(tool) for tool in tools.tools]}
-            )
+            entries = [_make_tool_entry(tool) for tool in tools.tools]
+            return _make_mcp_result(request_id, {"tools": entries})
         case "tools/call":
             return await _call_tool(tools, request_id, params)
     return _make_mcp_error(request_id, _METHOD_NOT_FOUND, f"no method {quote(request['method'])}")
@@ -367,9 +359,8 @@ async def _call_tool(tools: EpisodeTools, request_id: Any, params: JsonObject) -
             f"{quote(arguments)}",
         )
     text, has_failed = await tools.call_tool(ToolCall(str(name), arguments))
-    return _make_mcp_result(
-        request_id, {"content": [{"type": "text", "text": text}], "isError": has_failed}
-    )
+    content = [{"type": "text", "text": text}]
+    return _make_mcp_result(request_id, {"content": content, "isError": has_failed})
 
 
 def _make_server_info(params: JsonObject) -> JsonObject:
