@@ -126,7 +126,7 @@ class SessionCore:
             args = dataclasses.replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
             await self._slots.take(size)
             opens = (self._open_reserved(chosen_id, args, connection) for chosen_id in chosen_ids)
-            open_results = await self._shield(self._require_equal_views(opens, args))
+            open_results = await self._shield(self._open_all(opens, args))
         self.counts.num_opens += len(open_results)
         self.counts.num_resets += len(open_results)
         return open_results
@@ -265,10 +265,10 @@ class SessionCore:
             await asyncio.wait(self._tasks, timeout=grace_s)
         await self.host.shut_down()
 
-    async def _require_equal_views(
+    async def _open_all(
         self, opens: Iterable[Coroutine[Any, Any, OpenResult]], args: OpenArgs
     ) -> list[OpenResult]:
-        """Open sessions and return them; if their views differ, close them and raise."""
+        """Return the open sessions of a group; close them and raise if their views differ."""
         outcomes = await asyncio.gather(*opens, return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         open_results = [outcome for outcome in outcomes if isinstance(outcome, OpenResult)]

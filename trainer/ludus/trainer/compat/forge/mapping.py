@@ -107,7 +107,7 @@ def map_config(config: ForgeConfig, *, name: str, has_gpu: bool) -> MappedConfig
     sections["learner"] |= _make_learner_settings(keys)
     sections["metrics"] = _make_metrics_section(keys)
     sections["model"] = _make_model_section(keys, sections["rollout"]["max_tokens"])
-    _add_gpus(sections, keys, has_gpu=has_gpu)
+    _add_gpus(sections, keys, ludus_section, has_gpu=has_gpu)
     # The preset provides the values that the file does not set.
     sections = {key: _drop_none(section) for key, section in sections.items()}
     if "environments" in ludus_section:
@@ -346,11 +346,18 @@ def _make_metrics_section(keys: ForgeKeys) -> dict[str, Any]:
     return {"wandb": {"project": project, "entity": entity, "mode": mode}}
 
 
-def _add_gpus(sections: dict[str, Any], keys: ForgeKeys, *, has_gpu: bool) -> None:
+def _add_gpus(
+    sections: dict[str, Any], keys: ForgeKeys, ludus_section: Mapping[str, Any], *, has_gpu: bool
+) -> None:
     policy_has_gpus = keys.get("services.policy.with_gpus")
     trainer_has_gpus = keys.get("actors.trainer.with_gpus")
+    num_gpus = sections["generator"].get("tensor_parallel_size") or 1
+    if num_gpus > 1 and not policy_has_gpus and "rollout" not in ludus_section:
+        raise ConfigError(
+            f"policy.engine_args.tensor_parallel_size = {num_gpus} needs that number of "
+            "GPUs, but services.policy.with_gpus is not true; set it to true"
+        )
     if has_gpu and policy_has_gpus:
-        num_gpus = sections["generator"].get("tensor_parallel_size") or 1
         sections["rollout"]["num_gpus_per_worker"] = num_gpus
     if has_gpu and trainer_has_gpus:
         sections["learner"]["num_gpus_per_rank"] = 1
