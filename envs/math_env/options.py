@@ -28,7 +28,7 @@ class MathOptions(EnvironmentOptions):
         if self.num_answers > _MAX_ANSWERS:
             raise ValueError(
                 f"limit must allow at most {_MAX_ANSWERS:,} possible answers, got {self.limit},"
-                f" which allows {self.num_answers:,} with {self.operation!r}; lower limit"
+                f" which allows {self.num_answers:,} with {self.operation!r}; reduce the limit"
             )
         return self
 

@@ -27,7 +27,7 @@ _TOOLS = (
 
 
 class EchoEnvironment(Environment[EchoAction, EchoObservation, EchoState]):
-    """An echo of every message, with a reward of 0.1 per character. Episodes never terminate.
+    """An environment that echoes each message, with a reward of 0.1 per character, without end.
 
     Raises:
         ConfigError: An option was given; there are none.
@@ -55,18 +55,18 @@ class EchoEnvironment(Environment[EchoAction, EchoObservation, EchoState]):
         """Return the echo.
 
         Raises:
-            ToolError: The tool does not exist, or the arguments are not one message.
+            ToolError: The tool does not exist, or needs exactly one string, `message`.
         """
         if all(tool.name != name for tool in _TOOLS):
             return super().call_tool(name, arguments)  # raises ToolError
         message = arguments.get("message")
         if not isinstance(message, str) or arguments.keys() != {"message"}:
-            raise ToolError(f"expected one text, `message`, got {arguments!r:.200}")
+            raise ToolError(f"expected exactly one string, `message`, got {arguments!r:.200}")
         if name == "echo_message":
             return {"result": message}
         return {"message": message, "length": len(message)}
 
-    def reset(  # type: ignore[override]  # names its options, so that others are refused
+    def reset(  # type: ignore[override]  # lists its options, so that others are refused
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[EchoObservation]:
         """Start an episode. The seed has no effect."""

@@ -1,4 +1,4 @@
-"""Opening of a data set as its options describe it, once per process."""
+"""Data sets as their options describe them, each opened once per process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _open_file_version(
 
 
 def _read_file_version(path: Path) -> tuple[int, ...]:
-    """Return the file's inode, size and time, which change when the file is written again."""
+    """Return the inode, size and modification time of a file; () if it cannot be read."""
     try:
         status = os.stat(path)
     except OSError:

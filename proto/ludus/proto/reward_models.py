@@ -28,8 +28,8 @@ class PreferenceScores(_Record):
     """Results of a reward model on comparisons."""
 
     accuracy: float
-    """Share of the comparisons in which the preferred answer has the highest score; a tie is an
-    error."""
+    """Share of the comparisons in which the preferred answer has the highest score; a tie counts
+    as wrong."""
     mrr: float
     """Mean reciprocal rank of the preferred answer; a tie counts as the worse rank."""
     loss: float
@@ -60,12 +60,12 @@ class RewardModelProgress(_Record):
     step: int
     """Number of optimizer steps so far."""
     num_steps: int
-    """Number of optimizer steps of the whole training; 0 while the data are read."""
+    """Total number of optimizer steps; 0 while the data are read."""
     epoch: int
     """Number of the current epoch, from 1."""
     num_epochs: int
     loss: float | None
-    """Loss of the newest step."""
+    """Loss of the latest step."""
     elapsed_s: float
     finished: RewardModelEpoch | None = None
     """The epoch that just ended."""
@@ -85,7 +85,7 @@ class RewardModelMetrics(_Record):
     """Number of answers per comparison. A random guess is right with probability
     1 / num_answers."""
     num_left_out: int
-    """Number of skipped comparisons, whose answers are all equal."""
+    """Number of comparisons that were skipped because all their answers are equal."""
     num_texts_cut: int
     """Number of texts that were longer than max_tokens."""
     num_steps: int
@@ -94,7 +94,7 @@ class RewardModelMetrics(_Record):
     kept_epoch: int
     """Number of the epoch whose weights are in the folder."""
     accuracy: float | None
-    """Accuracy of these weights on the held-out comparisons; null if there are none."""
+    """Accuracy of the weights in the folder on the held-out comparisons; null if there are none."""
     mrr: float | None
     loss: float | None
     epochs: tuple[RewardModelEpoch, ...]

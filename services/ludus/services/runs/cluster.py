@@ -38,7 +38,7 @@ _POLL_INTERVAL_S = 0.5
 
 
 def load_personal_access(context: str = "") -> ApiAccess:
-    """Load the user's access to a cluster, like kubectl: from the kubeconfig if there is one.
+    """Load the user's cluster credentials. Like kubectl, use the kubeconfig if there is one.
 
     Raises:
         ConfigError: no cluster is configured.
@@ -145,7 +145,7 @@ class RunsCluster:
         """Create the RayJob and its ConfigMap, which the RayJob owns; return the RayJob.
 
         Raises:
-            ClusterError: the API server refused one of the objects. Both are removed.
+            ClusterError: a request was refused. If it created the RayJob, the ConfigMap is removed.
         """
         path = self._make_config_map_path(manifests.run.name)
         try:

@@ -37,8 +37,9 @@ from ludus.proto.errors import ActionError, EnvError, ExecutionError, ToolError
 MAX_EPISODE_BYTES = 8 * 1024 * 1024
 """Maximum size of a recorded episode; later steps are left out."""
 MAX_RUNNING_BYTES = 256 * 1024 * 1024
-"""Maximum size of all running episodes as JSON. Above it, the longest is written unfinished."""
-MAX_RUNNING = 16_384
+"""Maximum size of all running episodes as JSON. Above it, the largest is written before
+its end."""
+MAX_RUNNING_EPISODES = 16_384
 """Maximum number of running episodes; above it the oldest is treated as abandoned."""
 _REPEATABLE_ERRORS = (ActionError, ExecutionError, ToolError)
 """Types of errors that come from the environment, so a replay raises them again."""
@@ -112,7 +113,7 @@ class EpisodeRecorder(SessionRecorder):
             episode, outcome.step_index
         )
         self._add_bytes(running_episode, len(episode.model_dump_json(exclude_none=True)))
-        if len(self._running_episodes) > MAX_RUNNING:
+        if len(self._running_episodes) > MAX_RUNNING_EPISODES:
             self._end_episode(next(iter(self._running_episodes)), "abandoned")
 
     def record_step(
@@ -158,7 +159,9 @@ class EpisodeRecorder(SessionRecorder):
         self._num_bytes += num_bytes
         while self._running_episodes and self._num_bytes > self._max_running_bytes:
             session_id, _ = max(self._running_episodes.items(), key=lambda pair: pair[1].num_bytes)
-            self._end_episode(session_id, "unfinished; too much is recorded at once")
+            self._end_episode(
+                session_id, "unfinished: the running episodes exceeded the memory limit"
+            )
 
     def _add_error(
         self, running_episode: _RunningEpisode, step: RecordedStep, error: EnvError
@@ -190,5 +193,5 @@ def _record_action(action: bytes | str) -> RecordedStep:
         return RecordedStep(text=action)
     try:
         return RecordedStep(action=orjson.loads(action))
-    except orjson.JSONDecodeError:  # refused as malformed; a replay does not repeat it
+    except orjson.JSONDecodeError:  # the session refuses malformed JSON
         return RecordedStep()

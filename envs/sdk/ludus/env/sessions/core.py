@@ -200,7 +200,7 @@ class SessionCore:
     async def state(self, session_id: str) -> bytes:
         with self.counts.count_errors():
             session = self._find_session(session_id)
-            return await self._call_in_order(session, "state", session.hosted_session.state_json)
+            return await self._call_in_order(session, "state", session.hosted_session.read_state)
 
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
         full_id = self._session_ids.get(session_id, session_id)

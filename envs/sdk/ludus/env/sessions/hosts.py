@@ -53,7 +53,7 @@ class HostedSession(Protocol):
     async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
         """Take a step and return its result."""
 
-    async def state_json(self) -> bytes:
+    async def read_state(self) -> bytes:
         """Return the environment's state as JSON."""
 
     async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
@@ -206,8 +206,8 @@ class LocalSession:
     async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
         return await self._run(lambda: self._session.step(action, step_index))
 
-    async def state_json(self) -> bytes:
-        return await self._run(self._session.state_json)
+    async def read_state(self) -> bytes:
+        return await self._run(self._session.read_state)
 
     async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
         return await self._run(lambda: self._session.call_tool(name, arguments))

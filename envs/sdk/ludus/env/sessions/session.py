@@ -36,11 +36,11 @@ ResultT = TypeVar("ResultT")
 
 
 class EnvironmentSession:
-    """An environment with the progress of its episode, independent of wires, clocks and threads.
+    """An environment with the progress of its episode, independent of transports and timeouts.
 
     Two threads must not call its methods at the same time. The methods raise only EnvError: every
-    other exception of the environment is converted. The methods never wait, so even a cancellation
-    or a SystemExit comes from the environment.
+    other exception of the environment is converted. The methods never await, so a CancelledError
+    or SystemExit comes from the environment and is converted too.
     """
 
     __slots__ = (
@@ -83,7 +83,7 @@ class EnvironmentSession:
         last_result = self.last_result
         if last_result is None:
             raise EpisodeStateError(
-                f"session {self.id} has no episode for step {step_index or ''}; call reset first",
+                f"session {self.id} has no running episode; call reset first",
                 ErrorCode.NOT_RESET,
             )
         if step_index and step_index != last_result.step_index + 1:
@@ -99,7 +99,7 @@ class EnvironmentSession:
         )
         return self._record_transition(transition, last_result.step_index + 1)
 
-    def state_json(self) -> bytes:
+    def read_state(self) -> bytes:
         """Return the environment's state, or an empty state before the first reset."""
         if self.last_result is None:
             return State(episode_id=self._episode_id).model_dump_json().encode()
@@ -114,7 +114,7 @@ class EnvironmentSession:
         try:
             self._environment.close()
         except BaseException:  # noqa: BLE001 - third-party code; the session is gone either way
-            _log.exception("close of %s failed", type(self._environment).__name__)
+            _log.exception("%s.close failed", type(self._environment).__name__)
         finally:
             exit_if_forked(self._pid)
 
@@ -178,7 +178,7 @@ class EnvironmentSession:
             options = self._environment.options
         except Exception:  # noqa: BLE001 - third-party code; the reset has failed already
             options = {}
-        hint = f"; the environment was built with {options}, check the type of each option"
+        hint = f"; the environment was built with {options}; check the type of each option"
         return hint if options else ""
 
     def _to_env_error(self, call_name: str, error: BaseException) -> EnvError:
@@ -187,7 +187,7 @@ class EnvironmentSession:
         if is_complete_env_error(error):
             return error
         environment_name = type(self._environment).__name__
-        _log.error("%s of %s failed", call_name, environment_name, exc_info=error)
+        _log.error("%s.%s failed", environment_name, call_name, exc_info=error)
         hint = self._describe_options() if call_name == "reset" else ""
         return wrap_exception(f"{call_name} failed with ", error, suffix=hint)
 
@@ -203,7 +203,7 @@ def exit_if_forked(pid: int) -> None:
 
 @functools.cache
 def list_reset_options(environment_type: type[AnyEnvironment]) -> frozenset[str] | None:
-    """Return the names of reset's options in addition to `seed`; None means any."""
+    """Return the names of reset's options other than `seed`; None means any."""
     parameters = inspect.signature(environment_type.reset).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None

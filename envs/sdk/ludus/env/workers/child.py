@@ -172,7 +172,7 @@ class WorkerSessions:
                 reply.close.SetInParent()
                 return 0
             case "state":
-                reply.state.state_json = self._find_session(session_id).state_json()
+                reply.state.state_json = self._find_session(session_id).read_state()
                 return len(reply.state.state_json)
             case "call_tool":
                 reply.call_tool.result_json = self._find_session(session_id).call_tool(

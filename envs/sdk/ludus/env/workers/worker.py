@@ -228,7 +228,7 @@ class WorkerSession:
             self.last_result = result
         return self.last_result
 
-    async def state_json(self) -> bytes:
+    async def read_state(self) -> bytes:
         def fill_call(call: pb.Call) -> None:
             call.state.session_id = self.id
 

@@ -50,7 +50,7 @@ from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.run.checkpoint import MODEL_FOLDER, find_newest_checkpoint
 
 _MIN_SESSIONS = 4096
-"""Minimum value of max_sessions; a larger batch needs one session for each row."""
+"""Minimum value of max_sessions; a batch of more episodes gets a session for each episode."""
 _INPUT_SUFFIX = "-input"
 """Suffix of the folder with the objects that the script passed."""
 _REMEDIES = {
@@ -89,13 +89,14 @@ class GRPOTrainer:
         Args:
             model: a Hugging Face id or folder, a model, or the [model] section of a run.
             reward_funcs: a function, the id or folder of a reward model, or a list of these.
-            train_dataset: rows with a `prompt` of text or messages, and columns for rewards.
+            train_dataset: rows with a `prompt` (text or messages) and the columns that rewards use.
             processing_class: the model's tokenizer. Default: the tokenizer in the model's folder.
             peft_config: LoRA settings; r, lora_alpha and target_modules of `peft.LoraConfig`.
             tools: functions that completions may call.
             rollout_func: function that plays the episodes (docs/from-trl.md).
             environment_factory: function that returns an environment, whose methods completions
-                call. A mapping has several by name, and column `environment` selects one.
+                may call; or a mapping from names to such functions, of which column `environment`
+                selects one for each row.
             overrides: settings of the run in the form "section.field=value".
         """
         _refuse_arguments((reward_processing_classes, callbacks, optimizers, quantization_config))
@@ -117,7 +118,7 @@ class GRPOTrainer:
             self._find_columns(rollout),
             rollout.reward_name if isinstance(rollout, ToolRollout) else None,
         )
-        self._config = self._make_run_tree(model_section, rollout, rewards)
+        self._config = self._make_run_config(model_section, rollout, rewards)
         self._overrides = tuple(overrides)
         self.run: LanguageModelRun = Trainer(self._config, overrides=self._overrides).run
         """The configuration of the run that `train` starts."""
@@ -186,7 +187,7 @@ class GRPOTrainer:
             self.summary = await trainer.train()
         return self.state.finish()
 
-    def _make_run_tree(
+    def _make_run_config(
         self, model: ModelSection, rollout: Callable[..., Any], rewards: list[dict[str, Any]]
     ) -> dict[str, Any]:
         """Return the configuration of the run."""
