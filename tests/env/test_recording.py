@@ -168,7 +168,7 @@ async def test_memory_of_running_episodes_is_limited(tmp_path: Path) -> None:
     first, last = read_episodes(tmp_path / "r.jsonl")
     assert (first.seed, first.end_reason) == (
         2,
-        "unfinished: the running episodes exceeded the memory limit",
+        "unfinished: the memory limit of recordings was reached",
     )
     assert 0 < len(first.steps) < 100
     assert (last.seed, len(last.steps), last.end_reason) == (1, 1, "the server stopped")

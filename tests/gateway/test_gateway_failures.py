@@ -334,7 +334,7 @@ async def test_unreachable_address_does_not_block_the_start():
 
 
 def read_state(server, session_id: str) -> bytes:
-    return server.core.open_sessions[session_id].hosted_session.inline_session.state_json()
+    return server.core.open_sessions[session_id].hosted_session.inline_session.read_state()
 
 
 def read_server_id(server) -> str:

@@ -159,9 +159,7 @@ class EpisodeRecorder(SessionRecorder):
         self._num_bytes += num_bytes
         while self._running_episodes and self._num_bytes > self._max_running_bytes:
             session_id, _ = max(self._running_episodes.items(), key=lambda pair: pair[1].num_bytes)
-            self._end_episode(
-                session_id, "unfinished: the running episodes exceeded the memory limit"
-            )
+            self._end_episode(session_id, "unfinished: the memory limit of recordings was reached")
 
     def _add_error(
         self, running_episode: _RunningEpisode, step: RecordedStep, error: EnvError
