@@ -349,7 +349,7 @@ _STEPS = Row(
         ),
         Panel(
             "Time since the last checkpoint",
-            "Time since the newest checkpoint, or since the run started or resumed. This work is "
+            "Time since the latest checkpoint, or since the run started or resumed. This work is "
             "repeated if the learner is lost now.",
             (Query(f"time() - {gauge(TrainSeries.LAST_CHECKPOINT)}", "{{run}}"),),
             "s",

@@ -80,8 +80,8 @@ def _read_columns(path: Path, content: JsonObject) -> list[JsonObject]:
     scalar_names = sorted(name for name, values in content.items() if not isinstance(values, list))
     if scalar_names:
         raise ConfigError(
-            f"path = '{path}' must contain a list of objects, or an object of columns, but its "
-            f"'{scalar_names[0]}' is not a list"
+            f"path = '{path}' must contain a list of objects, or an object whose values are lists, "
+            f"but '{scalar_names[0]}' is not a list"
         )
     try:
         return split_columns(content)

@@ -43,8 +43,8 @@ class RunLock:
                 owner = file.read().strip() or "another process"
                 file.close()
                 raise ConfigError(
-                    f"'{folder}' is in use: {owner} trains there; wait until it exits, or choose "
-                    "another name"
+                    f"'{folder}' is in use: {owner} is training in it; wait until it exits, or "
+                    "give the run another name"
                 )
             if _is_file_at(path, file):
                 break

@@ -51,7 +51,7 @@ CONTROL_VARIABLE = "LUDUS_CONTROL_FILE"
 
 
 class Resume(StrEnum):
-    """Use of the newest checkpoint when a run starts."""
+    """Use of the latest checkpoint when a run starts."""
 
     NEVER = "never"
     AUTO = "auto"

@@ -1,4 +1,4 @@
-"""The trainer's command line, which `ludus` and a RayJob start: `python -m ludus.trainer`."""
+"""Command line of the trainer (`python -m ludus.trainer`). `ludus` and RayJobs start it."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def add_start_options(parser: argparse.ArgumentParser) -> None:
         const=Resume.ALWAYS,
         default=Resume.NEVER,
         choices=[Resume.ALWAYS, Resume.AUTO],
-        help="resume from the newest checkpoint; with =auto, start a new run if there is none",
+        help="resume from the latest checkpoint; with =auto, start a new run if there is none",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
 

@@ -53,7 +53,7 @@ class TrainingConfig(TrainingSection):
     """Largest lead that a finished group may have over an older group that is still being played,
     as a share of all groups in flight."""
     max_learner_restarts: NonNegativeInt = 3
-    """Number of times that the learner's ranks are restarted from the newest checkpoint when a
+    """Number of times that the learner's ranks are restarted from the latest checkpoint when a
     rank dies."""
     learner_timeout_s: Seconds = 3600.0
     """Time limit in seconds of one call of the learner, such as a training step or a checkpoint.

@@ -32,7 +32,7 @@ class TrainingSection(Section):
     """Number of steps between checkpoints. The end of training and Ctrl-C write a checkpoint
     too."""
     keep_checkpoints: PositiveInt = 2
-    """Number of newest checkpoints that stay on disk."""
+    """Number of latest checkpoints that stay on disk."""
     shuffle_rewards: bool = False
     """Shuffle the rewards of each batch, so that the policy cannot learn: a negative control."""
 

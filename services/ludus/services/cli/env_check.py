@@ -79,9 +79,9 @@ def check(
 ) -> None:
     """Check that an environment or a server fulfills its contract. Exit code 1 if it does not.
 
-    The check briefly opens up to 16 sessions on a server. Features that OpenEnv's own servers
-    lack are reported as not offered. A rule that exceeds its time limit counts as broken. After
-    three such rules, the remaining rules are skipped.
+    The check briefly opens up to 16 sessions on a server. Optional features that it
+    lacks, as OpenEnv's own servers do, are reported as not offered. A rule that exceeds its time
+    limit counts as broken. After three such rules, the remaining rules are skipped.
 
     Example: `ludus env check openspiel_env --option game=tic_tac_toe`
 

@@ -51,14 +51,15 @@ Isolation = Annotated[
     str | None,
     typer.Option(
         help="Isolation of sessions: inline, pool or process.",
-        show_default="chosen for the environment",
+        show_default="depends on the environment",
     ),
 ]
 Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")]
 Port = Annotated[int | None, _make_port_option("HTTP and WebSocket", "8000")]
 GrpcPort = Annotated[int | None, _make_port_option("gRPC", "port + 10000")]
 TenantsFile = Annotated[
-    Path | None, typer.Option("--tenants", help="File with tenants, tokens and quotas, TOML.")
+    Path | None,
+    typer.Option("--tenants", help="TOML file of tenants, with their token sources and quotas."),
 ]
 TokenEnv = Annotated[
     str | None,

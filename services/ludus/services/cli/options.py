@@ -58,7 +58,7 @@ TokenEnv = Annotated[
 # Runs on a cluster.
 
 RunName = Annotated[
-    str, typer.Argument(metavar="NAME", help="Name of the run; `ludus list` prints all.")
+    str, typer.Argument(metavar="NAME", help="Name of the run. `ludus list` shows all runs.")
 ]
 Context = Annotated[
     str, typer.Option(help="Kubeconfig context to use.", show_default="current context")

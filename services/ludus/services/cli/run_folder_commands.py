@@ -41,13 +41,13 @@ def report(
     run_dir: RunDir,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File for the page.", show_default="RUN_DIR/report.html"),
+        typer.Option(
+            metavar="FILE", help="Output file of the report.", show_default="RUN_DIR/report.html"
+        ),
     ] = None,
     figure: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="File for the learning curves as SVG, written instead of the page."
-        ),
+        typer.Option(metavar="FILE", help="Write only the learning curves, as SVG, to this file."),
     ] = None,
     opens_file: Annotated[
         bool, typer.Option("--open", help="Open the written file in the browser.")

@@ -109,7 +109,9 @@ async def stop(
     run: options.RunName,
     deletes_now: Annotated[
         bool,
-        typer.Option("--now", help="Delete the run at once; steps since a checkpoint are lost."),
+        typer.Option(
+            "--now", help="Delete the run at once; steps since the latest checkpoint are lost."
+        ),
     ] = False,
     timeout_s: Annotated[
         int, typer.Option("--timeout", min=1, help="Seconds to wait for the checkpoint.")

@@ -41,7 +41,7 @@ def train_reward(
         typer.Option(
             "--data",
             metavar="FILE|FOLDER",
-            help="Comparisons, with columns prompt, chosen, rejected or query, sample0, ..., best.",
+            help="Data with columns (prompt, chosen, rejected) or (query, sample0, ..., best).",
         ),
     ] = None,
     output_dir: Annotated[
@@ -64,7 +64,7 @@ def train_reward(
 ) -> None:
     """Train a reward model on human preferences.
 
-    Writes a Hugging Face folder that also contains metrics.json. A run uses it as a reward with
+    Writes a model folder in Hugging Face format, and metrics.json. A run uses it as a reward with
     `rewards = [{kind = "model", path = "FOLDER"}]`. Ctrl-C stops with a checkpoint, from which
     --resume continues. --set overrides any field described in docs/reward-models.md.
 

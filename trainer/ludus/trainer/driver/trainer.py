@@ -68,7 +68,7 @@ class Trainer:
                 dictionary may contain functions instead of their names, and a list of functions as
                 rewards.
             overrides: overrides of the form "section.field=value".
-            resume: "always" continues from the newest checkpoint; "auto" starts a new run if there
+            resume: "always" continues from the latest checkpoint; "auto" starts a new run if there
                 is no checkpoint.
             overwrite: whether to replace an existing run of the same name.
             print_rows: whether to also print each row of metrics.

@@ -238,7 +238,7 @@ def find_newest_checkpoint(folder: Path) -> Path:
 
 
 def find_checkpoint(path: Path | None, checkpoints: Path) -> Path:
-    """Return the absolute path of a checkpoint; None stands for the newest checkpoint."""
+    """Return the absolute path of a checkpoint; None stands for the latest checkpoint."""
     if path is None:
         return find_newest_checkpoint(checkpoints).absolute()
     named_checkpoint = checkpoints / path

@@ -254,7 +254,7 @@ def make_series() -> dict[str, Series]:
             "Unix time at which the newest step ended; before the first step, the run's start."
         ),
         TrainSeries.LAST_CHECKPOINT: Series(
-            "Unix time of the newest checkpoint; before the first checkpoint, the run's start."
+            "Unix time of the latest checkpoint; before the first checkpoint, the run's start."
         ),
         TrainSeries.ELAPSED: Series("Seconds of training so far."),
         TrainSeries.GAMES_TRAINED: Series("Episodes trained on so far."),

@@ -133,7 +133,7 @@ class GRPOTrainer:
         As in TRL, an existing run is replaced unless it is resumed.
 
         Args:
-            resume_from_checkpoint: True resumes from the newest checkpoint.
+            resume_from_checkpoint: True resumes from the latest checkpoint.
 
         Raises:
             UserError: the run cannot start as configured.

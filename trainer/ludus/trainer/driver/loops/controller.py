@@ -31,7 +31,7 @@ will not be trained on gives its capacity back, so the buffer always fills again
 deadlock. If no worker loads the delivered weights, the run ends with an error at once. If only some
 workers fail to load them, these workers get no groups.
 
-When the learner is lost, all tasks above end. Its ranks restart from the newest checkpoint, and the
+When the learner is lost, all tasks above end. Its ranks restart from the latest checkpoint, and the
 tasks start again as after a resume, in the same process. Groups that started after it are not
 trained on: `GroupBuffer.restore` keeps only the groups of the checkpoint and refuses late ones. No
 group index is used twice. Version numbers are used again with different weights. But no group of an
@@ -141,7 +141,7 @@ class Controller:
         self._step: _RunningStep | None = None
         """The learner's current step; None between two steps."""
         self._saved_step = state.step
-        """Step of the newest checkpoint, or the first step."""
+        """Step of the latest checkpoint, or the first step."""
         self._delivery_duration_s = 0.0
         """Duration of the deliveries that finished since the last step."""
         self._num_recorded_breaches = 0

@@ -276,8 +276,8 @@ def read_result(
         case "text":
             if not isinstance(agent_output, str):
                 raise AgentError(
-                    f"expected a text (agent.answer = 'text'), got {_quote(agent_output)}; return "
-                    "only the answer, or set agent.answer = 'json'"
+                    f"agent.answer = 'text' needs a text, got {_quote(agent_output)}; "
+                    "return only the answer, or set agent.answer = 'json'"
                 )
             return AgentResult(answer=agent_output.strip())
     fields = dict(_read_object(agent_output))

@@ -46,7 +46,7 @@ def train_reward(
         learning_rate: highest learning rate, reached after `warmup_steps`; then it falls to 0.
         device: name of a torch device; None uses a GPU if there is one.
         dry_run: whether to check the model and the data only, and return None.
-        resume_checkpoint: the newest checkpoint of a stopped training with the same
+        resume_checkpoint: the latest checkpoint of a stopped training with the same
             `reward_model_path`, or a folder that contains it; None starts a new training.
         freeze_backbone: whether to train only the head.
     """
