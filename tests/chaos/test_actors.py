@@ -21,7 +21,7 @@ from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.data.counts import RolloutCounts
 from tests.chaos.faults import LEARNER_RANK, ROLLOUT_WORKER, pids
 from tests.chaos.fleet import Fleet, run_fleet
-from tests.env.polling import eventually, turns_of_the_loop
+from tests.env.polling import run_pending_tasks, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,7 +54,7 @@ async def module_workers(fleet: Fleet) -> AsyncIterator[RolloutWorkers]:
 async def workers(module_workers: RolloutWorkers) -> RolloutWorkers:
     """Return one ready worker, which the tests share because each start imports torch."""
     module_workers.resize(1)
-    await eventually(
+    await wait_until(
         lambda: len(module_workers.roster.ready_workers) == len(running(ROLLOUT_WORKER)) == 1,
         within_s=WITHIN_S,
     )
@@ -90,7 +90,7 @@ async def test_dead_worker_is_replaced_with_the_newest_weights(
     refusals = await playing
     assert sorted(refusal.index for refusal in refusals) == list(range(64))
     assert all(refusal.is_lost for refusal in refusals), "all must be played again"
-    await eventually(lambda: len(workers.roster.ready_workers) == 1, within_s=WITHIN_S)
+    await wait_until(lambda: len(workers.roster.ready_workers) == 1, within_s=WITHIN_S)
     assert workers.roster.num_restarts == num_restarts + 1
     [weights] = workers.weights_by_worker.values()
     assert (weights.canary.version, weights.canary.content_hash) == (
@@ -105,7 +105,7 @@ async def test_dead_worker_is_replaced_with_the_newest_weights(
 async def test_removed_worker_finishes_its_groups(fleet: Fleet, workers: RolloutWorkers) -> None:
     num_restarts, counts_before = workers.roster.num_restarts, await read_counts(workers)
     workers.resize(2)
-    await eventually(lambda: len(workers.roster.ready_workers) == 2, within_s=WITHIN_S)
+    await wait_until(lambda: len(workers.roster.ready_workers) == 2, within_s=WITHIN_S)
     slots = [await workers.acquire_slot() for _ in range(2)]
     groups = [fleet.groups(*range(16)), fleet.groups(*range(16, 32))]
     await workers.buffer.begin(range(32), 0)
@@ -115,7 +115,7 @@ async def test_removed_worker_finishes_its_groups(fleet: Fleet, workers: Rollout
     await asyncio.sleep(0)
     workers.resize(1)
     await asyncio.gather(*playing)
-    await eventually(lambda: len(running(ROLLOUT_WORKER)) == 1, within_s=WITHIN_S)
+    await wait_until(lambda: len(running(ROLLOUT_WORKER)) == 1, within_s=WITHIN_S)
     assert (len(workers.roster.ready_workers), workers.roster.num_restarts) == (1, num_restarts)
     counts = await read_counts(workers)
     assert counts.num_lost == counts_before.num_lost
@@ -129,7 +129,7 @@ async def test_slots_are_limited_by_the_ready_workers(
     while sum(slot.max_groups for slot in slots) < fleet.run.rollout.num_groups_in_flight:
         slots.append(await workers.acquire_slot())
     waiting = asyncio.create_task(workers.acquire_slot())
-    await turns_of_the_loop()
+    await run_pending_tasks()
     assert not waiting.done()
     slots[0].release()
     slots[0] = await waiting
@@ -141,7 +141,7 @@ async def test_slots_are_limited_by_the_ready_workers(
 async def test_evaluation_continues_when_a_worker_dies(workers: RolloutWorkers) -> None:
     seeds = range(2**31, 2**31 + 400)
     workers.resize(2)
-    await eventually(lambda: len(workers.roster.ready_workers) == 2, within_s=WITHIN_S)
+    await wait_until(lambda: len(workers.roster.ready_workers) == 2, within_s=WITHIN_S)
     [pid, _] = running(ROLLOUT_WORKER)
     os.kill(pid, signal.SIGSTOP)
     evaluating = asyncio.create_task(workers.evaluate("blackjack", seeds, 1.0))
@@ -161,8 +161,8 @@ async def test_worker_with_a_failed_engine_is_replaced(
     await workers.buffer.begin(range(500, 516), 5)
     refusals = await slot.play(fleet.groups(*range(500, 516)))
     assert sorted(refusal.index for refusal in refusals) == list(range(500, 516))
-    await eventually(lambda: workers.roster.num_restarts == num_restarts + 1, within_s=WITHIN_S)
-    await eventually(lambda: len(workers.roster.ready_workers) == 1, within_s=WITHIN_S)
+    await wait_until(lambda: workers.roster.num_restarts == num_restarts + 1, within_s=WITHIN_S)
+    await wait_until(lambda: len(workers.roster.ready_workers) == 1, within_s=WITHIN_S)
     slot = await workers.acquire_slot()
     refusals = await slot.play(fleet.groups(*range(500, 516)))
     assert len(refusals) < 16, "the new worker plays"
@@ -193,7 +193,7 @@ async def test_missing_model_fails_the_start_of_workers(fleet: Fleet, tmp_path: 
     spec = replace(fleet.spec, model_path=str(tmp_path / "no-model"))
     with pytest.raises(NotFoundError, match=r"no-model': the model cannot be loaded"):
         await RolloutWorkers.start(spec, fleet.buffer(), fleet.placement)
-    await eventually(lambda: set(running(ROLLOUT_WORKER)) <= pids_before, within_s=WITHIN_S)
+    await wait_until(lambda: set(running(ROLLOUT_WORKER)) <= pids_before, within_s=WITHIN_S)
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
@@ -217,9 +217,9 @@ async def test_lost_rank_ends_its_group_which_restarts_from_the_checkpoint(
     await learners.restart(tmp_path / "learner")
     second = await learners.publish(0, fleet.canary)
     assert second.manifest.content_hash == first.manifest.content_hash
-    await eventually(lambda: not set(pids_before) & set(running(LEARNER_RANK)), within_s=WITHIN_S)
+    await wait_until(lambda: not set(pids_before) & set(running(LEARNER_RANK)), within_s=WITHIN_S)
     learners.close()
-    await eventually(lambda: not running(LEARNER_RANK), within_s=WITHIN_S)
+    await wait_until(lambda: not running(LEARNER_RANK), within_s=WITHIN_S)
 
 
 def set_collective_timeout(seconds: float) -> Callable[[object], float]:

@@ -19,7 +19,7 @@ from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.kubernetes.source import EndpointSliceSource
 from tests.charts.rendering import Object, Rendered, ValueSet, render
 from tests.charts.value_sets import ALL, CPU
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.gateway.cluster_objects import make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
@@ -183,7 +183,7 @@ async def test_a_gateway_runs_with_the_chart_configuration(monkeypatch: pytest.M
         async with Gateway(config, {name: source}) as gateway, httpx.AsyncClient() as http:
             ready = await http.get(f"{gateway.admin_address}/readyz")
             assert ready.status_code == 200
-            await eventually(lambda: cluster.num_requests("update", "leases") > 0)
+            await wait_until(lambda: cluster.num_requests("update", "leases") > 0)
         rules = release.find("Role")["rules"]
         refused = [
             request

@@ -23,7 +23,7 @@ from ludus.trainer.data.batch import make_batch
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import ServerRenderer
-from tests.env.token_env import END, TOKENS
+from tests.env.token_env import END_TOKEN, TOKENS_ENV_ID
 from tests.rollout.scripted_policy import ScriptedPlayer
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=4)
@@ -53,7 +53,7 @@ def chat() -> ChatTokenizer:
 @pytest_asyncio.fixture
 async def client() -> AsyncIterator[AsyncEnvClient]:
     async with (
-        EnvServer(lambda: TokenLevelEnvironment(TOKENS), ServerOptions(port=0)) as server,
+        EnvServer(lambda: TokenLevelEnvironment(TOKENS_ENV_ID), ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as connected,
     ):
         yield connected
@@ -77,16 +77,16 @@ async def play(
 async def test_the_prompt_has_only_the_tokens_of_the_environment(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    rollout, policy = await play(client, chat, [8, END])
+    rollout, policy = await play(client, chat, [8, END_TOKEN])
     _, last = policy.prompts[0]
     [sequence] = rollout.sequences
-    assert sequence.token_ids.tolist() == [0, last, 8, END]
+    assert sequence.token_ids.tolist() == [0, last, 8, END_TOKEN]
     assert sequence.loss_mask.tolist() == [False, False, True, True]
     assert rollout.status is RolloutStatus.TERMINATED
 
 
 async def test_every_token_has_its_own_reward(client: AsyncEnvClient, chat: ChatTokenizer) -> None:
-    rollout, _ = await play(client, chat, [1, 2, 3, 4], [7, 8, 40, END])
+    rollout, _ = await play(client, chat, [1, 2, 3, 4], [7, 8, 40, END_TOKEN])
     group = RolloutGroup(0, "tokens", (rollout,))
     [rewards] = make_batch([group], PpoConfig()).rewards
     assert rewards.tolist() == [0, 0, 0, 1, 1, 1, 0, 1, 0, 0]
@@ -96,16 +96,16 @@ async def test_every_token_has_its_own_reward(client: AsyncEnvClient, chat: Chat
 async def test_tokens_beyond_the_end_are_not_trained_on(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    rollout, _ = await play(client, chat, [8, END, 10, 11])
+    rollout, _ = await play(client, chat, [8, END_TOKEN, 10, 11])
     [sequence] = rollout.sequences
-    assert sequence.token_ids[2:].tolist() == [8, END]
+    assert sequence.token_ids[2:].tolist() == [8, END_TOKEN]
     assert sequence.logprobs.tolist() == [0, 0, -9, -10]
 
 
 async def test_tokens_of_the_environment_are_shown_and_masked(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    rollout, policy = await play(client, chat, [5, 6, 7], [END])
+    rollout, policy = await play(client, chat, [5, 6, 7], [END_TOKEN])
     assert policy.prompts[1] == [*policy.prompts[0], 5, 50]
     [sequence] = rollout.sequences
     assert sequence.loss_mask.tolist() == [False, False, True, False, True]

@@ -13,7 +13,7 @@ import pytest
 from ludus.proto.runs import CONTROL_FILE, CONTROL_VARIABLE, RunControl
 from ludus.trainer.core.stopping import StopRequest
 from ludus.trainer.run.lifecycle import apply_control_files
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 
 
 class ControlledRun:
@@ -39,9 +39,9 @@ async def follow(folder: Path) -> AsyncIterator[ControlledRun]:
 async def test_each_change_of_the_file_is_applied_once(tmp_path: Path) -> None:
     async with follow(tmp_path) as run:
         run.file.write_text(RunControl(num_workers=3).model_dump_json())
-        await eventually(lambda: run.sizes == [3])
+        await wait_until(lambda: run.sizes == [3])
         run.file.write_text(RunControl(num_workers=2, stop=True).model_dump_json())
-        await eventually(lambda: run.stop_request.is_set)
+        await wait_until(lambda: run.stop_request.is_set)
         await asyncio.sleep(0.05)
         assert run.sizes == [3, 2]
         assert run.stop_request.is_from_control_file
@@ -55,7 +55,7 @@ async def test_file_that_is_mounted_into_the_pod_is_applied(
     async with follow(tmp_path) as run:
         mounted.parent.mkdir()
         mounted.write_text(RunControl(stop=True).model_dump_json())
-        await eventually(lambda: run.stop_request.is_set)
+        await wait_until(lambda: run.stop_request.is_set)
 
 
 async def test_invalid_file_is_logged_and_changes_nothing(
@@ -64,5 +64,5 @@ async def test_invalid_file_is_logged_and_changes_nothing(
     (tmp_path / CONTROL_FILE).write_text('{"stop": "perhaps"}')
     with caplog.at_level(logging.WARNING):
         async with follow(tmp_path) as run:
-            await eventually(lambda: str(run.file) in caplog.text)
+            await wait_until(lambda: str(run.file) in caplog.text)
             assert run.sizes == [] and not run.stop_request.is_set

@@ -18,7 +18,7 @@ from ludus.trainer.core.types import GroupSpec
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.driver.loops.delivery import Delivery
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -253,7 +253,7 @@ async def test_waiting_times_of_both_loops_are_logged(tmp_path: Path) -> None:
     def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
         async def in_step(step: int) -> None:
             # The last group may be recorded shortly after its batch.
-            await eventually(lambda: "being played: none" in controller.sampling.describe())
+            await wait_until(lambda: "being played: none" in controller.sampling.describe())
             await asyncio.sleep(0.05)
 
         run.learner.in_step = in_step

@@ -15,13 +15,13 @@ from ludus.proto.runs import Resume
 from ludus.trainer.driver import build, checks
 from ludus.trainer.driver.build import start_infrastructure
 from ludus.trainer.driver.checks import check_remote_addresses, check_start
-from tests.env.served import port_of_nobody
+from tests.env.served import reserve_port
 
 
 @pytest.fixture
 def unused_address() -> Iterator[str]:
     """Yield a host and port without a listener."""
-    with port_of_nobody() as port:
+    with reserve_port() as port:
         yield f"127.0.0.1:{port}"
 
 

@@ -19,7 +19,7 @@ from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from ludus.trainer.rollout.group import GroupPlayer
 from ludus.trainer.rollout.rewards.scoring import Reward
 from tests.controller.fake_workers import make_groups, publish_weights
-from tests.env.polling import turns_of_the_loop
+from tests.env.polling import run_pending_tasks
 from tests.rollout.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.timeout(60)
@@ -61,7 +61,7 @@ def make_worker(engine: FakeEngine) -> tuple[RolloutWorkerActor, AsyncEngine]:
 async def test_abandoned_groups_are_lost() -> None:
     worker, _ = make_worker(FakeEngine())
     playing = asyncio.create_task(worker.play(make_groups(3, 4)))
-    await turns_of_the_loop()
+    await run_pending_tasks()
     assert not playing.done()
     await worker.abandon()
     groups = await playing
@@ -77,7 +77,7 @@ async def test_late_fetch_does_not_load_older_weights(
     monkeypatch.setattr(rollout_worker, "make_store", lambda _: HeldStore(may_end))
     worker, _ = make_worker(engine)
     late = asyncio.create_task(worker.load_weights(publish_weights(1, (-1.0,)), True))
-    await turns_of_the_loop()
+    await run_pending_tasks()
     weights = await worker.load_weights(publish_weights(2, (-1.0,)), True)
     assert weights.canary.version == 2
     may_end.set()
@@ -101,6 +101,6 @@ async def test_engine_failure_is_reported_to_the_waiter() -> None:
 async def test_close_is_reported_to_the_waiter() -> None:
     worker, _ = make_worker(FakeEngine())
     ended = asyncio.create_task(worker.wait_until_closed())
-    await turns_of_the_loop()
+    await run_pending_tasks()
     await worker.close()
     await ended

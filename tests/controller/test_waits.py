@@ -23,7 +23,7 @@ from ludus.trainer.driver.evaluation import Evaluator
 from ludus.trainer.driver.loops.controller import Controller
 from tests.controller.fake_workers import FakeActor, FakeFleet, Method, publish_weights
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,7 +47,7 @@ async def test_worker_that_hangs_in_its_start_is_replaced(
     fleet = FakeFleet(behave)
     settings = TWO | {"placement": {"start_timeout_s": 0.1}}
     async with fleet.running(monkeypatch, settings) as workers:
-        await eventually(lambda: len(fleet.actors) == 3 and len(workers.roster.ready_workers) == 2)
+        await wait_until(lambda: len(fleet.actors) == 3 and len(workers.roster.ready_workers) == 2)
         assert not fleet.actors[1].is_alive
     assert "rollout worker 1 to load the model and to build its engine" in caplog.text
     assert "placement.start_timeout_s = 0.1" in caplog.text
@@ -84,13 +84,13 @@ async def test_state_of_each_worker_is_described(monkeypatch: pytest.MonkeyPatch
 
     async with FakeFleet(behave).running(monkeypatch, TWO) as workers:
         slot = await workers.acquire_slot()
-        await eventually(lambda: "builds" in workers.describe())
+        await wait_until(lambda: "builds" in workers.describe())
         assert workers.describe() == (
             "1 of 2 rollout workers ready; worker 1 loads the model and builds its engine; "
             f"worker 0 plays {slot.max_groups} groups"
         )
         workers.resize(1)
-        await eventually(lambda: workers.describe().startswith("1 of 1 "))
+        await wait_until(lambda: workers.describe().startswith("1 of 1 "))
 
 
 @pytest.mark.parametrize("waits_for", ["evaluation", "weights"])
@@ -104,7 +104,7 @@ async def test_wait_for_a_lost_worker_ends_at_its_limit(
     fleet = FakeFleet(behave)
     async with fleet.running(monkeypatch, NO_PATIENCE) as workers:
         fleet.actors[0].end(EngineLostError("the engine has failed"))
-        await eventually(lambda: len(fleet.actors) == 2)
+        await wait_until(lambda: len(fleet.actors) == 2)
         with pytest.raises(
             WorkerStartError, match=r"0 of 1 .*worker 0 loads the model.*idle_timeout_s = 0\.1"
         ):

@@ -14,7 +14,7 @@ from ludus.trainer.actors import roster
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.interfaces import PublishedWeights
 from tests.controller.fake_workers import FakeActor, FakeFleet, make_groups, publish_weights
-from tests.env.polling import eventually, move_loop_clock, turns_of_the_loop
+from tests.env.polling import move_loop_clock, run_pending_tasks, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,11 +45,11 @@ async def test_worker_plays_the_configured_number_of_groups(
                 playing.append(asyncio.create_task(slot.play(make_groups(*range(size)))))
 
         beginning = asyncio.create_task(begin_all())
-        await turns_of_the_loop(100 + 3 * num_groups)
+        await run_pending_tasks(100 + 3 * num_groups)
         [actor] = fleet.actors
         assert actor.num_playing == actor.most_playing == num_groups
         may_end.set()
-        await turns_of_the_loop(100 + 3 * num_groups)
+        await run_pending_tasks(100 + 3 * num_groups)
         assert actor.most_playing == num_groups
         beginning.cancel()
         await asyncio.gather(beginning, *playing, return_exceptions=True)
@@ -62,7 +62,7 @@ async def test_freed_slot_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
         slots = [await workers.acquire_slot() for _ in range(14)]
         assert sum(slot.max_groups for slot in slots) == 40
         waiting = asyncio.create_task(workers.acquire_slot())
-        await turns_of_the_loop()
+        await run_pending_tasks()
         assert not waiting.done()
         slots[0].release()
         assert (await waiting).max_groups == slots[0].max_groups
@@ -82,12 +82,12 @@ async def test_run_that_stops_while_a_worker_waits_leaves_no_unhandled_error(
 
     fleet = FakeFleet(behave)
     starting = asyncio.create_task(fleet.running(monkeypatch, TWO).__aenter__())
-    await eventually(lambda: len(fleet.actors) == 2)
-    await turns_of_the_loop()
+    await wait_until(lambda: len(fleet.actors) == 2)
+    await run_pending_tasks()
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    await turns_of_the_loop()
+    await run_pending_tasks()
     gc.collect()
     assert not any(actor.is_alive for actor in fleet.actors) and not unheard
 
@@ -103,7 +103,7 @@ def first_only(fleet: FakeFleet, change: Callable[[FakeActor], None]) -> None:
 
 async def ready(workers: RolloutWorkers, number: int) -> None:
     """Wait until this number of workers is ready."""
-    await eventually(lambda: len(workers.roster.ready_workers) == number)
+    await wait_until(lambda: len(workers.roster.ready_workers) == number)
 
 
 async def play_on(workers: RolloutWorkers) -> None:
@@ -131,7 +131,7 @@ async def test_worker_with_a_failed_engine_is_replaced(
         played = [await slot.play(make_groups(number)) for number, slot in enumerate(slots)]
         refused = [[refusal.index for refusal in refusals] for refusals in played]
         assert sorted(refused) == [[], [0]] or sorted(refused) == [[], [1]]
-        await eventually(lambda: len(fleet.actors) == 3)
+        await wait_until(lambda: len(fleet.actors) == 3)
         await ready(workers, 2)
         assert workers.roster.num_restarts == 1
         assert {weights.canary.version for weights in workers.weights_by_worker.values()} == {1}
@@ -205,7 +205,7 @@ async def test_worker_with_two_breaches_is_replaced(
         await ready(workers, 2)
         [weights] = await workers.load_weights(publish_weights(1), 60)
         assert weights.canary.version == 1
-        await eventually(lambda: len(fleet.actors) == 3)
+        await wait_until(lambda: len(fleet.actors) == 3)
         await ready(workers, 2)
         assert not fleet.actors[0].is_alive
         assert workers.roster.num_restarts == 1
@@ -290,7 +290,7 @@ async def test_failed_start_of_an_extra_worker_does_not_stop_the_run(
 
     fleet.behave = behave
     async with fleet.running(monkeypatch, TWO) as workers:
-        await eventually(lambda: len(fleet.actors) == 9)
+        await wait_until(lambda: len(fleet.actors) == 9)
         await ready(workers, 2)
         assert (await workers.acquire_slot()).worker.actor.is_alive
 
@@ -318,11 +318,11 @@ async def test_blocked_driver_does_not_declare_workers_dead(
     fleet = FakeFleet()
     async with fleet.running(monkeypatch, ALONE) as workers:
         fleet.actors[0].in_ping = ping
-        await eventually(lambda: num_pings == 1)
+        await wait_until(lambda: num_pings == 1)
         move_loop_clock(1000.0)
-        await turns_of_the_loop()
+        await run_pending_tasks()
         may_answer.set()
-        await eventually(lambda: num_pings > 1)
+        await wait_until(lambda: num_pings > 1)
         assert (len(workers.roster.ready_workers), workers.roster.num_restarts) == (1, 0)
         assert len(fleet.actors) == 1
 
@@ -336,5 +336,5 @@ async def test_unresponsive_worker_is_replaced(
     fleet = FakeFleet()
     async with fleet.running(monkeypatch, ALONE) as workers:
         fleet.actors[0].in_ping = asyncio.Event().wait
-        await eventually(lambda: len(fleet.actors) == 2 and len(workers.roster.ready_workers) == 1)
+        await wait_until(lambda: len(fleet.actors) == 2 and len(workers.roster.ready_workers) == 1)
         assert workers.roster.num_restarts == 1

@@ -8,9 +8,9 @@ from ludus.env import Transition
 from tests.env.counting_env import CountAction, CountingEnv, CountObservation
 
 GOAL = 10
-MET = [{"add": 2}] * 5
-MISSED = [{"add": 1}] * 5
-CUT_OFF = [{"add": 7}]
+WINNING_ACTIONS = [{"add": 2}] * 5
+LOSING_ACTIONS = [{"add": 1}] * 5
+TRUNCATING_ACTIONS = [{"add": 7}]
 
 
 class GoalEnv(CountingEnv):

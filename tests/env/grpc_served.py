@@ -21,7 +21,7 @@ from tests.env.counting_env import CountingEnv
 
 
 @dataclass
-class GrpcServed:
+class GrpcServer:
     """A running server."""
 
     core: SessionCore
@@ -35,14 +35,14 @@ class GrpcServed:
 
 
 @asynccontextmanager
-async def grpc_served(
+async def serve_grpc(
     factory: EnvironmentFactory = CountingEnv,
     *,
     port: int = 0,
     credentials: grpc.ServerCredentials | None = None,
     interceptors: tuple[grpc.aio.ServerInterceptor, ...] = (),
     **core_options: Any,
-) -> AsyncIterator[GrpcServed]:
+) -> AsyncIterator[GrpcServer]:
     core = SessionCore(make_local_host(factory, 8), ServerOptions(**core_options))
     options = (
         ("grpc.so_reuseport", 0),
@@ -55,7 +55,7 @@ async def grpc_served(
     else:
         address = f"grpcs://localhost:{server.add_secure_port(f'localhost:{port}', credentials)}"
     await server.start()
-    served = GrpcServed(core, server, address)
+    served = GrpcServer(core, server, address)
     try:
         yield served
     finally:

@@ -14,8 +14,8 @@ from pathlib import Path
 from tests.env.counting_env import CountingEnv
 
 FOLDER_VARIABLE = "LUDUS_TEST_NO_FORK_IN"
-NO_FORK = "no-fork"
-ITSELF, ITS_COPY = "itself", "its copy"
+NO_FORK_FILE = "no-fork"
+FORK_SERVER, FORKED_COPY = "itself", "its copy"
 
 
 class ScarceEnv(CountingEnv):
@@ -26,8 +26,8 @@ def _refuse_forks(folder: Path) -> None:
     fork, importing_pid = os.fork, os.getpid()
 
     def fork_or_refuse() -> int:
-        order_file = folder / NO_FORK
-        process_name = ITSELF if os.getpid() == importing_pid else ITS_COPY
+        order_file = folder / NO_FORK_FILE
+        process_name = FORK_SERVER if os.getpid() == importing_pid else FORKED_COPY
         if order_file.exists() and order_file.read_text() == process_name:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return fork()

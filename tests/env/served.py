@@ -23,7 +23,7 @@ from tests.env.counting_env import CountingEnv
 WIRES = ("grpc", "http")
 
 
-def running(factory: EnvironmentFactory = CountingEnv, **options: Any) -> EnvServer:
+def make_server(factory: EnvironmentFactory = CountingEnv, **options: Any) -> EnvServer:
     """Make a server on free ports, for `async with`."""
     return EnvServer(factory, ServerOptions(**{"port": 0, **options}))
 
@@ -33,14 +33,14 @@ def server_address(server: EnvServer | ServerProcess, wire: str) -> str:
 
 
 @contextmanager
-def port_of_nobody() -> Iterator[int]:
+def reserve_port() -> Iterator[int]:
     """Reserve a port without a listener."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         yield listener.getsockname()[1]
 
 
-def lasting_ports() -> list[str]:
+def fixed_port_arguments() -> list[str]:
     """Return arguments for ports that a server can use again after it stopped."""
     http, grpc = quiet_ports(2)
     return ["--port", str(http), "--grpc-port", str(grpc)]

@@ -14,13 +14,13 @@ from ludus.env.sessions.options import ServerOptions
 from tests.env.counting_env import CountingEnv
 
 
-def get_core(factory=CountingEnv, **options) -> SessionCore:
+def make_core(factory=CountingEnv, **options) -> SessionCore:
     """Return the sessions of a server with these options."""
     return SessionCore(make_local_host(factory), ServerOptions(**options))
 
 
 @contextlib.asynccontextmanager
-async def serving(app, **options) -> AsyncIterator[str]:
+async def serve_app(app, **options) -> AsyncIterator[str]:
     """Serve the application and yield its authority, for example 127.0.0.1:40123."""
     config = uvicorn.Config(
         app,

@@ -14,9 +14,9 @@ from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALLS_PER_MESSAGE
 from ludus.env.messages.wire_format import check_num_fields
 from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.polling import turns_of_the_loop
+from tests.env.polling import run_pending_tasks
 from tests.env.raw_stream import RawStream
-from tests.env.served import running
+from tests.env.served import make_server
 from tests.gateway.gateways import run_gateway
 
 FACTORIES = [CountingEnv, ThreadedCountingEnv]
@@ -52,7 +52,7 @@ async def check_message_limit(address: str) -> None:
 
 @pytest.mark.parametrize("factory", FACTORIES)
 async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_server(factory) -> None:
-    async with running(factory) as server:
+    async with make_server(factory) as server:
         await check_message_limit(server.grpc_address)
 
 
@@ -79,7 +79,7 @@ async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered
             num_turns += 1
             await asyncio.sleep(0)
 
-    async with running(RecordingEnv) as server, RawStream(server.grpc_address) as stream:
+    async with make_server(RecordingEnv) as server, RawStream(server.grpc_address) as stream:
         session_id = await stream.open(reset=pb.ResetArgs(seed=1))
         other = asyncio.create_task(take_turns())
         await stream.call.write(states(session_id, 100))
@@ -103,10 +103,10 @@ async def test_a_stream_is_read_no_further_than_so_many_bytes_ahead(
 
     ahead = CallReader(batches())
     reading = asyncio.create_task(ahead.read())
-    await turns_of_the_loop()
+    await run_pending_tasks()
     assert num_read == 2
     assert len(await ahead.take_calls(waits_for_more=False)) == 2
-    await turns_of_the_loop()
+    await run_pending_tasks()
     assert num_read == 4
     reading.cancel()
 
@@ -127,7 +127,7 @@ async def test_who_does_not_read_its_answers_is_not_read_either(
         replies.put(pb.Reply(state=pb.StateResponse(state_json=b"x" * 60)))
     writing = asyncio.create_task(replies.write_forever())
     waiting = asyncio.create_task(replies.wait_for_room())
-    await turns_of_the_loop()
+    await run_pending_tasks()
     assert not waiting.done()
     reads.set()
     await waiting
@@ -158,7 +158,7 @@ async def test_a_backlog_has_room_again_when_enough_is_done(
     await backlog.wait_for_room()
     backlog.add(1)
     waiting = asyncio.create_task(backlog.wait_for_room())
-    await turns_of_the_loop()
+    await run_pending_tasks()
     assert not waiting.done()
     backlog.remove(1)
     await waiting

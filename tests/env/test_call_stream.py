@@ -11,7 +11,7 @@ from ludus.env.grpc.call_stream import CallStream
 from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALLS_PER_MESSAGE
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import InvalidCallError
-from tests.env.polling import turns_of_the_loop
+from tests.env.polling import run_pending_tasks
 
 
 class Written:
@@ -48,7 +48,7 @@ async def write_calls(fills, **options) -> tuple[list[pb.CallBatch], list[Except
             stream.ignore_failure(stream.start_call(fill))
         except (InvalidCallError, ValueError) as error:
             refused.append(error)
-    await turns_of_the_loop()
+    await run_pending_tasks()
     await stream.close()
     return written.batches, refused
 

@@ -14,16 +14,16 @@ from ludus.env.transports import grpc as grpc_transport
 from ludus.proto.errors import CallTimeoutError, InfrastructureError, SessionLostError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.flaky_proxy import FlakyProxy
-from tests.env.grpc_served import grpc_served
+from tests.env.grpc_served import serve_grpc
 from tests.env.polling import (
     detached_sessions,
-    eventually,
     move_loop_clock,
-    turns_of_the_loop,
+    run_pending_tasks,
     wait_for_sessions,
+    wait_until,
 )
 from tests.env.quiet_edge import QuietEdge
-from tests.env.served import running, server_address
+from tests.env.served import make_server, server_address
 
 pytestmark = pytest.mark.asyncio
 
@@ -69,7 +69,7 @@ class Player:
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_hundreds_of_calls_that_time_out_and_none_is_off_by_one(wire: str, factory) -> None:
     delays = random.Random(0)
-    async with running(factory) as server, FlakyProxy(server_address(server, wire)) as proxy:
+    async with make_server(factory) as server, FlakyProxy(server_address(server, wire)) as proxy:
         async with await hasty_client(proxy.address) as client:
             proxy.delay_s = lambda: delays.choice(
                 [0, 0, 0, 0, TIMEOUT_S * delays.uniform(0.6, 1.4)]
@@ -98,7 +98,7 @@ async def hasty_client(address: str) -> AsyncEnvClient:
 
 async def test_sessions_that_linger_survive_cuts_and_take_no_step_twice() -> None:
     answers = itertools.count(1)
-    async with running() as server, FlakyProxy(server.grpc_address) as proxy:
+    async with make_server() as server, FlakyProxy(server.grpc_address) as proxy:
 
         def cut_now_and_then() -> None:
             if next(answers) % 9 == 0:
@@ -117,7 +117,7 @@ async def test_sessions_that_linger_survive_cuts_and_take_no_step_twice() -> Non
 
 @pytest.mark.slow
 async def test_a_server_far_away_is_reached_over_the_first_connection() -> None:
-    async with running() as server, FlakyProxy(server.grpc_address) as proxy:
+    async with make_server() as server, FlakyProxy(server.grpc_address) as proxy:
         proxy.delay_s = lambda: 0.7
         async with await AsyncEnvClient.connect(
             proxy.address, ConnectOptions(connect_timeout_s=60)
@@ -133,7 +133,7 @@ async def test_idle_sessions_survive_repeated_cuts(
 ) -> None:
     monkeypatch.setattr(grpc_transport, "KEEP_ALIVE_FRACTION", 0.01)
     async with (
-        running() as server,
+        make_server() as server,
         FlakyProxy(server.grpc_address) as proxy,
         await AsyncEnvClient.connect(proxy.address) as client,
     ):
@@ -144,7 +144,7 @@ async def test_idle_sessions_survive_repeated_cuts(
             proxy.cut()
             result = await busy.step({"add": 1})
             assert result.observation["total"] == 1 + number
-            await eventually(lambda: not detached_sessions(server.core))
+            await wait_until(lambda: not detached_sessions(server.core))
             await asyncio.sleep(1)
             assert proxy.num_connections == num_connections + 1
         core_clock.move_on(60)
@@ -158,7 +158,7 @@ async def test_a_session_without_calls_outlives_an_unnoticed_disconnect(
 ) -> None:
     monkeypatch.setattr(grpc_transport, "KEEP_ALIVE_FRACTION", 0.05)
     async with (
-        running() as server,
+        make_server() as server,
         QuietEdge(server.grpc_address) as edge,
         await AsyncEnvClient.connect(edge.address) as client,
     ):
@@ -166,14 +166,14 @@ async def test_a_session_without_calls_outlives_an_unnoticed_disconnect(
         [entry] = server.core.open_sessions.values()
         [first] = entry.connections
         edge.upstreams[0].cancel()
-        await eventually(lambda: entry.connections - {first})
+        await wait_until(lambda: entry.connections - {first})
         assert (await resting.step({"add": 2})).observation["total"] == 9
         assert len(edge.upstreams) == 2
 
 
 async def test_a_session_that_does_not_linger_is_lost_with_its_connection(wire: str) -> None:
     async with (
-        running() as server,
+        make_server() as server,
         FlakyProxy(server_address(server, wire)) as proxy,
         await AsyncEnvClient.connect(proxy.address) as client,
     ):
@@ -189,7 +189,7 @@ async def test_a_session_that_does_not_linger_is_lost_with_its_connection(wire: 
 
 async def test_a_half_open_connection_is_noticed_and_a_lingering_session_continues() -> None:
     async with (
-        grpc_served() as server,
+        serve_grpc() as server,
         FlakyProxy(server.address) as proxy,
         await AsyncEnvClient.connect(proxy.address, ConnectOptions(keepalive_s=0.4)) as client,
     ):
@@ -208,7 +208,7 @@ async def test_a_half_open_connection_is_noticed_and_a_lingering_session_continu
 
 async def test_a_peer_that_only_half_closes_is_left() -> None:
     async with (
-        grpc_served() as server,
+        serve_grpc() as server,
         FlakyProxy(server.address) as proxy,
         await AsyncEnvClient.connect(proxy.address) as client,
     ):
@@ -221,14 +221,14 @@ async def test_a_peer_that_only_half_closes_is_left() -> None:
 @pytest.mark.slow
 async def test_a_half_open_socket_times_out_and_the_next_open_works() -> None:
     async with (
-        running() as server,
+        make_server() as server,
         FlakyProxy(server.http_address) as proxy,
         await AsyncEnvClient.connect(proxy.address) as client,
     ):
         session, _ = await client.open()
         proxy.blackhole()
         stepping = asyncio.create_task(session.step({"add": 1}))
-        await turns_of_the_loop()
+        await run_pending_tasks()
         move_loop_clock(61)
         with pytest.raises(CallTimeoutError, match="within 60 s"):
             await stepping
@@ -238,7 +238,7 @@ async def test_a_half_open_socket_times_out_and_the_next_open_works() -> None:
 
 @pytest.mark.slow
 async def test_a_lingering_session_gives_up_when_the_server_stays_away() -> None:
-    async with grpc_served() as server, FlakyProxy(server.address) as proxy:
+    async with serve_grpc() as server, FlakyProxy(server.address) as proxy:
         connecting = AsyncEnvClient.connect(proxy.address, ConnectOptions(reconnect_timeout_s=0.3))
         async with await connecting as client:
             session, _ = await client.open(linger_s=20)
@@ -253,12 +253,12 @@ async def test_a_lingering_session_gives_up_when_the_server_stays_away() -> None
 @pytest.mark.slow
 async def test_a_lingering_session_of_a_restarted_server_is_lost_and_never_begun_again() -> None:
     async with (
-        grpc_served() as first,
+        serve_grpc() as first,
         FlakyProxy(first.address) as proxy,
         await AsyncEnvClient.connect(proxy.address) as client,
     ):
         session, _ = await client.open(linger_s=20)
-        async with grpc_served() as second:
+        async with serve_grpc() as second:
             proxy.lead_to(second.address)
             await first.kill()
             with pytest.raises(SessionLostError, match="may have restarted"):

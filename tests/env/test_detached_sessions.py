@@ -13,8 +13,14 @@ from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from tests.env.counting_env import CountingEnv, Gate, ThreadedCountingEnv
-from tests.env.polling import CoreClock, busy, detached_sessions, eventually, wait_for_sessions
-from tests.env.served import running
+from tests.env.polling import (
+    CoreClock,
+    busy_sessions,
+    detached_sessions,
+    wait_for_sessions,
+    wait_until,
+)
+from tests.env.served import make_server
 
 
 async def test_calls_attach_a_detached_session() -> None:
@@ -52,16 +58,16 @@ class Line:
 async def test_lingering_session_ends_after_its_second_connection(
     factory, core_clock: CoreClock
 ) -> None:
-    async with running(factory) as server:
+    async with make_server(factory) as server:
         first, second = Line(server), Line(server)
         opened = await first.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60)))
         session_id = opened.open.session_id
         await first.channel.close()
-        await eventually(lambda: detached_sessions(server.core))
+        await wait_until(lambda: detached_sessions(server.core))
         step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 1}', step_index=1)
         await second.ask(pb.Call(step=step))
         await second.channel.close()
-        await eventually(lambda: detached_sessions(server.core))
+        await wait_until(lambda: detached_sessions(server.core))
         core_clock.move_on(60)
         await wait_for_sessions(server.core, 0)
         assert "60 s ago" in server.core.tombstones.find(session_id).reason
@@ -71,18 +77,18 @@ async def test_running_step_of_a_dead_client_does_not_keep_its_session(
     tmp_path: Path, core_clock: CoreClock
 ) -> None:
     gate = Gate(tmp_path)
-    async with running(gate.factory) as server:
+    async with make_server(gate.factory) as server:
         line = Line(server)
         opened = await line.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60)))
         session_id = opened.open.session_id
         step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 98}', step_index=1)
         await line.stream.write(pb.CallBatch(calls=[pb.Call(step=step)]))
-        await eventually(lambda: gate.num_entered)
+        await wait_until(lambda: gate.num_entered)
         await line.channel.close()
-        await eventually(lambda: detached_sessions(server.core))
+        await wait_until(lambda: detached_sessions(server.core))
         core_clock.move_on(1)
         gate.open()
-        await eventually(lambda: not busy(server.core))
+        await wait_until(lambda: not busy_sessions(server.core))
         core_clock.move_on(60)
         await wait_for_sessions(server.core, 0)
         assert "60 s ago" in server.core.tombstones.find(session_id).reason

@@ -26,9 +26,9 @@ from ludus.env.serving.server import EnvServer
 from ludus.env.workers.describe import require_layers
 from ludus.proto.errors import ConfigError, SessionLostError
 from tests.env.code_env import CodeEnv
-from tests.env.polling import eventually
-from tests.env.processes import child_processes, command_line, lives, pids
-from tests.env.served import ServerProcess, running, server_process
+from tests.env.polling import wait_until
+from tests.env.processes import child_processes, command_line, is_alive, list_pids
+from tests.env.served import ServerProcess, make_server, server_process
 
 pytestmark = [
     pytest.mark.slow,
@@ -246,7 +246,7 @@ async def test_worker_folder_is_removed_with_the_worker(target) -> None:
         assert text == "mine" and Path(folder, "more").exists()
         worker = await worker_pid(session)
         os.kill(worker, signal.SIGKILL)
-        await eventually(lambda: not Path(folder).exists())
+        await wait_until(lambda: not Path(folder).exists())
 
 
 def without_layer(target: Target, layer: Layer) -> bool:
@@ -357,13 +357,13 @@ async def test_background_processes_end_with_their_worker(target) -> None:
     mark = f"left-behind-{os.urandom(8).hex()}"
 
     def marked_pids() -> list[int]:
-        return [pid for pid in pids() if mark in command_line(pid) and lives(pid)]
+        return [pid for pid in list_pids() if mark in command_line(pid) and is_alive(pid)]
 
     async with a_session(target) as session:
         await run_for_result(session, f"import sys\n{textwrap.dedent(code)}\nresult = 1", mark=mark)
         assert len(marked_pids()) == 1
         os.kill(await worker_pid(session), signal.SIGKILL)
-        await eventually(lambda: not marked_pids())
+        await wait_until(lambda: not marked_pids())
 
 
 async def test_privileges_cannot_be_gained(target) -> None:
@@ -396,7 +396,7 @@ async def test_usual_libraries_work_in_the_sandbox(target) -> None:
 def code_server(isolation: str = "pool", **options: Any) -> EnvServer:
     if isolation == "pool":
         options.setdefault("num_workers", 1)
-    return running(CodeEnv, isolation=isolation, **options)
+    return make_server(CodeEnv, isolation=isolation, **options)
 
 
 async def test_allowed_paths_are_accessible(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ async def test_allowed_paths_are_accessible(tmp_path: Path) -> None:
     factory = partial(CodeEnv, notes=str(notes))
     options = {"allow_read": (data,), "allow_write": (results,), "num_workers": 1}
     async with (
-        running(factory, isolation="pool", **options) as server,
+        make_server(factory, isolation="pool", **options) as server,
         a_session(server) as session,
     ):
         code = "result = open(notes).read(), open(path).read()"

@@ -16,9 +16,9 @@ from ludus.env.runtime import STUCK_EXIT_CODE, Watchdog
 from ludus.env.serving.server import EnvServer
 from ludus.proto.errors import CallTimeoutError, EnvError, UnavailableError
 from tests.env.counting_env import Deed
-from tests.env.misbehaving_env import HANG, Phase, factory_in
-from tests.env.polling import busy, eventually, move_loop_clock, wait_for_sessions
-from tests.env.served import running, server_process
+from tests.env.misbehaving_env import HANG, Phase, get_factory_and_options
+from tests.env.polling import busy_sessions, move_loop_clock, wait_for_sessions, wait_until
+from tests.env.served import make_server, server_process
 from tests.env.test_unruly_table import Neighbour, done
 
 BEYOND_EVERY_LIMIT_S = 61.0
@@ -33,7 +33,7 @@ class Served:
 
     async def hang(self, *calls: asyncio.Task) -> list[EnvError]:
         """Return the errors of the calls after their time limit."""
-        await eventually(lambda: self.num_hung == len(calls))
+        await wait_until(lambda: self.num_hung == len(calls))
         move_loop_clock(BEYOND_EVERY_LIMIT_S)
         return await asyncio.gather(*calls, return_exceptions=True)
 
@@ -44,9 +44,9 @@ class Served:
 
 @asynccontextmanager
 async def hanging(folder: Path, **options) -> AsyncIterator[Served]:
-    factory, host_options = factory_in(folder, "threads")
+    factory, host_options = get_factory_and_options(folder, "threads")
     async with (
-        running(factory, **{**host_options, **options}) as server,
+        make_server(factory, **{**host_options, **options}) as server,
         await AsyncEnvClient.connect(
             server.grpc_address, ConnectOptions(timeout_s=3600.0)
         ) as client,
@@ -93,10 +93,10 @@ async def test_call_waiting_behind_hanging_calls_does_not_time_out(tmp_path: Pat
         innocent, _ = await served.client.open(seed=0)
         guilty, _ = await served.client.open(seed=1)
         hung = asyncio.create_task(done(guilty, Phase.STEP, HANG))
-        await eventually(lambda: served.num_hung)
+        await wait_until(lambda: served.num_hung)
         waiting = asyncio.create_task(innocent.step({"add": 1}))
         core = served.server.core
-        await eventually(lambda: innocent.id in busy(core))
+        await wait_until(lambda: innocent.id in busy_sessions(core))
         (errors,) = await served.hang(hung)
         assert isinstance(errors, CallTimeoutError)
         assert (await waiting).observation["total"] == 1
@@ -111,7 +111,7 @@ async def test_a_server_without_a_thread_left_is_not_ready_and_says_why(tmp_path
         for num_hung in (1, 2):
             session, _ = await served.client.open(seed=1)
             call = asyncio.create_task(done(session, Phase.STEP, HANG))
-            await eventually(lambda expected=num_hung: served.num_hung == expected)
+            await wait_until(lambda expected=num_hung: served.num_hung == expected)
             move_loop_clock(BEYOND_EVERY_LIMIT_S)
             with pytest.raises(CallTimeoutError):
                 await call
@@ -136,7 +136,7 @@ async def test_watchdog_stops_a_stuck_process() -> None:
     await asyncio.sleep(0.05)
     assert errors == []
     unavailable_reason[0] = "no thread is left"
-    await eventually(ended.is_set)
+    await wait_until(ended.is_set)
     assert errors == ["no thread is left"]
 
 

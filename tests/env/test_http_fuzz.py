@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from ludus.env.http.app import build_app
 from tests.env.counting_env import CountingEnv
-from tests.env.served_app import get_core
+from tests.env.served_app import make_core
 from tests.env.tool_env import ToolEnv
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ class PatientEnv(CountingEnv):
         return super().step(action.model_copy(update={"add": action.add % 7 + 1}))
 
 
-app = build_app(get_core(PatientEnv, max_sessions=4))
+app = build_app(make_core(PatientEnv, max_sessions=4))
 schema = schemathesis.openapi.from_asgi("/openapi.json", app)
 
 
@@ -67,7 +67,7 @@ headers = st.dictionaries(
 
 @pytest.fixture(scope="module")
 def client():
-    core = get_core(ToolEnv, max_sessions=3)
+    core = make_core(ToolEnv, max_sessions=3)
     app = build_app(core)
     with pytest.MonkeyPatch.context() as patch, TestClient(app) as client:
         patch.setattr(core, "drain", lambda: None)  # /drain is among the paths

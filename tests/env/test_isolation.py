@@ -34,13 +34,13 @@ from tests.env.counting_env import (
     Gate,
     UnrulyEnv,
     UnrulyThreadedEnv,
-    die_from_the_second_on,
+    die_on_second_build,
     die_while_being_built,
     fail_to_be_built,
 )
-from tests.env.polling import eventually, limit_steps, move_loop_clock
-from tests.env.processes import child_processes, lives
-from tests.env.served import running, server_address, server_process
+from tests.env.polling import limit_steps, move_loop_clock, wait_until
+from tests.env.processes import child_processes, is_alive
+from tests.env.served import make_server, server_address, server_process
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def isolation(request):
 def worker_server(factory: Any = UnrulyEnv, isolation: str = "pool", **options: Any) -> EnvServer:
     if isolation == "pool":
         options.setdefault("num_workers", NUM_WORKERS)
-    return running(factory, isolation=isolation, **options)
+    return make_server(factory, isolation=isolation, **options)
 
 
 @asynccontextmanager
@@ -120,7 +120,7 @@ async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolat
         assert len(sessions_by_pid) == (NUM_WORKERS if isolation == "pool" else 33)
         pid, lost = next(iter(sessions_by_pid.items()))
         os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: server.core.load.num_sessions == 33 - len(lost))
+        await wait_until(lambda: server.core.load.num_sessions == 33 - len(lost))
         other_sessions = [candidate for candidate in sessions if candidate not in lost]
         await expect_only_lost(lost, other_sessions, "its worker was killed by SIGKILL")
         again = await open_many(client, len(lost))
@@ -128,7 +128,7 @@ async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolat
         with pytest.raises(CapacityError):
             await client.open()
         if isolation == "pool":
-            await eventually(lambda: len(worker_host(server).pids) == NUM_WORKERS)
+            await wait_until(lambda: len(worker_host(server).pids) == NUM_WORKERS)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,9 @@ async def test_a_step_that_hangs_is_killed_and_ends_only_its_worker(
             await culprit.step({"add": int(Deed.HANG)})
         assert caught.value.code is ErrorCode.TIMEOUT
         limit_steps(server.core, 60)
-        await eventually(lambda: server.core.load.num_sessions == len(other_sessions))
+        await wait_until(lambda: server.core.load.num_sessions == len(other_sessions))
         await expect_only_lost(neighbours, other_sessions, r"a step took longer than 0\.5 s")
-        await eventually(lambda: not lives(next(iter(sessions_by_pid))))
+        await wait_until(lambda: not is_alive(next(iter(sessions_by_pid))))
 
 
 async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation: str) -> None:
@@ -184,12 +184,12 @@ async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation: 
         host = worker_host(server)
         hanging = OpenArgs(ResetArgs(options={"start": int(Deed.HANG)}))
         opening = asyncio.create_task(server.core.open(hanging))
-        await eventually(lambda: any(worker.has_opened for worker in host.live_workers))
+        await wait_until(lambda: any(worker.has_opened for worker in host.live_workers))
         move_loop_clock(61)
         with pytest.raises(CallTimeoutError, match="the first reset did not finish within 60 s"):
             await opening
         assert server.core.load.num_sessions == 0
-        await eventually(lambda: host.num_ended_workers == 1)
+        await wait_until(lambda: host.num_ended_workers == 1)
         assert (await server.core.open(OpenArgs(ResetArgs()))).first_result is not None
 
 
@@ -218,9 +218,9 @@ async def test_child_processes_die_with_a_killed_worker(isolation: str) -> None:
         worker = await read_pid(session)
         await session.step({"add": int(Deed.START_CHILD)})
         (child,) = child_processes(worker)
-        assert lives(child)
+        assert is_alive(child)
         os.kill(worker, signal.SIGKILL)
-        await eventually(lambda: not lives(child))
+        await wait_until(lambda: not is_alive(child))
         with pytest.raises(SessionLostError, match="SIGKILL"):
             await session.step(ADD_1)
 
@@ -246,7 +246,7 @@ async def test_slow_environment_in_a_pool_delays_no_other_session(gate: Gate) ->
     ):
         slow, quick = await open_many(client, 2)
         slow_step = asyncio.create_task(slow.step({"add": 98}))
-        await eventually(lambda: gate.num_entered)
+        await wait_until(lambda: gate.num_entered)
         for _ in range(3):
             await quick.step(ADD_1)
         assert not slow_step.done()
@@ -259,7 +259,7 @@ async def test_sessions_survive_the_fork_server(isolation: str) -> None:
         sessions = await open_many(client, 4)
         first = worker_host(server).fork_server.pid
         os.kill(first, signal.SIGKILL)
-        await eventually(lambda: not lives(first))
+        await wait_until(lambda: not is_alive(first))
         results = await asyncio.gather(*(session.step(ADD_1) for session in sessions))
         assert [result.reward for result in results] == [1.0] * 4
         orphan = await read_pid(sessions[0])
@@ -269,7 +269,7 @@ async def test_sessions_survive_the_fork_server(isolation: str) -> None:
         again = await open_many(client, 8)
         assert orphan not in await by_worker(again)
         pids = worker_host(server).pids
-    await eventually(lambda: not any(map(lives, pids)))
+    await wait_until(lambda: not any(map(is_alive, pids)))
 
 
 async def test_open_succeeds_when_its_fork_server_dies(isolation: str) -> None:
@@ -281,9 +281,9 @@ async def test_open_succeeds_when_its_fork_server_dies(isolation: str) -> None:
         killed = host.pids if isolation == "pool" else []  # so that warm workers do not suffice
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: host.worker_counts.num_ended_workers == len(killed))
+        await wait_until(lambda: host.worker_counts.num_ended_workers == len(killed))
         opening = asyncio.create_task(open_many(client, 8))
-        await eventually(lambda: any(worker.sessions for worker in host.live_workers))
+        await wait_until(lambda: any(worker.sessions for worker in host.live_workers))
         os.kill(fork_server, signal.SIGKILL)
         sessions = await asyncio.wait_for(opening, 60)
         results = await asyncio.gather(*(session.step(ADD_1) for session in sessions))
@@ -313,7 +313,7 @@ async def test_no_slot_leaks_after_200_opens_and_kills(isolation: str) -> None:
         async def kill_now_and_then() -> None:
             while True:
                 await asyncio.sleep(0.02)
-                pids = [pid for pid in host.pids if lives(pid)]
+                pids = [pid for pid in host.pids if is_alive(pid)]
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(generator.choice(pids or [0]), signal.SIGKILL) if pids else None
 
@@ -321,9 +321,9 @@ async def test_no_slot_leaks_after_200_opens_and_kills(isolation: str) -> None:
         for batch in range(10):
             await asyncio.gather(*(one_life(batch * 20 + index) for index in range(20)))
         killing.cancel()
-        await eventually(lambda: server.core.load.num_sessions == 0)
+        await wait_until(lambda: server.core.load.num_sessions == 0)
         assert host.num_ended_workers > 0
-        await eventually(lambda: all(not worker.sessions for worker in host.live_workers))
+        await wait_until(lambda: all(not worker.sessions for worker in host.live_workers))
         sessions: list[Any] = []
         while len(sessions) < max_sessions:
             with contextlib.suppress(InfrastructureError, ExecutionError):  # the kill may be late
@@ -335,7 +335,7 @@ async def test_no_slot_leaks_after_200_opens_and_kills(isolation: str) -> None:
 async def test_factory_that_kills_its_worker_is_reported_and_retried_slowly(
     isolation: str, tmp_path: Path
 ) -> None:
-    factory = partial(die_from_the_second_on, folder=str(tmp_path))
+    factory = partial(die_on_second_build, folder=str(tmp_path))
     async with (
         worker_server(factory, isolation, allow_write=(tmp_path,)) as server,
         connect_to(server) as client,
@@ -392,7 +392,7 @@ async def test_stopping_leaves_no_process_even_when_a_step_hangs(isolation: str)
         begun_s = time.monotonic()
         await server.stop()
         assert time.monotonic() - begun_s < 60.0
-        await eventually(lambda: not any(map(lives, pids)))
+        await wait_until(lambda: not any(map(is_alive, pids)))
         with pytest.raises(EnvError):
             await hanging
 
@@ -407,7 +407,7 @@ async def test_a_killed_server_leaves_no_process(isolation: str, tmp_path: Path)
         await asyncio.sleep(0.05)
         served.process.kill()
         served.process.wait()
-        await eventually(lambda: not any(map(lives, pids)))
+        await wait_until(lambda: not any(map(is_alive, pids)))
         with pytest.raises(InfrastructureError):
             await hanging
         await client.close()
@@ -423,6 +423,6 @@ async def test_terminal_interrupt_does_not_reach_workers(isolation: str, tmp_pat
         assert os.getsid(pid) != os.getsid(served.process.pid)
         served.process.send_signal(signal.SIGINT)
         assert await asyncio.to_thread(served.process.wait, 60) == 0
-        await eventually(lambda: not lives(pid))
+        await wait_until(lambda: not is_alive(pid))
         assert "Traceback" not in served.process.stderr.read()
         await client.close()

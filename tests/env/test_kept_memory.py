@@ -17,8 +17,8 @@ from ludus.env import Transition, encoding
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.errors import ExecutionError
 from tests.env.counting_env import CountAction, CountingEnv, CountObservation
-from tests.env.polling import eventually
-from tests.env.served import running, server_address
+from tests.env.polling import wait_until
+from tests.env.served import make_server, server_address
 
 pytestmark = pytest.mark.asyncio
 
@@ -76,19 +76,19 @@ def no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("result", [TOO_LARGE, FAILS])
 async def test_objects_of_an_error_are_freed_after_it_is_sent(wire: str, factory, result) -> None:
     async with (
-        running(factory) as server,
+        make_server(factory) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         session, _ = await client.open()
         with pytest.raises(ExecutionError):
             await session.step({"add": result})
         *_, returned = Remembered.made
-        await eventually(lambda: returned() is None, within_s=10.0)
+        await wait_until(lambda: returned() is None, within_s=10.0)
 
 
 async def test_environment_is_freed_with_its_session(wire: str, factory) -> None:
     async with (
-        running(factory) as server,
+        make_server(factory) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         for result in (FITS, FAILS, TOO_LARGE):
@@ -98,4 +98,4 @@ async def test_environment_is_freed_with_its_session(wire: str, factory) -> None
                 with pytest.raises(ExecutionError):
                     await session.step({"add": result})
             await session.close()
-        await eventually(lambda: Remembered.num_alive() == 0, within_s=10.0)
+        await wait_until(lambda: Remembered.num_alive() == 0, within_s=10.0)

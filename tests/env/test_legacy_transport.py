@@ -15,8 +15,8 @@ from ludus.proto.errors import (
     UnavailableError,
 )
 from tests.env.legacy_server import legacy_server
-from tests.env.polling import eventually, move_loop_clock
-from tests.env.served import port_of_nobody
+from tests.env.polling import move_loop_clock, wait_until
+from tests.env.served import reserve_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
 
@@ -100,7 +100,7 @@ async def test_a_late_answer_is_never_taken_for_the_next_one(legacy) -> None:
     async with await AsyncEnvClient.connect(address) as client:
         session, _ = await client.open()
         late = asyncio.create_task(session.step({"add": 98}))
-        await eventually(lambda: len(counter.bodies) == 2)
+        await wait_until(lambda: len(counter.bodies) == 2)
         move_loop_clock(61)
         with pytest.raises(CallTimeoutError, match="within 60 s"):
             await late
@@ -130,7 +130,7 @@ async def test_the_synchronous_client_and_a_server_that_is_gone() -> None:
 
     with legacy_server() as (address, _):
         await asyncio.to_thread(play, address)
-    with port_of_nobody() as port:
+    with reserve_port() as port:
         address = f"http://127.0.0.1:{port}"
         with pytest.raises(UnavailableError, match=address):
             await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.2))

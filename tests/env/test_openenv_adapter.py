@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.env.upstream_sdk import run_beside_upstream
+from tests.env.upstream_sdk import run_with_upstream
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -21,7 +21,7 @@ SUM_APP = "openenv:upstream_dataclass_environment:app"
 
 
 def describe_environment(version: str, *targets: str) -> dict:
-    completed = run_beside_upstream(version, "upstream_adapter_program.py", *targets)
+    completed = run_with_upstream(version, "upstream_adapter_program.py", *targets)
     assert completed.returncode == 0, completed.stderr
     return json.loads(completed.stdout)
 

@@ -11,7 +11,7 @@ from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from tests.env.counting_env import NUM_STEPS, CountAction
-from tests.env.grpc_served import grpc_served
+from tests.env.grpc_served import serve_grpc
 
 pytestmark = pytest.mark.timeout(300)
 NUM_SESSIONS = 32
@@ -34,7 +34,7 @@ def step(call_id: int, session_id: str) -> pb.CallBatch:
 
 
 async def test_replies_to_single_calls_of_many_sessions_travel_together_and_in_order() -> None:
-    async with grpc_served() as served, grpc.aio.insecure_channel(read_target(served)) as channel:
+    async with serve_grpc() as served, grpc.aio.insecure_channel(read_target(served)) as channel:
         call = env_pb2_grpc.EnvServiceStub(channel).Connect()
         session_ids = await open_sessions(call, NUM_SESSIONS)
         nums_of_batches = []
@@ -54,7 +54,7 @@ async def test_replies_to_single_calls_of_many_sessions_travel_together_and_in_o
 
 
 async def test_calls_that_were_sent_are_answered_after_the_client_has_stopped_sending() -> None:
-    async with grpc_served() as served, grpc.aio.insecure_channel(read_target(served)) as channel:
+    async with serve_grpc() as served, grpc.aio.insecure_channel(read_target(served)) as channel:
         call = env_pb2_grpc.EnvServiceStub(channel).Connect()
         session_ids = await open_sessions(call, 3)
         await call.write(pb.CallBatch())  # an empty batch is no end
@@ -70,7 +70,7 @@ async def test_calls_that_were_sent_are_answered_after_the_client_has_stopped_se
 
 async def test_a_client_can_send_one_call_per_message() -> None:
     async with (
-        grpc_served() as served,
+        serve_grpc() as served,
         await AsyncEnvClient.connect(
             served.address, ConnectOptions(max_calls_per_message=1)
         ) as client,

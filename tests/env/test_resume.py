@@ -21,9 +21,15 @@ from ludus.proto.errors import (
 )
 from tests.env.counting_env import CountingEnv
 from tests.env.flaky_proxy import FlakyProxy
-from tests.env.grpc_served import GrpcServed, grpc_served
-from tests.env.polling import eventually, move_loop_clock, wait_for_sessions
-from tests.env.served import WIRES, lasting_ports, running, server_address, server_process
+from tests.env.grpc_served import GrpcServer, serve_grpc
+from tests.env.polling import move_loop_clock, wait_for_sessions, wait_until
+from tests.env.served import (
+    WIRES,
+    fixed_port_arguments,
+    make_server,
+    server_address,
+    server_process,
+)
 from tests.env.tool_env import ToolEnv
 
 pytestmark = pytest.mark.asyncio
@@ -43,14 +49,14 @@ class MoodyEnv(CountingEnv):
 @asynccontextmanager
 async def behind_a_proxy(factory=CountingEnv, **options):
     async with (
-        grpc_served(factory, deterministic=True) as server,
+        serve_grpc(factory, deterministic=True) as server,
         FlakyProxy(server.address) as proxy,
         await AsyncEnvClient.connect(proxy.address, ConnectOptions(**options)) as client,
     ):
         yield server, proxy, client
 
 
-async def end_all(server: GrpcServed) -> None:
+async def end_all(server: GrpcServer) -> None:
     """End all sessions, like an idle sweep, a killed worker or a crash."""
     for session_id in list(server.core.open_sessions):
         await server.core.close(session_id)
@@ -86,7 +92,7 @@ async def test_a_session_that_is_lost_before_every_step_plays_the_same_episode()
 async def test_a_server_that_restarts_in_mid_episode_is_not_noticed() -> None:
     async with behind_a_proxy() as (first, proxy, client):
         _, undisturbed = await play(client, 4)
-        async with grpc_served(deterministic=True) as second:
+        async with serve_grpc(deterministic=True) as second:
 
             async def restart(number) -> None:
                 if number == 2:
@@ -103,7 +109,7 @@ async def test_a_server_that_restarts_in_mid_episode_is_not_noticed() -> None:
 async def test_a_killed_server_process_that_is_started_again_is_not_noticed(
     wire: str, tmp_path
 ) -> None:
-    ports = lasting_ports()
+    ports = fixed_port_arguments()
     with server_process(tmp_path, *ports) as first:
         patient = AsyncEnvClient.connect(
             server_address(first, wire), ConnectOptions(reconnect_timeout_s=300)
@@ -171,7 +177,7 @@ async def test_an_environment_that_is_not_deterministic_after_all_is_found_out()
 
 
 async def test_resume_is_refused_where_determinism_was_not_shown() -> None:
-    async with running() as server, await AsyncEnvClient.connect(server.grpc_address) as client:
+    async with make_server() as server, await AsyncEnvClient.connect(server.grpc_address) as client:
         with pytest.raises(ConfigError, match="ludus env check"):
             await client.open(resume=True)
         assert server.core.load.num_sessions == 0
@@ -179,7 +185,7 @@ async def test_resume_is_refused_where_determinism_was_not_shown() -> None:
 
 async def test_resume_over_websocket() -> None:
     async with (
-        running(check_determinism=True) as server,
+        make_server(check_determinism=True) as server,
         await AsyncEnvClient.connect(server.http_address) as client,
     ):
         _, undisturbed = await play(client, 3)
@@ -207,7 +213,7 @@ async def test_calls_of_tools_are_made_again_in_the_session_that_replaces_a_lost
     wire: str,
 ) -> None:
     async with (
-        running(ToolEnv, check_determinism=True) as server,
+        make_server(ToolEnv, check_determinism=True) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
 
@@ -256,7 +262,7 @@ async def test_attempts_are_bounded_in_number_and_in_time(gate) -> None:
         session, _ = await client.open(seed=1, resume=ResumeLimits(num_attempts=2, timeout_s=1000))
         stepping = asyncio.create_task(session.step({"add": 98}))
         for num_steps in (1, 2, 3):
-            await eventually(lambda num_steps=num_steps: gate.num_entered == num_steps)
+            await wait_until(lambda num_steps=num_steps: gate.num_entered == num_steps)
             move_loop_clock(61)
         with pytest.raises(CallTimeoutError):
             await stepping
@@ -294,7 +300,7 @@ async def test_the_synchronous_client_resumes_too() -> None:
             assert session.step({"add": 1}).observation["total"] == 2
             assert session.num_resumes == 1
 
-    async with grpc_served(deterministic=True) as server:
+    async with serve_grpc(deterministic=True) as server:
         await asyncio.to_thread(play_synchronously, server, asyncio.get_running_loop())
 
 

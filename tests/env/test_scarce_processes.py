@@ -14,9 +14,9 @@ from ludus.env.encoding import ResetArgs
 from ludus.env.sandbox.confine import Layer
 from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import EnvError
-from tests.env.polling import eventually
-from tests.env.scarce_env import FOLDER_VARIABLE, ITS_COPY, ITSELF, NO_FORK, ScarceEnv
-from tests.env.served import running
+from tests.env.polling import wait_until
+from tests.env.scarce_env import FOLDER_VARIABLE, FORK_SERVER, FORKED_COPY, NO_FORK_FILE, ScarceEnv
+from tests.env.served import make_server
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ POOL = {"pool": {"num_workers": 1}}
 ADD_1 = b'{"add": 1}'
 
 
-@pytest.mark.parametrize("process_name", [ITSELF, ITS_COPY])
+@pytest.mark.parametrize("process_name", [FORK_SERVER, FORKED_COPY])
 @pytest.mark.parametrize("isolation", ["pool", "process"])
 async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
     isolation: str, process_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -32,12 +32,12 @@ async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     options = {"isolation": isolation, "pass_env": (FOLDER_VARIABLE,)}
     async with (
-        running(ScarceEnv, **options, **POOL.get(isolation, {})) as server,
+        make_server(ScarceEnv, **options, **POOL.get(isolation, {})) as server,
         httpx.AsyncClient(base_url=server.http_address) as http,
         asyncio.timeout(120),
     ):
         host = server.core.host
-        if process_name == ITS_COPY and not host.layers[Layer.NAMESPACES]:
+        if process_name == FORKED_COPY and not host.layers[Layer.NAMESPACES]:
             pytest.skip("workers are forked without a process between")
 
         async def open_session() -> str:
@@ -45,11 +45,11 @@ async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
 
         neighbour = await open_session()
         fork_server = host.fork_server.pid
-        (tmp_path / NO_FORK).write_text(process_name)
+        (tmp_path / NO_FORK_FILE).write_text(process_name)
         if isolation == "pool":
-            await eventually(lambda: host.pids)  # reported separately from readiness
+            await wait_until(lambda: host.pids)  # reported separately from readiness
             os.kill(host.pids[0], signal.SIGKILL)
-            await eventually(lambda: not server.core.load.num_sessions)
+            await wait_until(lambda: not server.core.load.num_sessions)
         with pytest.raises(EnvError) as refused:
             while True:  # until no warm worker is left
                 await open_session()
@@ -62,7 +62,7 @@ async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
         else:
             assert (await server.core.step(neighbour, ADD_1)).reward == 1.0
 
-        (tmp_path / NO_FORK).unlink()
+        (tmp_path / NO_FORK_FILE).unlink()
         while True:
             try:
                 session_id = await open_session()

@@ -12,8 +12,8 @@ import pytest
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from tests.env.counting_env import CountingEnv
-from tests.env.polling import eventually
-from tests.env.processes import lives
+from tests.env.polling import wait_until
+from tests.env.processes import is_alive
 from tests.env.served import WIRES
 
 
@@ -52,9 +52,9 @@ async def test_a_forked_child_keeps_no_port_of_its_server(wire: str) -> None:
             addresses = server.addresses
         for address in (addresses.http, addresses.grpc, addresses.admin):
             # gRPC's own threads may close a port shortly after its server has stopped.
-            await eventually(partial(is_refused, urlsplit(address).port))
+            await wait_until(partial(is_refused, urlsplit(address).port))
         # A fork during work of gRPC's threads may crash the copy, which is a limit of gRPC.
-        live = [child for child in children if lives(child)]
+        live = [child for child in children if is_alive(child)]
         assert len(children) == 2 and (live == children or wire == "grpc")
     finally:
         os.close(writer)

@@ -25,7 +25,13 @@ from ludus.proto.errors import (
 )
 from tests.env.counting_env import CountingEnv
 from tests.env.raw_stream import RawStream
-from tests.env.served import WIRES, lasting_ports, running, server_address, server_process
+from tests.env.served import (
+    WIRES,
+    fixed_port_arguments,
+    make_server,
+    server_address,
+    server_process,
+)
 
 WAITS_FOR_ONE = "waiting for 1 sessions"
 pytestmark = pytest.mark.slow
@@ -41,7 +47,7 @@ def run_to_its_end(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("wire", WIRES)
 def test_client_recovers_after_a_killed_server(tmp_path: Path, wire: str) -> None:
     async def story():
-        ports = lasting_ports()
+        ports = fixed_port_arguments()
         with server_process(tmp_path, *ports) as first:
             address = server_address(first, wire)
             client = await AsyncEnvClient.connect(address, ConnectOptions(reconnect_timeout_s=300))
@@ -142,10 +148,10 @@ def test_a_port_in_use_is_named_and_nothing_starts() -> None:
 
 def test_two_servers_never_share_a_grpc_port() -> None:
     async def story():
-        async with running() as server:
+        async with make_server() as server:
             port = int(server.grpc_address.rpartition(":")[2])
             with pytest.raises(PortInUseError, match=str(port)):
-                await running(grpc_port=port).start()
+                await make_server(grpc_port=port).start()
 
     asyncio.run(story())
 

@@ -10,7 +10,7 @@ import pytest
 
 from ludus.env.sessions.threads import StepThreads
 from ludus.proto.errors import UnavailableError
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 
 
 class Held:
@@ -29,7 +29,7 @@ class Held:
 async def lose(threads: StepThreads) -> Held:
     held_call = Held()
     job = threads.start(held_call, held_call.let_go.append)
-    await eventually(held_call.entered.is_set)
+    await wait_until(held_call.entered.is_set)
     assert threads.give_up(job)
     return held_call
 
@@ -43,7 +43,7 @@ async def test_hanging_thread_is_replaced_and_its_late_result_released() -> None
     held_call = await lose(threads)
     assert await run_call(threads) == "well"
     held_call.go.set()
-    await eventually(lambda: held_call.let_go == ["late"])
+    await wait_until(lambda: held_call.let_go == ["late"])
     assert await run_call(threads) == "well"
     threads.shut_down()
 
@@ -52,7 +52,7 @@ async def test_time_limit_starts_with_the_thread() -> None:
     threads = StepThreads(1)
     held_call = Held()
     first = threads.start(held_call, held_call.let_go.append)
-    await eventually(held_call.entered.is_set)
+    await wait_until(held_call.entered.is_set)
     behind = asyncio.create_task(threads.run(lambda: "well", lambda _: None, 0.01))
     await asyncio.sleep(0.1)
     assert not behind.done()
@@ -68,7 +68,7 @@ async def test_a_call_beyond_its_limit_is_given_up() -> None:
         await threads.run(held_call, held_call.let_go.append, 0.01)
     assert await run_call(threads) == "well"
     held_call.go.set()
-    await eventually(lambda: held_call.let_go)
+    await wait_until(lambda: held_call.let_go)
     threads.shut_down()
 
 
@@ -77,7 +77,7 @@ async def test_calls_fail_while_all_threads_hang_and_work_again_later() -> None:
     first = await lose(threads)
     held_call = Held()
     last = threads.start(held_call, held_call.let_go.append)
-    await eventually(held_call.entered.is_set)
+    await wait_until(held_call.entered.is_set)
     waiting = threads.start(lambda: "never", lambda _: None)
     assert threads.unavailable_reason == ""
     assert threads.give_up(last)
@@ -87,7 +87,7 @@ async def test_calls_fail_while_all_threads_hang_and_work_again_later() -> None:
     with pytest.raises(UnavailableError, match="restart the server"):
         threads.start(lambda: "never", lambda _: None)
     first.go.set()
-    await eventually(lambda: not threads.unavailable_reason)
+    await wait_until(lambda: not threads.unavailable_reason)
     assert await run_call(threads) == "well"
     held_call.go.set()
     threads.shut_down()
@@ -104,7 +104,7 @@ class HeldAndFailing(Held):
 async def abandoned_call(threads: StepThreads, held_call: Held) -> None:
     """Return when the abandoned call has ended."""
     waiting = asyncio.create_task(threads.run(held_call, held_call.let_go.append, 0.0))
-    await eventually(held_call.entered.is_set)
+    await wait_until(held_call.entered.is_set)
     waiting.cancel()
     await asyncio.wait({waiting})
     assert waiting.cancelled()
@@ -115,7 +115,7 @@ async def abandoned_call(threads: StepThreads, held_call: Held) -> None:
 async def test_result_of_a_cancelled_call_is_released() -> None:
     threads, held_call = StepThreads(1), Held()
     await abandoned_call(threads, held_call)
-    await eventually(lambda: held_call.let_go == ["late"])
+    await wait_until(lambda: held_call.let_go == ["late"])
     threads.shut_down()
 
 

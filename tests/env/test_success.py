@@ -19,12 +19,12 @@ from ludus.env.serving.loopback import open_client
 from ludus.env.transports.openenv import OpenEnvTransport
 from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv
-from tests.env.goal_env import CUT_OFF, MET, MISSED, GoalEnv
-from tests.env.served import WIRES, running, server_address
+from tests.env.goal_env import LOSING_ACTIONS, TRUNCATING_ACTIONS, WINNING_ACTIONS, GoalEnv
+from tests.env.served import WIRES, make_server, server_address
 
 pytestmark = pytest.mark.asyncio
 
-ENDINGS = [(MET, True), (MISSED, False), (CUT_OFF, False)]
+ENDINGS = [(WINNING_ACTIONS, True), (LOSING_ACTIONS, False), (TRUNCATING_ACTIONS, False)]
 
 
 async def play_and_collect(client: AsyncEnvClient, actions: list) -> list[bool | None]:
@@ -39,7 +39,7 @@ async def play_and_collect(client: AsyncEnvClient, actions: list) -> list[bool |
 @pytest.mark.parametrize("wire", WIRES)
 async def test_success_is_only_in_the_last_result(wire: str, isolation: str) -> None:
     async with (
-        running(GoalEnv, isolation=isolation) as server,
+        make_server(GoalEnv, isolation=isolation) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         for actions, success in ENDINGS:
@@ -49,19 +49,19 @@ async def test_success_is_only_in_the_last_result(wire: str, isolation: str) -> 
 @pytest.mark.parametrize("wire", WIRES)
 async def test_success_is_none_if_not_reported(wire: str) -> None:
     async with (
-        running(CountingEnv) as server,
+        make_server(CountingEnv) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
-        assert set(await play_and_collect(client, MET)) == {None}
+        assert set(await play_and_collect(client, WINNING_ACTIONS)) == {None}
 
 
 async def test_upstream_clients_read_success_in_metadata() -> None:
-    async with running(GoalEnv) as server:
+    async with make_server(GoalEnv) as server:
         address = server.http_address.replace("http", "ws")
         async with websockets.connect(f"{address}/ws") as socket:
             await socket.send(json.dumps({"type": "reset", "data": {"seed": 3, "note": "k"}}))
             messages = [json.loads(await socket.recv())["data"]]
-            for action in MET:
+            for action in WINNING_ACTIONS:
                 await socket.send(json.dumps({"type": "step", "data": action}))
                 messages.append(json.loads(await socket.recv())["data"])
         assert set(messages[-1]) == {"observation", "reward", "done", "metadata"}
@@ -75,18 +75,20 @@ async def test_upstream_clients_read_success_in_metadata() -> None:
 
 async def test_http_reports_success_in_metadata() -> None:
     async with (
-        running(GoalEnv) as server,
+        make_server(GoalEnv) as server,
         httpx.AsyncClient(base_url=server.http_address) as http,
     ):
         await http.post("/reset", json={"seed": 3})
-        answers = [(await http.post("/step", json={"action": add})).json() for add in MISSED]
+        answers = [
+            (await http.post("/step", json={"action": add})).json() for add in LOSING_ACTIONS
+        ]
         assert [answer.get("metadata") for answer in answers] == [*[None] * 4, {"success": False}]
 
 
 async def test_openenv_client_reads_success_in_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OpenEnvTransport, "has_extensions", False)
     async with (
-        running(GoalEnv) as server,
+        make_server(GoalEnv) as server,
         await AsyncEnvClient.connect(server.http_address) as client,
     ):
         for actions, success in ENDINGS:
@@ -107,7 +109,7 @@ async def test_success_of_an_old_peer_is_none() -> None:
 async def test_recording_contains_success_and_replay_compares_it(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     async with (
-        running(GoalEnv, record=path) as server,
+        make_server(GoalEnv, record=path) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         for actions, _ in ENDINGS:

@@ -11,17 +11,17 @@ from ludus.env.adapters.gymnasium.token_level import TokenAction, TokenLevelEnvi
 from ludus.env.check import check_environment
 from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import ConfigError, EpisodeStateError, IllegalActionError
-from tests.env.token_env import END, NUM_TOKENS, TOKENS, CountingTokens
+from tests.env.token_env import END_TOKEN, NUM_TOKENS, TOKENS_ENV_ID, CountingTokens
 
 
 def start_episode(**options):
-    environment = TokenLevelEnvironment(TOKENS, **options)
+    environment = TokenLevelEnvironment(TOKENS_ENV_ID, **options)
     first = environment.reset(seed=3)
     return environment, first.observation.token_ids
 
 
 def test_nothing_of_a_large_vocabulary_is_listed() -> None:
-    environment = environment_factory(f"gymnasium:{TOKENS}", {})()
+    environment = environment_factory(f"gymnasium:{TOKENS_ENV_ID}", {})()
     first = environment.reset(seed=0)
     assert first.observation.num_legal_actions == NUM_TOKENS
     assert len(first.observation.to_json()) < 200
@@ -33,9 +33,9 @@ def test_nothing_of_a_large_vocabulary_is_listed() -> None:
 
 @pytest.mark.slow
 def test_a_token_level_environment_keeps_the_contract() -> None:
-    check_environment(environment_factory(f"gymnasium:{TOKENS}", {})).raise_if_failed()
+    check_environment(environment_factory(f"gymnasium:{TOKENS_ENV_ID}", {})).raise_if_failed()
     target = f"{TokenLevelEnvironment.__module__}:TokenLevelEnvironment"
-    check_environment(environment_factory(target, {"env_id": TOKENS})).raise_if_failed()
+    check_environment(environment_factory(target, {"env_id": TOKENS_ENV_ID})).raise_if_failed()
 
 
 def test_every_token_of_an_answer_has_its_reward() -> None:
@@ -48,9 +48,9 @@ def test_every_token_of_an_answer_has_its_reward() -> None:
 
 def test_tokens_after_the_end_are_not_taken() -> None:
     environment, _ = start_episode()
-    result = environment.step(TokenAction(token_ids=[8, END, 10, 11]))
+    result = environment.step(TokenAction(token_ids=[8, END_TOKEN, 10, 11]))
     assert result.observation.rewards == [0.0, 1.0]
-    assert result.terminated and result.info == {"last": END}
+    assert result.terminated and result.info == {"last": END_TOKEN}
     with pytest.raises(EpisodeStateError):
         environment.step(TokenAction(token_ids=[1]))
 

@@ -20,9 +20,9 @@ from ludus.env.security.tracing import (
     request_id,
 )
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.grpc_served import grpc_served
+from tests.env.grpc_served import serve_grpc
 from tests.env.legacy_server import legacy_server
-from tests.env.served import running
+from tests.env.served import make_server
 
 pytestmark = pytest.mark.asyncio
 
@@ -50,7 +50,7 @@ class ListeningEnv(CountingEnv):
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_the_servers_spans_continue_the_callers(factory, spans) -> None:
-    async with grpc_served(factory) as server, await AsyncEnvClient.connect(server.address) as c:
+    async with serve_grpc(factory) as server, await AsyncEnvClient.connect(server.address) as c:
         with trace.get_tracer("test").start_as_current_span("episode") as span:
             session, _ = await c.open()
             await session.step({"add": 1})
@@ -73,7 +73,7 @@ async def test_the_servers_spans_continue_the_callers(factory, spans) -> None:
 
 async def test_a_request_id_reaches_the_environment() -> None:
     async with (
-        grpc_served(ListeningEnv) as server,
+        serve_grpc(ListeningEnv) as server,
         await AsyncEnvClient.connect(server.address) as client,
     ):
         session, _ = await client.open()
@@ -91,7 +91,7 @@ async def test_sync_client_sends_the_context_of_its_caller() -> None:
                 session.step({"add": 1})
             session.step({"add": 1})
 
-    async with grpc_served(ListeningEnv) as server:
+    async with serve_grpc(ListeningEnv) as server:
         await asyncio.to_thread(step, server.address)
     assert SEEN_REQUEST_IDS == ["r-4", ""]
 
@@ -102,7 +102,7 @@ async def test_concurrent_calls_keep_their_request_ids() -> None:
             await session.step({"add": 1})
 
     async with (
-        grpc_served(ListeningEnv) as server,
+        serve_grpc(ListeningEnv) as server,
         await AsyncEnvClient.connect(server.address) as client,
     ):
         sessions = [(await client.open())[0] for _ in range(8)]
@@ -120,7 +120,7 @@ async def test_http_calls_carry_headers() -> None:
 
 
 async def test_traced_episode_over_websocket() -> None:
-    async with running() as server, await AsyncEnvClient.connect(server.http_address) as client:
+    async with make_server() as server, await AsyncEnvClient.connect(server.http_address) as client:
         with request_id("r-3"), trace.get_tracer("test").start_as_current_span("episode"):
             session, _ = await client.open()
             assert (await session.step({"add": 1})).reward == 1.0

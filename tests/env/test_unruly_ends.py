@@ -20,9 +20,17 @@ from ludus.env.client import AsyncEnvClient, AsyncSession, ConnectOptions
 from ludus.env.serving.server import EnvServer
 from ludus.proto.errors import EnvError
 from tests.env.counting_env import Deed
-from tests.env.misbehaving_env import CRASH, EXIT, FILL_DISK, HANG, HOSTS, Phase, factory_in
-from tests.env.polling import eventually, limit_steps, wait_for_sessions
-from tests.env.served import WIRES, running, server_address, server_process
+from tests.env.misbehaving_env import (
+    CRASH,
+    EXIT,
+    FILL_DISK,
+    HANG,
+    HOSTS,
+    Phase,
+    get_factory_and_options,
+)
+from tests.env.polling import limit_steps, wait_for_sessions, wait_until
+from tests.env.served import WIRES, make_server, server_address, server_process
 from tests.env.test_unruly_table import AGREED, Neighbour, done, http_outcome
 
 pytestmark = pytest.mark.slow
@@ -47,11 +55,11 @@ def nothing_logged() -> Iterator[None]:
 @asynccontextmanager
 async def open_server(host: str, folder: Path) -> AsyncIterator[EnvServer]:
     """Start a server with a worker for each concurrent session."""
-    factory, options = factory_in(folder, host)
+    factory, options = get_factory_and_options(folder, host)
     if "num_workers" in options:
         options = options | {"num_workers": len(PHASES) + 1}
     options = options | {"allow_write": (folder,), "disk_limit_mb": 4, "max_sessions": 16}
-    async with running(factory, **options) as server:
+    async with make_server(factory, **options) as server:
         yield server
 
 
@@ -59,7 +67,7 @@ async def workers_ready(server: EnvServer) -> None:
     """Wait until the next sessions will each have their own worker."""
     host = server.core.host
     num_wanted = len(PHASES) + 1 if host.shares_workers else 1
-    await eventually(lambda: len(host.ready_workers) >= num_wanted)
+    await wait_until(lambda: len(host.ready_workers) >= num_wanted)
 
 
 async def call_code(session: AsyncSession, phase: Phase, deed: str) -> str:
@@ -92,7 +100,7 @@ async def collect_codes(server: EnvServer, client: AsyncEnvClient, deed: str) ->
     )
     codes = await asyncio.gather(*calls)
     if host.shares_workers:  # otherwise a closing worker could end the next session
-        await eventually(lambda: host.num_ended_workers == num_ended_workers)
+        await wait_until(lambda: host.num_ended_workers == num_ended_workers)
     limit_steps(server.core, NO_LIMIT_S)
     return dict(zip(PHASES, codes, strict=True))
 
@@ -183,9 +191,9 @@ async def test_inline_exit_ends_the_server(wire: str, tmp_path: Path) -> None:
 
 
 async def test_server_with_dying_workers_reports_and_recovers(tmp_path: Path) -> None:
-    factory, options = factory_in(tmp_path, "pool")
+    factory, options = get_factory_and_options(tmp_path, "pool")
     async with (
-        running(factory, **options) as server,
+        make_server(factory, **options) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
         httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
         asyncio.timeout(120),

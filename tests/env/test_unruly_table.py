@@ -17,9 +17,16 @@ import pytest
 
 from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.proto.errors import EnvError
-from tests.env.misbehaving_env import HARMLESS, HOSTS, RAISES, STRANGE, Phase, factory_in
-from tests.env.polling import eventually, wait_for_sessions
-from tests.env.served import WIRES, running, server_address
+from tests.env.misbehaving_env import (
+    HARMLESS_DEEDS,
+    HOSTS,
+    RAISING_DEEDS,
+    WRONG_VALUES,
+    Phase,
+    get_factory_and_options,
+)
+from tests.env.polling import wait_for_sessions, wait_until
+from tests.env.served import WIRES, make_server, server_address
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +34,10 @@ pytestmark = pytest.mark.slow
 def deeds_on(host: str) -> list[str]:
     """Return the deeds that may only affect the caller; inline, forks are tested elsewhere."""
     is_isolated = "isolation" in HOSTS[host][1]
-    return [*RAISES, *(deed for deed in HARMLESS if is_isolated or not deed.startswith("fork"))]
+    return [
+        *RAISING_DEEDS,
+        *(deed for deed in HARMLESS_DEEDS if is_isolated or not deed.startswith("fork")),
+    ]
 
 
 def rows_on(host: str) -> list[tuple[Phase, str]]:
@@ -35,7 +45,7 @@ def rows_on(host: str) -> list[tuple[Phase, str]]:
         (phase, deed)
         for phase in Phase
         if phase is not Phase.BUILD
-        for deed in (*deeds_on(host), *STRANGE.get(phase, ()))
+        for deed in (*deeds_on(host), *WRONG_VALUES.get(phase, ()))
     ]
 
 
@@ -106,7 +116,7 @@ async def play_deed(
 def expected_outcome(phase: Phase, deed: str, wire: str) -> tuple[str, str, bool]:
     if phase is Phase.CLOSE:
         return AGREED, "ended", True
-    if deed in HARMLESS:
+    if deed in HARMLESS_DEEDS:
         return AGREED, "2", True
     # OpenEnv's observations for tools have an error field without a code.
     is_tool = phase is Phase.TOOL and wire == "http"
@@ -118,8 +128,8 @@ def expected_outcome(phase: Phase, deed: str, wire: str) -> tuple[str, str, bool
 async def test_misbehavior_is_an_error_of_its_session_only(
     host: str, wire: str, tmp_path: Path
 ) -> None:
-    factory, options = factory_in(tmp_path, host)
-    async with running(factory, **options) as server:
+    factory, options = get_factory_and_options(tmp_path, host)
+    async with make_server(factory, **options) as server:
         address = server_address(server, wire)
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open(seed=0)
@@ -136,28 +146,28 @@ async def test_misbehavior_is_an_error_of_its_session_only(
 async def test_failed_build_is_an_error_of_the_open_only(
     host: str, wire: str, tmp_path: Path
 ) -> None:
-    factory, options = factory_in(tmp_path, host)
+    factory, options = get_factory_and_options(tmp_path, host)
     outcome = {}
     async with (
-        running(factory, **options) as server,
+        make_server(factory, **options) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         session, _ = await client.open(seed=0)
         neighbour = Neighbour(session)
-        for deed in RAISES:
+        for deed in RAISING_DEEDS:
             (tmp_path / "build").write_text(deed)
             with pytest.raises(EnvError) as refused:
                 await asyncio.wait_for(client.open(seed=1), 60)
             (tmp_path / "build").unlink()
             outcome[deed] = (refused.value.code, await neighbour.plays_on())
-        for deed in set(deeds_on(host)) - set(RAISES):
+        for deed in set(deeds_on(host)) - set(RAISING_DEEDS):
             (tmp_path / "build").write_text(deed)
             session, _ = await asyncio.wait_for(client.open(seed=1), 60)
             (tmp_path / "build").unlink()
             await session.close()
             assert await neighbour.plays_on()
         await wait_for_sessions(server.core, 1)
-    assert outcome == dict.fromkeys(RAISES, ("FACTORY_ERROR", True))
+    assert outcome == dict.fromkeys(RAISING_DEEDS, ("FACTORY_ERROR", True))
 
 
 async def http_outcome(http: httpx.AsyncClient, deed: str) -> tuple[int, str, Any]:
@@ -179,12 +189,12 @@ async def http_outcome(http: httpx.AsyncClient, deed: str) -> tuple[int, str, An
 
 @pytest.mark.parametrize("host", ["event loop", "threads", "pool"])
 async def test_misbehavior_has_the_same_code_over_http_and_mcp(host: str, tmp_path: Path) -> None:
-    factory, options = factory_in(tmp_path, host)
+    factory, options = get_factory_and_options(tmp_path, host)
     async with (
-        running(factory, **options) as server,
+        make_server(factory, **options) as server,
         httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
     ):
-        for deed in (*RAISES, *STRANGE[Phase.STEP]):
+        for deed in (*RAISING_DEEDS, *WRONG_VALUES[Phase.STEP]):
             status, code, reply = await http_outcome(http, deed)
             assert (deed, status, code) == (deed, 500, "EXECUTION_ERROR")
             result = reply["result"]
@@ -193,15 +203,15 @@ async def test_misbehavior_has_the_same_code_over_http_and_mcp(host: str, tmp_pa
 
 @pytest.mark.parametrize("host", ["event loop", "threads", "pool"])
 async def test_call_of_a_disconnected_caller_is_cancelled(host: str, tmp_path: Path) -> None:
-    factory, options = factory_in(tmp_path, host)
+    factory, options = get_factory_and_options(tmp_path, host)
     async with (
-        running(factory, **options, max_sessions=1, wait_for_slot_s=600.0) as server,
+        make_server(factory, **options, max_sessions=1, wait_for_slot_s=600.0) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         session, _ = await client.open(seed=1)
         async with await AsyncEnvClient.connect(server.grpc_address) as other:
             waiting = asyncio.create_task(other.open(seed=2))
-            await eventually(lambda: server.core.load.num_waiting)
+            await wait_until(lambda: server.core.load.num_waiting)
             waiting.cancel()
-        await eventually(lambda: not server.core.load.num_waiting)
+        await wait_until(lambda: not server.core.load.num_waiting)
         assert (await session.step({"add": 3})).observation["total"] == 3

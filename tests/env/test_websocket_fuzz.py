@@ -17,9 +17,9 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import ErrorCode
 from tests.env.counting_env import CountingEnv
-from tests.env.polling import eventually, wait_for_sessions
-from tests.env.served import running
-from tests.env.served_app import get_core, serving
+from tests.env.polling import wait_for_sessions, wait_until
+from tests.env.served import make_server
+from tests.env.served_app import make_core, serve_app
 from tests.env.tool_env import ToolEnv
 
 pytestmark = pytest.mark.slow
@@ -150,7 +150,7 @@ async def converse(server, path: str, sent: list[str | bytes]) -> None:
 async def test_any_frames_get_typed_answers_and_leave_nothing_behind(
     caplog_at_error, path: str, sent
 ) -> None:
-    async with running(ToolEnv, token=TOKEN, max_sessions=2) as server:
+    async with make_server(ToolEnv, token=TOKEN, max_sessions=2) as server:
         await converse(server, path, sent)
         await until_empty_but_created(server, sent)
         url = server.http_address.replace("http", "ws") + "/ws"
@@ -176,9 +176,9 @@ def caplog_at_error(caplog: pytest.LogCaptureFixture):
 
 @pytest.mark.parametrize("frame", ODD_FRAMES, ids=range(len(ODD_FRAMES)))
 async def test_an_odd_frame_ends_at_most_its_own_connection(frame) -> None:
-    core = get_core(CountingEnv)
+    core = make_core(CountingEnv)
     async with (
-        serving(build_app(core)) as authority,
+        serve_app(build_app(core)) as authority,
         connect(f"ws://{authority}/ws") as neighbour,
         connect(f"ws://{authority}/ws") as socket,
     ):
@@ -198,9 +198,9 @@ async def test_an_odd_frame_ends_at_most_its_own_connection(frame) -> None:
 
 
 async def test_a_message_beyond_the_bound_closes_its_connection_only() -> None:
-    core = get_core(CountingEnv)
+    core = make_core(CountingEnv)
     async with (
-        serving(build_app(core)) as authority,
+        serve_app(build_app(core)) as authority,
         connect(f"ws://{authority}/ws", compression=None) as socket,
     ):
         with pytest.raises(ConnectionClosed):
@@ -243,7 +243,7 @@ async def drop_a_stream(stub, generator: random.Random) -> None:
 @pytest.mark.parametrize("num_drops", [500, 5_000])
 async def test_no_session_is_left_after_thousands_of_unclean_disconnects(num_drops) -> None:
     num_at_once = 16
-    async with running(max_sessions=1000) as server:
+    async with make_server(max_sessions=1000) as server:
         host, port = server.http_address.removeprefix("http://").split(":")
         address = server.grpc_address.removeprefix("grpc://")
         generator = random.Random(0)
@@ -261,7 +261,7 @@ async def test_no_session_is_left_after_thousands_of_unclean_disconnects(num_dro
             await asyncio.gather(*(drop_many() for _ in range(num_at_once)))
             await wait_for_sessions(server.core, 0)
         assert server.core.counts.num_opens > num_drops / 3
-        await eventually(lambda: num_connections() < 50)  # they end with their clients
+        await wait_until(lambda: num_connections() < 50)  # they end with their clients
 
 
 def num_connections() -> int:

@@ -15,9 +15,9 @@ from ludus.env.http.app import build_app
 from ludus.env.security.tracing import get_request_id
 from ludus.proto.errors import CapacityError
 from tests.env.counting_env import CountingEnv, Deed, ThreadedCountingEnv, UnrulyEnv
-from tests.env.polling import eventually, limit_steps, move_loop_clock, turns_of_the_loop
-from tests.env.served import running
-from tests.env.served_app import get_core, serving
+from tests.env.polling import limit_steps, move_loop_clock, run_pending_tasks, wait_until
+from tests.env.served import make_server
+from tests.env.served_app import make_core, serve_app
 
 
 def socket_to(authority: str, query: str = ""):
@@ -42,33 +42,33 @@ def factory(request: pytest.FixtureRequest):
 
 
 async def test_a_connection_is_accepted_and_waits_for_a_free_session(factory) -> None:
-    core = get_core(factory, max_sessions=1, wait_for_slot_s=60)
-    async with serving(build_app(core)) as authority:
+    core = make_core(factory, max_sessions=1, wait_for_slot_s=60)
+    async with serve_app(build_app(core)) as authority:
         first = await socket_to(authority)
         await ask(first, {"type": "reset"})
         async with socket_to(authority) as second:
             asking = asyncio.create_task(ask(second, {"type": "reset", "data": {"start": 3}}))
-            await eventually(lambda: core.load.num_waiting == 1)
+            await wait_until(lambda: core.load.num_waiting == 1)
             await first.close()
             assert (await asking)["data"]["observation"]["total"] == 3
 
 
 async def test_a_client_that_leaves_stops_waiting(factory) -> None:
-    core = get_core(factory, max_sessions=1, wait_for_slot_s=60)
-    async with serving(build_app(core)) as authority, socket_to(authority) as first:
+    core = make_core(factory, max_sessions=1, wait_for_slot_s=60)
+    async with serve_app(build_app(core)) as authority, socket_to(authority) as first:
         await ask(first, {"type": "reset"})
         second = await socket_to(authority)
         await second.send('{"type":"reset"}')
-        await eventually(lambda: core.load.num_waiting == 1)
+        await wait_until(lambda: core.load.num_waiting == 1)
         second.transport.abort()
-        await eventually(lambda: core.load.num_waiting == 0)
+        await wait_until(lambda: core.load.num_waiting == 0)
         assert core.load.num_sessions == 1
 
 
 async def test_a_wait_in_vain_ends_with_a_refusal() -> None:
-    core = get_core(max_sessions=1, wait_for_slot_s=0.1)
+    core = make_core(max_sessions=1, wait_for_slot_s=0.1)
     async with (
-        serving(build_app(core)) as authority,
+        serve_app(build_app(core)) as authority,
         socket_to(authority) as first,
         socket_to(authority) as second,
     ):
@@ -80,9 +80,9 @@ async def test_a_wait_in_vain_ends_with_a_refusal() -> None:
 
 @pytest.mark.slow
 async def test_an_idle_session_closes_its_socket_and_says_why(factory, core_clock) -> None:
-    core = get_core(factory, idle_timeout_s=60)
+    core = make_core(factory, idle_timeout_s=60)
     sweeping = asyncio.create_task(core.close_idle_forever())
-    async with serving(build_app(core)) as authority, socket_to(authority) as socket:
+    async with serve_app(build_app(core)) as authority, socket_to(authority) as socket:
         await ask(socket, {"type": "reset"})
         core_clock.move_on(60)
         assert await wait_for_close(socket) == (1001, "it was idle for 60 s")
@@ -91,8 +91,8 @@ async def test_an_idle_session_closes_its_socket_and_says_why(factory, core_cloc
 
 
 async def test_a_step_that_takes_too_long_is_answered_before_the_socket_closes() -> None:
-    core = get_core(ThreadedCountingEnv)
-    async with serving(build_app(core)) as authority, socket_to(authority) as socket:
+    core = make_core(ThreadedCountingEnv)
+    async with serve_app(build_app(core)) as authority, socket_to(authority) as socket:
         await ask(socket, {"type": "reset"})
         limit_steps(core, 0.25)
         reply = await ask(socket, {"type": "step", "data": {"add": 99}})
@@ -101,22 +101,22 @@ async def test_a_step_that_takes_too_long_is_answered_before_the_socket_closes()
 
 
 async def test_a_server_that_shuts_down_says_so(factory) -> None:
-    core = get_core(factory)
-    async with serving(build_app(core)) as authority, socket_to(authority) as socket:
+    core = make_core(factory)
+    async with serve_app(build_app(core)) as authority, socket_to(authority) as socket:
         await ask(socket, {"type": "reset"})
         await core.shut_down()
         assert await wait_for_close(socket) == (1001, "the server is shutting down")
-    async with running(factory) as server:
+    async with make_server(factory) as server:
         socket = await socket_to(server.http_address.removeprefix("http://"))
         await ask(socket, {"type": "reset"})
     assert await wait_for_close(socket) == (1001, "the server is shutting down")
 
 
 async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory) -> None:
-    core = get_core(factory)
+    core = make_core(factory)
     app = build_app(core)
     async with (
-        serving(app) as authority,
+        serve_app(app) as authority,
         httpx.AsyncClient(base_url=f"http://{authority}", timeout=60) as client,
     ):
 
@@ -140,7 +140,7 @@ async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory) -> Non
             closing = await call("openenv/session/close", session_id=session_id)
             assert closing == {"session_id": session_id, "closed": False, "closing": True}
             assert (await ask(socket, {"type": "state"}))["data"]["total"] == 2
-        await eventually(lambda: core.load.num_sessions == 0)
+        await wait_until(lambda: core.load.num_sessions == 0)
         async with socket_to(authority, f"?session_id={session_id}") as socket:
             unknown = json.loads(await socket.recv())
             assert unknown["data"] == {
@@ -151,8 +151,8 @@ async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory) -> Non
 
 
 async def test_a_client_that_never_reads_blocks_no_other_and_has_a_bounded_buffer() -> None:
-    core = get_core()
-    async with serving(build_app(core)) as authority, socket_to(authority) as reading:
+    core = make_core()
+    async with serve_app(build_app(core)) as authority, socket_to(authority) as reading:
         host, _, port = authority.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
         reader._transport.pause_reading()
@@ -164,32 +164,32 @@ async def test_a_client_that_never_reads_blocks_no_other_and_has_a_bounded_buffe
         header = b"\x81\xfe" + len(note).to_bytes(2, "big") + b"\x00" * 4
         for _ in range(200):
             writer.write(header + note)
-        await eventually(lambda: core.load.num_sessions == 2)
+        await wait_until(lambda: core.load.num_sessions == 2)
         await ask(reading, {"type": "reset"})
         for _ in range(20):
             await ask(reading, {"type": "state"})
         assert writer.transport.get_write_buffer_size() > 0, "the server stopped reading"
         writer.transport.abort()
-        await eventually(lambda: core.load.num_sessions == 1)
+        await wait_until(lambda: core.load.num_sessions == 1)
 
 
 async def test_a_half_open_connection_is_cut_and_its_session_freed() -> None:
-    core = get_core()
+    core = make_core()
     app = build_app(core)
-    async with serving(app, ws_ping_interval=60, ws_ping_timeout=60) as authority:
+    async with serve_app(app, ws_ping_interval=60, ws_ping_timeout=60) as authority:
         socket = await socket_to(authority)
         await ask(socket, {"type": "reset"})
         socket.transport.pause_reading()  # the client must read to answer pings
         move_loop_clock(61)
-        await turns_of_the_loop()
+        await run_pending_tasks()
         move_loop_clock(61)
-        await eventually(lambda: core.load.num_sessions == 0)
+        await wait_until(lambda: core.load.num_sessions == 0)
         socket.transport.abort()
 
 
 async def test_replies_keep_their_order_when_a_client_does_not_wait(factory) -> None:
-    core = get_core(factory)
-    async with serving(build_app(core)) as authority, socket_to(authority) as socket:
+    core = make_core(factory)
+    async with serve_app(build_app(core)) as authority, socket_to(authority) as socket:
         messages = [{"type": "reset"}]
         messages += [{"type": "step", "data": {"add": 1}}, {"type": "state"}, {"type": "nope"}] * 4
         for message in messages:
@@ -214,21 +214,21 @@ class StuckEnv(ThreadedCountingEnv):
 
 
 async def test_a_client_that_leaves_in_the_middle_of_a_step_frees_its_session_at_once() -> None:
-    core = get_core(StuckEnv, max_sessions=1)
-    async with serving(build_app(core)) as authority:
+    core = make_core(StuckEnv, max_sessions=1)
+    async with serve_app(build_app(core)) as authority:
         socket = await socket_to(authority)
         await ask(socket, {"type": "reset"})
         await socket.send('{"type":"step","data":{"add":1}}')
-        await eventually(StuckEnv.entered.is_set)
+        await wait_until(StuckEnv.entered.is_set)
         socket.transport.abort()
-        await eventually(lambda: core.load.num_sessions == 0)
+        await wait_until(lambda: core.load.num_sessions == 0)
         StuckEnv.may_leave.set()
 
 
 @pytest.mark.slow
 async def test_a_worker_that_dies_closes_the_sockets_of_its_sessions_and_says_so() -> None:
     options = {"isolation": "pool", "num_workers": 1, "max_sessions": 4}
-    async with running(UnrulyEnv, **options) as server:
+    async with make_server(UnrulyEnv, **options) as server:
         authority = server.http_address.removeprefix("http://")
         async with socket_to(authority) as unruly, socket_to(authority) as neighbour:
             for socket in (unruly, neighbour):
@@ -252,7 +252,7 @@ class RequestedEnv(CountingEnv):
 async def test_the_request_id_of_a_connection_reaches_the_environment() -> None:
     headers = {"x-request-id": "r-7"}
     async with (
-        serving(build_app(get_core(RequestedEnv))) as authority,
+        serve_app(build_app(make_core(RequestedEnv))) as authority,
         connect(f"ws://{authority}/ws", additional_headers=headers) as socket,
         httpx.AsyncClient(base_url=f"http://{authority}", timeout=60) as client,
     ):

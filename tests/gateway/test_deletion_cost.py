@@ -16,7 +16,7 @@ from ludus.services.gateway.kubernetes.deletion_cost import (
     DeletionCostWriter,
     choose_bucket,
 )
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.gateway.cluster_objects import NAMESPACE, make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
@@ -127,7 +127,7 @@ async def test_new_leader_writes_all_costs_again(bench: Bench) -> None:
 async def test_a_sweep_ends_when_leadership_does(bench: Bench) -> None:
     bench.add(**{f"pod{number}": (10, 100) for number in range(200)})
     sweep = asyncio.create_task(bench.costs.sweep())
-    await eventually(lambda: bench.patched)
+    await wait_until(lambda: bench.patched)
     bench.is_leader = False
     assert await sweep < 200
 
@@ -194,7 +194,7 @@ async def test_writes_are_spread_over_time() -> None:
         )
         began_s = time.monotonic()
         running = asyncio.create_task(costs.run())
-        await eventually(lambda: cluster.num_requests("patch") == 10)
+        await wait_until(lambda: cluster.num_requests("patch") == 10)
         assert time.monotonic() - began_s >= 9 / 50
         await asyncio.sleep(0.05)
         running.cancel()

@@ -21,7 +21,7 @@ from ludus.proto.errors import (
 )
 from ludus.services.gateway.gateway import Gateway
 from tests.env.counting_env import Gate
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.gateway.gateways import (
     FAST,
     NAME,
@@ -77,7 +77,7 @@ async def test_waiting_opens_are_admitted_in_order_of_arrival():
         waiting = []
         for number in range(8):
             waiting.append(asyncio.create_task(wait(number)))
-            await eventually(lambda number=number: sessions.load.num_waiting == number + 1)
+            await wait_until(lambda number=number: sessions.load.num_waiting == number + 1)
         await sessions.close(num_held[0].session_id)
         await asyncio.gather(*waiting)
         assert admitted == list(range(8))
@@ -90,7 +90,7 @@ async def test_the_queue_is_bounded_in_length():
         for _ in range(2):
             await sessions.open(SEEDED)
         waiting = [asyncio.create_task(sessions.open(SEEDED)) for _ in range(2)]
-        await eventually(lambda: sessions.load.num_waiting == 2)
+        await wait_until(lambda: sessions.load.num_waiting == 2)
         with pytest.raises(CapacityError):
             await asyncio.wait_for(sessions.open(SEEDED), 60)
         for task in waiting:
@@ -120,7 +120,7 @@ async def test_a_group_that_waits_counts_with_all_its_sessions():
     async with run_gateway(server_options=SMALL) as (gateway, _):
         sessions = get_sessions(gateway)
         waiting = asyncio.create_task(sessions.open_group(SEEDED, 5))
-        await eventually(lambda: sessions.load.num_waiting == 5)
+        await wait_until(lambda: sessions.load.num_waiting == 5)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert sessions.load.num_waiting == 0
@@ -131,7 +131,7 @@ async def test_a_session_that_ends_on_the_server_itself_admits_who_waits():
         sessions = get_sessions(gateway)
         num_held = [await sessions.open(SEEDED) for _ in range(2)]
         waiting = asyncio.create_task(sessions.open(SEEDED))
-        await eventually(lambda: sessions.load.num_waiting == 1)
+        await wait_until(lambda: sessions.load.num_waiting == 1)
         await servers[0].core.close(num_held[0].session_id)
         await asyncio.wait_for(waiting, 60)
 
@@ -152,10 +152,10 @@ async def test_a_session_that_takes_long_to_begin_is_counted_once():
         sessions = get_sessions(gateway)
         opening = [asyncio.create_task(sessions.open(SEEDED)) for _ in range(4)]
         try:
-            await eventually(lambda: num_sessions(servers) == 4)
+            await wait_until(lambda: num_sessions(servers) == 4)
             # The gateway learns only from a poll about a session that it did not open.
             await servers[0].core.open(OpenArgs(ResetArgs(options={"start": 1})))
-            await eventually(lambda: sessions.environment_load.num_active != 4)
+            await wait_until(lambda: sessions.environment_load.num_active != 4)
             assert sessions.environment_load.num_active == 5
         finally:
             may_begin.set()
@@ -175,9 +175,9 @@ async def test_cancelled_open_leaves_no_session():
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
         await asyncio.sleep(0.2)
-        await eventually(lambda: num_sessions(servers) == 0)
-        await eventually(lambda: gateway.num_sessions == 0)
-        await eventually(lambda: sessions.load.num_sessions == 0)
+        await wait_until(lambda: num_sessions(servers) == 0)
+        await wait_until(lambda: gateway.num_sessions == 0)
+        await wait_until(lambda: sessions.load.num_sessions == 0)
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ async def test_an_open_that_many_full_servers_refuse_waits_until_its_deadline():
     ):
         opened = [await get_sessions(other).open(SEEDED) for _ in servers]
         waiting = asyncio.create_task(get_sessions(unaware).open(SEEDED))
-        await eventually(lambda: waiting.done() or get_sessions(unaware).admission.num_waiting)
+        await wait_until(lambda: waiting.done() or get_sessions(unaware).admission.num_waiting)
         assert not waiting.done()
         await get_sessions(other).close(opened[0].session_id)
         assert (await waiting).first_result is not None
@@ -252,7 +252,7 @@ async def test_a_group_gets_all_its_sessions_or_none():
         with pytest.raises(CapacityError):
             await sessions.open_group(SEEDED, 8)
         assert num_sessions(servers) == 1
-        await eventually(lambda: not sessions.admission.count_missing(7))
+        await wait_until(lambda: not sessions.admission.count_missing(7))
         assert len(await sessions.open_group(SEEDED, 7)) == 7
         with pytest.raises(InvalidCallError, match="1 to 100 sessions, got 101"):
             await sessions.open_group(SEEDED, 101)
@@ -279,8 +279,8 @@ async def test_a_group_over_servers_that_begin_differently_is_refused_and_closed
     async with opened_session, other, gateway_to(opened_session, other) as gateway:
         with pytest.raises(GroupMismatchError, match="2 servers"):
             await get_sessions(gateway).open_group(SEEDED, 5)
-        await eventually(lambda: num_sessions([opened_session, other]) == 0)
-        await eventually(lambda: get_sessions(gateway).load.num_sessions == 0)
+        await wait_until(lambda: num_sessions([opened_session, other]) == 0)
+        await wait_until(lambda: get_sessions(gateway).load.num_sessions == 0)
 
 
 # -- draining ----------------------------------------------------------------------------
@@ -293,7 +293,7 @@ async def test_a_draining_server_finishes_its_sessions_while_new_ones_go_elsewhe
         previous = servers[0].core.load.num_sessions
         assert 0 < previous < 10
         servers[0].core.drain()
-        await eventually(lambda: fleet_size(gateway) == 256)
+        await wait_until(lambda: fleet_size(gateway) == 256)
         for _ in range(10):
             await sessions.open(SEEDED)
         assert servers[0].core.load.num_sessions == previous
@@ -332,7 +332,7 @@ async def test_draining_gateway_refuses_waiting_opens_and_finishes_sessions():
         sessions = get_sessions(gateway)
         num_held = [await sessions.open(SEEDED) for _ in range(2)]
         waiting = asyncio.create_task(sessions.open(SEEDED))
-        await eventually(lambda: sessions.load.num_waiting == 1)
+        await wait_until(lambda: sessions.load.num_waiting == 1)
         async with httpx.AsyncClient(timeout=60) as http:
             assert (await http.get(f"{gateway.http_address}/drain")).status_code == 405
             drained = await http.post(f"{gateway.http_address}/drain")
@@ -346,7 +346,7 @@ async def test_draining_gateway_refuses_waiting_opens_and_finishes_sessions():
         for opened_session in num_held:
             await sessions.step(opened_session.session_id, b'{"add": 1}', 1)
             await sessions.close(opened_session.session_id)
-        await eventually(lambda: gateway.num_sessions == 0)
+        await wait_until(lambda: gateway.num_sessions == 0)
 
 
 # -- leaving nothing behind --------------------------------------------------------------
@@ -358,7 +358,7 @@ async def test_sessions_of_a_lost_client_end_after_their_linger():
         connection = Connection()
         opened = [await sessions.open(SEEDED, connection) for _ in range(10)]
         sessions.release(connection)
-        await eventually(lambda: num_sessions(servers) == 0)
+        await wait_until(lambda: num_sessions(servers) == 0)
         for opened_session in opened:
             tombstones = [
                 server.core.tombstones.find(opened_session.session_id) for server in servers
@@ -373,13 +373,13 @@ async def test_session_is_removed_when_its_server_ends_it_as_idle():
         config = make_config("grpc://unused:1", sessions={"linger_s": 0.3})
         async with Gateway(config, {NAME: source}) as gateway:
             sessions = get_sessions(gateway)
-            await eventually(lambda: sessions.environment_load.num_servers == 2)
+            await wait_until(lambda: sessions.environment_load.num_servers == 2)
             opened = [await sessions.open(SEEDED) for _ in range(10)]
             num_patient = patient.core.load.num_sessions
             assert 0 < num_patient < 10
             for opened_session in opened:
                 sessions.tracked_sessions.get(opened_session.session_id).last_used_s -= 700
-            await eventually(lambda: gateway.num_sessions < 10)
+            await wait_until(lambda: gateway.num_sessions < 10)
             assert gateway.num_sessions == num_patient
 
 
@@ -392,7 +392,7 @@ async def test_gateway_limit_applies_without_idle_timeout_of_the_server():
         link.description = dataclasses.replace(link.description, idle_timeout_s=0.0)
         sessions.tracked_sessions.get(kept.session_id).last_used_s -= 700
         sessions.tracked_sessions.get(idle.session_id).last_used_s -= 1100
-        await eventually(lambda: gateway.num_sessions < 2)
+        await wait_until(lambda: gateway.num_sessions < 2)
         assert sessions.tracked_sessions.get(kept.session_id) is not None
 
 
@@ -408,11 +408,11 @@ async def test_a_session_whose_call_takes_longer_than_the_idle_limit_is_not_idle
         sessions = get_sessions(gateway)
         session, _ = await client.open(seed=1)
         call = asyncio.ensure_future(session.step({"add": 98}))
-        await eventually(lambda: gate.num_entered)
+        await wait_until(lambda: gate.num_entered)
         await sessions.open(SEEDED)
         for tracked in sessions.tracked_sessions:
             tracked.last_used_s -= 10_000
-        await eventually(lambda: gateway.num_sessions == 1)
+        await wait_until(lambda: gateway.num_sessions == 1)
         gate.open()
         await call
         assert (await session.step({"add": 1})).reward == 1.0
@@ -426,7 +426,7 @@ async def test_without_linger_sessions_end_with_their_connection():
             await sessions.open(SEEDED, connection)
         sessions.release(connection)
         assert gateway.num_sessions == 0
-        await eventually(lambda: num_sessions(servers) == 0)
+        await wait_until(lambda: num_sessions(servers) == 0)
 
 
 @pytest.mark.slow
@@ -459,7 +459,7 @@ async def test_thousand_lost_clients_leave_no_sessions():
             await asyncio.gather(*(rude_socket(n) for n in range(begin, begin + 50)))
         for begin in range(0, 50, 10):
             await asyncio.gather(*(rude_grpc(n) for n in range(begin, begin + 10)))
-        await eventually(lambda: num_sessions(servers) == 0)
+        await wait_until(lambda: num_sessions(servers) == 0)
         sessions = get_sessions(gateway)
-        await eventually(lambda: sessions.load.num_sessions == 0)
-        await eventually(lambda: gateway.num_sessions == 0)
+        await wait_until(lambda: sessions.load.num_sessions == 0)
+        await wait_until(lambda: gateway.num_sessions == 0)

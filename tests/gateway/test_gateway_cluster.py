@@ -9,7 +9,7 @@ from ludus.services.gateway.config import KubernetesEnvironment
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.kubernetes.deletion_cost import COST_ANNOTATION
 from ludus.services.gateway.kubernetes.source import EndpointSliceSource
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.gateway.cluster_objects import (
     NAMESPACE,
     SLICES,
@@ -60,16 +60,16 @@ async def test_pods_are_routed_to_drained_and_ranked_for_deletion():
             assert 0 < len(on_a) < 8
             loads.update(sessions.fleet.read_pod_loads())
             assert set(loads) == {"a", "b"}
-            await eventually(lambda: COST_ANNOTATION in str(cluster.get(*pods, "a")))
+            await wait_until(lambda: COST_ANNOTATION in str(cluster.get(*pods, "a")))
 
             cluster.put(make_slice("a", pod_slice, ready=False, terminating=True))
-            await eventually(lambda: sessions.environment_load.num_draining_servers == 1)
+            await wait_until(lambda: sessions.environment_load.num_draining_servers == 1)
             for _ in range(4):
                 await sessions.open(SEEDED)
             assert pod_slice.core.load.num_sessions == len(on_a)
             await sessions.step(on_a[0].session_id, b'{"add": 1}', 1)
 
             cluster.remove(*SLICES, "slice-a")
-            await eventually(lambda: len(sessions.fleet.links) == 1)
+            await wait_until(lambda: len(sessions.fleet.links) == 1)
             with pytest.raises(SessionLostError, match="removed"):
                 await sessions.step(on_a[0].session_id, b'{"add": 1}', 2)

@@ -14,7 +14,7 @@ import pytest
 
 from ludus.env.client import AsyncEnvClient
 from ludus.services.gateway.config import GatewayConfig
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +75,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 async def test_gateway_starts_and_stops_its_servers(end):
     with running(*BLACKJACK, "--servers", "2") as (process, address):
-        await eventually(lambda: len(child_processes(process.pid)) == 2)
+        await wait_until(lambda: len(child_processes(process.pid)) == 2)
         children = child_processes(process.pid)
         async with await AsyncEnvClient.connect(address) as client:
             session, first = await client.open(seed=3)
@@ -83,7 +83,7 @@ async def test_gateway_starts_and_stops_its_servers(end):
             assert (await session.step(text="STAND")).done
         process.send_signal(end)
         assert await asyncio.to_thread(process.wait, 60) == (0 if end == signal.SIGTERM else -9)
-        await eventually(lambda: not any(is_alive(pid) for pid in children))
+        await wait_until(lambda: not any(is_alive(pid) for pid in children))
 
 
 async def test_second_signal_ends_the_wait_for_sessions():

@@ -13,7 +13,7 @@ from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import CapacityError, ConfigError, PortInUseError
 from ludus.services.gateway.fleet import admission
 from ludus.services.gateway.gateway import Gateway
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.gateway.gateways import (
     FAST,
     NAME,
@@ -124,7 +124,7 @@ async def test_old_connection_is_renewed_and_its_sessions_continue(monkeypatch):
     ):
         session, _ = await client.open(seed=1)
         stream = client.transport.stream
-        await eventually(lambda: stream.break_reason is not None)
+        await wait_until(lambda: stream.break_reason is not None)
         assert (await session.step({"add": 2})).step_index == 1
         assert num_sessions(servers) == 1
 
@@ -160,7 +160,7 @@ async def test_a_client_that_comes_before_the_first_server_is_served_when_it_sta
     port = _free_port()
     async with Gateway(make_config(f"grpc://127.0.0.1:{port}")) as gateway:
         connecting = asyncio.create_task(AsyncEnvClient.connect(gateway.grpc_address))
-        await eventually(lambda: get_sessions(gateway).load.num_waiting == 1)
+        await wait_until(lambda: get_sessions(gateway).load.num_waiting == 1)
         late = env_server(grpc_port=port)
         async with late, await connecting as client:
             session, _ = await client.open(seed=1)

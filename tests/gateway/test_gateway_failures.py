@@ -13,7 +13,7 @@ from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
 from ludus.services.gateway.fleet.sources import ServerEndpoint
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.sessions import tracked_sessions
-from tests.env.polling import eventually, turns_of_the_loop
+from tests.env.polling import run_pending_tasks, wait_until
 from tests.gateway.gateways import (
     FAST,
     KEY,
@@ -138,7 +138,7 @@ async def test_session_on_a_restarted_server_waits_for_a_late_gateway(monkeypatc
         async with env_server(grpc_port=port):
             opened = await get_sessions(quick).open(SEEDED)
             step = asyncio.create_task(get_sessions(slow).step(opened.session_id, ADD_1, 1))
-            await turns_of_the_loop()
+            await run_pending_tasks()
             may_connect.set()
             assert (await step).step_index == 1
 
@@ -166,7 +166,7 @@ async def test_uncalled_sessions_are_counted_when_their_server_is_lost(comes_bac
         sessions.tracked_sessions.sweep_interval_s = 0.1
         await first.stop()
         async with env_server(grpc_port=port) if comes_back else contextlib.nullcontext():
-            await eventually(lambda: gateway.num_sessions == num_kept)
+            await wait_until(lambda: gateway.num_sessions == num_kept)
             assert await num_lost(gateway) == 10 - num_kept
         assert f"lost {10 - num_kept} sessions: server" in caplog.text
         assert opened
@@ -193,7 +193,7 @@ async def test_a_step_whose_connection_breaks_is_answered_once_by_the_same_serve
             opened = await sessions.open(SEEDED)
             cable.swallows_answers = True
             stepping = asyncio.create_task(sessions.step(opened.session_id, ADD_1, 1))
-            await eventually(lambda: b'"total":1' in read_state(server, opened.session_id))
+            await wait_until(lambda: b'"total":1' in read_state(server, opened.session_id))
             cable.swallows_answers = False
             cable.cut()
             result = await asyncio.wait_for(stepping, 60)
@@ -209,7 +209,7 @@ async def test_an_unnumbered_step_is_never_sent_twice():
             opened = await sessions.open(SEEDED)
             cable.swallows_answers = True
             stepping = asyncio.create_task(sessions.step(opened.session_id, ADD_1))
-            await eventually(lambda: b'"total":1' in read_state(server, opened.session_id))
+            await wait_until(lambda: b'"total":1' in read_state(server, opened.session_id))
             cable.swallows_answers = False
             cable.cut()
             with pytest.raises(SessionLostError):
@@ -240,12 +240,12 @@ async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_bro
             monkeypatch.setattr(server.core, "detach", note)
             cable.cut()
             # The session lingers on the server; the gateway restarts the linger time repeatedly.
-            await eventually(lambda: len(lingers_since_s) >= 4)
+            await wait_until(lambda: len(lingers_since_s) >= 4)
             assert sorted(set(lingers_since_s)) == lingers_since_s
             assert (await sessions.step(thinking.session_id, ADD_1, 1)).step_index == 1
             entry.linger_s = 0.1
             sessions.release(connection)
-            await eventually(lambda: server.core.load.num_sessions == 0)
+            await wait_until(lambda: server.core.load.num_sessions == 0)
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ async def test_absent_server_gets_no_sessions_and_is_unavailable_in_time():
                 assert other.core.load.num_sessions == previous + 5
                 assert sessions.environment_load.num_unreachable_servers == 1
                 cable.is_connected = True
-                await eventually(lambda: sessions.environment_load.num_servers == 2)
+                await wait_until(lambda: sessions.environment_load.num_servers == 2)
                 assert (await sessions.step(absent[0].session_id, ADD_1, 1)).reward == 1.0
 
 
@@ -285,12 +285,12 @@ async def test_a_silent_server_gets_no_new_sessions(tmp_path):
             link = sessions.fleet.find_link_by_key(frozen.grpc_address)
             frozen.process.send_signal(signal.SIGSTOP)
             try:
-                await eventually(lambda: not link.accepts_sessions)
+                await wait_until(lambda: not link.accepts_sessions)
                 for _ in range(5):
                     await sessions.open(SEEDED)
             finally:
                 frozen.process.send_signal(signal.SIGCONT)
-            await eventually(lambda: sessions.environment_load.num_servers == 2)
+            await wait_until(lambda: sessions.environment_load.num_servers == 2)
 
 
 async def test_servers_with_another_session_key_are_reported_and_skipped(monkeypatch):
@@ -320,7 +320,7 @@ async def test_removed_server_is_used_again_when_it_is_listed_again():
             opened = [await sessions.open(SEEDED) for _ in range(8)]
             source.list(make_endpoint(other))
             source.list(make_endpoint(line), make_endpoint(other))
-            await eventually(lambda: sessions.environment_load.num_servers == 2)
+            await wait_until(lambda: sessions.environment_load.num_servers == 2)
             for one_opened in opened:
                 assert (await sessions.step(one_opened.session_id, ADD_1, 1)).reward == 1.0
 

@@ -7,7 +7,7 @@ import pytest
 from ludus.env.serving.loopback import PlayOptions, open_client
 from ludus.proto.errors import NotFoundError
 from ludus.services.gateway.gateway import Gateway
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.gateway.gateways import (
     NAME,
     ListedServers,
@@ -25,10 +25,10 @@ async def test_waiting_opens_count_as_demand_and_play_after_a_server_started(was
         source = ListedServers(*[make_endpoint(server)] * was_there)
         async with Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway:
             admission = get_sessions(gateway).admission
-            await eventually(lambda: bool(admission.fleet.description) == was_there)
+            await wait_until(lambda: bool(admission.fleet.description) == was_there)
             source.list()
             waiting = asyncio.create_task(describe(gateway.grpc_address, wait_s=60))
-            await eventually(lambda: admission.num_waiting == 1)
+            await wait_until(lambda: admission.num_waiting == 1)
             source.list(make_endpoint(server))
             assert (await waiting).server_id == "gateway"
             assert num_sessions([server]) == 0

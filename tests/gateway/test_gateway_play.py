@@ -11,8 +11,8 @@ import websockets
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.proto.errors import IllegalActionError, InvalidCallError
 from ludus.services.gateway.gateway import Gateway
-from tests.env.goal_env import MET, MISSED, GoalEnv
-from tests.env.polling import eventually
+from tests.env.goal_env import LOSING_ACTIONS, WINNING_ACTIONS, GoalEnv
+from tests.env.polling import wait_until
 from tests.gateway.gateways import (
     NAME,
     connect_client,
@@ -50,7 +50,7 @@ async def test_an_episode_through_a_gateway_is_the_one_of_the_server_itself(wire
         through = await play_episode(by_gateway[wire])
         direct = await play_episode(by_server[wire])
         assert str(through) == str(direct)
-        await eventually(lambda: num_sessions(servers) == 0)
+        await wait_until(lambda: num_sessions(servers) == 0)
 
 
 @pytest.mark.parametrize("wire", ["grpc", "http"])
@@ -58,7 +58,7 @@ async def test_a_gateway_passes_on_whether_an_episode_succeeded(wire):
     async with run_gateway(factory=GoalEnv) as (gateway, _):
         address = {"grpc": gateway.grpc_address, "http": f"{gateway.http_address}/envs/{NAME}"}
         async with await AsyncEnvClient.connect(address[wire]) as client:
-            for actions, success in ((MET, True), (MISSED, False)):
+            for actions, success in ((WINNING_ACTIONS, True), (LOSING_ACTIONS, False)):
                 session, first = await client.open(seed=7)
                 results = [first, *[await session.step(action) for action in actions]]
                 assert [item.success for item in results] == [*[None] * 5, success]
@@ -80,8 +80,8 @@ async def test_a_plain_websocket_client_plays_and_leaves_nothing_behind():
             assert (await ask("step", add=2))["data"]["reward"] == 2.0
             assert (await ask("step", add=0))["data"]["code"] == "ILLEGAL_ACTION"
             assert num_sessions(servers) == 1
-        await eventually(lambda: num_sessions(servers) == 0)
-        await eventually(lambda: gateway.num_sessions == 0)
+        await wait_until(lambda: num_sessions(servers) == 0)
+        await wait_until(lambda: gateway.num_sessions == 0)
 
 
 async def test_a_token_in_the_address_is_enough(monkeypatch):

@@ -12,7 +12,7 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import SessionLostError
 from ludus.services.gateway.fleet.sources import ServerEndpoint
 from ludus.services.gateway.gateway import Gateway
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import (
     KEY,
@@ -181,8 +181,8 @@ async def test_every_end_of_a_session_releases_quota(tenants):
             await lost.step({"add": 1})
         await client.open(seed=1)
         await client.close()
-        await eventually(lambda: num_sessions(servers) == 0)
-        await eventually(lambda: gateway.num_sessions == 0)
+        await wait_until(lambda: num_sessions(servers) == 0)
+        await wait_until(lambda: gateway.num_sessions == 0)
         async with await AsyncEnvClient.connect(address, ConnectOptions(token=RED)) as again:
             await again.open(seed=1)
             await again.open(seed=1)
@@ -202,7 +202,7 @@ async def test_a_client_plays_on_when_its_gateway_restarts(graceful):
         else:
             await gateway.grpc_server.stop(grace=0)
             await get_sessions(gateway).fleet.close("it was killed")
-        await eventually(lambda: server.core.load.num_sessions == 1)
+        await wait_until(lambda: server.core.load.num_sessions == 1)
         playing = asyncio.create_task(session.step({"add": 2}))
         again = Gateway(make_config(server.grpc_address, grpc_port=port))
         await again.start()
@@ -211,7 +211,7 @@ async def test_a_client_plays_on_when_its_gateway_restarts(graceful):
             assert (result.observation["total"], result.step_index) == (3, 2)
             assert (await session.step({"add": 3})).observation["total"] == 6
             await client.close()
-            await eventually(lambda: server.core.load.num_sessions == 0)
+            await wait_until(lambda: server.core.load.num_sessions == 0)
         finally:
             await again.stop()
             if not graceful:
@@ -225,7 +225,7 @@ async def test_sessions_without_calls_after_a_restart_end_after_their_linger():
             Raw(gateway) as raw,
         ):
             ids = [await raw.open() for _ in range(2)]
-        await eventually(lambda: server.core.load.num_sessions == 0)
+        await wait_until(lambda: server.core.load.num_sessions == 0)
         for item in ids:
             ended = server.core.tombstones.find(item)
             assert ended.reason == "the connection that opened it ended 0.3 s ago"
@@ -248,7 +248,7 @@ async def test_call_after_the_start_waits_for_the_first_list_of_servers(monkeypa
         session_id = await raw.open()
         late = Gateway(make_config(server.grpc_address), {NAME: LateSource()})
         starting = asyncio.create_task(late.start())
-        await eventually(lambda: late.grpc_address)
+        await wait_until(lambda: late.grpc_address)
         assert not late.environments.is_ready
         async with Raw(late) as other:
             stepping = asyncio.create_task(other.step(session_id))

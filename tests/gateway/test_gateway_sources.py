@@ -11,7 +11,7 @@ from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import InfrastructureError, UserError
 from ludus.services.gateway.config import GatewayConfig
 from ludus.services.gateway.gateway import Gateway
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.gateway.gateways import NAME, get_sessions
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def is_alive(pid: int) -> bool:
 async def test_dead_servers_are_replaced_and_stop_with_the_gateway():
     async with Gateway(make_config(num_servers=2, max_sessions=4)) as gateway:
         sessions, source = get_sessions(gateway), gateway.sources[NAME]
-        await eventually(lambda: sessions.environment_load.capacity == 8)
+        await wait_until(lambda: sessions.environment_load.capacity == 8)
         opened = [await sessions.open(SEEDED) for _ in range(8)]
         os.kill(source.servers["server-1"].pid, signal.SIGKILL)
         num_lost = 0
@@ -52,7 +52,7 @@ async def test_dead_servers_are_replaced_and_stop_with_the_gateway():
                 assert error.code == "SESSION_LOST"
                 num_lost += 1
         assert num_lost == 4
-        await eventually(lambda: sessions.environment_load.capacity == 8)
+        await wait_until(lambda: sessions.environment_load.capacity == 8)
         assert len(await sessions.open_group(OpenArgs(), 4)) == 4
         pids = [server.pid for server in source.servers.values()]
         assert len(set(pids)) == 2

@@ -27,7 +27,7 @@ from ludus.services.kubernetes.access import (
     load_pod_access,
 )
 from ludus.services.kubernetes.api import EventType, KubernetesApi, make_resource_path
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.gateway.cluster_objects import NAMESPACE, endpoint_slice, make_api_client, member
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
@@ -263,7 +263,7 @@ async def test_a_watch_that_is_left_early_ends_at_the_server_too() -> None:
             event = await anext(events)
             assert event.type == EventType.ADDED
             assert cluster.num_watches == 1
-        await eventually(lambda: cluster.num_watches == 0)
+        await wait_until(lambda: cluster.num_watches == 0)
 
 
 async def test_a_watch_ends_with_a_bookmark_when_its_time_is_over() -> None:

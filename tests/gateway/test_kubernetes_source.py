@@ -16,7 +16,7 @@ from ludus.services.gateway.fleet.sources import ServerEndpoint
 from ludus.services.gateway.kubernetes.source import (
     EndpointSliceSource,
 )
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.gateway.cluster_objects import (
     NAMESPACE,
     SLICES,
@@ -44,7 +44,7 @@ class Seen:
         return {endpoint.pod_name: endpoint for endpoint in self.lists[-1]}
 
     async def until(self, *pods: str) -> None:
-        await eventually(lambda: self.task.done() or (self.lists and set(self.last) == set(pods)))
+        await wait_until(lambda: self.task.done() or (self.lists and set(self.last) == set(pods)))
         assert not self.task.done(), self.task
 
 
@@ -108,7 +108,7 @@ async def test_nothing_is_published_before_the_first_list_succeeded(
     cluster.fail(500, verb="list", times=2)
     cluster.fail(403, verb="list", times=10**6)
     async with following(cluster) as seen:
-        await eventually(lambda: cluster.num_requests("list") >= 4)
+        await wait_until(lambda: cluster.num_requests("list") >= 4)
         assert seen.lists == []
         cluster.heal()
         await seen.until("a")
@@ -145,9 +145,9 @@ async def test_object_of_an_unexpected_form_is_logged_and_skipped(
     cluster.put(endpoint_slice("s1", member("a")))
     async with following(cluster) as seen:
         await seen.until("a")
-        await eventually(lambda: cluster.num_watches)
+        await wait_until(lambda: cluster.num_watches)
         cluster.put(endpoint_slice("s2", {"conditions": {}}))
-        await eventually(lambda: "unexpected form: KeyError('addresses')" in caplog.text)
+        await wait_until(lambda: "unexpected form: KeyError('addresses')" in caplog.text)
         cluster.put(endpoint_slice("s3", member("b")))
         await seen.until("a", "b")
 
@@ -157,11 +157,11 @@ async def test_a_cut_watch_continues_where_it_was_without_a_new_list(
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
     async with following(cluster) as seen:
-        await eventually(lambda: cluster.num_watches)
+        await wait_until(lambda: cluster.num_watches)
         for pod in "bcdef":
             cluster.cut_watches()
             cluster.put(endpoint_slice(f"s-{pod}", member(pod)))
-            await eventually(lambda pod=pod: pod in seen.last)
+            await wait_until(lambda pod=pod: pod in seen.last)
         await seen.until(*"abcdef")
     assert cluster.num_requests("list") == 1
 
@@ -174,7 +174,7 @@ async def test_a_watch_that_is_too_old_lists_again_and_misses_nothing(
     cluster.put(endpoint_slice("s1", member("a")))
     cluster.put(endpoint_slice("s2", member("b")))
     async with following(cluster) as seen:
-        await eventually(lambda: cluster.num_watches)
+        await wait_until(lambda: cluster.num_watches)
         cluster.fail(503, verb="watch", times=1)
         cluster.cut_watches()
         cluster.remove(*SLICES, "s1")
@@ -186,9 +186,9 @@ async def test_a_watch_that_is_too_old_lists_again_and_misses_nothing(
 
 async def test_expired_watch_lists_again(cluster: FakeKubernetes) -> None:
     async with following(cluster) as seen:
-        await eventually(lambda: cluster.num_watches)
+        await wait_until(lambda: cluster.num_watches)
         cluster.expire_watches()
-        await eventually(lambda: cluster.num_requests("list") == 2 and cluster.num_watches)
+        await wait_until(lambda: cluster.num_requests("list") == 2 and cluster.num_watches)
         cluster.put(endpoint_slice("s1", member("a")))
         await seen.until("a")
 
@@ -200,10 +200,10 @@ async def test_unknown_version_after_a_restore_lists_again(
     cluster.put(endpoint_slice("s1", member("a")))
     async with following(cluster) as seen:
         await seen.until("a")
-        await eventually(lambda: cluster.num_watches)
+        await wait_until(lambda: cluster.num_watches)
         cluster.fail(status, times=times)
         cluster.end_watches()
-        await eventually(lambda: cluster.num_requests("list") == 2 and cluster.num_watches)
+        await wait_until(lambda: cluster.num_requests("list") == 2 and cluster.num_watches)
         cluster.put(endpoint_slice("s2", member("b")))
         await seen.until("a", "b")
 
@@ -213,13 +213,13 @@ async def test_a_bookmark_spares_a_quiet_service_the_new_list(
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
     async with following(cluster) as seen:
-        await eventually(lambda: cluster.num_watches)
+        await wait_until(lambda: cluster.num_watches)
         for number in range(5):  # other clients change the cluster
             cluster.put(endpoint_slice(f"o{number}", service="chess"))
         cluster.send_bookmarks()
         cluster.compact()
         cluster.end_watches()
-        await eventually(lambda: cluster.num_requests("watch") == 2 and cluster.num_watches)
+        await wait_until(lambda: cluster.num_requests("watch") == 2 and cluster.num_watches)
         cluster.put(endpoint_slice("s2", member("b")))
         await seen.until("a", "b")
     assert cluster.num_requests("list") == 1
@@ -244,9 +244,9 @@ async def test_outage_and_recovery_of_the_api_server_are_logged_once(
         source = EndpointSliceSource(api, SERVICE, dict, pauses_s=IMPATIENT_S, sleep=sleep)
         seen: list[Sequence[ServerEndpoint]] = []
         watching = asyncio.create_task(source.watch(seen.append))
-        await eventually(lambda: num_tries > 3)
+        await wait_until(lambda: num_tries > 3)
         await cluster.come_up()
-        await eventually(lambda: seen)
+        await wait_until(lambda: seen)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
     warning, info = [item for item in caplog.records if item.name.startswith("ludus.")]
@@ -260,10 +260,10 @@ async def test_outage_keeps_the_last_list_until_recovery(cluster: FakeKubernetes
     cluster.put(endpoint_slice("s1", member("a")))
     async with following(cluster) as seen:
         await seen.until("a")
-        await eventually(lambda: cluster.num_watches)
+        await wait_until(lambda: cluster.num_watches)
         await cluster.go_down()
         cluster.put(endpoint_slice("s1", member("b")))
-        await eventually(lambda: not cluster.num_watches)
+        await wait_until(lambda: not cluster.num_watches)
         await asyncio.sleep(0.1)
         assert len(seen.lists) == 1
         await cluster.come_up()
@@ -274,12 +274,12 @@ async def test_outage_keeps_the_last_list_until_recovery(cluster: FakeKubernetes
 async def test_refusals_keep_the_last_list(cluster: FakeKubernetes, status: int) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
     async with following(cluster) as seen:
-        await eventually(lambda: cluster.num_watches)
+        await wait_until(lambda: cluster.num_watches)
         cluster.fail(status, times=10**6)
         cluster.expire_watches()
         cluster.put(endpoint_slice("s1", member("b")))
         num_before = len(cluster.requests)
-        await eventually(lambda: len(cluster.requests) > num_before + 3)
+        await wait_until(lambda: len(cluster.requests) > num_before + 3)
         assert set(seen.last) == {"a"}
         cluster.heal()
         await seen.until("b")
@@ -290,10 +290,10 @@ async def test_refusals_keep_the_last_list(cluster: FakeKubernetes, status: int)
 )
 async def test_a_broken_stream_is_begun_again(cluster: FakeKubernetes, line: bytes) -> None:
     async with following(cluster) as seen:
-        await eventually(lambda: cluster.num_watches)
+        await wait_until(lambda: cluster.num_watches)
         cluster.send_raw(line)
         cluster.end_watches()
-        await eventually(lambda: cluster.num_requests("watch") == 2)
+        await wait_until(lambda: cluster.num_requests("watch") == 2)
         cluster.put(endpoint_slice("s1", member("a")))
         await seen.until("a")
 
@@ -301,7 +301,7 @@ async def test_a_broken_stream_is_begun_again(cluster: FakeKubernetes, line: byt
 async def test_a_large_slice_arrives_over_a_slow_stream(cluster: FakeKubernetes) -> None:
     pods = [f"pod-{number}" for number in range(1000)]
     async with following(cluster) as seen:
-        await eventually(lambda: cluster.num_watches)
+        await wait_until(lambda: cluster.num_watches)
         cluster.bytes_per_write = 5_000
         cluster.put(endpoint_slice("s1", *map(member, pods)))
         await seen.until(*pods)
@@ -330,8 +330,8 @@ async def test_watches_that_end_immediately_are_retried_with_pauses(
 async def test_watches_ask_for_bookmarks_and_an_end_that_varies(cluster: FakeKubernetes) -> None:
     async with following(cluster):
         for number in range(1, 6):
-            await eventually(lambda number=number: cluster.num_requests("watch") >= number)
-            await eventually(lambda: cluster.num_watches)
+            await wait_until(lambda number=number: cluster.num_requests("watch") >= number)
+            await wait_until(lambda: cluster.num_watches)
             cluster.put(endpoint_slice("s1", member(f"pod-{number}")))
             cluster.end_watches()
     requests = [request.query for request in cluster.requests if request.verb == "watch"]

@@ -15,7 +15,7 @@ from ludus.proto.errors import ConfigError
 from ludus.services.gateway.kubernetes.leadership import Leadership
 from ludus.services.kubernetes.access import ApiAccess
 from ludus.services.kubernetes.api import KubernetesApi
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.gateway.clock import Clock
 from tests.gateway.cluster_objects import NAMESPACE, make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
@@ -229,20 +229,20 @@ async def test_successive_gateways_can_lead(cluster: FakeKubernetes, api: Kubern
         return Leadership(api, NAMESPACE, "gateway", name, renew_interval_s=0.2, clock=clock)
 
     async with start("b") as heir:
-        await eventually(lambda: heir.is_leader)
+        await wait_until(lambda: heir.is_leader)
         async with start("a") as late:
-            await eventually(lambda: cluster.num_requests("get") > 6)
+            await wait_until(lambda: cluster.num_requests("get") > 6)
             assert heir.is_leader
             assert not late.is_leader
             await heir.__aexit__()
             assert not heir.is_leader
             clock.now_s += 15.1  # in case the release did not arrive in time
-            await eventually(lambda: late.is_leader)
+            await wait_until(lambda: late.is_leader)
             await cluster.go_down()
             clock.now_s += 10.1
             assert not late.is_leader
             await cluster.come_up()
-            await eventually(lambda: late.is_leader)
+            await wait_until(lambda: late.is_leader)
     assert not late.is_leader
 
 
@@ -257,10 +257,10 @@ async def test_a_dead_leader_is_followed_when_its_lease_is_over(
     ) as heir:
         for passed_s in (14.9, 0.2):
             num_looks = cluster.num_requests("get")
-            await eventually(lambda previous=num_looks: cluster.num_requests("get") > previous + 2)
+            await wait_until(lambda previous=num_looks: cluster.num_requests("get") > previous + 2)
             assert not heir.is_leader
             clock.now_s += passed_s
-        await eventually(lambda: heir.is_leader)
+        await wait_until(lambda: heir.is_leader)
     assert not dead.is_leader
 
 
@@ -269,7 +269,7 @@ async def test_unresponsive_api_server_does_not_delay_the_shutdown(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     async with Leadership(api, NAMESPACE, "gateway", "a", renew_interval_s=0.1) as leader:
-        await eventually(lambda: leader.is_leader)
+        await wait_until(lambda: leader.is_leader)
         cluster.delay_s = 60.0
         leaving_s = time.monotonic()
     assert time.monotonic() - leaving_s < 30.0
@@ -293,7 +293,7 @@ async def test_gateway_without_credentials_keeps_retrying() -> None:
         raise ConfigError("expected a service account, got none; mount one")
 
     async with Leadership(KubernetesApi(load), NAMESPACE, "gateway", "a", renew_interval_s=0.02):
-        await eventually(lambda: len(num_requests) >= 3)
+        await wait_until(lambda: len(num_requests) >= 3)
 
 
 Moves = st.lists(

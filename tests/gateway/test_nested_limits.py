@@ -31,7 +31,7 @@ from ludus.env.limits import (
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, ErrorCode
 from tests.env.counting_env import CountAction, CountObservation, Gate, GatedCountingEnv
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import NAME, run_gateway
 
@@ -82,7 +82,7 @@ async def run_with_waiting_step(gate: Gate, host: str, target: str) -> AsyncIter
             waiting = await stream.open(reset=pb.ResetArgs(seed=1))
             step = pb.StepRequest(session_id=waiting, action_json=b'{"add":%d}' % HELD)
             await stream.call.write(pb.CallBatch(calls=[pb.Call(call_id=7, step=step)]))
-            await eventually(lambda: gate.num_entered)
+            await wait_until(lambda: gate.num_entered)
             yield address
             gate.open()
             (reply,) = (await stream.call.read()).replies

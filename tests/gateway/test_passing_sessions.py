@@ -8,7 +8,7 @@ import pytest
 
 from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.polling import detached_sessions, eventually
+from tests.env.polling import detached_sessions, wait_until
 from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import env_server, gateway_to, get_sessions
 
@@ -48,9 +48,9 @@ async def test_late_detach_of_the_old_stream_keeps_the_session(factory, monkeypa
             async with RawStream(server.grpc_address) as old:
                 session_id = await old.open(linger_s=20)
                 await call(new, session_id)
-            await eventually(lambda: releases.count == 1)
+            await wait_until(lambda: releases.count == 1)
             assert not lingers(server, session_id)
-        await eventually(lambda: lingers(server, session_id))
+        await wait_until(lambda: lingers(server, session_id))
 
 
 @FACTORIES
@@ -71,12 +71,12 @@ async def test_late_release_of_the_old_stream_keeps_the_session(
         await call(new, session_id)
         fence_id = await new.open()
         old.call.cancel()
-        await eventually(lambda: releases.count == 1)
+        await wait_until(lambda: releases.count == 1)
         await call(new, fence_id)
         assert not lingers(server, session_id)
         assert gateway.num_sessions == (1 if opened_elsewhere else 2)
         new.call.cancel()
-        await eventually(lambda: lingers(server, session_id))
+        await wait_until(lambda: lingers(server, session_id))
         await old.channel.close()
 
 
@@ -94,11 +94,11 @@ async def test_session_stays_alive_when_the_old_gateway_releases_it_late(factory
                 session_id = await old.open()
                 await call(new, session_id)
                 other_id = await fence.open()
-            await eventually(lambda: releases.count == 1)
+            await wait_until(lambda: releases.count == 1)
             await call(fence, other_id)
             assert not lingers(server, session_id)
         new.call.cancel()
-        await eventually(lambda: lingers(server, session_id))
+        await wait_until(lambda: lingers(server, session_id))
 
 
 @FACTORIES
@@ -109,9 +109,9 @@ async def test_late_detach_of_a_dead_gateway_keeps_the_session(factory, monkeypa
             async with gateway_to(server) as first, RawStream(first.grpc_address) as old:
                 session_id = await old.open()
                 await call(new, session_id)
-            await eventually(lambda: releases.count == 1)
+            await wait_until(lambda: releases.count == 1)
             assert not lingers(server, session_id)
-        await eventually(lambda: lingers(server, session_id))
+        await wait_until(lambda: lingers(server, session_id))
 
 
 async def test_lost_session_of_another_gateway_is_removed_from_its_connection():

@@ -9,7 +9,7 @@ from ludus.proto.errors import CapacityError, EnvError, InvalidCallError, RateLi
 from ludus.services.gateway.fleet.server_link import ServerLink
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits, set_current_tenant
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.gateway.gateways import NAME, get_sessions, num_sessions, run_gateway
 
 pytestmark = pytest.mark.asyncio
@@ -21,7 +21,7 @@ async def passers_by(gateway: Gateway, num: int) -> None:
     """Open HTTP sessions without later calls, which a full fleet may evict."""
     for _ in range(num):
         # An open during a poll counts twice until the next poll.
-        await eventually(lambda: not gateway.environments[NAME].admission.count_missing(1))
+        await wait_until(lambda: not gateway.environments[NAME].admission.count_missing(1))
         async with httpx.AsyncClient(base_url=gateway.http_address, timeout=60) as visitor:
             assert (await visitor.post(f"/envs/{NAME}/reset", json={})).status_code == 200
 

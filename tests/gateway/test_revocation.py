@@ -16,7 +16,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.services.gateway import gateway as gateway_module
 from ludus.services.gateway.gateway import Gateway
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.env.raw_stream import RawStream
 from tests.gateway.clock import Clock
 from tests.gateway.gateways import NAME, run_gateway
@@ -193,4 +193,4 @@ async def test_sessions_of_a_revoked_connection_linger_and_end(
         revocable.write({})
         assert await stream.call.code() is grpc.StatusCode.UNAUTHENTICATED
         sessions = revocable.gateway.environments[NAME]
-        await eventually(lambda: all(tracked.detached_s for tracked in sessions.tracked_sessions))
+        await wait_until(lambda: all(tracked.detached_s for tracked in sessions.tracked_sessions))

@@ -15,7 +15,7 @@ from ludus.services.gateway.config import SandboxEnvironment
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.kubernetes.sandboxes import SandboxSource
 from ludus.services.gateway.sessions.sessions import GatewaySessions
-from tests.env.polling import eventually
+from tests.env.polling import wait_until
 from tests.gateway.cluster_objects import NAMESPACE, make_api_client
 from tests.gateway.fake_sandboxes import CLAIMS, POOL, FakeSandboxes, sandboxes, write_kubeconfig
 from tests.gateway.gateways import FAST, NAME, get_sessions, make_config
@@ -67,7 +67,7 @@ async def test_session_has_its_own_sandbox() -> None:
         first, *other_sessions = opened
         await sessions.step(first.session_id, b'{"add": 1}', 1)
         await sessions.close(first.session_id)
-        await eventually(lambda: len(cluster.claims) == 2)
+        await wait_until(lambda: len(cluster.claims) == 2)
         for claim in other_sessions:
             await sessions.step(claim.session_id, b'{"add": 1}', 1)
         # No session sees data of another session.
@@ -103,7 +103,7 @@ async def test_two_gateways_claim_separately_and_serve_each_others_sessions() ->
         )
         assert len(cluster.claims) == cluster.num_sessions == 6
         for sessions in (claim, other):
-            await eventually(lambda links=sessions.fleet.links: are_up(links, 6))
+            await wait_until(lambda links=sessions.fleet.links: are_up(links, 6))
         for number, sessions in enumerate((other, claim) * 3):
             await sessions.step(opened[number].session_id, b'{"add": 1}', 1)
 
@@ -119,7 +119,7 @@ async def test_claims_of_a_dead_gateway_are_served_and_then_deleted() -> None:
             await sessions.step(played.session_id, b'{"add": 1}', 1)
             for server in cluster.servers.values():
                 await server.core.close(remaining.session_id)
-            await eventually(lambda: len(cluster.claims) == 1)
+            await wait_until(lambda: len(cluster.claims) == 1)
             await sessions.step(played.session_id, b'{"add": 1}', 2)
 
 
@@ -146,7 +146,7 @@ async def test_empty_pool_is_reported_in_time_and_leaves_no_claim() -> None:
             await sessions.open(SEEDED)
         assert len(cluster.claims) == 1, "the claim that waits serves the next one"
         cluster.is_empty = False
-        await eventually(lambda: not cluster.claims)
+        await wait_until(lambda: not cluster.claims)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ async def test_failed_delete_of_a_claim_is_retried() -> None:
         opened = await sessions.open(SEEDED)
         cluster.cluster.fail(500, verb="delete", plural="sandboxclaims")
         await sessions.close(opened.session_id)
-        await eventually(lambda: not cluster.claims)
+        await wait_until(lambda: not cluster.claims)
 
 
 async def test_stopping_gateway_deletes_unused_claims(monkeypatch) -> None:
@@ -186,9 +186,9 @@ async def test_stopping_gateway_deletes_unused_claims(monkeypatch) -> None:
         async with serving(cluster) as sessions:
             cluster.is_empty = True
             opening = asyncio.create_task(sessions.open(SEEDED))
-            await eventually(lambda: cluster.claims)
+            await wait_until(lambda: cluster.claims)
             opening.cancel()
-            await eventually(lambda: not sessions.admission.supply.new_names)
+            await wait_until(lambda: not sessions.admission.supply.new_names)
         assert not cluster.claims
 
 

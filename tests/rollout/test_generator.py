@@ -12,7 +12,7 @@ import torch
 from ludus.proto.errors import EngineLostError
 from ludus.trainer.core.types import SampledCompletion, Sampling, ScoringRequest
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
-from tests.env.polling import turns_of_the_loop
+from tests.env.polling import run_pending_tasks
 from tests.rollout.fake_engine import FakeEngine
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=4)
@@ -46,7 +46,7 @@ async def test_calls_that_arrive_during_a_step_form_the_next_batch(
 ) -> None:
     first = await in_step(engine, generator([1], SAMPLING, 0))
     later = [asyncio.create_task(generator([i], SAMPLING, 0)) for i in (2, 3, 4)]
-    await turns_of_the_loop()
+    await run_pending_tasks()
     engine.release()
     await in_time(first, *later)
     assert engine.batches == [[[1]], [[2], [3], [4]]]
@@ -57,7 +57,7 @@ async def test_weights_load_between_two_steps_while_calls_wait(
 ) -> None:
     earlier = await in_step(engine, generator([1], SAMPLING, 0))
     load = asyncio.create_task(generator.load_weights(WEIGHTS, version=7))
-    await turns_of_the_loop()
+    await run_pending_tasks()
     assert engine.loaded == []
     engine.release()
     completion, _ = await in_time(earlier, load)
@@ -113,7 +113,7 @@ async def test_a_failed_step_reaches_every_waiter(
         asyncio.create_task(generator.load_weights(WEIGHTS, version=1)),
         asyncio.create_task(generator.score([CANARY_PROMPT])),
     ]
-    await turns_of_the_loop()
+    await run_pending_tasks()
     engine.failure = RuntimeError("out of memory")
     engine.release()
     for task in [in_batch, *waiting]:
@@ -164,9 +164,9 @@ async def test_a_cancelled_call_leaves_the_others_alone(
 async def test_a_cancelled_call_is_not_sampled(engine: FakeEngine, generator: AsyncEngine) -> None:
     first = await in_step(engine, generator([1], SAMPLING, 0))
     given_up, kept = (asyncio.create_task(generator([i], SAMPLING, 0)) for i in (2, 3))
-    await turns_of_the_loop()
+    await run_pending_tasks()
     given_up.cancel()
-    await turns_of_the_loop()
+    await run_pending_tasks()
     engine.release()
     await in_time(first, kept)
     assert engine.batches == [[[1]], [[3]]]
