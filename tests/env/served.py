@@ -23,7 +23,7 @@ from tests.env.counting_env import CountingEnv
 WIRES = ("grpc", "http")
 
 
-def make_server(factory: EnvironmentFactory = CountingEnv, **options: Any) -> EnvServer:
+def serve(factory: EnvironmentFactory = CountingEnv, **options: Any) -> EnvServer:
     """Make a server on free ports, for `async with`."""
     return EnvServer(factory, ServerOptions(**{"port": 0, **options}))
 

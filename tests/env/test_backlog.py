@@ -16,7 +16,7 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.polling import run_pending_tasks
 from tests.env.raw_stream import RawStream
-from tests.env.served import make_server
+from tests.env.served import serve
 from tests.gateway.gateways import run_gateway
 
 FACTORIES = [CountingEnv, ThreadedCountingEnv]
@@ -52,7 +52,7 @@ async def check_message_limit(address: str) -> None:
 
 @pytest.mark.parametrize("factory", FACTORIES)
 async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_server(factory) -> None:
-    async with make_server(factory) as server:
+    async with serve(factory) as server:
         await check_message_limit(server.grpc_address)
 
 
@@ -79,7 +79,7 @@ async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered
             num_turns += 1
             await asyncio.sleep(0)
 
-    async with make_server(RecordingEnv) as server, RawStream(server.grpc_address) as stream:
+    async with serve(RecordingEnv) as server, RawStream(server.grpc_address) as stream:
         session_id = await stream.open(reset=pb.ResetArgs(seed=1))
         other = asyncio.create_task(take_turns())
         await stream.call.write(states(session_id, 100))

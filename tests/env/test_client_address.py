@@ -25,7 +25,7 @@ from ludus.proto.errors import (
 from tests.env.flaky_proxy import FlakyProxy
 from tests.env.grpc_served import serve_grpc
 from tests.env.quiet_edge import QuietEdge
-from tests.env.served import make_server
+from tests.env.served import serve
 
 pytestmark = pytest.mark.asyncio
 
@@ -130,7 +130,7 @@ async def test_a_server_that_goes_away_before_it_is_described_is_waited_for() ->
 async def test_http_and_websocket_over_tls(authority, ca_file) -> None:
     server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(server_side)
-    async with make_server() as server, FlakyProxy(server.http_address, ssl=server_side) as proxy:
+    async with serve() as server, FlakyProxy(server.http_address, ssl=server_side) as proxy:
         for scheme in ("https", "wss"):
             address = proxy.address.replace("http://", f"{scheme}://")
             async with await AsyncEnvClient.connect(
@@ -155,7 +155,7 @@ async def test_an_unusable_authority_is_a_configuration_error(tmp_path) -> None:
 
 
 async def test_basic_credentials_and_tokens_travel_on_every_wire() -> None:
-    async with make_server(token="secret") as server:
+    async with serve(token="secret") as server:
         for address in (server.http_address, server.grpc_address):
             with pytest.raises(AuthenticationError):
                 await AsyncEnvClient.connect(address.replace("://", "://ann:wrong@"))
@@ -202,7 +202,7 @@ async def test_what_an_http_status_says_of_coming_back_is_kept() -> None:
 
 async def test_a_path_before_the_endpoints_is_kept() -> None:
     """A gateway serves an environment at http://gateway/envs/NAME."""
-    async with make_server() as server:
+    async with serve() as server:
         outer = FastAPI()
         outer.mount("/envs/counting", build_app(server.core))
         config = uvicorn.Config(

@@ -10,7 +10,7 @@ import pytest
 
 from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.raw_stream import RawStream
-from tests.env.served import make_server
+from tests.env.served import serve
 from tests.env.tool_env import ToolEnv
 from tests.gateway.gateways import run_gateway
 
@@ -41,7 +41,7 @@ async def check_grpc(address: str) -> None:
 async def test_calls_that_are_nested_too_deep_are_refused_over_grpc(
     options: dict[str, Any],
 ) -> None:
-    async with make_server(ToolEnv, **options) as server:
+    async with serve(ToolEnv, **options) as server:
         await check_grpc(server.grpc_address)
 
 
@@ -55,7 +55,7 @@ async def test_calls_that_are_nested_too_deep_are_refused_through_a_gateway() ->
 async def test_tools_with_deep_arguments_are_refused_over_http(options: dict[str, Any]) -> None:
     head = {"content-type": "application/json"}
     async with (
-        make_server(ToolEnv, **options) as server,
+        serve(ToolEnv, **options) as server,
         httpx.AsyncClient(base_url=server.http_address, timeout=60, headers=head) as http,
     ):
         call = b'{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"note","arguments":'

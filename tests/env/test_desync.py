@@ -23,7 +23,7 @@ from tests.env.polling import (
     wait_until,
 )
 from tests.env.quiet_edge import QuietEdge
-from tests.env.served import make_server, server_address
+from tests.env.served import serve, server_address
 
 pytestmark = pytest.mark.asyncio
 
@@ -69,7 +69,7 @@ class Player:
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_hundreds_of_calls_that_time_out_and_none_is_off_by_one(wire: str, factory) -> None:
     delays = random.Random(0)
-    async with make_server(factory) as server, FlakyProxy(server_address(server, wire)) as proxy:
+    async with serve(factory) as server, FlakyProxy(server_address(server, wire)) as proxy:
         async with await hasty_client(proxy.address) as client:
             proxy.delay_s = lambda: delays.choice(
                 [0, 0, 0, 0, TIMEOUT_S * delays.uniform(0.6, 1.4)]
@@ -98,7 +98,7 @@ async def hasty_client(address: str) -> AsyncEnvClient:
 
 async def test_sessions_that_linger_survive_cuts_and_take_no_step_twice() -> None:
     answers = itertools.count(1)
-    async with make_server() as server, FlakyProxy(server.grpc_address) as proxy:
+    async with serve() as server, FlakyProxy(server.grpc_address) as proxy:
 
         def cut_now_and_then() -> None:
             if next(answers) % 9 == 0:
@@ -117,7 +117,7 @@ async def test_sessions_that_linger_survive_cuts_and_take_no_step_twice() -> Non
 
 @pytest.mark.slow
 async def test_a_server_far_away_is_reached_over_the_first_connection() -> None:
-    async with make_server() as server, FlakyProxy(server.grpc_address) as proxy:
+    async with serve() as server, FlakyProxy(server.grpc_address) as proxy:
         proxy.delay_s = lambda: 0.7
         async with await AsyncEnvClient.connect(
             proxy.address, ConnectOptions(connect_timeout_s=60)
@@ -133,7 +133,7 @@ async def test_idle_sessions_survive_repeated_cuts(
 ) -> None:
     monkeypatch.setattr(grpc_transport, "KEEP_ALIVE_FRACTION", 0.01)
     async with (
-        make_server() as server,
+        serve() as server,
         FlakyProxy(server.grpc_address) as proxy,
         await AsyncEnvClient.connect(proxy.address) as client,
     ):
@@ -158,7 +158,7 @@ async def test_a_session_without_calls_outlives_an_unnoticed_disconnect(
 ) -> None:
     monkeypatch.setattr(grpc_transport, "KEEP_ALIVE_FRACTION", 0.05)
     async with (
-        make_server() as server,
+        serve() as server,
         QuietEdge(server.grpc_address) as edge,
         await AsyncEnvClient.connect(edge.address) as client,
     ):
@@ -173,7 +173,7 @@ async def test_a_session_without_calls_outlives_an_unnoticed_disconnect(
 
 async def test_a_session_that_does_not_linger_is_lost_with_its_connection(wire: str) -> None:
     async with (
-        make_server() as server,
+        serve() as server,
         FlakyProxy(server_address(server, wire)) as proxy,
         await AsyncEnvClient.connect(proxy.address) as client,
     ):
@@ -221,7 +221,7 @@ async def test_a_peer_that_only_half_closes_is_left() -> None:
 @pytest.mark.slow
 async def test_a_half_open_socket_times_out_and_the_next_open_works() -> None:
     async with (
-        make_server() as server,
+        serve() as server,
         FlakyProxy(server.http_address) as proxy,
         await AsyncEnvClient.connect(proxy.address) as client,
     ):

@@ -20,7 +20,7 @@ from tests.env.polling import (
     wait_for_sessions,
     wait_until,
 )
-from tests.env.served import make_server
+from tests.env.served import serve
 
 
 async def test_calls_attach_a_detached_session() -> None:
@@ -58,7 +58,7 @@ class Line:
 async def test_lingering_session_ends_after_its_second_connection(
     factory, core_clock: CoreClock
 ) -> None:
-    async with make_server(factory) as server:
+    async with serve(factory) as server:
         first, second = Line(server), Line(server)
         opened = await first.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60)))
         session_id = opened.open.session_id
@@ -77,7 +77,7 @@ async def test_running_step_of_a_dead_client_does_not_keep_its_session(
     tmp_path: Path, core_clock: CoreClock
 ) -> None:
     gate = Gate(tmp_path)
-    async with make_server(gate.factory) as server:
+    async with serve(gate.factory) as server:
         line = Line(server)
         opened = await line.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60)))
         session_id = opened.open.session_id

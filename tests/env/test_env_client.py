@@ -20,7 +20,7 @@ from ludus.proto.errors import (
 )
 from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
 from tests.env.polling import move_loop_clock, wait_for_sessions, wait_until
-from tests.env.served import WIRES, make_server, reserve_port, server_address
+from tests.env.served import WIRES, reserve_port, serve, server_address
 
 pytestmark = pytest.mark.asyncio
 
@@ -43,7 +43,7 @@ async def play(client: AsyncEnvClient, seed: int) -> list:
 
 
 async def test_an_episode_over_the_wire_has_everything(wire: str, factory) -> None:
-    async with make_server(factory) as server, await connect_client(server, wire) as client:
+    async with serve(factory) as server, await connect_client(server, wire) as client:
         session, first = await client.open(seed=3, options={"start": 10, "note": "hi"})
         assert first.observation["total"] == 10
         assert first.observation["metadata"] == {"note": "hi"}
@@ -63,7 +63,7 @@ async def test_an_episode_over_the_wire_has_everything(wire: str, factory) -> No
 
 @pytest.mark.slow
 async def test_same_seed_and_actions_give_the_same_episode_on_every_wire(factory) -> None:
-    async with make_server(factory) as server:
+    async with serve(factory) as server:
         episodes = []
         for wire in WIRES:
             async with await connect_client(server, wire) as client:
@@ -79,7 +79,7 @@ async def test_errors_arrive_as_the_exceptions_they_were(wire: str, factory) -> 
         ({"add": 0}, IllegalActionError),
         ({"add": 13}, ExecutionError),
     ]
-    async with make_server(factory) as server, await connect_client(server, wire) as client:
+    async with serve(factory) as server, await connect_client(server, wire) as client:
         session = await client.open_session()
         with pytest.raises(EpisodeStateError):
             await session.step({"add": 1})
@@ -96,7 +96,7 @@ async def test_errors_arrive_as_the_exceptions_they_were(wire: str, factory) -> 
 
 async def test_a_full_server_refuses_and_a_closed_session_makes_room(wire: str) -> None:
     async with (
-        make_server(max_sessions=2) as server,
+        serve(max_sessions=2) as server,
         await connect_client(server, wire) as client,
     ):
         first, _ = await client.open()
@@ -115,7 +115,7 @@ async def test_a_full_server_refuses_and_a_closed_session_makes_room(wire: str) 
 @pytest.mark.slow
 async def test_a_session_frees_its_slot_when_its_episode_ends(wire: str) -> None:
     async with (
-        make_server(max_sessions=1) as server,
+        serve(max_sessions=1) as server,
         await connect_client(server, wire) as client,
     ):
         for seed in range(3):
@@ -125,7 +125,7 @@ async def test_a_session_frees_its_slot_when_its_episode_ends(wire: str) -> None
 
 @pytest.mark.slow
 async def test_a_client_that_leaves_leaves_no_session(wire: str, factory) -> None:
-    async with make_server(factory) as server:
+    async with serve(factory) as server:
         async with await connect_client(server, wire) as client:
             await asyncio.gather(*(client.open() for _ in range(10)))
             assert server.core.load.num_sessions == 10
@@ -134,24 +134,21 @@ async def test_a_client_that_leaves_leaves_no_session(wire: str, factory) -> Non
 
 @pytest.mark.slow
 async def test_256_sessions_at_once(wire: str, factory) -> None:
-    async with make_server(factory) as server, await connect_client(server, wire) as client:
+    async with serve(factory) as server, await connect_client(server, wire) as client:
         episodes = await asyncio.gather(*(play(client, seed) for seed in range(256)))
         assert all(len(episode) == 6 and episode[-1].terminated for episode in episodes)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
 async def test_a_seed_that_no_wire_can_carry_is_refused(wire: str, seed) -> None:
-    async with make_server() as server, await connect_client(server, wire) as client:
+    async with serve() as server, await connect_client(server, wire) as client:
         with pytest.raises(InvalidCallError, match=f"got {seed}"):
             await client.open(seed=seed)
         await client.open(seed=2**64 - 1)
 
 
 async def test_two_calls_at_once_in_one_session_are_refused(wire: str) -> None:
-    async with (
-        make_server(ThreadedCountingEnv) as server,
-        await connect_client(server, wire) as client,
-    ):
+    async with serve(ThreadedCountingEnv) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
         outcomes = await asyncio.gather(
             session.step({"add": 1}), session.step({"add": 2}), return_exceptions=True
@@ -161,7 +158,7 @@ async def test_two_calls_at_once_in_one_session_are_refused(wire: str) -> None:
 
 
 async def test_a_late_answer_is_never_taken_for_the_next_one(wire: str, gate) -> None:
-    async with make_server(gate.factory) as server, await connect_client(server, wire) as client:
+    async with serve(gate.factory) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
         other, _ = await client.open()
         late = asyncio.create_task(session.step({"add": 98}))
@@ -177,10 +174,7 @@ async def test_a_late_answer_is_never_taken_for_the_next_one(wire: str, gate) ->
 
 
 async def test_a_cancelled_call_drops_its_session(wire: str) -> None:
-    async with (
-        make_server(ThreadedCountingEnv) as server,
-        await connect_client(server, wire) as client,
-    ):
+    async with serve(ThreadedCountingEnv) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(session.step({"add": 99}), 0.05)
@@ -191,7 +185,7 @@ async def test_a_cancelled_call_drops_its_session(wire: str) -> None:
 
 async def test_an_idle_session_is_lost_and_says_so(wire: str, core_clock) -> None:
     async with (
-        make_server(idle_timeout_s=60) as server,
+        serve(idle_timeout_s=60) as server,
         await connect_client(server, wire) as client,
     ):
         session, _ = await client.open()
@@ -203,7 +197,7 @@ async def test_an_idle_session_is_lost_and_says_so(wire: str, core_clock) -> Non
 
 
 async def test_the_description_describes_the_environment(wire: str) -> None:
-    async with make_server() as server, await connect_client(server, wire) as client:
+    async with serve() as server, await connect_client(server, wire) as client:
         description = await client.describe()
         assert description == server.core.description
         assert description.options == {"num_steps": 5}
@@ -213,7 +207,7 @@ async def test_the_description_describes_the_environment(wire: str) -> None:
 
 @pytest.mark.parametrize("token", [None, "wrong"])
 async def test_without_the_token_nothing_is_served(wire: str, token) -> None:
-    async with make_server(token="secret") as server:
+    async with serve(token="secret") as server:
         with pytest.raises(AuthenticationError, match="token"):
             await connect_client(server, wire, token=token)
         async with await connect_client(server, wire, token="secret") as client:
@@ -250,6 +244,6 @@ async def test_the_synchronous_client_plays_the_same_episode(wire: str) -> None:
                 other.step({"add": 0})
             return results
 
-    async with make_server() as server, await connect_client(server, wire) as client:
+    async with serve() as server, await connect_client(server, wire) as client:
         results = await asyncio.to_thread(play_synchronously, server_address(server, wire))
         assert results == await play(client, 5)

@@ -28,7 +28,7 @@ from ludus.proto.errors import ConfigError, SessionLostError
 from tests.env.code_env import CodeEnv
 from tests.env.polling import wait_until
 from tests.env.processes import child_processes, command_line, is_alive, list_pids
-from tests.env.served import ServerProcess, make_server, server_process
+from tests.env.served import ServerProcess, serve, server_process
 
 pytestmark = [
     pytest.mark.slow,
@@ -396,7 +396,7 @@ async def test_usual_libraries_work_in_the_sandbox(target) -> None:
 def code_server(isolation: str = "pool", **options: Any) -> EnvServer:
     if isolation == "pool":
         options.setdefault("num_workers", 1)
-    return make_server(CodeEnv, isolation=isolation, **options)
+    return serve(CodeEnv, isolation=isolation, **options)
 
 
 async def test_allowed_paths_are_accessible(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ async def test_allowed_paths_are_accessible(tmp_path: Path) -> None:
     factory = partial(CodeEnv, notes=str(notes))
     options = {"allow_read": (data,), "allow_write": (results,), "num_workers": 1}
     async with (
-        make_server(factory, isolation="pool", **options) as server,
+        serve(factory, isolation="pool", **options) as server,
         a_session(server) as session,
     ):
         code = "result = open(notes).read(), open(path).read()"

@@ -18,7 +18,7 @@ from ludus.proto.errors import (
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.grpc_served import serve_grpc
 from tests.env.polling import wait_for_sessions
-from tests.env.served import make_server, server_address
+from tests.env.served import serve, server_address
 
 pytestmark = pytest.mark.asyncio
 
@@ -38,7 +38,7 @@ async def connect_client(server, wire: str, **options) -> AsyncEnvClient:
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_sessions_of_a_group_start_equally_and_are_independent(wire: str, factory) -> None:
-    async with make_server(factory) as server, await connect_client(server, wire) as client:
+    async with serve(factory) as server, await connect_client(server, wire) as client:
         group = await client.open_group(8, seed=5, options={"start": 3})
         alone, first = await client.open(seed=5, options={"start": 3})
         assert all(member == first for _, member in group)
@@ -50,7 +50,7 @@ async def test_sessions_of_a_group_start_equally_and_are_independent(wire: str, 
 
 
 async def test_sessions_of_a_group_without_a_seed_start_equally(wire: str) -> None:
-    async with make_server() as server, await connect_client(server, wire) as client:
+    async with serve() as server, await connect_client(server, wire) as client:
         lucks = [
             {first.observation["luck"] for _, first in await client.open_group(4)} for _ in range(2)
         ]
@@ -59,14 +59,14 @@ async def test_sessions_of_a_group_without_a_seed_start_equally(wire: str) -> No
 
 
 async def test_a_group_that_begins_differently_is_refused_and_leaves_nothing(wire: str) -> None:
-    async with make_server(MoodyEnv) as server, await connect_client(server, wire) as client:
+    async with serve(MoodyEnv) as server, await connect_client(server, wire) as client:
         with pytest.raises(GroupMismatchError, match="seed 7"):
             await client.open_group(3, seed=7)
         await wait_for_sessions(server.core, 0)
 
 
 async def test_a_group_that_does_not_fit_leaves_nothing(wire: str) -> None:
-    async with make_server(max_sessions=4) as server, await connect_client(server, wire) as client:
+    async with serve(max_sessions=4) as server, await connect_client(server, wire) as client:
         await client.open()
         await client.open()
         with pytest.raises(CapacityError, match="4") as caught:
@@ -79,7 +79,7 @@ async def test_a_group_that_does_not_fit_leaves_nothing(wire: str) -> None:
 
 
 async def test_a_group_frees_itself_when_its_episodes_end(wire: str) -> None:
-    async with make_server() as server, await connect_client(server, wire) as client:
+    async with serve() as server, await connect_client(server, wire) as client:
         group = await client.open_group(3, close_when_done=True)
         for session, _ in group:
             await session.step({"add": 7})
@@ -89,7 +89,7 @@ async def test_a_group_frees_itself_when_its_episodes_end(wire: str) -> None:
 
 
 async def test_text_views_can_be_left_out(wire: str) -> None:
-    async with make_server() as server, await connect_client(server, wire) as client:
+    async with serve() as server, await connect_client(server, wire) as client:
         session, first = await client.open(with_text=False)
         assert (first.text, (await session.step({"add": 1})).text) == (None, None)
         assert (await session.step(text="ADD 2")).observation["total"] == 3
@@ -99,7 +99,7 @@ async def test_text_views_can_be_left_out(wire: str) -> None:
 
 @pytest.mark.slow
 async def test_an_open_waits_for_a_full_server_until_its_timeout(wire: str) -> None:
-    async with make_server(max_sessions=1) as server, await connect_client(server, wire) as client:
+    async with serve(max_sessions=1) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
         began_s = time.monotonic()
         with pytest.raises(CapacityError):
@@ -144,6 +144,6 @@ async def test_the_synchronous_client_opens_groups(wire: str) -> None:
             assert [result.observation["total"] for result in results] == [1] * 4
             assert group[0][0].reset(seed=1) == group[1][1]
 
-    async with make_server() as server:
+    async with serve() as server:
         await asyncio.to_thread(play_synchronously, server_address(server, wire))
         await wait_for_sessions(server.core, 0)

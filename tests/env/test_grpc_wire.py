@@ -13,7 +13,7 @@ from ludus.proto.errors import SessionLostError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.polling import wait_for_sessions, wait_until
 from tests.env.raw_stream import RawStream
-from tests.env.served import make_server
+from tests.env.served import serve
 
 pytestmark = pytest.mark.asyncio
 
@@ -28,7 +28,7 @@ def num_batches(client: AsyncEnvClient) -> int:
 
 
 async def test_calls_of_one_tick_travel_in_one_message(factory) -> None:
-    async with make_server(factory) as server:
+    async with serve(factory) as server:
         client = await AsyncEnvClient.connect(server.grpc_address)
         opened = await asyncio.gather(*(client.open(seed=seed) for seed in range(100)))
         assert num_batches(client) == 1
@@ -38,7 +38,7 @@ async def test_calls_of_one_tick_travel_in_one_message(factory) -> None:
 
 
 async def test_a_refused_call_says_its_code_and_describe_needs_no_stream(factory) -> None:
-    async with make_server(factory) as server, RawStream(server.grpc_address) as raw:
+    async with serve(factory) as server, RawStream(server.grpc_address) as raw:
         stub = env_pb2_grpc.EnvServiceStub(raw.channel)
         assert (await stub.Describe(pb.DescribeRequest())).name == "counting"
         session_id = await raw.open(reset=pb.ResetArgs(seed=1))
@@ -49,7 +49,7 @@ async def test_a_refused_call_says_its_code_and_describe_needs_no_stream(factory
 
 
 async def test_every_call_works_and_a_step_can_be_repeated(factory) -> None:
-    async with make_server(factory) as server, RawStream(server.grpc_address) as raw:
+    async with serve(factory) as server, RawStream(server.grpc_address) as raw:
         session_id = await raw.open()
         reset = pb.ResetRequest(session_id=session_id, args=pb.ResetArgs(seed=0))
         assert (await raw.ask(pb.Call(call_id=7, reset=reset))).result.step_index == 0
@@ -63,7 +63,7 @@ async def test_every_call_works_and_a_step_can_be_repeated(factory) -> None:
 
 
 async def test_sessions_end_with_their_stream_and_with_no_other(factory) -> None:
-    async with make_server(factory) as server, RawStream(server.grpc_address) as raw:
+    async with serve(factory) as server, RawStream(server.grpc_address) as raw:
         kept = await raw.open()
         async with RawStream(server.grpc_address) as other:
             lost = await other.open()
@@ -75,7 +75,7 @@ async def test_sessions_end_with_their_stream_and_with_no_other(factory) -> None
 
 
 async def test_malformed_calls_do_not_affect_other_sessions(factory) -> None:
-    async with make_server(factory) as server, RawStream(server.grpc_address) as raw:
+    async with serve(factory) as server, RawStream(server.grpc_address) as raw:
         session_id = await raw.open(reset=pb.ResetArgs())
         good = pb.StepRequest(session_id=session_id, action_json=b'{"add":1}')
         bad_reset = pb.ResetRequest(session_id=session_id, args=pb.ResetArgs(options_json=b"["))
@@ -102,7 +102,7 @@ async def test_batches_of_large_answers_do_not_burst_the_message_limit(factory) 
             return Transition(super().reset(seed=seed).observation, tensors={"pixels": pixels})
 
     async with (
-        make_server(Painting) as server,
+        serve(Painting) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         opened = await asyncio.gather(*(client.open(seed=seed) for seed in range(30)))
@@ -110,7 +110,7 @@ async def test_batches_of_large_answers_do_not_burst_the_message_limit(factory) 
 
 
 async def test_a_stopped_server_ends_calls_in_flight_and_sessions(gate) -> None:
-    server = await make_server(gate.factory).__aenter__()
+    server = await serve(gate.factory).__aenter__()
     client = await AsyncEnvClient.connect(
         server.grpc_address, ConnectOptions(reconnect_timeout_s=0.2)
     )

@@ -18,7 +18,7 @@ from ludus.proto.errors import CallTimeoutError, EnvError, UnavailableError
 from tests.env.counting_env import Deed
 from tests.env.misbehaving_env import HANG, Phase, get_factory_and_options
 from tests.env.polling import busy_sessions, move_loop_clock, wait_for_sessions, wait_until
-from tests.env.served import make_server, server_process
+from tests.env.served import serve, server_process
 from tests.env.test_unruly_table import Neighbour, done
 
 BEYOND_EVERY_LIMIT_S = 61.0
@@ -46,7 +46,7 @@ class Served:
 async def hanging(folder: Path, **options) -> AsyncIterator[Served]:
     factory, host_options = get_factory_and_options(folder, "threads")
     async with (
-        make_server(factory, **{**host_options, **options}) as server,
+        serve(factory, **{**host_options, **options}) as server,
         await AsyncEnvClient.connect(
             server.grpc_address, ConnectOptions(timeout_s=3600.0)
         ) as client,

@@ -24,7 +24,7 @@ from ludus.proto.errors import EnvError, ErrorCode
 from ludus.proto.metrics import EnvServerMetric
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.polling import limit_steps, wait_for_sessions
-from tests.env.served import make_server
+from tests.env.served import serve
 
 WORKERS = "env_server_workers"
 WORKER_ENDS = "env_server_worker_ends_total"
@@ -114,7 +114,7 @@ async def test_buckets_are_cumulative_and_hold_each_step_once() -> None:
 @pytest.mark.slow
 async def test_workers_and_their_deaths_are_counted_where_there_are_any() -> None:
     async with (
-        make_server(isolation="pool", num_workers=2) as server,
+        serve(isolation="pool", num_workers=2) as server,
         httpx.AsyncClient(base_url=server.http_address, timeout=60) as client,
     ):
 
@@ -180,7 +180,7 @@ async def test_drain_waits_for_the_last_session_but_not_for_ever() -> None:
 
 
 async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_not() -> None:
-    async with make_server(token="hush") as server:
+    async with serve(token="hush") as server:
         url = server.http_address
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             for path in ("/drain", "/metrics", "/openapi.json", "/session"):
@@ -197,8 +197,8 @@ async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_no
 
 
 async def test_the_admin_port_asks_for_no_token_and_serves_nothing_but_probes() -> None:
-    async with make_server(token="hush", admin_port=0) as server:
-        assert make_server().addresses.admin == ""
+    async with serve(token="hush", admin_port=0) as server:
+        assert serve().addresses.admin == ""
         async with httpx.AsyncClient(base_url=server.addresses.admin, timeout=60) as client:
             await read_series(client)
             for path in ("/reset", "/metadata", "/ws", "/mcp", "/session"):
@@ -236,7 +236,7 @@ async def test_every_way_a_session_ends_has_its_class(core_clock) -> None:
 
 @pytest.mark.slow
 async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out() -> None:
-    async with make_server(isolation="pool", num_workers=1) as server:
+    async with serve(isolation="pool", num_workers=1) as server:
         core = server.core
         hanging, neighbour = [(await core.open(OpenArgs(ResetArgs()))).session_id for _ in "12"]
         limit_steps(core, 0.3)

@@ -18,7 +18,7 @@ from ludus.env.sessions.options import ServerOptions
 from ludus.proto.errors import InvalidCallError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.polling import wait_until
-from tests.env.served import make_server
+from tests.env.served import serve
 
 
 def visitor(server) -> httpx.AsyncClient:
@@ -42,7 +42,7 @@ async def total_after(client: AsyncEnvClient, add: int, **kwargs) -> int:
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_clients_that_keep_cookies_have_sessions_of_their_own(factory) -> None:
-    async with make_server(factory) as server, visitor(server) as ada, visitor(server) as bob:
+    async with serve(factory) as server, visitor(server) as ada, visitor(server) as bob:
         assert (await ada.post("/reset", json={})).json()["observation"]["total"] == 0
         await bob.post("/reset", json={})
         assert [await total_after(ada, 1), await total_after(ada, 1)] == [1, 2]
@@ -124,7 +124,7 @@ async def test_an_abandoned_session_ends_soon_and_a_used_session_stays(core_cloc
 
 
 async def test_a_group_larger_than_the_server_ends_no_unused_session() -> None:
-    async with make_server(max_sessions=2) as server:
+    async with serve(max_sessions=2) as server:
         for _ in range(2):
             async with visitor(server) as passer_by:
                 assert (await passer_by.post("/reset", json={})).status_code == 200
@@ -136,7 +136,7 @@ async def test_a_group_larger_than_the_server_ends_no_unused_session() -> None:
 
 @pytest.mark.slow
 async def test_a_full_server_gives_up_unused_http_sessions_first() -> None:
-    async with make_server(max_sessions=2) as server, visitor(server) as client:
+    async with serve(max_sessions=2) as server, visitor(server) as client:
         await client.post("/reset", json={})
         await total_after(client, 1)
         for _ in range(5):
@@ -221,7 +221,7 @@ async def test_legacy_mode_leaves_clients_with_cookies_their_sessions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OPENENV_LEGACY_HTTP", "true")
-    async with make_server() as server, visitor(server) as ada, visitor(server) as bob:
+    async with serve() as server, visitor(server) as ada, visitor(server) as bob:
         await ada.post("/reset", json={})
         assert await total_after(ada, 1) == 1
         await bob.post("/reset", json={})
@@ -269,7 +269,7 @@ async def test_a_body_beyond_the_bound_is_refused() -> None:
 
 
 async def test_pages_from_elsewhere_are_kept_off_a_local_server() -> None:
-    async with make_server() as server, visitor(server) as client:
+    async with serve() as server, visitor(server) as client:
         reply = await client.post("/reset", headers={"origin": "https://elsewhere.example"})
         assert (reply.status_code, server.core.load.num_sessions) == (403, 0)
         reply = await client.post("/reset", headers={"origin": "http://localhost:3000"})
@@ -297,7 +297,7 @@ async def test_a_body_that_does_not_come_is_given_up_and_its_connection_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(app_module, "BODY_TIMEOUT_S", 0.1)
-    async with make_server() as server:
+    async with serve() as server:
         host, port = server.http_address.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         head = b"POST /step HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

@@ -40,7 +40,7 @@ from tests.env.counting_env import (
 )
 from tests.env.polling import limit_steps, move_loop_clock, wait_until
 from tests.env.processes import child_processes, is_alive
-from tests.env.served import make_server, server_address, server_process
+from tests.env.served import serve, server_address, server_process
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def isolation(request):
 def worker_server(factory: Any = UnrulyEnv, isolation: str = "pool", **options: Any) -> EnvServer:
     if isolation == "pool":
         options.setdefault("num_workers", NUM_WORKERS)
-    return make_server(factory, isolation=isolation, **options)
+    return serve(factory, isolation=isolation, **options)
 
 
 @asynccontextmanager

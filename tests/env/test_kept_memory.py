@@ -18,7 +18,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.proto.errors import ExecutionError
 from tests.env.counting_env import CountAction, CountingEnv, CountObservation
 from tests.env.polling import wait_until
-from tests.env.served import make_server, server_address
+from tests.env.served import serve, server_address
 
 pytestmark = pytest.mark.asyncio
 
@@ -76,7 +76,7 @@ def no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("result", [TOO_LARGE, FAILS])
 async def test_objects_of_an_error_are_freed_after_it_is_sent(wire: str, factory, result) -> None:
     async with (
-        make_server(factory) as server,
+        serve(factory) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         session, _ = await client.open()
@@ -88,7 +88,7 @@ async def test_objects_of_an_error_are_freed_after_it_is_sent(wire: str, factory
 
 async def test_environment_is_freed_with_its_session(wire: str, factory) -> None:
     async with (
-        make_server(factory) as server,
+        serve(factory) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         for result in (FITS, FAILS, TOO_LARGE):

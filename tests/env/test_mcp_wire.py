@@ -15,7 +15,7 @@ from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.options import ServerOptions
 from tests.env.counting_env import CountingEnv
-from tests.env.served import make_server
+from tests.env.served import serve
 from tests.env.tool_env import ToolEnv
 
 
@@ -56,7 +56,7 @@ PLAY_TOOLS = ["start_episode", "take_action", "get_state"]
 @pytest.mark.parametrize("factory", [CountingEnv, ToolEnv])
 async def test_the_standard_client_plays_an_episode(factory) -> None:
     async with (
-        make_server(factory) as server,
+        serve(factory) as server,
         streamable_http_client(server.http_address + "/mcp") as streams,
         ClientSession(streams[0], streams[1]) as session,
     ):
@@ -84,7 +84,7 @@ async def test_the_standard_client_plays_an_episode(factory) -> None:
 
 
 async def test_two_standard_clients_have_separate_sessions() -> None:
-    async with make_server() as server:
+    async with serve() as server:
 
         async def read_total(*adds: int) -> int:
             async with (
@@ -240,7 +240,7 @@ async def ask(socket, message):
 
 
 async def test_a_socket_for_mcp_has_one_session_from_its_first_need_to_its_end() -> None:
-    async with make_server(ToolEnv) as server:
+    async with serve(ToolEnv) as server:
         async with socket_to(server, "/mcp") as socket:
             assert names(await ask(socket, request("tools/list"))) == ["note", "fail", "wrong"]
             assert server.core.load.num_sessions == 0
@@ -257,7 +257,7 @@ async def test_a_socket_for_mcp_has_one_session_from_its_first_need_to_its_end()
 
 
 async def test_a_socket_that_begins_with_initialize_may_play() -> None:
-    async with make_server() as server, socket_to(server, "/mcp") as socket:
+    async with serve() as server, socket_to(server, "/mcp") as socket:
         await ask(socket, request("initialize"))
         await socket.send('{"jsonrpc":"2.0","method":"notifications/initialized"}')
         await ask(socket, request("tools/call", {"name": "start_episode"}))
@@ -271,7 +271,7 @@ async def test_a_socket_that_begins_with_initialize_may_play() -> None:
 
 
 async def test_frames_on_the_environments_socket_share_its_session() -> None:
-    async with make_server(ToolEnv) as server, socket_to(server, "/ws") as socket:
+    async with serve(ToolEnv) as server, socket_to(server, "/ws") as socket:
         call = {"type": "mcp", "data": request("tools/call", {"name": "note"}, 9)}
         for count in (1, 2):
             reply = await ask(socket, call)
@@ -289,7 +289,7 @@ async def test_tool_actions_of_openenv_go_through_step() -> None:
     def call(name, arguments=None):
         return {"type": "call_tool", "tool_name": name, "arguments": arguments or {}}
 
-    async with make_server(ToolEnv) as server, socket_to(server, "/ws") as socket:
+    async with serve(ToolEnv) as server, socket_to(server, "/ws") as socket:
 
         async def step(action):
             return (await ask(socket, {"type": "step", "data": action}))["data"]

@@ -20,7 +20,7 @@ from ludus.env.sessions.options import ServerOptions
 from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import ActionError, ConfigError, EnvError, NotFoundError, ToolError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.served import WIRES, make_server, server_address, server_process
+from tests.env.served import WIRES, serve, server_address, server_process
 from tests.env.tool_env import ToolEnv
 
 TARGET = "tests.env.counting_env:CountingEnv"
@@ -265,7 +265,7 @@ async def test_a_recording_replays_over_every_wire_of_a_recording_server(
     tmp_path: Path, wire: str
 ) -> None:
     path = tmp_path / "r.jsonl"
-    async with make_server(record=path, first_seed=3) as server:
+    async with serve(record=path, first_seed=3) as server:
         client = await AsyncEnvClient.connect(server_address(server, wire))
         session, _ = await client.open()
         await session.step(text="ADD 1")
@@ -275,7 +275,7 @@ async def test_a_recording_replays_over_every_wire_of_a_recording_server(
         await client.close()
     episodes = read_episodes(path)
     assert [episode.seed for episode in episodes] == [3, 9, 9, 9]
-    async with make_server() as server:
+    async with serve() as server:
         client = await AsyncEnvClient.connect(server_address(server, wire))
         replays = [await replay_episode(client, episode) for episode in episodes]
         await client.close()
@@ -288,7 +288,7 @@ async def test_an_episode_with_calls_of_tools_replays_and_a_change_is_named(
 ) -> None:
     path = tmp_path / "r.jsonl"
     async with (
-        make_server(ToolEnv, record=path) as server,
+        serve(ToolEnv, record=path) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         session, _ = await client.open(seed=3)
@@ -305,7 +305,7 @@ async def test_an_episode_with_calls_of_tools_replays_and_a_change_is_named(
     failing = episode.model_copy(deep=True)
     failing.steps[2].tool = "note"
     async with (
-        make_server(ToolEnv) as server,
+        serve(ToolEnv) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         assert (await replay_episode(client, episode)).is_same

@@ -23,13 +23,7 @@ from tests.env.counting_env import CountingEnv
 from tests.env.flaky_proxy import FlakyProxy
 from tests.env.grpc_served import GrpcServer, serve_grpc
 from tests.env.polling import move_loop_clock, wait_for_sessions, wait_until
-from tests.env.served import (
-    WIRES,
-    fixed_port_arguments,
-    make_server,
-    server_address,
-    server_process,
-)
+from tests.env.served import WIRES, fixed_port_arguments, serve, server_address, server_process
 from tests.env.tool_env import ToolEnv
 
 pytestmark = pytest.mark.asyncio
@@ -177,7 +171,7 @@ async def test_an_environment_that_is_not_deterministic_after_all_is_found_out()
 
 
 async def test_resume_is_refused_where_determinism_was_not_shown() -> None:
-    async with make_server() as server, await AsyncEnvClient.connect(server.grpc_address) as client:
+    async with serve() as server, await AsyncEnvClient.connect(server.grpc_address) as client:
         with pytest.raises(ConfigError, match="ludus env check"):
             await client.open(resume=True)
         assert server.core.load.num_sessions == 0
@@ -185,7 +179,7 @@ async def test_resume_is_refused_where_determinism_was_not_shown() -> None:
 
 async def test_resume_over_websocket() -> None:
     async with (
-        make_server(check_determinism=True) as server,
+        serve(check_determinism=True) as server,
         await AsyncEnvClient.connect(server.http_address) as client,
     ):
         _, undisturbed = await play(client, 3)
@@ -213,7 +207,7 @@ async def test_calls_of_tools_are_made_again_in_the_session_that_replaces_a_lost
     wire: str,
 ) -> None:
     async with (
-        make_server(ToolEnv, check_determinism=True) as server,
+        serve(ToolEnv, check_determinism=True) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
 

@@ -16,7 +16,7 @@ from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import EnvError
 from tests.env.polling import wait_until
 from tests.env.scarce_env import FOLDER_VARIABLE, FORK_SERVER, FORKED_COPY, NO_FORK_FILE, ScarceEnv
-from tests.env.served import make_server
+from tests.env.served import serve
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     options = {"isolation": isolation, "pass_env": (FOLDER_VARIABLE,)}
     async with (
-        make_server(ScarceEnv, **options, **POOL.get(isolation, {})) as server,
+        serve(ScarceEnv, **options, **POOL.get(isolation, {})) as server,
         httpx.AsyncClient(base_url=server.http_address) as http,
         asyncio.timeout(120),
     ):

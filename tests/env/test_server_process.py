@@ -25,13 +25,7 @@ from ludus.proto.errors import (
 )
 from tests.env.counting_env import CountingEnv
 from tests.env.raw_stream import RawStream
-from tests.env.served import (
-    WIRES,
-    fixed_port_arguments,
-    make_server,
-    server_address,
-    server_process,
-)
+from tests.env.served import WIRES, fixed_port_arguments, serve, server_address, server_process
 
 WAITS_FOR_ONE = "waiting for 1 sessions"
 pytestmark = pytest.mark.slow
@@ -148,10 +142,10 @@ def test_a_port_in_use_is_named_and_nothing_starts() -> None:
 
 def test_two_servers_never_share_a_grpc_port() -> None:
     async def story():
-        async with make_server() as server:
+        async with serve() as server:
             port = int(server.grpc_address.rpartition(":")[2])
             with pytest.raises(PortInUseError, match=str(port)):
-                await make_server(grpc_port=port).start()
+                await serve(grpc_port=port).start()
 
     asyncio.run(story())
 

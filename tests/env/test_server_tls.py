@@ -12,7 +12,7 @@ from ludus.env.security.tls import TlsFiles, build_channel_credentials, build_cl
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import ConfigError, UnavailableError
-from tests.env.served import WIRES, make_server, server_address, server_process
+from tests.env.served import WIRES, serve, server_address, server_process
 
 CA = trustme.CA()
 OTHER_CA = trustme.CA()
@@ -45,7 +45,7 @@ async def test_a_client_plays_over_tls_with_the_servers_authority_only(
     server_files, ca_file, wire: str
 ) -> None:
     files = {"tls_cert": server_files.cert, "tls_key": server_files.key}
-    async with make_server(token="hush", admin_port=0, **files) as server:
+    async with serve(token="hush", admin_port=0, **files) as server:
         assert server.http_address.startswith("https://127.0.0.1:")
         assert server.grpc_address.startswith("grpcs://127.0.0.1:")
         assert server.addresses.admin.startswith("http://127.0.0.1:")
@@ -69,7 +69,7 @@ async def test_a_server_that_asks_for_certificates_takes_those_of_its_authority_
 ) -> None:
     good, bad = write_files(tmp_path, "good"), write_files(tmp_path, "bad", OTHER_CA)
     files = {"tls_cert": server_files.cert, "tls_key": server_files.key, "tls_client_ca": ca_file}
-    async with make_server(**files) as server:
+    async with serve(**files) as server:
         https = server.http_address + "/health"
         async with httpx.AsyncClient(
             verify=build_client_context(ca_file, good), timeout=60
@@ -100,9 +100,9 @@ async def test_files_that_cannot_be_used_start_nothing_and_leave_the_ports_free(
 ) -> None:
     other = write_files(tmp_path, "other")
     with pytest.raises(ConfigError, match="does not belong to the certificate"):
-        await make_server(tls_cert=server_files.cert, tls_key=other.key).start()
+        await serve(tls_cert=server_files.cert, tls_key=other.key).start()
     with pytest.raises(ConfigError, match=r"nowhere\.pem"):
-        await make_server(tls_cert=tmp_path / "nowhere.pem", tls_key=other.key).start()
+        await serve(tls_cert=tmp_path / "nowhere.pem", tls_key=other.key).start()
 
 
 @pytest.mark.slow

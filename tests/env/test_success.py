@@ -20,7 +20,7 @@ from ludus.env.transports.openenv import OpenEnvTransport
 from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv
 from tests.env.goal_env import LOSING_ACTIONS, TRUNCATING_ACTIONS, WINNING_ACTIONS, GoalEnv
-from tests.env.served import WIRES, make_server, server_address
+from tests.env.served import WIRES, serve, server_address
 
 pytestmark = pytest.mark.asyncio
 
@@ -39,7 +39,7 @@ async def play_and_collect(client: AsyncEnvClient, actions: list) -> list[bool |
 @pytest.mark.parametrize("wire", WIRES)
 async def test_success_is_only_in_the_last_result(wire: str, isolation: str) -> None:
     async with (
-        make_server(GoalEnv, isolation=isolation) as server,
+        serve(GoalEnv, isolation=isolation) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         for actions, success in ENDINGS:
@@ -49,14 +49,14 @@ async def test_success_is_only_in_the_last_result(wire: str, isolation: str) -> 
 @pytest.mark.parametrize("wire", WIRES)
 async def test_success_is_none_if_not_reported(wire: str) -> None:
     async with (
-        make_server(CountingEnv) as server,
+        serve(CountingEnv) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         assert set(await play_and_collect(client, WINNING_ACTIONS)) == {None}
 
 
 async def test_upstream_clients_read_success_in_metadata() -> None:
-    async with make_server(GoalEnv) as server:
+    async with serve(GoalEnv) as server:
         address = server.http_address.replace("http", "ws")
         async with websockets.connect(f"{address}/ws") as socket:
             await socket.send(json.dumps({"type": "reset", "data": {"seed": 3, "note": "k"}}))
@@ -75,7 +75,7 @@ async def test_upstream_clients_read_success_in_metadata() -> None:
 
 async def test_http_reports_success_in_metadata() -> None:
     async with (
-        make_server(GoalEnv) as server,
+        serve(GoalEnv) as server,
         httpx.AsyncClient(base_url=server.http_address) as http,
     ):
         await http.post("/reset", json={"seed": 3})
@@ -88,7 +88,7 @@ async def test_http_reports_success_in_metadata() -> None:
 async def test_openenv_client_reads_success_in_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OpenEnvTransport, "has_extensions", False)
     async with (
-        make_server(GoalEnv) as server,
+        serve(GoalEnv) as server,
         await AsyncEnvClient.connect(server.http_address) as client,
     ):
         for actions, success in ENDINGS:
@@ -109,7 +109,7 @@ async def test_success_of_an_old_peer_is_none() -> None:
 async def test_recording_contains_success_and_replay_compares_it(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     async with (
-        make_server(GoalEnv, record=path) as server,
+        serve(GoalEnv, record=path) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         for actions, _ in ENDINGS:

@@ -22,7 +22,7 @@ from ludus.env.security.tracing import (
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.grpc_served import serve_grpc
 from tests.env.legacy_server import legacy_server
-from tests.env.served import make_server
+from tests.env.served import serve
 
 pytestmark = pytest.mark.asyncio
 
@@ -120,7 +120,7 @@ async def test_http_calls_carry_headers() -> None:
 
 
 async def test_traced_episode_over_websocket() -> None:
-    async with make_server() as server, await AsyncEnvClient.connect(server.http_address) as client:
+    async with serve() as server, await AsyncEnvClient.connect(server.http_address) as client:
         with request_id("r-3"), trace.get_tracer("test").start_as_current_span("episode"):
             session, _ = await client.open()
             assert (await session.step({"add": 1})).reward == 1.0

@@ -30,7 +30,7 @@ from tests.env.misbehaving_env import (
     get_factory_and_options,
 )
 from tests.env.polling import limit_steps, wait_for_sessions, wait_until
-from tests.env.served import WIRES, make_server, server_address, server_process
+from tests.env.served import WIRES, serve, server_address, server_process
 from tests.env.test_unruly_table import AGREED, Neighbour, done, http_outcome
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ async def open_server(host: str, folder: Path) -> AsyncIterator[EnvServer]:
     if "num_workers" in options:
         options = options | {"num_workers": len(PHASES) + 1}
     options = options | {"allow_write": (folder,), "disk_limit_mb": 4, "max_sessions": 16}
-    async with make_server(factory, **options) as server:
+    async with serve(factory, **options) as server:
         yield server
 
 
@@ -193,7 +193,7 @@ async def test_inline_exit_ends_the_server(wire: str, tmp_path: Path) -> None:
 async def test_server_with_dying_workers_reports_and_recovers(tmp_path: Path) -> None:
     factory, options = get_factory_and_options(tmp_path, "pool")
     async with (
-        make_server(factory, **options) as server,
+        serve(factory, **options) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
         httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
         asyncio.timeout(120),

@@ -26,7 +26,7 @@ from tests.env.misbehaving_env import (
     get_factory_and_options,
 )
 from tests.env.polling import wait_for_sessions, wait_until
-from tests.env.served import WIRES, make_server, server_address
+from tests.env.served import WIRES, serve, server_address
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +129,7 @@ async def test_misbehavior_is_an_error_of_its_session_only(
     host: str, wire: str, tmp_path: Path
 ) -> None:
     factory, options = get_factory_and_options(tmp_path, host)
-    async with make_server(factory, **options) as server:
+    async with serve(factory, **options) as server:
         address = server_address(server, wire)
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open(seed=0)
@@ -149,7 +149,7 @@ async def test_failed_build_is_an_error_of_the_open_only(
     factory, options = get_factory_and_options(tmp_path, host)
     outcome = {}
     async with (
-        make_server(factory, **options) as server,
+        serve(factory, **options) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         session, _ = await client.open(seed=0)
@@ -191,7 +191,7 @@ async def http_outcome(http: httpx.AsyncClient, deed: str) -> tuple[int, str, An
 async def test_misbehavior_has_the_same_code_over_http_and_mcp(host: str, tmp_path: Path) -> None:
     factory, options = get_factory_and_options(tmp_path, host)
     async with (
-        make_server(factory, **options) as server,
+        serve(factory, **options) as server,
         httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
     ):
         for deed in (*RAISING_DEEDS, *WRONG_VALUES[Phase.STEP]):
@@ -205,7 +205,7 @@ async def test_misbehavior_has_the_same_code_over_http_and_mcp(host: str, tmp_pa
 async def test_call_of_a_disconnected_caller_is_cancelled(host: str, tmp_path: Path) -> None:
     factory, options = get_factory_and_options(tmp_path, host)
     async with (
-        make_server(factory, **options, max_sessions=1, wait_for_slot_s=600.0) as server,
+        serve(factory, **options, max_sessions=1, wait_for_slot_s=600.0) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         session, _ = await client.open(seed=1)

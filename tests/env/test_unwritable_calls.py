@@ -9,7 +9,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.proto.errors import InvalidCallError
 from tests.env.counting_env import CountAction
 from tests.env.legacy_server import legacy_server
-from tests.env.served import WIRES, make_server, server_address
+from tests.env.served import WIRES, serve, server_address
 from tests.env.tool_env import ToolEnv
 
 LONG = 2**70
@@ -45,7 +45,7 @@ async def refusals(address: str) -> list[str]:
 
 
 async def test_what_no_wire_can_carry_is_refused_in_the_same_words_on_each() -> None:
-    async with make_server(ToolEnv) as server:
+    async with serve(ToolEnv) as server:
         grpc, http = [await refusals(server_address(server, wire)) for wire in WIRES]
     assert grpc == http
     assert "an action must be plain JSON" in grpc[0]
@@ -55,7 +55,7 @@ async def test_what_no_wire_can_carry_is_refused_in_the_same_words_on_each() -> 
 @pytest.mark.parametrize("wire", WIRES)
 async def test_numbers_of_numpy_travel_as_numbers(wire: str) -> None:
     async with (
-        make_server(ToolEnv) as server,
+        serve(ToolEnv) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         session, first = await client.open(seed=np.int64(3), options={"start": np.int64(4)})

@@ -18,7 +18,7 @@ from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import ErrorCode
 from tests.env.counting_env import CountingEnv
 from tests.env.polling import wait_for_sessions, wait_until
-from tests.env.served import make_server
+from tests.env.served import serve
 from tests.env.served_app import make_core, serve_app
 from tests.env.tool_env import ToolEnv
 
@@ -150,7 +150,7 @@ async def converse(server, path: str, sent: list[str | bytes]) -> None:
 async def test_any_frames_get_typed_answers_and_leave_nothing_behind(
     caplog_at_error, path: str, sent
 ) -> None:
-    async with make_server(ToolEnv, token=TOKEN, max_sessions=2) as server:
+    async with serve(ToolEnv, token=TOKEN, max_sessions=2) as server:
         await converse(server, path, sent)
         await until_empty_but_created(server, sent)
         url = server.http_address.replace("http", "ws") + "/ws"
@@ -243,7 +243,7 @@ async def drop_a_stream(stub, generator: random.Random) -> None:
 @pytest.mark.parametrize("num_drops", [500, 5_000])
 async def test_no_session_is_left_after_thousands_of_unclean_disconnects(num_drops) -> None:
     num_at_once = 16
-    async with make_server(max_sessions=1000) as server:
+    async with serve(max_sessions=1000) as server:
         host, port = server.http_address.removeprefix("http://").split(":")
         address = server.grpc_address.removeprefix("grpc://")
         generator = random.Random(0)

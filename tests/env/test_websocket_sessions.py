@@ -16,7 +16,7 @@ from ludus.env.security.tracing import get_request_id
 from ludus.proto.errors import CapacityError
 from tests.env.counting_env import CountingEnv, Deed, ThreadedCountingEnv, UnrulyEnv
 from tests.env.polling import limit_steps, move_loop_clock, run_pending_tasks, wait_until
-from tests.env.served import make_server
+from tests.env.served import serve
 from tests.env.served_app import make_core, serve_app
 
 
@@ -106,7 +106,7 @@ async def test_a_server_that_shuts_down_says_so(factory) -> None:
         await ask(socket, {"type": "reset"})
         await core.shut_down()
         assert await wait_for_close(socket) == (1001, "the server is shutting down")
-    async with make_server(factory) as server:
+    async with serve(factory) as server:
         socket = await socket_to(server.http_address.removeprefix("http://"))
         await ask(socket, {"type": "reset"})
     assert await wait_for_close(socket) == (1001, "the server is shutting down")
@@ -228,7 +228,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_step_frees_its_session_at
 @pytest.mark.slow
 async def test_a_worker_that_dies_closes_the_sockets_of_its_sessions_and_says_so() -> None:
     options = {"isolation": "pool", "num_workers": 1, "max_sessions": 4}
-    async with make_server(UnrulyEnv, **options) as server:
+    async with serve(UnrulyEnv, **options) as server:
         authority = server.http_address.removeprefix("http://")
         async with socket_to(authority) as unruly, socket_to(authority) as neighbour:
             for socket in (unruly, neighbour):

@@ -11,7 +11,7 @@ from websockets.exceptions import ConnectionClosed
 
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.polling import wait_for_sessions
-from tests.env.served import make_server
+from tests.env.served import serve
 
 pytestmark = pytest.mark.asyncio
 
@@ -31,7 +31,7 @@ async def ask(socket, message) -> str:
 
 
 async def test_upstream_clients_get_upstream_frames(factory) -> None:
-    async with make_server(factory) as server, socket_to(server) as socket:
+    async with serve(factory) as server, socket_to(server) as socket:
         assert await ask(socket, {"type": "state"}) == (
             '{"type":"state","data":{"episode_id":null,"step_count":0}}'
         )
@@ -51,13 +51,13 @@ async def test_upstream_clients_get_upstream_frames(factory) -> None:
 
 
 async def test_metadata_is_inside_and_outside_the_observation() -> None:
-    async with make_server() as server, socket_to(server) as socket:
+    async with serve() as server, socket_to(server) as socket:
         data = json.loads(await ask(socket, {"type": "reset", "data": {"note": "k"}}))["data"]
         assert data["metadata"] == data["observation"]["metadata"] == {"note": "k"}
 
 
 async def test_close_gets_no_reply_and_the_socket_closes() -> None:
-    async with make_server() as server, socket_to(server) as socket:
+    async with serve() as server, socket_to(server) as socket:
         await socket.send('{"type":"close"}')
         with pytest.raises(ConnectionClosed):
             await socket.recv()
@@ -84,7 +84,7 @@ async def test_close_gets_no_reply_and_the_socket_closes() -> None:
     ],
 )
 async def test_a_bad_message_is_answered_and_the_session_stays(message, code: str, text) -> None:
-    async with make_server() as server, socket_to(server) as socket:
+    async with serve() as server, socket_to(server) as socket:
         await ask(socket, {"type": "reset"})
         reply = json.loads(await ask(socket, message))
         assert reply["type"] == "error"
@@ -94,7 +94,7 @@ async def test_a_bad_message_is_answered_and_the_session_stays(message, code: st
 
 
 async def test_a_refused_key_is_named_as_pydantic_names_it() -> None:
-    async with make_server() as server, socket_to(server) as socket:
+    async with serve() as server, socket_to(server) as socket:
         reply = await ask(socket, {"type": "state", "request_id": "r1"})
         fault = json.loads(reply)["data"]["errors"][0]
         assert fault.pop("url").startswith("https://errors.pydantic.dev/")
@@ -108,7 +108,7 @@ async def test_a_refused_key_is_named_as_pydantic_names_it() -> None:
 
 @pytest.mark.parametrize("message", [b"\x00", "[1]"])
 async def test_what_is_no_message_ends_the_session(message) -> None:
-    async with make_server() as server, socket_to(server) as socket:
+    async with serve() as server, socket_to(server) as socket:
         assert json.loads(await ask(socket, message))["data"]["code"] == "SESSION_ERROR"
         with pytest.raises(ConnectionClosed):
             await socket.recv()
@@ -117,7 +117,7 @@ async def test_what_is_no_message_ends_the_session(message) -> None:
 
 async def test_a_full_server_accepts_and_then_refuses() -> None:
     async with (
-        make_server(max_sessions=1) as server,
+        serve(max_sessions=1) as server,
         socket_to(server),
         socket_to(server) as second,
     ):
@@ -140,7 +140,7 @@ async def test_a_factory_that_fails_is_named_by_its_environment() -> None:
         made.append(True)
         return CountingEnv()
 
-    async with make_server(fragile) as server, socket_to(server) as socket:
+    async with serve(fragile) as server, socket_to(server) as socket:
         assert await socket.recv() == (
             '{"type":"error","data":{"message":"Environment factory \'counting\' failed to create'
             ' instance.","code":"FACTORY_ERROR","factory_name":"counting"}}'
@@ -148,7 +148,7 @@ async def test_a_factory_that_fails_is_named_by_its_environment() -> None:
 
 
 async def test_our_client_reads_extra_fields_next_to_the_observation() -> None:
-    async with make_server() as server, socket_to(server, "?ludus=1") as socket:
+    async with serve() as server, socket_to(server, "?ludus=1") as socket:
         await ask(socket, {"type": "reset", "data": {"seed": 5}})
         step = {"type": "step", "text": "ADD 2", "step_index": 1}
         reply = await ask(socket, step)
@@ -169,7 +169,7 @@ async def test_our_client_reads_extra_fields_next_to_the_observation() -> None:
 
 
 async def test_mcp_messages_get_an_error_if_the_environment_has_no_mcp() -> None:
-    async with make_server() as server, socket_to(server) as socket:
+    async with serve() as server, socket_to(server) as socket:
         call = {"jsonrpc": "2.0", "id": 9, "method": "tools/list", "params": {}}
         reply = json.loads(await ask(socket, {"type": "mcp", "data": call}))
         assert (reply["type"], reply["data"]["id"]) == ("mcp", 9)
@@ -177,7 +177,7 @@ async def test_mcp_messages_get_an_error_if_the_environment_has_no_mcp() -> None
 
 
 async def test_a_dropped_connection_leaves_no_session(factory) -> None:
-    async with make_server(factory) as server:
+    async with serve(factory) as server:
         socket = await socket_to(server)
         await ask(socket, {"type": "reset"})
         socket.transport.abort()
@@ -220,7 +220,7 @@ async def test_http_endpoints_answer_as_openenv_does() -> None:
         assert openapi["info"]["version"] == "1.0.0"
         assert {"/reset", "/step", "/state"} <= set(openapi["paths"])
 
-    async with make_server() as server:
+    async with serve() as server:
         await asyncio.to_thread(talk)
 
 
@@ -230,13 +230,13 @@ async def test_with_a_token_only_the_probes_are_open() -> None:
         status, refused = request(server, "/metadata")
         assert (status, refused["detail"]["code"]) == (401, "UNAUTHENTICATED")
 
-    async with make_server(token="secret") as server:
+    async with serve(token="secret") as server:
         await asyncio.to_thread(talk)
 
 
 async def test_whole_calls_are_answered_at_once_and_odd_ones_all_the_same(factory) -> None:
     step = {"type": "step", "text": "ADD 2", "step_index": 1}
-    async with make_server(factory) as server, socket_to(server, "?ludus=1") as socket:
+    async with serve(factory) as server, socket_to(server, "?ludus=1") as socket:
         for reset in ({"seed": 5}, {"seed": "5"}, {"seed": 5, "start": 0}):
             first = json.loads(await ask(socket, {"type": "reset", "data": reset}))["data"]
             result = json.loads(await ask(socket, step))["data"]

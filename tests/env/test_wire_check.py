@@ -12,14 +12,14 @@ from ludus.env.sessions.session import EnvironmentSession
 from ludus.env.types import Transition
 from ludus.proto.errors import CapacityError, ErrorCode
 from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
-from tests.env.served import WIRES, make_server, server_address
+from tests.env.served import WIRES, serve, server_address
 
 
 async def check_wire(
     factory=CountingEnv, wire: str = "grpc", max_sessions=6, **options
 ) -> CheckReport:
     async with (
-        make_server(factory, max_sessions=max_sessions) as server,
+        serve(factory, max_sessions=max_sessions) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         return await check_server(client, num_steps=8, seeds=range(4), **options)

@@ -18,7 +18,7 @@ from tests.env.counting_env import (
     GloballyRandomEnv,
     ThreadedCountingEnv,
 )
-from tests.env.served import WIRES, make_server
+from tests.env.served import WIRES, serve
 from tests.env.test_isolation import (
     ADD_1,
     ISOLATIONS,
@@ -64,7 +64,7 @@ def _plain(result: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_seeded_episodes_are_the_same_inline_and_in_workers(isolation: str, factory) -> None:
-    async with make_server(factory) as inline, worker_server(factory, isolation) as isolated:
+    async with serve(factory) as inline, worker_server(factory, isolation) as isolated:
         for wire in WIRES:
             assert await transcript(inline, wire) == await transcript(isolated, wire)
 
@@ -117,7 +117,7 @@ async def test_server_reports_whether_its_environment_is_deterministic(isolation
     cases = (CountingEnv, False, True), (unruly, False, False), (unruly, True, True)
     for factory, declared, expected in cases:
         async with (
-            make_server(
+            serve(
                 factory, isolation=isolation, check_determinism=True, deterministic=declared
             ) as server,
             connect_to(server) as client,

@@ -10,13 +10,13 @@ from ludus.env.encoding import ResetArgs
 from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import SessionLostError
 from tests.env.counting_env import Deed, UnrulyEnv
-from tests.env.served import make_server
+from tests.env.served import serve
 
 pytestmark = pytest.mark.slow
 
 
 async def test_exit_reason_is_reported_even_if_the_report_is_late() -> None:
-    async with make_server(UnrulyEnv, isolation="pool", num_workers=1) as server:
+    async with serve(UnrulyEnv, isolation="pool", num_workers=1) as server:
         core = server.core
         session_id = (await core.open(OpenArgs(ResetArgs()))).session_id
         os.kill(core.host.fork_server.pid, signal.SIGSTOP)  # it reports no exit

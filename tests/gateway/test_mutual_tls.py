@@ -13,7 +13,7 @@ from ludus.proto.config.environment import ClientTls, RemoteEnvironment
 from ludus.proto.errors import ConfigError, EnvError
 from ludus.services.gateway.config import GatewayConfig
 from ludus.trainer.setup.environments import make_connect_options
-from tests.env.served import make_server, server_address
+from tests.env.served import serve, server_address
 from tests.gateway.gateways import FAST, NAME, run_gateway
 
 WIRES = pytest.mark.parametrize("wire", ["grpc", "http"])
@@ -70,7 +70,7 @@ def asking(files: Files) -> dict[str, Path]:
 async def test_client_sends_its_certificate_and_checks_the_server_name(
     wire: str, server_files: Files, client_files: Files
 ) -> None:
-    async with make_server(**asking(server_files)) as server:
+    async with serve(**asking(server_files)) as server:
         address, name = server_address(server, wire), "servers.example"
         async with await AsyncEnvClient.connect(
             address, ConnectOptions(server_name=name, **client_files.shown)
@@ -118,7 +118,7 @@ async def test_a_certificate_of_another_authority_is_refused(
     (tmp_path / "other").mkdir()
     foreign = issue(tmp_path / "other", "client.example", ca=trustme.CA())
     shown = {"ca_file": server_files.ca, "cert_file": foreign.cert, "key_file": foreign.key}
-    async with make_server(**asking(server_files)) as server:
+    async with serve(**asking(server_files)) as server:
         with pytest.raises(EnvError):
             await AsyncEnvClient.connect(
                 server.grpc_address,
@@ -129,7 +129,7 @@ async def test_a_certificate_of_another_authority_is_refused(
 async def test_a_run_reaches_its_environment_as_its_section_says(
     server_files: Files, client_files: Files
 ) -> None:
-    async with make_server(**asking(server_files)) as server:
+    async with serve(**asking(server_files)) as server:
         section = RemoteEnvironment(
             kind="remote",
             address=server.grpc_address,

@@ -16,7 +16,7 @@ from ludus.env.security.session_ids import SessionIdIssuer, SessionKey
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import AuthenticationError, PermissionDeniedError
 from tests.env.raw_stream import RawStream
-from tests.env.served import make_server
+from tests.env.served import serve
 from tests.env.tool_env import ToolEnv
 from tests.gateway.gateways import NAME, connect_client, gateway_to, num_sessions, run_gateway
 
@@ -52,7 +52,7 @@ async def target(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
             base = f"{gateway.http_address}/envs/{NAME}"
             yield Place(gateway.grpc_address, base, servers)
         return
-    async with make_server(factory) as server:
+    async with serve(factory) as server:
         yield Place(server.grpc_address, server.http_address, [server])
 
 
@@ -179,7 +179,7 @@ def test_tools_id_does_not_reveal_the_session_id_or_open_sessions() -> None:
 
 async def test_what_an_agent_calls_is_recorded_with_the_episode(tmp_path: Path) -> None:
     async with (
-        make_server(ToolEnv, record=tmp_path) as server,
+        serve(ToolEnv, record=tmp_path) as server,
         RawStream(server.grpc_address) as stream,
     ):
         open_session = (await stream.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs())))).open
@@ -190,6 +190,6 @@ async def test_what_an_agent_calls_is_recorded_with_the_episode(tmp_path: Path) 
 
 
 async def test_environment_without_tools_has_no_tools_id() -> None:
-    async with make_server() as server, RawStream(server.grpc_address) as stream:
+    async with serve() as server, RawStream(server.grpc_address) as stream:
         open_session = (await stream.ask(pb.Call(open=pb.OpenRequest()))).open
         assert open_session.session_id and not open_session.tools_session_id
