@@ -16,7 +16,7 @@ import yaml
 
 from tests.cli.commands import Outcome, RunCli
 from tests.gateway.fake_kubernetes import Call, FakeKubernetes
-from tests.gateway.fake_kubernetes_pods import Ran
+from tests.gateway.fake_kubernetes_pods import CommandResult
 from tests.report.synthetic_run import build_run
 from tests.runs.cluster import (
     HEAD,
@@ -113,9 +113,9 @@ def add_results(call: Call, tmp_path: Path) -> list[list[str]]:
     build_run(tmp_path / "volume")
     content, commands = pack_folder(tmp_path / "volume"), []
 
-    def run(pod: str, command: list[str]) -> Ran:
+    def run(pod: str, command: list[str]) -> CommandResult:
         commands.append(command)
-        return Ran(out=content)
+        return CommandResult(output=content)
 
     call(lambda cluster: setattr(cluster.pods, "run", run))
     return commands

@@ -24,7 +24,7 @@ from tests.cli.cluster_runs import (
 )
 from tests.cli.commands import RunCli
 from tests.gateway.fake_kubernetes import Call, FakeKubernetes
-from tests.gateway.fake_kubernetes_pods import Ran
+from tests.gateway.fake_kubernetes_pods import CommandResult
 from tests.runs.cluster import (
     HEAD,
     begin,
@@ -72,7 +72,11 @@ def test_logs_of_a_run_whose_head_is_gone_are_those_in_its_folder(
     start_run(ludus, cluster)
     finish_run(cluster)
     cluster(lose_head)
-    cluster(lambda c: setattr(c.pods, "run", lambda pod, command: Ran(out=b"from the folder\n")))
+    cluster(
+        lambda c: setattr(
+            c.pods, "run", lambda pod, command: CommandResult(output=b"from the folder\n")
+        )
+    )
     with start_readers(cluster):
         outcome = ludus("logs", "demo")
     assert outcome.out == "from the folder\n", outcome.err
@@ -200,7 +204,7 @@ def test_fetch_replaces_no_other_runs_results(ludus: RunCli, cluster: Call, tmp_
 
 
 def test_fetch_of_a_run_without_results_is_refused(ludus: RunCli, cluster: Call) -> None:
-    failed = Ran(err="there is no folder /runs/demo\n", code=1)
+    failed = CommandResult(error_output="there is no folder /runs/demo\n", exit_code=1)
     cluster(lambda c: setattr(c.pods, "run", lambda pod, command: failed))
     start_run(ludus, cluster)
     assert "run 'demo' has no folder /runs/demo" in read_error(ludus("fetch", "demo"))

@@ -27,18 +27,18 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from tests.gateway.fake_kubernetes_pods import PodInsides
+from tests.gateway.fake_kubernetes_pods import FakePods
 from tests.gateway.fake_kubernetes_store import (
     Change,
     Json,
     ObjectStore,
-    Refused,
     Selection,
+    StatusError,
     Target,
-    event,
+    current_time,
+    make_event,
+    make_too_old_error,
     merge_patch,
-    now,
-    too_old,
 )
 
 _PATH = re.compile(
@@ -60,7 +60,7 @@ class ApiRequest:
 
 
 @dataclass
-class Trouble:
+class InjectedFailure:
     """A failure of the next matching requests; status 0 only loses the response."""
 
     status: int
@@ -75,7 +75,7 @@ class Watch:
     """An open stream."""
 
     target: Target
-    selects: Selection
+    selection: Selection
     transport: asyncio.Transport
     lines: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
 
@@ -85,21 +85,21 @@ class FakeKubernetes:
 
     def __init__(self, *, tls: ssl.SSLContext | None = None, revision: int = 100) -> None:
         self.requests: list[ApiRequest] = []
-        self.pods = PodInsides()
+        self.pods = FakePods()
         self.groups: dict[str, Json] = {}
         """Discovery response by path, for example /apis/ray.io/v1."""
         self.tokens: set[str] | None = None
         """Accepted tokens; None accepts every client."""
-        self.gone_as_status = False
+        self.refuses_old_watches = False
         """True if a watch from a too old version is refused instead of failing later."""
         self.delay_s = 0.0
         """Delay before each response, in seconds."""
         self.bytes_per_write = 0
         """Size of the pieces of a stream in bytes; 0 sends whole lines."""
         self._tls = tls
-        self._store = ObjectStore(revision, self._tell_watches)
+        self._store = ObjectStore(revision, self._notify_watches)
         self._watches: set[Watch] = set()
-        self._trouble: list[Trouble] = []
+        self._failures: list[InjectedFailure] = []
         self._port = 0
 
     # Access for tests.
@@ -113,7 +113,10 @@ class FakeKubernetes:
         return len(self._watches)
 
     def num_requests(self, verb: str, plural: str = "") -> int:
-        return sum(r.verb == verb and plural in ("", r.target.plural) for r in self.requests)
+        return sum(
+            request.verb == verb and plural in ("", request.target.plural)
+            for request in self.requests
+        )
 
     def get(self, api_version: str, plural: str, namespace: str, name: str) -> Json | None:
         return copy.deepcopy(self._store.find(Target(api_version, plural, namespace, name)))
@@ -123,15 +126,15 @@ class FakeKubernetes:
 
     # Actions of other clients.
 
-    def put(self, stored: Json, plural: str = "") -> Json:
+    def put(self, json_object: Json, plural: str = "") -> Json:
         """Create or replace an object with its status, without a check of its version."""
-        metadata = {"namespace": "default", **stored["metadata"]}
-        plural = plural or stored["kind"].lower() + "s"
-        target = Target(stored["apiVersion"], plural, metadata["namespace"], metadata["name"])
-        previous = self._store.find(target)
-        if previous is not None:
-            metadata = {"uid": previous["metadata"]["uid"], **metadata}
-        return self._store.store(target, previous, {**stored, "metadata": metadata})
+        metadata = {"namespace": "default", **json_object["metadata"]}
+        plural = plural or json_object["kind"].lower() + "s"
+        target = Target(json_object["apiVersion"], plural, metadata["namespace"], metadata["name"])
+        old_object = self._store.find(target)
+        if old_object is not None:
+            metadata = {"uid": old_object["metadata"]["uid"], **metadata}
+        return self._store.store(target, old_object, {**json_object, "metadata": metadata})
 
     def remove(self, api_version: str, plural: str, namespace: str, name: str) -> None:
         target = Target(api_version, plural, namespace, name)
@@ -149,10 +152,10 @@ class FakeKubernetes:
         retry_after: str = "",
     ) -> None:
         """Refuse the next requests; status 0 performs them and cuts the connection."""
-        self._trouble.append(Trouble(status, verb, plural, times, retry_after))
+        self._failures.append(InjectedFailure(status, verb, plural, times, retry_after))
 
     def heal(self) -> None:
-        self._trouble.clear()
+        self._failures.clear()
 
     def compact(self) -> None:
         """Remove the history, so that no watch can start from an earlier version."""
@@ -162,7 +165,7 @@ class FakeKubernetes:
         """Compact, and fail the open watches as too old."""
         self.compact()
         for watch in self._watches:
-            watch.lines.put_nowait(event("ERROR", too_old().body))
+            watch.lines.put_nowait(make_event("ERROR", make_too_old_error().body))
             watch.lines.put_nowait(None)
 
     def send_bookmarks(self) -> None:
@@ -214,168 +217,183 @@ class FakeKubernetes:
         try:
             if request.path in self.groups:
                 return web.json_response(self.groups[request.path])
-            requested = await self._read(request)
+            api_request = await self._read(request)
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
-            trouble = self._take_trouble(requested)
-            if trouble is not None and trouble.status:
-                message = f"cannot {requested.verb} {requested.target.plural}: as the test wants it"
-                raise Refused(trouble.status, message, retry_after=trouble.retry_after)
-            if requested.verb == "watch":
-                return await self._stream(request, requested)
-            if requested.target.part in ("log", "exec") and "*/*" not in request.headers["Accept"]:
-                raise Refused(406, "the body of the request was in an unknown format")
-            if requested.target.part == "log":
-                return await self.pods.answer_log(request, requested.target.name)
-            if requested.target.part == "exec":
-                return await self.pods.answer_exec(request, requested.target.name)
-            content = getattr(self, f"_{requested.verb}")(requested, request)
-            answer = web.json_response(content, status=201 if requested.verb == "create" else 200)
-            if trouble is not None and request.transport is not None:
+            failure = self._take_failure(api_request)
+            if failure is not None and failure.status:
+                message = (
+                    f"cannot {api_request.verb} {api_request.target.plural}: as the test wants it"
+                )
+                raise StatusError(failure.status, message, retry_after=failure.retry_after)
+            if api_request.verb == "watch":
+                return await self._stream(request, api_request)
+            if (
+                api_request.target.part in ("log", "exec")
+                and "*/*" not in request.headers["Accept"]
+            ):
+                raise StatusError(406, "the body of the request was in an unknown format")
+            if api_request.target.part == "log":
+                return await self.pods.send_log(request, api_request.target.name)
+            if api_request.target.part == "exec":
+                return await self.pods.send_exec(request, api_request.target.name)
+            response_body = getattr(self, f"_{api_request.verb}")(api_request, request)
+            response = web.json_response(
+                response_body, status=201 if api_request.verb == "create" else 200
+            )
+            if failure is not None and request.transport is not None:
                 request.transport.abort()
-            return answer
-        except Refused as refused:
-            return web.json_response(refused.body, status=refused.status, headers=refused.headers)
+            return response
+        except StatusError as error:
+            return web.json_response(error.body, status=error.status, headers=error.headers)
 
     async def _read(self, request: web.Request) -> ApiRequest:
-        stored = _PATH.fullmatch(request.path)
-        if stored is None:
-            raise Refused(404, f"the server could not find {request.path}")
-        target = Target(**{key: value or "" for key, value in stored.groupdict().items()})
+        match = _PATH.fullmatch(request.path)
+        if match is None:
+            raise StatusError(404, f"the server could not find {request.path}")
+        target = Target(**{key: value or "" for key, value in match.groupdict().items()})
         body = await request.read()
         try:
             content = json.loads(body) if body else None
         except ValueError as error:
-            raise Refused(400, f"the body is no JSON: {error}") from error
+            raise StatusError(400, f"the body is no JSON: {error}") from error
         verb = {"POST": "create", "PUT": "update"}.get(request.method, request.method.lower())
         if request.method == "GET" and not target.name:
             verb = "watch" if request.query.get("watch") in ("true", "1") else "list"
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        requested = ApiRequest(verb, target, dict(request.query), token, content)
-        self.requests.append(requested)
+        api_request = ApiRequest(verb, target, dict(request.query), token, content)
+        self.requests.append(api_request)
         if self.tokens is not None and token not in self.tokens:
-            raise Refused(401, "Unauthorized")
-        return requested
+            raise StatusError(401, "Unauthorized")
+        return api_request
 
-    def _take_trouble(self, requested: ApiRequest) -> Trouble | None:
-        for trouble in self._trouble:
-            if trouble.verb in ("", requested.verb) and trouble.plural in (
+    def _take_failure(self, api_request: ApiRequest) -> InjectedFailure | None:
+        for failure in self._failures:
+            if failure.verb in ("", api_request.verb) and failure.plural in (
                 "",
-                requested.target.plural,
+                api_request.target.plural,
             ):
-                trouble.times -= 1
-                if not trouble.times:
-                    self._trouble.remove(trouble)
-                return trouble
+                failure.times -= 1
+                if not failure.times:
+                    self._failures.remove(failure)
+                return failure
         return None
 
-    def _get(self, requested: ApiRequest, request: web.Request) -> Json:
-        return self._store.require(requested.target)
+    def _get(self, api_request: ApiRequest, request: web.Request) -> Json:
+        return self._store.require(api_request.target)
 
-    def _list(self, requested: ApiRequest, request: web.Request) -> Json:
-        selects = _selection(requested)
-        items = [item for item in self._store.list_objects(requested.target) if item in selects]
+    def _list(self, api_request: ApiRequest, request: web.Request) -> Json:
+        selection = _make_selection(api_request)
+        items = [
+            json_object
+            for json_object in self._store.list_objects(api_request.target)
+            if json_object in selection
+        ]
         return {
-            "apiVersion": requested.target.api_version,
+            "apiVersion": api_request.target.api_version,
             "kind": f"{items[0]['kind'] if items else ''}List",
             "metadata": {"resourceVersion": str(self._store.revision)},
             "items": items,
         }
 
-    def _create(self, requested: ApiRequest, request: web.Request) -> Json:
-        made = self._read_body_object(requested)
-        metadata = made["metadata"]
+    def _create(self, api_request: ApiRequest, request: web.Request) -> Json:
+        new_object = self._read_object(api_request)
+        metadata = new_object["metadata"]
         if "generateName" in metadata and not metadata.get("name"):
             metadata["name"] = f"{metadata['generateName']}{uuid.uuid4().hex[:5]}"
         if metadata.get("resourceVersion"):
-            raise Refused(400, "resourceVersion should not be set on objects to be created")
-        target = Target(*requested.target.kind, requested.target.namespace, metadata["name"])
+            raise StatusError(400, "resourceVersion should not be set on objects to be created")
+        target = Target(*api_request.target.kind, api_request.target.namespace, metadata["name"])
         if self._store.find(target) is not None:
-            raise Refused(409, f'{target.plural} "{target.name}" already exists', "AlreadyExists")
-        made.pop("status", None)
-        if requested.query.get("dryRun") == "All":
-            return made
-        return self._store.store(target, None, made)
+            raise StatusError(
+                409, f'{target.plural} "{target.name}" already exists', "AlreadyExists"
+            )
+        new_object.pop("status", None)
+        if api_request.query.get("dryRun") == "All":
+            return new_object
+        return self._store.store(target, None, new_object)
 
-    def _update(self, requested: ApiRequest, request: web.Request) -> Json:
-        previous = self._store.require(requested.target)
-        return self._store.change(requested.target, previous, self._read_body_object(requested))
+    def _update(self, api_request: ApiRequest, request: web.Request) -> Json:
+        old_object = self._store.require(api_request.target)
+        return self._store.change(api_request.target, old_object, self._read_object(api_request))
 
-    def _patch(self, requested: ApiRequest, request: web.Request) -> Json:
+    def _patch(self, api_request: ApiRequest, request: web.Request) -> Json:
         if request.content_type != "application/merge-patch+json":
-            raise Refused(415, f"expected a merge patch, got {request.content_type}")
-        previous = self._store.require(requested.target)
-        return self._store.change(requested.target, previous, merge_patch(previous, requested.body))
+            raise StatusError(415, f"expected a merge patch, got {request.content_type}")
+        old_object = self._store.require(api_request.target)
+        return self._store.change(
+            api_request.target, old_object, merge_patch(old_object, api_request.body)
+        )
 
-    def _delete(self, requested: ApiRequest, request: web.Request) -> Json:
-        previous = self._store.require(requested.target)
-        wanted_uid = ((requested.body or {}).get("preconditions") or {}).get("uid")
-        if wanted_uid not in (None, previous["metadata"]["uid"]):
-            raise Refused(409, "the uid in the precondition is another one")
-        if not previous["metadata"].get("finalizers"):
-            self._store.store(requested.target, previous, None)
+    def _delete(self, api_request: ApiRequest, request: web.Request) -> Json:
+        old_object = self._store.require(api_request.target)
+        required_uid = ((api_request.body or {}).get("preconditions") or {}).get("uid")
+        if required_uid not in (None, old_object["metadata"]["uid"]):
+            raise StatusError(409, "the uid in the precondition is another one")
+        if not old_object["metadata"].get("finalizers"):
+            self._store.store(api_request.target, old_object, None)
             return {"apiVersion": "v1", "kind": "Status", "status": "Success"}
-        doomed = copy.deepcopy(previous)
-        doomed["metadata"].setdefault("deletionTimestamp", now())
-        return self._store.store(requested.target, previous, doomed)
+        deleted_object = copy.deepcopy(old_object)
+        deleted_object["metadata"].setdefault("deletionTimestamp", current_time())
+        return self._store.store(api_request.target, old_object, deleted_object)
 
-    async def _stream(self, request: web.Request, requested: ApiRequest) -> web.StreamResponse:
-        version = requested.query.get("resourceVersion", "")
-        selects = _selection(requested)
-        is_too_old = version not in ("", "0") and int(version) < self._store.oldest
-        if is_too_old and self.gone_as_status:
-            raise too_old()
+    async def _stream(self, request: web.Request, api_request: ApiRequest) -> web.StreamResponse:
+        version = api_request.query.get("resourceVersion", "")
+        selection = _make_selection(api_request)
+        is_too_old = version not in ("", "0") and int(version) < self._store.oldest_revision
+        if is_too_old and self.refuses_old_watches:
+            raise make_too_old_error()
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
         assert isinstance(request.transport, asyncio.Transport)
-        watch = Watch(requested.target, selects, request.transport)
+        watch = Watch(api_request.target, selection, request.transport)
         if is_too_old:
-            await response.write(event("ERROR", too_old().body))
+            await response.write(make_event("ERROR", make_too_old_error().body))
             return response
-        for line in self._store.backlog(requested.target, version, selects):
+        for line in self._store.list_backlog(api_request.target, version, selection):
             watch.lines.put_nowait(line)
         self._watches.add(watch)  # no await after the backlog, so no change is missed
         try:
-            async with asyncio.timeout(int(requested.query.get("timeoutSeconds", "1800"))):
+            async with asyncio.timeout(int(api_request.query.get("timeoutSeconds", "1800"))):
                 while (line := await watch.lines.get()) is not None:
-                    await self._trickle(response, line)
+                    await self._write_in_pieces(response, line)
         except TimeoutError:
-            await response.write(self._bookmark(requested.target))
+            await response.write(self._bookmark(api_request.target))
         except ConnectionError:
             pass
         finally:
             self._watches.discard(watch)
         return response
 
-    async def _trickle(self, response: web.StreamResponse, line: bytes) -> None:
-        size = self.bytes_per_write or len(line)
-        for start in range(0, len(line), size):
-            await response.write(line[start : start + size])
+    async def _write_in_pieces(self, response: web.StreamResponse, line: bytes) -> None:
+        piece_size = self.bytes_per_write or len(line)
+        for start in range(0, len(line), piece_size):
+            await response.write(line[start : start + piece_size])
             if self.bytes_per_write:
                 await asyncio.sleep(0.001)
 
-    def _read_body_object(self, requested: ApiRequest) -> Json:
-        stored, target = requested.body, requested.target
-        if not isinstance(stored, dict) or not isinstance(stored.get("metadata"), dict):
-            raise Refused(400, "expected an object with metadata")
-        if stored.get("apiVersion") != target.api_version or not stored.get("kind"):
-            raise Refused(400, f"expected an object of {target.api_version}")
-        metadata = stored["metadata"]
+    def _read_object(self, api_request: ApiRequest) -> Json:
+        json_object, target = api_request.body, api_request.target
+        if not isinstance(json_object, dict) or not isinstance(json_object.get("metadata"), dict):
+            raise StatusError(400, "expected an object with metadata")
+        if json_object.get("apiVersion") != target.api_version or not json_object.get("kind"):
+            raise StatusError(400, f"expected an object of {target.api_version}")
+        metadata = json_object["metadata"]
         if metadata.setdefault("namespace", target.namespace) != target.namespace:
-            raise Refused(400, "the namespace of the object is not that of the request")
+            raise StatusError(400, "the namespace of the object is not that of the request")
         if target.name and metadata.get("name") != target.name:
-            raise Refused(400, "the name of the object is not that of the request")
-        return stored
+            raise StatusError(400, "the name of the object is not that of the request")
+        return json_object
 
-    def _tell_watches(self, change: Change) -> None:
+    def _notify_watches(self, change: Change) -> None:
         for watch in self._watches:
-            line = change.line(watch.selects) if watch.target.kind == change.kind else None
+            line = change.make_line(watch.selection) if watch.target.kind == change.kind else None
             if line is not None:
                 watch.lines.put_nowait(line)
 
     def _bookmark(self, target: Target) -> bytes:
         metadata = {"resourceVersion": str(self._store.revision)}
-        return event("BOOKMARK", {"apiVersion": target.api_version, "metadata": metadata})
+        return make_event("BOOKMARK", {"apiVersion": target.api_version, "metadata": metadata})
 
 
 T = TypeVar("T")
@@ -395,10 +413,10 @@ def cluster_in_thread() -> Iterator[tuple[str, Call]]:
     cluster = FakeKubernetes()
 
     def call(function: Callable[[FakeKubernetes], T]) -> T:
-        async def do() -> T:
+        async def call_in_loop() -> T:
             return function(cluster)
 
-        return asyncio.run_coroutine_threadsafe(do(), loop).result(60)
+        return asyncio.run_coroutine_threadsafe(call_in_loop(), loop).result(60)
 
     try:
         asyncio.run_coroutine_threadsafe(cluster.__aenter__(), loop).result(60)
@@ -410,17 +428,17 @@ def cluster_in_thread() -> Iterator[tuple[str, Call]]:
         loop.close()
 
 
-def _selection(requested: ApiRequest) -> Selection:
+def _make_selection(api_request: ApiRequest) -> Selection:
     return Selection(
-        requested.target.namespace,
-        tuple(_pairs(requested.query.get("labelSelector", ""))),
-        tuple(_pairs(requested.query.get("fieldSelector", ""))),
+        api_request.target.namespace,
+        tuple(_parse_selector(api_request.query.get("labelSelector", ""))),
+        tuple(_parse_selector(api_request.query.get("fieldSelector", ""))),
     )
 
 
-def _pairs(selector: str) -> Iterator[tuple[str, str | None]]:
+def _parse_selector(selector: str) -> Iterator[tuple[str, str | None]]:
     """Parse a selector into names and required values; None means any value."""
-    for item in selector.replace("==", "=").split(","):
-        key, equals, value = item.partition("=")
+    for term in selector.replace("==", "=").split(","):
+        key, separator, value = term.partition("=")
         if key:
-            yield key, value if equals else None
+            yield key, value if separator else None

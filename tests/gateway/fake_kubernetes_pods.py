@@ -10,30 +10,32 @@ from datetime import UTC, datetime, timedelta
 
 from aiohttp import web
 
-from tests.gateway.fake_kubernetes_store import Refused
+from tests.gateway.fake_kubernetes_store import StatusError
 
 PROTOCOL = "v4.channel.k8s.io"
-_BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
+_LOG_START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True)
-class Ran:
+class CommandResult:
     """The result of a command in a pod."""
 
-    out: bytes = b""
-    err: str = ""
-    code: int = 0
+    output: bytes = b""
+    error_output: str = ""
+    exit_code: int = 0
 
 
-Run = Callable[[str, list[str]], Ran]
+CommandRunner = Callable[[str, list[str]], CommandResult]
 """Function that runs a command in a pod."""
 
 
 @dataclass
-class PodInsides:
+class FakePods:
     """Logs and commands by pod name."""
 
-    run: Run = lambda pod, command: Ran(err="no such command", code=127)
+    run: CommandRunner = lambda pod, command: CommandResult(
+        error_output="no such command", exit_code=127
+    )
     logs: dict[str, list[str]] = field(default_factory=dict)
     """Log lines with their times."""
     cut_logs: int = 0
@@ -48,47 +50,47 @@ class PodInsides:
         """Append lines to a log, three per second."""
         log = self.logs.setdefault(pod, [])
         for line in lines:
-            moment = _BEGINNING + timedelta(seconds=len(log) // 3)
-            log.append(f"{moment:%Y-%m-%dT%H:%M:%S}.{len(log):09d}Z {line}")
+            time = _LOG_START + timedelta(seconds=len(log) // 3)
+            log.append(f"{time:%Y-%m-%dT%H:%M:%S}.{len(log):09d}Z {line}")
 
-    async def answer_log(self, request: web.Request, pod: str) -> web.StreamResponse:
+    async def send_log(self, request: web.Request, pod: str) -> web.StreamResponse:
         """Send the log from a time on, and later lines if the client follows it."""
         self.num_log_requests += 1
         if pod not in self.logs:
-            raise Refused(400, f'container "ray-head" in pod "{pod}" is waiting to start')
-        since = request.query.get("sinceTime", "")[:19]
+            raise StatusError(400, f'container "ray-head" in pod "{pod}" is waiting to start')
+        start_time = request.query.get("sinceTime", "")[:19]
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
         await response.prepare(request)
         if self.unreadable_log:
             await response.write(self.unreadable_log.encode())
             return response
-        is_cut, is_silent, position = self.cut_logs > 0, self.silent_logs > 0, 0
+        is_cut, is_silent, line_index = self.cut_logs > 0, self.silent_logs > 0, 0
         self.cut_logs -= is_cut
         self.silent_logs -= is_silent
         while True:
-            for line in [] if is_silent else self.logs.get(pod, [])[position:]:
-                position += 1
-                if line[:19] >= since:
-                    shown = line if "timestamps" in request.query else line.partition(" ")[2]
-                    await response.write(shown.encode() + b"\n")
+            for line in [] if is_silent else self.logs.get(pod, [])[line_index:]:
+                line_index += 1
+                if line[:19] >= start_time:
+                    text = line if "timestamps" in request.query else line.partition(" ")[2]
+                    await response.write(text.encode() + b"\n")
                     if is_cut:
                         return response
             if request.query.get("follow") != "true" or pod not in self.logs:
                 return response
             await asyncio.sleep(0.01)
 
-    async def answer_exec(self, request: web.Request, pod: str) -> web.StreamResponse:
+    async def send_exec(self, request: web.Request, pod: str) -> web.StreamResponse:
         """Send the output of a command in pieces, and its status."""
-        ran = self.run(pod, request.query.getall("command"))
+        result = self.run(pod, request.query.getall("command"))
         socket = web.WebSocketResponse(protocols=(PROTOCOL,))
         await socket.prepare(request)
-        for start in range(0, len(ran.out), 1000):
-            await socket.send_bytes(b"\x01" + ran.out[start : start + 1000])
-        if ran.err:
-            await socket.send_bytes(b"\x02" + ran.err.encode())
-        status = {"status": "Success" if ran.code == 0 else "Failure"}
-        if ran.code:
-            status["message"] = f"command terminated with non-zero exit code {ran.code}"
+        for start in range(0, len(result.output), 1000):
+            await socket.send_bytes(b"\x01" + result.output[start : start + 1000])
+        if result.error_output:
+            await socket.send_bytes(b"\x02" + result.error_output.encode())
+        status = {"status": "Success" if result.exit_code == 0 else "Failure"}
+        if result.exit_code:
+            status["message"] = f"command terminated with non-zero exit code {result.exit_code}"
         await socket.send_bytes(b"\x03" + json.dumps(status).encode())
         await socket.close()
         return socket

@@ -42,14 +42,14 @@ class Selection:
     labels: tuple[tuple[str, str | None], ...]
     fields: tuple[tuple[str, str | None], ...]
 
-    def __contains__(self, target_object: Json | None) -> bool:
-        if target_object is None:
+    def __contains__(self, json_object: Json | None) -> bool:
+        if json_object is None:
             return False
-        metadata = target_object["metadata"]
+        metadata = json_object["metadata"]
         labels = metadata.get("labels", {})
         return (
             self.namespace in ("", metadata["namespace"])
-            and all(_field(target_object, path) == value for path, value in self.fields)
+            and all(_get_field(json_object, path) == value for path, value in self.fields)
             and all(
                 key in labels if value is None else labels.get(key) == value
                 for key, value in self.labels
@@ -63,21 +63,21 @@ class Change:
 
     revision: int
     kind: tuple[str, str]
-    previous: Json | None
-    updated: Json | None
+    old_object: Json | None
+    new_object: Json | None
 
-    def line(self, selects: Selection) -> bytes | None:
+    def make_line(self, selection: Selection) -> bytes | None:
         """Return the event for a watch with this selection."""
-        was, now = self.previous in selects, self.updated in selects
-        if not was and not now:
+        was_selected, is_selected = self.old_object in selection, self.new_object in selection
+        if not was_selected and not is_selected:
             return None
-        kind = "MODIFIED" if was and now else "ADDED" if now else "DELETED"
-        target_object = copy.deepcopy(self.updated if now else self.previous)
-        target_object["metadata"]["resourceVersion"] = str(self.revision)
-        return event(kind, target_object)
+        kind = "MODIFIED" if was_selected and is_selected else "ADDED" if is_selected else "DELETED"
+        event_object = copy.deepcopy(self.new_object if is_selected else self.old_object)
+        event_object["metadata"]["resourceVersion"] = str(self.revision)
+        return make_event(kind, event_object)
 
 
-class Refused(Exception):
+class StatusError(Exception):
     """An error that is sent as a Status object."""
 
     def __init__(self, status: int, message: str, reason: str = "", retry_after: str = "") -> None:
@@ -99,26 +99,28 @@ class ObjectStore:
 
     def __init__(self, revision: int, on_change: Callable[[Change], None]) -> None:
         self.revision = revision
-        self.oldest = revision
+        self.oldest_revision = revision
         """Oldest version from which a watch can start."""
         self._on_change = on_change
         self._objects: dict[tuple[str, str], dict[tuple[str, str], Json]] = {}
         self._history: list[Change] = []
 
     def compact(self) -> None:
-        self.oldest = self.revision
+        self.oldest_revision = self.revision
         self._history.clear()
 
-    def backlog(self, target: Target, version: str, selects: Selection) -> Iterator[bytes]:
+    def list_backlog(self, target: Target, version: str, selection: Selection) -> Iterator[bytes]:
         """Return the events that a watch from a version receives immediately."""
         if version in ("", "0"):
             yield from (
-                event("ADDED", stored) for stored in self.list_objects(target) if stored in selects
+                make_event("ADDED", json_object)
+                for json_object in self.list_objects(target)
+                if json_object in selection
             )
             return
         for change in self._history:
             if change.revision > int(version) and change.kind == target.kind:
-                line = change.line(selects)
+                line = change.line(selection)
                 if line is not None:
                     yield line
 
@@ -129,88 +131,94 @@ class ObjectStore:
         return self._objects.get(target.kind, {}).get((target.namespace, target.name))
 
     def require(self, target: Target) -> Json:
-        target_object = self.find(target)
-        if target_object is None:
-            raise Refused(404, f'{target.plural} "{target.name}" not found')
-        return target_object
+        existing_object = self.find(target)
+        if existing_object is None:
+            raise StatusError(404, f'{target.plural} "{target.name}" not found')
+        return existing_object
 
-    def change(self, target: Target, previous: Json, update: Json) -> Json:
+    def change(self, target: Target, old_object: Json, update: Json) -> Json:
         """Store a client's update of the status, or of everything except the status."""
         version = update["metadata"].get("resourceVersion")
-        if version not in (None, "", previous["metadata"]["resourceVersion"]):
-            raise Refused(
+        if version not in (None, "", old_object["metadata"]["resourceVersion"]):
+            raise StatusError(
                 409,
                 f'Operation cannot be fulfilled on {target.plural} "{target.name}": the object'
                 " has been modified; please apply your changes to the latest version",
             )
         if (
-            update["metadata"].get("uid", previous["metadata"]["uid"])
-            != previous["metadata"]["uid"]
+            update["metadata"].get("uid", old_object["metadata"]["uid"])
+            != old_object["metadata"]["uid"]
         ):
-            raise Refused(409, "the uid of an object does not change")
-        source, kept = (previous, update) if target.part == "status" else (update, previous)
-        updated = {**copy.deepcopy(source)}
-        updated.pop("status", None)
-        if "status" in kept:
-            updated["status"] = copy.deepcopy(kept["status"])
-        is_doomed = previous["metadata"].get("deletionTimestamp")
-        if is_doomed and not updated["metadata"].get("finalizers"):
-            self.store(target, previous, None)
-            return updated
-        return self.store(target, previous, updated)
+            raise StatusError(409, "the uid of an object does not change")
+        spec_source, status_source = (
+            (old_object, update) if target.part == "status" else (update, old_object)
+        )
+        new_object = {**copy.deepcopy(spec_source)}
+        new_object.pop("status", None)
+        if "status" in status_source:
+            new_object["status"] = copy.deepcopy(status_source["status"])
+        deletion_time = old_object["metadata"].get("deletionTimestamp")
+        if deletion_time and not new_object["metadata"].get("finalizers"):
+            self.store(target, old_object, None)
+            return new_object
+        return self.store(target, old_object, new_object)
 
-    def store(self, target: Target, previous: Json | None, updated: Json | None) -> Json:
+    def store(self, target: Target, old_object: Json | None, new_object: Json | None) -> Json:
         """Store an object (None removes it), notify the watches and return a copy."""
         self.revision += 1
         objects = self._objects.setdefault(target.kind, {})
-        if updated is None:
+        if new_object is None:
             objects.pop((target.namespace, target.name))
         else:
-            updated = copy.deepcopy(updated)
-            old = previous["metadata"] if previous else {"uid": str(uuid.uuid4()), "generation": 0}
-            is_new_spec = previous is None or previous.get("spec") != updated.get("spec")
-            metadata = updated["metadata"]
+            new_object = copy.deepcopy(new_object)
+            old_metadata = (
+                old_object["metadata"]
+                if old_object
+                else {"uid": str(uuid.uuid4()), "generation": 0}
+            )
+            is_new_spec = old_object is None or old_object.get("spec") != new_object.get("spec")
+            metadata = new_object["metadata"]
             metadata["namespace"] = target.namespace
-            metadata.setdefault("uid", old["uid"])
-            metadata["creationTimestamp"] = old.get("creationTimestamp", now())
-            metadata["generation"] = old["generation"] + is_new_spec
+            metadata.setdefault("uid", old_metadata["uid"])
+            metadata["creationTimestamp"] = old_metadata.get("creationTimestamp", current_time())
+            metadata["generation"] = old_metadata["generation"] + is_new_spec
             metadata["resourceVersion"] = str(self.revision)
-            if "deletionTimestamp" in old:
-                metadata["deletionTimestamp"] = old["deletionTimestamp"]
-            objects[target.namespace, target.name] = updated
-        change = Change(self.revision, target.kind, previous, updated)
+            if "deletionTimestamp" in old_metadata:
+                metadata["deletionTimestamp"] = old_metadata["deletionTimestamp"]
+            objects[target.namespace, target.name] = new_object
+        change = Change(self.revision, target.kind, old_object, new_object)
         self._history.append(change)
         self._on_change(change)
-        return copy.deepcopy(updated) if updated is not None else {}
+        return copy.deepcopy(new_object) if new_object is not None else {}
 
 
-def _field(target_object: Any, path: str) -> Any:
-    for part in path.split("."):
-        target_object = target_object.get(part) if isinstance(target_object, dict) else None
-    return target_object
+def _get_field(node: Any, path: str) -> Any:
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
 
 
-def event(kind: str, target_object: Json) -> bytes:
+def make_event(kind: str, json_object: Json) -> bytes:
     """Build a line of a watch."""
-    return json.dumps({"type": kind, "object": target_object}).encode() + b"\n"
+    return json.dumps({"type": kind, "object": json_object}).encode() + b"\n"
 
 
-def merge_patch(target_object: Any, patch: Any) -> Any:
+def merge_patch(document: Any, patch: Any) -> Any:
     """Apply a JSON merge patch (RFC 7386)."""
     if not isinstance(patch, dict):
         return copy.deepcopy(patch)
-    result = copy.deepcopy(target_object) if isinstance(target_object, dict) else {}
+    patched_document = copy.deepcopy(document) if isinstance(document, dict) else {}
     for key, value in patch.items():
         if value is None:
-            result.pop(key, None)
+            patched_document.pop(key, None)
         else:
-            result[key] = merge_patch(result.get(key), value)
-    return result
+            patched_document[key] = merge_patch(patched_document.get(key), value)
+    return patched_document
 
 
-def too_old() -> Refused:
-    return Refused(410, "too old resource version", "Expired")
+def make_too_old_error() -> StatusError:
+    return StatusError(410, "too old resource version", "Expired")
 
 
-def now() -> str:
+def current_time() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -13,7 +13,7 @@ from ludus.env.serving.server import EnvServer
 from ludus.services.gateway.kubernetes.sandboxes import API_VERSION
 from tests.gateway.cluster_objects import NAMESPACE
 from tests.gateway.fake_kubernetes import FakeKubernetes
-from tests.gateway.gateways import env_server
+from tests.gateway.gateways import make_server
 
 POOL = "code"
 CLAIMS = (API_VERSION, "sandboxclaims")
@@ -52,7 +52,7 @@ class FakeSandboxes:
         return [item["metadata"]["name"] for item in self.cluster.all(*CLAIMS)]
 
     @property
-    def num_sessions(self) -> int:
+    def count_sessions(self) -> int:
         return sum(item.core.load.num_sessions for item in self.servers.values())
 
     async def replace(self, claim: str) -> None:
@@ -89,7 +89,7 @@ class FakeSandboxes:
     async def _assign(self, name: str) -> None:
         address = next(_ADDRESSES)
         options = {"insecure": True, "max_sessions": 1}
-        server = env_server(host=address, grpc_port=self.port, **options)
+        server = make_server(host=address, grpc_port=self.port, **options)
         await server.start()
         claim = self.cluster.get(*CLAIMS, NAMESPACE, name)
         if claim is None:

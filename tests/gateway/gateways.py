@@ -25,34 +25,34 @@ KEY = "a-session-key-for-tests-0123456789"
 KEY_VARIABLE = "LUDUS_TEST_SESSION_KEY"
 os.environ[KEY_VARIABLE] = KEY
 NAME = "counting"
-FAST = {"poll_interval_s": 0.1, "unreachable_after_s": 60.0, "retry_within_s": 60.0}
+FAST_POLLING = {"poll_interval_s": 0.1, "unreachable_after_s": 60.0, "retry_within_s": 60.0}
 """Server options that poll often and tolerate pauses of seconds on a busy machine."""
 
 
-def env_server(factory: Callable[[], Any] = CountingEnv, **options: Any) -> EnvServer:
+def make_server(factory: Callable[[], Any] = CountingEnv, **options: Any) -> EnvServer:
     """Build a server with the tests' session key, used with `async with`."""
     return EnvServer(factory, ServerOptions(**{"port": 0, "session_key": KEY, **options}))
 
 
 def make_config(*addresses: str, **fields: Any) -> GatewayConfig:
     """Return the configuration of a gateway on free ports with servers at fixed addresses."""
-    raw = {
+    config = {
         "environments": {NAME: {"addresses": list(addresses), "kind": "static"}},
         "port": 0,
-        "servers": FAST,
+        "servers": FAST_POLLING,
         "session_key_env": KEY_VARIABLE,
         **fields,
     }
-    return GatewayConfig.parse(raw)
+    return GatewayConfig.parse(config)
 
 
-def gateway_to(*servers: Any, **fields: Any) -> Gateway:
+def make_gateway(*servers: Any, **fields: Any) -> Gateway:
     """Build a gateway to running servers, used with `async with`."""
     return Gateway(make_config(*(server.grpc_address for server in servers), **fields))
 
 
 class ListedServers:
-    """A source whose list the test sets."""
+    """A source with the servers that a test lists."""
 
     def __init__(self, *endpoints: ServerEndpoint) -> None:
         self._endpoints = list(endpoints)
@@ -86,7 +86,7 @@ async def run_gateway(num_servers: int = 1, **fields: Any) -> AsyncIterator[tupl
     clock = fields.pop("clock", time.monotonic)
     server_options = fields.pop("server_options", {})
     factory = fields.pop("factory", CountingEnv)
-    servers = [env_server(factory, **server_options) for _ in range(num_servers)]
+    servers = [make_server(factory, **server_options) for _ in range(num_servers)]
     for server in servers:
         await server.start()
     try:
@@ -117,26 +117,26 @@ def get_sessions(gateway: Gateway) -> GatewaySessions:
     return gateway.environments[NAME]
 
 
-def num_sessions(servers: list[EnvServer]) -> int:
+def count_sessions(servers: list[EnvServer]) -> int:
     """Return the number of open sessions on the servers."""
     return sum(server.core.load.num_sessions for server in servers)
 
 
 __all__ = [
-    "FAST",
+    "FAST_POLLING",
     "KEY",
     "NAME",
     "CountingEnv",
     "ListedServers",
     "ThreadedCountingEnv",
     "connect_client",
-    "env_server",
-    "gateway_to",
+    "count_sessions",
     "get_sessions",
     "http_client",
     "make_config",
     "make_endpoint",
-    "num_sessions",
+    "make_gateway",
+    "make_server",
     "run_gateway",
     "server_process",
 ]

@@ -27,7 +27,7 @@ from ludus.services.gateway.wires.middleware import (
     AuthenticationInterceptor,
     AuthenticationMiddleware,
 )
-from tests.gateway.gateways import NAME, num_sessions, run_gateway
+from tests.gateway.gateways import NAME, count_sessions, run_gateway
 from tests.gateway.http_server import serving
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
@@ -187,7 +187,7 @@ async def test_a_wire_without_a_check_of_tokens_serves_nobody() -> None:
             transport=httpx.ASGITransport(bare), base_url="http://test"
         ) as client:
             answer = await client.post(f"/envs/{NAME}/reset")
-        assert (answer.status_code, num_sessions(servers)) == (401, 0)
+        assert (answer.status_code, count_sessions(servers)) == (401, 0)
     with pytest.raises(AuthenticationError, match="behind AuthenticationMiddleware"):
         get_current_tenant()
 

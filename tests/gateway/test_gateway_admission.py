@@ -23,17 +23,17 @@ from ludus.services.gateway.gateway import Gateway
 from tests.env.counting_env import Gate
 from tests.env.polling import wait_until
 from tests.gateway.gateways import (
-    FAST,
+    FAST_POLLING,
     NAME,
     CountingEnv,
     ListedServers,
     ThreadedCountingEnv,
-    env_server,
-    gateway_to,
+    count_sessions,
     get_sessions,
     make_config,
     make_endpoint,
-    num_sessions,
+    make_gateway,
+    make_server,
     run_gateway,
 )
 
@@ -60,7 +60,7 @@ async def test_full_fleet_without_queue_refuses_with_a_retry_delay():
             answer = await http.post(f"{gateway.http_address}/envs/{NAME}/reset", json={})
             assert answer.status_code == 503
             assert int(answer.headers["retry-after"]) >= 1
-        assert num_sessions(servers) == 4
+        assert count_sessions(servers) == 4
 
 
 async def test_waiting_opens_are_admitted_in_order_of_arrival():
@@ -97,7 +97,7 @@ async def test_the_queue_is_bounded_in_length():
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         assert sessions.load.num_waiting == 0
-        assert num_sessions(servers) == 2
+        assert count_sessions(servers) == 2
 
 
 async def test_the_queue_is_bounded_in_time():
@@ -112,7 +112,7 @@ async def test_the_queue_is_bounded_in_time():
             await asyncio.wait_for(sessions.open(SEEDED), 60)
         assert loop.time() - started_s > 0.25
         assert sessions.load.num_waiting == 0
-        assert num_sessions(servers) == 2
+        assert count_sessions(servers) == 2
 
 
 async def test_a_group_that_waits_counts_with_all_its_sessions():
@@ -152,7 +152,7 @@ async def test_a_session_that_takes_long_to_begin_is_counted_once():
         sessions = get_sessions(gateway)
         opening = [asyncio.create_task(sessions.open(SEEDED)) for _ in range(4)]
         try:
-            await wait_until(lambda: num_sessions(servers) == 4)
+            await wait_until(lambda: count_sessions(servers) == 4)
             # The gateway learns only from a poll about a session that it did not open.
             await servers[0].core.open(OpenArgs(ResetArgs(options={"start": 1})))
             await wait_until(lambda: sessions.environment_load.num_active != 4)
@@ -175,7 +175,7 @@ async def test_cancelled_open_leaves_no_session():
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
         await asyncio.sleep(0.2)
-        await wait_until(lambda: num_sessions(servers) == 0)
+        await wait_until(lambda: count_sessions(servers) == 0)
         await wait_until(lambda: gateway.num_sessions == 0)
         await wait_until(lambda: sessions.load.num_sessions == 0)
 
@@ -186,7 +186,7 @@ async def test_two_gateways_do_not_overbook_shared_servers():
     limits = {"queue_timeout_s": 1.0}
     async with (
         run_gateway(2, server_options=options, sessions=limits) as (first, servers),
-        gateway_to(*servers, sessions=limits) as second,
+        make_gateway(*servers, sessions=limits) as second,
     ):
         outcomes = await asyncio.gather(
             *(get_sessions(opened_session).open(SEEDED) for opened_session in (first, second) * 15),
@@ -205,13 +205,13 @@ async def test_two_gateways_do_not_overbook_shared_servers():
 async def test_an_open_that_many_full_servers_refuse_waits_until_its_deadline():
     options = {"max_sessions": 1}
     limits = {"queue_timeout_s": 60.0}
-    rarely_polled = FAST | {"poll_interval_s": 3600.0}
+    rarely_polled = FAST_POLLING | {"poll_interval_s": 3600.0}
     async with (
         run_gateway(10, server_options=options, sessions=limits, servers=rarely_polled) as (
             unaware,
             servers,
         ),
-        gateway_to(*servers) as other,
+        make_gateway(*servers) as other,
     ):
         opened = [await get_sessions(other).open(SEEDED) for _ in servers]
         waiting = asyncio.create_task(get_sessions(unaware).open(SEEDED))
@@ -219,7 +219,7 @@ async def test_an_open_that_many_full_servers_refuse_waits_until_its_deadline():
         assert not waiting.done()
         await get_sessions(other).close(opened[0].session_id)
         assert (await waiting).first_result is not None
-        assert num_sessions(servers) == 10
+        assert count_sessions(servers) == 10
 
 
 async def test_sessions_are_spread_evenly():
@@ -251,7 +251,7 @@ async def test_a_group_gets_all_its_sessions_or_none():
         await sessions.open(SEEDED)
         with pytest.raises(CapacityError):
             await sessions.open_group(SEEDED, 8)
-        assert num_sessions(servers) == 1
+        assert count_sessions(servers) == 1
         await wait_until(lambda: not sessions.admission.count_missing(7))
         assert len(await sessions.open_group(SEEDED, 7)) == 7
         with pytest.raises(InvalidCallError, match="1 to 100 sessions, got 101"):
@@ -274,12 +274,12 @@ class LuckierEnv(LuckyEnv):
 
 
 async def test_a_group_over_servers_that_begin_differently_is_refused_and_closed():
-    opened_session = env_server(LuckyEnv, max_sessions=3)
-    other = env_server(LuckierEnv, max_sessions=3)
-    async with opened_session, other, gateway_to(opened_session, other) as gateway:
+    opened_session = make_server(LuckyEnv, max_sessions=3)
+    other = make_server(LuckierEnv, max_sessions=3)
+    async with opened_session, other, make_gateway(opened_session, other) as gateway:
         with pytest.raises(GroupMismatchError, match="2 servers"):
             await get_sessions(gateway).open_group(SEEDED, 5)
-        await wait_until(lambda: num_sessions([opened_session, other]) == 0)
+        await wait_until(lambda: count_sessions([opened_session, other]) == 0)
         await wait_until(lambda: get_sessions(gateway).load.num_sessions == 0)
 
 
@@ -303,7 +303,7 @@ async def test_a_draining_server_finishes_its_sessions_while_new_ones_go_elsewhe
 
 
 async def test_a_terminating_endpoint_keeps_its_sessions_and_gets_none():
-    async with env_server() as opened_session, env_server() as other:
+    async with make_server() as opened_session, make_server() as other:
         source = ListedServers(make_endpoint(opened_session), make_endpoint(other))
         async with Gateway(make_config(opened_session.grpc_address), {NAME: source}) as gateway:
             sessions = get_sessions(gateway)
@@ -358,7 +358,7 @@ async def test_sessions_of_a_lost_client_end_after_their_linger():
         connection = Connection()
         opened = [await sessions.open(SEEDED, connection) for _ in range(10)]
         sessions.release(connection)
-        await wait_until(lambda: num_sessions(servers) == 0)
+        await wait_until(lambda: count_sessions(servers) == 0)
         for opened_session in opened:
             tombstones = [
                 server.core.tombstones.find(opened_session.session_id) for server in servers
@@ -368,7 +368,7 @@ async def test_sessions_of_a_lost_client_end_after_their_linger():
 
 
 async def test_session_is_removed_when_its_server_ends_it_as_idle():
-    async with env_server(idle_timeout_s=3600) as patient, env_server(idle_timeout_s=60) as other:
+    async with make_server(idle_timeout_s=3600) as patient, make_server(idle_timeout_s=60) as other:
         source = ListedServers(make_endpoint(patient), make_endpoint(other))
         config = make_config("grpc://unused:1", sessions={"linger_s": 0.3})
         async with Gateway(config, {NAME: source}) as gateway:
@@ -426,7 +426,7 @@ async def test_without_linger_sessions_end_with_their_connection():
             await sessions.open(SEEDED, connection)
         sessions.release(connection)
         assert gateway.num_sessions == 0
-        await wait_until(lambda: num_sessions(servers) == 0)
+        await wait_until(lambda: count_sessions(servers) == 0)
 
 
 @pytest.mark.slow
@@ -459,7 +459,7 @@ async def test_thousand_lost_clients_leave_no_sessions():
             await asyncio.gather(*(rude_socket(n) for n in range(begin, begin + 50)))
         for begin in range(0, 50, 10):
             await asyncio.gather(*(rude_grpc(n) for n in range(begin, begin + 10)))
-        await wait_until(lambda: num_sessions(servers) == 0)
+        await wait_until(lambda: count_sessions(servers) == 0)
         sessions = get_sessions(gateway)
         await wait_until(lambda: sessions.load.num_sessions == 0)
         await wait_until(lambda: gateway.num_sessions == 0)

@@ -19,7 +19,7 @@ from tests.gateway.cluster_objects import (
     named_server_id,
 )
 from tests.gateway.fake_kubernetes import FakeKubernetes
-from tests.gateway.gateways import NAME, env_server, get_sessions, make_config
+from tests.gateway.gateways import NAME, get_sessions, make_config, make_server
 
 pytestmark = pytest.mark.slow
 
@@ -37,8 +37,8 @@ def make_slice(pod: str, server, **conditions):
 
 async def test_pods_are_routed_to_drained_and_ranked_for_deletion():
     pod_slice, other = (
-        env_server(server_id=named_server_id("a")),
-        env_server(server_id=named_server_id("b")),
+        make_server(server_id=named_server_id("a")),
+        make_server(server_id=named_server_id("b")),
     )
     async with FakeKubernetes() as cluster, pod_slice, other:
         pods = ("v1", "pods", NAMESPACE)

@@ -15,14 +15,14 @@ from ludus.services.gateway.fleet import admission
 from ludus.services.gateway.gateway import Gateway
 from tests.env.polling import wait_until
 from tests.gateway.gateways import (
-    FAST,
+    FAST_POLLING,
     NAME,
     connect_client,
-    env_server,
+    count_sessions,
     get_sessions,
     http_client,
     make_config,
-    num_sessions,
+    make_server,
     run_gateway,
 )
 
@@ -93,13 +93,13 @@ async def test_an_unused_session_of_one_tenant_makes_room_for_another(tenants):
             for http, token in ((red, RED), (blue, BLUE)):
                 answer = await http.post(reset, json={"seed": 1}, headers=bearer(token))
                 assert answer.status_code == 200, answer.text
-                assert num_sessions(servers) == 1
+                assert count_sessions(servers) == 1
 
 
 async def test_unused_session_makes_room_after_an_unexpected_refusal():
     two = {"max_sessions": 2}
     async with (
-        run_gateway(server_options=two, servers={**FAST, "poll_interval_s": 3600}) as (
+        run_gateway(server_options=two, servers={**FAST_POLLING, "poll_interval_s": 3600}) as (
             gateway,
             [server],
         ),
@@ -110,10 +110,10 @@ async def test_unused_session_makes_room_after_an_unexpected_refusal():
         assert (await entry.post(reset, json={})).status_code == 200
         async with connect_client(server.grpc_address) as direct:
             await direct.open()
-            assert num_sessions([server]) == 2
+            assert count_sessions([server]) == 2
             answer = await second.post(reset, json={})
             assert answer.status_code == 200, answer.text
-            assert num_sessions([server]) == 2
+            assert count_sessions([server]) == 2
 
 
 async def test_old_connection_is_renewed_and_its_sessions_continue(monkeypatch):
@@ -126,7 +126,7 @@ async def test_old_connection_is_renewed_and_its_sessions_continue(monkeypatch):
         stream = client.transport.stream
         await wait_until(lambda: stream.break_reason is not None)
         assert (await session.step({"add": 2})).step_index == 1
-        assert num_sessions(servers) == 1
+        assert count_sessions(servers) == 1
 
 
 async def test_beyond_this_machine_a_token_is_required():
@@ -156,12 +156,12 @@ async def test_opens_without_servers_wait_and_then_report_the_reason(monkeypatch
 
 
 async def test_a_client_that_comes_before_the_first_server_is_served_when_it_starts():
-    late = env_server()
+    late = make_server()
     port = _free_port()
     async with Gateway(make_config(f"grpc://127.0.0.1:{port}")) as gateway:
         connecting = asyncio.create_task(AsyncEnvClient.connect(gateway.grpc_address))
         await wait_until(lambda: get_sessions(gateway).load.num_waiting == 1)
-        late = env_server(grpc_port=port)
+        late = make_server(grpc_port=port)
         async with late, await connecting as client:
             session, _ = await client.open(seed=1)
             assert (await session.step({"add": 1})).reward == 1.0

@@ -15,15 +15,15 @@ from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.sessions import tracked_sessions
 from tests.env.polling import run_pending_tasks, wait_until
 from tests.gateway.gateways import (
-    FAST,
+    FAST_POLLING,
     KEY,
     NAME,
     ListedServers,
-    env_server,
-    gateway_to,
     get_sessions,
     make_config,
     make_endpoint,
+    make_gateway,
+    make_server,
     server_process,
 )
 
@@ -86,7 +86,9 @@ def error_code(caught) -> str:
 async def test_a_killed_server_loses_its_own_sessions_only(tmp_path):
     env = {"LUDUS_SESSION_KEY": KEY}
     with server_process(tmp_path, env=env) as line, server_process(tmp_path, env=env) as other:
-        async with gateway_to(line, other, servers=FAST | {"retry_within_s": 1.0}) as gateway:
+        async with make_gateway(
+            line, other, servers=FAST_POLLING | {"retry_within_s": 1.0}
+        ) as gateway:
             sessions = get_sessions(gateway)
             opened = [await sessions.open(SEEDED) for _ in range(20)]
             by_id = {line.session_id.split("~")[1] for line in opened}
@@ -105,14 +107,14 @@ async def test_a_killed_server_loses_its_own_sessions_only(tmp_path):
 
 
 async def test_sessions_of_a_restarted_server_are_lost():
-    first = env_server()
+    first = make_server()
     await first.start()
     port = int(first.grpc_address.rpartition(":")[2])
-    async with gateway_to(first) as gateway:
+    async with make_gateway(first) as gateway:
         sessions = get_sessions(gateway)
         opened = await sessions.open(SEEDED)
         await first.stop()
-        second = env_server(grpc_port=port)
+        second = make_server(grpc_port=port)
         async with second:
             with pytest.raises(SessionLostError, match="restarted"):
                 await sessions.step(opened.session_id, ADD_1, 1)
@@ -122,10 +124,10 @@ async def test_sessions_of_a_restarted_server_are_lost():
 
 
 async def test_session_on_a_restarted_server_waits_for_a_late_gateway(monkeypatch):
-    first = env_server()
+    first = make_server()
     await first.start()
     port = int(first.grpc_address.rpartition(":")[2])
-    async with gateway_to(first) as quick, gateway_to(first) as slow:
+    async with make_gateway(first) as quick, make_gateway(first) as slow:
         (link,) = get_sessions(slow).fleet.links
         connect, may_connect = link.connect, asyncio.Event()
 
@@ -135,7 +137,7 @@ async def test_session_on_a_restarted_server_waits_for_a_late_gateway(monkeypatc
 
         monkeypatch.setattr(link, "connect", connect_later)
         await first.stop()
-        async with env_server(grpc_port=port):
+        async with make_server(grpc_port=port):
             opened = await get_sessions(quick).open(SEEDED)
             step = asyncio.create_task(get_sessions(slow).step(opened.session_id, ADD_1, 1))
             await run_pending_tasks()
@@ -154,18 +156,18 @@ async def num_lost(gateway) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("comes_back", [False, True])
 async def test_uncalled_sessions_are_counted_when_their_server_is_lost(comes_back, caplog):
-    first, kept = env_server(), env_server()
+    first, kept = make_server(), make_server()
     await first.start()
     port = int(first.grpc_address.rpartition(":")[2])
     limits = {"linger_s": 3600.0 if comes_back else 0.3}
-    async with kept, gateway_to(first, kept, sessions=limits) as gateway:
+    async with kept, make_gateway(first, kept, sessions=limits) as gateway:
         sessions = get_sessions(gateway)
         opened = [await sessions.open(SEEDED) for _ in range(10)]
         num_kept = kept.core.load.num_sessions
         assert 0 < num_kept < 10
         sessions.tracked_sessions.sweep_interval_s = 0.1
         await first.stop()
-        async with env_server(grpc_port=port) if comes_back else contextlib.nullcontext():
+        async with make_server(grpc_port=port) if comes_back else contextlib.nullcontext():
             await wait_until(lambda: gateway.num_sessions == num_kept)
             assert await num_lost(gateway) == 10 - num_kept
         assert f"lost {10 - num_kept} sessions: server" in caplog.text
@@ -173,9 +175,9 @@ async def test_uncalled_sessions_are_counted_when_their_server_is_lost(comes_bac
 
 
 async def test_a_session_that_is_closed_after_its_server_died_was_lost():
-    server = env_server()
+    server = make_server()
     await server.start()
-    async with gateway_to(server, servers=FAST | {"retry_within_s": 0.1}) as gateway:
+    async with make_gateway(server, servers=FAST_POLLING | {"retry_within_s": 0.1}) as gateway:
         sessions = get_sessions(gateway)
         line, other = [await sessions.open(SEEDED) for _ in range(2)]
         await sessions.close(other.session_id)
@@ -186,7 +188,7 @@ async def test_a_session_that_is_closed_after_its_server_died_was_lost():
 
 
 async def test_a_step_whose_connection_breaks_is_answered_once_by_the_same_server():
-    async with env_server() as server:
+    async with make_server() as server:
         cable = Cable(server.grpc_address)
         async with cable.plugged_in() as address, Gateway(make_config(address)) as gateway:
             sessions = get_sessions(gateway)
@@ -202,7 +204,7 @@ async def test_a_step_whose_connection_breaks_is_answered_once_by_the_same_serve
 
 
 async def test_an_unnumbered_step_is_never_sent_twice():
-    async with env_server() as server:
+    async with make_server() as server:
         cable = Cable(server.grpc_address)
         async with cable.plugged_in() as address, Gateway(make_config(address)) as gateway:
             sessions = get_sessions(gateway)
@@ -219,7 +221,7 @@ async def test_an_unnumbered_step_is_never_sent_twice():
 
 @pytest.mark.slow
 async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_broke(monkeypatch):
-    async with env_server() as server:
+    async with make_server() as server:
         cable = Cable(server.grpc_address)
         monkeypatch.setattr(tracked_sessions, "MAX_SWEEP_INTERVAL_S", 0.1)
         async with (
@@ -250,7 +252,7 @@ async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_bro
 
 @pytest.mark.slow
 async def test_absent_server_gets_no_sessions_and_is_unavailable_in_time():
-    async with env_server() as line, env_server() as other:
+    async with make_server() as line, make_server() as other:
         cable = Cable(line.grpc_address)
         async with cable.plugged_in() as address:
             servers = {"poll_interval_s": 0.1, "retry_within_s": 0.5, "unreachable_after_s": 1.0}
@@ -279,8 +281,8 @@ async def test_absent_server_gets_no_sessions_and_is_unavailable_in_time():
 async def test_a_silent_server_gets_no_new_sessions(tmp_path):
     servers = {"poll_interval_s": 0.1, "unreachable_after_s": 0.5, "retry_within_s": 1.0}
     with server_process(tmp_path, env={"LUDUS_SESSION_KEY": KEY}) as frozen:
-        other = env_server()
-        async with other, gateway_to(frozen, other, servers=servers) as gateway:
+        other = make_server()
+        async with other, make_gateway(frozen, other, servers=servers) as gateway:
             sessions = get_sessions(gateway)
             link = sessions.fleet.find_link_by_key(frozen.grpc_address)
             frozen.process.send_signal(signal.SIGSTOP)
@@ -294,9 +296,12 @@ async def test_a_silent_server_gets_no_new_sessions(tmp_path):
 
 
 async def test_servers_with_another_session_key_are_reported_and_skipped(monkeypatch):
-    wrong, keyless = env_server(session_key="another-key-0123456789"), env_server(session_key=None)
-    async with wrong, keyless, env_server() as right:
-        async with gateway_to(wrong, keyless) as gateway:
+    wrong, keyless = (
+        make_server(session_key="another-key-0123456789"),
+        make_server(session_key=None),
+    )
+    async with wrong, keyless, make_server() as right:
+        async with make_gateway(wrong, keyless) as gateway:
             fleet = get_sessions(gateway).fleet
 
             async def poll(size: int) -> None:  # a poll between two attempts
@@ -306,14 +311,14 @@ async def test_servers_with_another_session_key_are_reported_and_skipped(monkeyp
             monkeypatch.setattr(get_sessions(gateway).opener, "make_room", poll)
             with pytest.raises(UnavailableError, match="session key"):
                 await get_sessions(gateway).open(SEEDED)
-        async with gateway_to(wrong, keyless, right) as gateway:
+        async with make_gateway(wrong, keyless, right) as gateway:
             for _ in range(6):
                 await get_sessions(gateway).open(SEEDED)
             assert right.core.load.num_sessions == 6
 
 
 async def test_removed_server_is_used_again_when_it_is_listed_again():
-    async with env_server() as line, env_server() as other:
+    async with make_server() as line, make_server() as other:
         source = ListedServers(make_endpoint(line), make_endpoint(other))
         async with Gateway(make_config(line.grpc_address), {NAME: source}) as gateway:
             sessions = get_sessions(gateway)
@@ -326,7 +331,7 @@ async def test_removed_server_is_used_again_when_it_is_listed_again():
 
 
 async def test_unreachable_address_does_not_block_the_start():
-    async with env_server() as server:
+    async with make_server() as server:
         silent = ServerEndpoint("nothing", "grpc://127.0.0.1:1", "")
         source = ListedServers(silent, make_endpoint(server))
         async with Gateway(make_config("grpc://127.0.0.1:1"), {NAME: source}) as gateway:

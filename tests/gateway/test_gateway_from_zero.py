@@ -11,17 +11,17 @@ from tests.env.polling import wait_until
 from tests.gateway.gateways import (
     NAME,
     ListedServers,
-    env_server,
+    count_sessions,
     get_sessions,
     make_config,
     make_endpoint,
-    num_sessions,
+    make_server,
 )
 
 
 @pytest.mark.parametrize("was_there", [False, True])
 async def test_waiting_opens_count_as_demand_and_play_after_a_server_started(was_there):
-    async with env_server() as server:
+    async with make_server() as server:
         source = ListedServers(*[make_endpoint(server)] * was_there)
         async with Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway:
             admission = get_sessions(gateway).admission
@@ -31,7 +31,7 @@ async def test_waiting_opens_count_as_demand_and_play_after_a_server_started(was
             await wait_until(lambda: admission.num_waiting == 1)
             source.list(make_endpoint(server))
             assert (await waiting).server_id == "gateway"
-            assert num_sessions([server]) == 0
+            assert count_sessions([server]) == 0
 
 
 async def test_timed_out_open_reports_its_waiting_time():

@@ -16,10 +16,10 @@ from tests.env.polling import wait_until
 from tests.gateway.gateways import (
     NAME,
     connect_client,
-    env_server,
+    count_sessions,
     http_client,
     make_config,
-    num_sessions,
+    make_server,
     run_gateway,
 )
 
@@ -50,7 +50,7 @@ async def test_an_episode_through_a_gateway_is_the_one_of_the_server_itself(wire
         through = await play_episode(by_gateway[wire])
         direct = await play_episode(by_server[wire])
         assert str(through) == str(direct)
-        await wait_until(lambda: num_sessions(servers) == 0)
+        await wait_until(lambda: count_sessions(servers) == 0)
 
 
 @pytest.mark.parametrize("wire", ["grpc", "http"])
@@ -79,8 +79,8 @@ async def test_a_plain_websocket_client_plays_and_leaves_nothing_behind():
             assert first["data"]["observation"]["total"] == 0
             assert (await ask("step", add=2))["data"]["reward"] == 2.0
             assert (await ask("step", add=0))["data"]["code"] == "ILLEGAL_ACTION"
-            assert num_sessions(servers) == 1
-        await wait_until(lambda: num_sessions(servers) == 0)
+            assert count_sessions(servers) == 1
+        await wait_until(lambda: count_sessions(servers) == 0)
         await wait_until(lambda: gateway.num_sessions == 0)
 
 
@@ -111,7 +111,7 @@ async def test_a_group_is_together_on_one_server_and_begins_alike():
 
 
 async def test_two_environments_share_the_ports():
-    item, other = env_server(), env_server()
+    item, other = make_server(), make_server()
     async with item, other, Gateway(two_environments(item, other)) as gateway:
         address = gateway.grpc_address
         async with (

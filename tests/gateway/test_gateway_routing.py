@@ -18,12 +18,12 @@ from tests.gateway.gateways import (
     KEY,
     NAME,
     ListedServers,
-    env_server,
-    gateway_to,
+    count_sessions,
     get_sessions,
     make_config,
     make_endpoint,
-    num_sessions,
+    make_gateway,
+    make_server,
     run_gateway,
 )
 
@@ -56,7 +56,7 @@ def _step(session_id: str, step_index: int = 0) -> pb.StepRequest:
 async def test_a_session_opened_through_one_gateway_is_played_through_another():
     async with (
         run_gateway(3) as (first, servers),
-        gateway_to(*servers) as second,
+        make_gateway(*servers) as second,
         Raw(first) as item,
         Raw(second) as other,
     ):
@@ -181,7 +181,7 @@ async def test_every_end_of_a_session_releases_quota(tenants):
             await lost.step({"add": 1})
         await client.open(seed=1)
         await client.close()
-        await wait_until(lambda: num_sessions(servers) == 0)
+        await wait_until(lambda: count_sessions(servers) == 0)
         await wait_until(lambda: gateway.num_sessions == 0)
         async with await AsyncEnvClient.connect(address, ConnectOptions(token=RED)) as again:
             await again.open(seed=1)
@@ -190,8 +190,8 @@ async def test_every_end_of_a_session_releases_quota(tenants):
 
 @pytest.mark.parametrize("graceful", [True, False])
 async def test_a_client_plays_on_when_its_gateway_restarts(graceful):
-    async with env_server() as server:
-        gateway = gateway_to(server)
+    async with make_server() as server:
+        gateway = make_gateway(server)
         await gateway.start()
         port = int(gateway.grpc_address.rpartition(":")[2])
         client = await AsyncEnvClient.connect(gateway.grpc_address)
@@ -219,9 +219,9 @@ async def test_a_client_plays_on_when_its_gateway_restarts(graceful):
 
 
 async def test_sessions_without_calls_after_a_restart_end_after_their_linger():
-    async with env_server() as server:
+    async with make_server() as server:
         async with (
-            gateway_to(server, sessions={"linger_s": 0.3}) as gateway,
+            make_gateway(server, sessions={"linger_s": 0.3}) as gateway,
             Raw(gateway) as raw,
         ):
             ids = [await raw.open() for _ in range(2)]
@@ -244,7 +244,7 @@ async def test_call_after_the_start_waits_for_the_first_list_of_servers(monkeypa
         async def close(self):
             pass
 
-    async with env_server() as server, gateway_to(server) as first, Raw(first) as raw:
+    async with make_server() as server, make_gateway(server) as first, Raw(first) as raw:
         session_id = await raw.open()
         late = Gateway(make_config(server.grpc_address), {NAME: LateSource()})
         starting = asyncio.create_task(late.start())

@@ -17,7 +17,7 @@ from ludus.env.security.tls import build_client_context
 from ludus.proto.errors import AuthenticationError, PortInUseError, RateLimitError
 from ludus.services.gateway.gateway import Gateway
 from tests.gateway.clock import Clock
-from tests.gateway.gateways import FAST, NAME, connect_client, make_config, run_gateway
+from tests.gateway.gateways import FAST_POLLING, NAME, connect_client, make_config, run_gateway
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
 BOB = "b0b-b0b-b0b-b0b-b0b-b0b"
@@ -86,7 +86,7 @@ async def test_servers_behind_tls_and_a_token_are_reached_with_their_authority(
 ) -> None:
     monkeypatch.setenv("TOKEN_OF_SERVERS", "hush")
     tls = {"tls_cert": tmp_path / "tls.crt", "tls_key": tmp_path / "tls.key", "token": "hush"}
-    reached = {**FAST, "ca_file": str(ca_file), "token_env": "TOKEN_OF_SERVERS"}
+    reached = {**FAST_POLLING, "ca_file": str(ca_file), "token_env": "TOKEN_OF_SERVERS"}
     async with (
         run_gateway(2, server_options=tls, servers=reached) as (gateway, servers),
         connect_client(gateway) as client,

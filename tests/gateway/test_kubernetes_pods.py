@@ -11,7 +11,7 @@ from ludus.proto.errors import ClusterError
 from ludus.services.kubernetes.api import KubernetesApi, make_resource_path
 from tests.gateway.cluster_objects import NAMESPACE, make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
-from tests.gateway.fake_kubernetes_pods import Ran
+from tests.gateway.fake_kubernetes_pods import CommandResult
 
 LOG = make_resource_path("v1", NAMESPACE, "pods", "head") + "/log"
 
@@ -60,9 +60,9 @@ async def test_missing_log_is_reported(api: KubernetesApi) -> None:
 async def test_output_of_a_command_is_complete(cluster: FakeKubernetes, api: KubernetesApi) -> None:
     commands = []
 
-    def run(pod: str, command: list[str]) -> Ran:
+    def run(pod: str, command: list[str]) -> CommandResult:
         commands.append((pod, command))
-        return Ran(out=bytes(range(256)) * 40, err="by the way\n")
+        return CommandResult(output=bytes(range(256)) * 40, error_output="by the way\n")
 
     cluster.pods.run = run
     assert await run_command(api) == bytes(range(256)) * 40
@@ -72,10 +72,12 @@ async def test_output_of_a_command_is_complete(cluster: FakeKubernetes, api: Kub
 async def test_failed_command_is_reported_with_its_stderr(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
-    cluster.pods.run = lambda pod, command: Ran(err="no such file\n", code=2)
+    cluster.pods.run = lambda pod, command: CommandResult(
+        error_output="no such file\n", exit_code=2
+    )
     with pytest.raises(ClusterError, match=f"pod {NAMESPACE}/head failed: no such file$"):
         await run_command(api)
-    cluster.pods.run = lambda pod, command: Ran(code=3)
+    cluster.pods.run = lambda pod, command: CommandResult(exit_code=3)
     with pytest.raises(ClusterError, match="non-zero exit code 3"):
         await run_command(api)
 

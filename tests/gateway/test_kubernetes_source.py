@@ -166,11 +166,11 @@ async def test_a_cut_watch_continues_where_it_was_without_a_new_list(
     assert cluster.num_requests("list") == 1
 
 
-@pytest.mark.parametrize("gone_as_status", [False, True])
+@pytest.mark.parametrize("refuses_old_watches", [False, True])
 async def test_a_watch_that_is_too_old_lists_again_and_misses_nothing(
-    cluster: FakeKubernetes, gone_as_status: bool
+    cluster: FakeKubernetes, refuses_old_watches: bool
 ) -> None:
-    cluster.gone_as_status = gone_as_status
+    cluster.refuses_old_watches = refuses_old_watches
     cluster.put(endpoint_slice("s1", member("a")))
     cluster.put(endpoint_slice("s2", member("b")))
     async with following(cluster) as seen:

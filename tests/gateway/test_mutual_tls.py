@@ -14,7 +14,7 @@ from ludus.proto.errors import ConfigError, EnvError
 from ludus.services.gateway.config import GatewayConfig
 from ludus.trainer.setup.environments import make_connect_options
 from tests.env.served import serve, server_address
-from tests.gateway.gateways import FAST, NAME, run_gateway
+from tests.gateway.gateways import FAST_POLLING, NAME, run_gateway
 
 WIRES = pytest.mark.parametrize("wire", ["grpc", "http"])
 
@@ -91,7 +91,7 @@ async def test_client_sends_its_certificate_and_checks_the_server_name(
 async def test_gateway_and_servers_use_mutual_tls(
     server_files: Files, client_files: Files, tmp_path: Path
 ) -> None:
-    reached = {**FAST, **client_files.shown, "server_name": "servers.example"}
+    reached = {**FAST_POLLING, **client_files.shown, "server_name": "servers.example"}
     edge = {"cert": server_files.cert, "key": server_files.key, "client_ca": server_files.ca}
     async with run_gateway(2, server_options=asking(server_files), servers=reached, tls=edge) as (
         gateway,

@@ -10,7 +10,7 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.polling import detached_sessions, wait_until
 from tests.env.raw_stream import RawStream
-from tests.gateway.gateways import env_server, gateway_to, get_sessions
+from tests.gateway.gateways import get_sessions, make_gateway, make_server
 
 FACTORIES = pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 
@@ -42,7 +42,7 @@ def lingers(server, session_id: str) -> bool:
 
 @FACTORIES
 async def test_late_detach_of_the_old_stream_keeps_the_session(factory, monkeypatch):
-    async with env_server(factory) as server:
+    async with make_server(factory) as server:
         releases = Releases(server.core, monkeypatch)
         async with RawStream(server.grpc_address) as new:
             async with RawStream(server.grpc_address) as old:
@@ -59,12 +59,12 @@ async def test_late_release_of_the_old_stream_keeps_the_session(
     factory, opened_elsewhere, monkeypatch
 ):
     async with (
-        env_server(factory) as server,
-        gateway_to(server) as gateway,
+        make_server(factory) as server,
+        make_gateway(server) as gateway,
         RawStream(gateway.grpc_address) as new,
     ):
         releases = Releases(get_sessions(gateway), monkeypatch)
-        async with gateway_to(server) as other, RawStream(other.grpc_address) as elsewhere:
+        async with make_gateway(server) as other, RawStream(other.grpc_address) as elsewhere:
             old = RawStream(gateway.grpc_address)
             session_id = await (elsewhere if opened_elsewhere else old).open()
             await call(old, session_id)
@@ -83,9 +83,9 @@ async def test_late_release_of_the_old_stream_keeps_the_session(
 @FACTORIES
 async def test_session_stays_alive_when_the_old_gateway_releases_it_late(factory, monkeypatch):
     async with (
-        env_server(factory) as server,
-        gateway_to(server) as first,
-        gateway_to(server) as second,
+        make_server(factory) as server,
+        make_gateway(server) as first,
+        make_gateway(server) as second,
         RawStream(second.grpc_address) as new,
     ):
         releases = Releases(get_sessions(first), monkeypatch)
@@ -103,10 +103,10 @@ async def test_session_stays_alive_when_the_old_gateway_releases_it_late(factory
 
 @FACTORIES
 async def test_late_detach_of_a_dead_gateway_keeps_the_session(factory, monkeypatch):
-    async with env_server(factory) as server, gateway_to(server) as second:
+    async with make_server(factory) as server, make_gateway(server) as second:
         releases = Releases(server.core, monkeypatch)
         async with RawStream(second.grpc_address) as new:
-            async with gateway_to(server) as first, RawStream(first.grpc_address) as old:
+            async with make_gateway(server) as first, RawStream(first.grpc_address) as old:
                 session_id = await old.open()
                 await call(new, session_id)
             await wait_until(lambda: releases.count == 1)
@@ -116,9 +116,9 @@ async def test_late_detach_of_a_dead_gateway_keeps_the_session(factory, monkeypa
 
 async def test_lost_session_of_another_gateway_is_removed_from_its_connection():
     async with (
-        env_server() as server,
-        gateway_to(server) as gateway,
-        gateway_to(server) as other,
+        make_server() as server,
+        make_gateway(server) as gateway,
+        make_gateway(server) as other,
         RawStream(gateway.grpc_address) as stream,
         RawStream(other.grpc_address) as elsewhere,
     ):

@@ -10,7 +10,7 @@ from ludus.services.gateway.fleet.server_link import ServerLink
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits, set_current_tenant
 from tests.env.polling import wait_until
-from tests.gateway.gateways import NAME, get_sessions, num_sessions, run_gateway
+from tests.gateway.gateways import NAME, count_sessions, get_sessions, run_gateway
 
 pytestmark = pytest.mark.asyncio
 
@@ -36,7 +36,7 @@ async def test_open_beyond_the_quota_evicts_no_session():
             await sessions.open(SEEDED)
         with pytest.raises(InvalidCallError):
             await sessions.open_group(SEEDED, 2)
-        assert num_sessions(servers) == gateway.num_sessions == 3
+        assert count_sessions(servers) == gateway.num_sessions == 3
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ async def test_invalid_open_evicts_no_session(args, size):
         await passers_by(gateway, 2)
         with pytest.raises(InvalidCallError):
             await (sessions.open(args) if size == 1 else sessions.open_group(args, size))
-        assert num_sessions(servers) == gateway.num_sessions == 2
+        assert count_sessions(servers) == gateway.num_sessions == 2
 
 
 async def test_open_evicts_no_session_while_servers_are_silent(monkeypatch):
@@ -66,7 +66,7 @@ async def test_open_evicts_no_session_while_servers_are_silent(monkeypatch):
         monkeypatch.setattr(ServerLink, "accepts_sessions", False)
         with pytest.raises(CapacityError, match="accepts sessions"):
             await sessions.open(SEEDED)
-        assert num_sessions(servers) == gateway.num_sessions == 1
+        assert count_sessions(servers) == gateway.num_sessions == 1
 
 
 async def test_a_refusal_leaves_the_quota_as_it_was():

@@ -18,7 +18,7 @@ from ludus.services.gateway.sessions.sessions import GatewaySessions
 from tests.env.polling import wait_until
 from tests.gateway.cluster_objects import NAMESPACE, make_api_client
 from tests.gateway.fake_sandboxes import CLAIMS, POOL, FakeSandboxes, sandboxes, write_kubeconfig
-from tests.gateway.gateways import FAST, NAME, get_sessions, make_config
+from tests.gateway.gateways import FAST_POLLING, NAME, get_sessions, make_config
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ async def serving(
         max_unused_s=max_unused_s,
         check_interval_s=0.05,
     )
-    config = make_config("grpc://unused:1", sessions=limits, servers=FAST)
+    config = make_config("grpc://unused:1", sessions=limits, servers=FAST_POLLING)
     async with Gateway(config, {NAME: source}) as gateway:
         sessions = get_sessions(gateway)
         running.append(sessions)

@@ -18,7 +18,7 @@ from ludus.proto.errors import AuthenticationError, PermissionDeniedError
 from tests.env.raw_stream import RawStream
 from tests.env.served import serve
 from tests.env.tool_env import ToolEnv
-from tests.gateway.gateways import NAME, connect_client, gateway_to, num_sessions, run_gateway
+from tests.gateway.gateways import NAME, connect_client, count_sessions, make_gateway, run_gateway
 
 
 class ThreadedToolEnv(ToolEnv):
@@ -122,7 +122,7 @@ async def test_tools_id_permits_only_tool_calls(target: Place) -> None:
             session_id=open_session.session_id, action_json=b'{"add": 1}', step_index=1
         )
         assert (await stream.ask(pb.Call(step=own_step))).result.step_index == 1
-        assert num_sessions(target.servers) == 1
+        assert count_sessions(target.servers) == 1
 
 
 async def refused_over_http(target: Place, tools_id: str) -> None:
@@ -149,7 +149,7 @@ async def refused_over_http(target: Place, tools_id: str) -> None:
 async def test_every_gateway_accepts_a_tools_id() -> None:
     async with (
         run_gateway(1, factory=ToolEnv) as (first, servers),
-        gateway_to(*servers) as second,
+        make_gateway(*servers) as second,
         RawStream(first.grpc_address) as stream,
         RawStream(second.grpc_address) as agent,
     ):
