@@ -19,7 +19,7 @@ from tests.env.counting_env import Deed
 from tests.env.misbehaving_env import HANG, Phase, get_factory_and_options
 from tests.env.polling import busy_sessions, move_loop_clock, wait_for_sessions, wait_until
 from tests.env.served import serve, server_process
-from tests.env.test_unruly_table import Neighbour, done
+from tests.env.test_unruly_table import Neighbour, do_deed
 
 BEYOND_EVERY_LIMIT_S = 61.0
 PHASES = [Phase.RESET, Phase.STEP, Phase.RENDER, Phase.STATE, Phase.TOOL]
@@ -61,10 +61,10 @@ async def test_a_call_that_hangs_ends_its_session_and_frees_its_place(
     async with hanging(tmp_path, num_threads=1, max_sessions=2) as served:
         neighbour = Neighbour((await served.client.open(seed=0))[0])
         session, _ = await served.client.open(seed=1)
-        (errors,) = await served.hang(asyncio.create_task(done(session, phase, HANG)))
+        (errors,) = await served.hang(asyncio.create_task(do_deed(session, phase, HANG)))
         assert isinstance(errors, CallTimeoutError)
         await wait_for_sessions(served.server.core, 1)
-        assert await neighbour.plays_on()
+        assert await neighbour.can_step()
         next_session, _ = await served.client.open(seed=2)
         assert (await next_session.step({"add": 1})).observation["total"] == 1
 
@@ -72,7 +72,7 @@ async def test_a_call_that_hangs_ends_its_session_and_frees_its_place(
 async def test_a_close_that_hangs_frees_its_place(tmp_path: Path) -> None:
     async with hanging(tmp_path, num_threads=1, max_sessions=1) as served:
         session, _ = await served.client.open(seed=1)
-        assert await served.hang(asyncio.create_task(done(session, Phase.CLOSE, HANG))) == [None]
+        assert await served.hang(asyncio.create_task(do_deed(session, Phase.CLOSE, HANG))) == [None]
         next_session, _ = await served.client.open(seed=2)
         assert (await next_session.step({"add": 1})).observation["total"] == 1
 
@@ -92,7 +92,7 @@ async def test_call_waiting_behind_hanging_calls_does_not_time_out(tmp_path: Pat
     async with hanging(tmp_path, num_threads=1) as served:
         innocent, _ = await served.client.open(seed=0)
         guilty, _ = await served.client.open(seed=1)
-        hung = asyncio.create_task(done(guilty, Phase.STEP, HANG))
+        hung = asyncio.create_task(do_deed(guilty, Phase.STEP, HANG))
         await wait_until(lambda: served.num_hung)
         waiting = asyncio.create_task(innocent.step({"add": 1}))
         core = served.server.core
@@ -110,7 +110,7 @@ async def test_a_server_without_a_thread_left_is_not_ready_and_says_why(tmp_path
         assert (await http.get("/readyz")).status_code == 200
         for num_hung in (1, 2):
             session, _ = await served.client.open(seed=1)
-            call = asyncio.create_task(done(session, Phase.STEP, HANG))
+            call = asyncio.create_task(do_deed(session, Phase.STEP, HANG))
             await wait_until(lambda expected=num_hung: served.num_hung == expected)
             move_loop_clock(BEYOND_EVERY_LIMIT_S)
             with pytest.raises(CallTimeoutError):

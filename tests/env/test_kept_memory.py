@@ -23,34 +23,34 @@ from tests.env.served import serve, server_address
 pytestmark = pytest.mark.asyncio
 
 MAX_RESULT_BYTES = 10_000
-TOO_LARGE, FAILS, FITS = 1, 2, 3
+TOO_LARGE_RESULT, STEP_ERROR, NORMAL_RESULT = 1, 2, 3
 
 
 class Remembered(CountingEnv):
     """Records whether it and its results are still referenced."""
 
-    made: ClassVar[list[weakref.ref[object]]] = []
+    references: ClassVar[list[weakref.ref[object]]] = []
 
     def __init__(self) -> None:
         super().__init__()
-        self.made.append(weakref.ref(self))
+        self.references.append(weakref.ref(self))
 
     @classmethod
     def num_alive(cls) -> int:
-        return sum(ref() is not None for ref in cls.made)
+        return sum(ref() is not None for ref in cls.references)
 
     def step(self, action: CountAction) -> Transition[CountObservation]:
-        returned = super().step(action).observation
-        self.made.append(weakref.ref(returned))
-        if action.add == FAILS:
+        observation = super().step(action).observation
+        self.references.append(weakref.ref(observation))
+        if action.add == STEP_ERROR:
             raise ValueError("after all that work")
-        if action.add == TOO_LARGE:
-            returned.metadata["pad"] = "x" * MAX_RESULT_BYTES
-        return Transition(returned)
+        if action.add == TOO_LARGE_RESULT:
+            observation.metadata["pad"] = "x" * MAX_RESULT_BYTES
+        return Transition(observation)
 
 
 class RememberedInThreads(Remembered):
-    """The same environment in the server's threads."""
+    """An environment of the same kind that steps in the server's threads."""
 
     steps_on_event_loop = False
 
@@ -61,11 +61,11 @@ def factory(request: pytest.FixtureRequest) -> type[Remembered]:
 
 
 @pytest.fixture(autouse=True)
-def no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def disable_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Disable garbage collection, and make results of a few kilobytes too large."""
     logging.disable()  # pytest keeps captured log records with their frames
     monkeypatch.setattr(encoding, "MAX_RESULT_BYTES", MAX_RESULT_BYTES)
-    Remembered.made.clear()
+    Remembered.references.clear()
     gc.collect()
     gc.disable()
     yield
@@ -73,17 +73,17 @@ def no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("result", [TOO_LARGE, FAILS])
-async def test_objects_of_an_error_are_freed_after_it_is_sent(wire: str, factory, result) -> None:
+@pytest.mark.parametrize("kind", [TOO_LARGE_RESULT, STEP_ERROR])
+async def test_objects_of_an_error_are_freed_after_it_is_sent(wire: str, factory, kind) -> None:
     async with (
         serve(factory) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         session, _ = await client.open()
         with pytest.raises(ExecutionError):
-            await session.step({"add": result})
-        *_, returned = Remembered.made
-        await wait_until(lambda: returned() is None, within_s=10.0)
+            await session.step({"add": kind})
+        *_, last_reference = Remembered.references
+        await wait_until(lambda: last_reference() is None, within_s=10.0)
 
 
 async def test_environment_is_freed_with_its_session(wire: str, factory) -> None:
@@ -91,11 +91,11 @@ async def test_environment_is_freed_with_its_session(wire: str, factory) -> None
         serve(factory) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
-        for result in (FITS, FAILS, TOO_LARGE):
+        for kind in (NORMAL_RESULT, STEP_ERROR, TOO_LARGE_RESULT):
             session, _ = await client.open()
-            await session.step({"add": FITS})
-            if result != FITS:
+            await session.step({"add": NORMAL_RESULT})
+            if kind != NORMAL_RESULT:
                 with pytest.raises(ExecutionError):
-                    await session.step({"add": result})
+                    await session.step({"add": kind})
             await session.close()
         await wait_until(lambda: Remembered.num_alive() == 0, within_s=10.0)

@@ -22,7 +22,7 @@ EAGER = StepResult(
 )
 
 
-def lazy(**changes) -> StepResult:
+def make_lazy(**changes) -> StepResult:
     encoded = EncodedResult(
         step_index=4,
         observation_json=b'{"total":3}',
@@ -40,27 +40,27 @@ def lazy(**changes) -> StepResult:
 
 
 def test_a_lazy_result_equals_the_eager_one_both_ways() -> None:
-    result, eager = lazy(), EAGER
-    assert result == eager
-    assert eager == result
-    assert result == lazy()
-    other = lazy(observation_json=b'{"total":4}')
-    assert other != eager
-    assert eager != other
-    assert lazy(reward=2.0) != eager
-    assert lazy() != "a result"
+    result, eager_result = make_lazy(), EAGER
+    assert result == eager_result
+    assert eager_result == result
+    assert result == make_lazy()
+    other_result = make_lazy(observation_json=b'{"total":4}')
+    assert other_result != eager_result
+    assert eager_result != other_result
+    assert make_lazy(reward=2.0) != eager_result
+    assert make_lazy() != "a result"
 
 
 def test_every_field_reads_as_on_the_eager_one() -> None:
     for field in dataclasses.fields(StepResult):
-        assert getattr(lazy(), field.name) == getattr(EAGER, field.name)
-    assert lazy().done
-    assert repr(lazy()).removeprefix("Lazy") == repr(EAGER)
+        assert getattr(make_lazy(), field.name) == getattr(EAGER, field.name)
+    assert make_lazy().done
+    assert repr(make_lazy()).removeprefix("Lazy") == repr(EAGER)
 
 
 def test_what_is_absent_is_none_or_empty() -> None:
-    bare = lazy(info_json=b"", reward=None, text=None, truncated=False)
-    assert (bare.info, bare.reward, bare.text, bare.tensors, bare.done) == (
+    result = make_lazy(info_json=b"", reward=None, text=None, truncated=False)
+    assert (result.info, result.reward, result.text, result.tensors, result.done) == (
         {},
         None,
         None,
@@ -70,21 +70,21 @@ def test_what_is_absent_is_none_or_empty() -> None:
 
 
 def test_a_field_is_parsed_once() -> None:
-    result = lazy()
+    result = make_lazy()
     assert result.observation is result.observation
     assert result.text is result.text
     assert result.info is result.info
 
 
 def test_it_pickles_copies_and_can_be_replaced() -> None:
-    assert pickle.loads(pickle.dumps(lazy())) == EAGER
-    assert copy.deepcopy(lazy()) == EAGER
-    assert dataclasses.replace(lazy(), reward=9.0) == dataclasses.replace(EAGER, reward=9.0)
-    assert dataclasses.asdict(lazy()) == dataclasses.asdict(EAGER)
+    assert pickle.loads(pickle.dumps(make_lazy())) == EAGER
+    assert copy.deepcopy(make_lazy()) == EAGER
+    assert dataclasses.replace(make_lazy(), reward=9.0) == dataclasses.replace(EAGER, reward=9.0)
+    assert dataclasses.asdict(make_lazy()) == dataclasses.asdict(EAGER)
 
 
 def test_it_is_frozen_and_has_no_other_names() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        lazy().reward = 2.0
+        make_lazy().reward = 2.0
     with pytest.raises(AttributeError, match="'rewards'"):
-        lazy().rewards  # noqa: B018
+        make_lazy().rewards  # noqa: B018

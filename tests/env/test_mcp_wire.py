@@ -19,35 +19,35 @@ from tests.env.served import serve
 from tests.env.tool_env import ToolEnv
 
 
-def get_core(factory=ToolEnv, **options) -> SessionCore:
+def make_core(factory=ToolEnv, **options) -> SessionCore:
     return SessionCore(make_local_host(factory), ServerOptions(**options))
 
 
-def in_process(core: SessionCore) -> httpx.AsyncClient:
+def make_client(core: SessionCore) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(build_app(core))
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 
-def request(method: str, params=None, request_id: str = 1):
-    call = {"jsonrpc": "2.0", "id": request_id, "method": method}
-    return call if params is None else {**call, "params": params}
+def make_rpc(method: str, params=None, request_id: str = 1):
+    message = {"jsonrpc": "2.0", "id": request_id, "method": method}
+    return message if params is None else {**message, "params": params}
 
 
 async def post(client, method: str, params=None, **headers):
-    reply = await client.post("/mcp", json=request(method, params), headers=headers)
-    assert reply.status_code == 200, reply.text
-    return reply.json()
+    response = await client.post("/mcp", json=make_rpc(method, params), headers=headers)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 async def initialize(client) -> dict[str, str]:
     """Open a session as a client does; return its header."""
-    call = request("initialize", {"protocolVersion": "2025-06-18", "capabilities": {}})
-    reply = await client.post("/mcp", json=call)
-    return {"mcp-session-id": reply.headers["mcp-session-id"]}
+    message = make_rpc("initialize", {"protocolVersion": "2025-06-18", "capabilities": {}})
+    response = await client.post("/mcp", json=message)
+    return {"mcp-session-id": response.headers["mcp-session-id"]}
 
 
-def names(listed) -> list[str]:
-    return [tool["name"] for tool in listed["result"]["tools"]]
+def get_names(response) -> list[str]:
+    return [tool["name"] for tool in response["result"]["tools"]]
 
 
 PLAY_TOOLS = ["start_episode", "take_action", "get_state"]
@@ -60,75 +60,75 @@ async def test_the_standard_client_plays_an_episode(factory) -> None:
         streamable_http_client(server.http_address + "/mcp") as streams,
         ClientSession(streams[0], streams[1]) as session,
     ):
-        hello = await session.initialize()
-        assert hello.server_info.name == factory.name
+        initialize_result = await session.initialize()
+        assert initialize_result.server_info.name == factory.name
         environment_tools = ["note", "fail", "wrong"] if factory is ToolEnv else []
-        listed = (await session.list_tools()).tools
-        assert [tool.name for tool in listed] == environment_tools + PLAY_TOOLS
-        assert "add" in listed[-2].input_schema["properties"]
-        first = await session.call_tool("start_episode", {"seed": 5})
-        assert first.content[0].text == "Count to the end. Total 0."
-        assert first.structured_content["observation"]["luck"] == 653159
-        for add in (1, 2, 7):
-            result = await session.call_tool("take_action", {"add": add})
+        tools = (await session.list_tools()).tools
+        assert [tool.name for tool in tools] == environment_tools + PLAY_TOOLS
+        assert "add" in tools[-2].input_schema["properties"]
+        first_result = await session.call_tool("start_episode", {"seed": 5})
+        assert first_result.content[0].text == "Count to the end. Total 0."
+        assert first_result.structured_content["observation"]["luck"] == 653159
+        for amount in (1, 2, 7):
+            result = await session.call_tool("take_action", {"add": amount})
         assert result.structured_content["truncated"] is True
         assert result.structured_content["observation"]["total"] == 10
-        over = await session.call_tool("take_action", {"add": 1})
-        assert over.is_error and "EPISODE_OVER" in over.content[0].text
+        error_result = await session.call_tool("take_action", {"add": 1})
+        assert error_result.is_error and "EPISODE_OVER" in error_result.content[0].text
         state = await session.call_tool("get_state", {})
         assert json.loads(state.content[0].text)["total"] == 10
         if factory is ToolEnv:
-            noted = await session.call_tool("note", {"text": "hi"})
-            assert noted.structured_content == {"notes": ["hi"]}
+            note_result = await session.call_tool("note", {"text": "hi"})
+            assert note_result.structured_content == {"notes": ["hi"]}
     assert server.core.load.num_sessions == 0, "leaving ends the session"
 
 
 async def test_two_standard_clients_have_separate_sessions() -> None:
     async with serve() as server:
 
-        async def read_total(*adds: int) -> int:
+        async def read_total(*amounts: int) -> int:
             async with (
                 streamable_http_client(server.http_address + "/mcp") as streams,
                 ClientSession(streams[0], streams[1]) as session,
             ):
                 await session.initialize()
                 await session.call_tool("start_episode", {})
-                for add in adds:
-                    result = await session.call_tool("take_action", {"add": add})
+                for amount in amounts:
+                    result = await session.call_tool("take_action", {"add": amount})
                 return result.structured_content["observation"]["total"]
 
         assert await asyncio.gather(read_total(1, 1), read_total(2, 2, 3)) == [2, 7]
 
 
 async def test_the_handshake_is_that_of_streamable_http() -> None:
-    core = get_core()
-    async with in_process(core) as client:
-        for requested, negotiated in (("2025-03-26", "2025-03-26"), ("1999-01-01", "2025-11-25")):
-            reply = await client.post(
-                "/mcp", json=request("initialize", {"protocolVersion": requested})
+    core = make_core()
+    async with make_client(core) as client:
+        for requested, version in (("2025-03-26", "2025-03-26"), ("1999-01-01", "2025-11-25")):
+            response = await client.post(
+                "/mcp", json=make_rpc("initialize", {"protocolVersion": requested})
             )
-            assert reply.json()["result"]["protocolVersion"] == negotiated
-            assert reply.json()["result"]["capabilities"] == {"tools": {"listChanged": False}}
-        ticket = {"mcp-session-id": reply.headers["mcp-session-id"]}
-        log_message = {"jsonrpc": "2.0", "method": "notifications/initialized"}
-        reply = await client.post("/mcp", json=log_message, headers=ticket)
-        assert (reply.status_code, reply.content) == (202, b"")
-        assert (await post(client, "ping", **ticket))["result"] == {}
+            assert response.json()["result"]["protocolVersion"] == version
+            assert response.json()["result"]["capabilities"] == {"tools": {"listChanged": False}}
+        session_headers = {"mcp-session-id": response.headers["mcp-session-id"]}
+        notification = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+        response = await client.post("/mcp", json=notification, headers=session_headers)
+        assert (response.status_code, response.content) == (202, b"")
+        assert (await post(client, "ping", **session_headers))["result"] == {}
         assert (await client.get("/mcp")).status_code == 405
         assert (await client.delete("/mcp")).status_code == 400
-        assert (await client.delete("/mcp", headers=ticket)).status_code == 204
+        assert (await client.delete("/mcp", headers=session_headers)).status_code == 204
         assert core.load.num_sessions == 1
-        call = request("tools/call", {"name": "note", "arguments": {}})
-        assert (await client.post("/mcp", json=call, headers=ticket)).status_code == 404
+        call = make_rpc("tools/call", {"name": "note", "arguments": {}})
+        assert (await client.post("/mcp", json=call, headers=session_headers)).status_code == 404
 
 
 async def test_a_forged_ticket_is_no_session() -> None:
-    async with in_process(get_core()) as client:
+    async with make_client(make_core()) as client:
         session_id = (await post(client, "openenv/session/create"))["result"]["session_id"]
-        for forged in (session_id, session_id + ".", session_id + ".AAAA", "x", "."):
-            headers = {"mcp-session-id": forged}
-            reply = await client.post("/mcp", json=request("tools/list"), headers=headers)
-            assert (reply.status_code, reply.json()["error"]["code"]) == (404, -32600)
+        for forged_id in (session_id, session_id + ".", session_id + ".AAAA", "x", "."):
+            headers = {"mcp-session-id": forged_id}
+            response = await client.post("/mcp", json=make_rpc("tools/list"), headers=headers)
+            assert (response.status_code, response.json()["error"]["code"]) == (404, -32600)
             assert (await client.delete("/mcp", headers=headers)).status_code == 404
 
 
@@ -151,41 +151,41 @@ async def test_a_forged_ticket_is_no_session() -> None:
     ],
 )
 async def test_bad_requests_get_the_codes_of_json_rpc_and_status_200(body, code: str) -> None:
-    async with in_process(get_core()) as client:
-        reply = await client.post("/mcp", content=body)
-        assert reply.status_code == 200
-        answer = reply.json()
-        assert (answer["jsonrpc"], answer["error"]["code"]) == ("2.0", code)
-        assert "data" in answer["error"]
+    async with make_client(make_core()) as client:
+        response = await client.post("/mcp", content=body)
+        assert response.status_code == 200
+        content = response.json()
+        assert (content["jsonrpc"], content["error"]["code"]) == ("2.0", code)
+        assert "data" in content["error"]
 
 
 async def test_sessions_of_openenvs_own_calls_see_only_the_environments_tools() -> None:
-    core = get_core()
-    async with in_process(core) as client:
+    core = make_core()
+    async with make_client(core) as client:
         session_id = (await post(client, "openenv/session/create"))["result"]["session_id"]
-        assert names(await post(client, "tools/list")) == ["note", "fail", "wrong"]
-        call = {"name": "note", "arguments": {"text": "a"}, "session_id": session_id}
-        await post(client, "tools/call", call)
-        result = (await post(client, "tools/call", call))["result"]
+        assert get_names(await post(client, "tools/list")) == ["note", "fail", "wrong"]
+        arguments = {"name": "note", "arguments": {"text": "a"}, "session_id": session_id}
+        await post(client, "tools/call", arguments)
+        result = (await post(client, "tools/call", arguments))["result"]
         assert result["structuredContent"] == result["data"] == {"notes": ["a", "a"]}
         assert (result["isError"], result["is_error"]) == (False, False)
         for name in PLAY_TOOLS:
-            error = (await post(client, "tools/call", {**call, "name": name}))["error"]
+            error = (await post(client, "tools/call", {**arguments, "name": name}))["error"]
             assert (error["code"], error["message"]) == (-32603, f"Unknown tool: {name!r}")
-        failed = (await post(client, "tools/call", {**call, "name": "fail"}))["result"]
-        assert failed["isError"] and "the tool is broken" in failed["content"][0]["text"]
-        closed = (await post(client, "openenv/session/close", call))["result"]
-        assert closed == {"session_id": session_id, "closed": True}
-        error = (await post(client, "tools/call", call))["error"]
+        failure = (await post(client, "tools/call", {**arguments, "name": "fail"}))["result"]
+        assert failure["isError"] and "the tool is broken" in failure["content"][0]["text"]
+        close_result = (await post(client, "openenv/session/close", arguments))["result"]
+        assert close_result == {"session_id": session_id, "closed": True}
+        error = (await post(client, "tools/call", arguments))["error"]
         assert error["code"] == -32602 and error["message"].startswith("Unknown session_id")
-        error = (await post(client, "openenv/session/close", call))["error"]
+        error = (await post(client, "openenv/session/close", arguments))["error"]
         assert error["message"] == f"Unknown session_id: {session_id}"
         assert core.load.num_sessions == 0
 
 
 async def test_a_call_without_a_session_has_a_separate_environment() -> None:
-    core = get_core()
-    async with in_process(core) as client:
+    core = make_core()
+    async with make_client(core) as client:
         for _ in range(2):
             result = (await post(client, "tools/call", {"name": "note"}))["result"]
             assert result["data"] == {"notes": [""]}
@@ -193,7 +193,7 @@ async def test_a_call_without_a_session_has_a_separate_environment() -> None:
 
 
 async def test_a_full_server_says_how_full() -> None:
-    async with in_process(get_core(max_sessions=1)) as client:
+    async with make_client(make_core(max_sessions=1)) as client:
         await post(client, "openenv/session/create")
         for method in ("openenv/session/create", "initialize"):
             error = (await post(client, method))["error"]
@@ -202,17 +202,17 @@ async def test_a_full_server_says_how_full() -> None:
 
 
 async def test_an_environment_without_tools_says_so_to_openenvs_clients() -> None:
-    async with in_process(get_core(CountingEnv)) as client:
+    async with make_client(make_core(CountingEnv)) as client:
         for method in ("tools/list", "tools/call"):
             error = (await post(client, method, {"name": "x"}))["error"]
             assert error["code"] == -32603
             assert error["message"] == "Environment does not support MCP"
-        assert names(await post(client, "tools/list", **await initialize(client))) == PLAY_TOOLS
+        assert get_names(await post(client, "tools/list", **await initialize(client))) == PLAY_TOOLS
 
 
 async def test_what_a_player_does_wrong_is_a_result() -> None:
-    async with in_process(get_core(CountingEnv)) as client:
-        ticket = await initialize(client)
+    async with make_client(make_core(CountingEnv)) as client:
+        session_headers = await initialize(client)
         for name, arguments, code in (
             ("take_action", {"add": 1}, "NOT_RESET"),
             ("start_episode", {"seed": -1}, "VALIDATION_ERROR"),
@@ -224,45 +224,49 @@ async def test_what_a_player_does_wrong_is_a_result() -> None:
             ("take_action", {"add": 1}, None),
         ):
             params = {"name": name, "arguments": arguments}
-            result = (await post(client, "tools/call", params, **ticket))["result"]
+            result = (await post(client, "tools/call", params, **session_headers))["result"]
             assert result["isError"] == (code is not None)
             if code:
                 assert code in result["content"][0]["text"]
 
 
-def socket_to(server, path: str):
+def open_socket(server, path: str):
     return connect(server.http_address.replace("http", "ws") + path)
 
 
-async def ask(socket, message):
+async def send(socket, message):
     await socket.send(json.dumps(message) if not isinstance(message, str) else message)
     return json.loads(await socket.recv())
 
 
 async def test_a_socket_for_mcp_has_one_session_from_its_first_need_to_its_end() -> None:
     async with serve(ToolEnv) as server:
-        async with socket_to(server, "/mcp") as socket:
-            assert names(await ask(socket, request("tools/list"))) == ["note", "fail", "wrong"]
+        async with open_socket(server, "/mcp") as socket:
+            assert get_names(await send(socket, make_rpc("tools/list"))) == [
+                "note",
+                "fail",
+                "wrong",
+            ]
             assert server.core.load.num_sessions == 0
             for count in (1, 2):
-                result = await ask(socket, request("tools/call", {"name": "note"}))
+                result = await send(socket, make_rpc("tools/call", {"name": "note"}))
                 assert len(result["result"]["data"]["notes"]) == count
-            session_id = (await ask(socket, request("openenv/session/create")))["result"]
-            refused = await ask(socket, request("openenv/session/close", session_id))
-            assert refused["error"]["code"] == -32600
-            await ask(socket, request("initialize"))
-            assert (await ask(socket, "{"))["error"]["code"] == -32700
+            session_id = (await send(socket, make_rpc("openenv/session/create")))["result"]
+            response = await send(socket, make_rpc("openenv/session/close", session_id))
+            assert response["error"]["code"] == -32600
+            await send(socket, make_rpc("initialize"))
+            assert (await send(socket, "{"))["error"]["code"] == -32700
             assert server.core.load.num_sessions == 1
-        await asyncio.wait_for(_until_empty(server), 60)
+        await asyncio.wait_for(_wait_until_empty(server), 60)
 
 
 async def test_a_socket_that_begins_with_initialize_may_play() -> None:
-    async with serve() as server, socket_to(server, "/mcp") as socket:
-        await ask(socket, request("initialize"))
+    async with serve() as server, open_socket(server, "/mcp") as socket:
+        await send(socket, make_rpc("initialize"))
         await socket.send('{"jsonrpc":"2.0","method":"notifications/initialized"}')
-        await ask(socket, request("tools/call", {"name": "start_episode"}))
+        await send(socket, make_rpc("tools/call", {"name": "start_episode"}))
         params = {"name": "take_action", "arguments": {"add": 2}}
-        result = (await ask(socket, request("tools/call", params)))["result"]
+        result = (await send(socket, make_rpc("tools/call", params)))["result"]
         assert result["data"]["observation"]["total"] == 2
         await server.core.shut_down()
         with pytest.raises(ConnectionClosed):
@@ -271,59 +275,59 @@ async def test_a_socket_that_begins_with_initialize_may_play() -> None:
 
 
 async def test_frames_on_the_environments_socket_share_its_session() -> None:
-    async with serve(ToolEnv) as server, socket_to(server, "/ws") as socket:
-        call = {"type": "mcp", "data": request("tools/call", {"name": "note"}, 9)}
+    async with serve(ToolEnv) as server, open_socket(server, "/ws") as socket:
+        frame = {"type": "mcp", "data": make_rpc("tools/call", {"name": "note"}, 9)}
         for count in (1, 2):
-            reply = await ask(socket, call)
-            assert (reply["type"], reply["data"]["id"]) == ("mcp", 9)
-            assert len(reply["data"]["result"]["data"]["notes"]) == count
-        await ask(socket, {"type": "mcp", "data": request("initialize")})
-        listed = await ask(socket, {"type": "mcp", "data": request("tools/list")})
-        assert names(listed["data"]) == ["note", "fail", "wrong"]
-        log_message = {"jsonrpc": "2.0", "method": "notifications/initialized"}
-        assert (await ask(socket, {"type": "mcp", "data": log_message}))["type"] == "mcp"
+            response = await send(socket, frame)
+            assert (response["type"], response["data"]["id"]) == ("mcp", 9)
+            assert len(response["data"]["result"]["data"]["notes"]) == count
+        await send(socket, {"type": "mcp", "data": make_rpc("initialize")})
+        response = await send(socket, {"type": "mcp", "data": make_rpc("tools/list")})
+        assert get_names(response["data"]) == ["note", "fail", "wrong"]
+        notification = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+        assert (await send(socket, {"type": "mcp", "data": notification}))["type"] == "mcp"
         assert server.core.load.num_sessions == 1
 
 
 async def test_tool_actions_of_openenv_go_through_step() -> None:
-    def call(name, arguments=None):
+    def make_call(name, arguments=None):
         return {"type": "call_tool", "tool_name": name, "arguments": arguments or {}}
 
-    async with serve(ToolEnv) as server, socket_to(server, "/ws") as socket:
+    async with serve(ToolEnv) as server, open_socket(server, "/ws") as socket:
 
         async def step(action):
-            return (await ask(socket, {"type": "step", "data": action}))["data"]
+            return (await send(socket, {"type": "step", "data": action}))["data"]
 
-        listed = await step({"type": "list_tools"})
-        assert [tool["name"] for tool in listed["observation"]["tools"]] == [
+        tool_list = await step({"type": "list_tools"})
+        assert [tool["name"] for tool in tool_list["observation"]["tools"]] == [
             "note",
             "fail",
             "wrong",
         ]
-        assert listed["observation"]["tools"][0]["input_schema"]["type"] == "object"
-        assert (listed["reward"], listed["done"]) == (None, False)
-        done = (await step(call("note", {"text": "a"})))["observation"]
-        assert (done["tool_name"], done["error"]) == ("note", None)
-        assert done["result"]["data"] == {"notes": ["a"]}
-        for name, kind in (
+        assert tool_list["observation"]["tools"][0]["input_schema"]["type"] == "object"
+        assert (tool_list["reward"], tool_list["done"]) == (None, False)
+        note_result = (await step(make_call("note", {"text": "a"})))["observation"]
+        assert (note_result["tool_name"], note_result["error"]) == ("note", None)
+        assert note_result["result"]["data"] == {"notes": ["a"]}
+        for name, error_type in (
             ("nope", "tool_not_found"),
             ("fail", "execution_error"),
             ("wrong", "invalid_args"),
         ):
-            failed = (await step(call(name)))["observation"]
-            assert (failed["result"], failed["error"]["error_type"]) == (None, kind)
-        await ask(socket, {"type": "reset"})
+            observation = (await step(make_call(name)))["observation"]
+            assert (observation["result"], observation["error"]["error_type"]) == (None, error_type)
+        await send(socket, {"type": "reset"})
         assert (await step({"add": 1}))["observation"]["total"] == 1
-    async with in_process(get_core()) as client:
-        body = {"action": call("note", {"text": "b"})}
-        reply = (await client.post("/step", json=body)).json()
-        assert reply["observation"]["result"]["data"] == {"notes": ["b"]}
+    async with make_client(make_core()) as client:
+        body = {"action": make_call("note", {"text": "b"})}
+        response = (await client.post("/step", json=body)).json()
+        assert response["observation"]["result"]["data"] == {"notes": ["b"]}
         await client.post("/reset")
         for count in (1, 2):
-            reply = (await client.post("/step", json=body)).json()
-            assert len(reply["observation"]["result"]["data"]["notes"]) == count
+            response = (await client.post("/step", json=body)).json()
+            assert len(response["observation"]["result"]["data"]["notes"]) == count
 
 
-async def _until_empty(server) -> None:
+async def _wait_until_empty(server) -> None:
     while server.core.load.num_sessions:
         await asyncio.sleep(0.01)

@@ -1,6 +1,6 @@
 """Unmodified environments of OpenEnv run next to OpenEnv's published packages.
 
-`make test` has its newest version, `make conformance` the older ones too.
+`make test` uses the newest version, `make conformance` also the older ones.
 """
 
 import json
@@ -11,8 +11,8 @@ from tests.env.upstream_sdk import run_with_upstream
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-GUESS = "openenv:upstream_environments:GuessEnvironment"
-ASYNC_GUESS = "openenv:upstream_environments:AsyncGuessEnvironment"
+GUESSER = "openenv:upstream_environments:GuessEnvironment"
+ASYNC_GUESSER = "openenv:upstream_environments:AsyncGuessEnvironment"
 ONE_THREAD = "openenv:upstream_environments:OneThreadEnvironment"
 APP = "openenv:upstream_environments:app"
 TOOLS = "openenv:upstream_tools_environment:ToolsEnvironment"
@@ -21,56 +21,60 @@ SUM_APP = "openenv:upstream_dataclass_environment:app"
 
 
 def describe_environment(version: str, *targets: str) -> dict:
-    completed = run_with_upstream(version, "upstream_adapter_program.py", *targets)
-    assert completed.returncode == 0, completed.stderr
-    return json.loads(completed.stdout)
+    process = run_with_upstream(version, "upstream_adapter_program.py", *targets)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
-OLDER = [pytest.param(version, marks=pytest.mark.conformance) for version in ("0.2.1", "0.3.0")]
+OLD_VERSIONS = [pytest.param(text, marks=pytest.mark.conformance) for text in ("0.2.1", "0.3.0")]
 
 
-@pytest.fixture(scope="module", params=[*OLDER, "0.10.0"])
+@pytest.fixture(scope="module", params=[*OLD_VERSIONS, "0.10.0"])
 def output(request: pytest.FixtureRequest) -> dict:
-    return describe_environment(request.param, GUESS, ASYNC_GUESS, ONE_THREAD, APP, TOOLS)
+    return describe_environment(request.param, GUESSER, ASYNC_GUESSER, ONE_THREAD, APP, TOOLS)
 
 
-@pytest.mark.parametrize("target", [GUESS, ASYNC_GUESS, ONE_THREAD, APP])
+@pytest.mark.parametrize("target", [GUESSER, ASYNC_GUESSER, ONE_THREAD, APP])
 def test_an_environment_keeps_every_rule_in_process_and_over_the_wire(output, target: str) -> None:
     assert output[target]["broken"] == {}
     assert output[target]["broken_on_wire"] == {}
 
 
-@pytest.mark.parametrize("target", [GUESS, ASYNC_GUESS, APP])
+@pytest.mark.parametrize("target", [GUESSER, ASYNC_GUESSER, APP])
 def test_truncated_and_terminated_episodes_differ(output, target: str) -> None:
-    first, *steps = output[target]["played"]
-    assert first[1] is None
-    assert first[4] == {"reset_reward": 0.0}
-    assert first[0]["hint"] == "guess"
+    reset_step, *steps = output[target]["played"]
+    assert reset_step[1] is None
+    assert reset_step[4] == {"reset_reward": 0.0}
+    assert reset_step[0]["hint"] == "guess"
     assert [step[3] for step in steps] == [False, False, False, False, True]
     assert not any(step[2] for step in steps)
 
 
-@pytest.mark.parametrize("target", [GUESS, ASYNC_GUESS, APP])
+@pytest.mark.parametrize("target", [GUESSER, ASYNC_GUESSER, APP])
 def test_the_end_succeeds_where_its_metadata_say_so(output, target: str) -> None:
-    first, *steps = output[target]["played"]
-    assert [step[5] for step in (first, *steps)] == [None] * 5 + [False]
+    reset_step, *steps = output[target]["played"]
+    assert [step[5] for step in (reset_step, *steps)] == [None] * 5 + [False]
 
 
 def test_schema_state_and_models_are_those_of_the_foreign_types(output) -> None:
-    schema = output[GUESS]["action_schema"]
+    schema = output[GUESSER]["action_schema"]
     assert schema["properties"]["number"]["maximum"] == 9
     assert schema["required"] == ["number"]
-    assert set(output[GUESS]["observation_schema"]["properties"]) == {"metadata", "hint", "thread"}
-    assert output[GUESS]["state"] == {"episode_id": "E", "step_count": 0, "secret": 3}
+    assert set(output[GUESSER]["observation_schema"]["properties"]) == {
+        "metadata",
+        "hint",
+        "thread",
+    }
+    assert output[GUESSER]["state"] == {"episode_id": "E", "step_count": 0, "secret": 3}
 
 
 def test_a_class_that_allows_one_session_gets_one_in_a_process(output) -> None:
-    assert output[ASYNC_GUESS]["second"] == "CAPACITY_REACHED"
-    assert output[GUESS]["second"] is None
+    assert output[ASYNC_GUESSER]["second"] == "CAPACITY_REACHED"
+    assert output[GUESSER]["second"] is None
 
 
 def test_each_environment_has_its_thread_or_all_share_one(output) -> None:
-    for target in (GUESS, ONE_THREAD):
+    for target in (GUESSER, ONE_THREAD):
         threads = {step[0]["thread"] for step in output[target]["played"][1:]}
         assert threads == {f"openenv {target}"}
 

@@ -22,8 +22,8 @@ VARIABLES = {"PATH": os.environ["PATH"], "SHOWN": "this"}
 
 @pytest_asyncio.fixture(params=["offered", "off"])
 async def host(request: pytest.FixtureRequest) -> AsyncIterator[ProgramHost]:
-    async with ProgramHost(request.param) as up:
-        yield up
+    async with ProgramHost(request.param) as host:
+        yield host
 
 
 async def run(host: ProgramHost, script: str, *readable: str) -> CompletedProgram:
@@ -32,50 +32,48 @@ async def run(host: ProgramHost, script: str, *readable: str) -> CompletedProgra
     )
 
 
-def commands() -> list[list[str]]:
-    return [result.info["cmdline"] or [] for result in psutil.process_iter(["cmdline"])]
+def list_commands() -> list[list[str]]:
+    return [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
 
 
 async def test_output_and_exit_code_are_returned(host: ProgramHost) -> None:
-    completed = await run(host, 'echo "$SHOWN" "$SECRET"; echo why >&2; exit 3')
-    assert (completed.exit_code, completed.output, completed.errors) == (3, "this \n", "why\n")
-    killed = await run(host, "kill -9 $$")
-    assert killed.exit_code == -9
+    result = await run(host, 'echo "$SHOWN" "$SECRET"; echo why >&2; exit 3')
+    assert (result.exit_code, result.output, result.errors) == (3, "this \n", "why\n")
+    killed_result = await run(host, "kill -9 $$")
+    assert killed_result.exit_code == -9
 
 
 async def test_concurrent_programs_and_long_output(
     host: ProgramHost,
 ) -> None:
-    results = await asyncio.gather(*(run(host, f"echo {number}") for number in range(24)))
-    assert [result.output for result in results] == [f"{number}\n" for number in range(24)]
-    much = await run(host, "yes | head -c 3000000; echo end")
-    assert len(much.output) == MAX_OUTPUT_BYTES and much.output.endswith("y\nend\n")
+    results = await asyncio.gather(*(run(host, f"echo {index}") for index in range(24)))
+    assert [result.output for result in results] == [f"{index}\n" for index in range(24)]
+    long_result = await run(host, "yes | head -c 3000000; echo end")
+    assert len(long_result.output) == MAX_OUTPUT_BYTES and long_result.output.endswith("y\nend\n")
 
 
 async def test_program_folder_is_removed_with_the_program(host: ProgramHost) -> None:
-    result, other = [
+    result, other_result = [
         await run(host, 'echo "$HOME"; echo kept > "$HOME/file"; cat "$HOME"/*') for _ in range(2)
     ]
-    assert result.output != other.output and result.output.endswith("kept\n")
+    assert result.output != other_result.output and result.output.endswith("kept\n")
     assert not Path(result.output.splitlines()[0]).exists()
 
 
 async def test_descendants_end_with_the_program(host: ProgramHost) -> None:
-    completed = await asyncio.wait_for(
-        run(host, "(setsid sleep 31337 &) ; sleep 31337 & exit 0"), 20
-    )
-    assert completed.exit_code == 0
-    assert not [result for result in commands() if "31337" in result]
+    program = await asyncio.wait_for(run(host, "(setsid sleep 31337 &) ; sleep 31337 & exit 0"), 20)
+    assert program.exit_code == 0
+    assert not [command for command in list_commands() if "31337" in command]
 
 
 async def test_cancelled_call_kills_its_program(host: ProgramHost) -> None:
-    running = asyncio.ensure_future(run(host, "(setsid sleep 31338 &) ; sleep 31338"))
-    while sum("31338" in result for result in commands()) < 2:
+    task = asyncio.ensure_future(run(host, "(setsid sleep 31338 &) ; sleep 31338"))
+    while sum("31338" in command for command in list_commands()) < 2:
         await asyncio.sleep(0.05)
-    running.cancel()
-    await asyncio.wait([running])
+    task.cancel()
+    await asyncio.wait([task])
     for _ in range(100):
-        if not [result for result in commands() if "31338" in result]:
+        if not [command for command in list_commands() if "31338" in command]:
             return
         await asyncio.sleep(0.05)
     pytest.fail("a process outlives the call that started it")
@@ -92,12 +90,12 @@ async def test_programs_end_with_their_caller(tmp_path: Path) -> None:
         "asyncio.run(main())\n"
     )
     caller = await asyncio.create_subprocess_exec(sys.executable, str(script))
-    while ["sleep", "31339"] not in commands():
+    while ["sleep", "31339"] not in list_commands():
         await asyncio.sleep(0.05)
     caller.kill()
     await caller.wait()
     for _ in range(100):
-        if ["sleep", "31339"] not in commands():
+        if ["sleep", "31339"] not in list_commands():
             return
         await asyncio.sleep(0.05)
     pytest.fail("a program outlives the process that wanted it")
@@ -106,9 +104,9 @@ async def test_programs_end_with_their_caller(tmp_path: Path) -> None:
 async def test_failed_starts_and_a_dead_launcher_are_reported(
     host: ProgramHost,
 ) -> None:
-    completed = await host.run(["/no/such/program"], variables=VARIABLES, folder="/")
-    assert completed.exit_code == 127
-    assert "/no/such/program cannot be started" in completed.errors
+    program = await host.run(["/no/such/program"], variables=VARIABLES, folder="/")
+    assert program.exit_code == 127
+    assert "/no/such/program cannot be started" in program.errors
     assert host.launcher is not None
     host.launcher.kill()
     host.launcher.wait()
@@ -122,8 +120,8 @@ async def test_program_reads_only_allowed_paths(confinement: Confinement, tmp_pa
     (tmp_path / "kept").write_text("secret\n")
     async with ProgramHost(confinement) as host:
         script = f"cat {tmp_path}/given; cat {tmp_path}/kept; echo no > {tmp_path}/given"
-        completed = await run(host, script, str(tmp_path / "given"))
-    if "secret" in completed.output:
+        program = await run(host, script, str(tmp_path / "given"))
+    if "secret" in program.output:
         pytest.skip("this machine has no Landlock")
-    assert completed.output == "given\n"
+    assert program.output == "given\n"
     assert (tmp_path / "given").read_text() == "given\n"

@@ -24,10 +24,10 @@ from tests.env.served import WIRES, serve, server_address, server_process
 from tests.env.tool_env import ToolEnv
 
 TARGET = "tests.env.counting_env:CountingEnv"
-DONE = {"add": 7}
+FINAL_ACTION = {"add": 7}
 
 
-def recording_core(
+def make_recording_core(
     path: Path, *, options: ServerOptions | None = None, factory=CountingEnv, **limits
 ) -> tuple[SessionCore, EpisodeRecorder]:
     core = SessionCore(make_local_host(factory), options)
@@ -40,28 +40,28 @@ def read_episodes(path: Path):
     return list(read_recording(path))
 
 
-async def play(sessions: SessionCore, actions: list, **args) -> str:
-    opened = await sessions.open(OpenArgs(ResetArgs(**args), close_when_done=True))
-    for number, action in enumerate(actions, 1):
-        encoded = action if isinstance(action, str) else json.dumps(action).encode()
-        await sessions.step(opened.session_id, encoded, number)
-    return opened.session_id
+async def play_episode(core: SessionCore, actions: list, **args) -> str:
+    session = await core.open(OpenArgs(ResetArgs(**args), close_when_done=True))
+    for step_index, action in enumerate(actions, 1):
+        encoded_action = action if isinstance(action, str) else json.dumps(action).encode()
+        await core.step(session.session_id, encoded_action, step_index)
+    return session.session_id
 
 
 async def test_an_episode_is_written_when_it_ends_with_all_that_a_replay_needs(
     tmp_path: Path,
 ) -> None:
-    sessions, recorder = recording_core(tmp_path / "r.jsonl")
-    session_id = await play(
-        sessions, ["ADD 2", {"add": 3}, DONE], seed=5, options={"start": 4}, episode_id="mine"
+    core, recorder = make_recording_core(tmp_path / "r.jsonl")
+    session_id = await play_episode(
+        core, ["ADD 2", {"add": 3}, FINAL_ACTION], seed=5, options={"start": 4}, episode_id="mine"
     )
     (episode,) = read_episodes(tmp_path / "r.jsonl")
     assert (episode.seed, episode.episode_id) == (5, "mine")
     assert episode.reset_options == {"start": 4}
     assert episode.environment.target == TARGET
     assert (episode.steps[0].text, episode.steps[1].action) == ("ADD 2", {"add": 3})
-    last = episode.steps[-1].result
-    assert (last.reward, last.terminated, last.truncated) == (7.0, False, True)
+    last_result = episode.steps[-1].result
+    assert (last_result.reward, last_result.terminated, last_result.truncated) == (7.0, False, True)
     assert (episode.end_reason, episode.episode_return) == ("truncated", 12.0)
     assert episode.started_at <= episode.ended_at
     assert session_id not in (tmp_path / "r.jsonl").read_text()
@@ -69,24 +69,24 @@ async def test_an_episode_is_written_when_it_ends_with_all_that_a_replay_needs(
 
 
 async def test_reset_without_a_seed_records_a_seed(tmp_path: Path) -> None:
-    sessions, _ = recording_core(tmp_path / "r.jsonl", options=ServerOptions(first_seed=11))
+    core, _ = make_recording_core(tmp_path / "r.jsonl", options=ServerOptions(first_seed=11))
     for _ in range(2):
-        await play(sessions, [DONE])
-    drawing, _ = recording_core(tmp_path / "drawn.jsonl")
+        await play_episode(core, [FINAL_ACTION])
+    unseeded_core, _ = make_recording_core(tmp_path / "drawn.jsonl")
     for _ in range(2):
-        await play(drawing, [DONE])
+        await play_episode(unseeded_core, [FINAL_ACTION])
     assert [episode.seed for episode in read_episodes(tmp_path / "r.jsonl")] == [11, 12]
-    first, second = read_episodes(tmp_path / "drawn.jsonl")
-    assert first.seed != second.seed
-    assert first.first.observation_hash != second.first.observation_hash
+    first_episode, second_episode = read_episodes(tmp_path / "drawn.jsonl")
+    assert first_episode.seed != second_episode.seed
+    assert first_episode.first.observation_hash != second_episode.first.observation_hash
 
 
 async def test_a_repeated_step_is_written_once(tmp_path: Path) -> None:
-    sessions, _ = recording_core(tmp_path / "r.jsonl")
-    opened = await sessions.open(OpenArgs(ResetArgs(seed=1)))
-    for number in (1, 1, 2):
-        await sessions.step(opened.session_id, b'{"add": 1}', number)
-    await sessions.close(opened.session_id)
+    core, _ = make_recording_core(tmp_path / "r.jsonl")
+    session = await core.open(OpenArgs(ResetArgs(seed=1)))
+    for step_index in (1, 1, 2):
+        await core.step(session.session_id, b'{"add": 1}', step_index)
+    await core.close(session.session_id)
     (episode,) = read_episodes(tmp_path / "r.jsonl")
     assert len(episode.steps) == 2
 
@@ -95,20 +95,20 @@ async def test_a_repeated_step_is_written_once(tmp_path: Path) -> None:
 async def test_every_way_to_end_writes_the_episode(tmp_path: Path, factory) -> None:
     factory = environment_factory(f"tests.env.counting_env:{factory}", {})
     options = ServerOptions(idle_timeout_s=0.05)
-    sessions, recorder = recording_core(tmp_path / "r.jsonl", options=options, factory=factory)
+    core, recorder = make_recording_core(tmp_path / "r.jsonl", options=options, factory=factory)
     connection = Connection()
-    await sessions.open(OpenArgs(ResetArgs(seed=1)), connection)
-    sessions.release(connection)
-    opened = await sessions.open(OpenArgs(ResetArgs(seed=2)))
-    await sessions.reset(opened.session_id, ResetArgs(seed=3))
-    await sessions.close(opened.session_id)
-    await sessions.open(OpenArgs(ResetArgs(seed=4)))
-    sweeping = asyncio.create_task(sessions.close_idle_forever())
+    await core.open(OpenArgs(ResetArgs(seed=1)), connection)
+    core.release(connection)
+    session = await core.open(OpenArgs(ResetArgs(seed=2)))
+    await core.reset(session.session_id, ResetArgs(seed=3))
+    await core.close(session.session_id)
+    await core.open(OpenArgs(ResetArgs(seed=4)))
+    sweep_task = asyncio.create_task(core.close_idle_forever())
     async with asyncio.timeout(60):
         while recorder.num_running:
             await asyncio.sleep(0.01)
-    sweeping.cancel()
-    await sessions.open(OpenArgs(ResetArgs(seed=5)))
+    sweep_task.cancel()
+    await core.open(OpenArgs(ResetArgs(seed=5)))
     recorder.finish()
     reasons = {episode.seed: episode.end_reason for episode in read_episodes(tmp_path / "r.jsonl")}
     assert reasons[1].startswith("the connection")
@@ -118,12 +118,12 @@ async def test_every_way_to_end_writes_the_episode(tmp_path: Path, factory) -> N
 
 
 async def test_concurrent_sessions_do_not_mix(tmp_path: Path) -> None:
-    sessions, _ = recording_core(
+    core, _ = make_recording_core(
         tmp_path / "r.jsonl",
         factory=environment_factory("tests.env.counting_env:ThreadedCountingEnv", {}),
     )
     await asyncio.gather(
-        *(play(sessions, [{"add": seed}, DONE], seed=seed) for seed in range(20, 40))
+        *(play_episode(core, [{"add": seed}, FINAL_ACTION], seed=seed) for seed in range(20, 40))
     )
     episodes = read_episodes(tmp_path / "r.jsonl")
     assert {episode.seed for episode in episodes} == set(range(20, 40))
@@ -133,9 +133,9 @@ async def test_concurrent_sessions_do_not_mix(tmp_path: Path) -> None:
 
 
 async def test_full_file_is_renamed_and_no_episode_is_lost(tmp_path: Path) -> None:
-    sessions, _ = recording_core(tmp_path / "r.jsonl", max_file_bytes=2000)
+    core, _ = make_recording_core(tmp_path / "r.jsonl", max_file_bytes=2000)
     for seed in range(12):
-        await play(sessions, [DONE], seed=seed)
+        await play_episode(core, [FINAL_ACTION], seed=seed)
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files[:2] == ["r.0001.jsonl", "r.0002.jsonl"] and files[-1] == "r.jsonl"
     assert all(path.stat().st_size <= 2000 for path in tmp_path.iterdir())
@@ -143,11 +143,11 @@ async def test_full_file_is_renamed_and_no_episode_is_lost(tmp_path: Path) -> No
 
 
 async def test_endless_episode_is_cut(tmp_path: Path) -> None:
-    sessions, recorder = recording_core(tmp_path / "r.jsonl", max_episode_bytes=600)
-    opened = await sessions.open(OpenArgs(ResetArgs(seed=1)))
+    core, recorder = make_recording_core(tmp_path / "r.jsonl", max_episode_bytes=600)
+    session = await core.open(OpenArgs(ResetArgs(seed=1)))
     for _ in range(200):
         with pytest.raises(ActionError):
-            await sessions.step(opened.session_id, "nonsense")
+            await core.step(session.session_id, "nonsense")
     recorder.finish()
     (episode,) = read_episodes(tmp_path / "r.jsonl")
     assert 0 < len(episode.steps) < 20
@@ -155,29 +155,33 @@ async def test_endless_episode_is_cut(tmp_path: Path) -> None:
 
 
 async def test_memory_of_running_episodes_is_limited(tmp_path: Path) -> None:
-    sessions, recorder = recording_core(tmp_path / "r.jsonl", max_running_bytes=4000)
-    short = await sessions.open(OpenArgs(ResetArgs(seed=1)))
-    long = await sessions.open(OpenArgs(ResetArgs(seed=2)))
-    await sessions.step(short.session_id, b'{"add": 1}')
+    core, recorder = make_recording_core(tmp_path / "r.jsonl", max_running_bytes=4000)
+    short_session = await core.open(OpenArgs(ResetArgs(seed=1)))
+    long_session = await core.open(OpenArgs(ResetArgs(seed=2)))
+    await core.step(short_session.session_id, b'{"add": 1}')
     for _ in range(200):
         with pytest.raises(ActionError):
-            await sessions.step(long.session_id, "nonsense")
+            await core.step(long_session.session_id, "nonsense")
     assert recorder.num_running == 1
-    await sessions.close(long.session_id)
+    await core.close(long_session.session_id)
     recorder.finish()
-    first, last = read_episodes(tmp_path / "r.jsonl")
-    assert (first.seed, first.end_reason) == (
+    cut_episode, kept_episode = read_episodes(tmp_path / "r.jsonl")
+    assert (cut_episode.seed, cut_episode.end_reason) == (
         2,
         "unfinished: the memory limit of recordings was reached",
     )
-    assert 0 < len(first.steps) < 100
-    assert (last.seed, len(last.steps), last.end_reason) == (1, 1, "the server stopped")
+    assert 0 < len(cut_episode.steps) < 100
+    assert (kept_episode.seed, len(kept_episode.steps), kept_episode.end_reason) == (
+        1,
+        1,
+        "the server stopped",
+    )
 
 
 async def test_reset_options_count_towards_the_limit(tmp_path: Path) -> None:
-    sessions, recorder = recording_core(tmp_path / "r.jsonl", max_running_bytes=4000)
+    core, recorder = make_recording_core(tmp_path / "r.jsonl", max_running_bytes=4000)
     for seed in (1, 2, 3):
-        await sessions.open(OpenArgs(ResetArgs(seed=seed, options={"note": "x" * 1500})))
+        await core.open(OpenArgs(ResetArgs(seed=seed, options={"note": "x" * 1500})))
     assert recorder.num_running == 2
 
 
@@ -185,26 +189,26 @@ async def test_a_folder_that_cannot_be_written_loses_episodes_but_no_session(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_text("")
-    sessions, recorder = recording_core(tmp_path / "file" / "r.jsonl")
-    await play(sessions, [DONE], seed=1)
+    core, recorder = make_recording_core(tmp_path / "file" / "r.jsonl")
+    await play_episode(core, [FINAL_ACTION], seed=1)
     assert recorder.file.num_lost == 1
 
 
 async def test_incomplete_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    first, recorder = recording_core(path)
-    await play(first, [DONE], seed=1)
+    core, recorder = make_recording_core(path)
+    await play_episode(core, [FINAL_ACTION], seed=1)
     recorder.finish()
     text = path.read_bytes()
     path.write_bytes(text + b'{"format": 1, "envi')
     assert [episode.seed for episode in read_episodes(path)] == [1]
-    await play(recording_core(path)[0], [DONE], seed=2)
+    await play_episode(make_recording_core(path)[0], [FINAL_ACTION], seed=2)
     assert [episode.seed for episode in read_episodes(path)] == [1, 2]
 
 
 async def test_a_line_of_another_format_is_refused_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    await play(recording_core(path)[0], [DONE], seed=1)
+    await play_episode(make_recording_core(path)[0], [FINAL_ACTION], seed=1)
     path.write_text(path.read_text() + '{"format": 2}\n')
     with pytest.raises(ConfigError, match=f"line 2 of {path}"):
         read_episodes(path)
@@ -220,15 +224,15 @@ async def test_a_recording_replays_without_a_difference_and_a_change_is_named(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "r.jsonl"
-    sessions, _ = recording_core(path)
-    await play(sessions, ["ADD 2", {"add": 8}, DONE], seed=5, options={"start": 1})
-    opened = await sessions.open(OpenArgs(ResetArgs()))
+    core, _ = make_recording_core(path)
+    await play_episode(core, ["ADD 2", {"add": 8}, FINAL_ACTION], seed=5, options={"start": 1})
+    session = await core.open(OpenArgs(ResetArgs()))
     for action in (b'{"add": 0}', b'{"add": 13}', b'{"add": 1}'):
         try:
-            await sessions.step(opened.session_id, action)
+            await core.step(session.session_id, action)
         except EnvError as error:
             assert error.code in ("ILLEGAL_ACTION", "EXECUTION_ERROR")
-    await sessions.close(opened.session_id)
+    await core.close(session.session_id)
     assert await replay_differences(path) == ["", ""]
     assert [step.error for step in read_episodes(path)[1].steps] == [
         "ILLEGAL_ACTION",
@@ -236,28 +240,28 @@ async def test_a_recording_replays_without_a_difference_and_a_change_is_named(
         None,
     ]
 
-    changed = path.read_text().replace('{"text":"ADD 2"', '{"text":"ADD 1"', 1)
-    path.write_text(changed)
+    changed_text = path.read_text().replace('{"text":"ADD 2"', '{"text":"ADD 1"', 1)
+    path.write_text(changed_text)
     assert await replay_differences(path) == ["step 1: expected reward 2.0, got 1.0", ""]
 
 
 async def test_immediate_steps_are_recorded(tmp_path: Path) -> None:
-    sessions, _ = recording_core(tmp_path / "r.jsonl")
-    immediate = sessions.immediate_calls
-    assert immediate is not None
-    threaded, _ = recording_core(tmp_path / "t", factory=ThreadedCountingEnv)
-    assert threaded.immediate_calls is None
-    session_id = (await sessions.open(OpenArgs())).session_id
-    immediate.reset_now(session_id, ResetArgs(seed=2))
-    immediate.step_now(session_id, b'{"add":2}', 1)
-    immediate.step_now(session_id, b'{"add":2}', 1)
+    core, _ = make_recording_core(tmp_path / "r.jsonl")
+    immediate_calls = core.immediate_calls
+    assert immediate_calls is not None
+    threaded_core, _ = make_recording_core(tmp_path / "t", factory=ThreadedCountingEnv)
+    assert threaded_core.immediate_calls is None
+    session_id = (await core.open(OpenArgs())).session_id
+    immediate_calls.reset_now(session_id, ResetArgs(seed=2))
+    immediate_calls.step_now(session_id, b'{"add":2}', 1)
+    immediate_calls.step_now(session_id, b'{"add":2}', 1)
     with pytest.raises(EnvError):
-        immediate.step_now(session_id, b'{"add":0}', 2)
-    immediate.step_now(session_id, b'{"add":7}', 2)
+        immediate_calls.step_now(session_id, b'{"add":0}', 2)
+    immediate_calls.step_now(session_id, b'{"add":7}', 2)
     (episode,) = read_episodes(tmp_path / "r.jsonl")
     assert (episode.seed, episode.end_reason) == (2, "truncated")
     assert [step.error for step in episode.steps] == [None, "ILLEGAL_ACTION", None]
-    assert sessions.counts.num_steps == 3
+    assert core.counts.num_steps == 3
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -269,9 +273,9 @@ async def test_a_recording_replays_over_every_wire_of_a_recording_server(
         client = await AsyncEnvClient.connect(server_address(server, wire))
         session, _ = await client.open()
         await session.step(text="ADD 1")
-        assert (await session.step(DONE)).truncated
+        assert (await session.step(FINAL_ACTION)).truncated
         for member, _ in await client.open_group(3, seed=9):
-            await member.step(DONE)
+            await member.step(FINAL_ACTION)
         await client.close()
     episodes = read_episodes(path)
     assert [episode.seed for episode in episodes] == [3, 9, 9, 9]
@@ -300,21 +304,21 @@ async def test_an_episode_with_calls_of_tools_replays_and_a_change_is_named(
         await session.close()
     (episode,) = read_episodes(path)
     assert [step.tool for step in episode.steps] == ["note", None, "fail", "note"]
-    other = episode.model_copy(deep=True)
-    other.steps[3].arguments = {"text": "c"}
-    failing = episode.model_copy(deep=True)
-    failing.steps[2].tool = "note"
+    changed_episode = episode.model_copy(deep=True)
+    changed_episode.steps[3].arguments = {"text": "c"}
+    tool_change_episode = episode.model_copy(deep=True)
+    tool_change_episode.steps[2].tool = "note"
     async with (
         serve(ToolEnv) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         assert (await replay_episode(client, episode)).is_same
-        changed = await replay_episode(client, other)
-        assert changed.difference.startswith(
+        changed_replay = await replay_episode(client, changed_episode)
+        assert changed_replay.difference.startswith(
             "step 4: expected the recorded result of the tool 'note'"
         )
-        succeeded = await replay_episode(client, failing)
-        assert succeeded.difference.startswith("step 3: expected the error TOOL_ERROR")
+        tool_change_replay = await replay_episode(client, tool_change_episode)
+        assert tool_change_replay.difference.startswith("step 3: expected the error TOOL_ERROR")
 
 
 @pytest.mark.slow
@@ -322,11 +326,11 @@ def test_stopped_server_writes_running_episodes(tmp_path: Path) -> None:
     async def leave_in_the_middle(address: str) -> None:
         async with await AsyncEnvClient.connect(address) as client:
             await client.open(seed=8)
-            served.process.terminate()
-            await asyncio.to_thread(served.process.wait, 60)
+            server.process.terminate()
+            await asyncio.to_thread(server.process.wait, 60)
 
-    with server_process(tmp_path, "--record", str(tmp_path / "kept")) as served:
-        asyncio.run(leave_in_the_middle(served.grpc_address))
+    with server_process(tmp_path, "--record", str(tmp_path / "kept")) as server:
+        asyncio.run(leave_in_the_middle(server.grpc_address))
     (episode,) = read_episodes(tmp_path / "kept")
     assert episode.seed == 8
     assert episode.end_reason
@@ -336,9 +340,9 @@ async def test_client_writes_the_same_format(tmp_path: Path) -> None:
     path = tmp_path / "played.jsonl"
     async with open_client(environment_factory(TARGET, {})) as client:
         writer = EpisodeWriter(path, await client.describe(), TARGET, {})
-        session, first = await client.open(seed=2)
-        writer.begin_episode(2, first)
-        for action in ({"add": 1}, DONE):
+        session, first_result = await client.open(seed=2)
+        writer.begin_episode(2, first_result)
+        for action in ({"add": 1}, FINAL_ACTION):
             writer.add_step(action, await session.step(action))
         writer.end_episode("truncated")
     assert await replay_differences(path) == [""]
@@ -346,10 +350,10 @@ async def test_client_writes_the_same_format(tmp_path: Path) -> None:
 
 def test_hash_includes_tensors_and_ignores_key_order() -> None:
     tensors = {"image": np.arange(6, dtype=np.uint8).reshape(2, 3)}
-    same = hash_observation({"b": 1, "a": None}, tensors)
-    assert same == hash_observation({"a": None, "b": 1}, tensors)
-    assert same != hash_observation({"a": None, "b": 1}, {})
-    assert same != hash_observation({"a": None, "b": 1}, {"image": tensors["image"].T})
+    expected_hash = hash_observation({"b": 1, "a": None}, tensors)
+    assert expected_hash == hash_observation({"a": None, "b": 1}, tensors)
+    assert expected_hash != hash_observation({"a": None, "b": 1}, {})
+    assert expected_hash != hash_observation({"a": None, "b": 1}, {"image": tensors["image"].T})
 
 
 def test_missing_recording_is_reported(tmp_path: Path) -> None:

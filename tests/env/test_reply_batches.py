@@ -17,71 +17,71 @@ pytestmark = pytest.mark.timeout(300)
 NUM_SESSIONS = 32
 
 
-async def open_sessions(call, num_sessions: int) -> list[str]:
-    opens = [pb.Call(call_id=n + 1, open=pb.OpenRequest()) for n in range(num_sessions)]
-    for single in opens:
-        single.open.reset.seed = 1
-    await call.write(pb.CallBatch(calls=opens))
+async def open_sessions(stream, num_sessions: int) -> list[str]:
+    open_calls = [pb.Call(call_id=n + 1, open=pb.OpenRequest()) for n in range(num_sessions)]
+    for open_call in open_calls:
+        open_call.open.reset.seed = 1
+    await stream.write(pb.CallBatch(calls=open_calls))
     replies: list[pb.Reply] = []
     while len(replies) < num_sessions:
-        replies.extend((await call.read()).replies)
+        replies.extend((await stream.read()).replies)
     return [reply.open.session_id for reply in replies]
 
 
-def step(call_id: int, session_id: str) -> pb.CallBatch:
+def make_step_batch(call_id: int, session_id: str) -> pb.CallBatch:
     request = pb.StepRequest(session_id=session_id, action_json=b'{"add":1}')
     return pb.CallBatch(calls=[pb.Call(call_id=call_id, step=request)])
 
 
 async def test_replies_to_single_calls_of_many_sessions_travel_together_and_in_order() -> None:
-    async with serve_grpc() as served, grpc.aio.insecure_channel(read_target(served)) as channel:
-        call = env_pb2_grpc.EnvServiceStub(channel).Connect()
-        session_ids = await open_sessions(call, NUM_SESSIONS)
-        nums_of_batches = []
+    async with serve_grpc() as server, grpc.aio.insecure_channel(read_target(server)) as channel:
+        stream = env_pb2_grpc.EnvServiceStub(channel).Connect()
+        session_ids = await open_sessions(stream, NUM_SESSIONS)
+        batch_counts = []
         for step_index in range(1, NUM_STEPS + 1):  # a busy server may get calls one by one
-            expected = list(range(step_index * 100, step_index * 100 + NUM_SESSIONS))
-            for call_id, session_id in zip(expected, session_ids, strict=True):
-                await call.write(step(call_id, session_id))
+            call_ids = list(range(step_index * 100, step_index * 100 + NUM_SESSIONS))
+            for call_id, session_id in zip(call_ids, session_ids, strict=True):
+                await stream.write(make_step_batch(call_id, session_id))
             batches = []
             while sum(len(batch.replies) for batch in batches) < NUM_SESSIONS:
-                batches.append(await call.read())
+                batches.append(await stream.read())
             replies = [reply for batch in batches for reply in batch.replies]
-            assert [reply.call_id for reply in replies] == expected
+            assert [reply.call_id for reply in replies] == call_ids
             assert all(reply.result.step_index == step_index for reply in replies)
-            nums_of_batches.append(len(batches))
-        assert min(nums_of_batches) < NUM_SESSIONS
-        call.cancel()
+            batch_counts.append(len(batches))
+        assert min(batch_counts) < NUM_SESSIONS
+        stream.cancel()
 
 
 async def test_calls_that_were_sent_are_answered_after_the_client_has_stopped_sending() -> None:
-    async with serve_grpc() as served, grpc.aio.insecure_channel(read_target(served)) as channel:
-        call = env_pb2_grpc.EnvServiceStub(channel).Connect()
-        session_ids = await open_sessions(call, 3)
-        await call.write(pb.CallBatch())  # an empty batch is no end
+    async with serve_grpc() as server, grpc.aio.insecure_channel(read_target(server)) as channel:
+        stream = env_pb2_grpc.EnvServiceStub(channel).Connect()
+        session_ids = await open_sessions(stream, 3)
+        await stream.write(pb.CallBatch())  # an empty batch is no end
         for call_id, session_id in enumerate(session_ids, start=10):
-            await call.write(step(call_id, session_id))
-        await call.done_writing()
+            await stream.write(make_step_batch(call_id, session_id))
+        await stream.done_writing()
         replies: list[pb.Reply] = []
-        while (batch := await call.read()) is not grpc.aio.EOF:
+        while (batch := await stream.read()) is not grpc.aio.EOF:
             replies.extend(batch.replies)
         assert [reply.call_id for reply in replies] == [10, 11, 12]
-        assert await call.code() is grpc.StatusCode.OK
+        assert await stream.code() is grpc.StatusCode.OK
 
 
 async def test_a_client_can_send_one_call_per_message() -> None:
     async with (
-        serve_grpc() as served,
+        serve_grpc() as server,
         await AsyncEnvClient.connect(
-            served.address, ConnectOptions(max_calls_per_message=1)
+            server.address, ConnectOptions(max_calls_per_message=1)
         ) as client,
     ):
-        opened = [await client.open(seed=n) for n in range(8)]
+        sessions = [await client.open(seed=seed) for seed in range(8)]
         stream = client.transport.stream
-        num_before = stream.num_batches_sent
-        results = await asyncio.gather(*(s.step(CountAction(add=2)) for s, _ in opened))
-        assert stream.num_batches_sent - num_before == len(opened)
-        assert [result.step_index for result in results] == [1] * len(opened)
+        num_batches_before = stream.num_batches_sent
+        results = await asyncio.gather(*(s.step(CountAction(add=2)) for s, _ in sessions))
+        assert stream.num_batches_sent - num_batches_before == len(sessions)
+        assert [result.step_index for result in results] == [1] * len(sessions)
 
 
-def read_target(served) -> str:
-    return served.address.removeprefix("grpc://")
+def read_target(server) -> str:
+    return server.address.removeprefix("grpc://")

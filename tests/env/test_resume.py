@@ -31,17 +31,17 @@ pytestmark = pytest.mark.asyncio
 ACTIONS = [{"add": 1}, "ADD 2", {"add": 8}, {"add": 3}, {"add": 4}]
 
 
-class MoodyEnv(CountingEnv):
+class UnrepeatableEnv(CountingEnv):
     """An environment whose start ignores the seed."""
 
-    moods = itertools.count()
+    seeds = itertools.count()
 
     def reset(self, *, seed=None, start=0, note=""):
-        return super().reset(seed=next(self.moods), start=start, note=note)
+        return super().reset(seed=next(self.seeds), start=start, note=note)
 
 
 @asynccontextmanager
-async def behind_a_proxy(factory=CountingEnv, **options):
+async def serve_behind_proxy(factory=CountingEnv, **options):
     async with (
         serve_grpc(factory, deterministic=True) as server,
         FlakyProxy(server.address) as proxy,
@@ -50,51 +50,51 @@ async def behind_a_proxy(factory=CountingEnv, **options):
         yield server, proxy, client
 
 
-async def end_all(server: GrpcServer) -> None:
+async def close_all_sessions(server: GrpcServer) -> None:
     """End all sessions, like an idle sweep, a killed worker or a crash."""
     for session_id in list(server.core.open_sessions):
         await server.core.close(session_id)
 
 
-async def take(session, action):
+async def take_action(session, action):
     return await (session.step(text=action) if isinstance(action, str) else session.step(action))
 
 
-async def play(client: AsyncEnvClient, seed, *, before_step=None, **options):
-    session, first = await client.open(seed=seed, options={"start": 5}, **options)
-    results = [first]
-    for number, action in enumerate(ACTIONS):
+async def play_episode(client: AsyncEnvClient, seed, *, before_step=None, **options):
+    session, first_result = await client.open(seed=seed, options={"start": 5}, **options)
+    results = [first_result]
+    for step_index, action in enumerate(ACTIONS):
         if before_step is not None:
-            await before_step(number)
-        results.append(await take(session, action))
+            await before_step(step_index)
+        results.append(await take_action(session, action))
     return session, results
 
 
 async def test_a_session_that_is_lost_before_every_step_plays_the_same_episode() -> None:
-    async with behind_a_proxy() as (server, _, client):
-        _, undisturbed = await play(client, 3)
+    async with serve_behind_proxy() as (server, _, client):
+        _, expected_results = await play_episode(client, 3)
 
-        async def lose(number) -> None:
-            await end_all(server)
+        async def close_sessions(step_index) -> None:
+            await close_all_sessions(server)
 
-        session, results = await play(client, 3, before_step=lose, resume=True)
-        assert [as_seen(r) for r in results] == [as_seen(r) for r in undisturbed]
+        session, results = await play_episode(client, 3, before_step=close_sessions, resume=True)
+        assert [as_tuple(r) for r in results] == [as_tuple(r) for r in expected_results]
         assert session.num_resumes == len(ACTIONS)
         assert results[3].tensors["trace"].tolist() == [0.0, 1.0, 2.0]
 
 
 async def test_a_server_that_restarts_in_mid_episode_is_not_noticed() -> None:
-    async with behind_a_proxy() as (first, proxy, client):
-        _, undisturbed = await play(client, 4)
-        async with serve_grpc(deterministic=True) as second:
+    async with serve_behind_proxy() as (first_server, proxy, client):
+        _, expected_results = await play_episode(client, 4)
+        async with serve_grpc(deterministic=True) as second_server:
 
-            async def restart(number) -> None:
-                if number == 2:
-                    proxy.lead_to(second.address)
-                    await first.kill()
+            async def restart(step_index) -> None:
+                if step_index == 2:
+                    proxy.lead_to(second_server.address)
+                    await first_server.kill()
 
-            session, results = await play(client, 4, before_step=restart, resume=True)
-            assert [as_seen(r) for r in results] == [as_seen(r) for r in undisturbed]
+            session, results = await play_episode(client, 4, before_step=restart, resume=True)
+            assert [as_tuple(r) for r in results] == [as_tuple(r) for r in expected_results]
             assert session.num_resumes == 1
 
 
@@ -104,67 +104,67 @@ async def test_a_killed_server_process_that_is_started_again_is_not_noticed(
     wire: str, tmp_path
 ) -> None:
     ports = fixed_port_arguments()
-    with server_process(tmp_path, *ports) as first:
-        patient = AsyncEnvClient.connect(
-            server_address(first, wire), ConnectOptions(reconnect_timeout_s=300)
+    with server_process(tmp_path, *ports) as server:
+        connection = AsyncEnvClient.connect(
+            server_address(server, wire), ConnectOptions(reconnect_timeout_s=300)
         )
-        async with await patient as client:
-            _, undisturbed = await play(client, 4)
+        async with await connection as client:
+            _, expected_results = await play_episode(client, 4)
             limits = ResumeLimits(timeout_s=300)
-            session, opening = await client.open(seed=4, options={"start": 5}, resume=limits)
-            results = [opening]
+            session, first_result = await client.open(seed=4, options={"start": 5}, resume=limits)
+            results = [first_result]
             for action in ACTIONS[:2]:
-                results.append(await take(session, action))
-            first.process.kill()
-            first.process.wait()
-            stepping = asyncio.create_task(take(session, ACTIONS[2]))
+                results.append(await take_action(session, action))
+            server.process.kill()
+            server.process.wait()
+            step_task = asyncio.create_task(take_action(session, ACTIONS[2]))
             await asyncio.sleep(0.1)
             with server_process(tmp_path, *ports):
-                results.append(await stepping)
+                results.append(await step_task)
                 for action in ACTIONS[3:]:
-                    results.append(await take(session, action))
-            assert [as_seen(r) for r in results] == [as_seen(r) for r in undisturbed]
+                    results.append(await take_action(session, action))
+            assert [as_tuple(r) for r in results] == [as_tuple(r) for r in expected_results]
             assert session.num_resumes == 1
 
 
 async def test_without_a_seed_one_is_drawn_and_kept() -> None:
-    async with behind_a_proxy() as (server, _, client):
-        session, first = await client.open(resume=True)
+    async with serve_behind_proxy() as (server, _, client):
+        session, first_result = await client.open(resume=True)
         await session.step({"add": 1})
-        await end_all(server)
+        await close_all_sessions(server)
         assert (await session.step({"add": 2})).observation["total"] == 3
-        await end_all(server)
-        again = await session.reset()
-        assert again.observation["luck"] != first.observation["luck"]
-        await end_all(server)
+        await close_all_sessions(server)
+        reset_result = await session.reset()
+        assert reset_result.observation["luck"] != first_result.observation["luck"]
+        await close_all_sessions(server)
         await session.step({"add": 1})
-        await end_all(server)
+        await close_all_sessions(server)
         assert (await session.state())["total"] == 1
         assert session.num_resumes == 4
 
 
 async def test_actions_that_failed_are_replayed_only_if_they_may_have_changed_something() -> None:
-    async with behind_a_proxy() as (server, _, client):
+    async with serve_behind_proxy() as (server, _, client):
         session, _ = await client.open(seed=1, resume=True)
         await session.step({"add": 1})
         with pytest.raises(IllegalActionError):
             await session.step({"add": 0})
         with pytest.raises(ExecutionError):
             await session.step({"add": 13})
-        await end_all(server)
+        await close_all_sessions(server)
         result = await session.step({"add": 2})
         assert (result.observation["total"], result.step_index) == (3, 2)
         assert session.num_resumes == 1
 
 
 async def test_an_environment_that_is_not_deterministic_after_all_is_found_out() -> None:
-    async with behind_a_proxy(MoodyEnv) as (server, _, client):
+    async with serve_behind_proxy(UnrepeatableEnv) as (server, _, client):
         session, _ = await client.open(seed=1, resume=True)
         await session.step({"add": 1})
-        await end_all(server)
-        with pytest.raises(SessionLostError, match="with seed 1 returned a different") as caught:
+        await close_all_sessions(server)
+        with pytest.raises(SessionLostError, match="with seed 1 returned a different") as error:
             await session.step({"add": 1})
-        assert caught.value.code == ErrorCode.REPLAY_MISMATCH
+        assert error.value.code == ErrorCode.REPLAY_MISMATCH
         with pytest.raises(SessionLostError):
             await session.step({"add": 1})
         await wait_for_sessions(server.core, 0)
@@ -182,18 +182,18 @@ async def test_resume_over_websocket() -> None:
         serve(check_determinism=True) as server,
         await AsyncEnvClient.connect(server.http_address) as client,
     ):
-        _, undisturbed = await play(client, 3)
+        _, expected_results = await play_episode(client, 3)
 
-        async def lose(number) -> None:
+        async def close_sessions(step_index) -> None:
             for session_id in list(server.core.open_sessions):
                 await server.core.close(session_id)
 
-        session, results = await play(client, 3, before_step=lose, resume=True)
-        assert [as_seen(r) for r in results] == [as_seen(r) for r in undisturbed]
+        session, results = await play_episode(client, 3, before_step=close_sessions, resume=True)
+        assert [as_tuple(r) for r in results] == [as_tuple(r) for r in expected_results]
         assert session.num_resumes == len(ACTIONS)
 
 
-class MoodyToolEnv(ToolEnv):
+class UnrepeatableToolEnv(ToolEnv):
     """An environment whose tools return a different result each time."""
 
     calls = itertools.count()
@@ -211,7 +211,7 @@ async def test_calls_of_tools_are_made_again_in_the_session_that_replaces_a_lost
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
 
-        async def lose_all() -> None:
+        async def close_sessions() -> None:
             for session_id in list(server.core.open_sessions):
                 await server.core.close(session_id)
 
@@ -222,29 +222,29 @@ async def test_calls_of_tools_are_made_again_in_the_session_that_replaces_a_lost
         await session.step({"add": 1})
         with pytest.raises(ToolError):
             await session.call_tool("fail")
-        await lose_all()
+        await close_sessions()
         assert await session.call_tool("note", {"text": "b"}) == {"notes": ["a", "b"]}
-        await lose_all()
+        await close_sessions()
         assert (await session.step({"add": 2})).observation["total"] == 3
         assert await session.call_tool("note", {"text": "c"}) == {"notes": ["a", "b", "c"]}
         assert session.num_resumes == 2
 
 
 async def test_a_tool_that_answers_differently_is_found_out() -> None:
-    async with behind_a_proxy(MoodyToolEnv) as (server, _, client):
+    async with serve_behind_proxy(UnrepeatableToolEnv) as (server, _, client):
         session, _ = await client.open(seed=1, resume=True)
         await session.call_tool("note", {"text": "a"})
-        await end_all(server)
-        with pytest.raises(SessionLostError, match="the call of tool 'note' with seed 1") as caught:
+        await close_all_sessions(server)
+        with pytest.raises(SessionLostError, match="the call of tool 'note' with seed 1") as error:
             await session.step({"add": 1})
-        assert caught.value.code == ErrorCode.REPLAY_MISMATCH
+        assert error.value.code == ErrorCode.REPLAY_MISMATCH
 
 
 async def test_a_group_is_rebuilt_one_by_one() -> None:
-    async with behind_a_proxy() as (server, _, client):
+    async with serve_behind_proxy() as (server, _, client):
         group = await client.open_group(3, seed=2, resume=True)
         await asyncio.gather(*(session.step({"add": 1}) for session, _ in group))
-        await end_all(server)
+        await close_all_sessions(server)
         results = await asyncio.gather(*(session.step({"add": 1}) for session, _ in group))
         assert [result.observation["total"] for result in results] == [2, 2, 2]
         assert len({result.observation["luck"] for result in results}) == 1
@@ -252,35 +252,35 @@ async def test_a_group_is_rebuilt_one_by_one() -> None:
 
 @pytest.mark.slow
 async def test_attempts_are_bounded_in_number_and_in_time(gate) -> None:
-    async with behind_a_proxy(gate.factory) as (server, _, client):
+    async with serve_behind_proxy(gate.factory) as (server, _, client):
         session, _ = await client.open(seed=1, resume=ResumeLimits(num_attempts=2, timeout_s=1000))
-        stepping = asyncio.create_task(session.step({"add": 98}))
+        step_task = asyncio.create_task(session.step({"add": 98}))
         for num_steps in (1, 2, 3):
             await wait_until(lambda num_steps=num_steps: gate.num_entered == num_steps)
             move_loop_clock(61)
         with pytest.raises(CallTimeoutError):
-            await stepping
+            await step_task
         assert session.num_resumes == 2
         await wait_for_sessions(server.core, 0)
         gate.open()
-    async with behind_a_proxy(reconnect_timeout_s=60) as (_, proxy, client):
+    async with serve_behind_proxy(reconnect_timeout_s=60) as (_, proxy, client):
         session, _ = await client.open(seed=1, resume=ResumeLimits(timeout_s=0.5))
         proxy.refuses = True
         proxy.cut()
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         with pytest.raises(InfrastructureError):
             await session.step({"add": 1})
-        assert time.monotonic() - began_s < 30
+        assert time.monotonic() - start_s < 30
 
 
 async def test_a_lingering_session_is_resent_first_and_replayed_only_if_it_is_gone() -> None:
-    async with behind_a_proxy() as (server, proxy, client):
+    async with serve_behind_proxy() as (server, proxy, client):
         session, _ = await client.open(seed=1, resume=True, linger_s=30)
         await session.step({"add": 1})
         proxy.cut()
         await session.step({"add": 1})
         assert session.num_resumes == 0
-        await end_all(server)
+        await close_all_sessions(server)
         assert (await session.step({"add": 1})).observation["total"] == 3
         assert session.num_resumes == 1
 
@@ -290,7 +290,7 @@ async def test_the_synchronous_client_resumes_too() -> None:
         with EnvClient.connect(server.address) as client:
             session, _ = client.open(seed=1, resume=True)
             session.step({"add": 1})
-            asyncio.run_coroutine_threadsafe(end_all(server), loop).result()
+            asyncio.run_coroutine_threadsafe(close_all_sessions(server), loop).result()
             assert session.step({"add": 1}).observation["total"] == 2
             assert session.num_resumes == 1
 
@@ -298,5 +298,5 @@ async def test_the_synchronous_client_resumes_too() -> None:
         await asyncio.to_thread(play_synchronously, server, asyncio.get_running_loop())
 
 
-def as_seen(result):
+def as_tuple(result):
     return (result.observation, result.reward, result.terminated, result.step_index, result.text)

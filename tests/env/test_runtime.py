@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-START = """
+PROGRAM_START = """
 import asyncio, os, random, signal
 from pathlib import Path
 from ludus.env import runtime
 
-def resident():
+def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 class Service:
@@ -26,75 +26,75 @@ class Service:
         pass
 """
 
-BURST = """
+BURST_PROGRAM = """
 runtime._TRIM_PERIOD_S = 0.1
 
-def burst():
-    draw = random.Random(1)
-    before = resident()
-    blocks = [bytes(draw.choice((600, 900, 3000))) for _ in range(60_000)]
-    full = resident() - before
-    kept = blocks[::50]
+def allocate_burst():
+    generator = random.Random(1)
+    bytes_before = resident_bytes()
+    blocks = [bytes(generator.choice((600, 900, 3000))) for _ in range(60_000)]
+    num_bytes = resident_bytes() - bytes_before
+    remaining = blocks[::50]
     del blocks
-    asyncio.get_running_loop().call_later(0.5, tell, before, full, kept)
+    asyncio.get_running_loop().call_later(0.5, report, bytes_before, num_bytes, remaining)
 
-def tell(before, full, kept):
-    print(full, resident() - before, flush=True)
+def report(bytes_before, num_bytes, remaining):
+    print(num_bytes, resident_bytes() - bytes_before, flush=True)
     os.kill(os.getpid(), signal.SIGINT)
 
-runtime.run_until_signal(Service(), drain_grace_s=0, on_ready=burst)
+runtime.run_until_signal(Service(), drain_grace_s=0, on_ready=allocate_burst)
 """
 
-LARGE = """
-def large():
+LARGE_MESSAGE_PROGRAM = """
+def allocate_large_blocks():
     bytes(2_000_000)  # freeing it would raise glibc's mmap threshold
-    before = resident()
+    bytes_before = resident_bytes()
     blocks, small = [], []
     for _ in range(40):
         blocks.append(b"x" * 1_000_000)
         small.append(bytes(3000))
-    full = resident() - before
+    num_bytes = resident_bytes() - bytes_before
     del blocks
-    print(full, resident() - before, flush=True)
+    print(num_bytes, resident_bytes() - bytes_before, flush=True)
     os.kill(os.getpid(), signal.SIGINT)
 
-runtime.run_until_signal(Service(), drain_grace_s=0, on_ready=large)
+runtime.run_until_signal(Service(), drain_grace_s=0, on_ready=allocate_large_blocks)
 """
 
 
-def measure_glibc(program: str) -> tuple[int, int]:
+def measure_memory(program: str) -> tuple[int, int]:
     """Return the peak and the remaining memory in bytes."""
     if not hasattr(ctypes.CDLL(None), "malloc_trim"):
         pytest.skip("only glibc can trim")
-    command = [sys.executable, "-c", START + program]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    full, remaining = map(int, ran.stdout.split())
-    return full, remaining
+    command = [sys.executable, "-c", PROGRAM_START + program]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    peak, remaining = map(int, process.stdout.split())
+    return peak, remaining
 
 
 @pytest.mark.slow
 def test_memory_of_a_burst_is_returned() -> None:
-    full, remaining = measure_glibc(BURST)
+    peak, remaining = measure_memory(BURST_PROGRAM)
     # One block in fifty stays allocated, with its page of 4 KiB.
-    assert remaining < full / 4
+    assert remaining < peak / 4
 
 
 @pytest.mark.slow
 def test_memory_of_a_large_message_is_returned_at_once() -> None:
-    full, remaining = measure_glibc(LARGE)
-    assert remaining < full / 10
+    peak, remaining = measure_memory(LARGE_MESSAGE_PROGRAM)
+    assert remaining < peak / 10
 
 
 def test_collection_is_paused_for_a_block_and_its_objects_are_frozen() -> None:
     program = (
         "import gc\n"
         "from ludus.env.runtime import pause_collection\n"
-        "before = gc.get_freeze_count()\n"
+        "num_frozen = gc.get_freeze_count()\n"
         "with pause_collection():\n"
-        "    kept = [[] for _ in range(10_000)]\n"
+        "    remaining = [[] for _ in range(10_000)]\n"
         "    print(gc.isenabled())\n"
-        "print(gc.isenabled(), gc.get_freeze_count() - before >= 10_000)\n"
+        "print(gc.isenabled(), gc.get_freeze_count() - num_frozen >= 10_000)\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert run.stdout.split() == ["False", "True", "True"], run.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.stdout.split() == ["False", "True", "True"], process.stderr

@@ -29,10 +29,10 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the lay
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Make a folder that every user can read, unlike pytest's."""
-    made = Path(tempfile.mkdtemp())
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made)
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
 
 
 def try_layer(layer: str, folder: Path, *deeds: str) -> dict[str, Any]:
@@ -41,15 +41,15 @@ def try_layer(layer: str, folder: Path, *deeds: str) -> dict[str, Any]:
     secret.write_text("x")
     secret.chmod(0o600 if layer == "user-id" else 0o644)
     command = [sys.executable, PROGRAM, layer, str(folder), str(secret), str(os.getpid()), *deeds]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert completed.returncode == 0, completed.stderr
-    report = json.loads(completed.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout)
     if "not offered" in report:
         pytest.skip(report["not offered"])
     return report
 
 
-DENIED = "PermissionError"
+DENIAL_ERROR = "PermissionError"
 
 
 @linux
@@ -66,21 +66,21 @@ DENIED = "PermissionError"
 )
 def test_a_layer_alone_denies_its_part(layer, deeds, folder) -> None:
     report = try_layer(layer, folder, *deeds, "write own")
-    assert {deed for deed in deeds if report[deed] == DENIED} == deeds
+    assert {deed for deed in deeds if report[deed] == DENIAL_ERROR} == deeds
     assert report["write own"] == "done"
 
 
 @linux
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can take another user id")
 def test_user_id_is_not_changed_if_paths_would_be_closed(folder) -> None:
-    private = folder / "private"
-    private.mkdir(mode=0o700)
-    (private / "notes").touch()
-    for readable, writable in (([private / "notes"], []), ([], [folder])):
+    private_folder = folder / "private"
+    private_folder.mkdir(mode=0o700)
+    (private_folder / "notes").touch()
+    for readable_paths, writable_paths in (([private_folder / "notes"], []), ([], [folder])):
         with pytest.raises(
             LayerUnavailableError, match="which workers need, is closed to other users"
         ):
-            take_user_id(1, folder, readable, writable)
+            take_user_id(1, folder, readable_paths, writable_paths)
     assert os.geteuid() == 0
 
 
@@ -93,16 +93,16 @@ def test_process_in_namespaces_sees_only_itself(folder) -> None:
     assert report["exit code"] == 7
 
 
-_FORK_SERVER_DIES = """
+_KILL_FORK_SERVER_PROGRAM = """
 import os, signal
 from ludus.env.sandbox import namespaces
 
 fork_server = os.getpid()
-leave = namespaces.unshare_namespaces
+unshare = namespaces.unshare_namespaces
 
 def die_first(without_network):
     os.kill(fork_server, signal.SIGKILL)
-    leave(without_network)
+unshare(without_network)
 
 namespaces.unshare_namespaces = die_first
 try:
@@ -116,7 +116,7 @@ finally:
 @pytest.mark.slow
 def test_fork_server_killed_during_fork_leaves_no_copy(folder) -> None:
     try_layer("namespaces", folder)  # skips if they are not supported
-    command = [sys.executable, "-c", _FORK_SERVER_DIES]
+    command = [sys.executable, "-c", _KILL_FORK_SERVER_PROGRAM]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     assert output == "worker\n"
 
@@ -151,15 +151,15 @@ def test_options_that_name_files_make_them_readable(tmp_path: Path) -> None:
 
 def test_folder_is_measured_and_removed(tmp_path: Path) -> None:
     folder = tmp_path / "own"
-    deep = folder / "a" / "b"
-    deep.mkdir(parents=True)
-    (deep / "large").write_bytes(b"x" * 100_000)
+    deep_folder = folder / "a" / "b"
+    deep_folder.mkdir(parents=True)
+    (deep_folder / "large").write_bytes(b"x" * 100_000)
     assert 100_000 < measure_disk_bytes(folder) < 200_000
     for index in range(100):
         (folder / str(index)).touch()
     assert measure_disk_bytes(folder) > 500_000
     (folder / "outside").symlink_to(tmp_path)
-    deep.chmod(0)
+    deep_folder.chmod(0)
     remove_folder(folder)
     assert not folder.exists() and tmp_path.exists()
     assert measure_disk_bytes(folder) == 0

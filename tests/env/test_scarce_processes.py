@@ -20,7 +20,7 @@ from tests.env.served import serve
 
 pytestmark = pytest.mark.slow
 
-POOL = {"pool": {"num_workers": 1}}
+POOL_OPTIONS = {"pool": {"num_workers": 1}}
 ADD_1 = b'{"add": 1}'
 
 
@@ -32,7 +32,7 @@ async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     options = {"isolation": isolation, "pass_env": (FOLDER_VARIABLE,)}
     async with (
-        serve(ScarceEnv, **options, **POOL.get(isolation, {})) as server,
+        serve(ScarceEnv, **options, **POOL_OPTIONS.get(isolation, {})) as server,
         httpx.AsyncClient(base_url=server.http_address) as http,
         asyncio.timeout(120),
     ):
@@ -43,33 +43,33 @@ async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
         async def open_session() -> str:
             return (await server.core.open(OpenArgs(ResetArgs(seed=1)))).session_id
 
-        neighbour = await open_session()
-        fork_server = host.fork_server.pid
+        neighbour_id = await open_session()
+        fork_server_pid = host.fork_server.pid
         (tmp_path / NO_FORK_FILE).write_text(process_name)
         if isolation == "pool":
             await wait_until(lambda: host.pids)  # reported separately from readiness
             os.kill(host.pids[0], signal.SIGKILL)
             await wait_until(lambda: not server.core.load.num_sessions)
-        with pytest.raises(EnvError) as refused:
+        with pytest.raises(EnvError) as exc_info:
             while True:  # until no warm worker is left
                 await open_session()
-        assert refused.value.code == "UNAVAILABLE"
-        assert "Resource temporarily unavailable" in refused.value.message
+        assert exc_info.value.code == "UNAVAILABLE"
+        assert "Resource temporarily unavailable" in exc_info.value.message
         if isolation == "pool":
-            message = await http.get("/readyz")
-            assert message.status_code == 503
-            assert "Resource temporarily unavailable" in message.json()["status"]
+            response = await http.get("/readyz")
+            assert response.status_code == 503
+            assert "Resource temporarily unavailable" in response.json()["status"]
         else:
-            assert (await server.core.step(neighbour, ADD_1)).reward == 1.0
+            assert (await server.core.step(neighbour_id, ADD_1)).reward == 1.0
 
         (tmp_path / NO_FORK_FILE).unlink()
         while True:
             try:
                 session_id = await open_session()
-            except EnvError as still_refused:
-                assert still_refused.code == "UNAVAILABLE"
+            except EnvError as error:
+                assert error.code == "UNAVAILABLE"
                 await asyncio.sleep(0.05)
             else:
                 break
         assert (await server.core.step(session_id, ADD_1)).reward == 1.0
-        assert host.fork_server.pid == fork_server
+        assert host.fork_server.pid == fork_server_pid

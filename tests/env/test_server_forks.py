@@ -17,7 +17,7 @@ from tests.env.processes import is_alive
 from tests.env.served import WIRES
 
 
-def is_refused(port: int) -> bool:
+def is_port_free(port: int) -> bool:
     """Return True if the port is free."""
     try:
         socket.create_connection(("127.0.0.1", port)).close()
@@ -29,16 +29,16 @@ def is_refused(port: int) -> bool:
 @pytest.mark.parametrize("wire", WIRES)
 async def test_a_forked_child_keeps_no_port_of_its_server(wire: str) -> None:
     reader, writer = os.pipe()
-    children = []
+    child_pids = []
 
     class ForkingEnv(CountingEnv):
         def step(self, action):
-            child = os.fork()
-            if child == 0:
+            child_pid = os.fork()
+            if child_pid == 0:
                 os.close(writer)
                 os.read(reader, 1)  # until the test is over
                 os._exit(0)
-            children.append(child)
+            child_pids.append(child_pid)
             return super().step(action)
 
     try:
@@ -52,12 +52,12 @@ async def test_a_forked_child_keeps_no_port_of_its_server(wire: str) -> None:
             addresses = server.addresses
         for address in (addresses.http, addresses.grpc, addresses.admin):
             # gRPC's own threads may close a port shortly after its server has stopped.
-            await wait_until(partial(is_refused, urlsplit(address).port))
+            await wait_until(partial(is_port_free, urlsplit(address).port))
         # A fork during work of gRPC's threads may crash the copy, which is a limit of gRPC.
-        live = [child for child in children if is_alive(child)]
-        assert len(children) == 2 and (live == children or wire == "grpc")
+        live_pids = [child_pid for child_pid in child_pids if is_alive(child_pid)]
+        assert len(child_pids) == 2 and (live_pids == child_pids or wire == "grpc")
     finally:
         os.close(writer)
         os.close(reader)
-        for child in children:
-            os.waitpid(child, 0)
+        for child_pid in child_pids:
+            os.waitpid(child_pid, 0)

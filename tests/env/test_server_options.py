@@ -47,8 +47,8 @@ def test_workers_have_a_time_limit_unless_it_is_turned_off() -> None:
 
 def test_a_pool_has_a_worker_for_each_cpu_but_no_more_than_sessions() -> None:
     assert ServerOptions(isolation="pool").num_pool_workers == count_available_cpus()
-    few = ServerOptions(isolation="pool", num_workers=8, max_sessions=3)
-    assert few.num_pool_workers == 3
+    options = ServerOptions(isolation="pool", num_workers=8, max_sessions=3)
+    assert options.num_pool_workers == 3
 
 
 def test_secrets_are_not_in_repr() -> None:
@@ -82,7 +82,7 @@ def test_every_flag_has_a_text_and_no_secret_has_a_flag() -> None:
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine lacks IPv6")
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
 def test_ipv6_wildcard_address_includes_ipv4(family) -> None:
-    with bind("::", 0, "port") as listening, socket.socket(family) as client:
+    with bind("::", 0, "port") as listener, socket.socket(family) as client:
         host = "127.0.0.1" if family == socket.AF_INET else "::1"
-        client.connect((host, listening.getsockname()[1]))
-        assert listening.accept()[1]
+        client.connect((host, listener.getsockname()[1]))
+        assert listener.accept()[1]

@@ -27,144 +27,142 @@ from tests.env.counting_env import CountingEnv
 from tests.env.raw_stream import RawStream
 from tests.env.served import WIRES, fixed_port_arguments, serve, server_address, server_process
 
-WAITS_FOR_ONE = "waiting for 1 sessions"
+WAIT_MESSAGE = "waiting for 1 sessions"
 pytestmark = pytest.mark.slow
 
 SERVER = str(Path(__file__).with_name("counting_env.py"))
 
 
-def run_to_its_end(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_server(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, SERVER, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_client_recovers_after_a_killed_server(tmp_path: Path, wire: str) -> None:
-    async def story():
+    async def run_scenario():
         ports = fixed_port_arguments()
-        with server_process(tmp_path, *ports) as first:
-            address = server_address(first, wire)
+        with server_process(tmp_path, *ports) as server:
+            address = server_address(server, wire)
             client = await AsyncEnvClient.connect(address, ConnectOptions(reconnect_timeout_s=300))
             session, _ = await client.open(seed=1)
             assert (await session.step({"add": 1})).reward == 1.0
-            first.process.kill()
-            first.process.wait()
+            server.process.kill()
+            server.process.wait()
             with pytest.raises(SessionLostError):
                 await session.step({"add": 1})
-            opening = asyncio.create_task(client.open(seed=1))
+            open_task = asyncio.create_task(client.open(seed=1))
             await asyncio.sleep(0.2)
-            assert not opening.done()
+            assert not open_task.done()
             with server_process(tmp_path, *ports):
-                again, _ = await asyncio.wait_for(opening, 300)
-                assert (await again.step({"add": 1})).step_index == 1
+                new_session, _ = await asyncio.wait_for(open_task, 300)
+                assert (await new_session.step({"add": 1})).step_index == 1
                 with pytest.raises(SessionLostError):
                     await session.step({"add": 1})
                 await client.close()
 
-    asyncio.run(story())
+    asyncio.run(run_scenario())
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_at_once_with_sessions_open(tmp_path: Path, signal_number) -> None:
-    async def story():
-        with server_process(tmp_path) as served:
-            clients = [await AsyncEnvClient.connect(server_address(served, wire)) for wire in WIRES]
+    async def run_scenario():
+        with server_process(tmp_path) as server:
+            clients = [await AsyncEnvClient.connect(server_address(server, wire)) for wire in WIRES]
             for client in clients:
                 await client.open()
-            begun_s = time.monotonic()
-            served.process.send_signal(signal_number)
-            code = await asyncio.to_thread(served.process.wait, 60)
-            assert (code, time.monotonic() - begun_s < 30.0) == (0, True)
+            start_s = time.monotonic()
+            server.process.send_signal(signal_number)
+            exit_code = await asyncio.to_thread(server.process.wait, 60)
+            assert (exit_code, time.monotonic() - start_s < 30.0) == (0, True)
             assert list(tmp_path.iterdir()) == []
-            assert "Traceback" not in served.process.stderr.read()
+            assert "Traceback" not in server.process.stderr.read()
             for client in clients:
                 await client.close()
 
-    asyncio.run(story())
+    asyncio.run(run_scenario())
 
 
 def test_sigterm_drains_the_server(tmp_path: Path) -> None:
-    async def story():
-        with server_process(tmp_path, "--drain-grace-s", "60") as served:
-            async with await AsyncEnvClient.connect(served.grpc_address) as client:
+    async def run_scenario():
+        with server_process(tmp_path, "--drain-grace-s", "60") as server:
+            async with await AsyncEnvClient.connect(server.grpc_address) as client:
                 session, _ = await client.open(seed=1)
-                served.process.send_signal(signal.SIGTERM)
-                await asyncio.to_thread(read_until, served.process.stderr, WAITS_FOR_ONE)
-                with pytest.raises(UnavailableError) as refused:
+                server.process.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(read_until, server.process.stderr, WAIT_MESSAGE)
+                with pytest.raises(UnavailableError) as exc_info:
                     await client.open()
-                assert refused.value.code is ErrorCode.DRAINING
+                assert exc_info.value.code is ErrorCode.DRAINING
                 assert (await session.step({"add": 1})).reward == 1.0
                 await session.close()
-                assert await asyncio.to_thread(served.process.wait, 60) == 0
+                assert await asyncio.to_thread(server.process.wait, 60) == 0
 
-    asyncio.run(story())
+    asyncio.run(run_scenario())
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("second_signal", [signal.SIGTERM, signal.SIGINT])
 def test_a_draining_server_ends_at_a_second_signal_or_after_its_grace(
-    tmp_path: Path, second
+    tmp_path: Path, second_signal
 ) -> None:
-    async def story():
-        with server_process(tmp_path, "--drain-grace-s", "60") as patient:
-            async with await AsyncEnvClient.connect(patient.grpc_address) as client:
+    async def run_scenario():
+        with server_process(tmp_path, "--drain-grace-s", "60") as server:
+            async with await AsyncEnvClient.connect(server.grpc_address) as client:
                 await client.open()
-                patient.process.send_signal(signal.SIGTERM)
-                await asyncio.to_thread(
-                    read_until, patient.process.stderr, "waiting for 1 sessions"
-                )
-                assert patient.process.poll() is None
-                patient.process.send_signal(second)
-                assert await asyncio.to_thread(patient.process.wait, 60) == 0
-        with server_process(tmp_path, "--drain-grace-s", "0.2") as hasty:
-            async with await AsyncEnvClient.connect(hasty.grpc_address) as client:
+                server.process.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(read_until, server.process.stderr, "waiting for 1 sessions")
+                assert server.process.poll() is None
+                server.process.send_signal(second_signal)
+                assert await asyncio.to_thread(server.process.wait, 60) == 0
+        with server_process(tmp_path, "--drain-grace-s", "0.2") as server:
+            async with await AsyncEnvClient.connect(server.grpc_address) as client:
                 await client.open()
-                hasty.process.send_signal(signal.SIGTERM)
-                assert await asyncio.to_thread(hasty.process.wait, 60) == 0
+                server.process.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(server.process.wait, 60) == 0
 
-    asyncio.run(story())
+    asyncio.run(run_scenario())
 
 
-def read_until(lines, words: str) -> None:
-    while words not in (line := lines.readline()):
+def read_until(lines, text: str) -> None:
+    while text not in (line := lines.readline()):
         assert line, "the process has ended"
 
 
 def test_a_port_in_use_is_named_and_nothing_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-        http = run_to_its_end("--port", port, "--grpc-port", "0")
-        grpc = run_to_its_end("--port", "0", "--grpc-port", port)
-    for ended, name in ((http, "port"), (grpc, "grpc_port")):
-        assert ended.returncode == 2
-        assert ended.stderr.startswith(f"error: {name} {port} is in use on ")
-        assert ended.stderr.count("\n") == 1
+        http_process = run_server("--port", port, "--grpc-port", "0")
+        grpc_process = run_server("--port", "0", "--grpc-port", port)
+    for process, name in ((http_process, "port"), (grpc_process, "grpc_port")):
+        assert process.returncode == 2
+        assert process.stderr.startswith(f"error: {name} {port} is in use on ")
+        assert process.stderr.count("\n") == 1
 
 
 def test_two_servers_never_share_a_grpc_port() -> None:
-    async def story():
+    async def run_scenario():
         async with serve() as server:
             port = int(server.grpc_address.rpartition(":")[2])
             with pytest.raises(PortInUseError, match=str(port)):
                 await serve(grpc_port=port).start()
 
-    asyncio.run(story())
+    asyncio.run(run_scenario())
 
 
 def test_listening_beyond_this_machine_needs_a_token() -> None:
-    ended = run_to_its_end("--host", "0.0.0.0", "--port", "0")
-    assert ended.returncode == 2
-    assert "listening on 0.0.0.0" in ended.stderr
-    assert ended.stderr.count("\n") == 1
+    process = run_server("--host", "0.0.0.0", "--port", "0")
+    assert process.returncode == 2
+    assert "listening on 0.0.0.0" in process.stderr
+    assert process.stderr.count("\n") == 1
     assert ServerOptions(host="0.0.0.0", insecure=True).token is None
     assert ServerOptions(host="0.0.0.0", token="t").host == "0.0.0.0"
 
 
 def test_token_comes_from_the_environment_variable(tmp_path: Path) -> None:
-    with server_process(tmp_path, "--token-env", "MY_TOKEN", env={"MY_TOKEN": "t"}) as served:
-        call = urllib.request.Request(
-            served.http_address + "/metadata", headers={"authorization": "Bearer t"}
+    with server_process(tmp_path, "--token-env", "MY_TOKEN", env={"MY_TOKEN": "t"}) as server:
+        request = urllib.request.Request(
+            server.http_address + "/metadata", headers={"authorization": "Bearer t"}
         )
-        with urllib.request.urlopen(call, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             assert response.status == 200
 
 
@@ -193,44 +191,44 @@ KEY = "a-key-that-a-gateway-and-a-server-share"
 
 
 def open_signed(address: str, session_id: str) -> str:
-    async def open_it() -> str:
-        async with RawStream(address) as raw:
-            return await asyncio.wait_for(raw.open(session_id=session_id), 60)
+    async def open_session() -> str:
+        async with RawStream(address) as stream:
+            return await asyncio.wait_for(stream.open(session_id=session_id), 60)
 
-    return asyncio.run(open_it())
+    return asyncio.run(open_session())
 
 
 @pytest.mark.parametrize("isolation", ["inline", "pool", "process"])
 def test_the_options_of_the_command_line_reach_the_server(tmp_path: Path, isolation: str) -> None:
-    async def story():
+    async def run_scenario():
         arguments = ["--isolation", isolation, "--first-seed", "7", "--max-sessions", "4"]
         arguments += ["--no-determinism-check"] if isolation == "pool" else []
         env = {"LUDUS_SESSION_KEY": KEY, "POD_UID": "8c5f7a3e-0b1d"}
-        with server_process(tmp_path, *arguments, env=env) as served:
-            client = await AsyncEnvClient.connect(served.grpc_address)
-            described = await client.describe()
-            assert (described.server_id, described.max_sessions) == ("8c5f7a3e0b1d", 4)
-            assert described.is_deterministic is (isolation != "pool")
-            unseeded = [(await client.open())[1].observation for _ in range(2)]
-            seeded = (await client.open(seed=7))[1].observation
-            assert seeded == unseeded[0] != unseeded[1]
-            signed = SessionKey(KEY.encode()).sign("counting", described.server_id)
-            assert await asyncio.to_thread(open_signed, served.grpc_address, signed) == signed
+        with server_process(tmp_path, *arguments, env=env) as server:
+            client = await AsyncEnvClient.connect(server.grpc_address)
+            description = await client.describe()
+            assert (description.server_id, description.max_sessions) == ("8c5f7a3e0b1d", 4)
+            assert description.is_deterministic is (isolation != "pool")
+            unseeded_starts = [(await client.open())[1].observation for _ in range(2)]
+            seeded_start = (await client.open(seed=7))[1].observation
+            assert seeded_start == unseeded_starts[0] != unseeded_starts[1]
+            signed_id = SessionKey(KEY.encode()).sign("counting", description.server_id)
+            assert await asyncio.to_thread(open_signed, server.grpc_address, signed_id) == signed_id
             await client.close()
 
-    asyncio.run(story())
+    asyncio.run(run_scenario())
 
 
 def test_options_that_cannot_work_together_end_with_one_line_and_code_2() -> None:
-    ended = run_to_its_end("--port", "0", "--isolation", "pool", "--cpu-limit-s", "5")
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("error: cpu_limit_s needs isolation='process'")
-    assert ended.stderr.count("\n") == 1
+    process = run_server("--port", "0", "--isolation", "pool", "--cpu-limit-s", "5")
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: cpu_limit_s needs isolation='process'")
+    assert process.stderr.count("\n") == 1
 
 
 def test_an_environment_that_cannot_be_built_in_a_worker_ends_with_one_line_and_code_2() -> None:
     command = [sys.executable, "-m", "ludus.env", "counting_env:fail_to_be_built"]
-    ended = subprocess.run(
+    process = subprocess.run(
         [*command, "--port", "0", "--isolation", "process"],
         cwd=Path(SERVER).parent,
         capture_output=True,
@@ -238,25 +236,25 @@ def test_an_environment_that_cannot_be_built_in_a_worker_ends_with_one_line_and_
         timeout=60,
         check=False,
     )
-    assert ended.returncode == 2
-    assert "RuntimeError: no luck" in ended.stderr
-    assert ended.stderr.count("\n") == 1
+    assert process.returncode == 2
+    assert "RuntimeError: no luck" in process.stderr
+    assert process.stderr.count("\n") == 1
 
 
 def test_a_pool_answers_opens_that_wait_for_a_free_session(tmp_path: Path) -> None:
-    async def story():
+    async def run_scenario():
         arguments = ("--isolation", "pool", "--max-sessions", "1", "--wait-for-slot-s", "60")
-        with server_process(tmp_path, *arguments) as served:
-            client = await AsyncEnvClient.connect(served.grpc_address)
-            first, _ = await client.open()
-            waiting = asyncio.create_task(client.open(seed=1))
+        with server_process(tmp_path, *arguments) as server:
+            client = await AsyncEnvClient.connect(server.grpc_address)
+            session, _ = await client.open()
+            open_task = asyncio.create_task(client.open(seed=1))
             await asyncio.sleep(0.1)
-            assert not waiting.done()
-            await first.close()
-            assert (await (await waiting)[0].step({"add": 1})).reward == 1.0
+            assert not open_task.done()
+            await session.close()
+            assert (await (await open_task)[0].step({"add": 1})).reward == 1.0
             await client.close()
 
-    asyncio.run(story())
+    asyncio.run(run_scenario())
 
 
 @pytest.mark.parametrize(
@@ -293,21 +291,21 @@ def test_a_local_server_passes_on_isolation_arguments_and_secrets(
             KEY.encode() in argument for argument in arguments
         )
         assert server.addresses is not None
-        signed = SessionKey(KEY.encode()).sign("counting", "elsewhere")
+        signed_id = SessionKey(KEY.encode()).sign("counting", "elsewhere")
         with pytest.raises(AssertionError, match="belongs to another server"):
-            open_signed(server.addresses.grpc, signed)
+            open_signed(server.addresses.grpc, signed_id)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for orphans is Linux's")
 def test_server_exits_if_its_parent_is_already_dead() -> None:
-    starter = subprocess.Popen([sys.executable, "-c", ""])
-    starter.wait()
+    parent = subprocess.Popen([sys.executable, "-c", ""])
+    parent.wait()
     command = [sys.executable, "-m", "ludus.env", "counting_env:CountingEnv", "--port", "0"]
-    ended = subprocess.run(
-        [*command, "--exit-with-parent", str(starter.pid)],
+    process = subprocess.run(
+        [*command, "--exit-with-parent", str(parent.pid)],
         cwd=Path(SERVER).parent,
         capture_output=True,
         timeout=60,
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr
+    assert process.returncode == 0, process.stderr

@@ -20,10 +20,10 @@ OTHER_CA = trustme.CA()
 
 def write_files(folder, name, ca=CA) -> TlsFiles:
     """Write a certificate of the authority and its key to files."""
-    issued = ca.issue_cert("localhost", "127.0.0.1")
+    certificate = ca.issue_cert("localhost", "127.0.0.1")
     files = TlsFiles(folder / f"{name}.crt", folder / f"{name}.key")
-    files.cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-    files.key.write_bytes(issued.private_key_pem.bytes())
+    files.cert.write_bytes(b"".join(pem.bytes() for pem in certificate.cert_chain_pems))
+    files.key.write_bytes(certificate.private_key_pem.bytes())
     return files
 
 
@@ -59,35 +59,35 @@ async def test_a_client_plays_over_tls_with_the_servers_authority_only(
             await AsyncEnvClient.connect(
                 address, ConnectOptions(token="hush", connect_timeout_s=0.5)
             )
-        plain = address.replace("https://", "http://").replace("grpcs://", "grpc://")
+        url = address.replace("https://", "http://").replace("grpcs://", "grpc://")
         with pytest.raises(UnavailableError):
-            await AsyncEnvClient.connect(plain, ConnectOptions(token="hush", connect_timeout_s=0.5))
+            await AsyncEnvClient.connect(url, ConnectOptions(token="hush", connect_timeout_s=0.5))
 
 
 async def test_a_server_that_asks_for_certificates_takes_those_of_its_authority_only(
     tmp_path, server_files, ca_file
 ) -> None:
-    good, bad = write_files(tmp_path, "good"), write_files(tmp_path, "bad", OTHER_CA)
+    good_files, bad_files = write_files(tmp_path, "good"), write_files(tmp_path, "bad", OTHER_CA)
     files = {"tls_cert": server_files.cert, "tls_key": server_files.key, "tls_client_ca": ca_file}
     async with serve(**files) as server:
-        https = server.http_address + "/health"
+        url = server.http_address + "/health"
         async with httpx.AsyncClient(
-            verify=build_client_context(ca_file, good), timeout=60
+            verify=build_client_context(ca_file, good_files), timeout=60
         ) as client:
-            assert (await client.get(https)).status_code == 200
-        for identity in (None, bad):
+            assert (await client.get(url)).status_code == 200
+        for identity in (None, bad_files):
             verify = build_client_context(ca_file, identity)
             async with httpx.AsyncClient(verify=verify, timeout=60) as client:
                 with pytest.raises((httpx.TransportError, ssl.SSLError)):
-                    await client.get(https)
-        assert await description_over_grpc(server, ca_file, good) == "counting"
-        for identity in (None, bad):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await description_over_grpc(server, ca_file, identity)
-            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+                    await client.get(url)
+        assert await read_name_over_grpc(server, ca_file, good_files) == "counting"
+        for identity in (None, bad_files):
+            with pytest.raises(grpc.aio.AioRpcError) as exc_info:
+                await read_name_over_grpc(server, ca_file, identity)
+            assert exc_info.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def description_over_grpc(server, ca_file, identity) -> str:
+async def read_name_over_grpc(server, ca_file, identity) -> str:
     credentials = build_channel_credentials(ca_file, identity)
     target = server.grpc_address.removeprefix("grpcs://")
     async with grpc.aio.secure_channel(target, credentials) as channel:
@@ -98,11 +98,11 @@ async def description_over_grpc(server, ca_file, identity) -> str:
 async def test_files_that_cannot_be_used_start_nothing_and_leave_the_ports_free(
     tmp_path, server_files
 ) -> None:
-    other = write_files(tmp_path, "other")
+    other_files = write_files(tmp_path, "other")
     with pytest.raises(ConfigError, match="does not belong to the certificate"):
-        await serve(tls_cert=server_files.cert, tls_key=other.key).start()
+        await serve(tls_cert=server_files.cert, tls_key=other_files.key).start()
     with pytest.raises(ConfigError, match=r"nowhere\.pem"):
-        await serve(tls_cert=tmp_path / "nowhere.pem", tls_key=other.key).start()
+        await serve(tls_cert=tmp_path / "nowhere.pem", tls_key=other_files.key).start()
 
 
 @pytest.mark.slow
@@ -110,11 +110,11 @@ async def test_the_command_line_announces_secure_addresses_and_the_admin_port(
     tmp_path, server_files, ca_file
 ) -> None:
     arguments = ("--tls-cert", str(server_files.cert), "--tls-key", str(server_files.key))
-    with server_process(tmp_path, *arguments, "--admin-port", "0") as served:
-        assert served.http_address.startswith("https://")
+    with server_process(tmp_path, *arguments, "--admin-port", "0") as server:
+        assert server.http_address.startswith("https://")
         async with httpx.AsyncClient(timeout=60) as client:
-            assert (await client.get(served.admin_address + "/readyz")).status_code == 200
+            assert (await client.get(server.admin_address + "/readyz")).status_code == 200
         async with await AsyncEnvClient.connect(
-            served.grpc_address, ConnectOptions(ca_file=str(ca_file))
+            server.grpc_address, ConnectOptions(ca_file=str(ca_file))
         ) as client:
             assert (await client.describe()).name == "counting"

@@ -37,15 +37,15 @@ def make_core(factory, **options) -> SessionCore:
     return SessionCore(make_local_host(factory), ServerOptions(**options))
 
 
-async def open_in(
+async def open_session(
     core: SessionCore,
     reset: ResetArgs | None = None,
     *,
     connection: Connection | None = None,
     **args,
 ) -> tuple[str, EncodedResult | None]:
-    opened = await core.open(OpenArgs(reset, **args), connection)
-    return opened.session_id, opened.first_result
+    session = await core.open(OpenArgs(reset, **args), connection)
+    return session.session_id, session.first_result
 
 
 @pytest.fixture(params=[CountingEnv, ThreadedCountingEnv])
@@ -55,39 +55,39 @@ def factory(request):
 
 async def test_a_repeated_step_returns_the_first_answer_without_stepping(factory) -> None:
     core = make_core(factory)
-    session_id, _ = await open_in(core, ResetArgs(seed=1))
-    first = await core.step(session_id, ADD_1, 1)
-    again = await core.step(session_id, b'{"add": 3}', 1)
-    assert again is first
+    session_id, _ = await open_session(core, ResetArgs(seed=1))
+    first_result = await core.step(session_id, ADD_1, 1)
+    repeated_result = await core.step(session_id, b'{"add": 3}', 1)
+    assert repeated_result is first_result
     assert b'"total":1' in await core.state(session_id)
 
 
 async def test_a_step_out_of_order_is_a_conflict(factory) -> None:
     core = make_core(factory)
-    session_id, _ = await open_in(core, ResetArgs())
-    for wrong in (2, 7):
-        with pytest.raises(EpisodeStateError, match="expected step 1") as caught:
-            await core.step(session_id, ADD_1, wrong)
-        assert caught.value.code is ErrorCode.STEP_CONFLICT
+    session_id, _ = await open_session(core, ResetArgs())
+    for step_index in (2, 7):
+        with pytest.raises(EpisodeStateError, match="expected step 1") as exc_info:
+            await core.step(session_id, ADD_1, step_index)
+        assert exc_info.value.code is ErrorCode.STEP_CONFLICT
 
 
 async def test_unnumbered_steps_always_step(factory) -> None:
     core = make_core(factory)
-    session_id, _ = await open_in(core, ResetArgs())
+    session_id, _ = await open_session(core, ResetArgs())
     assert [(await core.step(session_id, ADD_1)).step_index for _ in range(3)] == [1, 2, 3]
 
 
 async def test_a_step_before_reset_and_after_the_end_is_refused(factory) -> None:
     core = make_core(factory)
-    session_id, first = await open_in(core)
-    assert first is None
-    with pytest.raises(EpisodeStateError) as earlier:
+    session_id, first_result = await open_session(core)
+    assert first_result is None
+    with pytest.raises(EpisodeStateError) as early_error:
         await core.step(session_id, ADD_1)
     await core.reset(session_id, ResetArgs())
     assert (await core.step(session_id, b'{"add": 7}', 1)).truncated
-    with pytest.raises(EpisodeStateError) as later:
+    with pytest.raises(EpisodeStateError) as late_error:
         await core.step(session_id, ADD_1, 2)
-    codes = (earlier.value.code, later.value.code)
+    codes = (early_error.value.code, late_error.value.code)
     assert codes == (ErrorCode.NOT_RESET, ErrorCode.EPISODE_OVER)
     assert (await core.reset(session_id, ResetArgs())).step_index == 0
 
@@ -107,47 +107,47 @@ async def test_failed_step_has_a_code_and_the_session_continues(
     factory, action, error, code, message
 ) -> None:
     core = make_core(factory)
-    session_id, _ = await open_in(core, ResetArgs())
-    with pytest.raises(error, match=message) as caught:
+    session_id, _ = await open_session(core, ResetArgs())
+    with pytest.raises(error, match=message) as exc_info:
         await core.step(session_id, action, 1)
-    assert caught.value.code is code
+    assert exc_info.value.code is code
     assert (await core.step(session_id, ADD_1, 1)).reward == 1.0
 
 
 async def test_text_is_parsed_by_the_text_renderer(factory) -> None:
     core = make_core(factory)
-    session_id, first = await open_in(core, ResetArgs())
-    assert b"Count to the end" in first.text.messages_json
-    second = await core.step(session_id, "ADD 3", 1)
-    assert second.reward == 3.0
-    assert second.text.legal_answers == ["ADD 1", "ADD 2", "ADD 3"]
+    session_id, first_result = await open_session(core, ResetArgs())
+    assert b"Count to the end" in first_result.text.messages_json
+    second_result = await core.step(session_id, "ADD 3", 1)
+    assert second_result.reward == 3.0
+    assert second_result.text.legal_answers == ["ADD 1", "ADD 2", "ADD 3"]
 
 
 async def test_open_beyond_capacity_is_refused(factory) -> None:
     core = make_core(factory, max_sessions=2)
-    first_id, _ = await open_in(core)
-    await open_in(core)
+    first_id, _ = await open_session(core)
+    await open_session(core)
     with pytest.raises(CapacityError, match="2/2 sessions active"):
-        await open_in(core)
+        await open_session(core)
     await core.close(first_id)
-    await open_in(core)
+    await open_session(core)
 
 
 async def test_sessions_being_opened_at_once_count_for_capacity() -> None:
     core = make_core(ThreadedCountingEnv, max_sessions=3)
-    opened = await asyncio.gather(*(open_in(core) for _ in range(5)), return_exceptions=True)
-    assert sum(isinstance(opened_session, CapacityError) for opened_session in opened) == 2
+    results = await asyncio.gather(*(open_session(core) for _ in range(5)), return_exceptions=True)
+    assert sum(isinstance(result, CapacityError) for result in results) == 2
     assert core.load.num_sessions == 3
 
 
 async def test_a_failed_reset_frees_the_slot(factory) -> None:
     core = make_core(factory, max_sessions=1)
     with pytest.raises(InvalidCallError, match="options colour; its options are: note, start"):
-        await open_in(core, ResetArgs(options={"colour": 1}))
+        await open_session(core, ResetArgs(options={"colour": 1}))
     assert core.load.num_sessions == 0
 
 
-class AddsToAnOption(CountingEnv):
+class BadOptionEnv(CountingEnv):
     """An environment that accepts any option and reports a bad option at the first reset."""
 
     start: object = "3"
@@ -161,11 +161,11 @@ class AddsToAnOption(CountingEnv):
 
 
 async def test_failed_reset_reports_environment_options() -> None:
-    core = make_core(AddsToAnOption)
-    with pytest.raises(ExecutionError) as failed:
-        await open_in(core, ResetArgs(seed=1))
-    assert str(failed.value).startswith("reset failed with TypeError: can only concatenate str")
-    assert "built with {'start': '3'}, check the type of each option" in str(failed.value)
+    core = make_core(BadOptionEnv)
+    with pytest.raises(ExecutionError) as exc_info:
+        await open_session(core, ResetArgs(seed=1))
+    assert str(exc_info.value).startswith("reset failed with TypeError: can only concatenate str")
+    assert "built with {'start': '3'}, check the type of each option" in str(exc_info.value)
 
 
 async def test_a_factory_that_fails_is_a_factory_error() -> None:
@@ -175,25 +175,25 @@ async def test_a_factory_that_fails_is_a_factory_error() -> None:
         return next(calls)()
 
     core = make_core(factory)
-    with pytest.raises(ExecutionError, match="'factory' failed") as caught:
-        await open_in(core)
-    assert caught.value.code is ErrorCode.FACTORY_ERROR
+    with pytest.raises(ExecutionError, match="'factory' failed") as exc_info:
+        await open_session(core)
+    assert exc_info.value.code is ErrorCode.FACTORY_ERROR
     assert core.load.num_sessions == 0
 
 
 async def test_close_when_done_frees_the_slot_and_still_repeats_the_last_answer(factory) -> None:
     core = make_core(factory)
-    session_id, _ = await open_in(core, ResetArgs(), close_when_done=True)
-    last = await core.step(session_id, b'{"add": 7}', 1)
+    session_id, _ = await open_session(core, ResetArgs(), close_when_done=True)
+    last_result = await core.step(session_id, b'{"add": 7}', 1)
     assert core.load.num_sessions == 0
-    assert await core.step(session_id, b'{"add": 7}', 1) is last
+    assert await core.step(session_id, b'{"add": 7}', 1) is last_result
     with pytest.raises(SessionLostError, match="its episode ended"):
         await core.step(session_id, ADD_1, 2)
 
 
 async def test_calls_to_an_ended_session_report_the_reason(factory) -> None:
     core = make_core(factory)
-    session_id, _ = await open_in(core, ResetArgs())
+    session_id, _ = await open_session(core, ResetArgs())
     await core.close(session_id)
     await core.close(session_id)
     with pytest.raises(SessionLostError, match="it was closed"):
@@ -207,8 +207,8 @@ async def test_an_idle_session_is_closed_and_a_used_one_is_not(
 ) -> None:
     core = make_core(factory, idle_timeout_s=60)
     sweeper = asyncio.create_task(core.close_idle_forever())
-    idle_id, _ = await open_in(core, ResetArgs())
-    used_id, _ = await open_in(core, ResetArgs())
+    idle_id, _ = await open_session(core, ResetArgs())
+    used_id, _ = await open_session(core, ResetArgs())
     core_clock.move_on(40)
     await core.state(used_id)
     core_clock.move_on(20)
@@ -222,28 +222,28 @@ async def test_an_idle_session_is_closed_and_a_used_one_is_not(
 async def test_sessions_end_with_their_connection_even_during_open() -> None:
     core = make_core(ThreadedCountingEnv)
     connection = Connection()
-    await open_in(core, connection=connection)
-    others_id, _ = await open_in(core, ResetArgs())
-    late = asyncio.create_task(open_in(core, connection=connection))
+    await open_session(core, connection=connection)
+    other_id, _ = await open_session(core, ResetArgs())
+    open_task = asyncio.create_task(open_session(core, connection=connection))
     await asyncio.sleep(0)
     core.release(connection)
-    await late
+    await open_task
     assert core.load.num_sessions == 1
-    assert (await core.step(others_id, ADD_1)).step_index == 1
+    assert (await core.step(other_id, ADD_1)).step_index == 1
 
 
 async def test_attached_session_lingers_after_its_second_connection(
     core_clock,
 ) -> None:
     core = make_core(CountingEnv)
-    first, second = Connection(), Connection()
-    session_id, _ = await open_in(core, ResetArgs(), connection=first, linger_s=0.01)
-    core.release(first)
+    opener, successor = Connection(), Connection()
+    session_id, _ = await open_session(core, ResetArgs(), connection=opener, linger_s=0.01)
+    core.release(opener)
     assert detached_sessions(core) == {session_id}
-    core.attach([session_id], second)
-    assert (detached_sessions(core), second.session_ids) == (set(), {session_id})
+    core.attach([session_id], successor)
+    assert (detached_sessions(core), successor.session_ids) == (set(), {session_id})
     await core.step(session_id, ADD_1, 1)
-    core.release(second)
+    core.release(successor)
     assert detached_sessions(core) == {session_id}
     sweeper = asyncio.create_task(core.close_idle_forever())
     async with asyncio.timeout(60):
@@ -257,52 +257,52 @@ async def test_attached_session_lingers_after_its_second_connection(
 
 async def test_sessions_without_linger_are_not_attached() -> None:
     core = make_core(CountingEnv)
-    first, second, gone = Connection(), Connection(), Connection()
-    owned_id, _ = await open_in(core, connection=first, linger_s=9)
-    unowned_id, _ = await open_in(core)
-    fleeting_id, _ = await open_in(core, connection=first)
-    core.attach([unowned_id, fleeting_id, "unknown"], second)
-    assert second.session_ids == set()
-    await core.detach(fleeting_id, second)
+    first_connection, next_connection, ended_connection = Connection(), Connection(), Connection()
+    owned_id, _ = await open_session(core, connection=first_connection, linger_s=9)
+    unowned_id, _ = await open_session(core)
+    brief_id, _ = await open_session(core, connection=first_connection)
+    core.attach([unowned_id, brief_id, "unknown"], next_connection)
+    assert next_connection.session_ids == set()
+    await core.detach(brief_id, next_connection)
     assert core.load.num_sessions == 3
-    await core.detach(owned_id, first)
-    core.release(gone)
-    core.attach([owned_id], gone)
-    assert (detached_sessions(core), gone.session_ids) == ({owned_id}, set())
-    core.attach([owned_id], second)
+    await core.detach(owned_id, first_connection)
+    core.release(ended_connection)
+    core.attach([owned_id], ended_connection)
+    assert (detached_sessions(core), ended_connection.session_ids) == ({owned_id}, set())
+    core.attach([owned_id], next_connection)
     await core.close(owned_id)
-    assert (detached_sessions(core), second.session_ids) == (set(), set())
+    assert (detached_sessions(core), next_connection.session_ids) == (set(), set())
 
 
 async def test_a_session_lingers_when_the_last_connection_that_called_it_has_ended() -> None:
     core = make_core(CountingEnv)
-    first, second, third = Connection(), Connection(), Connection()
-    session_id, _ = await open_in(core, connection=first, linger_s=9)
-    core.attach([session_id], second)
-    core.release(first)
-    assert (detached_sessions(core), second.session_ids) == (set(), {session_id})
-    await core.detach(session_id, third)
+    first_connection, next_connection, last_connection = Connection(), Connection(), Connection()
+    session_id, _ = await open_session(core, connection=first_connection, linger_s=9)
+    core.attach([session_id], next_connection)
+    core.release(first_connection)
+    assert (detached_sessions(core), next_connection.session_ids) == (set(), {session_id})
+    await core.detach(session_id, last_connection)
     assert detached_sessions(core) == set()
-    await core.detach(session_id, second)
-    assert (detached_sessions(core), second.session_ids) == ({session_id}, set())
+    await core.detach(session_id, next_connection)
+    assert (detached_sessions(core), next_connection.session_ids) == ({session_id}, set())
 
 
 async def test_calls_of_one_session_never_overlap() -> None:
     overlaps = []
-    running = threading.Lock()
+    lock = threading.Lock()
 
-    class Exclusive(ThreadedCountingEnv):
+    class ExclusiveEnv(ThreadedCountingEnv):
         def step(self, action: CountAction):
-            if not running.acquire(blocking=False):
+            if not lock.acquire(blocking=False):
                 overlaps.append(action.add)
                 return super().step(action)
             time.sleep(0.002)
-            running.release()
+            lock.release()
             return super().step(action)
 
-    core = make_core(Exclusive)
-    session_id, _ = await open_in(core, ResetArgs())
-    calls = [core.step(session_id, b'{"add": %d}' % add, add) for add in (1, 2, 3, 4)]
+    core = make_core(ExclusiveEnv)
+    session_id, _ = await open_session(core, ResetArgs())
+    calls = [core.step(session_id, b'{"add": %d}' % index, index) for index in (1, 2, 3, 4)]
     results = await asyncio.gather(*calls)
     assert overlaps == []
     assert [result.step_index for result in results] == [1, 2, 3, 4]
@@ -311,20 +311,20 @@ async def test_calls_of_one_session_never_overlap() -> None:
 async def test_sessions_step_side_by_side_in_threads() -> None:
     barrier = threading.Barrier(4, timeout=60)
 
-    class Together(ThreadedCountingEnv):
+    class BarrierEnv(ThreadedCountingEnv):
         def step(self, action: CountAction):
             barrier.wait()
             return super().step(action)
 
-    core = make_core(Together)
-    ids = [(await open_in(core, ResetArgs()))[0] for _ in range(4)]
-    results = await asyncio.gather(*(core.step(opened_session, ADD_1) for opened_session in ids))
+    core = make_core(BarrierEnv)
+    session_ids = [(await open_session(core, ResetArgs()))[0] for _ in range(4)]
+    results = await asyncio.gather(*(core.step(session_id, ADD_1) for session_id in session_ids))
     assert [result.reward for result in results] == [1.0] * 4
 
 
 async def test_cancelled_caller_does_not_let_a_second_thread_in() -> None:
     core = make_core(ThreadedCountingEnv)
-    session_id, _ = await open_in(core, ResetArgs())
+    session_id, _ = await open_session(core, ResetArgs())
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(core.step(session_id, b'{"add": 99}', 1), 0.05)
     result = await core.step(session_id, ADD_1, 2)
@@ -333,7 +333,7 @@ async def test_cancelled_caller_does_not_let_a_second_thread_in() -> None:
 
 async def test_a_step_beyond_its_time_limit_ends_the_session() -> None:
     core = make_core(ThreadedCountingEnv)
-    session_id, _ = await open_in(core, ResetArgs())
+    session_id, _ = await open_session(core, ResetArgs())
     with pytest.raises(CallTimeoutError, match=r"longer than 0\.05 s"):
         await core.step(session_id, b'{"add": 99}', 1, timeout_s=0.05)
     assert core.load.num_sessions == 0
@@ -341,37 +341,37 @@ async def test_a_step_beyond_its_time_limit_ends_the_session() -> None:
 
 
 async def test_every_environment_is_closed_once(factory) -> None:
-    made = []
+    environments = []
 
-    class Remembered(factory):
+    class RememberedEnv(factory):
         def __init__(self):
             super().__init__()
             self.num_closed = 0
-            made.append(self)
+            environments.append(self)
 
         def close(self):
             self.num_closed += 1
 
-    core = make_core(Remembered, max_sessions=2)
-    first_id, _ = await open_in(core, ResetArgs())
-    await open_in(core, ResetArgs(), close_when_done=True)
+    core = make_core(RememberedEnv, max_sessions=2)
+    first_id, _ = await open_session(core, ResetArgs())
+    await open_session(core, ResetArgs(), close_when_done=True)
     await core.close(first_id)
     with pytest.raises(EnvError):
-        await open_in(core, ResetArgs(options={"colour": 1}))
+        await open_session(core, ResetArgs(options={"colour": 1}))
     await core.shut_down()
-    assert [opened_session.num_closed for opened_session in made] == [1] * 4
+    assert [environment.num_closed for environment in environments] == [1] * 4
 
 
 async def test_session_ids_are_unpredictable() -> None:
     core = make_core(CountingEnv)
-    ids = {(await open_in(core))[0] for _ in range(100)}
-    assert len(ids) == 100
-    assert min(map(len, ids)) >= 22
+    session_ids = {(await open_session(core))[0] for _ in range(100)}
+    assert len(session_ids) == 100
+    assert min(map(len, session_ids)) >= 22
 
 
 async def test_requested_episode_id_is_in_the_state(factory) -> None:
     core = make_core(factory)
-    session_id, _ = await open_in(core)
+    session_id, _ = await open_session(core)
     assert await core.state(session_id) == b'{"episode_id":null,"step_count":0}'
     await core.reset(session_id, ResetArgs(episode_id="E"))
     assert await core.state(session_id) == b'{"episode_id":"E","step_count":0,"total":0}'
@@ -381,30 +381,30 @@ class DyingHost(LocalHost):
     """A host that loses every session after its first result, before a client receives its id."""
 
     async def open(self, session_id, *, with_text, on_lost):
-        hosted = await super().open(session_id, with_text=with_text, on_lost=on_lost)
-        first_reset = hosted.reset
+        session = await super().open(session_id, with_text=with_text, on_lost=on_lost)
+        reset = session.reset
 
         async def reset_and_die(args):
-            result = await first_reset(args)
+            result = await reset(args)
             on_lost("its worker was killed by SIGKILL")
             return result
 
         return SimpleNamespace(
             last_result=None,
             inline_session=None,
-            remaining_s=hosted.remaining_s,
+            remaining_s=session.remaining_s,
             reset=reset_and_die,
-            close=hosted.close,
-            kill=hosted.kill,
+            close=session.close,
+            kill=session.kill,
         )
 
 
 @pytest.mark.slow
 async def test_session_lost_during_open_frees_its_slot() -> None:
-    described = make_local_host(ThreadedCountingEnv).description
-    core = SessionCore(DyingHost(ThreadedCountingEnv, described, 4), ServerOptions(max_sessions=1))
+    spec = make_local_host(ThreadedCountingEnv).description
+    core = SessionCore(DyingHost(ThreadedCountingEnv, spec, 4), ServerOptions(max_sessions=1))
     for _ in range(MAX_REMEMBERED_SESSIONS + 3):
         with pytest.raises(SessionLostError, match="killed by SIGKILL"):
-            await open_in(core, ResetArgs())
+            await open_session(core, ResetArgs())
     assert core.load.num_sessions == 0
     assert len(core.tombstones) <= MAX_REMEMBERED_SESSIONS

@@ -13,87 +13,87 @@ from ludus.proto.errors import UnavailableError
 from tests.env.polling import wait_until
 
 
-class Held:
+class BlockingCall:
     """A call that returns on request."""
 
     def __init__(self) -> None:
-        self.entered, self.go = threading.Event(), threading.Event()
-        self.let_go: list[object] = []
+        self.entered, self.may_return = threading.Event(), threading.Event()
+        self.released_results: list[object] = []
 
     def __call__(self) -> str:
         self.entered.set()
-        self.go.wait()
+        self.may_return.wait()
         return "late"
 
 
-async def lose(threads: StepThreads) -> Held:
-    held_call = Held()
-    job = threads.start(held_call, held_call.let_go.append)
-    await wait_until(held_call.entered.is_set)
+async def abandon_call(threads: StepThreads) -> BlockingCall:
+    call = BlockingCall()
+    job = threads.start(call, call.released_results.append)
+    await wait_until(call.entered.is_set)
     assert threads.give_up(job)
-    return held_call
+    return call
 
 
-async def run_call(threads: StepThreads, value: str = "well") -> str:
-    return await asyncio.wait_for(threads.run(lambda: value, lambda _: None, 0.0), 60)
+async def run_call(threads: StepThreads, result: str = "well") -> str:
+    return await asyncio.wait_for(threads.run(lambda: result, lambda _: None, 0.0), 60)
 
 
 async def test_hanging_thread_is_replaced_and_its_late_result_released() -> None:
     threads = StepThreads(1)
-    held_call = await lose(threads)
+    call = await abandon_call(threads)
     assert await run_call(threads) == "well"
-    held_call.go.set()
-    await wait_until(lambda: held_call.let_go == ["late"])
+    call.may_return.set()
+    await wait_until(lambda: call.released_results == ["late"])
     assert await run_call(threads) == "well"
     threads.shut_down()
 
 
 async def test_time_limit_starts_with_the_thread() -> None:
     threads = StepThreads(1)
-    held_call = Held()
-    first = threads.start(held_call, held_call.let_go.append)
-    await wait_until(held_call.entered.is_set)
-    behind = asyncio.create_task(threads.run(lambda: "well", lambda _: None, 0.01))
+    call = BlockingCall()
+    first_job = threads.start(call, call.released_results.append)
+    await wait_until(call.entered.is_set)
+    waiting_task = asyncio.create_task(threads.run(lambda: "well", lambda _: None, 0.01))
     await asyncio.sleep(0.1)
-    assert not behind.done()
-    held_call.go.set()
-    assert (await first.future, await behind) == ("late", "well")
+    assert not waiting_task.done()
+    call.may_return.set()
+    assert (await first_job.future, await waiting_task) == ("late", "well")
     threads.shut_down()
 
 
 async def test_a_call_beyond_its_limit_is_given_up() -> None:
     threads = StepThreads(1)
-    held_call = Held()
+    call = BlockingCall()
     with pytest.raises(TimeoutError):
-        await threads.run(held_call, held_call.let_go.append, 0.01)
+        await threads.run(call, call.released_results.append, 0.01)
     assert await run_call(threads) == "well"
-    held_call.go.set()
-    await wait_until(lambda: held_call.let_go)
+    call.may_return.set()
+    await wait_until(lambda: call.released_results)
     threads.shut_down()
 
 
 async def test_calls_fail_while_all_threads_hang_and_work_again_later() -> None:
     threads = StepThreads(1)
-    first = await lose(threads)
-    held_call = Held()
-    last = threads.start(held_call, held_call.let_go.append)
-    await wait_until(held_call.entered.is_set)
-    waiting = threads.start(lambda: "never", lambda _: None)
+    first_call = await abandon_call(threads)
+    call = BlockingCall()
+    last_job = threads.start(call, call.released_results.append)
+    await wait_until(call.entered.is_set)
+    waiting_job = threads.start(lambda: "never", lambda _: None)
     assert threads.unavailable_reason == ""
-    assert threads.give_up(last)
+    assert threads.give_up(last_job)
     assert "1 threads and their replacements hang" in threads.unavailable_reason
     with pytest.raises(UnavailableError, match="isolation='pool'"):
-        await waiting.future
+        await waiting_job.future
     with pytest.raises(UnavailableError, match="restart the server"):
         threads.start(lambda: "never", lambda _: None)
-    first.go.set()
+    first_call.may_return.set()
     await wait_until(lambda: not threads.unavailable_reason)
     assert await run_call(threads) == "well"
-    held_call.go.set()
+    call.may_return.set()
     threads.shut_down()
 
 
-class HeldAndFailing(Held):
+class FailingCall(BlockingCall):
     """A call that raises an error on request."""
 
     def __call__(self) -> str:
@@ -101,31 +101,31 @@ class HeldAndFailing(Held):
         raise ValueError("unlucky")
 
 
-async def abandoned_call(threads: StepThreads, held_call: Held) -> None:
-    """Return when the abandoned call has ended."""
-    waiting = asyncio.create_task(threads.run(held_call, held_call.let_go.append, 0.0))
-    await wait_until(held_call.entered.is_set)
-    waiting.cancel()
-    await asyncio.wait({waiting})
-    assert waiting.cancelled()
-    held_call.go.set()
+async def cancel_call(threads: StepThreads, call: BlockingCall) -> None:
+    """Start and cancel the call; return when it has ended."""
+    task = asyncio.create_task(threads.run(call, call.released_results.append, 0.0))
+    await wait_until(call.entered.is_set)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    call.may_return.set()
     assert await run_call(threads) == "well"  # runs in the same thread, after the released result
 
 
 async def test_result_of_a_cancelled_call_is_released() -> None:
-    threads, held_call = StepThreads(1), Held()
-    await abandoned_call(threads, held_call)
-    await wait_until(lambda: held_call.let_go == ["late"])
+    threads, call = StepThreads(1), BlockingCall()
+    await cancel_call(threads, call)
+    await wait_until(lambda: call.released_results == ["late"])
     threads.shut_down()
 
 
 async def test_error_of_a_cancelled_call_is_not_logged() -> None:
-    unheard: list[str] = []
+    log_messages: list[str] = []
     asyncio.get_running_loop().set_exception_handler(
-        lambda loop, context: unheard.append(context["message"])
+        lambda loop, context: log_messages.append(context["message"])
     )
     threads = StepThreads(1)
-    await abandoned_call(threads, HeldAndFailing())
+    await cancel_call(threads, FailingCall())
     gc.collect()
-    assert unheard == []
+    assert log_messages == []
     threads.shut_down()

@@ -29,8 +29,8 @@ ENDINGS = [(WINNING_ACTIONS, True), (LOSING_ACTIONS, False), (TRUNCATING_ACTIONS
 
 async def play_and_collect(client: AsyncEnvClient, actions: list) -> list[bool | None]:
     """Return the success in every result of an episode."""
-    session, first = await client.open(seed=3)
-    results = [first, *[await session.step(action) for action in actions]]
+    session, first_result = await client.open(seed=3)
+    results = [first_result, *[await session.step(action) for action in actions]]
     await session.close()
     return [result.success for result in results]
 
@@ -65,7 +65,7 @@ async def test_upstream_clients_read_success_in_metadata() -> None:
                 await socket.send(json.dumps({"type": "step", "data": action}))
                 messages.append(json.loads(await socket.recv())["data"])
         assert set(messages[-1]) == {"observation", "reward", "done", "metadata"}
-        assert [data.get("metadata") for data in messages] == [
+        assert [message.get("metadata") for message in messages] == [
             {"note": "k"},
             *[None] * 4,
             {"success": True},
@@ -79,10 +79,10 @@ async def test_http_reports_success_in_metadata() -> None:
         httpx.AsyncClient(base_url=server.http_address) as http,
     ):
         await http.post("/reset", json={"seed": 3})
-        answers = [
-            (await http.post("/step", json={"action": add})).json() for add in LOSING_ACTIONS
+        replies = [
+            (await http.post("/step", json={"action": action})).json() for action in LOSING_ACTIONS
         ]
-        assert [answer.get("metadata") for answer in answers] == [*[None] * 4, {"success": False}]
+        assert [reply.get("metadata") for reply in replies] == [*[None] * 4, {"success": False}]
 
 
 async def test_openenv_client_reads_success_in_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +102,8 @@ async def test_success_keeps_other_metadata() -> None:
 
 
 async def test_success_of_an_old_peer_is_none() -> None:
-    old = pb.StepResult(observation_json=b"{}", terminated=True)
-    assert (read_result(old).success, read_encoded_result(old).success) == (None, None)
+    message = pb.StepResult(observation_json=b"{}", terminated=True)
+    assert (read_result(message).success, read_encoded_result(message).success) == (None, None)
 
 
 async def test_recording_contains_success_and_replay_compares_it(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_target_makes_its_environment(target, options, name) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target", "kind", "message"),
+    ("target", "error_type", "message"),
     [
         ("openspeil_env", NotFoundError, "did you mean 'openspiel_env'?"),
         ("tests.env.counting_env:CountingEnf", NotFoundError, "did you mean 'CountingEnv'?"),
@@ -62,10 +62,10 @@ def test_a_target_makes_its_environment(target, options, name) -> None:
         ),
     ],
 )
-def test_unknown_target_is_refused_with_a_hint(target, kind, message: str) -> None:
-    with pytest.raises(kind) as raised:
+def test_unknown_target_is_refused_with_a_hint(target, error_type, message: str) -> None:
+    with pytest.raises(error_type) as exc_info:
         environment_factory(target, {})
-    assert message in str(raised.value)
+    assert message in str(exc_info.value)
 
 
 def test_options_that_the_environment_does_not_take_are_named() -> None:
@@ -116,8 +116,8 @@ async def test_every_isolation_serves_every_kind_of_target(
         server = LocalServer(target, {}, max_sessions=2, isolation=isolation)
         try:
             async with await AsyncEnvClient.connect(server.start().grpc) as client:
-                session, first = await client.open(seed=3)
-                result = await session.step(text=first.text.legal_answers[0])
+                session, first_result = await client.open(seed=3)
+                result = await session.step(text=first_result.text.legal_answers[0])
                 assert result.step_index == 1
         finally:
             server.stop()
@@ -131,7 +131,7 @@ def test_target_imports_no_other_library() -> None:
         "environment_factory('tests.env.counting_env:CountingEnv', {})()\n"
         "print(json.dumps([m for m in ('gymnasium', 'openenv', 'pyspiel') if m in sys.modules]))"
     )
-    loaded = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
@@ -139,7 +139,7 @@ def test_target_imports_no_other_library() -> None:
         timeout=60,
         cwd=ROOT,
     )
-    assert json.loads(loaded.stdout) == []
+    assert json.loads(process.stdout) == []
 
 
 @pytest.mark.slow

@@ -16,19 +16,19 @@ from tests.env.token_env import END_TOKEN, NUM_TOKENS, TOKENS_ENV_ID, CountingTo
 
 def start_episode(**options):
     environment = TokenLevelEnvironment(TOKENS_ENV_ID, **options)
-    first = environment.reset(seed=3)
-    return environment, first.observation.token_ids
+    transition = environment.reset(seed=3)
+    return environment, transition.observation.token_ids
 
 
 def test_nothing_of_a_large_vocabulary_is_listed() -> None:
     environment = environment_factory(f"gymnasium:{TOKENS_ENV_ID}", {})()
-    first = environment.reset(seed=0)
-    assert first.observation.num_legal_actions == NUM_TOKENS
-    assert len(first.observation.to_json()) < 200
+    transition = environment.reset(seed=0)
+    assert transition.observation.num_legal_actions == NUM_TOKENS
+    assert len(transition.observation.to_json()) < 200
     assert environment.text_renderer is not None
-    shown = json.dumps(environment.text_renderer.render(first.observation, first=True))
-    assert len(shown) < 400 and "0 to 50256" in shown
-    assert environment.text_renderer.legal_answers(first.observation) == []
+    prompt = json.dumps(environment.text_renderer.render(transition.observation, first=True))
+    assert len(prompt) < 400 and "0 to 50256" in prompt
+    assert environment.text_renderer.legal_answers(transition.observation) == []
 
 
 @pytest.mark.slow
@@ -39,10 +39,10 @@ def test_a_token_level_environment_keeps_the_contract() -> None:
 
 
 def test_every_token_of_an_answer_has_its_reward() -> None:
-    environment, (_, last) = start_episode()
-    result = environment.step(TokenAction(token_ids=[last + 1, last + 2, 40]))
+    environment, (_, last_id) = start_episode()
+    result = environment.step(TokenAction(token_ids=[last_id + 1, last_id + 2, 40]))
     assert result.observation.rewards == [1.0, 1.0, 0.0]
-    assert result.observation.token_ids == [0, last, last + 1, last + 2, 40]
+    assert result.observation.token_ids == [0, last_id, last_id + 1, last_id + 2, 40]
     assert result.reward == 2.0 and not result.terminated
 
 
@@ -56,10 +56,10 @@ def test_tokens_after_the_end_are_not_taken() -> None:
 
 
 def test_a_completion_stops_when_the_environment_inserts_a_token() -> None:
-    environment, (_, last) = start_episode()
+    environment, (_, last_id) = start_episode()
     result = environment.step(TokenAction(token_ids=[5, 6, 7]))
     assert result.observation.rewards == [0.0]
-    assert result.observation.token_ids == [0, last, 5, 50]
+    assert result.observation.token_ids == [0, last_id, 5, 50]
 
 
 def test_a_limit_on_tokens_cuts_the_episode_off() -> None:
@@ -70,10 +70,10 @@ def test_a_limit_on_tokens_cuts_the_episode_off() -> None:
 
 
 def test_a_token_beyond_the_vocabulary_changes_nothing() -> None:
-    environment, first = start_episode()
+    environment, prompt_ids = start_episode()
     with pytest.raises(IllegalActionError, match="50256, got 50257"):
         environment.step(TokenAction(token_ids=[1, NUM_TOKENS]))
-    assert environment.step(TokenAction(token_ids=[2])).observation.token_ids == [*first, 2]
+    assert environment.step(TokenAction(token_ids=[2])).observation.token_ids == [*prompt_ids, 2]
 
 
 def test_an_id_of_another_process_is_made_from_its_entry_point() -> None:
@@ -86,22 +86,22 @@ def test_an_id_of_another_process_is_made_from_its_entry_point() -> None:
 
 
 def test_the_module_of_an_entry_point_may_lie_in_a_folder_that_is_named(tmp_path: Path) -> None:
-    text = "from tests.env.token_env import CountingTokens\n\n\nclass Apart(CountingTokens): ...\n"
-    (tmp_path / "ludus_tests_apart.py").write_text(text)
-    options = {"entry_point": "ludus_tests_apart:Apart", "import_from": str(tmp_path)}
-    environment = TokenLevelEnvironment("ludus-tests/Apart-v0", **options)
+    text = "from tests.env.token_env import CountingTokens\n\nclass Tokens(CountingTokens): ...\n"
+    (tmp_path / "ludus_tests_imported.py").write_text(text)
+    options = {"entry_point": "ludus_tests_imported:Tokens", "import_from": str(tmp_path)}
+    environment = TokenLevelEnvironment("ludus-tests/Imported-v0", **options)
     assert environment.reset(seed=0).observation.rewards == []
 
 
 def test_an_environment_serves_one_session_after_the_other() -> None:
     environment, _ = start_episode(first=3)
-    previous = CountingTokens.num_made
+    num_before = CountingTokens.num_made
     environment.close()
-    again, first = start_episode(first=3)
-    other, _ = start_episode(first=3)
-    assert CountingTokens.num_made == previous + 1
-    again.step(TokenAction(token_ids=[1]))
-    assert other.step(TokenAction(token_ids=[2])).observation.token_ids == [*first, 2]
+    next_env, prompt_ids = start_episode(first=3)
+    third_env, _ = start_episode(first=3)
+    assert CountingTokens.num_made == num_before + 1
+    next_env.step(TokenAction(token_ids=[1]))
+    assert third_env.step(TokenAction(token_ids=[2])).observation.token_ids == [*prompt_ids, 2]
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "FrozenLake-v1"])

@@ -14,7 +14,7 @@ from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone, Tombston
 from ludus.env.types import Observation, Transition
 from ludus.proto.errors import SessionLostError
 
-CLOSED = SessionTombstone(SessionEnd.CLOSED, "it was closed")
+TOMBSTONE = SessionTombstone(SessionEnd.CLOSED, "it was closed")
 
 
 def make_result(num_bytes: int) -> EncodedResult:
@@ -25,22 +25,22 @@ def make_result(num_bytes: int) -> EncodedResult:
 def test_oldest_results_are_dropped_and_reasons_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tombstones_module, "MAX_REMEMBERED_BYTES", 1000)
     tombstones = Tombstones()
-    for name in ("a", "b", "c"):
-        tombstones.remember(name, CLOSED, make_result(300))
-    for name in ("b", "c"):
-        assert tombstones.recall(name, 3).step_index == 3
+    for session_id in ("a", "b", "c"):
+        tombstones.remember(session_id, TOMBSTONE, make_result(300))
+    for session_id in ("b", "c"):
+        assert tombstones.recall(session_id, 3).step_index == 3
     with pytest.raises(SessionLostError, match="it was closed"):
         tombstones.recall("a", 3)
-    assert tombstones.find("a") is CLOSED
+    assert tombstones.find("a") is TOMBSTONE
 
 
 def test_forgotten_sessions_free_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tombstones_module, "MAX_REMEMBERED_BYTES", 1000)
     monkeypatch.setattr(tombstones_module, "MAX_REMEMBERED_SESSIONS", 2)
     tombstones = Tombstones()
-    for number in range(10):
-        tombstones.remember(str(number), CLOSED, make_result(300))
-        assert tombstones.recall(str(number), 3).step_index == 3
+    for index in range(10):
+        tombstones.remember(str(index), TOMBSTONE, make_result(300))
+        assert tombstones.recall(str(index), 3).step_index == 3
     assert tombstones.recall("8", 3).step_index == 3
     assert len(tombstones) == 2
 
@@ -48,14 +48,14 @@ def test_forgotten_sessions_free_their_bytes(monkeypatch: pytest.MonkeyPatch) ->
 def test_too_large_result_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tombstones_module, "MAX_REMEMBERED_BYTES", 1000)
     tombstones = Tombstones()
-    tombstones.remember("a", CLOSED, make_result(2000))
+    tombstones.remember("a", TOMBSTONE, make_result(2000))
     with pytest.raises(SessionLostError, match="it was closed"):
         tombstones.recall("a", 3)
-    tombstones.remember("b", CLOSED, make_result(300))
+    tombstones.remember("b", TOMBSTONE, make_result(300))
     assert tombstones.recall("b", 3).step_index == 3
 
 
-class _Says:
+class _Renderer:
     def render(self, observation, *, first):
         return [{"role": "user", "content": "16 vs 10"}]
 
@@ -67,10 +67,10 @@ class _Says:
 def test_kept_result_needs_about_its_size_in_memory() -> None:
     transition = Transition(Observation(), info={"seen": "x" * 200})
     initial_bytes = resident_bytes()
-    kept = [encode_transition(transition, _Says(), step_index) for step_index in range(10_000)]
-    per_answer = (resident_bytes() - initial_bytes) / len(kept)
+    results = [encode_transition(transition, _Renderer(), index) for index in range(10_000)]
+    bytes_per_result = (resident_bytes() - initial_bytes) / len(results)
     # Python objects need extra memory. With orjson's cut-off blocks it was 20 times the size.
-    assert per_answer < 4 * kept[0].num_bytes
+    assert bytes_per_result < 4 * results[0].num_bytes
 
 
 def resident_bytes() -> int:

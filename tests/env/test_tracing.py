@@ -1,4 +1,4 @@
-"""Trace context and request ids reach the server, on every wire, and cost nothing unused."""
+"""Trace context and request ids reach the server on every wire, without overhead when unused."""
 
 import asyncio
 import time
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.asyncio
 EXPORTER = InMemorySpanExporter()
 PROVIDER = TracerProvider()
 PROVIDER.add_span_processor(SimpleSpanProcessor(EXPORTER))
-SEEN_REQUEST_IDS: list[str] = []
+REQUEST_IDS: list[str] = []
 
 
 @pytest.fixture(autouse=True)
-def spans(monkeypatch: pytest.MonkeyPatch):
+def exporter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trace, "get_tracer", PROVIDER.get_tracer)
     EXPORTER.clear()
-    SEEN_REQUEST_IDS.clear()
+    REQUEST_IDS.clear()
     return EXPORTER
 
 
@@ -44,31 +44,31 @@ class ListeningEnv(CountingEnv):
     """Records the request id of each step."""
 
     def step(self, action):
-        SEEN_REQUEST_IDS.append(get_request_id())
+        REQUEST_IDS.append(get_request_id())
         return super().step(action)
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_the_servers_spans_continue_the_callers(factory, spans) -> None:
+async def test_the_servers_spans_continue_the_callers(factory, exporter) -> None:
     async with serve_grpc(factory) as server, await AsyncEnvClient.connect(server.address) as c:
         with trace.get_tracer("test").start_as_current_span("episode") as span:
             session, _ = await c.open()
             await session.step({"add": 1})
             await session.reset(seed=1)
         await session.step({"add": 1})
-    finished = {s.name: s for s in spans.get_finished_spans()}
-    assert set(finished) == {
+    spans_by_name = {span.name: span for span in exporter.get_finished_spans()}
+    assert set(spans_by_name) == {
         "episode",
         "ludus.env/open",
         "ludus.env/step",
         "ludus.env/reset",
     }
-    expected = span.get_span_context()
+    caller_context = span.get_span_context()
     for name in ("open", "step", "reset"):
-        traces = finished[f"ludus.env/{name}"]
-        assert traces.context.trace_id == expected.trace_id
-        assert traces.parent.span_id == expected.span_id
-        assert traces.kind is trace.SpanKind.SERVER
+        server_span = spans_by_name[f"ludus.env/{name}"]
+        assert server_span.context.trace_id == caller_context.trace_id
+        assert server_span.parent.span_id == caller_context.span_id
+        assert server_span.kind is trace.SpanKind.SERVER
 
 
 async def test_a_request_id_reaches_the_environment() -> None:
@@ -80,7 +80,7 @@ async def test_a_request_id_reaches_the_environment() -> None:
         with request_id("r-1"):
             await session.step({"add": 1})
         await session.step({"add": 1})
-    assert SEEN_REQUEST_IDS == ["r-1", ""]
+    assert REQUEST_IDS == ["r-1", ""]
 
 
 async def test_sync_client_sends_the_context_of_its_caller() -> None:
@@ -93,13 +93,13 @@ async def test_sync_client_sends_the_context_of_its_caller() -> None:
 
     async with serve_grpc(ListeningEnv) as server:
         await asyncio.to_thread(step, server.address)
-    assert SEEN_REQUEST_IDS == ["r-4", ""]
+    assert REQUEST_IDS == ["r-4", ""]
 
 
 async def test_concurrent_calls_keep_their_request_ids() -> None:
-    async def step(session, name) -> None:
-        with request_id(name):
-            await session.step({"add": 1})
+    async def step(s, text) -> None:
+        with request_id(text):
+            await s.step({"add": 1})
 
     async with (
         serve_grpc(ListeningEnv) as server,
@@ -107,7 +107,7 @@ async def test_concurrent_calls_keep_their_request_ids() -> None:
     ):
         sessions = [(await client.open())[0] for _ in range(8)]
         await asyncio.gather(*(step(s, f"r-{n}") for n, s in enumerate(sessions)))
-    assert sorted(SEEN_REQUEST_IDS) == [f"r-{n}" for n in range(8)]
+    assert sorted(REQUEST_IDS) == [f"r-{n}" for n in range(8)]
 
 
 async def test_http_calls_carry_headers() -> None:
@@ -129,8 +129,8 @@ async def test_traced_episode_over_websocket() -> None:
 async def test_untraced_call_has_no_overhead() -> None:
     assert not is_traced()
     assert make_trace_headers() == {}
-    per_check_s = timeit.timeit(is_traced, timer=time.thread_time, number=20_000) / 20_000
-    assert per_check_s < 5e-6
+    check_s = timeit.timeit(is_traced, timer=time.thread_time, number=20_000) / 20_000
+    assert check_s < 5e-6
 
 
 async def test_a_request_id_cannot_smuggle_headers_or_log_lines() -> None:
@@ -138,8 +138,8 @@ async def test_a_request_id_cannot_smuggle_headers_or_log_lines() -> None:
         assert get_request_id() == "r-5authorization:x"
 
 
-async def test_malformed_trace_context_is_ignored(spans) -> None:
+async def test_malformed_trace_context_is_ignored(exporter) -> None:
     with open_server_span("step", "not a traceparent", "x" * 1000):
         assert len(get_request_id()) == MAX_REQUEST_ID_CHARS
-    [span] = spans.get_finished_spans()
+    [span] = exporter.get_finished_spans()
     assert span.parent is None

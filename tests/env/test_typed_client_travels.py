@@ -11,18 +11,18 @@ from ludus.env.serving.server import EnvServer, ServerOptions
 
 def play_both(address: str) -> list[float | None]:
     """Return the rewards in a client's session and in the session of its pickled copy."""
-    with EchoEnv(base_url=address) as local:
-        local.reset()
-        with pickle.loads(pickle.dumps(local)) as remote:
-            remote.reset()
+    with EchoEnv(base_url=address) as local_client:
+        local_client.reset()
+        with pickle.loads(pickle.dumps(local_client)) as remote_client:
+            remote_client.reset()
             rewards = [
-                remote.step(EchoAction(message="four")).reward,
-                local.step(EchoAction(message="seven77")).reward,
+                remote_client.step(EchoAction(message="four")).reward,
+                local_client.step(EchoAction(message="seven77")).reward,
             ]
-            assert (remote.state().step_count, local.state().step_count) == (1, 1)
+            assert (remote_client.state().step_count, local_client.state().step_count) == (1, 1)
     return rewards
 
 
 async def test_a_pickled_client_connects_again_to_the_same_server() -> None:
-    async with EnvServer(make_environment, ServerOptions(port=0)) as up:
-        assert await asyncio.to_thread(play_both, up.http_address) == [0.4, 0.7]
+    async with EnvServer(make_environment, ServerOptions(port=0)) as server:
+        assert await asyncio.to_thread(play_both, server.http_address) == [0.4, 0.7]

@@ -31,7 +31,7 @@ from tests.env.misbehaving_env import (
 )
 from tests.env.polling import limit_steps, wait_for_sessions, wait_until
 from tests.env.served import WIRES, serve, server_address, server_process
-from tests.env.test_unruly_table import AGREED, Neighbour, done, http_outcome
+from tests.env.test_unruly_table import NO_ERROR, Neighbour, do_deed, get_http_outcome
 
 pytestmark = pytest.mark.slow
 
@@ -40,12 +40,12 @@ PHASES = [phase for phase in Phase if phase is not Phase.BUILD]
 CODES = {HANG: "TIMEOUT", EXIT: "SESSION_LOST", CRASH: "SESSION_LOST", FILL_DISK: "SESSION_LOST"}
 LIMIT_S = 2.0
 NO_LIMIT_S = 60.0
-WITHIN_S = 60.0
-"""Description for every kind of misbehavior."""
+MAX_CALL_S = 60.0
+"""Maximum duration of a call, including calls without a step limit."""
 
 
 @pytest.fixture(autouse=True)
-def nothing_logged() -> Iterator[None]:
+def disable_logging() -> Iterator[None]:
     """Disable the log of ended workers, which would have hundreds of lines here."""
     logging.disable(logging.CRITICAL)
     yield
@@ -63,24 +63,24 @@ async def open_server(host: str, folder: Path) -> AsyncIterator[EnvServer]:
         yield server
 
 
-async def workers_ready(server: EnvServer) -> None:
+async def wait_for_workers(server: EnvServer) -> None:
     """Wait until the next sessions will each have their own worker."""
     host = server.core.host
     num_wanted = len(PHASES) + 1 if host.shares_workers else 1
     await wait_until(lambda: len(host.ready_workers) >= num_wanted)
 
 
-async def call_code(session: AsyncSession, phase: Phase, deed: str) -> str:
+async def get_call_code(session: AsyncSession, phase: Phase, deed: str) -> str:
     try:
-        await asyncio.wait_for(done(session, phase, deed), WITHIN_S)
+        await asyncio.wait_for(do_deed(session, phase, deed), MAX_CALL_S)
     except EnvError as error:
         return error.code
-    return AGREED
+    return NO_ERROR
 
 
-def expected_code(phase: Phase, deed: str, wire: str) -> str:
+def get_expected_code(phase: Phase, deed: str, wire: str) -> str:
     if phase is Phase.CLOSE:
-        return AGREED
+        return NO_ERROR
     if (phase, deed, wire) == (Phase.TOOL, HANG, "http"):
         return "TOOL_ERROR"  # OpenEnv's observation of a timed-out tool has no code
     return CODES[deed]
@@ -88,15 +88,14 @@ def expected_code(phase: Phase, deed: str, wire: str) -> str:
 
 async def collect_codes(server: EnvServer, client: AsyncEnvClient, deed: str) -> dict[Phase, str]:
     """Return the error codes of sessions that do the deed, one per phase."""
-    await workers_ready(server)
+    await wait_for_workers(server)
     host = server.core.host
     num_ended_workers = host.num_ended_workers + len(PHASES)
     sessions = [(await client.open(seed=1))[0] for _ in PHASES]
     if deed == HANG:
         limit_steps(server.core, LIMIT_S)
     calls = (
-        call_code(call_phase, phase, deed)
-        for call_phase, phase in zip(sessions, PHASES, strict=True)
+        get_call_code(session, phase, deed) for session, phase in zip(sessions, PHASES, strict=True)
     )
     codes = await asyncio.gather(*calls)
     if host.shares_workers:  # otherwise a closing worker could end the next session
@@ -106,7 +105,7 @@ async def collect_codes(server: EnvServer, client: AsyncEnvClient, deed: str) ->
 
 
 @asynccontextmanager
-async def beside_a_neighbour(
+async def open_with_neighbour(
     host: str, wire: str, folder: Path
 ) -> AsyncIterator[tuple[EnvServer, AsyncEnvClient, Neighbour]]:
     """Open a server with ready workers, a client, and a session that must not be affected."""
@@ -114,12 +113,12 @@ async def beside_a_neighbour(
         open_server(host, folder) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
-        await workers_ready(server)
+        await wait_for_workers(server)
         session, _ = await client.open(seed=0)
         yield server, client, Neighbour(session)
 
 
-async def plays(client: AsyncEnvClient) -> bool:
+async def can_play(client: AsyncEnvClient) -> bool:
     """Return True if a new session works."""
     session, _ = await client.open(seed=2)
     total = (await session.step({"add": 2})).observation["total"]
@@ -130,15 +129,15 @@ async def plays(client: AsyncEnvClient) -> bool:
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("host", WORKER_HOSTS)
 async def test_deed_that_ends_a_worker_returns_a_code(host: str, wire: str, tmp_path: Path) -> None:
-    async with beside_a_neighbour(host, wire, tmp_path) as (server, client, neighbour):
+    async with open_with_neighbour(host, wire, tmp_path) as (server, client, neighbour):
         for deed in CODES:
-            outcomes = await collect_codes(server, client, deed)
-            assert (deed, outcomes) == (
+            codes = await collect_codes(server, client, deed)
+            assert (deed, codes) == (
                 deed,
-                {call_phase: expected_code(call_phase, deed, wire) for call_phase in PHASES},
+                {phase: get_expected_code(phase, deed, wire) for phase in PHASES},
             )
             await wait_for_sessions(server.core, 1)
-            assert await neighbour.plays_on() and await plays(client)
+            assert await neighbour.can_step() and await can_play(client)
             await wait_for_sessions(server.core, 1)
 
 
@@ -147,18 +146,18 @@ async def test_deed_that_ends_a_worker_returns_a_code(host: str, wire: str, tmp_
 async def test_worker_that_ends_during_build_fails_the_open(
     host: str, wire: str, tmp_path: Path
 ) -> None:
-    async with beside_a_neighbour(host, wire, tmp_path) as (server, client, neighbour):
+    async with open_with_neighbour(host, wire, tmp_path) as (server, client, neighbour):
         for deed, code in CODES.items():
-            await workers_ready(server)
+            await wait_for_workers(server)
             limit_steps(server.core, LIMIT_S if deed == HANG else NO_LIMIT_S)
             (tmp_path / "build").write_text(deed)
-            with pytest.raises(EnvError) as refused:
-                await asyncio.wait_for(client.open(seed=1), WITHIN_S)
+            with pytest.raises(EnvError) as exc_info:
+                await asyncio.wait_for(client.open(seed=1), MAX_CALL_S)
             (tmp_path / "build").unlink()
             limit_steps(server.core, NO_LIMIT_S)
-            assert (deed, refused.value.code) == (deed, code)
+            assert (deed, exc_info.value.code) == (deed, code)
             await wait_for_sessions(server.core, 1)
-            assert await neighbour.plays_on() and await plays(client)
+            assert await neighbour.can_step() and await can_play(client)
             await wait_for_sessions(server.core, 1)
 
 
@@ -171,7 +170,7 @@ async def test_http_and_mcp_return_the_same_code(host: str, tmp_path: Path) -> N
     ):
         for deed, code in CODES.items():
             limit_steps(server.core, LIMIT_S if deed == HANG else NO_LIMIT_S)
-            status, reply_code, mcp_reply = await http_outcome(http, deed)
+            status, reply_code, mcp_reply = await get_http_outcome(http, deed)
             assert (deed, status, reply_code) == (deed, statuses[code], code)
             assert mcp_reply["error"]["data"]["code"] == code
 
@@ -184,9 +183,9 @@ async def test_inline_exit_ends_the_server(wire: str, tmp_path: Path) -> None:
             address, ConnectOptions(reconnect_timeout_s=0.5)
         ) as client:
             session, _ = await client.open(seed=1)
-            with pytest.raises(EnvError) as reply_code:
-                await asyncio.wait_for(session.step({"add": int(Deed.EXIT)}), WITHIN_S)
-            assert reply_code.value.code in ("UNAVAILABLE", "SESSION_LOST")
+            with pytest.raises(EnvError) as exc_info:
+                await asyncio.wait_for(session.step({"add": int(Deed.EXIT)}), MAX_CALL_S)
+            assert exc_info.value.code in ("UNAVAILABLE", "SESSION_LOST")
         assert await asyncio.to_thread(server.process.wait) == 7
 
 

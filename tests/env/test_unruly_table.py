@@ -1,7 +1,7 @@
 """Misbehavior of environments, by phase and host: only the session's own caller gets an error.
 
-Every row is one deed in one phase. The session in which it happens gets its error and plays on;
-another session of the same server, opened before, notices nothing.
+Every row is one deed in one phase. The session of the deed gets the error and continues;
+an earlier session of the same server is not affected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.env.served import WIRES, serve, server_address
 pytestmark = pytest.mark.slow
 
 
-def deeds_on(host: str) -> list[str]:
+def list_deeds(host: str) -> list[str]:
     """Return the deeds that may only affect the caller; inline, forks are tested elsewhere."""
     is_isolated = "isolation" in HOSTS[host][1]
     return [
@@ -40,28 +40,28 @@ def deeds_on(host: str) -> list[str]:
     ]
 
 
-def rows_on(host: str) -> list[tuple[Phase, str]]:
+def list_rows(host: str) -> list[tuple[Phase, str]]:
     return [
         (phase, deed)
         for phase in Phase
         if phase is not Phase.BUILD
-        for deed in (*deeds_on(host), *WRONG_VALUES.get(phase, ()))
+        for deed in (*list_deeds(host), *WRONG_VALUES.get(phase, ()))
     ]
 
 
-AGREED = "no error"
+NO_ERROR = "no error"
 """Outcome of a close, which always succeeds, and of harmless deeds."""
 
 
 @pytest.fixture(autouse=True)
-def nothing_logged() -> Iterator[None]:
+def disable_logging() -> Iterator[None]:
     """Disable logging, because pytest-xdist cannot send some of the errors raised here."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
 
 
-async def done(session: AsyncSession, phase: Phase, deed: str) -> None:
+async def do_deed(session: AsyncSession, phase: Phase, deed: str) -> None:
     """Let the session do the deed."""
     step_arguments = {"deed": deed, "phase": phase}
     match phase:
@@ -89,7 +89,7 @@ class Neighbour:
         self._session = session
         self._total = 0
 
-    async def plays_on(self) -> bool:
+    async def can_step(self) -> bool:
         """Return True if the next step continues the episode."""
         self._total += 1
         return (await self._session.step({"add": 1})).observation["total"] == self._total
@@ -100,24 +100,24 @@ async def play_deed(
 ) -> tuple[str, str, bool]:
     """Return the caller's code, the session's next total, and whether the neighbor continues."""
     session, _ = await client.open(seed=1)
-    code = AGREED
+    code = NO_ERROR
     try:
-        await done(session, phase, deed)
+        await do_deed(session, phase, deed)
     except EnvError as error:
         code = error.code
-    plays_on = "ended"
+    next_total = "ended"
     if phase is not Phase.CLOSE:
         await session.reset(seed=1)
-        plays_on = str((await session.step({"add": 2})).observation["total"])
+        next_total = str((await session.step({"add": 2})).observation["total"])
         await session.close()
-    return code, plays_on, await neighbour.plays_on()
+    return code, next_total, await neighbour.can_step()
 
 
-def expected_outcome(phase: Phase, deed: str, wire: str) -> tuple[str, str, bool]:
+def get_expected_outcome(phase: Phase, deed: str, wire: str) -> tuple[str, str, bool]:
     if phase is Phase.CLOSE:
-        return AGREED, "ended", True
+        return NO_ERROR, "ended", True
     if deed in HARMLESS_DEEDS:
-        return AGREED, "2", True
+        return NO_ERROR, "2", True
     # OpenEnv's observations for tools have an error field without a code.
     is_tool = phase is Phase.TOOL and wire == "http"
     return ("TOOL_ERROR" if is_tool else "EXECUTION_ERROR"), "2", True
@@ -134,11 +134,11 @@ async def test_misbehavior_is_an_error_of_its_session_only(
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open(seed=0)
             neighbour = Neighbour(session)
-            outcome = {
+            outcomes = {
                 row: await asyncio.wait_for(play_deed(client, neighbour, *row), 60)
-                for row in rows_on(host)
+                for row in list_rows(host)
             }
-    assert outcome == {row: expected_outcome(*row, wire) for row in rows_on(host)}
+    assert outcomes == {row: get_expected_outcome(*row, wire) for row in list_rows(host)}
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -147,7 +147,7 @@ async def test_failed_build_is_an_error_of_the_open_only(
     host: str, wire: str, tmp_path: Path
 ) -> None:
     factory, options = get_factory_and_options(tmp_path, host)
-    outcome = {}
+    outcomes = {}
     async with (
         serve(factory, **options) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
@@ -156,35 +156,35 @@ async def test_failed_build_is_an_error_of_the_open_only(
         neighbour = Neighbour(session)
         for deed in RAISING_DEEDS:
             (tmp_path / "build").write_text(deed)
-            with pytest.raises(EnvError) as refused:
+            with pytest.raises(EnvError) as exc_info:
                 await asyncio.wait_for(client.open(seed=1), 60)
             (tmp_path / "build").unlink()
-            outcome[deed] = (refused.value.code, await neighbour.plays_on())
-        for deed in set(deeds_on(host)) - set(RAISING_DEEDS):
+            outcomes[deed] = (exc_info.value.code, await neighbour.can_step())
+        for deed in set(list_deeds(host)) - set(RAISING_DEEDS):
             (tmp_path / "build").write_text(deed)
             session, _ = await asyncio.wait_for(client.open(seed=1), 60)
             (tmp_path / "build").unlink()
             await session.close()
-            assert await neighbour.plays_on()
+            assert await neighbour.can_step()
         await wait_for_sessions(server.core, 1)
-    assert outcome == dict.fromkeys(RAISING_DEEDS, ("FACTORY_ERROR", True))
+    assert outcomes == dict.fromkeys(RAISING_DEEDS, ("FACTORY_ERROR", True))
 
 
-async def http_outcome(http: httpx.AsyncClient, deed: str) -> tuple[int, str, Any]:
+async def get_http_outcome(http: httpx.AsyncClient, deed: str) -> tuple[int, str, Any]:
     """Return status and code of a step over HTTP, and the reply over MCP."""
     action = {"add": 1, "deed": deed, "phase": Phase.STEP}
-    plain = (await http.post("/reset", json={"seed": 1})).headers["x-session-id"]
-    answer = await http.post("/step", json={"action": action}, headers={"x-session-id": plain})
-    begin = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
-    ticket = (await http.post("/mcp", json=begin)).headers["mcp-session-id"]
+    http_id = (await http.post("/reset", json={"seed": 1})).headers["x-session-id"]
+    response = await http.post("/step", json={"action": action}, headers={"x-session-id": http_id})
+    initialize_message = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
+    mcp_id = (await http.post("/mcp", json=initialize_message)).headers["mcp-session-id"]
     reply: Any = None
     for name, arguments in (("start_episode", {}), ("take_action", action)):
-        call = {"name": name, "arguments": arguments}
-        request = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call}
-        reply = (await http.post("/mcp", json=request, headers={"mcp-session-id": ticket})).json()
-    await http.delete("/mcp", headers={"mcp-session-id": ticket})
-    await http.post("/close", headers={"x-session-id": plain})
-    return answer.status_code, answer.json()["detail"]["code"], reply
+        params = {"name": name, "arguments": arguments}
+        request = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": params}
+        reply = (await http.post("/mcp", json=request, headers={"mcp-session-id": mcp_id})).json()
+    await http.delete("/mcp", headers={"mcp-session-id": mcp_id})
+    await http.post("/close", headers={"x-session-id": http_id})
+    return response.status_code, response.json()["detail"]["code"], reply
 
 
 @pytest.mark.parametrize("host", ["event loop", "threads", "pool"])
@@ -195,7 +195,7 @@ async def test_misbehavior_has_the_same_code_over_http_and_mcp(host: str, tmp_pa
         httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
     ):
         for deed in (*RAISING_DEEDS, *WRONG_VALUES[Phase.STEP]):
-            status, code, reply = await http_outcome(http, deed)
+            status, code, reply = await get_http_outcome(http, deed)
             assert (deed, status, code) == (deed, 500, "EXECUTION_ERROR")
             result = reply["result"]
             assert result["isError"] and "EXECUTION_ERROR" in result["content"][0]["text"]
@@ -209,9 +209,9 @@ async def test_call_of_a_disconnected_caller_is_cancelled(host: str, tmp_path: P
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         session, _ = await client.open(seed=1)
-        async with await AsyncEnvClient.connect(server.grpc_address) as other:
-            waiting = asyncio.create_task(other.open(seed=2))
+        async with await AsyncEnvClient.connect(server.grpc_address) as other_client:
+            open_task = asyncio.create_task(other_client.open(seed=2))
             await wait_until(lambda: server.core.load.num_waiting)
-            waiting.cancel()
+            open_task.cancel()
         await wait_until(lambda: not server.core.load.num_waiting)
         assert (await session.step({"add": 3})).observation["total"] == 3

@@ -12,44 +12,46 @@ from tests.env.legacy_server import legacy_server
 from tests.env.served import WIRES, serve, server_address
 from tests.env.tool_env import ToolEnv
 
-LONG = 2**70
-HALF = "\ud800"
+LARGE_INTEGER = 2**70
+SURROGATE = "\ud800"
 """Half of a surrogate pair, which UTF-8 cannot encode."""
 
 
-async def refusals(address: str) -> list[str]:
+async def get_errors(address: str) -> list[str]:
     """Return the messages for calls that cannot be encoded."""
     async with await AsyncEnvClient.connect(address) as client:
         session, _ = await client.open(seed=1)
         calls = {
-            "a number": lambda: session.step({"add": LONG}),
+            "a number": lambda: session.step({"add": LARGE_INTEGER}),
             "a set": lambda: session.step({"add": {1}}),
-            "half a character": lambda: session.step(CountAction(add=1, metadata={"note": HALF})),
-            "a text": lambda: session.step(text=HALF),
-            "an option": lambda: session.reset(options={"start": LONG}),
+            "half a character": lambda: session.step(
+                CountAction(add=1, metadata={"note": SURROGATE})
+            ),
+            "a text": lambda: session.step(text=SURROGATE),
+            "an option": lambda: session.reset(options={"start": LARGE_INTEGER}),
             "an option's key": lambda: session.reset(options={1: 2}),
-            "an option of a new one": lambda: client.open(options={"start": LONG}),
-            "an option of a group": lambda: client.open_group(2, options={"start": LONG}),
-            "an argument": lambda: session.call_tool("note", {"text": LONG}),
+            "an option of a new one": lambda: client.open(options={"start": LARGE_INTEGER}),
+            "an option of a group": lambda: client.open_group(2, options={"start": LARGE_INTEGER}),
+            "an argument": lambda: session.call_tool("note", {"text": LARGE_INTEGER}),
             "a seed": lambda: session.reset(seed=1.5),
         }
         messages = []
         for name, call in calls.items():
-            with pytest.raises(InvalidCallError) as caught:
+            with pytest.raises(InvalidCallError) as exc_info:
                 await call()
-            messages.append(f"{name}: {caught.value.message}")
+            messages.append(f"{name}: {exc_info.value.message}")
         with pytest.raises(InvalidCallError, match="a call must be plain JSON"):
-            await session.call_tool(HALF, {})
+            await session.call_tool(SURROGATE, {})
         assert (await session.step({"add": 2})).step_index == 1
         return messages
 
 
 async def test_what_no_wire_can_carry_is_refused_in_the_same_words_on_each() -> None:
     async with serve(ToolEnv) as server:
-        grpc, http = [await refusals(server_address(server, wire)) for wire in WIRES]
-    assert grpc == http
-    assert "an action must be plain JSON" in grpc[0]
-    assert "Integer exceeds 64-bit range" in grpc[0]
+        grpc_texts, http_texts = [await get_errors(server_address(server, w)) for w in WIRES]
+    assert grpc_texts == http_texts
+    assert "an action must be plain JSON" in grpc_texts[0]
+    assert "Integer exceeds 64-bit range" in grpc_texts[0]
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -58,8 +60,8 @@ async def test_numbers_of_numpy_travel_as_numbers(wire: str) -> None:
         serve(ToolEnv) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
-        session, first = await client.open(seed=np.int64(3), options={"start": np.int64(4)})
-        assert first.observation["total"] == 4
+        session, first_result = await client.open(seed=np.int64(3), options={"start": np.int64(4)})
+        assert first_result.observation["total"] == 4
         assert (await session.step({"add": np.int64(2)})).observation["total"] == 6
 
 
@@ -68,5 +70,5 @@ async def test_an_upstream_server_of_0_1_is_not_asked_either() -> None:
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open()
             with pytest.raises(InvalidCallError, match="integers of at most 64 bits"):
-                await session.step({"add": LONG})
+                await session.step({"add": LARGE_INTEGER})
             assert len(counter.bodies) == 1

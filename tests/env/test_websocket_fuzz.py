@@ -32,9 +32,9 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=12,
 )
-kinds = st.sampled_from(["reset", "step", "state", "mcp", "close", "bogus", "", None, 3])
+message_types = st.sampled_from(["reset", "step", "state", "mcp", "close", "bogus", "", None, 3])
 envelopes = st.fixed_dictionaries(
-    {"type": kinds},
+    {"type": message_types},
     optional={
         "data": json_values
         | st.fixed_dictionaries({"add": json_values})
@@ -107,7 +107,7 @@ frames = (
     | st.binary(max_size=40)
     | st.sampled_from(ODD_FRAMES)
 )
-fuzzing = settings(
+fuzz_settings = settings(
     max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
 
@@ -121,22 +121,22 @@ def is_typed(reply: dict) -> bool:
     return reply["type"] in {"observation", "state", "mcp"}
 
 
-async def converse(server, path: str, sent: list[str | bytes]) -> None:
+async def send_frames(server, path: str, messages: list[str | bytes]) -> None:
     """Send the frames and check the responses; any frame may close the socket."""
     url = server.http_address.replace("http", "ws") + path
     async with connect(url, additional_headers=BEARER, compression=None) as socket:
         try:
-            for message in sent:
+            for message in messages:
                 await socket.send(message)
                 # A ping behind the frame shows when a frame gets no answer.
-                answered = asyncio.ensure_future(socket.recv())
-                ponged = await socket.ping()
-                await asyncio.wait({answered, ponged}, return_when=asyncio.FIRST_COMPLETED)
-                await asyncio.wait({answered}, timeout=0.02)
-                if not answered.done():
-                    answered.cancel()
+                response_task = asyncio.ensure_future(socket.recv())
+                pong = await socket.ping()
+                await asyncio.wait({response_task, pong}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({response_task}, timeout=0.02)
+                if not response_task.done():
+                    response_task.cancel()
                     continue
-                text = answered.result()
+                text = response_task.result()
                 assert is_typed(json.loads(text)), text
                 assert TOKEN not in text
         except ConnectionClosed:
@@ -145,31 +145,31 @@ async def converse(server, path: str, sent: list[str | bytes]) -> None:
 
 
 @pytest.mark.parametrize("path", ["/ws", "/ws?ludus=1", "/mcp"])
-@given(sent=st.lists(frames, min_size=1, max_size=6))
-@fuzzing
+@given(messages=st.lists(frames, min_size=1, max_size=6))
+@fuzz_settings
 async def test_any_frames_get_typed_answers_and_leave_nothing_behind(
-    caplog_at_error, path: str, sent
+    error_log, path: str, messages
 ) -> None:
     async with serve(ToolEnv, token=TOKEN, max_sessions=2) as server:
-        await converse(server, path, sent)
-        await until_empty_but_created(server, sent)
+        await send_frames(server, path, messages)
+        await wait_for_end_of_sessions(server, messages)
         url = server.http_address.replace("http", "ws") + "/ws"
         async with connect(url, additional_headers=BEARER) as socket:
             await socket.send('{"type":"reset"}')
             assert '"total":0' in await socket.recv()
-    assert TOKEN not in caplog_at_error.text
-    assert "Exception in ASGI application" not in caplog_at_error.text
+    assert TOKEN not in error_log.text
+    assert "Exception in ASGI application" not in error_log.text
 
 
-async def until_empty_but_created(server, sent) -> None:
+async def wait_for_end_of_sessions(server, messages) -> None:
     """Wait until only the sessions that MCP calls created are open."""
-    if any("openenv/session/create" in str(message) for message in sent):
+    if any("openenv/session/create" in str(message) for message in messages):
         return
     await wait_for_sessions(server.core, 0)
 
 
 @pytest.fixture
-def caplog_at_error(caplog: pytest.LogCaptureFixture):
+def error_log(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.ERROR)
     return caplog
 
@@ -232,8 +232,8 @@ async def drop_a_socket(host: str, port: int, generator: random.Random) -> None:
 
 async def drop_a_stream(stub, generator: random.Random) -> None:
     stream = stub.Connect()
-    opening = pb.Call(call_id=1, open=pb.OpenRequest())
-    await stream.write(pb.CallBatch(calls=[opening]))
+    open_call = pb.Call(call_id=1, open=pb.OpenRequest())
+    await stream.write(pb.CallBatch(calls=[open_call]))
     if generator.random() < 0.5:
         await stream.read()
     stream.cancel()
@@ -242,27 +242,27 @@ async def drop_a_stream(stub, generator: random.Random) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_drops", [500, 5_000])
 async def test_no_session_is_left_after_thousands_of_unclean_disconnects(num_drops) -> None:
-    num_at_once = 16
+    num_tasks = 16
     async with serve(max_sessions=1000) as server:
         host, port = server.http_address.removeprefix("http://").split(":")
         address = server.grpc_address.removeprefix("grpc://")
         generator = random.Random(0)
-        remaining = iter(range(num_drops))
+        indices = iter(range(num_drops))
         async with grpc.aio.insecure_channel(address) as channel:
             stub = env_pb2_grpc.EnvServiceStub(channel)
 
             async def drop_many() -> None:
-                for number in remaining:
-                    if number % 5 == 0:
+                for index in indices:
+                    if index % 5 == 0:
                         await drop_a_stream(stub, generator)
                     else:
                         await drop_a_socket(host, int(port), generator)
 
-            await asyncio.gather(*(drop_many() for _ in range(num_at_once)))
+            await asyncio.gather(*(drop_many() for _ in range(num_tasks)))
             await wait_for_sessions(server.core, 0)
         assert server.core.counts.num_opens > num_drops / 3
-        await wait_until(lambda: num_connections() < 50)  # they end with their clients
+        await wait_until(lambda: count_connections() < 50)  # they end with their clients
 
 
-def num_connections() -> int:
+def count_connections() -> int:
     return sum("run_asgi" in repr(task) for task in asyncio.all_tasks())

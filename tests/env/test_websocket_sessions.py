@@ -20,11 +20,11 @@ from tests.env.served import serve
 from tests.env.served_app import make_core, serve_app
 
 
-def socket_to(authority: str, query: str = ""):
+def open_socket(authority: str, query: str = ""):
     return connect(f"ws://{authority}/ws{query}", compression=None, ping_interval=None)
 
 
-async def ask(socket, message):
+async def send(socket, message):
     await socket.send(json.dumps(message))
     return json.loads(await asyncio.wait_for(socket.recv(), 60))
 
@@ -44,23 +44,23 @@ def factory(request: pytest.FixtureRequest):
 async def test_a_connection_is_accepted_and_waits_for_a_free_session(factory) -> None:
     core = make_core(factory, max_sessions=1, wait_for_slot_s=60)
     async with serve_app(build_app(core)) as authority:
-        first = await socket_to(authority)
-        await ask(first, {"type": "reset"})
-        async with socket_to(authority) as second:
-            asking = asyncio.create_task(ask(second, {"type": "reset", "data": {"start": 3}}))
+        first_socket = await open_socket(authority)
+        await send(first_socket, {"type": "reset"})
+        async with open_socket(authority) as next_socket:
+            task = asyncio.create_task(send(next_socket, {"type": "reset", "data": {"start": 3}}))
             await wait_until(lambda: core.load.num_waiting == 1)
-            await first.close()
-            assert (await asking)["data"]["observation"]["total"] == 3
+            await first_socket.close()
+            assert (await task)["data"]["observation"]["total"] == 3
 
 
 async def test_a_client_that_leaves_stops_waiting(factory) -> None:
     core = make_core(factory, max_sessions=1, wait_for_slot_s=60)
-    async with serve_app(build_app(core)) as authority, socket_to(authority) as first:
-        await ask(first, {"type": "reset"})
-        second = await socket_to(authority)
-        await second.send('{"type":"reset"}')
+    async with serve_app(build_app(core)) as authority, open_socket(authority) as first_socket:
+        await send(first_socket, {"type": "reset"})
+        next_socket = await open_socket(authority)
+        await next_socket.send('{"type":"reset"}')
         await wait_until(lambda: core.load.num_waiting == 1)
-        second.transport.abort()
+        next_socket.transport.abort()
         await wait_until(lambda: core.load.num_waiting == 0)
         assert core.load.num_sessions == 1
 
@@ -69,46 +69,46 @@ async def test_a_wait_in_vain_ends_with_a_refusal() -> None:
     core = make_core(max_sessions=1, wait_for_slot_s=0.1)
     async with (
         serve_app(build_app(core)) as authority,
-        socket_to(authority) as first,
-        socket_to(authority) as second,
+        open_socket(authority) as first_socket,
+        open_socket(authority) as next_socket,
     ):
-        await ask(first, {"type": "state"})
-        reply = await ask(second, {"type": "reset"})
+        await send(first_socket, {"type": "state"})
+        reply = await send(next_socket, {"type": "reset"})
         assert reply["data"]["code"] == "CAPACITY_REACHED"
-        assert (await wait_for_close(second))[0] == 1000
+        assert (await wait_for_close(next_socket))[0] == 1000
 
 
 @pytest.mark.slow
 async def test_an_idle_session_closes_its_socket_and_says_why(factory, core_clock) -> None:
     core = make_core(factory, idle_timeout_s=60)
-    sweeping = asyncio.create_task(core.close_idle_forever())
-    async with serve_app(build_app(core)) as authority, socket_to(authority) as socket:
-        await ask(socket, {"type": "reset"})
+    sweep_task = asyncio.create_task(core.close_idle_forever())
+    async with serve_app(build_app(core)) as authority, open_socket(authority) as socket:
+        await send(socket, {"type": "reset"})
         core_clock.move_on(60)
         assert await wait_for_close(socket) == (1001, "it was idle for 60 s")
         assert core.load.num_sessions == 0
-    sweeping.cancel()
+    sweep_task.cancel()
 
 
 async def test_a_step_that_takes_too_long_is_answered_before_the_socket_closes() -> None:
     core = make_core(ThreadedCountingEnv)
-    async with serve_app(build_app(core)) as authority, socket_to(authority) as socket:
-        await ask(socket, {"type": "reset"})
+    async with serve_app(build_app(core)) as authority, open_socket(authority) as socket:
+        await send(socket, {"type": "reset"})
         limit_steps(core, 0.25)
-        reply = await ask(socket, {"type": "step", "data": {"add": 99}})
+        reply = await send(socket, {"type": "step", "data": {"add": 99}})
         assert reply["data"]["code"] == "TIMEOUT"
         assert await wait_for_close(socket) == (1011, "a step took longer than 0.25 s")
 
 
 async def test_a_server_that_shuts_down_says_so(factory) -> None:
     core = make_core(factory)
-    async with serve_app(build_app(core)) as authority, socket_to(authority) as socket:
-        await ask(socket, {"type": "reset"})
+    async with serve_app(build_app(core)) as authority, open_socket(authority) as socket:
+        await send(socket, {"type": "reset"})
         await core.shut_down()
         assert await wait_for_close(socket) == (1001, "the server is shutting down")
     async with serve(factory) as server:
-        socket = await socket_to(server.http_address.removeprefix("http://"))
-        await ask(socket, {"type": "reset"})
+        socket = await open_socket(server.http_address.removeprefix("http://"))
+        await send(socket, {"type": "reset"})
     assert await wait_for_close(socket) == (1001, "the server is shutting down")
 
 
@@ -125,25 +125,25 @@ async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory) -> Non
             return (await client.post("/mcp", json=body)).json()["result"]
 
         session_id = (await call("openenv/session/create"))["session_id"]
-        async with socket_to(authority, f"?session_id={session_id}") as socket:
-            await ask(socket, {"type": "reset"})
-            assert (await ask(socket, {"type": "step", "data": {"add": 2}}))["type"]
-            async with socket_to(authority, f"?session_id={session_id}") as second:
-                refused = json.loads(await second.recv())["data"]
-                assert refused["code"] == "SESSION_ERROR"
-                assert refused["message"].endswith("already has an attached WebSocket")
-                assert (await wait_for_close(second))[0] == 1000
+        async with open_socket(authority, f"?session_id={session_id}") as socket:
+            await send(socket, {"type": "reset"})
+            assert (await send(socket, {"type": "step", "data": {"add": 2}}))["type"]
+            async with open_socket(authority, f"?session_id={session_id}") as next_socket:
+                error = json.loads(await next_socket.recv())["data"]
+                assert error["code"] == "SESSION_ERROR"
+                assert error["message"].endswith("already has an attached WebSocket")
+                assert (await wait_for_close(next_socket))[0] == 1000
             assert core.load.num_sessions == 1
-        async with socket_to(authority, f"?session_id={session_id}") as socket:
-            state = (await ask(socket, {"type": "state"}))["data"]
+        async with open_socket(authority, f"?session_id={session_id}") as socket:
+            state = (await send(socket, {"type": "state"}))["data"]
             assert (state["step_count"], state["total"]) == (1, 2)
-            closing = await call("openenv/session/close", session_id=session_id)
-            assert closing == {"session_id": session_id, "closed": False, "closing": True}
-            assert (await ask(socket, {"type": "state"}))["data"]["total"] == 2
+            result = await call("openenv/session/close", session_id=session_id)
+            assert result == {"session_id": session_id, "closed": False, "closing": True}
+            assert (await send(socket, {"type": "state"}))["data"]["total"] == 2
         await wait_until(lambda: core.load.num_sessions == 0)
-        async with socket_to(authority, f"?session_id={session_id}") as socket:
-            unknown = json.loads(await socket.recv())
-            assert unknown["data"] == {
+        async with open_socket(authority, f"?session_id={session_id}") as socket:
+            response = json.loads(await socket.recv())
+            assert response["data"] == {
                 "message": f"Unknown session_id: {session_id}",
                 "code": "SESSION_ERROR",
             }
@@ -152,7 +152,7 @@ async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory) -> Non
 
 async def test_a_client_that_never_reads_blocks_no_other_and_has_a_bounded_buffer() -> None:
     core = make_core()
-    async with serve_app(build_app(core)) as authority, socket_to(authority) as reading:
+    async with serve_app(build_app(core)) as authority, open_socket(authority) as other_socket:
         host, _, port = authority.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
         reader._transport.pause_reading()
@@ -165,9 +165,9 @@ async def test_a_client_that_never_reads_blocks_no_other_and_has_a_bounded_buffe
         for _ in range(200):
             writer.write(header + note)
         await wait_until(lambda: core.load.num_sessions == 2)
-        await ask(reading, {"type": "reset"})
+        await send(other_socket, {"type": "reset"})
         for _ in range(20):
-            await ask(reading, {"type": "state"})
+            await send(other_socket, {"type": "state"})
         assert writer.transport.get_write_buffer_size() > 0, "the server stopped reading"
         writer.transport.abort()
         await wait_until(lambda: core.load.num_sessions == 1)
@@ -177,8 +177,8 @@ async def test_a_half_open_connection_is_cut_and_its_session_freed() -> None:
     core = make_core()
     app = build_app(core)
     async with serve_app(app, ws_ping_interval=60, ws_ping_timeout=60) as authority:
-        socket = await socket_to(authority)
-        await ask(socket, {"type": "reset"})
+        socket = await open_socket(authority)
+        await send(socket, {"type": "reset"})
         socket.transport.pause_reading()  # the client must read to answer pings
         move_loop_clock(61)
         await run_pending_tasks()
@@ -189,7 +189,7 @@ async def test_a_half_open_connection_is_cut_and_its_session_freed() -> None:
 
 async def test_replies_keep_their_order_when_a_client_does_not_wait(factory) -> None:
     core = make_core(factory)
-    async with serve_app(build_app(core)) as authority, socket_to(authority) as socket:
+    async with serve_app(build_app(core)) as authority, open_socket(authority) as socket:
         messages = [{"type": "reset"}]
         messages += [{"type": "step", "data": {"add": 1}}, {"type": "state"}, {"type": "nope"}] * 4
         for message in messages:
@@ -216,8 +216,8 @@ class StuckEnv(ThreadedCountingEnv):
 async def test_a_client_that_leaves_in_the_middle_of_a_step_frees_its_session_at_once() -> None:
     core = make_core(StuckEnv, max_sessions=1)
     async with serve_app(build_app(core)) as authority:
-        socket = await socket_to(authority)
-        await ask(socket, {"type": "reset"})
+        socket = await open_socket(authority)
+        await send(socket, {"type": "reset"})
         await socket.send('{"type":"step","data":{"add":1}}')
         await wait_until(StuckEnv.entered.is_set)
         socket.transport.abort()
@@ -230,19 +230,19 @@ async def test_a_worker_that_dies_closes_the_sockets_of_its_sessions_and_says_so
     options = {"isolation": "pool", "num_workers": 1, "max_sessions": 4}
     async with serve(UnrulyEnv, **options) as server:
         authority = server.http_address.removeprefix("http://")
-        async with socket_to(authority) as unruly, socket_to(authority) as neighbour:
-            for socket in (unruly, neighbour):
-                await ask(socket, {"type": "reset"})
-            reply = await ask(unruly, {"type": "step", "data": {"add": Deed.EXIT}})
+        async with open_socket(authority) as unruly_socket, open_socket(authority) as other_socket:
+            for socket in (unruly_socket, other_socket):
+                await send(socket, {"type": "reset"})
+            reply = await send(unruly_socket, {"type": "step", "data": {"add": Deed.EXIT}})
             assert reply["data"]["code"] == "SESSION_LOST"
-            for socket in (unruly, neighbour):
+            for socket in (unruly_socket, other_socket):
                 code, reason = await wait_for_close(socket)
                 assert (code, "worker" in reason) == (1011, True), reason
-        async with socket_to(authority) as socket:
-            assert (await ask(socket, {"type": "reset"}))["type"] == "observation"
+        async with open_socket(authority) as socket:
+            assert (await send(socket, {"type": "reset"}))["type"] == "observation"
 
 
-class RequestedEnv(CountingEnv):
+class RequestIdEnv(CountingEnv):
     """An environment that shows the request id of the current call."""
 
     def _observe(self, note: str = ""):
@@ -252,12 +252,12 @@ class RequestedEnv(CountingEnv):
 async def test_the_request_id_of_a_connection_reaches_the_environment() -> None:
     headers = {"x-request-id": "r-7"}
     async with (
-        serve_app(build_app(make_core(RequestedEnv))) as authority,
+        serve_app(build_app(make_core(RequestIdEnv))) as authority,
         connect(f"ws://{authority}/ws", additional_headers=headers) as socket,
         httpx.AsyncClient(base_url=f"http://{authority}", timeout=60) as client,
     ):
         for message in ({"type": "reset"}, {"type": "step", "data": {"add": 1}}):
-            reply = await ask(socket, message)
+            reply = await send(socket, message)
             assert reply["data"]["metadata"] == {"note": "r-7"}
         for name in ("h-1", "h-2"):
             reply = await client.post("/reset", headers={"x-request-id": name})
@@ -265,9 +265,9 @@ async def test_the_request_id_of_a_connection_reaches_the_environment() -> None:
 
 
 async def test_a_refusal_during_a_disconnect_is_no_unhandled_exception() -> None:
-    unheard = []
+    log_messages = []
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda loop, context: unheard.append(context["message"]))
+    loop.set_exception_handler(lambda loop, context: log_messages.append(context["message"]))
 
     async def receive():
         return {"type": "websocket.disconnect"}
@@ -278,4 +278,4 @@ async def test_a_refusal_during_a_disconnect_is_no_unhandled_exception() -> None
     with pytest.raises(SocketGoneError):
         await AsgiSocket({}, receive, None).run_while_connected(refuse())
     gc.collect()
-    assert unheard == []
+    assert log_messages == []

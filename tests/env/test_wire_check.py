@@ -25,7 +25,7 @@ async def check_wire(
         return await check_server(client, num_steps=8, seeds=range(4), **options)
 
 
-def broken_rules(report: CheckReport) -> dict[str, str]:
+def get_broken_rules(report: CheckReport) -> dict[str, str]:
     return {check.name: check.detail for check in report.checks if check.verdict == "broken"}
 
 
@@ -43,12 +43,12 @@ async def test_a_sound_server_keeps_every_rule(factory, wire: str) -> None:
 @pytest.mark.parametrize("wire", WIRES)
 async def test_what_a_server_of_one_session_cannot_show_is_not_offered(wire: str) -> None:
     report = await check_wire(wire=wire, max_sessions=1)
-    not_offered = [check.name for check in report.checks if check.verdict == "not offered"]
-    assert not_offered == [
+    rule_names = [check.name for check in report.checks if check.verdict == "not offered"]
+    assert rule_names == [
         "parallel_sessions_are_independent",
         "a_group_starts_with_equal_observations",
     ]
-    assert broken_rules(report) == {}
+    assert get_broken_rules(report) == {}
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ async def test_a_large_server_is_not_filled() -> None:
     assert report.checks[0].verdict == "not offered"
 
 
-class TakesAnyText:
+class AnyTextRenderer:
     takes_any_text = True
 
     def render(self, observation, *, first):
@@ -71,20 +71,20 @@ class TakesAnyText:
         return []
 
 
-class ReadsNothing(TakesAnyText):
+class UndeclaredRenderer(AnyTextRenderer):
     takes_any_text = False
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(
-    ("renderer", "verdict"), [(TakesAnyText(), set()), (ReadsNothing(), {"malformed"})]
+    ("renderer", "verdict"), [(AnyTextRenderer(), set()), (UndeclaredRenderer(), {"malformed"})]
 )
 async def test_only_who_says_so_over_the_wire_may_take_any_text(
     wire: str, renderer, verdict
 ) -> None:
-    kind = type("Counting", (CountingEnv,), {"text_renderer": renderer})
-    detail_by_rule = broken_rules(await check_wire(kind, wire))
+    environment_type = type("Counting", (CountingEnv,), {"text_renderer": renderer})
+    detail_by_rule = get_broken_rules(await check_wire(environment_type, wire))
     assert {name.partition("_")[0] for name in detail_by_rule} == verdict
 
 
@@ -140,7 +140,7 @@ class ScoresAReset(CountingEnv):
     ],
 )
 async def test_an_environment_that_breaks_a_rule_is_found_over_the_wire(factory, rule: str) -> None:
-    detail_by_rule = broken_rules(await check_wire(factory))
+    detail_by_rule = get_broken_rules(await check_wire(factory))
     assert rule in detail_by_rule
     assert detail_by_rule[rule].startswith("expected ")
 
@@ -192,18 +192,18 @@ async def test_a_server_that_breaks_a_rule_is_found(
     monkeypatch: pytest.MonkeyPatch, sabotage, rules
 ) -> None:
     sabotage(monkeypatch)
-    detail_by_rule = broken_rules(await check_wire(max_sessions=12, timeout_s=10))
+    detail_by_rule = get_broken_rules(await check_wire(max_sessions=12, timeout_s=10))
     assert rules <= set(detail_by_rule)
 
 
 @pytest.mark.slow
 async def test_a_rule_without_an_end_is_broken_and_the_others_go_on() -> None:
-    class Hangs(ThreadedCountingEnv):
+    class HangingEnv(ThreadedCountingEnv):
         def step(self, action: CountAction):
             return super().step(CountAction(add=99))
 
-    report = await check_wire(Hangs, timeout_s=0.3)
-    assert "did not end within 0.3 s" in broken_rules(report)["seeds_are_not_ignored"]
+    report = await check_wire(HangingEnv, timeout_s=0.3)
+    assert "did not end within 0.3 s" in get_broken_rules(report)["seeds_are_not_ignored"]
     assert len(report.checks) == 18
 
 
@@ -255,9 +255,9 @@ def test_random_values_fit_their_schema() -> None:
     ],
 )
 def test_what_does_not_fit_is_named_with_its_place(change, fault) -> None:
-    sound = {"kind": "move", "to": {"x": 1}, "how": None, "path": [1, 2], "pair": [True, "a"]}
-    assert find_fault(sound, SCHEMA) == ""
-    assert fault in find_fault({**sound, **change}, SCHEMA)
+    valid_value = {"kind": "move", "to": {"x": 1}, "how": None, "path": [1, 2], "pair": [True, "a"]}
+    assert find_fault(valid_value, SCHEMA) == ""
+    assert fault in find_fault({**valid_value, **change}, SCHEMA)
 
 
 @pytest.mark.parametrize("schema", [{"$ref": "#/$defs/Nowhere"}, {"type": "number of legs"}])

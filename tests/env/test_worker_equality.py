@@ -37,55 +37,55 @@ def isolation(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-async def transcript(server: EnvServer, wire: str) -> list[Any]:
+async def collect_results(server: EnvServer, wire: str) -> list[Any]:
     """Return everything that a client sees of seeded episodes: tensors, text, errors and tools."""
-    seen: list[Any] = []
+    results: list[Any] = []
     async with connect_to(server, wire) as client:
         for seed in range(4):
-            session, first = await client.open(seed=seed)
-            results = [first]
+            session, first_result = await client.open(seed=seed)
+            episode_results = [first_result]
             for action in ({"add": 8}, {"add": 2}, "ADD 3", "ADD 1", {"add": 5}):
-                results.append(await session.step(action))
-            with pytest.raises(EnvError) as caught:
+                episode_results.append(await session.step(action))
+            with pytest.raises(EnvError) as error:
                 await session.step(ADD_1)
-            seen.append([_plain(result) for result in results])
-            seen.append((caught.value.code, caught.value.message, await session.state()))
-            with pytest.raises(ActionParseError) as refused:
+            results.append([_make_plain(result) for result in episode_results])
+            results.append((error.value.code, error.value.message, await session.state()))
+            with pytest.raises(ActionParseError) as parse_error:
                 await (await client.open(seed=seed))[0].step("SUB 1")
-            seen.append((refused.value.code, refused.value.message))
-        seen.append(dataclasses.replace(await client.describe(), server_id=""))
-    return seen
+            results.append((parse_error.value.code, parse_error.value.message))
+        results.append(dataclasses.replace(await client.describe(), server_id=""))
+    return results
 
 
-def _plain(result: Any) -> dict[str, Any]:
+def _make_plain(result: Any) -> dict[str, Any]:
     tensors = {name: (array.dtype, array.tolist()) for name, array in result.tensors.items()}
     return {**dataclasses.asdict(dataclasses.replace(result, tensors={})), "tensors": tensors}
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_seeded_episodes_are_the_same_inline_and_in_workers(isolation: str, factory) -> None:
-    async with serve(factory) as inline, worker_server(factory, isolation) as isolated:
+    async with serve(factory) as server, worker_server(factory, isolation) as workers:
         for wire in WIRES:
-            assert await transcript(inline, wire) == await transcript(isolated, wire)
+            assert await collect_results(server, wire) == await collect_results(workers, wire)
 
 
 async def test_workers_do_not_share_their_global_random_state(isolation: str) -> None:
     async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         sessions = await open_many(client, 6)
-        drawn = [(await session.step(REPORT)).info for session in sessions]
-        lucks = {info["pid"]: tuple(info["luck"]) for info in drawn}
-        assert len(lucks) >= NUM_WORKERS
+        infos = [(await session.step(REPORT)).info for session in sessions]
+        luck_by_pid = {info["pid"]: tuple(info["luck"]) for info in infos}
+        assert len(luck_by_pid) >= NUM_WORKERS
         for index in (0, 1):
-            assert len({luck[index] for luck in lucks.values()}) == len(lucks)
+            assert len({luck[index] for luck in luck_by_pid.values()}) == len(luck_by_pid)
 
 
 async def test_group_has_equal_first_observations_across_workers(isolation: str) -> None:
     async with worker_server(isolation=isolation) as server:
-        opened = await server.core.open_group(OpenArgs(ResetArgs(seed=5)), 6)
-        assert len({candidate.first_result.observation_json for candidate in opened}) == 1
+        sessions = await server.core.open_group(OpenArgs(ResetArgs(seed=5)), 6)
+        assert len({session.first_result.observation_json for session in sessions}) == 1
         pids = set()
-        for candidate in opened:
-            result = await server.core.step(candidate.session_id, b'{"add": %d}' % Deed.REPORT)
+        for session in sessions:
+            result = await server.core.step(session.session_id, b'{"add": %d}' % Deed.REPORT)
             pids.add(result.info_json)
         assert len(pids) >= NUM_WORKERS
 
@@ -106,20 +106,20 @@ async def test_workers_see_no_secrets_and_load_no_server(
         info = (await session.step(REPORT)).info
         assert "HARMLESS" in info["variables"]
         assert "PATH" in info["variables"]
-        kept = {"LUDUS_SESSION_KEY", "TEAM_A_TOKEN", "AWS_SECRET_ACCESS_KEY"}
-        assert not kept & set(info["variables"])
+        secret_names = {"LUDUS_SESSION_KEY", "TEAM_A_TOKEN", "AWS_SECRET_ACCESS_KEY"}
+        assert not secret_names & set(info["variables"])
         assert info["heavy"] == []
 
 
 @pytest.mark.parametrize("isolation", ["inline", *ISOLATIONS])
 async def test_server_reports_whether_its_environment_is_deterministic(isolation: str) -> None:
-    unruly = GloballyRandomEnv
-    cases = (CountingEnv, False, True), (unruly, False, False), (unruly, True, True)
-    for factory, declared, expected in cases:
+    random_env = GloballyRandomEnv
+    cases = (CountingEnv, False, True), (random_env, False, False), (random_env, True, True)
+    for factory, declaration, expectation in cases:
         async with (
             serve(
-                factory, isolation=isolation, check_determinism=True, deterministic=declared
+                factory, isolation=isolation, check_determinism=True, deterministic=declaration
             ) as server,
             connect_to(server) as client,
         ):
-            assert (await client.describe()).is_deterministic is expected
+            assert (await client.describe()).is_deterministic is expectation

@@ -20,8 +20,8 @@ async def test_exit_reason_is_reported_even_if_the_report_is_late() -> None:
         core = server.core
         session_id = (await core.open(OpenArgs(ResetArgs()))).session_id
         os.kill(core.host.fork_server.pid, signal.SIGSTOP)  # it reports no exit
-        stepping = asyncio.create_task(core.step(session_id, b'{"add": %d}' % Deed.EXIT))
+        step_task = asyncio.create_task(core.step(session_id, b'{"add": %d}' % Deed.EXIT))
         await asyncio.sleep(1)
         os.kill(core.host.fork_server.pid, signal.SIGCONT)
         with pytest.raises(SessionLostError, match="its worker exited with code 7"):
-            await stepping
+            await step_task

@@ -24,14 +24,14 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "manager", "misc"}
 
 def list_sources() -> list[Path]:
     """Return the hand-written Python files of the repository."""
-    listed = subprocess.run(
+    names = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    paths = [ROOT / name for name in listed if "_pb2" not in name]
+    paths = [ROOT / name for name in names if "_pb2" not in name]
     return [path for path in paths if path.exists()]
 
 
@@ -50,13 +50,13 @@ def test_no_file_is_longer_than_the_budget() -> None:
 
 @pytest.mark.slow
 def test_no_function_is_longer_than_the_budget() -> None:
-    long = [
+    long_functions = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
         for path in list_sources()
         for node in find_functions(path)
         if (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
     ]
-    assert long == []
+    assert long_functions == []
 
 
 def list_packages() -> list[Path]:
@@ -71,9 +71,9 @@ def list_packages() -> list[Path]:
 def test_every_package_is_small_and_has_a_docstring(package: Path) -> None:
     modules = [path for path in package.glob("*.py") if path.stem not in ("__init__", "__main__")]
     assert len(modules) <= MAX_MODULES
-    explained = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
-    assert explained, "its __init__.py has no docstring"
-    assert explained.splitlines()[0].endswith(".")
+    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
+    assert docstring, "its __init__.py has no docstring"
+    assert docstring.splitlines()[0].endswith(".")
 
 
 def find_docstrings(path: Path) -> Iterator[str]:
@@ -86,40 +86,40 @@ def find_docstrings(path: Path) -> Iterator[str]:
 @pytest.mark.slow
 def test_docstrings_describe_an_action_not_the_missing_result() -> None:
     production = ("proto", "envs", "services", "trainer")
-    dialect = [
+    findings = [
         f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}"
         for path in list_sources()
         if path.relative_to(ROOT).parts[0] in production
         for docstring in find_docstrings(path)
         if docstring.startswith(("Nothing", "Returns when"))
     ]
-    assert dialect == [], "write an imperative: Open the sinks."
+    assert findings == [], "write an imperative: Open the sinks."
 
 
 def test_no_module_has_a_catch_all_name() -> None:
     assert [path for path in list_sources() if path.stem in FORBIDDEN_NAMES] == []
 
 
-def config_sections(annotation: object) -> set[type[BaseModel]]:
+def collect_sections(annotation: object) -> set[type[BaseModel]]:
     """Return the configuration sections in a type, and the sections inside of them."""
     sections: set[type[BaseModel]] = set()
     for section in find_sections(annotation):
         sections.add(section)
         for field in section.model_fields.values():
-            sections |= config_sections(field.annotation)
+            sections |= collect_sections(field.annotation)
     return sections
 
 
-@pytest.mark.parametrize("section", sorted(config_sections(RunConfig), key=lambda s: s.__name__))
+@pytest.mark.parametrize("section", sorted(collect_sections(RunConfig), key=lambda s: s.__name__))
 def test_every_configuration_section_is_small_and_explained(section: type[BaseModel]) -> None:
     fields = section.model_fields
     # A nested section is counted separately.
     values = [name for name, field in fields.items() if not list(find_sections(field.annotation))]
     assert len(values) <= MAX_FIELDS
-    unexplained = [
+    undocumented_fields = [
         name
         for name, field in fields.items()
         if not field.description and name != "kind" and not list(find_sections(field.annotation))
     ]
-    assert unexplained == []
+    assert undocumented_fields == []
     assert section.__doc__

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "ray", "vllm", "transformers", "kubernetes")
+HEAVY_PACKAGES = ("torch", "ray", "vllm", "transformers", "kubernetes")
 
 
 @pytest.mark.parametrize(
@@ -24,20 +24,23 @@ HEAVY = ("torch", "ray", "vllm", "transformers", "kubernetes")
     ],
 )
 def test_a_fresh_process_loads_no_heavy_package(module: str) -> None:
-    code = f"import sys, {module}; print([m for m in {HEAVY} if m in sys.modules])"
+    code = f"import sys, {module}; print([m for m in {HEAVY_PACKAGES} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
 def test_the_environment_server_loads_no_heavy_package() -> None:
-    code = f"import sys, ludus.env.serving.server; print([m for m in {HEAVY} if m in sys.modules])"
+    code = (
+        "import sys, ludus.env.serving.server\n"
+        f"print([m for m in {HEAVY_PACKAGES} if m in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
 def test_network_run_loads_neither_ray_nor_transformers() -> None:
-    heavy = ("ray", "vllm", "transformers")
-    code = f"import sys, ludus.trainer.classic.run; print([m for m in {heavy} if m in sys.modules])"
+    names = ("ray", "vllm", "transformers")
+    code = f"import sys, ludus.trainer.classic.run; print([m for m in {names} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 

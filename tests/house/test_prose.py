@@ -6,7 +6,7 @@ import pytest
 from prose import EXCEPTIONS, PythonFile, find_all, find_in_markdown
 
 
-def rules_broken(text: str) -> set[tuple[str, str]]:
+def find_broken_rules(text: str) -> set[tuple[str, str]]:
     findings = PythonFile("trainer/example.py", text).findings()
     return {(finding.rule, finding.text) for finding in findings}
 
@@ -25,7 +25,7 @@ def rules_broken(text: str) -> set[tuple[str, str]]:
     ],
 )
 def test_a_broken_rule_is_found(text: str, rule: str) -> None:
-    assert rule in {broken for broken, _ in rules_broken(text)}
+    assert rule in {name for name, _ in find_broken_rules(text)}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_broken_rule_is_found(text: str, rule: str) -> None:
     ],
 )
 def test_plain_english_passes(text: str) -> None:
-    assert rules_broken(text) == set()
+    assert find_broken_rules(text) == set()
 
 
 def test_code_in_markdown_is_not_prose() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 TRAINER = Path(__file__).parents[2] / "trainer"
 STREAMS = TRAINER / "ludus" / "trainer" / "core" / "streams.py"
-SEEDING = {
+SEEDERS = {
     "Random",
     "RandomState",
     "SeedSequence",
@@ -21,14 +21,14 @@ SEEDING = {
     "set_seed",
     "torch.Generator",
 }
-"""Calls that create or seed a generator: the last name, or the full name if Ludus uses the last."""
+"""Last names of seeding calls; a full name if Ludus has a different call with the last name."""
 
 
 def find_seedings(text: str) -> list[str]:
     """Return the calls that create or seed a generator."""
     calls = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     names = map(ast.unparse, calls)
-    return [name for name in names if name in SEEDING or name.rpartition(".")[2] in SEEDING]
+    return [name for name in names if name in SEEDERS or name.rpartition(".")[2] in SEEDERS]
 
 
 @pytest.mark.parametrize(

@@ -43,23 +43,23 @@ def find_definition(stop: Stop) -> Definition | None:
     """Return the definition of a name, or None if it is not defined."""
     scope: ast.Module | Definition = parse_source(stop.path)
     for part in stop.name.split("."):
-        named = (n for n in scope.body if isinstance(n, Definition) and n.name == part)
-        definition_node = next(named, None)
-        if definition_node is None:
+        definitions = (n for n in scope.body if isinstance(n, Definition) and n.name == part)
+        definition = next(definitions, None)
+        if definition is None:
             return None
-        scope = definition_node
+        scope = definition
     return scope if isinstance(scope, Definition) else None
 
 
 def list_used_names(definition: Definition) -> set[str]:
     """Return every name and attribute that the definition uses."""
     nodes = list(ast.walk(definition))
-    return {n.id for n in nodes if isinstance(n, ast.Name)} | {
-        n.attr for n in nodes if isinstance(n, ast.Attribute)
+    return {node.id for node in nodes if isinstance(node, ast.Name)} | {
+        node.attr for node in nodes if isinstance(node, ast.Attribute)
     }
 
 
-def stops() -> Iterator[Stop]:
+def list_stops() -> Iterator[Stop]:
     """Yield the linked names in order; the first name of an item calls the nested names."""
     callers: list[tuple[int, Stop]] = []
     for line in TOUR.read_text(encoding="utf-8").splitlines():
@@ -69,15 +69,15 @@ def stops() -> Iterator[Stop]:
         indent = len(item["indent"]) if item else None
         if indent is not None:
             callers = [(depth, stop) for depth, stop in callers if depth < indent]
-        for number, link in enumerate(_LINK.finditer(line)):
-            caller = callers[-1][1] if item and number == 0 and callers else None
+        for index, link in enumerate(_LINK.finditer(line)):
+            caller = callers[-1][1] if item and index == 0 and callers else None
             stop = Stop(link["name"], (TOUR.parent / link["path"]).resolve(), caller)
-            if indent is not None and number == 0:
+            if indent is not None and index == 0:
                 callers.append((indent, stop))
             yield stop
 
 
-STOPS = list(stops())
+STOPS = list(list_stops())
 
 
 def test_the_tour_is_short_and_covers_the_system() -> None:
@@ -92,16 +92,16 @@ def test_names_of_the_tour_are_defined_in_the_linked_file(stop: Stop) -> None:
     assert find_definition(stop) is not None, f"{stop.path} does not define {stop.name}"
 
 
-@pytest.mark.parametrize("stop", [s for s in STOPS if s.caller is not None], ids=str)
+@pytest.mark.parametrize("stop", [stop for stop in STOPS if stop.caller is not None], ids=str)
 def test_nested_names_of_the_tour_are_called_by_their_parent(stop: Stop) -> None:
     assert stop.caller is not None
     caller = find_definition(stop.caller)
     assert caller is not None
-    called = stop.name.removesuffix(".__call__").removesuffix(".__init__").split(".")
-    assert list_used_names(caller) & {called[-1], called[0]}, f"{stop.caller} does not use {stop}"
+    names = stop.name.removesuffix(".__call__").removesuffix(".__init__").split(".")
+    assert list_used_names(caller) & {names[-1], names[0]}, f"{stop.caller} does not use {stop}"
 
 
 def test_every_path_of_the_map_exists() -> None:
-    named = re.findall(r"`([\w/]+/ludus/[\w/.]+)`", AGENTS.read_text("utf-8"))
-    assert len(named) >= 15
-    assert [path for path in named if not (ROOT / path).exists()] == []
+    paths = re.findall(r"`([\w/]+/ludus/[\w/.]+)`", AGENTS.read_text("utf-8"))
+    assert len(paths) >= 15
+    assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -14,7 +14,7 @@ DEV = Path(__file__).parents[2] / "dev"
 
 @pytest.fixture
 def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The module, which builds in the test's temporary folder."""
+    """Import the module, and make it build in the test's temporary folder."""
     monkeypatch.syspath_prepend(str(DEV))
     import upstream_environment
 
@@ -24,7 +24,7 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def builds(upstream, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Requirements of each build, which a fake replaces."""
+    """Replace builds by a fake, and return the requirements of each build."""
     requirement_lists: list[list[str]] = []
     barrier = threading.Barrier(2, timeout=0.2)
 
@@ -60,8 +60,8 @@ def test_an_incomplete_environment_is_built_again(upstream, builds) -> None:
 
 
 def test_extra_packages_make_a_separate_environment(upstream, builds) -> None:
-    plain = upstream.install_upstream("openenv==0.10.0")
-    assert plain != upstream.install_upstream("openenv==0.10.0", extra=["open_spiel==2.0.2"])
+    path = upstream.install_upstream("openenv==0.10.0")
+    assert path != upstream.install_upstream("openenv==0.10.0", extra=["open_spiel==2.0.2"])
     assert builds[1] == ["openenv==0.10.0", "open_spiel==2.0.2"]
 
 

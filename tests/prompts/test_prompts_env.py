@@ -29,13 +29,13 @@ NUM_ROWS = 64
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     columns = {
-        "prompt": [f"question {number}" for number in range(NUM_ROWS)],
-        "solution": [str(number) for number in range(NUM_ROWS)],
+        "prompt": [f"question {index}" for index in range(NUM_ROWS)],
+        "solution": [str(index) for index in range(NUM_ROWS)],
     }
     return str(write_rows(columns, tmp_path / "questions.jsonl"))
 
 
-def rows_shown(environment: Any, seeds: range) -> list[int]:
+def show_rows(environment: Any, seeds: range) -> list[int]:
     """Return the row of each seed."""
     rows = []
     for seed in seeds:
@@ -64,12 +64,12 @@ def test_every_epoch_shows_every_row_once_in_another_order(
     path: str,
 ) -> None:
     environment = make_environment(path=path)
-    first = rows_shown(environment, range(NUM_ROWS))
-    second = rows_shown(environment, range(NUM_ROWS, 2 * NUM_ROWS))
-    assert sorted(first) == sorted(second) == list(range(NUM_ROWS))
-    assert first != second and first != sorted(first)
-    assert rows_shown(make_environment(path=path), range(NUM_ROWS)) == first
-    assert rows_shown(make_environment(path=path, seed=1), range(NUM_ROWS)) != first
+    first_epoch = show_rows(environment, range(NUM_ROWS))
+    second_epoch = show_rows(environment, range(NUM_ROWS, 2 * NUM_ROWS))
+    assert sorted(first_epoch) == sorted(second_epoch) == list(range(NUM_ROWS))
+    assert first_epoch != second_epoch and first_epoch != sorted(first_epoch)
+    assert show_rows(make_environment(path=path), range(NUM_ROWS)) == first_epoch
+    assert show_rows(make_environment(path=path, seed=1), range(NUM_ROWS)) != first_epoch
 
 
 @pytest.mark.parametrize(("test_size", "num_test"), [(0.25, 16), (10, 10), (0.001, 1)])
@@ -77,26 +77,26 @@ def test_splits_partition_the_rows(path: str, test_size: float, num_test: int) -
     environment = make_environment(path=path, test_size=test_size)
     num_train = NUM_ROWS - num_test
     assert environment.tasks == TaskSet(num_train, num_test, ("prompt", "solution"))
-    train = set(rows_shown(environment, range(5 * num_train)))
+    train_rows = set(show_rows(environment, range(5 * num_train)))
     assert environment.state.split == "train"
-    test = set(rows_shown(environment, range(FIRST_EVAL_SEED, FIRST_EVAL_SEED + 5 * num_test)))
+    test_rows = set(show_rows(environment, range(FIRST_EVAL_SEED, FIRST_EVAL_SEED + 5 * num_test)))
     assert environment.state.split == "test"
-    assert (len(train), len(test)) == (num_train, num_test)
-    assert train.isdisjoint(test)
+    assert (len(train_rows), len(test_rows)) == (num_train, num_test)
+    assert train_rows.isdisjoint(test_rows)
 
 
 def test_larger_test_keeps_its_rows(path: str) -> None:
-    def test_rows(number: int) -> set[int]:
-        environment = make_environment(path=path, test_size=number)
-        return set(rows_shown(environment, range(FIRST_EVAL_SEED, FIRST_EVAL_SEED + number)))
+    def show_test_rows(num_rows: int) -> set[int]:
+        environment = make_environment(path=path, test_size=num_rows)
+        return set(show_rows(environment, range(FIRST_EVAL_SEED, FIRST_EVAL_SEED + num_rows)))
 
-    assert test_rows(8) < test_rows(20)
+    assert show_test_rows(8) < show_test_rows(20)
 
 
 def test_evaluation_without_test_rows_uses_training_rows(path: str) -> None:
     environment = make_environment(path=path)
     seeds = range(FIRST_EVAL_SEED, FIRST_EVAL_SEED + NUM_ROWS)
-    assert sorted(rows_shown(environment, seeds)) == list(range(NUM_ROWS))
+    assert sorted(show_rows(environment, seeds)) == list(range(NUM_ROWS))
 
 
 def test_separate_test_file_keeps_all_rows_for_training(path: str, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_permutation_contains_each_number_once(size: int) -> None:
 
 
 def test_elements_of_permutations_are_equally_likely() -> None:
-    counts = Counter(Permutation(5, f"key {number}")[2] for number in range(2000))
+    counts = Counter(Permutation(5, f"key {index}")[2] for index in range(2000))
     assert all(330 < counts[value] < 470 for value in range(5)), "about 400 each"
 
 
@@ -123,14 +123,17 @@ def test_elements_of_permutations_are_equally_likely() -> None:
 
 def test_response_ends_the_episode(path: str) -> None:
     environment = make_environment(path=path)
-    first = environment.reset(seed=3)
-    row = {"prompt": first.observation.messages[0].content, "solution": str(environment.state.row)}
-    last = environment.step(PromptsAction(text="anything"))
-    assert first.info == last.info == row
-    assert (last.reward, last.terminated, last.success) == (0.0, True, None)
-    with pytest.raises(EpisodeStateError) as refusal:
+    first_result = environment.reset(seed=3)
+    row = {
+        "prompt": first_result.observation.messages[0].content,
+        "solution": str(environment.state.row),
+    }
+    result = environment.step(PromptsAction(text="anything"))
+    assert first_result.info == result.info == row
+    assert (result.reward, result.terminated, result.success) == (0.0, True, None)
+    with pytest.raises(EpisodeStateError) as exc_info:
         environment.step(PromptsAction(text="again"))
-    assert refusal.value.code == ErrorCode.EPISODE_OVER
+    assert exc_info.value.code == ErrorCode.EPISODE_OVER
 
 
 @pytest.mark.parametrize(("response", "reward"), [("{}", 1.0), (" {}\n", 1.0), ("{} or so", 0.0)])
@@ -138,8 +141,8 @@ def test_right_answer_earns_one(path: str, response: str, reward: float) -> None
     environment = make_environment(path=path, answer="solution")
     environment.reset(seed=3)
     text = response.format(environment.state.row)
-    last = environment.step(PromptsAction(text=text))
-    assert (last.reward, last.success) == (reward, reward == 1.0)
+    result = environment.step(PromptsAction(text=text))
+    assert (result.reward, result.success) == (reward, reward == 1.0)
 
 
 def test_wrong_answer_can_be_repeated(path: str) -> None:
@@ -147,14 +150,14 @@ def test_wrong_answer_can_be_repeated(path: str) -> None:
         path=path, answer="solution", max_turns=3, retry_prompt="Try again."
     )
     environment.reset(seed=0)
-    wrong = environment.step(PromptsAction(text="wrong"))
-    assert (wrong.reward, wrong.terminated) == (0.0, False)
-    assert wrong.observation.messages[0].content == "Try again."
-    right = environment.step(PromptsAction(text=str(environment.state.row)))
-    assert (right.reward, right.terminated, right.success) == (1.0, True, True)
+    wrong_result = environment.step(PromptsAction(text="wrong"))
+    assert (wrong_result.reward, wrong_result.terminated) == (0.0, False)
+    assert wrong_result.observation.messages[0].content == "Try again."
+    right_result = environment.step(PromptsAction(text=str(environment.state.row)))
+    assert (right_result.reward, right_result.terminated, right_result.success) == (1.0, True, True)
     environment.reset(seed=0)
-    ends = [environment.step(PromptsAction(text="wrong")).terminated for _ in range(3)]
-    assert ends == [False, False, True]
+    terminations = [environment.step(PromptsAction(text="wrong")).terminated for _ in range(3)]
+    assert terminations == [False, False, True]
 
 
 def test_prompts_from_messages_and_templates(tmp_path: Path) -> None:
@@ -174,17 +177,17 @@ def test_prompts_from_messages_and_templates(tmp_path: Path) -> None:
 
 
 def test_sources_of_example_answers(path: str) -> None:
-    def examples(**options: Any) -> list[str]:
+    def list_examples(**options: Any) -> list[str]:
         environment = make_environment(path=path, **options)
         observation = environment.reset(seed=3).observation
         return environment.text_renderer.legal_answers(observation)
 
-    assert examples() == []
-    assert examples(example_answers=["yes", "no"]) == ["yes", "no"]
-    assert examples(answer="solution")[:3] == ["0", "1", "2"]
+    assert list_examples() == []
+    assert list_examples(example_answers=["yes", "no"]) == ["yes", "no"]
+    assert list_examples(answer="solution")[:3] == ["0", "1", "2"]
     environment = make_environment(path=path)
     environment.reset(seed=3)
-    assert examples(example_answers="solution") == [str(environment.state.row)]
+    assert list_examples(example_answers="solution") == [str(environment.state.row)]
 
 
 # -- invalid options -----------------------------------------------------------
@@ -238,13 +241,18 @@ async def test_every_connection_has_the_tasks_and_the_row(path: str) -> None:
             async with await AsyncEnvClient.connect(address) as client:
                 description = await client.describe()
                 assert description.tasks == TaskSet(60, 4, ("prompt", "solution"))
-                session, first = await client.open(seed=5)
-                last = await session.step(text="anything")
-                assert last.info == first.info and set(last.info) == {"prompt", "solution"}
-        assert await asyncio.to_thread(first_prompt, server.http_address) == first.info["prompt"]
+                session, first_result = await client.open(seed=5)
+                result = await session.step(text="anything")
+                assert result.info == first_result.info and set(result.info) == {
+                    "prompt",
+                    "solution",
+                }
+        assert (
+            await asyncio.to_thread(read_prompt, server.http_address) == first_result.info["prompt"]
+        )
 
 
-def first_prompt(address: str) -> str:
+def read_prompt(address: str) -> str:
     """Return the prompt of seed 5 over HTTP."""
     with PromptsEnv(base_url=address) as env:
         messages = env.reset(seed=5).observation.messages
@@ -255,11 +263,11 @@ def first_prompt(address: str) -> str:
 def test_pattern_extracts_the_answer(path: str) -> None:
     pattern = "<final>(.*?)</final>"
     environment = make_environment(path=path, answer="solution", answer_pattern=pattern)
-    right = environment.reset(seed=0).info["solution"]
+    solution = environment.reset(seed=0).info["solution"]
     for text, reward in (
-        (f"<final>x</final> or rather <final> {right}\n</final>", 1.0),
-        (f"<final>{right}</final> or <final>x</final>", 0.0),
-        (right, 0.0),
+        (f"<final>x</final> or rather <final> {solution}\n</final>", 1.0),
+        (f"<final>{solution}</final> or <final>x</final>", 0.0),
+        (solution, 0.0),
     ):
         environment.reset(seed=0)
         result = environment.step(PromptsAction(text=text))
@@ -299,4 +307,4 @@ async def test_workers_show_the_same_rows(path: str) -> None:
             rows.append((await session.state())["row"])
             await session.close()
     assert description.tasks == TaskSet(NUM_ROWS, 0, ("prompt", "solution"))
-    assert rows == rows_shown(make_environment(path=path), seeds)
+    assert rows == show_rows(make_environment(path=path), seeds)

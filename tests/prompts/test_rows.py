@@ -27,7 +27,7 @@ ROWS = [
 ]
 
 
-def check(row: dict[str, Any]) -> None:
+def check_row(row: dict[str, Any]) -> None:
     PromptFormat().make_messages(row)
 
 
@@ -67,11 +67,11 @@ def write_data_set(folder: Path) -> Path:
     path = folder / "saved"
     path.mkdir()
     table = pyarrow.Table.from_pylist(ROWS)
-    names = [f"data-0000{number}-of-00002.arrow" for number in range(2)]
-    for number, name in enumerate(names):
-        piece = table.slice(2 * number, 2)
+    names = [f"data-0000{index}-of-00002.arrow" for index in range(2)]
+    for index, name in enumerate(names):
+        part = table.slice(2 * index, 2)
         with pyarrow.ipc.new_stream(str(path / name), table.schema) as writer:
-            writer.write_table(piece)
+            writer.write_table(part)
     files = [{"filename": name} for name in names]
     (path / "state.json").write_text(json.dumps({"_data_files": files, "_split": "train"}))
     return path
@@ -98,15 +98,15 @@ FORMATS = [
 
 @pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
 def test_all_formats_give_the_same_rows(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    rows = open_rows(write(tmp_path), "train", check)
+    rows = open_rows(write(tmp_path), "train", check_row)
     assert rows.columns == ("prompt", "answer") and len(rows) == len(ROWS)
-    assert [rows[number] for number in (3, 1, 2, 0)] == [ROWS[number] for number in (3, 1, 2, 0)]
+    assert [rows[index] for index in (3, 1, 2, 0)] == [ROWS[index] for index in (3, 1, 2, 0)]
 
 
 def test_missing_column_is_null(tmp_path: Path) -> None:
     rows = [{"prompt": "a"}, {"prompt": "b", "level": 2}]
-    opened = open_rows(write_rows(rows, tmp_path / "rows.jsonl"), None, check)
-    assert opened[0] == {"prompt": "a", "level": None} and opened.columns == ("prompt", "level")
+    data_set = open_rows(write_rows(rows, tmp_path / "rows.jsonl"), None, check_row)
+    assert data_set[0] == {"prompt": "a", "level": None} and data_set.columns == ("prompt", "level")
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,14 @@ def test_invalid_file_is_refused_with_the_row(
 ) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
-        open_rows(tmp_path / name, None, check)
+        open_rows(tmp_path / name, None, check_row)
 
 
 def test_missing_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has the splits train, got split = 'test'"):
-        open_rows(write_data_set_with_splits(tmp_path), "test", check)
+        open_rows(write_data_set_with_splits(tmp_path), "test", check_row)
     with pytest.raises(ConfigError, match="was not written by save_to_disk"):
-        open_rows(tmp_path, None, check)
+        open_rows(tmp_path, None, check_row)
 
 
 def test_column_of_bytes_is_refused(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_column_of_bytes_is_refused(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "picture": {"bytes": b"\0"}}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="column 'picture' has the type"):
-        open_rows(tmp_path / "a.parquet", None, check)
+        open_rows(tmp_path / "a.parquet", None, check_row)
 
 
 ROWS_WITH_NAN = [
@@ -172,10 +172,10 @@ def test_nan_is_a_missing_value(tmp_path: Path) -> None:
     arrays = {"prompt": ["a", "b"], "answer": np.array([1.5, math.nan], dtype=np.float32)}
     write_rows(arrays, tmp_path / "b.jsonl")
     for name in ("a.parquet", "a.jsonl"):
-        rows = open_rows(tmp_path / name, None, check)
+        rows = open_rows(tmp_path / name, None, check_row)
         assert [rows[index]["answer"] for index in range(2)] == [1.5, None]
         assert rows[0]["scores"] == [1.0, None]
-    rows = open_rows(tmp_path / "b.jsonl", None, check)
+    rows = open_rows(tmp_path / "b.jsonl", None, check_row)
     assert [rows[index]["answer"] for index in range(2)] == [1.5, None]
 
 
@@ -197,22 +197,22 @@ def test_infinite_number_is_refused(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "limits": [1.0]}, {"prompt": "b", "limits": [math.inf]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="row 2: column 'limits' contains an infinite number"):
-        open_rows(tmp_path / "a.parquet", None, check)
+        open_rows(tmp_path / "a.parquet", None, check_row)
     with pytest.raises(ConfigError, match=r"row 2 .* column 'limits' contains an infinite number"):
         write_rows(rows, tmp_path / "a.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
 
 
 def test_long_rows_stay_on_disk(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{number} " + "x" * 20_000} for number in range(500)]
+    rows = [{"prompt": f"{index} " + "x" * 20_000} for index in range(500)]
     path = write_rows(rows, tmp_path / "long.jsonl")
     tracemalloc.start()
     try:
-        opened = open_rows(path, None, check)
+        data_set = open_rows(path, None, check_row)
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(opened) == 500 and opened[499] == rows[499]
+    assert len(data_set) == 500 and data_set[499] == rows[499]
     assert num_bytes < 1_000_000, "the file has 10 MB"
 
 
@@ -220,13 +220,13 @@ def test_changed_file_is_detected_and_replaced_file_has_no_effect(
     tmp_path: Path,
 ) -> None:
     path = write_json_lines(tmp_path)
-    opened = open_rows(path, None, check)
+    data_set = open_rows(path, None, check_row)
     write_rows([{"prompt": "new"}], path)
-    assert opened[0] == ROWS[0]
-    opened = open_rows(path, None, check)
+    assert data_set[0] == ROWS[0]
+    data_set = open_rows(path, None, check_row)
     path.write_bytes(b"x" * path.stat().st_size)
     with pytest.raises(ExecutionError, match="row 1 has changed"):
-        _ = opened[0]
+        _ = data_set[0]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from ludus.proto.config import LanguageModelRun, ModelCritic, PpoConfig, load_ru
 from ludus.proto.errors import ConfigError
 
 OFF = "algorithm.correction.kind=off"
-SAMPLER = "algorithm.old_logprobs=rollout"
+ROLLOUT_LOGPROBS = "algorithm.old_logprobs=rollout"
 
 
 def load(*overrides: str) -> LanguageModelRun:
@@ -77,10 +77,10 @@ def load(*overrides: str) -> LanguageModelRun:
 def test_impossible_algorithm_is_named_with_value_and_remedy(
     overrides: list[str], parts: list[str]
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as exc_info:
         load(*overrides)
     for part in parts:
-        assert part in str(caught.value)
+        assert part in str(exc_info.value)
 
 
 @pytest.mark.parametrize(
@@ -88,16 +88,16 @@ def test_impossible_algorithm_is_named_with_value_and_remedy(
     [
         ([], "correction.kind = 'token_tis'"),
         ([OFF], "geometric_mask = [0.5, 2.0]"),
-        ([OFF, SAMPLER], "old_logprobs = 'rollout'"),
+        ([OFF, ROLLOUT_LOGPROBS], "old_logprobs = 'rollout'"),
     ],
 )
 def test_cut_off_distribution_is_not_compared_with_the_learner(
     overrides: list[str], comparison: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as exc_info:
         load_run_config(None, ["rollout.top_p=0.9", *overrides])
-    assert "rollout.top_p = 0.9 samples from a cut-off distribution" in str(caught.value)
-    assert f"algorithm.{comparison}" in str(caught.value)
+    assert "rollout.top_p = 0.9 samples from a cut-off distribution" in str(exc_info.value)
+    assert f"algorithm.{comparison}" in str(exc_info.value)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ def test_cut_off_distribution_is_not_compared_with_the_learner(
     [("top_k=5", "cut-off"), ("min_p=0.1", "cut-off"), ("repetition_penalty=1.2", "changed")],
 )
 def test_changed_distribution_is_not_compared_with_the_learner(setting: str, effect: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as exc_info:
         load_run_config(None, [f"rollout.{setting}"])
     field, _, value = setting.partition("=")
-    assert f"rollout.{field} = {value} samples from a {effect} distribution" in str(caught.value)
+    assert f"rollout.{field} = {value} samples from a {effect} distribution" in str(exc_info.value)
 
 
 def test_cut_off_distribution_is_accepted_without_a_comparison() -> None:

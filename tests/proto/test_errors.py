@@ -18,8 +18,8 @@ def test_code_and_message_survive_the_wire(code: ErrorCode) -> None:
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_error_survives_pickling(code: ErrorCode) -> None:
     error = make_wire_error(code.value, "why")
-    copy = pickle.loads(pickle.dumps(error))
-    assert (type(copy), copy.code, str(copy)) == (type(error), code, "why")
+    error_copy = pickle.loads(pickle.dumps(error))
+    assert (type(error_copy), error_copy.code, str(error_copy)) == (type(error), code, "why")
 
 
 def test_unknown_code_becomes_an_execution_error() -> None:

@@ -18,10 +18,10 @@ from ludus.proto.metrics import (
     prometheus_name,
 )
 
-ALL = [*TrainMetric, *EvalMetric]
+ALL_METRICS = [*TrainMetric, *EvalMetric]
 
 
-def reward_metrics(rewards: list[float]) -> dict[str, float]:
+def make_reward_metrics(rewards: list[float]) -> dict[str, float]:
     """Return the metrics of the rewards of a part."""
     return {
         TrainMetric.NUM_EPISODES_SCORED: len(rewards),
@@ -31,21 +31,21 @@ def reward_metrics(rewards: list[float]) -> dict[str, float]:
 
 
 def test_combined_deviation_equals_that_of_all_episodes() -> None:
-    noise = random.Random(0)
-    parts = [[noise.gauss(shift, 1 + shift) for _ in range(n)] for shift, n in ((0, 3), (5, 50))]
-    combined = combine_metrics(reward_metrics(part) for part in parts)
-    assert combined == pytest.approx(reward_metrics(parts[0] + parts[1]))
+    rng = random.Random(0)
+    parts = [[rng.gauss(shift, 1 + shift) for _ in range(n)] for shift, n in ((0, 3), (5, 50))]
+    combined_metrics = combine_metrics(make_reward_metrics(part) for part in parts)
+    assert combined_metrics == pytest.approx(make_reward_metrics(parts[0] + parts[1]))
 
 
 def test_combination_is_associative() -> None:
-    noise = random.Random(1)
-    parts = [reward_metrics([noise.random() for _ in range(n)]) for n in (1, 7, 20, 4)]
-    stepwise = combine_metrics([combine_metrics(parts[:2]), combine_metrics(parts[2:])])
-    assert stepwise == pytest.approx(combine_metrics(parts))
+    rng = random.Random(1)
+    parts = [make_reward_metrics([rng.random() for _ in range(n)]) for n in (1, 7, 20, 4)]
+    nested_result = combine_metrics([combine_metrics(parts[:2]), combine_metrics(parts[2:])])
+    assert nested_result == pytest.approx(combine_metrics(parts))
 
 
 def test_each_metric_uses_its_reduction() -> None:
-    early = {
+    early_metrics = {
         TrainMetric.NUM_WINS: 3,
         TrainMetric.STALENESS_MAX: 2,
         TrainMetric.LEARNING_RATE: 0.5,
@@ -53,7 +53,7 @@ def test_each_metric_uses_its_reduction() -> None:
         TrainMetric.NUM_TOKENS_TRAINED: 10,
         REWARD_TERM_PREFIX + "format": 1.0,
     }
-    late = {
+    late_metrics = {
         TrainMetric.NUM_WINS: 4,
         TrainMetric.STALENESS_MAX: 1,
         TrainMetric.LEARNING_RATE: 0.25,
@@ -61,7 +61,7 @@ def test_each_metric_uses_its_reduction() -> None:
         TrainMetric.NUM_TOKENS_TRAINED: 30,
         REWARD_TERM_PREFIX + "format": 0.0,
     }
-    assert combine_metrics([early, late]) == {
+    assert combine_metrics([early_metrics, late_metrics]) == {
         TrainMetric.NUM_WINS: 7,
         TrainMetric.STALENESS_MAX: 2,
         TrainMetric.LEARNING_RATE: 0.25,
@@ -72,20 +72,20 @@ def test_each_metric_uses_its_reduction() -> None:
 
 
 def test_parts_without_a_metric_are_skipped() -> None:
-    empty = {TrainMetric.NUM_EPISODES_SCORED: 0}
-    filled = reward_metrics([1.0, 0.0])
-    assert combine_metrics([empty, filled]) == pytest.approx(filled)
-    assert combine_metrics([empty, empty]) == {TrainMetric.NUM_EPISODES_SCORED: 0}
+    empty_part = {TrainMetric.NUM_EPISODES_SCORED: 0}
+    full_part = make_reward_metrics([1.0, 0.0])
+    assert combine_metrics([empty_part, full_part]) == pytest.approx(full_part)
+    assert combine_metrics([empty_part, empty_part]) == {TrainMetric.NUM_EPISODES_SCORED: 0}
     assert combine_metrics([]) == {}
-    assert combine_metric(TrainMetric.LOSS, [empty]) is None
+    assert combine_metric(TrainMetric.LOSS, [empty_part]) is None
 
 
 def test_means_of_evaluations_are_weighted_by_games() -> None:
-    few, many = ({"win_rate": 1.0, "num_games": 1}, {"win_rate": 0.0, "num_games": 3})
-    assert combine_metric(EvalMetric.WIN_RATE, [few, many]) == 0.25
+    small_part, large_part = ({"win_rate": 1.0, "num_games": 1}, {"win_rate": 0.0, "num_games": 3})
+    assert combine_metric(EvalMetric.WIN_RATE, [small_part, large_part]) == 0.25
 
 
-@pytest.mark.parametrize("metric", ALL, ids=str)
+@pytest.mark.parametrize("metric", ALL_METRICS, ids=str)
 def test_every_metric_is_described_and_weighted_by_a_sum(metric: TrainMetric | EvalMetric) -> None:
     spec, kind = metric.spec, type(metric)
     assert spec.help.endswith(".")
@@ -99,7 +99,7 @@ def test_every_metric_is_described_and_weighted_by_a_sum(metric: TrainMetric | E
 
 
 def test_names_on_dashboards_follow_prometheus_conventions() -> None:
-    names = [prometheus_name(metric) for metric in ALL]
+    names = [prometheus_name(metric) for metric in ALL_METRICS]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"ludus_train_[a-z0-9_]+", name) for name in names)
     assert not [name for name in names if re.search(r"_(s|ms|num|total|count)$|num_", name)]

@@ -131,9 +131,9 @@ def test_resolved_configuration_can_be_read_again(tmp_path: Path, preset: str) -
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_every_field_of_a_preset_is_in_the_run(preset: str) -> None:
-    dumped = json.loads(load(preset).model_dump_json())
+    run_tree = json.loads(load(preset).model_dump_json())
     for section, fields in PRESETS[preset].items():
-        assert dumped[section] == {**dumped[section], **fields}
+        assert run_tree[section] == {**run_tree[section], **fields}
 
 
 def test_unknown_preset_is_refused_with_the_known_names() -> None:
@@ -142,6 +142,6 @@ def test_unknown_preset_is_refused_with_the_known_names() -> None:
 
 
 def test_reading_does_not_change_the_preset() -> None:
-    original = json.dumps({name: dict(tree) for name, tree in PRESETS.items()})
+    presets_json = json.dumps({name: dict(tree) for name, tree in PRESETS.items()})
     load("dapo", "algorithm.loss.clip_high=0.9", "rollout.group_size=2")
-    assert json.dumps({name: dict(tree) for name, tree in PRESETS.items()}) == original
+    assert json.dumps({name: dict(tree) for name, tree in PRESETS.items()}) == presets_json

@@ -17,9 +17,9 @@ from ludus.proto.config import (
 )
 from ludus.proto.errors import ConfigError, NotFoundError
 
-FOLDER = Path(__file__).parents[2] / "examples"
-REWARD_MODEL = FOLDER / "reward_model/tiny.toml"
-EXAMPLES = sorted(path for path in FOLDER.rglob("*.toml") if path != REWARD_MODEL)
+EXAMPLE_FOLDER = Path(__file__).parents[2] / "examples"
+REWARD_MODEL_EXAMPLE = EXAMPLE_FOLDER / "reward_model/tiny.toml"
+EXAMPLES = sorted(path for path in EXAMPLE_FOLDER.rglob("*.toml") if path != REWARD_MODEL_EXAMPLE)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -28,7 +28,7 @@ def test_every_example_is_valid(path: Path) -> None:
 
 
 def test_the_reward_model_example_is_valid() -> None:
-    assert load_reward_model_config(REWARD_MODEL).epochs > 0
+    assert load_reward_model_config(REWARD_MODEL_EXAMPLE).epochs > 0
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,10 @@ def test_the_reward_model_example_is_valid() -> None:
 def test_mistake_is_named_with_field_value_and_remedy(
     overrides: list[str], parts: list[str]
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as exc_info:
         load_run_config(None, overrides)
     for part in parts:
-        assert part in str(caught.value)
+        assert part in str(exc_info.value)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_bounds_are_checked_on_both_sides(
     def load(value: object) -> RunConfig | RewardModelRun:
         if section == "reward_model":
             return load_reward_model_config({"model": "m", "data": "d"}, [f"{name}={value}"])
-        network = ["kind=network", "environment.package=gymnasium:CartPole-v1"]
-        return load_run_config(None, [*network, f"{field}={value}"])
+        network_overrides = ["kind=network", "environment.package=gymnasium:CartPole-v1"]
+        return load_run_config(None, [*network_overrides, f"{field}={value}"])
 
     for value in accepted:
         assert load(value)
@@ -142,8 +142,8 @@ def test_overrides_are_json_or_text() -> None:
 
 
 def test_overrides_may_be_toml() -> None:
-    terms = "environment.rewards=[{}, {function = 'my.rewards:brief', weight = 0.5}]"
-    run = load_run_config(None, [terms, "environment.options={game = 'catch'}", "name='quoted'"])
+    rewards = "environment.rewards=[{}, {function = 'my.rewards:brief', weight = 0.5}]"
+    run = load_run_config(None, [rewards, "environment.options={game = 'catch'}", "name='quoted'"])
     assert [term.weight for term in run.environment.rewards] == [1.0, 0.5]
     assert run.environment.rewards[1].function == "my.rewards:brief"
     assert (run.name, run.environment.options) == ("quoted", {"game": "catch"})
@@ -160,11 +160,11 @@ def test_reward_models_have_their_own_command() -> None:
 
 
 def test_only_another_kind_clears_its_section() -> None:
-    tiny = EXAMPLES[-1].with_name("tiny.toml")
-    other = load_run_config(tiny, ["model.kind=pretrained", "model.path=x"])
-    assert (other.model.kind, other.environment.policies is None) == ("pretrained", False)
-    same = load_run_config(tiny, ["model.kind=tiny", "environment.kind=local"])
-    assert same == load_run_config(tiny)
+    path = EXAMPLES[-1].with_name("tiny.toml")
+    other_run = load_run_config(path, ["model.kind=pretrained", "model.path=x"])
+    assert (other_run.model.kind, other_run.environment.policies is None) == ("pretrained", False)
+    same_run = load_run_config(path, ["model.kind=tiny", "environment.kind=local"])
+    assert same_run == load_run_config(path)
 
 
 def test_section_without_kind_is_the_default_variant() -> None:
@@ -198,8 +198,8 @@ def test_single_environment_is_named_after_its_game_package_or_address(
     run = LanguageModelRun.model_validate({"environment": {**environment, "kind": kind}})
     assert list(run.environments) == [name]
     assert run.environment_section(name) == "environment"
-    both = {name: run.environment, "other": run.environment}
-    assert LanguageModelRun(environments=both).environment_section(name) == f"environments.{name}"
+    pair = {name: run.environment, "other": run.environment}
+    assert LanguageModelRun(environments=pair).environment_section(name) == f"environments.{name}"
 
 
 def test_configuration_can_be_read_from_its_json() -> None:
@@ -258,19 +258,19 @@ def test_default_learning_rate_depends_on_the_kind_of_model(
 def test_sections_of_another_kind_of_run_are_unknown(
     tree: dict[str, object], messages: list[str]
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as exc_info:
         run_config_from(tree)
     for message in messages:
-        assert message in str(caught.value)
+        assert message in str(exc_info.value)
 
 
 def test_defaults_belong_to_the_kind_of_run() -> None:
-    network = run_config_from({"kind": "network", "environment": {"package": "gymnasium:A-v0"}})
-    assert isinstance(network, NetworkRun)
-    assert (network.eval.num_games, network.eval.temperature) == (100, 0.0)
-    language_model = run_config_from({"kind": "language_model", "preset": "trl"})
-    assert language_model.eval.num_games == 10_000
-    assert language_model.training.num_steps == 100
+    network_run = run_config_from({"kind": "network", "environment": {"package": "gymnasium:A-v0"}})
+    assert isinstance(network_run, NetworkRun)
+    assert (network_run.eval.num_games, network_run.eval.temperature) == (100, 0.0)
+    language_model_run = run_config_from({"kind": "language_model", "preset": "trl"})
+    assert language_model_run.eval.num_games == 10_000
+    assert language_model_run.training.num_steps == 100
 
 
 def test_evaluation_seeds_are_never_training_seeds() -> None:

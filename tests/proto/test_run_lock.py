@@ -25,7 +25,7 @@ sys.stdin.read()
 
 
 @contextmanager
-def lock_owner(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def run_lock_owner(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Run another process that owns the lock."""
     command = [sys.executable, "-c", _OWNER_PROGRAM, str(folder)]
     with subprocess.Popen(
@@ -38,14 +38,14 @@ def lock_owner(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_locked_folder_is_refused_with_the_name_of_its_owner(tmp_path: Path) -> None:
-    with lock_owner(tmp_path) as process:
+    with run_lock_owner(tmp_path) as process:
         assert is_in_use(tmp_path)
         with pytest.raises(ConfigError, match=rf"is in use: process {process.pid} on .* trains"):
             RunLock.take(tmp_path)
 
 
 def test_lock_is_released_when_its_process_is_killed(tmp_path: Path) -> None:
-    with lock_owner(tmp_path) as process:
+    with run_lock_owner(tmp_path) as process:
         process.kill()
         process.wait()
         assert (tmp_path / LOCK_FILE).exists()
@@ -65,9 +65,9 @@ def test_release_removes_the_file_and_can_be_repeated(tmp_path: Path) -> None:
 
 
 def test_second_release_does_not_affect_the_next_owner(tmp_path: Path) -> None:
-    first = RunLock.take(tmp_path)
-    first.release()
-    second = RunLock.take(tmp_path)
-    first.release()
+    first_lock = RunLock.take(tmp_path)
+    first_lock.release()
+    second_lock = RunLock.take(tmp_path)
+    first_lock.release()
     assert is_in_use(tmp_path)
-    second.release()
+    second_lock.release()
