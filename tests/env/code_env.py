@@ -1,4 +1,4 @@
-"""An environment whose actions are Python code, as a model may write it."""
+"""An environment whose actions are Python code, such as code that a model wrote."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CodeAction(Action):
 
 
 class CodeEnv(Environment[CodeAction, Observation, State]):
-    """Runs the action's code; the info of the result contains `result` or the error."""
+    """Runs the action's code; the info of the step contains `result` or the error."""
 
     action_type = CodeAction
     observation_type = Observation
@@ -36,10 +36,10 @@ class CodeEnv(Environment[CodeAction, Observation, State]):
         try:
             exec(action.code, scope)
         except BaseException as error:  # noqa: BLE001 - any code may be tried
-            outcome = {"error": type(error).__name__, "said": str(error)}
+            report = {"error": type(error).__name__, "said": str(error)}
         else:
-            outcome = {"result": scope.get("result")}
-        return Transition(Observation(), reward=0.0, info=outcome)
+            report = {"result": scope.get("result")}
+        return Transition(Observation(), reward=0.0, info=report)
 
     @property
     def state(self) -> State:

@@ -43,7 +43,7 @@ class CountState(State):
 
 
 class CountingRenderer:
-    """ADD 1, ADD 2 or ADD 3."""
+    """Shows the sum; parses ADD 1, ADD 2 or ADD 3."""
 
     def render(self, observation: CountObservation, *, first: bool) -> list[Message]:
         intro = "Count to the end. " if first else ""
@@ -73,7 +73,7 @@ class CountingEnv(Environment[CountAction, CountObservation, CountState]):
     def __init__(self) -> None:
         self._generator = random.Random(0)
         self._state = CountState()
-        self._over = False
+        self._is_over = False
         self.closed = False
 
     @property
@@ -84,12 +84,12 @@ class CountingEnv(Environment[CountAction, CountObservation, CountState]):
         self, *, seed: int | None = None, start: int = 0, note: str = ""
     ) -> Transition[CountObservation]:
         self._generator = random.Random(seed)
-        self._over = False
+        self._is_over = False
         self._state = CountState(total=start)
         return Transition(self._observe(note=note))
 
     def step(self, action: CountAction) -> Transition[CountObservation]:
-        if self._over:
+        if self._is_over:
             raise EpisodeStateError("expected a reset, got a step", ErrorCode.EPISODE_OVER)
         if action.add == 0:
             raise IllegalActionError("expected to add something, got 0; add 1, 2 or 3")
@@ -101,7 +101,7 @@ class CountingEnv(Environment[CountAction, CountObservation, CountState]):
         self._state.step_count += 1
         terminated = self._state.step_count >= NUM_STEPS
         truncated = action.add == 7
-        self._over = terminated or truncated
+        self._is_over = terminated or truncated
         tensors = {"trace": np.arange(3, dtype=np.float32)} if action.add == 8 else {}
         return Transition(
             self._observe(),
@@ -190,13 +190,13 @@ class UnrulyEnv(CountingEnv):
         self, *, seed: int | None = None, start: int = 0, note: str = ""
     ) -> Transition[CountObservation]:
         if start in set(Deed):
-            _do(Deed(start))
+            _misbehave(Deed(start))
         return super().reset(seed=seed, start=start, note=note)
 
     def step(self, action: CountAction) -> Transition[CountObservation]:
         if action.add not in set(Deed):
             return super().step(action)
-        info = _do(Deed(action.add))
+        info = _misbehave(Deed(action.add))
         return Transition(self._observe(), info=info)
 
 
@@ -218,12 +218,12 @@ def die_while_being_built() -> CountingEnv:
     os._exit(3)
 
 
-def die_from_the_second_on(folder: str) -> CountingEnv:
+def die_on_second_build(folder: str) -> CountingEnv:
     """A factory that works only once, for the server's description."""
-    built = os.path.join(folder, "built")
-    if os.path.exists(built):
+    marker_path = os.path.join(folder, "built")
+    if os.path.exists(marker_path):
         os._exit(3)
-    with open(built, "w", encoding="utf-8"):
+    with open(marker_path, "w", encoding="utf-8"):
         return CountingEnv()
 
 
@@ -232,19 +232,19 @@ def fail_to_be_built(reason: str = "no luck") -> CountingEnv:
     raise RuntimeError(reason)
 
 
-def _eat() -> None:
-    eaten = []
+def _consume_memory() -> None:
+    arrays = []
     for _ in itertools.count():
-        eaten.append(np.ones(2**21))
+        arrays.append(np.ones(2**21))
         time.sleep(0.005)
 
 
-def _do(deed: Deed) -> dict[str, Any]:
+def _misbehave(deed: Deed) -> dict[str, Any]:
     match deed:
         case Deed.HANG:
             threading.Event().wait()
         case Deed.EAT_MEMORY:
-            _eat()
+            _consume_memory()
         case Deed.CRASH:
             ctypes.string_at(0)
         case Deed.EXIT:
@@ -268,7 +268,7 @@ if __name__ == "__main__":
     from ludus.env.serving.application import ServerApplication
 
     arguments = sys.argv[1:]
-    unruly = "--unruly" in arguments
-    ServerApplication(UnrulyEnv if unruly else CountingEnv).main(
+    is_unruly = "--unruly" in arguments
+    ServerApplication(UnrulyEnv if is_unruly else CountingEnv).main(
         [argument for argument in arguments if argument != "--unruly"]
     )

@@ -21,7 +21,7 @@ class FlakyProxy:
         self.address = ""
         self.delay_s: Callable[[], float] = lambda: 0.0
         """Time by which the next chunk to the client is delayed."""
-        self.refuses = False
+        self.refuses_connections = False
         """New connections are closed at once."""
         self.num_connections = 0
         self._links: set[_Link] = set()
@@ -49,7 +49,7 @@ class FlakyProxy:
     def blackhole(self) -> None:
         """Keep existing connections open and stop forwarding, without notifying either side."""
         for link in self._links:
-            link.swallows = True
+            link.discards_data = True
 
     def half_close(self) -> None:
         """Close the server's direction; still accept data from the client."""
@@ -58,7 +58,7 @@ class FlakyProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
-        if self.refuses:
+        if self.refuses_connections:
             writer.transport.abort()
             return
         try:
@@ -86,12 +86,14 @@ class _Link:
         self._proxy = proxy
         self._client_reader, self._client_writer = client
         self._server_reader, self._server_writer = server
-        self.swallows = False
+        self.discards_data = False
 
     async def run(self) -> None:
         directions = [
-            asyncio.create_task(self._pump(self._client_reader, self._server_writer, late=False)),
-            asyncio.create_task(self._pump(self._server_reader, self._client_writer, late=True)),
+            asyncio.create_task(
+                self._pump(self._client_reader, self._server_writer, delayed=False)
+            ),
+            asyncio.create_task(self._pump(self._server_reader, self._client_writer, delayed=True)),
         ]
         await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
         self.abort()
@@ -102,17 +104,17 @@ class _Link:
         self._server_writer.transport.abort()
 
     def half_close(self) -> None:
-        self.swallows = True
+        self.discards_data = True
         with contextlib.suppress(OSError):
             self._client_writer.write_eof()
 
     async def _pump(
-        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, late: bool
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, delayed: bool
     ) -> None:
         with contextlib.suppress(OSError):
             while chunk := await source.read(65536):
-                if late and (delay_s := self._proxy.delay_s()):
+                if delayed and (delay_s := self._proxy.delay_s()):
                     await asyncio.sleep(delay_s)
-                if not self.swallows:
+                if not self.discards_data:
                     sink.write(chunk)
                     await sink.drain()

@@ -55,8 +55,8 @@ async def serve_grpc(
     else:
         address = f"grpcs://localhost:{server.add_secure_port(f'localhost:{port}', credentials)}"
     await server.start()
-    served = GrpcServer(core, server, address)
+    grpc_server = GrpcServer(core, server, address)
     try:
-        yield served
+        yield grpc_server
     finally:
-        await served.kill()
+        await grpc_server.kill()

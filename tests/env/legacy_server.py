@@ -48,7 +48,7 @@ def legacy_server() -> Iterator[tuple[str, Counter]]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             paths = {"/reset": {}, "/step": {}, "/state": {}, "/health": {}}
-            answers = {
+            responses = {
                 "/openapi.json": {"info": {"version": "1.0.0"}, "paths": paths},
                 "/health": {"status": "healthy"},
                 "/state": {
@@ -57,8 +57,8 @@ def legacy_server() -> Iterator[tuple[str, Counter]]:
                     "total": counter.total,
                 },
             }
-            if self.path in answers:
-                self._send(200, json.dumps(answers[self.path]))
+            if self.path in responses:
+                self._send(200, json.dumps(responses[self.path]))
             else:
                 self._send(404, '{"detail": "Not Found"}')
 
@@ -69,13 +69,13 @@ def legacy_server() -> Iterator[tuple[str, Counter]]:
             with counter.lock:
                 try:
                     if self.path == "/reset":
-                        answer = counter.reset()
+                        response = counter.reset()
                     else:
-                        answer = counter.step(body.get("action", body))
+                        response = counter.step(body.get("action", body))
                 except (KeyError, TypeError):
                     self._send(500, "Internal Server Error")
                     return
-            self._send(200, json.dumps(answer))
+            self._send(200, json.dumps(response))
 
         def _send(self, status: int, body: str) -> None:
             self.send_response(status)

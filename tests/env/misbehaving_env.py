@@ -25,7 +25,7 @@ from ludus.proto.errors import EnvError
 
 
 class Phase(StrEnum):
-    """The phase of a deed."""
+    """The phase in which an environment misbehaves."""
 
     BUILD = "build"
     RESET = "reset"
@@ -38,14 +38,14 @@ class Phase(StrEnum):
     CLOSE = "close"
 
 
-class HollowError(EnvError):
+class ErrorWithoutCode(EnvError):
     """An EnvError without code and message."""
 
     def __init__(self) -> None:
         pass
 
 
-class SpeechlessError(Exception):
+class UnprintableError(Exception):
     """An error whose text cannot be read."""
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ def _raise(error: BaseException) -> Any:
     raise error
 
 
-RAISES: dict[str, Callable[[], Any]] = {
+RAISING_DEEDS: dict[str, Callable[[], Any]] = {
     "ValueError": lambda: _raise(ValueError("unlucky")),
     "SystemExit": lambda: _raise(SystemExit(7)),
     "KeyboardInterrupt": lambda: _raise(KeyboardInterrupt()),
@@ -65,9 +65,9 @@ RAISES: dict[str, Callable[[], Any]] = {
     "StopIteration": lambda: _raise(StopIteration()),
     "a surrogate": lambda: _raise(ValueError("\ud800 is no text")),
     "a long message": lambda: _raise(ValueError("long " * 50_000)),
-    "an error without words": lambda: _raise(SpeechlessError()),
-    "an error without code": lambda: _raise(HollowError()),
-    "recursion": lambda: RAISES["recursion"](),
+    "an error without words": lambda: _raise(UnprintableError()),
+    "an error without code": lambda: _raise(ErrorWithoutCode()),
+    "recursion": lambda: RAISING_DEEDS["recursion"](),
 }
 HANG = "hang"
 FILL_DISK = "fill the disk"
@@ -76,8 +76,8 @@ CRASH = "crash"
 
 
 def _fill_disk() -> None:
-    for number in range(2048):
-        Path(tempfile.gettempdir(), f"filled-{number}").write_bytes(b"x" * 8192)
+    for index in range(2048):
+        Path(tempfile.gettempdir(), f"filled-{index}").write_bytes(b"x" * 8192)
     threading.Event().wait()
 
 
@@ -87,11 +87,11 @@ def _print() -> None:
         stream.flush()
 
 
-def _fork(in_copy: Callable[[], Any]) -> None:
+def _fork(run_in_copy: Callable[[], Any]) -> None:
     """Return in a forked copy, and in the process itself after the copy has exited."""
     pid = os.fork()
     if pid == 0:
-        in_copy()
+        run_in_copy()
         return
     for _ in range(1000):
         if os.waitpid(pid, os.WNOHANG)[0]:
@@ -102,45 +102,45 @@ def _fork(in_copy: Callable[[], Any]) -> None:
     raise RuntimeError("a copy has gone on")
 
 
-FATAL: dict[str, Callable[[], Any]] = {
+FATAL_DEEDS: dict[str, Callable[[], Any]] = {
     EXIT: lambda: os._exit(7),
     CRASH: lambda: ctypes.string_at(0),
     FILL_DISK: _fill_disk,
 }
-"""Deeds that end a process, at once or by a limit."""
-HARMLESS: dict[str, Callable[[], Any]] = {
+"""Deeds that end the process, immediately or at a limit."""
+HARMLESS_DEEDS: dict[str, Callable[[], Any]] = {
     "fork": lambda: _fork(lambda: None),
-    "fork, and raise in the copy": lambda: _fork(RAISES["SystemExit"]),
+    "fork, and raise in the copy": lambda: _fork(RAISING_DEEDS["SystemExit"]),
     "print": _print,
 }
-"""Deeds that may have no effect on other sessions."""
-_STRANGE_RESULTS: dict[str, Callable[[Transition[Any]], Any]] = {
-    "None": lambda good: None,
-    "a reward of NaN": lambda good: Transition(good.observation, reward=float("nan")),
-    "an infinite reward": lambda good: Transition(good.observation, reward=float("-inf")),
-    "a reward that is a word": lambda good: Transition(good.observation, reward="much"),
-    "a tensor that is a list": lambda good: Transition(good.observation, tensors={"a": [1, 2]}),
-    "a tensor of objects": lambda good: Transition(
-        good.observation, tensors={"a": np.array([object()])}
+"""Deeds that must not affect other sessions."""
+_WRONG_TRANSITIONS: dict[str, Callable[[Transition[Any]], Any]] = {
+    "None": lambda step: None,
+    "a reward of NaN": lambda step: Transition(step.observation, reward=float("nan")),
+    "an infinite reward": lambda step: Transition(step.observation, reward=float("-inf")),
+    "a reward that is a word": lambda step: Transition(step.observation, reward="much"),
+    "a tensor that is a list": lambda step: Transition(step.observation, tensors={"a": [1, 2]}),
+    "a tensor of objects": lambda step: Transition(
+        step.observation, tensors={"a": np.array([object()])}
     ),
-    "a tensor without a name": lambda good: Transition(good.observation, tensors={3: np.zeros(2)}),
-    "info that is no JSON": lambda good: Transition(good.observation, info={"what": object()}),
-    "info with a surrogate": lambda good: Transition(good.observation, info={"what": "\ud800"}),
-    "too much": lambda good: Transition(
-        good.observation, tensors={"a": np.zeros(MAX_RESULT_BYTES + 1, np.uint8)}
+    "a tensor without a name": lambda step: Transition(step.observation, tensors={3: np.zeros(2)}),
+    "info that is no JSON": lambda step: Transition(step.observation, info={"what": object()}),
+    "info with a surrogate": lambda step: Transition(step.observation, info={"what": "\ud800"}),
+    "too much": lambda step: Transition(
+        step.observation, tensors={"a": np.zeros(MAX_RESULT_BYTES + 1, np.uint8)}
     ),
 }
-_STRANGE_ANSWERS: dict[str, Any] = {
+_WRONG_LEGAL_ANSWERS: dict[str, Any] = {
     "integers": [1, 2],
     "a word": "ADD",
     "a surrogate": ["\ud800"],
     "None": None,
 }
-STRANGE: dict[Phase, dict[str, Any]] = {
-    Phase.RESET: _STRANGE_RESULTS,
-    Phase.STEP: _STRANGE_RESULTS,
+WRONG_VALUES: dict[Phase, dict[str, Any]] = {
+    Phase.RESET: _WRONG_TRANSITIONS,
+    Phase.STEP: _WRONG_TRANSITIONS,
     Phase.RENDER: {"a surrogate": [{"role": "user", "content": "\ud800"}], "a set": {1}},
-    Phase.ANSWERS: _STRANGE_ANSWERS,
+    Phase.ANSWERS: _WRONG_LEGAL_ANSWERS,
     Phase.STATE: {"None": None, "a word": "state"},
     Phase.TOOL: {"a set": {1}, "a surrogate": {"what": "\ud800"}},
 }
@@ -171,21 +171,21 @@ class _Renderer:
         self._environment = environment
 
     def render(self, observation: MoveObservation, *, first: bool) -> list[Message]:
-        good: list[Message] = [{"role": "user", "content": f"Total {observation.total}."}]
-        return self._environment.does(Phase.RENDER, good)
+        messages: list[Message] = [{"role": "user", "content": f"Total {observation.total}."}]
+        return self._environment.run_phase(Phase.RENDER, messages)
 
     def parse(self, text: str, observation: MoveObservation) -> MoveAction:
-        return self._environment.does(Phase.PARSE, MoveAction())
+        return self._environment.run_phase(Phase.PARSE, MoveAction())
 
     def legal_answers(self, observation: MoveObservation) -> list[str]:
-        return self._environment.does(Phase.ANSWERS, ["ADD"])
+        return self._environment.run_phase(Phase.ANSWERS, ["ADD"])
 
 
 class MisbehavingEnv(Environment[MoveAction, MoveObservation, MoveState]):
     """Adds numbers without end.
 
     Args:
-        folder: while it holds a file `build`, nothing can be built; the file names the deed.
+        folder: if it contains a file `build`, building does the deed that the file names.
     """
 
     action_type = MoveAction
@@ -201,28 +201,28 @@ class MisbehavingEnv(Environment[MoveAction, MoveObservation, MoveState]):
         build_deed = self._folder / "build"
         if build_deed.exists():
             self._deeds[Phase.BUILD] = build_deed.read_text()
-        self.does(Phase.BUILD, None)
+        self.run_phase(Phase.BUILD, None)
 
     @property
     def tools(self) -> list[Tool]:
         return [Tool("look", "Looks.", {"type": "object"})]
 
-    def does(self, phase: Phase, good: Any) -> Any:
-        """Do the deed of this phase, then return the correct value."""
+    def run_phase(self, phase: Phase, correct_value: Any) -> Any:
+        """Misbehave if a deed is set for this phase; otherwise return the correct value."""
         deed = self._deeds.pop(phase, "")
         if deed == HANG:
             (self._folder / f"hung-{time.monotonic_ns()}").touch()
             threading.Event().wait()
-        if deed in RAISES:
-            RAISES[deed]()
-        if deed in FATAL:
-            FATAL[deed]()
-        if deed in HARMLESS:
-            HARMLESS[deed]()
-        if not deed or deed in HARMLESS:
-            return good
-        strange = STRANGE[phase][deed]
-        return strange(good) if callable(strange) else strange
+        if deed in RAISING_DEEDS:
+            RAISING_DEEDS[deed]()
+        if deed in FATAL_DEEDS:
+            FATAL_DEEDS[deed]()
+        if deed in HARMLESS_DEEDS:
+            HARMLESS_DEEDS[deed]()
+        if not deed or deed in HARMLESS_DEEDS:
+            return correct_value
+        wrong_value = WRONG_VALUES[phase][deed]
+        return wrong_value(correct_value) if callable(wrong_value) else wrong_value
 
     def reset(
         self, *, seed: int | None = None, deed: str = "", phase: str = ""
@@ -230,23 +230,25 @@ class MisbehavingEnv(Environment[MoveAction, MoveObservation, MoveState]):
         self._total = 0
         if deed:
             self._deeds = {Phase(phase): deed}
-        return self.does(Phase.RESET, Transition(MoveObservation(total=0)))
+        return self.run_phase(Phase.RESET, Transition(MoveObservation(total=0)))
 
     def step(self, action: MoveAction) -> Transition[MoveObservation]:
         if action.deed:
             self._deeds = {action.phase: action.deed}
         self._total += action.add
-        return self.does(Phase.STEP, Transition(MoveObservation(total=self._total), reward=1.0))
+        return self.run_phase(
+            Phase.STEP, Transition(MoveObservation(total=self._total), reward=1.0)
+        )
 
     @property
     def state(self) -> MoveState:
-        return self.does(Phase.STATE, MoveState(total=self._total))
+        return self.run_phase(Phase.STATE, MoveState(total=self._total))
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        return self.does(Phase.TOOL, {"seen": self._total})
+        return self.run_phase(Phase.TOOL, {"seen": self._total})
 
     def close(self) -> None:
-        self.does(Phase.CLOSE, None)
+        self.run_phase(Phase.CLOSE, None)
 
 
 class MisbehavingOnLoopEnv(MisbehavingEnv):
@@ -264,7 +266,9 @@ HOSTS: dict[str, tuple[type[MisbehavingEnv], dict[str, Any]]] = {
 }
 
 
-def factory_in(folder: Path, host: str) -> tuple[Callable[[], MisbehavingEnv], dict[str, Any]]:
+def get_factory_and_options(
+    folder: Path, host: str
+) -> tuple[Callable[[], MisbehavingEnv], dict[str, Any]]:
     """Return the factory and the server's options for a host."""
     environment, options = HOSTS[host]
     return partial(environment, folder=str(folder)), options

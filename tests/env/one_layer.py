@@ -1,6 +1,7 @@
 """`python one_layer.py LAYER FOLDER SECRET_FILE PID DEED...`: deeds that a single layer denies.
 
-Writes a JSON object: by deed the name of the error, or "done"; or why the layer is not offered.
+Writes a JSON object: the name of the error or "done" for each deed, or why the layer is
+unavailable.
 """
 
 from __future__ import annotations
@@ -24,31 +25,33 @@ _CLONE_NEWUSER = 0x1000_0000
 _PTRACE_SEIZE = 0x4206
 
 
-def main(layer: str, folder: Path, secret: Path, pid: int, deed_names: list[str]) -> dict[str, Any]:
+def main(
+    layer: str, folder: Path, secret_file: Path, pid: int, deed_names: list[str]
+) -> dict[str, Any]:
     """Return the outcome of each deed."""
     (folder / "own").mkdir(mode=0o700)
     own_folder = folder / "own"
     try:
         if layer == "namespaces":
-            return in_namespaces(pid)
-        put_on(layer, own_folder)
+            return run_in_namespaces(pid)
+        apply_layer(layer, own_folder)
     except LayerUnavailableError as error:
         return {"not offered": str(error)}
     deeds: dict[str, Callable[[], object]] = {
-        "read": lambda: secret.read_text(),
-        "write": lambda: secret.with_name("new").write_text("x"),
+        "read": lambda: secret_file.read_text(),
+        "write": lambda: secret_file.with_name("new").write_text("x"),
         "write own": lambda: (own_folder / "file").write_text("x"),
         "environ": lambda: Path(f"/proc/{pid}/environ").read_bytes(),
         "signal": lambda: os.kill(pid, 0),
         "trace": lambda: c_call("ptrace", _PTRACE_SEIZE, pid, 0, 0),
         "unshare": lambda: c_call("unshare", _CLONE_NEWUSER),
         "regain": lambda: os.setuid(0),
-        "be looked into": lambda: read_parent_as_another(),
+        "be looked into": lambda: read_parent_from_child(),
     }
-    return {name: outcome(deeds[name]) for name in deed_names}
+    return {name: try_deed(deeds[name]) for name in deed_names}
 
 
-def put_on(layer: str, own_folder: Path) -> None:
+def apply_layer(layer: str, own_folder: Path) -> None:
     match layer:
         case "user-id":
             take_user_id(os.getpid(), own_folder, [], [])
@@ -67,28 +70,28 @@ def put_on(layer: str, own_folder: Path) -> None:
             hide_process()
 
 
-def in_namespaces(pid: int) -> dict[str, Any]:
+def run_in_namespaces(pid: int) -> dict[str, Any]:
     namespaces.adopt_orphans()
     reader, writer = os.pipe()
-    forked = namespaces.fork_into_namespaces(without_network=False)
-    if forked.pid == 0:
+    worker = namespaces.fork_into_namespaces(without_network=False)
+    if worker.pid == 0:
         namespaces.enter_namespaces()
-        seen = {
+        report = {
             "own pid": os.getpid(),
             "pids": sorted(int(name) for name in os.listdir("/proc") if name.isdigit()),
-            "signal": outcome(lambda: os.kill(pid, 0)),
+            "signal": try_deed(lambda: os.kill(pid, 0)),
         }
-        os.write(writer, json.dumps(seen).encode())
+        os.write(writer, json.dumps(report).encode())
         os._exit(7)
     os.close(writer)
-    with open(reader) as report:
-        seen = json.load(report)
-    seen["exit code"] = os.waitstatus_to_exitcode(os.waitpid(forked.pid, 0)[1])
-    os.waitpid(forked.keeper_pid, 0)  # it exits with the worker
-    return dict(seen)
+    with open(reader) as report_file:
+        report = json.load(report_file)
+    report["exit code"] = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
+    os.waitpid(worker.keeper_pid, 0)  # it exits with the worker
+    return dict(report)
 
 
-def outcome(deed: Callable[[], object]) -> str:
+def try_deed(deed: Callable[[], object]) -> str:
     try:
         deed()
     except OSError as error:
@@ -96,25 +99,28 @@ def outcome(deed: Callable[[], object]) -> str:
     return "done"
 
 
-def c_call(name: str, *values: int) -> None:
+def c_call(name: str, *arguments: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc[name](*values) < 0:
+    if libc[name](*arguments) < 0:
         raise OSError(ctypes.get_errno(), name)
 
 
-def read_parent_as_another() -> None:
+def read_parent_from_child() -> None:
     """Let a child of the same user read this process's variables."""
-    child = os.fork()
-    if child == 0:
+    child_pid = os.fork()
+    if child_pid == 0:
         try:
             Path(f"/proc/{os.getppid()}/environ").read_bytes()
         except PermissionError:
             os._exit(1)
         os._exit(0)
-    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+    if os.waitstatus_to_exitcode(os.waitpid(child_pid, 0)[1]):
         raise PermissionError
 
 
 if __name__ == "__main__":
-    layer_, folder_, secret_, pid_, *deed_names = sys.argv[1:]
-    json.dump(main(layer_, Path(folder_), Path(secret_), int(pid_), deed_names), sys.stdout)
+    layer_name, folder_path, secret_path, server_pid, *deed_names = sys.argv[1:]
+    json.dump(
+        main(layer_name, Path(folder_path), Path(secret_path), int(server_pid), deed_names),
+        sys.stdout,
+    )

@@ -13,7 +13,7 @@ from ludus.env.sessions.core import SessionCore
 from ludus.env.workers.host import WorkerHost
 
 
-async def eventually(condition: Callable[[], object], within_s: float = 60.0) -> None:
+async def wait_until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     """Wait until the condition is true; fail the test if it takes too long."""
     deadline_s = time.monotonic() + within_s
     while not condition():
@@ -30,7 +30,7 @@ async def wait_for_sessions(core: SessionCore, num_sessions: int) -> None:
         await asyncio.sleep(0.005)
 
 
-async def turns_of_the_loop(num_turns: int = 20) -> None:
+async def run_pending_tasks(num_turns: int = 20) -> None:
     """Let all runnable tasks run."""
     for _ in range(num_turns):
         await asyncio.sleep(0)
@@ -48,7 +48,7 @@ def detached_sessions(core: SessionCore) -> set[str]:
     return {session.id for session in core.open_sessions.values() if session.detached_s is not None}
 
 
-def busy(core: SessionCore) -> set[str]:
+def busy_sessions(core: SessionCore) -> set[str]:
     """Return the sessions with a call under way off the event loop."""
     return {session.id for session in core.open_sessions.values() if session.lock.locked()}
 
@@ -57,19 +57,19 @@ class CoreClock:
     """The clock by which every core of this process closes expired sessions."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._ahead_s = 0.0
+        self._offset_s = 0.0
         monkeypatch.setattr(core_module, "time", self)
         monkeypatch.setattr(core_module, "_MAX_SWEEP_PAUSE_S", 0.05)
 
     def monotonic(self) -> float:
-        return time.monotonic() + self._ahead_s
+        return time.monotonic() + self._offset_s
 
     def move_on(self, span_s: float) -> None:
-        self._ahead_s += span_s
+        self._offset_s += span_s
 
 
 def move_loop_clock(span_s: float) -> None:
     """Advance this event loop's clock, and no other clock."""
     loop = asyncio.get_running_loop()
-    now = loop.time
-    loop.time = lambda: now() + span_s
+    original_time = loop.time
+    loop.time = lambda: original_time() + span_s

@@ -6,19 +6,19 @@ import contextlib
 from pathlib import Path
 
 
-def pids() -> list[int]:
+def list_pids() -> list[int]:
     """Return the ids of all processes, including zombies."""
     return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Return False for a process that is gone, or a zombie."""
     return _read_stat(pid)[:1] not in ([], ["Z"])
 
 
 def child_processes(pid: int) -> list[int]:
     """Return the ids of a process's children, including zombies."""
-    return [child_pid for child_pid in pids() if _read_stat(child_pid)[1:2] == [str(pid)]]
+    return [child_pid for child_pid in list_pids() if _read_stat(child_pid)[1:2] == [str(pid)]]
 
 
 def command_line(pid: int) -> str:

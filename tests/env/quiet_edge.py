@@ -40,14 +40,14 @@ class QuietEdge(env_pb2_grpc.EnvServiceServicer):
         await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
         upstream = self._stub.Connect()
         self.upstreams.append(upstream)
-        answering = asyncio.create_task(_answer(upstream, context))
+        forward_task = asyncio.create_task(_forward_replies(upstream, context))
         async for batch in batches:
-            if answering.done():
+            if forward_task.done():
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "it has ended before")
             await upstream.write(batch)
         upstream.cancel()
 
 
-async def _answer(upstream: Any, context: Any) -> None:
+async def _forward_replies(upstream: Any, context: Any) -> None:
     async for replies in upstream:
         await context.write(replies)

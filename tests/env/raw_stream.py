@@ -25,9 +25,9 @@ class RawStream:
 
     async def open(self, **fields) -> str:
         """Open a session; return its id."""
-        opened = await self.ask(pb.Call(open=pb.OpenRequest(**fields)))
-        assert not opened.HasField("error"), opened.error
-        return opened.open.session_id
+        reply = await self.ask(pb.Call(open=pb.OpenRequest(**fields)))
+        assert not reply.HasField("error"), reply.error
+        return reply.open.session_id
 
     async def __aenter__(self) -> RawStream:
         return self

@@ -1,8 +1,8 @@
 """The counting environment, in a process whose forks can fail on request.
 
-While the folder named by the variable holds a file `no-fork`, the fork server, or those that it
-forks to make a worker, find no process left; the file says which of them. A process that imports
-this without the variable is left as it is.
+While the folder named by the variable contains a file `no-fork`, forks fail in the fork server
+or in its copies that become workers; the file says in which. Without the variable, importing
+this module changes nothing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ FORK_SERVER, FORKED_COPY = "itself", "its copy"
 
 
 class ScarceEnv(CountingEnv):
-    """The counting environment, in such a process."""
+    """The counting environment, in a process whose forks can fail."""
 
 
 def _refuse_forks(folder: Path) -> None:
-    fork, importing_pid = os.fork, os.getpid()
+    original_fork, importing_pid = os.fork, os.getpid()
 
     def fork_or_refuse() -> int:
         order_file = folder / NO_FORK_FILE
         process_name = FORK_SERVER if os.getpid() == importing_pid else FORKED_COPY
         if order_file.exists() and order_file.read_text() == process_name:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return fork()
+        return original_fork()
 
     os.fork = fork_or_refuse
 

@@ -42,8 +42,8 @@ def reserve_port() -> Iterator[int]:
 
 def fixed_port_arguments() -> list[str]:
     """Return arguments for ports that a server can use again after it stopped."""
-    http, grpc = quiet_ports(2)
-    return ["--port", str(http), "--grpc-port", str(grpc)]
+    http_port, grpc_port = quiet_ports(2)
+    return ["--port", str(http_port), "--grpc-port", str(grpc_port)]
 
 
 @dataclass
@@ -72,16 +72,18 @@ def server_process(
         env={**os.environ, **(env or {})},
     )
     try:
-        ready = _wait_for(ready_file, process)
-        assert ready["pid"] == process.pid
-        yield ServerProcess(process, ready["http"], ready["grpc"], ready.get("admin", ""))
+        ready_report = _read_when_ready(ready_file, process)
+        assert ready_report["pid"] == process.pid
+        yield ServerProcess(
+            process, ready_report["http"], ready_report["grpc"], ready_report.get("admin", "")
+        )
     finally:
         process.kill()
         process.wait()
         process.stderr.close()
 
 
-def _wait_for(ready_file: Path, process: subprocess.Popen[str]) -> dict[str, Any]:
+def _read_when_ready(ready_file: Path, process: subprocess.Popen[str]) -> dict[str, Any]:
     deadline_s = time.monotonic() + 120.0
     while not ready_file.exists():
         if process.poll() is not None:

@@ -37,7 +37,7 @@ async def serve_app(app, **options) -> AsyncIterator[str]:
     )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
-    serving_forever = asyncio.create_task(server.serve())
+    server_task = asyncio.create_task(server.serve())
     try:
         while not server.started:
             await asyncio.sleep(0.005)
@@ -45,4 +45,4 @@ async def serve_app(app, **options) -> AsyncIterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        await serving_forever
+        await server_task

@@ -242,7 +242,7 @@ async def test_a_lingering_session_gives_up_when_the_server_stays_away() -> None
         connecting = AsyncEnvClient.connect(proxy.address, ConnectOptions(reconnect_timeout_s=0.3))
         async with await connecting as client:
             session, _ = await client.open(linger_s=20)
-            proxy.refuses = True
+            proxy.refuses_connections = True
             proxy.cut()
             began_s = time.monotonic()
             with pytest.raises(InfrastructureError):

@@ -58,7 +58,7 @@ class RewardsWithNaN(CountingEnv):
 
 class NeverEnds(CountingEnv):
     def step(self, action: CountAction):
-        self._over = False
+        self._is_over = False
         return super().step(action)
 
 
@@ -159,8 +159,8 @@ class DrawsASecret(CountingEnv):
 
     def step(self, action: CountAction):
         stepped = super().step(action)
-        self._over = self._over or action.add == self._secret
-        return Transition(stepped.observation, stepped.reward, terminated=self._over)
+        self._is_over = self._is_over or action.add == self._secret
+        return Transition(stepped.observation, stepped.reward, terminated=self._is_over)
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")

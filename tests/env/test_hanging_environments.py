@@ -150,4 +150,4 @@ async def test_step_that_blocks_the_event_loop_stops_the_server(tmp_path: Path) 
         assert await asyncio.to_thread(server.process.wait) == STUCK_EXIT_CODE
         output = await asyncio.to_thread(server.process.stderr.read)
         assert "has blocked the event loop for more than 1 s" in output
-        assert "in _do" in output, "it shows where"
+        assert "in _misbehave" in output, "it shows where"

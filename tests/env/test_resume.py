@@ -265,7 +265,7 @@ async def test_attempts_are_bounded_in_number_and_in_time(gate) -> None:
         gate.open()
     async with serve_behind_proxy(reconnect_timeout_s=60) as (_, proxy, client):
         session, _ = await client.open(seed=1, resume=ResumeLimits(timeout_s=0.5))
-        proxy.refuses = True
+        proxy.refuses_connections = True
         proxy.cut()
         start_s = time.monotonic()
         with pytest.raises(InfrastructureError):

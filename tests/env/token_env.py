@@ -6,8 +6,8 @@ import gymnasium
 from gymnasium import spaces
 
 NUM_TOKENS = 50257
-END = 9
-TOKENS = "ludus-tests/Tokens-v0"
+END_TOKEN = 9
+TOKENS_ENV_ID = "ludus-tests/Tokens-v0"
 
 
 class CountingTokens(gymnasium.Env):
@@ -31,7 +31,7 @@ class CountingTokens(gymnasium.Env):
         self.tokens.append(action)
         if action == 5:
             self.tokens.append(50)
-        return self.tokens, reward, action == END, False, {"last": action}
+        return self.tokens, reward, action == END_TOKEN, False, {"last": action}
 
 
-gymnasium.register(TOKENS, CountingTokens)
+gymnasium.register(TOKENS_ENV_ID, CountingTokens)

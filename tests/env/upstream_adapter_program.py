@@ -18,13 +18,13 @@ from ludus.proto.errors import EnvError
 
 
 def main(targets: list[str]) -> None:
-    sys.stdout.write(json.dumps({target: story(target) for target in targets}))
+    sys.stdout.write(json.dumps({target: report_on_target(target) for target in targets}))
 
 
-def story(target: str) -> dict[str, Any]:
+def report_on_target(target: str) -> dict[str, Any]:
     factory = environment_factory(target, {})
     environment = factory()
-    report: dict[str, Any] = {"second": second_instance(factory)}
+    report: dict[str, Any] = {"second": try_second_instance(factory)}
     description = describe_environment(environment)
     report |= {
         "action_schema": description.action_schema,
@@ -35,44 +35,44 @@ def story(target: str) -> dict[str, Any]:
     environment.reset(seed=3)
     if description.tools:
         report["echo"] = environment.call_tool("echo", {"message": "hi"})
-        report["no_tool"] = tool_error(environment)
-        step = environment.action_type.model_validate({"type": "list_tools"})
-        report["listed"] = environment.step(step).observation.model_dump(mode="json")["tools"]
+        report["no_tool"] = call_unknown_tool(environment)
+        action = environment.action_type.model_validate({"type": "list_tools"})
+        report["listed"] = environment.step(action).observation.model_dump(mode="json")["tools"]
     report["state"] = environment.state.model_dump(mode="json")
     environment.close()
     if not description.tools:
-        report["broken"] = faults(check_environment(factory, num_steps=8))
+        report["broken"] = find_broken_checks(check_environment(factory, num_steps=8))
     report["broken_on_wire"], report["not_offered"], report["played"] = asyncio.run(
-        on_wire(factory)
+        check_on_wire(factory)
     )
     return report
 
 
-async def on_wire(factory: Any) -> tuple[dict[str, str], list[str], list[Any]]:
-    sample = factory()
-    sample.close()
-    isolation = "process" if sample.one_per_process else "inline"
+async def check_on_wire(factory: Any) -> tuple[dict[str, str], list[str], list[Any]]:
+    environment = factory()
+    environment.close()
+    isolation = "process" if environment.one_per_process else "inline"
     async with open_client(factory, PlayOptions(isolation=isolation, max_sessions=4)) as client:
         report = await check_server(client, num_steps=8, seeds=(1, 2))
-        offered = [check.name for check in report.checks if check.verdict == "not offered"]
-        session, first = await client.open(seed=3)
-        results = [first]
-        action = {"number": 0} if "hint" in first.observation else {"add": 4}
-        if "status" in first.observation.get("metadata", {}):
+        missing_checks = [check.name for check in report.checks if check.verdict == "not offered"]
+        session, first_result = await client.open(seed=3)
+        results = [first_result]
+        action = {"number": 0} if "hint" in first_result.observation else {"add": 4}
+        if "status" in first_result.observation.get("metadata", {}):
             action = {"type": "call_tool", "tool_name": "echo", "arguments": {"message": "hi"}}
         while not results[-1].done and len(results) < 6:
             results.append(await session.step(action))
-        played = [
+        steps = [
             [r.observation, r.reward, r.terminated, r.truncated, r.info, r.success] for r in results
         ]
-        return faults(report), offered, played
+        return find_broken_checks(report), missing_checks, steps
 
 
-def faults(report: CheckReport) -> dict[str, str]:
+def find_broken_checks(report: CheckReport) -> dict[str, str]:
     return {check.name: check.detail for check in report.checks if check.verdict == "broken"}
 
 
-def second_instance(factory: Any) -> str | None:
+def try_second_instance(factory: Any) -> str | None:
     try:
         factory().close()
     except EnvError as error:
@@ -80,7 +80,7 @@ def second_instance(factory: Any) -> str | None:
     return None
 
 
-def tool_error(environment: Any) -> str | None:
+def call_unknown_tool(environment: Any) -> str | None:
     try:
         environment.call_tool("nope", {})
     except EnvError as error:

@@ -46,15 +46,15 @@ class GuessEnvironment(Environment):
     def step(self, action: GuessAction, timeout_s=None, **kwargs) -> GuessObservation:  # type: ignore[override]
         self._database.execute("select 1")
         self._state.step_count += 1
-        result = action.number == self._state.secret
+        is_correct = action.number == self._state.secret
         out_of_tries = self._state.step_count >= 5
-        hint = "yes" if result else "higher" if action.number < self._state.secret else "lower"
+        hint = "yes" if is_correct else "higher" if action.number < self._state.secret else "lower"
         return GuessObservation(
             hint=hint,
             thread=threading.current_thread().name.rpartition("_")[0],
-            done=result or out_of_tries,
-            reward=1.0 if result else 0.0,
-            metadata={"truncated": out_of_tries and not result, "success": result},
+            done=is_correct or out_of_tries,
+            reward=1.0 if is_correct else 0.0,
+            metadata={"truncated": out_of_tries and not is_correct, "success": is_correct},
         )
 
     @property

@@ -1,6 +1,6 @@
 """Virtual environments that contain OpenEnv's package and the requirements of our SDK.
 
-Ours is found through PYTHONPATH, as in an editable installation.
+Our SDK is found through PYTHONPATH, as in an editable installation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from upstream_environment import build_virtual_environment
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (ROOT / "proto", ROOT / "envs" / "sdk", ROOT / "tests" / "env")
-REQUIREMENT_OF = {
+REQUIREMENTS_BY_VERSION = {
     "0.1.1": "openenv-core==0.1.1",
     "0.2.1": "openenv-core==0.2.1",
     "0.3.0": "openenv-core==0.3.0",
@@ -25,11 +25,11 @@ REQUIREMENT_OF = {
 
 def upstream_python(version: str) -> Path:
     """Return the interpreter of the environment with an OpenEnv version, which is created once."""
-    requirements = [REQUIREMENT_OF[version], *_sdk_requirements()]
+    requirements = [REQUIREMENTS_BY_VERSION[version], *_sdk_requirements()]
     return build_virtual_environment(f"upstream-sdk-openenv-{version}", requirements)
 
 
-def run_beside_upstream(version: str, script: str, *arguments: str) -> subprocess.CompletedProcess:
+def run_with_upstream(version: str, script: str, *arguments: str) -> subprocess.CompletedProcess:
     """Run `python SCRIPT ARGUMENTS` in that virtual environment; return the finished process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
     return subprocess.run(
@@ -44,11 +44,11 @@ def run_beside_upstream(version: str, script: str, *arguments: str) -> subproces
 
 
 def _sdk_requirements() -> list[str]:
-    interpreter = []
+    requirements = []
     for folder in (ROOT / "proto", ROOT / "envs" / "sdk"):
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-        interpreter += [name for name in project["dependencies"] if not name.startswith("ludus-")]
-    return interpreter
+        requirements += [name for name in project["dependencies"] if not name.startswith("ludus-")]
+    return requirements
 
 
 if __name__ == "__main__":
