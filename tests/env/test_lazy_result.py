@@ -23,7 +23,7 @@ EAGER = StepResult(
 
 
 def make_lazy(**changes) -> StepResult:
-    encoded = EncodedResult(
+    encoded_result = EncodedResult(
         step_index=4,
         observation_json=b'{"total":3}',
         metadata_json=b"",
@@ -35,7 +35,7 @@ def make_lazy(**changes) -> StepResult:
         text=EncodedText(b'[{"role":"user","content":"Total 3."}]', ["ADD 1"]),
     )
     message = pb.StepResult()
-    fill_result(message, "S", dataclasses.replace(encoded, **changes))
+    fill_result(message, "S", dataclasses.replace(encoded_result, **changes))
     return read_result(message)
 
 

@@ -103,9 +103,9 @@ async def test_two_standard_clients_have_separate_sessions() -> None:
 async def test_the_handshake_is_that_of_streamable_http() -> None:
     core = make_core()
     async with make_client(core) as client:
-        for requested, version in (("2025-03-26", "2025-03-26"), ("1999-01-01", "2025-11-25")):
+        for offer, version in (("2025-03-26", "2025-03-26"), ("1999-01-01", "2025-11-25")):
             response = await client.post(
-                "/mcp", json=make_rpc("initialize", {"protocolVersion": requested})
+                "/mcp", json=make_rpc("initialize", {"protocolVersion": offer})
             )
             assert response.json()["result"]["protocolVersion"] == version
             assert response.json()["result"]["capabilities"] == {"tools": {"listChanged": False}}

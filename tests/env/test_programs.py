@@ -26,9 +26,9 @@ async def host(request: pytest.FixtureRequest) -> AsyncIterator[ProgramHost]:
         yield host
 
 
-async def run(host: ProgramHost, script: str, *readable: str) -> CompletedProgram:
+async def run(host: ProgramHost, script: str, *readable_paths: str) -> CompletedProgram:
     return await host.run(
-        ["/bin/sh", "-c", script], variables=VARIABLES, folder="/", readable_paths=readable
+        ["/bin/sh", "-c", script], variables=VARIABLES, folder="/", readable_paths=readable_paths
     )
 
 

@@ -34,11 +34,11 @@ def allocate_burst():
     bytes_before = resident_bytes()
     blocks = [bytes(generator.choice((600, 900, 3000))) for _ in range(60_000)]
     num_bytes = resident_bytes() - bytes_before
-    remaining = blocks[::50]
+    live_blocks = blocks[::50]
     del blocks
-    asyncio.get_running_loop().call_later(0.5, report, bytes_before, num_bytes, remaining)
+    asyncio.get_running_loop().call_later(0.5, report, bytes_before, num_bytes, live_blocks)
 
-def report(bytes_before, num_bytes, remaining):
+def report(bytes_before, num_bytes, live_blocks):
     print(num_bytes, resident_bytes() - bytes_before, flush=True)
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -69,21 +69,21 @@ def measure_memory(program: str) -> tuple[int, int]:
     command = [sys.executable, "-c", PROGRAM_START + program]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    peak, remaining = map(int, process.stdout.split())
-    return peak, remaining
+    peak_bytes, final_bytes = map(int, process.stdout.split())
+    return peak_bytes, final_bytes
 
 
 @pytest.mark.slow
 def test_memory_of_a_burst_is_returned() -> None:
-    peak, remaining = measure_memory(BURST_PROGRAM)
+    peak_bytes, final_bytes = measure_memory(BURST_PROGRAM)
     # One block in fifty stays allocated, with its page of 4 KiB.
-    assert remaining < peak / 4
+    assert final_bytes < peak_bytes / 4
 
 
 @pytest.mark.slow
 def test_memory_of_a_large_message_is_returned_at_once() -> None:
-    peak, remaining = measure_memory(LARGE_MESSAGE_PROGRAM)
-    assert remaining < peak / 10
+    peak_bytes, final_bytes = measure_memory(LARGE_MESSAGE_PROGRAM)
+    assert final_bytes < peak_bytes / 10
 
 
 def test_collection_is_paused_for_a_block_and_its_objects_are_frozen() -> None:
@@ -92,7 +92,7 @@ def test_collection_is_paused_for_a_block_and_its_objects_are_frozen() -> None:
         "from ludus.env.runtime import pause_collection\n"
         "num_frozen = gc.get_freeze_count()\n"
         "with pause_collection():\n"
-        "    remaining = [[] for _ in range(10_000)]\n"
+        "    live_objects = [[] for _ in range(10_000)]\n"
         "    print(gc.isenabled())\n"
         "print(gc.isenabled(), gc.get_freeze_count() - num_frozen >= 10_000)\n"
     )

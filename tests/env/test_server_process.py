@@ -203,8 +203,8 @@ def test_the_options_of_the_command_line_reach_the_server(tmp_path: Path, isolat
     async def run_scenario():
         arguments = ["--isolation", isolation, "--first-seed", "7", "--max-sessions", "4"]
         arguments += ["--no-determinism-check"] if isolation == "pool" else []
-        env = {"LUDUS_SESSION_KEY": KEY, "POD_UID": "8c5f7a3e-0b1d"}
-        with server_process(tmp_path, *arguments, env=env) as server:
+        variables = {"LUDUS_SESSION_KEY": KEY, "POD_UID": "8c5f7a3e-0b1d"}
+        with server_process(tmp_path, *arguments, env=variables) as server:
             client = await AsyncEnvClient.connect(server.grpc_address)
             description = await client.describe()
             assert (description.server_id, description.max_sessions) == ("8c5f7a3e0b1d", 4)

@@ -76,8 +76,8 @@ async def test_a_server_that_asks_for_certificates_takes_those_of_its_authority_
         ) as client:
             assert (await client.get(url)).status_code == 200
         for identity in (None, bad_files):
-            verify = build_client_context(ca_file, identity)
-            async with httpx.AsyncClient(verify=verify, timeout=60) as client:
+            ssl_context = build_client_context(ca_file, identity)
+            async with httpx.AsyncClient(verify=ssl_context, timeout=60) as client:
                 with pytest.raises((httpx.TransportError, ssl.SSLError)):
                     await client.get(url)
         assert await read_name_over_grpc(server, ca_file, good_files) == "counting"

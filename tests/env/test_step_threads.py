@@ -17,19 +17,19 @@ class BlockingCall:
     """A call that returns on request."""
 
     def __init__(self) -> None:
-        self.entered, self.may_return = threading.Event(), threading.Event()
+        self.start_event, self.return_event = threading.Event(), threading.Event()
         self.released_results: list[object] = []
 
     def __call__(self) -> str:
-        self.entered.set()
-        self.may_return.wait()
+        self.start_event.set()
+        self.return_event.wait()
         return "late"
 
 
 async def abandon_call(threads: StepThreads) -> BlockingCall:
     call = BlockingCall()
     job = threads.start(call, call.released_results.append)
-    await wait_until(call.entered.is_set)
+    await wait_until(call.start_event.is_set)
     assert threads.give_up(job)
     return call
 
@@ -42,7 +42,7 @@ async def test_hanging_thread_is_replaced_and_its_late_result_released() -> None
     threads = StepThreads(1)
     call = await abandon_call(threads)
     assert await run_call(threads) == "well"
-    call.may_return.set()
+    call.return_event.set()
     await wait_until(lambda: call.released_results == ["late"])
     assert await run_call(threads) == "well"
     threads.shut_down()
@@ -52,11 +52,11 @@ async def test_time_limit_starts_with_the_thread() -> None:
     threads = StepThreads(1)
     call = BlockingCall()
     first_job = threads.start(call, call.released_results.append)
-    await wait_until(call.entered.is_set)
+    await wait_until(call.start_event.is_set)
     waiting_task = asyncio.create_task(threads.run(lambda: "well", lambda _: None, 0.01))
     await asyncio.sleep(0.1)
     assert not waiting_task.done()
-    call.may_return.set()
+    call.return_event.set()
     assert (await first_job.future, await waiting_task) == ("late", "well")
     threads.shut_down()
 
@@ -67,7 +67,7 @@ async def test_a_call_beyond_its_limit_is_given_up() -> None:
     with pytest.raises(TimeoutError):
         await threads.run(call, call.released_results.append, 0.01)
     assert await run_call(threads) == "well"
-    call.may_return.set()
+    call.return_event.set()
     await wait_until(lambda: call.released_results)
     threads.shut_down()
 
@@ -77,7 +77,7 @@ async def test_calls_fail_while_all_threads_hang_and_work_again_later() -> None:
     first_call = await abandon_call(threads)
     call = BlockingCall()
     last_job = threads.start(call, call.released_results.append)
-    await wait_until(call.entered.is_set)
+    await wait_until(call.start_event.is_set)
     waiting_job = threads.start(lambda: "never", lambda _: None)
     assert threads.unavailable_reason == ""
     assert threads.give_up(last_job)
@@ -86,10 +86,10 @@ async def test_calls_fail_while_all_threads_hang_and_work_again_later() -> None:
         await waiting_job.future
     with pytest.raises(UnavailableError, match="restart the server"):
         threads.start(lambda: "never", lambda _: None)
-    first_call.may_return.set()
+    first_call.return_event.set()
     await wait_until(lambda: not threads.unavailable_reason)
     assert await run_call(threads) == "well"
-    call.may_return.set()
+    call.return_event.set()
     threads.shut_down()
 
 
@@ -104,11 +104,11 @@ class FailingCall(BlockingCall):
 async def cancel_call(threads: StepThreads, call: BlockingCall) -> None:
     """Start and cancel the call; return when it has ended."""
     task = asyncio.create_task(threads.run(call, call.released_results.append, 0.0))
-    await wait_until(call.entered.is_set)
+    await wait_until(call.start_event.is_set)
     task.cancel()
     await asyncio.wait({task})
     assert task.cancelled()
-    call.may_return.set()
+    call.return_event.set()
     assert await run_call(threads) == "well"  # runs in the same thread, after the released result
 
 

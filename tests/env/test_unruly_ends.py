@@ -66,8 +66,8 @@ async def open_server(host: str, folder: Path) -> AsyncIterator[EnvServer]:
 async def wait_for_workers(server: EnvServer) -> None:
     """Wait until the next sessions will each have their own worker."""
     host = server.core.host
-    num_wanted = len(PHASES) + 1 if host.shares_workers else 1
-    await wait_until(lambda: len(host.ready_workers) >= num_wanted)
+    num_workers = len(PHASES) + 1 if host.shares_workers else 1
+    await wait_until(lambda: len(host.ready_workers) >= num_workers)
 
 
 async def get_call_code(session: AsyncSession, phase: Phase, deed: str) -> str:

@@ -29,7 +29,7 @@ BEARER = {"authorization": f"Bearer {TOKEN}"}
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    lambda items: st.lists(items, max_size=4) | st.dictionaries(st.text(max_size=8), items),
     max_leaves=12,
 )
 message_types = st.sampled_from(["reset", "step", "state", "mcp", "close", "bogus", "", None, 3])

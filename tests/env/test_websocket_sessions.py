@@ -204,12 +204,12 @@ async def test_replies_keep_their_order_when_a_client_does_not_wait(factory) -> 
 class StuckEnv(ThreadedCountingEnv):
     """An environment whose steps wait for the test."""
 
-    entered = threading.Event()
-    may_leave = threading.Event()
+    start_event = threading.Event()
+    return_event = threading.Event()
 
     def step(self, action):
-        self.entered.set()
-        self.may_leave.wait(60)
+        self.start_event.set()
+        self.return_event.wait(60)
         return super().step(action)
 
 
@@ -219,10 +219,10 @@ async def test_a_client_that_leaves_in_the_middle_of_a_step_frees_its_session_at
         socket = await open_socket(authority)
         await send(socket, {"type": "reset"})
         await socket.send('{"type":"step","data":{"add":1}}')
-        await wait_until(StuckEnv.entered.is_set)
+        await wait_until(StuckEnv.start_event.is_set)
         socket.transport.abort()
         await wait_until(lambda: core.load.num_sessions == 0)
-        StuckEnv.may_leave.set()
+        StuckEnv.return_event.set()
 
 
 @pytest.mark.slow

@@ -254,9 +254,9 @@ async def test_every_connection_has_the_tasks_and_the_row(path: str) -> None:
 
 def read_prompt(address: str) -> str:
     """Return the prompt of seed 5 over HTTP."""
-    with PromptsEnv(base_url=address) as env:
-        messages = env.reset(seed=5).observation.messages
-        assert env.step(PromptsAction(text="x")).done
+    with PromptsEnv(base_url=address) as client:
+        messages = client.reset(seed=5).observation.messages
+        assert client.step(PromptsAction(text="x")).done
         return messages[0].content
 
 

@@ -7,7 +7,7 @@ import pytest
 from ludus.proto.config import LanguageModelRun, ModelCritic, PpoConfig, load_run_config
 from ludus.proto.errors import ConfigError
 
-OFF = "algorithm.correction.kind=off"
+NO_CORRECTION = "algorithm.correction.kind=off"
 ROLLOUT_LOGPROBS = "algorithm.old_logprobs=rollout"
 
 
@@ -87,8 +87,8 @@ def test_impossible_algorithm_is_named_with_value_and_remedy(
     ("overrides", "comparison"),
     [
         ([], "correction.kind = 'token_tis'"),
-        ([OFF], "geometric_mask = [0.5, 2.0]"),
-        ([OFF, ROLLOUT_LOGPROBS], "old_logprobs = 'rollout'"),
+        ([NO_CORRECTION], "geometric_mask = [0.5, 2.0]"),
+        ([NO_CORRECTION, ROLLOUT_LOGPROBS], "old_logprobs = 'rollout'"),
     ],
 )
 def test_cut_off_distribution_is_not_compared_with_the_learner(
@@ -112,7 +112,9 @@ def test_changed_distribution_is_not_compared_with_the_learner(setting: str, eff
 
 
 def test_cut_off_distribution_is_accepted_without_a_comparison() -> None:
-    run = load_run_config(None, ["rollout.top_p=0.9", OFF, "algorithm.geometric_mask=null"])
+    run = load_run_config(
+        None, ["rollout.top_p=0.9", NO_CORRECTION, "algorithm.geometric_mask=null"]
+    )
     assert run.algorithm.sampler_comparison is None
 
 

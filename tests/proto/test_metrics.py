@@ -87,15 +87,15 @@ def test_means_of_evaluations_are_weighted_by_games() -> None:
 
 @pytest.mark.parametrize("metric", ALL_METRICS, ids=str)
 def test_every_metric_is_described_and_weighted_by_a_sum(metric: TrainMetric | EvalMetric) -> None:
-    spec, kind = metric.spec, type(metric)
+    spec, metric_type = metric.spec, type(metric)
     assert spec.help.endswith(".")
     assert (spec.center is not None) == (spec.reduction is Reduction.DEVIATION)
-    for other in (spec.weight, spec.center):
-        if other is not None:
+    for source in (spec.weight, spec.center):
+        if source is not None:
             # A metric per environment needs a weight per environment.
-            assert kind(other).spec.is_per_environment or not spec.is_per_environment  # type: ignore[call-arg]
+            assert metric_type(source).spec.is_per_environment or not spec.is_per_environment  # type: ignore[call-arg]
     if spec.weight is not None:
-        assert kind(spec.weight).spec.reduction is Reduction.SUM  # type: ignore[call-arg]
+        assert metric_type(spec.weight).spec.reduction is Reduction.SUM  # type: ignore[call-arg]
 
 
 def test_names_on_dashboards_follow_prometheus_conventions() -> None:

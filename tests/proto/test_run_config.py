@@ -173,9 +173,9 @@ def test_section_without_kind_is_the_default_variant() -> None:
 
 
 def test_engine_that_fits_the_rollout_settings_is_accepted() -> None:
-    engine = ["generator.max_model_tokens=512", "generator.tensor_parallel_size=2"]
+    overrides = ["generator.max_model_tokens=512", "generator.tensor_parallel_size=2"]
     gpus = "rollout.num_gpus_per_worker=2"
-    assert load_run_config(None, ["generator.kind=vllm", *engine, gpus]).generator.kind == "vllm"
+    assert load_run_config(None, ["generator.kind=vllm", *overrides, gpus]).generator.kind == "vllm"
 
 
 @pytest.mark.parametrize(
