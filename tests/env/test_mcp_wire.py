@@ -1,4 +1,4 @@
-"""MCP: with the standard client, and as OpenEnv's own clients call it."""
+"""MCP endpoints, used by the standard client and by OpenEnv's clients."""
 
 import asyncio
 import json

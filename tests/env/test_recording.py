@@ -1,4 +1,4 @@
-"""Played episodes are recorded and can be replayed."""
+"""Servers record episodes, and recordings can be replayed."""
 
 import asyncio
 import json

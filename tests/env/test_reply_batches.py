@@ -38,7 +38,7 @@ async def test_replies_to_single_calls_of_many_sessions_travel_together_and_in_o
         stream = env_pb2_grpc.EnvServiceStub(channel).Connect()
         session_ids = await open_sessions(stream, NUM_SESSIONS)
         batch_counts = []
-        for step_index in range(1, NUM_STEPS + 1):  # a busy server may get calls one by one
+        for step_index in range(1, NUM_STEPS + 1):  # a busy server may read calls one by one
             call_ids = list(range(step_index * 100, step_index * 100 + NUM_SESSIONS))
             for call_id, session_id in zip(call_ids, session_ids, strict=True):
                 await stream.write(make_step_batch(call_id, session_id))
@@ -57,7 +57,7 @@ async def test_calls_that_were_sent_are_answered_after_the_client_has_stopped_se
     async with serve_grpc() as server, grpc.aio.insecure_channel(read_target(server)) as channel:
         stream = env_pb2_grpc.EnvServiceStub(channel).Connect()
         session_ids = await open_sessions(stream, 3)
-        await stream.write(pb.CallBatch())  # an empty batch is no end
+        await stream.write(pb.CallBatch())  # an empty batch does not end the stream
         for call_id, session_id in enumerate(session_ids, start=10):
             await stream.write(make_step_batch(call_id, session_id))
         await stream.done_writing()

@@ -1,4 +1,4 @@
-"""The life of a long-running server process."""
+"""Memory of a long-running server process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ runtime.run_until_signal(Service(), drain_grace_s=0, on_ready=allocate_large_blo
 
 
 def measure_memory(program: str) -> tuple[int, int]:
-    """Return the peak and the remaining memory in bytes."""
+    """Return the additional memory of the process at its peak and at its end, in bytes."""
     if not hasattr(ctypes.CDLL(None), "malloc_trim"):
         pytest.skip("only glibc can trim")
     command = [sys.executable, "-c", PROGRAM_START + program]

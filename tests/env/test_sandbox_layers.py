@@ -28,7 +28,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the lay
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Make a folder that every user can read, unlike pytest's."""
+    """Make a folder that every user can read, unlike pytest's tmp_path."""
     path = Path(tempfile.mkdtemp())
     path.chmod(0o755)
     yield path

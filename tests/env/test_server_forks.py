@@ -53,7 +53,7 @@ async def test_a_forked_child_keeps_no_port_of_its_server(wire: str) -> None:
         for address in (addresses.http, addresses.grpc, addresses.admin):
             # gRPC's own threads may close a port shortly after its server has stopped.
             await wait_until(partial(is_port_free, urlsplit(address).port))
-        # A fork during work of gRPC's threads may crash the copy, which is a limit of gRPC.
+        # A process that is forked while gRPC's threads work may crash, a limitation of gRPC.
         live_pids = [child_pid for child_pid in child_pids if is_alive(child_pid)]
         assert len(child_pids) == 2 and (live_pids == child_pids or wire == "grpc")
     finally:

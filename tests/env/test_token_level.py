@@ -1,4 +1,4 @@
-"""Environments with token actions: no text lists the vocabulary; a completion is one step."""
+"""Token-level environments: prompts list no vocabulary, and a completion is one step."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_kept_result_needs_about_its_size_in_memory() -> None:
     initial_bytes = resident_bytes()
     results = [encode_transition(transition, _Renderer(), index) for index in range(10_000)]
     bytes_per_result = (resident_bytes() - initial_bytes) / len(results)
-    # Python objects need extra memory. With orjson's cut-off blocks it was 20 times the size.
+    # Python objects need extra memory. With orjson's shrunk buffers it was 20 times the size.
     assert bytes_per_result < 4 * results[0].num_bytes
 
 

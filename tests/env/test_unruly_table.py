@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 
 def list_deeds(host: str) -> list[str]:
-    """Return the deeds that may only affect the caller; inline, forks are tested elsewhere."""
+    """Return the deeds that must affect only the caller; without forks on inline hosts."""
     is_isolated = "isolation" in HOSTS[host][1]
     return [
         *RAISING_DEEDS,

@@ -128,7 +128,7 @@ async def send_frames(server, path: str, messages: list[str | bytes]) -> None:
         try:
             for message in messages:
                 await socket.send(message)
-                # A ping behind the frame shows when a frame gets no answer.
+                # A pong before any response shows that the frame gets no response.
                 response_task = asyncio.ensure_future(socket.recv())
                 pong = await socket.ping()
                 await asyncio.wait({response_task, pong}, return_when=asyncio.FIRST_COMPLETED)
@@ -261,7 +261,7 @@ async def test_no_session_is_left_after_thousands_of_unclean_disconnects(num_dro
             await asyncio.gather(*(drop_many() for _ in range(num_tasks)))
             await wait_for_sessions(server.core, 0)
         assert server.core.counts.num_opens > num_drops / 3
-        await wait_until(lambda: count_connections() < 50)  # they end with their clients
+        await wait_until(lambda: count_connections() < 50)  # they end after their clients
 
 
 def count_connections() -> int:

@@ -1,4 +1,4 @@
-"""The layers of AGENTS.md hold, and light programs stay light."""
+"""Light programs import no heavy packages, and generated files match their sources."""
 
 from __future__ import annotations
 

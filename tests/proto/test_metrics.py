@@ -22,7 +22,7 @@ ALL_METRICS = [*TrainMetric, *EvalMetric]
 
 
 def make_reward_metrics(rewards: list[float]) -> dict[str, float]:
-    """Return the metrics of the rewards of a part."""
+    """Return the reward metrics of one part of a batch."""
     return {
         TrainMetric.NUM_EPISODES_SCORED: len(rewards),
         TrainMetric.REWARD_MEAN: statistics.fmean(rewards),
