@@ -22,9 +22,9 @@ from tests.gateway.gateways import run_gateway
 FACTORIES = [CountingEnv, ThreadedCountingEnv]
 
 
-def states(session_id: str, num_calls: int) -> pb.CallBatch:
-    state = pb.StateRequest(session_id=session_id)
-    return pb.CallBatch(calls=[pb.Call(call_id=n + 1, state=state) for n in range(num_calls)])
+def make_state_calls(session_id: str, num_calls: int) -> pb.CallBatch:
+    request = pb.StateRequest(session_id=session_id)
+    return pb.CallBatch(calls=[pb.Call(call_id=n + 1, state=request) for n in range(num_calls)])
 
 
 async def count_results(stream: RawStream, num_calls: int) -> int:
@@ -36,18 +36,18 @@ async def count_results(stream: RawStream, num_calls: int) -> int:
 
 
 async def check_message_limit(address: str) -> None:
-    async with RawStream(address) as stream, RawStream(address) as other:
-        own_id, other_id = await stream.open(), await other.open()
-        await stream.call.write(states(own_id, MAX_CALLS_PER_MESSAGE))
+    async with RawStream(address) as stream, RawStream(address) as other_stream:
+        session_id, other_id = await stream.open(), await other_stream.open()
+        await stream.call.write(make_state_calls(session_id, MAX_CALLS_PER_MESSAGE))
         assert await count_results(stream, MAX_CALLS_PER_MESSAGE) == MAX_CALLS_PER_MESSAGE
-        await stream.call.write(states(own_id, MAX_CALLS_PER_MESSAGE + 1))
+        await stream.call.write(make_state_calls(session_id, MAX_CALLS_PER_MESSAGE + 1))
         with pytest.raises(
             grpc.aio.AioRpcError, match="at most 1024 calls in one message"
-        ) as ended:
+        ) as error_info:
             await stream.call.read()
-        assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        await other.call.write(states(other_id, 1))
-        assert await count_results(other, 1) == 1
+        assert error_info.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await other_stream.call.write(make_state_calls(other_id, 1))
+        assert await count_results(other_stream, 1) == 1
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
@@ -81,10 +81,10 @@ async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered
 
     async with serve(RecordingEnv) as server, RawStream(server.grpc_address) as stream:
         session_id = await stream.open(reset=pb.ResetArgs(seed=1))
-        other = asyncio.create_task(take_turns())
-        await stream.call.write(states(session_id, 100))
+        other_task = asyncio.create_task(take_turns())
+        await stream.call.write(make_state_calls(session_id, 100))
         assert await count_results(stream, 100) == 100
-        other.cancel()
+        other_task.cancel()
     assert call_turns == sorted(set(call_turns)), "another task ran between any two calls"
 
 
@@ -101,52 +101,52 @@ async def test_a_stream_is_read_no_further_than_so_many_bytes_ahead(
             call = pb.Call(step=pb.StepRequest(action_text="x" * 60))
             yield pb.CallBatch(calls=[call])
 
-    ahead = CallReader(batches())
-    reading = asyncio.create_task(ahead.read())
+    call_reader = CallReader(batches())
+    read_task = asyncio.create_task(call_reader.read())
     await run_pending_tasks()
     assert num_read == 2
-    assert len(await ahead.take_calls(waits_for_more=False)) == 2
+    assert len(await call_reader.take_calls(waits_for_more=False)) == 2
     await run_pending_tasks()
     assert num_read == 4
-    reading.cancel()
+    read_task.cancel()
 
 
 async def test_who_does_not_read_its_answers_is_not_read_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backlog_module, "MAX_BYTES_AHEAD", 100)
-    reads = asyncio.Event()
-    written: list[pb.ReplyBatch] = []
+    may_write = asyncio.Event()
+    batches: list[pb.ReplyBatch] = []
 
     async def write(batch: pb.ReplyBatch) -> None:
-        await reads.wait()
-        written.append(batch)
+        await may_write.wait()
+        batches.append(batch)
 
-    replies = ReplyWriter(write)
+    writer = ReplyWriter(write)
     for _ in range(3):
-        replies.put(pb.Reply(state=pb.StateResponse(state_json=b"x" * 60)))
-    writing = asyncio.create_task(replies.write_forever())
-    waiting = asyncio.create_task(replies.wait_for_room())
+        writer.put(pb.Reply(state=pb.StateResponse(state_json=b"x" * 60)))
+    write_task = asyncio.create_task(writer.write_forever())
+    wait_task = asyncio.create_task(writer.wait_for_room())
     await run_pending_tasks()
-    assert not waiting.done()
-    reads.set()
-    await waiting
-    await replies.flush()
-    assert sum(len(batch.replies) for batch in written) == 3
-    writing.cancel()
+    assert not wait_task.done()
+    may_write.set()
+    await wait_task
+    await writer.flush()
+    assert sum(len(batch.replies) for batch in batches) == 3
+    write_task.cancel()
 
 
 async def test_answers_are_cut_before_the_one_that_would_make_a_message_too_large() -> None:
-    written: list[int] = []
+    batch_sizes: list[int] = []
 
     async def write(batch: pb.ReplyBatch) -> None:
-        written.append(len(batch.replies))
+        batch_sizes.append(len(batch.replies))
 
-    replies = ReplyWriter(write)
+    writer = ReplyWriter(write)
     for _ in range(5):
-        replies.put(pb.Reply(state=pb.StateResponse(state_json=b"x" * (MAX_BATCH_BYTES // 2 - 99))))
-    await replies.flush()
-    assert written == [2, 2, 1]
+        writer.put(pb.Reply(state=pb.StateResponse(state_json=b"x" * (MAX_BATCH_BYTES // 2 - 99))))
+    await writer.flush()
+    assert batch_sizes == [2, 2, 1]
 
 
 async def test_a_backlog_has_room_again_when_enough_is_done(
@@ -157,29 +157,29 @@ async def test_a_backlog_has_room_again_when_enough_is_done(
     backlog.add(1)
     await backlog.wait_for_room()
     backlog.add(1)
-    waiting = asyncio.create_task(backlog.wait_for_room())
+    wait_task = asyncio.create_task(backlog.wait_for_room())
     await run_pending_tasks()
-    assert not waiting.done()
+    assert not wait_task.done()
     backlog.remove(1)
-    await waiting
+    await wait_task
 
 
-def embedded(field: int, content: bytes) -> bytes:
+def embed(field: int, content: bytes) -> bytes:
     """Return a field of protobuf's wire format that contains a message."""
-    size, head = len(content), bytes([field << 3 | 2])
+    size, header = len(content), bytes([field << 3 | 2])
     while size >= 0x80:
-        head, size = head + bytes([size & 0x7F | 0x80]), size >> 7
-    return head + bytes([size]) + content
+        header, size = header + bytes([size & 0x7F | 0x80]), size >> 7
+    return header + bytes([size]) + content
 
 
-MANY = 300_000
-STEP = pb.Call.DESCRIPTOR.fields_by_name["step"].number
-TENSORS = pb.StepRequest.DESCRIPTOR.fields_by_name["tensors"].number
-SWELLING = {
-    "calls": embedded(1, b"") * MANY,
-    "tensors": embedded(1, embedded(STEP, embedded(TENSORS, b"") * MANY)),
-    "oneofs": embedded(1, (embedded(2, b"") + embedded(3, b"")) * MANY),
-    "numbers": embedded(1, b"\x08\x01" * MANY),
+NUM_FIELDS = 300_000
+STEP_FIELD = pb.Call.DESCRIPTOR.fields_by_name["step"].number
+TENSORS_FIELD = pb.StepRequest.DESCRIPTOR.fields_by_name["tensors"].number
+LARGE_MESSAGES = {
+    "calls": embed(1, b"") * NUM_FIELDS,
+    "tensors": embed(1, embed(STEP_FIELD, embed(TENSORS_FIELD, b"") * NUM_FIELDS)),
+    "oneofs": embed(1, (embed(2, b"") + embed(3, b"")) * NUM_FIELDS),
+    "numbers": embed(1, b"\x08\x01" * NUM_FIELDS),
 }
 
 
@@ -188,10 +188,10 @@ async def send_refused_message(message: bytes, address: str) -> grpc.aio.AioRpcE
     async with grpc.aio.insecure_channel(address.removeprefix("grpc://")) as channel:
         stream = channel.stream_stream("/ludus.env.v1.EnvService/Connect")()
         await stream.write(message)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(grpc.aio.AioRpcError) as error_info:
             while await stream.read() is not grpc.aio.EOF:
                 pass
-    return caught.value
+    return error_info.value
 
 
 @pytest.mark.parametrize("server_kind", ["server", "gateway"])
@@ -200,33 +200,33 @@ async def test_a_message_that_would_swell_in_memory_is_refused_before_it_is_pars
 ) -> None:
     async with run_gateway() as (gateway, (server,)):
         address = (gateway if server_kind == "gateway" else server).grpc_address
-        async with RawStream(address) as other:
-            own_id = await other.open()
-            for message in SWELLING.values():
-                refused = await send_refused_message(message, address)
-                assert "at most 65536 fields in one message" in (refused.details() or "")
-                assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
-            await other.call.write(states(own_id, 1))
-            assert await count_results(other, 1) == 1
+        async with RawStream(address) as other_stream:
+            session_id = await other_stream.open()
+            for message in LARGE_MESSAGES.values():
+                error = await send_refused_message(message, address)
+                assert "at most 65536 fields in one message" in (error.details() or "")
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            await other_stream.call.write(make_state_calls(session_id, 1))
+            assert await count_results(other_stream, 1) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SWELLING)
+@pytest.mark.parametrize("name", LARGE_MESSAGES)
 def test_fields_are_counted_as_they_are_nested(name: str) -> None:
-    message = SWELLING[name]
-    check_num_fields(pb.CallBatch, message, 2 * MANY + 2)
+    message = LARGE_MESSAGES[name]
+    check_num_fields(pb.CallBatch, message, 2 * NUM_FIELDS + 2)
     with pytest.raises(ValueError, match="fields in one message, got more"):
-        check_num_fields(pb.CallBatch, message, MANY - 1)
+        check_num_fields(pb.CallBatch, message, NUM_FIELDS - 1)
 
 
 def test_what_is_no_message_is_refused_as_such() -> None:
     padding = b"\0" * 300_000
-    for message in (embedded(1, padding)[:-1], embedded(1, b"\x80" * 300_000), b"\x0b" + padding):
+    for message in (embed(1, padding)[:-1], embed(1, b"\x80" * 300_000), b"\x0b" + padding):
         with pytest.raises(ValueError, match=r"incomplete|64 bits|groups"):
-            check_num_fields(pb.CallBatch, message, MANY * 10)
+            check_num_fields(pb.CallBatch, message, NUM_FIELDS * 10)
             pb.CallBatch.FromString(message)
 
 
 def test_a_large_message_of_few_fields_is_let_through() -> None:
-    steps = pb.CallBatch(calls=[pb.Call(step=pb.StepRequest(action_text="x" * 400_000))])
-    check_num_fields(pb.CallBatch, steps.SerializeToString(), 4)
+    batch = pb.CallBatch(calls=[pb.Call(step=pb.StepRequest(action_text="x" * 400_000))])
+    check_num_fields(pb.CallBatch, batch.SerializeToString(), 4)

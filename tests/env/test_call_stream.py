@@ -14,7 +14,7 @@ from ludus.proto.errors import InvalidCallError
 from tests.env.polling import run_pending_tasks
 
 
-class Written:
+class RecordingStream:
     """A stream that records its input and never replies."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Written:
         self._ended.set()
 
 
-def text_call(num_chars: int):
+def make_text_call(num_chars: int):
     def fill(call: pb.Call) -> None:
         call.step.action_text = "x" * num_chars
 
@@ -41,35 +41,35 @@ def text_call(num_chars: int):
 
 
 async def write_calls(fills, **options) -> tuple[list[pb.CallBatch], list[Exception]]:
-    written, refused = Written(), []
-    stream = CallStream(written, "a server", timeout_s=600.0, **options)
+    recorder, errors = RecordingStream(), []
+    stream = CallStream(recorder, "a server", timeout_s=600.0, **options)
     for fill in fills:
         try:
             stream.ignore_failure(stream.start_call(fill))
         except (InvalidCallError, ValueError) as error:
-            refused.append(error)
+            errors.append(error)
     await run_pending_tasks()
     await stream.close()
-    return written.batches, refused
+    return recorder.batches, errors
 
 
 async def test_a_batch_is_cut_before_the_call_that_would_make_it_too_large() -> None:
-    batches, _ = await write_calls([text_call(MAX_BATCH_BYTES // 3)] * 7)
+    batches, _ = await write_calls([make_text_call(MAX_BATCH_BYTES // 3)] * 7)
     assert [len(batch.calls) for batch in batches] == [2, 2, 2, 1]
     assert all(batch.ByteSize() <= MAX_BATCH_BYTES for batch in batches)
     assert [call.call_id for batch in batches for call in batch.calls] == list(range(1, 8))
 
 
 async def test_a_large_call_travels_alone() -> None:
-    small, large = text_call(1), text_call(2 * MAX_BATCH_BYTES)
-    batches, _ = await write_calls([small, large, small])
+    small_call, large_call = make_text_call(1), make_text_call(2 * MAX_BATCH_BYTES)
+    batches, _ = await write_calls([small_call, large_call, small_call])
     assert [len(batch.calls) for batch in batches] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("later", [0, 1])
-async def test_a_message_holds_so_many_calls_at_most(later: int) -> None:
-    batches, _ = await write_calls([text_call(1)] * (MAX_CALLS_PER_MESSAGE + later))
-    assert [len(batch.calls) for batch in batches] == [MAX_CALLS_PER_MESSAGE, *[1] * later]
+@pytest.mark.parametrize("num_extra", [0, 1])
+async def test_a_message_holds_so_many_calls_at_most(num_extra: int) -> None:
+    batches, _ = await write_calls([make_text_call(1)] * (MAX_CALLS_PER_MESSAGE + num_extra))
+    assert [len(batch.calls) for batch in batches] == [MAX_CALLS_PER_MESSAGE, *[1] * num_extra]
 
 
 async def test_what_is_too_large_or_cannot_be_written_leaves_nothing_in_the_batch() -> None:
@@ -77,8 +77,8 @@ async def test_what_is_too_large_or_cannot_be_written_leaves_nothing_in_the_batc
         call.step.action_text = "half"
         raise ValueError("no action")
 
-    fills = [text_call(1), text_call(200), fail, text_call(2)]
-    batches, refused = await write_calls(fills, max_call_bytes=100)
+    fills = [make_text_call(1), make_text_call(200), fail, make_text_call(2)]
+    batches, errors = await write_calls(fills, max_call_bytes=100)
     assert [call.step.action_text for batch in batches for call in batch.calls] == ["x", "xx"]
-    assert [type(error) for error in refused] == [InvalidCallError, ValueError]
-    assert "a call to a server must have at most 100 bytes, got" in str(refused[0])
+    assert [type(error) for error in errors] == [InvalidCallError, ValueError]
+    assert "a call to a server must have at most 100 bytes, got" in str(errors[0])

@@ -24,12 +24,12 @@ from ludus.proto.errors import ConfigError
 from tests.env.counting_env import CountingEnv, CountingRenderer
 
 ROOT = Path(__file__).parents[2]
-MAKING = "it_can_be_created_and_closed"
-TRAVEL = "results_can_be_encoded"
-FLAGS = "flags_and_rewards_have_their_types"
-SAME = "same_seed_and_actions_give_the_same_episode"
-ODD = "odd_texts_are_parsed_or_refused"
-LIMIT_S = 1.0
+CREATION = "it_can_be_created_and_closed"
+ENCODING = "results_can_be_encoded"
+TYPES = "flags_and_rewards_have_their_types"
+SAME_EPISODE = "same_seed_and_actions_give_the_same_episode"
+ODD_TEXTS = "odd_texts_are_parsed_or_refused"
+RULE_TIMEOUT_S = 1.0
 
 
 def hang() -> None:
@@ -37,19 +37,19 @@ def hang() -> None:
         time.sleep(60)
 
 
-def throw(error) -> None:
+def raise_error(error) -> None:
     raise error
 
 
-class Renderer(CountingRenderer):
+class FaultyRenderer(CountingRenderer):
     """A counting renderer with configurable faults."""
 
     def __init__(self, deeds) -> None:
         self._deeds = deeds
 
     def render(self, observation, *, first):
-        good = super().render(observation, first=first)
-        return self._deeds.get("render", lambda shown: shown)(good)
+        messages = super().render(observation, first=first)
+        return self._deeds.get("render", lambda value: value)(messages)
 
     def parse(self, text, observation):
         if "parse" in self._deeds:
@@ -57,8 +57,8 @@ class Renderer(CountingRenderer):
         return super().parse(str(text), observation)
 
     def legal_answers(self, observation):
-        good = super().legal_answers(observation)
-        return self._deeds.get("answers", lambda answers: answers)(good)
+        answers = super().legal_answers(observation)
+        return self._deeds.get("answers", lambda value: value)(answers)
 
 
 class BadEnv(CountingEnv):
@@ -69,37 +69,37 @@ class BadEnv(CountingEnv):
     def __init__(self, **deeds) -> None:
         super().__init__()
         self._deeds = deeds
-        self.text_renderer = Renderer(deeds)
-        self._do("init", None)
+        self.text_renderer = FaultyRenderer(deeds)
+        self._apply("init", None)
 
-    def _do(self, part, good):
-        return self._deeds.get(part, lambda same: same)(good)
+    def _apply(self, part, correct_value):
+        return self._deeds.get(part, lambda value: value)(correct_value)
 
     def reset(self, *, seed=None):
-        return self._do("reset", super().reset(seed=seed))
+        return self._apply("reset", super().reset(seed=seed))
 
     def step(self, action):
-        return self._do("step", super().step(action))
+        return self._apply("step", super().step(action))
 
     @property
     def state(self):
-        return self._do("state", super().state)
+        return self._apply("state", super().state)
 
     @property
     def tools(self):
         schema = {"type": "object", "properties": {"text": {"type": "string"}}}
-        return self._do("tools", [Tool("note", "Keeps a note.", schema)])
+        return self._apply("tools", [Tool("note", "Keeps a note.", schema)])
 
     def call_tool(self, name, arguments):
         if name != "note":
             raise ToolError("expected note")
-        return self._do("call", {"kept": arguments})
+        return self._apply("call", {"kept": arguments})
 
     def close(self) -> None:
-        self._do("close", None)
+        self._apply("close", None)
 
 
-def find_broken(timeout_s: float = LIMIT_S, **deeds):
+def find_faults(timeout_s: float = RULE_TIMEOUT_S, **deeds):
     """Check an environment with the faults, and return the details of broken rules by name."""
     report = check_environment(
         partial(BadEnv, **deeds), seeds=range(2), num_steps=5, timeout_s=timeout_s
@@ -108,57 +108,61 @@ def find_broken(timeout_s: float = LIMIT_S, **deeds):
 
 
 def test_an_environment_that_behaves_passes() -> None:
-    assert find_broken() == {}
+    assert find_faults() == {}
 
 
-def with_reward(reward):
-    return lambda good: Transition(good.observation, reward=reward, terminated=good.terminated)
+def set_reward(reward):
+    return lambda step: Transition(step.observation, reward=reward, terminated=step.terminated)
 
 
-def with_tensors(tensors):
-    return lambda good: Transition(good.observation, tensors=tensors)
+def set_tensors(tensors):
+    return lambda step: Transition(step.observation, tensors=tensors)
 
 
-def with_metadata(num_bytes: int):
-    def shown(good):
+def set_metadata(num_bytes: int):
+    def add_metadata(step):
         metadata = {"shown": "x" * num_bytes}
-        return Transition(good.observation.model_copy(update={"metadata": metadata}))
+        return Transition(step.observation.model_copy(update={"metadata": metadata}))
 
-    return shown
+    return add_metadata
 
 
 @pytest.mark.parametrize(
     ("deeds", "rule", "message"),
     [
-        ({"answers": lambda good: [1, 2]}, TRAVEL, "legal_answers must be a list of strings"),
-        ({"answers": lambda good: ["\ud800"]}, TRAVEL, "legal_answers must be a list of strings"),
-        ({"step": with_tensors({"a": [1, 2]})}, TRAVEL, "tensor 'a' must be a NumPy array"),
-        ({"step": with_tensors({"a": np.array([object()])})}, TRAVEL, "dtype object"),
+        ({"answers": lambda _: [1, 2]}, ENCODING, "legal_answers must be a list of strings"),
+        ({"answers": lambda _: ["\ud800"]}, ENCODING, "legal_answers must be a list of strings"),
+        ({"step": set_tensors({"a": [1, 2]})}, ENCODING, "tensor 'a' must be a NumPy array"),
+        ({"step": set_tensors({"a": np.array([object()])})}, ENCODING, "dtype object"),
         pytest.param(
-            {"reset": with_metadata(MAX_RESULT_BYTES)},
-            TRAVEL,
+            {"reset": set_metadata(MAX_RESULT_BYTES)},
+            ENCODING,
             f"more than {MAX_RESULT_BYTES} bytes",
             marks=pytest.mark.slow,
         ),
-        ({"render": lambda good: [{"role": "user", "content": 1}]}, "text_is_chat_messages", "1"),
-        ({"step": with_reward(float("nan"))}, FLAGS, "finite number or None, got nan"),
-        ({"step": with_reward(float("inf"))}, FLAGS, "finite number or None, got inf"),
-        ({"step": with_reward("much")}, FLAGS, "a float or None, got 'much'"),
-        ({"step": with_reward(True)}, FLAGS, "a float or None, got True"),
-        ({"step": lambda good: with_reward(random.random())(good)}, SAME, "the same episode"),
-        ({"parse": int}, ODD, "ValueError"),
-        ({"state": lambda good: None}, "the_state_fits_its_schema", "a state of type"),
-        ({"tools": lambda good: [Tool("note", "", {"type": 3})]}, "tools_are_described", "schema"),
-        ({"tools": lambda good: ["note"]}, "tools_are_described", "tools of type"),
-        ({"tools": lambda good: None}, "tools_are_described", "TypeError"),
-        ({"call": lambda good: {1, 2}}, "tools_return_json_objects", "a JSON object"),
-        ({"call": lambda good: {"a": object()}}, "tools_return_json_objects", "object"),
+        ({"render": lambda _: [{"role": "user", "content": 1}]}, "text_is_chat_messages", "1"),
+        ({"step": set_reward(float("nan"))}, TYPES, "finite number or None, got nan"),
+        ({"step": set_reward(float("inf"))}, TYPES, "finite number or None, got inf"),
+        ({"step": set_reward("much")}, TYPES, "a float or None, got 'much'"),
+        ({"step": set_reward(True)}, TYPES, "a float or None, got True"),
+        (
+            {"step": lambda step: set_reward(random.random())(step)},
+            SAME_EPISODE,
+            "the same episode",
+        ),
+        ({"parse": int}, ODD_TEXTS, "ValueError"),
+        ({"state": lambda _: None}, "the_state_fits_its_schema", "a state of type"),
+        ({"tools": lambda _: [Tool("note", "", {"type": 3})]}, "tools_are_described", "schema"),
+        ({"tools": lambda _: ["note"]}, "tools_are_described", "tools of type"),
+        ({"tools": lambda _: None}, "tools_are_described", "TypeError"),
+        ({"call": lambda _: {1, 2}}, "tools_return_json_objects", "a JSON object"),
+        ({"call": lambda _: {"a": object()}}, "tools_return_json_objects", "object"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_a_wrong_result_breaks_the_rule_by_name(deeds, rule: str, message) -> None:
-    broken = find_broken(**deeds)
-    assert message in broken[rule]
+    faults = find_faults(**deeds)
+    assert message in faults[rule]
 
 
 @pytest.mark.parametrize(
@@ -176,45 +180,45 @@ def test_a_wrong_result_breaks_the_rule_by_name(deeds, rule: str, message) -> No
 @pytest.mark.parametrize(
     ("part", "rule"),
     [
-        ("init", MAKING),
-        ("close", MAKING),
-        ("reset", SAME),
-        ("step", SAME),
+        ("init", CREATION),
+        ("close", CREATION),
+        ("reset", SAME_EPISODE),
+        ("step", SAME_EPISODE),
         ("render", "text_is_chat_messages"),
         ("call", "tools_return_json_objects"),
     ],
 )
 def test_any_raised_error_breaks_the_rule_by_name(part: str, rule: str, error) -> None:
-    broken = find_broken(**{part: lambda good: throw(error)})
-    assert f"expected no error, got {type(error).__name__}" in broken[rule]
-    assert "".join(broken.values()).isprintable()
+    faults = find_faults(**{part: lambda _: raise_error(error)})
+    assert f"expected no error, got {type(error).__name__}" in faults[rule]
+    assert "".join(faults.values()).isprintable()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "rule", "method"),
     [
-        ("init", MAKING, "__init__"),
-        ("close", MAKING, "close"),
+        ("init", CREATION, "__init__"),
+        ("close", CREATION, "close"),
         ("reset", "reset_has_no_reward", "reset"),
-        ("step", FLAGS, "step"),
-        ("render", TRAVEL, "render"),
-        ("parse", FLAGS, "parse"),
-        ("answers", FLAGS, "legal_answers"),
+        ("step", TYPES, "step"),
+        ("render", ENCODING, "render"),
+        ("parse", TYPES, "parse"),
+        ("answers", TYPES, "legal_answers"),
         ("state", "the_state_fits_its_schema", "state"),
         ("tools", "tools_are_described", "tools"),
         ("call", "tools_return_json_objects", "call_tool"),
     ],
 )
 def test_what_never_returns_is_found_with_the_call(part: str, rule: str, method: str) -> None:
-    broken = find_broken(**{part: lambda good: hang()})
-    assert f"the rule did not end within {LIMIT_S:g} s: {method} (" in broken[rule]
-    assert f"{__file__}, line " in broken[rule]
-    assert len(broken) <= MAX_TIMEOUTS
+    faults = find_faults(**{part: lambda _: hang()})
+    assert f"the rule did not end within {RULE_TIMEOUT_S:g} s: {method} (" in faults[rule]
+    assert f"{__file__}, line " in faults[rule]
+    assert len(faults) <= MAX_TIMEOUTS
 
 
 def test_after_some_rules_without_an_end_the_others_are_not_tried() -> None:
-    report = check_environment(partial(BadEnv, reset=lambda good: hang()), timeout_s=0.2)
+    report = check_environment(partial(BadEnv, reset=lambda _: hang()), timeout_s=0.2)
     verdicts = [check.verdict for check in report.checks]
     assert verdicts[: 1 + MAX_TIMEOUTS] == ["ok"] + ["broken"] * MAX_TIMEOUTS
     assert set(verdicts[1 + MAX_TIMEOUTS :]) == {"not tried"}
@@ -231,55 +235,55 @@ def test_after_some_rules_without_an_end_the_others_are_not_tried() -> None:
 )
 def test_the_end_of_its_process_is_one_broken_rule(deed, message) -> None:
     # A busy machine may take seconds to stop a process of this size.
-    broken = find_broken(timeout_s=60.0, call=lambda good: deed())
-    assert list(broken) == ["tools_return_json_objects"]
-    assert message in broken["tools_return_json_objects"]
+    faults = find_faults(timeout_s=60.0, call=lambda _: deed())
+    assert list(faults) == ["tools_return_json_objects"]
+    assert message in faults["tools_return_json_objects"]
 
 
 def test_a_flood_is_found_where_the_process_is_ahead_of_who_watches_it() -> None:
-    is_over, over = os.pipe()
+    end_reader, end_writer = os.pipe()
 
     def flood():
         for _ in range(MAX_OUTPUT_BYTES // 1000 + 2):
             sys.stdout.write("flood" * 200)
         return ""
 
-    def tell():
-        os.write(over, b".")
+    def signal_end():
+        os.write(end_writer, b".")
         return ""
 
-    watched = run_forked((lambda: "", lambda: "", flood, tell), timeout_s=60.0)
-    faults = [next(watched).fault]
-    os.read(is_over, 1)
-    faults += [outcome.fault for outcome in watched]
-    os.close(is_over)
-    os.close(over)
+    outcomes = run_forked((lambda: "", lambda: "", flood, signal_end), timeout_s=60.0)
+    faults = [next(outcomes).fault]
+    os.read(end_reader, 1)
+    faults += [outcome.fault for outcome in outcomes]
+    os.close(end_reader)
+    os.close(end_writer)
     assert [bool(fault) for fault in faults] == [False, False, True, False]
     assert f"at most {MAX_OUTPUT_BYTES} bytes of output" in faults[2]
 
 
 def test_a_flood_of_output_is_found_and_hidden(capfd: pytest.CaptureFixture[str]) -> None:
-    def flood(good):
+    def flood(result):
         for _ in range(MAX_OUTPUT_BYTES // 1000 + 2):
             sys.stdout.write("flood" * 200)
-        return good
+        return result
 
-    broken = find_broken(call=flood)
-    assert list(broken) == ["tools_return_json_objects"]
-    assert f"at most {MAX_OUTPUT_BYTES} bytes of output" in broken["tools_return_json_objects"]
-    assert "'floodflood" in broken["tools_return_json_objects"]
+    faults = find_faults(call=flood)
+    assert list(faults) == ["tools_return_json_objects"]
+    assert f"at most {MAX_OUTPUT_BYTES} bytes of output" in faults["tools_return_json_objects"]
+    assert "'floodflood" in faults["tools_return_json_objects"]
     assert capfd.readouterr().out == ""
 
 
 def test_an_endless_flood_is_ended() -> None:
-    def flood(good) -> None:
+    def flood(_) -> None:
         while True:
             os.write(1, b"flood" * 1000)
 
-    assert "bytes of output" in find_broken(init=flood)[MAKING]
+    assert "bytes of output" in find_faults(init=flood)[CREATION]
 
 
-PLAYED_BEFORE = """
+PROGRAM = """
 import asyncio, gc, sys
 gc.disable()  # what playing leaves is still there when the copy is made
 from ludus.env.check.forked_rules import run_forked
@@ -304,17 +308,17 @@ sys.exit(outcome.fault or 0)
 @pytest.mark.slow
 def test_what_was_played_over_grpc_before_is_not_freed_in_the_copy() -> None:
     # In a program, because the tests' own process never lets gRPC's engine end.
-    program = [sys.executable, "-c", PLAYED_BEFORE]
-    completed = subprocess.run(program, capture_output=True, text=True, timeout=200, cwd=ROOT)
-    assert completed.returncode == 0, completed.stderr
+    command = [sys.executable, "-c", PROGRAM]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
 
 
 def test_what_cannot_be_made_is_looked_at_no_further() -> None:
-    report = check_environment(partial(BadEnv, init=lambda good: throw(ValueError("no"))))
+    report = check_environment(partial(BadEnv, init=lambda _: raise_error(ValueError("no"))))
     assert report.checks[0].detail == "expected no error, got ValueError: no"
     assert {check.verdict for check in report.checks[1:]} == {"not tried"}
 
 
 def test_options_that_the_environment_refuses_are_a_mistake_and_no_finding() -> None:
     with pytest.raises(ConfigError, match="no such board"):
-        check_environment(partial(BadEnv, init=lambda good: throw(ConfigError("no such board"))))
+        check_environment(partial(BadEnv, init=lambda _: raise_error(ConfigError("no such board"))))

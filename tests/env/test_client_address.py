@@ -78,19 +78,19 @@ async def test_what_is_no_address_is_refused(address: str) -> None:
     ],
 )
 async def test_credentials_are_in_no_message(address: str) -> None:
-    with pytest.raises((ConfigError, UnavailableError)) as caught:
+    with pytest.raises((ConfigError, UnavailableError)) as error_info:
         await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.2))
-    shown = f"{caught.value!r} {caught.value.__cause__!r}"
-    assert "hunter2" not in shown
-    assert "host" in shown or "127.0.0.1" in shown
+    text = f"{error_info.value!r} {error_info.value.__cause__!r}"
+    assert "hunter2" not in text
+    assert "host" in text or "127.0.0.1" in text
 
 
 async def test_options_show_no_credentials() -> None:
     address = parse_address("http://ann:hunter2@host:1")
-    shown = repr(RemoteServer(address))
-    shown += repr(RemoteServer(parse_address("http://host:1"), ConnectOptions(token="hunter3")))
-    assert "hunter" not in shown
-    assert "YW5u" not in shown
+    text = repr(RemoteServer(address))
+    text += repr(RemoteServer(parse_address("http://host:1"), ConnectOptions(token="hunter3")))
+    assert "hunter" not in text
+    assert "YW5u" not in text
     with pytest.raises(ConfigError, match="one way to authenticate"):
         await AsyncEnvClient.connect("http://ann:hunter2@host:1", ConnectOptions(token="hunter3"))
 
@@ -110,7 +110,7 @@ async def test_grpc_over_tls(authority, ca_file) -> None:
 
 
 async def test_a_server_that_goes_away_before_it_is_described_is_waited_for() -> None:
-    class Restarting(QuietEdge):
+    class RestartingEdge(QuietEdge):
         num_requests = 0
 
         async def Describe(self, request, context):
@@ -121,16 +121,16 @@ async def test_a_server_that_goes_away_before_it_is_described_is_waited_for() ->
 
     async with (
         serve_grpc() as server,
-        Restarting(server.address) as edge,
+        RestartingEdge(server.address) as edge,
         await AsyncEnvClient.connect(edge.address) as client,
     ):
         assert (edge.num_requests, (await client.describe()).name) == (2, "counting")
 
 
 async def test_http_and_websocket_over_tls(authority, ca_file) -> None:
-    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("127.0.0.1").configure_cert(server_side)
-    async with serve() as server, FlakyProxy(server.http_address, ssl=server_side) as proxy:
+    server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(server_context)
+    async with serve() as server, FlakyProxy(server.http_address, ssl=server_context) as proxy:
         for scheme in ("https", "wss"):
             address = proxy.address.replace("http://", f"{scheme}://")
             async with await AsyncEnvClient.connect(
@@ -166,56 +166,56 @@ async def test_basic_credentials_and_tokens_travel_on_every_wire() -> None:
 
 
 @asynccontextmanager
-async def answering(status_line: str, headers: str = "", body: str = "") -> AsyncIterator[str]:
+async def respond_with(status_line: str, headers: str = "", body: str = "") -> AsyncIterator[str]:
     """Start a server that sends the same response to every request."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        head = f"HTTP/1.1 {status_line}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
-        writer.write(f"{head}{headers}\r\n{body}".encode())
+        header = f"HTTP/1.1 {status_line}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+        writer.write(f"{header}{headers}\r\n{body}".encode())
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(respond, "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 async def test_a_redirect_is_named_and_not_followed() -> None:
-    async with answering("307 Moved", "location: http://elsewhere.example/\r\n") as address:
+    async with respond_with("307 Moved", "location: http://elsewhere.example/\r\n") as address:
         with pytest.raises(ConfigError, match=r"redirect to http://elsewhere\.example/"):
             await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=60))
 
 
 async def test_what_an_http_status_says_of_coming_back_is_kept() -> None:
-    too_many = answering("429 Too Many Requests", "retry-after: 7\r\n")
-    async with too_many as address:
-        with pytest.raises(RateLimitError, match="429") as caught:
+    server = respond_with("429 Too Many Requests", "retry-after: 7\r\n")
+    async with server as address:
+        with pytest.raises(RateLimitError, match="429") as error_info:
             await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.1))
-    assert caught.value.retry_after_s == 7
+    assert error_info.value.retry_after_s == 7
     body = '{"detail": {"code": "CAPACITY_REACHED", "message": "full", "retry_after_s": 2.5}}'
-    async with answering("503 Service Unavailable", body=body) as address:
-        with pytest.raises(CapacityError, match="full") as caught:
+    async with respond_with("503 Service Unavailable", body=body) as address:
+        with pytest.raises(CapacityError, match="full") as error_info:
             await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.1))
-    assert caught.value.retry_after_s == 2.5
+    assert error_info.value.retry_after_s == 2.5
 
 
 async def test_a_path_before_the_endpoints_is_kept() -> None:
     """A gateway serves an environment at http://gateway/envs/NAME."""
     async with serve() as server:
-        outer = FastAPI()
-        outer.mount("/envs/counting", build_app(server.core))
+        outer_app = FastAPI()
+        outer_app.mount("/envs/counting", build_app(server.core))
         config = uvicorn.Config(
-            outer, port=0, log_config=None, lifespan="off", ws="websockets-sansio"
+            outer_app, port=0, log_config=None, lifespan="off", ws="websockets-sansio"
         )
-        inner = uvicorn.Server(config)
-        serving = asyncio.create_task(inner.serve())
-        while not inner.started:
+        uvicorn_server = uvicorn.Server(config)
+        server_task = asyncio.create_task(uvicorn_server.serve())
+        while not uvicorn_server.started:
             await asyncio.sleep(0.01)
-        port = inner.servers[0].sockets[0].getsockname()[1]
+        port = uvicorn_server.servers[0].sockets[0].getsockname()[1]
         address = f"http://127.0.0.1:{port}/envs/counting"
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open()
             assert (await session.step({"add": 1})).reward == 1.0
-        inner.should_exit = True
-        await serving
+        uvicorn_server.should_exit = True
+        await server_task

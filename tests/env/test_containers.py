@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from echo_env import EchoAction, EchoEnv, make_environment
-from ludus.env import __main__ as program
+from ludus.env import __main__ as main_module
 from ludus.env.client import ConnectOptions, EnvClient
 from ludus.env.client.containers import LocalContainers
 from ludus.env.serving.server import EnvServer, ServerOptions
@@ -29,21 +29,21 @@ class FakeProvider:
 
     address: str
     is_ready: bool = True
-    deeds: list[object] = field(default_factory=list)
+    calls: list[object] = field(default_factory=list)
 
     def start_container(
         self, image: str, port: int | None = None, env_vars: Mapping[str, str] | None = None
     ) -> str:
-        self.deeds.append(("start", image, port, dict(env_vars or {})))
+        self.calls.append(("start", image, port, dict(env_vars or {})))
         return self.address
 
     def wait_for_ready(self, base_url: str, timeout_s: float = 30.0) -> None:
-        self.deeds.append(("wait", base_url, timeout_s))
+        self.calls.append(("wait", base_url, timeout_s))
         if not self.is_ready:
             raise UnavailableError("it ended while it started")
 
     def stop_container(self) -> None:
-        self.deeds.append("stop")
+        self.calls.append("stop")
 
 
 # -- the client and any provider -------------------------------------------------------
@@ -51,17 +51,17 @@ class FakeProvider:
 
 async def test_a_client_plays_in_its_container_and_ends_it_with_itself() -> None:
     token = "a token of 16 characters or more"
-    async with EnvServer(make_environment, ServerOptions(port=0, token=token)) as up:
-        provider = FakeProvider(up.http_address)
-        assert await asyncio.to_thread(pay_in, provider, token) == 1.3
-    assert provider.deeds == [
+    async with EnvServer(make_environment, ServerOptions(port=0, token=token)) as server:
+        provider = FakeProvider(server.http_address)
+        assert await asyncio.to_thread(play_and_get_reward, provider, token) == 1.3
+    assert provider.calls == [
         ("start", "echo-env:latest", 8123, {"LEVEL": "3", "LUDUS_ENV_TOKEN": token}),
-        ("wait", up.http_address, 30.0),
+        ("wait", server.http_address, 30.0),
         "stop",
     ]
 
 
-def pay_in(provider: FakeProvider, token: str) -> float | None:
+def play_and_get_reward(provider: FakeProvider, token: str) -> float | None:
     variables = {"LEVEL": "3", "LUDUS_ENV_TOKEN": token}
     client = EchoEnv.from_docker_image("echo-env:latest", provider, variables, 8123)
     with client:
@@ -82,42 +82,42 @@ def test_a_container_that_does_not_serve_is_removed(
     provider = FakeProvider("http://127.0.0.1:9", is_ready)
     with pytest.raises(UnavailableError):
         EchoEnv.from_docker_image("echo-env:latest", provider)
-    assert provider.deeds[-1] == "stop"
+    assert provider.calls[-1] == "stop"
 
 
 def test_servers_with_tokens_get_a_secret_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[object] = []
+    tokens: list[object] = []
 
     def connect(address: str, options: ConnectOptions) -> None:
-        seen.append(options.token)
+        tokens.append(options.token)
 
     monkeypatch.setattr(EnvClient, "connect", connect)
     providers = [FakeProvider("http://127.0.0.1:9") for _ in range(3)]
     for provider, variables in zip(providers, [None, {}, {"LUDUS_ENV_TOKEN": ""}], strict=True):
         EchoEnv.from_docker_image("echo-env:latest", provider, variables)
-    started = [provider.deeds[0] for provider in providers]
-    drawn = [deed[-1]["LUDUS_ENV_TOKEN"] for deed in started]
-    assert seen == [drawn[0], drawn[1], None]
-    assert len(set(drawn)) == 3 and len(drawn[0]) > 30
+    start_calls = [provider.calls[0] for provider in providers]
+    generated_tokens = [call[-1]["LUDUS_ENV_TOKEN"] for call in start_calls]
+    assert tokens == [generated_tokens[0], generated_tokens[1], None]
+    assert len(set(generated_tokens)) == 3 and len(generated_tokens[0]) > 30
 
 
 async def test_a_space_of_the_hub_is_played_in_a_container_of_its_image() -> None:
     token = "a token of 16 characters or more"
-    async with EnvServer(make_environment, ServerOptions(port=0, token=token)) as up:
-        provider = FakeProvider(up.http_address)
+    async with EnvServer(make_environment, ServerOptions(port=0, token=token)) as server:
+        provider = FakeProvider(server.http_address)
 
-        def pay() -> float | None:
+        def play() -> float | None:
             variables = {"LUDUS_ENV_TOKEN": token}
             with EchoEnv.from_hub("OpenEnv/echo_env", provider, variables, tag="v2") as client:
                 client.reset()
                 return client.step(EchoAction(message="four")).reward
 
-        assert await asyncio.to_thread(pay) == 0.4
+        assert await asyncio.to_thread(play) == 0.4
     image = "registry.hf.space/openenv-echo-env:v2"
-    assert provider.deeds[0] == ("start", image, None, {"LUDUS_ENV_TOKEN": token})
-    assert provider.deeds[-1] == "stop"
+    assert provider.calls[0] == ("start", image, None, {"LUDUS_ENV_TOKEN": token})
+    assert provider.calls[-1] == "stop"
 
 
 @pytest.mark.parametrize("name", ["echo_env", "a/b/c", "a/ b", "https://huggingface.co/a/b", ""])
@@ -127,12 +127,12 @@ def test_what_is_no_space_starts_no_container(name: str) -> None:
         EchoEnv.from_hub(name, provider)
     with pytest.raises(ConfigError, match="tag of an image"):
         EchoEnv.from_hub("a/b", provider, tag="v 2")
-    assert provider.deeds == []
+    assert provider.calls == []
 
 
 # -- docker and podman -----------------------------------------------------------------
 
-ENGINE = """#!/bin/sh
+ENGINE_SCRIPT = """#!/bin/sh
 here=$(dirname "$0")
 echo "$@" >> "$here/commands"
 case "$1" in
@@ -167,41 +167,41 @@ class FakeEngine:
         """Arguments of each call of the engine."""
         return (self.folder / "commands").read_text().splitlines()
 
-    def say(self, name: str, text: str = "") -> None:
+    def set_output(self, name: str, text: str = "") -> None:
         """Make the program print `text` for the command of this name."""
         (self.folder / name).write_text(text)
 
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    fake = FakeEngine(tmp_path)
-    Path(fake.path).write_text(ENGINE)
-    Path(fake.path).chmod(0o755)
-    fake.say("address", "127.0.0.1:9\n")
-    tools = tmp_path / "tools"
-    tools.mkdir()
+    fake_engine = FakeEngine(tmp_path)
+    Path(fake_engine.path).write_text(ENGINE_SCRIPT)
+    Path(fake_engine.path).chmod(0o755)
+    fake_engine.set_output("address", "127.0.0.1:9\n")
+    tools_folder = tmp_path / "tools"
+    tools_folder.mkdir()
     for name in ("cat", "dirname", "env", "grep", "rm", "touch"):
-        (tools / name).symlink_to(shutil.which(name) or name)
+        (tools_folder / name).symlink_to(shutil.which(name) or name)
     # PATH contains nothing else, because this machine may have docker.
-    monkeypatch.setenv("PATH", f"{tmp_path}:{tools}")
-    return fake
+    monkeypatch.setenv("PATH", f"{tmp_path}:{tools_folder}")
+    return fake_engine
 
 
 async def test_a_container_is_published_on_this_machine_alone_and_removed_on_close(
     engine: FakeEngine,
 ) -> None:
-    async with EnvServer(make_environment, ServerOptions(port=0)) as up:
-        engine.say("address", up.http_address.removeprefix("http://"))
+    async with EnvServer(make_environment, ServerOptions(port=0)) as server:
+        engine.set_output("address", server.http_address.removeprefix("http://"))
         provider = LocalContainers()
         base_url = await asyncio.to_thread(
             provider.start_container, "echo-env:latest", env_vars={"LEVEL": "secret"}
         )
-        assert base_url == up.http_address and engine.is_running
+        assert base_url == server.http_address and engine.is_running
         await asyncio.to_thread(provider.wait_for_ready, base_url, 10.0)
         provider.stop_container()
     assert not engine.is_running
-    started = next(line for line in engine.commands if line.startswith("run "))
-    assert "--publish 127.0.0.1::8000 --env LEVEL echo-env:latest" in started
+    run_command = next(line for line in engine.commands if line.startswith("run "))
+    assert "--publish 127.0.0.1::8000 --env LEVEL echo-env:latest" in run_command
     assert (engine.folder / "variables").read_text() == "LEVEL=secret\n"
 
 
@@ -217,7 +217,7 @@ def test_a_port_of_this_machine_may_be_chosen(engine: FakeEngine) -> None:
 
 
 def test_an_exit_during_the_start_is_reported_with_the_last_output(engine: FakeEngine) -> None:
-    engine.say("dead")
+    engine.set_output("dead")
     with pytest.raises(
         UnavailableError,
         match="its log: first word\nlast word",
@@ -233,7 +233,7 @@ def test_a_server_that_does_not_get_ready_in_time_is_removed(engine: FakeEngine)
 
 
 def test_a_refused_image_is_reported_with_the_engines_message(engine: FakeEngine) -> None:
-    engine.say("refusal", "trying to pull\nError: no such image\n")
+    engine.set_output("refusal", "trying to pull\nError: no such image\n")
     with pytest.raises(ConfigError, match="docker run' failed: Error: no such image"):
         EchoEnv.from_docker_image("nowhere:latest")
     assert not engine.is_running
@@ -242,10 +242,10 @@ def test_a_refused_image_is_reported_with_the_engines_message(engine: FakeEngine
 def test_a_missing_engine_is_reported_in_one_sentence(
     engine: FakeEngine,
 ) -> None:
-    engine.say("info", "1")
-    with pytest.raises(ConfigError) as refused:
+    engine.set_output("info", "1")
+    with pytest.raises(ConfigError) as error_info:
         EchoEnv.from_docker_image("echo-env:latest")
-    assert str(refused.value) == (
+    assert str(error_info.value) == (
         "cannot start a container: docker does not respond; install or start one of the engines"
         " docker and podman, or start the server manually and connect with base_url"
     )
@@ -279,21 +279,21 @@ def test_a_container_goes_with_its_process_even_when_that_is_killed(engine: Fake
 def test_a_container_without_arguments_serves_its_package_as_its_variables_say(
     monkeypatch: pytest.MonkeyPatch, token: str, flags: list[str]
 ) -> None:
-    served: list[list[str]] = []
-    monkeypatch.setattr("echo_env.server.app.main", served.append)
-    monkeypatch.setenv(program.PACKAGE_VARIABLE, "echo_env")
+    server_arguments: list[list[str]] = []
+    monkeypatch.setattr("echo_env.server.app.main", server_arguments.append)
+    monkeypatch.setenv(main_module.PACKAGE_VARIABLE, "echo_env")
     monkeypatch.setenv("LUDUS_ENV_TOKEN", token)
-    with pytest.raises(SystemExit) as ended:
-        program.main([])
-    assert ended.value.code == 0
-    assert served == [["--host", "0.0.0.0", "--port", "8000", *flags]]
+    with pytest.raises(SystemExit) as exit_info:
+        main_module.main([])
+    assert exit_info.value.code == 0
+    assert server_arguments == [["--host", "0.0.0.0", "--port", "8000", *flags]]
 
 
 def test_a_program_without_arguments_elsewhere_asks_for_a_target(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(program.PACKAGE_VARIABLE, raising=False)
-    with pytest.raises(SystemExit) as ended:
-        program.main([])
-    assert ended.value.code == 2
+    monkeypatch.delenv(main_module.PACKAGE_VARIABLE, raising=False)
+    with pytest.raises(SystemExit) as exit_info:
+        main_module.main([])
+    assert exit_info.value.code == 2
     assert "package" in capsys.readouterr().err

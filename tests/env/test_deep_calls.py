@@ -15,29 +15,29 @@ from tests.env.tool_env import ToolEnv
 from tests.gateway.gateways import run_gateway
 
 NUM_LEVELS = 300
-DEEP = b'{"text":' + b"[" * NUM_LEVELS + b"]" * NUM_LEVELS + b"}"
-HOSTS: list[dict[str, Any]] = [{}, {"isolation": "pool", "num_workers": 1}]
+DEEP_JSON = b'{"text":' + b"[" * NUM_LEVELS + b"]" * NUM_LEVELS + b"}"
+HOST_OPTIONS: list[dict[str, Any]] = [{}, {"isolation": "pool", "num_workers": 1}]
 
 
 async def check_grpc(address: str) -> None:
     async with RawStream(address) as stream:
         session_id = await stream.open(reset=pb.ResetArgs(seed=1))
 
-        def tool(arguments: bytes) -> pb.Call:
+        def make_tool_call(arguments: bytes) -> pb.Call:
             call = pb.CallToolRequest(session_id=session_id, name="note", arguments_json=arguments)
             return pb.Call(call_id=3, call_tool=call)
 
-        reset = pb.ResetRequest(session_id=session_id, args=pb.ResetArgs(options_json=DEEP))
-        for call in (tool(DEEP), pb.Call(call_id=4, reset=reset)):
-            refused = await stream.ask(call)
-            assert refused.error.code == "VALIDATION_ERROR"
-            assert "254 levels" in refused.error.message
-        answered = await stream.ask(tool(b'{"text":"hello"}'))
-        assert orjson.loads(answered.call_tool.result_json) == {"notes": ["hello"]}
+        reset = pb.ResetRequest(session_id=session_id, args=pb.ResetArgs(options_json=DEEP_JSON))
+        for call in (make_tool_call(DEEP_JSON), pb.Call(call_id=4, reset=reset)):
+            reply = await stream.ask(call)
+            assert reply.error.code == "VALIDATION_ERROR"
+            assert "254 levels" in reply.error.message
+        reply = await stream.ask(make_tool_call(b'{"text":"hello"}'))
+        assert orjson.loads(reply.call_tool.result_json) == {"notes": ["hello"]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", HOSTS)
+@pytest.mark.parametrize("options", HOST_OPTIONS)
 async def test_calls_that_are_nested_too_deep_are_refused_over_grpc(
     options: dict[str, Any],
 ) -> None:
@@ -51,17 +51,17 @@ async def test_calls_that_are_nested_too_deep_are_refused_through_a_gateway() ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", HOSTS)
+@pytest.mark.parametrize("options", HOST_OPTIONS)
 async def test_tools_with_deep_arguments_are_refused_over_http(options: dict[str, Any]) -> None:
-    head = {"content-type": "application/json"}
+    headers = {"content-type": "application/json"}
     async with (
         serve(ToolEnv, **options) as server,
-        httpx.AsyncClient(base_url=server.http_address, timeout=60, headers=head) as http,
+        httpx.AsyncClient(base_url=server.http_address, timeout=60, headers=headers) as http,
     ):
         call = b'{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"note","arguments":'
-        messages = (await http.post("/mcp", content=call + DEEP + b"}}")).json()
-        assert messages["result"]["isError"]
-        assert "VALIDATION_ERROR" in messages["result"]["content"][0]["text"]
-        step = b'{"action":{"type":"call_tool","tool_name":"note","arguments":' + DEEP + b"}}"
-        messages = (await http.post("/step", content=step)).json()
-        assert messages["observation"]["error"]["error_type"] == "invalid_args"
+        response = (await http.post("/mcp", content=call + DEEP_JSON + b"}}")).json()
+        assert response["result"]["isError"]
+        assert "VALIDATION_ERROR" in response["result"]["content"][0]["text"]
+        body = b'{"action":{"type":"call_tool","tool_name":"note","arguments":' + DEEP_JSON + b"}}"
+        response = (await http.post("/step", content=body)).json()
+        assert response["observation"]["error"]["error_type"] == "invalid_args"

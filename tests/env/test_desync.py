@@ -34,20 +34,20 @@ class Player:
     """Plays episodes and checks that each response belongs to its call."""
 
     def __init__(
-        self, client: AsyncEnvClient, seed: int, on_answer: Callable[[], None] = lambda: None
+        self, client: AsyncEnvClient, seed: int, on_reply: Callable[[], None] = lambda: None
     ) -> None:
         self.client = client
-        self.on_answer = on_answer
+        self.on_reply = on_reply
         self.generator = random.Random(seed)
-        self.num_answers = 0
+        self.num_replies = 0
         self.num_lost = 0
 
     async def play(self, num_calls: int) -> None:
-        while self.num_answers + self.num_lost < num_calls:
+        while self.num_replies + self.num_lost < num_calls:
             try:
                 start = self.generator.randrange(1_000_000)
-                session, first = await self.client.open(options={"start": start})
-                assert (first.observation["total"], first.step_index) == (start, 0)
+                session, first_result = await self.client.open(options={"start": start})
+                assert (first_result.observation["total"], first_result.step_index) == (start, 0)
                 await self.play_episode(session, start)
                 await session.close()
             except InfrastructureError:
@@ -55,38 +55,38 @@ class Player:
 
     async def play_episode(self, session: AsyncSession, total: int) -> None:
         for step_index in range(1, 6):
-            add = self.generator.choice([1, 2, 3, 4, 5, 6])
-            total += add
-            result = await session.step({"add": add})
+            number = self.generator.choice([1, 2, 3, 4, 5, 6])
+            total += number
+            result = await session.step({"add": number})
             assert result.observation["total"] == total
-            assert (result.reward, result.info) == (float(add), {"added": add})
+            assert (result.reward, result.info) == (float(number), {"added": number})
             assert (result.step_index, result.done) == (step_index, step_index == 5)
-            self.num_answers += 1
-            self.on_answer()
+            self.num_replies += 1
+            self.on_reply()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_hundreds_of_calls_that_time_out_and_none_is_off_by_one(wire: str, factory) -> None:
-    delays = random.Random(0)
+    generator = random.Random(0)
     async with serve(factory) as server, FlakyProxy(server_address(server, wire)) as proxy:
-        async with await hasty_client(proxy.address) as client:
-            proxy.delay_s = lambda: delays.choice(
-                [0, 0, 0, 0, TIMEOUT_S * delays.uniform(0.6, 1.4)]
+        async with await connect_hasty_client(proxy.address) as client:
+            proxy.delay_s = lambda: generator.choice(
+                [0, 0, 0, 0, TIMEOUT_S * generator.uniform(0.6, 1.4)]
             )
             players = [Player(client, seed) for seed in range(8)]
-            num_calls, num_answers, num_lost = 60, 0, 0
-            while num_answers <= 50 or num_lost <= 10:
+            num_calls, num_replies, num_lost = 60, 0, 0
+            while num_replies <= 50 or num_lost <= 10:
                 await asyncio.gather(*(player.play(num_calls) for player in players))
                 num_calls += 60
-                num_answers = sum(player.num_answers for player in players)
+                num_replies = sum(player.num_replies for player in players)
                 num_lost = sum(player.num_lost for player in players)
             proxy.delay_s = lambda: 0.0
         await wait_for_sessions(server.core, 0)
 
 
-async def hasty_client(address: str) -> AsyncEnvClient:
-    """Connect without haste, and return a client with a short time limit for calls."""
+async def connect_hasty_client(address: str) -> AsyncEnvClient:
+    """Connect with the usual time limit, and return a client with a short one for calls."""
     client = await AsyncEnvClient.connect(address)
     transport = client.transport
     options = dataclasses.replace(transport.server.options, timeout_s=TIMEOUT_S)
@@ -97,18 +97,21 @@ async def hasty_client(address: str) -> AsyncEnvClient:
 
 
 async def test_sessions_that_linger_survive_cuts_and_take_no_step_twice() -> None:
-    answers = itertools.count(1)
+    reply_numbers = itertools.count(1)
     async with serve() as server, FlakyProxy(server.grpc_address) as proxy:
 
-        def cut_now_and_then() -> None:
-            if next(answers) % 9 == 0:
+        def cut_sometimes() -> None:
+            if next(reply_numbers) % 9 == 0:
                 proxy.cut()
 
         async with await AsyncEnvClient.connect(proxy.address) as client:
-            opened = [await client.open(options={"start": 7}, linger_s=20) for _ in range(16)]
-            players = [Player(client, seed, cut_now_and_then) for seed in range(16)]
+            results = [await client.open(options={"start": 7}, linger_s=20) for _ in range(16)]
+            players = [Player(client, seed, cut_sometimes) for seed in range(16)]
             await asyncio.gather(
-                *(player.play_episode(s, 7) for player, (s, _) in zip(players, opened, strict=True))
+                *(
+                    player.play_episode(s, 7)
+                    for player, (s, _) in zip(players, results, strict=True)
+                )
             )
             assert proxy.num_connections > 1
             assert server.core.load.num_sessions == 16
@@ -137,19 +140,19 @@ async def test_idle_sessions_survive_repeated_cuts(
         FlakyProxy(server.grpc_address) as proxy,
         await AsyncEnvClient.connect(proxy.address) as client,
     ):
-        resting, _ = await client.open(options={"start": 7}, linger_s=30)
-        busy, _ = await client.open(options={"start": 1}, linger_s=30)
-        for number in range(1, 4):
+        idle_session, _ = await client.open(options={"start": 7}, linger_s=30)
+        busy_session, _ = await client.open(options={"start": 1}, linger_s=30)
+        for num_cuts in range(1, 4):
             num_connections = proxy.num_connections
             proxy.cut()
-            result = await busy.step({"add": 1})
-            assert result.observation["total"] == 1 + number
+            result = await busy_session.step({"add": 1})
+            assert result.observation["total"] == 1 + num_cuts
             await wait_until(lambda: not detached_sessions(server.core))
             await asyncio.sleep(1)
             assert proxy.num_connections == num_connections + 1
         core_clock.move_on(60)
         await asyncio.sleep(0.5)
-        assert (await resting.step({"add": 2})).observation["total"] == 9
+        assert (await idle_session.step({"add": 2})).observation["total"] == 9
 
 
 @pytest.mark.slow
@@ -162,12 +165,12 @@ async def test_a_session_without_calls_outlives_an_unnoticed_disconnect(
         QuietEdge(server.grpc_address) as edge,
         await AsyncEnvClient.connect(edge.address) as client,
     ):
-        resting, _ = await client.open(options={"start": 7}, linger_s=20)
+        idle_session, _ = await client.open(options={"start": 7}, linger_s=20)
         [entry] = server.core.open_sessions.values()
-        [first] = entry.connections
+        [first_connection] = entry.connections
         edge.upstreams[0].cancel()
-        await wait_until(lambda: entry.connections - {first})
-        assert (await resting.step({"add": 2})).observation["total"] == 9
+        await wait_until(lambda: entry.connections - {first_connection})
+        assert (await idle_session.step({"add": 2})).observation["total"] == 9
         assert len(edge.upstreams) == 2
 
 
@@ -183,8 +186,8 @@ async def test_a_session_that_does_not_linger_is_lost_with_its_connection(wire: 
             await session.step({"add": 1})
         with pytest.raises(SessionLostError, match="open a new one"):
             await session.step({"add": 1})
-        again, _ = await client.open()
-        assert (await again.step({"add": 2})).observation["total"] == 2
+        new_session, _ = await client.open()
+        assert (await new_session.step({"add": 2})).observation["total"] == 2
 
 
 async def test_a_half_open_connection_is_noticed_and_a_lingering_session_continues() -> None:
@@ -194,16 +197,16 @@ async def test_a_half_open_connection_is_noticed_and_a_lingering_session_continu
         await AsyncEnvClient.connect(proxy.address, ConnectOptions(keepalive_s=0.4)) as client,
     ):
         session, _ = await client.open(linger_s=20)
-        fleeting, _ = await client.open()
+        other_session, _ = await client.open()
         await session.step({"add": 1})
         proxy.blackhole()
-        began_s = time.monotonic()
-        second, lost = await asyncio.gather(
-            session.step({"add": 2}), fleeting.step({"add": 2}), return_exceptions=True
+        start_s = time.monotonic()
+        result, error = await asyncio.gather(
+            session.step({"add": 2}), other_session.step({"add": 2}), return_exceptions=True
         )
-        assert time.monotonic() - began_s < 60
-        assert (second.observation["total"], second.step_index) == (3, 2)
-        assert isinstance(lost, SessionLostError)
+        assert time.monotonic() - start_s < 60
+        assert (result.observation["total"], result.step_index) == (3, 2)
+        assert isinstance(error, SessionLostError)
 
 
 async def test_a_peer_that_only_half_closes_is_left() -> None:
@@ -227,55 +230,39 @@ async def test_a_half_open_socket_times_out_and_the_next_open_works() -> None:
     ):
         session, _ = await client.open()
         proxy.blackhole()
-        stepping = asyncio.create_task(session.step({"add": 1}))
+        step_task = asyncio.create_task(session.step({"add": 1}))
         await run_pending_tasks()
         move_loop_clock(61)
         with pytest.raises(CallTimeoutError, match="within 60 s"):
-            await stepping
-        again, _ = await client.open()
-        assert (await again.step({"add": 2})).observation["total"] == 2
+            await step_task
+        new_session, _ = await client.open()
+        assert (await new_session.step({"add": 2})).observation["total"] == 2
 
 
 @pytest.mark.slow
 async def test_a_lingering_session_gives_up_when_the_server_stays_away() -> None:
     async with serve_grpc() as server, FlakyProxy(server.address) as proxy:
-        connecting = AsyncEnvClient.connect(proxy.address, ConnectOptions(reconnect_timeout_s=0.3))
-        async with await connecting as client:
+        connection = AsyncEnvClient.connect(proxy.address, ConnectOptions(reconnect_timeout_s=0.3))
+        async with await connection as client:
             session, _ = await client.open(linger_s=20)
             proxy.refuses_connections = True
             proxy.cut()
-            began_s = time.monotonic()
+            start_s = time.monotonic()
             with pytest.raises(InfrastructureError):
                 await session.step({"add": 1})
-            assert time.monotonic() - began_s < 30
+            assert time.monotonic() - start_s < 30
 
 
 @pytest.mark.slow
 async def test_a_lingering_session_of_a_restarted_server_is_lost_and_never_begun_again() -> None:
     async with (
-        serve_grpc() as first,
-        FlakyProxy(first.address) as proxy,
+        serve_grpc() as first_server,
+        FlakyProxy(first_server.address) as proxy,
         await AsyncEnvClient.connect(proxy.address) as client,
     ):
         session, _ = await client.open(linger_s=20)
-        async with serve_grpc() as second:
-            proxy.lead_to(second.address)
-            await first.kill()
+        async with serve_grpc() as second_server:
+            proxy.lead_to(second_server.address)
+            await first_server.kill()
             with pytest.raises(SessionLostError, match="may have restarted"):
                 await session.step({"add": 1})
-
-
-def now_and_then_cut(proxy: FlakyProxy) -> Callable[[], float]:
-    """Return a zero delay for each chunk, and cut the connection shortly after some chunks.
-
-    A fake clock would leave a slow machine no time to finish anything.
-    """
-    generator = random.Random(1)
-    loop = asyncio.get_running_loop()
-
-    def delay_s() -> float:
-        if generator.randrange(6) == 0:
-            loop.call_later(generator.uniform(0.0, 0.003), proxy.cut)
-        return 0.0
-
-    return delay_s

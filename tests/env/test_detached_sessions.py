@@ -25,22 +25,22 @@ from tests.env.served import serve
 
 async def test_calls_attach_a_detached_session() -> None:
     core = SessionCore(make_local_host(CountingEnv))
-    first, second = Connection(), Connection()
+    opener, caller = Connection(), Connection()
     kinds = ("step", "reset", "state", "call_tool", "close")
-    opening = OpenArgs(ResetArgs(seed=1), linger_s=9)
-    ids = [(await core.open(opening, first)).session_id for _ in (*kinds, "detach", "open")]
-    core.release(first)
+    open_args = OpenArgs(ResetArgs(seed=1), linger_s=9)
+    ids = [(await core.open(open_args, opener)).session_id for _ in (*kinds, "detach", "open")]
+    core.release(opener)
     assert detached_sessions(core) == set(ids)
     calls = [pb.Call()]
     for kind, session_id in zip((*kinds, "detach", "open"), ids, strict=True):
         calls.append(pb.Call())
         getattr(calls[-1], kind).session_id = session_id
-    core.attach(find_called_sessions(calls), second)
-    assert second.session_ids == set(ids[:-2])
+    core.attach(find_called_sessions(calls), caller)
+    assert caller.session_ids == set(ids[:-2])
     assert detached_sessions(core) == set(ids[-2:])
 
 
-class Line:
+class RawConnection:
     """A Connect stream."""
 
     def __init__(self, server):
@@ -59,14 +59,14 @@ async def test_lingering_session_ends_after_its_second_connection(
     factory, core_clock: CoreClock
 ) -> None:
     async with serve(factory) as server:
-        first, second = Line(server), Line(server)
-        opened = await first.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60)))
-        session_id = opened.open.session_id
-        await first.channel.close()
+        opener, caller = RawConnection(server), RawConnection(server)
+        reply = await opener.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60)))
+        session_id = reply.open.session_id
+        await opener.channel.close()
         await wait_until(lambda: detached_sessions(server.core))
         step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 1}', step_index=1)
-        await second.ask(pb.Call(step=step))
-        await second.channel.close()
+        await caller.ask(pb.Call(step=step))
+        await caller.channel.close()
         await wait_until(lambda: detached_sessions(server.core))
         core_clock.move_on(60)
         await wait_for_sessions(server.core, 0)
@@ -78,13 +78,13 @@ async def test_running_step_of_a_dead_client_does_not_keep_its_session(
 ) -> None:
     gate = Gate(tmp_path)
     async with serve(gate.factory) as server:
-        line = Line(server)
-        opened = await line.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60)))
-        session_id = opened.open.session_id
+        client = RawConnection(server)
+        reply = await client.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60)))
+        session_id = reply.open.session_id
         step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 98}', step_index=1)
-        await line.stream.write(pb.CallBatch(calls=[pb.Call(step=step)]))
+        await client.stream.write(pb.CallBatch(calls=[pb.Call(step=step)]))
         await wait_until(lambda: gate.num_entered)
-        await line.channel.close()
+        await client.channel.close()
         await wait_until(lambda: detached_sessions(server.core))
         core_clock.move_on(1)
         gate.open()

@@ -35,8 +35,8 @@ async def connect_client(server, wire: str, **options) -> AsyncEnvClient:
 
 
 async def play(client: AsyncEnvClient, seed: int) -> list:
-    session, first = await client.open(seed=seed, close_when_done=True)
-    results = [first]
+    session, first_result = await client.open(seed=seed, close_when_done=True)
+    results = [first_result]
     while not results[-1].done:
         results.append(await session.step({"add": 1 + len(results) % 3}))
     return results
@@ -44,21 +44,21 @@ async def play(client: AsyncEnvClient, seed: int) -> list:
 
 async def test_an_episode_over_the_wire_has_everything(wire: str, factory) -> None:
     async with serve(factory) as server, await connect_client(server, wire) as client:
-        session, first = await client.open(seed=3, options={"start": 10, "note": "hi"})
-        assert first.observation["total"] == 10
-        assert first.observation["metadata"] == {"note": "hi"}
-        assert (first.reward, first.done, first.step_index) == (None, False, 0)
-        assert first.text.messages[0]["content"] == "Count to the end. Total 10."
-        second = await session.step(CountAction(add=8))
-        assert (second.reward, second.info, second.step_index) == (8.0, {"added": 8}, 1)
-        assert second.tensors["trace"].tolist() == [0.0, 1.0, 2.0]
-        third = await session.step(text="ADD 3")
-        assert third.text.legal_answers == ["ADD 1", "ADD 2", "ADD 3"]
+        session, first_result = await client.open(seed=3, options={"start": 10, "note": "hi"})
+        assert first_result.observation["total"] == 10
+        assert first_result.observation["metadata"] == {"note": "hi"}
+        assert (first_result.reward, first_result.done, first_result.step_index) == (None, False, 0)
+        assert first_result.text.messages[0]["content"] == "Count to the end. Total 10."
+        result = await session.step(CountAction(add=8))
+        assert (result.reward, result.info, result.step_index) == (8.0, {"added": 8}, 1)
+        assert result.tensors["trace"].tolist() == [0.0, 1.0, 2.0]
+        result = await session.step(text="ADD 3")
+        assert result.text.legal_answers == ["ADD 1", "ADD 2", "ADD 3"]
         assert await session.state() == {"episode_id": None, "step_count": 2, "total": 21}
-        last = await session.step({"add": 7})
-        assert (last.terminated, last.truncated, last.done) == (False, True, True)
-        again = await session.reset(seed=3)
-        assert again.observation["luck"] == first.observation["luck"]
+        result = await session.step({"add": 7})
+        assert (result.terminated, result.truncated, result.done) == (False, True, True)
+        new_result = await session.reset(seed=3)
+        assert new_result.observation["luck"] == first_result.observation["luck"]
 
 
 @pytest.mark.slow
@@ -99,17 +99,17 @@ async def test_a_full_server_refuses_and_a_closed_session_makes_room(wire: str) 
         serve(max_sessions=2) as server,
         await connect_client(server, wire) as client,
     ):
-        first, _ = await client.open()
+        first_session, _ = await client.open()
         await client.open()
         with pytest.raises(CapacityError, match="2/2"):
             await client.open()
         with pytest.raises(CapacityError, match="2/2"):
             await client.open_session()
-        await first.close()
+        await first_session.close()
         await wait_for_sessions(server.core, 1)
         await client.open()
         with pytest.raises(SessionLostError, match="it was closed"):
-            await first.step({"add": 1})
+            await first_session.step({"add": 1})
 
 
 @pytest.mark.slow
@@ -150,26 +150,26 @@ async def test_a_seed_that_no_wire_can_carry_is_refused(wire: str, seed) -> None
 async def test_two_calls_at_once_in_one_session_are_refused(wire: str) -> None:
     async with serve(ThreadedCountingEnv) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
-        outcomes = await asyncio.gather(
+        results = await asyncio.gather(
             session.step({"add": 1}), session.step({"add": 2}), return_exceptions=True
         )
-        assert outcomes[0].step_index == 1
-        assert isinstance(outcomes[1], EpisodeStateError)
+        assert results[0].step_index == 1
+        assert isinstance(results[1], EpisodeStateError)
 
 
 async def test_a_late_answer_is_never_taken_for_the_next_one(wire: str, gate) -> None:
     async with serve(gate.factory) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
-        other, _ = await client.open()
-        late = asyncio.create_task(session.step({"add": 98}))
+        other_session, _ = await client.open()
+        late_step = asyncio.create_task(session.step({"add": 98}))
         await wait_until(lambda: gate.num_entered)
         move_loop_clock(61)
         with pytest.raises(CallTimeoutError, match="within 60 s"):
-            await late
+            await late_step
         with pytest.raises(SessionLostError):
             await session.step({"add": 1})
         gate.open()
-        assert (await other.step({"add": 2})).observation["total"] == 2
+        assert (await other_session.step({"add": 2})).observation["total"] == 2
         await wait_for_sessions(server.core, 1)
 
 
@@ -231,17 +231,17 @@ async def test_the_synchronous_client_plays_the_same_episode(wire: str) -> None:
     def play_synchronously(address: str) -> list:
         with EnvClient.connect(address) as client:
             assert client.describe().name == "counting"
-            session, first = client.open(seed=5)
-            results = [first]
+            session, first_result = client.open(seed=5)
+            results = [first_result]
             while not results[-1].done:
                 results.append(session.step({"add": 1 + len(results) % 3}))
             session.close()
-            other = client.open_session()
-            assert other.reset(seed=5) == first
-            assert other.step(text="ADD 2").observation == results[1].observation
-            assert other.state()["total"] == 2
+            other_session = client.open_session()
+            assert other_session.reset(seed=5) == first_result
+            assert other_session.step(text="ADD 2").observation == results[1].observation
+            assert other_session.state()["total"] == 2
             with pytest.raises(IllegalActionError):
-                other.step({"add": 0})
+                other_session.step({"add": 0})
             return results
 
     async with serve() as server, await connect_client(server, wire) as client:
