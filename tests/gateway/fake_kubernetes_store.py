@@ -120,7 +120,7 @@ class ObjectStore:
             return
         for change in self._history:
             if change.revision > int(version) and change.kind == target.kind:
-                line = change.line(selection)
+                line = change.make_line(selection)
                 if line is not None:
                     yield line
 

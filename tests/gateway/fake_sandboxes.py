@@ -21,7 +21,7 @@ POOLS = (API_VERSION, "sandboxwarmpools")
 _ADDRESSES = (f"127.0.{high}.{low}" for high in itertools.count(7) for low in range(1, 250))
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a port that is free on all addresses of this machine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -37,7 +37,7 @@ class FakeSandboxes:
 
     def __init__(self, cluster: FakeKubernetes, *, has_pool: bool = True) -> None:
         self.cluster = cluster
-        self.port = free_port()
+        self.port = find_free_port()
         self.servers: dict[str, EnvServer] = {}
         """Servers by claim name."""
         self.is_empty = False
@@ -49,21 +49,25 @@ class FakeSandboxes:
     @property
     def claims(self) -> list[str]:
         """Names of the existing claims."""
-        return [item["metadata"]["name"] for item in self.cluster.all(*CLAIMS)]
+        return [claim["metadata"]["name"] for claim in self.cluster.all(*CLAIMS)]
 
     @property
     def count_sessions(self) -> int:
-        return sum(item.core.load.num_sessions for item in self.servers.values())
+        return sum(server.core.load.num_sessions for server in self.servers.values())
 
     async def replace(self, claim: str) -> None:
         """Delete the claim's pod; the controller creates a new one."""
-        previous = self.servers.pop(claim)
+        old_server = self.servers.pop(claim)
         claim_object = self.cluster.get(*CLAIMS, NAMESPACE, claim)
         assert claim_object is not None
-        pending = {"type": "Ready", "status": "False", "message": "Pod exists with phase: Pending"}
-        self.cluster.put(claim_object | {"status": {"conditions": [pending]}})
+        condition = {
+            "type": "Ready",
+            "status": "False",
+            "message": "Pod exists with phase: Pending",
+        }
+        self.cluster.put(claim_object | {"status": {"conditions": [condition]}})
         await self._assign(claim)
-        await previous.stop()
+        await old_server.stop()
 
     async def __aenter__(self) -> FakeSandboxes:
         self._task = asyncio.create_task(self._run())
@@ -77,12 +81,12 @@ class FakeSandboxes:
 
     async def _run(self) -> None:
         while True:
-            existing = self.claims
+            claims = self.claims
             for name in [
-                item for item in existing if item not in self.servers and not self.is_empty
+                claim for claim in claims if claim not in self.servers and not self.is_empty
             ]:
                 await self._assign(name)
-            for name in [item for item in self.servers if item not in existing]:
+            for name in [claim for claim in self.servers if claim not in claims]:
                 await self.servers.pop(name).stop()
             await asyncio.sleep(0.005)
 
@@ -96,9 +100,9 @@ class FakeSandboxes:
             await server.stop()
             return
         self.servers[name] = server
-        ready = {"type": "Ready", "status": "True", "message": "Pod is Ready"}
+        condition = {"type": "Ready", "status": "True", "message": "Pod is Ready"}
         sandbox = {"name": f"sandbox-{address}", "podIPs": [address]}
-        self.cluster.put(claim | {"status": {"conditions": [ready], "sandbox": sandbox}})
+        self.cluster.put(claim | {"status": {"conditions": [condition], "sandbox": sandbox}})
 
 
 def write_kubeconfig(path: Path, cluster: FakeKubernetes) -> Path:
@@ -118,10 +122,10 @@ current-context: fake
 
 
 @asynccontextmanager
-async def sandboxes(*, has_pool: bool = True) -> AsyncIterator[FakeSandboxes]:
+async def run_sandboxes(*, has_pool: bool = True) -> AsyncIterator[FakeSandboxes]:
     """Run a cluster with agent-sandbox."""
     async with (
         FakeKubernetes() as cluster,
-        FakeSandboxes(cluster, has_pool=has_pool) as claim_object,
+        FakeSandboxes(cluster, has_pool=has_pool) as fake_sandboxes,
     ):
-        yield claim_object
+        yield fake_sandboxes

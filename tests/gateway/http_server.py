@@ -13,7 +13,7 @@ from ludus.env.asgi.uvicorn_protocols import BoundedHttpProtocol
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, **config: object) -> AsyncIterator[int]:
+async def serve_app(app: ASGIApp, **config: object) -> AsyncIterator[int]:
     """Serve an application with the settings of Ludus, and yield the port."""
     server = uvicorn.Server(
         uvicorn.Config(

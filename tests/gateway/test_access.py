@@ -34,11 +34,11 @@ def sha256(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def basic(user: str, password: str) -> str:
+def make_basic_header(user: str, password: str) -> str:
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
 
-def tenants_file(folder: Path, text: str | None = None) -> Path:
+def write_tenants_file(folder: Path, text: str | None = None) -> Path:
     path = folder / "tenants.toml"
     path.write_text(
         text
@@ -62,7 +62,7 @@ def tenants_file(folder: Path, text: str | None = None) -> Path:
 
 @pytest.fixture
 def access(tmp_path: Path, clock: Clock) -> TenantAccess:
-    return TenantAccess.from_file(tenants_file(tmp_path), clock=clock)
+    return TenantAccess.from_file(write_tenants_file(tmp_path), clock=clock)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def access(tmp_path: Path, clock: Clock) -> TenantAccess:
     [
         f"Bearer {ALICE}",
         f"bearer   {ALICE} ",
-        basic("alice", ALICE),
-        basic("whoever", ALICE),
-        basic("", ALICE),
-        basic(ALICE, ""),
+        make_basic_header("alice", ALICE),
+        make_basic_header("whoever", ALICE),
+        make_basic_header("", ALICE),
+        make_basic_header(ALICE, ""),
     ],
 )
 def test_every_form_that_a_client_can_send_finds_the_tenant(
@@ -100,8 +100,8 @@ def test_a_tenant_may_have_two_tokens_while_one_replaces_the_other(access: Tenan
         f"Digest {ALICE}",
         f"Bearer {ALICE} {ALICE}",
         "Basic " + ALICE,
-        basic("alice", ""),
-        basic(ALICE, "wrong"),
+        make_basic_header("alice", ""),
+        make_basic_header(ALICE, "wrong"),
         "Basic " + base64.b64encode(ALICE.encode()).decode(),
         "Basic =",
         "Basic ñ",
@@ -109,9 +109,9 @@ def test_a_tenant_may_have_two_tokens_while_one_replaces_the_other(access: Tenan
     ],
 )
 def test_malformed_authorization_is_refused(access: TenantAccess, authorization: str) -> None:
-    with pytest.raises(AuthenticationError, match="Bearer <token>") as caught:
+    with pytest.raises(AuthenticationError, match="Bearer <token>") as error:
         access.authenticate(authorization)
-    assert ALICE not in str(caught.value)
+    assert ALICE not in str(error.value)
 
 
 def test_no_header_and_two_headers_are_refused(access: TenantAccess) -> None:
@@ -122,8 +122,8 @@ def test_no_header_and_two_headers_are_refused(access: TenantAccess) -> None:
 
 
 def test_missing_scope_is_reported_with_the_existing_scopes(access: TenantAccess) -> None:
-    seen: list[AuthFailure] = []
-    access.on_failure = seen.append
+    failures: list[AuthFailure] = []
+    access.on_failure = failures.append
     alice = access.authenticate(f"Bearer {ALICE}")
     access.require_scope(alice, Scope.STEP)
     access.require_scope(access.authenticate(f"Bearer {BOB}"), Scope.ADMIN)
@@ -131,7 +131,7 @@ def test_missing_scope_is_reported_with_the_existing_scopes(access: TenantAccess
         PermissionDeniedError, match="scope admin, but tenant 'alice' has only step"
     ):
         access.require_scope(alice, Scope.ADMIN)
-    assert seen == [AuthFailure.SCOPE]
+    assert failures == [AuthFailure.SCOPE]
 
 
 # -- without tenants, and with one token -----------------------------------------------
@@ -162,9 +162,9 @@ def test_a_single_token_may_do_everything() -> None:
     "token", ["", "short", "x" * 513, "with a space in it", "slash/slash/slash/"]
 )
 def test_a_token_that_is_weak_or_breaks_urls_is_refused_unquoted(token: str) -> None:
-    with pytest.raises(ConfigError, match="openssl rand") as caught:
+    with pytest.raises(ConfigError, match="openssl rand") as error:
         TenantAccess.from_token(token)
-    assert not token or token not in str(caught.value)
+    assert not token or token not in str(error.value)
 
 
 # -- the tenants file --------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_tokens_come_from_the_environment_and_from_files(
 ) -> None:
     monkeypatch.setenv("ALICES_TOKEN", ALICE)
     (tmp_path / "bob").write_text(f"{BOB}\n\n{BOB}-next\n")
-    path = tenants_file(
+    path = write_tenants_file(
         tmp_path,
         '[[tenants]]\nname = "alice"\ntoken_env = "ALICES_TOKEN"\n'
         '[[tenants]]\nname = "bob"\ntoken_file = "bob"\n',
@@ -191,7 +191,7 @@ ENTRY = '[[tenants]]\nname = "a"\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected_message"),
     [
         (
             ENTRY + f'token = "{SECRET}"',
@@ -223,18 +223,18 @@ ENTRY = '[[tenants]]\nname = "a"\n'
     ],
 )
 def test_error_of_a_tenants_file_contains_location_and_remedy_but_no_token(
-    tmp_path: Path, text: str, says: str
+    tmp_path: Path, text: str, expected_message: str
 ) -> None:
-    path = tenants_file(tmp_path, text)
-    with pytest.raises((ConfigError, NotFoundError), match=says) as caught:
+    path = write_tenants_file(tmp_path, text)
+    with pytest.raises((ConfigError, NotFoundError), match=expected_message) as error:
         TenantAccess.from_file(path)
-    assert SECRET not in str(caught.value)
-    assert str(path) in str(caught.value)
+    assert SECRET not in str(error.value)
+    assert str(path) in str(error.value)
 
 
 def test_two_tenants_cannot_share_a_token(tmp_path: Path) -> None:
     entry = '[[tenants]]\nname = "{}"\ntoken_sha256 = "' + sha256(ALICE) + '"\n'
-    path = tenants_file(tmp_path, entry.format("a") + entry.format("b"))
+    path = write_tenants_file(tmp_path, entry.format("a") + entry.format("b"))
     with pytest.raises(ConfigError, match="the token also belongs to tenant 'a'"):
         TenantAccess.from_file(path)
 
@@ -248,22 +248,22 @@ def test_a_changed_file_is_followed_within_the_interval(
     access: TenantAccess, clock: Clock, tmp_path: Path
 ) -> None:
     carol = "ca401-ca401-ca401-ca401"
-    old = access.authenticate(f"Bearer {ALICE}")
-    tenants_file(tmp_path, f'[[tenants]]\nname = "carol"\ntoken_sha256 = "{sha256(carol)}"\n')
-    assert access.authenticate(f"Bearer {ALICE}") is old  # not checked yet
+    removed_tenant = access.authenticate(f"Bearer {ALICE}")
+    write_tenants_file(tmp_path, f'[[tenants]]\nname = "carol"\ntoken_sha256 = "{sha256(carol)}"\n')
+    assert access.authenticate(f"Bearer {ALICE}") is removed_tenant  # not checked yet
     clock.now_s += 1.0
     assert access.authenticate(f"Bearer {carol}").name == "carol"
     with pytest.raises(AuthenticationError):
         access.authenticate(f"Bearer {ALICE}")
     with pytest.raises(AuthenticationError, match="'alice' was removed"):
-        access.admit(old)
+        access.admit(removed_tenant)
 
 
 def test_renewing_a_tenant_gives_its_present_limits(
     access: TenantAccess, clock: Clock, tmp_path: Path
 ) -> None:
     alice = access.authenticate(f"Bearer {ALICE}")
-    path = tenants_file(tmp_path)
+    path = write_tenants_file(tmp_path)
     path.write_text(path.read_text().replace("max_sessions = 8", "max_sessions = 9"))
     clock.now_s += 1.0
     assert access.admit(alice).limits.max_sessions == 9
@@ -273,7 +273,7 @@ def test_a_replaced_token_file_is_followed(tmp_path: Path, clock: Clock) -> None
     token_file = tmp_path / "token"
     token_file.write_text(ALICE)
     text = '[[tenants]]\nname = "alice"\ntoken_file = "token"\n'
-    access = TenantAccess.from_file(tenants_file(tmp_path, text), clock=clock)
+    access = TenantAccess.from_file(write_tenants_file(tmp_path, text), clock=clock)
     (tmp_path / "new").write_text(BOB)
     (tmp_path / "new").replace(token_file)
     clock.now_s += 1.0
@@ -283,7 +283,7 @@ def test_a_replaced_token_file_is_followed(tmp_path: Path, clock: Clock) -> None
 def test_invalid_change_keeps_the_previous_tenants_and_is_logged_once(
     access: TenantAccess, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tenants_file(tmp_path, f'[[tenants]]\nname = "alice"\ntoken = "{SECRET}"\n')
+    write_tenants_file(tmp_path, f'[[tenants]]\nname = "alice"\ntoken = "{SECRET}"\n')
     for _ in range(3):
         clock.now_s += 1.0
         assert access.authenticate(f"Bearer {ALICE}").name == "alice"
@@ -291,33 +291,33 @@ def test_invalid_change_keeps_the_previous_tenants_and_is_logged_once(
     assert len(errors) == 1
     assert "keeping the old tenants" in caplog.text
     assert SECRET not in caplog.text
-    tenants_file(tmp_path)
+    write_tenants_file(tmp_path)
     clock.now_s += 1.0
     assert access.authenticate(f"Bearer {BOB}").name == "bob"
 
 
 # -- garbage --------------------------------------------------------------------------------
 
-SINGLE = TenantAccess.from_token(ALICE)
+SINGLE_TOKEN_ACCESS = TenantAccess.from_token(ALICE)
 
 
 @given(st.one_of(st.text(), st.binary()))
 def test_garbage_never_authenticates_and_never_breaks(authorization: str | bytes) -> None:
     with pytest.raises(AuthenticationError):
-        SINGLE.authenticate(authorization)
+        SINGLE_TOKEN_ACCESS.authenticate(authorization)
 
 
 @given(
     st.sampled_from(["Bearer ", "basic ", "Basic ", "BASIC\t", "Bearer"]),
     st.one_of(
-        st.binary().map(lambda raw: base64.b64encode(raw).decode()),
+        st.binary().map(lambda content: base64.b64encode(content).decode()),
         st.text(string.printable),
         st.text(),
     ),
 )
-def test_garbage_behind_a_known_scheme_never_authenticates(scheme: str, rest: str) -> None:
+def test_garbage_behind_a_known_scheme_never_authenticates(scheme: str, credentials: str) -> None:
     with pytest.raises(AuthenticationError):
-        SINGLE.authenticate(scheme + rest)
+        SINGLE_TOKEN_ACCESS.authenticate(scheme + credentials)
 
 
 @given(
@@ -325,4 +325,6 @@ def test_garbage_behind_a_known_scheme_never_authenticates(scheme: str, rest: st
 )
 def test_basic_gives_back_the_password_or_else_the_user(user: str, password: str) -> None:
     expected = (password or user).encode() or None
-    assert read_authorization(basic(user, password)[:4090]) == expected or len(user) > 800
+    assert (
+        read_authorization(make_basic_header(user, password)[:4090]) == expected or len(user) > 800
+    )

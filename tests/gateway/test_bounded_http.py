@@ -12,7 +12,7 @@ import websockets
 from fastapi import FastAPI, Request, WebSocket
 
 from ludus.env.asgi.uvicorn_protocols import BoundedHttpProtocol
-from tests.gateway.http_server import serving
+from tests.gateway.http_server import serve_app
 
 
 class SmallHttp(BoundedHttpProtocol):
@@ -30,7 +30,7 @@ def build_app() -> FastAPI:
         return len(await request.body())
 
     @app.get("/")
-    async def root(request: Request) -> int:
+    async def get_header_length(request: Request) -> int:
         return len(request.headers.get("x-long", ""))
 
     @app.websocket("/ws")
@@ -44,30 +44,30 @@ def build_app() -> FastAPI:
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    async with serving(build_app(), http=SmallHttp) as port:
+    async with serve_app(build_app(), http=SmallHttp) as port:
         yield port
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def shorten_head_timeout(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Set the timeout of later request heads to a tenth of a second."""
     return lambda: monkeypatch.setattr(SmallHttp, "head_timeout_s", 0.1)
 
 
-class Raw:
+class RawConnection:
     """A connection that sends raw bytes."""
 
     @classmethod
-    async def connect(cls, port: int) -> Raw:
+    async def connect(cls, port: int) -> RawConnection:
         self = cls()
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", port)
         return self
 
-    async def send(self, data: bytes) -> None:
-        self.writer.write(data)
+    async def send(self, content: bytes) -> None:
+        self.writer.write(content)
         await self.writer.drain()
 
-    async def answer(self) -> tuple[int, Any]:
+    async def read_response(self) -> tuple[int, Any]:
         async with asyncio.timeout(60):
             head = await self.reader.readuntil(b"\r\n\r\n")
             length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
@@ -80,81 +80,86 @@ class Raw:
 
 
 async def test_a_long_head_within_the_bound_is_served(port: int) -> None:
-    raw = await Raw.connect(port)
+    connection = await RawConnection.connect(port)
     for _ in range(3):
-        await raw.send(b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"y" * 4000)
-        await raw.send(b"y" * 4000 + b"\r\n\r\n")
-        assert await raw.answer() == (200, 8000)
+        await connection.send(b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"y" * 4000)
+        await connection.send(b"y" * 4000 + b"\r\n\r\n")
+        assert await connection.read_response() == (200, 8000)
 
 
-@pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nhost: x\r\nx-long: "])
-async def test_an_endless_line_is_cut_off(port: int, start: bytes) -> None:
-    raw = await Raw.connect(port)
-    await raw.send(start + b"y" * 11_000)
-    status, body = await raw.answer()
+@pytest.mark.parametrize("head_start", [b"GET /", b"GET / HTTP/1.1\r\nhost: x\r\nx-long: "])
+async def test_an_endless_line_is_cut_off(port: int, head_start: bytes) -> None:
+    connection = await RawConnection.connect(port)
+    await connection.send(head_start + b"y" * 11_000)
+    status, body = await connection.read_response()
     assert (status, body["detail"]["code"]) == (431, "VALIDATION_ERROR")
-    assert await raw.is_closed()
+    assert await connection.is_closed()
 
 
 async def test_endless_headers_are_cut_off(port: int) -> None:
-    raw = await Raw.connect(port)
-    await raw.send(b"GET / HTTP/1.1\r\nhost: x\r\n")
-    answering = asyncio.create_task(raw.answer())
+    connection = await RawConnection.connect(port)
+    await connection.send(b"GET / HTTP/1.1\r\nhost: x\r\n")
+    response_task = asyncio.create_task(connection.read_response())
     num_sent = 0
-    while not answering.done():
-        raw.writer.write(b"x-%d: y\r\n" % num_sent)
+    while not response_task.done():
+        connection.writer.write(b"x-%d: y\r\n" % num_sent)
         num_sent += 1
         await asyncio.sleep(0)
-    assert (await answering)[0] == 431
+    assert (await response_task)[0] == 431
     assert num_sent < 50_000
 
 
-async def test_slow_or_missing_head_is_refused(port: int, soon: Callable[[], None]) -> None:
-    soon()
-    silent, dripping = await Raw.connect(port), await Raw.connect(port)
+async def test_slow_or_missing_head_is_refused(
+    port: int, shorten_head_timeout: Callable[[], None]
+) -> None:
+    shorten_head_timeout()
+    silent_connection, slow_connection = (
+        await RawConnection.connect(port),
+        await RawConnection.connect(port),
+    )
 
-    async def drip() -> None:
-        await dripping.send(b"GET / HTTP/1.1\r\nhost: x\r\nx-a: ")
+    async def send_slowly() -> None:
+        await slow_connection.send(b"GET / HTTP/1.1\r\nhost: x\r\nx-a: ")
         while True:
-            await dripping.send(b"1")
+            await slow_connection.send(b"1")
             await asyncio.sleep(0.05)
 
-    task = asyncio.create_task(drip())
-    for raw in (silent, dripping):
-        status, body = await raw.answer()
+    task = asyncio.create_task(send_slowly())
+    for connection in (silent_connection, slow_connection):
+        status, body = await connection.read_response()
         assert (status, body["detail"]["code"]) == (408, "TIMEOUT")
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_second_head_on_a_connection_is_bounded_too(
-    port: int, soon: Callable[[], None]
+    port: int, shorten_head_timeout: Callable[[], None]
 ) -> None:
-    raw = await Raw.connect(port)
-    await raw.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-    assert (await raw.answer())[0] == 200
-    soon()
-    await raw.send(b"GET / HT")
-    assert (await raw.answer())[0] == 408
+    connection = await RawConnection.connect(port)
+    await connection.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert (await connection.read_response())[0] == 200
+    shorten_head_timeout()
+    await connection.send(b"GET / HT")
+    assert (await connection.read_response())[0] == 408
 
 
 async def test_bodies_answers_and_sockets_may_take_longer_than_heads(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SmallHttp, "head_timeout_s", 1.0)
-    raw = await Raw.connect(port)
-    await raw.send(b"POST /count HTTP/1.1\r\nhost: x\r\ncontent-length: 20000\r\n\r\n")
+    connection = await RawConnection.connect(port)
+    await connection.send(b"POST /count HTTP/1.1\r\nhost: x\r\ncontent-length: 20000\r\n\r\n")
     async with websockets.connect(f"ws://127.0.0.1:{port}/ws") as socket:
         await asyncio.sleep(1.5)
-        await raw.send(b"x" * 20_000)
-        assert await raw.answer() == (200, 20_000)
+        await connection.send(b"x" * 20_000)
+        assert await connection.read_response() == (200, 20_000)
         await socket.send("y" * 50_000)
         assert len(await socket.recv()) == 50_000
 
 
 async def test_trailers_are_dropped(port: int) -> None:
-    raw = await Raw.connect(port)
+    connection = await RawConnection.connect(port)
     head = b"POST /count HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     trailers = b"".join(b"x-%d: y\r\n" % number for number in range(2000))
-    await raw.send(head + b"2\r\nxx\r\n0\r\n" + trailers + b"\r\n")
-    assert await raw.answer() == (200, 2)
+    await connection.send(head + b"2\r\nxx\r\n0\r\n" + trailers + b"\r\n")
+    assert await connection.read_response() == (200, 2)

@@ -28,60 +28,66 @@ from tests.gateway.cluster_objects import endpoint_slice, member, named_server_i
 def test_conditions_decide_on_new_and_existing_sessions(
     conditions: dict[str, bool | None], is_ready: bool, is_terminating: bool
 ) -> None:
-    endpoints = endpoint_slice("s1", member("a", **conditions))
-    (endpoint,) = parse_slice(endpoints).endpoints
+    slice_object = endpoint_slice("s1", member("a", **conditions))
+    (endpoint,) = parse_slice(slice_object).endpoints
     assert (endpoint.is_ready, endpoint.is_terminating) == (is_ready, is_terminating)
 
 
-def both(*objects: dict[str, object]) -> dict[str, ServerEndpoint]:
-    return merge_slices(parse_slice(item) for item in objects)
+def merge_objects(*objects: dict[str, object]) -> dict[str, ServerEndpoint]:
+    return merge_slices(parse_slice(slice_object) for slice_object in objects)
 
 
-def make_versioned(endpoints: dict[str, object], version: int) -> dict[str, object]:
-    return {**endpoints, "metadata": {**endpoints["metadata"], "resourceVersion": str(version)}}
+def set_version(slice_object: dict[str, object], version: int) -> dict[str, object]:
+    return {
+        **slice_object,
+        "metadata": {**slice_object["metadata"], "resourceVersion": str(version)},
+    }
 
 
 def test_pod_in_two_slices_is_one_endpoint_of_the_newer_slice() -> None:
-    older = make_versioned(endpoint_slice("s2", member("a", ready=False, serving=False)), 99)
-    newer = make_versioned(endpoint_slice("s1", member("a")), 100)
-    for order in ((older, newer), (newer, older)):
-        assert [e.is_ready for e in both(*order).values()] == [True]
+    older_slice = set_version(endpoint_slice("s2", member("a", ready=False, serving=False)), 99)
+    newer_slice = set_version(endpoint_slice("s1", member("a")), 100)
+    for slices in ((older_slice, newer_slice), (newer_slice, older_slice)):
+        assert [endpoint.is_ready for endpoint in merge_objects(*slices).values()] == [True]
 
 
 def test_a_pod_that_terminates_in_any_slice_takes_no_new_sessions() -> None:
-    stale = make_versioned(endpoint_slice("s1", member("a")), 100)
-    terminating = make_versioned(
+    stale_slice = set_version(endpoint_slice("s1", member("a")), 100)
+    terminating_slice = set_version(
         endpoint_slice("s2", member("a", ready=False, terminating=True)), 50
     )
-    (endpoint,) = both(stale, terminating).values()
+    (endpoint,) = merge_objects(stale_slice, terminating_slice).values()
     assert (endpoint.is_ready, endpoint.is_terminating) == (False, True)
 
 
 def test_an_ipv6_address_is_bracketed_and_ipv4_preferred() -> None:
-    v6 = endpoint_slice("six", member("a", "fd00::7"), family="IPv6")
-    v4 = endpoint_slice("four", member("a", "10.0.0.7"), family="IPv4")
-    assert both(v6)[named_server_id("a")].grpc_address == "grpc://[fd00::7]:18000"
-    assert both(v6, v4)[named_server_id("a")].http_address == "http://10.0.0.7:8000"
+    ipv6_slice = endpoint_slice("six", member("a", "fd00::7"), family="IPv6")
+    ipv4_slice = endpoint_slice("four", member("a", "10.0.0.7"), family="IPv4")
+    assert merge_objects(ipv6_slice)[named_server_id("a")].grpc_address == "grpc://[fd00::7]:18000"
+    assert (
+        merge_objects(ipv6_slice, ipv4_slice)[named_server_id("a")].http_address
+        == "http://10.0.0.7:8000"
+    )
 
 
 def test_an_endpoint_that_is_no_pod_is_known_by_its_address() -> None:
-    by_hand = {"addresses": ["10.9.9.9"]}
-    (endpoint,) = both(endpoint_slice("s1", by_hand)).values()
+    manual_endpoint = {"addresses": ["10.9.9.9"]}
+    (endpoint,) = merge_objects(endpoint_slice("s1", manual_endpoint)).values()
     assert (endpoint.key, endpoint.server_id) == ("http://10.9.9.9:8000", "")
     assert endpoint.is_ready
 
 
 def test_the_name_of_a_pod_fits_into_a_session_id() -> None:
-    name = make_pod_server_id("8C5F7A3E-0b1d-4c7e-9a55-2f7d1c0e4b6a")
+    server_id = make_pod_server_id("8C5F7A3E-0b1d-4c7e-9a55-2f7d1c0e4b6a")
     key = SessionKey.random()
-    assert name == "8c5f7a3e0b1d4c7e9a552f7d1c0e4b6a"
-    assert key.read(key.sign("blackjack", name)).server_id == name
+    assert server_id == "8c5f7a3e0b1d4c7e9a552f7d1c0e4b6a"
+    assert key.read(key.sign("blackjack", server_id)).server_id == server_id
     with pytest.raises(ConfigError, match="POD_UID"):
         make_pod_server_id("")
 
 
 @pytest.mark.parametrize(
-    ("ports", "http", "grpc"),
+    ("ports", "http_port", "grpc_port"),
     [
         ({"http": 80, "grpc": 90}, 80, 90),
         ({"http": 8000}, 8000, 18000),
@@ -93,18 +99,18 @@ def test_the_name_of_a_pod_fits_into_a_session_id() -> None:
     ],
 )
 def test_ports_are_found_by_name_or_as_a_server_chooses_them(
-    ports: dict[str, int], http: int | None, grpc: int
+    ports: dict[str, int], http_port: int | None, grpc_port: int
 ) -> None:
-    endpoints = endpoint_slice("s1", member("a"), ports=ports)
-    (endpoint,) = parse_slice(endpoints).endpoints
-    assert endpoint.http_address == (f"http://10.0.0.1:{http}" if http else "")
-    assert endpoint.grpc_address == f"grpc://10.0.0.1:{grpc}"
+    slice_object = endpoint_slice("s1", member("a"), ports=ports)
+    (endpoint,) = parse_slice(slice_object).endpoints
+    assert endpoint.http_address == (f"http://10.0.0.1:{http_port}" if http_port else "")
+    assert endpoint.grpc_address == f"grpc://10.0.0.1:{grpc_port}"
 
 
 def test_a_port_is_found_by_the_protocol_that_it_speaks() -> None:
-    endpoints = endpoint_slice("s1", member("a"), ports={"metrics": 9090, "play": 90})
-    endpoints["ports"][1]["appProtocol"] = "kubernetes.io/h2c"
-    (endpoint,) = parse_slice(endpoints).endpoints
+    slice_object = endpoint_slice("s1", member("a"), ports={"metrics": 9090, "play": 90})
+    slice_object["ports"][1]["appProtocol"] = "kubernetes.io/h2c"
+    (endpoint,) = parse_slice(slice_object).endpoints
     assert endpoint.grpc_address == "grpc://10.0.0.1:90"
 
 
@@ -117,22 +123,22 @@ def test_unusable_ports_are_an_error_that_lists_them(
 
 
 def test_one_change_parses_one_slice() -> None:
-    pods = [[f"pod-{part}-{number}" for number in range(100)] for part in range(20)]
+    pods = [[f"pod-{slice_index}-{number}" for number in range(100)] for slice_index in range(20)]
     slices = [
-        make_versioned(endpoint_slice(f"s{part}", *map(member, names)), part)
-        for part, names in enumerate(pods)
+        set_version(endpoint_slice(f"s{slice_index}", *map(member, names)), slice_index)
+        for slice_index, names in enumerate(pods)
     ]
-    read = [parse_slice(item) for item in slices]
+    parsed_slices = [parse_slice(slice_object) for slice_object in slices]
     num_calls = 0
 
-    def count(frame: object, event: str, argument: object) -> None:
+    def count_call(frame: object, event: str, argument: object) -> None:
         nonlocal num_calls
         num_calls += event in ("call", "c_call")
 
-    sys.setprofile(count)
+    sys.setprofile(count_call)
     try:
-        read[7] = parse_slice(slices[7])
-        endpoints = merge_slices(read)
+        parsed_slices[7] = parse_slice(slices[7])
+        endpoints = merge_slices(parsed_slices)
     finally:
         sys.setprofile(None)
     assert len(endpoints) == 2000

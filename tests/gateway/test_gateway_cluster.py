@@ -23,7 +23,7 @@ from tests.gateway.gateways import NAME, get_sessions, make_config, make_server
 
 pytestmark = pytest.mark.slow
 
-SEEDED = OpenArgs(ResetArgs(seed=1))
+OPEN_ARGS = OpenArgs(ResetArgs(seed=1))
 FLEET = KubernetesEnvironment(namespace=NAMESPACE, service="blackjack", lease="gateway")
 
 
@@ -36,13 +36,13 @@ def make_slice(pod: str, server, **conditions):
 
 
 async def test_pods_are_routed_to_drained_and_ranked_for_deletion():
-    pod_slice, other = (
+    server_a, server_b = (
         make_server(server_id=named_server_id("a")),
         make_server(server_id=named_server_id("b")),
     )
-    async with FakeKubernetes() as cluster, pod_slice, other:
+    async with FakeKubernetes() as cluster, server_a, server_b:
         pods = ("v1", "pods", NAMESPACE)
-        for pod, server in (("a", pod_slice), ("b", other)):
+        for pod, server in (("a", server_a), ("b", server_b)):
             cluster.put(make_slice(pod, server))
             cluster.put(
                 {
@@ -55,21 +55,25 @@ async def test_pods_are_routed_to_drained_and_ranked_for_deletion():
         source = EndpointSliceSource(make_api_client(cluster), FLEET, lambda: loads)
         async with Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway:
             sessions = get_sessions(gateway)
-            opened = [await sessions.open(SEEDED) for _ in range(8)]
-            on_a = [s for s in opened if s.session_id.split("~")[1] == named_server_id("a")]
-            assert 0 < len(on_a) < 8
+            opened_sessions = [await sessions.open(OPEN_ARGS) for _ in range(8)]
+            sessions_on_a = [
+                session
+                for session in opened_sessions
+                if session.session_id.split("~")[1] == named_server_id("a")
+            ]
+            assert 0 < len(sessions_on_a) < 8
             loads.update(sessions.fleet.read_pod_loads())
             assert set(loads) == {"a", "b"}
             await wait_until(lambda: COST_ANNOTATION in str(cluster.get(*pods, "a")))
 
-            cluster.put(make_slice("a", pod_slice, ready=False, terminating=True))
+            cluster.put(make_slice("a", server_a, ready=False, terminating=True))
             await wait_until(lambda: sessions.environment_load.num_draining_servers == 1)
             for _ in range(4):
-                await sessions.open(SEEDED)
-            assert pod_slice.core.load.num_sessions == len(on_a)
-            await sessions.step(on_a[0].session_id, b'{"add": 1}', 1)
+                await sessions.open(OPEN_ARGS)
+            assert server_a.core.load.num_sessions == len(sessions_on_a)
+            await sessions.step(sessions_on_a[0].session_id, b'{"add": 1}', 1)
 
             cluster.remove(*SLICES, "slice-a")
             await wait_until(lambda: len(sessions.fleet.links) == 1)
             with pytest.raises(SessionLostError, match="removed"):
-                await sessions.step(on_a[0].session_id, b'{"add": 1}', 2)
+                await sessions.step(sessions_on_a[0].session_id, b'{"add": 1}', 2)

@@ -22,18 +22,18 @@ LUDUS = str(Path(sys.executable).with_name("ludus"))
 BLACKJACK = ("--env", "blackjack=openspiel_env", "--option", "blackjack.game=blackjack")
 
 
-def environment() -> dict[str, str]:
+def make_environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("LUDUS_")}
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def run_gateway_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start a gateway; yield its process and its gRPC address."""
     process = subprocess.Popen(
         [LUDUS, "gateway", *arguments, "--port", "0"],
         stdout=subprocess.PIPE,
         text=True,
-        env=environment(),
+        env=make_environ(),
     )
     try:
         output = ""
@@ -48,7 +48,7 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.stdout.close()
 
 
-def child_processes(pid: int) -> list[int]:
+def find_children(pid: int) -> list[int]:
     return [
         int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     ] or [
@@ -72,22 +72,24 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-async def test_gateway_starts_and_stops_its_servers(end):
-    with running(*BLACKJACK, "--servers", "2") as (process, address):
-        await wait_until(lambda: len(child_processes(process.pid)) == 2)
-        children = child_processes(process.pid)
+@pytest.mark.parametrize("end_signal", [signal.SIGTERM, signal.SIGKILL])
+async def test_gateway_starts_and_stops_its_servers(end_signal):
+    with run_gateway_process(*BLACKJACK, "--servers", "2") as (process, address):
+        await wait_until(lambda: len(find_children(process.pid)) == 2)
+        children = find_children(process.pid)
         async with await AsyncEnvClient.connect(address) as client:
-            session, first = await client.open(seed=3)
-            assert first.text is not None
+            session, first_result = await client.open(seed=3)
+            assert first_result.text is not None
             assert (await session.step(text="STAND")).done
-        process.send_signal(end)
-        assert await asyncio.to_thread(process.wait, 60) == (0 if end == signal.SIGTERM else -9)
+        process.send_signal(end_signal)
+        assert await asyncio.to_thread(process.wait, 60) == (
+            0 if end_signal == signal.SIGTERM else -9
+        )
         await wait_until(lambda: not any(is_alive(pid) for pid in children))
 
 
 async def test_second_signal_ends_the_wait_for_sessions():
-    with running(*BLACKJACK) as (process, address):
+    with run_gateway_process(*BLACKJACK) as (process, address):
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open(seed=3)
             process.send_signal(signal.SIGINT)
@@ -116,16 +118,16 @@ async def test_second_signal_ends_the_wait_for_sessions():
     ],
 )
 def test_bad_input_is_one_clear_line(arguments, expected):
-    done = subprocess.run(
+    process = subprocess.run(
         [LUDUS, "gateway", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
-        env=environment(),
+        env=make_environ(),
     )
-    assert done.returncode == 2
-    assert expected in done.stderr
-    assert "Traceback" not in done.stderr
+    assert process.returncode == 2
+    assert expected in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_a_configuration_file_is_read_and_options_have_precedence(tmp_path):
@@ -147,7 +149,7 @@ namespace = "arena"
     config = GatewayConfig.read(path, {"port": 9100})
     assert (config.port, config.grpc_port) == (9100, None)
     assert config.sessions.linger_s == 5.0
-    assert {child.kind for child in config.environments.values()} == {"static", "kubernetes"}
+    assert {env.kind for env in config.environments.values()} == {"static", "kubernetes"}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +165,6 @@ namespace = "arena"
 def test_a_wrong_configuration_names_the_field(tmp_path, text, expected):
     path = tmp_path / "gateway.toml"
     path.write_text(text)
-    with pytest.raises(Exception, match=expected) as caught:
+    with pytest.raises(Exception, match=expected) as error:
         GatewayConfig.read(path)
-    assert str(path) in str(caught.value)
+    assert str(path) in str(error.value)

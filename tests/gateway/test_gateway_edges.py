@@ -28,16 +28,16 @@ from tests.gateway.gateways import (
 
 pytestmark = pytest.mark.asyncio
 
-RED, BLUE, ROOT = (f"{name}-token-0123456789" for name in ("red", "blue", "root"))
+RED_TOKEN, BLUE_TOKEN, ROOT_TOKEN = (f"{name}-token-0123456789" for name in ("red", "blue", "root"))
 
 
 @pytest.fixture
 def tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     lines = []
     for name, token, scope in (
-        ("red", RED, "step"),
-        ("blue", BLUE, "step"),
-        ("root", ROOT, "admin"),
+        ("red", RED_TOKEN, "step"),
+        ("blue", BLUE_TOKEN, "step"),
+        ("root", ROOT_TOKEN, "admin"),
     ):
         monkeypatch.setenv(f"{name.upper()}_TOKEN", token)
         lines += ["[[tenants]]", f'name = "{name}"', f'token_env = "{name.upper()}_TOKEN"']
@@ -47,16 +47,16 @@ def tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def bearer(token: str) -> dict[str, str]:
+def make_headers(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
 async def test_tls_on_both_ports(tmp_path):
     authority = trustme.CA()
-    identity = authority.issue_cert("127.0.0.1", "localhost")
+    certificate = authority.issue_cert("127.0.0.1", "localhost")
     cert, key, ca = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem"))
-    identity.cert_chain_pems[0].write_to_path(cert)
-    identity.private_key_pem.write_to_path(key)
+    certificate.cert_chain_pems[0].write_to_path(cert)
+    certificate.private_key_pem.write_to_path(key)
     authority.cert_pem.write_to_path(ca)
     tls = {"cert": str(cert), "key": str(key)}
     async with run_gateway(tls=tls) as (gateway, _):
@@ -71,48 +71,54 @@ async def test_only_admins_drain_and_only_others_play(tenants):
     async with run_gateway(tenants_file=tenants) as (gateway, _), http_client(gateway) as http:
         assert (await http.get("/healthz")).status_code == 200
         assert (await http.get("/v1/envs")).status_code == 401
-        assert (await http.post("/drain", headers=bearer(RED))).status_code == 403
-        opening = f"/envs/{NAME}/reset"
-        assert (await http.post(opening, json={}, headers=bearer(ROOT))).status_code == 403
-        assert (await http.post(opening, json={}, headers=bearer(RED))).status_code == 200
-        assert (await http.post("/drain", headers=bearer(ROOT))).status_code == 200
+        assert (await http.post("/drain", headers=make_headers(RED_TOKEN))).status_code == 403
+        reset_path = f"/envs/{NAME}/reset"
+        assert (
+            await http.post(reset_path, json={}, headers=make_headers(ROOT_TOKEN))
+        ).status_code == 403
+        assert (
+            await http.post(reset_path, json={}, headers=make_headers(RED_TOKEN))
+        ).status_code == 200
+        assert (await http.post("/drain", headers=make_headers(ROOT_TOKEN))).status_code == 200
         http.cookies.clear()  # otherwise it continues in its session
-        refused = await http.post(opening, json={}, headers=bearer(RED))
-        assert refused.json()["detail"]["code"] == "DRAINING"
+        refusal = await http.post(reset_path, json={}, headers=make_headers(RED_TOKEN))
+        assert refusal.json()["detail"]["code"] == "DRAINING"
 
 
 async def test_an_unused_session_of_one_tenant_makes_room_for_another(tenants):
-    entry = {"max_sessions": 1}
+    options = {"max_sessions": 1}
     async with (
-        run_gateway(tenants_file=tenants, server_options=entry) as (gateway, servers),
-        http_client(gateway) as red,
-        http_client(gateway) as blue,
+        run_gateway(tenants_file=tenants, server_options=options) as (gateway, servers),
+        http_client(gateway) as red_client,
+        http_client(gateway) as blue_client,
     ):
-        reset = f"/envs/{NAME}/reset"
+        reset_path = f"/envs/{NAME}/reset"
         for _ in range(2):
-            for http, token in ((red, RED), (blue, BLUE)):
-                answer = await http.post(reset, json={"seed": 1}, headers=bearer(token))
-                assert answer.status_code == 200, answer.text
+            for http, token in ((red_client, RED_TOKEN), (blue_client, BLUE_TOKEN)):
+                response = await http.post(
+                    reset_path, json={"seed": 1}, headers=make_headers(token)
+                )
+                assert response.status_code == 200, response.text
                 assert count_sessions(servers) == 1
 
 
 async def test_unused_session_makes_room_after_an_unexpected_refusal():
-    two = {"max_sessions": 2}
+    options = {"max_sessions": 2}
     async with (
-        run_gateway(server_options=two, servers={**FAST_POLLING, "poll_interval_s": 3600}) as (
+        run_gateway(server_options=options, servers={**FAST_POLLING, "poll_interval_s": 3600}) as (
             gateway,
             [server],
         ),
-        http_client(gateway) as entry,
-        http_client(gateway) as second,
+        http_client(gateway) as first_client,
+        http_client(gateway) as second_client,
     ):
-        reset = f"/envs/{NAME}/reset"
-        assert (await entry.post(reset, json={})).status_code == 200
-        async with connect_client(server.grpc_address) as direct:
-            await direct.open()
+        reset_path = f"/envs/{NAME}/reset"
+        assert (await first_client.post(reset_path, json={})).status_code == 200
+        async with connect_client(server.grpc_address) as direct_client:
+            await direct_client.open()
             assert count_sessions([server]) == 2
-            answer = await second.post(reset, json={})
-            assert answer.status_code == 200, answer.text
+            response = await second_client.post(reset_path, json={})
+            assert response.status_code == 200, response.text
             assert count_sessions([server]) == 2
 
 
@@ -150,24 +156,24 @@ async def test_opens_without_servers_wait_and_then_report_the_reason(monkeypatch
         with pytest.raises(CapacityError, match="accepts sessions"):
             await get_sessions(gateway).open(OpenArgs(ResetArgs()))
         async with httpx.AsyncClient(timeout=60) as http:
-            answer = await http.get(f"{gateway.http_address}/envs/{NAME}/metadata", timeout=30)
-            assert answer.status_code == 503
-            assert answer.json()["detail"]["code"] == "UNAVAILABLE"
+            response = await http.get(f"{gateway.http_address}/envs/{NAME}/metadata", timeout=30)
+            assert response.status_code == 503
+            assert response.json()["detail"]["code"] == "UNAVAILABLE"
 
 
 async def test_a_client_that_comes_before_the_first_server_is_served_when_it_starts():
-    late = make_server()
-    port = _free_port()
+    server = make_server()
+    port = _find_free_port()
     async with Gateway(make_config(f"grpc://127.0.0.1:{port}")) as gateway:
-        connecting = asyncio.create_task(AsyncEnvClient.connect(gateway.grpc_address))
+        connection_task = asyncio.create_task(AsyncEnvClient.connect(gateway.grpc_address))
         await wait_until(lambda: get_sessions(gateway).load.num_waiting == 1)
-        late = make_server(grpc_port=port)
-        async with late, await connecting as client:
+        server = make_server(grpc_port=port)
+        async with server, await connection_task as client:
             session, _ = await client.open(seed=1)
             assert (await session.step({"add": 1})).reward == 1.0
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -19,18 +19,18 @@ from tests.gateway.gateways import (
 )
 
 
-@pytest.mark.parametrize("was_there", [False, True])
-async def test_waiting_opens_count_as_demand_and_play_after_a_server_started(was_there):
+@pytest.mark.parametrize("has_server", [False, True])
+async def test_waiting_opens_count_as_demand_and_play_after_a_server_started(has_server):
     async with make_server() as server:
-        source = ListedServers(*[make_endpoint(server)] * was_there)
+        source = ListedServers(*[make_endpoint(server)] * has_server)
         async with Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway:
             admission = get_sessions(gateway).admission
-            await wait_until(lambda: bool(admission.fleet.description) == was_there)
+            await wait_until(lambda: bool(admission.fleet.description) == has_server)
             source.list()
-            waiting = asyncio.create_task(describe(gateway.grpc_address, wait_s=60))
+            describe_task = asyncio.create_task(describe(gateway.grpc_address, wait_s=60))
             await wait_until(lambda: admission.num_waiting == 1)
             source.list(make_endpoint(server))
-            assert (await waiting).server_id == "gateway"
+            assert (await describe_task).server_id == "gateway"
             assert count_sessions([server]) == 0
 
 

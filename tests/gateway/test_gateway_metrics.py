@@ -54,7 +54,7 @@ def read_samples(metrics: GatewayMetrics) -> dict[tuple[str, ...], float]:
     }
 
 
-def busy() -> GatewayMetrics:
+def make_used_metrics() -> GatewayMetrics:
     loads = [
         EnvironmentLoad("blackjack", 3, 40, 2, 64, 4, 1, 2),
         EnvironmentLoad("not-configured", 9, 9, 9, 9, 9),
@@ -77,7 +77,7 @@ def busy() -> GatewayMetrics:
 
 
 def test_events_are_counted_in_their_series() -> None:
-    values = read_samples(busy())
+    values = read_samples(make_used_metrics())
     expected = {
         ("ludus_gateway_sessions", "blackjack", "pending"): 3,
         ("ludus_gateway_sessions", "blackjack", "active"): 40,
@@ -111,50 +111,50 @@ def test_events_are_counted_in_their_series() -> None:
 
 
 def test_every_series_exists_from_the_start() -> None:
-    fresh, used = GatewayMetrics(["blackjack", "chess"]), busy()
-    initial = read_samples(fresh)
-    assert initial.keys() == read_samples(used).keys()
-    assert {value for (name, *_), value in initial.items() if not name.endswith("_info")} == {0.0}
-    opens = {key[2] for key in initial if key[0] == "ludus_gateway_opens_total"}
-    assert opens == set(OpenOutcome)
-    assert ("ludus_gateway_calls_total", "chess", "step", "SESSION_LOST") in initial
+    fresh_metrics, used_metrics = GatewayMetrics(["blackjack", "chess"]), make_used_metrics()
+    samples = read_samples(fresh_metrics)
+    assert samples.keys() == read_samples(used_metrics).keys()
+    assert {value for (name, *_), value in samples.items() if not name.endswith("_info")} == {0.0}
+    outcomes = {key[2] for key in samples if key[0] == "ludus_gateway_opens_total"}
+    assert outcomes == set(OpenOutcome)
+    assert ("ludus_gateway_calls_total", "chess", "step", "SESSION_LOST") in samples
 
 
 def test_every_declared_name_is_exported() -> None:
-    exported = {
+    exported_names = {
         family.name.removesuffix("_info")
-        for family in text_string_to_metric_families(render(busy())[0].decode())
+        for family in text_string_to_metric_families(render(make_used_metrics())[0].decode())
     }
-    assert exported == set(GatewayMetric)
+    assert exported_names == set(GatewayMetric)
 
 
 def test_the_exposition_is_read_by_both_parsers() -> None:
-    metrics = busy()
+    metrics = make_used_metrics()
     body, content_type = render(metrics, "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     names = {family.name for family in openmetrics_families(body.decode())}
     assert names == set(GatewayMetric)
-    plain, content_type = render(metrics, "text/plain")
+    text_body, content_type = render(metrics, "text/plain")
     assert content_type.startswith("text/plain")
-    assert list(text_string_to_metric_families(plain.decode()))
+    assert list(text_string_to_metric_families(text_body.decode()))
 
 
 async def test_a_scrape_is_consistent_while_calls_are_counted() -> None:
-    metrics = busy()
-    rendering = asyncio.create_task(metrics.render())
-    while not rendering.done():
+    metrics = make_used_metrics()
+    render_task = asyncio.create_task(metrics.render())
+    while not render_task.done():
         metrics.count_call("chess", "step", "OK", 0.5)
         await asyncio.sleep(0)
-    for family in text_string_to_metric_families(rendering.result()[0].decode()):
-        by_name = {
+    for family in text_string_to_metric_families(render_task.result()[0].decode()):
+        values_by_name = {
             (sample.name, sample.labels.get("le")): sample.value
             for sample in family.samples
             if sample.labels.get("env") == "chess" and sample.labels.get("call") == "step"
         }
         if family.name == GatewayMetric.CALL_SECONDS:
             assert (
-                by_name["ludus_gateway_call_seconds_bucket", "+Inf"]
-                == (by_name["ludus_gateway_call_seconds_count", None])
+                values_by_name["ludus_gateway_call_seconds_bucket", "+Inf"]
+                == (values_by_name["ludus_gateway_call_seconds_count", None])
             )
 
 
@@ -172,16 +172,16 @@ def test_refused_calls_reach_the_metrics() -> None:
 
 @pytest.mark.skipif(not PROMTOOL, reason="no promtool; set PROMTOOL_BINARY to one")
 def test_promtool_finds_nothing_to_improve() -> None:
-    body, _ = render(busy(), "text/plain")
-    done = subprocess.run([PROMTOOL, "check", "metrics"], input=body, capture_output=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    body, _ = render(make_used_metrics(), "text/plain")
+    process = subprocess.run([PROMTOOL, "check", "metrics"], input=body, capture_output=True)
+    assert (process.returncode, process.stdout, process.stderr) == (0, b"", b"")
 
 
 # -- a real Prometheus -----------------------------------------------------------------------
 
 
 @contextmanager
-def exporting(metrics: GatewayMetrics) -> Iterator[int]:
+def serve_metrics(metrics: GatewayMetrics) -> Iterator[int]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body, content_type = render(metrics, self.headers.get("accept", ""))
@@ -205,7 +205,7 @@ def exporting(metrics: GatewayMetrics) -> Iterator[int]:
 
 
 @contextmanager
-def prometheus(folder: Path, targets: list[int]) -> Iterator[str]:
+def run_prometheus(folder: Path, targets: list[int]) -> Iterator[str]:
     """Run Prometheus for the targets, and yield its address."""
     addresses = ", ".join(f"'127.0.0.1:{port}'" for port in targets)
     (folder / "prometheus.yml").write_text(
@@ -245,22 +245,22 @@ def find_port(pid: int, log: Path) -> int:
     raise AssertionError(f"Prometheus does not listen: {log.read_text()}")
 
 
-def ask(address: str, query: str) -> dict[str, float]:
+def query_prometheus(address: str, query: str) -> dict[str, float]:
     """Query Prometheus; return values by environment."""
     encoded = urllib.parse.quote(query)
     try:
-        with urllib.request.urlopen(f"{address}/api/v1/query?query={encoded}") as answer:
-            samples = json.load(answer)["data"]["result"]
+        with urllib.request.urlopen(f"{address}/api/v1/query?query={encoded}") as response:
+            samples = json.load(response)["data"]["result"]
     except urllib.error.HTTPError as error:
         assert error.code == 503, error  # it listens before it responds
         return {}
-    return {target["metric"].get("env", ""): float(target["value"][1]) for target in samples}
+    return {sample["metric"].get("env", ""): float(sample["value"][1]) for sample in samples}
 
 
 def wait_for(address: str, query: str, expected: dict[str, float]) -> None:
     """Wait until a query has the expected result."""
     deadline_s = time.monotonic() + 120.0
-    while (samples := ask(address, query)) != expected:
+    while (samples := query_prometheus(address, query)) != expected:
         assert time.monotonic() < deadline_s, (query, samples)
         time.sleep(0.1)
 
@@ -272,19 +272,19 @@ def wait_for(address: str, query: str, expected: dict[str, float]) -> None:
 )
 def test_prometheus_scrapes_two_gateways_and_the_documented_queries_hold(tmp_path: Path) -> None:
     with (
-        exporting(busy()) as first,
-        exporting(busy()) as second,
-        prometheus(tmp_path, [first, second]) as address,
+        serve_metrics(make_used_metrics()) as first_port,
+        serve_metrics(make_used_metrics()) as second_port,
+        run_prometheus(tmp_path, [first_port, second_port]) as address,
     ):
-        provide_for = (
+        demand_query = (
             'max by (env) (ludus_gateway_sessions{state="active"})'
             ' + sum by (env) (ludus_gateway_sessions{state="pending"})'
         )
         # A late scrape leaves a gap, so a result may need another scrape.
-        wait_for(address, provide_for, {"blackjack": 46.0, "chess": 0.0})
-        saturation = (
+        wait_for(address, demand_query, {"blackjack": 46.0, "chess": 0.0})
+        saturation_query = (
             'max by (env) (ludus_gateway_sessions{state="active"})'
             " / max by (env) (ludus_gateway_session_capacity)"
         )
-        wait_for(address, f"{saturation} > 0", {"blackjack": 40 / 64})
+        wait_for(address, f"{saturation_query} > 0", {"blackjack": 40 / 64})
         wait_for(address, "sum(up)", {"": 2.0})

@@ -28,9 +28,9 @@ def write_tenants(path: Path, **limits: str) -> None:
     tokens = {"alice": ALICE, "bob": BOB}
     path.write_text(
         "".join(
-            f'[[tenants]]\nname = "{name}"\n{rest}\n'
+            f'[[tenants]]\nname = "{name}"\n{table}\n'
             f'token_sha256 = "{hashlib.sha256(tokens[name].encode()).hexdigest()}"\n'
-            for name, rest in limits.items()
+            for name, table in limits.items()
         )
     )
 
@@ -41,7 +41,7 @@ def ca_file(tmp_path: Path) -> Path:
     cert = ca.issue_cert("localhost", "127.0.0.1")
     ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     cert.private_key_pem.write_to_path(str(tmp_path / "tls.key"))
-    (tmp_path / "tls.crt").write_bytes(b"".join(b.bytes() for b in cert.cert_chain_pems))
+    (tmp_path / "tls.crt").write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
     return tmp_path / "ca.pem"
 
 
@@ -69,8 +69,8 @@ async def test_every_wire_is_served_with_a_token_over_tls_and_refused_without(
     context = build_client_context(ca_file)
     with pytest.raises(websockets.InvalidStatus):
         await websockets.connect(url, ssl=context)
-    with_token = url.replace("://", f"://alice:{ALICE}@")
-    async with websockets.connect(with_token, ssl=context) as socket:
+    url_with_token = url.replace("://", f"://alice:{ALICE}@")
+    async with websockets.connect(url_with_token, ssl=context) as socket:
         await socket.send('{"type": "reset", "data": {}}')
         assert '"observation"' in str(await socket.recv())
     with pytest.raises(AuthenticationError):
@@ -86,14 +86,14 @@ async def test_servers_behind_tls_and_a_token_are_reached_with_their_authority(
 ) -> None:
     monkeypatch.setenv("TOKEN_OF_SERVERS", "hush")
     tls = {"tls_cert": tmp_path / "tls.crt", "tls_key": tmp_path / "tls.key", "token": "hush"}
-    reached = {**FAST_POLLING, "ca_file": str(ca_file), "token_env": "TOKEN_OF_SERVERS"}
+    server_config = {**FAST_POLLING, "ca_file": str(ca_file), "token_env": "TOKEN_OF_SERVERS"}
     async with (
-        run_gateway(2, server_options=tls, servers=reached) as (gateway, servers),
+        run_gateway(2, server_options=tls, servers=server_config) as (gateway, servers),
         connect_client(gateway) as client,
     ):
         assert servers[0].grpc_address.startswith("grpcs://")
-        opened = [await client.open(seed=1) for _ in range(2)]
-        assert [(await session.step({"add": 1})).reward for session, _ in opened] == [1.0, 1.0]
+        sessions = [await client.open(seed=1) for _ in range(2)]
+        assert [(await session.step({"add": 1})).reward for session, _ in sessions] == [1.0, 1.0]
 
 
 async def test_changed_tenants_file_applies_to_open_streams(
@@ -106,7 +106,7 @@ async def test_changed_tenants_file_applies_to_open_streams(
         for token in (ALICE, BOB)
     ]
     session, _ = await alice.open(seed=1)
-    other, _ = await bob.open(seed=1)
+    bob_session, _ = await bob.open(seed=1)
     await session.step({"add": 1})
     write_tenants(tmp_path / "tenants.toml", bob="max_sessions = 1")
     clock.now_s += 1.0
@@ -114,7 +114,7 @@ async def test_changed_tenants_file_applies_to_open_streams(
         await session.step({"add": 1})
     with pytest.raises(AuthenticationError, match="'alice' was removed"):
         await alice.open(seed=1)
-    await other.step({"add": 1})
+    await bob_session.step({"add": 1})
     with pytest.raises(RateLimitError, match="may have at most 1"):
         await bob.open(seed=1)
     await alice.close()
@@ -139,20 +139,20 @@ async def test_refused_steps_are_counted_on_every_wire_without_secrets(
         for call in (session.reset(), session.state(), session.call_tool("any", {})):
             with pytest.raises(RateLimitError, match="steps per second"):
                 await call
-        refused = await http.post(
+        refusal = await http.post(
             f"/envs/{NAME}/step",
             json={"action": {"add": 1}},
             headers={"x-session-id": session.id},
             auth=("alice", ALICE),
         )
-        assert (refused.status_code, refused.json()["detail"]["code"]) == (429, "RATE_LIMITED")
-        assert int(refused.headers["retry-after"]) > 100
-        named = {"x-session-id": session.id}
+        assert (refusal.status_code, refusal.json()["detail"]["code"]) == (429, "RATE_LIMITED")
+        assert int(refusal.headers["retry-after"]) > 100
+        headers = {"x-session-id": session.id}
         for method, path in (("GET", "state"), ("POST", "reset")):
-            refused = await http.request(
-                method, f"/envs/{NAME}/{path}", headers=named, auth=("alice", ALICE)
+            refusal = await http.request(
+                method, f"/envs/{NAME}/{path}", headers=headers, auth=("alice", ALICE)
             )
-            assert refused.status_code == 429
+            assert refusal.status_code == 429
         text = (await http.get("/metrics", auth=("bob", BOB))).text
     assert f'ludus_gateway_rate_limited_total{{env="{NAME}"}} 7.0' in text
     for secret in (ALICE, BOB, "alice", "bob", session.id):
@@ -172,12 +172,12 @@ async def test_the_admin_port_asks_for_neither_token_nor_tls(tmp_path: Path, ca_
         assert not gateway.environments[NAME].admission.is_draining
         assert (await http.get(gateway.admin_address + "/drain")).status_code == 200
         assert gateway.environments[NAME].admission.is_draining
-        async with http_client(gateway, ca_file) as secure:
-            assert (await secure.get("/metrics")).status_code == 401
+        async with http_client(gateway, ca_file) as tls_client:
+            assert (await tls_client.get("/metrics")).status_code == 401
 
 
 async def test_an_admin_port_in_use_starts_nothing(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as counts:
-        config = make_config("grpc://127.0.0.1:1", admin_port=counts.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = make_config("grpc://127.0.0.1:1", admin_port=listener.getsockname()[1])
         with pytest.raises(PortInUseError, match="admin_port"):
             await Gateway(config).start()

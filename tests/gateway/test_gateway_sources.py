@@ -16,7 +16,7 @@ from tests.gateway.gateways import NAME, get_sessions
 
 pytestmark = pytest.mark.slow
 
-SEEDED = OpenArgs(ResetArgs(seed=1))
+OPEN_ARGS = OpenArgs(ResetArgs(seed=1))
 
 
 def make_config(**fields) -> GatewayConfig:
@@ -42,12 +42,12 @@ async def test_dead_servers_are_replaced_and_stop_with_the_gateway():
     async with Gateway(make_config(num_servers=2, max_sessions=4)) as gateway:
         sessions, source = get_sessions(gateway), gateway.sources[NAME]
         await wait_until(lambda: sessions.environment_load.capacity == 8)
-        opened = [await sessions.open(SEEDED) for _ in range(8)]
+        opened_sessions = [await sessions.open(OPEN_ARGS) for _ in range(8)]
         os.kill(source.servers["server-1"].pid, signal.SIGKILL)
         num_lost = 0
-        for server in opened:
+        for session in opened_sessions:
             try:
-                assert await sessions.state(server.session_id)
+                assert await sessions.state(session.session_id)
             except InfrastructureError as error:
                 assert error.code == "SESSION_LOST"
                 num_lost += 1
@@ -77,14 +77,14 @@ async def test_its_servers_get_none_of_its_own_secrets(tmp_path, monkeypatch):
         monkeypatch.setenv(name, text)
     tenants = tmp_path / "tenants.toml"
     tenants.write_text('[[tenants]]\nname = "team-a"\ntoken_env = "TEAM_A_TOKEN"\n')
-    raw = make_config(target="tests.env.code_env:CodeEnv", options={}).model_dump()
-    raw["servers"]["token_env"] = "FLEET_TOKEN"
-    async with Gateway(GatewayConfig.parse({**raw, "tenants_file": tenants})) as gateway:
+    config = make_config(target="tests.env.code_env:CodeEnv", options={}).model_dump()
+    config["servers"]["token_env"] = "FLEET_TOKEN"
+    async with Gateway(GatewayConfig.parse({**config, "tenants_file": tenants})) as gateway:
         address, token = gateway.grpc_address, variables["TEAM_A_TOKEN"]
         client = await AsyncEnvClient.connect(address, ConnectOptions(token=token))
         session, _ = await client.open()
-        message = (await session.step({"code": "import os; result = dict(os.environ)"})).info
+        step_info = (await session.step({"code": "import os; result = dict(os.environ)"})).info
         await client.close()
-        assert message["result"]["HARMLESS"] == "1"
+        assert step_info["result"]["HARMLESS"] == "1"
         # The servers must have the key that signs session ids.
-        assert set(variables) & set(message["result"]) == {"LUDUS_SESSION_KEY"}
+        assert set(variables) & set(step_info["result"]) == {"LUDUS_SESSION_KEY"}

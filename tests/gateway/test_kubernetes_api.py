@@ -31,7 +31,7 @@ from tests.env.polling import wait_until
 from tests.gateway.cluster_objects import NAMESPACE, endpoint_slice, make_api_client, member
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
-PODS = make_resource_path("v1", NAMESPACE, "pods")
+PODS_PATH = make_resource_path("v1", NAMESPACE, "pods")
 SECRET = "sec.ret.token"
 
 
@@ -51,7 +51,7 @@ async def cluster(authority: trustme.CA) -> AsyncIterator[FakeKubernetes]:
 
 
 @pytest.fixture
-def account(tmp_path: Path, authority: trustme.CA) -> Path:
+def account_folder(tmp_path: Path, authority: trustme.CA) -> Path:
     """Create a pod's service account folder."""
     (tmp_path / "token").write_text(f"{SECRET}\n")
     authority.cert_pem.write_to_path(tmp_path / "ca.crt")
@@ -63,78 +63,82 @@ def pod_environment(cluster: FakeKubernetes) -> dict[str, str]:
     return {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": port}
 
 
-def in_pod(cluster: FakeKubernetes, account: Path) -> KubernetesApi:
-    return KubernetesApi(lambda: load_pod_access(account, pod_environment(cluster)))
+def make_pod_client(cluster: FakeKubernetes, account_folder: Path) -> KubernetesApi:
+    return KubernetesApi(lambda: load_pod_access(account_folder, pod_environment(cluster)))
 
 
-async def test_service_account_of_a_pod_is_accepted(cluster: FakeKubernetes, account: Path) -> None:
-    async with in_pod(cluster, account) as api:
-        assert (await api.read(PODS))["items"] == []
+async def test_service_account_of_a_pod_is_accepted(
+    cluster: FakeKubernetes, account_folder: Path
+) -> None:
+    async with make_pod_client(cluster, account_folder) as api:
+        assert (await api.read(PODS_PATH))["items"] == []
 
 
-async def test_a_token_that_rotates_is_read_again(cluster: FakeKubernetes, account: Path) -> None:
-    async with in_pod(cluster, account) as api:
-        await api.read(PODS)
+async def test_a_token_that_rotates_is_read_again(
+    cluster: FakeKubernetes, account_folder: Path
+) -> None:
+    async with make_pod_client(cluster, account_folder) as api:
+        await api.read(PODS_PATH)
         cluster.tokens = {"the.next.token"}
-        (account / "token").write_text("the.next.token")
-        await api.read(PODS)
+        (account_folder / "token").write_text("the.next.token")
+        await api.read(PODS_PATH)
     assert [request.token for request in cluster.requests] == [SECRET, "the.next.token"]
 
 
 async def test_temporarily_missing_service_account_is_a_temporary_failure(
-    cluster: FakeKubernetes, account: Path
+    cluster: FakeKubernetes, account_folder: Path
 ) -> None:
-    async with in_pod(cluster, account) as api:
-        await api.read(PODS)
-        token_file = account / "token"
-        token_file.rename(account / "away")
+    async with make_pod_client(cluster, account_folder) as api:
+        await api.read(PODS_PATH)
+        token_file = account_folder / "token"
+        token_file.rename(account_folder / "away")
         with pytest.raises(ClusterError, match="No such file"):
-            await api.read(PODS)
+            await api.read(PODS_PATH)
         cluster.tokens = {"the.next.token"}
         token_file.write_text("stale")
-        (account / "ca.crt").rename(account / "ca.away")
+        (account_folder / "ca.crt").rename(account_folder / "ca.away")
         with pytest.raises(ClusterError, match="automountServiceAccountToken"):
-            await api.read(PODS)
+            await api.read(PODS_PATH)
         token_file.write_text("the.next.token")
-        (account / "ca.away").rename(account / "ca.crt")
-        await api.read(PODS)
+        (account_folder / "ca.away").rename(account_folder / "ca.crt")
+        await api.read(PODS_PATH)
 
 
-async def test_a_ca_that_rotates_is_read_again(account: Path) -> None:
-    old, new = trustme.CA(), trustme.CA()
-    old.cert_pem.write_to_path(account / "ca.crt")
+async def test_a_ca_that_rotates_is_read_again(account_folder: Path) -> None:
+    old_ca, new_ca = trustme.CA(), trustme.CA()
+    old_ca.cert_pem.write_to_path(account_folder / "ca.crt")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    new.issue_cert("127.0.0.1").configure_cert(tls)
-    async with FakeKubernetes(tls=tls) as cluster, in_pod(cluster, account) as api:
+    new_ca.issue_cert("127.0.0.1").configure_cert(tls)
+    async with FakeKubernetes(tls=tls) as cluster, make_pod_client(cluster, account_folder) as api:
         with pytest.raises(ClusterError, match="certificate verify failed"):
-            await api.read(PODS)
+            await api.read(PODS_PATH)
         assert cluster.requests == [], "the token is not sent to a stranger"
-        new.cert_pem.write_to_path(account / "ca.crt")
-        await api.read(PODS)
+        new_ca.cert_pem.write_to_path(account_folder / "ca.crt")
+        await api.read(PODS_PATH)
 
 
 async def test_credentials_appear_in_no_error_log_or_repr(
-    cluster: FakeKubernetes, account: Path, caplog: pytest.LogCaptureFixture
+    cluster: FakeKubernetes, account_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    access = load_pod_access(account, pod_environment(cluster))
-    message = [repr(access)]
+    access = load_pod_access(account_folder, pod_environment(cluster))
+    texts = [repr(access)]
     cluster.tokens = {"another"}
-    async with in_pod(cluster, account) as api:
-        for troubled in (api.read(PODS), api.merge(f"{PODS}/a", {})):
-            with pytest.raises(ClusterError, match="check the service account's token") as caught:
-                await troubled
-            message += [str(caught.value), repr(caught.value)]
+    async with make_pod_client(cluster, account_folder) as api:
+        for call in (api.read(PODS_PATH), api.merge(f"{PODS_PATH}/a", {})):
+            with pytest.raises(ClusterError, match="check the service account's token") as error:
+                await call
+            texts += [str(error.value), repr(error.value)]
         await cluster.go_down()
-        with pytest.raises(ClusterError) as caught:
-            await api.read(PODS)
-        message += [str(caught.value), repr(caught.value)]
-    assert SECRET not in "".join(message) + caplog.text
+        with pytest.raises(ClusterError) as error:
+            await api.read(PODS_PATH)
+        texts += [str(error.value), repr(error.value)]
+    assert SECRET not in "".join(texts) + caplog.text
 
 
 async def test_a_redirect_does_not_carry_the_token_elsewhere() -> None:
     async def redirect(request: web.Request) -> web.Response:
-        raise web.HTTPTemporaryRedirect(elsewhere.url + request.path)
+        raise web.HTTPTemporaryRedirect(other_cluster.url + request.path)
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", redirect)
@@ -143,10 +147,10 @@ async def test_a_redirect_does_not_carry_the_token_elsewhere() -> None:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     api = KubernetesApi(lambda: ApiAccess(url, lambda: f"Bearer {SECRET}"))
-    async with FakeKubernetes() as elsewhere, api:
+    async with FakeKubernetes() as other_cluster, api:
         with pytest.raises(ClusterError, match=r"refused GET .*307"):
-            await api.read(PODS)
-        assert elsewhere.requests == []
+            await api.read(PODS_PATH)
+        assert other_cluster.requests == []
     await runner.cleanup()
 
 
@@ -168,59 +172,63 @@ def write_kubeconfig(path: Path, cluster: FakeKubernetes, ca_file: Path, user: o
     return path
 
 
-async def test_kubeconfig_works_outside_a_pod(cluster: FakeKubernetes, account: Path) -> None:
-    ca_file = account / "ca.crt"
-    config = write_kubeconfig(account / "config", cluster, ca_file, {"token": SECRET})
+async def test_kubeconfig_works_outside_a_pod(
+    cluster: FakeKubernetes, account_folder: Path
+) -> None:
+    ca_file = account_folder / "ca.crt"
+    config = write_kubeconfig(account_folder / "config", cluster, ca_file, {"token": SECRET})
     async with KubernetesApi(lambda: load_access(config)) as api:
-        assert (await api.read(PODS))["items"] == []
+        assert (await api.read(PODS_PATH))["items"] == []
     assert SECRET not in repr(load_kubeconfig_access(config))
 
 
 async def test_kubeconfig_plugin_runs_again_after_a_refused_token(
-    cluster: FakeKubernetes, account: Path
+    cluster: FakeKubernetes, account_folder: Path
 ) -> None:
-    answer = account / "answer.json"
-    plugin = account / "plugin"
-    plugin.write_text(f"#!/bin/sh\ncat {answer}\n")
+    response_file = account_folder / "answer.json"
+    plugin = account_folder / "plugin"
+    plugin.write_text(f"#!/bin/sh\ncat {response_file}\n")
     plugin.chmod(plugin.stat().st_mode | stat.S_IXUSR)
     version = "client.authentication.k8s.io/v1"
 
-    def answer_with(token: str) -> None:
+    def write_response(token: str) -> None:
         status = {"token": token}
         credential = {"apiVersion": version, "kind": "ExecCredential", "status": status}
-        answer.write_text(json.dumps(credential))
+        response_file.write_text(json.dumps(credential))
 
-    answer_with(SECRET)
+    write_response(SECRET)
     user = {"exec": {"apiVersion": version, "command": str(plugin), "interactiveMode": "Never"}}
-    config = write_kubeconfig(account / "config", cluster, account / "ca.crt", user)
+    config = write_kubeconfig(account_folder / "config", cluster, account_folder / "ca.crt", user)
     async with KubernetesApi(lambda: load_kubeconfig_access(config)) as api:
-        await api.read(PODS)
+        await api.read(PODS_PATH)
         cluster.tokens = {"fresh"}
-        answer_with("fresh")
-        await api.read(PODS)
+        write_response("fresh")
+        await api.read(PODS_PATH)
     assert [request.token for request in cluster.requests] == [SECRET, SECRET, "fresh"]
 
 
-@pytest.mark.parametrize("missing", ["token", "ca.crt"])
-def test_a_pod_without_a_service_account_says_what_to_set(account: Path, missing: str) -> None:
-    (account / missing).unlink()
+@pytest.mark.parametrize("missing_file", ["token", "ca.crt"])
+def test_a_pod_without_a_service_account_says_what_to_set(
+    account_folder: Path, missing_file: str
+) -> None:
+    (account_folder / missing_file).unlink()
     environ = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
     with pytest.raises(ConfigError, match="automountServiceAccountToken"):
-        load_pod_access(account, environ)
+        load_pod_access(account_folder, environ)
 
 
 def test_missing_kubeconfig_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kubectl config get-contexts"):
         load_kubeconfig_access(tmp_path / "none")
     (tmp_path / "broken").write_text("{{{ token: sec.ret.token")
-    with pytest.raises(ConfigError, match=": ParserError") as caught:
+    with pytest.raises(ConfigError, match=": ParserError") as error:
         load_kubeconfig_access(tmp_path / "broken")
-    assert caught.value.__cause__ is None
+    assert error.value.__cause__ is None
 
 
-def test_an_ipv6_api_server_is_bracketed(account: Path) -> None:
+def test_an_ipv6_api_server_is_bracketed(account_folder: Path) -> None:
     environ = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
-    assert load_pod_access(account, environ).url == "https://[fd00::1]:443"
+    assert load_pod_access(account_folder, environ).url == "https://[fd00::1]:443"
 
 
 def test_names_are_escaped_in_paths() -> None:
@@ -232,11 +240,11 @@ async def test_a_refusal_says_what_was_refused_and_how_long_to_wait() -> None:
     async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         cluster.fail(403)
         with pytest.raises(ClusterError, match=r"cannot list pods.*grant it in the gateway's Role"):
-            await api.read(PODS)
+            await api.read(PODS_PATH)
         cluster.fail(429, retry_after="7")
-        with pytest.raises(ClusterError) as caught:
-            await api.read(PODS)
-        assert (caught.value.status, caught.value.retry_after_s) == (429, 7.0)
+        with pytest.raises(ClusterError) as error:
+            await api.read(PODS_PATH)
+        assert (error.value.status, error.value.retry_after_s) == (429, 7.0)
 
 
 async def test_too_large_response_or_event_is_refused(
@@ -268,9 +276,9 @@ async def test_a_watch_that_is_left_early_ends_at_the_server_too() -> None:
 
 async def test_a_watch_ends_with_a_bookmark_when_its_time_is_over() -> None:
     async with FakeKubernetes(revision=500) as cluster, make_api_client(cluster) as api:
-        seen = [event async for event in api.watch(PODS, version="500", timeout_s=1)]
-    assert [event.type for event in seen] == [EventType.BOOKMARK]
-    assert seen[0].object["metadata"]["resourceVersion"] == "500"
+        events = [event async for event in api.watch(PODS_PATH, version="500", timeout_s=1)]
+    assert [event.type for event in events] == [EventType.BOOKMARK]
+    assert events[0].object["metadata"]["resourceVersion"] == "500"
 
 
 async def test_unresponsive_server_is_abandoned() -> None:
@@ -279,7 +287,7 @@ async def test_unresponsive_server_is_abandoned() -> None:
         access = ApiAccess(cluster.url, lambda: "")
         async with KubernetesApi(lambda: access, timeout_s=0.1) as api:
             with pytest.raises(ClusterError, match="TimeoutError"):
-                await asyncio.wait_for(api.read(PODS), 60)
+                await asyncio.wait_for(api.read(PODS_PATH), 60)
 
 
 @pytest.mark.slow
@@ -289,5 +297,5 @@ def test_a_gateway_in_a_pod_does_not_load_the_official_client() -> None:
         f"import sys\nfrom ludus.services.gateway.kubernetes import {modules}\n"
         "print([m for m in ('kubernetes', 'torch', 'ray') if m in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout.strip() == "[]", result.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.stdout.strip() == "[]", process.stderr

@@ -13,7 +13,7 @@ from tests.gateway.cluster_objects import NAMESPACE, make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
 from tests.gateway.fake_kubernetes_pods import CommandResult
 
-LOG = make_resource_path("v1", NAMESPACE, "pods", "head") + "/log"
+LOG_PATH = make_resource_path("v1", NAMESPACE, "pods", "head") + "/log"
 
 
 @pytest.fixture
@@ -35,26 +35,26 @@ async def run_command(api: KubernetesApi) -> bytes:
 
 async def test_a_log_is_read_line_by_line(cluster: FakeKubernetes, api: KubernetesApi) -> None:
     cluster.pods.say("head", "one", "", "zwei ✓")
-    assert [line async for line in api.read_lines(LOG, {})] == ["one", "", "zwei ✓"]
+    assert [line async for line in api.read_lines(LOG_PATH, {})] == ["one", "", "zwei ✓"]
 
 
 async def test_a_log_is_followed_as_it_grows(cluster: FakeKubernetes, api: KubernetesApi) -> None:
     cluster.pods.say("head", "one")
-    seen = []
-    async with aclosing(api.read_lines(LOG, {"follow": "true"})) as lines:
+    received_lines = []
+    async with aclosing(api.read_lines(LOG_PATH, {"follow": "true"})) as lines:
         async for line in lines:
-            seen.append(line)
+            received_lines.append(line)
             if line == "one":
                 cluster.pods.say("head", "two")
             else:
                 break
-    assert seen == ["one", "two"]
+    assert received_lines == ["one", "two"]
 
 
 async def test_missing_log_is_reported(api: KubernetesApi) -> None:
-    with pytest.raises(ClusterError, match="waiting to start") as caught:
-        _ = [line async for line in api.read_lines(LOG, {})]
-    assert caught.value.status == 400
+    with pytest.raises(ClusterError, match="waiting to start") as error:
+        _ = [line async for line in api.read_lines(LOG_PATH, {})]
+    assert error.value.status == 400
 
 
 async def test_output_of_a_command_is_complete(cluster: FakeKubernetes, api: KubernetesApi) -> None:
@@ -87,6 +87,6 @@ async def test_forbidden_command_is_reported_with_a_remedy(
 ) -> None:
     cluster.tokens = {"another"}
     async with make_api_client(cluster) as api:
-        with pytest.raises(ClusterError, match=r"401 .*; check the service account") as caught:
+        with pytest.raises(ClusterError, match=r"401 .*; check the service account") as error:
             await run_command(api)
-    assert caught.value.status == 401
+    assert error.value.status == 401

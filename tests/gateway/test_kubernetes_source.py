@@ -28,38 +28,40 @@ from tests.gateway.cluster_objects import (
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
 SERVICE = KubernetesEnvironment(namespace=NAMESPACE, service="blackjack")
-IMPATIENT_S = (0.01, 0.05)
+SHORT_PAUSES_S = (0.01, 0.05)
 """Short pauses before retries."""
 
 
 @dataclass
-class Seen:
+class Publications:
     """The lists that a source published."""
 
     lists: list[Sequence[ServerEndpoint]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
     @property
-    def last(self) -> dict[str, ServerEndpoint]:
+    def endpoints(self) -> dict[str, ServerEndpoint]:
         return {endpoint.pod_name: endpoint for endpoint in self.lists[-1]}
 
-    async def until(self, *pods: str) -> None:
-        await wait_until(lambda: self.task.done() or (self.lists and set(self.last) == set(pods)))
+    async def wait_for_pods(self, *pods: str) -> None:
+        await wait_until(
+            lambda: self.task.done() or (self.lists and set(self.endpoints) == set(pods))
+        )
         assert not self.task.done(), self.task
 
 
 @asynccontextmanager
-async def following(cluster: FakeKubernetes) -> AsyncIterator[Seen]:
-    seen = Seen()
+async def watch_service(cluster: FakeKubernetes) -> AsyncIterator[Publications]:
+    publications = Publications()
     async with make_api_client(cluster) as api:
-        source = EndpointSliceSource(api, SERVICE, dict, pauses_s=IMPATIENT_S)
-        seen.task = asyncio.create_task(source.watch(seen.lists.append))
+        source = EndpointSliceSource(api, SERVICE, dict, pauses_s=SHORT_PAUSES_S)
+        publications.task = asyncio.create_task(source.watch(publications.lists.append))
         try:
-            yield seen
-            assert not seen.task.done(), seen.task
+            yield publications
+            assert not publications.task.done(), publications.task
         finally:
-            seen.task.cancel()
-            await asyncio.gather(seen.task, return_exceptions=True)
+            publications.task.cancel()
+            await asyncio.gather(publications.task, return_exceptions=True)
             await source.close()
 
 
@@ -73,9 +75,9 @@ async def test_a_pod_is_published_with_its_addresses_and_its_name_in_session_ids
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a", "10.0.0.7")))
-    async with following(cluster) as seen:
-        await seen.until("a")
-    assert seen.last["a"] == ServerEndpoint(
+    async with watch_service(cluster) as publications:
+        await publications.wait_for_pods("a")
+    assert publications.endpoints["a"] == ServerEndpoint(
         key=named_server_id("a"),
         grpc_address="grpc://10.0.0.7:18000",
         http_address="http://10.0.0.7:8000",
@@ -88,17 +90,17 @@ async def test_pods_of_all_slices_of_the_service_are_followed(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(endpoint_slice("other", member("x"), service="chess"))
-    async with following(cluster) as seen:
-        await seen.until()
+    async with watch_service(cluster) as publications:
+        await publications.wait_for_pods()
         cluster.put(endpoint_slice("s1", member("a"), member("b")))
-        await seen.until("a", "b")
+        await publications.wait_for_pods("a", "b")
         cluster.put(endpoint_slice("s2", member("c")))
         cluster.put(endpoint_slice("more", member("y"), service="chess"))
-        await seen.until("a", "b", "c")
+        await publications.wait_for_pods("a", "b", "c")
         cluster.put(endpoint_slice("s1", member("b")))
-        await seen.until("b", "c")
+        await publications.wait_for_pods("b", "c")
         cluster.remove(*SLICES, "s2")
-        await seen.until("b")
+        await publications.wait_for_pods("b")
 
 
 async def test_nothing_is_published_before_the_first_list_succeeded(
@@ -107,11 +109,11 @@ async def test_nothing_is_published_before_the_first_list_succeeded(
     cluster.put(endpoint_slice("s1", member("a")))
     cluster.fail(500, verb="list", times=2)
     cluster.fail(403, verb="list", times=10**6)
-    async with following(cluster) as seen:
+    async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_requests("list") >= 4)
-        assert seen.lists == []
+        assert publications.lists == []
         cluster.heal()
-        await seen.until("a")
+        await publications.wait_for_pods("a")
 
 
 async def test_a_service_with_wrong_ports_is_an_error_at_the_start(
@@ -119,7 +121,7 @@ async def test_a_service_with_wrong_ports_is_an_error_at_the_start(
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80, "metrics": 90}))
     async with make_api_client(cluster) as api:
-        source = EndpointSliceSource(api, SERVICE, dict, pauses_s=IMPATIENT_S)
+        source = EndpointSliceSource(api, SERVICE, dict, pauses_s=SHORT_PAUSES_S)
         with pytest.raises(ConfigError, match="got web=80, metrics=90"):
             await asyncio.wait_for(source.watch(lambda _: None), 60)
 
@@ -129,13 +131,13 @@ async def test_invalid_slice_keeps_its_last_valid_state(
     cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture, lists_again: bool
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
-    async with following(cluster) as seen:
-        await seen.until("a")
+    async with watch_service(cluster) as publications:
+        await publications.wait_for_pods("a")
         cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80, "metrics": 90}))
         if lists_again:
             cluster.expire_watches()
         cluster.put(endpoint_slice("s2", member("b")))
-        await seen.until("a", "b")
+        await publications.wait_for_pods("a", "b")
     assert "rename the Service's ports" in caplog.text
 
 
@@ -143,26 +145,26 @@ async def test_object_of_an_unexpected_form_is_logged_and_skipped(
     cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
-    async with following(cluster) as seen:
-        await seen.until("a")
+    async with watch_service(cluster) as publications:
+        await publications.wait_for_pods("a")
         await wait_until(lambda: cluster.num_watches)
         cluster.put(endpoint_slice("s2", {"conditions": {}}))
         await wait_until(lambda: "unexpected form: KeyError('addresses')" in caplog.text)
         cluster.put(endpoint_slice("s3", member("b")))
-        await seen.until("a", "b")
+        await publications.wait_for_pods("a", "b")
 
 
 async def test_a_cut_watch_continues_where_it_was_without_a_new_list(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
-    async with following(cluster) as seen:
+    async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
         for pod in "bcdef":
             cluster.cut_watches()
             cluster.put(endpoint_slice(f"s-{pod}", member(pod)))
-            await wait_until(lambda pod=pod: pod in seen.last)
-        await seen.until(*"abcdef")
+            await wait_until(lambda pod=pod: pod in publications.endpoints)
+        await publications.wait_for_pods(*"abcdef")
     assert cluster.num_requests("list") == 1
 
 
@@ -173,24 +175,24 @@ async def test_a_watch_that_is_too_old_lists_again_and_misses_nothing(
     cluster.refuses_old_watches = refuses_old_watches
     cluster.put(endpoint_slice("s1", member("a")))
     cluster.put(endpoint_slice("s2", member("b")))
-    async with following(cluster) as seen:
+    async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
         cluster.fail(503, verb="watch", times=1)
         cluster.cut_watches()
         cluster.remove(*SLICES, "s1")
         cluster.put(endpoint_slice("s3", member("c")))
         cluster.compact()
-        await seen.until("b", "c")
+        await publications.wait_for_pods("b", "c")
     assert cluster.num_requests("list") == 2
 
 
 async def test_expired_watch_lists_again(cluster: FakeKubernetes) -> None:
-    async with following(cluster) as seen:
+    async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
         cluster.expire_watches()
         await wait_until(lambda: cluster.num_requests("list") == 2 and cluster.num_watches)
         cluster.put(endpoint_slice("s1", member("a")))
-        await seen.until("a")
+        await publications.wait_for_pods("a")
 
 
 @pytest.mark.parametrize(("status", "times"), [(504, 1), (400, 1), (500, 3)])
@@ -198,21 +200,21 @@ async def test_unknown_version_after_a_restore_lists_again(
     cluster: FakeKubernetes, status: int, times: int
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
-    async with following(cluster) as seen:
-        await seen.until("a")
+    async with watch_service(cluster) as publications:
+        await publications.wait_for_pods("a")
         await wait_until(lambda: cluster.num_watches)
         cluster.fail(status, times=times)
         cluster.end_watches()
         await wait_until(lambda: cluster.num_requests("list") == 2 and cluster.num_watches)
         cluster.put(endpoint_slice("s2", member("b")))
-        await seen.until("a", "b")
+        await publications.wait_for_pods("a", "b")
 
 
 async def test_a_bookmark_spares_a_quiet_service_the_new_list(
     cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
-    async with following(cluster) as seen:
+    async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
         for number in range(5):  # other clients change the cluster
             cluster.put(endpoint_slice(f"o{number}", service="chess"))
@@ -221,9 +223,9 @@ async def test_a_bookmark_spares_a_quiet_service_the_new_list(
         cluster.end_watches()
         await wait_until(lambda: cluster.num_requests("watch") == 2 and cluster.num_watches)
         cluster.put(endpoint_slice("s2", member("b")))
-        await seen.until("a", "b")
+        await publications.wait_for_pods("a", "b")
     assert cluster.num_requests("list") == 1
-    assert len(seen.lists) == 2
+    assert len(publications.lists) == 2
     assert caplog.text == ""
 
 
@@ -233,78 +235,80 @@ async def test_outage_and_recovery_of_the_api_server_are_logged_once(
     caplog.set_level("INFO", "ludus.services")
     cluster.put(endpoint_slice("one", member("a")))
     await cluster.go_down()
-    num_tries = 0
+    num_attempts = 0
 
     async def sleep(pause_s: float) -> None:
-        nonlocal num_tries
-        num_tries += 1
+        nonlocal num_attempts
+        num_attempts += 1
         await asyncio.sleep(0.001)
 
     async with make_api_client(cluster) as api:
-        source = EndpointSliceSource(api, SERVICE, dict, pauses_s=IMPATIENT_S, sleep=sleep)
-        seen: list[Sequence[ServerEndpoint]] = []
-        watching = asyncio.create_task(source.watch(seen.append))
-        await wait_until(lambda: num_tries > 3)
+        source = EndpointSliceSource(api, SERVICE, dict, pauses_s=SHORT_PAUSES_S, sleep=sleep)
+        lists: list[Sequence[ServerEndpoint]] = []
+        watch_task = asyncio.create_task(source.watch(lists.append))
+        await wait_until(lambda: num_attempts > 3)
         await cluster.come_up()
-        await wait_until(lambda: seen)
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-    warning, info = [item for item in caplog.records if item.name.startswith("ludus.")]
-    assert (warning.levelname, info.levelname) == ("WARNING", "INFO")
+        await wait_until(lambda: lists)
+        watch_task.cancel()
+        await asyncio.gather(watch_task, return_exceptions=True)
+    outage_record, recovery_record = [
+        record for record in caplog.records if record.name.startswith("ludus.")
+    ]
+    assert (outage_record.levelname, recovery_record.levelname) == ("WARNING", "INFO")
     for part in (cluster.url, "ConnectionRefusedError", "networkPolicy.apiServer"):
-        assert part in warning.getMessage()
-    assert "responds again" in info.getMessage()
+        assert part in outage_record.getMessage()
+    assert "responds again" in recovery_record.getMessage()
 
 
 async def test_outage_keeps_the_last_list_until_recovery(cluster: FakeKubernetes) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
-    async with following(cluster) as seen:
-        await seen.until("a")
+    async with watch_service(cluster) as publications:
+        await publications.wait_for_pods("a")
         await wait_until(lambda: cluster.num_watches)
         await cluster.go_down()
         cluster.put(endpoint_slice("s1", member("b")))
         await wait_until(lambda: not cluster.num_watches)
         await asyncio.sleep(0.1)
-        assert len(seen.lists) == 1
+        assert len(publications.lists) == 1
         await cluster.come_up()
-        await seen.until("b")
+        await publications.wait_for_pods("b")
 
 
 @pytest.mark.parametrize("status", [401, 403, 429, 500])
 async def test_refusals_keep_the_last_list(cluster: FakeKubernetes, status: int) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
-    async with following(cluster) as seen:
+    async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
         cluster.fail(status, times=10**6)
         cluster.expire_watches()
         cluster.put(endpoint_slice("s1", member("b")))
-        num_before = len(cluster.requests)
-        await wait_until(lambda: len(cluster.requests) > num_before + 3)
-        assert set(seen.last) == {"a"}
+        num_requests = len(cluster.requests)
+        await wait_until(lambda: len(cluster.requests) > num_requests + 3)
+        assert set(publications.endpoints) == {"a"}
         cluster.heal()
-        await seen.until("b")
+        await publications.wait_for_pods("b")
 
 
 @pytest.mark.parametrize(
     "line", [b"not json\n", b'{"type":"SURPRISE","object":{}}\n', b"[1]\n", b'{"type":"ADD']
 )
 async def test_a_broken_stream_is_begun_again(cluster: FakeKubernetes, line: bytes) -> None:
-    async with following(cluster) as seen:
+    async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
         cluster.send_raw(line)
         cluster.end_watches()
         await wait_until(lambda: cluster.num_requests("watch") == 2)
         cluster.put(endpoint_slice("s1", member("a")))
-        await seen.until("a")
+        await publications.wait_for_pods("a")
 
 
 async def test_a_large_slice_arrives_over_a_slow_stream(cluster: FakeKubernetes) -> None:
     pods = [f"pod-{number}" for number in range(1000)]
-    async with following(cluster) as seen:
+    async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
         cluster.bytes_per_write = 5_000
         cluster.put(endpoint_slice("s1", *map(member, pods)))
-        await seen.until(*pods)
+        await publications.wait_for_pods(*pods)
 
 
 async def test_watches_that_end_immediately_are_retried_with_pauses(
@@ -317,18 +321,18 @@ async def test_watches_that_end_immediately_are_retried_with_pauses(
 
     async with make_api_client(cluster) as api:
         source = EndpointSliceSource(api, SERVICE, dict, pauses_s=(1.0, 4.0), sleep=sleep)
-        watching = asyncio.create_task(source.watch(lambda _: None))
+        watch_task = asyncio.create_task(source.watch(lambda _: None))
         while len(pauses_s) < 5:
             cluster.end_watches()
             await asyncio.sleep(0.001)
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-    for pause_s, longest_s in zip(pauses_s, (1.0, 2.0, 4.0, 4.0, 4.0), strict=False):
-        assert longest_s / 2 <= pause_s <= longest_s
+        watch_task.cancel()
+        await asyncio.gather(watch_task, return_exceptions=True)
+    for pause_s, max_pause_s in zip(pauses_s, (1.0, 2.0, 4.0, 4.0, 4.0), strict=False):
+        assert max_pause_s / 2 <= pause_s <= max_pause_s
 
 
 async def test_watches_ask_for_bookmarks_and_an_end_that_varies(cluster: FakeKubernetes) -> None:
-    async with following(cluster):
+    async with watch_service(cluster):
         for number in range(1, 6):
             await wait_until(lambda number=number: cluster.num_requests("watch") >= number)
             await wait_until(lambda: cluster.num_watches)
@@ -336,28 +340,28 @@ async def test_watches_ask_for_bookmarks_and_an_end_that_varies(cluster: FakeKub
             cluster.end_watches()
     requests = [request.query for request in cluster.requests if request.verb == "watch"]
     assert {query["allowWatchBookmarks"] for query in requests} == {"true"}
-    ends_s = {int(query["timeoutSeconds"]) for query in requests}
-    assert len(ends_s) > 1
-    assert all(240 <= end_s <= 300 for end_s in ends_s)
+    timeouts_s = {int(query["timeoutSeconds"]) for query in requests}
+    assert len(timeouts_s) > 1
+    assert all(240 <= timeout_s <= 300 for timeout_s in timeouts_s)
 
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_list_matches_the_cluster_after_any_failures(
     cluster: FakeKubernetes, seed: int
 ) -> None:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     expected: dict[str, tuple[str, ...]] = {}
 
     def change() -> None:
-        name = f"s{dice.randrange(4)}"
-        if name in expected and dice.random() < 0.3:
+        name = f"s{rng.randrange(4)}"
+        if name in expected and rng.random() < 0.3:
             cluster.remove(*SLICES, name)
             del expected[name]
             return
-        expected[name] = tuple(dice.sample([f"pod-{n}" for n in range(8)], dice.randrange(4)))
+        expected[name] = tuple(rng.sample([f"pod-{n}" for n in range(8)], rng.randrange(4)))
         cluster.put(endpoint_slice(name, *map(member, expected[name])))
 
-    troubles = [
+    failures = [
         cluster.cut_watches,
         cluster.end_watches,
         cluster.expire_watches,
@@ -366,11 +370,11 @@ async def test_list_matches_the_cluster_after_any_failures(
         lambda: cluster.fail(500, verb="watch"),
         lambda: cluster.fail(429, verb="list"),
     ]
-    async with following(cluster) as seen:
+    async with watch_service(cluster) as publications:
         for _ in range(60):
-            for _ in range(dice.randrange(3)):
+            for _ in range(rng.randrange(3)):
                 change()
-            if dice.random() < 0.5:
-                dice.choice(troubles)()
-            await asyncio.sleep(dice.choice([0, 0, 0.002, 0.02]))
-        await seen.until(*{pod for pods in expected.values() for pod in pods})
+            if rng.random() < 0.5:
+                rng.choice(failures)()
+            await asyncio.sleep(rng.choice([0, 0, 0.002, 0.02]))
+        await publications.wait_for_pods(*{pod for pods in expected.values() for pod in pods})

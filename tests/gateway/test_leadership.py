@@ -35,15 +35,17 @@ async def api(cluster: FakeKubernetes) -> AsyncIterator[KubernetesApi]:
         yield api
 
 
-def contender(api: KubernetesApi, name: str, clock: Clock, offset_s: float = 0.0) -> Leadership:
-    """A contender for the Lease with a wrong clock."""
-    patient_s = 9.9  # also the maximum duration of an attempt
+def make_contender(
+    api: KubernetesApi, name: str, clock: Clock, offset_s: float = 0.0
+) -> Leadership:
+    """Build a contender for the Lease with a wrong clock."""
+    interval_s = 9.9  # also the maximum duration of an attempt
     return Leadership(
         api,
         NAMESPACE,
         "gateway",
         name,
-        renew_interval_s=patient_s,
+        renew_interval_s=interval_s,
         clock=lambda: clock() + offset_s,
     )
 
@@ -52,36 +54,36 @@ async def test_the_first_of_three_leads_and_the_others_follow_when_it_dies(
     api: KubernetesApi,
 ) -> None:
     clock = Clock()
-    first, second, third = (
-        contender(api, name, clock, 1e6 * len(name)) for name in ("a", "bb", "")
+    first_contender, second_contender, third_contender = (
+        make_contender(api, name, clock, 1e6 * len(name)) for name in ("a", "bb", "")
     )
-    assert await first.compete()
+    assert await first_contender.compete()
     for _ in range(10):  # 30 s of renewals
         clock.now_s += 3
-        assert await first.compete()
-        assert not await second.compete()
-        assert not await third.compete()
+        assert await first_contender.compete()
+        assert not await second_contender.compete()
+        assert not await third_contender.compete()
     clock.now_s += 14.9
-    assert not first.is_leader
-    assert not await second.compete()
+    assert not first_contender.is_leader
+    assert not await second_contender.compete()
     clock.now_s += 0.2
-    assert await second.compete()
-    assert not await third.compete()
-    assert not await first.compete()
+    assert await second_contender.compete()
+    assert not await third_contender.compete()
+    assert not await first_contender.compete()
 
 
 async def test_new_contender_waits_for_the_whole_lease_of_a_dead_leader(
     api: KubernetesApi,
 ) -> None:
     clock = Clock()
-    assert await contender(api, "dead", clock).compete()
+    assert await make_contender(api, "dead", clock).compete()
     clock.now_s += 1000
-    late = contender(api, "late", clock)
-    assert not await late.compete()
+    late_contender = make_contender(api, "late", clock)
+    assert not await late_contender.compete()
     clock.now_s += 14.9
-    assert not await late.compete()
+    assert not await late_contender.compete()
     clock.now_s += 0.2
-    assert await late.compete()
+    assert await late_contender.compete()
 
 
 async def test_times_of_other_clocks_are_ignored(
@@ -97,7 +99,7 @@ async def test_times_of_other_clocks_are_ignored(
             "spec": {**spec, "renewTime": renew_time},
         }
         cluster.put(lease)
-        challenger = contender(api, "challenger", clock)
+        challenger = make_contender(api, "challenger", clock)
         assert not await challenger.compete()
         clock.now_s += 15.1
         assert await challenger.compete()
@@ -107,15 +109,15 @@ async def test_a_released_lease_is_taken_at_the_next_look(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     clock = Clock()
-    first, second = contender(api, "first", clock), contender(api, "second", clock)
-    assert await first.compete()
-    assert not await second.compete()
-    await second.release()
-    assert first.is_leader
-    await first.release()
-    assert not first.is_leader
-    assert await second.compete()
-    assert cluster.get(*LEASE)["spec"]["holderIdentity"] == second.identity
+    leader, rival = make_contender(api, "first", clock), make_contender(api, "second", clock)
+    assert await leader.compete()
+    assert not await rival.compete()
+    await rival.release()
+    assert leader.is_leader
+    await leader.release()
+    assert not leader.is_leader
+    assert await rival.compete()
+    assert cluster.get(*LEASE)["spec"]["holderIdentity"] == rival.identity
 
 
 async def test_only_one_of_many_contenders_gets_the_lease(
@@ -124,14 +126,14 @@ async def test_only_one_of_many_contenders_gets_the_lease(
     clock = Clock()
     cluster.delay_s = 0.005
     for _ in range(5):
-        contenders = [contender(api, f"c{number}", clock) for number in range(8)]
+        contenders = [make_contender(api, f"c{number}", clock) for number in range(8)]
         for wait_s in (0.0, 16.0):
             clock.now_s += wait_s
-            won = await asyncio.gather(*(contender.compete() for contender in contenders))
-            if any(won):
+            wins = await asyncio.gather(*(candidate.compete() for candidate in contenders))
+            if any(wins):
                 break
-        assert won.count(True) == 1
-        assert sum(contender.is_leader for contender in contenders) == 1
+        assert wins.count(True) == 1
+        assert sum(candidate.is_leader for candidate in contenders) == 1
     assert cluster.get(*LEASE)["spec"]["leaseTransitions"] == 4
 
 
@@ -139,25 +141,25 @@ async def test_leader_without_api_server_stops_before_another_leads(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     clock = Clock()
-    first, second = contender(api, "first", clock), contender(api, "second", clock)
-    assert await first.compete()
-    assert not await second.compete()
+    leader, rival = make_contender(api, "first", clock), make_contender(api, "second", clock)
+    assert await leader.compete()
+    assert not await rival.compete()
     await cluster.go_down()
     clock.now_s += 5
-    assert await first.compete(), "one failed renewal is no reason to stop"
+    assert await leader.compete(), "one failed renewal is no reason to stop"
     clock.now_s += 5
-    assert not await first.compete()
-    assert not await second.compete()
+    assert not await leader.compete()
+    assert not await rival.compete()
     await cluster.come_up()
-    assert await first.compete(), "its lease was not taken meanwhile"
-    assert not await second.compete()
+    assert await leader.compete(), "its lease was not taken meanwhile"
+    assert not await rival.compete()
 
 
 async def test_a_renewal_whose_answer_is_lost_extends_nothing_but_is_repaired(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     clock = Clock()
-    leader = contender(api, "leader", clock)
+    leader = make_contender(api, "leader", clock)
     cluster.fail(0, verb="create")
     assert not await leader.compete()
     assert cluster.get(*LEASE)["spec"]["holderIdentity"] == leader.identity
@@ -174,7 +176,7 @@ async def test_leader_stops_when_its_lease_is_rewritten(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     clock = Clock()
-    leader = contender(api, "leader", clock)
+    leader = make_contender(api, "leader", clock)
     assert await leader.compete()
     lease = cluster.get(*LEASE)
     lease["spec"]["holderIdentity"] = "an administrator"
@@ -184,7 +186,7 @@ async def test_leader_stops_when_its_lease_is_rewritten(
 
 async def test_two_contenders_of_one_name_do_not_both_lead(api: KubernetesApi) -> None:
     clock = Clock()
-    twins = [contender(api, "gateway-0", clock) for _ in range(2)]
+    twins = [make_contender(api, "gateway-0", clock) for _ in range(2)]
     assert [await twin.compete() for twin in twins] == [True, False]
 
 
@@ -192,76 +194,78 @@ async def test_the_lease_is_written_as_kubernetes_wants_it(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     clock = Clock()
-    first, second = contender(api, "first", clock), contender(api, "second", clock)
-    assert await first.compete()
-    acquired = cluster.get(*LEASE)["spec"]["acquireTime"]
+    leader, rival = make_contender(api, "first", clock), make_contender(api, "second", clock)
+    assert await leader.compete()
+    acquire_time = cluster.get(*LEASE)["spec"]["acquireTime"]
     clock.now_s += 3
-    assert await first.compete()
+    assert await leader.compete()
     spec = cluster.get(*LEASE)["spec"]
-    assert spec["acquireTime"] == acquired < spec["renewTime"]
+    assert spec["acquireTime"] == acquire_time < spec["renewTime"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", spec["renewTime"])
     assert (spec["leaseDurationSeconds"], spec["leaseTransitions"]) == (15, 0)
-    await first.release()
-    assert await second.compete()
+    await leader.release()
+    assert await rival.compete()
     assert cluster.get(*LEASE)["spec"]["leaseTransitions"] == 1
 
 
 async def test_existing_lease_keeps_its_labels(cluster: FakeKubernetes, api: KubernetesApi) -> None:
-    known_by = {"labels": {"app": "ludus"}, "annotations": {"made-by": "helm"}}
+    fixed_metadata = {"labels": {"app": "ludus"}, "annotations": {"made-by": "helm"}}
     version, _, namespace, name = LEASE
-    metadata = {"name": name, "namespace": namespace, **known_by}
+    metadata = {"name": name, "namespace": namespace, **fixed_metadata}
     cluster.put({"apiVersion": version, "kind": "Lease", "metadata": metadata})
     clock = Clock()
-    leader = contender(api, "a", clock)
+    leader = make_contender(api, "a", clock)
     for _ in range(2):
         assert await leader.compete()
         clock.now_s += 3
     await leader.release()
     lease = cluster.get(*LEASE)["metadata"]
-    assert {field: lease[field] for field in known_by} == known_by
+    assert {field: lease[field] for field in fixed_metadata} == fixed_metadata
 
 
 @pytest.mark.slow
 async def test_successive_gateways_can_lead(cluster: FakeKubernetes, api: KubernetesApi) -> None:
     clock = Clock()
 
-    def start(name: str) -> Leadership:
+    def make_leadership(name: str) -> Leadership:
         return Leadership(api, NAMESPACE, "gateway", name, renew_interval_s=0.2, clock=clock)
 
-    async with start("b") as heir:
+    async with make_leadership("b") as heir:
         await wait_until(lambda: heir.is_leader)
-        async with start("a") as late:
+        async with make_leadership("a") as late_gateway:
             await wait_until(lambda: cluster.num_requests("get") > 6)
             assert heir.is_leader
-            assert not late.is_leader
+            assert not late_gateway.is_leader
             await heir.__aexit__()
             assert not heir.is_leader
             clock.now_s += 15.1  # in case the release did not arrive in time
-            await wait_until(lambda: late.is_leader)
+            await wait_until(lambda: late_gateway.is_leader)
             await cluster.go_down()
             clock.now_s += 10.1
-            assert not late.is_leader
+            assert not late_gateway.is_leader
             await cluster.come_up()
-            await wait_until(lambda: late.is_leader)
-    assert not late.is_leader
+            await wait_until(lambda: late_gateway.is_leader)
+    assert not late_gateway.is_leader
 
 
 async def test_a_dead_leader_is_followed_when_its_lease_is_over(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     clock = Clock()
-    dead = contender(api, "dead", clock)
-    assert await dead.compete()
+    dead_leader = make_contender(api, "dead", clock)
+    assert await dead_leader.compete()
     async with Leadership(
         api, NAMESPACE, "gateway", "heir", renew_interval_s=0.1, clock=clock
     ) as heir:
         for passed_s in (14.9, 0.2):
-            num_looks = cluster.num_requests("get")
-            await wait_until(lambda previous=num_looks: cluster.num_requests("get") > previous + 2)
+            num_reads = cluster.num_requests("get")
+            await wait_until(
+                lambda old_num_reads=num_reads: cluster.num_requests("get") > old_num_reads + 2
+            )
             assert not heir.is_leader
             clock.now_s += passed_s
         await wait_until(lambda: heir.is_leader)
-    assert not dead.is_leader
+    assert not dead_leader.is_leader
 
 
 @pytest.mark.slow
@@ -271,32 +275,34 @@ async def test_unresponsive_api_server_does_not_delay_the_shutdown(
     async with Leadership(api, NAMESPACE, "gateway", "a", renew_interval_s=0.1) as leader:
         await wait_until(lambda: leader.is_leader)
         cluster.delay_s = 60.0
-        leaving_s = time.monotonic()
-    assert time.monotonic() - leaving_s < 30.0
+        exit_start_s = time.monotonic()
+    assert time.monotonic() - exit_start_s < 30.0
 
 
 async def test_gateway_without_lease_permission_does_not_lead_and_logs_it_once(
     cluster: FakeKubernetes, api: KubernetesApi, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.fail(403, times=10**6)
-    hopeless = contender(api, "a", Clock())
+    contender = make_contender(api, "a", Clock())
     for _ in range(4):
-        assert not await hopeless.compete()
+        assert not await contender.compete()
     assert caplog.text.count("grant it in the gateway's Role") == 1
 
 
 async def test_gateway_without_credentials_keeps_retrying() -> None:
-    num_requests = []
+    load_calls = []
 
-    def load() -> ApiAccess:
-        num_requests.append(1)
+    def load_access() -> ApiAccess:
+        load_calls.append(1)
         raise ConfigError("expected a service account, got none; mount one")
 
-    async with Leadership(KubernetesApi(load), NAMESPACE, "gateway", "a", renew_interval_s=0.02):
-        await wait_until(lambda: len(num_requests) >= 3)
+    async with Leadership(
+        KubernetesApi(load_access), NAMESPACE, "gateway", "a", renew_interval_s=0.02
+    ):
+        await wait_until(lambda: len(load_calls) >= 3)
 
 
-Moves = st.lists(
+MOVES = st.lists(
     st.one_of(
         st.tuples(st.just("compete"), st.sets(st.integers(0, 2), min_size=1)),
         st.tuples(st.just("wait"), st.sampled_from([0.5, 2.0, 5.0, 9.9, 14.0, 16.0])),
@@ -309,34 +315,34 @@ Moves = st.lists(
 
 
 @pytest.mark.slow
-@given(moves=Moves)
+@given(moves=MOVES)
 @settings(
     max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_two_never_lead_whatever_happens(moves: list[tuple[str, object]]) -> None:
-    asyncio.run(_play(moves))
+    asyncio.run(_run_moves(moves))
 
 
-async def _play(moves: list[tuple[str, object]]) -> None:
+async def _run_moves(moves: list[tuple[str, object]]) -> None:
     async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         clock = Clock()
-        contenders = [contender(api, f"c{n}", clock, offset_s=1000.0 * n) for n in range(3)]
-        for move, action in moves:
+        contenders = [make_contender(api, f"c{n}", clock, offset_s=1000.0 * n) for n in range(3)]
+        for move, argument in moves:
             if move == "compete":
-                await asyncio.gather(*(contenders[number].compete() for number in action))
+                await asyncio.gather(*(contenders[number].compete() for number in argument))
             elif move == "wait":
-                clock.now_s += action
+                clock.now_s += argument
             elif move == "release":
-                await contenders[action].release()
+                await contenders[argument].release()
             else:
-                cluster.fail(0 if move.startswith("lose") else 500, verb=action)
+                cluster.fail(0 if move.startswith("lose") else 500, verb=argument)
             assert sum(candidate.is_leader for candidate in contenders) <= 1
         cluster.heal()
         clock.now_s += 16.0
         for candidate in contenders:
             await candidate.compete()
         clock.now_s += 15.0
-        won = [await candidate.compete() for candidate in contenders]
-        assert won.count(True) == 1, "one contender leads after the failures"
+        wins = [await candidate.compete() for candidate in contenders]
+        assert wins.count(True) == 1, "one contender leads after the failures"

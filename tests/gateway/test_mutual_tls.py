@@ -20,7 +20,7 @@ WIRES = pytest.mark.parametrize("wire", ["grpc", "http"])
 
 
 @dataclass(frozen=True)
-class Files:
+class CertificateFiles:
     """Certificates of one authority."""
 
     ca: str
@@ -28,17 +28,17 @@ class Files:
     key: str
 
     @property
-    def shown(self) -> dict[str, str]:
+    def options(self) -> dict[str, str]:
         return {"ca_file": self.ca, "cert_file": self.cert, "key_file": self.key}
 
 
-def issue(folder: Path, *names: str, ca: trustme.CA) -> Files:
+def issue_files(folder: Path, *names: str, ca: trustme.CA) -> CertificateFiles:
     cert = ca.issue_cert(*names)
     stem = folder / names[0]
     ca.cert_pem.write_to_path(f"{folder}/ca.pem")
     cert.private_key_pem.write_to_path(f"{stem}.key")
     Path(f"{stem}.crt").write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
-    return Files(f"{folder}/ca.pem", f"{stem}.crt", f"{stem}.key")
+    return CertificateFiles(f"{folder}/ca.pem", f"{stem}.crt", f"{stem}.key")
 
 
 @pytest.fixture
@@ -47,17 +47,17 @@ def ca() -> trustme.CA:
 
 
 @pytest.fixture
-def server_files(tmp_path: Path, ca: trustme.CA) -> Files:
+def server_files(tmp_path: Path, ca: trustme.CA) -> CertificateFiles:
     """Certificate for a name that is not an address, as for pods."""
-    return issue(tmp_path, "servers.example", ca=ca)
+    return issue_files(tmp_path, "servers.example", ca=ca)
 
 
 @pytest.fixture
-def client_files(tmp_path: Path, ca: trustme.CA) -> Files:
-    return issue(tmp_path, "client.example", ca=ca)
+def client_files(tmp_path: Path, ca: trustme.CA) -> CertificateFiles:
+    return issue_files(tmp_path, "client.example", ca=ca)
 
 
-def asking(files: Files) -> dict[str, Path]:
+def make_server_options(files: CertificateFiles) -> dict[str, Path]:
     """Return the options of a server that requires certificates."""
     return {
         "tls_cert": Path(files.cert),
@@ -68,41 +68,45 @@ def asking(files: Files) -> dict[str, Path]:
 
 @WIRES
 async def test_client_sends_its_certificate_and_checks_the_server_name(
-    wire: str, server_files: Files, client_files: Files
+    wire: str, server_files: CertificateFiles, client_files: CertificateFiles
 ) -> None:
-    async with serve(**asking(server_files)) as server:
+    async with serve(**make_server_options(server_files)) as server:
         address, name = server_address(server, wire), "servers.example"
         async with await AsyncEnvClient.connect(
-            address, ConnectOptions(server_name=name, **client_files.shown)
+            address, ConnectOptions(server_name=name, **client_files.options)
         ) as client:
             session, _ = await client.open(seed=1)
             assert (await session.step({"add": 2})).reward == 2.0
-        for wrong in (
+        for options in (
             {"ca_file": client_files.ca, "server_name": name},
-            {**client_files.shown, "server_name": "others.example"},
-            client_files.shown,
+            {**client_files.options, "server_name": "others.example"},
+            client_files.options,
         ):
             with pytest.raises(EnvError):
                 await AsyncEnvClient.connect(
-                    address, ConnectOptions(connect_timeout_s=0.3, **wrong)
+                    address, ConnectOptions(connect_timeout_s=0.3, **options)
                 )
 
 
 async def test_gateway_and_servers_use_mutual_tls(
-    server_files: Files, client_files: Files, tmp_path: Path
+    server_files: CertificateFiles, client_files: CertificateFiles, tmp_path: Path
 ) -> None:
-    reached = {**FAST_POLLING, **client_files.shown, "server_name": "servers.example"}
-    edge = {"cert": server_files.cert, "key": server_files.key, "client_ca": server_files.ca}
-    async with run_gateway(2, server_options=asking(server_files), servers=reached, tls=edge) as (
+    server_config = {**FAST_POLLING, **client_files.options, "server_name": "servers.example"}
+    gateway_tls = {"cert": server_files.cert, "key": server_files.key, "client_ca": server_files.ca}
+    async with run_gateway(
+        2, server_options=make_server_options(server_files), servers=server_config, tls=gateway_tls
+    ) as (
         gateway,
         _,
     ):
         for address in (gateway.grpc_address, f"{gateway.http_address}/envs/{NAME}"):
             async with await AsyncEnvClient.connect(
-                address, ConnectOptions(server_name="servers.example", **client_files.shown)
+                address, ConnectOptions(server_name="servers.example", **client_files.options)
             ) as client:
                 sessions = [(await client.open(seed=n))[0] for n in range(4)]
-                assert [(await item.step({"add": 1})).reward for item in sessions] == [1.0] * 4
+                assert [(await session.step({"add": 1})).reward for session in sessions] == [
+                    1.0
+                ] * 4
         with pytest.raises(EnvError):
             await AsyncEnvClient.connect(
                 gateway.grpc_address,
@@ -113,27 +117,31 @@ async def test_gateway_and_servers_use_mutual_tls(
 
 
 async def test_a_certificate_of_another_authority_is_refused(
-    server_files: Files, tmp_path: Path
+    server_files: CertificateFiles, tmp_path: Path
 ) -> None:
     (tmp_path / "other").mkdir()
-    foreign = issue(tmp_path / "other", "client.example", ca=trustme.CA())
-    shown = {"ca_file": server_files.ca, "cert_file": foreign.cert, "key_file": foreign.key}
-    async with serve(**asking(server_files)) as server:
+    foreign_files = issue_files(tmp_path / "other", "client.example", ca=trustme.CA())
+    options = {
+        "ca_file": server_files.ca,
+        "cert_file": foreign_files.cert,
+        "key_file": foreign_files.key,
+    }
+    async with serve(**make_server_options(server_files)) as server:
         with pytest.raises(EnvError):
             await AsyncEnvClient.connect(
                 server.grpc_address,
-                ConnectOptions(server_name="servers.example", connect_timeout_s=0.3, **shown),
+                ConnectOptions(server_name="servers.example", connect_timeout_s=0.3, **options),
             )
 
 
 async def test_a_run_reaches_its_environment_as_its_section_says(
-    server_files: Files, client_files: Files
+    server_files: CertificateFiles, client_files: CertificateFiles
 ) -> None:
-    async with serve(**asking(server_files)) as server:
+    async with serve(**make_server_options(server_files)) as server:
         section = RemoteEnvironment(
             kind="remote",
             address=server.grpc_address,
-            tls=ClientTls(server_name="servers.example", **client_files.shown),
+            tls=ClientTls(server_name="servers.example", **client_files.options),
         )
         async with await AsyncEnvClient.connect(
             section.address, make_connect_options(section)

@@ -12,7 +12,7 @@ from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits
 from tests.gateway.clock import Clock
 
 
-def tenant(name: str = "alice", **limits: float) -> Tenant:
+def make_tenant(name: str = "alice", **limits: float) -> Tenant:
     return Tenant(name, limits=TenantLimits(**limits))  # type: ignore[arg-type]
 
 
@@ -22,11 +22,11 @@ def quotas(clock: Clock) -> Quotas:
 
 
 def test_sessions_are_reserved_all_or_none_and_released(quotas: Quotas) -> None:
-    alice = tenant(max_sessions=4)
+    alice = make_tenant(max_sessions=4)
     quotas.reserve(alice, 3)
-    with pytest.raises(RateLimitError, match=r"2 more sessions, has 3 .*at most 4") as caught:
+    with pytest.raises(RateLimitError, match=r"2 more sessions, has 3 .*at most 4") as error:
         quotas.reserve(alice, 2)
-    assert caught.value.retry_after_s > 0
+    assert error.value.retry_after_s > 0
     assert quotas.count_sessions(alice) == 3
     quotas.reserve(alice)
     quotas.release(alice, 2)
@@ -36,24 +36,24 @@ def test_sessions_are_reserved_all_or_none_and_released(quotas: Quotas) -> None:
 
 def test_group_larger_than_the_quota_gets_no_retry_delay(quotas: Quotas) -> None:
     with pytest.raises(InvalidCallError, match=r"5 sessions together .*at most 4"):
-        quotas.reserve(tenant(max_sessions=4), 5)
+        quotas.reserve(make_tenant(max_sessions=4), 5)
 
 
 def test_tenants_do_not_use_up_each_others_quota(quotas: Quotas) -> None:
-    quotas.reserve(tenant("alice", max_sessions=1))
-    quotas.reserve(tenant("bob", max_sessions=1))
+    quotas.reserve(make_tenant("alice", max_sessions=1))
+    quotas.reserve(make_tenant("bob", max_sessions=1))
     with pytest.raises(RateLimitError):
-        quotas.reserve(tenant("bob", max_sessions=1))
+        quotas.reserve(make_tenant("bob", max_sessions=1))
 
 
 def test_sessions_are_counted_before_there_is_a_limit(quotas: Quotas) -> None:
-    quotas.reserve(tenant(), 5)
+    quotas.reserve(make_tenant(), 5)
     with pytest.raises(RateLimitError):
-        quotas.reserve(tenant(max_sessions=5))
+        quotas.reserve(make_tenant(max_sessions=5))
 
 
 def test_closing_too_often_gives_nothing_away(quotas: Quotas) -> None:
-    alice = tenant(max_sessions=1)
+    alice = make_tenant(max_sessions=1)
     quotas.release(alice, 7)
     quotas.reserve(alice)
     quotas.release(alice, 7)
@@ -63,19 +63,19 @@ def test_closing_too_often_gives_nothing_away(quotas: Quotas) -> None:
 
 
 def test_opens_come_at_their_rate_after_a_burst_of_one_second(quotas: Quotas, clock: Clock) -> None:
-    alice = tenant(opens_per_s=4)
+    alice = make_tenant(opens_per_s=4)
     for _ in range(4):
         quotas.reserve(alice)
-    with pytest.raises(RateLimitError, match="limit of 4 opens per second") as caught:
+    with pytest.raises(RateLimitError, match="limit of 4 opens per second") as error:
         quotas.reserve(alice)
-    assert caught.value.retry_after_s == pytest.approx(0.25)
+    assert error.value.retry_after_s == pytest.approx(0.25)
     clock.now_s += 0.25
     quotas.reserve(alice)
     assert quotas.count_sessions(alice) == 5
 
 
 def test_a_refused_open_takes_nothing(quotas: Quotas) -> None:
-    alice = tenant(max_sessions=1, opens_per_s=2)
+    alice = make_tenant(max_sessions=1, opens_per_s=2)
     quotas.reserve(alice)
     for _ in range(5):
         with pytest.raises(RateLimitError, match="requested 1 more sessions"):
@@ -85,27 +85,27 @@ def test_a_refused_open_takes_nothing(quotas: Quotas) -> None:
 
 
 def test_a_rate_below_one_still_lets_one_pass(quotas: Quotas, clock: Clock) -> None:
-    alice = tenant(opens_per_s=0.1)
+    alice = make_tenant(opens_per_s=0.1)
     quotas.reserve(alice)
-    with pytest.raises(RateLimitError) as caught:
+    with pytest.raises(RateLimitError) as error:
         quotas.reserve(alice)
-    assert caught.value.retry_after_s == pytest.approx(10.0)
+    assert error.value.retry_after_s == pytest.approx(10.0)
     clock.now_s += 10.0
     quotas.reserve(alice)
 
 
 def test_group_larger_than_the_burst_delays_later_opens(quotas: Quotas, clock: Clock) -> None:
-    alice = tenant(opens_per_s=100)
+    alice = make_tenant(opens_per_s=100)
     quotas.reserve(alice, 256)
-    with pytest.raises(RateLimitError) as caught:
+    with pytest.raises(RateLimitError) as error:
         quotas.reserve(alice)
-    assert caught.value.retry_after_s == pytest.approx(1.57)
+    assert error.value.retry_after_s == pytest.approx(1.57)
     clock.now_s += 1.57
     quotas.reserve(alice)
 
 
 def test_steps_have_a_separate_rate(quotas: Quotas, clock: Clock) -> None:
-    alice = tenant(opens_per_s=1, steps_per_s=2)
+    alice = make_tenant(opens_per_s=1, steps_per_s=2)
     quotas.reserve(alice)
     for _ in range(2):
         quotas.count_step(alice)
@@ -117,7 +117,7 @@ def test_steps_have_a_separate_rate(quotas: Quotas, clock: Clock) -> None:
 
 def test_steps_of_a_tenant_without_limits_are_free(quotas: Quotas) -> None:
     for _ in range(1000):
-        quotas.count_step(tenant())
+        quotas.count_step(make_tenant())
 
 
 @given(
@@ -129,8 +129,8 @@ def test_rate_is_limited_for_groups_of_any_size(
 ) -> None:
     clock = Clock()
     quotas = Quotas(clock)
-    alice = tenant(opens_per_s=rate_per_s)
-    started_s, num_taken, last = clock.now_s, 0, 0
+    alice = make_tenant(opens_per_s=rate_per_s)
+    started_s, num_opens, last_size = clock.now_s, 0, 0
     for pause_s, size in groups:
         clock.now_s += pause_s
         try:
@@ -138,7 +138,7 @@ def test_rate_is_limited_for_groups_of_any_size(
         except RateLimitError as error:
             clock.now_s += error.retry_after_s
             quotas.reserve(alice, size)  # waiting for the retry delay is enough
-        num_taken, last = num_taken + size, size
+        num_opens, last_size = num_opens + size, size
     burst = max(1.0, rate_per_s)
-    allowed = (clock.now_s - started_s) * rate_per_s + burst + last
-    assert num_taken <= allowed * (1 + 1e-6) + 1e-6
+    max_opens = (clock.now_s - started_s) * rate_per_s + burst + last_size
+    assert num_opens <= max_opens * (1 + 1e-6) + 1e-6

@@ -14,33 +14,33 @@ from tests.gateway.gateways import NAME, count_sessions, get_sessions, run_gatew
 
 pytestmark = pytest.mark.asyncio
 
-SEEDED = OpenArgs(ResetArgs(seed=1))
+OPEN_ARGS = OpenArgs(ResetArgs(seed=1))
 
 
-async def passers_by(gateway: Gateway, num: int) -> None:
+async def open_idle_sessions(gateway: Gateway, num_opens: int) -> None:
     """Open HTTP sessions without later calls, which a full fleet may evict."""
-    for _ in range(num):
+    for _ in range(num_opens):
         # An open during a poll counts twice until the next poll.
         await wait_until(lambda: not gateway.environments[NAME].admission.count_missing(1))
-        async with httpx.AsyncClient(base_url=gateway.http_address, timeout=60) as visitor:
-            assert (await visitor.post(f"/envs/{NAME}/reset", json={})).status_code == 200
+        async with httpx.AsyncClient(base_url=gateway.http_address, timeout=60) as client:
+            assert (await client.post(f"/envs/{NAME}/reset", json={})).status_code == 200
 
 
 async def test_open_beyond_the_quota_evicts_no_session():
     async with run_gateway(server_options={"max_sessions": 3}) as (gateway, servers):
         sessions = get_sessions(gateway)
         set_current_tenant(Tenant("tight", limits=TenantLimits(max_sessions=1)))
-        await sessions.open(SEEDED)
-        await passers_by(gateway, 2)
+        await sessions.open(OPEN_ARGS)
+        await open_idle_sessions(gateway, 2)
         with pytest.raises(RateLimitError):
-            await sessions.open(SEEDED)
+            await sessions.open(OPEN_ARGS)
         with pytest.raises(InvalidCallError):
-            await sessions.open_group(SEEDED, 2)
+            await sessions.open_group(OPEN_ARGS, 2)
         assert count_sessions(servers) == gateway.num_sessions == 3
 
 
 @pytest.mark.parametrize(
-    ("args", "size"), [(SEEDED, 3), (OpenArgs(ResetArgs(seed=1), session_id="chosen"), 1)]
+    ("args", "size"), [(OPEN_ARGS, 3), (OpenArgs(ResetArgs(seed=1), session_id="chosen"), 1)]
 )
 async def test_invalid_open_evicts_no_session(args, size):
     limits = {"max_group_size": 2, "queue_timeout_s": 0.0}
@@ -49,7 +49,7 @@ async def test_invalid_open_evicts_no_session(args, size):
         servers,
     ):
         sessions = get_sessions(gateway)
-        await passers_by(gateway, 2)
+        await open_idle_sessions(gateway, 2)
         with pytest.raises(InvalidCallError):
             await (sessions.open(args) if size == 1 else sessions.open_group(args, size))
         assert count_sessions(servers) == gateway.num_sessions == 2
@@ -62,10 +62,10 @@ async def test_open_evicts_no_session_while_servers_are_silent(monkeypatch):
         servers,
     ):
         sessions = get_sessions(gateway)
-        await passers_by(gateway, 1)
+        await open_idle_sessions(gateway, 1)
         monkeypatch.setattr(ServerLink, "accepts_sessions", False)
         with pytest.raises(CapacityError, match="accepts sessions"):
-            await sessions.open(SEEDED)
+            await sessions.open(OPEN_ARGS)
         assert count_sessions(servers) == gateway.num_sessions == 1
 
 
@@ -75,8 +75,8 @@ async def test_a_refusal_leaves_the_quota_as_it_was():
         sessions = get_sessions(gateway)
         tenant = Tenant("small", limits=TenantLimits(max_sessions=2))
         set_current_tenant(tenant)
-        await sessions.open(SEEDED)
+        await sessions.open(OPEN_ARGS)
         for _ in range(3):
             with pytest.raises(EnvError):
-                await sessions.open(SEEDED)
+                await sessions.open(OPEN_ARGS)
         assert gateway.quotas.count_sessions(tenant) == 1

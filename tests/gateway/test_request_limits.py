@@ -18,7 +18,7 @@ from ludus.env.security.tracing import get_request_id
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.wires.middleware import RequestIdMiddleware, choose_request_id
 from tests.gateway.gateways import NAME, CountingEnv, http_client, run_gateway
-from tests.gateway.http_server import serving
+from tests.gateway.http_server import serve_app
 
 STEP = f"/envs/{NAME}/step"
 JSON = {"content-type": "application/json"}
@@ -108,7 +108,7 @@ def build_app() -> RequestIdMiddleware:
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    async with serving(build_app()) as port:
+    async with serve_app(build_app()) as port:
         yield port
 
 

@@ -17,7 +17,13 @@ from ludus.services.gateway.kubernetes.sandboxes import SandboxSource
 from ludus.services.gateway.sessions.sessions import GatewaySessions
 from tests.env.polling import wait_until
 from tests.gateway.cluster_objects import NAMESPACE, make_api_client
-from tests.gateway.fake_sandboxes import CLAIMS, POOL, FakeSandboxes, sandboxes, write_kubeconfig
+from tests.gateway.fake_sandboxes import (
+    CLAIMS,
+    POOL,
+    FakeSandboxes,
+    run_sandboxes,
+    write_kubeconfig,
+)
 from tests.gateway.gateways import FAST_POLLING, NAME, get_sessions, make_config
 
 pytestmark = pytest.mark.slow
@@ -57,7 +63,7 @@ def are_up(links, num_links: int) -> bool:
 
 
 async def test_session_has_its_own_sandbox() -> None:
-    async with sandboxes() as cluster, serving(cluster) as sessions:
+    async with run_sandboxes() as cluster, serving(cluster) as sessions:
         opened = await asyncio.gather(*(sessions.open(SEEDED) for _ in range(3)))
         assert len(cluster.claims) == cluster.num_sessions == 3
         # Sandboxes are created on demand, so the fleet is never saturated.
@@ -77,14 +83,14 @@ async def test_session_has_its_own_sandbox() -> None:
 
 
 async def test_group_has_one_sandbox_per_session() -> None:
-    async with sandboxes() as cluster, serving(cluster) as sessions:
+    async with run_sandboxes() as cluster, serving(cluster) as sessions:
         opened = await sessions.open_group(SEEDED, 4)
         assert len({claim.session_id.split("~")[1] for claim in opened}) == 4
         assert len(cluster.claims) == 4
 
 
 async def test_claims_say_whose_they_are_and_go_with_their_pool() -> None:
-    async with sandboxes() as cluster, serving(cluster) as sessions:
+    async with run_sandboxes() as cluster, serving(cluster) as sessions:
         await sessions.open(SEEDED)
         (claim,) = cluster.cluster.all(*CLAIMS)
         labels = claim["metadata"]["labels"]
@@ -97,7 +103,7 @@ async def test_claims_say_whose_they_are_and_go_with_their_pool() -> None:
 
 
 async def test_two_gateways_claim_separately_and_serve_each_others_sessions() -> None:
-    async with sandboxes() as cluster, serving(cluster) as claim, serving(cluster) as other:
+    async with run_sandboxes() as cluster, serving(cluster) as claim, serving(cluster) as other:
         opened = await asyncio.gather(
             *(sessions.open(SEEDED) for sessions in (claim, other) for _ in range(3))
         )
@@ -109,7 +115,7 @@ async def test_two_gateways_claim_separately_and_serve_each_others_sessions() ->
 
 
 async def test_claims_of_a_dead_gateway_are_served_and_then_deleted() -> None:
-    async with sandboxes() as cluster:
+    async with run_sandboxes() as cluster:
         async with serving(cluster) as sessions:
             played = await sessions.open(SEEDED)
             remaining = await sessions.open(SEEDED)
@@ -124,7 +130,7 @@ async def test_claims_of_a_dead_gateway_are_served_and_then_deleted() -> None:
 
 
 async def test_dying_sandbox_loses_only_its_session() -> None:
-    async with sandboxes() as cluster, serving(cluster) as sessions:
+    async with run_sandboxes() as cluster, serving(cluster) as sessions:
         first = await sessions.open(SEEDED)
         (claim,) = cluster.claims
         other = await sessions.open(SEEDED)
@@ -135,7 +141,10 @@ async def test_dying_sandbox_loses_only_its_session() -> None:
 
 
 async def test_empty_pool_is_reported_in_time_and_leaves_no_claim() -> None:
-    async with sandboxes() as cluster, serving(cluster, EAGER_S, queue_timeout_s=0.3) as sessions:
+    async with (
+        run_sandboxes() as cluster,
+        serving(cluster, EAGER_S, queue_timeout_s=0.3) as sessions,
+    ):
         cluster.is_empty = True
         while not cluster.claims:  # wait until an open has timed out
             with pytest.raises(UnavailableError, match="warm pool 'code'") as caught:
@@ -160,7 +169,7 @@ async def test_empty_pool_is_reported_in_time_and_leaves_no_claim() -> None:
 async def test_failed_claim_is_explained_to_the_client(
     verb: str, plural: str, status: int, message: str
 ) -> None:
-    async with sandboxes() as cluster:
+    async with run_sandboxes() as cluster:
         cluster.cluster.fail(status, verb=verb, plural=plural, times=1000)
         async with serving(cluster, queue_timeout_s=0.3) as sessions:
             messages = ""
@@ -173,7 +182,7 @@ async def test_failed_claim_is_explained_to_the_client(
 
 
 async def test_failed_delete_of_a_claim_is_retried() -> None:
-    async with sandboxes() as cluster, serving(cluster) as sessions:
+    async with run_sandboxes() as cluster, serving(cluster) as sessions:
         opened = await sessions.open(SEEDED)
         cluster.cluster.fail(500, verb="delete", plural="sandboxclaims")
         await sessions.close(opened.session_id)
@@ -182,7 +191,7 @@ async def test_failed_delete_of_a_claim_is_retried() -> None:
 
 async def test_stopping_gateway_deletes_unused_claims(monkeypatch) -> None:
     monkeypatch.setattr("ludus.services.gateway.kubernetes.sandboxes.STOP_TIMEOUT_S", 60.0)
-    async with sandboxes() as cluster:
+    async with run_sandboxes() as cluster:
         async with serving(cluster) as sessions:
             cluster.is_empty = True
             opening = asyncio.create_task(sessions.open(SEEDED))
@@ -193,7 +202,7 @@ async def test_stopping_gateway_deletes_unused_claims(monkeypatch) -> None:
 
 
 async def test_configuration_enables_sandboxes(tmp_path, monkeypatch) -> None:
-    async with sandboxes() as cluster:
+    async with run_sandboxes() as cluster:
         kubeconfig = write_kubeconfig(tmp_path / "config", cluster.cluster)
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
         monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)

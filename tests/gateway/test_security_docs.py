@@ -18,7 +18,7 @@ from ludus.services.gateway.tenancy.access import TenantAccess
 DOCS = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 
 
-def written_file(name: str) -> str:
+def extract_file(name: str) -> str:
     """Return a file that the page tells the reader to write."""
     match = re.search(rf"cat > {re.escape(name)} <<'END'\n(.*?)\nEND", DOCS, re.DOTALL)
     assert match, name
@@ -29,7 +29,7 @@ def test_its_tenants_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TEAM_A_TOKEN", "0123456789abcdef0123")
     (tmp_path / "operator.token").write_text("abcdef0123456789abcd\n")
     path = tmp_path / "tenants.toml"
-    path.write_text(written_file("tenants.toml"))
+    path.write_text(extract_file("tenants.toml"))
     access = TenantAccess.from_file(path)
     assert access.authenticate("Bearer 0123456789abcdef0123").limits.max_sessions == 512
     assert access.authenticate("Bearer abcdef0123456789abcd").name == "operator"
@@ -37,7 +37,7 @@ def test_its_tenants_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["gateway.toml", "fleet.toml"])
 def test_its_gateway_files_are_read(name: str) -> None:
-    GatewayConfig.parse(tomllib.loads(written_file(name)))
+    GatewayConfig.parse(tomllib.loads(extract_file(name)))
 
 
 def test_its_bounds_are_those_of_the_code() -> None:
@@ -58,6 +58,6 @@ def test_its_layers_are_those_of_the_sandbox() -> None:
 
 
 def test_its_queries_name_metrics_that_are_exported() -> None:
-    named = set(re.findall(r"ludus_gateway_[a-z_]+", DOCS))
-    assert named
-    assert {name.removesuffix("_total") for name in named} <= set(GatewayMetric)
+    metric_names = set(re.findall(r"ludus_gateway_[a-z_]+", DOCS))
+    assert metric_names
+    assert {name.removesuffix("_total") for name in metric_names} <= set(GatewayMetric)

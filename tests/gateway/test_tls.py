@@ -30,7 +30,7 @@ from ludus.env.security.tls import (
     build_server_credentials,
 )
 from ludus.proto.errors import ConfigError
-from tests.gateway.http_server import serving
+from tests.gateway.http_server import serve_app
 
 CA = trustme.CA()
 OTHER_CA = trustme.CA()
@@ -77,7 +77,7 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 
 def https_server(tls: TlsFiles) -> AbstractAsyncContextManager[int]:
     """Run a server that responds with "hi"; yield its port."""
-    return serving(hello, ssl_context_factory=lambda config, default: build_server_context(tls))
+    return serve_app(hello, ssl_context_factory=lambda config, default: build_server_context(tls))
 
 
 class Https:
