@@ -28,7 +28,7 @@ from tests.gateway.gateways import (
 )
 
 
-class Raw(RawStream):
+class RawGatewayStream(RawStream):
     """Raw calls to a gateway with any session id."""
 
     def __init__(self, gateway: Gateway, token: str = "") -> None:
@@ -55,46 +55,54 @@ def _step(session_id: str, step_index: int = 0) -> pb.StepRequest:
 
 async def test_a_session_opened_through_one_gateway_is_played_through_another():
     async with (
-        run_gateway(3) as (first, servers),
-        make_gateway(*servers) as second,
-        Raw(first) as item,
-        Raw(second) as other,
+        run_gateway(3) as (first_gateway, servers),
+        make_gateway(*servers) as second_gateway,
+        RawGatewayStream(first_gateway) as first_stream,
+        RawGatewayStream(second_gateway) as second_stream,
     ):
-        ids = [await item.open() for _ in range(6)]
-        for step_index, raw in ((1, other), (2, item), (3, other)):
+        ids = [await first_stream.open() for _ in range(6)]
+        for step_index, stream in ((1, second_stream), (2, first_stream), (3, second_stream)):
             for session_id in ids:
-                assert await raw.step(session_id, step_index) == 2.0
+                assert await stream.step(session_id, step_index) == 2.0
 
 
 @pytest.mark.slow
 async def test_call_for_an_unreached_server_can_be_retried():
-    unreached = ServerEndpoint("one", "grpc://127.0.0.1:1", "")
-    source = ListedServers(unreached)
+    unreached_endpoint = ServerEndpoint("one", "grpc://127.0.0.1:1", "")
+    source = ListedServers(unreached_endpoint)
     async with (
         Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway,
-        Raw(gateway) as raw,
+        RawGatewayStream(gateway) as stream,
     ):
         session_id = SessionKey(KEY.encode()).sign(NAME, "some-server")
-        assert await raw.failing_step_code(session_id) == "UNAVAILABLE"
+        assert await stream.failing_step_code(session_id) == "UNAVAILABLE"
         source.list()
-        assert await raw.failing_step_code(session_id) == "SESSION_LOST"
+        assert await stream.failing_step_code(session_id) == "SESSION_LOST"
 
 
 async def test_forged_ids_are_refused():
-    async with run_gateway() as (gateway, _), Raw(gateway) as raw:
-        session_id = await raw.open()
+    async with run_gateway() as (gateway, _), RawGatewayStream(gateway) as stream:
+        session_id = await stream.open()
         other_key = SessionKey(b"another-key-that-is-long-enough")
-        forged = other_key.sign(NAME, session_id.split("~")[1])
-        for bad in (forged, session_id[:-1] + "!", "", "nonsense", "a~b~c~d~e~f~g", "~" * 500):
-            assert await raw.failing_step_code(bad) == "UNAUTHENTICATED"
+        forged_id = other_key.sign(NAME, session_id.split("~")[1])
+        for bad_id in (
+            forged_id,
+            session_id[:-1] + "!",
+            "",
+            "nonsense",
+            "a~b~c~d~e~f~g",
+            "~" * 500,
+        ):
+            assert await stream.failing_step_code(bad_id) == "UNAUTHENTICATED"
 
 
 async def test_an_expired_id_is_lost_and_says_so():
     key = SessionKey(KEY.encode())
-    async with run_gateway() as (gateway, servers), Raw(gateway) as raw:
+    async with run_gateway() as (gateway, servers), RawGatewayStream(gateway) as stream:
         server_id = servers[0].core.options.server_id
         assert (
-            await raw.failing_step_code(key.sign(NAME, server_id, lifetime_s=-2)) == "SESSION_LOST"
+            await stream.failing_step_code(key.sign(NAME, server_id, lifetime_s=-2))
+            == "SESSION_LOST"
         )
 
 
@@ -111,27 +119,27 @@ async def test_an_id_that_was_good_expires(monkeypatch: pytest.MonkeyPatch):
 
 
 async def test_id_of_another_environment_is_refused():
-    async with run_gateway() as (gateway, servers), Raw(gateway) as raw:
-        signed = SessionKey(KEY.encode()).sign("cards", servers[0].core.options.server_id)
-        assert await raw.failing_step_code(signed) == "VALIDATION_ERROR"
+    async with run_gateway() as (gateway, servers), RawGatewayStream(gateway) as stream:
+        signed_id = SessionKey(KEY.encode()).sign("cards", servers[0].core.options.server_id)
+        assert await stream.failing_step_code(signed_id) == "VALIDATION_ERROR"
 
 
 async def test_an_id_cannot_be_opened_twice():
     async with run_gateway() as (gateway, servers):
-        signed = SessionKey(KEY.encode()).sign(NAME, servers[0].core.options.server_id)
-        async with RawStream(servers[0].grpc_address) as raw:
-            assert await raw.open(session_id=signed) == signed
-            again = await raw.ask(pb.Call(open=pb.OpenRequest(session_id=signed)))
-            assert again.error.code == "SESSION_LOST"
-            forged = SessionKey(b"another-key-that-is-long-enough").sign(NAME, "somewhere")
-            refused = await raw.ask(pb.Call(open=pb.OpenRequest(session_id=forged)))
-            assert refused.error.code == "UNAUTHENTICATED"
-        async with RawStream(gateway.grpc_address) as raw:
-            refused = await raw.ask(pb.Call(open=pb.OpenRequest(session_id=signed)))
-            assert "the gateway chooses it" in refused.error.message
+        signed_id = SessionKey(KEY.encode()).sign(NAME, servers[0].core.options.server_id)
+        async with RawStream(servers[0].grpc_address) as stream:
+            assert await stream.open(session_id=signed_id) == signed_id
+            second_reply = await stream.ask(pb.Call(open=pb.OpenRequest(session_id=signed_id)))
+            assert second_reply.error.code == "SESSION_LOST"
+            forged_id = SessionKey(b"another-key-that-is-long-enough").sign(NAME, "somewhere")
+            refused_reply = await stream.ask(pb.Call(open=pb.OpenRequest(session_id=forged_id)))
+            assert refused_reply.error.code == "UNAUTHENTICATED"
+        async with RawStream(gateway.grpc_address) as stream:
+            refused_reply = await stream.ask(pb.Call(open=pb.OpenRequest(session_id=signed_id)))
+            assert "the gateway chooses it" in refused_reply.error.message
 
 
-RED, BLUE = "red-token-0123456789", "blue-token-0123456789"
+RED_TOKEN, BLUE_TOKEN = "red-token-0123456789", "blue-token-0123456789"
 TENANTS = """
 [[tenants]]
 name = "red"
@@ -146,50 +154,55 @@ token_env = "BLUE_TOKEN"
 
 @pytest.fixture
 def tenants(tmp_path: Path, monkeypatch) -> str:
-    monkeypatch.setenv("RED_TOKEN", RED)
-    monkeypatch.setenv("BLUE_TOKEN", BLUE)
+    monkeypatch.setenv("RED_TOKEN", RED_TOKEN)
+    monkeypatch.setenv("BLUE_TOKEN", BLUE_TOKEN)
     path = tmp_path / "tenants.toml"
     path.write_text(TENANTS)
     return str(path)
 
 
 async def test_a_tenants_sessions_are_closed_to_other_tenants(tenants):
-    async with run_gateway(tenants_file=tenants) as (gateway, _), Raw(gateway, RED) as red:
-        session_id = await red.open()
+    async with (
+        run_gateway(tenants_file=tenants) as (gateway, _),
+        RawGatewayStream(gateway, RED_TOKEN) as red_stream,
+    ):
+        session_id = await red_stream.open()
         assert session_id.split("~")[2] == "red"
-        async with Raw(gateway, BLUE) as blue:
-            assert await blue.failing_step_code(session_id) == "PERMISSION_DENIED"
-        assert await red.step(session_id) == 2.0
+        async with RawGatewayStream(gateway, BLUE_TOKEN) as blue_stream:
+            assert await blue_stream.failing_step_code(session_id) == "PERMISSION_DENIED"
+        assert await red_stream.step(session_id) == 2.0
 
 
 async def test_every_end_of_a_session_releases_quota(tenants):
     async with run_gateway(tenants_file=tenants, sessions={"linger_s": 0.5}) as (gateway, servers):
         address = gateway.grpc_address
-        client = await AsyncEnvClient.connect(address, ConnectOptions(token=RED))
+        client = await AsyncEnvClient.connect(address, ConnectOptions(token=RED_TOKEN))
         await client.open(seed=1)
-        done, _ = await client.open(seed=1, close_when_done=True)
+        finished_session, _ = await client.open(seed=1, close_when_done=True)
         with pytest.raises(Exception, match="may have at most 2"):
             await client.open(seed=1)
         for _ in range(5):
-            await done.step({"add": 1})
-        closed, _ = await client.open(seed=1)
-        await closed.close()
-        lost, _ = await client.open(seed=1)
+            await finished_session.step({"add": 1})
+        closed_session, _ = await client.open(seed=1)
+        await closed_session.close()
+        lost_session, _ = await client.open(seed=1)
         for server in servers:
-            await server.core.close(lost.id)
+            await server.core.close(lost_session.id)
         with pytest.raises(Exception, match="gone"):
-            await lost.step({"add": 1})
+            await lost_session.step({"add": 1})
         await client.open(seed=1)
         await client.close()
         await wait_until(lambda: count_sessions(servers) == 0)
         await wait_until(lambda: gateway.num_sessions == 0)
-        async with await AsyncEnvClient.connect(address, ConnectOptions(token=RED)) as again:
-            await again.open(seed=1)
-            await again.open(seed=1)
+        async with await AsyncEnvClient.connect(
+            address, ConnectOptions(token=RED_TOKEN)
+        ) as new_client:
+            await new_client.open(seed=1)
+            await new_client.open(seed=1)
 
 
-@pytest.mark.parametrize("graceful", [True, False])
-async def test_a_client_plays_on_when_its_gateway_restarts(graceful):
+@pytest.mark.parametrize("is_graceful", [True, False])
+async def test_a_client_plays_on_when_its_gateway_restarts(is_graceful):
     async with make_server() as server:
         gateway = make_gateway(server)
         await gateway.start()
@@ -197,24 +210,24 @@ async def test_a_client_plays_on_when_its_gateway_restarts(graceful):
         client = await AsyncEnvClient.connect(gateway.grpc_address)
         session, _ = await client.open(seed=7)
         assert (await session.step({"add": 1})).observation["total"] == 1
-        if graceful:
+        if is_graceful:
             await gateway.stop()
         else:
             await gateway.grpc_server.stop(grace=0)
             await get_sessions(gateway).fleet.close("it was killed")
         await wait_until(lambda: server.core.load.num_sessions == 1)
-        playing = asyncio.create_task(session.step({"add": 2}))
-        again = Gateway(make_config(server.grpc_address, grpc_port=port))
-        await again.start()
+        step_task = asyncio.create_task(session.step({"add": 2}))
+        new_gateway = Gateway(make_config(server.grpc_address, grpc_port=port))
+        await new_gateway.start()
         try:
-            result = await asyncio.wait_for(playing, 60)
+            result = await asyncio.wait_for(step_task, 60)
             assert (result.observation["total"], result.step_index) == (3, 2)
             assert (await session.step({"add": 3})).observation["total"] == 6
             await client.close()
             await wait_until(lambda: server.core.load.num_sessions == 0)
         finally:
-            await again.stop()
-            if not graceful:
+            await new_gateway.stop()
+            if not is_graceful:
                 await gateway.stop()
 
 
@@ -222,40 +235,44 @@ async def test_sessions_without_calls_after_a_restart_end_after_their_linger():
     async with make_server() as server:
         async with (
             make_gateway(server, sessions={"linger_s": 0.3}) as gateway,
-            Raw(gateway) as raw,
+            RawGatewayStream(gateway) as stream,
         ):
-            ids = [await raw.open() for _ in range(2)]
+            ids = [await stream.open() for _ in range(2)]
         await wait_until(lambda: server.core.load.num_sessions == 0)
-        for item in ids:
-            ended = server.core.tombstones.find(item)
-            assert ended.reason == "the connection that opened it ended 0.3 s ago"
+        for session_id in ids:
+            tombstone = server.core.tombstones.find(session_id)
+            assert tombstone.reason == "the connection that opened it ended 0.3 s ago"
 
 
 async def test_call_after_the_start_waits_for_the_first_list_of_servers(monkeypatch):
     monkeypatch.setattr("ludus.services.gateway.sessions.sessions.FIND_TIMEOUT_S", 60.0)
-    is_known = asyncio.Event()
+    list_event = asyncio.Event()
 
     class LateSource:
         async def watch(self, publish):
-            await is_known.wait()
+            await list_event.wait()
             publish([make_endpoint(server)])
             await asyncio.Event().wait()
 
         async def close(self):
             pass
 
-    async with make_server() as server, make_gateway(server) as first, Raw(first) as raw:
-        session_id = await raw.open()
-        late = Gateway(make_config(server.grpc_address), {NAME: LateSource()})
-        starting = asyncio.create_task(late.start())
-        await wait_until(lambda: late.grpc_address)
-        assert not late.environments.is_ready
-        async with Raw(late) as other:
-            stepping = asyncio.create_task(other.step(session_id))
-            await asyncio.wait([stepping], timeout=0.05)
-            assert not stepping.done()
-            is_known.set()
-            assert await stepping == 2.0
-        await starting
-        assert late.environments.is_ready
-        await late.stop()
+    async with (
+        make_server() as server,
+        make_gateway(server) as first_gateway,
+        RawGatewayStream(first_gateway) as stream,
+    ):
+        session_id = await stream.open()
+        late_gateway = Gateway(make_config(server.grpc_address), {NAME: LateSource()})
+        start_task = asyncio.create_task(late_gateway.start())
+        await wait_until(lambda: late_gateway.grpc_address)
+        assert not late_gateway.environments.is_ready
+        async with RawGatewayStream(late_gateway) as second_stream:
+            step_task = asyncio.create_task(second_stream.step(session_id))
+            await asyncio.wait([step_task], timeout=0.05)
+            assert not step_task.done()
+            list_event.set()
+            assert await step_task == 2.0
+        await start_task
+        assert late_gateway.environments.is_ready
+        await late_gateway.stop()

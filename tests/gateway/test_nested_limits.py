@@ -41,10 +41,10 @@ HOSTS: dict[str, dict[str, Any]] = {
     "threads": {},
     "pool": {"isolation": "pool", "num_workers": 1},
 }
-PLACES = ("server", "gateway")
-HELD = 98
-JSON = {"content-type": "application/json"}
-FRAMES_OF_A_LARGE_RESET = 9
+TARGETS = ("server", "gateway")
+GATED_NUMBER = 98
+JSON_HEADERS = {"content-type": "application/json"}
+EXTRA_LENGTH_BYTES = 9
 """Size of three lengths that use four bytes instead of one."""
 
 
@@ -79,8 +79,8 @@ async def run_with_waiting_step(gate: Gate, host: str, target: str) -> AsyncIter
     async with run_gateway(factory=gate.factory, server_options=options) as (gateway, (server,)):
         address = gateway if target == "gateway" else server
         async with RawStream(address.grpc_address) as stream:
-            waiting = await stream.open(reset=pb.ResetArgs(seed=1))
-            step = pb.StepRequest(session_id=waiting, action_json=b'{"add":%d}' % HELD)
+            waiting_id = await stream.open(reset=pb.ResetArgs(seed=1))
+            step = pb.StepRequest(session_id=waiting_id, action_json=b'{"add":%d}' % GATED_NUMBER)
             await stream.call.write(pb.CallBatch(calls=[pb.Call(call_id=7, step=step)]))
             await wait_until(lambda: gate.num_entered)
             yield address
@@ -89,7 +89,7 @@ async def run_with_waiting_step(gate: Gate, host: str, target: str) -> AsyncIter
             assert reply.result.step_index == 1, reply.error
 
 
-def http_client(target: Any) -> str:
+def get_http_address(target: Any) -> str:
     address: str = target.http_address
     return f"{address}/envs/{NAME}" if hasattr(target, "environments") else address
 
@@ -98,18 +98,18 @@ def make_padded(num_bytes: int) -> dict[str, Any]:
     return {"add": 1, "load": "x" * num_bytes}
 
 
-def grpc_size(session: AsyncSession, step_index: int, action: dict[str, Any]) -> int:
+def count_grpc_bytes(session: AsyncSession, step_index: int, action: dict[str, Any]) -> int:
     step = pb.StepRequest(
         session_id=session.id, step_index=step_index, action_json=orjson.dumps(action)
     )
     return pb.Call(call_id=1, step=step).ByteSize()
 
 
-def websocket_size(session: AsyncSession, step_index: int, action: dict[str, Any]) -> int:
+def count_websocket_bytes(session: AsyncSession, step_index: int, action: dict[str, Any]) -> int:
     return len(orjson.dumps({"type": "step", "data": action, "step_index": step_index}))
 
 
-SIZES = {"grpc": grpc_size, "http": websocket_size}
+SIZES = {"grpc": count_grpc_bytes, "http": count_websocket_bytes}
 
 
 async def error_code(session: AsyncSession, action: dict[str, Any]) -> str:
@@ -121,59 +121,67 @@ async def error_code(session: AsyncSession, action: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("wire", SIZES)
-@pytest.mark.parametrize("target", PLACES)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("host", HOSTS)
 async def test_call_at_the_limit_passes_every_hop_and_only_a_larger_one_is_refused(
     host: str, target: str, wire: str, gate: Gate
 ):
     async with run_with_waiting_step(gate, host, target) as address:
-        address = address.grpc_address if wire == "grpc" else http_client(address)
+        address = address.grpc_address if wire == "grpc" else get_http_address(address)
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open(seed=1)
-            frame = SIZES[wire](session, 1, make_padded(MAX_MESSAGE_BYTES)) - MAX_MESSAGE_BYTES
+            num_frame_bytes = (
+                SIZES[wire](session, 1, make_padded(MAX_MESSAGE_BYTES)) - MAX_MESSAGE_BYTES
+            )
             codes = [
-                await error_code(session, make_padded(MAX_MESSAGE_BYTES - frame + num_extra))
+                await error_code(
+                    session, make_padded(MAX_MESSAGE_BYTES - num_frame_bytes + num_extra)
+                )
                 for num_extra in (-1, 0, 1)
             ]
             assert codes == ["answered", "answered", ErrorCode.VALIDATION_ERROR]
             assert (await session.step({"add": 1})).observation["total"] == 3
 
 
-def step_body(num_bytes: int) -> bytes:
-    frame = len(orjson.dumps({"action": make_padded(0)}))
-    return orjson.dumps({"action": make_padded(num_bytes - frame)})
+def make_step_body(num_bytes: int) -> bytes:
+    num_frame_bytes = len(orjson.dumps({"action": make_padded(0)}))
+    return orjson.dumps({"action": make_padded(num_bytes - num_frame_bytes)})
 
 
-def mcp_body(num_bytes: int) -> bytes:
-    def body(load: int) -> bytes:
+def make_mcp_body(num_bytes: int) -> bytes:
+    def make_body(load: int) -> bytes:
         call = {"name": "take_action", "arguments": make_padded(load)}
         return orjson.dumps({"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call})
 
-    return body(num_bytes - len(body(0)))
+    return make_body(num_bytes - len(make_body(0)))
 
 
 async def http_statuses(http: httpx.AsyncClient, base: str, sizes: list[int]) -> list[int]:
-    started = await http.post(f"{base}/reset", json={"seed": 1})
-    headers = JSON | {"x-session-id": started.headers["x-session-id"]}
-    steps = [await http.post(f"{base}/step", content=step_body(n), headers=headers) for n in sizes]
-    return [step.status_code for step in steps]
+    reset_response = await http.post(f"{base}/reset", json={"seed": 1})
+    headers = JSON_HEADERS | {"x-session-id": reset_response.headers["x-session-id"]}
+    responses = [
+        await http.post(f"{base}/step", content=make_step_body(n), headers=headers) for n in sizes
+    ]
+    return [response.status_code for response in responses]
 
 
 async def mcp_statuses(http: httpx.AsyncClient, base: str, sizes: list[int]) -> list[int]:
-    begin = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
-    ticket = (await http.post(f"{base}/mcp", json=begin)).headers["mcp-session-id"]
-    headers = JSON | {"mcp-session-id": ticket}
+    initialize = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
+    session_id = (await http.post(f"{base}/mcp", json=initialize)).headers["mcp-session-id"]
+    headers = JSON_HEADERS | {"mcp-session-id": session_id}
     call = {"name": "start_episode", "arguments": {}}
-    start = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call}
-    await http.post(f"{base}/mcp", json=start, headers=headers)
-    message = [await http.post(f"{base}/mcp", content=mcp_body(n), headers=headers) for n in sizes]
-    played = [item for item in message if item.status_code == 200]
-    assert not any(item.json()["result"]["isError"] for item in played)
-    return [item.status_code for item in message]
+    start_call = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call}
+    await http.post(f"{base}/mcp", json=start_call, headers=headers)
+    responses = [
+        await http.post(f"{base}/mcp", content=make_mcp_body(n), headers=headers) for n in sizes
+    ]
+    played_responses = [response for response in responses if response.status_code == 200]
+    assert not any(response.json()["result"]["isError"] for response in played_responses)
+    return [response.status_code for response in responses]
 
 
 @pytest.mark.parametrize("statuses", [http_statuses, mcp_statuses])
-@pytest.mark.parametrize("target", PLACES)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("host", HOSTS)
 async def test_a_body_up_to_the_limit_passes_every_hop_and_a_larger_one_is_refused(
     host: str, target: str, statuses: Any, gate: Gate
@@ -183,10 +191,10 @@ async def test_a_body_up_to_the_limit_passes_every_hop_and_a_larger_one_is_refus
         run_with_waiting_step(gate, host, target) as address,
         httpx.AsyncClient(timeout=60) as http,
     ):
-        assert await statuses(http, http_client(address), sizes) == [200, 200, 413]
+        assert await statuses(http, get_http_address(address), sizes) == [200, 200, 413]
 
 
-@pytest.mark.parametrize("target", PLACES)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("host", HOSTS)
 async def test_options_of_a_reset_up_to_the_limit_pass_every_hop(
     host: str, target: str, gate: Gate
@@ -198,11 +206,11 @@ async def test_options_of_a_reset_up_to_the_limit_pass_every_hop(
         session, _ = await client.open(seed=1)
 
         async def reset_error_code(num_extra: int) -> str:
-            empty = pb.ResetArgs(seed=1, options_json=orjson.dumps({"load": ""}))
-            call = pb.Call(call_id=1, reset=pb.ResetRequest(session_id=session.id, args=empty))
-            room = MAX_MESSAGE_BYTES - call.ByteSize() - FRAMES_OF_A_LARGE_RESET
+            empty_args = pb.ResetArgs(seed=1, options_json=orjson.dumps({"load": ""}))
+            call = pb.Call(call_id=1, reset=pb.ResetRequest(session_id=session.id, args=empty_args))
+            num_free_bytes = MAX_MESSAGE_BYTES - call.ByteSize() - EXTRA_LENGTH_BYTES
             try:
-                await session.reset(seed=1, options={"load": "x" * (room + num_extra)})
+                await session.reset(seed=1, options={"load": "x" * (num_free_bytes + num_extra)})
             except EnvError as error:
                 return error.code
             return "answered"
@@ -213,7 +221,7 @@ async def test_options_of_a_reset_up_to_the_limit_pass_every_hop(
         assert (await session.step({"add": 3})).observation["total"] == 3
 
 
-@pytest.mark.parametrize("target", PLACES)
+@pytest.mark.parametrize("target", TARGETS)
 async def test_too_large_message_ends_only_its_stream(target: str, gate: Gate):
     limit = MAX_GATEWAY_CALL_BYTES if target == "gateway" else MAX_SERVER_MESSAGE_BYTES
     async with (
@@ -228,18 +236,18 @@ async def test_too_large_message_ends_only_its_stream(target: str, gate: Gate):
             )
             return pb.CallBatch(calls=[pb.Call(call_id=9, step=step)])
 
-        frame = make_batch(limit).ByteSize() - limit
+        num_frame_bytes = make_batch(limit).ByteSize() - limit
         for num_extra in (-1, 0):
-            await stream.call.write(make_batch(limit - frame + num_extra))
+            await stream.call.write(make_batch(limit - num_frame_bytes + num_extra))
             (reply,) = (await stream.call.read()).replies
             assert reply.HasField("result"), reply.error
-        await stream.call.write(make_batch(limit - frame + 1))
-        with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await stream.call.write(make_batch(limit - num_frame_bytes + 1))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
             await stream.call.read()
-        assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def growing(num_bytes: int) -> str:
+def make_growing_frame(num_bytes: int) -> str:
     """Build a frame whose numbers become at least four times as long on the way."""
     load = ",".join(["1e15"] * (num_bytes // 5))
     return '{"type":"step","data":{"add":1,"load":[' + load + "]}}"
@@ -250,14 +258,14 @@ async def test_a_call_that_grows_above_the_next_limit_is_refused_alone(
     host: str, target: str, gate: Gate
 ):
     async with run_with_waiting_step(gate, host, target) as address:
-        url = http_client(address).replace("http://", "ws://") + "/ws"
+        url = get_http_address(address).replace("http://", "ws://") + "/ws"
         async with websockets.connect(url, max_size=None) as socket:
             await socket.send('{"type":"reset","data":{"seed":1}}')
             await socket.recv()
-            await socket.send(growing(MAX_WORKER_CALL_BYTES // 2))
-            refused = orjson.loads(await socket.recv())
-            assert (refused["type"], refused["data"]["code"]) == ("error", "VALIDATION_ERROR")
-            assert "must have at most" in refused["data"]["message"]
+            await socket.send(make_growing_frame(MAX_WORKER_CALL_BYTES // 2))
+            refusal = orjson.loads(await socket.recv())
+            assert (refusal["type"], refusal["data"]["code"]) == ("error", "VALIDATION_ERROR")
+            assert "must have at most" in refusal["data"]["message"]
             await socket.send('{"type":"step","data":{"add":1}}')
             assert orjson.loads(await socket.recv())["data"]["observation"]["total"] == 1
 
@@ -272,5 +280,5 @@ async def test_large_calls_of_one_turn_travel_in_messages_that_every_hop_takes(
     ):
         sessions = [session for session, _ in await client.open_group(4, seed=1)]
         load = make_padded(MAX_MESSAGE_BYTES - 1024)
-        outcomes = await asyncio.gather(*(session.step(load) for session in sessions))
-        assert [item.step_index for item in outcomes] == [1] * len(sessions)
+        results = await asyncio.gather(*(session.step(load) for session in sessions))
+        assert [result.step_index for result in results] == [1] * len(sessions)

@@ -21,7 +21,7 @@ from tests.gateway.gateways import NAME, CountingEnv, http_client, run_gateway
 from tests.gateway.http_server import serve_app
 
 STEP = f"/envs/{NAME}/step"
-JSON = {"content-type": "application/json"}
+JSON_HEADERS = {"content-type": "application/json"}
 
 
 def error_code(response: httpx.Response) -> str:
@@ -29,7 +29,7 @@ def error_code(response: httpx.Response) -> str:
     return response.json()["detail"]["code"]
 
 
-async def chunks(num_bytes: int, size: int) -> AsyncIterator[bytes]:
+async def make_chunks(num_bytes: int, size: int) -> AsyncIterator[bytes]:
     for _ in range(0, num_bytes, size):
         yield b" " * size
 
@@ -51,8 +51,8 @@ async def start_request(
 async def test_too_large_body_is_refused_after_the_client_has_sent_it() -> None:
     num_bytes = MAX_MESSAGE_BYTES + 1
     async with run_gateway() as (gateway, _), http_client(gateway) as http:
-        for content in (b" " * num_bytes, chunks(num_bytes, size=2**20)):
-            response = await http.post(STEP, content=content, headers=JSON)
+        for content in (b" " * num_bytes, make_chunks(num_bytes, size=2**20)):
+            response = await http.post(STEP, content=content, headers=JSON_HEADERS)
             assert (response.status_code, error_code(response)) == (413, "VALIDATION_ERROR")
             assert f"at most {MAX_MESSAGE_BYTES} bytes" in response.text
         assert (await http.get("/healthz")).status_code == 200
@@ -90,7 +90,7 @@ def build_app() -> RequestIdMiddleware:
     app = FastAPI()
 
     @app.get("/who")
-    async def caller(request: Request) -> dict[str, str]:
+    async def get_id(request: Request) -> dict[str, str]:
         return {"request_id": request.headers["x-request-id"]}
 
     @app.get("/refuse")
@@ -124,34 +124,36 @@ async def test_a_request_id_is_taken_passed_on_and_echoed(client: httpx.AsyncCli
 
 
 async def test_a_request_id_reaches_the_sessions_of_an_environment() -> None:
-    seen: list[str] = []
+    request_ids: list[str] = []
 
-    class Curious(CountingEnv):
+    class RequestIdEnv(CountingEnv):
         def step(self, action):  # type: ignore[no-untyped-def]
-            seen.append(get_request_id())
+            request_ids.append(get_request_id())
             return super().step(action)
 
-    async with run_gateway(factory=Curious) as (gateway, _), http_client(gateway) as http:
+    async with run_gateway(factory=RequestIdEnv) as (gateway, _), http_client(gateway) as http:
         await http.post(f"/envs/{NAME}/reset", json={})
         headers = {"x-request-id": "r-3"}
-        step = await http.post(f"/envs/{NAME}/step", json={"action": {"add": 1}}, headers=headers)
-        made = await http.post(f"/envs/{NAME}/step", json={"action": {"add": 1}})
-    assert step.headers["x-request-id"] == "r-3"
-    assert seen == ["r-3", made.headers["x-request-id"]]
+        first_response = await http.post(
+            f"/envs/{NAME}/step", json={"action": {"add": 1}}, headers=headers
+        )
+        second_response = await http.post(f"/envs/{NAME}/step", json={"action": {"add": 1}})
+    assert first_response.headers["x-request-id"] == "r-3"
+    assert request_ids == ["r-3", second_response.headers["x-request-id"]]
 
 
 async def test_a_request_without_a_good_id_is_given_one(client: httpx.AsyncClient) -> None:
     for headers in ({}, {"x-request-id": "a b"}, {"x-request-id": "a" * 129}):
-        first = await client.get("/who", headers=headers)
-        second = await client.get("/who", headers=headers)
-        assert first.headers["x-request-id"] == first.json()["request_id"]
-        assert first.headers["x-request-id"] != second.headers["x-request-id"]
-        assert len(first.headers["x-request-id"]) == 32
+        first_response = await client.get("/who", headers=headers)
+        second_response = await client.get("/who", headers=headers)
+        assert first_response.headers["x-request-id"] == first_response.json()["request_id"]
+        assert first_response.headers["x-request-id"] != second_response.headers["x-request-id"]
+        assert len(first_response.headers["x-request-id"]) == 32
 
 
 async def test_refusals_and_sockets_carry_the_id_too(client: httpx.AsyncClient, port: int) -> None:
-    refused = await client.get("/refuse", headers={"x-request-id": "r1"})
-    assert refused.headers["x-request-id"] == "r1"
+    response = await client.get("/refuse", headers={"x-request-id": "r1"})
+    assert response.headers["x-request-id"] == "r1"
     headers = {"x-request-id": "r2"}
     async with websockets.connect(
         f"ws://127.0.0.1:{port}/ws", additional_headers=headers
@@ -161,7 +163,7 @@ async def test_refusals_and_sockets_carry_the_id_too(client: httpx.AsyncClient, 
         assert socket.response.headers["x-request-id"] == "r2"
 
 
-Headers = st.lists(
+HEADERS = st.lists(
     st.tuples(
         st.sampled_from([b"x-request-id", b"content-length", b"expect"]),
         st.binary(max_size=200) | st.from_regex(rb"[0-9a-f-]{0,60}", fullmatch=True),
@@ -169,7 +171,7 @@ Headers = st.lists(
 )
 
 
-@given(Headers)
+@given(HEADERS)
 def test_any_headers_give_an_id_that_is_fit_for_logs(headers: list[tuple[bytes, bytes]]) -> None:
-    made = choose_request_id(headers)
-    assert re.fullmatch(r"[A-Za-z0-9._-]{1,128}", made)
+    request_id = choose_request_id(headers)
+    assert re.fullmatch(r"[A-Za-z0-9._-]{1,128}", request_id)

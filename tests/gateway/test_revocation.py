@@ -22,11 +22,11 @@ from tests.gateway.clock import Clock
 from tests.gateway.gateways import NAME, run_gateway
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
-OTHER = "a11ce-two-a11ce-two-a11ce"
+SECOND_TOKEN = "a11ce-two-a11ce-two-a11ce"
 BOB = "b0b-b0b-b0b-b0b-b0b-b0b"
 
 
-def tenants(path: Path, **entries: tuple[str, str]) -> None:
+def write_tenants(path: Path, **entries: tuple[str, str]) -> None:
     """Write one tenant per keyword, with its token and scope."""
     path.write_text(
         "".join(
@@ -37,19 +37,21 @@ def tenants(path: Path, **entries: tuple[str, str]) -> None:
     )
 
 
-DEEDS = {
+TENANT_CHANGES = {
     "the tenant is removed": ({}, "UNAUTHENTICATED"),
-    "the token is replaced": ({"alice": (OTHER, "step")}, "UNAUTHENTICATED"),
+    "the token is replaced": ({"alice": (SECOND_TOKEN, "step")}, "UNAUTHENTICATED"),
     "the token is another's now": ({"carol": (ALICE, "step")}, "UNAUTHENTICATED"),
     "the scope is narrowed": ({"alice": (ALICE, "admin")}, "PERMISSION_DENIED"),
 }
 """Changes of the tenant alice, and the resulting error codes."""
-REMOVALS = [name for name in DEEDS if "another" not in name]
+REMOVALS = [name for name in TENANT_CHANGES if "another" not in name]
 """Changes after which no tenant has the token, or its tenant cannot play."""
-EACH_DEED = pytest.mark.parametrize(("entries", "code"), DEEDS.values(), ids=DEEDS)
+EACH_CHANGE = pytest.mark.parametrize(
+    ("entries", "code"), TENANT_CHANGES.values(), ids=TENANT_CHANGES
+)
 
 
-class Revocable:
+class RevocableGateway:
     """A gateway for alice and bob whose tenants file can change."""
 
     def __init__(self, gateway: Gateway, path: Path, clock: Clock) -> None:
@@ -58,26 +60,26 @@ class Revocable:
         self._clock = clock
 
     def write(self, entries: dict[str, tuple[str, str]]) -> None:
-        tenants(self._path, bob=(BOB, "step"), **entries)
+        write_tenants(self._path, bob=(BOB, "step"), **entries)
         self._clock.now_s += 1.0
 
-    def stream(self, token: str) -> RawStream:
+    def make_stream(self, token: str) -> RawStream:
         return RawStream(self.gateway.grpc_address, token)
 
-    async def socket(self, path: str, token: str) -> ClientConnection:
+    async def open_socket(self, path: str, token: str) -> ClientConnection:
         url = f"{self.gateway.http_address}/envs/{NAME}{path}".replace("http", "ws", 1)
         return await connect(url, additional_headers={"authorization": f"Bearer {token}"})
 
 
 @pytest.fixture
-async def revocable(tmp_path: Path, clock: Clock) -> AsyncIterator[Revocable]:
+async def revocable_gateway(tmp_path: Path, clock: Clock) -> AsyncIterator[RevocableGateway]:
     path = tmp_path / "tenants.toml"
-    tenants(path, alice=(ALICE, "step"), bob=(BOB, "step"))
+    write_tenants(path, alice=(ALICE, "step"), bob=(BOB, "step"))
     async with run_gateway(tenants_file=str(path), clock=clock) as (gateway, _):
-        yield Revocable(gateway, path, clock)
+        yield RevocableGateway(gateway, path, clock)
 
 
-def every_call(session_id: str) -> list[pb.Call]:
+def make_all_calls(session_id: str) -> list[pb.Call]:
     """Return one call of each kind."""
     step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 1}', step_index=1)
     return [
@@ -92,38 +94,44 @@ def every_call(session_id: str) -> list[pb.Call]:
     ]
 
 
-@EACH_DEED
+@EACH_CHANGE
 async def test_every_kind_of_call_on_an_open_stream_is_refused(
-    revocable: Revocable,
+    revocable_gateway: RevocableGateway,
     entries: dict[str, tuple[str, str]],
     code: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with revocable.stream(ALICE) as stream, revocable.stream(ALICE) as late:
+    async with (
+        revocable_gateway.make_stream(ALICE) as stream,
+        revocable_gateway.make_stream(ALICE) as late_stream,
+    ):
         # Calls are refused even before the stream is closed.
-        access = revocable.gateway.access
+        access = revocable_gateway.gateway.access
         monkeypatch.setattr(access, "close_refused_connections", lambda: None)
         session_id = await stream.open(reset=pb.ResetArgs(seed=1))
-        await late.open()
-        revocable.write(entries)
-        for call in every_call(session_id):
-            reply = await late.ask(call)
+        await late_stream.open()
+        revocable_gateway.write(entries)
+        for call in make_all_calls(session_id):
+            reply = await late_stream.ask(call)
             assert reply.error.code == code, call.WhichOneof("call")
-        assert revocable.gateway.num_sessions == 2
+        assert revocable_gateway.gateway.num_sessions == 2
 
 
-@EACH_DEED
+@EACH_CHANGE
 async def test_revoked_connections_are_closed_and_others_stay_open(
-    revocable: Revocable,
+    revocable_gateway: RevocableGateway,
     entries: dict[str, tuple[str, str]],
     code: str,
 ) -> None:
-    async with revocable.stream(ALICE) as stream, revocable.stream(BOB) as other:
+    async with (
+        revocable_gateway.make_stream(ALICE) as stream,
+        revocable_gateway.make_stream(BOB) as bob_stream,
+    ):
         await stream.open()
-        await other.open()
-        sockets = [await revocable.socket(path, ALICE) for path in ("/ws", "/mcp")]
-        other_sockets = [await revocable.socket(path, BOB) for path in ("/ws", "/mcp")]
-        revocable.write(entries)
+        await bob_stream.open()
+        sockets = [await revocable_gateway.open_socket(path, ALICE) for path in ("/ws", "/mcp")]
+        other_sockets = [await revocable_gateway.open_socket(path, BOB) for path in ("/ws", "/mcp")]
+        revocable_gateway.write(entries)
         async with asyncio.timeout(60):
             assert (await stream.call.code()).name == code
             for socket in sockets:
@@ -132,7 +140,7 @@ async def test_revoked_connections_are_closed_and_others_stay_open(
         words = ("removed", "revoked", "scope")
         reasons = [socket.close_reason or "" for socket in sockets]
         assert all(any(word in reason for word in words) for reason in reasons)
-        await other.open()
+        await bob_stream.open()
         await other_sockets[0].send('{"type": "reset", "data": {}}')
         assert '"observation"' in str(await other_sockets[0].recv())
         await other_sockets[1].send('{"jsonrpc": "2.0", "id": 1, "method": "ping"}')
@@ -147,50 +155,59 @@ def test_open_connections_are_checked_as_often_as_documented() -> None:
     assert gateway_module.REVOCATION_INTERVAL_S <= 1.0
 
 
-@pytest.mark.parametrize(("entries", "code"), [DEEDS[name] for name in REMOVALS], ids=REMOVALS)
+@pytest.mark.parametrize(
+    ("entries", "code"), [TENANT_CHANGES[name] for name in REMOVALS], ids=REMOVALS
+)
 async def test_requests_of_plain_http_and_mcp_are_refused(
-    revocable: Revocable, entries: dict[str, tuple[str, str]], code: str
+    revocable_gateway: RevocableGateway, entries: dict[str, tuple[str, str]], code: str
 ) -> None:
-    base = f"{revocable.gateway.http_address}/envs/{NAME}"
+    base_url = f"{revocable_gateway.gateway.http_address}/envs/{NAME}"
     headers = {"authorization": f"Bearer {ALICE}"}
     async with httpx.AsyncClient(headers=headers, timeout=60) as http:
-        ask = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
-        began = await http.post(f"{base}/mcp", json=ask)
-        ticket = {"mcp-session-id": began.headers["mcp-session-id"]}
-        await http.post(f"{base}/reset", json={})
-        revocable.write(entries)
-        answers = [
-            await http.post(f"{base}/mcp", json=ask | {"method": "tools/list"}, headers=ticket),
-            await http.delete(f"{base}/mcp", headers=ticket),
-            await http.post(f"{base}/step", json={"action": {"add": 1}}),
-            await http.get(f"{base}/state"),
+        rpc_request = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
+        initialize_response = await http.post(f"{base_url}/mcp", json=rpc_request)
+        session_header = {"mcp-session-id": initialize_response.headers["mcp-session-id"]}
+        await http.post(f"{base_url}/reset", json={})
+        revocable_gateway.write(entries)
+        responses = [
+            await http.post(
+                f"{base_url}/mcp",
+                json=rpc_request | {"method": "tools/list"},
+                headers=session_header,
+            ),
+            await http.delete(f"{base_url}/mcp", headers=session_header),
+            await http.post(f"{base_url}/step", json={"action": {"add": 1}}),
+            await http.get(f"{base_url}/state"),
         ]
-        assert {answer.json()["detail"]["code"] for answer in answers} == {code}
+        assert {response.json()["detail"]["code"] for response in responses} == {code}
 
 
 async def test_connections_of_the_second_token_stay_open(
-    revocable: Revocable, tmp_path: Path, clock: Clock
+    revocable_gateway: RevocableGateway, tmp_path: Path, clock: Clock
 ) -> None:
-    digests = [hashlib.sha256(token.encode()).hexdigest() for token in (ALICE, OTHER)]
-    both = f'[[tenants]]\nname = "alice"\ntoken_sha256 = {json.dumps(digests)}\n'
-    (tmp_path / "tenants.toml").write_text(both)
+    digests = [hashlib.sha256(token.encode()).hexdigest() for token in (ALICE, SECOND_TOKEN)]
+    tenants_text = f'[[tenants]]\nname = "alice"\ntoken_sha256 = {json.dumps(digests)}\n'
+    (tmp_path / "tenants.toml").write_text(tenants_text)
     clock.now_s += 1.0
-    async with revocable.stream(ALICE) as first, revocable.stream(OTHER) as second:
-        await first.open()
-        session_id = await second.open()
-        (tmp_path / "tenants.toml").write_text(both.replace(f'"{digests[0]}", ', ""))
+    async with (
+        revocable_gateway.make_stream(ALICE) as first_stream,
+        revocable_gateway.make_stream(SECOND_TOKEN) as second_stream,
+    ):
+        await first_stream.open()
+        session_id = await second_stream.open()
+        (tmp_path / "tenants.toml").write_text(tenants_text.replace(f'"{digests[0]}", ', ""))
         clock.now_s += 1.0
-        assert await first.call.code() is grpc.StatusCode.UNAUTHENTICATED
-        state = await second.ask(pb.Call(state=pb.StateRequest(session_id=session_id)))
-        assert not state.HasField("error")
+        assert await first_stream.call.code() is grpc.StatusCode.UNAUTHENTICATED
+        reply = await second_stream.ask(pb.Call(state=pb.StateRequest(session_id=session_id)))
+        assert not reply.HasField("error")
 
 
 async def test_sessions_of_a_revoked_connection_linger_and_end(
-    revocable: Revocable,
+    revocable_gateway: RevocableGateway,
 ) -> None:
-    async with revocable.stream(ALICE) as stream:
+    async with revocable_gateway.make_stream(ALICE) as stream:
         await stream.open()
-        revocable.write({})
+        revocable_gateway.write({})
         assert await stream.call.code() is grpc.StatusCode.UNAUTHENTICATED
-        sessions = revocable.gateway.environments[NAME]
+        sessions = revocable_gateway.gateway.environments[NAME]
         await wait_until(lambda: all(tracked.detached_s for tracked in sessions.tracked_sessions))

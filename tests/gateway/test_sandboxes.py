@@ -28,23 +28,23 @@ from tests.gateway.gateways import FAST_POLLING, NAME, get_sessions, make_config
 
 pytestmark = pytest.mark.slow
 
-SEEDED = OpenArgs(ResetArgs(seed=1))
-EAGER_S = 0.5
+OPEN_ARGS = OpenArgs(ResetArgs(seed=1))
+SHORT_UNUSED_S = 0.5
 """Short time after which an unused claim is deleted."""
 
 
 @asynccontextmanager
-async def serving(
+async def run_gateway(
     cluster: FakeSandboxes, max_unused_s: float = 60.0, **limits: object
 ) -> AsyncIterator[GatewaySessions]:
     """Run a gateway with the cluster's sandboxes; yield its sessions."""
     environment = SandboxEnvironment(warm_pool=POOL, namespace=NAMESPACE, grpc_port=cluster.port)
-    running: list[GatewaySessions] = []
+    gateway_sessions: list[GatewaySessions] = []
     source = SandboxSource(
         make_api_client(cluster.cluster),
         environment,
-        lambda key: running[0].fleet.find_link_by_key(key) if running else None,
-        lambda: running[0].admission.num_requested if running else 0,
+        lambda key: gateway_sessions[0].fleet.find_link_by_key(key) if gateway_sessions else None,
+        lambda: gateway_sessions[0].admission.num_requested if gateway_sessions else 0,
         3600.0,
         max_unused_s=max_unused_s,
         check_interval_s=0.05,
@@ -52,46 +52,46 @@ async def serving(
     config = make_config("grpc://unused:1", sessions=limits, servers=FAST_POLLING)
     async with Gateway(config, {NAME: source}) as gateway:
         sessions = get_sessions(gateway)
-        running.append(sessions)
+        gateway_sessions.append(sessions)
         sessions.admission.supply = source
         yield sessions
 
 
-def are_up(links, num_links: int) -> bool:
+def are_connected(links, num_links: int) -> bool:
     """Return whether the number of endpoints matches and each is connected."""
     return len(links) == num_links and all(link.is_connected for link in links)
 
 
 async def test_session_has_its_own_sandbox() -> None:
-    async with run_sandboxes() as cluster, serving(cluster) as sessions:
-        opened = await asyncio.gather(*(sessions.open(SEEDED) for _ in range(3)))
+    async with run_sandboxes() as cluster, run_gateway(cluster) as sessions:
+        opened_sessions = await asyncio.gather(*(sessions.open(OPEN_ARGS) for _ in range(3)))
         assert len(cluster.claims) == cluster.num_sessions == 3
         # Sandboxes are created on demand, so the fleet is never saturated.
         assert sessions.environment_load.num_active == 3
         assert sessions.environment_load.capacity == 0
         assert sessions.description.max_sessions == sessions.load.max_sessions == 1024
-        first, *other_sessions = opened
-        await sessions.step(first.session_id, b'{"add": 1}', 1)
-        await sessions.close(first.session_id)
+        first_session, *other_sessions = opened_sessions
+        await sessions.step(first_session.session_id, b'{"add": 1}', 1)
+        await sessions.close(first_session.session_id)
         await wait_until(lambda: len(cluster.claims) == 2)
-        for claim in other_sessions:
-            await sessions.step(claim.session_id, b'{"add": 1}', 1)
+        for session in other_sessions:
+            await sessions.step(session.session_id, b'{"add": 1}', 1)
         # No session sees data of another session.
         first_claims = set(cluster.claims)
-        await sessions.open(SEEDED)
+        await sessions.open(OPEN_ARGS)
         assert first_claims < set(cluster.claims)
 
 
 async def test_group_has_one_sandbox_per_session() -> None:
-    async with run_sandboxes() as cluster, serving(cluster) as sessions:
-        opened = await sessions.open_group(SEEDED, 4)
-        assert len({claim.session_id.split("~")[1] for claim in opened}) == 4
+    async with run_sandboxes() as cluster, run_gateway(cluster) as sessions:
+        opened_sessions = await sessions.open_group(OPEN_ARGS, 4)
+        assert len({session.session_id.split("~")[1] for session in opened_sessions}) == 4
         assert len(cluster.claims) == 4
 
 
 async def test_claims_say_whose_they_are_and_go_with_their_pool() -> None:
-    async with run_sandboxes() as cluster, serving(cluster) as sessions:
-        await sessions.open(SEEDED)
+    async with run_sandboxes() as cluster, run_gateway(cluster) as sessions:
+        await sessions.open(OPEN_ARGS)
         (claim,) = cluster.cluster.all(*CLAIMS)
         labels = claim["metadata"]["labels"]
         assert labels["ludus.dev/warm-pool"] == POOL
@@ -103,56 +103,66 @@ async def test_claims_say_whose_they_are_and_go_with_their_pool() -> None:
 
 
 async def test_two_gateways_claim_separately_and_serve_each_others_sessions() -> None:
-    async with run_sandboxes() as cluster, serving(cluster) as claim, serving(cluster) as other:
-        opened = await asyncio.gather(
-            *(sessions.open(SEEDED) for sessions in (claim, other) for _ in range(3))
+    async with (
+        run_sandboxes() as cluster,
+        run_gateway(cluster) as first_sessions,
+        run_gateway(cluster) as second_sessions,
+    ):
+        opened_sessions = await asyncio.gather(
+            *(
+                sessions.open(OPEN_ARGS)
+                for sessions in (first_sessions, second_sessions)
+                for _ in range(3)
+            )
         )
         assert len(cluster.claims) == cluster.num_sessions == 6
-        for sessions in (claim, other):
-            await wait_until(lambda links=sessions.fleet.links: are_up(links, 6))
-        for number, sessions in enumerate((other, claim) * 3):
-            await sessions.step(opened[number].session_id, b'{"add": 1}', 1)
+        for sessions in (first_sessions, second_sessions):
+            await wait_until(lambda links=sessions.fleet.links: are_connected(links, 6))
+        for session_index, sessions in enumerate((second_sessions, first_sessions) * 3):
+            await sessions.step(opened_sessions[session_index].session_id, b'{"add": 1}', 1)
 
 
 async def test_claims_of_a_dead_gateway_are_served_and_then_deleted() -> None:
     async with run_sandboxes() as cluster:
-        async with serving(cluster) as sessions:
-            played = await sessions.open(SEEDED)
-            remaining = await sessions.open(SEEDED)
+        async with run_gateway(cluster) as sessions:
+            played_session = await sessions.open(OPEN_ARGS)
+            unused_session = await sessions.open(OPEN_ARGS)
         assert len(cluster.claims) == 2
-        server = next(claim for claim in cluster.servers.values() if claim.core.load.num_sessions)
-        async with serving(cluster, EAGER_S) as sessions:
-            await sessions.step(played.session_id, b'{"add": 1}', 1)
+        server = next(
+            server for server in cluster.servers.values() if server.core.load.num_sessions
+        )
+        async with run_gateway(cluster, SHORT_UNUSED_S) as sessions:
+            await sessions.step(played_session.session_id, b'{"add": 1}', 1)
             for server in cluster.servers.values():
-                await server.core.close(remaining.session_id)
+                await server.core.close(unused_session.session_id)
             await wait_until(lambda: len(cluster.claims) == 1)
-            await sessions.step(played.session_id, b'{"add": 1}', 2)
+            await sessions.step(played_session.session_id, b'{"add": 1}', 2)
 
 
 async def test_dying_sandbox_loses_only_its_session() -> None:
-    async with run_sandboxes() as cluster, serving(cluster) as sessions:
-        first = await sessions.open(SEEDED)
+    async with run_sandboxes() as cluster, run_gateway(cluster) as sessions:
+        first_session = await sessions.open(OPEN_ARGS)
         (claim,) = cluster.claims
-        other = await sessions.open(SEEDED)
+        other_session = await sessions.open(OPEN_ARGS)
         await cluster.replace(claim)
         with pytest.raises((SessionLostError, UnavailableError)):
-            await sessions.step(first.session_id, b'{"add": 1}', 1)
-        await sessions.step(other.session_id, b'{"add": 1}', 1)
+            await sessions.step(first_session.session_id, b'{"add": 1}', 1)
+        await sessions.step(other_session.session_id, b'{"add": 1}', 1)
 
 
 async def test_empty_pool_is_reported_in_time_and_leaves_no_claim() -> None:
     async with (
         run_sandboxes() as cluster,
-        serving(cluster, EAGER_S, queue_timeout_s=0.3) as sessions,
+        run_gateway(cluster, SHORT_UNUSED_S, queue_timeout_s=0.3) as sessions,
     ):
         cluster.is_empty = True
         while not cluster.claims:  # wait until an open has timed out
-            with pytest.raises(UnavailableError, match="warm pool 'code'") as caught:
-                await sessions.open(SEEDED)
-        assert caught.value.retry_after_s > 0
+            with pytest.raises(UnavailableError, match="warm pool 'code'") as error:
+                await sessions.open(OPEN_ARGS)
+        assert error.value.retry_after_s > 0
         assert len(cluster.claims) == 1
         with pytest.raises(UnavailableError):
-            await sessions.open(SEEDED)
+            await sessions.open(OPEN_ARGS)
         assert len(cluster.claims) == 1, "the claim that waits serves the next one"
         cluster.is_empty = False
         await wait_until(lambda: not cluster.claims)
@@ -171,32 +181,32 @@ async def test_failed_claim_is_explained_to_the_client(
 ) -> None:
     async with run_sandboxes() as cluster:
         cluster.cluster.fail(status, verb=verb, plural=plural, times=1000)
-        async with serving(cluster, queue_timeout_s=0.3) as sessions:
-            messages = ""
-            while message not in messages:  # wait until an open has timed out
-                with pytest.raises(UnavailableError) as caught:
-                    await sessions.open(SEEDED)
-                messages = caught.value.message
+        async with run_gateway(cluster, queue_timeout_s=0.3) as sessions:
+            error_message = ""
+            while message not in error_message:  # wait until an open has timed out
+                with pytest.raises(UnavailableError) as error:
+                    await sessions.open(OPEN_ARGS)
+                error_message = error.value.message
             cluster.cluster.heal()
             assert not cluster.claims
 
 
 async def test_failed_delete_of_a_claim_is_retried() -> None:
-    async with run_sandboxes() as cluster, serving(cluster) as sessions:
-        opened = await sessions.open(SEEDED)
+    async with run_sandboxes() as cluster, run_gateway(cluster) as sessions:
+        session = await sessions.open(OPEN_ARGS)
         cluster.cluster.fail(500, verb="delete", plural="sandboxclaims")
-        await sessions.close(opened.session_id)
+        await sessions.close(session.session_id)
         await wait_until(lambda: not cluster.claims)
 
 
 async def test_stopping_gateway_deletes_unused_claims(monkeypatch) -> None:
     monkeypatch.setattr("ludus.services.gateway.kubernetes.sandboxes.STOP_TIMEOUT_S", 60.0)
     async with run_sandboxes() as cluster:
-        async with serving(cluster) as sessions:
+        async with run_gateway(cluster) as sessions:
             cluster.is_empty = True
-            opening = asyncio.create_task(sessions.open(SEEDED))
+            open_task = asyncio.create_task(sessions.open(OPEN_ARGS))
             await wait_until(lambda: cluster.claims)
-            opening.cancel()
+            open_task.cancel()
             await wait_until(lambda: not sessions.admission.supply.new_names)
         assert not cluster.claims
 
@@ -216,6 +226,6 @@ async def test_configuration_enables_sandboxes(tmp_path, monkeypatch) -> None:
             sessions = get_sessions(gateway)
             # A description needs a sandbox, which the first open then uses.
             await sessions.admission.wait_until_described()
-            opened = await sessions.open(SEEDED)
+            session = await sessions.open(OPEN_ARGS)
             assert len(cluster.claims) == 1
-            await sessions.step(opened.session_id, b'{"add": 1}', 1)
+            await sessions.step(session.session_id, b'{"add": 1}', 1)

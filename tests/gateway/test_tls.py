@@ -55,20 +55,20 @@ def issue(tls: TlsFiles, ca: trustme.CA = CA) -> int:
     cert = ca.issue_cert("localhost", "127.0.0.1")
     chain = b"".join(blob.bytes() for blob in cert.cert_chain_pems)
     for path, content in ((tls.cert, chain), (tls.key, cert.private_key_pem.bytes())):
-        new = path.with_suffix(".new")
-        new.write_bytes(content)
-        os.replace(new, path)
-    return serial(chain)
+        new_file = path.with_suffix(".new")
+        new_file.write_bytes(content)
+        os.replace(new_file, path)
+    return parse_serial(chain)
 
 
-def serial(pem: bytes) -> int:
+def parse_serial(pem: bytes) -> int:
     return x509.load_pem_x509_certificate(pem).serial_number
 
 
 # -- HTTPS -----------------------------------------------------------------------------------
 
 
-async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+async def send_hello(scope: Scope, receive: Receive, send: Send) -> None:
     await send(
         {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
     )
@@ -77,17 +77,19 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 
 def https_server(tls: TlsFiles) -> AbstractAsyncContextManager[int]:
     """Run a server that responds with "hi"; yield its port."""
-    return serve_app(hello, ssl_context_factory=lambda config, default: build_server_context(tls))
+    return serve_app(
+        send_hello, ssl_context_factory=lambda config, default: build_server_context(tls)
+    )
 
 
-class Https:
+class HttpsConnection:
     """A connection to a server."""
 
     @classmethod
-    async def connect(cls, port: int, context: ssl.SSLContext) -> Https:
+    async def connect(cls, port: int, context: ssl.SSLContext) -> HttpsConnection:
         self = cls()
         self.reader, self.writer = await asyncio.open_connection("localhost", port, ssl=context)
-        self.serial = serial(
+        self.serial = parse_serial(
             ssl.DER_cert_to_PEM_cert(
                 self.writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
             ).encode()
@@ -110,14 +112,14 @@ async def test_https_serves_a_replaced_certificate_and_keeps_its_connections(
     context = build_client_context(ca_file)
     first_serial = issue(files)
     async with https_server(files) as port:
-        old = await Https.connect(port, context)
-        assert (old.serial, await old.get()) == (first_serial, b"hi")
+        old_connection = await HttpsConnection.connect(port, context)
+        assert (old_connection.serial, await old_connection.get()) == (first_serial, b"hi")
         second_serial = issue(files)
-        new = await Https.connect(port, context)
-        assert new.serial == second_serial != first_serial
-        assert await new.get() == await old.get() == b"hi"
-        await old.close()
-        await new.close()
+        new_connection = await HttpsConnection.connect(port, context)
+        assert new_connection.serial == second_serial != first_serial
+        assert await new_connection.get() == await old_connection.get() == b"hi"
+        await old_connection.close()
+        await new_connection.close()
 
 
 async def test_https_keeps_the_old_certificate_while_the_new_pair_is_half_written(
@@ -131,13 +133,13 @@ async def test_https_keeps_the_old_certificate_while_the_new_pair_is_half_writte
         new_key = files.key.read_bytes()
         files.key.write_bytes(key)  # the new certificate with the old key
         for _ in range(2):
-            connection = await Https.connect(port, context)
+            connection = await HttpsConnection.connect(port, context)
             assert connection.serial == first_serial
             await connection.close()
         assert caplog.text.count("the old certificate stays") == 1
         assert str(files.key) in caplog.text
         files.key.write_bytes(new_key)
-        connection = await Https.connect(port, context)
+        connection = await HttpsConnection.connect(port, context)
         assert connection.serial == second_serial
         await connection.close()
 
@@ -145,35 +147,44 @@ async def test_https_keeps_the_old_certificate_while_the_new_pair_is_half_writte
 async def test_https_requires_client_certificates_if_configured(
     files: TlsFiles, ca_file: Path, tmp_path: Path
 ) -> None:
-    with_clients = replace(files, client_ca=ca_file)
-    trusted = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
-    issue(trusted)
-    stranger = TlsFiles(tmp_path / "stranger.crt", tmp_path / "stranger.key")
-    issue(stranger, OTHER_CA)
-    async with https_server(with_clients) as port:
+    server_files = replace(files, client_ca=ca_file)
+    trusted_files = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
+    issue(trusted_files)
+    untrusted_files = TlsFiles(tmp_path / "stranger.crt", tmp_path / "stranger.key")
+    issue(untrusted_files, OTHER_CA)
+    async with https_server(server_files) as port:
         for _ in range(2):  # the second connection must not resume the TLS session of the first
-            connection = await Https.connect(port, build_client_context(ca_file, trusted))
+            connection = await HttpsConnection.connect(
+                port, build_client_context(ca_file, trusted_files)
+            )
             assert await connection.get() == b"hi"
             await connection.close()
-        for context in (build_client_context(ca_file), build_client_context(ca_file, stranger)):
+        for context in (
+            build_client_context(ca_file),
+            build_client_context(ca_file, untrusted_files),
+        ):
             with pytest.raises((OSError, EOFError)):
-                await (await Https.connect(port, context)).get()
+                await (await HttpsConnection.connect(port, context)).get()
 
 
 async def test_replaced_client_authorities_hold_for_the_next_handshake(
     files: TlsFiles, ca_file: Path, tmp_path: Path
 ) -> None:
-    clients = tmp_path / "clients.pem"
-    CA.cert_pem.write_to_path(str(clients))
-    trusted = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
-    issue(trusted)
-    async with https_server(replace(files, client_ca=clients)) as port:
-        connection = await Https.connect(port, build_client_context(ca_file, trusted))
-        OTHER_CA.cert_pem.write_to_path(str(clients))
+    client_ca_file = tmp_path / "clients.pem"
+    CA.cert_pem.write_to_path(str(client_ca_file))
+    trusted_files = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
+    issue(trusted_files)
+    async with https_server(replace(files, client_ca=client_ca_file)) as port:
+        connection = await HttpsConnection.connect(
+            port, build_client_context(ca_file, trusted_files)
+        )
+        OTHER_CA.cert_pem.write_to_path(str(client_ca_file))
         assert await connection.get() == b"hi"
         await connection.close()
         with pytest.raises((OSError, EOFError)):
-            await (await Https.connect(port, build_client_context(ca_file, trusted))).get()
+            await (
+                await HttpsConnection.connect(port, build_client_context(ca_file, trusted_files))
+            ).get()
 
 
 # -- gRPC ------------------------------------------------------------------------------------
@@ -213,7 +224,7 @@ async def grpc_server(tls: TlsFiles) -> AsyncIterator[int]:
         await server.stop(0)
 
 
-def channel(port: int, ca_file: Path, identity: TlsFiles | None = None) -> grpc.aio.Channel:
+def open_channel(port: int, ca_file: Path, identity: TlsFiles | None = None) -> grpc.aio.Channel:
     # A separate pool, because channels would otherwise share a connection.
     return grpc.aio.secure_channel(
         f"localhost:{port}",
@@ -222,14 +233,14 @@ def channel(port: int, ca_file: Path, identity: TlsFiles | None = None) -> grpc.
     )
 
 
-async def say(to: grpc.aio.Channel, description: bytes) -> bytes:
-    return await to.unary_unary("/test/Say")(description, timeout=60)
+async def send(channel: grpc.aio.Channel, message: bytes) -> bytes:
+    return await channel.unary_unary("/test/Say")(message, timeout=60)
 
 
 async def read_serial(port: int, ca_file: Path) -> int:
     context = build_client_context(ca_file)
     context.set_alpn_protocols(["h2"])
-    connection = await Https.connect(port, context)
+    connection = await HttpsConnection.connect(port, context)
     connection.writer.transport.abort()
     return connection.serial
 
@@ -238,8 +249,8 @@ async def test_grpc_serves_a_replaced_certificate_and_keeps_its_streams(
     files: TlsFiles, ca_file: Path
 ) -> None:
     first_serial = issue(files)
-    async with grpc_server(files) as port, channel(port, ca_file) as old:
-        stream = old.stream_stream("/test/Stream")()
+    async with grpc_server(files) as port, open_channel(port, ca_file) as old_channel:
+        stream = old_channel.stream_stream("/test/Stream")()
         await stream.write(b"before")
         assert await stream.read() == b"before"
         assert await read_serial(port, ca_file) == first_serial
@@ -247,8 +258,8 @@ async def test_grpc_serves_a_replaced_certificate_and_keeps_its_streams(
         assert await read_serial(port, ca_file) == second_serial
         await stream.write(b"after")
         assert await stream.read() == b"after"
-        async with channel(port, ca_file) as new:
-            assert await say(new, b"hi") == b"hi"
+        async with open_channel(port, ca_file) as new_channel:
+            assert await send(new_channel, b"hi") == b"hi"
         stream.cancel()
 
 
@@ -257,42 +268,42 @@ async def test_grpc_keeps_the_old_certificate_when_the_new_pair_is_bad(
 ) -> None:
     first_serial = issue(files)
     async with grpc_server(files) as port:
-        good = files.cert.read_bytes()
+        valid_cert = files.cert.read_bytes()
         files.cert.write_bytes(b"-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----")
         assert await read_serial(port, ca_file) == first_serial
         assert "the old certificate stays" in caplog.text
         files.cert.unlink()
-        async with channel(port, ca_file) as new:
-            assert await say(new, b"hi") == b"hi"
-        files.cert.write_bytes(good)
+        async with open_channel(port, ca_file) as new_channel:
+            assert await send(new_channel, b"hi") == b"hi"
+        files.cert.write_bytes(valid_cert)
         assert await read_serial(port, ca_file) == first_serial
 
 
 async def test_grpc_requires_client_certificates_if_configured(
     files: TlsFiles, ca_file: Path, tmp_path: Path
 ) -> None:
-    trusted = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
-    issue(trusted)
+    trusted_files = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
+    issue(trusted_files)
     async with grpc_server(replace(files, client_ca=ca_file)) as port:
-        async with channel(port, ca_file, trusted) as trusted:
-            assert await say(trusted, b"hi") == b"hi"
-        async with channel(port, ca_file) as missing_user:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await say(missing_user, b"hi")
-        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        async with open_channel(port, ca_file, trusted_files) as channel:
+            assert await send(channel, b"hi") == b"hi"
+        async with open_channel(port, ca_file) as anonymous_channel:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await send(anonymous_channel, b"hi")
+        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_client_does_not_trust_a_certificate_of_another_authority(
     files: TlsFiles, tmp_path: Path
 ) -> None:
-    other = tmp_path / "other.pem"
-    OTHER_CA.cert_pem.write_to_path(str(other))
+    other_ca_file = tmp_path / "other.pem"
+    OTHER_CA.cert_pem.write_to_path(str(other_ca_file))
     async with https_server(files) as port:
         with pytest.raises(ssl.SSLCertVerificationError):
-            await Https.connect(port, build_client_context(other))
-    async with grpc_server(files) as port, channel(port, other) as wrong:
+            await HttpsConnection.connect(port, build_client_context(other_ca_file))
+    async with grpc_server(files) as port, open_channel(port, other_ca_file) as untrusting_channel:
         with pytest.raises(grpc.aio.AioRpcError):
-            await say(wrong, b"hi")
+            await send(untrusting_channel, b"hi")
 
 
 # -- files that cannot be used ---------------------------------------------------------------
@@ -343,7 +354,7 @@ def missing_authorities(tls: TlsFiles) -> TlsFiles:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "expected_error"),
     [
         (
             missing_cert,
@@ -369,16 +380,16 @@ def missing_authorities(tls: TlsFiles) -> TlsFiles:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_unusable_files_are_reported_before_listening(
-    files: TlsFiles, spoil: object, says: str
+    files: TlsFiles, spoil: object, expected_error: str
 ) -> None:
-    spoiled = spoil(files)  # type: ignore[operator]
-    with pytest.raises(ConfigError, match=says):
-        build_server_context(spoiled)
-    with pytest.raises(ConfigError, match=says):
-        build_server_credentials(spoiled)
+    unusable_files = spoil(files)  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=expected_error):
+        build_server_context(unusable_files)
+    with pytest.raises(ConfigError, match=expected_error):
+        build_server_credentials(unusable_files)
 
 
 def test_a_client_is_told_of_a_bad_authority_file(tmp_path: Path) -> None:
-    for make in (build_client_context, build_channel_credentials):
+    for build in (build_client_context, build_channel_credentials):
         with pytest.raises(ConfigError, match=r"absent\.pem"):
-            make(tmp_path / "absent.pem")
+            build(tmp_path / "absent.pem")

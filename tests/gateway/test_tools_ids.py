@@ -27,7 +27,7 @@ class ThreadedToolEnv(ToolEnv):
     steps_on_event_loop = False
 
 
-class Place:
+class Endpoint:
     """An address of a server or a gateway."""
 
     def __init__(self, grpc_address: str, http_address: str, servers: list[Any]) -> None:
@@ -38,73 +38,76 @@ class Place:
     async def open_session(self, stream: RawStream) -> pb.OpenResponse:
         return (await stream.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(seed=1))))).open
 
-    async def mcp(self, method: str, **params: Any) -> Any:
+    async def call_mcp(self, method: str, **params: Any) -> Any:
         async with httpx.AsyncClient(timeout=60) as http:
-            call_mcp = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
-            return (await http.post(f"{self.http_address}/mcp", json=call_mcp)).json()
+            rpc_request = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
+            return (await http.post(f"{self.http_address}/mcp", json=rpc_request)).json()
 
 
 @pytest.fixture(params=["server", "threaded server", "gateway", "gateway to threads"])
-async def target(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
+async def target(request: pytest.FixtureRequest) -> AsyncIterator[Endpoint]:
     factory = ThreadedToolEnv if "thread" in request.param else ToolEnv
     if "gateway" in request.param:
         async with run_gateway(1, factory=factory) as (gateway, servers):
             base = f"{gateway.http_address}/envs/{NAME}"
-            yield Place(gateway.grpc_address, base, servers)
+            yield Endpoint(gateway.grpc_address, base, servers)
         return
     async with serve(factory) as server:
-        yield Place(server.grpc_address, server.http_address, [server])
+        yield Endpoint(server.grpc_address, server.http_address, [server])
 
 
-def noting(session_id: str, name: str = "note") -> pb.Call:
+def make_tool_call(session_id: str, name: str = "note") -> pb.Call:
     arguments = b'{"text": "a"}'
     return pb.Call(
         call_tool=pb.CallToolRequest(session_id=session_id, name=name, arguments_json=arguments)
     )
 
 
-async def test_every_wire_returns_a_tools_id(target: Place) -> None:
+async def test_every_wire_returns_a_tools_id(target: Endpoint) -> None:
     async with RawStream(target.grpc_address) as stream:
-        first = await target.open_session(stream)
+        first_response = await target.open_session(stream)
         group = (await stream.ask(pb.Call(open_group=pb.OpenGroupRequest(size=2)))).open_group
-        tools_id = {both.session_id: both.tools_session_id for both in (first, *group.sessions)}
+        tools_ids = {
+            response.session_id: response.tools_session_id
+            for response in (first_response, *group.sessions)
+        }
     async with httpx.AsyncClient(timeout=60) as http:
         headers = (await http.post(f"{target.http_address}/reset", json={})).headers
-        tools_id[headers["x-session-id"]] = headers["x-tools-session-id"]
-    created = (await target.mcp("openenv/session/create"))["result"]
-    tools_id[created["session_id"]] = created["tools_session_id"]
-    assert len(set(tools_id) | set(tools_id.values())) == 10
-    assert not any(driving in tools for driving, tools in tools_id.items())
+        tools_ids[headers["x-session-id"]] = headers["x-tools-session-id"]
+    created_session = (await target.call_mcp("openenv/session/create"))["result"]
+    tools_ids[created_session["session_id"]] = created_session["tools_session_id"]
+    assert len(set(tools_ids) | set(tools_ids.values())) == 10
+    assert not any(session_id in tools_id for session_id, tools_id in tools_ids.items())
     for address in (target.grpc_address, target.http_address):
         async with connect_client(address) as client:
             session, _ = await client.open(seed=1)
-            assert session.tools_id and session.tools_id not in tools_id.values()
+            assert session.tools_id and session.tools_id not in tools_ids.values()
 
 
-async def test_tools_id_calls_tools_without_revealing_the_session_id(target: Place) -> None:
+async def test_tools_id_calls_tools_without_revealing_the_session_id(target: Endpoint) -> None:
     async with RawStream(target.grpc_address) as stream, RawStream(target.grpc_address) as agent:
-        open_session = await target.open_session(stream)
-        tools_id = open_session.tools_session_id
-        reply = await agent.ask(noting(tools_id))
+        session = await target.open_session(stream)
+        tools_id = session.tools_session_id
+        reply = await agent.ask(make_tool_call(tools_id))
         assert orjson.loads(reply.call_tool.result_json) == {"notes": ["a"]}
         assert reply.call_tool.session_id == tools_id
-        called = await target.mcp(
+        tool_response = await target.call_mcp(
             "tools/call", name="note", arguments={"text": "b"}, session_id=tools_id
         )
-        assert called["result"]["structuredContent"] == {"notes": ["a", "b"]}
-        failed = await agent.ask(noting(tools_id, "fail"))
-        assert failed.error.code == "TOOL_ERROR"
+        assert tool_response["result"]["structuredContent"] == {"notes": ["a", "b"]}
+        failed_reply = await agent.ask(make_tool_call(tools_id, "fail"))
+        assert failed_reply.error.code == "TOOL_ERROR"
         for server in target.servers:
-            await server.core.close(open_session.session_id)
-        gone = await agent.ask(noting(tools_id))
-        assert gone.error.code == "SESSION_LOST"
-        assert open_session.session_id not in f"{reply}{called}{failed}{gone}"
+            await server.core.close(session.session_id)
+        lost_reply = await agent.ask(make_tool_call(tools_id))
+        assert lost_reply.error.code == "SESSION_LOST"
+        assert session.session_id not in f"{reply}{tool_response}{failed_reply}{lost_reply}"
 
 
-async def test_tools_id_permits_only_tool_calls(target: Place) -> None:
+async def test_tools_id_permits_only_tool_calls(target: Endpoint) -> None:
     async with RawStream(target.grpc_address) as stream, RawStream(target.grpc_address) as agent:
-        open_session = await target.open_session(stream)
-        tools_id = open_session.tools_session_id
+        session = await target.open_session(stream)
+        tools_id = session.tools_session_id
         step = pb.StepRequest(session_id=tools_id, action_json=b'{"add": 1}', step_index=1)
         for call in (
             pb.Call(step=step),
@@ -114,18 +117,18 @@ async def test_tools_id_permits_only_tool_calls(target: Place) -> None:
             pb.Call(detach=pb.DetachRequest(session_id=tools_id)),
         ):
             assert (await agent.ask(call)).error.code == "PERMISSION_DENIED", call
-        again = await agent.ask(pb.Call(open=pb.OpenRequest(session_id=tools_id)))
-        assert again.HasField("error")
-        await refused_over_http(target, tools_id)
+        open_reply = await agent.ask(pb.Call(open=pb.OpenRequest(session_id=tools_id)))
+        assert open_reply.HasField("error")
+        await check_http_refusals(target, tools_id)
         agent.call.cancel()
-        own_step = pb.StepRequest(
-            session_id=open_session.session_id, action_json=b'{"add": 1}', step_index=1
+        session_step = pb.StepRequest(
+            session_id=session.session_id, action_json=b'{"add": 1}', step_index=1
         )
-        assert (await stream.ask(pb.Call(step=own_step))).result.step_index == 1
+        assert (await stream.ask(pb.Call(step=session_step))).result.step_index == 1
         assert count_sessions(target.servers) == 1
 
 
-async def refused_over_http(target: Place, tools_id: str) -> None:
+async def check_http_refusals(target: Endpoint, tools_id: str) -> None:
     headers = {"x-session-id": tools_id}
     async with httpx.AsyncClient(base_url=target.http_address, headers=headers, timeout=60) as http:
         for method, path in (
@@ -135,11 +138,11 @@ async def refused_over_http(target: Place, tools_id: str) -> None:
             ("POST", "/close"),
         ):
             body = {"action": {"add": 1}} if path == "/step" else {}
-            answer = await http.request(method, path, json=None if method == "GET" else body)
-            response = (answer.status_code, answer.json()["detail"]["code"])
-            assert response == (403, "PERMISSION_DENIED"), path
-    closed = await target.mcp("openenv/session/close", session_id=tools_id)
-    assert closed["error"]["data"]["code"] == "PERMISSION_DENIED"
+            response = await http.request(method, path, json=None if method == "GET" else body)
+            outcome = (response.status_code, response.json()["detail"]["code"])
+            assert outcome == (403, "PERMISSION_DENIED"), path
+    close_response = await target.call_mcp("openenv/session/close", session_id=tools_id)
+    assert close_response["error"]["data"]["code"] == "PERMISSION_DENIED"
     address = target.http_address.replace("http", "ws", 1)
     async with connect(f"{address}/ws?session_id={tools_id}&ludus=1") as socket:
         response = orjson.loads(await socket.recv())
@@ -148,31 +151,31 @@ async def refused_over_http(target: Place, tools_id: str) -> None:
 
 async def test_every_gateway_accepts_a_tools_id() -> None:
     async with (
-        run_gateway(1, factory=ToolEnv) as (first, servers),
-        make_gateway(*servers) as second,
-        RawStream(first.grpc_address) as stream,
-        RawStream(second.grpc_address) as agent,
+        run_gateway(1, factory=ToolEnv) as (first_gateway, servers),
+        make_gateway(*servers) as second_gateway,
+        RawStream(first_gateway.grpc_address) as stream,
+        RawStream(second_gateway.grpc_address) as agent,
     ):
-        open_session = (await stream.ask(pb.Call(open=pb.OpenRequest()))).open
-        reply = await agent.ask(noting(open_session.tools_session_id))
+        session = (await stream.ask(pb.Call(open=pb.OpenRequest()))).open
+        reply = await agent.ask(make_tool_call(session.tools_session_id))
         assert orjson.loads(reply.call_tool.result_json) == {"notes": ["a"]}
 
 
 def test_tools_id_does_not_reveal_the_session_id_or_open_sessions() -> None:
     key = SessionKey(b"k" * 32)
-    driving = key.sign("cards", "server", tenant="alice")
-    tools_id = key.make_tools_id(driving)
-    read = key.read(tools_id)
-    assert (read.is_tools_only, read.session_id) == (True, driving)
-    assert not key.read(driving).is_tools_only
+    session_id = key.sign("cards", "server", tenant="alice")
+    tools_id = key.make_tools_id(session_id)
+    parsed_id = key.read(tools_id)
+    assert (parsed_id.is_tools_only, parsed_id.session_id) == (True, session_id)
+    assert not key.read(session_id).is_tools_only
     body, _, mac = tools_id.rpartition("~")
-    for forged in (
+    for forged_id in (
         f"{body.removesuffix('~tools')}~{mac}",
         f"{body}~tools~{mac}",
-        f"{driving.rpartition('~')[0]}~tools~{driving.rpartition('~')[2]}",
+        f"{session_id.rpartition('~')[0]}~tools~{session_id.rpartition('~')[2]}",
     ):
         with pytest.raises(AuthenticationError):
-            key.read(forged)
+            key.read(forged_id)
     with pytest.raises(PermissionDeniedError):
         SessionIdIssuer("server", key).choose(tools_id)
 
@@ -182,14 +185,14 @@ async def test_what_an_agent_calls_is_recorded_with_the_episode(tmp_path: Path) 
         serve(ToolEnv, record=tmp_path) as server,
         RawStream(server.grpc_address) as stream,
     ):
-        open_session = (await stream.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs())))).open
-        await stream.ask(noting(open_session.tools_session_id))
-        await stream.ask(pb.Call(close=pb.CloseRequest(session_id=open_session.session_id)))
+        session = (await stream.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs())))).open
+        await stream.ask(make_tool_call(session.tools_session_id))
+        await stream.ask(pb.Call(close=pb.CloseRequest(session_id=session.session_id)))
     (episode,) = read_recording(tmp_path)
     assert [step.tool for step in episode.steps] == ["note"]
 
 
 async def test_environment_without_tools_has_no_tools_id() -> None:
     async with serve() as server, RawStream(server.grpc_address) as stream:
-        open_session = (await stream.ask(pb.Call(open=pb.OpenRequest()))).open
-        assert open_session.session_id and not open_session.tools_session_id
+        session = (await stream.ask(pb.Call(open=pb.OpenRequest()))).open
+        assert session.session_id and not session.tools_session_id

@@ -28,12 +28,12 @@ def node(name: str = "node-1", **allocatable: str) -> Json:
 
 def secret(name: str = SECRET, *keys: str) -> Json:
     """Return a Secret with these keys."""
-    data = dict.fromkeys(keys or ("gateway-token",), "eA==")
+    encoded_values = dict.fromkeys(keys or ("gateway-token",), "eA==")
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {"name": name, "namespace": NAMESPACE},
-        "data": data,
+        "data": encoded_values,
     }
 
 

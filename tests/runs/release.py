@@ -106,25 +106,27 @@ def ray_job(**spec: Any) -> Json:
     }
 
 
-def platform(**changed: Any) -> Json:
-    served = {"address": "grpc://ludus-gateway:18000/blackjack", "package": "openspiel_env"}
+def platform(**changes: Any) -> Json:
+    environment = {"address": "grpc://ludus-gateway:18000/blackjack", "package": "openspiel_env"}
     return {
         "release": "ludus",
         "namespace": NAMESPACE,
-        "environments": {"blackjack": {**served, "options": {"game": "blackjack"}, "http": "x"}},
+        "environments": {
+            "blackjack": {**environment, "options": {"game": "blackjack"}, "http": "x"}
+        },
         "gateway": {"service": "ludus-gateway"},
         "output_dir": "/runs",
         "weights": {"kind": "folder"},
         "token_secret": "ludus-auth",
         "queue": None,
         "ray_version": "2.60.0",
-        **changed,
+        **changes,
     }
 
 
-def config_map(job: Json | None = None, **changed: Any) -> Json:
+def config_map(job: Json | None = None, **changes: Any) -> Json:
     """Return the ConfigMap in which a release describes itself."""
-    description = platform(**changed)
+    description = platform(**changes)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -140,21 +142,21 @@ def config_map(job: Json | None = None, **changed: Any) -> Json:
     }
 
 
-def release(job: Json | None = None, **changed: Any) -> Release:
-    return parse_release(config_map(job, **changed))
+def release(job: Json | None = None, **changes: Any) -> Release:
+    return parse_release(config_map(job, **changes))
 
 
-def run_config(**changed: Any) -> LanguageModelRun:
-    tree: Json = {
+def run_config(**changes: Any) -> LanguageModelRun:
+    config: Json = {
         "name": "demo",
         "environment": {"package": "openspiel_env", "options": {"game": "blackjack"}},
         "training": {"num_steps": 3},
     }
-    return LanguageModelRun.model_validate({**tree, **changed})
+    return LanguageModelRun.model_validate({**config, **changes})
 
 
-def manifests(job: Json | None = None, **changed: Any) -> RunManifests:
-    return make_manifests(run_config(**changed), release(job))
+def manifests(job: Json | None = None, **changes: Any) -> RunManifests:
+    return make_manifests(run_config(**changes), release(job))
 
 
 def change_spec(**spec: Any) -> Json:

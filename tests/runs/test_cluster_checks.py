@@ -27,11 +27,11 @@ async def cluster() -> AsyncIterator[FakeKubernetes]:
 
 
 async def find_problems(
-    cluster: FakeKubernetes, run_manifests: RunManifests | None = None, *ignored: str
+    cluster: FakeKubernetes, run_manifests: RunManifests | None = None, *ignored_checks: str
 ) -> ClusterFindings:
     async with make_api_client(cluster) as api:
         return await check_cluster(
-            RunsCluster(api, NAMESPACE), run_manifests or manifests(), ignored
+            RunsCluster(api, NAMESPACE), run_manifests or manifests(), ignored_checks
         )
 
 
@@ -43,14 +43,14 @@ async def find_single_problem(
     return problem
 
 
-def request_gpus(group: str, number: int, **run: Any) -> RunManifests:
+def request_gpus(group: str, num_gpus: int, **run: Any) -> RunManifests:
     """Return a run in which the pods of a group request GPUs."""
     job = ray_job()
     for worker_group in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]:
         if worker_group["groupName"] == group:
             resources = worker_group["template"]["spec"]["containers"][0]["resources"]
             for part in ("requests", "limits"):
-                resources[part] = {**resources[part], "nvidia.com/gpu": str(number)}
+                resources[part] = {**resources[part], "nvidia.com/gpu": str(num_gpus)}
     return manifests(job, **run)
 
 
@@ -104,10 +104,10 @@ async def test_a_secret_without_its_key_is_named(cluster: FakeKubernetes) -> Non
 
 async def test_a_missing_secret_for_images_is_named(cluster: FakeKubernetes) -> None:
     job = ray_job()
-    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
-    head["imagePullSecrets"] = [{"name": "registry"}]
-    head["volumes"].append({"name": "ca", "secret": {"secretName": "ludus-tls"}})
-    head["volumes"].append({"name": "no", "secret": {"secretName": "no", "optional": True}})
+    head_spec = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    head_spec["imagePullSecrets"] = [{"name": "registry"}]
+    head_spec["volumes"].append({"name": "ca", "secret": {"secretName": "ludus-tls"}})
+    head_spec["volumes"].append({"name": "no", "secret": {"secretName": "no", "optional": True}})
     problems = (await find_problems(cluster, manifests(job))).problems
     assert ["'registry'" in problems[0], "'ludus-tls'" in problems[1], len(problems)] == [
         True,
@@ -164,10 +164,10 @@ async def test_pods_that_no_node_admits_are_named(cluster: FakeKubernetes) -> No
     assert "no node with pool=gpu admits a learner pod" in await find_single_problem(
         cluster, manifests(job)
     )
-    tainted = node("gpu-1")
-    tainted["metadata"]["labels"] = {"pool": "gpu"}
-    tainted["spec"] = {"taints": [{"key": "gpu", "value": "yes", "effect": "NoSchedule"}]}
-    cluster.put(tainted)
+    tainted_node = node("gpu-1")
+    tainted_node["metadata"]["labels"] = {"pool": "gpu"}
+    tainted_node["spec"] = {"taints": [{"key": "gpu", "value": "yes", "effect": "NoSchedule"}]}
+    cluster.put(tainted_node)
     assert "no node with pool=gpu admits" in await find_single_problem(cluster, manifests(job))
     spec["tolerations"] = [{"key": "gpu", "operator": "Exists"}]
     assert (await find_problems(cluster, manifests(job))).problems == []
@@ -184,7 +184,7 @@ async def test_pods_that_fit_on_no_single_node_are_named(cluster: FakeKubernetes
 # Quotas and queues.
 
 
-def quota(used: str, hard: str) -> Json:
+def make_quota(used: str, hard: str) -> Json:
     return {
         "apiVersion": "v1",
         "kind": "ResourceQuota",
@@ -197,27 +197,27 @@ def quota(used: str, hard: str) -> Json:
 async def test_a_small_or_exhausted_quota_is_reported_with_its_numbers(
     cluster: FakeKubernetes,
 ) -> None:
-    cluster.put(quota("0", "2"))
+    cluster.put(make_quota("0", "2"))
     message = await find_single_problem(cluster)
     assert "3.5 of requests.cpu, but quota 'team' allows 2; request a larger quota" in message
-    cluster.put(quota("6500m", "8"))
+    cluster.put(make_quota("6500m", "8"))
     assert (
         "quota 'team' has 1.5 left of 8; wait for other runs to end"
         in await find_single_problem(cluster)
     )
-    cluster.put(quota("1", "8"))
+    cluster.put(make_quota("1", "8"))
     assert (await find_problems(cluster)).problems == []
 
 
-def kueue(cluster: FakeKubernetes, cpu: str | None = "8") -> None:
+def install_kueue(cluster: FakeKubernetes, cpu: str | None = "8") -> None:
     cluster.groups[f"/apis/{KUEUE}"] = {"preferredVersion": {"groupVersion": f"{KUEUE}/v1beta1"}}
     api, resources = f"{KUEUE}/v1beta1", [{"name": "cpu", "nominalQuota": cpu}]
-    local = {"metadata": {"name": "team", "namespace": NAMESPACE}, "kind": "LocalQueue"}
-    cluster.put({"apiVersion": api, **local, "spec": {"clusterQueue": "all"}})
+    local_queue = {"metadata": {"name": "team", "namespace": NAMESPACE}, "kind": "LocalQueue"}
+    cluster.put({"apiVersion": api, **local_queue, "spec": {"clusterQueue": "all"}})
     if cpu is not None:
         spec = {"resourceGroups": [{"flavors": [{"name": "any", "resources": resources}]}]}
-        backing = {"metadata": {"name": "all", "namespace": ""}, "kind": "ClusterQueue"}
-        cluster.put({"apiVersion": api, **backing, "spec": spec})
+        cluster_queue = {"metadata": {"name": "all", "namespace": ""}, "kind": "ClusterQueue"}
+        cluster.put({"apiVersion": api, **cluster_queue, "spec": spec})
 
 
 async def test_each_problem_of_a_queue_is_named(cluster: FakeKubernetes) -> None:
@@ -225,14 +225,14 @@ async def test_each_problem_of_a_queue_is_named(cluster: FakeKubernetes) -> None
     assert "uses queue 'team', but Kueue is not installed" in await find_single_problem(
         cluster, run_manifests
     )
-    kueue(cluster, cpu=None)
+    install_kueue(cluster, cpu=None)
     assert "uses ClusterQueue 'all', which does not exist" in await find_single_problem(
         cluster, run_manifests
     )
-    kueue(cluster, cpu="2")
+    install_kueue(cluster, cpu="2")
     message = await find_single_problem(cluster, run_manifests)
     assert "starts with 3.5 of cpu, but queue 'team' has 2 in total" in message
-    kueue(cluster, cpu="8")
+    install_kueue(cluster, cpu="8")
     assert (await find_problems(cluster, run_manifests)).problems == []
     other_queue_run = make_manifests(run_config(), release(), queue="other")
     assert "no LocalQueue 'other' in namespace 'arena'" in await find_single_problem(
@@ -241,8 +241,8 @@ async def test_each_problem_of_a_queue_is_named(cluster: FakeKubernetes) -> None
 
 
 async def test_a_run_in_a_queue_waits_for_a_quota_that_is_used_up(cluster: FakeKubernetes) -> None:
-    cluster.put(quota("8", "8"))
-    kueue(cluster)
+    cluster.put(make_quota("8", "8"))
+    install_kueue(cluster)
     run_manifests = make_manifests(run_config(), release(), queue="team")
     assert (await find_problems(cluster, run_manifests)).problems == []
 

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 VERSION = "1.37"
 
 
-def sizes(job: Json) -> dict[str, tuple[int, int, int]]:
+def get_group_sizes(job: Json) -> dict[str, tuple[int, int, int]]:
     return {
         worker_group["groupName"]: (
             worker_group["replicas"],
@@ -55,8 +55,8 @@ def test_the_run_name_replaces_every_placeholder() -> None:
     text = yaml.dump(run_manifests.job, Dumper=yaml.CSafeDumper)
     assert "RUN" not in text.replace("LUDUS_", "")
     assert text.count("name: demo-config") == 3
-    for chart_release in (run_manifests.job, run_manifests.config_map):
-        assert chart_release["metadata"]["labels"]["ludus.dev/run"] == "demo"
+    for manifest in (run_manifests.job, run_manifests.config_map):
+        assert manifest["metadata"]["labels"]["ludus.dev/run"] == "demo"
     assert list(find_broken_rules(run_manifests)) == []
 
 
@@ -90,21 +90,23 @@ def test_environment_settings_of_a_run_are_kept() -> None:
 
 def test_weights_use_the_release_store_and_the_run_interval() -> None:
     bucket = {"kind": "s3", "bucket": "weights", "endpoint": "http://store:9000", "prefix": "a"}
-    served = release(weights=bucket).platform
-    adapted_run = adapt_to_release(run_config(weights={"kind": "ray", "full_every": 4}), served, {})
+    platform = release(weights=bucket).platform
+    adapted_run = adapt_to_release(
+        run_config(weights={"kind": "ray", "full_every": 4}), platform, {}
+    )
     assert adapted_run.weights == S3WeightStore(**{**bucket, "full_every": 4})
     own_store = {"kind": "s3", "bucket": "own-bucket"}
     assert (
-        adapt_to_release(run_config(weights=own_store), served, {}).weights.bucket == "own-bucket"
+        adapt_to_release(run_config(weights=own_store), platform, {}).weights.bucket == "own-bucket"
     )
 
 
 def test_the_releases_monitors_find_the_drivers_metrics() -> None:
-    served = release(metrics_port=9100).platform
-    sink = adapt_to_release(run_config(), served, {}).metrics.prometheus
+    platform = release(metrics_port=9100).platform
+    sink = adapt_to_release(run_config(), platform, {}).metrics.prometheus
     assert sink is not None and (sink.port, sink.host) == (9100, "0.0.0.0")
-    own_store = run_config(metrics={"prometheus": {"port": 7}})
-    assert adapt_to_release(own_store, served, {}).metrics.prometheus.port == 7
+    run = run_config(metrics={"prometheus": {"port": 7}})
+    assert adapt_to_release(run, platform, {}).metrics.prometheus.port == 7
 
 
 @pytest.mark.parametrize(
@@ -119,25 +121,27 @@ def test_the_releases_monitors_find_the_drivers_metrics() -> None:
 def test_an_environment_that_is_not_served_is_named_with_a_remedy(
     environment: Json, choices: dict[str, str], expected: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         make_manifests(run_config(environment=environment), release(), choices)
-    assert expected in str(caught.value)
+    assert expected in str(error.value)
 
 
 def test_environments_are_found_by_name_option_and_target() -> None:
-    served = {
+    served_environments = {
         "cards": {"address": "grpc://g/cards", "package": "openspiel_env", "options": {"a": 1}},
         "other": {"address": "grpc://g/other"},
     }
-    played = {
+    environments = {
         "own": {"package": "openspiel_env", "options": {"a": 1}},
         "free": {"package": "math_env"},
         "away": {"kind": "remote", "address": "grpc://elsewhere:1"},
     }
-    tree = {"name": "demo", "environments": played}
+    tree = {"name": "demo", "environments": environments}
     config = LanguageModelRun.model_validate(tree)
-    adapted_run = adapt_to_release(config, release(environments=served).platform, {"free": "other"})
-    assert [worker_group.address for worker_group in adapted_run.environments.values()] == [
+    adapted_run = adapt_to_release(
+        config, release(environments=served_environments).platform, {"free": "other"}
+    )
+    assert [environment.address for environment in adapted_run.environments.values()] == [
         "grpc://g/cards",
         "grpc://g/other",
         "grpc://elsewhere:1",
@@ -149,23 +153,23 @@ def test_groups_have_the_pods_that_the_runs_workers_need() -> None:
         learner={"num_ranks": 2}, rollout={"num_workers": 3, "min_workers": 2}
     )
     # KubeRay waits for all replicas, so optional workers are not included.
-    assert sizes(run_manifests.job) == {"learner": (2, 2, 2), "rollout": (2, 2, 4)}
+    assert get_group_sizes(run_manifests.job) == {"learner": (2, 2, 2), "rollout": (2, 2, 4)}
     run_manifests = manifests(rollout={"num_workers": 6})
-    assert sizes(run_manifests.job)["rollout"] == (1, 1, 6)
+    assert get_group_sizes(run_manifests.job)["rollout"] == (1, 1, 6)
 
 
 def test_a_group_without_autoscaling_has_all_its_pods_from_the_start() -> None:
     job = ray_job()
     job["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] = False
     run_manifests = manifests(job, rollout={"num_workers": 3, "min_workers": 1})
-    assert sizes(run_manifests.job)["rollout"] == (3, 3, 3)
+    assert get_group_sizes(run_manifests.job)["rollout"] == (3, 3, 3)
 
 
 def test_several_ranks_or_workers_can_share_a_pod() -> None:
     per_pod = {"learner": {"per_pod": 8}, "rollout": {"per_pod": 2}}
     run = run_config(learner={"num_ranks": 16}, rollout={"num_workers": 5, "min_workers": 3})
     run_manifests = make_manifests(run, release(**per_pod))
-    assert sizes(run_manifests.job) == {"learner": (2, 2, 2), "rollout": (2, 2, 4)}
+    assert get_group_sizes(run_manifests.job) == {"learner": (2, 2, 2), "rollout": (2, 2, 4)}
 
 
 def test_the_driver_output_goes_to_the_container_log() -> None:
@@ -216,9 +220,9 @@ def test_a_release_is_chosen_by_name_or_because_it_is_the_only_one() -> None:
     ],
 )
 def test_a_config_map_of_another_version_is_refused(data: Json, expected: str) -> None:
-    with pytest.raises(ConfigError, match="upgrade the release") as caught:
+    with pytest.raises(ConfigError, match="upgrade the release") as error:
         parse_release({"metadata": {"name": "ludus-runs"}, "data": data})
-    assert expected in str(caught.value)
+    assert expected in str(error.value)
 
 
 def test_a_release_is_read_from_what_helm_template_wrote(tmp_path: Path) -> None:
@@ -238,13 +242,13 @@ def test_a_release_is_read_from_what_helm_template_wrote(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["values-cpu.yaml", "values-gpu.yaml"])
 def test_a_rendered_release_makes_a_valid_run(file: str, tmp_path: Path) -> None:
-    rendered = template(ValueSet("shipped", file=file))
-    assert rendered.returncode == 0, rendered.stderr
+    template_process = template(ValueSet("shipped", file=file))
+    assert template_process.returncode == 0, template_process.stderr
     path = tmp_path / "rendered.yaml"
-    path.write_text(rendered.stdout)
+    path.write_text(template_process.stdout)
     chart_release = read_release_file(path, None)
-    served = chart_release.platform.environments["blackjack"]
-    run = run_config(environment={"package": served.package, "options": served.options})
+    environment = chart_release.platform.environments["blackjack"]
+    run = run_config(environment={"package": environment.package, "options": environment.options})
     run_manifests = make_manifests(run, chart_release)
     assert list(find_broken_rules(run_manifests)) == []
     assert "RUN" not in yaml.safe_dump(run_manifests.job).replace("LUDUS_", "")

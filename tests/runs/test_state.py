@@ -11,10 +11,12 @@ from ludus.services.runs.state import ClusterRunState, RunPhase, find_pod_troubl
 from tests.runs.cluster import head_pod
 from tests.runs.release import Json, manifests
 
-STOP = {"data": {"control.json": '{"stop": true}'}}
+STOP_REQUEST = {"data": {"control.json": '{"stop": true}'}}
 
 
-def state(control: Json | None = None, suspend: bool = False, **status: Any) -> ClusterRunState:
+def make_state(
+    control: Json | None = None, suspend: bool = False, **status: Any
+) -> ClusterRunState:
     job = manifests().job
     job["spec"]["suspend"] = suspend
     return read_state({**job, "status": status}, control)
@@ -28,12 +30,12 @@ def state(control: Json | None = None, suspend: bool = False, **status: Any) -> 
         ({"jobDeploymentStatus": "Initializing"}, None, RunPhase.STARTING),
         ({"jobDeploymentStatus": "Waiting"}, None, RunPhase.STARTING),
         ({"jobDeploymentStatus": "Running"}, None, RunPhase.RUNNING),
-        ({"jobDeploymentStatus": "Running"}, STOP, RunPhase.STOPPING),
+        ({"jobDeploymentStatus": "Running"}, STOP_REQUEST, RunPhase.STOPPING),
         ({"jobDeploymentStatus": "Retrying"}, None, RunPhase.RETRYING),
         ({"jobDeploymentStatus": "Complete"}, None, RunPhase.SUCCEEDED),
-        ({"jobDeploymentStatus": "Complete"}, STOP, RunPhase.STOPPED),
+        ({"jobDeploymentStatus": "Complete"}, STOP_REQUEST, RunPhase.STOPPED),
         ({"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"}, None, RunPhase.STOPPED),
-        ({"jobDeploymentStatus": "Failed"}, STOP, RunPhase.FAILED),
+        ({"jobDeploymentStatus": "Failed"}, STOP_REQUEST, RunPhase.FAILED),
         ({"jobDeploymentStatus": "ValidationFailed"}, None, RunPhase.REFUSED),
         (
             {"jobDeploymentStatus": "Running"},
@@ -45,7 +47,7 @@ def state(control: Json | None = None, suspend: bool = False, **status: Any) -> 
 def test_the_state_combines_the_operator_status_and_the_stop_request(
     status: Json, control: Json | None, expected: RunPhase
 ) -> None:
-    assert state(control, **status).phase is expected
+    assert make_state(control, **status).phase is expected
 
 
 def test_a_suspended_run_with_a_queue_waits_in_it() -> None:
@@ -63,7 +65,7 @@ def test_a_deleted_run_is_reported() -> None:
 
 
 def test_attempts_and_exit_code_are_read_from_the_operator() -> None:
-    run_state = state(
+    run_state = make_state(
         jobDeploymentStatus="Failed",
         reason="AppFailed",
         failed=4,
@@ -78,22 +80,26 @@ def test_attempts_and_exit_code_are_read_from_the_operator() -> None:
     assert run_state.is_over
 
 
-def waiting(reason: str, message: str = "", **fields: Any) -> Json:
-    state = {"waiting": {"reason": reason, "message": message}}
-    return head_pod(phase="Pending", containerStatuses=[{"image": "i", "state": state, **fields}])
+def make_waiting_pod(reason: str, message: str = "", **fields: Any) -> Json:
+    container_state = {"waiting": {"reason": reason, "message": message}}
+    return head_pod(
+        phase="Pending", containerStatuses=[{"image": "i", "state": container_state, **fields}]
+    )
 
 
 @pytest.mark.parametrize(
     ("pod", "expected"),
     [
-        (waiting("ErrImageNeverPull"), "image i; load the image onto every node"),
-        (waiting("ImagePullBackOff", "not\nfound"), "not found; push the image, or set"),
+        (make_waiting_pod("ErrImageNeverPull"), "image i; load the image onto every node"),
+        (make_waiting_pod("ImagePullBackOff", "not\nfound"), "not found; push the image, or set"),
         (
-            waiting("CreateContainerConfigError", 'secret "a" not found'),
+            make_waiting_pod("CreateContainerConfigError", 'secret "a" not found'),
             "create the missing",
         ),
         (
-            waiting("CrashLoopBackOff", "back-off 10s", lastState={"terminated": {"exitCode": 3}}),
+            make_waiting_pod(
+                "CrashLoopBackOff", "back-off 10s", lastState={"terminated": {"exitCode": 3}}
+            ),
             "CrashLoopBackOff: it exited with code 3; see kubectl logs --previous",
         ),
         (
@@ -109,6 +115,8 @@ def test_a_pod_problem_is_reported_with_a_remedy(pod: Json, expected: str) -> No
     assert expected in message
 
 
-@pytest.mark.parametrize("pod", [head_pod(), head_pod(phase="Pending"), waiting("PodInitializing")])
+@pytest.mark.parametrize(
+    "pod", [head_pod(), head_pod(phase="Pending"), make_waiting_pod("PodInitializing")]
+)
 def test_a_slow_pod_has_no_problem(pod: Json) -> None:
     assert find_pod_troubles([pod]) == []
