@@ -81,16 +81,16 @@ class ReadsMetadata(CountingEnv):
         return super().step(action.model_copy(update={"add": action.add + len(action.metadata)}))
 
 
-class Offers(CountingRenderer):
+class IllegalRenderer(CountingRenderer):
     def legal_answers(self, observation):
         return ["ADD 0"]
 
 
 class OffersIllegalAnswers(CountingEnv):
-    text_renderer = Offers()
+    text_renderer = IllegalRenderer()
 
 
-class Guesses(CountingRenderer):
+class GuessingRenderer(CountingRenderer):
     def parse(self, text, observation):
         try:
             return super().parse(text, observation)
@@ -99,57 +99,57 @@ class Guesses(CountingRenderer):
 
 
 class GuessesActions(CountingEnv):
-    text_renderer = Guesses()
+    text_renderer = GuessingRenderer()
 
 
-class Converts(CountingRenderer):
+class ConvertingRenderer(CountingRenderer):
     def parse(self, text, observation):
-        word, _, number = text.strip().partition(" ")
-        if word != "ADD" or not number.isdigit():
+        verb, _, number = text.strip().partition(" ")
+        if verb != "ADD" or not number.isdigit():
             raise ActionParseError(f"expected ADD and a number, got {text!r}")
         return CountAction(add=int(number))
 
 
 class ConvertsWhatIsNoNumber(CountingEnv):
-    text_renderer = Converts()
+    text_renderer = ConvertingRenderer()
 
 
-class HasTools(CountingEnv):
-    described = (Tool("note", "Keeps a note."),)
+class NotesEnv(CountingEnv):
+    tool_list = (Tool("note", "Keeps a note."),)
 
     @property
     def tools(self):
-        return list(self.described)
+        return list(self.tool_list)
 
     def call_tool(self, name, arguments):
         return {"kept": arguments} if name == "note" else super().call_tool(name, arguments)
 
 
-class NamesTwoToolsAlike(HasTools):
-    described = (Tool("note", "Keeps a note."), Tool("note", "Keeps another."))
+class NamesTwoToolsAlike(NotesEnv):
+    tool_list = (Tool("note", "Keeps a note."), Tool("note", "Keeps another."))
 
 
-class DescribesArgumentsWithoutASchema(HasTools):
-    described = (Tool("note", "Keeps a note.", {"type": "text"}),)
+class DescribesArgumentsWithoutASchema(NotesEnv):
+    tool_list = (Tool("note", "Keeps a note.", {"type": "text"}),)
 
 
-class TakesAnyTool(HasTools):
+class TakesAnyTool(NotesEnv):
     def call_tool(self, name, arguments):
         return {}
 
 
-class ReturnsAList(HasTools):
+class ReturnsAList(NotesEnv):
     def call_tool(self, name, arguments):
         return ["kept"] if name == "note" else super().call_tool(name, arguments)
 
 
-class FailsWithAKeyError(HasTools):
+class FailsWithAKeyError(NotesEnv):
     def call_tool(self, name, arguments):
         return super().call_tool(name, arguments) if name != "note" else {"is": arguments["text"]}
 
 
-class DrawsASecret(CountingEnv):
-    """Ends with the first right guess of a number that random.Random(seed) draws."""
+class SecretEnv(CountingEnv):
+    """Ends with the first correct guess of a number drawn by random.Random(seed)."""
 
     text_renderer = None
 
@@ -158,9 +158,9 @@ class DrawsASecret(CountingEnv):
         return super().reset(seed=seed)
 
     def step(self, action: CountAction):
-        stepped = super().step(action)
+        transition = super().step(action)
         self._is_over = self._is_over or action.add == self._secret
-        return Transition(stepped.observation, stepped.reward, terminated=self._is_over)
+        return Transition(transition.observation, transition.reward, terminated=self._is_over)
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
@@ -189,9 +189,9 @@ class DrawsASecret(CountingEnv):
 )
 def test_a_broken_rule_is_found_and_named(factory, rule: str) -> None:
     report = check_environment(factory, num_steps=20)
-    broken = {check.name: check.detail for check in report.checks if check.verdict == "broken"}
-    assert rule in broken
-    assert broken[rule].startswith("expected ")
+    faults = {check.name: check.detail for check in report.checks if check.verdict == "broken"}
+    assert rule in faults
+    assert faults[rule].startswith("expected ")
     with pytest.raises(EnvironmentCheckError, match=rule):
         report.raise_if_failed()
 
@@ -200,26 +200,26 @@ def test_the_checks_player_does_not_draw_what_the_environment_draws() -> None:
     def choose(environment, observation, generator):
         return CountAction(add=generator.choice([1, 2, 3]))
 
-    checked = CheckedEnvironment(DrawsASecret, range(20), 50, choose)
-    lengths = [len(checked.play(seed, policy_seed=seed).actions) for seed in checked.seeds]
+    checked_env = CheckedEnvironment(SecretEnv, range(20), 50, choose)
+    lengths = [len(checked_env.play(seed, policy_seed=seed).actions) for seed in checked_env.seeds]
     assert max(lengths) > 1
 
 
-class ShowsTheSeedToHighNumbersAlone(CountingEnv):
-    """A first 1 sees the same on every seed, and something else without one."""
+class LateSeedEnv(CountingEnv):
+    """A first action of 1 gives the same observation for every seed, but not without a seed."""
 
     text_renderer = None
 
     def reset(self, *, seed=None):
         self._secret = 1 if seed is None else 2 + seed
-        return self._with_luck(super().reset(seed=seed), 0)
+        return self._set_luck(super().reset(seed=seed), 0)
 
     def step(self, action: CountAction):
-        return self._with_luck(super().step(action), max(0, action.add - self._secret + 1))
+        return self._set_luck(super().step(action), max(0, action.add - self._secret + 1))
 
-    def _with_luck(self, transition, luck):
-        shown = transition.observation.model_copy(update={"luck": luck})
-        return Transition(shown, transition.reward, transition.terminated)
+    def _set_luck(self, transition, luck):
+        observation = transition.observation.model_copy(update={"luck": luck})
+        return Transition(observation, transition.reward, transition.terminated)
 
 
 def test_seeds_that_one_player_cannot_tell_apart_are_shown_to_others() -> None:
@@ -230,7 +230,7 @@ def test_seeds_that_one_player_cannot_tell_apart_are_shown_to_others() -> None:
         return CountAction(add=1 if first_draws[-1] == first_draws[0] else 12)
 
     report = check_environment(
-        ShowsTheSeedToHighNumbersAlone,
+        LateSeedEnv,
         num_steps=1,
         choose_action=choose,
         on_check=lambda check: first_draws.clear(),

@@ -13,28 +13,28 @@ from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.errors import ToolError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
-LUDUS = f"{shlex.quote(sys.executable)} -c 'from ludus.services.cli.app import main; main()'"
+COMMAND = f"{shlex.quote(sys.executable)} -c 'from ludus.services.cli.app import main; main()'"
 
 
-def blocks(language: str) -> list[str]:
+def find_blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-def examples() -> dict:
+def load_examples() -> dict:
     """Return the namespace of the page's two examples."""
-    names: dict = {"__name__": "guessing"}
-    for example in blocks("python")[:2]:
-        exec(example, names)
-    return names
+    namespace: dict = {"__name__": "guessing"}
+    for example in find_blocks("python")[:2]:
+        exec(example, namespace)
+    return namespace
 
 
 def test_the_examples_keep_the_contract():
     for name in ("GuessEnvironment", "GuessWithTool"):
-        check_environment(examples()[name]).raise_if_failed()
+        check_environment(load_examples()[name]).raise_if_failed()
 
 
 def test_the_tool_answers_and_refuses():
-    environment = examples()["GuessWithTool"]()
+    environment = load_examples()["GuessWithTool"]()
     environment.reset(seed=7)
     assert environment.call_tool("divides", {"by": 1}) == {"divides": True}
     for arguments in ({}, {"by": 0}, {"by": "two"}):
@@ -46,10 +46,10 @@ def test_the_tool_answers_and_refuses():
 
 @pytest.mark.slow
 def test_python_plays_it_over_every_wire(tmp_path, monkeypatch, capsys):
-    environment, tool, *rest = blocks("python")
-    clients = [block for block in rest if "from_docker_image" not in block]
+    environment_code, tool_code, *other_blocks = find_blocks("python")
+    clients = [block for block in other_blocks if "from_docker_image" not in block]
     assert len(clients) == 2
-    (tmp_path / "guessing.py").write_text(environment + tool)
+    (tmp_path / "guessing.py").write_text(environment_code + tool_code)
     monkeypatch.chdir(tmp_path)
     server = LocalServer("guessing:GuessWithTool", {})
     try:
@@ -57,9 +57,9 @@ def test_python_plays_it_over_every_wire(tmp_path, monkeypatch, capsys):
         for address in (addresses.http, addresses.grpc):
             for client in clients:
                 exec(client.replace("http://127.0.0.1:8000", address), {})
-            tool_result, stepped, mean = capsys.readouterr().out.splitlines()
-            assert tool_result.startswith("{'divides': ")
-            assert "'word': " in stepped
+            tool_line, step_line, mean = capsys.readouterr().out.splitlines()
+            assert tool_line.startswith("{'divides': ")
+            assert "'word': " in step_line
             assert float(mean) == 1.0, "every game ends with the right number"
     finally:
         server.stop()
@@ -68,15 +68,15 @@ def test_python_plays_it_over_every_wire(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_command_that_ends_by_itself_works(tmp_path):
-    commands = [line for block in blocks("bash") for line in block.splitlines()]
+    commands = [line for block in find_blocks("bash") for line in block.splitlines()]
     assert len(commands) > 10
     script = "set -e\n" + "\n".join(
-        command.replace("ludus env", f"{LUDUS} env")
+        command.replace("ludus env", f"{COMMAND} env")
         + (" < /dev/null" if "|" not in command else "")
         for command in commands
         if "env serve" not in command
     )
-    completed = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
-    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr

@@ -10,31 +10,31 @@ PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 ROW = re.compile(r"^\| `([A-Z_]+)` \| (.+) \| (\d+) \| `([A-Z_]+)` \| (.+) \| (yes|no|none) \|$")
 
 
-def rows() -> dict[str, tuple[str, ...]]:
-    table = [ROW.match(line) for line in PAGE.read_text(encoding="utf-8").splitlines()]
-    return {match[1]: match.groups()[1:] for match in table if match}
+def read_rows() -> dict[str, tuple[str, ...]]:
+    matches = [ROW.match(line) for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    return {match[1]: match.groups()[1:] for match in matches if match}
 
 
 def test_the_page_has_every_code_once() -> None:
     lines = [
         line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
     ]
-    assert len(rows()) == len(lines) == len(ErrorCode)
-    assert set(rows()) == set(ErrorCode)
+    assert len(read_rows()) == len(lines) == len(ErrorCode)
+    assert set(read_rows()) == set(ErrorCode)
 
 
 def test_every_wire_has_a_status_for_every_code_and_the_page_says_which() -> None:
     assert set(STATUSES_BY_CODE) == set(ErrorCode)
     for code in ErrorCode:
-        _, http, grpc, _, _ = rows()[code]
-        assert (int(http), grpc) == (
+        _, http_status, grpc_status, _, _ = read_rows()[code]
+        assert (int(http_status), grpc_status) == (
             STATUSES_BY_CODE[code].http_status,
             STATUSES_BY_CODE[code].grpc_status.name,
         )
 
 
 def test_only_errors_that_end_a_session_are_said_to_end_it() -> None:
-    ending = {code for code, row in rows().items() if row[-1] == "no"}
-    assert ending == {"SESSION_ERROR", "SESSION_LOST", "TIMEOUT", "REPLAY_MISMATCH"}
+    ending_codes = {code for code, row in read_rows().items() if row[-1] == "no"}
+    assert ending_codes == {"SESSION_ERROR", "SESSION_LOST", "TIMEOUT", "REPLAY_MISMATCH"}
     for code in ErrorCode:
         assert make_wire_error(code, "said").code is code

@@ -70,20 +70,20 @@ class Target:
 @pytest.fixture(scope="module", params=["pool", "process", "restricted"])
 def target(request, tmp_path_factory) -> Iterator[Target]:
     folder = tmp_path_factory.mktemp("target")
-    secret = folder / "operator.token"
-    secret.write_text("an-operators-token")
-    secret.chmod(0o644)
-    chosen = ["--no-determinism-check", "--max-sessions", "8"]
+    secret_file = folder / "operator.token"
+    secret_file.write_text("an-operators-token")
+    secret_file.chmod(0o644)
+    arguments = ["--no-determinism-check", "--max-sessions", "8"]
     match request.param:
         case "pool":
-            chosen += ["--isolation", "pool", "--num-workers", "2"]
+            arguments += ["--isolation", "pool", "--num-workers", "2"]
         case "process":
-            chosen += ["--isolation", "process"]
+            arguments += ["--isolation", "process"]
         case "restricted":
             require_signal_scope_or_skip()
-            chosen += ["--isolation", "pool", "--num-workers", "2", "--restricted"]
-    with server_process(folder, *chosen, module=PROGRAM, env=SECRETS) as server:
-        yield Target(server, secret)
+            arguments += ["--isolation", "pool", "--num-workers", "2", "--restricted"]
+    with server_process(folder, *arguments, module=PROGRAM, env=SECRETS) as server:
+        yield Target(server, secret_file)
 
 
 def require_signal_scope_or_skip() -> None:
@@ -120,7 +120,7 @@ async def connect_to(target: Target | EnvServer) -> AsyncIterator[AsyncEnvClient
 
 
 @asynccontextmanager
-async def sessions_on(target: Target | EnvServer, count: int) -> AsyncIterator[list[Any]]:
+async def open_sessions(target: Target | EnvServer, count: int) -> AsyncIterator[list[Any]]:
     async with connect_to(target) as client:
         sessions = [(await client.open())[0] for _ in range(count)]
         yield sessions
@@ -130,12 +130,12 @@ async def sessions_on(target: Target | EnvServer, count: int) -> AsyncIterator[l
 
 
 @asynccontextmanager
-async def a_session(target: Target | EnvServer) -> AsyncIterator[Any]:
-    async with sessions_on(target, 1) as (session,):
+async def open_session(target: Target | EnvServer) -> AsyncIterator[Any]:
+    async with open_sessions(target, 1) as (session,):
         yield session
 
 
-async def worker_pid(session: Any) -> int:
+async def get_pid(session: Any) -> int:
     return int(await run_for_result(session, "result = os.environ['LUDUS_WORKER_PID']"))
 
 
@@ -152,18 +152,18 @@ async def test_no_environment_variables_of_others_can_be_read(target) -> None:
 
         result = "\\n".join(map(variables, [*os.listdir("/proc"), *other_pids]))
     """
-    async with a_session(target) as session:
+    async with open_session(target) as session:
         other_pids = [target.pid, target.fork_server, os.getpid(), 1]
-        seen = await run_for_result(session, code, other_pids=other_pids)
-        seen += str(await run_for_result(session, "result = dict(os.environ)"))
-        assert [name for name, secret in SECRETS.items() if secret in seen] == []
-        assert "PATH" in seen
+        variables = await run_for_result(session, code, other_pids=other_pids)
+        variables += str(await run_for_result(session, "result = dict(os.environ)"))
+        assert [name for name, secret in SECRETS.items() if secret in variables] == []
+        assert "PATH" in variables
 
 
 @pytest.mark.parametrize("entry", ["mem", "maps", "fd/1", "root/etc/passwd", "cwd/pyproject.toml"])
 async def test_other_processes_cannot_be_inspected(target, entry) -> None:
-    async with sessions_on(target, 2) as (session, other):
-        for pid in (target.pid, target.fork_server, await worker_pid(other), os.getpid()):
+    async with open_sessions(target, 2) as (session, peer):
+        for pid in (target.pid, target.fork_server, await get_pid(peer), os.getpid()):
             report = await run(
                 session, "result = open(path, 'rb').read(1)", path=f"/proc/{pid}/{entry}"
             )
@@ -183,7 +183,7 @@ async def test_no_process_can_be_traced(target) -> None:
             result.append(libc.ptrace(PTRACE_SEIZE, pid, 0, 0))
             result.append(libc.process_vm_readv(pid, span, 1, span, 1, 0))
     """
-    async with a_session(target) as session:
+    async with open_session(target) as session:
         other_pids = [target.pid, target.fork_server, 1]
         assert set(await run_for_result(session, code, other_pids=other_pids)) == {-1}
 
@@ -192,18 +192,18 @@ async def test_no_process_can_be_traced(target) -> None:
 
 
 async def test_files_outside_can_neither_be_read_nor_written(target) -> None:
-    async with sessions_on(target, 2) as (session, other):
-        other_folder = await run_for_result(other, "result = os.environ['TMPDIR']")
+    async with open_sessions(target, 2) as (session, peer):
+        other_folder = await run_for_result(peer, "result = os.environ['TMPDIR']")
         own_folder = await run_for_result(session, "result = os.environ['TMPDIR']")
-        closed = [str(target.secret_file), "/etc/shadow", str(Path.home() / ".bashrc")]
+        private_paths = [str(target.secret_file), "/etc/shadow", str(Path.home() / ".bashrc")]
         if other_folder != own_folder:
-            await run_for_result(other, "open(os.environ['TMPDIR'] + '/own', 'w').write('x')")
-            closed.append(f"{other_folder}/own")
-        for path in closed:
+            await run_for_result(peer, "open(os.environ['TMPDIR'] + '/own', 'w').write('x')")
+            private_paths.append(f"{other_folder}/own")
+        for path in private_paths:
             report = await run(session, "result = open(path).read(1)", path=path)
             assert report.get("error") in DENIED, (path, report)
-        outside = [target.secret_file.parent / "new", Path("/tmp/new"), Path(__file__), "/etc/new"]
-        for path in map(str, outside):
+        paths = [target.secret_file.parent / "new", Path("/tmp/new"), Path(__file__), "/etc/new"]
+        for path in map(str, paths):
             report = await run(session, "result = open(path, 'a').write('x')", path=path)
             assert report.get("error") in {*DENIED, "OSError"}, (path, report)
         report = await run(session, "os.unlink(path)", path=str(target.secret_file))
@@ -225,7 +225,7 @@ async def test_child_processes_of_a_worker_are_confined(target) -> None:
             run("echo", "alive"),
         ]
     """
-    async with a_session(target) as session:
+    async with open_session(target) as session:
         outputs = await run_for_result(
             session, code, secret=str(target.secret_file), server=target.pid
         )
@@ -241,15 +241,15 @@ async def test_worker_folder_is_removed_with_the_worker(target) -> None:
         subprocess.run(["sh", "-c", "echo more > $TMPDIR/more"], check=True)
         result = [open(file.name).read(), tempfile.gettempdir()]
     """
-    async with a_session(target) as session:
+    async with open_session(target) as session:
         text, folder = await run_for_result(session, code)
         assert text == "mine" and Path(folder, "more").exists()
-        worker = await worker_pid(session)
-        os.kill(worker, signal.SIGKILL)
+        pid = await get_pid(session)
+        os.kill(pid, signal.SIGKILL)
         await wait_until(lambda: not Path(folder).exists())
 
 
-def without_layer(target: Target, layer: Layer) -> bool:
+def lacks_layer(target: Target, layer: Layer) -> bool:
     """Return True if the machine does not support the layer."""
     token = {"authorization": f"Bearer {SECRETS['LUDUS_ENV_TOKEN']}"}
     text = httpx.get(f"{target.server.http_address}/metrics", headers=token, timeout=60).text
@@ -267,27 +267,27 @@ def without_layer(target: Target, layer: Layer) -> bool:
     ],
 )
 async def test_metadata_of_files_outside_cannot_be_changed(target, change) -> None:
-    if without_layer(target, Layer.READ_ONLY):
+    if lacks_layer(target, Layer.READ_ONLY):
         pytest.skip("mounts are shared here")
-    async with a_session(target) as session:
+    async with open_session(target) as session:
         report = await run(session, change, path=str(target.secret_file))
         assert report.get("error") in {*DENIED, "OSError"}, report
-        use_own_folder = (
+        own_folder_code = (
             "path = os.environ['TMPDIR'] + '/own'; open(path, 'w').close(); os.chmod(path, 0o700)"
         )
-        await run_for_result(session, f"{use_own_folder}; result = 1")
+        await run_for_result(session, f"{own_folder_code}; result = 1")
 
 
 async def test_worker_inherits_only_its_connection(target) -> None:
     code = """
         result = []
-        for one in range(3, 256):
+        for fd in range(3, 256):
             try:
-                result.append(os.readlink(f"/proc/self/fd/{one}").partition(":")[0])
+                result.append(os.readlink(f"/proc/self/fd/{fd}").partition(":")[0])
             except OSError:
                 pass
     """
-    async with a_session(target) as session:
+    async with open_session(target) as session:
         assert await run_for_result(session, code) == ["socket"]
 
 
@@ -297,31 +297,31 @@ async def test_memory_of_one_worker_is_never_found_by_another(target) -> None:
         libc = ctypes.CDLL(None)
         result = libc.shmget(0x1DD5, 4096, flags)
     """
-    async with sessions_on(target, 2) as (session, other):
+    async with open_sessions(target, 2) as (session, peer):
         await run_for_result(session, code, flags=0o1600)
-        assert await run_for_result(other, code, flags=0) == -1
+        assert await run_for_result(peer, code, flags=0) == -1
 
 
 async def test_no_socket_goes_around_the_network(target) -> None:
-    report = "import socket; socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"
-    async with a_session(target) as session:
-        assert (await run(session, report)).get("error") in {*DENIED, "OSError"}
+    code = "import socket; socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"
+    async with open_session(target) as session:
+        assert (await run(session, code)).get("error") in {*DENIED, "OSError"}
 
 
 # -- signals and children --------------------------------------------------------------
 
 
 async def test_no_signal_reaches_another_process(target) -> None:
-    async with sessions_on(target, 2) as (session, other):
-        neighbour, use_own_folder = await worker_pid(other), await worker_pid(session)
-        other_pids = {target.pid, target.fork_server, os.getpid(), neighbour, os.getppid()} - {
-            use_own_folder
+    async with open_sessions(target, 2) as (session, peer):
+        other_pid, own_pid = await get_pid(peer), await get_pid(session)
+        other_pids = {target.pid, target.fork_server, os.getpid(), other_pid, os.getppid()} - {
+            own_pid
         }
         for pid in other_pids:
             for number in (0, int(signal.SIGTERM)):
                 report = await run(session, "os.kill(pid, number)", pid=pid, number=number)
                 assert report.get("error") in DENIED, (pid, report)
-        assert await run_for_result(other, "result = 1 + 1") == 2
+        assert await run_for_result(peer, "result = 1 + 1") == 2
 
 
 @pytest.mark.parametrize(
@@ -334,18 +334,18 @@ async def test_no_signal_reaches_another_process(target) -> None:
     ],
 )
 async def test_limits_of_other_processes_cannot_be_set(target, deed) -> None:
-    use_own_folder = """
+    own_limits_code = """
         import resource
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.nice(0)
         os.sched_setaffinity(0, os.sched_getaffinity(0))
         result = 1
     """
-    async with sessions_on(target, 2) as (session, other):
-        neighbour = await worker_pid(other)
-        report = await run(session, f"import resource; {deed}", pid=neighbour)
+    async with open_sessions(target, 2) as (session, peer):
+        other_pid = await get_pid(peer)
+        report = await run(session, f"import resource; {deed}", pid=other_pid)
         assert report.get("error") in DENIED, report
-        await run_for_result(session, use_own_folder)
+        await run_for_result(session, own_limits_code)
 
 
 async def test_background_processes_end_with_their_worker(target) -> None:
@@ -359,10 +359,10 @@ async def test_background_processes_end_with_their_worker(target) -> None:
     def marked_pids() -> list[int]:
         return [pid for pid in list_pids() if mark in command_line(pid) and is_alive(pid)]
 
-    async with a_session(target) as session:
+    async with open_session(target) as session:
         await run_for_result(session, f"import sys\n{textwrap.dedent(code)}\nresult = 1", mark=mark)
         assert len(marked_pids()) == 1
-        os.kill(await worker_pid(session), signal.SIGKILL)
+        os.kill(await get_pid(session), signal.SIGKILL)
         await wait_until(lambda: not marked_pids())
 
 
@@ -372,7 +372,7 @@ async def test_privileges_cannot_be_gained(target) -> None:
         status = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True).stdout
         result = dict(line.split(":\\t", 1) for line in status.splitlines())
     """
-    async with a_session(target) as session:
+    async with open_session(target) as session:
         status = await run_for_result(session, code)
         assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == 0
         assert int(status["NoNewPrivs"]) == 1
@@ -386,39 +386,39 @@ async def test_usual_libraries_work_in_the_sandbox(target) -> None:
             result = sum(threads.map(abs, [1, -2, 3]))
         result += len(os.urandom(4)) + open("/dev/null", "w").write("x")
     """
-    async with a_session(target) as session:
+    async with open_session(target) as session:
         assert await run_for_result(session, code) == 11
 
 
 # -- options of operators -------------------------------------------------------------
 
 
-def code_server(isolation: str = "pool", **options: Any) -> EnvServer:
+def make_code_server(isolation: str = "pool", **options: Any) -> EnvServer:
     if isolation == "pool":
         options.setdefault("num_workers", 1)
     return serve(CodeEnv, isolation=isolation, **options)
 
 
 async def test_allowed_paths_are_accessible(tmp_path: Path) -> None:
-    notes, data, results = (tmp_path / name for name in ("notes.txt", "data", "results"))
+    notes, inputs, outputs = (tmp_path / name for name in ("notes.txt", "data", "results"))
     notes.write_text("by an option")
-    data.mkdir()
-    (data / "one").write_text("by a flag")
-    results.mkdir()
+    inputs.mkdir()
+    (inputs / "one").write_text("by a flag")
+    outputs.mkdir()
     factory = partial(CodeEnv, notes=str(notes))
-    options = {"allow_read": (data,), "allow_write": (results,), "num_workers": 1}
+    options = {"allow_read": (inputs,), "allow_write": (outputs,), "num_workers": 1}
     async with (
         serve(factory, isolation="pool", **options) as server,
-        a_session(server) as session,
+        open_session(server) as session,
     ):
         code = "result = open(notes).read(), open(path).read()"
-        read = await run_for_result(session, code, path=str(data / "one"))
-        assert read == ["by an option", "by a flag"]
-        written = "open(path, 'w').write('kept')"
-        await run_for_result(session, written, path=str(results / "one"))
-        assert (results / "one").read_text() == "kept"
-        for path in (notes, data / "one"):
-            report = await run(session, written, path=str(path))
+        texts = await run_for_result(session, code, path=str(inputs / "one"))
+        assert texts == ["by an option", "by a flag"]
+        write_code = "open(path, 'w').write('kept')"
+        await run_for_result(session, write_code, path=str(outputs / "one"))
+        assert (outputs / "one").read_text() == "kept"
+        for path in (notes, inputs / "one"):
+            report = await run(session, write_code, path=str(path))
             assert report.get("error") in {*DENIED, "OSError"}
 
 
@@ -427,7 +427,7 @@ async def test_a_folder_beyond_its_limit_ends_its_worker() -> None:
         for index in range(1024):
             open(f"{os.environ['TMPDIR']}/{index}", "wb").write(b"x" * 8192)
     """
-    async with code_server(disk_limit_mb=4) as server, a_session(server) as session:
+    async with make_code_server(disk_limit_mb=4) as server, open_session(server) as session:
         with pytest.raises(SessionLostError, match=r"its limit of 4 MB \(disk_limit_mb\)"):
             async with asyncio.timeout(60):
                 await run(session, code)
@@ -439,14 +439,14 @@ async def test_a_folder_beyond_its_limit_ends_its_worker() -> None:
 async def test_workers_have_a_network_unless_disabled() -> None:
     code = "import socket; socket.create_connection(('127.0.0.1', port), 5)"
     for is_open, options in ((True, {}), (False, {"no_network": True})):
-        server = code_server(**options)
+        server = make_code_server(**options)
         try:
             await server.start()
-        except ConfigError as refused:
-            assert not is_open and re.search("need namespaces", str(refused))
+        except ConfigError as error:
+            assert not is_open and re.search("need namespaces", str(error))
             continue
         try:
-            async with a_session(server) as session:
+            async with open_session(server) as session:
                 port = int(server.http_address.rpartition(":")[2])
                 report = await run(session, code, port=port)
                 assert ("result" in report) is is_open
@@ -455,37 +455,37 @@ async def test_workers_have_a_network_unless_disabled() -> None:
 
 
 async def test_layers_are_reported_as_metrics_and_can_be_required() -> None:
-    async with code_server() as server:
+    async with make_code_server() as server:
         async with httpx.AsyncClient(base_url=server.http_address, timeout=60) as client:
             text = (await client.get("/metrics")).text
         metrics = re.findall(r'env_server_sandbox_layer\{env="code",layer="(.+)"\} (\S+)', text)
-        in_force = {name: float(value) == 1 for name, value in metrics}
-    assert set(in_force) == set(Layer)
-    assert in_force[Layer.NO_NEW_PRIVILEGES]
-    missing = [layer for layer, is_in_force in in_force.items() if not is_in_force]
-    strict = code_server(require_sandbox=True)
-    if missing:
-        with pytest.raises(ConfigError, match=f"requires: {missing[0]} "):
-            await strict.start()
+        is_active_by_layer = {name: float(value) == 1 for name, value in metrics}
+    assert set(is_active_by_layer) == set(Layer)
+    assert is_active_by_layer[Layer.NO_NEW_PRIVILEGES]
+    missing_layers = [layer for layer, is_active in is_active_by_layer.items() if not is_active]
+    strict_server = make_code_server(require_sandbox=True)
+    if missing_layers:
+        with pytest.raises(ConfigError, match=f"requires: {missing_layers[0]} "):
+            await strict_server.start()
     else:
-        async with strict, a_session(strict) as session:
+        async with strict_server, open_session(strict_server) as session:
             assert await run_for_result(session, "result = 1") == 1
 
 
 def test_a_server_whose_workers_cannot_be_confined_refuses_with_one_line_and_code_2() -> None:
     command = [sys.executable, PROGRAM, "--restricted", "--port", "0", "--isolation", "pool"]
-    completed = subprocess.run(
+    process = subprocess.run(
         [*command, "--require-sandbox"], capture_output=True, text=True, timeout=300
     )
-    assert completed.returncode == 2
-    assert "require_sandbox requires: namespaces (" in completed.stderr.splitlines()[-1]
-    assert "user-id (" in completed.stderr.splitlines()[-1]
+    assert process.returncode == 2
+    assert "require_sandbox requires: namespaces (" in process.stderr.splitlines()[-1]
+    assert "user-id (" in process.stderr.splitlines()[-1]
 
 
 def test_a_required_layer_that_is_missing_is_named_with_the_reason() -> None:
     missing = {Layer.SECCOMP: "an odd machine", Layer.LANDLOCK: "an old kernel"}
     require_layers(missing, Sandbox("/tmp"))
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as error_info:
         require_layers(missing, Sandbox("/tmp", is_required=True))
-    assert "requires: seccomp (an odd machine); landlock (an old kernel)" in str(refused.value)
-    assert "--require-sandbox" in str(refused.value)
+    assert "requires: seccomp (an odd machine); landlock (an old kernel)" in str(error_info.value)
+    assert "--require-sandbox" in str(error_info.value)

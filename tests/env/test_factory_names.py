@@ -41,9 +41,9 @@ def send(factory) -> TargetFactory:
     ],
 )
 def test_named_factory_is_resolved(factory) -> None:
-    received = send(factory)
-    assert received == TargetFactory("tests.env.counting_env:CountingEnv")
-    assert isinstance(received(), CountingEnv)
+    decoded_factory = send(factory)
+    assert decoded_factory == TargetFactory("tests.env.counting_env:CountingEnv")
+    assert isinstance(decoded_factory(), CountingEnv)
 
 
 def test_name_contains_options_and_outer_options_win() -> None:
@@ -84,7 +84,7 @@ def test_factory_without_a_name_is_refused_with_a_remedy(factory, message: str) 
 def test_an_environment_that_a_script_defines_is_found_without_starting_it(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT)
-    completed = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
@@ -93,7 +93,7 @@ def test_an_environment_that_a_script_defines_is_found_without_starting_it(tmp_p
         timeout=60,
     )
     try:
-        factory = TargetFactory(**orjson.loads(completed.stdout))
+        factory = TargetFactory(**orjson.loads(process.stdout))
         factory.load()
         environment = factory()
         assert environment.name == "scripted"

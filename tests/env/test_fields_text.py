@@ -9,11 +9,11 @@ import pytest
 from ludus.env.text import FieldsText
 from ludus.proto.errors import ActionParseError
 
-MOVE = {
+ACTION_SCHEMA = {
     "properties": {"action_id": {"type": "integer"}, "metadata": {"type": "object"}},
     "required": ["action_id"],
 }
-SEEN = {"board": "x.o", "turn": 3, "note": None, "legal_actions": [1, 4], "metadata": {"a": 1}}
+FIELDS = {"board": "x.o", "turn": 3, "note": None, "legal_actions": [1, 4], "metadata": {"a": 1}}
 
 
 def make_text(kind: str, **field: Any) -> FieldsText:
@@ -22,35 +22,35 @@ def make_text(kind: str, **field: Any) -> FieldsText:
 
 
 def test_fields_are_shown_one_a_line_and_the_question_once() -> None:
-    text = FieldsText("Row", MOVE)
-    assert text.render(SEEN, first=False) == "board: x.o\nturn: 3"
-    first, *rest = text.render(SEEN, first=True).splitlines()
-    assert first.startswith("You play Row. Answer with the action_id, JSON like")
-    assert rest == ["board: x.o", "turn: 3"]
+    text = FieldsText("Row", ACTION_SCHEMA)
+    assert text.render(FIELDS, first=False) == "board: x.o\nturn: 3"
+    first_line, *other_lines = text.render(FIELDS, first=True).splitlines()
+    assert first_line.startswith("You play Row. Answer with the action_id, JSON like")
+    assert other_lines == ["board: x.o", "turn: 3"]
     assert text.render({}, first=False) == "Nothing to see."
     assert text.render({"pixels": "0" * 5000}, first=False).endswith("... (1000 more characters)")
 
 
 def test_only_legal_actions_are_parsed() -> None:
-    text = FieldsText("Row", MOVE)
-    assert text.legal_answers(SEEN) == ["1", "4"]
-    assert text.parse(" 4 ", SEEN) == text.parse('{"action_id": 4}', SEEN) == {"action_id": 4}
+    text = FieldsText("Row", ACTION_SCHEMA)
+    assert text.legal_answers(FIELDS) == ["1", "4"]
+    assert text.parse(" 4 ", FIELDS) == text.parse('{"action_id": 4}', FIELDS) == {"action_id": 4}
     for message in ("2", "four", '{"action": 4}', "[" * 100_000):
         with pytest.raises(ActionParseError):
-            text.parse(message, SEEN)
-    assert text.parse("2", {}) == {"action_id": 2}, "where none are listed, all may be tried"
+            text.parse(message, FIELDS)
+    assert text.parse("2", {}) == {"action_id": 2}, "if no actions are listed, any may be tried"
 
 
 def test_text_field_accepts_any_text_and_enum_only_its_values() -> None:
-    talk = make_text("string")
-    assert talk.parse("Hello, 4!", {}) == {"said": "Hello, 4!"}
-    assert talk.legal_answers({}) == []
+    free_text = make_text("string")
+    assert free_text.parse("Hello, 4!", {}) == {"said": "Hello, 4!"}
+    assert free_text.legal_answers({}) == []
     with pytest.raises(ActionParseError, match="expected some text"):
-        talk.parse(" ", {})
-    few = make_text("string", enum=["left", "right"])
-    assert few.legal_answers({}) == ["left", "right"]
+        free_text.parse(" ", {})
+    choice_text = make_text("string", enum=["left", "right"])
+    assert choice_text.legal_answers({}) == ["left", "right"]
     with pytest.raises(ActionParseError, match=r"expected one of \['left', 'right'\]"):
-        few.parse("up", {})
+        choice_text.parse("up", {})
 
 
 def test_an_action_of_several_fields_is_an_object() -> None:

@@ -40,19 +40,19 @@ async def connect_client(server, wire: str, **options) -> AsyncEnvClient:
 async def test_sessions_of_a_group_start_equally_and_are_independent(wire: str, factory) -> None:
     async with serve(factory) as server, await connect_client(server, wire) as client:
         group = await client.open_group(8, seed=5, options={"start": 3})
-        alone, first = await client.open(seed=5, options={"start": 3})
-        assert all(member == first for _, member in group)
-        assert len({session.id for session, _ in [*group, (alone, first)]}) == 9
+        lone_session, first_result = await client.open(seed=5, options={"start": 3})
+        assert all(result == first_result for _, result in group)
+        assert len({session.id for session, _ in [*group, (lone_session, first_result)]}) == 9
         results = await asyncio.gather(
-            *(session.step({"add": add}) for add, (session, _) in enumerate(group, start=1))
+            *(session.step({"add": number}) for number, (session, _) in enumerate(group, start=1))
         )
-        assert [r.observation["total"] for r in results] == [3 + add for add in range(1, 9)]
+        assert [r.observation["total"] for r in results] == [3 + number for number in range(1, 9)]
 
 
 async def test_sessions_of_a_group_without_a_seed_start_equally(wire: str) -> None:
     async with serve() as server, await connect_client(server, wire) as client:
         lucks = [
-            {first.observation["luck"] for _, first in await client.open_group(4)} for _ in range(2)
+            {start.observation["luck"] for _, start in await client.open_group(4)} for _ in range(2)
         ]
         assert len(lucks[0]) == len(lucks[1]) == 1
         assert lucks[0] != lucks[1]
@@ -69,9 +69,9 @@ async def test_a_group_that_does_not_fit_leaves_nothing(wire: str) -> None:
     async with serve(max_sessions=4) as server, await connect_client(server, wire) as client:
         await client.open()
         await client.open()
-        with pytest.raises(CapacityError, match="4") as caught:
+        with pytest.raises(CapacityError, match="4") as error_info:
             await client.open_group(3)
-        assert caught.value.retry_after_s > 0
+        assert error_info.value.retry_after_s > 0
         await wait_for_sessions(server.core, 2)
         assert len(await client.open_group(2)) == 2
         with pytest.raises(InvalidCallError, match="at least 1 session, got 0"):
@@ -90,35 +90,35 @@ async def test_a_group_frees_itself_when_its_episodes_end(wire: str) -> None:
 
 async def test_text_views_can_be_left_out(wire: str) -> None:
     async with serve() as server, await connect_client(server, wire) as client:
-        session, first = await client.open(with_text=False)
-        assert (first.text, (await session.step({"add": 1})).text) == (None, None)
+        session, first_result = await client.open(with_text=False)
+        assert (first_result.text, (await session.step({"add": 1})).text) == (None, None)
         assert (await session.step(text="ADD 2")).observation["total"] == 3
-        [(_, member)] = await client.open_group(1, with_text=False)
-        assert member.text is None
+        [(_, result)] = await client.open_group(1, with_text=False)
+        assert result.text is None
 
 
 @pytest.mark.slow
 async def test_an_open_waits_for_a_full_server_until_its_timeout(wire: str) -> None:
     async with serve(max_sessions=1) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         with pytest.raises(CapacityError):
             await client.open(wait_s=0.2)
-        assert time.monotonic() - began_s > 0.15
-        waiting = asyncio.create_task(client.open(wait_s=60))
+        assert time.monotonic() - start_s > 0.15
+        open_task = asyncio.create_task(client.open(wait_s=60))
         await asyncio.sleep(0.05)
         await session.close()
-        other, _ = await waiting
-        assert (await other.step({"add": 1})).step_index == 1
+        other_session, _ = await open_task
+        assert (await other_session.step({"add": 1})).step_index == 1
 
 
 async def test_a_draining_server_is_waited_for_too() -> None:
     async with serve_grpc() as server, await AsyncEnvClient.connect(server.address) as client:
         server.core.drain()
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         with pytest.raises(Exception, match="draining"):
             await client.open(wait_s=0.2)
-        assert time.monotonic() - began_s > 0.15
+        assert time.monotonic() - start_s > 0.15
 
 
 async def test_a_refused_open_is_retried_after_the_requested_pause() -> None:
@@ -131,9 +131,7 @@ async def test_a_refused_open_is_retried_after_the_requested_pause() -> None:
         return "opened"
 
     assert await retry_refused(attempt, 60) == "opened"
-    assert all(
-        later - first_session >= 0.1 for first_session, later in itertools.pairwise(attempts_s)
-    )
+    assert all(later_s - earlier_s >= 0.1 for earlier_s, later_s in itertools.pairwise(attempts_s))
 
 
 async def test_the_synchronous_client_opens_groups(wire: str) -> None:

@@ -23,17 +23,17 @@ def factory(request: pytest.FixtureRequest):
     return request.param
 
 
-def num_batches(client: AsyncEnvClient) -> int:
+def count_batches(client: AsyncEnvClient) -> int:
     return client.transport.stream.num_batches_sent
 
 
 async def test_calls_of_one_tick_travel_in_one_message(factory) -> None:
     async with serve(factory) as server:
         client = await AsyncEnvClient.connect(server.grpc_address)
-        opened = await asyncio.gather(*(client.open(seed=seed) for seed in range(100)))
-        assert num_batches(client) == 1
-        await asyncio.gather(*(session.step({"add": 1}) for session, _ in opened))
-        assert num_batches(client) == 2
+        results = await asyncio.gather(*(client.open(seed=seed) for seed in range(100)))
+        assert count_batches(client) == 1
+        await asyncio.gather(*(session.step({"add": 1}) for session, _ in results))
+        assert count_batches(client) == 2
         await client.close()
 
 
@@ -44,8 +44,8 @@ async def test_a_refused_call_says_its_code_and_describe_needs_no_stream(factory
         session_id = await raw.open(reset=pb.ResetArgs(seed=1))
         illegal = pb.StepRequest(session_id=session_id, action_json=b'{"add":0}')
         assert (await raw.ask(pb.Call(step=illegal))).error.code == "ILLEGAL_ACTION"
-        nobodys = pb.StateRequest(session_id="nobody")
-        assert (await raw.ask(pb.Call(state=nobodys))).error.code == "SESSION_LOST"
+        unknown = pb.StateRequest(session_id="nobody")
+        assert (await raw.ask(pb.Call(state=unknown))).error.code == "SESSION_LOST"
 
 
 async def test_every_call_works_and_a_step_can_be_repeated(factory) -> None:
@@ -54,8 +54,8 @@ async def test_every_call_works_and_a_step_can_be_repeated(factory) -> None:
         reset = pb.ResetRequest(session_id=session_id, args=pb.ResetArgs(seed=0))
         assert (await raw.ask(pb.Call(call_id=7, reset=reset))).result.step_index == 0
         step = pb.StepRequest(session_id=session_id, step_index=1, action_text="ADD 2")
-        first = await raw.ask(pb.Call(step=step))
-        assert await raw.ask(pb.Call(step=step)) == first
+        reply = await raw.ask(pb.Call(step=step))
+        assert await raw.ask(pb.Call(step=step)) == reply
         state = await raw.ask(pb.Call(state=pb.StateRequest(session_id=session_id)))
         assert state.state.state_json == b'{"episode_id":null,"step_count":1,"total":2}'
         await raw.ask(pb.Call(close=pb.CloseRequest(session_id=session_id)))
@@ -64,27 +64,27 @@ async def test_every_call_works_and_a_step_can_be_repeated(factory) -> None:
 
 async def test_sessions_end_with_their_stream_and_with_no_other(factory) -> None:
     async with serve(factory) as server, RawStream(server.grpc_address) as raw:
-        kept = await raw.open()
-        async with RawStream(server.grpc_address) as other:
-            lost = await other.open()
+        kept_id = await raw.open()
+        async with RawStream(server.grpc_address) as other_stream:
+            lost_id = await other_stream.open()
             assert server.core.load.num_sessions == 2
         await wait_for_sessions(server.core, 1)
-        assert (await raw.ask(pb.Call(state=pb.StateRequest(session_id=kept)))).HasField("state")
-        reply = await raw.ask(pb.Call(state=pb.StateRequest(session_id=lost)))
+        assert (await raw.ask(pb.Call(state=pb.StateRequest(session_id=kept_id)))).HasField("state")
+        reply = await raw.ask(pb.Call(state=pb.StateRequest(session_id=lost_id)))
         assert "connection that opened it ended" in reply.error.message
 
 
 async def test_malformed_calls_do_not_affect_other_sessions(factory) -> None:
     async with serve(factory) as server, RawStream(server.grpc_address) as raw:
         session_id = await raw.open(reset=pb.ResetArgs())
-        good = pb.StepRequest(session_id=session_id, action_json=b'{"add":1}')
+        valid_step = pb.StepRequest(session_id=session_id, action_json=b'{"add":1}')
         bad_reset = pb.ResetRequest(session_id=session_id, args=pb.ResetArgs(options_json=b"["))
-        no_action = pb.StepRequest(session_id=session_id)
+        empty_step = pb.StepRequest(session_id=session_id)
         calls = [
             pb.Call(call_id=1),
             pb.Call(call_id=2, reset=bad_reset),
-            pb.Call(call_id=3, step=no_action),
-            pb.Call(call_id=4, step=good),
+            pb.Call(call_id=3, step=empty_step),
+            pb.Call(call_id=4, step=valid_step),
         ]
         await raw.call.write(pb.CallBatch(calls=calls))
         replies = {}
@@ -96,17 +96,17 @@ async def test_malformed_calls_do_not_affect_other_sessions(factory) -> None:
 
 
 async def test_batches_of_large_answers_do_not_burst_the_message_limit(factory) -> None:
-    class Painting(factory):
+    class PictureEnv(factory):
         def reset(self, *, seed=None):
             pixels = np.zeros((512, 512, 3), np.uint8)
             return Transition(super().reset(seed=seed).observation, tensors={"pixels": pixels})
 
     async with (
-        serve(Painting) as server,
+        serve(PictureEnv) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
-        opened = await asyncio.gather(*(client.open(seed=seed) for seed in range(30)))
-        assert all(first.tensors["pixels"].shape == (512, 512, 3) for _, first in opened)
+        results = await asyncio.gather(*(client.open(seed=seed) for seed in range(30)))
+        assert all(result.tensors["pixels"].shape == (512, 512, 3) for _, result in results)
 
 
 async def test_a_stopped_server_ends_calls_in_flight_and_sessions(gate) -> None:
@@ -114,13 +114,13 @@ async def test_a_stopped_server_ends_calls_in_flight_and_sessions(gate) -> None:
     client = await AsyncEnvClient.connect(
         server.grpc_address, ConnectOptions(reconnect_timeout_s=0.2)
     )
-    busy, _ = await client.open()
-    resting, _ = await client.open()
-    in_flight = asyncio.create_task(busy.step({"add": 98}))
+    busy_session, _ = await client.open()
+    idle_session, _ = await client.open()
+    busy_step = asyncio.create_task(busy_session.step({"add": 98}))
     await wait_until(lambda: gate.num_entered)
     await server.stop()
-    for call in (in_flight, resting.step({"add": 1})):
+    for call in (busy_step, idle_session.step({"add": 1})):
         with pytest.raises(SessionLostError):
             await call
-    await resting.close()
+    await idle_session.close()
     await client.close()

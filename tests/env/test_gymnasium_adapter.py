@@ -47,7 +47,7 @@ SPACES = {
 
 
 class MirrorEnv(gymnasium.Env):
-    """An environment that shows the last action; one space is used for actions and observations."""
+    """An environment that shows the last action; actions and observations share a space."""
 
     def __init__(self, space: str, mask: bool = False) -> None:
         self.action_space = self.observation_space = SPACES[space]
@@ -75,12 +75,12 @@ class CameraEnv(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        return self._see(), {}
+        return self._observe(), {}
 
     def step(self, action):
-        return self._see(), 0.0, False, False, {}
+        return self._observe(), 0.0, False, False, {}
 
-    def _see(self):
+    def _observe(self):
         picture = self.np_random.integers(0, 256, (32, 40, 3), dtype=np.uint8)
         return {"camera": picture, "speed": np.array([0.5], np.float32)}
 
@@ -89,7 +89,7 @@ class RoboticEnv(CameraEnv):
     """An environment that reports success without a reward."""
 
     def step(self, action):
-        return self._see(), -1.0, False, True, {"is_success": np.float32(action)}
+        return self._observe(), -1.0, False, True, {"is_success": np.float32(action)}
 
 
 class StillEnv(CameraEnv):
@@ -101,7 +101,7 @@ class StillEnv(CameraEnv):
 
     def step(self, action):
         self._num_steps += 1
-        return self._see(), 0.0 if action else 0.1, self._num_steps == 9, False, {}
+        return self._observe(), 0.0 if action else 0.1, self._num_steps == 9, False, {}
 
 
 gymnasium.register("ludus-tests/Mirror-v0", MirrorEnv)
@@ -142,9 +142,9 @@ def test_every_kind_of_space_is_taken_and_shown(space) -> None:
     SPACES[space].seed(3)
     element = SPACES[space].sample()
     encoded = codec.encode(element, {})
-    shown = environment.step(environment.action_type(action=encoded)).observation
+    observation = environment.step(environment.action_type(action=encoded)).observation
     assert (
-        shown.model_dump(mode="json")["observation"]
+        observation.model_dump(mode="json")["observation"]
         == environment.action_type(action=encoded).model_dump(mode="json")["action"]
     )
 
@@ -198,21 +198,21 @@ def test_what_is_not_json_in_info_becomes_text() -> None:
 
 def test_legal_actions_follow_the_mask_and_end_with_the_episode() -> None:
     environment = make("ludus-tests/Mirror-v0", space="Discrete", mask=True)()
-    first = environment.reset(seed=1).observation
-    assert first.legal_actions == [0, 1]
-    assert environment.text_renderer.legal_answers(first) == ["0", "1"]
+    observation = environment.reset(seed=1).observation
+    assert observation.legal_actions == [0, 1]
+    assert environment.text_renderer.legal_answers(observation) == ["0", "1"]
     assert environment.step(environment.action_type(action=0)).observation.legal_actions == []
 
 
 def test_flags_stay_apart_and_a_step_after_the_end_is_refused() -> None:
     environment = make("FrozenLake-v1", max_episode_steps=2)()
     environment.reset(seed=1)
-    remaining = environment.action_type(action=0)
-    environment.step(remaining)
-    last = environment.step(remaining)
-    assert (last.terminated, last.truncated) == (False, True)
+    action = environment.action_type(action=0)
+    environment.step(action)
+    transition = environment.step(action)
+    assert (transition.terminated, transition.truncated) == (False, True)
     with pytest.raises(EpisodeStateError):
-        environment.step(remaining)
+        environment.step(action)
 
 
 def make_final_step(env_id: str, actions: list, **options) -> Transition:
@@ -240,14 +240,14 @@ LEFT, DOWN, RIGHT, UP = range(4)
     ],
 )
 def test_reaching_the_goal_is_success_with_any_reward(actions, options, success) -> None:
-    ended = make_final_step("FrozenLake-v1", actions, is_slippery=False, **options)
-    assert ended.success is success
+    transition = make_final_step("FrozenLake-v1", actions, is_slippery=False, **options)
+    assert transition.success is success
 
 
 def test_who_reaches_the_other_end_of_the_cliff_succeeds_though_it_only_costs() -> None:
     up, right, down = 0, 1, 2
-    ended = make_final_step("CliffWalking-v1", [up, *[right] * 11, down])
-    assert (ended.terminated, ended.success) == (True, True)
+    transition = make_final_step("CliffWalking-v1", [up, *[right] * 11, down])
+    assert (transition.terminated, transition.success) == (True, True)
     assert make_final_step("CliffWalking-v1", [up], max_episode_steps=5).success is False
 
 
@@ -258,8 +258,8 @@ def test_a_taxi_that_runs_out_of_time_has_not_succeeded() -> None:
 def test_an_episode_is_held_to_the_threshold_at_which_the_task_counts_as_solved() -> None:
     assert make_final_step("CartPole-v1", [0, 1]).success is False
     assert make_final_step("CartPole-v1", [0, 1], max_episode_steps=9).success is False
-    still = make_final_step("ludus-tests/Still-v0", [0])
-    assert (still.reward, still.success) == (0.1, True)
+    transition = make_final_step("ludus-tests/Still-v0", [0])
+    assert (transition.reward, transition.success) == (0.1, True)
     assert make_final_step("ludus-tests/Still-v0", [1]).success is False
 
 
@@ -283,14 +283,14 @@ def test_success_is_unknown_if_the_environment_does_not_define_it(
 
 def test_no_seed_draws_a_fresh_episode_even_after_a_seeded_one() -> None:
     environment = make("CartPole-v1")()
-    seen = set()
+    observations = set()
     for _ in range(4):
         environment.reset(seed=3)
-        seen.add(str(environment.reset().observation))
-    assert len(seen) == 4
+        observations.add(str(environment.reset().observation))
+    assert len(observations) == 4
 
 
-NO_NUMBERS = ("--1", "-", "1-", "²", "٣", "1\x1e2", "1" * 5000, "-" + "9" * 5000, "[" * 100_000)
+NON_NUMBERS = ("--1", "-", "1-", "²", "٣", "1\x1e2", "1" * 5000, "-" + "9" * 5000, "[" * 100_000)
 """Texts of a policy that some of Python's functions accept as numbers."""
 
 
@@ -309,9 +309,9 @@ def test_a_language_model_plays_by_name_number_or_json(env_id: str, answers) -> 
     observation = environment.reset(seed=7).observation
     (message,) = environment.text_renderer.render(observation, first=True)
     assert env_id in message["content"]
-    for answer in answers:
-        environment.text_renderer.parse(answer, observation)
-    for nonsense in ("", "left and right", "7000", "[1, 2, 3]", "[" * 5000, *NO_NUMBERS):
+    for text in answers:
+        environment.text_renderer.parse(text, observation)
+    for nonsense in ("", "left and right", "7000", "[1, 2, 3]", "[" * 5000, *NON_NUMBERS):
         with pytest.raises(ActionParseError, match="expected "):
             environment.text_renderer.parse(nonsense, observation)
 
@@ -322,8 +322,8 @@ def test_the_drawn_board_is_shown_with_the_player_marked() -> None:
     assert observation.rendered.splitlines()[0] == "[S]FFF"
     content = environment.text_renderer.render(observation, first=False)[0]["content"]
     assert content.startswith("[S]FFF")
-    taxi = replace_colors("\x1b[34;1mR\x1b[0m|\x1b[43m \x1b[0m", {"34;1": "passenger"})
-    assert taxi == "[passenger R]|[ ]"
+    board = replace_colors("\x1b[34;1mR\x1b[0m|\x1b[43m \x1b[0m", {"34;1": "passenger"})
+    assert board == "[passenger R]|[ ]"
 
 
 @pytest.mark.parametrize(
@@ -358,12 +358,12 @@ async def test_a_large_box_travels_as_a_tensor_and_the_schema_says_so(wire: str)
         address = server.grpc_address if wire == "grpc" else server.http_address
         async with await AsyncEnvClient.connect(address) as client:
             description = await client.describe()
-            _, first = await client.open(seed=3)
-    camera = first.tensors["observation.camera"]
+            _, first_result = await client.open(seed=3)
+    camera = first_result.tensors["observation.camera"]
     assert (camera.shape, camera.dtype) == ((32, 40, 3), np.uint8)
-    assert first.observation["observation"] == {"camera": None, "speed": [0.5]}
-    expected, _ = gymnasium.make("ludus-tests/Camera-v0").reset(seed=3)
-    assert np.array_equal(camera, expected["camera"])
+    assert first_result.observation["observation"] == {"camera": None, "speed": [0.5]}
+    expected_observation, _ = gymnasium.make("ludus-tests/Camera-v0").reset(seed=3)
+    assert np.array_equal(camera, expected_observation["camera"])
     assert "tensor 'observation.camera', uint8, shape [32, 40, 3]" in str(
         description.observation_schema
     )
@@ -371,24 +371,24 @@ async def test_a_large_box_travels_as_a_tensor_and_the_schema_says_so(wire: str)
 
 @pytest.mark.slow
 def test_a_server_of_it_keeps_the_rules_of_the_wire() -> None:
-    async def result() -> list[str]:
+    async def find_broken_checks() -> list[str]:
         async with open_client(make("Taxi-v4"), PlayOptions(max_sessions=4)) as client:
             report = await check_server(client, num_steps=8, seeds=range(3))
             broken_checks = [check for check in report.checks if check.verdict == "broken"]
             return [f"{check.name}: {check.detail}" for check in broken_checks]
 
-    assert asyncio.run(result()) == []
+    assert asyncio.run(find_broken_checks()) == []
 
 
 @pytest.mark.parametrize(
-    ("options", "parsed"),
+    ("options", "message"),
     [
         ({"is_slipery": False}, "unexpected keyword argument"),
         ({"desc": {1, 2}}, "options must be JSON"),
     ],
 )
-def test_options_that_cannot_work_are_named(options, parsed) -> None:
-    with pytest.raises(ConfigError, match=parsed):
+def test_options_that_cannot_work_are_named(options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
         make("FrozenLake-v1", **options)()
 
 

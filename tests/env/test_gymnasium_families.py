@@ -26,7 +26,7 @@ from ludus.proto.errors import ActionParseError, ConfigError
 PICTURE = np.arange(32 * 40 * 3, dtype=np.uint8).reshape(32, 40, 3)
 
 
-class Mission(spaces.Space):
+class MissionSpace(spaces.Space):
     """A custom space of text, like the space of MiniGrid."""
 
     def sample(self, mask=None, probability=None):
@@ -36,7 +36,7 @@ class Mission(spaces.Space):
         return x == "go to the red ball"
 
 
-class ShownEnv(gymnasium.Env):
+class FixedEnv(gymnasium.Env):
     """Shows a fixed element of a space."""
 
     def __init__(self, space, element, num_actions=2, mask=None, missing="") -> None:
@@ -54,28 +54,28 @@ class ShownEnv(gymnasium.Env):
         return self._element, 0.0, True, False, {}
 
 
-class PictureEnv(ShownEnv):
+class PictureEnv(FixedEnv):
     def __init__(self, **options) -> None:
         super().__init__(spaces.Box(0, 255, PICTURE.shape, np.uint8), PICTURE, **options)
 
 
-class PairOfPicturesEnv(ShownEnv):
+class PairOfPicturesEnv(FixedEnv):
     def __init__(self) -> None:
         box = spaces.Box(0, 255, PICTURE.shape, np.uint8)
-        both = spaces.Dict({"eyes": spaces.Tuple((box, box)), "speed": spaces.Discrete(3)})
-        super().__init__(both, {"eyes": (PICTURE, PICTURE), "speed": 1})
+        space = spaces.Dict({"eyes": spaces.Tuple((box, box)), "speed": spaces.Discrete(3)})
+        super().__init__(space, {"eyes": (PICTURE, PICTURE), "speed": 1})
 
 
-class MissionEnv(ShownEnv):
+class MissionEnv(FixedEnv):
     def __init__(self) -> None:
-        space = spaces.Dict({"mission": Mission(), "direction": spaces.Discrete(4)})
+        space = spaces.Dict({"mission": MissionSpace(), "direction": spaces.Discrete(4)})
         super().__init__(space, {"mission": "go to the red ball", "direction": 2})
 
 
-class ManyActionsEnv(ShownEnv):
+class ManyActionsEnv(FixedEnv):
     def __init__(self, mask=None, **options) -> None:
-        kept = None if mask is None else np.isin(np.arange(50_257), mask).astype(np.int8)
-        super().__init__(spaces.Discrete(2), 1, 50_257, kept, **options)
+        action_mask = None if mask is None else np.isin(np.arange(50_257), mask).astype(np.int8)
+        super().__init__(spaces.Discrete(2), 1, 50_257, action_mask, **options)
 
 
 for env in (PictureEnv, PairOfPicturesEnv, MissionEnv, ManyActionsEnv):
@@ -106,8 +106,8 @@ def test_an_environment_of_pictures_has_no_text_and_says_so() -> None:
 def test_a_picture_is_drawn_in_digits_where_that_is_asked_for() -> None:
     environment = make_own(PictureEnv, picture_columns=10)()
     observation = environment.reset(seed=1).observation
-    (beginning,) = environment.text_renderer.render(observation, first=True)
-    assert "from 0 for black to 9 for white" in beginning["content"]
+    (first_message,) = environment.text_renderer.render(observation, first=True)
+    assert "from 0 for black to 9 for white" in first_message["content"]
     (message,) = environment.text_renderer.render(observation, first=False)
     rows = message["content"].splitlines()
     assert [len(row) for row in rows] == [10] * 8
@@ -146,9 +146,9 @@ async def test_upstream_clients_get_the_picture_in_the_observation() -> None:
     ):
         observation = (await client.post("/reset", json={"seed": 1})).json()["observation"]
         schema = (await client.get("/schema")).json()["observation"]
-    shown = observation["observation"]
-    pixels = np.frombuffer(base64.b64decode(shown["data"]), shown["dtype"])
-    assert np.array_equal(pixels.reshape(shown["shape"]), PICTURE)
+    picture = observation["observation"]
+    pixels = np.frombuffer(base64.b64decode(picture["data"]), picture["dtype"])
+    assert np.array_equal(pixels.reshape(picture["shape"]), PICTURE)
     assert find_fault(observation, schema) == ""
 
 
@@ -161,7 +161,7 @@ def test_pictures_within_an_observation_are_in_upstream_frames_too() -> None:
     assert orjson.loads(encoded.observation_json)["observation"]["eyes"] == [None, None]
 
 
-IDS = {
+SIZES_BY_ID = {
     "Acrobot-v1": (6, ()),
     "Ant-v5": (105, (8,)),
     "BipedalWalker-v3": (24, (4,)),
@@ -184,9 +184,9 @@ IDS = {
 """Numbers of values in an observation and in an action, from Gymnasium's documentation."""
 
 
-@pytest.mark.parametrize("env_id", IDS)
+@pytest.mark.parametrize("env_id", SIZES_BY_ID)
 def test_all_numbers_of_a_known_environment_have_names(env_id: str) -> None:
-    num_numbers, action_shape = IDS[env_id]
+    num_numbers, action_shape = SIZES_BY_ID[env_id]
     guide = GUIDES[env_id.rpartition("-")[0]]
     assert guide.instructions
     assert (
@@ -198,7 +198,7 @@ def test_all_numbers_of_a_known_environment_have_names(env_id: str) -> None:
     assert len(guide.action_labels) == (action_shape[0] if action_shape else 0)
 
 
-@pytest.mark.parametrize("env_id", IDS)
+@pytest.mark.parametrize("env_id", SIZES_BY_ID)
 def test_the_documented_numbers_are_those_of_the_installed_environment(env_id: str) -> None:
     try:
         environment = gymnasium.make(env_id)
@@ -206,11 +206,11 @@ def test_the_documented_numbers_are_those_of_the_installed_environment(env_id: s
         pytest.skip("its library is not installed")
     with environment:
         shapes = (environment.observation_space.shape[0], environment.action_space.shape)
-    assert shapes == IDS[env_id]
+    assert shapes == SIZES_BY_ID[env_id]
 
 
 @pytest.mark.parametrize(
-    ("env_id", "instructions", "shown"),
+    ("env_id", "instructions", "label"),
     [
         (
             "Pendulum-v1",
@@ -221,28 +221,28 @@ def test_the_documented_numbers_are_those_of_the_installed_environment(env_id: s
         ("Acrobot-v1", "Answer with one of: NEGATIVE, NONE", "cosine of the first angle: "),
     ],
 )
-def test_numbers_are_shown_with_their_names(env_id: str, instructions: str, shown) -> None:
+def test_numbers_are_shown_with_their_names(env_id: str, instructions: str, label) -> None:
     environment = make(env_id)()
     observation = environment.reset(seed=1).observation
-    (first,) = environment.text_renderer.render(observation, first=True)
-    (later,) = environment.text_renderer.render(observation, first=False)
-    assert instructions in first["content"]
-    assert shown in later["content"]
+    (first_message,) = environment.text_renderer.render(observation, first=True)
+    (later_message,) = environment.text_renderer.render(observation, first=False)
+    assert instructions in first_message["content"]
+    assert label in later_message["content"]
 
 
 def test_of_many_numbers_the_first_have_names_and_of_other_numbers_none() -> None:
-    class Seen(Observation):
+    class NumbersObservation(Observation):
         observation: list[float]
 
-    play = Guide(observation_labels=("height", "speed"), observation_size=4)
-    renderer = GymnasiumRenderer("Own-v0", Action, spaces.Box(0, 1), play)
+    guide = Guide(observation_labels=("height", "speed"), observation_size=4)
+    renderer = GymnasiumRenderer("Own-v0", Action, spaces.Box(0, 1), guide)
 
-    def shown(*numbers):
-        (message,) = renderer.render(Seen(observation=list(numbers)), first=False)
+    def render(*numbers):
+        (message,) = renderer.render(NumbersObservation(observation=list(numbers)), first=False)
         return message["content"]
 
-    assert shown(1, 2, 3, 4) == "Observation: height: 1, speed: 2, and 2 more: [3, 4]"
-    assert shown(1, 2, 3) == "Observation: [1, 2, 3]"
+    assert render(1, 2, 3, 4) == "Observation: height: 1, speed: 2, and 2 more: [3, 4]"
+    assert render(1, 2, 3) == "Observation: [1, 2, 3]"
 
 
 def test_all_of_minigrid_is_explained_and_what_only_begins_like_another_is_not() -> None:
@@ -261,33 +261,33 @@ def test_a_custom_space_with_text_samples_is_text() -> None:
 
 def test_many_actions_are_described_by_their_range() -> None:
     environment = make_own(ManyActionsEnv)()
-    first = environment.reset(seed=1).observation
-    assert (first.legal_actions, first.num_legal_actions) == (None, 50_257)
-    assert environment.text_renderer.legal_answers(first) == []
-    (message,) = environment.text_renderer.render(first, first=True)
+    observation = environment.reset(seed=1).observation
+    assert (observation.legal_actions, observation.num_legal_actions) == (None, 50_257)
+    assert environment.text_renderer.legal_answers(observation) == []
+    (message,) = environment.text_renderer.render(observation, first=True)
     assert "Answer with one of: the numbers from 3 to 50259." in message["content"]
     assert len(message["content"]) < 500
     fields = environment.observation_type.model_json_schema()["properties"]
     assert "from 3 to 50259" in fields["num_legal_actions"]["description"]
-    action = environment.text_renderer.parse("50259", first)
-    with pytest.raises(ActionParseError) as refused:
-        environment.text_renderer.parse("2", first)
-    assert len(str(refused.value)) < 500
-    last = environment.step(action).observation
-    assert (last.legal_actions, last.num_legal_actions) == ([], 0)
+    action = environment.text_renderer.parse("50259", observation)
+    with pytest.raises(ActionParseError) as error_info:
+        environment.text_renderer.parse("2", observation)
+    assert len(str(error_info.value)) < 500
+    last_observation = environment.step(action).observation
+    assert (last_observation.legal_actions, last_observation.num_legal_actions) == ([], 0)
 
 
 def test_of_many_actions_the_few_that_a_mask_allows_are_listed() -> None:
     environment = make_own(ManyActionsEnv, mask=[0, 50_256])()
-    first = environment.reset(seed=1).observation
-    assert (first.legal_actions, first.num_legal_actions) == ([3, 50_259], 2)
-    assert environment.text_renderer.legal_answers(first) == ["3", "50259"]
+    start = environment.reset(seed=1).observation
+    assert (start.legal_actions, start.num_legal_actions) == ([3, 50_259], 2)
+    assert environment.text_renderer.legal_answers(start) == ["3", "50259"]
     environment = make_own(ManyActionsEnv, mask=list(range(MAX_LISTED_ACTIONS + 1)))()
-    first = environment.reset(seed=1).observation
-    assert (first.legal_actions, first.num_legal_actions) == (None, MAX_LISTED_ACTIONS + 1)
+    start = environment.reset(seed=1).observation
+    assert (start.legal_actions, start.num_legal_actions) == (None, MAX_LISTED_ACTIONS + 1)
 
 
-LACKING = """
+MODULE_WITHOUT_LIBRARY = """
 from gymnasium.error import DependencyNotInstalled
 
 raise DependencyNotInstalled('Box2D is not installed, run `pip install "gymnasium[box2d]"`')
@@ -297,7 +297,7 @@ raise DependencyNotInstalled('Box2D is not installed, run `pip install "gymnasiu
 def test_the_error_of_a_missing_library_names_the_package_to_install(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "lacks_a_library.py").write_text(LACKING)
+    (tmp_path / "lacks_a_library.py").write_text(MODULE_WITHOUT_LIBRARY)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(gymnasium.envs.registration, "registry", dict(gymnasium.registry))
     gymnasium.register("ludus-families/Lacking-v0", "lacks_a_library:Env")

@@ -28,18 +28,18 @@ from tests.env.served import serve
 
 WORKERS = "env_server_workers"
 WORKER_ENDS = "env_server_worker_ends_total"
-OF_WORKERS = {
+WORKER_METRICS = {
     EnvServerMetric.WORKERS,
     EnvServerMetric.WORKER_ENDS,
     EnvServerMetric.SANDBOX_LAYER,
 }
 
 
-def get_core(factory=CountingEnv, **options) -> SessionCore:
+def make_core(factory=CountingEnv, **options) -> SessionCore:
     return SessionCore(make_local_host(factory), ServerOptions(**options))
 
 
-def in_process(app) -> httpx.AsyncClient:
+def open_client(app) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
@@ -57,7 +57,7 @@ async def read_series(client, headers=None) -> dict[tuple[str, str], float]:
 
 
 async def test_every_series_is_there_before_anything_has_happened() -> None:
-    async with in_process(build_app(get_core(max_sessions=7))) as client:
+    async with open_client(build_app(make_core(max_sessions=7))) as client:
         series = await read_series(client)
         for code in ErrorCode:
             assert series["env_server_errors_total", code] == 0
@@ -66,22 +66,22 @@ async def test_every_series_is_there_before_anything_has_happened() -> None:
         assert series["env_server_step_duration_seconds_count", ""] == 0
         assert series["env_server_session_capacity", ""] == 7
         names = {name for name, _ in series}
-        for metric in set(EnvServerMetric) - OF_WORKERS:
+        for metric in set(EnvServerMetric) - WORKER_METRICS:
             assert any(name.startswith(metric) for name in names)
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_what_happens_is_counted(factory) -> None:
-    core = get_core(factory)
+    core = make_core(factory)
     connection = Connection()
     session_id = (await core.open(OpenArgs(ResetArgs(1)), connection)).session_id
     await core.open_group(OpenArgs(), 2)
-    for add in (1, 2, 0, 13):
+    for number in (1, 2, 0, 13):
         with contextlib.suppress(EnvError):
-            await core.step(session_id, b'{"add":%d}' % add)
+            await core.step(session_id, b'{"add":%d}' % number)
     await core.reset(session_id, ResetArgs())
     core.release(connection)
-    async with in_process(build_app(core)) as client:
+    async with open_client(build_app(core)) as client:
         series = await read_series(client)
     assert series["env_server_opens_total", ""] == 3
     assert series["env_server_resets_total", ""] == 4
@@ -96,10 +96,10 @@ async def test_what_happens_is_counted(factory) -> None:
 
 
 async def test_buckets_are_cumulative_and_hold_each_step_once() -> None:
-    core = get_core()
+    core = make_core()
     for duration_s in (0.000_05, 0.000_06, 0.3, 1000.0):
         core.counts.count_step(duration_s)
-    async with in_process(build_app(core)) as client:
+    async with open_client(build_app(core)) as client:
         series = await read_series(client)
     bucket = "env_server_step_duration_seconds_bucket"
     assert [series[bucket, bound] for bound in ("5e-05", "0.0001", "0.5", "60.0", "+Inf")] == [
@@ -118,24 +118,27 @@ async def test_workers_and_their_deaths_are_counted_where_there_are_any() -> Non
         httpx.AsyncClient(base_url=server.http_address, timeout=60) as client,
     ):
 
-        async def workers() -> tuple[float, float]:
+        async def read_worker_counts() -> tuple[float, float]:
             series = await read_series(client)
             return series[WORKERS, ""], series[WORKER_ENDS, ""]
 
         async with asyncio.timeout(60):
-            while await workers() != (2, 0) or len(server.core.host.pids) < 2:
+            while await read_worker_counts() != (2, 0) or len(server.core.host.pids) < 2:
                 await asyncio.sleep(0.02)
             os.kill(server.core.host.pids[0], signal.SIGKILL)
-            while await workers() != (2, 1):
+            while await read_worker_counts() != (2, 1):
                 await asyncio.sleep(0.02)
 
 
 async def test_two_applications_have_separate_metrics() -> None:
-    first, second = get_core(), get_core()
-    await first.open(OpenArgs())
-    async with in_process(build_app(first)) as first_app, in_process(build_app(second)) as other:
-        assert (await read_series(first_app))["env_server_opens_total", ""] == 1
-        assert (await read_series(other))["env_server_opens_total", ""] == 0
+    first_core, second_core = make_core(), make_core()
+    await first_core.open(OpenArgs())
+    async with (
+        open_client(build_app(first_core)) as first_client,
+        open_client(build_app(second_core)) as second_client,
+    ):
+        assert (await read_series(first_client))["env_server_opens_total", ""] == 1
+        assert (await read_series(second_client))["env_server_opens_total", ""] == 0
 
 
 @pytest.mark.parametrize(
@@ -143,19 +146,19 @@ async def test_two_applications_have_separate_metrics() -> None:
 )
 async def test_only_the_admin_port_drains_on_a_get(build, methods) -> None:
     for method in ("GET", "POST", "PUT", "HEAD"):
-        core = get_core()
-        async with in_process(build(core)) as client:
+        core = make_core()
+        async with open_client(build(core)) as client:
             status = (await client.request(method, "/drain")).status_code
-        drains = method in methods or (method == "HEAD" and "GET" in methods)
-        assert (status, core.load.is_draining) == ((200, True) if drains else (405, False))
+        should_drain = method in methods or (method == "HEAD" and "GET" in methods)
+        assert (status, core.load.is_draining) == ((200, True) if should_drain else (405, False))
 
 
 async def test_a_draining_server_stays_ready_and_says_how_many_sessions_are_left() -> None:
-    core = get_core()
+    core = make_core()
     session_id = (await core.open(OpenArgs(ResetArgs()))).session_id
-    async with in_process(build_app(core)) as client:
-        remaining = (await client.post("/drain")).json()
-        assert remaining == {"is_draining": True, "num_sessions": 1, "num_waiting": 0}
+    async with open_client(build_app(core)) as client:
+        drain_status = (await client.post("/drain")).json()
+        assert drain_status == {"is_draining": True, "num_sessions": 1, "num_waiting": 0}
         assert (await client.get("/readyz")).status_code == 200
         assert (await read_series(client))["env_server_draining", ""] == 1
         reply = await client.post("/reset")
@@ -165,18 +168,18 @@ async def test_a_draining_server_stays_ready_and_says_how_many_sessions_are_left
 
 
 async def test_drain_waits_for_the_last_session_but_not_for_ever() -> None:
-    core = get_core()
+    core = make_core()
     session_id = (await core.open(OpenArgs())).session_id
-    async with in_process(build_app(core)) as client:
-        begun_s = time.monotonic()
-        remaining = (await client.post("/drain?wait=0.2")).json()
-        assert (remaining["num_sessions"], time.monotonic() - begun_s > 0.2) == (1, True)
-        draining = asyncio.create_task(client.post("/drain?wait=60"))
+    async with open_client(build_app(core)) as client:
+        start_s = time.monotonic()
+        drain_status = (await client.post("/drain?wait=0.2")).json()
+        assert (drain_status["num_sessions"], time.monotonic() - start_s > 0.2) == (1, True)
+        drain_task = asyncio.create_task(client.post("/drain?wait=60"))
         await asyncio.sleep(0.05)
         await core.close(session_id)
-        assert (await asyncio.wait_for(draining, 60)).json()["num_sessions"] == 0
-        for odd in ("-1", "nan", "inf", "x", "99999"):
-            assert (await client.post(f"/drain?wait={odd}")).status_code == 422
+        assert (await asyncio.wait_for(drain_task, 60)).json()["num_sessions"] == 0
+        for wait_text in ("-1", "nan", "inf", "x", "99999"):
+            assert (await client.post(f"/drain?wait={wait_text}")).status_code == 422
 
 
 async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_not() -> None:
@@ -191,7 +194,7 @@ async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_no
                 assert reply.status_code == 200
                 assert not re.search("counting|session|ludus", reply.text)
             await read_series(client, {"authorization": "Bearer hush"})
-        async with in_process(build_admin_app(server.core)) as client:
+        async with open_client(build_admin_app(server.core)) as client:
             for path in ("/healthz", "/readyz", "/metrics", "/drain"):
                 assert (await client.get(path)).status_code == 200
 
@@ -211,41 +214,41 @@ async def test_the_admin_port_asks_for_no_token_and_serves_nothing_but_probes() 
 
 
 async def test_every_way_a_session_ends_has_its_class(core_clock) -> None:
-    core = get_core(ThreadedCountingEnv)
-    closed = await core.open(OpenArgs())
-    await core.close(closed.session_id)
+    core = make_core(ThreadedCountingEnv)
+    closed_session = await core.open(OpenArgs())
+    await core.close(closed_session.session_id)
     connection = Connection()
     await core.open(OpenArgs(), connection)
     core.release(connection)
-    over = await core.open(OpenArgs(ResetArgs(), close_when_done=True))
-    await core.step(over.session_id, b'{"add":7}')
-    slow = await core.open(OpenArgs(ResetArgs()))
+    finished_session = await core.open(OpenArgs(ResetArgs(), close_when_done=True))
+    await core.step(finished_session.session_id, b'{"add":7}')
+    slow_session = await core.open(OpenArgs(ResetArgs()))
     with pytest.raises(EnvError):
-        await core.step(slow.session_id, b'{"add":99}', timeout_s=0.05)
+        await core.step(slow_session.session_id, b'{"add":99}', timeout_s=0.05)
     await core.open(OpenArgs())
-    sweeping = asyncio.create_task(core.close_idle_forever())
+    sweep_task = asyncio.create_task(core.close_idle_forever())
     core_clock.move_on(core.options.idle_timeout_s)
     await wait_for_sessions(core, 0)
-    sweeping.cancel()
-    last = await core.open(OpenArgs())
+    sweep_task.cancel()
+    last_session = await core.open(OpenArgs())
     await core.shut_down()
     ends = {end: count for end, count in core.counts.num_ends_by_kind.items() if count}
     assert ends == dict.fromkeys(set(SessionEnd) - {SessionEnd.LOST}, 1)
-    assert core.tombstones.find(last.session_id).kind is SessionEnd.SHUTDOWN
+    assert core.tombstones.find(last_session.session_id).kind is SessionEnd.SHUTDOWN
 
 
 @pytest.mark.slow
 async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out() -> None:
     async with serve(isolation="pool", num_workers=1) as server:
         core = server.core
-        hanging, neighbour = [(await core.open(OpenArgs(ResetArgs()))).session_id for _ in "12"]
+        hung_id, peer_id = [(await core.open(OpenArgs(ResetArgs()))).session_id for _ in "12"]
         limit_steps(core, 0.3)
         with pytest.raises(EnvError):
-            await core.step(hanging, b'{"add":99}')
+            await core.step(hung_id, b'{"add":99}')
         await wait_for_sessions(core, 0)
-        assert core.tombstones.find(hanging).kind is SessionEnd.TIMEOUT
-        assert core.tombstones.find(neighbour).kind is SessionEnd.LOST
-        assert "took longer than" in core.tombstones.find(neighbour).reason
+        assert core.tombstones.find(hung_id).kind is SessionEnd.TIMEOUT
+        assert core.tombstones.find(peer_id).kind is SessionEnd.LOST
+        assert "took longer than" in core.tombstones.find(peer_id).reason
 
 
 def test_a_reason_fits_into_a_close_frame() -> None:

@@ -84,19 +84,19 @@ def client():
 def test_odd_requests_are_refused_in_words(
     client, path: str, method: str, body, given_headers
 ) -> None:
-    visitor, core = client
+    http_client, core = client
     given_headers = {"content-type": "application/json", **given_headers}
-    reply = visitor.request(method, path, content=body, headers=given_headers)
+    reply = http_client.request(method, path, content=body, headers=given_headers)
     assert reply.status_code not in (500, 502), reply.text
     assert core.load.num_sessions <= 3
-    visitor.cookies.clear()
+    http_client.cookies.clear()
 
 
 def test_the_sessions_that_requests_left_behind_make_room(client) -> None:
-    visitor, core = client
+    http_client, core = client
     for session_id in list(core.open_sessions):
         asyncio.run(core.close(session_id))
     for _ in range(10):
-        assert visitor.post("/reset").status_code == 200
-        visitor.cookies.clear()
+        assert http_client.post("/reset").status_code == 200
+        http_client.cookies.clear()
     assert core.load.num_sessions <= 3

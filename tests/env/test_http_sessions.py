@@ -21,48 +21,48 @@ from tests.env.polling import wait_until
 from tests.env.served import serve
 
 
-def visitor(server) -> httpx.AsyncClient:
+def open_visitor(server) -> httpx.AsyncClient:
     """Open a client that keeps cookies, like OpenEnv 0.1."""
     return httpx.AsyncClient(base_url=server.http_address, timeout=60)
 
 
-def in_process(app) -> httpx.AsyncClient:
+def open_client(app) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
-def get_core(factory=CountingEnv, **options) -> SessionCore:
+def make_core(factory=CountingEnv, **options) -> SessionCore:
     return SessionCore(make_local_host(factory), ServerOptions(**options))
 
 
-async def total_after(client: AsyncEnvClient, add: int, **kwargs) -> int:
-    reply = await client.post("/step", json={"action": {"add": add}}, **kwargs)
+async def add_to_total(client: AsyncEnvClient, number: int, **kwargs) -> int:
+    reply = await client.post("/step", json={"action": {"add": number}}, **kwargs)
     assert reply.status_code == 200, reply.text
     return reply.json()["observation"]["total"]
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_clients_that_keep_cookies_have_sessions_of_their_own(factory) -> None:
-    async with serve(factory) as server, visitor(server) as ada, visitor(server) as bob:
+    async with serve(factory) as server, open_visitor(server) as ada, open_visitor(server) as bob:
         assert (await ada.post("/reset", json={})).json()["observation"]["total"] == 0
         await bob.post("/reset", json={})
-        assert [await total_after(ada, 1), await total_after(ada, 1)] == [1, 2]
-        assert await total_after(bob, 3) == 3
-        assert await total_after(ada, 1) == 3
+        assert [await add_to_total(ada, 1), await add_to_total(ada, 1)] == [1, 2]
+        assert await add_to_total(bob, 3) == 3
+        assert await add_to_total(ada, 1) == 3
         state = (await ada.get("/state")).json()
         assert (state["step_count"], state["total"]) == (3, 3)
         assert (await ada.post("/reset", json={})).json()["observation"]["total"] == 0
-        assert await total_after(bob, 3) == 6
+        assert await add_to_total(bob, 3) == 6
         assert server.core.load.num_sessions == 2
 
 
 async def test_the_cookie_is_for_this_server_and_for_no_script() -> None:
-    async with in_process(build_app(get_core())) as client:
+    async with open_client(build_app(make_core())) as client:
         reply = await client.post("/reset")
         cookie = reply.headers["set-cookie"]
         assert cookie.startswith(f"ludus_session={reply.headers['x-session-id']}; ")
         assert cookie.endswith("; HttpOnly; SameSite=Lax; Path=/")
-    mounted = Starlette(routes=[Mount("/envs/count", build_app(get_core()))])
-    async with in_process(mounted) as client:
+    mounted_app = Starlette(routes=[Mount("/envs/count", build_app(make_core()))])
+    async with open_client(mounted_app) as client:
         reply = await client.post("/envs/count/reset")
         assert reply.headers["set-cookie"].endswith("; Path=/envs/count")
         reply = await client.post("/envs/count/step", json={"add": 2})
@@ -70,34 +70,34 @@ async def test_the_cookie_is_for_this_server_and_for_no_script() -> None:
 
 
 async def test_the_header_names_a_session_as_well() -> None:
-    async with in_process(build_app(get_core())) as client:
-        named = {"x-session-id": (await client.post("/reset")).headers["x-session-id"]}
+    async with open_client(build_app(make_core())) as client:
+        id_headers = {"x-session-id": (await client.post("/reset")).headers["x-session-id"]}
         client.cookies.clear()
-        assert await total_after(client, 1, headers=named) == 1
+        assert await add_to_total(client, 1, headers=id_headers) == 1
         client.cookies.clear()
-        assert await total_after(client, 1, headers=named) == 2
+        assert await add_to_total(client, 1, headers=id_headers) == 2
         client.cookies.clear()
-        assert await total_after(client, 1) == 1, "without a name it is a fresh environment"
+        assert await add_to_total(client, 1) == 1, "without a name it is a fresh environment"
 
 
 async def test_a_lost_session_is_reported_lost_until_the_next_reset() -> None:
-    core = get_core()
-    async with in_process(build_app(core)) as client:
+    core = make_core()
+    async with open_client(build_app(core)) as client:
         session_id = (await client.post("/reset")).headers["x-session-id"]
-        await total_after(client, 1)
+        await add_to_total(client, 1)
         await core.close(session_id)
         for call in (client.post("/step", json={"add": 1}), client.get("/state")):
             reply = await call
             assert (reply.status_code, reply.json()["detail"]["code"]) == (410, "SESSION_LOST")
-        again = await client.post("/reset")
-        assert again.headers["x-session-id"] != session_id
-        assert await total_after(client, 2) == 2
+        new_reply = await client.post("/reset")
+        assert new_reply.headers["x-session-id"] != session_id
+        assert await add_to_total(client, 2) == 2
 
 
 @pytest.mark.parametrize("path", ["/close", "/session"])
 async def test_a_client_can_end_its_session(path: str) -> None:
-    core = get_core()
-    async with in_process(build_app(core)) as client:
+    core = make_core()
+    async with open_client(build_app(core)) as client:
         await client.post("/reset")
         assert core.load.num_sessions == 1
         reply = await client.request("POST" if path == "/close" else "DELETE", path)
@@ -108,26 +108,26 @@ async def test_a_client_can_end_its_session(path: str) -> None:
 
 
 async def test_an_abandoned_session_ends_soon_and_a_used_session_stays(core_clock) -> None:
-    core = get_core()
-    sweeping = asyncio.create_task(core.close_idle_forever())
+    core = make_core()
+    sweep_task = asyncio.create_task(core.close_idle_forever())
     app = build_app(core, unused_timeout_s=60)
-    async with in_process(app) as client:
+    async with open_client(app) as client:
         await client.post("/reset")
-        await total_after(client, 1)
-        async with in_process(app) as passer_by:
-            await passer_by.post("/reset")
+        await add_to_total(client, 1)
+        async with open_client(app) as visitor:
+            await visitor.post("/reset")
         assert core.load.num_sessions == 2
         core_clock.move_on(60)
         await wait_until(lambda: core.load.num_sessions == 1)
-        assert await total_after(client, 1) == 2
-    sweeping.cancel()
+        assert await add_to_total(client, 1) == 2
+    sweep_task.cancel()
 
 
 async def test_a_group_larger_than_the_server_ends_no_unused_session() -> None:
     async with serve(max_sessions=2) as server:
         for _ in range(2):
-            async with visitor(server) as passer_by:
-                assert (await passer_by.post("/reset", json={})).status_code == 200
+            async with open_visitor(server) as visitor:
+                assert (await visitor.post("/reset", json={})).status_code == 200
         async with await AsyncEnvClient.connect(server.grpc_address) as client:
             with pytest.raises(InvalidCallError):
                 await client.open_group(3)
@@ -136,26 +136,26 @@ async def test_a_group_larger_than_the_server_ends_no_unused_session() -> None:
 
 @pytest.mark.slow
 async def test_a_full_server_gives_up_unused_http_sessions_first() -> None:
-    async with serve(max_sessions=2) as server, visitor(server) as client:
+    async with serve(max_sessions=2) as server, open_visitor(server) as client:
         await client.post("/reset", json={})
-        await total_after(client, 1)
+        await add_to_total(client, 1)
         for _ in range(5):
-            async with visitor(server) as passer_by:
-                assert (await passer_by.post("/reset", json={})).status_code == 200
+            async with open_visitor(server) as visitor:
+                assert (await visitor.post("/reset", json={})).status_code == 200
         assert server.core.load.num_sessions == 2
         async with connect(server.http_address.replace("http", "ws") + "/ws") as socket:
             await socket.send('{"type":"reset"}')
             assert '"total":0' in await socket.recv()
-            async with visitor(server) as refused:
-                reply = await refused.post("/reset", json={})
+            async with open_visitor(server) as refused_visitor:
+                reply = await refused_visitor.post("/reset", json={})
                 assert reply.status_code == 503
                 assert reply.json()["detail"]["code"] == "CAPACITY_REACHED"
                 assert int(reply.headers["retry-after"]) >= 1
-        assert await total_after(client, 1) == 2
+        assert await add_to_total(client, 1) == 2
 
 
 async def test_bare_actions_of_the_first_openenv_are_taken() -> None:
-    async with in_process(build_app(get_core())) as client:
+    async with open_client(build_app(make_core())) as client:
         await client.post("/reset", json={})
         assert (await client.post("/step", json={"add": 2})).json()["observation"]["total"] == 2
         body = {"action": {"add": 2}, "timeout_s": 15, "request_id": "r"}
@@ -165,7 +165,7 @@ async def test_bare_actions_of_the_first_openenv_are_taken() -> None:
 
 
 async def test_a_step_longer_than_its_limit_ends_the_session_with_a_typed_error() -> None:
-    async with in_process(build_app(get_core(ThreadedCountingEnv))) as client:
+    async with open_client(build_app(make_core(ThreadedCountingEnv))) as client:
         await client.post("/reset", json={})
         reply = await client.post("/step", json={"action": {"add": 99}, "timeout_s": 0.05})
         assert (reply.status_code, reply.json()["detail"]["code"]) == (504, "TIMEOUT")
@@ -180,17 +180,17 @@ async def test_a_step_longer_than_its_limit_ends_the_session_with_a_typed_error(
     ],
 )
 async def test_errors_are_typed_and_the_session_lives_on(action, status: int, code: str) -> None:
-    async with in_process(build_app(get_core())) as client:
+    async with open_client(build_app(make_core())) as client:
         await client.post("/reset", json={})
         reply = await client.post("/step", json={"action": action})
         assert (reply.status_code, reply.json()["detail"]["code"]) == (status, code)
-        assert await total_after(client, 1) == 1
+        assert await add_to_total(client, 1) == 1
 
 
 async def test_a_step_after_the_end_is_a_conflict() -> None:
-    async with in_process(build_app(get_core())) as client:
+    async with open_client(build_app(make_core())) as client:
         await client.post("/reset", json={})
-        await total_after(client, 7)
+        await add_to_total(client, 7)
         reply = await client.post("/step", json={"add": 1})
         assert (reply.status_code, reply.json()["detail"]["code"]) == (409, "EPISODE_OVER")
 
@@ -199,8 +199,8 @@ async def test_legacy_mode_gives_clients_without_cookies_one_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OPENENV_LEGACY_HTTP", "1")
-    core = get_core()
-    async with in_process(build_app(core)) as curl, in_process(build_app(core)) as other:
+    core = make_core()
+    async with open_client(build_app(core)) as curl, open_client(build_app(core)) as other_client:
 
         async def call(path: str, **json):
             curl.cookies.clear()
@@ -211,21 +211,21 @@ async def test_legacy_mode_gives_clients_without_cookies_one_session(
             1,
             2,
         ]
-        await other.post("/reset", json={})
+        await other_client.post("/reset", json={})
         assert await call("/reset") == 0
         assert core.load.num_sessions == 2, "the previous default is given up"
-        assert await total_after(other, 3) == 3
+        assert await add_to_total(other_client, 3) == 3
 
 
 async def test_legacy_mode_leaves_clients_with_cookies_their_sessions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OPENENV_LEGACY_HTTP", "true")
-    async with serve() as server, visitor(server) as ada, visitor(server) as bob:
+    async with serve() as server, open_visitor(server) as ada, open_visitor(server) as bob:
         await ada.post("/reset", json={})
-        assert await total_after(ada, 1) == 1
+        assert await add_to_total(ada, 1) == 1
         await bob.post("/reset", json={})
-        assert [await total_after(bob, 2), await total_after(ada, 1)] == [2, 2]
+        assert [await add_to_total(bob, 2), await add_to_total(ada, 1)] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ async def test_legacy_mode_leaves_clients_with_cookies_their_sessions(
     ],
 )
 async def test_odd_json_is_refused_and_nothing_breaks(body) -> None:
-    async with in_process(build_app(get_core())) as client:
+    async with open_client(build_app(make_core())) as client:
         await client.post("/reset")
         reply = await client.post(
             "/step", content=body, headers={"content-type": "application/json"}
@@ -254,7 +254,7 @@ async def test_odd_json_is_refused_and_nothing_breaks(body) -> None:
             "/reset", content=body, headers={"content-type": "application/json"}
         )
         assert reply.status_code in (200, 400, 422), reply.text
-        assert await total_after(client, 1) == 1
+        assert await add_to_total(client, 1) == 1
 
 
 async def test_a_body_beyond_the_bound_is_refused() -> None:
@@ -262,14 +262,14 @@ async def test_a_body_beyond_the_bound_is_refused() -> None:
         for _ in range(18):
             yield b" " * 1024 * 1024
 
-    async with in_process(build_app(get_core())) as client:
+    async with open_client(build_app(make_core())) as client:
         headers = {"content-type": "application/json"}
         reply = await client.post("/step", content=chunks(), headers=headers)
         assert reply.status_code == 413
 
 
 async def test_pages_from_elsewhere_are_kept_off_a_local_server() -> None:
-    async with serve() as server, visitor(server) as client:
+    async with serve() as server, open_visitor(server) as client:
         reply = await client.post("/reset", headers={"origin": "https://elsewhere.example"})
         assert (reply.status_code, server.core.load.num_sessions) == (403, 0)
         reply = await client.post("/reset", headers={"origin": "http://localhost:3000"})
@@ -277,14 +277,14 @@ async def test_pages_from_elsewhere_are_kept_off_a_local_server() -> None:
 
 
 async def test_an_overlong_session_id_is_no_session() -> None:
-    async with in_process(build_app(get_core())) as client:
+    async with open_client(build_app(make_core())) as client:
         reply = await client.get("/state", headers={"x-session-id": "x" * 5000})
         assert (reply.status_code, len(reply.text) < 500) == (410, True)
 
 
 async def test_opens_on_other_wires_make_room_too() -> None:
-    core = get_core(max_sessions=2)
-    async with in_process(build_app(core)) as client:
+    core = make_core(max_sessions=2)
+    async with open_client(build_app(core)) as client:
         for _ in range(2):
             await client.post("/reset")
             client.cookies.clear()
@@ -300,9 +300,9 @@ async def test_a_body_that_does_not_come_is_given_up_and_its_connection_ends(
     async with serve() as server:
         host, port = server.http_address.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = b"POST /step HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        writer.write(head + b"content-length: 10\r\n\r\n{")
-        answer = await asyncio.wait_for(reader.read(), 60)
+        header = b"POST /step HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write(header + b"content-length: 10\r\n\r\n{")
+        response = await asyncio.wait_for(reader.read(), 60)
         writer.close()
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b'"code":"TIMEOUT"' in answer
+        assert response.startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"TIMEOUT"' in response

@@ -45,7 +45,7 @@ from tests.env.served import serve, server_address, server_process
 pytestmark = pytest.mark.slow
 
 ISOLATIONS = ("pool", "process")
-REPORT = {"add": int(Deed.REPORT)}
+REPORT_ACTION = {"add": int(Deed.REPORT)}
 ADD_1 = {"add": 1}
 NUM_WORKERS = 3
 
@@ -55,7 +55,7 @@ def isolation(request):
     return request.param
 
 
-def worker_server(factory: Any = UnrulyEnv, isolation: str = "pool", **options: Any) -> EnvServer:
+def serve_workers(factory: Any = UnrulyEnv, isolation: str = "pool", **options: Any) -> EnvServer:
     if isolation == "pool":
         options.setdefault("num_workers", NUM_WORKERS)
     return serve(factory, isolation=isolation, **options)
@@ -70,22 +70,22 @@ async def connect_to(server: EnvServer, wire: str = "grpc") -> AsyncIterator[Asy
         await client.close()
 
 
-def worker_host(server: EnvServer) -> WorkerHost:
+def get_host(server: EnvServer) -> WorkerHost:
     host = server.core.host
     assert isinstance(host, WorkerHost)
     return host
 
 
 async def open_many(client: AsyncEnvClient, count: int) -> list[Any]:
-    opened = await asyncio.gather(*(client.open(seed=seed) for seed in range(count)))
-    return [session for session, _ in opened]
+    results = await asyncio.gather(*(client.open(seed=seed) for seed in range(count)))
+    return [session for session, _ in results]
 
 
 async def read_pid(session: Any) -> int:
-    return (await session.step(REPORT)).info["pid"]
+    return (await session.step(REPORT_ACTION)).info["pid"]
 
 
-async def by_worker(sessions: list[Any]) -> dict[int, list[Any]]:
+async def group_by_worker(sessions: list[Any]) -> dict[int, list[Any]]:
     """Group the sessions by the process id of their worker."""
     sessions_by_pid: dict[int, list[Any]] = {}
     for session, pid in zip(sessions, await asyncio.gather(*map(read_pid, sessions)), strict=True):
@@ -94,15 +94,15 @@ async def by_worker(sessions: list[Any]) -> dict[int, list[Any]]:
 
 
 async def expect_only_lost(
-    lost: list[Any],
+    lost_sessions: list[Any],
     other_sessions: list[Any],
     message: str,
     error: type[EnvError] = SessionLostError,
 ) -> None:
-    for session in lost:
-        with pytest.raises(error, match=message) as caught:
+    for session in lost_sessions:
+        with pytest.raises(error, match=message) as error_info:
             await session.step(ADD_1)
-        assert isinstance(caught.value, InfrastructureError)
+        assert isinstance(error_info.value, InfrastructureError)
     results = await asyncio.gather(*(session.step(ADD_1) for session in other_sessions))
     assert [result.reward for result in results] == [1.0] * len(other_sessions)
 
@@ -112,23 +112,23 @@ async def expect_only_lost(
 
 async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolation: str) -> None:
     async with (
-        worker_server(isolation=isolation, max_sessions=33) as server,
+        serve_workers(isolation=isolation, max_sessions=33) as server,
         connect_to(server) as client,
     ):
         sessions = await open_many(client, 33)
-        sessions_by_pid = await by_worker(sessions)
+        sessions_by_pid = await group_by_worker(sessions)
         assert len(sessions_by_pid) == (NUM_WORKERS if isolation == "pool" else 33)
-        pid, lost = next(iter(sessions_by_pid.items()))
+        pid, lost_sessions = next(iter(sessions_by_pid.items()))
         os.kill(pid, signal.SIGKILL)
-        await wait_until(lambda: server.core.load.num_sessions == 33 - len(lost))
-        other_sessions = [candidate for candidate in sessions if candidate not in lost]
-        await expect_only_lost(lost, other_sessions, "its worker was killed by SIGKILL")
-        again = await open_many(client, len(lost))
-        assert pid not in await by_worker(again)
+        await wait_until(lambda: server.core.load.num_sessions == 33 - len(lost_sessions))
+        other_sessions = [candidate for candidate in sessions if candidate not in lost_sessions]
+        await expect_only_lost(lost_sessions, other_sessions, "its worker was killed by SIGKILL")
+        new_sessions = await open_many(client, len(lost_sessions))
+        assert pid not in await group_by_worker(new_sessions)
         with pytest.raises(CapacityError):
             await client.open()
         if isolation == "pool":
-            await wait_until(lambda: len(worker_host(server).pids) == NUM_WORKERS)
+            await wait_until(lambda: len(get_host(server).pids) == NUM_WORKERS)
 
 
 @pytest.mark.parametrize(
@@ -141,10 +141,10 @@ async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolat
 )
 async def test_step_that_ends_its_process_is_explained(isolation: str, deed, message: str) -> None:
     async with (
-        worker_server(isolation=isolation, memory_limit_mb=300) as server,
+        serve_workers(isolation=isolation, memory_limit_mb=300) as server,
         connect_to(server) as client,
     ):
-        sessions_by_pid = await by_worker(await open_many(client, 6))
+        sessions_by_pid = await group_by_worker(await open_many(client, 6))
         culprit, *neighbours = next(iter(sessions_by_pid.values()))
         other_sessions = [
             candidate for pid, group in sessions_by_pid.items() for candidate in group
@@ -152,9 +152,9 @@ async def test_step_that_ends_its_process_is_explained(isolation: str, deed, mes
         other_sessions = [
             candidate for candidate in other_sessions if candidate not in (culprit, *neighbours)
         ]
-        with pytest.raises(SessionLostError, match=message) as caught:
+        with pytest.raises(SessionLostError, match=message) as error_info:
             await culprit.step({"add": int(deed)})
-        assert isinstance(caught.value, InfrastructureError)
+        assert isinstance(error_info.value, InfrastructureError)
         await expect_only_lost(neighbours, other_sessions, message)
         assert (await (await client.open(seed=1))[0].step(ADD_1)).reward == 1.0
 
@@ -163,16 +163,16 @@ async def test_step_that_ends_its_process_is_explained(isolation: str, deed, mes
 async def test_a_step_that_hangs_is_killed_and_ends_only_its_worker(
     isolation: str, factory
 ) -> None:
-    async with worker_server(factory, isolation) as server, connect_to(server) as client:
-        sessions_by_pid = await by_worker(await open_many(client, 6))
+    async with serve_workers(factory, isolation) as server, connect_to(server) as client:
+        sessions_by_pid = await group_by_worker(await open_many(client, 6))
         culprit, *neighbours = next(iter(sessions_by_pid.values()))
         other_sessions = [
             candidate for group in list(sessions_by_pid.values())[1:] for candidate in group
         ]
         limit_steps(server.core, 0.5)
-        with pytest.raises(CallTimeoutError, match=r"longer than 0\.5 s") as caught:
+        with pytest.raises(CallTimeoutError, match=r"longer than 0\.5 s") as error_info:
             await culprit.step({"add": int(Deed.HANG)})
-        assert caught.value.code is ErrorCode.TIMEOUT
+        assert error_info.value.code is ErrorCode.TIMEOUT
         limit_steps(server.core, 60)
         await wait_until(lambda: server.core.load.num_sessions == len(other_sessions))
         await expect_only_lost(neighbours, other_sessions, r"a step took longer than 0\.5 s")
@@ -180,14 +180,14 @@ async def test_a_step_that_hangs_is_killed_and_ends_only_its_worker(
 
 
 async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation: str) -> None:
-    async with worker_server(isolation=isolation) as server:
-        host = worker_host(server)
-        hanging = OpenArgs(ResetArgs(options={"start": int(Deed.HANG)}))
-        opening = asyncio.create_task(server.core.open(hanging))
+    async with serve_workers(isolation=isolation) as server:
+        host = get_host(server)
+        open_args = OpenArgs(ResetArgs(options={"start": int(Deed.HANG)}))
+        open_task = asyncio.create_task(server.core.open(open_args))
         await wait_until(lambda: any(worker.has_opened for worker in host.live_workers))
         move_loop_clock(61)
         with pytest.raises(CallTimeoutError, match="the first reset did not finish within 60 s"):
-            await opening
+            await open_task
         assert server.core.load.num_sessions == 0
         await wait_until(lambda: host.num_ended_workers == 1)
         assert (await server.core.open(OpenArgs(ResetArgs()))).first_result is not None
@@ -195,17 +195,17 @@ async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation: 
 
 async def test_cpu_time_beyond_the_limit_ends_the_session() -> None:
     async with (
-        worker_server(isolation="process", cpu_limit_s=1) as server,
+        serve_workers(isolation="process", cpu_limit_s=1) as server,
         connect_to(server) as client,
     ):
-        culprit, other = await open_many(client, 2)
+        culprit, other_session = await open_many(client, 2)
         with pytest.raises(SessionLostError, match="used up its 1 s of CPU time"):
             await culprit.step({"add": int(Deed.SPIN)})
-        assert (await other.step(ADD_1)).reward == 1.0
+        assert (await other_session.step(ADD_1)).reward == 1.0
 
 
 async def test_sys_exit_in_a_step_is_an_error_of_the_step(isolation: str) -> None:
-    async with worker_server(isolation=isolation) as server, connect_to(server) as client:
+    async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
         (session,) = await open_many(client, 1)
         with pytest.raises(ExecutionError, match="SystemExit"):
             await session.step({"add": int(Deed.SYS_EXIT)})
@@ -213,79 +213,79 @@ async def test_sys_exit_in_a_step_is_an_error_of_the_step(isolation: str) -> Non
 
 
 async def test_child_processes_die_with_a_killed_worker(isolation: str) -> None:
-    async with worker_server(isolation=isolation) as server, connect_to(server) as client:
+    async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
         (session,) = await open_many(client, 1)
-        worker = await read_pid(session)
+        worker_pid = await read_pid(session)
         await session.step({"add": int(Deed.START_CHILD)})
-        (child,) = child_processes(worker)
-        assert is_alive(child)
-        os.kill(worker, signal.SIGKILL)
-        await wait_until(lambda: not is_alive(child))
+        (child_pid,) = child_processes(worker_pid)
+        assert is_alive(child_pid)
+        os.kill(worker_pid, signal.SIGKILL)
+        await wait_until(lambda: not is_alive(child_pid))
         with pytest.raises(SessionLostError, match="SIGKILL"):
             await session.step(ADD_1)
 
 
 async def test_a_clients_own_time_limit_ends_no_session_but_its_own() -> None:
     async with (
-        worker_server(UnrulyThreadedEnv, num_workers=1, step_timeout_s=30) as server,
+        serve_workers(UnrulyThreadedEnv, num_workers=1, step_timeout_s=30) as server,
         connect_to(server) as client,
     ):
-        (other,) = await open_many(client, 1)
+        (other_session,) = await open_many(client, 1)
         core = server.core
-        hasty = await core.open(OpenArgs(ResetArgs()))
+        hasty_session = await core.open(OpenArgs(ResetArgs()))
         with pytest.raises(CallTimeoutError):
-            await core.step(hasty.session_id, b'{"add": 99}', 1, timeout_s=0.05)
-        assert (await other.step(ADD_1)).reward == 1.0
+            await core.step(hasty_session.session_id, b'{"add": 99}', 1, timeout_s=0.05)
+        assert (await other_session.step(ADD_1)).reward == 1.0
         assert core.load.num_sessions == 1
 
 
 async def test_slow_environment_in_a_pool_delays_no_other_session(gate: Gate) -> None:
     async with (
-        worker_server(gate.factory, num_workers=1, allow_write=(gate.folder,)) as server,
+        serve_workers(gate.factory, num_workers=1, allow_write=(gate.folder,)) as server,
         connect_to(server) as client,
     ):
-        slow, quick = await open_many(client, 2)
-        slow_step = asyncio.create_task(slow.step({"add": 98}))
+        slow_session, quick_session = await open_many(client, 2)
+        slow_step = asyncio.create_task(slow_session.step({"add": 98}))
         await wait_until(lambda: gate.num_entered)
         for _ in range(3):
-            await quick.step(ADD_1)
+            await quick_session.step(ADD_1)
         assert not slow_step.done()
         gate.open()
         assert (await slow_step).reward == 98.0
 
 
 async def test_sessions_survive_the_fork_server(isolation: str) -> None:
-    async with worker_server(isolation=isolation) as server, connect_to(server) as client:
+    async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
         sessions = await open_many(client, 4)
-        first = worker_host(server).fork_server.pid
-        os.kill(first, signal.SIGKILL)
-        await wait_until(lambda: not is_alive(first))
+        fork_server_pid = get_host(server).fork_server.pid
+        os.kill(fork_server_pid, signal.SIGKILL)
+        await wait_until(lambda: not is_alive(fork_server_pid))
         results = await asyncio.gather(*(session.step(ADD_1) for session in sessions))
         assert [result.reward for result in results] == [1.0] * 4
-        orphan = await read_pid(sessions[0])
-        os.kill(orphan, signal.SIGKILL)
+        orphan_pid = await read_pid(sessions[0])
+        os.kill(orphan_pid, signal.SIGKILL)
         with pytest.raises(SessionLostError, match="its worker ended"):
             await sessions[0].step(ADD_1)
-        again = await open_many(client, 8)
-        assert orphan not in await by_worker(again)
-        pids = worker_host(server).pids
+        new_sessions = await open_many(client, 8)
+        assert orphan_pid not in await group_by_worker(new_sessions)
+        pids = get_host(server).pids
     await wait_until(lambda: not any(map(is_alive, pids)))
 
 
 async def test_open_succeeds_when_its_fork_server_dies(isolation: str) -> None:
-    async with worker_server(isolation=isolation) as server, connect_to(server) as client:
-        host = worker_host(server)
+    async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
+        host = get_host(server)
         await open_many(client, 1)
-        fork_server = host.fork_server.pid
-        os.kill(fork_server, signal.SIGSTOP)  # the worker receives orders but does not execute them
-        killed = host.pids if isolation == "pool" else []  # so that warm workers do not suffice
-        for pid in killed:
+        fork_server_pid = host.fork_server.pid
+        os.kill(fork_server_pid, signal.SIGSTOP)  # it gets orders but ignores them
+        killed_pids = host.pids if isolation == "pool" else []  # warm workers would suffice
+        for pid in killed_pids:
             os.kill(pid, signal.SIGKILL)
-        await wait_until(lambda: host.worker_counts.num_ended_workers == len(killed))
-        opening = asyncio.create_task(open_many(client, 8))
+        await wait_until(lambda: host.worker_counts.num_ended_workers == len(killed_pids))
+        open_task = asyncio.create_task(open_many(client, 8))
         await wait_until(lambda: any(worker.sessions for worker in host.live_workers))
-        os.kill(fork_server, signal.SIGKILL)
-        sessions = await asyncio.wait_for(opening, 60)
+        os.kill(fork_server_pid, signal.SIGKILL)
+        sessions = await asyncio.wait_for(open_task, 60)
         results = await asyncio.gather(*(session.step(ADD_1) for session in sessions))
         assert [result.reward for result in results] == [1.0] * 8
 
@@ -297,30 +297,30 @@ async def test_no_slot_leaks_after_200_opens_and_kills(isolation: str) -> None:
     generator = random.Random(0)
     max_sessions = 12
     async with (
-        worker_server(isolation=isolation, max_sessions=max_sessions) as server,
+        serve_workers(isolation=isolation, max_sessions=max_sessions) as server,
         connect_to(server) as client,
     ):
-        host = worker_host(server)
+        host = get_host(server)
 
-        async def one_life(seed: int) -> None:
+        async def open_and_close(seed: int) -> None:
             with contextlib.suppress(InfrastructureError, CapacityError, ExecutionError):
                 args = OpenArgs(ResetArgs(seed=seed) if seed % 3 else None)
-                opened = await server.core.open(args)
+                session = await server.core.open(args)
                 for _ in range(generator.randrange(3)):
-                    await server.core.state(opened.session_id)
-                await server.core.close(opened.session_id)
+                    await server.core.state(session.session_id)
+                await server.core.close(session.session_id)
 
-        async def kill_now_and_then() -> None:
+        async def kill_workers() -> None:
             while True:
                 await asyncio.sleep(0.02)
                 pids = [pid for pid in host.pids if is_alive(pid)]
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(generator.choice(pids or [0]), signal.SIGKILL) if pids else None
 
-        killing = asyncio.create_task(kill_now_and_then())
+        kill_task = asyncio.create_task(kill_workers())
         for batch in range(10):
-            await asyncio.gather(*(one_life(batch * 20 + index) for index in range(20)))
-        killing.cancel()
+            await asyncio.gather(*(open_and_close(batch * 20 + index) for index in range(20)))
+        kill_task.cancel()
         await wait_until(lambda: server.core.load.num_sessions == 0)
         assert host.num_ended_workers > 0
         await wait_until(lambda: all(not worker.sessions for worker in host.live_workers))
@@ -337,25 +337,25 @@ async def test_factory_that_kills_its_worker_is_reported_and_retried_slowly(
 ) -> None:
     factory = partial(die_on_second_build, folder=str(tmp_path))
     async with (
-        worker_server(factory, isolation, allow_write=(tmp_path,)) as server,
+        serve_workers(factory, isolation, allow_write=(tmp_path,)) as server,
         connect_to(server) as client,
     ):
-        host = worker_host(server)
-        seen: set[int] = set()
+        host = get_host(server)
+        seen_pids: set[int] = set()
         factory_errors: list[EnvError] = []
         deadline_s = time.monotonic() + 1.5
         # The first worker may take longer on a busy machine.
         while time.monotonic() < deadline_s or not factory_errors:
             with contextlib.suppress(asyncio.TimeoutError):
-                with pytest.raises(EnvError) as caught:
+                with pytest.raises(EnvError) as error_info:
                     await client.open(seed=1)
-                if caught.value.code is ErrorCode.FACTORY_ERROR:
-                    factory_errors.append(caught.value)
-            seen.update(host.pids)
+                if error_info.value.code is ErrorCode.FACTORY_ERROR:
+                    factory_errors.append(error_info.value)
+            seen_pids.update(host.pids)
             await asyncio.sleep(0.005)
         assert server.core.load.num_sessions == 0
         assert "exited with code 3" in factory_errors[-1].message
-        assert len(seen) < 40
+        assert len(seen_pids) < 40
 
 
 @pytest.mark.parametrize(
@@ -369,60 +369,60 @@ async def test_a_server_whose_environment_cannot_be_built_does_not_start(
     factory, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        await worker_server(factory).start()
+        await serve_workers(factory).start()
 
 
 async def test_memory_limit_below_initial_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match="memory_limit_mb must be at least"):
-        await worker_server(memory_limit_mb=20).start()
+        await serve_workers(memory_limit_mb=20).start()
 
 
 # -- the end ---------------------------------------------------------------------------
 
 
 async def test_stopping_leaves_no_process_even_when_a_step_hangs(isolation: str) -> None:
-    server = worker_server(isolation=isolation)
+    server = serve_workers(isolation=isolation)
     await server.start()
     async with connect_to(server) as client:
         sessions = await open_many(client, 4)
-        host = worker_host(server)
+        host = get_host(server)
         pids = [host.fork_server.pid, *host.pids]
-        hanging = asyncio.create_task(sessions[0].step({"add": int(Deed.HANG)}))
+        hanging_step = asyncio.create_task(sessions[0].step({"add": int(Deed.HANG)}))
         await asyncio.sleep(0.05)
-        begun_s = time.monotonic()
+        start_s = time.monotonic()
         await server.stop()
-        assert time.monotonic() - begun_s < 60.0
+        assert time.monotonic() - start_s < 60.0
         await wait_until(lambda: not any(map(is_alive, pids)))
         with pytest.raises(EnvError):
-            await hanging
+            await hanging_step
 
 
 async def test_a_killed_server_leaves_no_process(isolation: str, tmp_path: Path) -> None:
     arguments = ("--unruly", "--isolation", isolation, "--no-determinism-check")
-    with server_process(tmp_path, *arguments) as served:
-        client = await AsyncEnvClient.connect(served.grpc_address)
+    with server_process(tmp_path, *arguments) as server:
+        client = await AsyncEnvClient.connect(server.grpc_address)
         sessions = await open_many(client, 3)
         pids = [await read_pid(session) for session in sessions]
-        hanging = asyncio.create_task(sessions[0].step({"add": int(Deed.HANG)}))
+        hanging_step = asyncio.create_task(sessions[0].step({"add": int(Deed.HANG)}))
         await asyncio.sleep(0.05)
-        served.process.kill()
-        served.process.wait()
+        server.process.kill()
+        server.process.wait()
         await wait_until(lambda: not any(map(is_alive, pids)))
         with pytest.raises(InfrastructureError):
-            await hanging
+            await hanging_step
         await client.close()
 
 
 async def test_terminal_interrupt_does_not_reach_workers(isolation: str, tmp_path: Path) -> None:
     arguments = ("--unruly", "--isolation", isolation)
-    with server_process(tmp_path, *arguments) as served:
-        client = await AsyncEnvClient.connect(served.grpc_address)
+    with server_process(tmp_path, *arguments) as server:
+        client = await AsyncEnvClient.connect(server.grpc_address)
         (session,) = await open_many(client, 1)
         pid = await read_pid(session)
-        assert os.getpgid(pid) != os.getpgid(served.process.pid)
-        assert os.getsid(pid) != os.getsid(served.process.pid)
-        served.process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(served.process.wait, 60) == 0
+        assert os.getpgid(pid) != os.getpgid(server.process.pid)
+        assert os.getsid(pid) != os.getsid(server.process.pid)
+        server.process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(server.process.wait, 60) == 0
         await wait_until(lambda: not is_alive(pid))
-        assert "Traceback" not in served.process.stderr.read()
+        assert "Traceback" not in server.process.stderr.read()
         await client.close()
