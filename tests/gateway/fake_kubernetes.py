@@ -5,10 +5,10 @@
         api = make_api_client(cluster)              # what is tested
         cluster.cut_watches()                       # what goes wrong
 
-It keeps the rules that clients rely on: one revision for the whole store, updates checked
+It follows the rules that clients rely on: one revision for the whole store, updates checked
 against resourceVersion, watches that continue after a revision or end with 410 once the history
-was compacted, label and field selectors, merge patches, a status apart, finalizers. Objects
-are kept by path, so it needs no list of kinds.
+was compacted, label and field selectors, merge patches, a separate status, finalizers. Objects
+are stored by path, so no list of kinds is needed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class FakeKubernetes:
         self.tokens: set[str] | None = None
         """Accepted tokens; None accepts every client."""
         self.refuses_old_watches = False
-        """True if a watch from a too old version is refused instead of failing later."""
+        """If True, a watch from a too old version is refused instead of failing after it opened."""
         self.delay_s = 0.0
         """Delay before each response, in seconds."""
         self.bytes_per_write = 0

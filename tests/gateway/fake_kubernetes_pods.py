@@ -54,7 +54,7 @@ class FakePods:
             log.append(f"{time:%Y-%m-%dT%H:%M:%S}.{len(log):09d}Z {line}")
 
     async def send_log(self, request: web.Request, pod: str) -> web.StreamResponse:
-        """Send the log from a time on, and later lines if the client follows it."""
+        """Send the log from a start time, and later lines if the client follows the log."""
         self.num_log_requests += 1
         if pod not in self.logs:
             raise StatusError(400, f'container "ray-head" in pod "{pod}" is waiting to start')

@@ -52,7 +52,7 @@ class FakeSandboxes:
         return [claim["metadata"]["name"] for claim in self.cluster.all(*CLAIMS)]
 
     @property
-    def count_sessions(self) -> int:
+    def num_sessions(self) -> int:
         return sum(server.core.load.num_sessions for server in self.servers.values())
 
     async def replace(self, claim: str) -> None:

@@ -67,11 +67,11 @@ async def test_waiting_opens_are_admitted_in_order_of_arrival():
     async with run_gateway(server_options=SMALL_SERVER) as (gateway, _):
         sessions = get_sessions(gateway)
         held_sessions = [await sessions.open(OPEN_ARGS) for _ in range(2)]
-        admitted: list[int] = []
+        admission_order: list[int] = []
 
         async def open_and_close(number: int) -> None:
             session = await sessions.open(OPEN_ARGS)
-            admitted.append(number)
+            admission_order.append(number)
             await sessions.close(session.session_id)
 
         tasks = []
@@ -80,7 +80,7 @@ async def test_waiting_opens_are_admitted_in_order_of_arrival():
             await wait_until(lambda number=number: sessions.load.num_waiting == number + 1)
         await sessions.close(held_sessions[0].session_id)
         await asyncio.gather(*tasks)
-        assert admitted == list(range(8))
+        assert admission_order == list(range(8))
 
 
 async def test_the_queue_is_bounded_in_length():
@@ -137,12 +137,12 @@ async def test_a_session_that_ends_on_the_server_itself_admits_who_waits():
 
 
 async def test_a_session_that_takes_long_to_begin_is_counted_once():
-    may_begin = threading.Event()
+    start_event = threading.Event()
 
     class SlowEnv(ThreadedCountingEnv):
         def reset(self, **fields):
             if not fields.get("start"):
-                may_begin.wait()
+                start_event.wait()
             return super().reset(**fields)
 
     async with run_gateway(factory=SlowEnv, server_options={"max_sessions": 5}) as (
@@ -158,7 +158,7 @@ async def test_a_session_that_takes_long_to_begin_is_counted_once():
             await wait_until(lambda: sessions.environment_load.num_active != 4)
             assert sessions.environment_load.num_active == 5
         finally:
-            may_begin.set()
+            start_event.set()
         opened_sessions = await asyncio.gather(*open_tasks)
         assert sessions.environment_load.num_active == 5
         await sessions.close(opened_sessions[0].session_id)

@@ -1,4 +1,4 @@
-"""TLS, scopes of tenants, connection ages and traces of a gateway."""
+"""TLS, tenant scopes, connection ages and failed starts of a gateway."""
 
 import asyncio
 from pathlib import Path

@@ -135,10 +135,10 @@ async def test_session_on_a_restarted_server_waits_for_a_late_gateway(monkeypatc
     port = int(old_server.grpc_address.rpartition(":")[2])
     async with make_gateway(old_server) as quick_gateway, make_gateway(old_server) as late_gateway:
         (link,) = get_sessions(late_gateway).fleet.links
-        connect, may_connect = link.connect, asyncio.Event()
+        connect, connect_event = link.connect, asyncio.Event()
 
         async def connect_later() -> None:
-            await may_connect.wait()
+            await connect_event.wait()
             await connect()
 
         monkeypatch.setattr(link, "connect", connect_later)
@@ -149,7 +149,7 @@ async def test_session_on_a_restarted_server_waits_for_a_late_gateway(monkeypatc
                 get_sessions(late_gateway).step(session.session_id, ADD_1, 1)
             )
             await run_pending_tasks()
-            may_connect.set()
+            connect_event.set()
             assert (await step_task).step_index == 1
 
 

@@ -39,9 +39,9 @@ PROMTOOL = os.environ.get("PROMTOOL_BINARY") or shutil.which("promtool") or ""
 LABELS = ("env", "state", "call", "outcome", "reason", "kind", "code", "le")
 
 
-def render(metrics: GatewayMetrics, accept: str = "") -> tuple[bytes, str]:
+def render(metrics: GatewayMetrics, accept_types: str = "") -> tuple[bytes, str]:
     """Return the body and content type of a scrape, outside an event loop."""
-    return asyncio.run(metrics.render(accept))
+    return asyncio.run(metrics.render(accept_types))
 
 
 def read_samples(metrics: GatewayMetrics) -> dict[tuple[str, ...], float]:
@@ -247,9 +247,9 @@ def find_port(pid: int, log: Path) -> int:
 
 def query_prometheus(address: str, query: str) -> dict[str, float]:
     """Query Prometheus; return values by environment."""
-    encoded = urllib.parse.quote(query)
+    encoded_query = urllib.parse.quote(query)
     try:
-        with urllib.request.urlopen(f"{address}/api/v1/query?query={encoded}") as response:
+        with urllib.request.urlopen(f"{address}/api/v1/query?query={encoded_query}") as response:
             samples = json.load(response)["data"]["result"]
     except urllib.error.HTTPError as error:
         assert error.code == 503, error  # it listens before it responds

@@ -111,8 +111,8 @@ async def test_an_id_that_was_good_expires(monkeypatch: pytest.MonkeyPatch):
         sessions = get_sessions(gateway)
         session_id = SessionKey(KEY.encode()).sign(NAME, "a-server", lifetime_s=60)
         assert sessions.verify_id(session_id).server_id == "a-server"
-        late_s = time.time() + 62
-        monkeypatch.setattr(time, "time", lambda: late_s)
+        future_s = time.time() + 62
+        monkeypatch.setattr(time, "time", lambda: future_s)
         for _ in range(2):
             with pytest.raises(SessionLostError, match="expired"):
                 sessions.verify_id(session_id)

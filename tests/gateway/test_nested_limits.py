@@ -3,7 +3,7 @@
     client --> gateway --> server --> worker
     client --------------> server --> thread
 
-A step of another session waits at a gate meanwhile, and must complete in every test.
+In every test a step of another session waits at a gate meanwhile, and must then complete.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TARGETS = ("server", "gateway")
 GATED_NUMBER = 98
 JSON_HEADERS = {"content-type": "application/json"}
 EXTRA_LENGTH_BYTES = 9
-"""Size of three lengths that use four bytes instead of one."""
+"""Extra bytes of three length fields that need four bytes instead of one."""
 
 
 class PaddedAction(CountAction):
@@ -156,24 +156,25 @@ def make_mcp_body(num_bytes: int) -> bytes:
     return make_body(num_bytes - len(make_body(0)))
 
 
-async def http_statuses(http: httpx.AsyncClient, base: str, sizes: list[int]) -> list[int]:
-    reset_response = await http.post(f"{base}/reset", json={"seed": 1})
+async def http_statuses(http: httpx.AsyncClient, base_url: str, sizes: list[int]) -> list[int]:
+    reset_response = await http.post(f"{base_url}/reset", json={"seed": 1})
     headers = JSON_HEADERS | {"x-session-id": reset_response.headers["x-session-id"]}
     responses = [
-        await http.post(f"{base}/step", content=make_step_body(n), headers=headers) for n in sizes
+        await http.post(f"{base_url}/step", content=make_step_body(n), headers=headers)
+        for n in sizes
     ]
     return [response.status_code for response in responses]
 
 
-async def mcp_statuses(http: httpx.AsyncClient, base: str, sizes: list[int]) -> list[int]:
+async def mcp_statuses(http: httpx.AsyncClient, base_url: str, sizes: list[int]) -> list[int]:
     initialize = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
-    session_id = (await http.post(f"{base}/mcp", json=initialize)).headers["mcp-session-id"]
+    session_id = (await http.post(f"{base_url}/mcp", json=initialize)).headers["mcp-session-id"]
     headers = JSON_HEADERS | {"mcp-session-id": session_id}
     call = {"name": "start_episode", "arguments": {}}
     start_call = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call}
-    await http.post(f"{base}/mcp", json=start_call, headers=headers)
+    await http.post(f"{base_url}/mcp", json=start_call, headers=headers)
     responses = [
-        await http.post(f"{base}/mcp", content=make_mcp_body(n), headers=headers) for n in sizes
+        await http.post(f"{base_url}/mcp", content=make_mcp_body(n), headers=headers) for n in sizes
     ]
     played_responses = [response for response in responses if response.status_code == 200]
     assert not any(response.json()["result"]["isError"] for response in played_responses)

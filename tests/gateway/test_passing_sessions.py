@@ -54,9 +54,9 @@ async def test_late_detach_of_the_old_stream_keeps_the_session(factory, monkeypa
 
 
 @FACTORIES
-@pytest.mark.parametrize("opened_elsewhere", [False, True])
+@pytest.mark.parametrize("uses_other_gateway", [False, True])
 async def test_late_release_of_the_old_stream_keeps_the_session(
-    factory, opened_elsewhere, monkeypatch
+    factory, uses_other_gateway, monkeypatch
 ):
     async with (
         make_server(factory) as server,
@@ -69,7 +69,7 @@ async def test_late_release_of_the_old_stream_keeps_the_session(
             RawStream(other_gateway.grpc_address) as other_stream,
         ):
             old_stream = RawStream(gateway.grpc_address)
-            session_id = await (other_stream if opened_elsewhere else old_stream).open()
+            session_id = await (other_stream if uses_other_gateway else old_stream).open()
             await call_session(old_stream, session_id)
         await call_session(new_stream, session_id)
         fence_id = await new_stream.open()
@@ -77,7 +77,7 @@ async def test_late_release_of_the_old_stream_keeps_the_session(
         await wait_until(lambda: release_counter.count == 1)
         await call_session(new_stream, fence_id)
         assert not is_lingering(server, session_id)
-        assert gateway.num_sessions == (1 if opened_elsewhere else 2)
+        assert gateway.num_sessions == (1 if uses_other_gateway else 2)
         new_stream.call.cancel()
         await wait_until(lambda: is_lingering(server, session_id))
         await old_stream.channel.close()

@@ -344,9 +344,9 @@ def nonsense(tls: TlsFiles) -> TlsFiles:
 
 
 def no_authorities(tls: TlsFiles) -> TlsFiles:
-    empty = tls.cert.with_name("empty.pem")
-    empty.write_bytes(b"")
-    return replace(tls, client_ca=empty)
+    empty_file = tls.cert.with_name("empty.pem")
+    empty_file.write_bytes(b"")
+    return replace(tls, client_ca=empty_file)
 
 
 def missing_authorities(tls: TlsFiles) -> TlsFiles:
@@ -354,7 +354,7 @@ def missing_authorities(tls: TlsFiles) -> TlsFiles:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "expected_error"),
+    ("make_unusable", "expected_error"),
     [
         (
             missing_cert,
@@ -380,9 +380,9 @@ def missing_authorities(tls: TlsFiles) -> TlsFiles:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_unusable_files_are_reported_before_listening(
-    files: TlsFiles, spoil: object, expected_error: str
+    files: TlsFiles, make_unusable: object, expected_error: str
 ) -> None:
-    unusable_files = spoil(files)  # type: ignore[operator]
+    unusable_files = make_unusable(files)  # type: ignore[operator]
     with pytest.raises(ConfigError, match=expected_error):
         build_server_context(unusable_files)
     with pytest.raises(ConfigError, match=expected_error):

@@ -49,8 +49,8 @@ async def target(request: pytest.FixtureRequest) -> AsyncIterator[Endpoint]:
     factory = ThreadedToolEnv if "thread" in request.param else ToolEnv
     if "gateway" in request.param:
         async with run_gateway(1, factory=factory) as (gateway, servers):
-            base = f"{gateway.http_address}/envs/{NAME}"
-            yield Endpoint(gateway.grpc_address, base, servers)
+            base_url = f"{gateway.http_address}/envs/{NAME}"
+            yield Endpoint(gateway.grpc_address, base_url, servers)
         return
     async with serve(factory) as server:
         yield Endpoint(server.grpc_address, server.http_address, [server])

@@ -56,7 +56,7 @@ def template(name: str, resource: str, **resources: str) -> Json:
 
 
 def start_params(resource: str, count: int) -> Json:
-    # As the chart writes it: JSON, quoted again for the shell that KubeRay uses.
+    # The chart writes JSON and quotes it again for the shell of KubeRay.
     return {"resources": json.dumps(json.dumps({resource: count}))}
 
 
