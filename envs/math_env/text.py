@@ -1,4 +1,4 @@
-"""Text of arithmetic: the prompt is "7 + 12 = ?", the response is the number.
+"""Text format of arithmetic: the prompt is "7 + 12 = ?", the response is the number.
 
 The answer is the last whole number of the response, so "19", "7 + 12 = 19" and
 "<think>7 + 12</think> It is 19." all mean 19.
@@ -44,5 +44,5 @@ class MathRenderer:
         return MathAction(answer=int(numbers[-1]))
 
     def legal_answers(self, observation: MathObservation) -> list[str]:
-        """Return every possible answer."""
+        """Return every number that can be the solution of a question."""
         return [str(answer) for answer in observation.legal_actions]

@@ -29,7 +29,7 @@ from .text.tic_tac_toe import read_board
 SeatPolicy = Callable[[OpenSpielObservation, random.Random], int]
 """Function from an observation to a legal action. All randomness comes from the generator."""
 
-_HIT, _STAND = (BlackjackRenderer.words.index(word) for word in ("HIT", "STAND"))
+_HIT, _STAND = (BlackjackRenderer.action_names.index(word) for word in ("HIT", "STAND"))
 _DEALER_STANDS_AT = 17
 _NUM_SIMULATIONS = 100
 

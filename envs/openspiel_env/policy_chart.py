@@ -31,7 +31,7 @@ def _make_prompts(style: TextStyle) -> list[PolicyChartPrompt]:
     return [
         PolicyChartPrompt(
             messages=renderer.render(_make_example_observation(game, state), first=True),
-            answers=list(renderer.words),
+            answers=list(renderer.action_names),
             reference=state.best_move,
             panel="soft" if state.is_soft else "hard",
             row=str(state.total),

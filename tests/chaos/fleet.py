@@ -27,7 +27,7 @@ from ludus.trainer.setup.environments import (
     connect_environments,
     start_local_servers,
 )
-from ludus.trainer.setup.first_prompts import make_canary
+from ludus.trainer.setup.first_prompts import make_canary_prompts
 from ludus.trainer.setup.tiny_model import prepare_model
 from ludus.trainer.weights.payload import make_manifest
 from ludus.trainer.weights.store import VersionStore
@@ -106,7 +106,7 @@ async def run_fleet(folder: Path, *overrides: str) -> AsyncIterator[Fleet]:
                 [environment] = environments.values()
                 model_path = await prepare_model(run, environments, folder / "model")
                 chat = ChatTokenizer.load(model_path, run.model)
-                canary = await make_canary(environment, chat)
+                canary = await make_canary_prompts(environment, chat)
                 state = dict(load_language_model(model_path).state_dict())
                 yield Fleet(run, environment, model_path, canary, state, make_store(run.weights))
         finally:

@@ -19,7 +19,7 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import make_renderer
 from ludus.trainer.setup.environments import ConnectedEnvironment
-from ludus.trainer.setup.first_prompts import make_canary
+from ludus.trainer.setup.first_prompts import make_canary_prompts
 from ludus.trainer.setup.tiny_model import prepare_model
 from tests.env.counting_env import CountObservation
 from tests.rollout.fragile_env import FragileEnv
@@ -106,11 +106,11 @@ async def test_warm_start_without_successful_episode_is_an_error(
 async def test_canary_uses_the_first_episode_that_opens(chat: ChatTokenizer) -> None:
     run = run_with()
     async with connect_environment(run, FailsAtFirst) as environments:
-        (prompt, *_) = await make_canary(environments["fragile"], chat)
+        (prompt, *_) = await make_canary_prompts(environments["fragile"], chat)
     assert "Total 0." in chat.decode(prompt.prompt_ids)
     async with connect_environment(run, NeverBegins) as environments:
         with pytest.raises(ExecutionError, match="licence has run out"):
-            await make_canary(environments["fragile"], chat)
+            await make_canary_prompts(environments["fragile"], chat)
 
 
 async def test_long_first_prompt_is_refused(

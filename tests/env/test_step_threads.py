@@ -28,7 +28,7 @@ class BlockingCall:
 
 async def abandon_call(threads: StepThreads) -> BlockingCall:
     call = BlockingCall()
-    job = threads.start(call, call.released_results.append)
+    job = threads.submit(call, call.released_results.append)
     await wait_until(call.start_event.is_set)
     assert threads.give_up(job)
     return call
@@ -51,7 +51,7 @@ async def test_hanging_thread_is_replaced_and_its_late_result_released() -> None
 async def test_time_limit_starts_with_the_thread() -> None:
     threads = StepThreads(1)
     call = BlockingCall()
-    first_job = threads.start(call, call.released_results.append)
+    first_job = threads.submit(call, call.released_results.append)
     await wait_until(call.start_event.is_set)
     waiting_task = asyncio.create_task(threads.run(lambda: "well", lambda _: None, 0.01))
     await asyncio.sleep(0.1)
@@ -76,16 +76,16 @@ async def test_calls_fail_while_all_threads_hang_and_work_again_later() -> None:
     threads = StepThreads(1)
     first_call = await abandon_call(threads)
     call = BlockingCall()
-    last_job = threads.start(call, call.released_results.append)
+    last_job = threads.submit(call, call.released_results.append)
     await wait_until(call.start_event.is_set)
-    waiting_job = threads.start(lambda: "never", lambda _: None)
+    waiting_job = threads.submit(lambda: "never", lambda _: None)
     assert threads.unavailable_reason == ""
     assert threads.give_up(last_job)
     assert "1 threads and their replacements hang" in threads.unavailable_reason
     with pytest.raises(UnavailableError, match="isolation='pool'"):
         await waiting_job.future
     with pytest.raises(UnavailableError, match="restart the server"):
-        threads.start(lambda: "never", lambda _: None)
+        threads.submit(lambda: "never", lambda _: None)
     first_call.return_event.set()
     await wait_until(lambda: not threads.unavailable_reason)
     assert await run_call(threads) == "well"

@@ -29,7 +29,7 @@ async def test_each_legal_answer_is_asked_for_alone_as_the_template_shows_it(
     tokenizer = make_family_tokenizer(family)
     chat = ChatTokenizer(tokenizer, enable_thinking=thinking)
     environment = await connected_to(client)
-    canary = await first_prompts.make_canary(environment, chat)
+    canary = await first_prompts.make_canary_prompts(environment, chat)
     session, first = await client.open(seed=0)
     await session.close()
     assert first.text is not None
@@ -47,7 +47,7 @@ async def test_a_model_that_thinks_is_asked_for_its_answer_after_a_thought(
 ) -> None:
     tokenizer = make_family_tokenizer(QWEN3)
     chat = ChatTokenizer(tokenizer, enable_thinking=True)
-    canary = await first_prompts.make_canary(await connected_to(client), chat)
+    canary = await first_prompts.make_canary_prompts(await connected_to(client), chat)
     assert all("</think>" in tokenizer.decode(prompt.completion_ids) for prompt in canary)
 
 
@@ -55,9 +55,9 @@ async def test_where_no_answer_is_known_the_end_of_the_prompt_is_asked_for(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = await connected_to(client)
-    [known_canary, _] = await first_prompts.make_canary(environment, chat)
+    [known_canary, _] = await first_prompts.make_canary_prompts(environment, chat)
     monkeypatch.setattr(first_prompts, "list_legal_answers", lambda _: [])
-    [canary] = await first_prompts.make_canary(environment, chat)
+    [canary] = await first_prompts.make_canary_prompts(environment, chat)
     assert canary.prompt_ids + canary.completion_ids == known_canary.prompt_ids
     assert 0 < len(canary.completion_ids) <= 32
 

@@ -43,7 +43,7 @@ def format_situation(total: int, is_soft: bool, up_card: str) -> str:
 class BlackjackRenderer(GameRenderer):
     """Renderer that shows the total, whether it is soft, and the dealer's open card."""
 
-    words = ("HIT", "STAND")
+    action_names = ("HIT", "STAND")
     rules = (
         "You play blackjack against a dealer, with one deck of 52 cards.\n"
         "Cards 2 to 10 count their number; J, Q and K count 10. An ace (A) counts 11, or 1 "

@@ -24,7 +24,7 @@ def read_ball_and_paddle(
 class CatchRenderer(GameRenderer):
     """Renderer that shows the columns of ball and paddle, and the height of the ball."""
 
-    words = ("LEFT", "STAY", "RIGHT")
+    action_names = ("LEFT", "STAY", "RIGHT")
 
     def __init__(self, loaded_game: LoadedGame, player: int, style: TextStyle) -> None:
         super().__init__(loaded_game, player, style)

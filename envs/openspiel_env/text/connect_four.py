@@ -18,7 +18,7 @@ class ConnectFourRenderer(GameRenderer):
     def __init__(self, loaded_game: LoadedGame, player: int, style: TextStyle) -> None:
         super().__init__(loaded_game, player, style)
         _, _, self._num_columns = loaded_game.game.observation_tensor_shape()
-        self.words = tuple(str(column + 1) for column in range(self._num_columns))
+        self.action_names = tuple(str(column + 1) for column in range(self._num_columns))
         winning_length = loaded_game.game.get_parameters().get("x_in_row", 4)
         self.rules = (
             "You play connect four. Players take turns to drop a piece into a column that is not "
@@ -35,10 +35,10 @@ class ConnectFourRenderer(GameRenderer):
 
     def describe(self, observation: OpenSpielObservation) -> str:
         """Return the board under the numbers of its columns."""
-        lines = [" ".join(row) for row in (self.words, *self._read_rows(observation))]
+        lines = [" ".join(row) for row in (self.action_names, *self._read_rows(observation))]
         if observation.game_phase == "terminal":
             return "\n".join(["The game is over.", *lines])
-        free_columns = ", ".join(self.list_answers(observation))
+        free_columns = ", ".join(self.list_legal_names(observation))
         question = f"You are {_MARKS[self.player]}. Which column? Open: {free_columns}."
         return "\n".join([*lines, question])
 

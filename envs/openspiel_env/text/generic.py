@@ -29,7 +29,9 @@ class GenericRenderer(GameRenderer):
     def summarize(self, observation: OpenSpielObservation) -> str:
         """Return OpenSpiel's string and the legal moves, or that the game is over."""
         is_over = observation.game_phase == "terminal"
-        last_line = "over" if is_over else f"moves: {' | '.join(self.list_answers(observation))}"
+        last_line = (
+            "over" if is_over else f"moves: {' | '.join(self.list_legal_names(observation))}"
+        )
         return f"{observation.metadata['view']}\n{last_line}"
 
     def describe(self, observation: OpenSpielObservation) -> str:
@@ -37,12 +39,12 @@ class GenericRenderer(GameRenderer):
         view = observation.metadata["view"]
         if observation.game_phase == "terminal":
             return f"The game is over.\n{view}"
-        return f"{view}\nYour legal moves: {' | '.join(self.list_answers(observation))}"
+        return f"{view}\nYour legal moves: {' | '.join(self.list_legal_names(observation))}"
 
-    def list_answers(self, observation: OpenSpielObservation) -> Sequence[str]:
+    def list_legal_names(self, observation: OpenSpielObservation) -> Sequence[str]:
         """Return OpenSpiel's strings for the legal moves."""
         return observation.metadata["answers"]
 
     def list_move_names(self, observation: OpenSpielObservation) -> Sequence[str]:
         """Return the legal moves. Other moves cannot be listed."""
-        return self.list_answers(observation)
+        return self.list_legal_names(observation)

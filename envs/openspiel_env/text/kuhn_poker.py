@@ -12,7 +12,7 @@ _MOVES = ("PASS", "BET")
 class KuhnPokerRenderer(GameRenderer):
     """Renderer that shows the player's card and the moves, never another player's card."""
 
-    words = _MOVES
+    action_names = _MOVES
 
     def __init__(self, loaded_game: LoadedGame, player: int, style: TextStyle) -> None:
         super().__init__(loaded_game, player, style)

@@ -25,7 +25,7 @@ from ..models import OpenSpielAction, OpenSpielObservation
 
 TextStyle = Literal["compact", "rules"]
 
-# Text up to the last closing tag, whose opening tag may be in the prompt; and unclosed thinking.
+# Everything up to the last </think>, whose <think> may be in the prompt, and an unclosed <think>.
 _THINKING = re.compile(r"\A.*</think>|<think>.*\Z", re.DOTALL | re.IGNORECASE)
 _TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _MAX_QUOTED_CHARS = 200
@@ -35,8 +35,8 @@ _MAX_LISTED_ANSWERS = 20
 class GameRenderer(ABC):
     """Renderer for one game. A subclass names the moves and describes the situation."""
 
-    words: tuple[str, ...] = ()
-    """Name of each action id, for games with few and fixed actions."""
+    action_names: tuple[str, ...] = ()
+    """Name of each action id, for games with a small, fixed set of actions."""
     rules: str
     """Rules of the game, for a new player."""
     needs_text: ClassVar[bool] = False
@@ -55,23 +55,23 @@ class GameRenderer(ABC):
     def describe(self, observation: OpenSpielObservation) -> str:
         """Return the situation in sentences."""
 
-    def list_answers(self, observation: OpenSpielObservation) -> Sequence[str]:
+    def list_legal_names(self, observation: OpenSpielObservation) -> Sequence[str]:
         """Return the name of each legal action, in the order of `legal_actions`."""
-        words = self.words
-        return [words[action_id] for action_id in observation.legal_actions]
+        action_names = self.action_names
+        return [action_names[action_id] for action_id in observation.legal_actions]
 
     def list_move_names(self, observation: OpenSpielObservation) -> Sequence[str]:
         """Return the names of all moves, including illegal ones."""
-        return self.words
+        return self.action_names
 
     def render(self, observation: OpenSpielObservation, *, first: bool) -> list[Message]:
-        """Return the new messages, in the rules style with a system message at the start."""
+        """Return the new messages. In the rules style, the first call adds a system message."""
         if self.style == "compact":
             return [{"role": "user", "content": self.summarize(observation)}]
         message: Message = {"role": "user", "content": self.describe(observation)}
         if not first:
             return [message]
-        example = self.list_answers(observation)[0] if observation.legal_actions else "..."
+        example = self.list_legal_names(observation)[0] if observation.legal_actions else "..."
         system_prompt = (
             f"{self.rules}\n\nEnd with your move in tags, for example <answer>{example}</answer>."
         )
@@ -79,7 +79,7 @@ class GameRenderer(ABC):
 
     def legal_answers(self, observation: OpenSpielObservation) -> list[str]:
         """Return the legal actions as text that `parse` accepts."""
-        return list(self.list_answers(observation))
+        return list(self.list_legal_names(observation))
 
     def parse(self, text: str, observation: OpenSpielObservation) -> OpenSpielAction:
         """Return the legal action that the text names.
@@ -87,7 +87,7 @@ class GameRenderer(ABC):
         Raises:
             ActionParseError: The text names no legal action, or several.
         """
-        answers = self.list_answers(observation)
+        answers = self.list_legal_names(observation)
         index = _find_name(self._extract_answer(text, observation), answers)
         if index is None:
             choices = ", ".join(answers[:_MAX_LISTED_ANSWERS])
@@ -106,14 +106,14 @@ class GameRenderer(ABC):
         tagged_answers = _TAGGED_ANSWER.findall(response)
         if tagged_answers:
             return tagged_answers[-1]
-        if _find_name(response, self.list_answers(observation)) is not None:
+        if _find_name(response, self.list_legal_names(observation)) is not None:
             return response
         names = _find_words(response, self.list_move_names(observation))
         return names.pop() if len(names) == 1 else response
 
 
 def _find_name(text: str, names: Sequence[str]) -> int | None:
-    """Return the index of a name. Case matters only if two names differ only in case."""
+    """Return the index of the only name that equals the text; exact case wins over any case."""
     name = " ".join(text.split())
     if name in names:
         return names.index(name)

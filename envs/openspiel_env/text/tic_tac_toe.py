@@ -21,7 +21,7 @@ def read_board(info_state: Sequence[float]) -> str:
 class TicTacToeRenderer(GameRenderer):
     """Renderer that shows the board and the player's mark."""
 
-    words = ("1", "2", "3", "4", "5", "6", "7", "8", "9")
+    action_names = ("1", "2", "3", "4", "5", "6", "7", "8", "9")
     rules = (
         "You play tic-tac-toe on a board of three rows of three cells. The cells are numbered 1 "
         "to 9, row by row from the top left. Players take turns to mark a free cell, x first. "
@@ -41,7 +41,8 @@ class TicTacToeRenderer(GameRenderer):
         """Return the board with the numbers of the free cells."""
         board = read_board(observation.info_state)
         numbered_cells = [
-            word if mark == "." else mark for mark, word in zip(board, self.words, strict=True)
+            word if mark == "." else mark
+            for mark, word in zip(board, self.action_names, strict=True)
         ]
         lines = [
             " ".join(numbered_cells[start : start + BOARD_SIZE])

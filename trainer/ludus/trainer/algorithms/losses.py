@@ -1,4 +1,4 @@
-"""The losses that one micro-batch adds to an optimizer step of the policy and of a critic.
+"""Losses of the policy and of a critic for one micro-batch of an optimizer step.
 
     logits -- token_logprobs, entropy --> LossInputs
     LossInputs -- token_losses (clip, gspo, cispo, function) --+
@@ -12,11 +12,11 @@ Ratios compare three policies:
     log pi'   old_logprobs       the learner when the optimizer step began
     log pi    logprobs           the learner now
 
-The loss clips r = pi / pi' (the distance that this step has moved). A weight corrects for
+The loss clips r = pi / pi' (how far this step has moved the policy). A weight corrects for
 rho = pi' / mu (staleness and numerics of the sampler). Treating the two ratios separately is called
 decoupled PPO (arXiv 2110.00641, 2505.24298).
 
-The denominator of a loss belongs to the whole optimizer step: all ranks and all micro-batches.
+The denominator of a loss covers the whole optimizer step, with all ranks and micro-batches.
 Each micro-batch divides its sum by this denominator, so that the shares of all micro-batches add up
 to the loss. (If a data-parallel wrapper averages gradients over ranks, multiply the loss by the
 number of ranks.)
@@ -55,7 +55,7 @@ class LossInputs:
     """Inputs of the policy loss for the rows of one micro-batch; float [N, T] unless noted."""
 
     logprobs: Tensor
-    """Log-probs under the policy now. These and the entropies carry the gradient."""
+    """Log-probs under the current policy. These and the entropies carry the gradient."""
     old_logprobs: Tensor
     """Log-probs under the policy when the optimizer step began."""
     rollout_logprobs: Tensor
@@ -94,7 +94,7 @@ class LossTerms:
     loss: Tensor
     """Loss, already divided by the step's denominator; the only field with a gradient."""
     num_tokens: Tensor
-    """Number of sampled tokens, including masked sequences; the denominator for the sums below."""
+    """Number of sampled tokens, including masked sequences. The sums below are divided by it."""
     num_clipped_tokens: Tensor
     """Number of tokens whose ratio was clipped."""
     num_masked_tokens: Tensor
@@ -130,9 +130,10 @@ def policy_gradient_loss(
         l_t = w_t * policy_t + kl_coef * kl_t - entropy_coef * H_t
 
     policy_t is the loss on pi / pi' (`config.loss`), w_t the detached weight for pi' / mu
-    (`config.correction`), and kl_t the divergence from the reference model, unless the advantages
-    already include it (`config.kl_placement`). A sequence outside the geometric mask adds nothing
-    to any term. It still counts in `denominator`, because masking must not enlarge the step.
+    (`config.correction`), and kl_t the divergence from the reference model. If the advantages
+    already include the divergence (`config.kl_placement`), its term is omitted. A sequence outside
+    the geometric mask adds nothing to the loss. It still counts in the sums and in `denominator`,
+    because masking must not enlarge the step.
     """
     kl_coef = kl_coef if config.kl_placement == "loss" else 0.0
     inputs = inputs.apply_mask()
@@ -187,10 +188,10 @@ def token_losses(inputs: LossInputs, loss: algorithm.PolicyLoss) -> TokenLosses:
             losses = clipped_surrogate(log_ratio, advantages, low, high)
             return TokenLosses(losses, is_clipped(log_ratio, advantages, low, high))
         case algorithm.CispoLoss():
-            low, high = 1 - loss.clip_low, 1 + loss.clip_high
+            min_ratio, max_ratio = 1 - loss.clip_low, 1 + loss.clip_high
             ratio = token_log_ratio(inputs.logprobs, inputs.old_logprobs).exp().detach()
-            losses = -ratio.clamp(low, high) * advantages * inputs.logprobs
-            return TokenLosses(losses, (ratio < low) | (ratio > high))
+            losses = -ratio.clamp(min_ratio, max_ratio) * advantages * inputs.logprobs
+            return TokenLosses(losses, (ratio < min_ratio) | (ratio > max_ratio))
         case algorithm.FunctionLoss():
             losses = _call_loss_function(inputs, loss.function)
             return TokenLosses(losses, torch.zeros_like(inputs.mask))
@@ -281,7 +282,7 @@ def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> 
 def correction_weight(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, correction: algorithm.Correction
 ) -> Tensor:
-    """Return the weight for rho of the configured correction, [N, T] or [N, 1], with no gradient.
+    """Return the weight of the configured correction for rho, [N, T] or [N, 1], detached.
 
         token_tis       min(rho_t, cap): a truncated importance weight    (arXiv 1802.01561)
         sequence_tis    min(rho_i, cap), with rho_i the product of a row's rho_t
@@ -330,9 +331,9 @@ def value_loss(
         0.5 * max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2)
 
     V_old [N, T] are the critic's predictions when the optimizer step began. A change by more than
-    `clip` does not lower the loss (https://github.com/openai/baselines, `ppo2`); None does not
-    clip. `denominator` is the number of sampled tokens of the whole optimizer step, whatever the
-    aggregation of the policy loss.
+    `clip` does not lower the loss (https://github.com/openai/baselines, `ppo2`). With None, the
+    loss is not clipped. `denominator` is the number of sampled tokens of the whole optimizer step,
+    for every aggregation of the policy loss.
     """
     masked_values = torch.where(mask, values, 0.0)
     masked_returns = torch.where(mask, returns, 0.0).detach()
@@ -353,7 +354,7 @@ def squared_error(
 
 
 def aggregate(losses: Tensor, mask: Tensor, aggregation: Aggregation, denominator: float) -> Tensor:
-    """Return the share, a scalar, that these rows have in the loss of the step.
+    """Return the contribution of these rows to the loss of the step, a scalar.
 
     token_mean      sum of all tokens / tokens of the step              (DAPO, arXiv 2503.14476)
     sequence_mean   sum of each row's token mean / rows of the step     (GRPO, arXiv 2402.03300)
@@ -371,7 +372,7 @@ def aggregate(losses: Tensor, mask: Tensor, aggregation: Aggregation, denominato
 
 
 def loss_denominator(num_sampled: Tensor, aggregation: Aggregation, max_tokens: int) -> int:
-    """Return the denominator of an optimizer step with `num_sampled` [N] tokens in its rows.
+    """Return the loss denominator of an optimizer step, from the sampled tokens of each row [N].
 
     `num_sampled` covers all ranks; `max_tokens` is the maximum length of a row.
     """
@@ -395,7 +396,7 @@ def _call_loss_function(inputs: LossInputs, path: str) -> Tensor:
     advantages = inputs.advantages.expand_as(mask)
     try:
         losses: object = function(inputs.logprobs, inputs.old_logprobs, advantages, mask)
-    except Exception as error:  # code of the user
+    except Exception as error:  # user code
         raise ConfigError(
             f"{LOSS_FUNCTION_FIELD} = '{path}' raised {type(error).__name__}: {error}; it must be "
             "a function of logprobs, old_logprobs, advantages and mask that returns the loss of "

@@ -35,7 +35,7 @@ from ludus.trainer.setup.environments import (
     load_fixed_policies,
     start_local_servers,
 )
-from ludus.trainer.setup.first_prompts import make_canary
+from ludus.trainer.setup.first_prompts import make_canary_prompts
 from ludus.trainer.setup.shared_folder import FolderToken
 from ludus.trainer.setup.tiny_model import prepare_model
 
@@ -107,7 +107,7 @@ async def start_components(
     model_path = await prepare_model(run, environments, run.folder / _INITIAL_MODEL_FOLDER)
     tokenizer = ChatTokenizer.load(model_path, run.model)
     await checks.check_first_prompts(run, environments, tokenizer)
-    canary = await make_canary(next(iter(environments.values())), tokenizer)
+    canary = await make_canary_prompts(next(iter(environments.values())), tokenizer)
     metrics.log_phase(Phase.START_WORKERS)
     learners = LearnerGroup(run, placement, infrastructure.folder_token)
     buffer = RemoteBuffer(run, placement)

@@ -58,7 +58,7 @@ from ludus.trainer.rollout.runner import episode_limits
 from ludus.trainer.run.checkpoint import RunState
 from ludus.trainer.run.lifecycle import find_start, make_run_id
 from ludus.trainer.setup.environments import ConnectedEnvironment, load_fixed_policies
-from ludus.trainer.setup.first_prompts import NUM_FIRST_SEEDS, open_first_episode
+from ludus.trainer.setup.first_prompts import MAX_FIRST_SEEDS, fetch_first_opening
 
 CONNECT_TIMEOUT_S = 3.0
 """Time limit in seconds for a server to accept a connection."""
@@ -192,8 +192,8 @@ async def check_first_prompts(
             continue
         limits = episode_limits(run, name)
         lengths = []
-        for seed in range(NUM_FIRST_SEEDS):
-            opening, _ = await open_first_episode(environment, seed)
+        for seed in range(MAX_FIRST_SEEDS):
+            opening, _ = await fetch_first_opening(environment, seed)
             lengths.append(len(tokenizer.encode_first_prompt(opening.messages, opening.tools)))
             if lengths[-1] + limits.max_completion_tokens <= limits.max_tokens:
                 break

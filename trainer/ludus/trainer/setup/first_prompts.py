@@ -15,22 +15,23 @@ from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, Toolbox
 from ludus.trainer.rollout.episode import close_session, retry_while_full
 from ludus.trainer.setup.environments import ConnectedEnvironment
 
-NUM_FIRST_SEEDS = 4
-"""Number of episodes that are opened before a run starts."""
+MAX_FIRST_SEEDS = 4
+"""Maximum number of seeds that are tried for a first prompt, per environment."""
 _MAX_CANARY_ANSWERS = 8
 _MAX_CANARY_TOKENS = 32
 _MAX_OBSERVATION_CHARACTERS = 1000
 
 
-async def make_canary(
+async def make_canary_prompts(
     environment: ConnectedEnvironment, chat: ChatTokenizer
 ) -> tuple[ScoringRequest, ...]:
     """Return the canary prompts: the environment's first prompt with each legal answer.
 
-    These are likely completions. In reduced precision, the log-probs of unlikely tokens differ most
-    even if the weights are correct. Without legal answers, the end of the prompt is scored.
+    An engine proves with these prompts that it uses the learner's weights. Legal answers are likely
+    completions. The log-probs of unlikely tokens are the least precise in reduced precision.
+    Without legal answers, the end of the prompt is scored.
     """
-    opening, first_result = await open_first_episode(environment)
+    opening, first_result = await fetch_first_opening(environment)
     prompt_ids = chat.encode_first_prompt(opening.messages, opening.tools)
     answers = list_legal_answers(first_result)[:_MAX_CANARY_ANSWERS]
     if not answers:
@@ -44,16 +45,16 @@ async def make_canary(
     )
 
 
-async def open_first_episode(
+async def fetch_first_opening(
     environment: ConnectedEnvironment, seed: int = 0
 ) -> tuple[Opening, StepResult]:
-    """Return the opening of the episode of `seed`, or of a later seed if that episode fails.
+    """Return an episode's opening and first result; if the seed fails, try the next seeds.
 
     Raises:
         Exception: the first failure, if all episodes fail.
     """
     failures: list[Exception] = []
-    for offset in range(NUM_FIRST_SEEDS):
+    for offset in range(MAX_FIRST_SEEDS):
         open_session = partial(environment.client.open, seed=seed + offset)
         try:
             timeout_s = environment.config.reconnect_timeout_s
@@ -94,7 +95,7 @@ async def _make_opening(
         and (config.rollout is not None or config.agent is not None)
         and first_result.text is None
     ):
-        # Rollout functions and agents choose their own prompts; any text can identify weights.
+        # Rollout functions and agents choose their own prompts; any text identifies weights.
         observation = json.dumps(first_result.observation)[:_MAX_OBSERVATION_CHARACTERS]
         return Opening([{"role": "user", "content": observation}])
     return await make_adapter(environment, session, first_result).make_opening()

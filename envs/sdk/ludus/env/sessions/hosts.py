@@ -232,7 +232,7 @@ class LocalSession:
     async def _run(self, call: Callable[[], ResultT]) -> ResultT:
         if self._threads is None:
             return call()
-        job = self._job = self._threads.start(call, lambda _: self._session.close())
+        job = self._job = self._threads.submit(call, lambda _: self._session.close())
         result: ResultT = await job.future
         return result
 

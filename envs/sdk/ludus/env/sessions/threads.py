@@ -53,7 +53,7 @@ class Job(Generic[ResultT]):
         self._lock = threading.Lock()
 
     def remaining_s(self, limit_s: float) -> float:
-        """Return the time left to run; the whole limit before a thread starts the call."""
+        """Return the time left to run; the whole limit if no thread has started the call."""
         if not self._started_s:
             return limit_s
         return self._started_s + limit_s - self.loop.time()
@@ -67,7 +67,7 @@ class Job(Generic[ResultT]):
             return True
 
     def run(self, on_finished: Callable[[], None]) -> bool:
-        """Make the call in this thread; return False if it was given up meanwhile."""
+        """Run the call in this thread; return False if it was given up in the meantime."""
         self._started_s = self.loop.time()
         result: ResultT | None = None
         error: BaseException | None = None
@@ -120,7 +120,7 @@ class StepThreads:
             " code; restart the server, and isolate its sessions (isolation='pool')"
         )
 
-    def start(
+    def submit(
         self, call: Callable[[], ResultT], release: Callable[[ResultT | None], None]
     ) -> Job[ResultT]:
         """Queue a call for the next free thread.
@@ -144,7 +144,7 @@ class StepThreads:
         Raises:
             TimeoutError: the call ran longer than the limit and was given up; 0 sets no limit.
         """
-        job = self.start(call, release)
+        job = self.submit(call, release)
         remaining_s = limit_s or None
         try:
             while not (await asyncio.wait({job.future}, timeout=remaining_s))[0]:
@@ -176,7 +176,7 @@ class StepThreads:
         return is_running
 
     def shut_down(self) -> None:
-        """Let idle threads exit; running threads are abandoned."""
+        """Tell the threads to exit once the queue is empty, without waiting for them."""
         for _ in range(self._num_live_threads):
             self._queue.put(None)
 
@@ -190,7 +190,7 @@ class StepThreads:
         if future.cancelled() or future.exception() is not None:
             return
         with contextlib.suppress(UnavailableError):  # the process is about to exit
-            self.start(lambda: release(future.result()), lambda _: None)
+            self.submit(lambda: release(future.result()), lambda _: None)
 
     def _start_missing_threads(self) -> None:
         while self._num_live_threads < min(self._num_jobs, self._max_live_threads):

@@ -16,9 +16,9 @@ class Step:
     number: int
     """Number of steps trained so far."""
     values: Mapping[str, float]
-    """Values of the whole run, by TrainMetric (docs/metrics.md)."""
+    """Values of this step over all environments, by TrainMetric (docs/metrics.md)."""
     environments: Mapping[str, Mapping[str, float]]
-    """Values of each environment, by TrainMetric and by reward term."""
+    """Values of this step in each environment, by TrainMetric and by reward term."""
     transcripts: tuple[Transcript, ...]
     """Some of the episodes in the batch."""
     evaluation: Mapping[str, EvalReport] | None
@@ -47,7 +47,7 @@ class StepGate:
         self._request_step()
 
     async def wait(self, step: Step | None) -> None:
-        """Wait, in the training loop, until the next step is requested."""
+        """Give `step` to the program and wait for its next request, unless the gate is open."""
         if self._is_open:
             return
         self._steps.put_nowait(step)
@@ -56,7 +56,7 @@ class StepGate:
         self._request_event.clear()
 
     async def receive(self, training_task: asyncio.Task[None]) -> Step | None:
-        """Return the next step that passes the gate; None before the first step and after the last.
+        """Return the next step. None means that the loop is ready for step 1, or that it has ended.
 
         Raises:
             BaseException: the failure of `training_task`.

@@ -57,8 +57,8 @@ def train_agent(
         device: name of a torch device; None uses the CPU.
         num_envs: number of episodes played in parallel.
         name: name of the run; None uses the name of the environment.
-        resume: whether to resume the latest checkpoint of the run of that name, if there is one.
-            Otherwise that run is replaced.
+        resume: True resumes from the latest checkpoint of the run with that name, if there is
+            one. False replaces that run.
         metrics: section `metrics` of a run's configuration.
 
     Raises:
@@ -77,7 +77,7 @@ def train_agent(
         resume=resume,
         metrics={} if metrics is None else metrics,
     )
-    make_network_ppo_config(ppo_config, num_envs)  # language models have the same limits
+    make_network_ppo_config(ppo_config, num_envs)  # checks the limits, also for language models
     train: Callable[[AgentRequest], EpisodeReturns] = getattr(
         actor, "train_as_agent", train_classic
     )
