@@ -23,10 +23,10 @@ from tests.env.test_isolation import (
     ADD_1,
     ISOLATIONS,
     NUM_WORKERS,
-    REPORT,
+    REPORT_ACTION,
     connect_to,
     open_many,
-    worker_server,
+    serve_workers,
 )
 
 pytestmark = pytest.mark.slow
@@ -64,15 +64,15 @@ def _make_plain(result: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_seeded_episodes_are_the_same_inline_and_in_workers(isolation: str, factory) -> None:
-    async with serve(factory) as server, worker_server(factory, isolation) as workers:
+    async with serve(factory) as server, serve_workers(factory, isolation) as workers:
         for wire in WIRES:
             assert await collect_results(server, wire) == await collect_results(workers, wire)
 
 
 async def test_workers_do_not_share_their_global_random_state(isolation: str) -> None:
-    async with worker_server(isolation=isolation) as server, connect_to(server) as client:
+    async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
         sessions = await open_many(client, 6)
-        infos = [(await session.step(REPORT)).info for session in sessions]
+        infos = [(await session.step(REPORT_ACTION)).info for session in sessions]
         luck_by_pid = {info["pid"]: tuple(info["luck"]) for info in infos}
         assert len(luck_by_pid) >= NUM_WORKERS
         for index in (0, 1):
@@ -80,7 +80,7 @@ async def test_workers_do_not_share_their_global_random_state(isolation: str) ->
 
 
 async def test_group_has_equal_first_observations_across_workers(isolation: str) -> None:
-    async with worker_server(isolation=isolation) as server:
+    async with serve_workers(isolation=isolation) as server:
         sessions = await server.core.open_group(OpenArgs(ResetArgs(seed=5)), 6)
         assert len({session.first_result.observation_json for session in sessions}) == 1
         pids = set()
@@ -99,11 +99,11 @@ async def test_workers_see_no_secrets_and_load_no_server(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret + "-of-a-cloud")
     monkeypatch.setenv("HARMLESS", "1")
     async with (
-        worker_server(isolation=isolation, session_key=secret, pass_env=("HARMLESS",)) as server,
+        serve_workers(isolation=isolation, session_key=secret, pass_env=("HARMLESS",)) as server,
         connect_to(server) as client,
     ):
         (session,) = await open_many(client, 1)
-        info = (await session.step(REPORT)).info
+        info = (await session.step(REPORT_ACTION)).info
         assert "HARMLESS" in info["variables"]
         assert "PATH" in info["variables"]
         secret_names = {"LUDUS_SESSION_KEY", "TEAM_A_TOKEN", "AWS_SECRET_ACCESS_KEY"}
