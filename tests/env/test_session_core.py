@@ -165,7 +165,7 @@ async def test_failed_reset_reports_environment_options() -> None:
     with pytest.raises(ExecutionError) as exc_info:
         await open_session(core, ResetArgs(seed=1))
     assert str(exc_info.value).startswith("reset failed with TypeError: can only concatenate str")
-    assert "built with {'start': '3'}, check the type of each option" in str(exc_info.value)
+    assert "built with {'start': '3'}; check the type of each option" in str(exc_info.value)
 
 
 async def test_a_factory_that_fails_is_a_factory_error() -> None:

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.asyncio
 
 
 @pytest.fixture(params=[CountingEnv, ThreadedCountingEnv])
-def factory(send_request: pytest.FixtureRequest):
-    return send_request.param
+def factory(request: pytest.FixtureRequest):
+    return request.param
 
 
 def open_socket(server, query: str = ""):

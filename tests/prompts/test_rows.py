@@ -127,7 +127,7 @@ def test_missing_column_is_null(tmp_path: Path) -> None:
         ("a.csv", "prompt,prompt\na,1\n", "row 1: line 1: .*'prompt' twice"),
         ("a.csv", 'prompt\n"a\n', "row 1: line 2: unexpected end of data"),
         ("a.json", '{"prompt": ["a"], "answer": []}', "columns must have the same length"),
-        ("a.json", '{"prompt": "a"}', "its 'prompt' is not a list"),
+        ("a.json", '{"prompt": "a"}', "but 'prompt' is not a list"),
         ("a.json", '[{"prompt": "a"}, 3]', "row 2: expected an object, got int"),
         ("a.json", '{"prompt": "a"}\n{"prompt": "b"}', "rename it to .jsonl"),
         ("a.txt", "hello", "must end with one of"),
