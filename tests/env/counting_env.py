@@ -50,8 +50,8 @@ class CountingRenderer:
         return [{"role": "user", "content": f"{intro}Total {observation.total}."}]
 
     def parse(self, text: str, observation: CountObservation) -> CountAction:
-        word, _, number = text.strip().partition(" ")
-        if word != "ADD" or not number.isdecimal():
+        verb, _, number = text.strip().partition(" ")
+        if verb != "ADD" or not number.isdecimal():
             raise ActionParseError(f"expected ADD and a number, got {text!r}")
         return CountAction(add=int(number))
 

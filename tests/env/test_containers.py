@@ -25,7 +25,7 @@ from ludus.proto.errors import ConfigError, UnavailableError
 
 @dataclass
 class FakeProvider:
-    """A provider whose container is a server of this process or nothing."""
+    """A provider whose container is a server in this process, or no server."""
 
     address: str
     is_ready: bool = True

@@ -1,4 +1,4 @@
-"""Parts of a call that can be parsed but not written: refused, and the next call succeeds."""
+"""Calls nested too deep to be written as JSON are refused, and the next call succeeds."""
 
 from __future__ import annotations
 

@@ -42,10 +42,10 @@ async def test_a_refused_call_says_its_code_and_describe_needs_no_stream(factory
         stub = env_pb2_grpc.EnvServiceStub(raw.channel)
         assert (await stub.Describe(pb.DescribeRequest())).name == "counting"
         session_id = await raw.open(reset=pb.ResetArgs(seed=1))
-        illegal = pb.StepRequest(session_id=session_id, action_json=b'{"add":0}')
-        assert (await raw.ask(pb.Call(step=illegal))).error.code == "ILLEGAL_ACTION"
-        unknown = pb.StateRequest(session_id="nobody")
-        assert (await raw.ask(pb.Call(state=unknown))).error.code == "SESSION_LOST"
+        illegal_step = pb.StepRequest(session_id=session_id, action_json=b'{"add":0}')
+        assert (await raw.ask(pb.Call(step=illegal_step))).error.code == "ILLEGAL_ACTION"
+        unknown_call = pb.StateRequest(session_id="nobody")
+        assert (await raw.ask(pb.Call(state=unknown_call))).error.code == "SESSION_LOST"
 
 
 async def test_every_call_works_and_a_step_can_be_repeated(factory) -> None:

@@ -111,7 +111,7 @@ async def test_a_server_without_a_thread_left_is_not_ready_and_says_why(tmp_path
         for num_hung in (1, 2):
             session, _ = await setup.client.open(seed=1)
             call = asyncio.create_task(do_deed(session, Phase.STEP, HANG))
-            await wait_until(lambda expected=num_hung: setup.num_hung == expected)
+            await wait_until(lambda num_expected=num_hung: setup.num_hung == num_expected)
             move_loop_clock(LONG_WAIT_S)
             with pytest.raises(CallTimeoutError):
                 await call

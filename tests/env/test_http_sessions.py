@@ -1,4 +1,4 @@
-"""Sessions over plain HTTP: private ones by cookie or header, fresh ones for single calls."""
+"""Sessions over plain HTTP: kept by cookie or header, otherwise new for each call."""
 
 import asyncio
 

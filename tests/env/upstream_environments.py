@@ -66,7 +66,7 @@ class GuessEnvironment(Environment):
 
 
 class AsyncGuessEnvironment(GuessEnvironment):
-    """The same with asynchronous methods, alone in its process."""
+    """A guessing environment with asynchronous methods; a process can have only one."""
 
     SUPPORTS_CONCURRENT_SESSIONS = False
 
