@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.trainer.core.interfaces import PublishedWeights
@@ -26,8 +26,10 @@ from ludus.trainer.core.types import (
 )
 from ludus.trainer.data.buffer import BatchHandle, BufferState, Refusal, TakenBatch
 from ludus.trainer.data.counts import RolloutCounts
-from ludus.trainer.learner.step_metrics import StepMetrics
-from ludus.trainer.weights.canary import WorkerWeights
+
+if TYPE_CHECKING:  # the buffer's process starts faster without transformers
+    from ludus.trainer.learner.step_metrics import StepMetrics
+    from ludus.trainer.weights.canary import WorkerWeights
 
 
 class Slot(Protocol):
