@@ -74,10 +74,12 @@ def make_transcript_turn(
     """
     return TranscriptTurn(
         shown=tuple(
-            TranscriptMessage(role=message["role"], text=cut_text(message["content"]))
+            TranscriptMessage(
+                role=message["role"], text=cut_text(message["content"], MAX_TEXT_CHARACTERS)
+            )
             for message in messages
         ),
-        answer=cut_text(text),
+        answer=cut_text(text, MAX_TEXT_CHARACTERS),
         action=_cut_action(action),
         reward=reward,
     )
@@ -87,10 +89,14 @@ def _cut_action(action: Any) -> Any:
     """Return the action as JSON, or as cut text if it is too long."""
     json_action = to_jsonable_python(action, fallback=str, inf_nan_mode="strings")
     json_text = json.dumps(json_action)
-    return json_action if len(json_text) <= MAX_TEXT_CHARACTERS else cut_text(json_text)
+    return (
+        json_action
+        if len(json_text) <= MAX_TEXT_CHARACTERS
+        else cut_text(json_text, MAX_TEXT_CHARACTERS)
+    )
 
 
-def cut_text(text: str, max_characters: int = MAX_TEXT_CHARACTERS) -> str:
+def cut_text(text: str, max_characters: int) -> str:
     """Return the text; replace its end by a note if it is longer than `max_characters`."""
     num_cut = len(text) - max_characters
     return text if num_cut <= 0 else f"{text[:max_characters]}... ({num_cut} more characters)"
