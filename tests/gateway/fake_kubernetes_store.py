@@ -67,7 +67,7 @@ class Change:
     new_object: Json | None
 
     def make_line(self, selection: Selection) -> bytes | None:
-        """Return the event for a watch with this selection."""
+        """Return the line of a watch with this selection, or None if it does not match."""
         was_selected, is_selected = self.old_object in selection, self.new_object in selection
         if not was_selected and not is_selected:
             return None

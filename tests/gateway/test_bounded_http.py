@@ -1,4 +1,4 @@
-"""Request heads without limit in size or time."""
+"""Limits of the size and duration of request heads."""
 
 from __future__ import annotations
 

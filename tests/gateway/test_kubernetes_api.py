@@ -1,4 +1,4 @@
-"""Certificates and tokens of requests to the API server, which must not leak."""
+"""Credentials of requests to the API server, and their absence from errors and logs."""
 
 from __future__ import annotations
 
