@@ -151,7 +151,7 @@ async def test_revoked_connections_are_closed_and_others_stay_open(
 
 def test_open_connections_are_checked_as_often_as_documented() -> None:
     text = Path("docs/security.md").read_text()
-    assert "**within two seconds**" in text
+    assert "**Within two seconds**" in text
     assert gateway_module.REVOCATION_INTERVAL_S <= 1.0
 
 
