@@ -29,14 +29,14 @@ WHOLE_RUNS = ("tests/e2e/", "tests/chaos/test_faults.py")
 """Long tests without shared fixtures, which may run in different processes."""
 
 
-WHOLLY_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
+SLOW_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip files with slow tests only, whose imports would delay every process."""
     if collection_path.suffix != ".py" or "not slow" not in config.option.markexpr:
         return None
-    return WHOLLY_SLOW.search(collection_path.read_text(encoding="utf-8")) is not None or None
+    return SLOW_FILE.search(collection_path.read_text(encoding="utf-8")) is not None or None
 
 
 def pytest_configure() -> None:
@@ -66,11 +66,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     started. Running them concurrently takes the least time.
     """
     whole_runs = dict.fromkeys(item.path for item in items if item.nodeid.startswith(WHOLE_RUNS))
-    slow = dict.fromkeys(item.path for item in items if item.get_closest_marker("slow"))
-    waiting = [path for path in slow if path not in whole_runs]
+    slow_files = dict.fromkeys(item.path for item in items if item.get_closest_marker("slow"))
+    other_slow_files = [path for path in slow_files if path not in whole_runs]
     priorities = {
         path: (index + 0.5) / len(files)
-        for files in (whole_runs, waiting)
+        for files in (whole_runs, other_slow_files)
         for index, path in enumerate(files)
     }
     items.sort(key=lambda item: priorities.get(item.path, 1.0))
@@ -81,8 +81,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Return the scheduler for `-n`: a file runs in one process with its shared servers."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadScopeScheduling):
+    class FileScheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return nodeid if nodeid.startswith(WHOLE_RUNS) else nodeid.partition("::")[0]
 
-    return ByFile(config, log)
+    return FileScheduler(config, log)

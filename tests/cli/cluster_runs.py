@@ -40,22 +40,24 @@ num_steps = 3
 def find_requests_beyond_role(cluster: FakeKubernetes) -> set[tuple[str, str]]:
     """Return the API requests that the Role in the documentation does not allow."""
     (text,) = re.findall(r"```yaml\n(apiVersion: rbac.*?)```", DOCS.read_text(), re.DOTALL)
-    allowed = {
+    allowed_requests = {
         (verb, resource)
         for rule in yaml.safe_load(text)["rules"]
         for verb in rule["verbs"]
         for resource in rule["resources"]
     } | {("list", "nodes")}
     namespace_requests = [r for r in cluster.requests if r.target.namespace == NAMESPACE]
-    parts = [(r.verb, f"{r.target.plural}/{r.target.part}".rstrip("/")) for r in namespace_requests]
-    return set(parts) - allowed
+    requests = [
+        (r.verb, f"{r.target.plural}/{r.target.part}".rstrip("/")) for r in namespace_requests
+    ]
+    return set(requests) - allowed_requests
 
 
 @contextmanager
-def run_meanwhile(work: Callable[[], None]) -> Iterator[None]:
+def run_meanwhile(function: Callable[[], None]) -> Iterator[None]:
     """Run `work` in a thread inside the context, and wait for it on exit."""
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(work)
+        future = pool.submit(function)
         yield
         future.result()
 

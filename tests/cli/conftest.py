@@ -32,10 +32,10 @@ def ludus(
     def run(*arguments: str) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["ludus", *arguments])
         capfd.readouterr()
-        with pytest.raises(SystemExit) as finish_run:
+        with pytest.raises(SystemExit) as exit_info:
             app.main()
         out, err = capfd.readouterr()
-        code = finish_run.value.code
+        code = exit_info.value.code
         return Outcome(code if isinstance(code, int) else 0, out, err)
 
     return run
@@ -45,13 +45,13 @@ def ludus(
 def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Return a function that replaces the trainer by the fake trainer in a scenario."""
 
-    def use(scenario: str) -> None:
+    def use_scenario(scenario: str) -> None:
         command = [sys.executable, str(FAKE_TRAINER), scenario]
         monkeypatch.setattr(
             trainer_process, "build_trainer_command", lambda arguments: [*command, *arguments]
         )
 
-    return use
+    return use_scenario
 
 
 @pytest.fixture

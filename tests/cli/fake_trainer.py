@@ -55,7 +55,7 @@ def main() -> int:
     (folder / LOG_FILE).write_text("started\n")
     (folder / "flags").write_text(json.dumps([a for a in sys.argv if a.startswith(FLAGS)]))
     if scenario in ("waits", "never_stops"):
-        return wait(folder, stops=scenario == "waits")
+        return wait(folder, stops_on_signal=scenario == "waits")
     return train(run, folder)
 
 
@@ -75,28 +75,28 @@ def train(run: LanguageModelRun, folder: Path) -> int:
     sys.stdout.write("noise on stdout\n")
     sys.stderr.write("warning: vLLM is not installed here\n")
     with (folder / METRICS_FILE).open("w", buffering=1) as metrics:
-        for row in rows(run.training.num_steps):
+        for row in build_rows(run.training.num_steps):
             metrics.write(row.model_dump_json(exclude_defaults=True) + "\n")
             time.sleep(0.02)
-    (folder / SUMMARY_FILE).write_text(summary(run).model_dump_json())
+    (folder / SUMMARY_FILE).write_text(build_summary(run).model_dump_json())
     return 0
 
 
-def wait(folder: Path, *, stops: bool) -> int:
+def wait(folder: Path, *, stops_on_signal: bool) -> int:
     """Wait for a stop signal; write the received signals to a file."""
     signals: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, _: signals.append(received))
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, lambda received_signal, _: signals.append(received_signal))
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     (folder / "pids").write_text(f"{subprocess.os.getpid()} {helper.pid}")
-    while not signals or not stops:
+    while not signals or not stops_on_signal:
         time.sleep(0.02)
     time.sleep(0.3)
-    (folder / "signals").write_text(" ".join(str(number) for number in signals))
+    (folder / "signals").write_text(" ".join(str(signal_number) for signal_number in signals))
     return 130
 
 
-def rows(num_steps: int) -> list[MetricsRow]:
+def build_rows(num_steps: int) -> list[MetricsRow]:
     metrics_rows = [
         MetricsRow(kind="phase", step=0, phase=Phase.TRAIN, elapsed_s=0, num_games_trained=0)
     ]
@@ -106,17 +106,17 @@ def rows(num_steps: int) -> list[MetricsRow]:
             TrainMetric.TOKENS_PER_SECOND: 2345.0,
             TrainMetric.NUM_EPISODES_LOST: 1,
         }
-        metrics_rows.append(row("train", step, values))
+        metrics_rows.append(build_row("train", step, values))
     values: dict[str, float] = {
         EvalMetric.WIN_RATE: 0.401,
         EvalMetric.WIN_RATE_CI95_LOW: 0.391,
         EvalMetric.WIN_RATE_CI95_HIGH: 0.411,
         EvalMetric.RETURN_MEAN: -0.1,
     }
-    return [*metrics_rows, row("eval", num_steps, values, "openspiel")]
+    return [*metrics_rows, build_row("eval", num_steps, values, "openspiel")]
 
 
-def row(
+def build_row(
     kind: str, step: int, values: dict[str, float], environment: str | None = None
 ) -> MetricsRow:
     return MetricsRow.model_validate(
@@ -131,7 +131,7 @@ def row(
     )
 
 
-def result(win_rate: float) -> PolicyResult:
+def build_result(win_rate: float) -> PolicyResult:
     return PolicyResult(
         num_games=1000,
         win_rate=win_rate,
@@ -142,25 +142,25 @@ def result(win_rate: float) -> PolicyResult:
     )
 
 
-def report(num_games: int, temperature: float) -> EvalReport:
+def build_report(num_games: int, temperature: float) -> EvalReport:
     return EvalReport(
-        policy=result(0.401).model_copy(update={"num_games": num_games}),
-        baselines={"random": result(0.28), "basic_strategy": result(0.43)},
+        policy=build_result(0.401).model_copy(update={"num_games": num_games}),
+        baselines={"random": build_result(0.28), "basic_strategy": build_result(0.43)},
         temperature=temperature,
         gap_closed=0.912,
         gap_closed_ci95=(0.881, 0.943),
     )
 
 
-def summary(run: LanguageModelRun) -> Summary:
-    judged = report(1000, 1.0)
-    start = result(0.281)
+def build_summary(run: LanguageModelRun) -> Summary:
+    final_report = build_report(1000, 1.0)
+    start = build_result(0.281)
     results = {
-        name: EnvironmentResult(environment="openspiel_env", start=start, report=judged)
+        name: EnvironmentResult(environment="openspiel_env", start=start, report=final_report)
         for name in run.environments
     }
     return Summary(
-        **judged.policy.model_dump(exclude={"num_games", "num_void"}),
+        **final_report.policy.model_dump(exclude={"num_games", "num_void"}),
         name=run.name,
         environment="openspiel_env",
         results=results,
@@ -170,12 +170,12 @@ def summary(run: LanguageModelRun) -> Summary:
         generator="transformers",
         num_learner_ranks=1,
         num_rollout_workers=1,
-        gap_closed=judged.gap_closed,
-        gap_closed_ci95=judged.gap_closed_ci95,
+        gap_closed=final_report.gap_closed,
+        gap_closed_ci95=final_report.gap_closed_ci95,
         eval_num_games=1000,
         eval_temperature=1.0,
         start=start,
-        baselines=judged.baselines,
+        baselines=final_report.baselines,
         games_trained=GAMES_PER_STEP * run.training.num_steps,
         games_played=5000,
         episodes_lost=3,
@@ -195,8 +195,8 @@ def summary(run: LanguageModelRun) -> Summary:
 def evaluate(args: argparse.Namespace) -> int:
     temperature = 1.0 if args.temperature is None else args.temperature
     run = LanguageModelRun.model_validate_json(args.config.read_text())
-    judged = report(args.games or 1000, temperature)
-    evaluation = Evaluation(environments=dict.fromkeys(run.environments, judged))
+    final_report = build_report(args.games or 1000, temperature)
+    evaluation = Evaluation(environments=dict.fromkeys(run.environments, final_report))
     args.output.write_text(evaluation.model_dump_json())
     return 0
 

@@ -64,10 +64,10 @@ def test_bench_starts_a_server_for_every_policy(ludus: RunCli) -> None:
 
 
 def test_a_policy_without_wins_has_dashes_and_a_return() -> None:
-    silent = summarize([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
-    assert format_result_cells(silent) == ["4", "–", "–", "–", "17.000", "0.000"]
-    failed = summarize([EpisodeOutcome(seed, 17.0, 17, success=False) for seed in range(4)])
-    assert format_result_cells(failed)[1] == "0.0%"
+    no_success_result = summarize([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
+    assert format_result_cells(no_success_result) == ["4", "–", "–", "–", "17.000", "0.000"]
+    failed_result = summarize([EpisodeOutcome(seed, 17.0, 17, success=False) for seed in range(4)])
+    assert format_result_cells(failed_result)[1] == "0.0%"
 
 
 def test_bench_results_agree_with_exact_values(ludus: RunCli, catch_address: str) -> None:
@@ -79,7 +79,7 @@ def test_bench_results_agree_with_exact_values(ludus: RunCli, catch_address: str
     assert "random" not in result.out
 
 
-GUESSES = """
+POLICY_MODULE = """
 def guess(observation, rng):
     return {"number": rng.choice(observation["legal_actions"])}
 
@@ -94,15 +94,15 @@ def no_policies(options):
 
 
 @pytest.fixture
-def guessing(tmp_path: Path) -> None:
+def guessing_modules(tmp_path: Path) -> None:
     """Write the environment of the docs to a module, and its policies to another module."""
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text("utf-8")
     example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     (tmp_path / "guessing.py").write_text(example)
-    (tmp_path / "guesses.py").write_text(GUESSES)
+    (tmp_path / "guesses.py").write_text(POLICY_MODULE)
 
 
-@pytest.mark.usefixtures("guessing")
+@pytest.mark.usefixtures("guessing_modules")
 def test_custom_policies_are_compared_with_random_play(ludus: RunCli) -> None:
     bench = ("env", "bench", "guessing:GuessEnvironment", "--games", "60")
     result = ludus(*bench, "--policies", "guesses:guess_policies")
@@ -128,10 +128,10 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(
 def test_an_unknown_package_is_refused_with_the_closest_one(ludus: RunCli, command: str) -> None:
     result = ludus("env", command, "openspeil_env")
     assert result.code == 2
-    *forked, message = result.err.splitlines()
+    *fork_warnings, message = result.err.splitlines()
     assert message == "error: no environment package 'openspeil_env'; did you mean 'openspiel_env'?"
     # gRPC warns when `check` forks, because earlier tests have used gRPC in this process.
-    assert all("fork_posix.cc" in line for line in forked)
+    assert all("fork_posix.cc" in line for line in fork_warnings)
 
 
 @pytest.mark.parametrize("command", ["serve", "bench", "check"])
@@ -171,8 +171,8 @@ def test_an_address_where_nothing_listens_is_named(
     ludus: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ludus.services.cli.env_targets.CONNECT_TIMEOUT_S", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"grpc://127.0.0.1:{free.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as free_listener:
+        address = f"grpc://127.0.0.1:{free_listener.getsockname()[1]}"
     result = ludus("env", "bench", "--address", address)
     assert result.code == 2
     assert result.err.startswith("error: ")

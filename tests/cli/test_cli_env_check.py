@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def catch() -> Iterator[ServerAddresses]:
+def catch_server() -> Iterator[ServerAddresses]:
     server = LocalServer("openspiel_env", {"game": "catch"}, max_sessions=6)
     yield server.start()
     server.stop()
@@ -30,10 +30,10 @@ def test_a_target_is_checked_in_process_and_on_the_wire(ludus: RunCli) -> None:
 
 @pytest.mark.parametrize("wire", ["http", "grpc"])
 def test_a_running_server_is_checked_and_not_changed(
-    ludus: RunCli, catch: ServerAddresses, wire: str
+    ludus: RunCli, catch_server: ServerAddresses, wire: str
 ) -> None:
     for _ in range(2):
-        address = getattr(catch, wire)
+        address = getattr(catch_server, wire)
         result = ludus("env", "check", address, "--json", "--seeds", "3", "--wait", "30")
         assert result.code == 0, result.out
         report = json.loads(result.out)
@@ -42,7 +42,7 @@ def test_a_running_server_is_checked_and_not_changed(
         assert {check["verdict"] for check in report["checks"]} == {"ok"}
 
 
-UNSEEDED = """
+UNSEEDED_MODULE = """
 from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
 
@@ -53,15 +53,15 @@ class Unseeded(OpenSpielEnvironment):
 
 
 def test_a_broken_rule_is_in_the_json_with_its_details(ludus: RunCli, tmp_path: Path) -> None:
-    (tmp_path / "unseeded.py").write_text(UNSEEDED)
+    (tmp_path / "unseeded.py").write_text(UNSEEDED_MODULE)
     arguments = ("unseeded:Unseeded", "--option", "game=blackjack", "--json", "--seeds", "3")
     result = ludus("env", "check", *arguments)
     assert result.code == 1
     report = json.loads(result.out)
     assert not report["ok"]
-    broken = {(c["about"], c["rule"]) for c in report["checks"] if c["verdict"] == "broken"}
-    assert ("environment", "same_seed_and_actions_give_the_same_episode") in broken
-    assert ("wire", "same_seed_and_actions_give_the_same_episode") in broken
+    broken_rules = {(c["about"], c["rule"]) for c in report["checks"] if c["verdict"] == "broken"}
+    assert ("environment", "same_seed_and_actions_give_the_same_episode") in broken_rules
+    assert ("wire", "same_seed_and_actions_give_the_same_episode") in broken_rules
 
 
 def test_an_address_without_a_server_is_named(ludus: RunCli) -> None:
@@ -102,7 +102,7 @@ def test_an_environment_without_policies_is_benched_at_random(ludus: RunCli) -> 
     assert "random" in result.out
 
 
-BROKEN_TOOLS = """
+BROKEN_MODULE = """
 import threading
 
 from ludus.env import Tool
@@ -142,7 +142,7 @@ def test_an_error_of_an_environment_is_a_row_and_no_traceback(
     ludus: RunCli, tmp_path: Path, name: str, rule: str, detail: str
 ) -> None:
     module = f"broken_{name.lower()}"
-    (tmp_path / f"{module}.py").write_text(BROKEN_TOOLS)
+    (tmp_path / f"{module}.py").write_text(BROKEN_MODULE)
     result = ludus("env", "check", f"{module}:{name}", "--json", "--seeds", "2", "--steps", "3")
     assert result.code == 1, result.err
     assert "Traceback" not in result.err
@@ -154,13 +154,13 @@ def test_an_error_of_an_environment_is_a_row_and_no_traceback(
 def test_an_environment_that_hangs_is_found_in_process_and_on_the_wire(
     ludus: RunCli, tmp_path: Path
 ) -> None:
-    (tmp_path / "broken_hanging.py").write_text(BROKEN_TOOLS)
+    (tmp_path / "broken_hanging.py").write_text(BROKEN_MODULE)
     arguments = ("--json", "--seeds", "2", "--steps", "3", "--timeout", "1")
     result = ludus("env", "check", "broken_hanging:HangsInAStep", *arguments)
     assert result.code == 1, result.err
     checks = json.loads(result.out)["checks"]
-    for about in ("environment", "wire"):
-        broken = [c for c in checks if (c["about"], c["verdict"]) == (about, "broken")]
-        assert len(broken) == 3
-        assert {c["verdict"] for c in checks if c["about"] == about} >= {"ok", "not tried"}
+    for subject in ("environment", "wire"):
+        broken_checks = [c for c in checks if (c["about"], c["verdict"]) == (subject, "broken")]
+        assert len(broken_checks) == 3
+        assert {c["verdict"] for c in checks if c["about"] == subject} >= {"ok", "not tried"}
     assert any("broken_hanging.py" in check["detail"] for check in checks)

@@ -14,8 +14,8 @@ from tests.cli.commands import Outcome, RunCli
 pytestmark = pytest.mark.slow
 
 FROZEN_LAKE = ("gymnasium:FrozenLake-v1", "--option", "is_slippery=false", "--seed", "3")
-TO_THE_GOAL = ["RIGHT", "RIGHT", "DOWN", "DOWN", "DOWN", "RIGHT"]
-Play = Callable[..., Outcome]
+GOAL_ACTIONS = ["RIGHT", "RIGHT", "DOWN", "DOWN", "DOWN", "RIGHT"]
+PlayFunction = Callable[..., Outcome]
 
 
 class _Typist(io.StringIO):
@@ -29,7 +29,7 @@ class _Typist(io.StringIO):
 
 
 @pytest.fixture
-def play(ludus: RunCli, monkeypatch: pytest.MonkeyPatch) -> Play:
+def play(ludus: RunCli, monkeypatch: pytest.MonkeyPatch) -> PlayFunction:
     """Return a function that runs `ludus env play ARGUMENTS` with lines on standard input."""
 
     def run(lines: list[str], *arguments: str, stdin: type[io.StringIO] = io.StringIO) -> Outcome:
@@ -39,8 +39,8 @@ def play(ludus: RunCli, monkeypatch: pytest.MonkeyPatch) -> Play:
     return run
 
 
-def test_a_person_plays_to_the_end_and_sees_the_score(play: Play) -> None:
-    result = play([*TO_THE_GOAL, "n"], *FROZEN_LAKE)
+def test_a_person_plays_to_the_end_and_sees_the_score(play: PlayFunction) -> None:
+    result = play([*GOAL_ACTIONS, "n"], *FROZEN_LAKE)
     assert result.code == 0, result.err
     assert "[S]FFF" in result.out
     assert "legal: LEFT, DOWN, RIGHT, UP" in result.out
@@ -49,7 +49,7 @@ def test_a_person_plays_to_the_end_and_sees_the_score(play: Play) -> None:
     assert "1 episode, return 1, mean 1.000" in result.out
 
 
-def test_text_numbers_and_json_are_accepted(play: Play) -> None:
+def test_text_numbers_and_json_are_accepted(play: PlayFunction) -> None:
     lines = ["2", "sideways", '{"action": 2}', '{"action": 9}', "", ":state", ":help"]
     result = play(lines, *FROZEN_LAKE)
     assert result.code == 0, result.err
@@ -61,18 +61,18 @@ def test_text_numbers_and_json_are_accepted(play: Play) -> None:
 
 @pytest.mark.parametrize("stdin", [io.StringIO, _Typist])
 def test_the_end_of_input_and_an_interrupt_leave_without_a_traceback(
-    play: Play, stdin: type[io.StringIO]
+    play: PlayFunction, stdin: type[io.StringIO]
 ) -> None:
     result = play(["RIGHT"], *FROZEN_LAKE, stdin=stdin)
     assert result.code == 0
     assert "Traceback" not in result.err
-    result = play([*TO_THE_GOAL, ""], *FROZEN_LAKE, stdin=stdin)
+    result = play([*GOAL_ACTIONS, ""], *FROZEN_LAKE, stdin=stdin)
     assert "1 episode, " in result.out
     assert "-- episode 2, seed 4" in result.out
 
 
 def test_without_text_a_bare_value_is_the_only_required_field(
-    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    play: PlayFunction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "wordless.py").write_text(
         "from openspiel_env.server.openspiel_environment import OpenSpielEnvironment\n"
@@ -89,7 +89,7 @@ def test_without_text_a_bare_value_is_the_only_required_field(
     assert "refused: " in result.out
 
 
-TOOLS = """
+TOOLS_MODULE = """
 from ludus.env import Tool, ToolError
 from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
@@ -111,8 +111,8 @@ class WithTools(OpenSpielEnvironment):
 """
 
 
-def test_a_person_calls_tools_and_continues(play: Play, tmp_path: Path) -> None:
-    (tmp_path / "talking.py").write_text(TOOLS)
+def test_a_person_calls_tools_and_continues(play: PlayFunction, tmp_path: Path) -> None:
+    (tmp_path / "talking.py").write_text(TOOLS_MODULE)
     lines = [
         *(":tools", ':call echo {"text": "hello"}', ":call echo", ":call", ":call shout {}"),
         *(':call echo ["hello"]', "STAY", ":quit"),
@@ -126,16 +126,16 @@ def test_a_person_calls_tools_and_continues(play: Play, tmp_path: Path) -> None:
     assert "refused: this environment has no tool 'shout'; its tools are: echo" in result.out
     assert "refused: :call NAME needs a JSON object, got '[\"hello\"]'" in result.out
     assert "reward 0, score 0" in result.out, "the episode has not ended"
-    plain = play([":tools", ":quit"], *FROZEN_LAKE)
-    assert "this environment has no tools" in plain.out
+    frozen_lake_result = play([":tools", ":quit"], *FROZEN_LAKE)
+    assert "this environment has no tools" in frozen_lake_result.out
 
 
 def test_a_recorded_game_replays_and_a_changed_one_is_found(
-    play: Play, ludus: RunCli, tmp_path: Path
+    play: PlayFunction, ludus: RunCli, tmp_path: Path
 ) -> None:
     file = tmp_path / "games.jsonl"
-    recording = ("--record", str(file))
-    play([*TO_THE_GOAL, "y", "LEFT", ":new", "y", "UP"], *FROZEN_LAKE, *recording)
+    record_option = ("--record", str(file))
+    play([*GOAL_ACTIONS, "y", "LEFT", ":new", "y", "UP"], *FROZEN_LAKE, *record_option)
     episodes = list(read_recording(file))
     assert [(e.seed, e.end_reason) for e in episodes] == [
         (3, "terminated"),
@@ -182,7 +182,7 @@ def test_an_impossible_replay_is_refused_with_a_reason(
     assert message in result.err
 
 
-def test_a_game_on_a_running_server_is_played_over_its_wire(play: Play) -> None:
+def test_a_game_on_a_running_server_is_played_over_its_wire(play: PlayFunction) -> None:
     server = LocalServer("openspiel_env", {"game": "blackjack"})
     try:
         result = play(["STAND", "n"], server.start().http, "--seed", "1")

@@ -24,7 +24,7 @@ COMMANDS = [
     ("env", "play"),
     ("env", "replay"),
 ]
-HEAVY = ("torch", "ray", "vllm", "transformers", "pyspiel", "numpy", "grpc")
+HEAVY_PACKAGES = ("torch", "ray", "vllm", "transformers", "pyspiel", "numpy", "grpc")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -69,8 +69,8 @@ def test_a_usage_error_exits_with_2_and_no_traceback(
 )
 def test_the_command_line_loads_nothing_heavy(statement: str) -> None:
     program = f"{statement}\nimport sys\nsys.stderr.write(' '.join(sys.modules))"
-    loaded = subprocess.run(
+    loaded_modules = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     ).stderr.split()
-    assert "ludus.services.cli.app" in loaded
-    assert not [name for name in HEAVY if name in loaded]
+    assert "ludus.services.cli.app" in loaded_modules
+    assert not [name for name in HEAVY_PACKAGES if name in loaded_modules]

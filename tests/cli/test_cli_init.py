@@ -12,7 +12,7 @@ from tests.cli.commands import RunCli
 
 pytestmark = pytest.mark.slow
 
-SHAPE = {
+PACKAGE_FILES = {
     "README.md",
     "__init__.py",
     "client.py",
@@ -30,7 +30,7 @@ SHAPE = {
 }
 
 
-def run(*command: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
+def run_python(*command: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command],
         cwd=cwd,
@@ -54,7 +54,7 @@ def grid_maze(ludus: RunCli, tmp_path: Path) -> Path:
 
 def test_the_folder_has_openenvs_shape(grid_maze: Path) -> None:
     files = {str(path.relative_to(grid_maze)) for path in grid_maze.rglob("*") if path.is_file()}
-    assert files == SHAPE
+    assert files == PACKAGE_FILES
     assert not [path for path in files if "__NAME__" in path]
     manifest = yaml.safe_load((grid_maze / "openenv.yaml").read_text())
     assert manifest["name"] == "grid_maze_env"
@@ -69,27 +69,27 @@ def test_the_folder_has_openenvs_shape(grid_maze: Path) -> None:
 def test_it_passes_lint_its_own_test_and_every_check(grid_maze: Path) -> None:
     ruff = Path(sys.executable).parent / "ruff"
     for command in (("check",), ("format", "--check")):
-        linted = subprocess.run([ruff, *command, "."], cwd=grid_maze, capture_output=True)
-        assert linted.returncode == 0, linted.stdout
-    tested = run("-m", "pytest", "-q", "tests", cwd=grid_maze, path=grid_maze.parent)
-    assert tested.returncode == 0, tested.stdout
-    check = "import sys; sys.argv[1:] = ['env', 'check', 'grid_maze_env']\n"
-    check += "from ludus.services.cli.app import main; main()"
-    checked = run("-c", check, cwd=grid_maze.parent, path=grid_maze.parent)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert "broken" not in checked.stdout
+        ruff_result = subprocess.run([ruff, *command, "."], cwd=grid_maze, capture_output=True)
+        assert ruff_result.returncode == 0, ruff_result.stdout
+    pytest_result = run_python("-m", "pytest", "-q", "tests", cwd=grid_maze, path=grid_maze.parent)
+    assert pytest_result.returncode == 0, pytest_result.stdout
+    check_program = "import sys; sys.argv[1:] = ['env', 'check', 'grid_maze_env']\n"
+    check_program += "from ludus.services.cli.app import main; main()"
+    check_result = run_python("-c", check_program, cwd=grid_maze.parent, path=grid_maze.parent)
+    assert check_result.returncode == 0, check_result.stdout + check_result.stderr
+    assert "broken" not in check_result.stdout
 
 
 def test_it_can_be_installed_and_served_from_anywhere(grid_maze: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
-    install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
-    installed = run(
-        *install, "--disable-pip-version-check", "--target", str(target), str(grid_maze),
+    install_arguments = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
+    install_result = run_python(
+        *install_arguments, "--disable-pip-version-check", "--target", str(target), str(grid_maze),
         cwd=tmp_path, path=tmp_path,
     )  # fmt: skip
-    assert installed.returncode == 0, installed.stderr
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    assert install_result.returncode == 0, install_result.stderr
+    work_folder = tmp_path / "elsewhere"
+    work_folder.mkdir()
     program = (
         "from ludus.env.targets.targets import environment_factory, list_installed_packages\n"
         "print(environment_factory('grid_maze_env', {'highest': 5})().options)\n"
@@ -97,9 +97,9 @@ def test_it_can_be_installed_and_served_from_anywhere(grid_maze: Path, tmp_path:
         "from grid_maze_env.server.app import app\n"
         "print(app.title)"
     )
-    used = run("-c", program, cwd=elsewhere, path=target)
-    assert used.returncode == 0, used.stderr
-    assert used.stdout.splitlines() == [
+    import_result = run_python("-c", program, cwd=work_folder, path=target)
+    assert import_result.returncode == 0, import_result.stderr
+    assert import_result.stdout.splitlines() == [
         "{'highest': 5, 'max_tries': 3}",
         "True",
         "grid_maze_env",

@@ -65,9 +65,11 @@ def unlock_row(step: int, environment: str) -> MetricsRow:
 def test_progress_shows_the_open_environments_of_the_curriculum() -> None:
     progress = RunProgress(num_steps=100)
     open_environments = []
-    for num_open, opened in ((1, []), (2, ["hard"]), (2, []), (1, []), (2, ["hard"])):
+    for num_open, new_environments in ((1, []), (2, ["hard"]), (2, []), (1, []), (2, ["hard"])):
         values = {TrainMetric.NUM_ENVIRONMENTS_OPEN.value: float(num_open)}
-        progress.update([train_row(1, 1.0, **values), *(unlock_row(1, name) for name in opened)])
+        progress.update(
+            [train_row(1, 1.0, **values), *(unlock_row(1, name) for name in new_environments)]
+        )
         open_environments.append(progress.list_facts()["open environments"])
     assert open_environments == ["1", "2, newest hard", "2, newest hard", "1", "2, newest hard"]
 
@@ -126,10 +128,10 @@ def test_progress_of_a_mixed_run_names_every_environment() -> None:
 
 
 def test_an_environment_without_wins_is_followed_by_its_return() -> None:
-    balanced = eval_row(0, 0.9, "pole")
+    pole_row = eval_row(0, 0.9, "pole")
     values = {EvalMetric.RETURN_MEAN.value: 17.0}
     progress = RunProgress(num_steps=100)
-    progress.update([eval_row(0, 0.28), balanced.model_copy(update={"values": values})])
+    progress.update([eval_row(0, 0.28), pole_row.model_copy(update={"values": values})])
     facts = progress.list_facts()
     assert (facts["wins in blackjack"], facts["return in pole"]) == (
         "28.0% (26.0 to 30.0%)",
@@ -140,8 +142,8 @@ def test_an_environment_without_wins_is_followed_by_its_return() -> None:
 
 def test_steps_are_weighted_by_their_episodes() -> None:
     progress = RunProgress(num_steps=100)
-    few = {"reward_mean": 1.0, "num_episodes_scored": 10.0, "canary_error": 0.25}
-    many = {"reward_mean": 0.0, "num_episodes_scored": 30.0, "canary_error": 0.125}
+    first_values = {"reward_mean": 1.0, "num_episodes_scored": 10.0, "canary_error": 0.25}
+    second_values = {"reward_mean": 0.0, "num_episodes_scored": 30.0, "canary_error": 0.125}
     partial_row = MetricsRow(
         kind="environment",
         step=2,
@@ -150,7 +152,9 @@ def test_steps_are_weighted_by_their_episodes() -> None:
         num_games_trained=0,
         values={"reward_mean": 100.0, "num_episodes_scored": 1000.0},
     )
-    progress.update([train_row(1, 1, **few), train_row(2, 2, **many), partial_row])
+    progress.update(
+        [train_row(1, 1, **first_values), train_row(2, 2, **second_values), partial_row]
+    )
     assert progress.list_facts()["reward"] == "0.250"
     assert progress.list_facts()["canary error"] == "0.25"
 
@@ -213,38 +217,38 @@ def test_an_invalid_line_is_counted_and_skipped(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def no_line_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_timed_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the time limit between plain lines."""
     monkeypatch.setattr(progress_module, "PLAIN_INTERVAL_S", 3600.0)
 
 
-@pytest.mark.usefixtures("no_line_is_due")
+@pytest.mark.usefixtures("no_timed_lines")
 def test_plain_view_prints_a_line_per_phase_and_the_last_state_but_not_every_refresh() -> None:
-    out = io.StringIO()
-    view = PlainView(Console(file=out, width=120))
+    output_buffer = io.StringIO()
+    view = PlainView(Console(file=output_buffer, width=120))
     progress = RunProgress(num_steps=3)
     progress.update([phase_row(Phase.TRAIN)])
     for step in (1, 2, 3):
         progress.update([train_row(step, step)])
         view.refresh(progress)
     view.finish(progress)
-    lines = out.getvalue().splitlines()
+    lines = output_buffer.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("step 1/3 · training")
     assert lines[1].startswith("step 3/3 · training")
 
 
-@pytest.mark.usefixtures("no_line_is_due")
+@pytest.mark.usefixtures("no_timed_lines")
 def test_plain_view_skips_lines_of_frequent_phase_changes() -> None:
-    out = io.StringIO()
-    view = PlainView(Console(file=out, width=120))
+    output_buffer = io.StringIO()
+    view = PlainView(Console(file=output_buffer, width=120))
     progress = RunProgress(num_steps=30)
     for step in range(1, 31):
         for phase in (Phase.SAVE_CHECKPOINT, Phase.EVALUATE, Phase.TRAIN):
             progress.update([phase_row(phase), train_row(step, step)])
             view.refresh(progress)
     view.finish(progress)
-    phases = [line.split(" · ")[1] for line in out.getvalue().splitlines()]
+    phases = [line.split(" · ")[1] for line in output_buffer.getvalue().splitlines()]
     assert phases == ["saving a checkpoint", "evaluating", "training", "training"]
 
 
@@ -254,17 +258,17 @@ def test_follower_waits_for_an_unreadable_folder(tmp_path: Path) -> None:
 
 
 def test_terminal_view_shows_phase_bar_and_facts() -> None:
-    out = io.StringIO()
-    console = Console(file=out, width=100, force_terminal=True, color_system=None)
+    output_buffer = io.StringIO()
+    console = Console(file=output_buffer, width=100, force_terminal=True, color_system=None)
     live = Live(console=console, auto_refresh=False)
     progress = RunProgress(num_steps=20)
     progress.update([phase_row(Phase.TRAIN), eval_row(0, 0.3)])
     progress.update([train_row(step, step, tokens_per_second=2000.0) for step in range(1, 11)])
     TerminalView(console, live).refresh(progress)
     console.print(live.get_renderable())
-    phases = out.getvalue()
+    output_text = output_buffer.getvalue()
     for expected in ("training", "step 10/20", "10 s left", "30.0% (28.0 to 32.0%)", "2,000"):
-        assert expected in phases
+        assert expected in output_text
 
 
 def test_output_of_the_trainer_is_sorted_into_errors_warnings_and_a_tail() -> None:

@@ -13,39 +13,39 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def demo(ludus: RunCli, fake_trainer: Callable[[str], None], tmp_path: Path) -> Path:
+def demo_folder(ludus: RunCli, fake_trainer: Callable[[str], None], tmp_path: Path) -> Path:
     """Return the folder of a finished run."""
     fake_trainer("goes_well")
     assert ludus("train", "--set", "training.num_steps=2", "--set", "name=demo").code == 0
     return tmp_path / "runs/demo"
 
 
-def test_report_prints_the_path_of_the_page(ludus: RunCli, demo: Path) -> None:
-    (demo / "report.html").unlink()
+def test_report_prints_the_path_of_the_page(ludus: RunCli, demo_folder: Path) -> None:
+    (demo_folder / "report.html").unlink()
     result = ludus("report", "runs/demo")
     assert (result.code, result.out) == (0, "runs/demo/report.html\n")
-    assert (demo / "report.html").is_file()
+    assert (demo_folder / "report.html").is_file()
 
 
 def test_report_writes_to_a_path_and_opens_it(
-    ludus: RunCli, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ludus: RunCli, demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr(run_folder_commands.webbrowser, "open", opened.append)
+    opened_urls: list[str] = []
+    monkeypatch.setattr(run_folder_commands.webbrowser, "open", opened_urls.append)
     result = ludus("report", "runs/demo", "--output", "page.html", "--open")
     assert result.code == 0
-    assert opened == [(tmp_path / "page.html").as_uri()]
+    assert opened_urls == [(tmp_path / "page.html").as_uri()]
 
 
-def test_report_writes_a_figure_instead(ludus: RunCli, demo: Path, tmp_path: Path) -> None:
-    (demo / "report.html").unlink()
+def test_report_writes_a_figure_instead(ludus: RunCli, demo_folder: Path, tmp_path: Path) -> None:
+    (demo_folder / "report.html").unlink()
     result = ludus("report", "runs/demo", "--figure", "figure.svg")
     assert result.code == 0
     assert ET.parse(tmp_path / "figure.svg").getroot().tag.endswith("svg")
-    assert not (demo / "report.html").exists()
+    assert not (demo_folder / "report.html").exists()
 
 
-def test_report_of_a_misspelled_run_names_existing_runs(ludus: RunCli, demo: Path) -> None:
+def test_report_of_a_misspelled_run_names_existing_runs(ludus: RunCli, demo_folder: Path) -> None:
     result = ludus("report", "runs/dmeo")
     assert result.code == 2
     assert "run folder 'runs/dmeo' does not exist; 'runs' has demo" in result.err

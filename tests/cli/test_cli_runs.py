@@ -77,23 +77,23 @@ def test_logs_of_a_run_whose_head_is_gone_are_those_in_its_folder(
             c.pods, "run", lambda pod, command: CommandResult(output=b"from the folder\n")
         )
     )
-    with start_readers(cluster):
+    with start_reader_pods(cluster):
         outcome = ludus("logs", "demo")
     assert outcome.out == "from the folder\n", outcome.err
-    assert cluster(readers) == []  # the reader pod has been deleted
+    assert cluster(list_reader_pods) == []  # the reader pod has been deleted
 
 
-def readers(cluster: FakeKubernetes) -> list[Json]:
+def list_reader_pods(cluster: FakeKubernetes) -> list[Json]:
     """Return the pods that read the volume."""
     return [pod for pod in cluster.all("v1", "pods") if "-reader-" in pod["metadata"]["name"]]
 
 
 @contextmanager
-def start_readers(call: Call) -> Iterator[None]:
+def start_reader_pods(call: Call) -> Iterator[None]:
     """Start the pod that reads the volume as a node does."""
 
     def start() -> None:
-        (pod,) = poll(call, readers)
+        (pod,) = poll(call, list_reader_pods)
         call(lambda c: c.put({**pod, "status": {"phase": "Running"}}))
 
     with run_meanwhile(start):
@@ -128,14 +128,14 @@ def test_a_slow_stop_is_reported(ludus: RunCli, cluster: Call) -> None:
     assert "ludus stop demo --now" in outcome.err
 
 
-@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("job_starts", [True, False])
 def test_stop_now_deletes_the_job_but_keeps_its_configuration(
-    ludus: RunCli, cluster: Call, begins: bool
+    ludus: RunCli, cluster: Call, job_starts: bool
 ) -> None:
     submit_run(ludus, cluster)
-    if begins:
+    if job_starts:
         cluster(begin)
-    outcome = ludus("stop", "demo", *(["--now"] if begins else []))
+    outcome = ludus("stop", "demo", *(["--now"] if job_starts else []))
     assert outcome.code == 0, outcome.err
     assert cluster(get_job) is None
     assert not cluster(get_config_map)["metadata"].get("ownerReferences")
@@ -147,12 +147,12 @@ def test_resume_replaces_the_old_job(ludus: RunCli, cluster: Call) -> None:
     start_run(ludus, cluster)
     assert "has not ended (running); follow it" in read_error(ludus("resume", "demo"))
     finish_run(cluster)
-    old = cluster(get_job)["metadata"]["uid"]
+    old_uid = cluster(get_job)["metadata"]["uid"]
     message = read_error(ludus("resume", "demo", "--set", "name=other"))
     assert "a resumed run keeps its name 'demo'" in message
     outcome = ludus("resume", "demo", "--detach", "--set", "training.num_steps=9")
     assert outcome.code == 0, outcome.err
-    assert cluster(get_job)["metadata"]["uid"] != old
+    assert cluster(get_job)["metadata"]["uid"] != old_uid
     config = json.loads(cluster(get_config_map)["data"]["run.json"])
     assert config["training"]["num_steps"] == 9
     assert config["environments"]["blackjack"]["kind"] == "remote"
@@ -204,8 +204,8 @@ def test_fetch_replaces_no_other_runs_results(ludus: RunCli, cluster: Call, tmp_
 
 
 def test_fetch_of_a_run_without_results_is_refused(ludus: RunCli, cluster: Call) -> None:
-    failed = CommandResult(error_output="there is no folder /runs/demo\n", exit_code=1)
-    cluster(lambda c: setattr(c.pods, "run", lambda pod, command: failed))
+    failed_command = CommandResult(error_output="there is no folder /runs/demo\n", exit_code=1)
+    cluster(lambda c: setattr(c.pods, "run", lambda pod, command: failed_command))
     start_run(ludus, cluster)
     assert "run 'demo' has no folder /runs/demo" in read_error(ludus("fetch", "demo"))
 
@@ -218,4 +218,4 @@ def test_fetch_without_a_head_reports_the_problem_of_its_pod(
     outcome = ludus("fetch", "demo")
     assert outcome.code != 0
     assert "the pod that reads the volume did not start within 1 s" in outcome.err
-    assert cluster(readers) == []
+    assert cluster(list_reader_pods) == []

@@ -45,8 +45,8 @@ def test_a_dry_run_prints_what_would_be_created_and_creates_nothing(
     config_map, job = yaml.load_all(result.out, yaml.CSafeLoader)
     assert [config_map["kind"], job["kind"]] == ["ConfigMap", "RayJob"]
     assert json.loads(config_map["data"]["run.json"])["training"]["num_steps"] == 7
-    as_json = json.loads(ludus("submit", "run.toml", "--dry-run", "-o", "json").out)
-    assert as_json["items"][1] == job
+    json_output = json.loads(ludus("submit", "run.toml", "--dry-run", "-o", "json").out)
+    assert json_output["items"][1] == job
     assert cluster(get_job) is None
     assert cluster(get_config_map) is None
 
@@ -103,24 +103,26 @@ def test_a_failed_run_shows_the_error_and_the_attempts(ludus: RunCli, cluster: C
 
 def test_a_run_that_the_operator_refuses_says_why(ludus: RunCli, cluster: Call) -> None:
     submit_run(ludus, cluster)
-    call_message = "spec.backoffLimit must be 0"
-    finish_run(cluster, "", "ValidationFailed", message=call_message)
+    refusal = "spec.backoffLimit must be 0"
+    finish_run(cluster, "", "ValidationFailed", message=refusal)
     message = read_error(ludus("logs", "-f", "demo"))
     assert message == "error: KubeRay refused the RayJob: spec.backoffLimit must be 0"
 
 
 def test_pod_problems_are_reported_during_the_wait(ludus: RunCli, cluster: Call) -> None:
-    waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "not found: trainer:dev"}}
-    broken = {"containerStatuses": [{"image": "trainer:dev", "state": waiting}]}
+    container_state = {
+        "waiting": {"reason": "ImagePullBackOff", "message": "not found: trainer:dev"}
+    }
+    pod_status = {"containerStatuses": [{"image": "trainer:dev", "state": container_state}]}
 
     def operate() -> None:
         poll(cluster, get_job)
         cluster(
             lambda c: set_status(c, jobDeploymentStatus="Initializing", rayClusterName="demo-abcde")
         )
-        cluster(lambda c: c.put(head_pod(phase="Pending", **broken)))
-        num_looks = cluster(lambda c: c.num_requests("list", "pods"))
-        poll(cluster, lambda c: c.num_requests("list", "pods") > num_looks + 1)
+        cluster(lambda c: c.put(head_pod(phase="Pending", **pod_status)))
+        num_requests = cluster(lambda c: c.num_requests("list", "pods"))
+        poll(cluster, lambda c: c.num_requests("list", "pods") > num_requests + 1)
         finish_run(cluster, "FAILED", "Failed", reason="PreRunningDeadlineExceeded")
 
     with run_meanwhile(operate):
@@ -177,8 +179,8 @@ def test_a_log_that_cannot_be_opened_is_reported_and_read_later(
 
     def operate() -> None:
         poll(cluster, lambda c: c.pods.num_log_requests > 1)
-        num_looks = cluster(lambda c: c.num_requests("get", "rayjobs"))
-        poll(cluster, lambda c: c.num_requests("get", "rayjobs") > num_looks + 1)
+        num_requests = cluster(lambda c: c.num_requests("get", "rayjobs"))
+        poll(cluster, lambda c: c.num_requests("get", "rayjobs") > num_requests + 1)
         cluster(lambda c: setattr(c.pods, "unreadable_log", ""))
         finish_run(cluster, "STOPPED")
 

@@ -19,11 +19,11 @@ from tests.cli.commands import FAKE_TRAINER, RunCli
 
 pytestmark = pytest.mark.slow
 
-UseFake = Callable[[str], None]
+UseFakeTrainer = Callable[[str], None]
 
 
 def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
-    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
+    ludus: RunCli, fake_trainer: UseFakeTrainer, tmp_path: Path
 ) -> None:
     fake_trainer("goes_well")
     result = ludus("train", "--dry-run", "--set", "training.num_steps=7", "--set", "name=mine")
@@ -44,13 +44,13 @@ def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused_with_field_value_and_way_out(
-    ludus: RunCli, fake_trainer: UseFake, override: str, expected: list[str], tmp_path: Path
+    ludus: RunCli, fake_trainer: UseFakeTrainer, override: str, expected: list[str], tmp_path: Path
 ) -> None:
     fake_trainer("crashes")
     result = ludus("train", "--set", override)
     assert result.code == 2
     assert result.err.startswith("error: ")
-    assert all(part in result.err for part in expected)
+    assert all(text in result.err for text in expected)
     assert "Traceback" not in result.err
     assert list(tmp_path.iterdir()) == []
 
@@ -64,7 +64,7 @@ def test_a_configuration_that_cannot_work_is_refused_with_field_value_and_way_ou
     ],
 )
 def test_an_environment_that_cannot_be_built_is_refused_before_anything_starts(
-    ludus: RunCli, fake_trainer: UseFake, override: str, expected: str, tmp_path: Path
+    ludus: RunCli, fake_trainer: UseFakeTrainer, override: str, expected: str, tmp_path: Path
 ) -> None:
     fake_trainer("crashes")
     result = ludus("train", "--set", override)
@@ -87,7 +87,7 @@ def test_resume_and_overwrite_exclude_each_other(ludus: RunCli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "passed_on"),
+    ("flags", "trainer_flags"),
     [
         (["--resume"], ["--resume=always"]),
         (["--resume=auto"], ["--resume=auto"]),
@@ -96,7 +96,11 @@ def test_resume_and_overwrite_exclude_each_other(ludus: RunCli) -> None:
     ],
 )
 def test_how_a_run_begins_is_left_to_the_trainer(
-    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path, flags: list[str], passed_on: list[str]
+    ludus: RunCli,
+    fake_trainer: UseFakeTrainer,
+    tmp_path: Path,
+    flags: list[str],
+    trainer_flags: list[str],
 ) -> None:
     fake_trainer("goes_well")
     # The flag does not consume the next argument.
@@ -104,7 +108,7 @@ def test_how_a_run_begins_is_left_to_the_trainer(
     config.write_text(json.dumps({"name": "demo", "training": {"num_steps": 1}}))
     result = ludus("train", *flags, str(config))
     assert result.code == 0, result.err
-    assert json.loads((tmp_path / "runs/demo/flags").read_text()) == passed_on
+    assert json.loads((tmp_path / "runs/demo/flags").read_text()) == trainer_flags
 
 
 def test_another_way_to_resume_is_refused(ludus: RunCli) -> None:
@@ -114,7 +118,7 @@ def test_another_way_to_resume_is_refused(ludus: RunCli) -> None:
 
 
 def test_a_run_that_ends_well_shows_progress_one_table_and_leaves_a_report(
-    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
+    ludus: RunCli, fake_trainer: UseFakeTrainer, tmp_path: Path
 ) -> None:
     fake_trainer("goes_well")
     result = ludus("train", "--set", "training.num_steps=3", "--set", "name=demo")
@@ -140,7 +144,9 @@ def test_a_run_that_ends_well_shows_progress_one_table_and_leaves_a_report(
     assert (tmp_path / "runs/demo/report.html").read_text().startswith("<!doctype html>")
 
 
-def test_the_trainers_refusal_is_shown_once_and_whole(ludus: RunCli, fake_trainer: UseFake) -> None:
+def test_the_trainers_refusal_is_shown_once_and_whole(
+    ludus: RunCli, fake_trainer: UseFakeTrainer
+) -> None:
     fake_trainer("refuses")
     result = ludus("train")
     assert result.code == 2
@@ -151,7 +157,7 @@ def test_the_trainers_refusal_is_shown_once_and_whole(ludus: RunCli, fake_traine
 
 
 def test_a_crash_of_the_trainer_shows_its_last_words_and_its_exit_code(
-    ludus: RunCli, fake_trainer: UseFake
+    ludus: RunCli, fake_trainer: UseFakeTrainer
 ) -> None:
     fake_trainer("crashes")
     result = ludus("train")
@@ -161,15 +167,15 @@ def test_a_crash_of_the_trainer_shows_its_last_words_and_its_exit_code(
 
 
 def test_last_words_that_are_read_late_are_shown(
-    ludus: RunCli, fake_trainer: UseFake, monkeypatch: pytest.MonkeyPatch
+    ludus: RunCli, fake_trainer: UseFakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listen = trainer_process.collect_output
+    collect_output = trainer_process.collect_output
 
-    def late(*arguments: Any) -> None:
+    def collect_late(*arguments: Any) -> None:
         time.sleep(1.2)
-        listen(*arguments)
+        collect_output(*arguments)
 
-    monkeypatch.setattr(trainer_process, "collect_output", late)
+    monkeypatch.setattr(trainer_process, "collect_output", collect_late)
     monkeypatch.setattr(trainer_process, "POLL_INTERVAL_S", 0.01)
     fake_trainer("refuses")
     result = ludus("train")
@@ -177,7 +183,9 @@ def test_last_words_that_are_read_late_are_shown(
     assert "continue with --resume" in result.err
 
 
-def test_a_killed_trainer_is_reported_as_killed(ludus: RunCli, fake_trainer: UseFake) -> None:
+def test_a_killed_trainer_is_reported_as_killed(
+    ludus: RunCli, fake_trainer: UseFakeTrainer
+) -> None:
     fake_trainer("dies")
     result = ludus("train")
     assert result.code == 1
@@ -185,7 +193,7 @@ def test_a_killed_trainer_is_reported_as_killed(ludus: RunCli, fake_trainer: Use
 
 
 def test_eval_passes_its_choices_on_and_shows_the_report(
-    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
+    ludus: RunCli, fake_trainer: UseFakeTrainer, tmp_path: Path
 ) -> None:
     fake_trainer("goes_well")
     ludus("train", "--set", "training.num_steps=1", "--set", "name=demo")
@@ -199,27 +207,29 @@ def test_eval_passes_its_choices_on_and_shows_the_report(
 
 
 def test_a_mixed_run_and_its_evaluation_show_a_table_for_every_environment(
-    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
+    ludus: RunCli, fake_trainer: UseFakeTrainer, tmp_path: Path
 ) -> None:
     fake_trainer("goes_well")
     games = {"easy": {"game": "catch"}, "hard": {"game": "blackjack"}}
     config = tmp_path / "mixed.json"
     environments = {name: {"options": options} for name, options in games.items()}
     config.write_text(json.dumps({"name": "mixed", "environments": environments}))
-    trained = ludus("train", str(config), "--set", "training.num_steps=1")
-    assert trained.code == 0, trained.err
-    judged = ludus("eval", "runs/mixed")
-    assert judged.code == 0, judged.err
+    train_result = ludus("train", str(config), "--set", "training.num_steps=1")
+    assert train_result.code == 0, train_result.err
+    eval_result = ludus("eval", "runs/mixed")
+    assert eval_result.code == 0, eval_result.err
     for out, titles in (
-        (trained.out, ("mixed, easy", "mixed, hard")),
-        (judged.out, ("easy, at temperature 1", "hard, at temperature 1")),
+        (train_result.out, ("mixed, easy", "mixed, hard")),
+        (eval_result.out, ("easy, at temperature 1", "hard, at temperature 1")),
     ):
         assert all(title in out for title in titles)
         assert out.count("gap closed  91.2% (88.1 to 94.3%, 95%)") == 2
     # An invalid option of any environment is reported before anything starts.
-    refused = ludus("train", str(config), "--set", 'environments.hard.options={"gaem": "catch"}')
-    assert refused.code == 2
-    assert "gaem" in refused.err
+    refused_result = ludus(
+        "train", str(config), "--set", 'environments.hard.options={"gaem": "catch"}'
+    )
+    assert refused_result.code == 2
+    assert "gaem" in refused_result.err
 
 
 def test_eval_of_a_folder_that_is_no_run_is_refused(ludus: RunCli, tmp_path: Path) -> None:
@@ -242,13 +252,13 @@ def start_cli(folder: Path, scenario: str, grace_s: float = 15.0) -> subprocess.
         [sys.executable, "-c", program], cwd=folder, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 120
-    while not pids(folder):
+    while not read_pids(folder):
         assert cli.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     return cli
 
 
-def pids(folder: Path) -> list[int]:
+def read_pids(folder: Path) -> list[int]:
     path = folder / "runs/demo/pids"
     return [int(pid) for pid in path.read_text().split()] if path.exists() else []
 
@@ -262,28 +272,28 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_reaches_the_trainer_once_and_leaves_no_process(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, stop_signal: signal.Signals
 ) -> None:
     cli = start_cli(tmp_path, "waits", grace_s=600.0)
-    trainer_pids = pids(tmp_path)
+    trainer_pids = read_pids(tmp_path)
     # A terminal signals the whole foreground group, which does not include the trainer.
-    cli.send_signal(number)
+    cli.send_signal(stop_signal)
     _, err = cli.communicate(timeout=120)
     assert cli.returncode == 130
     assert "stopping, writing a checkpoint" in err
     # The fake has written no checkpoint.
     assert "no checkpoint was written yet; the same command starts again" in err
     assert "Traceback" not in err
-    assert (tmp_path / "runs/demo/signals").read_text() == str(int(number))
+    assert (tmp_path / "runs/demo/signals").read_text() == str(int(stop_signal))
     assert not any(is_running(pid) for pid in trainer_pids)
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_a_trainer_that_does_not_stop_is_killed_with_its_group(tmp_path: Path) -> None:
     cli = start_cli(tmp_path, "never_stops", grace_s=0.5)
-    trainer_pids = pids(tmp_path)
+    trainer_pids = read_pids(tmp_path)
     assert all(os.getpgid(pid) == trainer_pids[0] for pid in trainer_pids)
     cli.send_signal(signal.SIGINT)
     _, err = cli.communicate(timeout=120)

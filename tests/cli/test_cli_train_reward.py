@@ -26,18 +26,30 @@ def example_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the model/ and preferences.jsonl of the example."""
     spec = importlib.util.spec_from_file_location("make_preferences", EXAMPLE)
     assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example_module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example_module)
     folder = tmp_path_factory.mktemp("made")
-    example.write_model(folder / "model", 0)
-    rows = [json.dumps(row) + "\n" for row in example.comparisons(64, seed=1)]
+    example_module.write_model(folder / "model", 0)
+    rows = [json.dumps(row) + "\n" for row in example_module.comparisons(64, seed=1)]
     (folder / "preferences.jsonl").write_text("".join(rows))
     return folder
 
 
-def options(example_folder: Path, output: Path) -> list[str]:
-    data, model = str(example_folder / "preferences.jsonl"), str(example_folder / "model")
-    return ["--model", model, "--data", data, "--output", str(output), "--set", "batch_size=8"]
+def make_options(example_folder: Path, output: Path) -> list[str]:
+    data_file, model_folder = (
+        str(example_folder / "preferences.jsonl"),
+        str(example_folder / "model"),
+    )
+    return [
+        "--model",
+        model_folder,
+        "--data",
+        data_file,
+        "--output",
+        str(output),
+        "--set",
+        "batch_size=8",
+    ]
 
 
 def test_a_reward_model_is_trained_stopped_and_continued(
@@ -45,22 +57,22 @@ def test_a_reward_model_is_trained_stopped_and_continued(
 ) -> None:
     output = tmp_path / "rewards"
     command = [str(Path(sys.executable).parent / "ludus"), "train-reward"]
-    command += [*options(example_folder, output), "--set", "epochs=12"]
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command += [*make_options(example_folder, output), "--set", "epochs=12"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     progress = output.with_name("rewards.training") / "progress.jsonl"
     while not (progress.exists() and '"finished":{' in progress.read_text()):
-        assert child.poll() is None
+        assert process.poll() is None
         time.sleep(0.05)
-    os.kill(child.pid, signal.SIGINT)
-    _, errors = child.communicate()
-    assert child.returncode == 130
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130
     assert "continue with the same command and --resume" in errors
     assert not output.exists()
     assert list(progress.parent.glob("checkpoints/step-*/state.json"))
-    ended = subprocess.run([*command, "--resume"], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "epoch 11/12" in ended.stderr
-    assert f'rewards = [{{kind = "model", path = "{output}"}}]' in ended.stdout
+    completed = subprocess.run([*command, "--resume"], capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
+    assert "epoch 11/12" in completed.stderr
+    assert f'rewards = [{{kind = "model", path = "{output}"}}]' in completed.stdout
     metrics = RewardModelMetrics.model_validate_json((output / "metrics.json").read_text())
     assert [epoch.epoch for epoch in metrics.epochs] == list(range(1, 13))
     assert not progress.parent.exists()
@@ -69,9 +81,9 @@ def test_a_reward_model_is_trained_stopped_and_continued(
 def test_an_invalid_row_exits_with_2_and_names_its_line(
     ludus: RunCli, example_folder: Path, tmp_path: Path
 ) -> None:
-    data = tmp_path / "preferences.jsonl"
-    data.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a"}\n')
-    arguments = ["--model", str(example_folder / "model"), "--data", str(data)]
+    data_file = tmp_path / "preferences.jsonl"
+    data_file.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a"}\n')
+    arguments = ["--model", str(example_folder / "model"), "--data", str(data_file)]
     result = ludus("train-reward", *arguments, "--dry-run")
     assert result.code == 2
     assert "preferences.jsonl, row 2: the row needs columns prompt, chosen, rejected" in result.err
@@ -81,5 +93,5 @@ def test_an_invalid_row_exits_with_2_and_names_its_line(
 def test_fields_are_checked_before_anything_starts(ludus: RunCli) -> None:
     result = ludus("train-reward", "--set", "learning_rat=1", "--set", "epochs=0")
     assert result.code == 2
-    for part in ("model: required", "data: required", "did you mean 'learning_rate'", "got 0"):
-        assert part in result.err
+    for text in ("model: required", "data: required", "did you mean 'learning_rate'", "got 0"):
+        assert text in result.err

@@ -17,7 +17,7 @@ from tests.cli.commands import RunCli
 from tests.report.synthetic_run import transcript
 
 
-def write(folder: Path, *transcripts: Transcript) -> None:
+def write_run(folder: Path, *transcripts: Transcript) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / METRICS_FILE).touch()
     with (folder / TRANSCRIPTS_FILE).open("a", encoding="utf-8") as file:
@@ -31,7 +31,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_a_finished_run_shows_its_last_episodes(ludus: RunCli, run_dir: Path) -> None:
-    write(run_dir, *(transcript(step) for step in range(1, 6)))
+    write_run(run_dir, *(transcript(step) for step in range(1, 6)))
     result = ludus("watch", "demo", "--last", "2")
     assert result.code == 0
     assert "step 3 " not in result.out
@@ -43,16 +43,18 @@ def test_a_finished_run_shows_its_last_episodes(ludus: RunCli, run_dir: Path) ->
 
 
 def test_a_reward_without_terms_is_the_return(ludus: RunCli, run_dir: Path) -> None:
-    write(run_dir, transcript(1).model_copy(update={"terms": {}}))
+    write_run(run_dir, transcript(1).model_copy(update={"terms": {}}))
     assert "terminated · return 1\n" in ludus("watch", "demo").out.replace(" \n", "\n")
 
 
 def test_a_failure_reason_is_shown_with_escaped_control_characters(
     ludus: RunCli, run_dir: Path
 ) -> None:
-    failed = {"status": "failed", "reward": None, "episode_return": None}
-    reason = {"failure": "ValueError: \x1b[2Jno such card"}
-    write(run_dir, transcript(1).model_copy(update=failed | reason), transcript(2))
+    failed_fields = {"status": "failed", "reward": None, "episode_return": None}
+    failure_fields = {"failure": "ValueError: \x1b[2Jno such card"}
+    write_run(
+        run_dir, transcript(1).model_copy(update=failed_fields | failure_fields), transcript(2)
+    )
     result = ludus("watch", "demo")
     assert "ValueError: \N{REPLACEMENT CHARACTER}[2Jno such card" in result.out
     assert result.out.count("failure") == 1
@@ -62,25 +64,25 @@ def test_a_failure_reason_is_shown_with_escaped_control_characters(
 def test_watch_continues_until_the_run_ends(
     ludus: RunCli, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(run_dir, transcript(1))
+    write_run(run_dir, transcript(1))
     lock = RunLock.take(run_dir)
     shown_steps: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(run_folder_commands, "POLL_INTERVAL_S", 0.01)
-    show = run_folder_commands.show_transcript
+    show_transcript = run_folder_commands.show_transcript
 
     def show_and_record(console: Console, episode: Transcript) -> None:
-        show(console, episode)
+        show_transcript(console, episode)
         shown_steps.put(episode.step)
 
     monkeypatch.setattr(run_folder_commands, "show_transcript", show_and_record)
 
-    def train() -> None:
+    def continue_run() -> None:
         for step in (2, 3):
             assert shown_steps.get(timeout=60) == step - 1
-            write(run_dir, transcript(step))
+            write_run(run_dir, transcript(step))
         lock.release()
 
-    thread = threading.Thread(target=train)
+    thread = threading.Thread(target=continue_run)
     thread.start()
     result = ludus("watch", str(run_dir))
     thread.join()
@@ -88,13 +90,13 @@ def test_watch_continues_until_the_run_ends(
 
 
 def test_json_output_has_the_episodes_of_one_environment(ludus: RunCli, run_dir: Path) -> None:
-    write(run_dir, transcript(1), transcript(2, environment="pong"), transcript(3))
+    write_run(run_dir, transcript(1), transcript(2, environment="pong"), transcript(3))
     result = ludus("watch", "demo", "--environment", "blackjack", "--json")
     assert [json.loads(line)["step"] for line in result.out.splitlines()] == [1, 3]
 
 
 def test_control_characters_of_a_model_are_escaped(ludus: RunCli, run_dir: Path) -> None:
-    write(run_dir, transcript(1, answer="\x1b[2Jgone [bold]"))
+    write_run(run_dir, transcript(1, answer="\x1b[2Jgone [bold]"))
     result = ludus("watch", "demo")
     assert "\x1b[2J" not in result.out
     assert "[2Jgone [bold]" in result.out

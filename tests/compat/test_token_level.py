@@ -30,7 +30,7 @@ SAMPLING = Sampling(temperature=1.0, max_tokens=4)
 LIMITS = RolloutConfig(max_completion_tokens=4, max_tokens=32)
 
 
-class TokenScript:
+class ScriptedTokenPolicy:
     """A policy that returns the next tokens of its script."""
 
     def __init__(self, script: Iterator[list[int]]) -> None:
@@ -54,15 +54,15 @@ def chat() -> ChatTokenizer:
 async def client() -> AsyncIterator[AsyncEnvClient]:
     async with (
         EnvServer(lambda: TokenLevelEnvironment(TOKENS_ENV_ID), ServerOptions(port=0)) as server,
-        await AsyncEnvClient.connect(server.grpc_address) as connected,
+        await AsyncEnvClient.connect(server.grpc_address) as environment_client,
     ):
-        yield connected
+        yield environment_client
 
 
 async def play(
     client: AsyncEnvClient, chat: ChatTokenizer, *script: list[int], limits: RolloutConfig = LIMITS
-) -> tuple[Rollout, TokenScript]:
-    policy = TokenScript(iter(script))
+) -> tuple[Rollout, ScriptedTokenPolicy]:
+    policy = ScriptedTokenPolicy(iter(script))
     runner = TokenLevelRunner(
         environment="tokens",
         client=client,
@@ -78,9 +78,9 @@ async def test_the_prompt_has_only_the_tokens_of_the_environment(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     rollout, policy = await play(client, chat, [8, END_TOKEN])
-    _, last = policy.prompts[0]
+    _, prompt_token = policy.prompts[0]
     [sequence] = rollout.sequences
-    assert sequence.token_ids.tolist() == [0, last, 8, END_TOKEN]
+    assert sequence.token_ids.tolist() == [0, prompt_token, 8, END_TOKEN]
     assert sequence.loss_mask.tolist() == [False, False, True, True]
     assert rollout.status is RolloutStatus.TERMINATED
 
@@ -129,7 +129,7 @@ async def test_a_token_that_does_not_exist_is_an_invalid_action(
 
 
 async def test_each_reward_needs_a_sampled_token(chat: ChatTokenizer) -> None:
-    policy = TokenScript(iter([[1, 2]]))
+    policy = ScriptedTokenPolicy(iter([[1, 2]]))
     conversation = TokenConversation(policy, chat, LIMITS, SAMPLING, key=0)
     conversation.add_tokens([3])
     with pytest.raises(ValueError, match="got 1 rewards"):

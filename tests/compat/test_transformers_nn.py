@@ -11,11 +11,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork, LMCriticNetwork
 from tests.compat.tiny_models import tiny_model
 
-PAD = 0
+PAD_ID = 0
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a model with rotary positions, and of a model with position embeddings."""
     path = tmp_path_factory.mktemp("model")
     if request.param == "llama":
@@ -28,13 +28,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def actor(folder: str) -> LMActorNetwork:
-    return LMActorNetwork(folder, pad_token_id=PAD)
+def actor(model_folder: str) -> LMActorNetwork:
+    return LMActorNetwork(model_folder, pad_token_id=PAD_ID)
 
 
 @pytest.fixture(scope="module")
-def critic(folder: str) -> LMCriticNetwork:
-    network = LMCriticNetwork(folder, pad_token_id=PAD)
+def critic(model_folder: str) -> LMCriticNetwork:
+    network = LMCriticNetwork(model_folder, pad_token_id=PAD_ID)
     torch.nn.init.normal_(network.model.score.weight)
     return network
 
@@ -51,29 +51,29 @@ def test_padding_does_not_change_the_output(
     actor: LMActorNetwork, critic: LMCriticNetwork, side: str
 ) -> None:
     states = [[5, 6, 7, 8, 9], [11, 12]]
-    filler = [PAD] * 3
-    short = [*filler, *states[1]] if side == "left" else [*states[1], *filler]
-    padded = torch.tensor([states[0], short])
+    padding = [PAD_ID] * 3
+    short_state = [*padding, *states[1]] if side == "left" else [*states[1], *padding]
+    padded_states = torch.tensor([states[0], short_state])
     for network in (actor, critic):
-        alone = torch.stack([network(torch.tensor(state)) for state in states])
-        torch.testing.assert_close(network(padded), alone, atol=1e-5, rtol=0)
+        separate_outputs = torch.stack([network(torch.tensor(state)) for state in states])
+        torch.testing.assert_close(network(padded_states), separate_outputs, atol=1e-5, rtol=0)
 
 
 def test_a_pad_token_inside_a_state_is_not_padding(actor: LMActorNetwork) -> None:
-    with_pad, without_pad = torch.tensor([5, PAD, 7]), torch.tensor([5, 7])
+    with_pad, without_pad = torch.tensor([5, PAD_ID, 7]), torch.tensor([5, 7])
     assert not torch.allclose(actor(with_pad), actor(without_pad), atol=1e-3)
 
 
 def test_a_mask_decides_whether_a_pad_token_is_padding(actor: LMActorNetwork) -> None:
-    state = torch.tensor([5, 6, PAD])
+    state = torch.tensor([5, 6, PAD_ID])
     logits = actor(state, attention_mask=torch.ones(3))
     torch.testing.assert_close(logits, actor.model(input_ids=state[None]).logits[0, -1])
     torch.testing.assert_close(actor(state), actor(state[:2]))
 
 
-def test_pad_token_none_means_no_padding(folder: str) -> None:
-    actor = LMActorNetwork(folder, pad_token_id=None)
-    state = torch.tensor([5, 6, PAD])
+def test_pad_token_none_means_no_padding(model_folder: str) -> None:
+    actor = LMActorNetwork(model_folder, pad_token_id=None)
+    state = torch.tensor([5, 6, PAD_ID])
     torch.testing.assert_close(actor(state), actor.model(input_ids=state[None]).logits[0, -1])
 
 
@@ -81,9 +81,9 @@ def test_float_token_ids_are_accepted(actor: LMActorNetwork) -> None:
     torch.testing.assert_close(actor(torch.tensor([5.0, 6.0])), actor(torch.tensor([5, 6])))
 
 
-def test_a_new_critic_returns_0_and_can_learn(folder: str) -> None:
+def test_a_new_critic_returns_0_and_can_learn(model_folder: str) -> None:
     torch.manual_seed(0)
-    critic = LMCriticNetwork(folder, pad_token_id=PAD)
+    critic = LMCriticNetwork(model_folder, pad_token_id=PAD_ID)
     states, returns = torch.tensor([[5, 6], [7, 8]]), torch.tensor([[1.0], [-1.0]])
     assert critic(states).tolist() == [[0.0], [0.0]]
     optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2)
@@ -99,4 +99,4 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     from ludus.proto.errors import NotFoundError
 
     with pytest.raises(NotFoundError, match="the model cannot be loaded"):
-        LMActorNetwork(str(tmp_path), pad_token_id=PAD)
+        LMActorNetwork(str(tmp_path), pad_token_id=PAD_ID)

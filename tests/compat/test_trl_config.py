@@ -41,7 +41,7 @@ def make_run(num_prompts: int = 64, **fields: Any) -> Any:
     )
 
 
-def value_at(run: Any, path: str) -> Any:
+def get_value(run: Any, path: str) -> Any:
     """Return the value at a dotted path of the run."""
     for name in path.split("."):
         run = getattr(run, name)
@@ -117,7 +117,7 @@ def test_every_field_is_in_one_table() -> None:
 def test_a_field_becomes_a_setting_of_the_run(
     fields: dict[str, Any], path: str, value: Any
 ) -> None:
-    assert value_at(make_run(**fields), path) == value
+    assert get_value(make_run(**fields), path) == value
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_value_of_another_type_is_refused_in_the_constructor(
         setattr(args, *next(iter(fields.items())))
 
 
-NUMBERS = [
+NUMBER_FIELDS = [
     name
     for name, (default, _) in MAPPED_FIELDS.items()
     if isinstance(default, (int, float)) and not isinstance(default, bool)
@@ -242,23 +242,25 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("use_vllm", [False, True])
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", NUMBER_FIELDS)
 def test_the_error_of_an_invalid_number_names_its_field(name: str, use_vllm: bool) -> None:
-    refused = False
+    is_refused = False
     for value in (-1, -0.5, 0, 1e-9, 0.5, 1, 1.5, 2, 3.5, 8, 70_000, 2**40, 1e30, True, "8"):
         try:
             make_run(10_000_000, **{"use_vllm": use_vllm, name: value})
         except ConfigError as error:
-            refused = True
+            is_refused = True
             assert "is not a valid run" not in str(error), (value, str(error))
             assert name in str(error) or "expected at least" in str(error), (value, str(error))
-    assert refused or name == "resume_from_checkpoint"
+    assert is_refused or name == "resume_from_checkpoint"
 
 
 def test_save_total_limit_of_0_or_less_is_no_limit() -> None:
-    kept = {make_run(save_total_limit=limit).training.keep_checkpoints for limit in (None, 0, -1)}
-    assert len(kept) == 1
-    assert kept.pop() > 1000
+    checkpoint_limits = {
+        make_run(save_total_limit=limit).training.keep_checkpoints for limit in (None, 0, -1)
+    }
+    assert len(checkpoint_limits) == 1
+    assert checkpoint_limits.pop() > 1000
 
 
 def test_every_default_has_the_type_of_its_field() -> None:
@@ -293,8 +295,8 @@ def test_a_field_without_effect_is_noted_once(capsys: pytest.CaptureFixture[str]
 
 def test_a_configuration_can_be_copied_and_pickled() -> None:
     args = GRPOConfig("out", num_generations=4)
-    for other in (copy.copy(args), copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
-        assert vars(other) == vars(args)
+    for copied_args in (copy.copy(args), copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        assert vars(copied_args) == vars(args)
     assert repr(args) == "GRPOConfig(output_dir='out', num_generations=4)"
     assert not hasattr(args, "warmup_ratio")
     with pytest.raises(ConfigError, match="temprature"):

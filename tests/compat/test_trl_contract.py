@@ -15,7 +15,7 @@ from ludus.trainer.compat.trl.rollout.contract import (
     read_rows,
 )
 
-TWO_BY_TWO = RowRules("m:f", num_prompts=2, num_generations=2, vocab_size=100, max_tokens=6)
+ROW_RULES = RowRules("m:f", num_prompts=2, num_generations=2, vocab_size=100, max_tokens=6)
 
 
 def make_columns(**changes: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def test_prompts_need_not_repeat_and_columns_can_be_arrays_or_one_value() -> Non
             env_reward=np.arange(4),
             run="a",
         ),
-        TWO_BY_TWO,
+        ROW_RULES,
     )
     assert [row.prompt_ids for row in rows] == [[1, 2], [1, 2], [3], [3]]
     assert [row.logprobs for row in rows][:2] == [[-0.1], [-0.2, -0.3]]
@@ -73,7 +73,7 @@ def test_prompts_need_not_repeat_and_columns_can_be_arrays_or_one_value() -> Non
 
 
 def test_mask_separates_sampled_tokens() -> None:
-    rows = read_rows(make_columns(env_mask=[[1], [0, 1], [1], [1, 0, 1]]), TWO_BY_TWO)
+    rows = read_rows(make_columns(env_mask=[[1], [0, 1], [1], [1, 0, 1]]), ROW_RULES)
     assert [list(row.sampled_spans) for row in rows] == [
         [(0, 1)],
         [(1, 2)],
@@ -137,9 +137,9 @@ def test_mask_separates_sampled_tokens() -> None:
 )
 def test_invalid_value_is_refused_with_its_row(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RolloutFunctionError, match=f"rollout function 'm:f' .*{message}"):
-        read_rows(make_columns(**changes), TWO_BY_TWO)
+        read_rows(make_columns(**changes), ROW_RULES)
 
 
 def test_value_that_is_no_dictionary_is_refused() -> None:
     with pytest.raises(RolloutFunctionError, match="must return a dictionary"):
-        read_rows(None, TWO_BY_TWO)
+        read_rows(None, ROW_RULES)

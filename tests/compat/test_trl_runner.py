@@ -46,8 +46,8 @@ from openspiel_env import make_environment
 from tests.compat import trl_functions
 from tests.rollout.engine_pair import TOLERANCE, make_folder, make_transformers_engine
 
-G = 4
-SPECS = [GroupSpec(0, "blackjack", (5,) * G), GroupSpec(1, "blackjack", (6,) * G)]
+GROUP_SIZE = 4
+SPECS = [GroupSpec(0, "blackjack", (5,) * GROUP_SIZE), GroupSpec(1, "blackjack", (6,) * GROUP_SIZE)]
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 async def client() -> AsyncIterator[AsyncEnvClient]:
     async with (
         EnvServer(lambda: make_environment(game="blackjack"), ServerOptions(port=0)) as server,
-        await AsyncEnvClient.connect(server.grpc_address) as connected,
+        await AsyncEnvClient.connect(server.grpc_address) as environment_client,
     ):
-        yield connected
+        yield environment_client
 
 
 def make_config(function: str, environment: Any = (), **rollout: Any) -> Any:
@@ -76,7 +76,7 @@ def make_config(function: str, environment: Any = (), **rollout: Any) -> Any:
                 **dict(environment),
             },
             "rollout": {
-                "group_size": G,
+                "group_size": GROUP_SIZE,
                 "max_completion_tokens": 5,
                 "max_tokens": 64,
                 "generate_port": 0,
@@ -88,7 +88,7 @@ def make_config(function: str, environment: Any = (), **rollout: Any) -> Any:
 
 
 @dataclass
-class StartedWorker:
+class WorkerParts:
     """The parts of a rollout worker that one environment needs."""
 
     run: LanguageModelRun
@@ -104,16 +104,14 @@ class StartedWorker:
 @pytest.fixture
 def start_worker(model_path: str, client: AsyncEnvClient) -> Any:
     @asynccontextmanager
-    async def start(function: str, **rollout: Any) -> AsyncIterator[StartedWorker]:
+    async def start(function: str, **rollout: Any) -> AsyncIterator[WorkerParts]:
         run = make_config(function, **rollout)
         chat = ChatTokenizer(load_tokenizer(model_path))
         engine = AsyncEngine(make_transformers_engine(model_path))
         try:
             async with AsyncExitStack() as stack:
                 components = RunnerComponents(run, "blackjack", client, engine, chat, stack)
-                yield StartedWorker(
-                    run, await GroupPlayer.start(components, RewardModels()), engine
-                )
+                yield WorkerParts(run, await GroupPlayer.start(components, RewardModels()), engine)
         finally:
             engine.close()
 
@@ -156,8 +154,11 @@ async def test_all_signatures_play_the_same_groups(start_worker: Any) -> None:
     assert groups[0] == groups[1] == groups[2]
     assert [group.index for group in groups[0]] == [0, 1]
     rollouts = [rollout for group in groups[0] for rollout in group.rollouts]
-    assert [rollout.seed for rollout in rollouts] == [5] * G + [6] * G
-    assert len({tuple(rollout.sequences[0].token_ids.tolist()) for rollout in rollouts}) == 2 * G
+    assert [rollout.seed for rollout in rollouts] == [5] * GROUP_SIZE + [6] * GROUP_SIZE
+    assert (
+        len({tuple(rollout.sequences[0].token_ids.tolist()) for rollout in rollouts})
+        == 2 * GROUP_SIZE
+    )
     assert all(rollout.reward == rollout.episode_return for rollout in rollouts)
 
 
@@ -191,24 +192,24 @@ async def test_environment_tokens_are_not_trained_on(start_worker: Any) -> None:
 async def test_rows_have_transcripts(start_worker: Any) -> None:
     groups = await play_groups(start_worker, "two_completions")
     assert [len(group.transcripts) for group in groups] == [2, 0]
-    first, second = groups[0].transcripts[0].turns
-    assert [message.role for message in first.shown] == ["user"]
-    assert [message.role for message in second.shown] == ["environment"]
+    first_turn, second_turn = groups[0].transcripts[0].turns
+    assert [message.role for message in first_turn.shown] == ["user"]
+    assert [message.role for message in second_turn.shown] == ["environment"]
     assert groups[0].transcripts[0].reward == 3.0
 
 
 async def test_function_receives_prompts_and_sampling_settings(start_worker: Any) -> None:
     await play_groups(start_worker, "complete_over_http")
     prompts, args = trl_functions.CALLS[0]
-    assert (len(prompts), args.num_generations, args.max_completion_length) == (2, G, 5)
+    assert (len(prompts), args.num_generations, args.max_completion_length) == (2, GROUP_SIZE, 5)
     assert (args.temperature, args.top_p, args.top_k, args.min_p) == (1.0, 1.0, 0, None)
     with pytest.raises(AttributeError, match="args has no 'learning_rate' in this run"):
         _ = args.learning_rate
     trl_functions.CALLS.clear()
     await play_groups(start_worker, "complete_by_call")
     prompts, trainer = trl_functions.CALLS[0]
-    assert (len(prompts), trainer.args.num_generations) == (2 * G, G)
-    assert prompts[0] == prompts[G - 1] != prompts[G]
+    assert (len(prompts), trainer.args.num_generations) == (2 * GROUP_SIZE, GROUP_SIZE)
+    assert prompts[0] == prompts[GROUP_SIZE - 1] != prompts[GROUP_SIZE]
     assert trainer.state.global_step == 0
 
 
@@ -224,9 +225,9 @@ async def test_environment_can_have_its_own_limits(start_worker: Any) -> None:
 async def test_rewards_are_computed_once_for_all_groups_of_a_call(start_worker: Any) -> None:
     await play_groups(start_worker, "complete_by_call")
     [columns] = [call for call in trl_functions.CALLS if isinstance(call, dict)]
-    assert len(columns["completions"]) == 2 * G
+    assert len(columns["completions"]) == 2 * GROUP_SIZE
     assert columns["completions"][0][0]["role"] == "assistant"
-    assert columns["seed"] == [5] * G + [6] * G
+    assert columns["seed"] == [5] * GROUP_SIZE + [6] * GROUP_SIZE
 
 
 @pytest.mark.parametrize(
@@ -278,22 +279,24 @@ async def test_port_responds_like_a_server_of_trl(model_path: str) -> None:
         assert response["prompt_ids"][1] == [5, 9, 11]
         for ids, logprobs in zip(response["completion_ids"], response["logprobs"], strict=True):
             assert len(ids) == len(logprobs) <= 4
-        greedy = {"prompts": ["hard 16"], "n": 2, "max_tokens": 3, "temperature": 0}
-        ids = (await http.post(url, json=greedy)).json()["completion_ids"]
+        greedy_request = {"prompts": ["hard 16"], "n": 2, "max_tokens": 3, "temperature": 0}
+        ids = (await http.post(url, json=greedy_request)).json()["completion_ids"]
         assert ids[0] == ids[1]
-        unlimited = (await http.post(url, json={"prompts": [[5, 9]], "max_tokens": 10**9})).json()
-        assert 0 < len(unlimited["completion_ids"][0]) <= 62
+        unlimited_response = (
+            await http.post(url, json={"prompts": [[5, 9]], "max_tokens": 10**9})
+        ).json()
+        assert 0 < len(unlimited_response["completion_ids"][0]) <= 62
 
 
 async def test_port_refuses_unknown_fields_and_large_requests(model_path: str) -> None:
     async with open_port(model_path) as url, httpx.AsyncClient(timeout=60) as http:
-        unknown = await http.post(url, json={"prompts": ["a"], "best_of": 3})
-        assert unknown.status_code == 422
-        assert unknown.json()["detail"][0]["loc"] == ["body", "best_of"]
-        too_long = await http.post(url, json={"prompts": [[1] * 64]})
-        assert "rollout.max_tokens = 64, got one of 64" in too_long.json()["detail"]
-        too_large = await http.post(url, content=b" " * (MAX_MESSAGE_BYTES + 1))
-        assert (too_large.status_code, too_large.json()["detail"]) == (
+        unknown_response = await http.post(url, json={"prompts": ["a"], "best_of": 3})
+        assert unknown_response.status_code == 422
+        assert unknown_response.json()["detail"][0]["loc"] == ["body", "best_of"]
+        long_response = await http.post(url, json={"prompts": [[1] * 64]})
+        assert "rollout.max_tokens = 64, got one of 64" in long_response.json()["detail"]
+        large_response = await http.post(url, content=b" " * (MAX_MESSAGE_BYTES + 1))
+        assert (large_response.status_code, large_response.json()["detail"]) == (
             413,
             f"expected at most {MAX_MESSAGE_BYTES} bytes",
         )
@@ -316,8 +319,8 @@ async def test_request_that_would_stop_the_engine_is_refused(
     model_path: str, body: dict[str, Any], message: str
 ) -> None:
     async with open_port(model_path) as url, httpx.AsyncClient(timeout=60) as http:
-        refused = await http.post(url, json=body)
-        assert refused.status_code == 422 and message in refused.json()["detail"]
+        refused_response = await http.post(url, json=body)
+        assert refused_response.status_code == 422 and message in refused_response.json()["detail"]
         assert (await http.post(url, json={"prompts": ["hard 16"]})).status_code == 200
 
 
@@ -338,8 +341,8 @@ def test_overrides_are_checked() -> None:
 
 def test_prompts_are_checked(model_path: str) -> None:
     chat = ChatTokenizer(load_tokenizer(model_path))
-    unused: Any = None
-    completions = CompletionService(unused, chat, 64, 0, 0)
+    placeholder: Any = None
+    completions = CompletionService(placeholder, chat, 64, 0, 0)
     with pytest.raises(RolloutFunctionError, match=r"as_chat = False needs a prompt of text"):
         completions.encode_prompt([{"role": "user", "content": "a"}], as_chat=False)
     args = SimpleNamespace(num_generations=1, max_completion_length=8)
@@ -351,18 +354,20 @@ def test_prompts_are_checked(model_path: str) -> None:
         Sampling(1.0, 8),
         completions,
         RolloutCall([0]),
-        unused,
+        placeholder,
     )
     with pytest.raises(RolloutFunctionError, match=r"got the text 'hard 16'; write \[prompt\]"):
         generate_rollout_completions(trainer, "hard 16")
 
 
 async def test_port_in_use_is_replaced_by_a_free_one(model_path: str) -> None:
-    unused: Any = None
-    completions = CompletionService(unused, ChatTokenizer(load_tokenizer(model_path)), 64, 0, 0)
-    first = GeneratePort(completions, 0)
-    second = GeneratePort(completions, first.port)
-    assert second.port not in (0, first.port)
+    placeholder: Any = None
+    completions = CompletionService(
+        placeholder, ChatTokenizer(load_tokenizer(model_path)), 64, 0, 0
+    )
+    first_port = GeneratePort(completions, 0)
+    second_port = GeneratePort(completions, first_port.port)
+    assert second_port.port not in (0, first_port.port)
 
 
 def test_runner_must_be_registered() -> None:

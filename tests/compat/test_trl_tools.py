@@ -16,7 +16,7 @@ from ludus.trainer.compat.trl.tools import REWARD_COLUMN, ToolRollout, environme
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 
-CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+CALL_TEMPLATE = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 
 
 class Counter:
@@ -56,28 +56,32 @@ def chat() -> ChatTokenizer:
     return ChatTokenizer(make_tokenizer(["count add double from total"] * 5, 320))
 
 
-class Scripted(RolloutTrainer):
+class ScriptedTrainer(RolloutTrainer):
     """A trainer that samples from a script: one list per episode, log-prob -1 for each token."""
 
     def __init__(self, chat: ChatTokenizer, rows: list[dict[str, Any]], script: list[list[str]]):
         self._chat = chat
-        self._script = [iter(answers) for answers in script]
+        self._script = [iter(responses) for responses in script]
         self._row_by_prompt: dict[tuple[int, ...], int] = {}
         self.rows = rows
         self.processing_class = chat.tokenizer
         self.state = RolloutTrainerState(0)
         self.args = SimpleNamespace(chat_template_kwargs=None)
         self.max_completion_length = 400
-        self.sent: list[list[list[int]]] = []
+        self.prompts_by_call: list[list[list[int]]] = []
 
     def generate_rollout_completions(self, prompts: Any, overrides: Any, as_chat: Any) -> Any:
-        if not self.sent:
-            self._first = [list(prompt) for prompt in prompts]
-        self.sent.append([list(prompt) for prompt in prompts])
+        if not self.prompts_by_call:
+            self._first_prompts = [list(prompt) for prompt in prompts]
+        self.prompts_by_call.append([list(prompt) for prompt in prompts])
         outputs = []
         for prompt in prompts:
-            number = next(n for n, first in enumerate(self._first) if prompt[: len(first)] == first)
-            ids = self._chat.encode_completion(next(self._script[number]))[
+            row_index = next(
+                n
+                for n, first_prompt in enumerate(self._first_prompts)
+                if prompt[: len(first_prompt)] == first_prompt
+            )
+            ids = self._chat.encode_completion(next(self._script[row_index]))[
                 : overrides["max_tokens"]
             ]
             outputs.append(
@@ -97,33 +101,37 @@ def make_prompts(rows: list[dict[str, Any]]) -> list[Any]:
 
 def test_tools_are_called_until_a_response_has_no_call(chat: ChatTokenizer) -> None:
     rows: list[dict[str, Any]] = [{"start": 1, "level": "a"}, {"start": 5}]
-    trainer = Scripted(
+    trainer = ScriptedTrainer(
         chat,
         rows,
         [
-            [CALL % ("add", '{"n": 2}'), CALL % ("double", "{}"), "done"],
-            [CALL % ("add", '{"n": -1}') + CALL % ("fly", "{}"), "give up"],
+            [CALL_TEMPLATE % ("add", '{"n": 2}'), CALL_TEMPLATE % ("double", "{}"), "done"],
+            [CALL_TEMPLATE % ("add", '{"n": -1}') + CALL_TEMPLATE % ("fly", "{}"), "give up"],
         ],
     )
-    played = ToolRollout([], {None: Counter}, None)(make_prompts(rows), trainer)
-    assert played[REWARD_COLUMN] == [6.0, 5.0]
-    assert environment_reward(**{REWARD_COLUMN: played[REWARD_COLUMN]}) == [6.0, 5.0]
-    assert (played["num_tool_calls"], played["num_tool_calls_failed"]) == ([2, 2], [0, 2])
-    assert played["environments"][0].columns["level"] == "a"
-    first, second = [chat.decode(ids) for ids in played["completion_ids"]]
-    assert "done" in first
-    assert "no negative numbers" in second and "no tool 'fly'" in second
+    columns = ToolRollout([], {None: Counter}, None)(make_prompts(rows), trainer)
+    assert columns[REWARD_COLUMN] == [6.0, 5.0]
+    assert environment_reward(**{REWARD_COLUMN: columns[REWARD_COLUMN]}) == [6.0, 5.0]
+    assert (columns["num_tool_calls"], columns["num_tool_calls_failed"]) == ([2, 2], [0, 2])
+    assert columns["environments"][0].columns["level"] == "a"
+    first_text, second_text = [chat.decode(ids) for ids in columns["completion_ids"]]
+    assert "done" in first_text
+    assert "no negative numbers" in second_text and "no tool 'fly'" in second_text
     for ids, logprobs, mask in zip(
-        played["completion_ids"], played["logprobs"], played["env_mask"], strict=True
+        columns["completion_ids"], columns["logprobs"], columns["env_mask"], strict=True
     ):
         assert len(ids) == len(logprobs) == len(mask)
         assert {1: -1.0, 0: 0.0}[mask[0]] == logprobs[0]
         assert [-1.0 if is_sampled else 0.0 for is_sampled in mask] == logprobs
     # Every prompt begins with the earlier tokens, so no text is encoded twice.
-    for previous, current in zip(trainer.sent, trainer.sent[1:], strict=False):
-        assert any(current[0][: len(sent)] == sent for sent in previous)
-    assert "from 1" in chat.decode(played["prompt_ids"][0])
-    assert "Add a number." in chat.decode(played["prompt_ids"][0])
+    for previous, current in zip(
+        trainer.prompts_by_call, trainer.prompts_by_call[1:], strict=False
+    ):
+        assert any(
+            current[0][: len(previous_prompt)] == previous_prompt for previous_prompt in previous
+        )
+    assert "from 1" in chat.decode(columns["prompt_ids"][0])
+    assert "Add a number." in chat.decode(columns["prompt_ids"][0])
 
 
 def test_an_error_of_a_tool_is_its_result(
@@ -143,26 +151,30 @@ def test_an_error_of_a_tool_is_its_result(
         circular: list[Any] = []
         return [*circular, circular.append(circular) or circular]
 
-    script = [[CALL % ("leave", '{"code": 3}'), CALL % ("circle", "{}"), "done"]]
-    played = ToolRollout([leave, circle], {}, None)(
-        make_prompts([{}]), Scripted(chat, [{}], script)
+    script = [[CALL_TEMPLATE % ("leave", '{"code": 3}'), CALL_TEMPLATE % ("circle", "{}"), "done"]]
+    columns = ToolRollout([leave, circle], {}, None)(
+        make_prompts([{}]), ScriptedTrainer(chat, [{}], script)
     )
-    text = chat.decode(played["completion_ids"][0])
+    text = chat.decode(columns["completion_ids"][0])
     assert "error: SystemExit(3)" in text and "error: Circular reference" in text
-    assert played["num_tool_calls_failed"] == [2]
+    assert columns["num_tool_calls_failed"] == [2]
 
 
 def test_limits_on_calls_and_length_end_an_episode(chat: ChatTokenizer) -> None:
     rows: list[dict[str, Any]] = [{}]
-    endless = [[CALL % ("add", '{"n": 1}')] * 50]
-    limited = ToolRollout([], {None: Counter}, 2)(make_prompts(rows), Scripted(chat, rows, endless))
-    assert limited[REWARD_COLUMN] == [3.0], "three answers, the last of which is not answered"
-    assert limited["env_mask"][0][-1] == 1
-    trainer = Scripted(chat, rows, endless)
+    endless_script = [[CALL_TEMPLATE % ("add", '{"n": 1}')] * 50]
+    limited_columns = ToolRollout([], {None: Counter}, 2)(
+        make_prompts(rows), ScriptedTrainer(chat, rows, endless_script)
+    )
+    assert limited_columns[REWARD_COLUMN] == [3.0], (
+        "three answers, the last of which is not answered"
+    )
+    assert limited_columns["env_mask"][0][-1] == 1
+    trainer = ScriptedTrainer(chat, rows, endless_script)
     trainer.max_completion_length = 90
-    truncated = ToolRollout([], {None: Counter}, None)(make_prompts(rows), trainer)
-    assert len(truncated["completion_ids"][0]) <= 90
-    assert truncated["env_mask"][0][-1] == 1
+    truncated_columns = ToolRollout([], {None: Counter}, None)(make_prompts(rows), trainer)
+    assert len(truncated_columns["completion_ids"][0]) <= 90
+    assert truncated_columns["env_mask"][0][-1] == 1
 
 
 def test_rows_select_environments_by_name(chat: ChatTokenizer) -> None:
@@ -174,8 +186,8 @@ def test_rows_select_environments_by_name(chat: ChatTokenizer) -> None:
         {"environment": "loud", "start": 2},
     ]
     rollout = ToolRollout([], {"loud": Counter, "silent": Silent}, None)
-    played = rollout(make_prompts(rows), Scripted(chat, rows, [["done"], ["done"]]))
-    assert [type(environment) for environment in played["environments"]] == [Silent, Counter]
+    columns = rollout(make_prompts(rows), ScriptedTrainer(chat, rows, [["done"], ["done"]]))
+    assert [type(environment) for environment in columns["environments"]] == [Silent, Counter]
     messages = {"prompt": [{"role": "user", "content": "count"}]}
     with pytest.raises(ConfigError, match="row 0 has environment = None"):
         rollout.check_rows([messages], "train_dataset")
@@ -183,7 +195,7 @@ def test_rows_select_environments_by_name(chat: ChatTokenizer) -> None:
 
 def test_a_pickled_rollout_has_no_tool_instances(chat: ChatTokenizer) -> None:
     rollout = ToolRollout([], {None: Counter}, 3)
-    rollout([], Scripted(chat, [], []))
+    rollout([], ScriptedTrainer(chat, [], []))
     assert pickle.loads(pickle.dumps(rollout)).max_rounds == 3
 
 
@@ -198,13 +210,13 @@ def test_tools_that_cannot_be_called_are_refused_before_the_start(tmp_path: Any)
 
     args = GRPOConfig(str(tmp_path / "run"), max_completion_length=8)
     rows = [{"prompt": [{"role": "user", "content": "count"}]}] * 8
-    tiny = {"kind": "tiny"}
+    model_config = {"kind": "tiny"}
     for factory, message in (
         (Untyped, "tool 'guess' needs typed arguments"),
         (Unresettable, "a `reset` method"),
     ):
         with pytest.raises(ConfigError, match=message):
-            GRPOTrainer(tiny, args=args, train_dataset=rows, environment_factory=factory)
+            GRPOTrainer(model_config, args=args, train_dataset=rows, environment_factory=factory)
 
     def wise(completions: list[Any], wisdom: list[Any]) -> list[float]:
         return [0.0 for _ in completions]
@@ -221,15 +233,15 @@ def test_tools_that_cannot_be_called_are_refused_before_the_start(tmp_path: Any)
     ):
         arguments = {"train_dataset": rows, "environment_factory": Counter, **fields}
         with pytest.raises(ConfigError, match=message):
-            GRPOTrainer(tiny, args=args, **arguments)
+            GRPOTrainer(model_config, args=args, **arguments)
     with pytest.raises(ConfigError, match="would be ignored"):
         GRPOTrainer(
-            tiny,
+            model_config,
             args=args,
             train_dataset=rows,
             environment_factory=Counter,
             rollout_func=lambda prompts, trainer: {},
         )
-    trainer = GRPOTrainer(tiny, args=args, train_dataset=rows, environment_factory=Counter)
+    trainer = GRPOTrainer(model_config, args=args, train_dataset=rows, environment_factory=Counter)
     [term] = trainer.run.environment.rewards
     assert (term.name, term.weight) == ("Counter", 1.0)

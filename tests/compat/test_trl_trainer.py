@@ -20,7 +20,7 @@ from ludus.trainer.core.functions import import_callable
 from ludus.trainer.driver.loops.steps import Step
 
 ROWS = [{"prompt": f"word {n}", "answer": n} for n in range(16)]
-TINY = {"kind": "tiny", "max_tokens": 128}
+TINY_MODEL = {"kind": "tiny", "max_tokens": 128}
 
 
 def by_answer(completions: list[str], answer: list[int], **_: Any) -> list[float]:
@@ -34,7 +34,7 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
 def make_trainer(tmp_path: Path, **fields: Any) -> GRPOTrainer:
     config_fields = {"use_cpu": True, "max_completion_length": 8}
     args = fields.pop("args", None) or GRPOConfig(str(tmp_path / "run"), **config_fields)
-    arguments = {"model": TINY, "reward_funcs": by_answer, "train_dataset": ROWS, **fields}
+    arguments = {"model": TINY_MODEL, "reward_funcs": by_answer, "train_dataset": ROWS, **fields}
     return GRPOTrainer(args=args, **arguments)
 
 
@@ -123,7 +123,7 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
         ({"rollout_func": len}, r"must have one of the signatures .* it has \(obj\)"),
         ({"environment_factory": 5}, "environment_factory must be a class, or a function"),
         (
-            {"model": TINY, "args": GRPOConfig(chat_template_kwargs={"date": "today"})},
+            {"model": TINY_MODEL, "args": GRPOConfig(chat_template_kwargs={"date": "today"})},
             r"only enable_thinking, but has \['date'\]",
         ),
     ],
@@ -151,15 +151,15 @@ def test_weights_belong_to_the_functions_in_their_order(tmp_path: Path) -> None:
     def brief(completions: list[str], **_: Any) -> list[float]:
         return [-float(len(completion)) for completion in completions]
 
-    def config(weights: list[float]) -> GRPOConfig:
+    def make_config(weights: list[float]) -> GRPOConfig:
         path, length = str(tmp_path / "run"), 8
         return GRPOConfig(path, max_completion_length=length, reward_weights=weights)
 
-    trainer = make_trainer(tmp_path, reward_funcs=[by_answer, brief], args=config([1.0, 0.5]))
+    trainer = make_trainer(tmp_path, reward_funcs=[by_answer, brief], args=make_config([1.0, 0.5]))
     terms = trainer.run.environment.rewards
     assert [(term.name, term.weight) for term in terms] == [("by_answer", 1.0), ("brief", 0.5)]
     with pytest.raises(ConfigError, match="reward_weights has 1 numbers, but there are 2"):
-        make_trainer(tmp_path, reward_funcs=[by_answer, brief], args=config([1.0]))
+        make_trainer(tmp_path, reward_funcs=[by_answer, brief], args=make_config([1.0]))
 
 
 def test_nan_in_a_column_is_a_missing_value(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_completions_are_available_only_in_a_rollout_function(tmp_path: Path) ->
         _ = trainer.accelerator
 
 
-def step(number: int, reward: float) -> Step:
+def make_step(number: int, reward: float) -> Step:
     values = {
         TrainMetric.LOSS: 1.0,
         TrainMetric.REWARD_MEAN: reward,
@@ -206,11 +206,15 @@ def test_the_history_contains_means_between_entries() -> None:
     state, args = TrainerState(), GRPOConfig(logging_steps=4, logging_first_step=True)
     batches = Batches(num_groups=2, num_minibatches=2, num_steps=5, num_prompts=8)
     for number in range(1, 6):
-        state.add(step(number, float(number)), args, batches)
+        state.add(make_step(number, float(number)), args, batches)
     result = state.finish()
     assert [entry["step"] for entry in state.log_history] == [2, 4, 8, 10]
     assert [entry["reward"] for entry in state.log_history] == [1.0, 2.0, 3.5, 5.0]
-    last = state.log_history[-1]
-    assert (last["rewards/r/mean"], last["completions/mean_length"]) == (5.0, 10.0)
-    assert (last["epoch"], last["num_tokens"], last["learning_rate"]) == (1.25, 500, 0.1)
+    last_entry = state.log_history[-1]
+    assert (last_entry["rewards/r/mean"], last_entry["completions/mean_length"]) == (5.0, 10.0)
+    assert (last_entry["epoch"], last_entry["num_tokens"], last_entry["learning_rate"]) == (
+        1.25,
+        500,
+        0.1,
+    )
     assert (result.global_step, result.training_loss) == (10, 1.0)

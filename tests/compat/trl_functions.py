@@ -12,14 +12,14 @@ from ludus.trainer.compat.trl import generate_rollout_completions
 
 Columns = dict[str, Any]
 
-RUNNING = threading.Semaphore(1)
+CALL_LOCK = threading.Semaphore(1)
 CALLS: list[Any] = []
 """Arguments with which the functions of this module were called."""
 
 
 def complete_over_http(prompts: list[str], args: Any, processing_class: Any) -> Columns:
     """Request completions from the server, with the oldest signature."""
-    assert RUNNING.acquire(blocking=False), "two calls run at the same time"
+    assert CALL_LOCK.acquire(blocking=False), "two calls run at the same time"
     CALLS.append((prompts, args))
     payload = {
         "prompts": prompts,
@@ -32,7 +32,7 @@ def complete_over_http(prompts: list[str], args: Any, processing_class: Any) -> 
     columns = httpx.post(url, json=payload, timeout=60).json()
     texts = processing_class.batch_decode(columns["completion_ids"], skip_special_tokens=True)
     columns["length"] = [float(len(text)) for text in texts]
-    RUNNING.release()
+    CALL_LOCK.release()
     return columns
 
 
@@ -55,10 +55,14 @@ def complete_by_call(prompts: list[str], trainer: Any) -> Columns:
 def two_completions(prompts: list[str], trainer: Any) -> Columns:
     """Sample two completions for each episode, with a token of the environment between them."""
     overrides = {"max_tokens": 2}
-    first = generate_rollout_completions(trainer, prompts, generation_overrides=overrides)
-    extended = [[*output["prompt_ids"], *output["completion_ids"], 7] for output in first]
-    second = generate_rollout_completions(trainer, extended, generation_overrides=overrides)
-    pairs = list(zip(first, second, strict=True))
+    first_outputs = generate_rollout_completions(trainer, prompts, generation_overrides=overrides)
+    extended_prompts = [
+        [*output["prompt_ids"], *output["completion_ids"], 7] for output in first_outputs
+    ]
+    second_outputs = generate_rollout_completions(
+        trainer, extended_prompts, generation_overrides=overrides
+    )
+    pairs = list(zip(first_outputs, second_outputs, strict=True))
     return {
         "prompt_ids": [a["prompt_ids"] for a, _ in pairs],
         "completion_ids": [[*a["completion_ids"], 7, *b["completion_ids"]] for a, b in pairs],

@@ -81,7 +81,7 @@ class Measured:
     failures: list[str] = field(default_factory=list)
 
 
-def python_with(framework: str) -> Path:
+def find_python(framework: str) -> Path:
     """The interpreter of the framework's virtual environment.
 
     Raises:
@@ -93,27 +93,27 @@ def python_with(framework: str) -> Path:
 
 def make_program(framework: str) -> list[str]:
     """The command that plays one episode."""
-    return [str(python_with(framework)), str(AGENTS / f"{framework}_agent.py")]
+    return [str(find_python(framework)), str(AGENTS / f"{framework}_agent.py")]
 
 
 @contextmanager
 def service(framework: str, folder: Path) -> Iterator[str]:
     """The address of a service that plays episodes; what it says on stderr stands in `folder`."""
-    command = [python_with(framework), AGENTS / "service.py", f"{framework}_agent", "--port", "0"]
+    command = [find_python(framework), AGENTS / "service.py", f"{framework}_agent", "--port", "0"]
     with (folder / "service.log").open("w") as log:
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
-            assert running.stdout is not None
-            address = running.stdout.readline().strip()
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
             assert address, (folder / "service.log").read_text()[-3000:]
             yield address
         finally:
-            running.kill()
-            running.communicate()
+            process.kill()
+            process.communicate()
 
 
 @asynccontextmanager
-async def boxes() -> AsyncIterator[tuple[AsyncEnvClient, Toolbox]]:
+async def serve_boxes() -> AsyncIterator[tuple[AsyncEnvClient, Toolbox]]:
     """The environment, served, and its tools."""
     async with (
         EnvServer(Boxes, ServerOptions(port=0)) as server,
@@ -137,23 +137,23 @@ async def measure(
     Raises:
         AssertionError: a token was trained that was not sampled so, or sampled and not trained.
     """
-    config, shown = (
+    config, teacher_config = (
         TypeAdapter[AgentConfig](AgentConfig).validate_python(fields)
         for fields in (agent, teacher or agent)
     )
     async with AsyncExitStack() as stack:
-        client, toolbox = await stack.enter_async_context(boxes())
-        games = await _games(shown, client, toolbox, seed)
-        model, chat = await asyncio.to_thread(_taught, games, seed)
+        client, toolbox = await stack.enter_async_context(serve_boxes())
+        conversations = await _play_games(teacher_config, client, toolbox, seed)
+        model, chat = await asyncio.to_thread(_train_on_games, conversations, seed)
         generator = stack.enter_context(
             closing(AsyncEngine(TransformersEngine(model, end_token_id=chat.end_token_id)))
         )
-        under_way = _RequestCounter(generator)
+        request_counter = _RequestCounter(generator)
         runner = AgentRunner(
             agent=await AgentHost.start(config, stack),
             environment="boxes",
             client=client,
-            generate=under_way,
+            generate=request_counter,
             chat=chat,
             renderer=ServerRenderer(),
             limits=LIMITS,
@@ -164,17 +164,17 @@ async def measure(
 
         async def play(number: int) -> None:
             async with slots:
-                recorded = Recorded(under_way)
+                recorded = Recorded(request_counter)
                 player = ScriptedPlayer(replace(runner, generate=recorded), run_seed=seed)
                 rollout = await player.play_episode(number, LIMITS.group_timeout_s)
-                await _check(measured, rollout, recorded, model)
+                await _check_rollout(measured, rollout, recorded, model)
 
         await asyncio.gather(*(play(number) for number in range(num_episodes)))
-        measured.most_at_once = under_way.max_requests
+        measured.most_at_once = request_counter.max_requests
         return measured
 
 
-async def _check(
+async def _check_rollout(
     measured: Measured, rollout: Rollout, recorded: Recorded, model: PreTrainedModel
 ) -> None:
     """Compare what is trained with what was sampled, and count it."""
@@ -193,27 +193,27 @@ async def _check(
     measured.largest_logprob_error = max(measured.largest_logprob_error, error)
 
 
-async def _games(
+async def _play_games(
     config: AgentConfig, client: AsyncEnvClient, toolbox: Toolbox, seed: int
 ) -> list[Conversation]:
     """Messages between the agent and the random policy."""
 
     async def play(game: int) -> list[Conversation]:
-        session, first = await client.open(seed=seed + 10_000 + game)
+        session, first_result = await client.open(seed=seed + 10_000 + game)
         try:
-            adapter = ToolAdapter(session, first, toolbox, 0.0)
-            draw = random.Random(f"framework's game {seed} {game}")
-            return await play_with_random_responses(agent, adapter, game, draw, LIMITS.max_turns)
+            adapter = ToolAdapter(session, first_result, toolbox, 0.0)
+            rng = random.Random(f"framework's game {seed} {game}")
+            return await play_with_random_responses(agent, adapter, game, rng, LIMITS.max_turns)
         finally:
             await session.close()
 
     async with AsyncExitStack() as stack:
         agent = await AgentHost.start(config, stack)
-        played = await asyncio.gather(*(play(game) for game in range(_NUM_GAMES)))
-    return [game for games in played for game in games]
+        game_conversations = await asyncio.gather(*(play(game) for game in range(_NUM_GAMES)))
+    return [game for games in game_conversations for game in games]
 
 
-def _taught(games: list[Conversation], seed: int) -> tuple[PreTrainedModel, ChatTokenizer]:
+def _train_on_games(games: list[Conversation], seed: int) -> tuple[PreTrainedModel, ChatTokenizer]:
     """Return a tiny model that has learned the form of this agent's responses."""
     torch.set_num_threads(1)
     tokenizer = make_tokenizer(list_conversation_texts(games), _MODEL.vocab_size)
@@ -228,13 +228,13 @@ class _RequestCounter:
 
     def __init__(self, generate: GenerateFunction) -> None:
         self._generate = generate
-        self._now = 0
+        self._num_requests = 0
         self.max_requests = 0
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Any:
-        self._now += 1
-        self.max_requests = max(self.max_requests, self._now)
+        self._num_requests += 1
+        self.max_requests = max(self.max_requests, self._num_requests)
         try:
             return await self._generate(prompt_ids, sampling, seed)
         finally:
-            self._now -= 1
+            self._num_requests -= 1

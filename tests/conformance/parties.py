@@ -25,7 +25,7 @@ from quiet_ports import quiet_ports
 from upstream_environment import install_upstream
 
 from ludus.env.client import ConnectOptions, EnvClient
-from tests.conformance.upstream.policy import choose, shown, state_shown
+from tests.conformance.upstream.policy import choose, remove_metadata, select_state
 
 UPSTREAM = Path(__file__).parent / "upstream"
 GAME = "blackjack"
@@ -58,16 +58,16 @@ class OurServer:
     session_key: str
 
 
-def upstream_python(requirement: str) -> Path:
+def upstream_python(package: str) -> Path:
     """The interpreter of a virtual environment with an upstream package and the game."""
-    return install_upstream(requirement, extra=[OPEN_SPIEL])
+    return install_upstream(package, extra=[OPEN_SPIEL])
 
 
 def play_with_upstream_client(version: str, address: str) -> Games:
     """The games that an upstream client of that version played."""
-    requirement, player = CLIENTS[version]
+    package, player = CLIENTS[version]
     return json.loads(
-        run_upstream(upstream_python(requirement), player, address, str(FIRST_SEED), str(NUM_GAMES))
+        run_upstream(upstream_python(package), player, address, str(FIRST_SEED), str(NUM_GAMES))
     )
 
 
@@ -84,11 +84,11 @@ def run_upstream(python: Path, program: str, *arguments: str) -> str:
     return completed.stdout
 
 
-def play_with_our_client(address: str, *, seeded: bool = True, **connect: Any) -> Games:
+def play_with_our_client(address: str, *, seeded: bool = True, **options: Any) -> Games:
     """The same games, played with our own client in one session."""
     games = []
     with EnvClient.connect(
-        address, ConnectOptions(connect_timeout_s=START_TIMEOUT_S, **connect)
+        address, ConnectOptions(connect_timeout_s=START_TIMEOUT_S, **options)
     ) as client:
         session = client.open_session()
         for seed in range(FIRST_SEED, FIRST_SEED + NUM_GAMES):
@@ -96,8 +96,11 @@ def play_with_our_client(address: str, *, seeded: bool = True, **connect: Any) -
             while not results[-1].done:
                 action = {"action_id": choose(results[-1].observation)}
                 results.append(session.step(action))
-            played = [[shown(item.observation), item.reward, item.done] for item in results]
-            games.append({"results": played, "state": state_shown(session.state())})
+            outcomes = [
+                [remove_metadata(result.observation), result.reward, result.done]
+                for result in results
+            ]
+            games.append({"results": outcomes, "state": select_state(session.state())})
     return games
 
 
@@ -105,8 +108,10 @@ def play_with_our_client(address: str, *, seeded: bool = True, **connect: Any) -
 def our_server(folder: Path, game: str, *arguments: str) -> Iterator[OurServer]:
     """Our server of a game; resets without a seed count upwards from FIRST_SEED."""
     counting = ("--first-seed", str(FIRST_SEED))
-    with our_package(folder, "openspiel_env", {"game": game}, *counting, *arguments) as running:
-        yield running
+    with our_package(
+        folder, "openspiel_env", {"game": game}, *counting, *arguments
+    ) as started_process:
+        yield started_process
 
 
 @contextmanager
@@ -122,10 +127,10 @@ def our_package(
         *("--ready-file", str(ready_file), *arguments),
     ]
     environment = {**os.environ, "LUDUS_SESSION_KEY": session_key}
-    with process(command, environment) as running:
-        wait_until(ready_file.exists, running)
-        ready = json.loads(ready_file.read_text())
-        yield OurServer(ready["http"], ready["grpc"], session_key)
+    with process(command, environment) as started_process:
+        wait_until(ready_file.exists, started_process)
+        is_ready = json.loads(ready_file.read_text())
+        yield OurServer(is_ready["http"], is_ready["grpc"], session_key)
 
 
 @contextmanager
@@ -141,22 +146,22 @@ def our_gateway(folder: Path, server: OurServer, token: str = "") -> Iterator[st
     if token:
         environment["LUDUS_GATEWAY_TOKEN"] = token
     credentials = f"player:{token}@" if token else ""
-    with process(command, environment) as running:
-        wait_until(lambda: answers(f"http://127.0.0.1:{port}/readyz"), running)
+    with process(command, environment) as started_process:
+        wait_until(lambda: responds(f"http://127.0.0.1:{port}/readyz"), started_process)
         yield f"http://{credentials}127.0.0.1:{port}/envs/{GAME}"
 
 
 @contextmanager
 def upstream_server(version: str, max_sessions: int = 512, game: str = GAME) -> Iterator[str]:
     """The address of OpenEnv's own server of that version; before 0.2 it holds one session."""
-    requirement, program = SERVERS[version]
+    package, program = SERVERS[version]
     [port] = quiet_ports(1)
     arguments = [game, str(port), str(FIRST_SEED), str(max_sessions)]
     with process(
-        [str(upstream_python(requirement)), "-I", str(UPSTREAM / program), *arguments]
-    ) as ours_only:
+        [str(upstream_python(package)), "-I", str(UPSTREAM / program), *arguments]
+    ) as started_process:
         address = f"http://127.0.0.1:{port}"
-        wait_until(lambda: answers(f"{address}/health"), ours_only)
+        wait_until(lambda: responds(f"{address}/health"), started_process)
         yield address
 
 
@@ -165,24 +170,24 @@ def process(
     command: list[str], environment: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
     """A process that ends with the context."""
-    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    started_process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        yield running
+        yield started_process
     finally:
-        running.kill()
-        running.communicate()
+        started_process.kill()
+        started_process.communicate()
 
 
-def wait_until(ready, running: subprocess.Popen[str]) -> None:
+def wait_until(is_ready, started_process: subprocess.Popen[str]) -> None:
     """Returns when `ready()` is true; fails when the process ends or takes too long."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while not ready():
-        assert running.poll() is None, running.communicate()[1][-3000:]
+    while not is_ready():
+        assert started_process.poll() is None, started_process.communicate()[1][-3000:]
         assert time.monotonic() < deadline_s, "it did not get ready"
         time.sleep(0.1)
 
 
-def answers(url: str) -> bool:
+def responds(url: str) -> bool:
     """True when a GET succeeds."""
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
@@ -191,7 +196,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def judge_rule(text: str) -> dict[str, Any]:
+def parse_json(text: str) -> dict[str, Any]:
     """The JSON object in a program's output."""
     match = re.search(r"\{.*\}", text, re.DOTALL)
     assert match, text

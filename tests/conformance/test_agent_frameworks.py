@@ -24,9 +24,9 @@ from tests.conformance.frameworks import (
     AGENTS,
     FRAMEWORKS,
     Measured,
+    find_python,
     make_program,
     measure,
-    python_with,
     service,
 )
 from tests.conformance.parties import UPSTREAM
@@ -43,24 +43,24 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module", params=FRAMEWORKS)
 def framework(request: pytest.FixtureRequest) -> str:
     """Return the name of a framework."""
-    made(request.param)
+    find_interpreter(request.param)
     return request.param
 
 
-def made(framework: str) -> Path:
+def find_interpreter(framework: str) -> Path:
     """Return the framework's interpreter; skip the test if it cannot be installed."""
     try:
-        return python_with(framework)
+        return find_python(framework)
     except UpstreamEnvironmentError as error:
         pytest.skip(f"{framework} cannot be installed here: {error}")
 
 
 @pytest_asyncio.fixture
 async def endpoint() -> AsyncIterator[AgentEndpoint]:
-    up = AgentEndpoint()
-    await up.start()
-    yield up
-    await up.stop()
+    agent_endpoint = AgentEndpoint()
+    await agent_endpoint.start()
+    yield agent_endpoint
+    await agent_endpoint.stop()
 
 
 async def run_scripted(
@@ -68,17 +68,23 @@ async def run_scripted(
 ) -> tuple[dict[str, Any], ConversationTree]:
     """Return the output of a program with scripted responses, and check the kept tokens."""
     chat = tiny_chat()
-    recorded = Recorded(_CutOff(ScriptedPolicy(chat, iter(answers))))
+    recorded = Recorded(_TruncatingPolicy(ScriptedPolicy(chat, iter(answers))))
     tree = ConversationTree(recorded, chat, LIMITS, Sampling(1.0, 1), key=0)
     with endpoint.open_episode(tree) as episode:
         access = episode.access
-        running = await asyncio.create_subprocess_exec(
-            *(made(framework), UPSTREAM / program, access.base_url, access.api_key, *arguments),
+        program_process = await asyncio.create_subprocess_exec(
+            *(
+                find_interpreter(framework),
+                UPSTREAM / program,
+                access.base_url,
+                access.api_key,
+                *arguments,
+            ),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
-        texts, errors = await running.communicate()
-    assert running.returncode == 0, errors.decode()[-3000:]
+        texts, errors = await program_process.communicate()
+    assert program_process.returncode == 0, errors.decode()[-3000:]
     check_exact(tree.make_sequences(), recorded.sampled)
     return json.loads(texts.splitlines()[-1]), tree
 
@@ -86,7 +92,7 @@ async def run_scripted(
 async def test_all_that_langchains_client_asks_for_is_done_or_refused_by_name(
     endpoint: AgentEndpoint,
 ) -> None:
-    red = ["Look", {"box": "red"}]
+    red_call = ["Look", {"box": "red"}]
     answers = (
         *("red", "green blue box" * 9, f"{CALL}{CALL}", f"Let me look.{CALL}", CALL, "green"),
         *(CALL, "one STOP two", "the key is here", "red", "green", "blue box"),
@@ -97,11 +103,11 @@ async def test_all_that_langchains_client_asks_for_is_done_or_refused_by_name(
     assert measured["streamed"]["text"] == "green blue box" * 9
     assert measured["streamed"]["num_pieces"] > 4 and measured["streamed"]["num_tokens"] > 9
     # parallel_tool_calls = false: of two sampled calls, one is made.
-    assert [call[:2] for call in measured["call"]["calls"]] == [red]
+    assert [call[:2] for call in measured["call"]["calls"]] == [red_call]
     assert measured["call"]["finish_reason"] == "tool_calls"
-    assert [call[:2] for call in measured["streamed_call"]["calls"]] == [red]
+    assert [call[:2] for call in measured["streamed_call"]["calls"]] == [red_call]
     assert measured["streamed_call"]["text"].strip() == "Let me look."
-    assert [call[:2] for call in measured["responses_call"]["calls"]] == [red]
+    assert [call[:2] for call in measured["responses_call"]["calls"]] == [red_call]
     assert measured["responses_streamed"]["text"] == "green"
     assert measured["structured"] == "red"
     assert measured["stopped"]["text"].strip() == "one"
@@ -130,17 +136,17 @@ async def test_an_agent_of_smolagents_with_its_own_prompts_is_answered(
         endpoint, "smolagents", "smolagents_wishes.py", answers, mode
     )
     assert measured["answer"] == "red"
-    looks = [["look", {"box": "blue"}], ["look", {"box": "red"}]]
-    assert measured["calls"] == [*looks, ["final_answer", {"answer": "red"}]]
+    look_calls = [["look", {"box": "blue"}], ["look", {"box": "red"}]]
+    assert measured["calls"] == [*look_calls, ["final_answer", {"answer": "red"}]]
     assert len(measured["errors"]) == 1  # "It is" contains no call, although a call was required
-    first, second, *_ = tree.turns
-    assert "look" in first.messages[0]["content"]
+    first_turn, second_turn, *_ = tree.turns
+    assert "look" in first_turn.messages[0]["content"]
     # The agent writes calls in its own words.
-    assert "Calling tools:" in second.messages[-2]["content"]
-    assert "nothing" in second.messages[-1]["content"]
+    assert "Calling tools:" in second_turn.messages[-2]["content"]
+    assert "nothing" in second_turn.messages[-1]["content"]
 
 
-class _CutOff:
+class _TruncatingPolicy:
     """A scripted policy that cuts its completions at the requested limit."""
 
     def __init__(self, policy: ScriptedPolicy) -> None:
@@ -149,19 +155,19 @@ class _CutOff:
     async def __call__(
         self, prompt_ids: list[int], sampling: Sampling, seed: int
     ) -> SampledCompletion:
-        texts = await self._policy(prompt_ids, sampling, seed)
-        largest = sampling.max_tokens
-        if len(texts.token_ids) <= largest:
-            return texts
+        completion = await self._policy(prompt_ids, sampling, seed)
+        max_tokens = sampling.max_tokens
+        if len(completion.token_ids) <= max_tokens:
+            return completion
         return replace(
-            texts,
-            token_ids=texts.token_ids[:largest],
-            logprobs=texts.logprobs[:largest],
+            completion,
+            token_ids=completion.token_ids[:max_tokens],
+            logprobs=completion.logprobs[:max_tokens],
             has_end_token=False,
         )
 
 
-def check(measured: Measured, num_episodes: int) -> None:
+def check_counts(measured: Measured, num_episodes: int) -> None:
     assert (measured.num_episodes, measured.failures) == (num_episodes, [])
     assert measured.num_answers >= num_episodes and measured.num_tool_calls > 0
     assert measured.largest_logprob_error < TOLERANCE
@@ -172,7 +178,7 @@ async def test_a_service_with_many_episodes_trains_on_its_samples(
 ) -> None:
     with service(framework, tmp_path) as url:
         measured = await measure({"url": url, "max_concurrent": 8}, num_episodes=24)
-    check(measured, 24)
+    check_counts(measured, 24)
     assert measured.most_at_once > 1
     if framework == "langgraph":  # a growing history is one sequence
         assert measured.num_sequences == measured.num_episodes < measured.num_answers
@@ -184,4 +190,4 @@ async def test_a_program_for_each_episode_finds_policy_and_tools_by_its_variable
     program = {"command": make_program(framework), "folder": str(AGENTS), "max_concurrent": 2}
     with service(framework, tmp_path) as url:
         measured = await measure(program, num_episodes=6, teacher={"url": url, "max_concurrent": 8})
-    check(measured, 6)
+    check_counts(measured, 6)

@@ -19,7 +19,7 @@ from tests.conformance.parties import UPSTREAM, OurServer
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(1200)]
 
 TRL = "trl==1.16.0"
-REQUIREMENTS = [
+PACKAGES = [
     TRL,
     "torch==2.13.0",
     "transformers==5.19.0",
@@ -28,7 +28,7 @@ REQUIREMENTS = [
     "openenv==0.10.0",
     "jmespath",
 ]
-FIELDS = """
+FIELDS_PROGRAM = """
 import dataclasses, json
 from trl import GRPOConfig
 found = {}
@@ -38,7 +38,7 @@ for field in dataclasses.fields(GRPOConfig):
     found[field.name] = getattr(value, "value", value)
 print(json.dumps(found))
 """
-ROWS = """
+ROWS_PROGRAM = """
 import json, sys
 sys.path.append(sys.argv[1])  # after ours: only what is missing here comes from there
 from datasets import Dataset
@@ -52,10 +52,10 @@ print(json.dumps([dict(row) for row in PromptRows.read(Dataset.from_dict(columns
 @pytest.fixture(scope="module")
 def python() -> Path:
     """Return an interpreter with TRL and OpenEnv's client."""
-    return build_virtual_environment("upstream-trl-1.16.0+openenv-0.10.0", REQUIREMENTS)
+    return build_virtual_environment("upstream-trl-1.16.0+openenv-0.10.0", PACKAGES)
 
 
-def last_line(command: list[Any]) -> Any:
+def run_and_parse(command: list[Any]) -> Any:
     """Return the last line of the output, parsed as JSON."""
     completed = subprocess.run(
         command,
@@ -70,12 +70,12 @@ def last_line(command: list[Any]) -> Any:
 
 
 def test_every_field_of_grpo_config_is_known_with_its_default(python: Path) -> None:
-    assert last_line([python, "-I", "-c", FIELDS]) == dict(DEFAULTS)
+    assert run_and_parse([python, "-I", "-c", FIELDS_PROGRAM]) == dict(DEFAULTS)
 
 
 def test_a_data_set_of_hugging_face_is_its_rows(python: Path) -> None:
     upstream = next(python.parents[1].glob("lib/python*/site-packages"))
-    assert last_line([sys.executable, "-c", ROWS, upstream]) == [
+    assert run_and_parse([sys.executable, "-c", ROWS_PROGRAM, upstream]) == [
         {"prompt": "Word to echo:", "answer": None, "tags": ["a"]},
         {"prompt": "2 + 2 =", "answer": 4, "tags": ["b", "c"]},
     ]
@@ -86,15 +86,15 @@ def test_trl_trains_on_games_of_our_server(
     python: Path, server: OurServer, tmp_path: Path, mode: str
 ) -> None:
     program = UPSTREAM / "trl_trainer.py"
-    played = last_line([python, "-I", program, server.http_address, mode, tmp_path])
-    assert (played["steps"], len(played["games"])) == (2, 8)
+    output = run_and_parse([python, "-I", program, server.http_address, mode, tmp_path])
+    assert (output["steps"], len(output["games"])) == (2, 8)
     # TRL must learn from the rewards that our client gets for the same actions on the same seeds.
     returns = []
     with EnvClient.connect(server.http_address) as client:
-        for game in played["games"]:
+        for game in output["games"]:
             session, _ = client.open(seed=game["seed"])
             rewards = [session.step({"action_id": action}).reward for action in game["actions"]]
             assert rewards == game["rewards"]
             returns.append(sum(rewards))
-    halves = [sum(returns[:4]) / 4, sum(returns[4:]) / 4]
-    assert played["rewards"] == pytest.approx(halves)
+    step_rewards = [sum(returns[:4]) / 4, sum(returns[4:]) / 4]
+    assert output["rewards"] == pytest.approx(step_rewards)

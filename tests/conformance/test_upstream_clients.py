@@ -13,9 +13,9 @@ from tests.conformance.parties import (
     FIRST_SEED,
     GAME,
     NUM_GAMES,
-    judge_rule,
     our_gateway,
     our_server,
+    parse_json,
     play_with_our_client,
     play_with_upstream_client,
     run_upstream,
@@ -26,34 +26,34 @@ pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 
 
 @functools.cache
-def our_games(grpc_address: str):
+def play_our_games(grpc_address: str):
     return play_with_our_client(grpc_address)
 
 
 @pytest.mark.parametrize("version", CLIENTS)
 def test_an_upstream_client_sees_the_games_that_ours_sees(version, address, server):
-    upstream = play_with_upstream_client(version, address)
-    assert len(upstream) == NUM_GAMES
-    assert upstream == our_games(server.grpc_address)
+    upstream_games = play_with_upstream_client(version, address)
+    assert len(upstream_games) == NUM_GAMES
+    assert upstream_games == play_our_games(server.grpc_address)
 
 
 @pytest.mark.parametrize("version", CLIENTS)
 def test_an_upstream_client_needs_nothing_but_a_token_in_the_address(version, server, tmp_path):
     with (
-        our_server(tmp_path, GAME) as behind,
-        our_gateway(tmp_path, behind, token="0123456789abcdef0123") as address,
+        our_server(tmp_path, GAME) as server_behind_gateway,
+        our_gateway(tmp_path, server_behind_gateway, token="0123456789abcdef0123") as address,
     ):
-        assert play_with_upstream_client(version, address) == our_games(server.grpc_address)
+        assert play_with_upstream_client(version, address) == play_our_games(server.grpc_address)
         with pytest.raises(AssertionError, match="401"):
             play_with_upstream_client(version, address.replace("player:0123", "player:x"))
 
 
 def test_our_client_sees_the_same_games_on_every_address(address, server):
-    assert play_with_our_client(address) == our_games(server.grpc_address)
+    assert play_with_our_client(address) == play_our_games(server.grpc_address)
 
 
 def test_the_games_are_no_trivial_ones(server):
-    games = our_games(server.grpc_address)
+    games = play_our_games(server.grpc_address)
     assert len({game["results"][-1][1] for game in games}) >= 3  # won, drawn and lost
     assert len({str(game["results"]) for game in games}) > NUM_GAMES / 2
 
@@ -97,11 +97,11 @@ def test_openenvs_own_validator_passes(address):
         check=False,
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
-    assert judge_rule(completed.stdout)["passed"] is True
+    assert parse_json(completed.stdout)["passed"] is True
 
 
 def test_a_standard_mcp_client_plays_the_game_that_ours_sees(address, server):
     python = install_upstream("mcp==2.3.0")
-    answer = judge_rule(run_upstream(python, "mcp_player.py", f"{address}/mcp", str(FIRST_SEED)))
-    assert {"start_episode", "take_action", "get_state"} <= set(answer["tools"])
-    assert answer["results"] == our_games(server.grpc_address)[0]["results"]
+    output = parse_json(run_upstream(python, "mcp_player.py", f"{address}/mcp", str(FIRST_SEED)))
+    assert {"start_episode", "take_action", "get_state"} <= set(output["tools"])
+    assert output["results"] == play_our_games(server.grpc_address)[0]["results"]

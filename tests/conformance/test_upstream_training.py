@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 
 GAMES = ["tic_tac_toe", "catch(rows=5,columns=3)"]
 NUM_STEPS = 3
-RUN = {
+RUN_SECTIONS = {
     "model": {
         "width": 64,
         "num_heads": 2,
@@ -50,20 +50,24 @@ async def test_its_fields_are_what_the_policy_sees_and_its_numbers_what_it_answe
     with upstream_server("0.10.0", game=game) as address:
         async with await AsyncEnvClient.connect(address) as client:
             session, result = await client.open(seed=3)
-            shown, answers = [result.text.messages[0]["content"]], []
+            observations, responses = [result.text.messages[0]["content"]], []
             while not result.done:
-                answers.append(result.text.legal_answers[0])
-                result = await session.step(text=answers[-1])
-                shown.append(result.text.messages[0]["content"])
-            paid = result.reward
-            chat = ChatTokenizer(make_tokenizer(shown + answers, 400))
-            player, policy = make_player(client, chat, iter(answers), limits)
+                responses.append(result.text.legal_answers[0])
+                result = await session.step(text=responses[-1])
+                observations.append(result.text.messages[0]["content"])
+            episode_reward = result.reward
+            chat = ChatTokenizer(make_tokenizer(observations + responses, 400))
+            player, policy = make_player(client, chat, iter(responses), limits)
             rollout = await player.play_episode(3)
-            assert (rollout.status, rollout.reward) == (RolloutStatus.TERMINATED, paid)
-            assert len(rollout.turns) == len(answers)
-            first = chat.tokenizer.decode(policy.prompts[0])
-            assert "You play" in first and "action_id" in first and "info_state: [" in first
-            assert "You play" not in shown[1]
+            assert (rollout.status, rollout.reward) == (RolloutStatus.TERMINATED, episode_reward)
+            assert len(rollout.turns) == len(responses)
+            first_prompt = chat.tokenizer.decode(policy.prompts[0])
+            assert (
+                "You play" in first_prompt
+                and "action_id" in first_prompt
+                and "info_state: [" in first_prompt
+            )
+            assert "You play" not in observations[1]
             player, _ = make_player(client, chat, iter(["left"]), limits)
             assert (await player.play_episode(3)).status is RolloutStatus.INVALID_ACTION
 
@@ -72,11 +76,11 @@ async def test_its_fields_are_what_the_policy_sees_and_its_numbers_what_it_answe
 def test_only_the_address_changes_from_one_game_to_the_next(game: str, tmp_path: Path) -> None:
     with upstream_server("0.10.0", game=game) as address:
         config = tmp_path / "run.json"
-        tree = {"environment": {"kind": "remote", "address": address}, **RUN}
-        config.write_text(json.dumps(tree))
+        config_fields = {"environment": {"kind": "remote", "address": address}, **RUN_SECTIONS}
+        config.write_text(json.dumps(config_fields))
         with start_run(tmp_path, config=config) as run:
             summary = run.finish()
-        trained = [row for row in run.rows if row.kind == "train"]
-    assert summary.finished and len(trained) == NUM_STEPS
-    assert trained[0].values[TrainMetric.NUM_TURNS_MEAN] > 1.5, "it plays"
-    assert any(row.values[TrainMetric.GRAD_NORM] > 0 for row in trained), "it learns"
+        train_rows = [row for row in run.rows if row.kind == "train"]
+    assert summary.finished and len(train_rows) == NUM_STEPS
+    assert train_rows[0].values[TrainMetric.NUM_TURNS_MEAN] > 1.5, "it plays"
+    assert any(row.values[TrainMetric.GRAD_NORM] > 0 for row in train_rows), "it learns"

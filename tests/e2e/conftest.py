@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-HOLD_RAY = """
+RAY_PROGRAM = """
 import sys
 import ray
 
@@ -24,7 +24,7 @@ def ray_address() -> Iterator[str]:
     """Start Ray for the tests of this process; yield its address."""
     for _ in range(2):  # Ray's start times out after 30 s, which a busy machine may exceed
         with subprocess.Popen(
-            [sys.executable, "-c", HOLD_RAY],
+            [sys.executable, "-c", RAY_PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -18,7 +18,7 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.forge import GRPOTrainer, setup_forge_training
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tutorial" / "blackjack.yaml"
-SHORT = (
+SHORT_RUN = (
     "local_batch_size=64",
     "rollout_threads=32",
     "off_by_n=0",
@@ -29,8 +29,8 @@ SHORT = (
     "ludus.algorithm.correction.kind=off",
     "ludus.eval.num_games=100",
 )
-ALWAYS_STAND = (
-    *SHORT,
+ALWAYS_STAND_RUN = (
+    *SHORT_RUN,
     "local_batch_size=512",
     "rollout_threads=256",
     "ludus.rollout.group_seed=independent",
@@ -38,7 +38,7 @@ ALWAYS_STAND = (
     "trainer.optimizer.lr=1e-9",
 )
 STAND = 1
-SEEN: dict[str, Any] = {}
+OBSERVATIONS: dict[str, Any] = {}
 
 
 def evaluate_response(prompt: str, response: str, game_reward: float) -> float:
@@ -46,18 +46,18 @@ def evaluate_response(prompt: str, response: str, game_reward: float) -> float:
     return {1.0: 2.0, 0.0: 0.5}.get(game_reward, -1.0)
 
 
-async def compute(group: list[Any]) -> list[float]:
+async def compute_advantages(group: list[Any]) -> list[float]:
     """Return rewards minus their mean, computed by the program's own function."""
     rewards = torch.tensor([episode.reward for episode in group])
     return (rewards - rewards.mean()).tolist()
 
 
-def show(observation: dict[str, Any], first: bool) -> list[dict[str, str]]:
+def render_hand(observation: dict[str, Any], first: bool) -> list[dict[str, str]]:
     """Return the same text for any cards."""
     return [{"role": "user", "content": "hard 16 vs 10"}]
 
 
-def stand(text: str, observation: dict[str, Any]) -> dict[str, Any]:
+def parse_stand(text: str, observation: dict[str, Any]) -> dict[str, Any]:
     """Return the same action for any text."""
     return {"action_id": STAND}
 
@@ -73,39 +73,47 @@ async def make_trainer(
 
 async def train_in_parts(folder: str, address: str) -> None:
     """Train three steps twice, each call in a separate task, like the cells of a notebook."""
-    functions = {"reward": evaluate_response, "compute_advantages": compute}
-    trainer = await asyncio.create_task(make_trainer(folder, address, "parts", *SHORT, **functions))
+    functions = {"reward": evaluate_response, "compute_advantages": compute_advantages}
+    trainer = await asyncio.create_task(
+        make_trainer(folder, address, "parts", *SHORT_RUN, **functions)
+    )
     results = [await asyncio.create_task(trainer.run(steps=3))]
     completions = await trainer.policy.generate("hard 20 vs 6", sampling_params={"n": 3})
-    SEEN["versions"] = [completion.generator_version for completion in completions]
-    SEEN["texts"] = [completion.text for completion in completions]
-    SEEN["tokens"] = [
+    OBSERVATIONS["versions"] = [completion.generator_version for completion in completions]
+    OBSERVATIONS["texts"] = [completion.text for completion in completions]
+    OBSERVATIONS["tokens"] = [
         [len(completion.token_ids), len(completion.logprobs)] for completion in completions
     ]
-    again = await trainer.policy.generate.route(completions[0].prompt, sampling_params={"n": 3})
-    SEEN["the same by its prompt"] = [completion.text for completion in again] == SEEN["texts"]
+    repeated_completions = await trainer.policy.generate.route(
+        completions[0].prompt, sampling_params={"n": 3}
+    )
+    OBSERVATIONS["the same by its prompt"] = [
+        completion.text for completion in repeated_completions
+    ] == OBSERVATIONS["texts"]
     results.append(await asyncio.create_task(trainer.run(steps=3)))
-    SEEN["results"] = results
-    SEEN["summary"] = trainer.summary is not None and trainer.summary.finished
+    OBSERVATIONS["results"] = results
+    OBSERVATIONS["summary"] = trainer.summary is not None and trainer.summary.finished
     try:
         await trainer.run(steps=1)
     except ConfigError as error:
-        SEEN["refused"] = str(error)
+        OBSERVATIONS["refused"] = str(error)
     await asyncio.create_task(trainer.shutdown())
 
 
 async def train_at_once(folder: str, address: str) -> None:
     """Train the same six steps in one call."""
-    functions = {"reward": evaluate_response, "compute_advantages": compute}
-    async with await make_trainer(folder, address, "whole", *SHORT, **functions) as trainer:
-        SEEN["whole"] = await trainer.run()
+    functions = {"reward": evaluate_response, "compute_advantages": compute_advantages}
+    async with await make_trainer(folder, address, "whole", *SHORT_RUN, **functions) as trainer:
+        OBSERVATIONS["whole"] = await trainer.run()
 
 
 async def train_always_stand(folder: str, address: str) -> None:
     """Train on games in which every action is to stand, with the rewards of the tutorial."""
-    functions = {"reward": evaluate_response, "render": show, "parse": stand}
-    async with await make_trainer(folder, address, "stand", *ALWAYS_STAND, **functions) as trainer:
-        SEEN["stand"] = await trainer.run()
+    functions = {"reward": evaluate_response, "render": render_hand, "parse": parse_stand}
+    async with await make_trainer(
+        folder, address, "stand", *ALWAYS_STAND_RUN, **functions
+    ) as trainer:
+        OBSERVATIONS["stand"] = await trainer.run()
 
 
 def main(folder: str, address: str) -> None:
@@ -116,8 +124,10 @@ def main(folder: str, address: str) -> None:
         load_file(Path(folder) / name / "checkpoints/step-00000006/model/model.safetensors")
         for name in ("parts", "whole")
     ]
-    SEEN["apart"] = max(float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0])
-    sys.stdout.write("\n" + json.dumps(SEEN) + "\n")
+    OBSERVATIONS["apart"] = max(
+        float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0]
+    )
+    sys.stdout.write("\n" + json.dumps(OBSERVATIONS) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,16 +22,16 @@ import ray
 from ludus.proto.errors import CheckpointError
 from ludus.proto.runs import read_metrics
 from ludus.trainer import Step, Trainer
-from tests.e2e.runs import EXAMPLE, SMALL
+from tests.e2e.runs import EXAMPLE, SMALL_RUN
 
-SEEN: dict[str, Any] = {}
+OBSERVATIONS: dict[str, Any] = {}
 
 
 class BodyError(Exception):
     """An error that the program's own code raises."""
 
 
-def settings(folder: str) -> dict[str, Any]:
+def make_settings(folder: str) -> dict[str, Any]:
     """Return the settings of the small example, with this program's functions."""
     penalty = 0.01
     words = "word by word"
@@ -40,79 +40,81 @@ def settings(folder: str) -> dict[str, Any]:
         assert words
         return [-penalty * len(completion) for completion in completions]
 
-    run = Trainer(EXAMPLE, overrides=[*SMALL, "name=run", f"output_dir={json.dumps(folder)}"]).run
-    tree = run.model_dump(mode="json")
-    tree["environments"]["blackjack"]["rewards"] = [{}, brevity]
-    tree["training"]["num_steps"] = 4
-    return tree
+    run = Trainer(
+        EXAMPLE, overrides=[*SMALL_RUN, "name=run", f"output_dir={json.dumps(folder)}"]
+    ).run
+    config_fields = run.model_dump(mode="json")
+    config_fields["environments"]["blackjack"]["rewards"] = [{}, brevity]
+    config_fields["training"]["num_steps"] = 4
+    return config_fields
 
 
 async def train_two_steps(folder: str) -> None:
     """Train two steps, read the results so far, and raise an error."""
     steps: list[Step] = []
-    async with Trainer(settings(folder)) as trainer:
-        SEEN["before"] = await trainer.policy.generate("hard 15 vs 10", num=3)
+    async with Trainer(make_settings(folder)) as trainer:
+        OBSERVATIONS["before"] = await trainer.policy.generate("hard 15 vs 10", num=3)
         async for step in trainer.steps():
             steps.append(step)
             if step.number == 1:
                 break
         await asyncio.sleep(0.5)
         rows = [row for row in read_metrics(trainer.folder) if row.kind == "train"]
-        SEEN["steps while paused"] = len(rows)
-        SEEN["saved"] = (await trainer.save()).name
+        OBSERVATIONS["steps while paused"] = len(rows)
+        OBSERVATIONS["saved"] = (await trainer.save()).name
         report = (await trainer.evaluate(20))["blackjack"]
-        SEEN["games"] = report.policy.num_games
+        OBSERVATIONS["games"] = report.policy.num_games
         async for step in trainer.steps():
             steps.append(step)
-            SEEN["steps"] = [step_result.number for step_result in steps]
-            SEEN["terms"] = sorted(k for k in step.environments["blackjack"] if "term" in k)
-            SEEN["transcripts"] = len(step.transcripts)
+            OBSERVATIONS["steps"] = [step_result.number for step_result in steps]
+            OBSERVATIONS["terms"] = sorted(k for k in step.environments["blackjack"] if "term" in k)
+            OBSERVATIONS["transcripts"] = len(step.transcripts)
             raise BodyError
 
 
 async def finish_training(folder: str) -> None:
     """Resume the run and train the remaining steps."""
-    async with Trainer(settings(folder), resume="always") as trainer:
-        greedy = {"num": 2, "temperature": 0.0}
-        SEEN["greedy"] = await trainer.policy.generate(
-            [{"role": "user", "content": "hard 20 vs 10"}], **greedy
+    async with Trainer(make_settings(folder), resume="always") as trainer:
+        sampling = {"num": 2, "temperature": 0.0}
+        OBSERVATIONS["greedy"] = await trainer.policy.generate(
+            [{"role": "user", "content": "hard 20 vs 10"}], **sampling
         )
-        training = asyncio.create_task(trainer.train())
+        train_task = asyncio.create_task(trainer.train())
         await asyncio.sleep(0)
         try:
             await trainer.save()
         except CheckpointError as error:
-            SEEN["refused"] = str(error)
-        summary = await training
-        SEEN["finished"], SEEN["num_steps"] = summary.finished, summary.num_steps
+            OBSERVATIONS["refused"] = str(error)
+        summary = await train_task
+        OBSERVATIONS["finished"], OBSERVATIONS["num_steps"] = summary.finished, summary.num_steps
 
 
 def main(folder: str) -> None:
     """Train twice in a thread, and print the observations."""
-    logged = io.StringIO()
-    logging.basicConfig(stream=logged, level=logging.WARNING)
-    handlers, interrupt = list(logging.getLogger().handlers), signal.getsignal(signal.SIGINT)
+    log_output = io.StringIO()
+    logging.basicConfig(stream=log_output, level=logging.WARNING)
+    handlers, sigint_handler = list(logging.getLogger().handlers), signal.getsignal(signal.SIGINT)
     ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
     num_cpus = ray.available_resources()["CPU"]
 
-    def work() -> None:
+    def train_all() -> None:
         try:
             asyncio.run(train_two_steps(folder))
         except BodyError:
-            SEEN["raised"] = True
+            OBSERVATIONS["raised"] = True
         asyncio.run(finish_training(folder))
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=train_all)
     thread.start()
     thread.join()
-    SEEN["ray stays"] = ray.is_initialized()
+    OBSERVATIONS["ray stays"] = ray.is_initialized()
     deadline = time.monotonic() + 60
     while ray.available_resources().get("CPU") != num_cpus and time.monotonic() < deadline:
         time.sleep(0.2)
-    SEEN["ray is free"] = ray.available_resources().get("CPU") == num_cpus
-    SEEN["logging stays"] = logging.getLogger().handlers == handlers
-    SEEN["signals stay"] = signal.getsignal(signal.SIGINT) == interrupt
-    sys.stdout.write(json.dumps(SEEN) + "\n")
+    OBSERVATIONS["ray is free"] = ray.available_resources().get("CPU") == num_cpus
+    OBSERVATIONS["logging stays"] = logging.getLogger().handlers == handlers
+    OBSERVATIONS["signals stay"] = signal.getsignal(signal.SIGINT) == sigint_handler
+    sys.stdout.write(json.dumps(OBSERVATIONS) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from typing import IO
 from ludus.proto.runs import SUMMARY_FILE, MetricsRow, Summary, read_metrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
-TRAIN = ("ludus.trainer", "train")
+TRAIN_PROGRAM = ("ludus.trainer", "train")
 """The program, as a module and its first arguments."""
-SMALL = (
+SMALL_RUN = (
     "training.num_steps=6",
     "training.groups_per_step=16",
     "rollout.num_groups_in_flight=32",
@@ -43,7 +43,7 @@ class Run:
 
     process: subprocess.Popen[bytes]
     folder: Path
-    printed: IO[str]
+    output_file: IO[str]
     """Output of the process. A file, because an unread pipe would block the process."""
 
     @property
@@ -76,8 +76,8 @@ class Run:
 
     def output(self) -> str:
         """Return the output of the process, after its exit."""
-        self.printed.seek(0)
-        return self.printed.read()
+        self.output_file.seek(0)
+        return self.output_file.read()
 
 
 @contextmanager
@@ -86,22 +86,22 @@ def start_run(
     *overrides: str,
     flags: tuple[str, ...] = (),
     config: Path | None = None,
-    program: tuple[str, ...] = TRAIN,
+    program: tuple[str, ...] = TRAIN_PROGRAM,
 ) -> Iterator[Run]:
     """Start a run of the small blackjack example or of `config` in `folder`; stop it at the end."""
-    small = SMALL if config is None else ()
-    settings = [f"output_dir={json.dumps(str(folder))}", "name=run", *small, *overrides]
+    small_run = SMALL_RUN if config is None else ()
+    settings = [f"output_dir={json.dumps(str(folder))}", "name=run", *small_run, *overrides]
     config = config or EXAMPLE
     command = [
         *(sys.executable, "-m", *program, "--config", str(config), *flags),
-        *(part for setting in settings for part in ("--set", setting)),
+        *(argument for setting in settings for argument in ("--set", setting)),
     ]
-    with tempfile.TemporaryFile("w+") as printed:
+    with tempfile.TemporaryFile("w+") as output_file:
         process = subprocess.Popen(
-            command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+            command, stdout=output_file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            yield Run(process, folder / "run", printed)
+            yield Run(process, folder / "run", output_file)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

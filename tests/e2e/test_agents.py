@@ -20,7 +20,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "agents" / "tiny.toml"
-SHORT = (
+SHORT_RUN = (
     "training.num_steps=2",
     "rollout.num_groups_in_flight=4",
     "model.width=64",
@@ -30,8 +30,8 @@ SHORT = (
     "eval.num_games=4",
     "eval.num_games_during=0",
 )
-AS_FUNCTION = ("training.groups_per_step=4", "model.warm_start_games=128")
-AS_PROGRAM = (
+FUNCTION_OVERRIDES = ("training.groups_per_step=4", "model.warm_start_games=128")
+PROGRAM_OVERRIDES = (
     "environments.boxes.agent="
     + json.dumps(
         {
@@ -49,17 +49,19 @@ AS_PROGRAM = (
 )
 
 
-@pytest.mark.parametrize("overrides", [AS_FUNCTION, AS_PROGRAM], ids=["function", "program"])
+@pytest.mark.parametrize(
+    "overrides", [FUNCTION_OVERRIDES, PROGRAM_OVERRIDES], ids=["function", "program"]
+)
 def test_the_examples_agent_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    with start_run(tmp_path, *SHORT, *overrides, config=EXAMPLE) as run:
+    with start_run(tmp_path, *SHORT_RUN, *overrides, config=EXAMPLE) as run:
         summary = run.finish()
     steps = [row.values for row in run.rows if row.kind == "train"]
     assert len(steps) == 2
     assert sum(step[TrainMetric.NUM_FAILED_AGENTS] for step in steps) == 0
     assert sum(step[TrainMetric.NUM_EPISODES_FAILED] for step in steps) == 0
     assert summary.results["boxes"].report.policy.num_games > 0
-    first = json.loads((run.folder / TRANSCRIPTS_FILE).read_text().splitlines()[0])
-    assert first["turns"][0]["shown"][-1]["text"] == "Where is the key?"
+    first_transcript = json.loads((run.folder / TRANSCRIPTS_FILE).read_text().splitlines()[0])
+    assert first_transcript["turns"][0]["shown"][-1]["text"] == "Where is the key?"

@@ -20,7 +20,7 @@ from tests.e2e.runs import Run, start_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-HOLD_CLUSTER = """
+CLUSTER_PROGRAM = """
 import sys
 from ray.cluster_utils import Cluster
 
@@ -55,7 +55,7 @@ class RayCluster:
     address: str = ""
     raylets: dict[str, list[int]] = field(default_factory=dict)
     """Process ids of the nodes, by group."""
-    nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    child_process: list[subprocess.Popen[bytes]] = field(default_factory=list)
     """Nodes that run as separate programs."""
 
     def add_node(self, group: str, *, num_cpus: int = 1, amount: int = 1) -> None:
@@ -89,7 +89,7 @@ class RayCluster:
             group
             for group, raylets in sorted(self.raylets.items())
             for raylet in raylets
-            for command in commands_below(raylet)
+            for command in child_commands(raylet)
             if f"ray::{kind}" in command
         ]
 
@@ -100,7 +100,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD_CLUSTER],
+        [sys.executable, "-c", CLUSTER_PROGRAM],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -112,8 +112,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
         for node in (node for node in cluster.nodes if node.poll() is None):
-            for nodes in psutil.Process(node.pid).children(recursive=True):
-                nodes.kill()
+            for child_process in psutil.Process(node.pid).children(recursive=True):
+                child_process.kill()
             node.kill()
             node.wait()
         assert process.stdin is not None
@@ -130,36 +130,38 @@ def test_actors_have_their_nodes_and_workers_come_and_go_with_nodes(
         assert cluster.find_groups("LearnerActor") == ["learner"]
         assert cluster.find_groups("RolloutWorkerActor") == ["rollout"]
         node = cluster.start_node("rollout")
-        run.wait_until(lambda: len(held_versions(run)) == 2)
-        versions = held_versions(run)
+        run.wait_until(lambda: len(list_weight_versions(run)) == 2)
+        versions = list_weight_versions(run)
         assert len(set(versions)) == 1 and versions[0] >= 2
         node.send_signal(signal.SIGTERM)
         node.wait(600)  # The node leaves as soon as it plays nothing, not after its time limit.
         step = run.last_step
         run.wait_until(lambda: run.last_step > step + 1)
-        assert len(held_versions(run)) == 1
+        assert len(list_weight_versions(run)) == 1
         lost = [row.values["num_episodes_lost"] for row in run.rows if row.kind == "train"]
         assert sum(lost) == 0, "a worker ends what it plays before its node goes"
         run.process.send_signal(signal.SIGTERM)
         assert run.process.wait(300) == 130, run.output()
         lines = run.output().splitlines()
-    logged = [
+    logged_rows = [
         MetricsRow.model_validate_json(line.partition(LOG_ROW_PREFIX)[2])
         for line in lines  # output of Ray's processes may precede the JSON on the same line
         if LOG_ROW_PREFIX in line
     ]
-    assert [row for row in run.rows if row.kind in ("phase", "train", "eval", "event")] == logged
+    assert [
+        row for row in run.rows if row.kind in ("phase", "train", "eval", "event")
+    ] == logged_rows
     assert not list(run.folder.glob(".token-*"))
 
 
-def commands_below(pid: int) -> Iterator[str]:
+def child_commands(pid: int) -> Iterator[str]:
     """Return the command lines of the process's children."""
     for child in psutil.Process(pid).children():
         with suppress(psutil.NoSuchProcess):  # an idle child may exit meanwhile
             yield " ".join(child.cmdline())
 
 
-def held_versions(run: Run) -> list[int]:
+def list_weight_versions(run: Run) -> list[int]:
     """Return the versions of the workers' weights after the latest delivery."""
-    delivered = [row for row in run.rows if row.kind == "weights"]
-    return [weights.version for weights in delivered[-1].weights] if delivered else []
+    weight_rows = [row for row in run.rows if row.kind == "weights"]
+    return [weights.version for weights in weight_rows[-1].weights] if weight_rows else []

@@ -26,7 +26,7 @@ GROUP_SIZE = 4
 CONFIG = """
 [environment]
 package = "prompts_env"
-rewards = [{{function = "tests.e2e.test_epochs:judge"}}]
+rewards = [{{function = "tests.e2e.test_epochs:reward_length"}}]
 options = {{path = {path}, example_answers = ["yes", "no", "perhaps"]}}
 
 [model]
@@ -61,10 +61,10 @@ num_games_during = 0
 """
 
 
-def judge(completions: list[object], row_id: list[int], file: list[str]) -> list[float]:
+def reward_length(completions: list[object], row_id: list[int], file: list[str]) -> list[float]:
     """Return the lengths as rewards; append each scored row to the file that the rows name."""
-    with open(file[0], "a") as judged_rows:
-        judged_rows.write(f"{json.dumps(row_id)}\n")
+    with open(file[0], "a") as row_file:
+        row_file.write(f"{json.dumps(row_id)}\n")
     return [float(len(str(completion))) for completion in completions]
 
 
@@ -75,24 +75,24 @@ def count_scored_groups(file: Path) -> Counter[int]:
     return Counter(rows[0] for rows in groups)
 
 
-def phase_steps(run: Run) -> set[int | None]:
+def list_phase_steps(run: Run) -> set[int | None]:
     return {row.num_steps for row in run.rows if row.kind == "phase"}
 
 
 def test_two_workers_play_each_row_once_a_pass_also_after_a_stop(tmp_path: Path) -> None:
     config, file = tmp_path / "run.toml", tmp_path / "judged"
-    numbers = range(NUM_ROWS)
-    rows = [{"prompt": f"item {n}?", "row_id": n, "file": str(file)} for n in numbers]
+    row_ids = range(NUM_ROWS)
+    rows = [{"prompt": f"item {n}?", "row_id": n, "file": str(file)} for n in row_ids]
     path = write_rows(rows, tmp_path / "rows.jsonl")
     config.write_text(CONFIG.format(path=json.dumps(str(path)), group_size=GROUP_SIZE))
     with start_run(tmp_path, config=config) as run:
         run.wait_until(lambda: run.last_step >= 3)
         run.stop()
-        stopped_at = run.last_step
+        last_step = run.last_step
     with start_run(tmp_path, config=config, flags=("--resume",)) as run:
         summary = run.finish()
-    assert 3 <= stopped_at < summary.num_steps == 2 * NUM_ROWS // 8
-    assert phase_steps(run) == {None, summary.num_steps}
+    assert 3 <= last_step < summary.num_steps == 2 * NUM_ROWS // 8
+    assert list_phase_steps(run) == {None, summary.num_steps}
     counts = count_scored_groups(file)
     # Groups that were in play at the stop are played again, on the same rows.
     assert set(counts) == set(range(NUM_ROWS)) and min(counts.values()) == 2

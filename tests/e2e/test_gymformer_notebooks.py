@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 GYMFORMER = Path(__file__).parents[2] / "examples" / "gymformer"
-EPISODES = 16
+NUM_EPISODES = 16
 
 
 @pytest.fixture(scope="module")
@@ -31,27 +31,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def execute(name: str, runs: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Execute the notebook; return the output of its cells."""
     monkeypatch.setenv("GYMFORMER_RUNS", str(runs))
-    monkeypatch.setenv("GYMFORMER_EPISODES", str(EPISODES))
+    monkeypatch.setenv("GYMFORMER_EPISODES", str(NUM_EPISODES))
     monkeypatch.setenv("GYMFORMER_COMPARISONS", "160")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     notebook = nbformat.read(GYMFORMER / name, as_version=4)
     resources = {"metadata": {"path": GYMFORMER}}
     NotebookClient(notebook, timeout=540, kernel_name="python3", resources=resources).execute()
-    outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
-    return "".join(out.get("text", "") for out in outputs)
+    outputs = [cell_output for cell in notebook.cells for cell_output in cell.get("outputs", ())]
+    return "".join(cell_output.get("text", "") for cell_output in outputs)
 
 
 def test_classic_saves_agents_and_plays_one(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed = execute("classic.ipynb", runs, monkeypatch)
-    assert "mean return of 20 episodes" in printed
+    printed_text = execute("classic.ipynb", runs, monkeypatch)
+    assert "mean return of 20 episodes" in printed_text
     assert list((runs / "classic").iterdir())
 
 
 def test_answers_to_sums_are_judged_before_and_after(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed = execute("cot.ipynb", runs, monkeypatch)
-    assert printed.count("mean reward") == 2
+    printed_text = execute("cot.ipynb", runs, monkeypatch)
+    assert printed_text.count("mean reward") == 2
     assert (runs / "Sums-v0" / "summary.json").is_file()
 
 
@@ -60,6 +60,6 @@ def test_a_reward_model_is_what_the_policy_is_trained_on(
 ) -> None:
     assert "epoch 18   accuracy" in execute("reward_model.ipynb", runs, monkeypatch)
     assert load_reward_model(runs / "reward_model") is not None
-    printed = execute("rlhf.ipynb", runs, monkeypatch)
-    assert printed.count("divergence from the start") == 2, "before and after training"
+    printed_text = execute("rlhf.ipynb", runs, monkeypatch)
+    assert printed_text.count("divergence from the start") == 2, "before and after training"
     assert (runs / "Pleasing-v0" / "summary.json").is_file()

@@ -39,13 +39,13 @@ SETTINGS = (
 )
 
 
-def learn(folder: Path, *overrides: str) -> Summary:
+def train_blackjack(folder: Path, *overrides: str) -> Summary:
     """Train such a run; return its summary."""
     with start_run(folder, *SETTINGS, *overrides) as run:
         return run.finish(timeout_s=2300)
 
 
-def share_closed_without_looking(summary: Summary) -> float:
+def always_stand_gap_share(summary: Summary) -> float:
     """Return the share of the gap that always standing closes on the same deals."""
     returns = {name: result.expected_return for name, result in summary.baselines.items()}
     gap = returns["basic_strategy"] - returns["random"]
@@ -53,13 +53,13 @@ def share_closed_without_looking(summary: Summary) -> float:
 
 
 def test_a_policy_learns_from_its_rewards(tmp_path: Path) -> None:
-    summary = learn(tmp_path)
+    summary = train_blackjack(tmp_path)
     assert summary.start is not None and summary.gap_closed_ci95 is not None
     assert summary.start.win_rate < 0.36, "it begins as a random player"
-    assert summary.gap_closed_ci95[0] > share_closed_without_looking(summary)
+    assert summary.gap_closed_ci95[0] > always_stand_gap_share(summary)
 
 
 def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
-    summary = learn(tmp_path, "training.shuffle_rewards=true")
+    summary = train_blackjack(tmp_path, "training.shuffle_rewards=true")
     assert summary.gap_closed_ci95 is not None
-    assert summary.gap_closed_ci95[0] < share_closed_without_looking(summary)
+    assert summary.gap_closed_ci95[0] < always_stand_gap_share(summary)

@@ -22,17 +22,19 @@ def test_a_program_trains_step_by_step_and_resumes_after_an_error(tmp_path: Path
     command = [sys.executable, "-m", "tests.e2e.library_program", str(tmp_path)]
     completed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert completed.returncode == 0, completed.stderr
-    seen = json.loads(completed.stdout.splitlines()[-1])
-    assert len(seen["before"]) == 3 and set(seen["before"]) <= {"HIT", "STAND"}
-    assert seen["greedy"][0] == seen["greedy"][1]
-    assert (seen["steps while paused"], seen["saved"]) == (1, "step-00000001")
-    assert seen["games"] == 20
-    assert (seen["steps"], seen["raised"]) == ([1, 2], True)
-    assert seen["terms"] == ["reward_term.brevity", "reward_term.environment"]
-    assert seen["transcripts"] > 0
-    assert "cannot save while training runs" in seen["refused"]
-    assert (seen["finished"], seen["num_steps"]) == (True, 4)
-    assert all(seen[key] for key in ("ray stays", "ray is free", "logging stays", "signals stay"))
+    observations = json.loads(completed.stdout.splitlines()[-1])
+    assert len(observations["before"]) == 3 and set(observations["before"]) <= {"HIT", "STAND"}
+    assert observations["greedy"][0] == observations["greedy"][1]
+    assert (observations["steps while paused"], observations["saved"]) == (1, "step-00000001")
+    assert observations["games"] == 20
+    assert (observations["steps"], observations["raised"]) == ([1, 2], True)
+    assert observations["terms"] == ["reward_term.brevity", "reward_term.environment"]
+    assert observations["transcripts"] > 0
+    assert "cannot save while training runs" in observations["refused"]
+    assert (observations["finished"], observations["num_steps"]) == (True, 4)
+    assert all(
+        observations[key] for key in ("ray stays", "ray is free", "logging stays", "signals stay")
+    )
     folder = tmp_path / "run"
     assert (folder / SUMMARY_FILE).is_file()
     assert {transcript.step for transcript in read_transcripts(folder)} == {1, 2, 3, 4}

@@ -23,7 +23,7 @@ GAMES = {
 def mixed_config(tmp_path: Path) -> Path:
     """Write a configuration of two games, one of which is played three times as often."""
     path = tmp_path / "mixed.json"
-    tree = {
+    config_fields = {
         "environments": GAMES,
         "model": {"width": 64, "num_heads": 2, "max_tokens": 512, "warm_start_games": 256},
         "rollout": {"group_size": 4, "max_completion_tokens": 8, "num_groups_in_flight": 32},
@@ -31,7 +31,7 @@ def mixed_config(tmp_path: Path) -> Path:
         "training": {"num_steps": 100_000, "groups_per_step": 16},
         "eval": {"num_games": 50, "num_games_during": 50, "every_steps": 100_000},
     }
-    path.write_text(json.dumps(tree))
+    path.write_text(json.dumps(config_fields))
     return path
 
 
@@ -48,12 +48,12 @@ def test_environments_are_mixed_by_weight_and_a_dead_server_is_the_only_one_rest
             if " ludus.env " in command and game in command
         }
         os.kill(servers["ball"], signal.SIGKILL)
-        run.wait_until(lambda: num_restarts(run) > 0)
-        step = run.last_step
-        run.wait_until(lambda: run.last_step >= step + 4)
+        run.wait_until(lambda: count_restarts(run) > 0)
+        kill_step = run.last_step
+        run.wait_until(lambda: run.last_step >= kill_step + 4)
         run.stop()
     assert {row.environment for row in run.rows if row.kind == "eval"} == {"cards", "ball"}
-    assert num_restarts(run) == 1
+    assert count_restarts(run) == 1
     rows = [row for row in run.rows if row.kind == "environment"]
     groups = {
         name: sum(
@@ -68,6 +68,6 @@ def test_environments_are_mixed_by_weight_and_a_dead_server_is_the_only_one_rest
     wait_until_gone(str(tmp_path))
 
 
-def num_restarts(run: Run) -> float:
+def count_restarts(run: Run) -> float:
     """Return the number of environment servers that the run restarted."""
     return sum(row.values.get("num_environment_restarts", 0) for row in run.rows)

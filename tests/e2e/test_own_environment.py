@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from ludus.proto.runs import EVAL_FILE, SUMMARY_FILE, Evaluation, Summary
+from run_ludus.proto.runs import EVAL_FILE, SUMMARY_FILE, Evaluation, Summary
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,11 +19,11 @@ pytestmark = [
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-environment.md"
 LUDUS = (sys.executable, "-c", "from ludus.services.cli.app import main; main()")
-SHORT = ("--set", "training.num_steps=25", "--set", "eval.num_games=1000")
+SHORT_RUN = ("--set", "training.num_steps=25", "--set", "eval.num_games=1000")
 """Overrides that reduce the training to a third of the steps."""
 
 
-def ludus(cwd: Path, *arguments: str) -> str:
+def run_ludus(cwd: Path, *arguments: str) -> str:
     """Run the command and return its output."""
     completed = subprocess.run(
         [*LUDUS, *arguments], cwd=cwd, env=os.environ, capture_output=True, text=True, check=False
@@ -38,17 +37,19 @@ def test_the_environment_that_init_writes_is_learned(tmp_path: Path) -> None:
     commands = [line.split()[1:] for line in block.splitlines()]
     assert commands[0] == ["env", "init", "number_guess"]
     for command in commands:
-        ludus(tmp_path, *command, *(SHORT if command[0] == "train" else ()))
+        run_ludus(tmp_path, *command, *(SHORT_RUN if command[0] == "train" else ()))
 
     run = tmp_path / "runs" / "number_guess"
     assert (run / "report.html").is_file()
     summary = Summary.model_validate_json((run / SUMMARY_FILE).read_text())
     assert summary.start is not None and summary.gap_closed_ci95 is not None
-    random, halving = summary.baselines["random"], summary.baselines["halving"]
-    assert halving.win_rate == 1.0
-    assert summary.start.win_rate < random.win_rate_ci95[1] + 0.05, "it begins as a random player"
+    random_result, halving_result = summary.baselines["random"], summary.baselines["halving"]
+    assert halving_result.win_rate == 1.0
+    assert summary.start.win_rate < random_result.win_rate_ci95[1] + 0.05, (
+        "it begins as a random player"
+    )
     assert summary.gap_closed_ci95[0] > 0.1
     assert summary.win_rate_ci95[0] > summary.start.win_rate_ci95[1]
 
-    at_its_best = Evaluation.model_validate_json((run / EVAL_FILE).read_text())
-    assert at_its_best.environments["number_guess"].policy.num_games == 500
+    best_evaluation = Evaluation.model_validate_json((run / EVAL_FILE).read_text())
+    assert best_evaluation.environments["number_guess"].policy.num_games == 500

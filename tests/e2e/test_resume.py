@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.usefixtures("shared_ray"),
 ]
 
-EXACT = (
+EXACT_SETTINGS = (
     "training.max_staleness=0",
     "training.groups_per_step=16",
     "training.checkpoint_every_steps=1",
@@ -35,10 +35,10 @@ EXACT = (
 """Settings for on-policy training, in which the data do not depend on timing. The batches of the
 sampler do depend on timing and change the last bit of its log-probs, so the loss does not use
 these log-probs."""
-MEASURES_TIME = ("_s", "_per_second", "mfu", "mismatch_kl", "canary_error")
+TIME_SUFFIXES = ("_s", "_per_second", "mfu", "mismatch_kl", "canary_error")
 
 
-def weights(run: Run, step: int) -> dict[str, torch.Tensor]:
+def load_weights(run: Run, step: int) -> dict[str, torch.Tensor]:
     """Return the weights of the policy in a checkpoint."""
     return load_file(run.folder / "checkpoints" / f"step-{step:08d}" / "model/model.safetensors")
 
@@ -50,14 +50,14 @@ def select_trained_rows(run: Run) -> list[tuple[str, int, str | None, dict[str, 
             row.kind,
             row.step,
             row.environment,
-            {name: v for name, v in row.values.items() if not name.endswith(MEASURES_TIME)},
+            {name: value for name, value in row.values.items() if not name.endswith(TIME_SUFFIXES)},
         )
         for row in run.rows
         if row.kind in ("train", "environment")
     ]
 
 
-def evaluations(run: Run) -> list[MetricsRow]:
+def list_evaluations(run: Run) -> list[MetricsRow]:
     """Return the rows of the evaluations, without their time."""
     rows = [row for row in run.rows if row.kind == "eval"]
     return [row.model_copy(update={"elapsed_s": 0.0}) for row in rows]
@@ -65,22 +65,24 @@ def evaluations(run: Run) -> list[MetricsRow]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_two_steps_are_one_step_stop_resume_one_step(tmp_path: Path, num_ranks: int) -> None:
-    settings = (*EXACT, f"learner.num_ranks={num_ranks}", "training.num_steps=2")
+    settings = (*EXACT_SETTINGS, f"learner.num_ranks={num_ranks}", "training.num_steps=2")
     with start_run(tmp_path / "whole", *settings) as full_run:
         full_run.finish()
     # Copy the run without its second step, as it was when its first step was saved.
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "run" / "checkpoints" / "step-00000002")
-    with start_run(tmp_path / "parts", *settings, flags=("--resume",)) as parts:
-        first = weights(parts, 1)
-        parts.finish()
+    with start_run(tmp_path / "parts", *settings, flags=("--resume",)) as resumed_run:
+        first_weights = load_weights(resumed_run, 1)
+        resumed_run.finish()
 
-    full_weights, resumed_weights = weights(full_run, 2), weights(parts, 2)
+    full_weights, resumed_weights = load_weights(full_run, 2), load_weights(resumed_run, 2)
     assert full_weights.keys() == resumed_weights.keys()
-    assert any(not torch.equal(first[name], resumed_weights[name]) for name in first), "it moved"
-    worst = max(
+    assert any(
+        not torch.equal(first_weights[name], resumed_weights[name]) for name in first_weights
+    ), "it moved"
+    largest_difference = max(
         float((full_weights[name] - resumed_weights[name]).abs().max()) for name in full_weights
     )
-    assert worst == 0.0
-    assert select_trained_rows(full_run) == select_trained_rows(parts)
-    assert evaluations(full_run)[-1] == evaluations(parts)[-1]
+    assert largest_difference == 0.0
+    assert select_trained_rows(full_run) == select_trained_rows(resumed_run)
+    assert list_evaluations(full_run)[-1] == list_evaluations(resumed_run)[-1]

@@ -21,22 +21,22 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_the_run_continues_from_it
     settings = ("learner.num_ranks=2", "training.num_steps=10")
     with start_run(tmp_path, "training.num_steps=1000", settings[0]) as run:
         run.wait_until(lambda: run.last_step >= 3)
-        began = time.monotonic()
+        start_s = time.monotonic()
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(300) == 130
-        assert time.monotonic() - began < STOP_GRACE_S, "then the command line would kill it"
-        stopped_at = run.last_step
+        assert time.monotonic() - start_s < STOP_GRACE_S, "then the command line would kill it"
+        last_step = run.last_step
     wait_until_gone(str(tmp_path))
     checkpoints = list((run.folder / "checkpoints").iterdir())
-    assert [path.name for path in checkpoints] == [f"step-{stopped_at:08d}"]
+    assert [path.name for path in checkpoints] == [f"step-{last_step:08d}"]
 
     with start_run(
-        tmp_path, settings[0], f"training.num_steps={stopped_at + 3}", flags=("--resume",)
+        tmp_path, settings[0], f"training.num_steps={last_step + 3}", flags=("--resume",)
     ) as run:
         summary = run.finish()
-    assert (summary.num_steps, summary.num_learner_ranks) == (stopped_at + 3, 2)
+    assert (summary.num_steps, summary.num_learner_ranks) == (last_step + 3, 2)
     steps = [row.step for row in run.rows if row.kind == "train"]
-    assert steps == list(range(1, stopped_at + 4)), "each step is there once"
+    assert steps == list(range(1, last_step + 4)), "each step is there once"
     games = [row.num_games_trained for row in run.rows if row.kind == "train"]
     assert games == sorted(set(games))
     wait_until_gone(str(tmp_path))

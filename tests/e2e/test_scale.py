@@ -10,7 +10,7 @@ import pytest
 
 from ludus.proto.config import load_run_config
 from ludus.proto.runs import CONFIG_FILE, CONTROL_FILE
-from tests.e2e.runs import EXAMPLE, SMALL, Run, find_processes, start_run, wait_until_gone
+from tests.e2e.runs import EXAMPLE, SMALL_RUN, Run, find_processes, start_run, wait_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -26,12 +26,12 @@ def scale(folder: Path, num_workers: int) -> subprocess.CompletedProcess[str]:
     )
 
 
-def num_holding(run: Run) -> int:
+def count_current_workers(run: Run) -> int:
     """Return the number of workers with the most recently delivered weights."""
     return [len(row.weights) for row in run.rows if row.kind == "weights"][-1]
 
 
-def num_workers(marker: str) -> int:
+def count_worker_processes(marker: str) -> int:
     """Return the number of the run's worker processes that received a call."""
     return sum("RolloutWorker" in command for command in find_processes(marker).values())
 
@@ -43,11 +43,13 @@ def test_workers_join_and_leave_while_the_run_continues(
     settings = ("training.num_steps=100000", "eval.num_games_during=0")
     with start_run(tmp_path, *settings, "rollout.num_workers=2", "rollout.min_workers=1") as run:
         run.wait_until(lambda: run.last_step >= 1)
-        run.wait_until(lambda: num_holding(run) == 2)
+        run.wait_until(lambda: count_current_workers(run) == 2)
         assert scale(run.folder, 3).returncode == 0
-        run.wait_until(lambda: num_holding(run) == 3)
+        run.wait_until(lambda: count_current_workers(run) == 3)
         assert scale(run.folder, 1).returncode == 0
-        run.wait_until(lambda: num_holding(run) == 1 and num_workers(str(tmp_path)) == 1)
+        run.wait_until(
+            lambda: count_current_workers(run) == 1 and count_worker_processes(str(tmp_path)) == 1
+        )
         step = run.last_step
         run.wait_until(lambda: run.last_step >= step + 3)
         run.stop()
@@ -63,7 +65,7 @@ def test_workers_join_and_leave_while_the_run_continues(
 def test_an_impossible_number_is_refused_with_the_remedy(
     tmp_path: Path, num_workers_requested: int, message: str
 ) -> None:
-    settings = [*SMALL, "rollout.min_workers=2", "rollout.num_workers=2"]
+    settings = [*SMALL_RUN, "rollout.min_workers=2", "rollout.num_workers=2"]
     config = load_run_config(EXAMPLE, settings)
     (tmp_path / CONFIG_FILE).write_text(config.model_dump_json())
     completed = scale(tmp_path, num_workers_requested)

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.trl_program import NUM_ROWS, SEEN
+from tests.e2e.trl_program import NUM_ROWS, REWARDED_ROWS_FILE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 
 
-def train(folder: Path, form: str) -> dict[str, Any]:
+def run_program(folder: Path, form: str) -> dict[str, Any]:
     """Run the program; return the results that it prints."""
     folder.mkdir()
     command = [sys.executable, "-m", "tests.e2e.trl_program", str(folder), form]
@@ -29,13 +29,13 @@ def train(folder: Path, form: str) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("shared_ray")
 def test_both_kinds_of_rollout_function_train_alike_and_use_each_row_once(tmp_path: Path) -> None:
-    over_http, by_call = (train(tmp_path / form, form) for form in ("http", "call"))
-    assert over_http == by_call, "the same episodes, and so the same course"
-    assert over_http["global_step"] == NUM_ROWS * 4 // 16
-    assert (over_http["epoch"], over_http["model"]) == (1.0, True)
-    assert len(over_http["rewards"]) == over_http["global_step"]
-    assert over_http["answers"] > 0
-    rewarded = list(map(int, (tmp_path / "http" / SEEN).read_text().split()))
+    http_result, call_result = (run_program(tmp_path / form, form) for form in ("http", "call"))
+    assert http_result == call_result, "the same episodes, and so the same course"
+    assert http_result["global_step"] == NUM_ROWS * 4 // 16
+    assert (http_result["epoch"], http_result["model"]) == (1.0, True)
+    assert len(http_result["rewards"]) == http_result["global_step"]
+    assert http_result["answers"] > 0
+    rewarded_rows = list(map(int, (tmp_path / "http" / REWARDED_ROWS_FILE).read_text().split()))
     # Later rows were played ahead of the last step or in evaluations.
-    trained_on = Counter(rewarded[: NUM_ROWS * 4])
-    assert trained_on == dict.fromkeys(range(NUM_ROWS), 4)
+    counts = Counter(rewarded_rows[: NUM_ROWS * 4])
+    assert counts == dict.fromkeys(range(NUM_ROWS), 4)

@@ -16,7 +16,7 @@ from tests.openspiel.test_server import RunningServer, serving
 
 TUTORIAL = Path(__file__).parents[2] / "examples" / "tutorial"
 NOTEBOOK = TUTORIAL / "blackjack.ipynb"
-SHORT = (
+SHORT_RUN = (
     "local_batch_size=64",
     "rollout_threads=16",
     "ludus.model.warm_start_games=256",
@@ -50,13 +50,13 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(
     monkeypatch.setenv("TUTORIAL_STEPS", "2")
     monkeypatch.setenv("TUTORIAL_GAMES", "200")
     monkeypatch.setenv("TUTORIAL_RUNS", str(tmp_path))
-    monkeypatch.setenv("TUTORIAL_OVERRIDES", " ".join(SHORT))
+    monkeypatch.setenv("TUTORIAL_OVERRIDES", " ".join(SHORT_RUN))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(
         notebook, timeout=540, kernel_name="python3", resources={"metadata": {"path": TUTORIAL}}
     ).execute()
     assert (tmp_path / "blackjack" / "summary.json").is_file()
-    games = (tmp_path / "blackjack" / "transcripts.jsonl").read_text().splitlines()
-    terms = {name for game in games for name in json.loads(game)["terms"]}
+    transcripts = (tmp_path / "blackjack" / "transcripts.jsonl").read_text().splitlines()
+    terms = {name for transcript in transcripts for name in json.loads(transcript)["terms"]}
     assert terms == {"evaluate_response"}

@@ -17,7 +17,7 @@ from ludus.proto.runs import read_transcripts
 from ludus.trainer.compat.trl import GRPOConfig, GRPOTrainer, generate_rollout_completions
 
 NUM_ROWS = 16
-SEEN = "rewarded.txt"
+REWARDED_ROWS_FILE = "rewarded.txt"
 
 
 def complete_over_http(prompts: list[str], args: Any, processing_class: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def reward_from_env(
 ) -> list[float]:
     """Return the rewards of the rollout function; record the rows in a file."""
     assert all(isinstance(completion, str) for completion in completions)
-    with (Path(folder[0]) / SEEN).open("a", encoding="utf-8") as file:
+    with (Path(folder[0]) / REWARDED_ROWS_FILE).open("a", encoding="utf-8") as file:
         file.writelines(f"{row_number}\n" for row_number in number)
     return env_reward
 
@@ -83,15 +83,17 @@ def main(folder: str, form: str) -> None:
     )
     result = trainer.train()
     history = trainer.state.log_history
-    answers = [transcript.turns[0].answer for transcript in read_transcripts(Path(folder) / "run")]
-    out = {
+    completions = [
+        transcript.turns[0].answer for transcript in read_transcripts(Path(folder) / "run")
+    ]
+    output = {
         "global_step": result.global_step,
         "rewards": [entry["reward"] for entry in history],
         "epoch": history[-1]["epoch"],
-        "answers": len(answers),
+        "answers": len(completions),
         "model": (trainer.save_model(f"{folder}/model") / "config.json").is_file(),
     }
-    sys.stdout.write(json.dumps(out) + "\n")
+    sys.stdout.write(json.dumps(output) + "\n")
 
 
 if __name__ == "__main__":

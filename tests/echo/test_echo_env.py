@@ -70,13 +70,13 @@ def test_invalid_tool_calls_are_refused() -> None:
 
 async def test_steps_and_tools_work_over_connections() -> None:
     async with EnvServer(make_environment, ServerOptions(port=0)) as server:
-        assert await asyncio.to_thread(echo_rewards, server.http_address) == [1.3, 0.2]
+        assert await asyncio.to_thread(send_two_messages, server.http_address) == [1.3, 0.2]
         async with await AsyncEnvClient.connect(server.grpc_address) as client:
             session, _ = await client.open()
             assert await session.call_tool("echo_message", {"message": "a"}) == {"result": "a"}
 
 
-def echo_rewards(address: str) -> list[float | None]:
+def send_two_messages(address: str) -> list[float | None]:
     """Send two messages over HTTP and return their rewards."""
     with EchoEnv(base_url=address) as env:
         env.reset()

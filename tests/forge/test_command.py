@@ -27,5 +27,5 @@ def test_invalid_input_prints_one_message_and_exits_with_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--config", str(EXAMPLE), *arguments]) == 2
-    printed = capsys.readouterr().err
-    assert message in printed and "Traceback" not in printed
+    error_output = capsys.readouterr().err
+    assert message in error_output and "Traceback" not in error_output

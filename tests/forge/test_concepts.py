@@ -31,35 +31,42 @@ def read_table(heading: str) -> list[list[str]]:
 def test_advantages_of_both_conventions_are_correct() -> None:
     rows = read_table("One group, by hand")
     centered = REWARDS - REWARDS.mean()
-    with_n = centered / REWARDS.std(correction=0)
-    with_n_minus_1 = group_advantages(REWARDS[None], "mean", "group")[0]
+    scaled_with_n = centered / REWARDS.std(correction=0)
+    scaled_with_n_minus_1 = group_advantages(REWARDS[None], "mean", "group")[0]
     assert [float(row[1]) for row in rows] == REWARDS.tolist()
     assert [float(row[2]) for row in rows] == centered.tolist()
-    assert [float(row[3]) for row in rows] == pytest.approx(with_n.tolist(), abs=5e-4)
-    assert [float(row[4]) for row in rows] == pytest.approx(with_n_minus_1.tolist(), abs=5e-5)
-    assert with_n.tolist() == pytest.approx([1.508, 0.302, -0.905, -0.905], abs=5e-4)
-    assert with_n_minus_1.tolist() == pytest.approx([1.3054, 0.2611, -0.7833, -0.7833], abs=5e-5)
+    assert [float(row[3]) for row in rows] == pytest.approx(scaled_with_n.tolist(), abs=5e-4)
+    assert [float(row[4]) for row in rows] == pytest.approx(
+        scaled_with_n_minus_1.tolist(), abs=5e-5
+    )
+    assert scaled_with_n.tolist() == pytest.approx([1.508, 0.302, -0.905, -0.905], abs=5e-4)
+    assert scaled_with_n_minus_1.tolist() == pytest.approx(
+        [1.3054, 0.2611, -0.7833, -0.7833], abs=5e-5
+    )
     assert f"{REWARDS.std(correction=0):.3f}" == "0.829" and "/ std with n: 0.829" in PAGE
     assert f"{REWARDS.std():.3f}" == "0.957" and "/ std with n - 1: 0.957" in PAGE
     assert f"{(4 / 3) ** 0.5:.3f}" == "1.155" and "1.155" in PAGE
 
 
 def test_probability_of_a_correct_completion_per_group_is_correct() -> None:
-    for text, wait, chance_of_8, chance_of_64 in read_table("The idea"):
-        p = float(text)
-        chances = [1 - (1 - p) ** size for size in (8, 64)]
+    for text, expected_wait, chance_of_8, chance_of_64 in read_table("The idea"):
+        probability = float(text)
+        chances = [1 - (1 - probability) ** size for size in (8, 64)]
         assert [
             float(cell.removesuffix(" %")) for cell in (chance_of_8, chance_of_64)
         ] == pytest.approx([100 * chance for chance in chances], abs=0.05)
-        assert wait == ("never" if p == 0 else f"{1 / p:,.0f}")
+        assert expected_wait == ("never" if probability == 0 else f"{1 / probability:,.0f}")
 
 
 def test_a_draw_with_a_reward_is_not_a_win() -> None:
     always_stand = reference_returns("blackjack")["always_stand"]
     match = re.search(r"between (\d+\.\d+) % and (\d+\.\d+) % for a player who always", PAGE)
     assert match is not None
-    won, not_lost = always_stand.win_rate, always_stand.win_rate + always_stand.draw_rate
+    win_rate, win_or_draw_rate = (
+        always_stand.win_rate,
+        always_stand.win_rate + always_stand.draw_rate,
+    )
     assert [float(percentage) for percentage in match.groups()] == [
-        round(100 * won, 2),
-        round(100 * not_lost, 2),
+        round(100 * win_rate, 2),
+        round(100 * win_or_draw_rate, 2),
     ]

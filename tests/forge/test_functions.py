@@ -40,13 +40,13 @@ async def test_a_reward_gets_the_first_prompt_the_last_response_and_the_return(r
 
 
 def test_advantages_come_from_a_class_an_object_or_a_function() -> None:
-    class Centered:
+    class CenteringAdvantages:
         def compute(self, group: list[Any]) -> list[float]:
             mean = sum(episode.reward for episode in group) / len(group)
             return [episode.reward - mean for episode in group]
 
     group = [SimpleNamespace(reward=reward) for reward in (1.0, 3.0)]
-    for function in (Centered, Centered(), Centered().compute):
+    for function in (CenteringAdvantages, CenteringAdvantages(), CenteringAdvantages().compute):
         assert make_group_function(function)(group) == [-1.0, 1.0]
 
 
@@ -64,9 +64,12 @@ def test_functions_with_other_parameters_are_refused(reward: Any) -> None:
 
 
 def test_only_given_functions_change_a_run() -> None:
-    tree: dict[str, Any] = {"environments": {"blackjack": {"address": "x"}}}
-    CustomFunctions().add_to(tree)
-    assert tree == {"environments": {"blackjack": {"address": "x"}}}
-    CustomFunctions(compute_advantages=len, render=str).add_to(tree)
-    assert (tree["algorithm"]["scale"], tree["algorithm"]["baseline"]) == ("none", "mean")
-    assert tree["environments"]["blackjack"] == {"address": "x", "render": str}
+    run_sections: dict[str, Any] = {"environments": {"blackjack": {"address": "x"}}}
+    CustomFunctions().add_to(run_sections)
+    assert run_sections == {"environments": {"blackjack": {"address": "x"}}}
+    CustomFunctions(compute_advantages=len, render=str).add_to(run_sections)
+    assert (run_sections["algorithm"]["scale"], run_sections["algorithm"]["baseline"]) == (
+        "none",
+        "mean",
+    )
+    assert run_sections["environments"]["blackjack"] == {"address": "x", "render": str}

@@ -33,10 +33,12 @@ def make_run(*overrides: str, has_gpu: bool = True) -> LanguageModelRun:
     return run
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
+def list_settings(
+    mapped_sections: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    for key, value in mapped_sections.items():
         if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
+            yield from list_settings(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
@@ -75,21 +77,30 @@ def test_unused_keys_are_listed() -> None:
     } <= set(map_tutorial().unused_keys)
 
 
-OTHER_VALUES = {"trainer.training.seq_len": 100, "policy.sampling_params.n": 3}
+VALUES_BY_KEY = {"trainer.training.seq_len": 100, "policy.sampling_params.n": 3}
 """Other valid values by key."""
-CHANGES = {bool: lambda value: not value, int: lambda value: value + 4000, float: lambda v: v / 2}
+CHANGES_BY_TYPE = {
+    bool: lambda value: not value,
+    int: lambda value: value + 4000,
+    float: lambda v: v / 2,
+}
 
 
-@pytest.mark.parametrize("key", [key for key, _ in leaves(tutorial_config())])
+@pytest.mark.parametrize("key", [key for key, _ in list_settings(tutorial_config())])
 def test_a_used_key_changes_the_run_or_is_refused(key: str) -> None:
-    original = map_tutorial()
-    if key in original.unused_keys:
+    original_mapping = map_tutorial()
+    if key in original_mapping.unused_keys:
         return
-    value = dict(leaves(tutorial_config()))[key]
-    other = OTHER_VALUES.get(key, CHANGES.get(type(value), lambda _: "something-else")(value))
+    value = dict(list_settings(tutorial_config()))[key]
+    changed_value = VALUES_BY_KEY.get(
+        key, CHANGES_BY_TYPE.get(type(value), lambda _: "something-else")(value)
+    )
     try:
-        changed = map_tutorial(f"{key}={str(other).lower()}")
-        assert changed.sections != original.sections or key in changed.unused_keys
+        changed_mapping = map_tutorial(f"{key}={str(changed_value).lower()}")
+        assert (
+            changed_mapping.sections != original_mapping.sections
+            or key in changed_mapping.unused_keys
+        )
     except ConfigError as error:
         assert key.rpartition(".")[2] in str(error)
 
@@ -149,9 +160,9 @@ def test_an_error_about_a_setting_in_section_ludus_names_that_section() -> None:
         make_run("ludus.rollout.temperature=3")
 
 
-SETTING = re.compile(r"(?<![\w.])(rollout|generator|learner|training|environments?)\.[\w.]+ =")
+RUN_SETTING = re.compile(r"(?<![\w.])(rollout|generator|learner|training|environments?)\.[\w.]+ =")
 """A setting of a run, which a user of Forge does not write."""
-NUMBERS = [
+NUMBER_KEYS = [
     key
     for key, kind in TYPE_BY_KEY.items()
     if kind is not bool and (get_args(kind) or (str,))[0] in (int, float)
@@ -159,7 +170,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-@pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.parametrize("key", NUMBER_KEYS)
 def test_the_error_of_an_invalid_number_names_its_key(key: str, has_gpu: bool) -> None:
     is_refused = False
     for value in (-2, -1, -0.5, 0, 1e-9, 0.5, 1, 1.5, 2, 3.5, 8, 70_000, 2**40, 1e30, True, "abc"):
@@ -167,7 +178,7 @@ def test_the_error_of_an_invalid_number_names_its_key(key: str, has_gpu: bool) -
             make_run(f"{key}={json.dumps(value)}", has_gpu=has_gpu)
         except ConfigError as error:
             is_refused = True
-            assert not SETTING.search(str(error)), (value, str(error))
+            assert not RUN_SETTING.search(str(error)), (value, str(error))
             assert key.rpartition(".")[2] in str(error), (value, str(error))
     assert is_refused or not has_gpu
 
@@ -188,15 +199,15 @@ def test_an_argument_that_is_no_configuration_is_refused() -> None:
 
 
 def test_checkpoint_keys_are_mapped() -> None:
-    unused = map_tutorial().unused_keys
+    unused_keys = map_tutorial().unused_keys
     for name in ("enable", "initial_load_in_hf", "last_save_in_hf"):
-        assert f"trainer.checkpoint.{name}" not in unused
+        assert f"trainer.checkpoint.{name}" not in unused_keys
     assert (
         "trainer.checkpoint.last_save_in_hf"
         in map_tutorial("trainer.checkpoint.last_save_in_hf=false").unused_keys
     )
-    disabled = make_run("trainer.checkpoint.enable=false").training
-    assert disabled.checkpoint_every_steps > disabled.num_steps
+    training_config = make_run("trainer.checkpoint.enable=false").training
+    assert training_config.checkpoint_every_steps > training_config.num_steps
     assert make_run("trainer.checkpoint.keep_latest_k=0").training.keep_checkpoints > 1000
     with pytest.raises(ConfigError, match=r"enable = 'maybe' must be True or False"):
         map_tutorial("trainer.checkpoint.enable=maybe")
@@ -225,8 +236,8 @@ def test_the_ludus_section_overrides_the_other_keys() -> None:
     run = make_run("model=tiny", "ludus.model.width=64", "ludus.algorithm.kl_coef=0.5")
     assert run.model.model_dump()["width"] == 64
     assert run.algorithm.kl_coef == 0.5
-    local = make_run("ludus.environment.kind=local", "ludus.environment.package=math_env")
-    assert local.environment.model_dump()["package"] == "math_env"
+    run_config = make_run("ludus.environment.kind=local", "ludus.environment.package=math_env")
+    assert run_config.environment.model_dump()["package"] == "math_env"
 
 
 def test_a_file_without_a_server_is_refused() -> None:
@@ -259,8 +270,8 @@ def test_keys_of_older_files_are_mapped() -> None:
         "engine_config": config["policy"]["engine_args"],
         "sampling_config": config["policy"]["sampling_params"],
     }
-    tree = map_config(load_forge_config(config), name="blackjack", has_gpu=True).sections
-    assert tree == map_tutorial().sections
+    mapped_sections = map_config(load_forge_config(config), name="blackjack", has_gpu=True).sections
+    assert mapped_sections == map_tutorial().sections
 
 
 def test_keys_are_attributes_and_references_use_new_values() -> None:
@@ -298,4 +309,4 @@ def test_a_missing_file_is_refused() -> None:
 
 
 def test_all_keys_of_the_tutorial_are_known() -> None:
-    assert {key for key, _ in leaves(tutorial_config())} <= KNOWN_KEYS
+    assert {key for key, _ in list_settings(tutorial_config())} <= KNOWN_KEYS

@@ -32,12 +32,12 @@ from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
 from tests.learner.tiny_policy import make_policy_folder
 
-REQUEST, RESPONSE, PAD = 12, 4, 0
+REQUEST_LENGTH, RESPONSE_LENGTH, PAD_ID = 12, 4, 0
 PROMPT = "<|user|>hard 16 vs 10<|end|><|assistant|>"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
+def use_one_thread() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -60,23 +60,23 @@ async def policy(request: pytest.FixtureRequest, model_path: str) -> AsyncIterat
         pytest.skip("vLLM is not installed")
     # The actor sets environment variables for vLLM; restore them after the test.
     with patch.dict(os.environ):
-        part = await make_generator(model_path, engine=request.param)
-        yield part
-        await part.shutdown()
+        actor = await make_generator(model_path, engine=request.param)
+        yield actor
+        await actor.shutdown()
 
 
 async def make_generator(model_path: str, *, num_replicas: int = 1, **fields: Any) -> Any:
     options = Generator.options(procs=1, num_replicas=num_replicas, with_gpus=False)
     return await options.as_service(
         engine_args={"model": model_path, "dtype": "float32", "max_model_len": 64},
-        sampling_params={"n": 4, "max_tokens": RESPONSE, "temperature": 1.0, "top_p": 1.0},
+        sampling_params={"n": 4, "max_tokens": RESPONSE_LENGTH, "temperature": 1.0, "top_p": 1.0},
         **fields,
     )
 
 
 @pytest.fixture
 async def trainer(model_path: str) -> AsyncIterator[RLTrainer]:
-    part = await RLTrainer.options(procs=1, with_gpus=False).as_actor(
+    actor = await RLTrainer.options(procs=1, with_gpus=False).as_actor(
         loss=simple_grpo_loss,
         model={"hf_assets_path": f"hf://{model_path}"},
         optimizer={"name": "AdamW", "lr": 1e-2, "weight_decay": 0.0},
@@ -85,22 +85,22 @@ async def trainer(model_path: str) -> AsyncIterator[RLTrainer]:
         parallelism={"data_parallel_shard_degree": 1},
         activation_checkpoint={"mode": "none"},
     )
-    yield part
-    await part.shutdown()
+    yield actor
+    await actor.shutdown()
 
 
 async def test_shutdown_of_a_trainer_stops_its_gloo_threads(model_path: str) -> None:
     def count_gloo_threads() -> int:
         return sum("gloo" in task.read_text() for task in Path("/proc/self/task").glob("*/comm"))
 
-    num_before = count_gloo_threads()
-    part = await RLTrainer.options(procs=1, with_gpus=False).as_actor(
+    num_threads_at_start = count_gloo_threads()
+    actor = await RLTrainer.options(procs=1, with_gpus=False).as_actor(
         model={"hf_assets_path": f"hf://{model_path}"}, training={"steps": 2, "dtype": "float32"}
     )
-    assert count_gloo_threads() > num_before
-    await part.push_weights.call_one(1)
-    await part.shutdown()
-    assert count_gloo_threads() <= num_before
+    assert count_gloo_threads() > num_threads_at_start
+    await actor.push_weights.call_one(1)
+    await actor.shutdown()
+    assert count_gloo_threads() <= num_threads_at_start
 
 
 @dataclass
@@ -117,8 +117,8 @@ class Episode:
     @property
     def tokens(self) -> Tensor:
         request, response = self.completion.prompt_ids, self.completion.token_ids
-        left_padding = torch.full((REQUEST - len(request),), PAD)
-        right_padding = torch.full((RESPONSE - len(response),), PAD)
+        left_padding = torch.full((REQUEST_LENGTH - len(request),), PAD_ID)
+        right_padding = torch.full((RESPONSE_LENGTH - len(response),), PAD_ID)
         return torch.cat([left_padding, request, response, right_padding])
 
 
@@ -131,33 +131,33 @@ def collate(batches: list[list[Episode]]) -> tuple[list[dict[str, Any]], list[di
     inputs, targets = [], []
     for batch in batches:
         tokens = torch.stack([episode.tokens for episode in batch])
-        response = tokens[:, REQUEST:]
+        response = tokens[:, REQUEST_LENGTH:]
         inputs.append({"tokens": tokens})
         targets.append(
             {
                 "response": response,
                 "ref_logprobs": torch.stack([e.ref_logprobs for e in batch]),
                 "advantages": torch.tensor([[e.advantage] for e in batch]),
-                "padding_mask": response != PAD,
+                "padding_mask": response != PAD_ID,
             }
         )
     return inputs, targets
 
 
 async def test_the_buffer_returns_no_stale_episode_and_no_episode_twice() -> None:
-    draw = random.Random("ages of episodes")
+    rng = random.Random("ages of episodes")
     buffer = await ReplayBuffer.options(procs=1).as_actor(batch_size=8, max_policy_age=2, dp_size=2)
-    version, seen = 0, []
+    version, sampled_episodes = 0, []
     for _ in range(10_000):
-        await buffer.add.call_one(VersionedEpisode(version - draw.randint(0, 4)))
-        version += draw.random() < 0.03
-        if draw.random() < 0.1:
+        await buffer.add.call_one(VersionedEpisode(version - rng.randint(0, 4)))
+        version += rng.random() < 0.03
+        if rng.random() < 0.1:
             batches = await buffer.sample.call_one(curr_policy_version=version)
             for episode in (episode for batch in batches or [] for episode in batch):
                 assert version - episode.policy_version <= 2
-                seen.append(episode)
+                sampled_episodes.append(episode)
             assert batches is None or [len(batch) for batch in batches] == [8, 8]
-    assert len(set(map(id, seen))) == len(seen) > 4000
+    assert len(set(map(id, sampled_episodes))) == len(sampled_episodes) > 4000
 
 
 async def test_the_buffer_returns_none_while_it_has_too_few_episodes() -> None:
@@ -181,18 +181,18 @@ async def test_an_invalid_size_of_the_buffer_is_refused(size: dict[str, int]) ->
 
 @pytest.mark.parametrize("rewards", [[], [float("nan"), 1.0], [None, 1.0], ["a"]])
 async def test_advantages_need_finite_rewards(rewards: list[Any]) -> None:
-    part = await ComputeAdvantages.as_actor()
+    actor = await ComputeAdvantages.as_actor()
     with pytest.raises(ConfigError, match="each episode of a group must have a finite reward"):
-        await part.compute.call_one([SimpleNamespace(reward=reward) for reward in rewards])
+        await actor.compute.call_one([SimpleNamespace(reward=reward) for reward in rewards])
 
 
 async def test_advantages_match_the_example_of_the_docs() -> None:
-    part = await ComputeAdvantages.options(procs=1).as_actor()
+    actor = await ComputeAdvantages.options(procs=1).as_actor()
     group = [type("Played", (), {"reward": reward})() for reward in (1, 0, -1, -1)]
-    advantages = await part.compute.call_one(group)
+    advantages = await actor.compute.call_one(group)
     assert advantages == pytest.approx([1.3054, 0.2611, -0.7833, -0.7833], abs=2e-4)
-    equal = [type("Played", (), {"reward": 0.1})() for _ in range(4)]
-    assert await part.compute.call_one(equal) == [0, 0, 0, 0]
+    equal_group = [type("Played", (), {"reward": 0.1})() for _ in range(4)]
+    assert await actor.compute.call_one(equal_group) == [0, 0, 0, 0]
 
 
 @pytest.mark.slow
@@ -205,20 +205,22 @@ async def test_reference_generator_and_trainer_agree_before_the_first_step(
     completions = await policy.generate.route(PROMPT)
     episodes = [Episode(completion) for completion in completions]
     tokens = torch.stack([episode.tokens for episode in episodes])
-    ref_logprobs = await reference.forward.route(tokens, REQUEST, return_logprobs=True)
+    ref_logprobs = await reference.forward.route(tokens, REQUEST_LENGTH, return_logprobs=True)
     requests = [
         ScoringRequest(completion.prompt_ids.tolist(), completion.token_ids.tolist())
         for completion in completions
     ]
-    learned = trainer.learner.score_completions(requests)
-    for row, completion, learner_logprobs in zip(ref_logprobs, completions, learned, strict=True):
+    learner_rows = trainer.learner.score_completions(requests)
+    for row, completion, learner_logprobs in zip(
+        ref_logprobs, completions, learner_rows, strict=True
+    ):
         num_tokens = len(completion.token_ids)
         torch.testing.assert_close(
             row[:num_tokens], torch.tensor(learner_logprobs), atol=1e-5, rtol=0
         )
         torch.testing.assert_close(row[:num_tokens], completion.logprobs, atol=1e-5, rtol=0)
-    logits = await reference.forward.route(tokens, REQUEST, return_logprobs=False)
-    torch.testing.assert_close(compute_logprobs(logits, tokens[:, REQUEST:]), ref_logprobs)
+    logits = await reference.forward.route(tokens, REQUEST_LENGTH, return_logprobs=False)
+    torch.testing.assert_close(compute_logprobs(logits, tokens[:, REQUEST_LENGTH:]), ref_logprobs)
 
 
 @pytest.mark.slow
@@ -228,7 +230,7 @@ async def test_a_custom_training_loop_learns(
     reference = await ReferenceModel.as_service(model={"hf_assets_path": model_path})
     advantages = await ComputeAdvantages.as_actor()
     buffer = await ReplayBuffer.as_actor(batch_size=16, max_policy_age=0, collate=collate)
-    shares = []
+    success_rates = []
     for step in range(20):
         group = [
             Episode(completion)
@@ -238,11 +240,11 @@ async def test_a_custom_training_loop_learns(
         ]
         for episode in group:
             episode.reward = float(episode.completion.token_ids[0] % 2)
-        shares.append(sum(episode.reward > 0 for episode in group) / len(group))
+        success_rates.append(sum(episode.reward > 0 for episode in group) / len(group))
         tokens = torch.stack([episode.tokens for episode in group])
-        logprobs = await reference.forward.route(tokens, REQUEST)
-        credited = await advantages.compute.call_one(group)
-        for episode, advantage, row in zip(group, credited, logprobs, strict=True):
+        logprobs = await reference.forward.route(tokens, REQUEST_LENGTH)
+        group_advantages = await advantages.compute.call_one(group)
+        for episode, advantage, row in zip(group, group_advantages, logprobs, strict=True):
             episode.advantage, episode.ref_logprobs = advantage, row
             await buffer.add.call_one(episode)
         inputs, targets = await buffer.sample.call_one(curr_policy_version=step)
@@ -250,7 +252,7 @@ async def test_a_custom_training_loop_learns(
         await trainer.push_weights.call(step + 1)
         await policy.update_weights.fanout(step + 1)
         assert await policy.get_version.route() == step + 1
-    assert sum(shares[:3]) < 2.1 and sum(shares[-3:]) > 2.7
+    assert sum(success_rates[:3]) < 2.1 and sum(success_rates[-3:]) > 2.7
     with pytest.raises(WeightSyncError, match="weights version 99 is not available"):
         await policy.update_weights.fanout(99)
     # When cells of a notebook run again, versions start from 1 again.
@@ -260,41 +262,44 @@ async def test_a_custom_training_loop_learns(
 
 
 async def test_replicas_alternate_and_sample_like_a_single_generator(model_path: str) -> None:
-    single = await make_generator(model_path, seed=3)
+    single_generator = await make_generator(model_path, seed=3)
     service = await make_generator(model_path, seed=3, num_replicas=2)
     try:
-        expected = [await single.generate.route(PROMPT) for _ in range(4)]
-        shared = [await service.generate.route(PROMPT) for _ in range(4)]
-        assert [texts(group) for group in shared] == [texts(group) for group in expected]
-        assert len(set(map(tuple, map(texts, shared)))) > 1
-        first, second = service.replicas
-        assert [texts(await first.generate(PROMPT)), texts(await second.generate(PROMPT))] == [
-            texts(await single.generate.route(PROMPT)) for _ in range(2)
+        expected_groups = [await single_generator.generate.route(PROMPT) for _ in range(4)]
+        service_groups = [await service.generate.route(PROMPT) for _ in range(4)]
+        assert [read_texts(group) for group in service_groups] == [
+            read_texts(group) for group in expected_groups
         ]
+        assert len(set(map(tuple, map(read_texts, service_groups)))) > 1
+        first_replica, second_replica = service.replicas
+        assert [
+            read_texts(await first_replica.generate(PROMPT)),
+            read_texts(await second_replica.generate(PROMPT)),
+        ] == [read_texts(await single_generator.generate.route(PROMPT)) for _ in range(2)]
         with pytest.raises(AttributeError, match="'seed' is not an endpoint of this service"):
             service.seed  # noqa: B018
     finally:
         await service.shutdown()
-        await single.shutdown()
+        await single_generator.shutdown()
 
 
 async def test_new_weights_reach_every_replica(model_path: str, trainer: RLTrainer) -> None:
     service = await make_generator(model_path, num_replicas=2)
     try:
         tokens = torch.tensor([[5, 6, 7, 8] * 3 + [9, 10, 11, 12]])
-        response = tokens[:, REQUEST:]
+        response = tokens[:, REQUEST_LENGTH:]
         target = {
             "response": response,
-            "ref_logprobs": torch.zeros(1, RESPONSE),
+            "ref_logprobs": torch.zeros(1, RESPONSE_LENGTH),
             "advantages": torch.ones(1, 1),
             "padding_mask": torch.ones_like(response, dtype=torch.bool),
         }
-        old_logprobs = await greedy_logprobs(service)
+        old_logprobs = await sample_greedy_logprobs(service)
         await trainer.train_step.call([{"tokens": tokens}], [target])
         await trainer.push_weights.call(7)
         await service.update_weights.fanout(7)
         assert await service.get_version.fanout() == [7, 7]
-        new_logprobs = await greedy_logprobs(service)
+        new_logprobs = await sample_greedy_logprobs(service)
         torch.testing.assert_close(new_logprobs[0], new_logprobs[1])
         assert not torch.allclose(new_logprobs[0], old_logprobs[0])
         assert {
@@ -304,14 +309,14 @@ async def test_new_weights_reach_every_replica(model_path: str, trainer: RLTrain
         await service.shutdown()
 
 
-async def greedy_logprobs(service: Any) -> list[Tensor]:
+async def sample_greedy_logprobs(service: Any) -> list[Tensor]:
     """Return each replica's log-prob of its most likely first token."""
-    greedy = {"n": 1, "temperature": 0.0, "max_tokens": 1}
-    groups = await service.generate.fanout(PROMPT, sampling_params=greedy)
+    sampling = {"n": 1, "temperature": 0.0, "max_tokens": 1}
+    groups = await service.generate.fanout(PROMPT, sampling_params=sampling)
     return [completion.logprobs for [completion] in groups]
 
 
-def texts(completions: list[Completion]) -> list[str]:
+def read_texts(completions: list[Completion]) -> list[str]:
     return [completion.text for completion in completions]
 
 
@@ -325,10 +330,10 @@ async def test_a_custom_actor_has_forges_calls() -> None:
         def half(self, value: int) -> float:
             return value / 2
 
-    part = await Doubler.options(procs=1, with_gpus=True).as_service()
-    assert await part.double.route(2) == await part.double.call_one(2) == 4
-    assert await part.half.call(3) == await part.half.fanout(3) == [1.5]
-    assert part.half(5) == 2.5
+    actor = await Doubler.options(procs=1, with_gpus=True).as_service()
+    assert await actor.double.route(2) == await actor.double.call_one(2) == 4
+    assert await actor.half.call(3) == await actor.half.fanout(3) == [1.5]
+    assert actor.half(5) == 2.5
     with pytest.raises(ConfigError, match="procs = 2 must be 1"):
         Doubler.options(procs=2)
     with pytest.raises(ConfigError, match="got processes"):
@@ -373,6 +378,6 @@ async def test_unsupported_options_of_actors_are_refused(model_path: str) -> Non
 def test_an_invalid_value_is_refused_with_the_name_of_its_field(
     section: str, fields: dict[str, dict[str, Any]], message: str
 ) -> None:
-    longest = next(iter(next(iter(fields.values())).values()))
+    max_tokens = next(iter(next(iter(fields.values())).values()))
     with pytest.raises(ConfigError, match=message):
-        make_actor_settings(section, fields, max_tokens=longest)
+        make_actor_settings(section, fields, max_tokens=max_tokens)

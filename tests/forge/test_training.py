@@ -21,7 +21,7 @@ from ludus.trainer.driver.loops.steps import Step
 from tests.forge.tutorial_config import tutorial_config
 from tests.openspiel.test_server import RunningServer, serving
 
-GRPC = "blackjack_env.server_url=grpc://localhost:1"
+GRPC_ADDRESS = "blackjack_env.server_url=grpc://localhost:1"
 """An override with an address that is not used before the run starts."""
 
 
@@ -57,16 +57,20 @@ async def test_run_continues_and_returns_a_value_per_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fake, trainer = make_trainer(5)
-    first = await trainer.run(steps=3)
-    assert first["iterations"] == [1, 2, 3]
-    assert first["losses"] == [-1, -2, -3]
-    assert first["win_rates"] == [0.1, 0.2, 0.2], "no game has ended since the second step"
-    assert first["rewards"] == [0.01, 0.02, 0.02]
-    assert (first["run_dir"], trainer.summary, fake.num_train_calls) == ("runs/run", None, 0)
+    first_results = await trainer.run(steps=3)
+    assert first_results["iterations"] == [1, 2, 3]
+    assert first_results["losses"] == [-1, -2, -3]
+    assert first_results["win_rates"] == [0.1, 0.2, 0.2], "no game has ended since the second step"
+    assert first_results["rewards"] == [0.01, 0.02, 0.02]
+    assert (first_results["run_dir"], trainer.summary, fake.num_train_calls) == (
+        "runs/run",
+        None,
+        0,
+    )
     assert "step    1  wins  10.0%" in capsys.readouterr().out
-    numbers: list[int] = []
-    second = await trainer.run(on_step=lambda step: numbers.append(step.number))
-    assert second["iterations"] == numbers == [4, 5]
+    step_numbers: list[int] = []
+    second_results = await trainer.run(on_step=lambda step: step_numbers.append(step.number))
+    assert second_results["iterations"] == step_numbers == [4, 5]
     assert (trainer.summary, fake.num_train_calls) == ("summary", 1)
     assert capsys.readouterr().out == ""
 
@@ -95,7 +99,7 @@ async def test_a_run_of_ludus_is_not_changed(tmp_path: Path) -> None:
 
 async def test_a_run_without_a_name_gets_an_unused_name(tmp_path: Path) -> None:
     config = tutorial_config()
-    overrides = [GRPC, f"ludus.output_dir={tmp_path}"]
+    overrides = [GRPC_ADDRESS, f"ludus.output_dir={tmp_path}"]
     assert (await load_forge_run(config, overrides)).name == "forge"
     for name in ("forge", "forge-2"):
         (tmp_path / name).mkdir()
@@ -106,10 +110,10 @@ async def test_a_run_without_a_name_gets_an_unused_name(tmp_path: Path) -> None:
 
 
 async def test_keys_without_effect_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    await load_forge_run(tutorial_config(), [GRPC])
-    printed = capsys.readouterr().err
-    assert "have no effect: metric_logging.wandb.group" in printed
-    assert "actors.compute_advantages.mesh_name" in printed
+    await load_forge_run(tutorial_config(), [GRPC_ADDRESS])
+    error_output = capsys.readouterr().err
+    assert "have no effect: metric_logging.wandb.group" in error_output
+    assert "actors.compute_advantages.mesh_name" in error_output
 
 
 @pytest.mark.slow

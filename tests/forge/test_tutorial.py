@@ -63,9 +63,9 @@ def test_an_observation_is_printed_with_the_text_for_the_model(
         result = env.reset(seed=7)
     assert result.text is not None
     grpo_utils.show_openenv_observation(result.observation)
-    shown = capsys.readouterr().out
-    assert f"what a model sees: {result.text.messages[0]['content']}" in shown
-    assert "info state: 189 numbers" in shown
+    printed_text = capsys.readouterr().out
+    assert f"what a model sees: {result.text.messages[0]['content']}" in printed_text
+    assert "info state: 189 numbers" in printed_text
     observation = result.observation.model_dump()
     assert grpo_utils.render(observation, first=True) == result.text.messages
     assert grpo_utils.parse("STAND", observation) == {"action_id": 1}
@@ -82,7 +82,7 @@ def test_a_missing_policy_is_refused_with_the_existing_policies(
         grpo_utils.play_heuristic_policy(server.http)
 
 
-def server_variables() -> list[dict[str, str]]:
+def read_server_variables() -> list[dict[str, str]]:
     """Return the environment variables of each server command in the notebook."""
     cells = json.loads((TUTORIAL / "blackjack.ipynb").read_text(encoding="utf-8"))["cells"]
     text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
@@ -93,13 +93,13 @@ def server_variables() -> list[dict[str, str]]:
 
 
 def test_the_notebook_has_a_command_for_each_game_of_the_tutorial() -> None:
-    games = [variables["OPENSPIEL_GAME"] for variables in server_variables()]
+    games = [variables["OPENSPIEL_GAME"] for variables in read_server_variables()]
     assert games == ["blackjack", "tic_tac_toe", "connect_four", "chess", "go"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "variables", server_variables()[2:], ids=lambda variables: variables["OPENSPIEL_GAME"]
+    "variables", read_server_variables()[2:], ids=lambda variables: variables["OPENSPIEL_GAME"]
 )
 def test_each_command_starts_a_server_that_renders_text(
     variables: dict[str, str], tmp_path: Path
@@ -112,8 +112,8 @@ def test_each_command_starts_a_server_that_renders_text(
 
 
 def test_the_reward_is_a_plain_method(grpo_utils: ModuleType) -> None:
-    evaluate = grpo_utils.BlackJackReward().evaluate_response
-    assert [evaluate("prompt", "HIT", game_reward) for game_reward in (1, 0, -1)] == [
+    evaluate_response = grpo_utils.BlackJackReward().evaluate_response
+    assert [evaluate_response("prompt", "HIT", game_reward) for game_reward in (1, 0, -1)] == [
         2.0,
         0.5,
         -1.0,

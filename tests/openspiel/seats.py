@@ -45,7 +45,7 @@ def play_episode(
     return list(play(make_environment(**options), seed, policy))
 
 
-def final_returns(options: dict[str, Any], num_games: int, policy: SeatPolicy) -> list[float]:
+def play_returns(options: dict[str, Any], num_games: int, policy: SeatPolicy) -> list[float]:
     """Return the returns of seeds 0 to `num_games` - 1."""
     environment = make_environment(**options)
     return [
@@ -54,18 +54,20 @@ def final_returns(options: dict[str, Any], num_games: int, policy: SeatPolicy) -
     ]
 
 
-def render_after(game: str, moves: list[int], player: int = 0, style: Any = "compact") -> list[str]:
+def render_after_actions(
+    game: str, action_ids: list[int], player: int = 0, style: Any = "compact"
+) -> list[str]:
     """Return the messages to a player after these moves, including chance moves."""
-    loaded = load_game(game)
-    state = loaded.game.new_initial_state()
-    for action_id in moves:
+    loaded_game = load_game(game)
+    state = loaded_game.game.new_initial_state()
+    for action_id in action_ids:
         state.apply_action(action_id)
-    renderer = make_renderer(loaded, player, style)
-    observation = SeatView(loaded, player, adds_text=renderer.needs_text).observe(state)
+    renderer = make_renderer(loaded_game, player, style)
+    observation = SeatView(loaded_game, player, adds_text=renderer.needs_text).observe(state)
     return [message["content"] for message in renderer.render(observation, first=True)]
 
 
-def random_states(
+def select_random_states(
     game: str, seed: int, is_selected: Callable[[pyspiel.State], bool]
 ) -> Iterator[pyspiel.State]:
     """Yield the selected states of one game with random moves."""

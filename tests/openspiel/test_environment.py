@@ -29,7 +29,7 @@ from tests.openspiel.seats import (
     make_action,
     play,
     play_episode,
-    random_states,
+    select_random_states,
 )
 
 UP_CARD = slice(33, 85)
@@ -106,7 +106,7 @@ def test_opponents_do_not_change_the_cards() -> None:
 def test_uniform_chance_games_have_equally_likely_events(game: str) -> None:
     num_events = 0
     for seed in range(30):
-        for state in random_states(game, seed, lambda state: state.is_chance_node()):
+        for state in select_random_states(game, seed, lambda state: state.is_chance_node()):
             events, probabilities = zip(*state.chance_outcomes(), strict=True)
             assert list(events) == state.legal_actions()
             assert probabilities == pytest.approx([1 / len(events)] * len(events))

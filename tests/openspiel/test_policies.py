@@ -30,7 +30,7 @@ from openspiel_env.seat_view import SeatView
 from openspiel_env.solutions import load_blackjack_states, reference_returns
 from openspiel_env.solving import blackjack
 from openspiel_env.solving.small_games import solve_hidden_information, solve_perfect_information
-from tests.openspiel.seats import HIT, STAND, final_returns, play_episode, random_states
+from tests.openspiel.seats import HIT, STAND, play_episode, play_returns, select_random_states
 
 NUM_GAMES = 4000
 BLACKJACK = {
@@ -45,7 +45,7 @@ BLACKJACK = {
 def blackjack_returns() -> dict[str, list[float]]:
     """Return the returns of each policy on the same deals."""
     options = {"game": "blackjack"}
-    return {name: final_returns(options, NUM_GAMES, policy) for name, policy in BLACKJACK.items()}
+    return {name: play_returns(options, NUM_GAMES, policy) for name, policy in BLACKJACK.items()}
 
 
 # -- blackjack -------------------------------------------------------------------------
@@ -171,13 +171,13 @@ def read_cell(observation: OpenSpielObservation) -> tuple[int, bool, str]:
 def test_follow_ball_catches_every_ball(columns: int) -> None:
     options = {"game": "catch", "game_params": {"columns": columns}}
     policy = fixed_policies(options)["follow_ball"]
-    returns = final_returns(
+    returns = play_returns(
         options, 40, lambda observation, rng: policy(observation.model_dump(), rng)["action_id"]
     )
     assert returns == [1.0] * 40
     assert reference_returns("catch")["optimal"].expected_return == 1.0
     if columns == 5:
-        assert final_returns(options, 5, follow_ball) == [1.0] * 5
+        assert play_returns(options, 5, follow_ball) == [1.0] * 5
 
 
 @pytest.mark.parametrize("seat", [0, 1])
@@ -198,18 +198,18 @@ def test_minimax_never_loses(seat: int) -> None:
 
 def test_baselines_can_play_the_other_seat() -> None:
     options = {"game": "tic_tac_toe", "opponent": "minimax"}
-    assert set(final_returns(options, 5, play_minimax)) == {0.0}
-    assert statistics.mean(final_returns(options, 60, play_random)) < -0.5
+    assert set(play_returns(options, 5, play_minimax)) == {0.0}
+    assert statistics.mean(play_returns(options, 60, play_random)) < -0.5
 
 
 @pytest.mark.parametrize("game", ["connect_four", "connect_four(rows=5,columns=6)"])
 def test_search_beats_random_moves(game: str) -> None:
     loaded = load_game(game)
     search = make_seat_policies(loaded)["mcts"]
-    assert final_returns({"game": game, "opponent": "mcts(5)"}, 10, search) == [1.0] * 10
-    assert final_returns({"game": game, "opponent": search}, 10, play_random) == [-1.0] * 10
+    assert play_returns({"game": game, "opponent": "mcts(5)"}, 10, search) == [1.0] * 10
+    assert play_returns({"game": game, "opponent": search}, 10, play_random) == [-1.0] * 10
     for seat, view in enumerate([SeatView(loaded, 0), SeatView(loaded, 1)]):
-        for state in random_states(
+        for state in select_random_states(
             game, 3, lambda state, seat=seat: state.current_player() == seat
         ):
             observation = view.observe(state)
@@ -227,7 +227,7 @@ def test_search_beats_random_moves(game: str) -> None:
 def test_best_response_to_random_play(game: str, best_return: float) -> None:
     # Leduc's 2.0875 is the value of OpenSpiel's best response for the first seat.
     policy = make_best_response(load_game(game))
-    returns = final_returns({"game": game, "opponent": "random"}, NUM_GAMES, policy)
+    returns = play_returns({"game": game, "opponent": "random"}, NUM_GAMES, policy)
     error = statistics.stdev(returns) / NUM_GAMES**0.5
     assert abs(statistics.mean(returns) - best_return) < 3 * error
     if game == "kuhn_poker":
@@ -236,11 +236,11 @@ def test_best_response_to_random_play(game: str, best_return: float) -> None:
 
 def test_best_response_plays_both_seats() -> None:
     options = {"game": "kuhn_poker", "opponent": "best_response"}
-    assert statistics.mean(final_returns(options, NUM_GAMES, play_random)) < -0.3
+    assert statistics.mean(play_returns(options, NUM_GAMES, play_random)) < -0.3
 
 
 def test_minimax_is_the_best_response_to_random_play() -> None:
-    returns = final_returns({"game": "tic_tac_toe"}, 1000, play_minimax)
+    returns = play_returns({"game": "tic_tac_toe"}, 1000, play_minimax)
     exact = reference_returns("tic_tac_toe")["optimal"].expected_return
     assert exact == pytest.approx(0.9948, abs=5e-5)
     assert statistics.mean(returns) == pytest.approx(exact, abs=3 * (0.0052 / 1000) ** 0.5)
@@ -266,7 +266,7 @@ def test_reference_numbers_of_small_games(
 @pytest.mark.slow
 @pytest.mark.parametrize("game", ["catch", "tic_tac_toe", "kuhn_poker"])
 def test_random_play_matches_the_exact_values(game: str) -> None:
-    returns = final_returns({"game": game}, 1500, play_random)
+    returns = play_returns({"game": game}, 1500, play_random)
     margin = 3 * statistics.stdev(returns) / len(returns) ** 0.5
     exact = reference_returns(game)["random"].expected_return
     assert statistics.mean(returns) == pytest.approx(exact, abs=margin)

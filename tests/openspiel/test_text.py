@@ -15,7 +15,7 @@ from tests.openspiel.seats import (
     RENDERED_GAMES,
     make_action,
     play,
-    render_after,
+    render_after_actions,
 )
 
 # A card is suit * 13 + rank; suits are clubs, diamonds, hearts, spades; ranks start with the ace.
@@ -107,7 +107,9 @@ def test_hidden_information_is_not_shown(
 ) -> None:
     changed = [replacements.get(index, action) for index, action in enumerate(moves)]
     assert changed != moves
-    assert render_after(game, moves, style=style) == render_after(game, changed, style=style)
+    assert render_after_actions(game, moves, style=style) == render_after_actions(
+        game, changed, style=style
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,12 +127,12 @@ def test_visible_information_is_shown(
     game: str, moves: list[int], replacements: dict[int, int]
 ) -> None:
     changed = [replacements.get(index, action) for index, action in enumerate(moves)]
-    assert render_after(game, moves) != render_after(game, changed)
+    assert render_after_actions(game, moves) != render_after_actions(game, changed)
 
 
 def test_each_seat_sees_its_card() -> None:
-    assert render_after("kuhn_poker", [1, 0, 0], player=1) == ["card J moves PASS"]
-    assert render_after("kuhn_poker", [1, 0, 0, 1], player=0) == ["card Q moves PASS BET"]
+    assert render_after_actions("kuhn_poker", [1, 0, 0], player=1) == ["card J moves PASS"]
+    assert render_after_actions("kuhn_poker", [1, 0, 0, 1], player=0) == ["card Q moves PASS BET"]
 
 
 # -- blackjack -------------------------------------------------------------------------
@@ -154,13 +156,13 @@ def test_blackjack_situation(hand: list[int], text: str) -> None:
     moves = [*hand[:2], SPADES + NINE, HEARTS + KING]
     for card in hand[2:]:
         moves += [HIT, card]
-    assert render_after("blackjack", moves) == [text]
+    assert render_after_actions("blackjack", moves) == [text]
 
 
 @pytest.mark.parametrize(("rank", "name"), [(ACE, "A"), (TWO, "2"), (TEN, "10"), (KING, "10")])
 def test_names_of_open_cards(rank: int, name: str) -> None:
     moves = [TEN, DIAMONDS + SIX, SPADES + NINE, HEARTS + rank]
-    assert render_after("blackjack", moves) == [f"hard 16 vs {name}"]
+    assert render_after_actions("blackjack", moves) == [f"hard 16 vs {name}"]
 
 
 def test_blackjack_total_matches_the_cards() -> None:
@@ -236,7 +238,7 @@ def test_end_of_blackjack_shows_both_hands() -> None:
     ],
 )
 def test_compact_text(game: str, moves: list[int], player: int, text: str) -> None:
-    assert render_after(game, moves, player) == [text]
+    assert render_after_actions(game, moves, player) == [text]
 
 
 @pytest.mark.parametrize(
@@ -250,12 +252,12 @@ def test_compact_text(game: str, moves: list[int], player: int, text: str) -> No
     ],
 )
 def test_rules_text(game: str, moves: list[int], player: int, text: str) -> None:
-    assert render_after(game, moves, player, "rules")[1].startswith(text)
+    assert render_after_actions(game, moves, player, "rules")[1].startswith(text)
 
 
 def test_earlier_information_is_shown() -> None:
     calls_then_public_card = [0, 4, 1, 1, 2]
-    [text] = render_after("leduc_poker", calls_then_public_card)
+    [text] = render_after_actions("leduc_poker", calls_then_public_card)
     assert "[Public: 2][Round1: 1 1]" in text
     assert text.endswith("moves: Call | Raise")
 

@@ -121,15 +121,17 @@ def phase_row(phase: Phase) -> MetricsRow:
     return MetricsRow(kind="phase", step=0, phase=phase, elapsed_s=0, num_games_trained=0)
 
 
-def skill(step: int) -> float:
+def compute_skill(step: int) -> float:
     """Return the skill at a step, from 0 (random policy) to almost 1 (optimal policy)."""
     return 0.97 / (1 + math.exp(-(step - 32) / 11)) - 0.05 * math.exp(-step / 20)
 
 
 def build_result(step: int, num_games: int, shift: float = 0.0) -> PolicyResult:
-    worst, best = BASELINES["random"], BASELINES["basic_strategy"]
-    win, draw, value = (a + skill(step) * (b - a) for a, b in zip(worst, best, strict=True))
-    return make_result(num_games, win + shift, draw, value + 2 * shift)
+    random_rates, optimal_rates = BASELINES["random"], BASELINES["basic_strategy"]
+    win_rate, draw_rate, mean_return = (
+        a + compute_skill(step) * (b - a) for a, b in zip(random_rates, optimal_rates, strict=True)
+    )
+    return make_result(num_games, win_rate + shift, draw_rate, mean_return + 2 * shift)
 
 
 def make_result(num_games: int, win: float, draw: float, value: float) -> PolicyResult:
@@ -148,12 +150,12 @@ def eval_rows(
     step: int, num_games: int, noise: random.Random, environment: str
 ) -> list[MetricsRow]:
     """Return the rows of an evaluation: the trained policy and the fixed policies."""
-    trained = build_result(step, num_games, noise.gauss(0, 0.006))
+    trained_result = build_result(step, num_games, noise.gauss(0, 0.006))
     return [
-        eval_row("eval", step, environment, trained),
+        eval_row("eval", step, environment, trained_result),
         *(
-            eval_row("baseline", step, environment, make_result(num_games, *numbers), name)
-            for name, numbers in BASELINES.items()
+            eval_row("baseline", step, environment, make_result(num_games, *rates), name)
+            for name, rates in BASELINES.items()
         ),
     ]
 
@@ -198,7 +200,7 @@ def environment_row(step: int, noise: random.Random, environment: str) -> Metric
             TrainMetric.NUM_EPISODES_FINISHED: GAMES_PER_STEP,
             TrainMetric.NUM_EPISODES_INVALID: GAMES_PER_STEP // (4 + step),
             TrainMetric.NUM_EPISODES_TRUNCATED: 0,
-            TrainMetric.NUM_TURNS_MEAN: 1.5 + skill(step),
+            TrainMetric.NUM_TURNS_MEAN: 1.5 + compute_skill(step),
             TrainMetric.NUM_TOOL_CALLS: 0,
             TrainMetric.NUM_TOOL_CALLS_FAILED: 0,
             f"{REWARD_TERM_PREFIX}environment": result.expected_return,
@@ -291,7 +293,7 @@ def build_environment_result(environment: str) -> EnvironmentResult:
         start=build_result(0, 2000),
         report=EvalReport(
             policy=build_result(NUM_STEPS, 10_000),
-            baselines={key: make_result(10_000, *numbers) for key, numbers in BASELINES.items()},
+            baselines={key: make_result(10_000, *rates) for key, rates in BASELINES.items()},
             temperature=1.0,
             gap_closed=0.9614,
             gap_closed_ci95=(0.9352, 0.9876),
@@ -313,15 +315,17 @@ def build_chart() -> PolicyChart:
 
 def blackjack_cell(panel: str, total: int, dealer: int, noise: random.Random) -> ChartCell:
     if panel == "hard hands":
-        edge = 11.5 if total < 12 else 12.5 if dealer in (4, 5, 6) else 16.5 if dealer > 6 else 12.6
-        margin = edge - total if total != 12 or dealer not in (4, 5, 6) else -0.3
+        threshold = (
+            11.5 if total < 12 else 12.5 if dealer in (4, 5, 6) else 16.5 if dealer > 6 else 12.6
+        )
+        margin = threshold - total if total != 12 or dealer not in (4, 5, 6) else -0.3
     else:
         margin = (18.4 if dealer > 8 else 17.6) - total
-    hit = 1 / (1 + math.exp(-2.2 * margin + noise.gauss(0, 0.8)))
+    hit_probability = 1 / (1 + math.exp(-2.2 * margin + noise.gauss(0, 0.8)))
     return ChartCell(
         panel=panel,
         row=str(total),
         column="A" if dealer == 11 else str(dealer),
-        probabilities=(hit, 1 - hit),
+        probabilities=(hit_probability, 1 - hit_probability),
         reference="HIT" if margin > 0 else "STAND",
     )

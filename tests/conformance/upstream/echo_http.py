@@ -23,17 +23,17 @@ class EchoClient(HTTPEnvClient):
 
 def main(address: str) -> None:
     client = EchoClient(base_url=address)
-    ready = client.reset()
-    echoed = client.step("Hello, World!")
+    reset_result = client.reset()
+    step_result = client.step("Hello, World!")
     client.close()
     sys.stdout.write(
         json.dumps(
             {
-                "ready": ready.observation["echoed_message"],
-                "echoed": echoed.observation["echoed_message"],
-                "length": echoed.observation["message_length"],
-                "reward": echoed.reward,
-                "done": echoed.done,
+                "ready": reset_result.observation["echoed_message"],
+                "echoed": step_result.observation["echoed_message"],
+                "length": step_result.observation["message_length"],
+                "reward": step_result.reward,
+                "done": step_result.done,
             }
         )
     )

@@ -14,27 +14,27 @@ except ImportError:  # before 0.3
     MCPToolClient = None
 
 
-def synchronous(client):
+def make_synchronous(client):
     return (
         client.sync() if hasattr(client, "sync") else client
     )  # the client of 0.2.1 is synchronous
 
 
-def echo(address: str) -> dict:
-    with synchronous(GenericEnvClient(base_url=address)) as client:
-        ready = client.reset()
-        echoed = client.step({"message": "Hello, World!"})
+def send_hello(address: str) -> dict:
+    with make_synchronous(GenericEnvClient(base_url=address)) as client:
+        reset_result = client.reset()
+        step_result = client.step({"message": "Hello, World!"})
     return {
-        "ready": ready.observation["echoed_message"],
-        "echoed": echoed.observation["echoed_message"],
-        "length": echoed.observation["message_length"],
-        "reward": echoed.reward,
-        "done": echoed.done,
+        "ready": reset_result.observation["echoed_message"],
+        "echoed": step_result.observation["echoed_message"],
+        "length": step_result.observation["message_length"],
+        "reward": step_result.reward,
+        "done": step_result.done,
     }
 
 
 def call_tools(address: str) -> dict:
-    with synchronous(MCPToolClient(base_url=address)) as client:
+    with make_synchronous(MCPToolClient(base_url=address)) as client:
         client.reset()
         return {
             "names": sorted(tool.name for tool in client.list_tools()),
@@ -44,10 +44,10 @@ def call_tools(address: str) -> dict:
 
 
 def main(address: str) -> None:
-    seen = echo(address)
+    output = send_hello(address)
     if MCPToolClient is not None:
-        seen["tools"] = call_tools(address)
-    sys.stdout.write(json.dumps(seen))
+        output["tools"] = call_tools(address)
+    sys.stdout.write(json.dumps(output))
 
 
 if __name__ == "__main__":

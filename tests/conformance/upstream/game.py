@@ -28,12 +28,12 @@ class Game:
         self._state = self._game.new_initial_state()
         self._return = 0.0
         self.num_steps = 0
-        self._play_others()
+        self._play_opponents()
 
     def step(self, action_id: int) -> float:
         """Play an action and return its reward."""
         self._state.apply_action(action_id)
-        self._play_others()
+        self._play_opponents()
         self.num_steps += 1
         previous_return, self._return = self._return, self._state.player_return(0)
         return self._return - previous_return
@@ -43,21 +43,21 @@ class Game:
         """True if the episode is over."""
         return self._state.is_terminal()
 
-    def view(self) -> dict:
+    def observe(self) -> dict:
         """Return the fields of OpenEnv's OpenSpiel observation."""
-        over, state = self.is_over, self._state
+        is_over, state = self.is_over, self._state
         return {
             "info_state": state.information_state_tensor(0)
             if self._has_information_state
             else state.observation_tensor(0),
-            "legal_actions": [] if over else state.legal_actions(0),
-            "game_phase": "terminal" if over else "playing",
+            "legal_actions": [] if is_over else state.legal_actions(0),
+            "game_phase": "terminal" if is_over else "playing",
             "current_player_id": state.current_player(),
             "opponent_last_action": None,
         }
 
-    def _play_others(self) -> None:
+    def _play_opponents(self) -> None:
         state = self._state
         while not state.is_terminal() and state.current_player() != 0:
-            choices = state.legal_actions()
-            state.apply_action(choices[int(self._random.random() * len(choices))])
+            action_ids = state.legal_actions()
+            state.apply_action(action_ids[int(self._random.random() * len(action_ids))])

@@ -15,7 +15,7 @@ from langchain_openai import ChatOpenAI
 from openai import BadRequestError
 from pydantic import BaseModel
 
-QUESTION = "Where is the key?"
+PROMPT = "Where is the key?"
 
 
 class Look(BaseModel):
@@ -24,12 +24,12 @@ class Look(BaseModel):
     box: str
 
 
-def model(**fields: Any) -> ChatOpenAI:
+def make_client(**fields: Any) -> ChatOpenAI:
     """Return the client with additional fields."""
     return ChatOpenAI(model="any", base_url=sys.argv[1], api_key=sys.argv[2], **fields)
 
 
-def shown(message: Any) -> dict[str, Any]:
+def describe(message: Any) -> dict[str, Any]:
     """Return the content of a message."""
     calls = [[call["name"], call["args"], call["id"]] for call in message.tool_calls]
     usage = message.usage_metadata
@@ -43,55 +43,61 @@ def shown(message: Any) -> dict[str, Any]:
 
 def read_stream(runnable: Any) -> dict[str, Any]:
     """Return the joined pieces of a stream."""
-    pieces = list(runnable.stream(QUESTION))
+    pieces = list(runnable.stream(PROMPT))
     message: AIMessageChunk = sum(pieces[1:], pieces[0])
-    return {**shown(message), "num_pieces": len(pieces)}
+    return {**describe(message), "num_pieces": len(pieces)}
 
 
-def several() -> list[str]:
+def sample_two() -> list[str]:
     """Return two responses to the same prompt."""
-    [generations] = model(n=2).generate([[HumanMessage(QUESTION)]]).generations
+    [generations] = make_client(n=2).generate([[HumanMessage(PROMPT)]]).generations
     return [generation.message.text for generation in generations]
 
 
-def logprobs() -> list[float]:
+def read_logprobs() -> list[float]:
     """Return the log-probs of a response's tokens."""
-    token_logprobs = model(logprobs=True).invoke(QUESTION).response_metadata["logprobs"]["content"]
+    token_logprobs = (
+        make_client(logprobs=True).invoke(PROMPT).response_metadata["logprobs"]["content"]
+    )
     return [token_logprob["logprob"] for token_logprob in token_logprobs]
 
 
 def read_refusal(method: str) -> str:
     """Return the refusal of a response that must fit a schema."""
     try:
-        model().with_structured_output(Look, method=method).invoke(QUESTION)
+        make_client().with_structured_output(Look, method=method).invoke(PROMPT)
     except BadRequestError as error:
         return f"{error.code} {error.param}"
     return "not refused"
 
 
-async def at_once() -> list[dict[str, Any]]:
+async def send_parallel() -> list[dict[str, Any]]:
     """Send requests in parallel; return the messages."""
-    questions = [f"{QUESTION} {number}" for number in range(4)]
-    return [shown(message) for message in await model().abatch(questions)]
+    prompts = [f"{PROMPT} {number}" for number in range(4)]
+    return [describe(message) for message in await make_client().abatch(prompts)]
 
 
 def main() -> None:
     """Print the result of each request."""
-    one_call = model().bind_tools([Look], tool_choice="any", parallel_tool_calls=False)
-    structured = model().with_structured_output(Look, method="function_calling")
+    single_call_client = make_client().bind_tools(
+        [Look], tool_choice="any", parallel_tool_calls=False
+    )
+    structured_client = make_client().with_structured_output(Look, method="function_calling")
     results = {
-        "whole": shown(model(temperature=0.1, seed=4).invoke(QUESTION)),
-        "streamed": read_stream(model(streaming=True, stream_usage=True)),
-        "call": shown(one_call.invoke(QUESTION)),
-        "streamed_call": read_stream(model(stream_usage=True).bind_tools([Look])),
-        "responses_call": shown(model(use_responses_api=True).bind_tools([Look]).invoke(QUESTION)),
-        "responses_streamed": read_stream(model(use_responses_api=True)),
-        "structured": structured.invoke(QUESTION).box,
-        "stopped": shown(model(stop=["STOP"]).invoke(QUESTION)),
-        "cut": shown(model(max_tokens=2).invoke(QUESTION)),
-        "several": several(),
-        "logprobs": logprobs(),
-        "at_once": asyncio.run(at_once()),
+        "whole": describe(make_client(temperature=0.1, seed=4).invoke(PROMPT)),
+        "streamed": read_stream(make_client(streaming=True, stream_usage=True)),
+        "call": describe(single_call_client.invoke(PROMPT)),
+        "streamed_call": read_stream(make_client(stream_usage=True).bind_tools([Look])),
+        "responses_call": describe(
+            make_client(use_responses_api=True).bind_tools([Look]).invoke(PROMPT)
+        ),
+        "responses_streamed": read_stream(make_client(use_responses_api=True)),
+        "structured": structured_client.invoke(PROMPT).box,
+        "stopped": describe(make_client(stop=["STOP"]).invoke(PROMPT)),
+        "cut": describe(make_client(max_tokens=2).invoke(PROMPT)),
+        "several": sample_two(),
+        "logprobs": read_logprobs(),
+        "at_once": asyncio.run(send_parallel()),
         "refused": [read_refusal("json_schema"), read_refusal("json_mode")],
     }
     sys.stdout.write(f"\n{json.dumps(results)}\n")

@@ -12,22 +12,30 @@ from mcp import ClientSession
 from mcp.client.streamable_http import streamable_http_client
 
 sys.path.insert(0, str(Path(__file__).parent))
-from policy import choose, shown
+from policy import choose, remove_metadata
 
 
-def content(result) -> dict:
+def read_content(result) -> dict:
     assert not result.is_error, result
     return result.structured_content
 
 
 async def play(session: ClientSession, seed: int) -> list:
-    now = content(await session.call_tool("start_episode", {"seed": seed}))
-    played = [[shown(now["observation"]), now["reward"], now["done"]]]
-    while not now["done"]:
-        action = {"action_id": choose(now["observation"])}
-        now = content(await session.call_tool("take_action", action))
-        played.append([shown(now["observation"]), now["reward"], now["done"]])
-    return played
+    step_result = read_content(await session.call_tool("start_episode", {"seed": seed}))
+    outcomes = [
+        [remove_metadata(step_result["observation"]), step_result["reward"], step_result["done"]]
+    ]
+    while not step_result["done"]:
+        action = {"action_id": choose(step_result["observation"])}
+        step_result = read_content(await session.call_tool("take_action", action))
+        outcomes.append(
+            [
+                remove_metadata(step_result["observation"]),
+                step_result["reward"],
+                step_result["done"],
+            ]
+        )
+    return outcomes
 
 
 async def main(address: str, seed: int) -> None:
@@ -35,11 +43,11 @@ async def main(address: str, seed: int) -> None:
         streamable_http_client(address) as (read, write, *_),
         ClientSession(read, write) as session,
     ):
-        started = await session.initialize()
+        server_info = await session.initialize()
         tools = [tool.name for tool in (await session.list_tools()).tools]
         await session.send_ping()
         results = await play(session, seed)
-        server = started.server_info.name
+        server = server_info.server_info.name
     sys.stdout.write(json.dumps({"server": server, "tools": tools, "results": results}))
 
 

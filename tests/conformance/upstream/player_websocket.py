@@ -10,7 +10,7 @@ from pathlib import Path
 from openenv.core import GenericEnvClient
 
 sys.path.insert(0, str(Path(__file__).parent))
-from policy import choose, shown, state_shown
+from policy import choose, remove_metadata, select_state
 
 
 def play(client, seed: int) -> dict:
@@ -19,8 +19,10 @@ def play(client, seed: int) -> dict:
     while not result.done:
         result = client.step({"action_id": choose(result.observation)})
         results.append(result)
-    played = [[shown(result.observation), result.reward, result.done] for result in results]
-    return {"results": played, "state": state_shown(client.state())}
+    outcomes = [
+        [remove_metadata(result.observation), result.reward, result.done] for result in results
+    ]
+    return {"results": outcomes, "state": select_state(client.state())}
 
 
 def main(address: str, first_seed: int, num_games: int) -> None:

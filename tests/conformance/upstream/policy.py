@@ -6,16 +6,16 @@ import zlib
 
 def choose(observation: dict) -> int:
     """Return a legal action that depends only on the view."""
-    seen = json.dumps([round(value, 4) for value in observation["info_state"]])
+    rounded_state = json.dumps([round(value, 4) for value in observation["info_state"]])
     legal_actions = observation["legal_actions"]
-    return legal_actions[zlib.crc32(seen.encode()) % len(legal_actions)]
+    return legal_actions[zlib.crc32(rounded_state.encode()) % len(legal_actions)]
 
 
-def shown(observation: dict) -> dict:
+def remove_metadata(observation: dict) -> dict:
     """Return the observation without its metadata, which clients before 0.10 do not show."""
     return {key: value for key, value in observation.items() if key != "metadata"}
 
 
-def state_shown(state: dict) -> dict:
+def select_state(state: dict) -> dict:
     """Return the part of the state that is not random, without the episode id."""
     return {"step_count": state["step_count"]}

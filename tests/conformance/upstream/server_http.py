@@ -35,11 +35,11 @@ class GameEnvironment(Environment):
 
     def reset(self):
         self._game.reset()
-        return GameObservation(done=False, reward=None, **self._game.view())
+        return GameObservation(done=False, reward=None, **self._game.observe())
 
     def step(self, action):
         reward = self._game.step(action.action_id)
-        return GameObservation(done=self._game.is_over, reward=reward, **self._game.view())
+        return GameObservation(done=self._game.is_over, reward=reward, **self._game.observe())
 
     @property
     def state(self):

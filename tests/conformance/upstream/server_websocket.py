@@ -34,11 +34,11 @@ class GameEnvironment(Environment):
 
     def reset(self, seed=None, episode_id=None):
         self._game.reset(seed)
-        return GameObservation(done=False, reward=None, **self._game.view())
+        return GameObservation(done=False, reward=None, **self._game.observe())
 
     def step(self, action, timeout_s=None):
         reward = self._game.step(action.action_id)
-        return GameObservation(done=self._game.is_over, reward=reward, **self._game.view())
+        return GameObservation(done=self._game.is_over, reward=reward, **self._game.observe())
 
     @property
     def state(self):

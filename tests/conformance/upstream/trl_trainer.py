@@ -20,8 +20,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 NUM_GENERATIONS = 4
 NUM_STEPS = 2
-CALL = '<tool_call>\n{"name": "play", "arguments": {"action": 1}}\n</tool_call><|im_end|>'
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TOOL_CALL = '<tool_call>\n{"name": "play", "arguments": {"action": 1}}\n</tool_call><|im_end|>'
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 GAMES = []
 
 
@@ -64,16 +64,19 @@ class Blackjack:
 
 def make_tokenizer():
     """Return a tokenizer of bytes with Qwen's template and special tokens."""
-    plain = Tokenizer(models.BPE())
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
+    bpe_tokenizer = Tokenizer(models.BPE())
+    bpe_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe_tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=300,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
-    plain.train_from_iterator([CALL], trainer)
+    bpe_tokenizer.train_from_iterator([TOOL_CALL], trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=plain, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=bpe_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
     template = files("trl") / "chat_templates" / "qwen3.jinja"
     tokenizer.chat_template = template.read_text(encoding="utf-8")
@@ -98,9 +101,9 @@ def make_model(tokenizer):
     return Qwen3ForCausalLM(config)
 
 
-def teach_to_call(model, tokenizer):
+def train_tool_call(model, tokenizer):
     """Train the model until it answers any prompt with the call."""
-    answer = tokenizer.encode(CALL, add_special_tokens=False)
+    completion_ids = tokenizer.encode(TOOL_CALL, add_special_tokens=False)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for phase in itertools.islice(itertools.cycle(["initial", "x", "decide"]), 90):
         messages = [{"role": "user", "content": f"Play. Phase: {phase}."}]
@@ -108,8 +111,8 @@ def teach_to_call(model, tokenizer):
             messages, tools=[Blackjack.play], add_generation_prompt=True, tokenize=False
         )
         prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
-        ids = torch.tensor([prompt_ids + answer])
-        labels = torch.tensor([[-100] * len(prompt_ids) + answer])
+        ids = torch.tensor([prompt_ids + completion_ids])
+        labels = torch.tensor([[-100] * len(prompt_ids) + completion_ids])
         loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -120,22 +123,22 @@ def rollout_func(prompts, trainer):
     """Play complete games; the parity of each sampled token is the action."""
     tokenizer, columns = trainer.processing_class, {"prompt_ids": [], "completion_ids": []}
     columns |= {"logprobs": [], "game_return": []}
-    table = Blackjack()
+    game_client = Blackjack()
     for prompt in prompts:
-        table.reset(seed=int(prompt.rpartition(" ")[2]))
-        prompt_ids, sampled, logprobs = tokenizer.encode(prompt), [], []
-        while not table.is_over:
+        game_client.reset(seed=int(prompt.rpartition(" ")[2]))
+        prompt_ids, sampled_ids, logprobs = tokenizer.encode(prompt), [], []
+        while not game_client.is_over:
             with torch.no_grad():
-                logits = trainer.model(torch.tensor([prompt_ids + sampled])).logits[0, -1]
-            row = torch.log_softmax(logits.float(), dim=-1)
-            token = int(torch.multinomial(row.exp(), 1))
-            sampled.append(token)
-            logprobs.append(float(row[token]))
-            table.play(token % 2)
+                logits = trainer.model(torch.tensor([prompt_ids + sampled_ids])).logits[0, -1]
+            token_logprobs = torch.log_softmax(logits.float(), dim=-1)
+            token = int(torch.multinomial(token_logprobs.exp(), 1))
+            sampled_ids.append(token)
+            logprobs.append(float(token_logprobs[token]))
+            game_client.play(token % 2)
         columns["prompt_ids"].append(prompt_ids)
-        columns["completion_ids"].append(sampled)
+        columns["completion_ids"].append(sampled_ids)
         columns["logprobs"].append(logprobs)
-        columns["game_return"].append(table.get_reward())
+        columns["game_return"].append(game_client.get_reward())
     return columns
 
 
@@ -145,17 +148,17 @@ def main(address, mode, folder):
     torch.set_num_threads(1)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
-    by_tools = mode == "environment_factory"
-    if by_tools:
-        teach_to_call(model, tokenizer)
+    uses_tools = mode == "environment_factory"
+    if uses_tools:
+        train_tool_call(model, tokenizer)
     seeds = list(range(100, 100 + NUM_STEPS))
     prompts = [
-        [{"role": "user", "content": "Play."}] if by_tools else f"Play game {seed}"
+        [{"role": "user", "content": "Play."}] if uses_tools else f"Play game {seed}"
         for seed in seeds
     ]
     arguments = (
         {"environment_factory": Blackjack}
-        if by_tools
+        if uses_tools
         else {
             "rollout_func": rollout_func,
             "reward_funcs": lambda completions, game_return, **_: game_return,
@@ -184,9 +187,9 @@ def main(address, mode, folder):
     )
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    played = [game for game in GAMES if game["actions"]]
+    played_games = [game for game in GAMES if game["actions"]]
     steps = trainer.state.global_step
-    sys.stdout.write(json.dumps({"games": played, "steps": steps, "rewards": rewards}))
+    sys.stdout.write(json.dumps({"games": played_games, "steps": steps, "rewards": rewards}))
 
 
 if __name__ == "__main__":
