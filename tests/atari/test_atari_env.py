@@ -31,7 +31,7 @@ from ludus.proto.errors import (
 
 pytest.importorskip("ale_py", reason="ale-py is optional: it is under the GPL-2.0")
 
-SHORT = {"max_turns": 8}
+SHORT_EPISODE = {"max_turns": 8}
 _environments: list[Any] = []
 
 
@@ -52,11 +52,11 @@ def make_environment(**options: Any) -> Any:
 def play_episode(policy: str, seed: int, **options: Any) -> list[float]:
     """Return the reward of each decision in an episode."""
     environment = make_environment(**options)
-    act, rng = fixed_policies(options)[policy], random.Random(f"player {seed}")
+    player, rng = fixed_policies(options)[policy], random.Random(f"player {seed}")
     transition = environment.reset(seed=seed)
     rewards: list[float] = []
     while not (transition.terminated or transition.truncated):
-        action = act(transition.observation.model_dump(), rng)
+        action = player(transition.observation.model_dump(), rng)
         transition = environment.step(AtariAction.model_validate(action))
         assert transition.reward is not None
         rewards.append(transition.reward)
@@ -71,10 +71,10 @@ def render(environment: Any, observation: AtariObservation) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("game", ["ms_pacman"])
 def test_environment_contract(game: str) -> None:
-    def make() -> Any:
-        return atari_env.make_environment(game=game, **SHORT)
+    def make_with_options() -> Any:
+        return atari_env.make_environment(game=game, **SHORT_EPISODE)
 
-    check_environment(make, seeds=range(2), num_steps=4).raise_if_failed()
+    check_environment(make_with_options, seeds=range(2), num_steps=4).raise_if_failed()
 
 
 def test_package_is_importable_as_in_openenv_docs() -> None:
@@ -88,7 +88,7 @@ def test_seed_determines_the_game() -> None:
     options: dict[str, Any] = {"repeat_action_probability": 0.25, "max_turns": 40}
     environment = make_environment(**options)
 
-    def memories(seed: int) -> list[Any]:
+    def record_screens(seed: int) -> list[Any]:
         rng = random.Random(5)
         screens = [environment.reset(seed=seed).observation.screen]
         screens += [environment.step(AtariAction(action_id=rng.randrange(6))).observation.screen]
@@ -97,24 +97,26 @@ def test_seed_determines_the_game() -> None:
             screens.append(transition.observation.screen)
         return screens
 
-    first, second = memories(1), memories(2)
-    assert memories(1) == first != second
+    first_screens, second_screens = record_screens(1), record_screens(2)
+    assert record_screens(1) == first_screens != second_screens
     environment = make_environment(**options)
-    assert memories(1) == first
+    assert record_screens(1) == first_screens
 
 
 @pytest.mark.slow
 def test_policy_that_follows_the_ball_beats_the_others() -> None:
     pong = {"game": "pong", "max_scores": 1}
-    points = {
+    returns = {
         name: sum(map(sum, (play_episode(name, seed, **pong) for seed in range(4))))
         for name in ("follow", "wait")
     }
-    assert points["wait"] == -4.0
-    assert points["follow"] >= 2.0
+    assert returns["wait"] == -4.0
+    assert returns["follow"] >= 2.0
     breakout = {"game": "breakout", "max_turns": 250}
-    follow, guess = (sum(play_episode(name, 1, **breakout)) for name in ("follow", "random"))
-    assert follow >= 5 > guess
+    follow_return, random_return = (
+        sum(play_episode(name, 1, **breakout)) for name in ("follow", "random")
+    )
+    assert follow_return >= 5 > random_return
 
 
 @pytest.mark.slow
@@ -127,9 +129,9 @@ def test_only_games_with_an_opponent_report_success() -> None:
     assert render(pong, result.observation) == "over"
     with pytest.raises(EpisodeStateError):
         pong.step(AtariAction(action_id=0))
-    invaders = make_environment(game="space_invaders", max_turns=1)
-    invaders.reset(seed=1)
-    result = invaders.step(AtariAction(action_id=1))
+    shooter = make_environment(game="space_invaders", max_turns=1)
+    shooter.reset(seed=1)
+    result = shooter.step(AtariAction(action_id=1))
     assert (result.truncated, result.terminated, result.success) == (True, False, None)
 
 
@@ -207,12 +209,12 @@ def test_text_of_pong() -> None:
     for text in ("", "up", "LEFT or RIGHT"):
         with pytest.raises(ActionParseError, match="NOOP, FIRE, RIGHT"):
             renderer.parse(text, observation)
-    verbose = make_environment(text_style="rules")
+    rules_environment = make_environment(text_style="rules")
     sentence = "72 pixels left of your paddle and 16 pixels below its center."
-    assert sentence in render(verbose, observation)
-    assert verbose.text_renderer is not None
+    assert sentence in render(rules_environment, observation)
+    assert rules_environment.text_renderer is not None
     response = "<think>LEFT?</think> Up: <answer>RIGHT</answer>"
-    assert verbose.text_renderer.parse(response, observation).action_id == 2
+    assert rules_environment.text_renderer.parse(response, observation).action_id == 2
 
 
 @pytest.mark.parametrize(
@@ -225,28 +227,28 @@ def test_text_of_pong() -> None:
 )
 def test_text_is_available_with_pictures(game: str, text: str) -> None:
     environment = make_environment(game=game, obs_type="grayscale", max_waiting_frames=0)
-    first = environment.reset(seed=1)
-    assert render(environment, first.observation).startswith(text)
-    assert first.observation.screen is None and first.tensors["screen"].shape == (210, 160)
-    assert len(first.observation.memory) == 128
+    result = environment.reset(seed=1)
+    assert render(environment, result.observation).startswith(text)
+    assert result.observation.screen is None and result.tensors["screen"].shape == (210, 160)
+    assert len(result.observation.memory) == 128
 
 
 @pytest.mark.slow
 async def test_pictures_are_sent_as_tensors_or_lists() -> None:
-    def make() -> Any:
-        return atari_env.make_environment(obs_type="rgb", **SHORT)
+    def make_with_options() -> Any:
+        return atari_env.make_environment(obs_type="rgb", **SHORT_EPISODE)
 
-    async with EnvServer(make, ServerOptions(port=0)) as server:
-        picture = await asyncio.to_thread(first_picture, server.http_address)
+    async with EnvServer(make_with_options, ServerOptions(port=0)) as server:
+        picture = await asyncio.to_thread(fetch_picture, server.http_address)
         async with await AsyncEnvClient.connect(server.grpc_address) as client:
-            _, first = await client.open(seed=3)
+            _, result = await client.open(seed=3)
     assert picture.shape == (210, 160, 3) and len(np.unique(picture)) > 3
-    assert np.array_equal(picture, first.tensors["screen"])
-    listed = make_environment(obs_type="rgb", lists_pixels=True).reset(seed=3)
-    assert listed.observation.screen == picture.ravel().tolist() and not listed.tensors
+    assert np.array_equal(picture, result.tensors["screen"])
+    list_result = make_environment(obs_type="rgb", lists_pixels=True).reset(seed=3)
+    assert list_result.observation.screen == picture.ravel().tolist() and not list_result.tensors
 
 
-def first_picture(address: str) -> np.ndarray:
+def fetch_picture(address: str) -> np.ndarray:
     """Return the first picture of an episode over HTTP."""
     with AtariEnv(base_url=address) as env:
         picture = env.reset(seed=3).tensors["screen"]

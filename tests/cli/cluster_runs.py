@@ -47,10 +47,8 @@ def find_requests_beyond_role(cluster: FakeKubernetes) -> set[tuple[str, str]]:
         for resource in rule["resources"]
     } | {("list", "nodes")}
     namespace_requests = [r for r in cluster.requests if r.target.namespace == NAMESPACE]
-    requests = [
-        (r.verb, f"{r.target.plural}/{r.target.part}".rstrip("/")) for r in namespace_requests
-    ]
-    return set(requests) - allowed_requests
+    pairs = [(r.verb, f"{r.target.plural}/{r.target.part}".rstrip("/")) for r in namespace_requests]
+    return set(pairs) - allowed_requests
 
 
 @contextmanager

@@ -65,11 +65,9 @@ def unlock_row(step: int, environment: str) -> MetricsRow:
 def test_progress_shows_the_open_environments_of_the_curriculum() -> None:
     progress = RunProgress(num_steps=100)
     open_environments = []
-    for num_open, new_environments in ((1, []), (2, ["hard"]), (2, []), (1, []), (2, ["hard"])):
+    for num_open, names in ((1, []), (2, ["hard"]), (2, []), (1, []), (2, ["hard"])):
         values = {TrainMetric.NUM_ENVIRONMENTS_OPEN.value: float(num_open)}
-        progress.update(
-            [train_row(1, 1.0, **values), *(unlock_row(1, name) for name in new_environments)]
-        )
+        progress.update([train_row(1, 1.0, **values), *(unlock_row(1, name) for name in names)])
         open_environments.append(progress.list_facts()["open environments"])
     assert open_environments == ["1", "2, newest hard", "2, newest hard", "1", "2, newest hard"]
 
@@ -142,8 +140,8 @@ def test_an_environment_without_wins_is_followed_by_its_return() -> None:
 
 def test_steps_are_weighted_by_their_episodes() -> None:
     progress = RunProgress(num_steps=100)
-    first_values = {"reward_mean": 1.0, "num_episodes_scored": 10.0, "canary_error": 0.25}
-    second_values = {"reward_mean": 0.0, "num_episodes_scored": 30.0, "canary_error": 0.125}
+    values_1 = {"reward_mean": 1.0, "num_episodes_scored": 10.0, "canary_error": 0.25}
+    values_2 = {"reward_mean": 0.0, "num_episodes_scored": 30.0, "canary_error": 0.125}
     partial_row = MetricsRow(
         kind="environment",
         step=2,
@@ -152,9 +150,7 @@ def test_steps_are_weighted_by_their_episodes() -> None:
         num_games_trained=0,
         values={"reward_mean": 100.0, "num_episodes_scored": 1000.0},
     )
-    progress.update(
-        [train_row(1, 1, **first_values), train_row(2, 2, **second_values), partial_row]
-    )
+    progress.update([train_row(1, 1, **values_1), train_row(2, 2, **values_2), partial_row])
     assert progress.list_facts()["reward"] == "0.250"
     assert progress.list_facts()["canary error"] == "0.25"
 

@@ -110,10 +110,8 @@ def test_a_run_that_the_operator_refuses_says_why(ludus: RunCli, cluster: Call) 
 
 
 def test_pod_problems_are_reported_during_the_wait(ludus: RunCli, cluster: Call) -> None:
-    container_state = {
-        "waiting": {"reason": "ImagePullBackOff", "message": "not found: trainer:dev"}
-    }
-    pod_status = {"containerStatuses": [{"image": "trainer:dev", "state": container_state}]}
+    state = {"waiting": {"reason": "ImagePullBackOff", "message": "not found: trainer:dev"}}
+    pod_status = {"containerStatuses": [{"image": "trainer:dev", "state": state}]}
 
     def operate() -> None:
         poll(cluster, get_job)

@@ -19,11 +19,11 @@ from tests.cli.commands import FAKE_TRAINER, RunCli
 
 pytestmark = pytest.mark.slow
 
-UseFakeTrainer = Callable[[str], None]
+UseFake = Callable[[str], None]
 
 
 def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
-    ludus: RunCli, fake_trainer: UseFakeTrainer, tmp_path: Path
+    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
 ) -> None:
     fake_trainer("goes_well")
     result = ludus("train", "--dry-run", "--set", "training.num_steps=7", "--set", "name=mine")
@@ -44,7 +44,7 @@ def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused_with_field_value_and_way_out(
-    ludus: RunCli, fake_trainer: UseFakeTrainer, override: str, expected: list[str], tmp_path: Path
+    ludus: RunCli, fake_trainer: UseFake, override: str, expected: list[str], tmp_path: Path
 ) -> None:
     fake_trainer("crashes")
     result = ludus("train", "--set", override)
@@ -64,7 +64,7 @@ def test_a_configuration_that_cannot_work_is_refused_with_field_value_and_way_ou
     ],
 )
 def test_an_environment_that_cannot_be_built_is_refused_before_anything_starts(
-    ludus: RunCli, fake_trainer: UseFakeTrainer, override: str, expected: str, tmp_path: Path
+    ludus: RunCli, fake_trainer: UseFake, override: str, expected: str, tmp_path: Path
 ) -> None:
     fake_trainer("crashes")
     result = ludus("train", "--set", override)
@@ -87,7 +87,7 @@ def test_resume_and_overwrite_exclude_each_other(ludus: RunCli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "trainer_flags"),
+    ("flags", "passed_on"),
     [
         (["--resume"], ["--resume=always"]),
         (["--resume=auto"], ["--resume=auto"]),
@@ -96,11 +96,7 @@ def test_resume_and_overwrite_exclude_each_other(ludus: RunCli) -> None:
     ],
 )
 def test_how_a_run_begins_is_left_to_the_trainer(
-    ludus: RunCli,
-    fake_trainer: UseFakeTrainer,
-    tmp_path: Path,
-    flags: list[str],
-    trainer_flags: list[str],
+    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path, flags: list[str], passed_on: list[str]
 ) -> None:
     fake_trainer("goes_well")
     # The flag does not consume the next argument.
@@ -108,7 +104,7 @@ def test_how_a_run_begins_is_left_to_the_trainer(
     config.write_text(json.dumps({"name": "demo", "training": {"num_steps": 1}}))
     result = ludus("train", *flags, str(config))
     assert result.code == 0, result.err
-    assert json.loads((tmp_path / "runs/demo/flags").read_text()) == trainer_flags
+    assert json.loads((tmp_path / "runs/demo/flags").read_text()) == passed_on
 
 
 def test_another_way_to_resume_is_refused(ludus: RunCli) -> None:
@@ -118,7 +114,7 @@ def test_another_way_to_resume_is_refused(ludus: RunCli) -> None:
 
 
 def test_a_run_that_ends_well_shows_progress_one_table_and_leaves_a_report(
-    ludus: RunCli, fake_trainer: UseFakeTrainer, tmp_path: Path
+    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
 ) -> None:
     fake_trainer("goes_well")
     result = ludus("train", "--set", "training.num_steps=3", "--set", "name=demo")
@@ -144,9 +140,7 @@ def test_a_run_that_ends_well_shows_progress_one_table_and_leaves_a_report(
     assert (tmp_path / "runs/demo/report.html").read_text().startswith("<!doctype html>")
 
 
-def test_the_trainers_refusal_is_shown_once_and_whole(
-    ludus: RunCli, fake_trainer: UseFakeTrainer
-) -> None:
+def test_the_trainers_refusal_is_shown_once_and_whole(ludus: RunCli, fake_trainer: UseFake) -> None:
     fake_trainer("refuses")
     result = ludus("train")
     assert result.code == 2
@@ -157,7 +151,7 @@ def test_the_trainers_refusal_is_shown_once_and_whole(
 
 
 def test_a_crash_of_the_trainer_shows_its_last_words_and_its_exit_code(
-    ludus: RunCli, fake_trainer: UseFakeTrainer
+    ludus: RunCli, fake_trainer: UseFake
 ) -> None:
     fake_trainer("crashes")
     result = ludus("train")
@@ -167,7 +161,7 @@ def test_a_crash_of_the_trainer_shows_its_last_words_and_its_exit_code(
 
 
 def test_last_words_that_are_read_late_are_shown(
-    ludus: RunCli, fake_trainer: UseFakeTrainer, monkeypatch: pytest.MonkeyPatch
+    ludus: RunCli, fake_trainer: UseFake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collect_output = trainer_process.collect_output
 
@@ -183,9 +177,7 @@ def test_last_words_that_are_read_late_are_shown(
     assert "continue with --resume" in result.err
 
 
-def test_a_killed_trainer_is_reported_as_killed(
-    ludus: RunCli, fake_trainer: UseFakeTrainer
-) -> None:
+def test_a_killed_trainer_is_reported_as_killed(ludus: RunCli, fake_trainer: UseFake) -> None:
     fake_trainer("dies")
     result = ludus("train")
     assert result.code == 1
@@ -193,7 +185,7 @@ def test_a_killed_trainer_is_reported_as_killed(
 
 
 def test_eval_passes_its_choices_on_and_shows_the_report(
-    ludus: RunCli, fake_trainer: UseFakeTrainer, tmp_path: Path
+    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
 ) -> None:
     fake_trainer("goes_well")
     ludus("train", "--set", "training.num_steps=1", "--set", "name=demo")
@@ -207,7 +199,7 @@ def test_eval_passes_its_choices_on_and_shows_the_report(
 
 
 def test_a_mixed_run_and_its_evaluation_show_a_table_for_every_environment(
-    ludus: RunCli, fake_trainer: UseFakeTrainer, tmp_path: Path
+    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
 ) -> None:
     fake_trainer("goes_well")
     games = {"easy": {"game": "catch"}, "hard": {"game": "blackjack"}}
@@ -225,11 +217,9 @@ def test_a_mixed_run_and_its_evaluation_show_a_table_for_every_environment(
         assert all(title in out for title in titles)
         assert out.count("gap closed  91.2% (88.1 to 94.3%, 95%)") == 2
     # An invalid option of any environment is reported before anything starts.
-    refused_result = ludus(
-        "train", str(config), "--set", 'environments.hard.options={"gaem": "catch"}'
-    )
-    assert refused_result.code == 2
-    assert "gaem" in refused_result.err
+    result = ludus("train", str(config), "--set", 'environments.hard.options={"gaem": "catch"}')
+    assert result.code == 2
+    assert "gaem" in result.err
 
 
 def test_eval_of_a_folder_that_is_no_run_is_refused(ludus: RunCli, tmp_path: Path) -> None:

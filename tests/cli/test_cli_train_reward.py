@@ -26,30 +26,18 @@ def example_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the model/ and preferences.jsonl of the example."""
     spec = importlib.util.spec_from_file_location("make_preferences", EXAMPLE)
     assert spec is not None and spec.loader is not None
-    example_module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example_module)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
     folder = tmp_path_factory.mktemp("made")
-    example_module.write_model(folder / "model", 0)
-    rows = [json.dumps(row) + "\n" for row in example_module.comparisons(64, seed=1)]
+    example.write_model(folder / "model", 0)
+    rows = [json.dumps(row) + "\n" for row in example.comparisons(64, seed=1)]
     (folder / "preferences.jsonl").write_text("".join(rows))
     return folder
 
 
 def make_options(example_folder: Path, output: Path) -> list[str]:
-    data_file, model_folder = (
-        str(example_folder / "preferences.jsonl"),
-        str(example_folder / "model"),
-    )
-    return [
-        "--model",
-        model_folder,
-        "--data",
-        data_file,
-        "--output",
-        str(output),
-        "--set",
-        "batch_size=8",
-    ]
+    data, model = (str(example_folder / "preferences.jsonl"), str(example_folder / "model"))
+    return ["--model", model, "--data", data, "--output", str(output), "--set", "batch_size=8"]
 
 
 def test_a_reward_model_is_trained_stopped_and_continued(
@@ -69,10 +57,10 @@ def test_a_reward_model_is_trained_stopped_and_continued(
     assert "continue with the same command and --resume" in errors
     assert not output.exists()
     assert list(progress.parent.glob("checkpoints/step-*/state.json"))
-    completed = subprocess.run([*command, "--resume"], capture_output=True, text=True)
-    assert completed.returncode == 0, completed.stderr
-    assert "epoch 11/12" in completed.stderr
-    assert f'rewards = [{{kind = "model", path = "{output}"}}]' in completed.stdout
+    resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "epoch 11/12" in resumed.stderr
+    assert f'rewards = [{{kind = "model", path = "{output}"}}]' in resumed.stdout
     metrics = RewardModelMetrics.model_validate_json((output / "metrics.json").read_text())
     assert [epoch.epoch for epoch in metrics.epochs] == list(range(1, 13))
     assert not progress.parent.exists()
@@ -81,9 +69,9 @@ def test_a_reward_model_is_trained_stopped_and_continued(
 def test_an_invalid_row_exits_with_2_and_names_its_line(
     ludus: RunCli, example_folder: Path, tmp_path: Path
 ) -> None:
-    data_file = tmp_path / "preferences.jsonl"
-    data_file.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a"}\n')
-    arguments = ["--model", str(example_folder / "model"), "--data", str(data_file)]
+    data = tmp_path / "preferences.jsonl"
+    data.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a"}\n')
+    arguments = ["--model", str(example_folder / "model"), "--data", str(data)]
     result = ludus("train-reward", *arguments, "--dry-run")
     assert result.code == 2
     assert "preferences.jsonl, row 2: the row needs columns prompt, chosen, rejected" in result.err

@@ -50,11 +50,9 @@ def test_a_reward_without_terms_is_the_return(ludus: RunCli, run_dir: Path) -> N
 def test_a_failure_reason_is_shown_with_escaped_control_characters(
     ludus: RunCli, run_dir: Path
 ) -> None:
-    failed_fields = {"status": "failed", "reward": None, "episode_return": None}
-    failure_fields = {"failure": "ValueError: \x1b[2Jno such card"}
-    write_run(
-        run_dir, transcript(1).model_copy(update=failed_fields | failure_fields), transcript(2)
-    )
+    fields = {"status": "failed", "reward": None, "episode_return": None}
+    failure = {"failure": "ValueError: \x1b[2Jno such card"}
+    write_run(run_dir, transcript(1).model_copy(update=fields | failure), transcript(2))
     result = ludus("watch", "demo")
     assert "ValueError: \N{REPLACEMENT CHARACTER}[2Jno such card" in result.out
     assert result.out.count("failure") == 1

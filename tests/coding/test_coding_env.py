@@ -41,18 +41,18 @@ def run(code: str, num_calls: int = 2, cpu_s: int = LIMITS.cpu_s) -> ProgramResu
     return run_program(code, [[number] for number in range(num_calls)], limits)
 
 
-def values(result: ProgramResult) -> list[object]:
+def list_values(result: ProgramResult) -> list[object]:
     return [outcome.value for outcome in result.outcomes]
 
 
 def play_episode(policy: str, seed: int, **options: int) -> list[tuple[float | None, bool | None]]:
     """Return the reward and the success of each step."""
     environment = make_environment(**options)
-    act = fixed_policies({})[policy]
+    player = fixed_policies({})[policy]
     transition = environment.reset(seed=seed)
     steps = []
     while not transition.terminated:
-        action = act(transition.observation.model_dump(), random.Random(0))
+        action = player(transition.observation.model_dump(), random.Random(0))
         transition = environment.step(CodeAction.model_validate(action))
         steps.append((transition.reward, transition.success))
     return steps
@@ -60,10 +60,10 @@ def play_episode(policy: str, seed: int, **options: int) -> list[tuple[float | N
 
 def write_looping_program(observation: CodeObservation) -> str:
     """Return a program that passes the first test and loops forever in the second."""
-    first = observation.prompt.split("\n")[2].partition(" == ")[2]
+    expected_value = observation.prompt.split("\n")[2].partition(" == ")[2]
     return (
         f"calls = []\ndef solve(x):\n    calls.append(x)\n    while len(calls) > 1: pass\n"
-        f"    return {first}\n"
+        f"    return {expected_value}\n"
     )
 
 
@@ -156,9 +156,9 @@ def test_one_line_solution_needs_the_number_of_the_task(kind: str) -> None:
 
 def test_example_allows_every_solution() -> None:
     config = load_run_config(ROOT / "examples" / "coding" / "tiny.toml")
-    (configured,) = config.environments.values()
-    assert isinstance(configured, LocalEnvironment)
-    environment = make_environment(**configured.options)
+    (environment_config,) = config.environments.values()
+    assert isinstance(environment_config, LocalEnvironment)
+    environment = make_environment(**environment_config.options)
     observation = environment.reset(seed=5).observation
     (prompt,) = environment.text_renderer.render(observation, first=True)
     answers = environment.text_renderer.legal_answers(observation)
@@ -220,8 +220,8 @@ def test_output_errors_and_values_are_separate() -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (0, "out\n", "")
     assert result.outcomes[0].error == "ZeroDivisionError: integer division or modulo by zero"
     assert result.outcomes[1].value == 1
-    broken = run("def solve(x:\n")
-    assert broken.exit_code == 1 and "SyntaxError" in broken.stderr and not broken.outcomes
+    failure = run("def solve(x:\n")
+    assert failure.exit_code == 1 and "SyntaxError" in failure.stderr and not failure.outcomes
     assert run("x = 1").outcomes[0].error == "NameError: there is no function solve"
 
 
@@ -233,23 +233,23 @@ def test_programs_do_not_affect_each_other() -> None:
 
 
 def test_killed_runner_is_restarted() -> None:
-    parent = "open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1]"
-    code = f"import os\ndef solve(x):\n    pid = os.getppid()\n    return int({parent})\n"
-    first, second = run(code), run(code)
-    assert values(first) == values(second)
-    runner = first.outcomes[0].value
-    assert isinstance(runner, int) and runner != os.getpid()
-    os.kill(runner, signal.SIGKILL)
-    os.waitpid(runner, 0)
-    third = run(code)
-    assert runner != third.outcomes[0].value and third.outcomes[0].has_returned
+    parent_pid_code = "open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1]"
+    code = f"import os\ndef solve(x):\n    pid = os.getppid()\n    return int({parent_pid_code})\n"
+    result, second_result = run(code), run(code)
+    assert list_values(result) == list_values(second_result)
+    runner_pid = result.outcomes[0].value
+    assert isinstance(runner_pid, int) and runner_pid != os.getpid()
+    os.kill(runner_pid, signal.SIGKILL)
+    os.waitpid(runner_pid, 0)
+    third_result = run(code)
+    assert runner_pid != third_result.outcomes[0].value and third_result.outcomes[0].has_returned
 
 
 def test_threads_get_their_own_results() -> None:
     with ThreadPoolExecutor(8) as threads:
         codes = [f"def solve(x):\n    return {number}\n" for number in range(24)]
         results = list(threads.map(lambda code: run(code, cpu_s=60), codes))
-    assert [values(result) for result in results] == [[number, number] for number in range(24)]
+    assert [list_values(result) for result in results] == [[number, number] for number in range(24)]
 
 
 def test_program_is_deterministic() -> None:
@@ -265,7 +265,7 @@ def test_exit_code_is_reported(statement: str) -> None:
 
 def test_exit_in_a_call_keeps_earlier_outcomes() -> None:
     result = run("import sys\ndef solve(x):\n    return x if x < 1 else sys.exit(0)\n", num_calls=4)
-    assert (result.exit_code, values(result)) == (0, [0])
+    assert (result.exit_code, list_values(result)) == (0, [0])
 
 
 @pytest.mark.slow
@@ -284,7 +284,7 @@ def test_output_is_cut_at_the_limit() -> None:
         "import sys\nfor f in (sys.stdout, sys.stderr): f.write('é' * 3_000_000)\n" + IDENTITY
     )
     assert result.stdout == result.stderr == "é" * 500
-    assert values(result) == [0, 1]
+    assert list_values(result) == [0, 1]
 
 
 def test_memory_limit_raises_memory_error() -> None:
@@ -314,9 +314,9 @@ def test_memory_limit_raises_memory_error() -> None:
     ],
 )
 def test_kernel_refuses_other_system_calls(statement: str, tmp_path: Path) -> None:
-    existing = tmp_path / "existing"
-    existing.write_text("x")
-    old_status = existing.stat()
+    existing_file = tmp_path / "existing"
+    existing_file.write_text("x")
+    old_status = existing_file.stat()
     imports = "import os, resource, socket, subprocess, threading\n"
     names = f"FOLDER = {str(tmp_path)!r}\n"
     function = f"def solve(x):\n    if x: return 'alive'\n    {statement}\n    return 'done'\n"
@@ -327,21 +327,21 @@ def test_kernel_refuses_other_system_calls(statement: str, tmp_path: Path) -> No
     }
     assert result.outcomes[1].value == "alive"
     assert [path.name for path in tmp_path.iterdir()] == ["existing"]
-    assert existing.stat() == old_status
+    assert existing_file.stat() == old_status
 
 
 def test_forged_outcomes_earn_nothing() -> None:
-    forged = (
+    attack = (
         "import os\nfor fd in range(3, 64):\n"
         "    try: os.write(fd, {data!r})\n    except OSError: pass\n"
     )
-    result = run(forged.format(data=b"[1]\nnot json\n" + b"[" * 5000 + b"\n") + "os._exit(0)\n")
+    result = run(attack.format(data=b"[1]\nnot json\n" + b"[" * 5000 + b"\n") + "os._exit(0)\n")
     assert not any(outcome.has_returned for outcome in result.outcomes)
     environment = make_environment(max_turns=1)
     environment.reset(seed=2)
     forged_outcomes = b'{"value": true, "passed": true}\n' * 8
     result = environment.step(
-        CodeAction(code=forged.format(data=forged_outcomes) + "os._exit(0)\n")
+        CodeAction(code=attack.format(data=forged_outcomes) + "os._exit(0)\n")
     )
     assert (result.reward, result.success) == (0.0, False)
 

@@ -22,7 +22,7 @@ from tests.compat.tiny_models import tiny_model
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_model(tmp_path_factory.mktemp("tiny") / "model", ["a b c 0 1 2 3"])
 
 
@@ -50,14 +50,14 @@ def score_zero(prompts: Any, completions: Any) -> list[float]:
     ],
 )
 def test_invalid_arguments_of_the_rlhf_environment_are_refused(
-    model_path: str, changes: dict[str, Any], message: str
+    model: str, changes: dict[str, Any], message: str
 ) -> None:
-    valid_arguments = {"ref_model_name": model_path, "reward_model": score_zero, "dataset": ["a b"]}
-    check_error(RLHFEnv, message, **{**valid_arguments, **changes})
+    arguments = {"ref_model_name": model, "reward_model": score_zero, "dataset": ["a b"]}
+    check_error(RLHFEnv, message, **{**arguments, **changes})
 
 
-def test_error_of_an_invalid_reward_model_starts_with_the_argument(model_path: str) -> None:
-    environment = RLHFEnv(model_path, Path(model_path), ["a b"], max_generation=1)
+def test_error_of_an_invalid_reward_model_starts_with_the_argument(model: str) -> None:
+    environment = RLHFEnv(model, Path(model), ["a b"], max_generation=1)
     environment.reset(seed=0)
     check_error(environment.step, "^reward_model = .*must be a reward model", action=5)
 
@@ -73,14 +73,14 @@ def test_error_of_an_invalid_reward_model_starts_with_the_argument(model_path: s
     ],
 )
 def test_invalid_arguments_of_the_cot_environment_are_refused(
-    model_path: str, changes: dict[str, Any], message: str
+    model: str, changes: dict[str, Any], message: str
 ) -> None:
-    check_error(CoTEnv, message, **{"model_name": model_path, **changes})
+    check_error(CoTEnv, message, **{"model_name": model, **changes})
 
 
 @pytest.mark.parametrize("action", ["x", -1, 10**6, None])
-def test_an_action_that_is_not_a_token_is_refused(model_path: str, action: Any) -> None:
-    environment = CoTEnv(model_path, seed=np.int64(3), max_generation=np.int64(2))
+def test_an_action_that_is_not_a_token_is_refused(model: str, action: Any) -> None:
+    environment = CoTEnv(model, seed=np.int64(3), max_generation=np.int64(2))
     environment.reset()
     check_error(environment.step, "^action must be a token id from 0 to", action=action)
     environment.step(torch.tensor(5))
@@ -88,18 +88,16 @@ def test_an_action_that_is_not_a_token_is_refused(model_path: str, action: Any) 
 
 
 @pytest.mark.parametrize("network", [LMActorNetwork, LMCriticNetwork])
-def test_errors_of_networks_start_with_the_argument(
-    network: type[nn.Module], model_path: str
-) -> None:
+def test_errors_of_networks_start_with_the_argument(network: type[nn.Module], model: str) -> None:
     check_error(network, "^model_name = 5 must be a path", model_name=5, pad_token_id=0)
     check_error(network, "^model_name = './none'", model_name="./none", pad_token_id=0)
     check_error(
         network,
         "^pad_token_id = 'x' must be a whole number of 0 or more",
-        model_name=model_path,
+        model_name=model,
         pad_token_id="x",
     )
-    instance = network(Path(model_path), np.int64(0))
+    instance = network(Path(model), np.int64(0))
     check_error(instance, "^state must contain at least one token", state=torch.tensor([]))
 
 
@@ -120,25 +118,21 @@ def test_errors_of_networks_start_with_the_argument(
     ],
 )
 def test_invalid_arguments_of_train_reward_are_refused(
-    model_path: str, tmp_path: Path, changes: dict[str, Any], message: str
+    model: str, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     rows = [{"prompt": f"p{n}", "chosen": "a", "rejected": "b"} for n in range(8)]
-    rows_file = tmp_path / "rows.jsonl"
-    rows_file.write_text("\n".join(map(json.dumps, rows)))
-    valid_arguments = {
-        "model_name": model_path,
-        "datasets_path": rows_file,
-        "reward_model_path": tmp_path / "rm",
-    }
-    check_error(train_reward, message, **{**valid_arguments, "dry_run": True, **changes})
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    arguments = {"model_name": model, "datasets_path": file, "reward_model_path": tmp_path / "rm"}
+    check_error(train_reward, message, **{**arguments, "dry_run": True, **changes})
 
 
 def test_an_invalid_agent_file_is_refused(tmp_path: Path) -> None:
     actor, critic, file = nn.Linear(4, 2), nn.Linear(4, 1), tmp_path / "agent.pth"
     weights = {"actor": actor.state_dict(), "critic": critic.state_dict()}
     torch.save({"actor": weights["actor"]}, file)
-    valid_arguments = {"path": file, "actor": actor, "critic": critic}
-    check_error(load_ppo_agent, "the file lacks 'critic'", **valid_arguments)
+    arguments = {"path": file, "actor": actor, "critic": critic}
+    check_error(load_ppo_agent, "the file lacks 'critic'", **arguments)
     torch.save(weights, file)
     for changes, message in (
         ({"path": None}, "^path = None must be a path"),
@@ -146,6 +140,6 @@ def test_an_invalid_agent_file_is_refused(tmp_path: Path) -> None:
         ({"device": "abacus"}, "^device = 'abacus' cannot be used"),
         ({"actor": nn.Linear(4, 3)}, "size mismatch"),
     ):
-        check_error(load_ppo_agent, message, **{**valid_arguments, **changes})
+        check_error(load_ppo_agent, message, **{**arguments, **changes})
     file.write_text("hello world")
-    check_error(load_ppo_agent, "torch.save did not write the file", **valid_arguments)
+    check_error(load_ppo_agent, "torch.save did not write the file", **arguments)

@@ -41,7 +41,7 @@ WORDS = " ".join(article.text for article in ARTICLES)
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tiny") / "model"
     return tiny_model(folder, [WORDS, "<final_answer> </final_answer> 0 1 2 3 4 5 6 7 8 9"])
 
@@ -118,19 +118,19 @@ def test_registration_imports_no_heavy_package() -> None:
     ], process.stderr
 
 
-def test_the_same_seed_shows_the_same_article(model_path: str) -> None:
-    environment = SummarizationEnv(model_path)
+def test_the_same_seed_shows_the_same_article(model: str) -> None:
+    environment = SummarizationEnv(model)
     initial_states = [environment.reset(seed=seed)[0] for seed in range(8)]
     assert initial_states == [environment.reset(seed=seed)[0] for seed in range(8)]
     assert len(set(initial_states)) == 2
     assert all(tokens in environment.observation_space for tokens in initial_states)
-    first_states = [SummarizationEnv(model_path, seed=seed).reset()[0] for seed in range(8)]
-    assert first_states == [SummarizationEnv(model_path, seed=seed).reset()[0] for seed in range(8)]
+    first_states = [SummarizationEnv(model, seed=seed).reset()[0] for seed in range(8)]
+    assert first_states == [SummarizationEnv(model, seed=seed).reset()[0] for seed in range(8)]
     assert len(set(first_states)) == 2
 
 
-def test_a_returned_state_does_not_change(model_path: str) -> None:
-    environment = SummarizationEnv(model_path)
+def test_a_returned_state_does_not_change(model: str) -> None:
+    environment = SummarizationEnv(model)
     state, _ = environment.reset(seed=0)
     num_tokens = len(state)
     environment.step(7)
@@ -138,9 +138,9 @@ def test_a_returned_state_does_not_change(model_path: str) -> None:
 
 
 def test_only_a_summary_that_ends_has_a_reward(
-    model_path: str,
+    model: str,
 ) -> None:
-    environment = SummarizationEnv(model_path, max_generation=6)
+    environment = SummarizationEnv(model, max_generation=6)
     _, info = environment.reset(seed=0)
     [article] = [article for article in ARTICLES if article.text == info["article"]]
     term = article.key_terms[0]
@@ -152,8 +152,8 @@ def test_only_a_summary_that_ends_has_a_reward(
     assert (reward, terminated, truncated) == (0.0, False, True)
 
 
-def test_a_problem_is_rewarded_by_its_answer_also_at_the_token_limit(model_path: str) -> None:
-    environment = CoTEnv(model_path, max_generation=40)
+def test_a_problem_is_rewarded_by_its_answer_also_at_the_token_limit(model: str) -> None:
+    environment = CoTEnv(model, max_generation=40)
     _, info = environment.reset(seed=1)
     solution = sum(int(number) for number in info["question"].split("+"))
     reward, terminated, _, info = play(environment, f"<final_answer>{solution}</final_answer>")
@@ -163,8 +163,8 @@ def test_a_problem_is_rewarded_by_its_answer_also_at_the_token_limit(model_path:
     assert (reward, terminated, truncated, info["is_cut_off"]) == (-10, True, False, True)
 
 
-def test_test_problems_are_never_shown_in_training(model_path: str) -> None:
-    environment = CoTEnv(model_path)
+def test_test_problems_are_never_shown_in_training(model: str) -> None:
+    environment = CoTEnv(model)
     questions = {
         split: {
             environment.reset(seed=seed, options={"split": split})[1]["question"]
@@ -200,19 +200,17 @@ def test_an_answer_with_an_explanation_is_read(tmp_path: Path) -> None:
 def test_equal_questions_stay_in_the_same_part_of_the_split() -> None:
     problems = make_sums(4) * 3
     split = split_problems(problems, 0.3, seed=1)
-    train_questions, test_questions = (
-        {problem.question for problem in part} for part in split.values()
-    )
-    assert not train_questions & test_questions and sum(map(len, split.values())) == len(problems)
+    train_set, test_set = ({problem.question for problem in part} for part in split.values())
+    assert not train_set & test_set and sum(map(len, split.values())) == len(problems)
     with pytest.raises(ConfigError, match="leaves no training problems"):
         split_problems(problems[:1], 0.9, seed=1)
 
 
-def test_a_reward_model_scores_the_whole_completion_on_its_last_token(model_path: str) -> None:
+def test_a_reward_model_scores_the_whole_completion_on_its_last_token(model: str) -> None:
     def score_length(prompts, completions):
         return [len(completion) for completion in completions]
 
-    environment = RLHFEnv(model_path, score_length, ["fish", "species"], max_generation=8)
+    environment = RLHFEnv(model, score_length, ["fish", "species"], max_generation=8)
     environment.reset(seed=0)
     reward, terminated, *_ = play(environment, "a new species")
     assert (reward, terminated) == (len("a new species"), True)
@@ -221,9 +219,9 @@ def test_a_reward_model_scores_the_whole_completion_on_its_last_token(model_path
     assert reward > 0 and terminated
 
 
-def test_the_reference_policy_has_no_kl_penalty(model_path: str) -> None:
-    environment = RLHFEnv(model_path, lambda prompts, completions: [0.0], ["fish"], kl_coef=2.0)
-    actor = LMActorNetwork(model_path, pad_token_id=0)
+def test_the_reference_policy_has_no_kl_penalty(model: str) -> None:
+    environment = RLHFEnv(model, lambda prompts, completions: [0.0], ["fish"], kl_coef=2.0)
+    actor = LMActorNetwork(model, pad_token_id=0)
     state, _ = environment.reset(seed=0)
     logprobs = []
     generator = np.random.default_rng(0)
@@ -242,10 +240,8 @@ def test_the_reference_policy_has_no_kl_penalty(model_path: str) -> None:
 
 
 @pytest.mark.parametrize("scores", [[], [float("nan")], [None], 1.0, [1.0, 2.0]])
-def test_a_reward_function_without_a_finite_score_is_refused(model_path: str, scores: Any) -> None:
-    environment = RLHFEnv(
-        model_path, lambda prompts, completions: scores, ["fish"], max_generation=1
-    )
+def test_a_reward_function_without_a_finite_score_is_refused(model: str, scores: Any) -> None:
+    environment = RLHFEnv(model, lambda prompts, completions: scores, ["fish"], max_generation=1)
     environment.reset(seed=0)
     with pytest.raises(ConfigError, match="reward_model must return a list of one finite score"):
         environment.step(5)
@@ -260,31 +256,31 @@ def test_a_reward_function_without_a_finite_score_is_refused(model_path: str, sc
     ],
 )
 def test_an_invalid_reward_model_or_data_set_is_refused(
-    model_path: str, changes: dict[str, Any], message: str
+    model: str, changes: dict[str, Any], message: str
 ) -> None:
     valid = {"reward_model": lambda prompts, completions: [0.0], "dataset": ["fish"]}
     with pytest.raises(ConfigError, match=message):
-        RLHFEnv(model_path, **{**valid, **changes})
+        RLHFEnv(model, **{**valid, **changes})
 
 
-def test_an_unknown_option_is_refused(model_path: str) -> None:
+def test_an_unknown_option_is_refused(model: str) -> None:
     with pytest.raises(ConfigError, match=r"options must contain only split, got \['spilt'\]"):
-        CoTEnv(model_path).reset(options={"spilt": "test"})
+        CoTEnv(model).reset(options={"spilt": "test"})
 
 
-def test_an_environment_without_prompts_is_refused(model_path: str) -> None:
+def test_an_environment_without_prompts_is_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="non-empty list"):
-        RLHFEnv(model_path, lambda prompts, completions: [0.0], [])
+        RLHFEnv(model, lambda prompts, completions: [0.0], [])
     with pytest.raises(ConfigError, match="max_generation"):
-        SummarizationEnv(model_path, max_generation=0)
+        SummarizationEnv(model, max_generation=0)
 
 
 @pytest.mark.slow
-def test_the_environments_keep_the_contract(model_path: str) -> None:
+def test_the_environments_keep_the_contract(model: str) -> None:
     import ludus.trainer.compat.gymformer.env  # noqa: F401 - registers them
 
     for name in ("SummarizationEnv-v0", "CoTEnv-v0"):
-        factory = environment_factory(f"gymnasium:{name}", {"model_name": model_path})
+        factory = environment_factory(f"gymnasium:{name}", {"model_name": model})
         check_environment(factory).raise_if_failed()
 
 
@@ -297,11 +293,11 @@ class SeededReadmeEnvironment(ReadmeEnvironment):
 
 
 @pytest.mark.slow
-def test_the_readme_environment_breaks_only_the_rules_of_seeds(model_path: str) -> None:
+def test_the_readme_environment_breaks_only_the_rules_of_seeds(model: str) -> None:
     broken_rules = {}
     for environment_class in (ReadmeEnvironment, SeededReadmeEnvironment):
         env_id = f"ludus-tests/{environment_class.__name__}Contract-v0"
-        gymnasium.register(env_id, environment_class, kwargs={"model_name": model_path})
+        gymnasium.register(env_id, environment_class, kwargs={"model_name": model})
         report = check_environment(environment_factory(f"gymnasium:{env_id}", {}))
         broken_checks = [check for check in report.checks if check.verdict == "broken"]
         broken_rules[environment_class] = {check.name for check in broken_checks}

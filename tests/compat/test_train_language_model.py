@@ -28,25 +28,25 @@ README_ENV_ID = "ludus-tests/Summarization-v0"
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tiny") / "model"
     return tiny_model(folder, [article.text for article in ARTICLES])
 
 
 @pytest.fixture(scope="module", autouse=True)
-def readme_environment(model_path: str) -> Iterator[None]:
+def readme_environment(model: str) -> Iterator[None]:
     """Register the README's environment by the path of its class, as the README does."""
     path = "tests.compat.readme_environment:SummarizationEnv"
-    gymnasium.register(README_ENV_ID, path, kwargs={"model_name": model_path})
+    gymnasium.register(README_ENV_ID, path, kwargs={"model_name": model})
     yield
     del gymnasium.registry[README_ENV_ID]
 
 
-def make_request(model_path: str, folder: Path, **changes: Any) -> AgentRequest:
+def make_request(model: str, folder: Path, **changes: Any) -> AgentRequest:
     arguments: dict[str, Any] = {
         "env_name": README_ENV_ID,
-        "actor": LMActorNetwork(model_path, pad_token_id=0),
-        "critic": LMCriticNetwork(model_path, pad_token_id=0),
+        "actor": LMActorNetwork(model, pad_token_id=0),
+        "critic": LMCriticNetwork(model, pad_token_id=0),
         "ppo_config": PPOConfig(),
         "max_episodes": 1000,
         "max_timesteps": 1000,
@@ -62,26 +62,26 @@ def make_request(model_path: str, folder: Path, **changes: Any) -> AgentRequest:
     return AgentRequest(**{**arguments, **changes})
 
 
-def make_test_run(request: AgentRequest, model_path: str) -> LanguageModelRun:
-    task = TokenTask.inspect(request.env_name, model_path, request.max_timesteps, request.seed)
-    return make_run(request, task, Path(model_path), request.actor.model)
+def make_test_run(request: AgentRequest, model: str) -> LanguageModelRun:
+    task = TokenTask.inspect(request.env_name, model, request.max_timesteps, request.seed)
+    return make_run(request, task, Path(model), request.actor.model)
 
 
-def test_update_interval_becomes_the_groups_of_a_step(model_path: str, tmp_path: Path) -> None:
+def test_update_interval_becomes_the_groups_of_a_step(model: str, tmp_path: Path) -> None:
     run = make_test_run(
-        make_request(model_path, tmp_path, max_episodes=1000, update_interval=100), model_path
+        make_request(model, tmp_path, max_episodes=1000, update_interval=100), model
     )
     assert run.training.num_steps == 10
     assert run.rollout.group_size * run.training.groups_per_step == 100
     assert run.training.max_staleness == 0
-    small_run = make_test_run(make_request(model_path, tmp_path, max_episodes=3), model_path)
+    small_run = make_test_run(make_request(model, tmp_path, max_episodes=3), model)
     assert small_run.training.num_steps == 1, "fewer episodes than an update needs are one update"
     assert small_run.rollout.group_size * small_run.training.groups_per_step == 3
 
 
-def test_ppo_settings_are_settings_of_the_run(model_path: str, tmp_path: Path) -> None:
+def test_ppo_settings_are_settings_of_the_run(model: str, tmp_path: Path) -> None:
     config = PPOConfig(lr_actor=1e-4, gamma=0.9, eps_clip=0.1, minibatch_size=25, gae_lambda=0.8)
-    run = make_test_run(make_request(model_path, tmp_path, ppo_config=config), model_path)
+    run = make_test_run(make_request(model, tmp_path, ppo_config=config), model)
     assert isinstance(run.algorithm, PpoConfig)
     assert (run.algorithm.gamma, run.algorithm.lam) == (0.9, 0.8)
     assert run.algorithm.loss.clip_low == run.algorithm.loss.clip_high == 0.1
@@ -90,46 +90,41 @@ def test_ppo_settings_are_settings_of_the_run(model_path: str, tmp_path: Path) -
     assert run.algorithm.kl_coef == 0, "the environment sets no KL coefficient"
 
 
-def test_a_missing_device_is_refused(model_path: str, tmp_path: Path) -> None:
+def test_a_missing_device_is_refused(model: str, tmp_path: Path) -> None:
     for device in ("abacus", "cuda") if not torch.cuda.is_available() else ("abacus",):
         with pytest.raises(ConfigError, match=f"device must be None.* got '{device}'"):
-            make_test_run(make_request(model_path, tmp_path, device=device), model_path)
+            make_test_run(make_request(model, tmp_path, device=device), model)
 
 
-def test_the_environment_and_the_model_limit_completions(model_path: str, tmp_path: Path) -> None:
-    assert (
-        make_test_run(make_request(model_path, tmp_path), model_path).rollout.max_completion_tokens
-        == 64
-    )
-    short_request = make_request(model_path, tmp_path, max_timesteps=7)
-    run = make_test_run(short_request, model_path)
+def test_the_environment_and_the_model_limit_completions(model: str, tmp_path: Path) -> None:
+    assert make_test_run(make_request(model, tmp_path), model).rollout.max_completion_tokens == 64
+    short_request = make_request(model, tmp_path, max_timesteps=7)
+    run = make_test_run(short_request, model)
     assert run.rollout.max_completion_tokens == 7
     assert isinstance(run.environment, LocalEnvironment)
     assert run.environment.options["max_episode_steps"] == 7
-    limited_request = make_request(model_path, tmp_path, env_name="SummarizationEnv-v0")
-    assert make_test_run(limited_request, model_path).rollout.max_completion_tokens == 64
+    limited_request = make_request(model, tmp_path, env_name="SummarizationEnv-v0")
+    assert make_test_run(limited_request, model).rollout.max_completion_tokens == 64
 
 
-def test_kl_coef_comes_from_the_environment(model_path: str, tmp_path: Path) -> None:
+def test_kl_coef_comes_from_the_environment(model: str, tmp_path: Path) -> None:
     gymnasium.register(
         "ludus-tests/RLHF-v0",
         "ludus.trainer.compat.gymformer.env.rlhf_env:RLHFEnv",
         kwargs={"reward_model": "nowhere", "dataset": ["fish?"], "kl_coef": 0.3},
     )
-    run = make_test_run(
-        make_request(model_path, tmp_path, env_name="ludus-tests/RLHF-v0"), model_path
-    )
+    run = make_test_run(make_request(model, tmp_path, env_name="ludus-tests/RLHF-v0"), model)
     assert (run.algorithm.kl_coef, run.algorithm.kl_placement) == (0.3, "reward")
 
 
-def test_an_environment_that_needs_a_model_gets_the_actors_model(model_path: str) -> None:
-    task = TokenTask.inspect("CoTEnv-v0", model_path, 400, 0)
-    assert task.options["model_name"] == model_path
+def test_an_environment_that_needs_a_model_gets_the_actors_model(model: str) -> None:
+    task = TokenTask.inspect("CoTEnv-v0", model, 400, 0)
+    assert task.options["model_name"] == model
     assert task.max_generation == 128
 
 
-def test_another_process_can_make_the_environment_from_the_options(model_path: str) -> None:
-    task = TokenTask.inspect(README_ENV_ID, model_path, 20, 0)
+def test_another_process_can_make_the_environment_from_the_options(model: str) -> None:
+    task = TokenTask.inspect(README_ENV_ID, model, 20, 0)
     target = "ludus.env.adapters.gymnasium.token_level:TokenLevelEnvironment"
     environment = environment_factory(target, task.options)()
     transition = environment.reset(seed=0)
@@ -137,27 +132,25 @@ def test_another_process_can_make_the_environment_from_the_options(model_path: s
     assert task.options["import_from"] == str(Path(__file__).parents[2])
 
 
-def test_an_unknown_id_is_refused_with_a_similar_id(model_path: str) -> None:
+def test_an_unknown_id_is_refused_with_a_similar_id(model: str) -> None:
     with pytest.raises(NotFoundError, match="CoTEnv-v0"):
-        TokenTask.inspect("CotEnv-v0", model_path, 100, 0)
+        TokenTask.inspect("CotEnv-v0", model, 100, 0)
 
 
-def test_an_environment_without_tokens_is_refused(model_path: str) -> None:
+def test_an_environment_without_tokens_is_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="token-level environment"):
-        TokenTask.inspect("CartPole-v1", model_path, 100, 0)
+        TokenTask.inspect("CartPole-v1", model, 100, 0)
 
 
-def test_a_class_that_cannot_be_imported_is_refused(model_path: str) -> None:
-    class UnimportableEnvironment(ReadmeEnvironment): ...
+def test_a_class_that_cannot_be_imported_is_refused(model: str) -> None:
+    class LocalClass(ReadmeEnvironment): ...
 
-    gymnasium.register(
-        "ludus-tests/Local-v0", UnimportableEnvironment, kwargs={"model_name": model_path}
-    )
+    gymnasium.register("ludus-tests/Local-v0", LocalClass, kwargs={"model_name": model})
     with pytest.raises(ConfigError, match="move the class to a module"):
-        TokenTask.inspect("ludus-tests/Local-v0", model_path, 100, 0)
+        TokenTask.inspect("ludus-tests/Local-v0", model, 100, 0)
 
 
-def test_arguments_that_are_not_json_are_refused(model_path: str) -> None:
+def test_arguments_that_are_not_json_are_refused(model: str) -> None:
     kwargs = {"reward_model": lambda prompts, completions: [0.0], "dataset": ["fish?"]}
     gymnasium.register(
         "ludus-tests/Unsendable-v0",
@@ -165,22 +158,22 @@ def test_arguments_that_are_not_json_are_refused(model_path: str) -> None:
         kwargs=kwargs,
     )
     with pytest.raises(ConfigError, match="as JSON"):
-        TokenTask.inspect("ludus-tests/Unsendable-v0", model_path, 100, 0)
+        TokenTask.inspect("ludus-tests/Unsendable-v0", model, 100, 0)
 
 
-def test_a_critic_that_does_not_use_tokens_is_refused(model_path: str, tmp_path: Path) -> None:
-    request = make_request(model_path, tmp_path, critic=MLPCriticNetwork(4, 8))
+def test_a_critic_that_does_not_use_tokens_is_refused(model: str, tmp_path: Path) -> None:
+    request = make_request(model, tmp_path, critic=MLPCriticNetwork(4, 8))
     with pytest.raises(ConfigError, match="must be an LMCriticNetwork, got MLPCriticNetwork"):
         request.actor.train_as_agent(request)
 
 
 @pytest.mark.slow
 async def test_training_inside_an_event_loop_changes_the_models_in_place(
-    model_path: str, tmp_path: Path
+    model: str, tmp_path: Path
 ) -> None:
     calls: list[tuple[Any, ...]] = []
     request = make_request(
-        model_path,
+        model,
         tmp_path,
         max_episodes=24,
         max_timesteps=100,
@@ -192,14 +185,12 @@ async def test_training_inside_an_event_loop_changes_the_models_in_place(
     returns = request.actor.train_as_agent(request)
     assert len(returns) == 24
     assert all(0 <= value <= 1.6 for value in returns) and len(set(returns)) > 1
-    are_changed = [
-        not torch.equal(initial[name], weight) for name, weight in models.named_parameters()
-    ]
-    assert all(are_changed)
+    changes = [not torch.equal(initial[name], weight) for name, weight in models.named_parameters()]
+    assert all(changes)
     state, completion, _, done, truncated, episode, running_return = calls[0]
     assert state.startswith("Article: ") and completion
     assert done != truncated and episode == 10
     assert running_return == pytest.approx(returns.running[9])
     [folder] = [path for path in tmp_path.iterdir() if (path / "metrics.jsonl").is_file()]
-    assert make_test_run(request, model_path).folder == folder
+    assert make_test_run(request, model).folder == folder
     assert (folder / "summary.json").is_file()

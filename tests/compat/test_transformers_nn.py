@@ -16,7 +16,7 @@ PAD_ID = 0
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a model with rotary positions, and of a model with position embeddings."""
+    """Return the folder of a model with rotary positions or with position embeddings."""
     path = tmp_path_factory.mktemp("model")
     if request.param == "llama":
         return tiny_model(path / "model", ["one two three"])

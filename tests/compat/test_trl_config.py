@@ -256,11 +256,9 @@ def test_the_error_of_an_invalid_number_names_its_field(name: str, use_vllm: boo
 
 
 def test_save_total_limit_of_0_or_less_is_no_limit() -> None:
-    checkpoint_limits = {
-        make_run(save_total_limit=limit).training.keep_checkpoints for limit in (None, 0, -1)
-    }
-    assert len(checkpoint_limits) == 1
-    assert checkpoint_limits.pop() > 1000
+    limits = {make_run(save_total_limit=limit).training.keep_checkpoints for limit in (None, 0, -1)}
+    assert len(limits) == 1
+    assert limits.pop() > 1000
 
 
 def test_every_default_has_the_type_of_its_field() -> None:

@@ -282,10 +282,8 @@ async def test_port_responds_like_a_server_of_trl(model_path: str) -> None:
         greedy_request = {"prompts": ["hard 16"], "n": 2, "max_tokens": 3, "temperature": 0}
         ids = (await http.post(url, json=greedy_request)).json()["completion_ids"]
         assert ids[0] == ids[1]
-        unlimited_response = (
-            await http.post(url, json={"prompts": [[5, 9]], "max_tokens": 10**9})
-        ).json()
-        assert 0 < len(unlimited_response["completion_ids"][0]) <= 62
+        response = (await http.post(url, json={"prompts": [[5, 9]], "max_tokens": 10**9})).json()
+        assert 0 < len(response["completion_ids"][0]) <= 62
 
 
 async def test_port_refuses_unknown_fields_and_large_requests(model_path: str) -> None:
@@ -341,8 +339,8 @@ def test_overrides_are_checked() -> None:
 
 def test_prompts_are_checked(model_path: str) -> None:
     chat = ChatTokenizer(load_tokenizer(model_path))
-    placeholder: Any = None
-    completions = CompletionService(placeholder, chat, 64, 0, 0)
+    engine: Any = None
+    completions = CompletionService(engine, chat, 64, 0, 0)
     with pytest.raises(RolloutFunctionError, match=r"as_chat = False needs a prompt of text"):
         completions.encode_prompt([{"role": "user", "content": "a"}], as_chat=False)
     args = SimpleNamespace(num_generations=1, max_completion_length=8)
@@ -354,17 +352,15 @@ def test_prompts_are_checked(model_path: str) -> None:
         Sampling(1.0, 8),
         completions,
         RolloutCall([0]),
-        placeholder,
+        engine,
     )
     with pytest.raises(RolloutFunctionError, match=r"got the text 'hard 16'; write \[prompt\]"):
         generate_rollout_completions(trainer, "hard 16")
 
 
 async def test_port_in_use_is_replaced_by_a_free_one(model_path: str) -> None:
-    placeholder: Any = None
-    completions = CompletionService(
-        placeholder, ChatTokenizer(load_tokenizer(model_path)), 64, 0, 0
-    )
+    engine: Any = None
+    completions = CompletionService(engine, ChatTokenizer(load_tokenizer(model_path)), 64, 0, 0)
     first_port = GeneratePort(completions, 0)
     second_port = GeneratePort(completions, first_port.port)
     assert second_port.port not in (0, first_port.port)

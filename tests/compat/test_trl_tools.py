@@ -16,7 +16,7 @@ from ludus.trainer.compat.trl.tools import REWARD_COLUMN, ToolRollout, environme
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 
-CALL_TEMPLATE = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 
 
 class Counter:
@@ -56,7 +56,7 @@ def chat() -> ChatTokenizer:
     return ChatTokenizer(make_tokenizer(["count add double from total"] * 5, 320))
 
 
-class ScriptedTrainer(RolloutTrainer):
+class ScriptTrainer(RolloutTrainer):
     """A trainer that samples from a script: one list per episode, log-prob -1 for each token."""
 
     def __init__(self, chat: ChatTokenizer, rows: list[dict[str, Any]], script: list[list[str]]):
@@ -68,22 +68,16 @@ class ScriptedTrainer(RolloutTrainer):
         self.state = RolloutTrainerState(0)
         self.args = SimpleNamespace(chat_template_kwargs=None)
         self.max_completion_length = 400
-        self.prompts_by_call: list[list[list[int]]] = []
+        self.calls: list[list[list[int]]] = []
 
     def generate_rollout_completions(self, prompts: Any, overrides: Any, as_chat: Any) -> Any:
-        if not self.prompts_by_call:
-            self._first_prompts = [list(prompt) for prompt in prompts]
-        self.prompts_by_call.append([list(prompt) for prompt in prompts])
+        if not self.calls:
+            self._starts = [list(prompt) for prompt in prompts]
+        self.calls.append([list(prompt) for prompt in prompts])
         outputs = []
         for prompt in prompts:
-            row_index = next(
-                n
-                for n, first_prompt in enumerate(self._first_prompts)
-                if prompt[: len(first_prompt)] == first_prompt
-            )
-            ids = self._chat.encode_completion(next(self._script[row_index]))[
-                : overrides["max_tokens"]
-            ]
+            row = next(n for n, start in enumerate(self._starts) if prompt[: len(start)] == start)
+            ids = self._chat.encode_completion(next(self._script[row]))[: overrides["max_tokens"]]
             outputs.append(
                 {
                     "prompt_ids": prompt,
@@ -101,12 +95,12 @@ def make_prompts(rows: list[dict[str, Any]]) -> list[Any]:
 
 def test_tools_are_called_until_a_response_has_no_call(chat: ChatTokenizer) -> None:
     rows: list[dict[str, Any]] = [{"start": 1, "level": "a"}, {"start": 5}]
-    trainer = ScriptedTrainer(
+    trainer = ScriptTrainer(
         chat,
         rows,
         [
-            [CALL_TEMPLATE % ("add", '{"n": 2}'), CALL_TEMPLATE % ("double", "{}"), "done"],
-            [CALL_TEMPLATE % ("add", '{"n": -1}') + CALL_TEMPLATE % ("fly", "{}"), "give up"],
+            [CALL % ("add", '{"n": 2}'), CALL % ("double", "{}"), "done"],
+            [CALL % ("add", '{"n": -1}') + CALL % ("fly", "{}"), "give up"],
         ],
     )
     columns = ToolRollout([], {None: Counter}, None)(make_prompts(rows), trainer)
@@ -124,12 +118,8 @@ def test_tools_are_called_until_a_response_has_no_call(chat: ChatTokenizer) -> N
         assert {1: -1.0, 0: 0.0}[mask[0]] == logprobs[0]
         assert [-1.0 if is_sampled else 0.0 for is_sampled in mask] == logprobs
     # Every prompt begins with the earlier tokens, so no text is encoded twice.
-    for previous, current in zip(
-        trainer.prompts_by_call, trainer.prompts_by_call[1:], strict=False
-    ):
-        assert any(
-            current[0][: len(previous_prompt)] == previous_prompt for previous_prompt in previous
-        )
+    for previous, current in zip(trainer.calls, trainer.calls[1:], strict=False):
+        assert any(current[0][: len(prompt)] == prompt for prompt in previous)
     assert "from 1" in chat.decode(columns["prompt_ids"][0])
     assert "Add a number." in chat.decode(columns["prompt_ids"][0])
 
@@ -151,9 +141,9 @@ def test_an_error_of_a_tool_is_its_result(
         circular: list[Any] = []
         return [*circular, circular.append(circular) or circular]
 
-    script = [[CALL_TEMPLATE % ("leave", '{"code": 3}'), CALL_TEMPLATE % ("circle", "{}"), "done"]]
+    script = [[CALL % ("leave", '{"code": 3}'), CALL % ("circle", "{}"), "done"]]
     columns = ToolRollout([leave, circle], {}, None)(
-        make_prompts([{}]), ScriptedTrainer(chat, [{}], script)
+        make_prompts([{}]), ScriptTrainer(chat, [{}], script)
     )
     text = chat.decode(columns["completion_ids"][0])
     assert "error: SystemExit(3)" in text and "error: Circular reference" in text
@@ -162,19 +152,17 @@ def test_an_error_of_a_tool_is_its_result(
 
 def test_limits_on_calls_and_length_end_an_episode(chat: ChatTokenizer) -> None:
     rows: list[dict[str, Any]] = [{}]
-    endless_script = [[CALL_TEMPLATE % ("add", '{"n": 1}')] * 50]
-    limited_columns = ToolRollout([], {None: Counter}, 2)(
-        make_prompts(rows), ScriptedTrainer(chat, rows, endless_script)
+    script = [[CALL % ("add", '{"n": 1}')] * 50]
+    columns = ToolRollout([], {None: Counter}, 2)(
+        make_prompts(rows), ScriptTrainer(chat, rows, script)
     )
-    assert limited_columns[REWARD_COLUMN] == [3.0], (
-        "three answers, the last of which is not answered"
-    )
-    assert limited_columns["env_mask"][0][-1] == 1
-    trainer = ScriptedTrainer(chat, rows, endless_script)
+    assert columns[REWARD_COLUMN] == [3.0], "three answers, the last of which is not answered"
+    assert columns["env_mask"][0][-1] == 1
+    trainer = ScriptTrainer(chat, rows, script)
     trainer.max_completion_length = 90
-    truncated_columns = ToolRollout([], {None: Counter}, None)(make_prompts(rows), trainer)
-    assert len(truncated_columns["completion_ids"][0]) <= 90
-    assert truncated_columns["env_mask"][0][-1] == 1
+    columns = ToolRollout([], {None: Counter}, None)(make_prompts(rows), trainer)
+    assert len(columns["completion_ids"][0]) <= 90
+    assert columns["env_mask"][0][-1] == 1
 
 
 def test_rows_select_environments_by_name(chat: ChatTokenizer) -> None:
@@ -186,7 +174,7 @@ def test_rows_select_environments_by_name(chat: ChatTokenizer) -> None:
         {"environment": "loud", "start": 2},
     ]
     rollout = ToolRollout([], {"loud": Counter, "silent": Silent}, None)
-    columns = rollout(make_prompts(rows), ScriptedTrainer(chat, rows, [["done"], ["done"]]))
+    columns = rollout(make_prompts(rows), ScriptTrainer(chat, rows, [["done"], ["done"]]))
     assert [type(environment) for environment in columns["environments"]] == [Silent, Counter]
     messages = {"prompt": [{"role": "user", "content": "count"}]}
     with pytest.raises(ConfigError, match="row 0 has environment = None"):
@@ -195,7 +183,7 @@ def test_rows_select_environments_by_name(chat: ChatTokenizer) -> None:
 
 def test_a_pickled_rollout_has_no_tool_instances(chat: ChatTokenizer) -> None:
     rollout = ToolRollout([], {None: Counter}, 3)
-    rollout([], ScriptedTrainer(chat, [], []))
+    rollout([], ScriptTrainer(chat, [], []))
     assert pickle.loads(pickle.dumps(rollout)).max_rounds == 3
 
 

@@ -210,11 +210,7 @@ def test_the_history_contains_means_between_entries() -> None:
     result = state.finish()
     assert [entry["step"] for entry in state.log_history] == [2, 4, 8, 10]
     assert [entry["reward"] for entry in state.log_history] == [1.0, 2.0, 3.5, 5.0]
-    last_entry = state.log_history[-1]
-    assert (last_entry["rewards/r/mean"], last_entry["completions/mean_length"]) == (5.0, 10.0)
-    assert (last_entry["epoch"], last_entry["num_tokens"], last_entry["learning_rate"]) == (
-        1.25,
-        500,
-        0.1,
-    )
+    entry = state.log_history[-1]
+    assert (entry["rewards/r/mean"], entry["completions/mean_length"]) == (5.0, 10.0)
+    assert (entry["epoch"], entry["num_tokens"], entry["learning_rate"]) == (1.25, 500, 0.1)
     assert (result.global_step, result.training_loss) == (10, 1.0)

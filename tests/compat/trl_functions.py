@@ -56,12 +56,8 @@ def two_completions(prompts: list[str], trainer: Any) -> Columns:
     """Sample two completions for each episode, with a token of the environment between them."""
     overrides = {"max_tokens": 2}
     first_outputs = generate_rollout_completions(trainer, prompts, generation_overrides=overrides)
-    extended_prompts = [
-        [*output["prompt_ids"], *output["completion_ids"], 7] for output in first_outputs
-    ]
-    second_outputs = generate_rollout_completions(
-        trainer, extended_prompts, generation_overrides=overrides
-    )
+    contexts = [[*output["prompt_ids"], *output["completion_ids"], 7] for output in first_outputs]
+    second_outputs = generate_rollout_completions(trainer, contexts, generation_overrides=overrides)
     pairs = list(zip(first_outputs, second_outputs, strict=True))
     return {
         "prompt_ids": [a["prompt_ids"] for a, _ in pairs],

@@ -11,7 +11,7 @@ from tests.conformance.parties import GAME, OurServer, our_gateway, our_server
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[OurServer]:
-    """Our environment server with the game."""
+    """Start our environment server with the game."""
     with our_server(tmp_path_factory.mktemp("server"), GAME) as running_server:
         yield running_server
 

@@ -50,7 +50,7 @@ from tests.rollout.scripted_policy import ScriptedPlayer
 AGENTS = Path(__file__).parents[2] / "examples" / "agents"
 FRAMEWORKS = ("langgraph", "smolagents")
 LIMITS = RolloutConfig(max_completion_tokens=40, max_tokens=1024, max_turns=6)
-"""One answer more than either agent asks for."""
+"""One turn more than either agent needs."""
 _NUM_GAMES = 128
 """Seed of the model's warm start."""
 _MODEL = TinyModel(
@@ -73,7 +73,7 @@ class Measured:
     num_tool_calls: int = 0
     num_sequences: int = 0
     num_tokens: int = 0
-    """Sampled, kept and trained on."""
+    """Sampled tokens that are trained on."""
     most_at_once: int = 0
     """Episodes that had a request with the engine at the same time."""
     largest_logprob_error: float = 0.0
@@ -82,23 +82,23 @@ class Measured:
 
 
 def find_python(framework: str) -> Path:
-    """The interpreter of the framework's virtual environment.
+    """Return the interpreter of the framework's virtual environment.
 
     Raises:
-        UpstreamEnvironmentError: it cannot be made here.
+        UpstreamEnvironmentError: the virtual environment cannot be created.
     """
     pins = (AGENTS / f"{framework}.txt").read_text().split()
     return build_virtual_environment(f"upstream-{pins[0].replace('==', '-')}", pins)
 
 
 def make_program(framework: str) -> list[str]:
-    """The command that plays one episode."""
+    """Return the command that plays one episode."""
     return [str(find_python(framework)), str(AGENTS / f"{framework}_agent.py")]
 
 
 @contextmanager
 def service(framework: str, folder: Path) -> Iterator[str]:
-    """The address of a service that plays episodes; what it says on stderr stands in `folder`."""
+    """Yield the address of a service that plays episodes; its stderr goes to a log in `folder`."""
     command = [find_python(framework), AGENTS / "service.py", f"{framework}_agent", "--port", "0"]
     with (folder / "service.log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -114,7 +114,7 @@ def service(framework: str, folder: Path) -> Iterator[str]:
 
 @asynccontextmanager
 async def serve_boxes() -> AsyncIterator[tuple[AsyncEnvClient, Toolbox]]:
-    """The environment, served, and its tools."""
+    """Serve the environment; yield a client and the tools."""
     async with (
         EnvServer(Boxes, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
@@ -135,7 +135,7 @@ async def measure(
         teacher: agent that plays the episodes of the warm start. Default: the agent itself.
 
     Raises:
-        AssertionError: a token was trained that was not sampled so, or sampled and not trained.
+        AssertionError: the sampled tokens differ from the tokens that are trained on.
     """
     config, teacher_config = (
         TypeAdapter[AgentConfig](AgentConfig).validate_python(fields)
@@ -177,7 +177,7 @@ async def measure(
 async def _check_rollout(
     measured: Measured, rollout: Rollout, recorded: Recorded, model: PreTrainedModel
 ) -> None:
-    """Compare what is trained with what was sampled, and count it."""
+    """Check that exactly the sampled tokens are trained on, and count them."""
     measured.num_episodes += 1
     if rollout.status in _VOID:
         measured.num_void += 1
@@ -196,7 +196,7 @@ async def _check_rollout(
 async def _play_games(
     config: AgentConfig, client: AsyncEnvClient, toolbox: Toolbox, seed: int
 ) -> list[Conversation]:
-    """Messages between the agent and the random policy."""
+    """Return the messages between the agent and a random policy."""
 
     async def play(game: int) -> list[Conversation]:
         session, first_result = await client.open(seed=seed + 10_000 + game)

@@ -1,7 +1,7 @@
 """The parties of a conformance test and their games.
 
-All parties play the same seeded games with the same policy (`upstream/policy.py`) and reports
-what it saw: every observation, reward and end, and how far the episode got.
+All parties play the same seeded games with the same policy (`upstream/policy.py`). Each reports
+every observation, reward and end, and the number of steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quiet_ports import quiet_ports
 from upstream_environment import install_upstream
 
 from ludus.env.client import ConnectOptions, EnvClient
-from tests.conformance.upstream.policy import choose, remove_metadata, select_state
+from tests.conformance.upstream.policy import choose, clean, select_state
 
 UPSTREAM = Path(__file__).parent / "upstream"
 GAME = "blackjack"
@@ -59,12 +59,12 @@ class OurServer:
 
 
 def upstream_python(package: str) -> Path:
-    """The interpreter of a virtual environment with an upstream package and the game."""
+    """Return the interpreter of a virtual environment with an upstream package and the game."""
     return install_upstream(package, extra=[OPEN_SPIEL])
 
 
 def play_with_upstream_client(version: str, address: str) -> Games:
-    """The games that an upstream client of that version played."""
+    """Return the games that an upstream client of this version plays."""
     package, player = CLIENTS[version]
     return json.loads(
         run_upstream(upstream_python(package), player, address, str(FIRST_SEED), str(NUM_GAMES))
@@ -85,7 +85,7 @@ def run_upstream(python: Path, program: str, *arguments: str) -> str:
 
 
 def play_with_our_client(address: str, *, seeded: bool = True, **options: Any) -> Games:
-    """The same games, played with our own client in one session."""
+    """Return the same games, played with our client in one session."""
     games = []
     with EnvClient.connect(
         address, ConnectOptions(connect_timeout_s=START_TIMEOUT_S, **options)
@@ -96,29 +96,24 @@ def play_with_our_client(address: str, *, seeded: bool = True, **options: Any) -
             while not results[-1].done:
                 action = {"action_id": choose(results[-1].observation)}
                 results.append(session.step(action))
-            outcomes = [
-                [remove_metadata(result.observation), result.reward, result.done]
-                for result in results
-            ]
-            games.append({"results": outcomes, "state": select_state(session.state())})
+            steps = [[clean(result.observation), result.reward, result.done] for result in results]
+            games.append({"results": steps, "state": select_state(session.state())})
     return games
 
 
 @contextmanager
 def our_server(folder: Path, game: str, *arguments: str) -> Iterator[OurServer]:
-    """Our server of a game; resets without a seed count upwards from FIRST_SEED."""
+    """Start our server of a game; resets without a seed count upwards from FIRST_SEED."""
     counting = ("--first-seed", str(FIRST_SEED))
-    with our_package(
-        folder, "openspiel_env", {"game": game}, *counting, *arguments
-    ) as started_process:
-        yield started_process
+    with our_package(folder, "openspiel_env", {"game": game}, *counting, *arguments) as server:
+        yield server
 
 
 @contextmanager
 def our_package(
     folder: Path, package: str, options: dict[str, Any], *arguments: str
 ) -> Iterator[OurServer]:
-    """Our server of a package."""
+    """Start our server of a package."""
     ready_file = folder / "ready.json"
     session_key = secrets.token_hex(32)
     command = [
@@ -135,7 +130,7 @@ def our_package(
 
 @contextmanager
 def our_gateway(folder: Path, server: OurServer, token: str = "") -> Iterator[str]:
-    """The address of a gateway's route to the server; it holds the token, if there is one."""
+    """Start a gateway; yield the address of its route to the server, with the token if any."""
     [port] = quiet_ports(1)
     command = [
         *(str(Path(sys.executable).with_name("ludus")), "gateway"),
@@ -153,7 +148,7 @@ def our_gateway(folder: Path, server: OurServer, token: str = "") -> Iterator[st
 
 @contextmanager
 def upstream_server(version: str, max_sessions: int = 512, game: str = GAME) -> Iterator[str]:
-    """The address of OpenEnv's own server of that version; before 0.2 it holds one session."""
+    """Start OpenEnv's server of this version; yield its address. Before 0.2 it has one session."""
     package, program = SERVERS[version]
     [port] = quiet_ports(1)
     arguments = [game, str(port), str(FIRST_SEED), str(max_sessions)]
@@ -169,7 +164,7 @@ def upstream_server(version: str, max_sessions: int = 512, game: str = GAME) -> 
 def process(
     command: list[str], environment: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process that ends with the context."""
+    """Start a process; kill it at the end of the context."""
     started_process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
         yield started_process
@@ -179,16 +174,16 @@ def process(
 
 
 def wait_until(is_ready, started_process: subprocess.Popen[str]) -> None:
-    """Returns when `ready()` is true; fails when the process ends or takes too long."""
+    """Wait until `is_ready()` is true; fail if the process exits or takes too long."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not is_ready():
         assert started_process.poll() is None, started_process.communicate()[1][-3000:]
-        assert time.monotonic() < deadline_s, "it did not get ready"
+        assert time.monotonic() < deadline_s, "the process was not ready in time"
         time.sleep(0.1)
 
 
 def responds(url: str) -> bool:
-    """True when a GET succeeds."""
+    """Return whether a GET request succeeds."""
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
             return response.status == 200
@@ -197,7 +192,7 @@ def responds(url: str) -> bool:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """The JSON object in a program's output."""
+    """Return the JSON object in a program's output."""
     match = re.search(r"\{.*\}", text, re.DOTALL)
     assert match, text
     return json.loads(match.group())

@@ -36,8 +36,8 @@ def test_our_client_reports_what_an_upstream_server_does_not_support():
         EnvClient.connect(address, ConnectOptions(connect_timeout_s=START_TIMEOUT_S)) as client,
     ):
         assert "action_id" in client.describe().action_schema["properties"]
-        session, first_result = client.open(seed=FIRST_SEED, episode_id="E", close_when_done=True)
-        assert (first_result.reward, first_result.text.legal_answers) == (None, ["0", "1"])
+        session, result = client.open(seed=FIRST_SEED, episode_id="E", close_when_done=True)
+        assert (result.reward, result.text.legal_answers) == (None, ["0", "1"])
         with pytest.raises(InvalidCallError, match="Invalid message"):
             session.step({"action_id": "x"})
         with pytest.raises(ActionParseError, match="expected JSON, got 'HIT'"):
@@ -45,31 +45,21 @@ def test_our_client_reports_what_an_upstream_server_does_not_support():
         with pytest.raises(ActionParseError, match=r"Invalid message.*from the text"):
             session.step(text='{"action_id": 1, "card": "ace"}')
         assert session.state()["step_count"] == 0
-        other_session, other_first_result = client.open(seed=FIRST_SEED)
-        assert other_first_result == first_result
+        other_session, other_result = client.open(seed=FIRST_SEED)
+        assert other_result == result
         with pytest.raises(CapacityError, match="2/2"):
             client.open()
-        last_result = session.step({"action_id": 1})  # stands
-        assert (last_result.terminated, last_result.truncated, last_result.step_index) == (
-            True,
-            False,
-            1,
-        )
-        assert other_session.step({"action_id": 1}) == last_result
+        response = session.step({"action_id": 1})  # stands
+        assert (response.terminated, response.truncated, response.step_index) == (True, False, 1)
+        assert other_session.step({"action_id": 1}) == response
 
 
 async def test_an_upstream_server_keeps_what_openenv_promises_and_the_rest_is_not_offered():
     with upstream_server("0.10.0") as address:
         async with await AsyncEnvClient.connect(address) as client:
             report = await check_server(client, num_steps=8)
-    assert {
-        check_result.name: check_result.detail
-        for check_result in report.checks
-        if check_result.verdict == "broken"
-    } == {}
-    assert {
-        check_result.name for check_result in report.checks if check_result.verdict == "not offered"
-    } >= {
+    assert {check.name: check.detail for check in report.checks if check.verdict == "broken"} == {}
+    assert {check.name for check in report.checks if check.verdict == "not offered"} >= {
         "a_step_before_the_reset_is_refused",
         "a_step_after_the_end_is_refused",
         "a_wrong_step_number_is_refused",

@@ -61,12 +61,8 @@ async def test_its_fields_are_what_the_policy_sees_and_its_numbers_what_it_answe
             rollout = await player.play_episode(3)
             assert (rollout.status, rollout.reward) == (RolloutStatus.TERMINATED, episode_reward)
             assert len(rollout.turns) == len(responses)
-            first_prompt = chat.tokenizer.decode(policy.prompts[0])
-            assert (
-                "You play" in first_prompt
-                and "action_id" in first_prompt
-                and "info_state: [" in first_prompt
-            )
+            prompt = chat.tokenizer.decode(policy.prompts[0])
+            assert "You play" in prompt and "action_id" in prompt and "info_state: [" in prompt
             assert "You play" not in observations[1]
             player, _ = make_player(client, chat, iter(["left"]), limits)
             assert (await player.play_episode(3)).status is RolloutStatus.INVALID_ACTION

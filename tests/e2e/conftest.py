@@ -12,7 +12,7 @@ RAY_PROGRAM = """
 import sys
 import ray
 
-# CPUs are only counted there: a run in a cluster asks for those that it computes with.
+# Ray only counts CPUs: a run in a cluster requests the CPUs that it uses.
 ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()

@@ -29,7 +29,7 @@ SHORT_RUN = (
     "ludus.algorithm.correction.kind=off",
     "ludus.eval.num_games=100",
 )
-ALWAYS_STAND_RUN = (
+STAND_RUN = (
     *SHORT_RUN,
     "local_batch_size=512",
     "rollout_threads=256",
@@ -38,7 +38,7 @@ ALWAYS_STAND_RUN = (
     "trainer.optimizer.lr=1e-9",
 )
 STAND = 1
-OBSERVATIONS: dict[str, Any] = {}
+OUTPUT: dict[str, Any] = {}
 
 
 def evaluate_response(prompt: str, response: str, game_reward: float) -> float:
@@ -79,24 +79,22 @@ async def train_in_parts(folder: str, address: str) -> None:
     )
     results = [await asyncio.create_task(trainer.run(steps=3))]
     completions = await trainer.policy.generate("hard 20 vs 6", sampling_params={"n": 3})
-    OBSERVATIONS["versions"] = [completion.generator_version for completion in completions]
-    OBSERVATIONS["texts"] = [completion.text for completion in completions]
-    OBSERVATIONS["tokens"] = [
+    OUTPUT["versions"] = [completion.generator_version for completion in completions]
+    OUTPUT["texts"] = [completion.text for completion in completions]
+    OUTPUT["tokens"] = [
         [len(completion.token_ids), len(completion.logprobs)] for completion in completions
     ]
-    repeated_completions = await trainer.policy.generate.route(
-        completions[0].prompt, sampling_params={"n": 3}
-    )
-    OBSERVATIONS["the same by its prompt"] = [
-        completion.text for completion in repeated_completions
-    ] == OBSERVATIONS["texts"]
+    repeats = await trainer.policy.generate.route(completions[0].prompt, sampling_params={"n": 3})
+    OUTPUT["the same by its prompt"] = [completion.text for completion in repeats] == OUTPUT[
+        "texts"
+    ]
     results.append(await asyncio.create_task(trainer.run(steps=3)))
-    OBSERVATIONS["results"] = results
-    OBSERVATIONS["summary"] = trainer.summary is not None and trainer.summary.finished
+    OUTPUT["results"] = results
+    OUTPUT["summary"] = trainer.summary is not None and trainer.summary.finished
     try:
         await trainer.run(steps=1)
     except ConfigError as error:
-        OBSERVATIONS["refused"] = str(error)
+        OUTPUT["refused"] = str(error)
     await asyncio.create_task(trainer.shutdown())
 
 
@@ -104,30 +102,26 @@ async def train_at_once(folder: str, address: str) -> None:
     """Train the same six steps in one call."""
     functions = {"reward": evaluate_response, "compute_advantages": compute_advantages}
     async with await make_trainer(folder, address, "whole", *SHORT_RUN, **functions) as trainer:
-        OBSERVATIONS["whole"] = await trainer.run()
+        OUTPUT["whole"] = await trainer.run()
 
 
 async def train_always_stand(folder: str, address: str) -> None:
     """Train on games in which every action is to stand, with the rewards of the tutorial."""
     functions = {"reward": evaluate_response, "render": render_hand, "parse": parse_stand}
-    async with await make_trainer(
-        folder, address, "stand", *ALWAYS_STAND_RUN, **functions
-    ) as trainer:
-        OBSERVATIONS["stand"] = await trainer.run()
+    async with await make_trainer(folder, address, "stand", *STAND_RUN, **functions) as trainer:
+        OUTPUT["stand"] = await trainer.run()
 
 
 def main(folder: str, address: str) -> None:
-    """Train three times, and print what was seen."""
+    """Train three times, and print the output."""
     for train in (train_in_parts, train_at_once, train_always_stand):
         asyncio.run(train(folder, address))
     weights = [
         load_file(Path(folder) / name / "checkpoints/step-00000006/model/model.safetensors")
         for name in ("parts", "whole")
     ]
-    OBSERVATIONS["apart"] = max(
-        float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0]
-    )
-    sys.stdout.write("\n" + json.dumps(OBSERVATIONS) + "\n")
+    OUTPUT["apart"] = max(float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0])
+    sys.stdout.write("\n" + json.dumps(OUTPUT) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from ludus.proto.runs import read_metrics
 from ludus.trainer import Step, Trainer
 from tests.e2e.runs import EXAMPLE, SMALL_RUN
 
-OBSERVATIONS: dict[str, Any] = {}
+OUTPUT: dict[str, Any] = {}
 
 
 class BodyError(Exception):
@@ -43,32 +43,32 @@ def make_settings(folder: str) -> dict[str, Any]:
     run = Trainer(
         EXAMPLE, overrides=[*SMALL_RUN, "name=run", f"output_dir={json.dumps(folder)}"]
     ).run
-    config_fields = run.model_dump(mode="json")
-    config_fields["environments"]["blackjack"]["rewards"] = [{}, brevity]
-    config_fields["training"]["num_steps"] = 4
-    return config_fields
+    fields = run.model_dump(mode="json")
+    fields["environments"]["blackjack"]["rewards"] = [{}, brevity]
+    fields["training"]["num_steps"] = 4
+    return fields
 
 
 async def train_two_steps(folder: str) -> None:
     """Train two steps, read the results so far, and raise an error."""
     steps: list[Step] = []
     async with Trainer(make_settings(folder)) as trainer:
-        OBSERVATIONS["before"] = await trainer.policy.generate("hard 15 vs 10", num=3)
+        OUTPUT["before"] = await trainer.policy.generate("hard 15 vs 10", num=3)
         async for step in trainer.steps():
             steps.append(step)
             if step.number == 1:
                 break
         await asyncio.sleep(0.5)
         rows = [row for row in read_metrics(trainer.folder) if row.kind == "train"]
-        OBSERVATIONS["steps while paused"] = len(rows)
-        OBSERVATIONS["saved"] = (await trainer.save()).name
+        OUTPUT["steps while paused"] = len(rows)
+        OUTPUT["saved"] = (await trainer.save()).name
         report = (await trainer.evaluate(20))["blackjack"]
-        OBSERVATIONS["games"] = report.policy.num_games
+        OUTPUT["games"] = report.policy.num_games
         async for step in trainer.steps():
             steps.append(step)
-            OBSERVATIONS["steps"] = [step_result.number for step_result in steps]
-            OBSERVATIONS["terms"] = sorted(k for k in step.environments["blackjack"] if "term" in k)
-            OBSERVATIONS["transcripts"] = len(step.transcripts)
+            OUTPUT["steps"] = [step_result.number for step_result in steps]
+            OUTPUT["terms"] = sorted(k for k in step.environments["blackjack"] if "term" in k)
+            OUTPUT["transcripts"] = len(step.transcripts)
             raise BodyError
 
 
@@ -76,7 +76,7 @@ async def finish_training(folder: str) -> None:
     """Resume the run and train the remaining steps."""
     async with Trainer(make_settings(folder), resume="always") as trainer:
         sampling = {"num": 2, "temperature": 0.0}
-        OBSERVATIONS["greedy"] = await trainer.policy.generate(
+        OUTPUT["greedy"] = await trainer.policy.generate(
             [{"role": "user", "content": "hard 20 vs 10"}], **sampling
         )
         train_task = asyncio.create_task(trainer.train())
@@ -84,9 +84,9 @@ async def finish_training(folder: str) -> None:
         try:
             await trainer.save()
         except CheckpointError as error:
-            OBSERVATIONS["refused"] = str(error)
+            OUTPUT["refused"] = str(error)
         summary = await train_task
-        OBSERVATIONS["finished"], OBSERVATIONS["num_steps"] = summary.finished, summary.num_steps
+        OUTPUT["finished"], OUTPUT["num_steps"] = summary.finished, summary.num_steps
 
 
 def main(folder: str) -> None:
@@ -101,20 +101,20 @@ def main(folder: str) -> None:
         try:
             asyncio.run(train_two_steps(folder))
         except BodyError:
-            OBSERVATIONS["raised"] = True
+            OUTPUT["raised"] = True
         asyncio.run(finish_training(folder))
 
     thread = threading.Thread(target=train_all)
     thread.start()
     thread.join()
-    OBSERVATIONS["ray stays"] = ray.is_initialized()
+    OUTPUT["ray stays"] = ray.is_initialized()
     deadline = time.monotonic() + 60
     while ray.available_resources().get("CPU") != num_cpus and time.monotonic() < deadline:
         time.sleep(0.2)
-    OBSERVATIONS["ray is free"] = ray.available_resources().get("CPU") == num_cpus
-    OBSERVATIONS["logging stays"] = logging.getLogger().handlers == handlers
-    OBSERVATIONS["signals stay"] = signal.getsignal(signal.SIGINT) == sigint_handler
-    sys.stdout.write(json.dumps(OBSERVATIONS) + "\n")
+    OUTPUT["ray is free"] = ray.available_resources().get("CPU") == num_cpus
+    OUTPUT["logging stays"] = logging.getLogger().handlers == handlers
+    OUTPUT["signals stay"] = signal.getsignal(signal.SIGINT) == sigint_handler
+    sys.stdout.write(json.dumps(OUTPUT) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ SHORT_RUN = (
     "eval.num_games=4",
     "eval.num_games_during=0",
 )
-FUNCTION_OVERRIDES = ("training.groups_per_step=4", "model.warm_start_games=128")
-PROGRAM_OVERRIDES = (
+FUNCTION = ("training.groups_per_step=4", "model.warm_start_games=128")
+PROGRAM = (
     "environments.boxes.agent="
     + json.dumps(
         {
@@ -49,9 +49,7 @@ PROGRAM_OVERRIDES = (
 )
 
 
-@pytest.mark.parametrize(
-    "overrides", [FUNCTION_OVERRIDES, PROGRAM_OVERRIDES], ids=["function", "program"]
-)
+@pytest.mark.parametrize("overrides", [FUNCTION, PROGRAM], ids=["function", "program"])
 def test_the_examples_agent_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:

@@ -143,14 +143,12 @@ def test_actors_have_their_nodes_and_workers_come_and_go_with_nodes(
         run.process.send_signal(signal.SIGTERM)
         assert run.process.wait(300) == 130, run.output()
         lines = run.output().splitlines()
-    logged_rows = [
+    log_rows = [
         MetricsRow.model_validate_json(line.partition(LOG_ROW_PREFIX)[2])
         for line in lines  # output of Ray's processes may precede the JSON on the same line
         if LOG_ROW_PREFIX in line
     ]
-    assert [
-        row for row in run.rows if row.kind in ("phase", "train", "eval", "event")
-    ] == logged_rows
+    assert [row for row in run.rows if row.kind in ("phase", "train", "eval", "event")] == log_rows
     assert not list(run.folder.glob(".token-*"))
 
 

@@ -1,4 +1,4 @@
-"""Epochs over a data set with real workers: each row is used once, also after a stop.
+"""Epochs over a data set with real workers: each row is used once per epoch, also after a stop.
 
 A reward function records the row of each scored completion, so the test counts played rows.
 """

@@ -35,21 +35,21 @@ def test_a_program_trains_in_parts_what_another_trains_at_once(
     command = [sys.executable, "-m", "tests.e2e.forge_program", str(tmp_path), server.http]
     completed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=800)
     assert completed.returncode == 0, completed.stderr
-    observations: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
-    first_results, second_results = observations["results"]
+    output: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
+    first_results, second_results = output["results"]
     assert (first_results["iterations"], second_results["iterations"]) == ([1, 2, 3], [4, 5, 6])
     assert all(len(first_results[name]) == 3 for name in ("win_rates", "losses", "rewards"))
-    assert observations["apart"] == 0.0
-    complete_results = observations["whole"]
+    assert output["apart"] == 0.0
+    complete_results = output["whole"]
     for name in ("iterations", "win_rates", "losses", "rewards"):
         assert first_results[name] + second_results[name] == complete_results[name]
-    assert (observations["versions"], observations["the same by its prompt"]) == ([3, 3, 3], True)
-    assert set(observations["texts"]) <= {"HIT", "STAND"}
-    assert all(num_tokens == num_logprobs for num_tokens, num_logprobs in observations["tokens"])
-    assert observations["summary"] and "all 6 steps are trained" in observations["refused"]
+    assert (output["versions"], output["the same by its prompt"]) == ([3, 3, 3], True)
+    assert set(output["texts"]) <= {"HIT", "STAND"}
+    assert all(num_tokens == num_logprobs for num_tokens, num_logprobs in output["tokens"])
+    assert output["summary"] and "all 6 steps are trained" in output["refused"]
     # The policy wins 38.35 % of these games and draws 4.96 %. A draw has reward 0.5 and is no win.
     # A win has reward 2 and a loss -1, so reward = 3 * wins + 1.5 * draws - 1.
-    wins, reward = (fmean(observations["stand"][name]) for name in ("win_rates", "rewards"))
+    wins, reward = (fmean(output["stand"][name]) for name in ("win_rates", "rewards"))
     draws = (reward + 1 - 3 * wins) / 1.5
     assert abs(wins - 0.3835) < 0.06 and 0.01 < draws < 0.1
     terms = {

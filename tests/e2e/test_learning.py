@@ -40,7 +40,7 @@ SETTINGS = (
 
 
 def train_blackjack(folder: Path, *overrides: str) -> Summary:
-    """Train such a run; return its summary."""
+    """Train the blackjack example with these overrides; return its summary."""
     with start_run(folder, *SETTINGS, *overrides) as run:
         return run.finish(timeout_s=2300)
 

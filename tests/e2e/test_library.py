@@ -22,19 +22,17 @@ def test_a_program_trains_step_by_step_and_resumes_after_an_error(tmp_path: Path
     command = [sys.executable, "-m", "tests.e2e.library_program", str(tmp_path)]
     completed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert completed.returncode == 0, completed.stderr
-    observations = json.loads(completed.stdout.splitlines()[-1])
-    assert len(observations["before"]) == 3 and set(observations["before"]) <= {"HIT", "STAND"}
-    assert observations["greedy"][0] == observations["greedy"][1]
-    assert (observations["steps while paused"], observations["saved"]) == (1, "step-00000001")
-    assert observations["games"] == 20
-    assert (observations["steps"], observations["raised"]) == ([1, 2], True)
-    assert observations["terms"] == ["reward_term.brevity", "reward_term.environment"]
-    assert observations["transcripts"] > 0
-    assert "cannot save while training runs" in observations["refused"]
-    assert (observations["finished"], observations["num_steps"]) == (True, 4)
-    assert all(
-        observations[key] for key in ("ray stays", "ray is free", "logging stays", "signals stay")
-    )
+    output = json.loads(completed.stdout.splitlines()[-1])
+    assert len(output["before"]) == 3 and set(output["before"]) <= {"HIT", "STAND"}
+    assert output["greedy"][0] == output["greedy"][1]
+    assert (output["steps while paused"], output["saved"]) == (1, "step-00000001")
+    assert output["games"] == 20
+    assert (output["steps"], output["raised"]) == ([1, 2], True)
+    assert output["terms"] == ["reward_term.brevity", "reward_term.environment"]
+    assert output["transcripts"] > 0
+    assert "cannot save while training runs" in output["refused"]
+    assert (output["finished"], output["num_steps"]) == (True, 4)
+    assert all(output[key] for key in ("ray stays", "ray is free", "logging stays", "signals stay"))
     folder = tmp_path / "run"
     assert (folder / SUMMARY_FILE).is_file()
     assert {transcript.step for transcript in read_transcripts(folder)} == {1, 2, 3, 4}

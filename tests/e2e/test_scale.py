@@ -26,12 +26,12 @@ def scale(folder: Path, num_workers: int) -> subprocess.CompletedProcess[str]:
     )
 
 
-def count_current_workers(run: Run) -> int:
+def count_workers(run: Run) -> int:
     """Return the number of workers with the most recently delivered weights."""
     return [len(row.weights) for row in run.rows if row.kind == "weights"][-1]
 
 
-def count_worker_processes(marker: str) -> int:
+def count_processes(marker: str) -> int:
     """Return the number of the run's worker processes that received a call."""
     return sum("RolloutWorker" in command for command in find_processes(marker).values())
 
@@ -43,13 +43,11 @@ def test_workers_join_and_leave_while_the_run_continues(
     settings = ("training.num_steps=100000", "eval.num_games_during=0")
     with start_run(tmp_path, *settings, "rollout.num_workers=2", "rollout.min_workers=1") as run:
         run.wait_until(lambda: run.last_step >= 1)
-        run.wait_until(lambda: count_current_workers(run) == 2)
+        run.wait_until(lambda: count_workers(run) == 2)
         assert scale(run.folder, 3).returncode == 0
-        run.wait_until(lambda: count_current_workers(run) == 3)
+        run.wait_until(lambda: count_workers(run) == 3)
         assert scale(run.folder, 1).returncode == 0
-        run.wait_until(
-            lambda: count_current_workers(run) == 1 and count_worker_processes(str(tmp_path)) == 1
-        )
+        run.wait_until(lambda: count_workers(run) == 1 and count_processes(str(tmp_path)) == 1)
         step = run.last_step
         run.wait_until(lambda: run.last_step >= step + 3)
         run.stop()

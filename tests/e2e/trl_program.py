@@ -83,14 +83,12 @@ def main(folder: str, form: str) -> None:
     )
     result = trainer.train()
     history = trainer.state.log_history
-    completions = [
-        transcript.turns[0].answer for transcript in read_transcripts(Path(folder) / "run")
-    ]
+    texts = [transcript.turns[0].answer for transcript in read_transcripts(Path(folder) / "run")]
     output = {
         "global_step": result.global_step,
         "rewards": [entry["reward"] for entry in history],
         "epoch": history[-1]["epoch"],
-        "answers": len(completions),
+        "answers": len(texts),
         "model": (trainer.save_model(f"{folder}/model") / "config.json").is_file(),
     }
     sys.stdout.write(json.dumps(output) + "\n")

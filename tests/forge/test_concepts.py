@@ -31,18 +31,14 @@ def read_table(heading: str) -> list[list[str]]:
 def test_advantages_of_both_conventions_are_correct() -> None:
     rows = read_table("One group, by hand")
     centered = REWARDS - REWARDS.mean()
-    scaled_with_n = centered / REWARDS.std(correction=0)
-    scaled_with_n_minus_1 = group_advantages(REWARDS[None], "mean", "group")[0]
+    scaled_n = centered / REWARDS.std(correction=0)
+    scaled_n_minus_1 = group_advantages(REWARDS[None], "mean", "group")[0]
     assert [float(row[1]) for row in rows] == REWARDS.tolist()
     assert [float(row[2]) for row in rows] == centered.tolist()
-    assert [float(row[3]) for row in rows] == pytest.approx(scaled_with_n.tolist(), abs=5e-4)
-    assert [float(row[4]) for row in rows] == pytest.approx(
-        scaled_with_n_minus_1.tolist(), abs=5e-5
-    )
-    assert scaled_with_n.tolist() == pytest.approx([1.508, 0.302, -0.905, -0.905], abs=5e-4)
-    assert scaled_with_n_minus_1.tolist() == pytest.approx(
-        [1.3054, 0.2611, -0.7833, -0.7833], abs=5e-5
-    )
+    assert [float(row[3]) for row in rows] == pytest.approx(scaled_n.tolist(), abs=5e-4)
+    assert [float(row[4]) for row in rows] == pytest.approx(scaled_n_minus_1.tolist(), abs=5e-5)
+    assert scaled_n.tolist() == pytest.approx([1.508, 0.302, -0.905, -0.905], abs=5e-4)
+    assert scaled_n_minus_1.tolist() == pytest.approx([1.3054, 0.2611, -0.7833, -0.7833], abs=5e-5)
     assert f"{REWARDS.std(correction=0):.3f}" == "0.829" and "/ std with n: 0.829" in PAGE
     assert f"{REWARDS.std():.3f}" == "0.957" and "/ std with n - 1: 0.957" in PAGE
     assert f"{(4 / 3) ** 0.5:.3f}" == "1.155" and "1.155" in PAGE
@@ -62,11 +58,8 @@ def test_a_draw_with_a_reward_is_not_a_win() -> None:
     always_stand = reference_returns("blackjack")["always_stand"]
     match = re.search(r"between (\d+\.\d+) % and (\d+\.\d+) % for a player who always", PAGE)
     assert match is not None
-    win_rate, win_or_draw_rate = (
-        always_stand.win_rate,
-        always_stand.win_rate + always_stand.draw_rate,
-    )
+    win_rate, non_loss_rate = always_stand.win_rate, always_stand.win_rate + always_stand.draw_rate
     assert [float(percentage) for percentage in match.groups()] == [
         round(100 * win_rate, 2),
-        round(100 * win_or_draw_rate, 2),
+        round(100 * non_loss_rate, 2),
     ]

@@ -64,12 +64,9 @@ def test_functions_with_other_parameters_are_refused(reward: Any) -> None:
 
 
 def test_only_given_functions_change_a_run() -> None:
-    run_sections: dict[str, Any] = {"environments": {"blackjack": {"address": "x"}}}
-    CustomFunctions().add_to(run_sections)
-    assert run_sections == {"environments": {"blackjack": {"address": "x"}}}
-    CustomFunctions(compute_advantages=len, render=str).add_to(run_sections)
-    assert (run_sections["algorithm"]["scale"], run_sections["algorithm"]["baseline"]) == (
-        "none",
-        "mean",
-    )
-    assert run_sections["environments"]["blackjack"] == {"address": "x", "render": str}
+    sections: dict[str, Any] = {"environments": {"blackjack": {"address": "x"}}}
+    CustomFunctions().add_to(sections)
+    assert sections == {"environments": {"blackjack": {"address": "x"}}}
+    CustomFunctions(compute_advantages=len, render=str).add_to(sections)
+    assert (sections["algorithm"]["scale"], sections["algorithm"]["baseline"]) == ("none", "mean")
+    assert sections["environments"]["blackjack"] == {"address": "x", "render": str}

@@ -33,10 +33,8 @@ def make_run(*overrides: str, has_gpu: bool = True) -> LanguageModelRun:
     return run
 
 
-def list_settings(
-    mapped_sections: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    for key, value in mapped_sections.items():
+def list_settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from list_settings(value, f"{prefix}{key}.")
         else:
@@ -79,28 +77,19 @@ def test_unused_keys_are_listed() -> None:
 
 VALUES_BY_KEY = {"trainer.training.seq_len": 100, "policy.sampling_params.n": 3}
 """Other valid values by key."""
-CHANGES_BY_TYPE = {
-    bool: lambda value: not value,
-    int: lambda value: value + 4000,
-    float: lambda v: v / 2,
-}
+CHANGES = {bool: lambda value: not value, int: lambda value: value + 4000, float: lambda v: v / 2}
 
 
 @pytest.mark.parametrize("key", [key for key, _ in list_settings(tutorial_config())])
 def test_a_used_key_changes_the_run_or_is_refused(key: str) -> None:
-    original_mapping = map_tutorial()
-    if key in original_mapping.unused_keys:
+    original = map_tutorial()
+    if key in original.unused_keys:
         return
     value = dict(list_settings(tutorial_config()))[key]
-    changed_value = VALUES_BY_KEY.get(
-        key, CHANGES_BY_TYPE.get(type(value), lambda _: "something-else")(value)
-    )
+    new_value = VALUES_BY_KEY.get(key, CHANGES.get(type(value), lambda _: "something-else")(value))
     try:
-        changed_mapping = map_tutorial(f"{key}={str(changed_value).lower()}")
-        assert (
-            changed_mapping.sections != original_mapping.sections
-            or key in changed_mapping.unused_keys
-        )
+        mapping = map_tutorial(f"{key}={str(new_value).lower()}")
+        assert mapping.sections != original.sections or key in mapping.unused_keys
     except ConfigError as error:
         assert key.rpartition(".")[2] in str(error)
 

@@ -210,10 +210,8 @@ async def test_reference_generator_and_trainer_agree_before_the_first_step(
         ScoringRequest(completion.prompt_ids.tolist(), completion.token_ids.tolist())
         for completion in completions
     ]
-    learner_rows = trainer.learner.score_completions(requests)
-    for row, completion, learner_logprobs in zip(
-        ref_logprobs, completions, learner_rows, strict=True
-    ):
+    rows = trainer.learner.score_completions(requests)
+    for row, completion, learner_logprobs in zip(ref_logprobs, completions, rows, strict=True):
         num_tokens = len(completion.token_ids)
         torch.testing.assert_close(
             row[:num_tokens], torch.tensor(learner_logprobs), atol=1e-5, rtol=0

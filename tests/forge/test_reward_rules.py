@@ -28,13 +28,9 @@ def test_reward_of_a_math_answer(text: str, reward: float) -> None:
 
 
 def test_each_criterion_of_an_e_mail_is_a_separate_reward() -> None:
-    good_mail = "Dear Ada,\n\nthe engine runs.\n\nBest regards\nCharles"
-    short_mail = "It runs."
-    mails = [
-        make_completion(good_mail),
-        make_completion(short_mail),
-        make_completion("word " * 121),
-    ]
+    letter = "Dear Ada,\n\nthe engine runs.\n\nBest regards\nCharles"
+    note = "It runs."
+    mails = [make_completion(letter), make_completion(note), make_completion("word " * 121)]
     assert reward_rules.mail_mentions(mails, keyword=["Engine"] * 3) == [1, 0, 0]
     assert reward_rules.mail_is_ideal(mails, ideal=["it  runs."] * 3) == [0, 1, 0]
     assert reward_rules.mail_is_short(mails) == [0, 0, -1]

@@ -57,16 +57,12 @@ async def test_run_continues_and_returns_a_value_per_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fake, trainer = make_trainer(5)
-    first_results = await trainer.run(steps=3)
-    assert first_results["iterations"] == [1, 2, 3]
-    assert first_results["losses"] == [-1, -2, -3]
-    assert first_results["win_rates"] == [0.1, 0.2, 0.2], "no game has ended since the second step"
-    assert first_results["rewards"] == [0.01, 0.02, 0.02]
-    assert (first_results["run_dir"], trainer.summary, fake.num_train_calls) == (
-        "runs/run",
-        None,
-        0,
-    )
+    results = await trainer.run(steps=3)
+    assert results["iterations"] == [1, 2, 3]
+    assert results["losses"] == [-1, -2, -3]
+    assert results["win_rates"] == [0.1, 0.2, 0.2], "no game has ended since the second step"
+    assert results["rewards"] == [0.01, 0.02, 0.02]
+    assert (results["run_dir"], trainer.summary, fake.num_train_calls) == ("runs/run", None, 0)
     assert "step    1  wins  10.0%" in capsys.readouterr().out
     step_numbers: list[int] = []
     second_results = await trainer.run(on_step=lambda step: step_numbers.append(step.number))

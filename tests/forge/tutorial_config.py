@@ -19,11 +19,11 @@ _QWEN = {"name": "qwen3", "flavor": "1.7B", "hf_assets_path": "hf://${model}"}
 _FROM_HUB = {"enable": True, "initial_load_path": "hf://${model}", "initial_load_in_hf": True}
 
 
-def _processes(name: str, *, gpu: bool = False) -> dict[str, Any]:
+def _make_processes(name: str, *, gpu: bool = False) -> dict[str, Any]:
     return {"procs": 1, "num_replicas": 1, "mesh_name": name, "with_gpus": gpu}
 
 
-def _trainer() -> dict[str, Any]:
+def _make_trainer() -> dict[str, Any]:
     return {
         "model": dict(_QWEN),
         "optimizer": {"name": "AdamW", "lr": "1e-5", "eps": "1e-8"},
@@ -48,7 +48,7 @@ def _trainer() -> dict[str, Any]:
     }
 
 
-def _reference() -> dict[str, Any]:
+def _make_reference() -> dict[str, Any]:
     return {
         "model": dict(_QWEN),
         "training": {
@@ -63,7 +63,7 @@ def _reference() -> dict[str, Any]:
 
 
 def tutorial_config() -> dict[str, Any]:
-    """The tree; numbers in scientific notation are the text that YAML's reader makes of them."""
+    """Return the configuration; numbers in scientific notation are texts, as YAML reads them."""
     return {
         "group_size": 4,
         "local_batch_size": 8,
@@ -95,20 +95,20 @@ def tutorial_config() -> dict[str, Any]:
                 "top_p": 1.0,
             },
         },
-        "trainer": _trainer(),
+        "trainer": _make_trainer(),
         "replay_buffer": {
             "batch_size": "${local_batch_size}",
             "max_policy_age": "${off_by_n}",
             "dp_size": "${trainer.parallelism.data_parallel_shard_degree}",
         },
-        "ref_model": _reference(),
+        "ref_model": _make_reference(),
         "services": {
             "policy": {
-                **_processes("policy", gpu=True),
+                **_make_processes("policy", gpu=True),
                 "procs": "${policy.engine_args.tensor_parallel_size}",
             },
-            "ref_model": _processes("ref_model", gpu=True),
-            "reward_actor": _processes("reward_actor"),
+            "ref_model": _make_processes("ref_model", gpu=True),
+            "reward_actor": _make_processes("reward_actor"),
         },
         "actors": {
             name: {"procs": 1, "with_gpus": name == "trainer", "mesh_name": name}

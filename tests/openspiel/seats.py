@@ -54,13 +54,11 @@ def play_returns(options: dict[str, Any], num_games: int, policy: SeatPolicy) ->
     ]
 
 
-def render_after_actions(
-    game: str, action_ids: list[int], player: int = 0, style: Any = "compact"
-) -> list[str]:
+def render_state(game: str, moves: list[int], player: int = 0, style: Any = "compact") -> list[str]:
     """Return the messages to a player after these moves, including chance moves."""
     loaded_game = load_game(game)
     state = loaded_game.game.new_initial_state()
-    for action_id in action_ids:
+    for action_id in moves:
         state.apply_action(action_id)
     renderer = make_renderer(loaded_game, player, style)
     observation = SeatView(loaded_game, player, adds_text=renderer.needs_text).observe(state)

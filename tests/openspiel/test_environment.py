@@ -37,7 +37,7 @@ PLAYER_HAND = slice(85, 137)
 DEALER_HAND = slice(137, 189)
 
 
-def cards(observation: OpenSpielObservation, hand: slice) -> set[int]:
+def read_cards(observation: OpenSpielObservation, hand: slice) -> set[int]:
     return {card for card, value in enumerate(observation.info_state[hand]) if value}
 
 
@@ -53,10 +53,10 @@ def test_environment_contract(game: str, text_style: str) -> None:
 
 @pytest.mark.parametrize("game", ["blackjack", "leduc_poker", "negotiation"])
 def test_seed_determines_the_episode(game: str) -> None:
-    first = play_episode({"game": game}, seed=5)
+    episode = play_episode({"game": game}, seed=5)
     random.seed(99)
-    assert play_episode({"game": game}, seed=5) == first
-    assert any(first != play_episode({"game": game}, seed=seed) for seed in range(6, 10))
+    assert play_episode({"game": game}, seed=5) == episode
+    assert any(episode != play_episode({"game": game}, seed=seed) for seed in range(6, 10))
 
 
 def test_episodes_without_a_seed_differ() -> None:
@@ -72,14 +72,14 @@ def test_moves_do_not_change_the_cards() -> None:
     environment = make_environment(game="blackjack")
     num_compared = 0
     for seed in range(60):
-        first = environment.reset(seed=seed).observation
-        after_stand = environment.step(make_action(STAND)).observation
-        assert environment.reset(seed=seed).observation == first
-        hit = environment.step(make_action(HIT)).observation
-        drawn_by_player = cards(hit, PLAYER_HAND) - cards(first, PLAYER_HAND)
-        dealer = cards(after_stand, DEALER_HAND)
-        if len(dealer) == 3:  # the dealer drew the card that the player would have drawn
-            assert drawn_by_player < dealer
+        deal = environment.reset(seed=seed).observation
+        stand_observation = environment.step(make_action(STAND)).observation
+        assert environment.reset(seed=seed).observation == deal
+        hit_observation = environment.step(make_action(HIT)).observation
+        player_cards = read_cards(hit_observation, PLAYER_HAND) - read_cards(deal, PLAYER_HAND)
+        dealer_cards = read_cards(stand_observation, DEALER_HAND)
+        if len(dealer_cards) == 3:  # the dealer drew the card that the player would have drawn
+            assert player_cards < dealer_cards
             num_compared += 1
     assert num_compared > 10
 
@@ -89,17 +89,17 @@ def test_opponents_do_not_change_the_cards() -> None:
         options = {"game": "leduc_poker", "opponent": opponent}
         public_by_seed = {}
         for seed in range(40):
-            last = play_episode(options, seed, lambda observation, rng: 1)[-1]  # call
-            _, _, public = last.observation.metadata["view"].partition("[Public: ")
-            if public:
-                public_by_seed[seed] = public[0]
+            final = play_episode(options, seed, lambda observation, rng: 1)[-1]  # call
+            _, _, public_card = final.observation.metadata["view"].partition("[Public: ")
+            if public_card:
+                public_by_seed[seed] = public_card[0]
         return public_by_seed
 
-    by_random, by_last = public_cards("random"), public_cards("last")
-    both = by_random.keys() & by_last.keys()
-    assert [by_random[seed] for seed in both] == [by_last[seed] for seed in both]
-    assert len(both) > 15
-    assert len(set(by_last.values())) == 6
+    random_opponent, last_opponent = public_cards("random"), public_cards("last")
+    seeds = random_opponent.keys() & last_opponent.keys()
+    assert [random_opponent[seed] for seed in seeds] == [last_opponent[seed] for seed in seeds]
+    assert len(seeds) > 15
+    assert len(set(last_opponent.values())) == 6
 
 
 @pytest.mark.parametrize("game", sorted(UNIFORM_CHANCE_GAMES))
@@ -127,7 +127,7 @@ def test_weighted_draws_follow_the_probabilities_of_the_game() -> None:
 
 
 def test_weighted_draw_tolerates_rounding() -> None:
-    class Chance:
+    class ChanceState:
         def chance_outcomes(self) -> list[tuple[int, float]]:
             return [(3, 0.3), (5, 0.6999999), (9, 0.0)]
 
@@ -135,7 +135,7 @@ def test_weighted_draw_tolerates_rounding() -> None:
         def random(self) -> float:
             return 0.99999999
 
-    assert draw_weighted(Chance(), MaxRandom()) == 5
+    assert draw_weighted(ChanceState(), MaxRandom()) == 5
 
 
 # -- rewards, seats and opponents ------------------------------------------------------
@@ -216,7 +216,7 @@ def test_hidden_moves_are_not_in_the_observation() -> None:
     transitions = play_episode({"game": "kuhn_poker"}, seed=2)
     moves = [transition.observation.opponent_last_action for transition in transitions]
     assert moves[0] is None
-    assert any(move is not None for move in moves)
+    assert any(action_id is not None for action_id in moves)
 
 
 def test_simultaneous_moves_become_turns() -> None:
@@ -238,8 +238,8 @@ def test_illegal_action_changes_nothing() -> None:
         if transition.terminated:
             break
         state = environment.state
-        marked = set(range(9)) - set(transition.observation.legal_actions)
-        for action_id in [*marked, -1, 9, 2**40]:
+        taken_cells = set(range(9)) - set(transition.observation.legal_actions)
+        for action_id in [*taken_cells, -1, 9, 2**40]:
             with pytest.raises(IllegalActionError, match=r"one of \d \(x\(") as refusal:
                 environment.step(make_action(action_id))
             assert str(action_id) in refusal.value.message
@@ -312,20 +312,20 @@ def test_state_describes_the_game() -> None:
 @pytest.mark.parametrize("game", ["blackjack", "catch", "kuhn_poker", "pig", "tic_tac_toe"])
 def test_success_is_a_positive_return(game: str) -> None:
     environment = make_environment(game=game)
-    results = set()
+    successes = set()
     for seed in range(60):
-        *transitions, last = play(environment, seed)
-        episode_return = sum(transition.reward or 0.0 for transition in (*transitions, last))
+        *transitions, final = play(environment, seed)
+        episode_return = sum(transition.reward or 0.0 for transition in (*transitions, final))
         assert {transition.success for transition in transitions} == {None}
-        assert last.success is (episode_return > 0)
-        results.add(last.success)
-    assert results == {True, False}
+        assert final.success is (episode_return > 0)
+        successes.add(final.success)
+    assert successes == {True, False}
 
 
 @pytest.mark.parametrize("game", ["2048", "cliff_walking"])
 def test_game_without_losses_does_not_report_success(game: str) -> None:
-    *_, last = play_episode({"game": game}, seed=0)
-    assert (last.terminated, last.success) == (True, None)
+    *_, final = play_episode({"game": game}, seed=0)
+    assert (final.terminated, final.success) == (True, None)
 
 
 def test_deal_without_a_move_is_dealt_again() -> None:
@@ -347,11 +347,11 @@ def test_registered_games_can_be_played() -> None:
 
     slow_games = {"bridge", "bridge_uncontested_bidding", "colored_trails"}
     num_played = 0
-    for kind in pyspiel.registered_games():
-        if not kind.default_loadable or kind.short_name in slow_games:
+    for game_type in pyspiel.registered_games():
+        if not game_type.default_loadable or game_type.short_name in slow_games:
             continue
         try:
-            environment = make_environment(game=kind.short_name, text_style="rules")
+            environment = make_environment(game=game_type.short_name, text_style="rules")
         except ConfigError:
             continue
         rng = random.Random(0)

@@ -59,17 +59,17 @@ def test_blackjack_returns_match_the_exact_values(
     returns, exact = blackjack_returns[name], reference_returns("blackjack")[name]
     margin = 3 * statistics.stdev(returns) / NUM_GAMES**0.5
     assert statistics.mean(returns) == pytest.approx(exact.expected_return, abs=margin)
-    for share, outcome in ((exact.win_rate, 1.0), (exact.draw_rate, 0.0)):
-        margin = 3 * (share * (1 - share) / NUM_GAMES) ** 0.5
-        assert returns.count(outcome) / NUM_GAMES == pytest.approx(share, abs=margin)
+    for rate, outcome in ((exact.win_rate, 1.0), (exact.draw_rate, 0.0)):
+        margin = 3 * (rate * (1 - rate) / NUM_GAMES) ** 0.5
+        assert returns.count(outcome) / NUM_GAMES == pytest.approx(rate, abs=margin)
 
 
 @pytest.mark.slow
 def test_blackjack_policies_are_ordered(blackjack_returns: dict[str, list[float]]) -> None:
-    for worse, better in itertools.pairwise(BLACKJACK):
-        pairs = zip(blackjack_returns[better], blackjack_returns[worse], strict=True)
-        gains = [high - low for high, low in pairs]
-        assert statistics.mean(gains) > 1.96 * statistics.stdev(gains) / NUM_GAMES**0.5
+    for lower_policy, higher_policy in itertools.pairwise(BLACKJACK):
+        pairs = zip(blackjack_returns[higher_policy], blackjack_returns[lower_policy], strict=True)
+        differences = [high - low for high, low in pairs]
+        assert statistics.mean(differences) > 1.96 * statistics.stdev(differences) / NUM_GAMES**0.5
 
 
 @pytest.mark.parametrize(
@@ -132,23 +132,23 @@ def test_basic_strategy_in_known_cells(total: int, is_soft: bool, up_card: str, 
 def test_dealer_rule_hits_below_17() -> None:
     moves = {True: set(), False: set()}
     for seed in range(300):
-        first = make_environment(game="blackjack").reset(seed=seed).observation
-        total, _, _ = read_cell(first)
-        moves[total < 17].add(play_dealer_rule(first, random.Random(0)))
+        observation = make_environment(game="blackjack").reset(seed=seed).observation
+        total, _, _ = read_cell(observation)
+        moves[total < 17].add(play_dealer_rule(observation, random.Random(0)))
     assert moves == {True: {HIT}, False: {STAND}}
 
 
 def test_chart_prompts_equal_those_of_the_environment() -> None:
-    for state, brief, rules in zip(
+    for state, compact, detailed in zip(
         load_blackjack_states(), blackjack_chart(), blackjack_rules_chart(), strict=True
     ):
         kind = "soft" if state.is_soft else "hard"
-        assert brief.messages == [
+        assert compact.messages == [
             {"role": "user", "content": f"{kind} {state.total} vs {state.up_card}"}
         ]
-        assert [message["role"] for message in rules.messages] == ["system", "user"]
-        assert f"({kind} {state.total}). The dealer shows: " in rules.messages[1]["content"]
-        for prompt in (brief, rules):
+        assert [message["role"] for message in detailed.messages] == ["system", "user"]
+        assert f"({kind} {state.total}). The dealer shows: " in detailed.messages[1]["content"]
+        for prompt in (compact, detailed):
             assert prompt.answers == ["HIT", "STAND"]
             assert prompt.reference == state.best_move
             assert (prompt.panel, prompt.row, prompt.column) == (
@@ -182,8 +182,8 @@ def test_follow_ball_catches_every_ball(columns: int) -> None:
 
 @pytest.mark.parametrize("seat", [0, 1])
 def test_minimax_never_loses(seat: int) -> None:
-    loaded = load_game("tic_tac_toe")
-    view = SeatView(loaded, seat)
+    loaded_game = load_game("tic_tac_toe")
+    view = SeatView(loaded_game, seat)
 
     def worst_return(state: pyspiel.State) -> float:
         if state.is_terminal():
@@ -193,7 +193,7 @@ def test_minimax_never_loses(seat: int) -> None:
             actions = [play_minimax(view.observe(state), random.Random(0))]
         return min(worst_return(state.child(action)) for action in actions)
 
-    assert worst_return(loaded.game.new_initial_state()) == 0
+    assert worst_return(loaded_game.game.new_initial_state()) == 0
 
 
 def test_baselines_can_play_the_other_seat() -> None:
@@ -204,11 +204,11 @@ def test_baselines_can_play_the_other_seat() -> None:
 
 @pytest.mark.parametrize("game", ["connect_four", "connect_four(rows=5,columns=6)"])
 def test_search_beats_random_moves(game: str) -> None:
-    loaded = load_game(game)
-    search = make_seat_policies(loaded)["mcts"]
+    loaded_game = load_game(game)
+    search = make_seat_policies(loaded_game)["mcts"]
     assert play_returns({"game": game, "opponent": "mcts(5)"}, 10, search) == [1.0] * 10
     assert play_returns({"game": game, "opponent": search}, 10, play_random) == [-1.0] * 10
-    for seat, view in enumerate([SeatView(loaded, 0), SeatView(loaded, 1)]):
+    for seat, view in enumerate([SeatView(loaded_game, 0), SeatView(loaded_game, 1)]):
         for state in select_random_states(
             game, 3, lambda state, seat=seat: state.current_player() == seat
         ):
@@ -296,15 +296,15 @@ def test_baselines_use_json() -> None:
 )
 def test_solver_gives_the_stored_numbers(game: str, solve: Callable[..., Any]) -> None:
     values = solve(load_game(game).game, 0)
-    stored = reference_returns(game)
+    expected = reference_returns(game)
     for name, value in values.items():
-        assert value.expected_return == pytest.approx(stored[name].expected_return)
-        assert value.win == pytest.approx(stored[name].win_rate)
+        assert value.expected_return == pytest.approx(expected[name].expected_return)
+        assert value.win == pytest.approx(expected[name].win_rate)
 
 
 def test_value_of_standing() -> None:
-    twenty = (0,) * 9 + (2,)
-    value = blackjack.stand(twenty, open_card=6)
+    hand = (0,) * 9 + (2,)
+    value = blackjack.stand(hand, open_card=6)
     # A dealer with a six exceeds 21 about two times in five, and rarely gets 21.
     assert value.win == pytest.approx(0.80, abs=0.02)
     assert 0.05 < value.draw < 0.15
@@ -316,10 +316,10 @@ def test_blackjack_solver_gives_the_stored_chart() -> None:
     chart = blackjack.find_basic_strategy()
     for state in load_blackjack_states():
         open_card = 1 if state.up_card == "A" else int(state.up_card)
-        hits = (state.total, state.is_soft, open_card) in chart.hits
-        assert hits == (state.best_move == "HIT"), state
+        is_hit = (state.total, state.is_soft, open_card) in chart.hits
+        assert is_hit == (state.best_move == "HIT"), state
     optimal = blackjack.average_over_deals(blackjack.play_optimally)
-    stored = reference_returns("blackjack")
-    assert optimal.expected_return == pytest.approx(stored["optimal"].expected_return)
-    basic = blackjack.evaluate(chart.hit_probability)
-    assert basic.expected_return == pytest.approx(stored["basic_strategy"].expected_return)
+    expected = reference_returns("blackjack")
+    assert optimal.expected_return == pytest.approx(expected["optimal"].expected_return)
+    basic_return = blackjack.evaluate(chart.hit_probability)
+    assert basic_return.expected_return == pytest.approx(expected["basic_strategy"].expected_return)

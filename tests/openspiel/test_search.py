@@ -32,10 +32,10 @@ def test_tree_search_beats_random_moves_in_connect_four() -> None:
 
 def test_seed_determines_the_search() -> None:
     options = {"game": "tic_tac_toe", "opponent": "mcts(20)"}
-    first = play_game(3, **options)
-    assert play_game(3, **options) == first
-    games = [play_game(seed, **options)[0] for seed in range(8)]
-    assert len({tuple(replies) for replies in games}) > 1
+    episode = play_game(3, **options)
+    assert play_game(3, **options) == episode
+    replies_by_seed = [play_game(seed, **options)[0] for seed in range(8)]
+    assert len({tuple(replies) for replies in replies_by_seed}) > 1
 
 
 def test_search_runs_off_the_event_loop() -> None:

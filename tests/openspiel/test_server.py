@@ -59,8 +59,8 @@ def serving(
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline_s, "the server did not start"
             time.sleep(0.02)
-        ready = json.loads(ready_file.read_text())
-        yield RunningServer(ready["http"], ready["grpc"])
+        addresses = json.loads(ready_file.read_text())
+        yield RunningServer(addresses["http"], addresses["grpc"])
     finally:
         process.terminate()
         process.communicate(timeout=60)
@@ -86,7 +86,7 @@ def run_script(code: str) -> str:
 # -- the tutorial ----------------------------------------------------------------------
 
 
-TUTORIAL = """
+TUTORIAL_PROGRAM = """
 import sys
 import os
 from pathlib import Path
@@ -110,7 +110,7 @@ env.close()
 
 
 def test_tutorial_runs_from_the_repository_root(blackjack_server: RunningServer) -> None:
-    output = run_script(TUTORIAL.replace("http://localhost:8004", blackjack_server.http))
+    output = run_script(TUTORIAL_PROGRAM.replace("http://localhost:8004", blackjack_server.http))
     assert output.splitlines() == [
         "[0, 1] initial",
         "189 None False",
@@ -132,37 +132,37 @@ def test_remote_episode_equals_the_local_episode(
     protocol: str, blackjack_server: RunningServer
 ) -> None:
     for seed in range(3):
-        local = play_episode({"game": "blackjack"}, seed)
+        steps = play_episode({"game": "blackjack"}, seed)
         rng = random.Random(f"test {seed}")
         with OpenSpielEnv(base_url=getattr(blackjack_server, protocol)) as env:
             results = [env.reset(seed=seed)]
             while not results[-1].done:
                 action_id = rng.choice(results[-1].observation.legal_actions)
                 results.append(env.step(OpenSpielAction(action_id=action_id)))
-        assert [result.observation for result in results] == [step.observation for step in local]
-        assert [result.reward for result in results] == [step.reward for step in local]
+        assert [result.observation for result in results] == [step.observation for step in steps]
+        assert [result.reward for result in results] == [step.reward for step in steps]
         assert results[-1].terminated
         assert not results[-1].truncated
 
 
 def test_result_contains_the_text(blackjack_server: RunningServer) -> None:
     with OpenSpielEnv(base_url=blackjack_server.http) as env:
-        first = env.reset(seed=1)
-    assert first.text.legal_answers == ["HIT", "STAND"]
-    assert " vs " in first.text.messages[0]["content"]
+        result = env.reset(seed=1)
+    assert result.text.legal_answers == ["HIT", "STAND"]
+    assert " vs " in result.text.messages[0]["content"]
 
 
 def test_errors_keep_their_type(blackjack_server: RunningServer) -> None:
     with OpenSpielEnv(base_url=blackjack_server.http) as env:
         with pytest.raises(EpisodeStateError):
             env.step(OpenSpielAction(action_id=STAND))
-        first = env.reset(seed=5)
+        result = env.reset(seed=5)
         with pytest.raises(IllegalActionError, match=r"0 \(Hit\), 1 \(Stand\); got 7"):
             env.step(OpenSpielAction(action_id=7))
         with pytest.raises(InvalidCallError, match="'chess'"):
             env.step(OpenSpielAction(action_id=HIT, game_name="chess"))
         assert env.state().step_count == 0
-        assert env.reset(seed=5).observation == first.observation
+        assert env.reset(seed=5).observation == result.observation
         env.step(OpenSpielAction(action_id=HIT))
         assert env.state().step_count == 1
 
@@ -171,12 +171,12 @@ async def test_baselines_play_over_a_connection(blackjack_server: RunningServer)
     policy = fixed_policies("blackjack")["basic_strategy"]
     async with await AsyncEnvClient.connect(blackjack_server.grpc) as client:
         outcomes = await play_policy(client, policy, range(50))
-    local = make_environment(game="blackjack")
+    steps = make_environment(game="blackjack")
     for outcome in outcomes:
-        transition, episode_return = local.reset(seed=outcome.seed), 0.0
+        transition, episode_return = steps.reset(seed=outcome.seed), 0.0
         while not transition.terminated:
             action = policy(transition.observation.model_dump(), random.Random(0))
-            transition = local.step(OpenSpielAction(**action))
+            transition = steps.step(OpenSpielAction(**action))
             episode_return += transition.reward
         assert outcome.episode_return == episode_return
 

@@ -52,10 +52,10 @@ def test_observation_json_equals_that_of_pydantic(
 @pytest.mark.parametrize("game", ["kuhn_poker", "leduc_poker", *GAMES])
 def test_unvalidated_observations_are_valid(game: str) -> None:
     for transition in play_episodes(game, num_episodes=5):
-        dumped = transition.observation.model_dump()
-        validated = OpenSpielObservation.model_validate(dumped)
-        assert validated == transition.observation
-        assert validated.model_fields_set == transition.observation.model_fields_set
+        fields = transition.observation.model_dump()
+        observation = OpenSpielObservation.model_validate(fields)
+        assert observation == transition.observation
+        assert observation.model_fields_set == transition.observation.model_fields_set
         assert transition.observation.model_copy() == transition.observation
 
 
@@ -74,11 +74,11 @@ def test_snapshot_json_equals_that_of_the_observation(game: str) -> None:
 
 @pytest.mark.parametrize("game", GAMES)
 def test_snapshot_keeps_the_tensor(game: str) -> None:
-    loaded = load_game(game)
-    view, rng = SeatView(loaded, 0), random.Random(3)
+    loaded_game = load_game(game)
+    view, rng = SeatView(loaded_game, 0), random.Random(3)
     pairs = []
     for _ in range(20):
-        state = loaded.game.new_initial_state()
+        state = loaded_game.game.new_initial_state()
         while not state.is_terminal():
             if not state.is_chance_node():
                 pairs.append((view.make_transition(state, "playing", None), view.observe(state)))
@@ -108,10 +108,10 @@ def test_changed_observation_is_encoded() -> None:
 
 
 def test_seed_determines_the_chance_stream() -> None:
-    first, same, different = ChanceStream(7), ChanceStream(7), ChanceStream(8)
-    numbers = [first.random() for _ in range(50)]
-    assert numbers == [same.random() for _ in range(50)]
-    assert not set(numbers) & {different.random() for _ in range(50)}
+    stream, equal_stream, other_stream = ChanceStream(7), ChanceStream(7), ChanceStream(8)
+    numbers = [stream.random() for _ in range(50)]
+    assert numbers == [equal_stream.random() for _ in range(50)]
+    assert not set(numbers) & {other_stream.random() for _ in range(50)}
     assert all(0 <= number < 1 for number in numbers)
 
 
@@ -130,9 +130,9 @@ def test_consecutive_seeds_pick_events_equally_often() -> None:
 
 
 def test_pick_uses_one_number() -> None:
-    picks, numbers = ChanceStream(5), ChanceStream(5)
+    event_stream, numbers = ChanceStream(5), ChanceStream(5)
     for _ in range(20):
-        assert picks.pick(list(range(52))) == int(numbers.random() * 52)
+        assert event_stream.pick(list(range(52))) == int(numbers.random() * 52)
 
 
 def test_cards_of_a_deal_are_distinct() -> None:

@@ -15,7 +15,7 @@ from tests.openspiel.seats import (
     RENDERED_GAMES,
     make_action,
     play,
-    render_after_actions,
+    render_state,
 )
 
 # A card is suit * 13 + rank; suits are clubs, diamonds, hearts, spades; ranks start with the ace.
@@ -66,9 +66,9 @@ def test_only_the_first_message_has_rules(game: str) -> None:
         for index, transition in enumerate(transitions)
     ]
     assert roles == [["system", "user"]] + [["user"]] * (len(transitions) - 1)
-    system = renderer.render(transitions[0].observation, first=True)[0]["content"]
-    example = renderer.legal_answers(transitions[0].observation)[0]
-    assert system.endswith(f"for example <answer>{example}</answer>.")
+    system_message = renderer.render(transitions[0].observation, first=True)[0]["content"]
+    first_answer = renderer.legal_answers(transitions[0].observation)[0]
+    assert system_message.endswith(f"for example <answer>{first_answer}</answer>.")
 
 
 @pytest.mark.parametrize("game", [*RENDERED_GAMES, *GENERIC_GAMES])
@@ -105,11 +105,9 @@ def test_compact_prompt_is_one_message(game: str) -> None:
 def test_hidden_information_is_not_shown(
     game: str, moves: list[int], replacements: dict[int, int], style: str
 ) -> None:
-    changed = [replacements.get(index, action) for index, action in enumerate(moves)]
-    assert changed != moves
-    assert render_after_actions(game, moves, style=style) == render_after_actions(
-        game, changed, style=style
-    )
+    variant = [replacements.get(index, action) for index, action in enumerate(moves)]
+    assert variant != moves
+    assert render_state(game, moves, style=style) == render_state(game, variant, style=style)
 
 
 @pytest.mark.parametrize(
@@ -126,13 +124,13 @@ def test_hidden_information_is_not_shown(
 def test_visible_information_is_shown(
     game: str, moves: list[int], replacements: dict[int, int]
 ) -> None:
-    changed = [replacements.get(index, action) for index, action in enumerate(moves)]
-    assert render_after_actions(game, moves) != render_after_actions(game, changed)
+    variant = [replacements.get(index, action) for index, action in enumerate(moves)]
+    assert render_state(game, moves) != render_state(game, variant)
 
 
 def test_each_seat_sees_its_card() -> None:
-    assert render_after_actions("kuhn_poker", [1, 0, 0], player=1) == ["card J moves PASS"]
-    assert render_after_actions("kuhn_poker", [1, 0, 0, 1], player=0) == ["card Q moves PASS BET"]
+    assert render_state("kuhn_poker", [1, 0, 0], player=1) == ["card J moves PASS"]
+    assert render_state("kuhn_poker", [1, 0, 0, 1], player=0) == ["card Q moves PASS BET"]
 
 
 # -- blackjack -------------------------------------------------------------------------
@@ -156,13 +154,13 @@ def test_blackjack_situation(hand: list[int], text: str) -> None:
     moves = [*hand[:2], SPADES + NINE, HEARTS + KING]
     for card in hand[2:]:
         moves += [HIT, card]
-    assert render_after_actions("blackjack", moves) == [text]
+    assert render_state("blackjack", moves) == [text]
 
 
 @pytest.mark.parametrize(("rank", "name"), [(ACE, "A"), (TWO, "2"), (TEN, "10"), (KING, "10")])
 def test_names_of_open_cards(rank: int, name: str) -> None:
     moves = [TEN, DIAMONDS + SIX, SPADES + NINE, HEARTS + rank]
-    assert render_after_actions("blackjack", moves) == [f"hard 16 vs {name}"]
+    assert render_state("blackjack", moves) == [f"hard 16 vs {name}"]
 
 
 def test_blackjack_total_matches_the_cards() -> None:
@@ -184,8 +182,8 @@ def test_blackjack_total_matches_the_cards() -> None:
 
 def parse_situation(text: str) -> tuple[list[str], str, str]:
     """Return the hand, the total and the dealer's open card."""
-    hand, rest = text.removeprefix("Your hand: ").split(" (", 1)
-    total, dealer = rest.split("). The dealer shows: ", 1)
+    hand, description = text.removeprefix("Your hand: ").split(" (", 1)
+    total, dealer = description.split("). The dealer shows: ", 1)
     return hand.split(", "), total, dealer.split(".")[0]
 
 
@@ -194,12 +192,12 @@ def test_second_hand_a_hit_is_complete() -> None:
     renderer = environment.text_renderer
     num_hits = 0
     for seed in range(30):
-        first = environment.reset(seed=seed).observation
-        second = environment.step(make_action(HIT)).observation
-        if second.game_phase == "terminal":
+        deal = environment.reset(seed=seed).observation
+        hit_observation = environment.step(make_action(HIT)).observation
+        if hit_observation.game_phase == "terminal":
             continue
-        [message] = renderer.render(second, first=False)
-        first_hand = parse_situation(renderer.render(first, first=False)[0]["content"])[0]
+        [message] = renderer.render(hit_observation, first=False)
+        first_hand = parse_situation(renderer.render(deal, first=False)[0]["content"])[0]
         second_hand = parse_situation(message["content"])[0]
         assert message["role"] == "user"
         assert len(second_hand) == 3
@@ -211,12 +209,12 @@ def test_second_hand_a_hit_is_complete() -> None:
 def test_end_of_blackjack_shows_both_hands() -> None:
     environment = make_environment(game="blackjack")
     for seed in range(60):
-        *_, last = play(environment, seed)
-        text = environment.text_renderer.render(last.observation, first=False)[0]["content"]
+        *_, end = play(environment, seed)
+        text = environment.text_renderer.render(end.observation, first=False)[0]["content"]
         player, dealer = (int(total) for total in text.removeprefix("over ").split(" vs "))
         is_win = player <= 21 and (dealer > 21 or player > dealer)
         is_draw = player == dealer and player <= 21
-        assert last.reward == (1.0 if is_win else 0.0 if is_draw else -1.0)
+        assert end.reward == (1.0 if is_win else 0.0 if is_draw else -1.0)
 
 
 # -- other games -------------------------------------------------------------------
@@ -238,7 +236,7 @@ def test_end_of_blackjack_shows_both_hands() -> None:
     ],
 )
 def test_compact_text(game: str, moves: list[int], player: int, text: str) -> None:
-    assert render_after_actions(game, moves, player) == [text]
+    assert render_state(game, moves, player) == [text]
 
 
 @pytest.mark.parametrize(
@@ -252,12 +250,12 @@ def test_compact_text(game: str, moves: list[int], player: int, text: str) -> No
     ],
 )
 def test_rules_text(game: str, moves: list[int], player: int, text: str) -> None:
-    assert render_after_actions(game, moves, player, "rules")[1].startswith(text)
+    assert render_state(game, moves, player, "rules")[1].startswith(text)
 
 
 def test_earlier_information_is_shown() -> None:
     calls_then_public_card = [0, 4, 1, 1, 2]
-    [text] = render_after_actions("leduc_poker", calls_then_public_card)
+    [text] = render_state("leduc_poker", calls_then_public_card)
     assert "[Public: 2][Round1: 1 1]" in text
     assert text.endswith("moves: Call | Raise")
 

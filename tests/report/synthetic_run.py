@@ -127,11 +127,9 @@ def compute_skill(step: int) -> float:
 
 
 def build_result(step: int, num_games: int, shift: float = 0.0) -> PolicyResult:
-    random_rates, optimal_rates = BASELINES["random"], BASELINES["basic_strategy"]
-    win_rate, draw_rate, mean_return = (
-        a + compute_skill(step) * (b - a) for a, b in zip(random_rates, optimal_rates, strict=True)
-    )
-    return make_result(num_games, win_rate + shift, draw_rate, mean_return + 2 * shift)
+    worst, best = BASELINES["random"], BASELINES["basic_strategy"]
+    win, draw, value = (a + compute_skill(step) * (b - a) for a, b in zip(worst, best, strict=True))
+    return make_result(num_games, win + shift, draw, value + 2 * shift)
 
 
 def make_result(num_games: int, win: float, draw: float, value: float) -> PolicyResult:
@@ -315,10 +313,8 @@ def build_chart() -> PolicyChart:
 
 def blackjack_cell(panel: str, total: int, dealer: int, noise: random.Random) -> ChartCell:
     if panel == "hard hands":
-        threshold = (
-            11.5 if total < 12 else 12.5 if dealer in (4, 5, 6) else 16.5 if dealer > 6 else 12.6
-        )
-        margin = threshold - total if total != 12 or dealer not in (4, 5, 6) else -0.3
+        edge = 11.5 if total < 12 else 12.5 if dealer in (4, 5, 6) else 16.5 if dealer > 6 else 12.6
+        margin = edge - total if total != 12 or dealer not in (4, 5, 6) else -0.3
     else:
         margin = (18.4 if dealer > 8 else 17.6) - total
     hit_probability = 1 / (1 + math.exp(-2.2 * margin + noise.gauss(0, 0.8)))

@@ -24,7 +24,7 @@ from ludus.proto.errors import (
 )
 
 
-def outcomes(*returns: float | None, first_seed: int = 0) -> list[EpisodeOutcome]:
+def make_outcomes(*returns: float | None, first_seed: int = 0) -> list[EpisodeOutcome]:
     """Return outcomes of a game in which a positive return is a success."""
     return [
         EpisodeOutcome(seed, value, num_steps=1, success=None if value is None else value > 0)
@@ -32,7 +32,7 @@ def outcomes(*returns: float | None, first_seed: int = 0) -> list[EpisodeOutcome
     ]
 
 
-def silent(*returns: float) -> list[EpisodeOutcome]:
+def make_unjudged(*returns: float) -> list[EpisodeOutcome]:
     """Return outcomes without a statement of success."""
     return [EpisodeOutcome(seed, value, num_steps=1) for seed, value in enumerate(returns)]
 
@@ -70,7 +70,7 @@ def test_mean_interval_of_known_numbers() -> None:
 def test_summary_counts_outcomes_and_excludes_void_episodes() -> None:
     result = summarize(
         [
-            *outcomes(1.0, 1.0, 0.0, -1.0, None),
+            *make_outcomes(1.0, 1.0, 0.0, -1.0, None),
             EpisodeOutcome(seed=9, episode_return=-1.0, num_steps=1, invalid=True),
             EpisodeOutcome(seed=10, episode_return=None, num_steps=1, invalid=True),
         ]
@@ -84,7 +84,7 @@ def test_summary_counts_outcomes_and_excludes_void_episodes() -> None:
 
 
 def test_without_success_there_is_no_win_rate() -> None:
-    result = summarize(silent(200.0, 17.0, 9.0))  # for example the returns of CartPole
+    result = summarize(make_unjudged(200.0, 17.0, 9.0))  # for example the returns of CartPole
     assert (result.win_rate, result.win_rate_ci95, result.draw_rate) == (None, None, None)
     assert result.expected_return == pytest.approx(226 / 3)
 
@@ -100,44 +100,44 @@ def test_success_does_not_depend_on_the_reward() -> None:
 
 
 def test_rounding_errors_are_not_a_win() -> None:
-    earned = reduce(add, [-0.1] * 9 + [0.9])  # sum() corrects the rounding
-    assert earned > 0
-    assert summarize([*silent(earned), *outcomes(1.0)]).win_rate == 0.5
-    failed = [EpisodeOutcome(0, value, 10, success=False) for value in (earned, -earned)]
-    assert summarize(failed).draw_rate == 1.0
+    total = reduce(add, [-0.1] * 9 + [0.9])  # sum() corrects the rounding
+    assert total > 0
+    assert summarize([*make_unjudged(total), *make_outcomes(1.0)]).win_rate == 0.5
+    losses = [EpisodeOutcome(0, value, 10, success=False) for value in (total, -total)]
+    assert summarize(losses).draw_rate == 1.0
 
 
 def test_a_truncated_episode_is_not_a_success() -> None:
-    cut_off = EpisodeOutcome(seed=1, episode_return=0.5, num_steps=6)
-    result = summarize([*outcomes(1.0), cut_off])
+    truncated_outcome = EpisodeOutcome(seed=1, episode_return=0.5, num_steps=6)
+    result = summarize([*make_outcomes(1.0), truncated_outcome])
     assert (result.win_rate, result.win_rate_ci95) == (0.5, wilson_interval(1, 2))
 
 
 def test_summary_of_void_episodes_only_is_refused() -> None:
-    void = [EpisodeOutcome(seed, None, 1, failure="KeyError: 'ace'") for seed in range(2)]
+    void_outcomes = [EpisodeOutcome(seed, None, 1, failure="KeyError: 'ace'") for seed in range(2)]
     with pytest.raises(
         ValueError, match="all 2 episodes are void; most common reason: KeyError: 'ace'"
     ):
-        summarize(void)
+        summarize(void_outcomes)
 
 
 def test_void_episodes_are_counted_separately() -> None:
-    result = summarize(outcomes(1.0, None, -1.0))
+    result = summarize(make_outcomes(1.0, None, -1.0))
     assert (result.num_games, result.num_void, result.win_rate) == (2, 1, 0.5)
 
 
 def test_random_closes_nothing_and_optimal_closes_everything_exactly() -> None:
     generator = random.Random(7)
-    low = outcomes(*(generator.choice([-1.0, -1.0, 1.0]) for _ in range(999)))
-    best = outcomes(*(generator.choice([-1.0, 0.0, 1.0, 1.0]) for _ in range(999)))
-    assert measure_gap_closed(low, low, best) == (0.0, (0.0, 0.0))
-    assert measure_gap_closed(best, low, best) == (1.0, (1.0, 1.0))
+    worst = make_outcomes(*(generator.choice([-1.0, -1.0, 1.0]) for _ in range(999)))
+    best = make_outcomes(*(generator.choice([-1.0, 0.0, 1.0, 1.0]) for _ in range(999)))
+    assert measure_gap_closed(worst, worst, best) == (0.0, (0.0, 0.0))
+    assert measure_gap_closed(best, worst, best) == (1.0, (1.0, 1.0))
 
 
 def test_gap_closed_pairs_by_seed_and_leaves_void_episodes_out() -> None:
-    policy = outcomes(0.0, 1.0, None, 1.0)
-    worst = outcomes(-1.0, -1.0, -1.0, 1.0, 5.0)
-    best = list(reversed(outcomes(1.0, 1.0, 1.0, 1.0)))
+    policy = make_outcomes(0.0, 1.0, None, 1.0)
+    worst = make_outcomes(-1.0, -1.0, -1.0, 1.0, 5.0)
+    best = list(reversed(make_outcomes(1.0, 1.0, 1.0, 1.0)))
     result = measure_gap_closed(policy, worst, best)
     assert result is not None
     # Seeds 0, 1 and 3 count: mean(p - r) = (1 + 2 + 0) / 3, mean(o - r) = (2 + 2 + 0) / 3.
@@ -152,9 +152,9 @@ def test_interval_of_the_gap_covers_the_truth_nineteen_times_in_twenty() -> None
     num_repeats, num_covered = 400, 0
     for _ in range(num_repeats):
         deals = [generator.gauss(0, 1) for _ in range(200)]
-        worst = outcomes(*(deal - 1 + generator.gauss(0, 0.5) for deal in deals))
-        best = outcomes(*(deal + 1 + generator.gauss(0, 0.5) for deal in deals))
-        policy = outcomes(*(deal + 0.5 + generator.gauss(0, 0.5) for deal in deals))
+        worst = make_outcomes(*(deal - 1 + generator.gauss(0, 0.5) for deal in deals))
+        best = make_outcomes(*(deal + 1 + generator.gauss(0, 0.5) for deal in deals))
+        policy = make_outcomes(*(deal + 0.5 + generator.gauss(0, 0.5) for deal in deals))
         result = measure_gap_closed(policy, worst, best)
         assert result is not None
         num_covered += result[1][0] <= 0.75 <= result[1][1]
@@ -162,12 +162,17 @@ def test_interval_of_the_gap_covers_the_truth_nineteen_times_in_twenty() -> None
 
 
 def test_there_is_no_gap_if_optimal_is_not_above_random() -> None:
-    assert measure_gap_closed(outcomes(1.0, 1.0), outcomes(0.0, 0.0), outcomes(0.0, 0.0)) is None
+    assert (
+        measure_gap_closed(
+            make_outcomes(1.0, 1.0), make_outcomes(0.0, 0.0), make_outcomes(0.0, 0.0)
+        )
+        is None
+    )
 
 
 def test_gap_closed_without_common_seeds_is_refused() -> None:
     with pytest.raises(ValueError, match="play all three on the same seeds"):
-        measure_gap_closed(outcomes(1.0), outcomes(0.0), outcomes(1.0, first_seed=5))
+        measure_gap_closed(make_outcomes(1.0), make_outcomes(0.0), make_outcomes(1.0, first_seed=5))
 
 
 class CoinSession:
@@ -188,11 +193,11 @@ class CoinSession:
         reward = float(action["heads"] == self._tosses[self._num_steps])
         self._num_steps += 1
         self._num_right += int(reward)
-        over = self._num_steps == 2
-        self._client.num_open -= over
-        success = self._num_right == 2 if over else None
+        is_over = self._num_steps == 2
+        self._client.num_open -= is_over
+        success = self._num_right == 2 if is_over else None
         return StepResult(
-            {"toss": self._num_steps}, reward=reward, terminated=over, success=success
+            {"toss": self._num_steps}, reward=reward, terminated=is_over, success=success
         )
 
     async def close(self) -> None:
@@ -205,7 +210,7 @@ class CoinClient:
         self.max_open = max_open
         self.num_steps = 0
         self.num_open = 0
-        self.most_open = 0
+        self.max_open_seen = 0
 
     async def open(
         self, *, seed: int | None = None, close_when_done: bool = False, wait_s: float = 0.0
@@ -217,7 +222,7 @@ class CoinClient:
         while self.num_open == self.max_open:
             await asyncio.sleep(0)
         self.num_open += 1
-        self.most_open = max(self.most_open, self.num_open)
+        self.max_open_seen = max(self.max_open_seen, self.num_open)
         return CoinSession(self, seed), StepResult({"toss": 0})
 
 
@@ -234,8 +239,8 @@ def test_outcomes_do_not_depend_on_concurrency() -> None:
     seeds = range(20, 0, -1)
     assert play(concurrent_client, seeds) == play(sequential_client, seeds, num_concurrent=1)
     assert [outcome.seed for outcome in play(CoinClient(), seeds)] == list(seeds)
-    assert concurrent_client.most_open == 20
-    assert sequential_client.most_open == 1
+    assert concurrent_client.max_open_seen == 20
+    assert sequential_client.max_open_seen == 1
 
 
 def test_policies_and_environments_use_different_random_streams() -> None:
@@ -255,10 +260,10 @@ def test_a_lost_session_voids_its_episode_only() -> None:
 def test_a_failed_episode_is_void_and_its_session_is_closed() -> None:
     client = CoinClient()
 
-    def wrong(observation: JsonObject, rng: random.Random) -> JsonObject:
+    def fail_sometimes(observation: JsonObject, rng: random.Random) -> JsonObject:
         return {"heads": None if rng.random() < 0.5 else 1 / (rng.random() < 0.5)}
 
-    results = asyncio.run(play_policy(client, wrong, range(40), num_concurrent=4))
+    results = asyncio.run(play_policy(client, fail_sometimes, range(40), num_concurrent=4))
     reasons = Counter(outcome.failure.partition(":")[0] for outcome in results)
     assert reasons.keys() == {"", "IllegalActionError", "ZeroDivisionError"}
     assert reasons[""] == sum(outcome.episode_return is not None for outcome in results)
@@ -266,11 +271,11 @@ def test_a_failed_episode_is_void_and_its_session_is_closed() -> None:
 
 
 def test_a_policy_that_cannot_be_used_is_an_error() -> None:
-    def unusable(observation: JsonObject, rng: random.Random) -> JsonObject:
+    def raise_config_error(observation: JsonObject, rng: random.Random) -> JsonObject:
         raise ConfigError("expected options.size")
 
     with pytest.raises(ConfigError, match=r"options\.size"):
-        asyncio.run(play_policy(CoinClient(), unusable, range(4)))
+        asyncio.run(play_policy(CoinClient(), raise_config_error, range(4)))
 
 
 def test_a_turn_limit_keeps_the_reward_so_far() -> None:
@@ -305,10 +310,10 @@ def test_outcomes_have_the_success_that_the_environment_reports() -> None:
 def test_episodes_wait_for_room_on_a_full_server() -> None:
     client = CoinClient(max_open=3)
     assert play(client, range(20)) == play(CoinClient(), range(20))
-    assert client.most_open == 3
+    assert client.max_open_seen == 3
 
 
 def test_every_outcome_is_reported_once() -> None:
-    reported: list[EpisodeOutcome] = []
-    results = asyncio.run(play_policy(CoinClient(), guess, range(10), on_episode=reported.append))
-    assert sorted(reported, key=lambda outcome: outcome.seed) == results
+    episodes: list[EpisodeOutcome] = []
+    results = asyncio.run(play_policy(CoinClient(), guess, range(10), on_episode=episodes.append))
+    assert sorted(episodes, key=lambda outcome: outcome.seed) == results

@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 LAYERS, WIDTH, VOCAB, INTERMEDIATE = 2, 32, 100, 64
 
 
-def model(*, tied: bool = False) -> Qwen2ForCausalLM:
-    shape = Qwen2Config(
+def make_model(*, tied: bool = False) -> Qwen2ForCausalLM:
+    config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
         num_hidden_layers=LAYERS,
@@ -24,7 +24,7 @@ def model(*, tied: bool = False) -> Qwen2ForCausalLM:
         intermediate_size=INTERMEDIATE,
         tie_word_embeddings=tied,
     )
-    return Qwen2ForCausalLM(shape)
+    return Qwen2ForCausalLM(config)
 
 
 def make_work(policy_model: Qwen2ForCausalLM, num_devices: int = 1) -> TrainingWork:
@@ -34,43 +34,43 @@ def make_work(policy_model: Qwen2ForCausalLM, num_devices: int = 1) -> TrainingW
 def test_a_token_needs_six_flops_per_weight() -> None:
     matrices = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * INTERMEDIATE) + WIDTH * VOCAB
     # Biases and norms are a few percent of the weights of such narrow matrices.
-    assert make_work(model()).per_token == pytest.approx(6 * matrices, rel=0.03)
-    assert make_work(model(tied=True)).per_token == make_work(model()).per_token
+    assert make_work(make_model()).per_token == pytest.approx(6 * matrices, rel=0.03)
+    assert make_work(make_model(tied=True)).per_token == make_work(make_model()).per_token
 
 
 def test_a_frozen_weight_has_no_gradient_work() -> None:
-    frozen = model()
-    for parameter in frozen.parameters():
+    model = make_model()
+    for parameter in model.parameters():
         parameter.requires_grad_(False)
-    assert make_work(frozen).per_token == pytest.approx(make_work(model()).per_token * 4 / 6)
+    assert make_work(model).per_token == pytest.approx(make_work(make_model()).per_token * 4 / 6)
 
 
 def test_forward_work_is_what_torch_counts() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    num_tokens, tested = 16, model()
+    num_tokens, model = 16, make_model()
     # The counter does not see the products inside fused attention.
-    tested.set_attn_implementation("eager")
+    model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        tested(torch.zeros(1, num_tokens, dtype=torch.int64))
+        model(torch.zeros(1, num_tokens, dtype=torch.int64))
     # One third of training; torch counts the full square of attention, and no biases.
     forward_work = dataclasses.replace(
-        make_work(tested), per_token_of_sequence=2 * make_work(tested).per_token_of_sequence
+        make_work(model), per_token_of_sequence=2 * make_work(model).per_token_of_sequence
     )
     expected = forward_work.compute_flops([num_tokens], num_tokens) / 3
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.03)
 
 
 def test_padding_and_shared_prefixes_are_not_counted() -> None:
-    training_work = make_work(model())
-    alone = training_work.compute_flops([30, 10], num_tokens=40)
-    assert training_work.compute_flops([30, 10], num_tokens=64) == alone
-    assert training_work.compute_flops([30, 10], num_tokens=20) == pytest.approx(alone / 2)
+    training_work = make_work(make_model())
+    num_flops = training_work.compute_flops([30, 10], num_tokens=40)
+    assert training_work.compute_flops([30, 10], num_tokens=64) == num_flops
+    assert training_work.compute_flops([30, 10], num_tokens=20) == pytest.approx(num_flops / 2)
     assert training_work.compute_flops([], num_tokens=0) == 0
 
 
 def test_long_sequences_need_more_flops_per_token() -> None:
-    training_work = make_work(model())
+    training_work = make_work(make_model())
     assert training_work.compute_flops([40], 40) > training_work.compute_flops([20, 20], 40) > 0
 
 
@@ -93,13 +93,13 @@ def test_gpu_speed_is_looked_up_by_name(name: str, tera: float | None) -> None:
 
 def test_a_cpu_is_measured() -> None:
     torch.set_num_threads(1)
-    peak = measure_peak_flops(CPU, torch.float32)
-    assert peak is not None
-    assert 1e9 < peak < 1e13
+    peak_flops = measure_peak_flops(CPU, torch.float32)
+    assert peak_flops is not None
+    assert 1e9 < peak_flops < 1e13
 
 
 def test_peak_scales_with_the_number_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "ludus.trainer.learner.step_metrics.measure_peak_flops", lambda device, dtype: 5e9
     )
-    assert [make_work(model(), num_devices=n).peak_flops for n in (1, 4)] == [5e9, 20e9]
+    assert [make_work(make_model(), num_devices=n).peak_flops for n in (1, 4)] == [5e9, 20e9]

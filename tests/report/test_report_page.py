@@ -38,7 +38,7 @@ def join_text(element: ET.Element) -> str:
     return " ".join("".join(element.itertext()).split())
 
 
-def by_class(root: ET.Element, name: str) -> list[ET.Element]:
+def find_all(root: ET.Element, name: str) -> list[ET.Element]:
     return [node for node in root.iter() if name in node.get("class", "").split()]
 
 
@@ -64,7 +64,7 @@ def test_the_page_is_well_formed_and_needs_nothing_else(page: str) -> None:
 
 def test_headline_numbers_are_those_of_the_summary(page: str) -> None:
     summary = build_summary()
-    tiles = [join_text(tile) for tile in by_class(parse(page), "tile")]
+    tiles = [join_text(tile) for tile in find_all(parse(page), "tile")]
     win_rate, expected_return, gap, games, time = tiles
     assert f"{summary.win_rate:.1%}" in win_rate
     low, high = (f"{end * 100:.1f}" for end in summary.win_rate_ci95)
@@ -89,15 +89,15 @@ def test_learning_curves_end_at_the_summary_and_name_the_baselines(page: str) ->
     charts = parse(page).iter("svg")
     curves = [svg for svg in charts if "over episodes" in svg.get("aria-label", "")]
     win_rate = curves[0]
-    labels = [join_text(label) for label in by_class(win_rate, "label")]
+    labels = [join_text(label) for label in find_all(win_rate, "label")]
     assert {"28.1% random", "38.5% always stand", "43.3% basic strategy"} <= set(labels)
     assert f"{build_summary().win_rate:.1%} this policy" in labels
     num_evals = sum(row.kind == "eval" for row in metrics_rows(NUM_STEPS))
-    assert len(by_class(win_rate, "dot")) == num_evals + 1
-    assert len(by_class(win_rate, "band")) == 1
+    assert len(find_all(win_rate, "dot")) == num_evals + 1
+    assert len(find_all(win_rate, "band")) == 1
     # The goal is drawn separately from the other levels.
-    assert len(by_class(win_rate, "level")) == len(BASELINES)
-    assert [join_text(line) for line in by_class(win_rate, "goal") if line.tag == "text"] == [
+    assert len(find_all(win_rate, "level")) == len(BASELINES)
+    assert [join_text(line) for line in find_all(win_rate, "goal") if line.tag == "text"] == [
         "43.3% basic strategy"
     ]
 
@@ -105,11 +105,11 @@ def test_learning_curves_end_at_the_summary_and_name_the_baselines(page: str) ->
 def test_the_policy_chart_outlines_differences(page: str) -> None:
     chart = build_chart()
     root = parse(page)
-    letters = by_class(root, "letter")
+    letters = find_all(root, "letter")
     assert len(letters) == 2 * len(chart.cells)
     num_different = len(chart.cells) - count_agreements(chart)
     assert num_different > 0
-    assert len(by_class(root, "differs")) == num_different
+    assert len(find_all(root, "differs")) == num_different
     assert f"{count_agreements(chart)} of {len(chart.cells)} answers" in join_text(root)
     titles = [title.text or "" for title in root.iter("title")]
     assert any(title.startswith("hard hands 16 against 10: HIT ") for title in titles)
@@ -149,19 +149,19 @@ def test_terms_and_tools_have_curves_if_they_exist(tmp_path: Path) -> None:
     root = parse(write_report(run_dir).read_text(encoding="utf-8"))
     (blackjack,), (catch,) = (
         [
-            [join_text(caption) for caption in part.iter("figcaption")]
-            for part in root.iter("div")
-            if any(join_text(head) == name for head in part.findall("h3"))
-            and list(part.iter("figcaption"))
+            [join_text(caption) for caption in section.iter("figcaption")]
+            for section in root.iter("div")
+            if any(join_text(heading) == name for heading in section.findall("h3"))
+            and list(section.iter("figcaption"))
         ]
         for name in environments
     )
-    only_catch = {
+    catch_captions = {
         "brevity reward term, unweighted −0.25",
         "Tool calls mean per episode 0.5",
         "Failed tool calls share of calls 0.25",
     }
-    assert only_catch <= set(catch)
+    assert catch_captions <= set(catch)
     assert [caption for caption in catch if caption.startswith("environment reward term")]
     assert len(catch) == len(blackjack) + 4
 
@@ -174,13 +174,13 @@ def test_curriculum_steps_are_marked_in_every_curve(tmp_path: Path) -> None:
     curves = [svg for svg in root.iter("svg") if "over episodes" in svg.get("aria-label", "")]
     assert len(curves) > 4
     for curve in curves:
-        assert len(by_class(curve, "mark")) == 1
+        assert len(find_all(curve, "mark")) == 1
         assert "after 30,720 episodes: the curriculum opens hard" in join_text(curve)
     assert join_text(root).count("the curriculum opens hard after 30,720 episodes") == 2
 
 
 def test_a_run_without_a_curriculum_has_no_marks(page: str) -> None:
-    assert not by_class(parse(page), "mark")
+    assert not find_all(parse(page), "mark")
     assert "curriculum opens" not in page
 
 
@@ -193,14 +193,14 @@ def test_configuration_and_versions_are_there_but_folded(page: str) -> None:
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     name = "<script>alert('x')</script> & \"co\""
     run_dir = build_run(tmp_path / "demo")
-    hostile = {"name": name, "environment": name, "versions": {name: name}}
+    fields = {"name": name, "environment": name, "versions": {name: name}}
     result = build_summary().results["blackjack"]
     report = result.report.model_copy(
         update={"baselines": {name: result.report.baselines["random"]}}
     )
     results = {name: result.model_copy(update={"environment": name, "report": report})}
     results["other"] = results[name]
-    summary = build_summary().model_copy(update={**hostile, "results": results})
+    summary = build_summary().model_copy(update={**fields, "results": results})
     (run_dir / SUMMARY_FILE).write_text(summary.model_dump_json())
     chart = build_chart()
     cells = [cell.model_copy(update={"panel": name, "row": name}) for cell in chart.cells[:3]]
@@ -218,26 +218,26 @@ def test_hostile_names_are_escaped(tmp_path: Path) -> None:
 def test_an_unfinished_run_is_marked_and_shows_its_data(tmp_path: Path) -> None:
     page = write_report(build_run(tmp_path / "half", finished=False)).read_text()
     root = parse(page)
-    (notices,) = by_class(root, "notices")
+    (notices,) = find_all(root, "notices")
     assert "The run is not finished: step 47 of 120." in join_text(notices)
     assert "summary.json is missing." in join_text(notices)
-    assert "at step 40, the latest evaluation" in join_text(by_class(root, "tile")[0])
-    assert by_class(root, "curve")
+    assert "at step 40, the latest evaluation" in join_text(find_all(root, "tile")[0])
+    assert find_all(root, "curve")
     assert not list(root.iter("table"))
     # Past evaluations contain the fixed policies.
-    assert "43.3% basic strategy" in [join_text(label) for label in by_class(root, "label")]
+    assert "43.3% basic strategy" in [join_text(label) for label in find_all(root, "label")]
 
 
 def test_a_mixed_run_shows_every_environment_under_its_name(tmp_path: Path) -> None:
     names = ("blackjack", "catch")
     page = write_report(build_run(tmp_path / "mixed", environments=names)).read_text()
     root = parse(page)
-    assert [join_text(head) for head in by_class(root, "group")] == list(names)
+    assert [join_text(heading) for heading in find_all(root, "group")] == list(names)
     # Win rate, return and gap of each environment; games and time of the run.
-    assert len(by_class(root, "tile")) == 2 * 3 + 2
+    assert len(find_all(root, "tile")) == 2 * 3 + 2
     assert len(list(root.iter("table"))) == 2
-    heads = [join_text(head) for head in by_class(root, "environment")]
-    assert heads == [*names, *names, *names]
+    headings = [join_text(heading) for heading in find_all(root, "environment")]
+    assert headings == [*names, *names, *names]
     captions = [join_text(caption) for caption in root.iter("figcaption")]
     assert sum(caption.startswith("Wins share of episodes") for caption in captions) == 2
     assert "openspiel_env (game = blackjack) and openspiel_env (game = catch)" in join_text(root)
@@ -246,15 +246,15 @@ def test_a_mixed_run_shows_every_environment_under_its_name(tmp_path: Path) -> N
 def test_an_unfinished_mixed_run_shows_the_latest_evaluation_of_each(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "half", finished=False, environments=("blackjack", "catch"))
     root = parse(write_report(run_dir).read_text())
-    latest = [tile for tile in by_class(root, "tile") if "the latest evaluation" in join_text(tile)]
-    assert len(latest) == 2
+    tiles = [tile for tile in find_all(root, "tile") if "the latest evaluation" in join_text(tile)]
+    assert len(tiles) == 2
 
 
 def test_a_run_without_metrics_has_a_notice(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "empty", finished=False)
     (run_dir / METRICS_FILE).write_text("")
     root = parse(write_report(run_dir).read_text())
-    assert "No metrics were recorded" in join_text(by_class(root, "notices")[0])
+    assert "No metrics were recorded" in join_text(find_all(root, "notices")[0])
     assert not list(root.iter("svg"))
 
 
@@ -263,22 +263,22 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (run_dir / METRICS_FILE).write_text('{"kind": "rumour"}\n')
     (run_dir / CHART_FILE).write_text("not json")
     root = parse(write_report(run_dir).read_text())
-    page_text = join_text(by_class(root, "notices")[0])
+    page_text = join_text(find_all(root, "notices")[0])
     assert "metrics.jsonl cannot be read: kind" in page_text
     assert "chart.json cannot be read" in page_text
-    assert len(by_class(root, "tile")) == 5
+    assert len(find_all(root, "tile")) == 5
 
 
 def test_a_summary_of_a_stopped_run_is_marked_as_such(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo")
     result = build_summary().results["blackjack"]
-    no_gap = result.report.model_copy(update={"gap_closed": None})
-    results = {"blackjack": result.model_copy(update={"report": no_gap})}
-    stopped = build_summary().model_copy(update={"finished": False, "results": results})
-    (run_dir / SUMMARY_FILE).write_text(stopped.model_dump_json())
+    report_without_gap = result.report.model_copy(update={"gap_closed": None})
+    results = {"blackjack": result.model_copy(update={"report": report_without_gap})}
+    stopped_summary = build_summary().model_copy(update={"finished": False, "results": results})
+    (run_dir / SUMMARY_FILE).write_text(stopped_summary.model_dump_json())
     root = parse(write_report(run_dir).read_text())
-    assert "stopped before its last step" in join_text(by_class(root, "notices")[0])
-    assert len(by_class(root, "tile")) == 4
+    assert "stopped before its last step" in join_text(find_all(root, "notices")[0])
+    assert len(find_all(root, "tile")) == 4
 
 
 def test_a_folder_without_a_run_is_refused_with_what_is_near(tmp_path: Path) -> None:
@@ -309,24 +309,26 @@ def test_the_figure_of_a_mixed_run_is_of_the_environment_that_has_a_chart(tmp_pa
     page_text = join_text(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
     assert "basic strategy, hard hands" in page_text
     (run_dir / CHART_FILE).unlink()
-    alone = join_text(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
-    assert "hard hands" not in alone
+    other_text = join_text(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
+    assert "hard hands" not in other_text
 
 
-def without_wins(run_dir: Path) -> Path:
+def remove_success(run_dir: Path) -> Path:
     """Remove the success of all episodes from a run folder."""
 
     def remove_outcomes(value: Any) -> Any:
         if isinstance(value, dict):
-            unknown = {"win_rate", "win_rate_ci95", "draw_rate"} & value.keys()
+            success_fields = {"win_rate", "win_rate_ci95", "draw_rate"} & value.keys()
             return {name: remove_outcomes(item) for name, item in value.items()} | dict.fromkeys(
-                unknown
+                success_fields
             )
         return value
 
     rows = [json.loads(line) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
     for row in rows:
-        values = {name: v for name, v in row["values"].items() if not re.match("win|draw", name)}
+        values = {
+            name: value for name, value in row["values"].items() if not re.match("win|draw", name)
+        }
         row["values"] = values
     (run_dir / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if (run_dir / SUMMARY_FILE).exists():
@@ -337,10 +339,10 @@ def without_wins(run_dir: Path) -> Path:
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_without_success_the_report_shows_the_return(tmp_path: Path, finished: bool) -> None:
-    run_dir = without_wins(build_run(tmp_path / "demo", finished=finished))
+    run_dir = remove_success(build_run(tmp_path / "demo", finished=finished))
     root = parse(write_report(run_dir).read_text(encoding="utf-8"))
     assert "Win rate" not in join_text(root)
-    [main] = by_class(root, "main")
+    [main] = find_all(root, "main")
     assert join_text(main).startswith("Expected return")
     if finished:
         row = next(
@@ -362,23 +364,21 @@ def test_a_figure_needs_an_evaluation(tmp_path: Path) -> None:
 def test_first_and_last_responses_are_shown(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo")
     transcripts = [transcript(step, answer=f"<b>{step}</b>") for step in range(1, 21)]
-    lines = "".join(transcript_item.model_dump_json() + "\n" for transcript_item in transcripts)
+    lines = "".join(episode.model_dump_json() + "\n" for episode in transcripts)
     (run_dir / TRANSCRIPTS_FILE).write_text(lines, encoding="utf-8")
     root = parse(write_report(run_dir).read_text(encoding="utf-8"))
-    shown_responses = [join_text(node) for node in by_class(root, "said")]
+    shown_responses = [join_text(node) for node in find_all(root, "said")]
     assert shown_responses == [f"policy<b>{step}</b>" for step in (1, 2, 3, 18, 19, 20)]
 
 
 def test_a_failure_reason_is_below_its_episode(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo")
     reason = "ValueError: no such card <b> (in parse, cards.py:7)"
-    failed = transcript(1).model_copy(update={"status": "failed", "failure": reason})
-    lines = "".join(
-        transcript_item.model_dump_json() + "\n" for transcript_item in (failed, transcript(2))
-    )
+    failed_episode = transcript(1).model_copy(update={"status": "failed", "failure": reason})
+    lines = "".join(episode.model_dump_json() + "\n" for episode in (failed_episode, transcript(2)))
     (run_dir / TRANSCRIPTS_FILE).write_text(lines, encoding="utf-8")
     root = parse(write_report(run_dir).read_text(encoding="utf-8"))
-    assert [join_text(node) for node in by_class(root, "failure")] == [f"failure{reason}"]
+    assert [join_text(node) for node in find_all(root, "failure")] == [f"failure{reason}"]
 
 
 def test_unreadable_transcripts_are_reported(tmp_path: Path) -> None:

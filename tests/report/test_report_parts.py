@@ -42,10 +42,10 @@ def test_a_padded_range_is_never_empty(values: list[float]) -> None:
 
 def test_labels_are_spread_as_little_as_needed_and_stay_inside() -> None:
     assert spread_positions([10, 40, 90], 15, 0, 100) == [10, 40, 90]
-    crowded = spread_positions([50, 52, 51], 15, 0, 100)
-    assert sorted(crowded) == [50, 65, 80]
+    positions = spread_positions([50, 52, 51], 15, 0, 100)
+    assert sorted(positions) == [50, 65, 80]
     # The labels are in the order of the values.
-    assert crowded[0] < crowded[2] < crowded[1]
+    assert positions[0] < positions[2] < positions[1]
     assert spread_positions([95, 97], 15, 0, 100) == [85, 100]
 
 
@@ -73,7 +73,7 @@ def test_numbers_for_people() -> None:
     assert format_fixed(-0.0001, 3) == "0.000"
     assert format_fixed(-0.3976, 3) == "−0.398"
     assert [format_axis_count(value, 20_000) for value in (0, 5000, 20_000)] == ["0", "5k", "20k"]
-    assert [format_duration(s) for s in (8.41, 94, 750, 12_000)] == [
+    assert [format_duration(seconds) for seconds in (8.41, 94, 750, 12_000)] == [
         "8.4 s",
         "94 s",
         "12 min 30 s",

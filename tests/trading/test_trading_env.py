@@ -48,10 +48,10 @@ TWO_ASSETS = OBSERVATION.model_copy(
 def play_episode(policy: str, seed: int, **options: Any) -> tuple[float, bool | None]:
     """Return the episode's return and success."""
     environment = make_environment(**options)
-    act, rng = fixed_policies(options)[policy], random.Random(f"player {seed}")
+    player, rng = fixed_policies(options)[policy], random.Random(f"player {seed}")
     transition, episode_return = environment.reset(seed=seed), 0.0
     while not transition.terminated:
-        action = TradingAction.model_validate(act(transition.observation.model_dump(), rng))
+        action = TradingAction.model_validate(player(transition.observation.model_dump(), rng))
         transition = environment.step(action)
         assert transition.reward is not None
         episode_return += transition.reward
@@ -67,10 +67,10 @@ def write_prices(tmp_path: Path, text: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_assets": 2, "text_style": "rules"}])
 def test_environment_contract(options: dict[str, Any]) -> None:
-    def make() -> Any:
+    def make_with_options() -> Any:
         return make_environment(**options)
 
-    check_environment(make, seeds=range(2), num_steps=20).raise_if_failed()
+    check_environment(make_with_options, seeds=range(2), num_steps=20).raise_if_failed()
 
 
 def test_package_is_importable_under_envs() -> None:
@@ -122,17 +122,17 @@ def test_simulated_prices_have_the_moments_of_their_process() -> None:
         )
         return [math.log(row[0] / 100) for row in prices.rows]
 
-    walk = log_prices("walk", 1)
-    assert walk == log_prices("walk", 1) != log_prices("walk", 2)
-    changes = [new - old for old, new in itertools.pairwise(walk)]
+    walk_prices = log_prices("walk", 1)
+    assert walk_prices == log_prices("walk", 1) != log_prices("walk", 2)
+    changes = [new - old for old, new in itertools.pairwise(walk_prices)]
     assert statistics.stdev(changes) == pytest.approx(0.02, rel=0.05)
     assert statistics.fmean(changes) == pytest.approx(0.001 - 0.0002, abs=0.001)
-    reverting = log_prices("reverting", 1)
-    assert statistics.stdev(reverting) == pytest.approx(0.02 / math.sqrt(0.51), rel=0.08)
-    calm = simulate("regimes", random.Random(3), 200, 1, volatility=0.0, drift=0.01, pull=0.3)
-    steps = [round(math.log(b[0] / a[0]), 9) for a, b in itertools.pairwise(calm.rows)]
-    assert set(steps) == {0.01, -0.01}
-    assert 8 <= sum(a != b for a, b in itertools.pairwise(steps)) <= 36  # about a tenth
+    reverting_prices = log_prices("reverting", 1)
+    assert statistics.stdev(reverting_prices) == pytest.approx(0.02 / math.sqrt(0.51), rel=0.08)
+    regimes = simulate("regimes", random.Random(3), 200, 1, volatility=0.0, drift=0.01, pull=0.3)
+    log_changes = [round(math.log(b[0] / a[0]), 9) for a, b in itertools.pairwise(regimes.rows)]
+    assert set(log_changes) == {0.01, -0.01}
+    assert 8 <= sum(a != b for a, b in itertools.pairwise(log_changes)) <= 36  # about a tenth
 
 
 @pytest.mark.parametrize(
@@ -208,17 +208,17 @@ def test_last_part_of_a_file_is_used_in_the_test_only(tmp_path: Path) -> None:
 
     assert first_prices(range(73)) == {100.0 + day for day in range(73)}
     assert first_prices(range(2**31, 2**31 + 13)) == {180.0 + day for day in range(13)}
-    first = environment.reset(seed=0).observation
-    assert (first.date, first.prices) == ("2024-01-03", [[100.0], [101.0], [102.0]])
+    observation = environment.reset(seed=0).observation
+    assert (observation.date, observation.prices) == ("2024-01-03", [[100.0], [101.0], [102.0]])
 
 
 def test_files_with_several_assets(tmp_path: Path) -> None:
-    wide = write_prices(tmp_path, "date,X,Y\n2024-01-01,1,2\n2024-01-02,3,4\n")
-    assert read_prices(wide, (), "").rows == ((1.0, 2.0), (3.0, 4.0))
-    assert read_prices(wide, ("Y",), "").assets == ("Y",)
-    long = tmp_path / "long.csv"
-    long.write_text("date,tic,close\n1,X,5\n1,Y,6\n2,X,7\n3,X,8\n3,Y,9\n", encoding="utf-8")
-    prices = read_prices(str(long), (), "tic")
+    wide_file = write_prices(tmp_path, "date,X,Y\n2024-01-01,1,2\n2024-01-02,3,4\n")
+    assert read_prices(wide_file, (), "").rows == ((1.0, 2.0), (3.0, 4.0))
+    assert read_prices(wide_file, ("Y",), "").assets == ("Y",)
+    long_file = tmp_path / "long.csv"
+    long_file.write_text("date,tic,close\n1,X,5\n1,Y,6\n2,X,7\n3,X,8\n3,Y,9\n", encoding="utf-8")
+    prices = read_prices(str(long_file), (), "tic")
     assert (prices.assets, prices.dates) == (("X", "Y"), ("1", "3"))
     assert prices.rows == ((5.0, 6.0), (8.0, 9.0))
 
@@ -271,13 +271,13 @@ def test_training_windows_end_before_test_windows() -> None:
 @pytest.mark.slow
 async def test_typed_client_trades_over_http() -> None:
     async with EnvServer(make_environment, ServerOptions(port=0)) as server:
-        reward = await asyncio.to_thread(first_reward, server.http_address)
+        reward = await asyncio.to_thread(trade_over_http, server.http_address)
     environment = make_environment()
     environment.reset(seed=3)
     assert reward == environment.step(TradingAction(orders={"A": 2})).reward
 
 
-def first_reward(address: str) -> float | None:
+def trade_over_http(address: str) -> float | None:
     """Trade over HTTP and return the reward."""
     with TradingEnv(base_url=address) as env:
         env.reset(seed=3)

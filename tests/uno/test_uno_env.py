@@ -46,29 +46,29 @@ def make_game(hands: list[list[str]], top: str, pile: list[str] | None = None) -
 def play_episode(policy: str, seed: int, **options: Any) -> list[dict[str, Any]]:
     """Return the observations of an episode, and its last transition without the observation."""
     environment = make_environment(**options)
-    act, rng = fixed_policies(options)[policy], random.Random(f"player {seed}")
+    player, rng = fixed_policies(options)[policy], random.Random(f"player {seed}")
     transition = environment.reset(seed=seed)
     observations = [transition.observation.model_dump()]
     while not (transition.terminated or transition.truncated):
-        action = UnoAction.model_validate(act(observations[-1], rng))
+        action = UnoAction.model_validate(player(observations[-1], rng))
         transition = environment.step(action)
         observations.append(transition.observation.model_dump())
-    end = {
+    outcome = {
         "reward": transition.reward,
         "terminated": transition.terminated,
         "success": transition.success,
         "winner": environment.state.winner,
     }
-    return [*observations, end]
+    return [*observations, outcome]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_players": 4, "opponent": "greedy"}])
 def test_environment_contract(options: dict[str, Any]) -> None:
-    def make() -> Any:
+    def make_with_options() -> Any:
         return make_environment(**options)
 
-    check_environment(make, seeds=range(2), num_steps=10).raise_if_failed()
+    check_environment(make_with_options, seeds=range(2), num_steps=10).raise_if_failed()
 
 
 def test_package_is_importable_under_envs() -> None:
@@ -78,10 +78,10 @@ def test_package_is_importable_under_envs() -> None:
 
 
 def test_deck_has_108_cards() -> None:
-    count = Counter(DECK)
-    assert len(DECK) == 108 and len(count) == 54
-    assert count["red 0"] == 1 and count["red 9"] == 2 and count["blue skip"] == 2
-    assert count["wild"] == count["wild +4"] == 4
+    card_counts = Counter(DECK)
+    assert len(DECK) == 108 and len(card_counts) == 54
+    assert card_counts["red 0"] == 1 and card_counts["red 9"] == 2 and card_counts["blue skip"] == 2
+    assert card_counts["wild"] == card_counts["wild +4"] == 4
 
 
 def test_game_keeps_all_cards() -> None:
@@ -163,8 +163,8 @@ def test_empty_pile_is_refilled_from_played_cards() -> None:
 
 def test_seed_determines_the_cards() -> None:
     assert play_episode("random", 3) == play_episode("random", 3)
-    greedy = play_episode("greedy", 3, opponent="greedy")
-    assert play_episode("random", 3)[0] == greedy[0]
+    greedy_episode = play_episode("greedy", 3, opponent="greedy")
+    assert play_episode("random", 3)[0] == greedy_episode[0]
     hands = {tuple(make_environment().reset(seed=seed).observation.hand) for seed in range(20)}
     assert len(hands) == 20
     assert all(play_episode("greedy", seed)[0]["top"][-1].isdigit() for seed in range(10))
@@ -180,12 +180,12 @@ def test_greedy_policy_beats_random_policy() -> None:
 
 
 def test_reward_is_the_result_for_the_player() -> None:
-    ends = [play_episode("greedy", seed)[-1] for seed in range(20)]
-    assert {end["winner"] for end in ends} == {0, 1}
-    for end in ends:
-        has_won = end["winner"] == 0
-        assert (end["reward"], end["success"]) == (1.0 if has_won else -1.0, has_won)
-        assert end["terminated"]
+    outcomes = [play_episode("greedy", seed)[-1] for seed in range(20)]
+    assert {outcome["winner"] for outcome in outcomes} == {0, 1}
+    for outcome in outcomes:
+        has_won = outcome["winner"] == 0
+        assert (outcome["reward"], outcome["success"]) == (1.0 if has_won else -1.0, has_won)
+        assert outcome["terminated"]
 
 
 def test_finished_episode_has_no_legal_moves() -> None:
@@ -200,16 +200,16 @@ def test_finished_episode_has_no_legal_moves() -> None:
 
 def test_episode_is_truncated_after_max_turns() -> None:
     environment = make_environment(max_turns=1)
-    first = environment.reset(seed=1).observation
-    transition = environment.step(UnoAction(move=first.legal_actions[0]))
+    observation = environment.reset(seed=1).observation
+    transition = environment.step(UnoAction(move=observation.legal_actions[0]))
     assert (transition.reward, transition.truncated, transition.terminated) == (0.0, True, False)
 
 
 def test_events_describe_all_moves_since_the_last_observation() -> None:
     environment = make_environment()
-    first = environment.reset(seed=2).observation
-    events = environment.step(UnoAction(move=first.legal_actions[0])).observation.events
-    assert events[0].startswith("player 0 ") and events[0].endswith(first.legal_actions[0])
+    observation = environment.reset(seed=2).observation
+    events = environment.step(UnoAction(move=observation.legal_actions[0])).observation.events
+    assert events[0].startswith("player 0 ") and events[0].endswith(observation.legal_actions[0])
     assert events[1].startswith("player 1 ")
 
 
@@ -217,13 +217,13 @@ def test_illegal_moves_change_nothing() -> None:
     environment = make_environment()
     with pytest.raises(EpisodeStateError):
         environment.step(UnoAction(move="draw"))
-    first = environment.reset(seed=2).observation
+    observation = environment.reset(seed=2).observation
     for move in ("", "wild", "red 99", "pass"):
         with pytest.raises(IllegalActionError, match="expected one of"):
             environment.step(UnoAction(move=move))
     assert environment.state.step_count == 0
-    transition = environment.step(UnoAction(move=first.legal_actions[0]))
-    assert transition.observation.events[0].endswith(first.legal_actions[0])
+    transition = environment.step(UnoAction(move=observation.legal_actions[0]))
+    assert transition.observation.events[0].endswith(observation.legal_actions[0])
 
 
 @pytest.mark.parametrize(
@@ -250,8 +250,8 @@ def test_compact_text() -> None:
     for text in ("", "red 5", "wild", "red 7 or blue 5"):
         with pytest.raises(ActionParseError, match="expected one of red 7"):
             renderer.parse(text, OBSERVATION)
-    called = OBSERVATION.model_copy(update={"top": "wild", "colour": "green"})
-    assert "top wild green" in renderer.render(called, first=True)[0]["content"]
+    wild_observation = OBSERVATION.model_copy(update={"top": "wild", "colour": "green"})
+    assert "top wild green" in renderer.render(wild_observation, first=True)[0]["content"]
 
 
 def test_rules_text() -> None:
@@ -266,14 +266,14 @@ def test_rules_text() -> None:
 @pytest.mark.slow
 async def test_typed_client_plays_over_http() -> None:
     async with EnvServer(make_environment, ServerOptions(port=0)) as server:
-        hand = await asyncio.to_thread(first_hand, server.http_address)
+        hand = await asyncio.to_thread(play_over_http, server.http_address)
     assert hand == make_environment().reset(seed=3).observation.hand
 
 
-def first_hand(address: str) -> list[str]:
+def play_over_http(address: str) -> list[str]:
     """Play one move over HTTP and return the first hand."""
     with UnoEnv(base_url=address) as env:
-        first = env.reset(seed=3).observation
-        env.step(UnoAction(move=first.legal_actions[0]))
+        observation = env.reset(seed=3).observation
+        env.step(UnoAction(move=observation.legal_actions[0]))
         assert env.state().step_count == 1
-        return first.hand
+        return observation.hand

@@ -24,12 +24,12 @@ class Look(BaseModel):
     box: str
 
 
-def make_client(**fields: Any) -> ChatOpenAI:
+def connect(**fields: Any) -> ChatOpenAI:
     """Return the client with additional fields."""
     return ChatOpenAI(model="any", base_url=sys.argv[1], api_key=sys.argv[2], **fields)
 
 
-def describe(message: Any) -> dict[str, Any]:
+def parse(message: Any) -> dict[str, Any]:
     """Return the content of a message."""
     calls = [[call["name"], call["args"], call["id"]] for call in message.tool_calls]
     usage = message.usage_metadata
@@ -45,27 +45,25 @@ def read_stream(runnable: Any) -> dict[str, Any]:
     """Return the joined pieces of a stream."""
     pieces = list(runnable.stream(PROMPT))
     message: AIMessageChunk = sum(pieces[1:], pieces[0])
-    return {**describe(message), "num_pieces": len(pieces)}
+    return {**parse(message), "num_pieces": len(pieces)}
 
 
 def sample_two() -> list[str]:
     """Return two responses to the same prompt."""
-    [generations] = make_client(n=2).generate([[HumanMessage(PROMPT)]]).generations
+    [generations] = connect(n=2).generate([[HumanMessage(PROMPT)]]).generations
     return [generation.message.text for generation in generations]
 
 
 def read_logprobs() -> list[float]:
     """Return the log-probs of a response's tokens."""
-    token_logprobs = (
-        make_client(logprobs=True).invoke(PROMPT).response_metadata["logprobs"]["content"]
-    )
+    token_logprobs = connect(logprobs=True).invoke(PROMPT).response_metadata["logprobs"]["content"]
     return [token_logprob["logprob"] for token_logprob in token_logprobs]
 
 
 def read_refusal(method: str) -> str:
     """Return the refusal of a response that must fit a schema."""
     try:
-        make_client().with_structured_output(Look, method=method).invoke(PROMPT)
+        connect().with_structured_output(Look, method=method).invoke(PROMPT)
     except BadRequestError as error:
         return f"{error.code} {error.param}"
     return "not refused"
@@ -74,27 +72,23 @@ def read_refusal(method: str) -> str:
 async def send_parallel() -> list[dict[str, Any]]:
     """Send requests in parallel; return the messages."""
     prompts = [f"{PROMPT} {number}" for number in range(4)]
-    return [describe(message) for message in await make_client().abatch(prompts)]
+    return [parse(message) for message in await connect().abatch(prompts)]
 
 
 def main() -> None:
     """Print the result of each request."""
-    single_call_client = make_client().bind_tools(
-        [Look], tool_choice="any", parallel_tool_calls=False
-    )
-    structured_client = make_client().with_structured_output(Look, method="function_calling")
+    call_client = connect().bind_tools([Look], tool_choice="any", parallel_tool_calls=False)
+    schema_client = connect().with_structured_output(Look, method="function_calling")
     results = {
-        "whole": describe(make_client(temperature=0.1, seed=4).invoke(PROMPT)),
-        "streamed": read_stream(make_client(streaming=True, stream_usage=True)),
-        "call": describe(single_call_client.invoke(PROMPT)),
-        "streamed_call": read_stream(make_client(stream_usage=True).bind_tools([Look])),
-        "responses_call": describe(
-            make_client(use_responses_api=True).bind_tools([Look]).invoke(PROMPT)
-        ),
-        "responses_streamed": read_stream(make_client(use_responses_api=True)),
-        "structured": structured_client.invoke(PROMPT).box,
-        "stopped": describe(make_client(stop=["STOP"]).invoke(PROMPT)),
-        "cut": describe(make_client(max_tokens=2).invoke(PROMPT)),
+        "whole": parse(connect(temperature=0.1, seed=4).invoke(PROMPT)),
+        "streamed": read_stream(connect(streaming=True, stream_usage=True)),
+        "call": parse(call_client.invoke(PROMPT)),
+        "streamed_call": read_stream(connect(stream_usage=True).bind_tools([Look])),
+        "responses_call": parse(connect(use_responses_api=True).bind_tools([Look]).invoke(PROMPT)),
+        "responses_streamed": read_stream(connect(use_responses_api=True)),
+        "structured": schema_client.invoke(PROMPT).box,
+        "stopped": parse(connect(stop=["STOP"]).invoke(PROMPT)),
+        "cut": parse(connect(max_tokens=2).invoke(PROMPT)),
         "several": sample_two(),
         "logprobs": read_logprobs(),
         "at_once": asyncio.run(send_parallel()),

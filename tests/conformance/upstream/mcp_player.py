@@ -1,6 +1,6 @@
 """Plays one game with the standard MCP client; runs in that client's virtual environment.
 
-Arguments: address of the MCP endpoint, seed. Prints tools and answers as JSON.
+Arguments: address of the MCP endpoint, seed. Prints tools and results as JSON.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from mcp import ClientSession
 from mcp.client.streamable_http import streamable_http_client
 
 sys.path.insert(0, str(Path(__file__).parent))
-from policy import choose, remove_metadata
+from policy import choose, clean
 
 
 def read_content(result) -> dict:
@@ -21,20 +21,12 @@ def read_content(result) -> dict:
 
 
 async def play(session: ClientSession, seed: int) -> list:
-    step_result = read_content(await session.call_tool("start_episode", {"seed": seed}))
-    outcomes = [
-        [remove_metadata(step_result["observation"]), step_result["reward"], step_result["done"]]
-    ]
-    while not step_result["done"]:
-        action = {"action_id": choose(step_result["observation"])}
-        step_result = read_content(await session.call_tool("take_action", action))
-        outcomes.append(
-            [
-                remove_metadata(step_result["observation"]),
-                step_result["reward"],
-                step_result["done"],
-            ]
-        )
+    result = read_content(await session.call_tool("start_episode", {"seed": seed}))
+    outcomes = [[clean(result["observation"]), result["reward"], result["done"]]]
+    while not result["done"]:
+        action = {"action_id": choose(result["observation"])}
+        result = read_content(await session.call_tool("take_action", action))
+        outcomes.append([clean(result["observation"]), result["reward"], result["done"]])
     return outcomes
 
 

@@ -1,6 +1,6 @@
 """Plays given actions with OpenEnv's client; runs in the virtual environment of that client.
 
-Arguments: address, seed, actions (JSON list). Fails with what the client raises.
+Arguments: address, seed, actions (JSON list). Fails with the error that the client raises.
 """
 
 import json

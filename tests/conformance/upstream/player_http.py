@@ -12,7 +12,7 @@ from openenv_core.client_types import StepResult
 from openenv_core.http_env_client import HTTPEnvClient
 
 sys.path.insert(0, str(Path(__file__).parent))
-from policy import choose, remove_metadata, select_state
+from policy import choose, clean, select_state
 
 
 class GameClient(HTTPEnvClient):
@@ -32,9 +32,7 @@ def play(client: GameClient) -> dict:
     while not result.done:
         result = client.step(choose(result.observation))
         results.append(result)
-    outcomes = [
-        [remove_metadata(result.observation), result.reward, result.done] for result in results
-    ]
+    outcomes = [[clean(result.observation), result.reward, result.done] for result in results]
     return {"results": outcomes, "state": select_state(client.state())}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from openenv.core import GenericEnvClient
 
 sys.path.insert(0, str(Path(__file__).parent))
-from policy import choose, remove_metadata, select_state
+from policy import choose, clean, select_state
 
 
 def play(client, seed: int) -> dict:
@@ -19,9 +19,7 @@ def play(client, seed: int) -> dict:
     while not result.done:
         result = client.step({"action_id": choose(result.observation)})
         results.append(result)
-    outcomes = [
-        [remove_metadata(result.observation), result.reward, result.done] for result in results
-    ]
+    outcomes = [[clean(result.observation), result.reward, result.done] for result in results]
     return {"results": outcomes, "state": select_state(client.state())}
 
 

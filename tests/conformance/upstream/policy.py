@@ -11,7 +11,7 @@ def choose(observation: dict) -> int:
     return legal_actions[zlib.crc32(rounded_state.encode()) % len(legal_actions)]
 
 
-def remove_metadata(observation: dict) -> dict:
+def clean(observation: dict) -> dict:
     """Return the observation without its metadata, which clients before 0.10 do not show."""
     return {key: value for key, value in observation.items() if key != "metadata"}
 

@@ -1,7 +1,7 @@
 """TRL's own GRPOTrainer plays on our server; runs in a virtual environment with trl and openenv.
 
 Games are played by OpenEnv's client over WebSocket, inside TRL's `rollout_func` or behind its
-`environment_factory`. The model is a tiny one that knows nothing but how to call the tool.
+`environment_factory`. The tiny model has only learned to call the tool.
 Arguments: address, "rollout_func" or "environment_factory", working folder. Prints JSON: the games
 (seed, actions, rewards), optimizer steps, and the rewards that TRL logged.
 """
@@ -102,7 +102,7 @@ def make_model(tokenizer):
 
 
 def train_tool_call(model, tokenizer):
-    """Train the model until it answers any prompt with the call."""
+    """Train the model to respond to any prompt with the tool call."""
     completion_ids = tokenizer.encode(TOOL_CALL, add_special_tokens=False)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for phase in itertools.islice(itertools.cycle(["initial", "x", "decide"]), 90):
