@@ -102,7 +102,7 @@ unshare = namespaces.unshare_namespaces
 
 def die_first(without_network):
     os.kill(fork_server, signal.SIGKILL)
-unshare(without_network)
+    unshare(without_network)
 
 namespaces.unshare_namespaces = die_first
 try:

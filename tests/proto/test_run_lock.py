@@ -40,9 +40,7 @@ def run_lock_owner(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_locked_folder_is_refused_with_the_name_of_its_owner(tmp_path: Path) -> None:
     with run_lock_owner(tmp_path) as process:
         assert is_in_use(tmp_path)
-        with pytest.raises(
-            ConfigError, match=rf"is in use: process {process.pid} on .* is training"
-        ):
+        with pytest.raises(ConfigError, match=rf"is in use: process {process.pid} on .* training"):
             RunLock.take(tmp_path)
 
 
