@@ -104,14 +104,14 @@ def guessing_modules(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("guessing_modules")
 def test_custom_policies_are_compared_with_random_play(ludus: RunCli) -> None:
-    bench = ("env", "bench", "guessing:GuessEnvironment", "--games", "60")
-    result = ludus(*bench, "--policies", "guesses:guess_policies")
+    bench_command = ("env", "bench", "guessing:GuessEnvironment", "--games", "60")
+    result = ludus(*bench_command, "--policies", "guesses:guess_policies")
     assert result.code == 0, result.err
     assert "random" in result.out and "guesser" in result.out
-    result = ludus(*bench, "--policies", "guesses:no_policies")
+    result = ludus(*bench_command, "--policies", "guesses:no_policies")
     assert result.code == 2
     assert "guesses:no_policies(options) must return policies by name" in result.err
-    result = ludus(*bench, "--policies", "guesses:gess_policies")
+    result = ludus(*bench_command, "--policies", "guesses:gess_policies")
     assert result.code == 2
     assert "did you mean 'guess_policies'?" in result.err
 

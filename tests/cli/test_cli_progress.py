@@ -282,7 +282,7 @@ def test_output_of_the_trainer_is_sorted_into_errors_warnings_and_a_tail() -> No
     assert list(output.warnings) == ["slow"]
     tail = list(output.last_lines)
     output.add_line(f"{LOG_ROW_PREFIX}{{}}")
-    assert list(output.last_lines) == tail, "a row is no word of the trainer's"
+    assert list(output.last_lines) == tail, "a metrics row is no output of the trainer"
     for index in range(100):
         output.add_line(str(index))
     assert len(output.last_lines) == NUM_LAST_LINES

@@ -60,8 +60,8 @@ def test_padding_does_not_change_the_output(
 
 
 def test_a_pad_token_inside_a_state_is_not_padding(actor: LMActorNetwork) -> None:
-    with_pad, without_pad = torch.tensor([5, PAD_ID, 7]), torch.tensor([5, 7])
-    assert not torch.allclose(actor(with_pad), actor(without_pad), atol=1e-3)
+    state_with_pad, state_without_pad = torch.tensor([5, PAD_ID, 7]), torch.tensor([5, 7])
+    assert not torch.allclose(actor(state_with_pad), actor(state_without_pad), atol=1e-3)
 
 
 def test_a_mask_decides_whether_a_pad_token_is_padding(actor: LMActorNetwork) -> None:

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_model_folder_is_not_changed(folder: str, tmp_path: Path) -> None:
     section = make_model_section(folder, load_tokenizer(folder), None, ARGS, tmp_path / "own")
     assert (section.settings["path"], section.settings["lora"]) == (folder, None)
-    assert not (tmp_path / "own").exists(), "its own tokenizer is no other one"
+    assert not (tmp_path / "own").exists(), "the model's own tokenizer is not saved again"
     short_limit, long_limit = (
         section.find_max_tokens([text], ARGS, uses_tools=False) for text in ("a", "a" * 9)
     )

@@ -72,11 +72,11 @@ class ScriptTrainer(RolloutTrainer):
 
     def generate_rollout_completions(self, prompts: Any, overrides: Any, as_chat: Any) -> Any:
         if not self.calls:
-            self._starts = [list(prompt) for prompt in prompts]
+            self._prefixes = [list(prompt) for prompt in prompts]
         self.calls.append([list(prompt) for prompt in prompts])
         outputs = []
         for prompt in prompts:
-            row = next(n for n, start in enumerate(self._starts) if prompt[: len(start)] == start)
+            row = next(n for n, start in enumerate(self._prefixes) if prompt[: len(start)] == start)
             ids = self._chat.encode_completion(next(self._script[row]))[: overrides["max_tokens"]]
             outputs.append(
                 {
@@ -156,7 +156,7 @@ def test_limits_on_calls_and_length_end_an_episode(chat: ChatTokenizer) -> None:
     columns = ToolRollout([], {None: Counter}, 2)(
         make_prompts(rows), ScriptTrainer(chat, rows, script)
     )
-    assert columns[REWARD_COLUMN] == [3.0], "three answers, the last of which is not answered"
+    assert columns[REWARD_COLUMN] == [3.0], "three calls, and no completion after the last"
     assert columns["env_mask"][0][-1] == 1
     trainer = ScriptTrainer(chat, rows, script)
     trainer.max_completion_length = 90

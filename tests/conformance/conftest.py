@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conformance.parties import GAME, OurServer, our_gateway, our_server
+from tests.conformance.parties import GAME, LudusServer, ludus_gateway, ludus_server
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[OurServer]:
+def server(tmp_path_factory) -> Iterator[LudusServer]:
     """Start our environment server with the game."""
-    with our_server(tmp_path_factory.mktemp("server"), GAME) as running_server:
+    with ludus_server(tmp_path_factory.mktemp("server"), GAME) as running_server:
         yield running_server
 
 
@@ -20,9 +20,9 @@ def server(tmp_path_factory) -> Iterator[OurServer]:
 def address(request, tmp_path_factory) -> Iterator[str]:
     """Start a server, or a gateway to a server, for an upstream client."""
     folder = tmp_path_factory.mktemp("address")
-    with our_server(folder, GAME) as running_server:
+    with ludus_server(folder, GAME) as running_server:
         if request.param == "direct":
             yield running_server.http_address
         else:
-            with our_gateway(folder, running_server) as gateway_address:
+            with ludus_gateway(folder, running_server) as gateway_address:
                 yield gateway_address

@@ -50,7 +50,7 @@ Games = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class OurServer:
+class LudusServer:
     """A running Ludus environment server."""
 
     http_address: str
@@ -84,7 +84,7 @@ def run_upstream(python: Path, program: str, *arguments: str) -> str:
     return completed.stdout
 
 
-def play_with_our_client(address: str, *, seeded: bool = True, **options: Any) -> Games:
+def play_with_ludus_client(address: str, *, seeded: bool = True, **options: Any) -> Games:
     """Return the same games, played with our client in one session."""
     games = []
     with EnvClient.connect(
@@ -102,17 +102,17 @@ def play_with_our_client(address: str, *, seeded: bool = True, **options: Any) -
 
 
 @contextmanager
-def our_server(folder: Path, game: str, *arguments: str) -> Iterator[OurServer]:
+def ludus_server(folder: Path, game: str, *arguments: str) -> Iterator[LudusServer]:
     """Start our server of a game; resets without a seed count upwards from FIRST_SEED."""
     counting = ("--first-seed", str(FIRST_SEED))
-    with our_package(folder, "openspiel_env", {"game": game}, *counting, *arguments) as server:
+    with serve_package(folder, "openspiel_env", {"game": game}, *counting, *arguments) as server:
         yield server
 
 
 @contextmanager
-def our_package(
+def serve_package(
     folder: Path, package: str, options: dict[str, Any], *arguments: str
-) -> Iterator[OurServer]:
+) -> Iterator[LudusServer]:
     """Start our server of a package."""
     ready_file = folder / "ready.json"
     session_key = secrets.token_hex(32)
@@ -125,11 +125,11 @@ def our_package(
     with process(command, environment) as started_process:
         wait_until(ready_file.exists, started_process)
         is_ready = json.loads(ready_file.read_text())
-        yield OurServer(is_ready["http"], is_ready["grpc"], session_key)
+        yield LudusServer(is_ready["http"], is_ready["grpc"], session_key)
 
 
 @contextmanager
-def our_gateway(folder: Path, server: OurServer, token: str = "") -> Iterator[str]:
+def ludus_gateway(folder: Path, server: LudusServer, token: str = "") -> Iterator[str]:
     """Start a gateway; yield the address of its route to the server, with the token if any."""
     [port] = quiet_ports(1)
     command = [

@@ -14,7 +14,7 @@ from upstream_environment import build_virtual_environment
 
 from ludus.env.client import EnvClient
 from ludus.trainer.compat.trl.config import DEFAULTS
-from tests.conformance.parties import UPSTREAM, OurServer
+from tests.conformance.parties import UPSTREAM, LudusServer
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(1200)]
 
@@ -40,7 +40,7 @@ print(json.dumps(found))
 """
 ROWS_PROGRAM = """
 import json, sys
-sys.path.append(sys.argv[1])  # after ours: only what is missing here comes from there
+sys.path.append(sys.argv[1])  # at the end: it only adds packages that are missing here
 from datasets import Dataset
 from ludus.trainer.compat.trl.inputs import PromptRows
 
@@ -83,7 +83,7 @@ def test_a_data_set_of_hugging_face_is_its_rows(python: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["rollout_func", "environment_factory"])
 def test_trl_trains_on_games_of_our_server(
-    python: Path, server: OurServer, tmp_path: Path, mode: str
+    python: Path, server: LudusServer, tmp_path: Path, mode: str
 ) -> None:
     program = UPSTREAM / "trl_trainer.py"
     output = run_and_parse([python, "-I", program, server.http_address, mode, tmp_path])

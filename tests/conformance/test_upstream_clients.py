@@ -13,10 +13,10 @@ from tests.conformance.parties import (
     FIRST_SEED,
     GAME,
     NUM_GAMES,
-    our_gateway,
-    our_server,
+    ludus_gateway,
+    ludus_server,
     parse_json,
-    play_with_our_client,
+    play_with_ludus_client,
     play_with_upstream_client,
     run_upstream,
     upstream_python,
@@ -26,34 +26,34 @@ pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 
 
 @functools.cache
-def play_our_games(grpc_address: str):
-    return play_with_our_client(grpc_address)
+def play_ludus_games(grpc_address: str):
+    return play_with_ludus_client(grpc_address)
 
 
 @pytest.mark.parametrize("version", CLIENTS)
 def test_an_upstream_client_sees_the_games_that_ours_sees(version, address, server):
     upstream_games = play_with_upstream_client(version, address)
     assert len(upstream_games) == NUM_GAMES
-    assert upstream_games == play_our_games(server.grpc_address)
+    assert upstream_games == play_ludus_games(server.grpc_address)
 
 
 @pytest.mark.parametrize("version", CLIENTS)
 def test_an_upstream_client_needs_nothing_but_a_token_in_the_address(version, server, tmp_path):
     with (
-        our_server(tmp_path, GAME) as server_behind_gateway,
-        our_gateway(tmp_path, server_behind_gateway, token="0123456789abcdef0123") as address,
+        ludus_server(tmp_path, GAME) as server_behind_gateway,
+        ludus_gateway(tmp_path, server_behind_gateway, token="0123456789abcdef0123") as address,
     ):
-        assert play_with_upstream_client(version, address) == play_our_games(server.grpc_address)
+        assert play_with_upstream_client(version, address) == play_ludus_games(server.grpc_address)
         with pytest.raises(AssertionError, match="401"):
             play_with_upstream_client(version, address.replace("player:0123", "player:x"))
 
 
 def test_our_client_sees_the_same_games_on_every_address(address, server):
-    assert play_with_our_client(address) == play_our_games(server.grpc_address)
+    assert play_with_ludus_client(address) == play_ludus_games(server.grpc_address)
 
 
 def test_the_games_are_no_trivial_ones(server):
-    games = play_our_games(server.grpc_address)
+    games = play_ludus_games(server.grpc_address)
     assert len({game["results"][-1][1] for game in games}) >= 3  # won, drawn and lost
     assert len({str(game["results"]) for game in games}) > NUM_GAMES / 2
 
@@ -74,8 +74,8 @@ def test_an_upstream_client_gets_the_error_of_a_bad_action(address):
 
 def test_an_upstream_client_gets_the_error_of_a_full_server(tmp_path):
     with (
-        our_server(tmp_path, GAME, "--max-sessions", "1") as server,
-        our_gateway(tmp_path, server) as gateway_address,
+        ludus_server(tmp_path, GAME, "--max-sessions", "1") as server,
+        ludus_gateway(tmp_path, server) as gateway_address,
         EnvClient.connect(server.grpc_address) as client,
     ):
         session, _ = client.open()
@@ -104,4 +104,4 @@ def test_a_standard_mcp_client_plays_the_game_that_ours_sees(address, server):
     python = install_upstream("mcp==2.3.0")
     output = parse_json(run_upstream(python, "mcp_player.py", f"{address}/mcp", str(FIRST_SEED)))
     assert {"start_episode", "take_action", "get_state"} <= set(output["tools"])
-    assert output["results"] == play_our_games(server.grpc_address)[0]["results"]
+    assert output["results"] == play_ludus_games(server.grpc_address)[0]["results"]

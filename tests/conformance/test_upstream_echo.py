@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.conformance.parties import CLIENTS, our_package, run_upstream, upstream_python
+from tests.conformance.parties import CLIENTS, run_upstream, serve_package, upstream_python
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 
@@ -24,7 +24,7 @@ TOOL_RESULT = {
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    with our_package(tmp_path_factory.mktemp("echo"), "echo_env", {}) as echo_server:
+    with serve_package(tmp_path_factory.mktemp("echo"), "echo_env", {}) as echo_server:
         yield echo_server.http_address
 
 
@@ -36,4 +36,4 @@ def test_hello_world_pays_1_3_through_every_generation_of_clients(version, addre
     tools = output.pop("tools", None)
     assert output == HELLO_RESULT
     assert tools in (None, TOOL_RESULT)
-    assert version != "0.10.0" or tools == TOOL_RESULT, "the newest knows of tools"
+    assert version != "0.10.0" or tools == TOOL_RESULT, "the newest client supports tools"

@@ -10,7 +10,7 @@ from tests.conformance.parties import (
     NUM_GAMES,
     SERVERS,
     START_TIMEOUT_S,
-    play_with_our_client,
+    play_with_ludus_client,
     play_with_upstream_client,
     upstream_server,
 )
@@ -25,7 +25,7 @@ def test_our_client_sees_what_the_servers_own_client_sees(version):
     with upstream_server(version) as address:
         upstream_games = play_with_upstream_client(version, address)
     with upstream_server(version) as address:
-        ludus_games = play_with_our_client(address, seeded=seeded)
+        ludus_games = play_with_ludus_client(address, seeded=seeded)
     assert len(ludus_games) == NUM_GAMES
     assert ludus_games == upstream_games
 

@@ -134,12 +134,12 @@ def test_actors_have_their_nodes_and_workers_come_and_go_with_nodes(
         versions = list_weight_versions(run)
         assert len(set(versions)) == 1 and versions[0] >= 2
         node.send_signal(signal.SIGTERM)
-        node.wait(600)  # The node leaves as soon as it plays nothing, not after its time limit.
+        node.wait(600)  # The node stops once it plays no episode, before its limit.
         step = run.last_step
         run.wait_until(lambda: run.last_step > step + 1)
         assert len(list_weight_versions(run)) == 1
         lost = [row.values["num_episodes_lost"] for row in run.rows if row.kind == "train"]
-        assert sum(lost) == 0, "a worker ends what it plays before its node goes"
+        assert sum(lost) == 0, "a worker finishes its episodes before its node stops"
         run.process.send_signal(signal.SIGTERM)
         assert run.process.wait(300) == 130, run.output()
         lines = run.output().splitlines()

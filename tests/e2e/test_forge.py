@@ -84,5 +84,5 @@ def test_the_tutorials_own_file_starts_with_a_tiny_model(
     folder = Path(completed.stdout.splitlines()[-1])
     assert folder == tmp_path / "blackjack"
     assert json.loads((folder / "summary.json").read_text())["finished"]
-    assert "metric_logging.wandb.group" in completed.stderr, "it means nothing here, and is named"
-    assert any((folder / "wandb").iterdir()), "kept for `wandb sync`: there is no key"
+    assert "metric_logging.wandb.group" in completed.stderr, "a key without effect is reported"
+    assert any((folder / "wandb").iterdir()), "kept for `wandb sync`, as there is no API key"

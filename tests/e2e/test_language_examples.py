@@ -25,8 +25,8 @@ def test_summaries_of_random_words_become_longer_and_hold_key_terms(tmp_path: Pa
     config = EXAMPLES / "summarization" / "tiny.toml"
     with start_run(tmp_path, *overrides, config=config) as run:
         run.finish()
-    # A step whose batch was complete before it started counts no episode, and has no mean.
+    # A step whose batch was complete before the step started has no episodes and no mean.
     rows = [row.values for row in run.rows if row.kind == "train"]
     rewards = [row[TrainMetric.REWARD_MEAN] for row in rows if TrainMetric.REWARD_MEAN in row]
-    assert rewards[0] < 0.6, "words at random are worth little"
+    assert rewards[0] < 0.6, "random words have a low reward"
     assert rewards[-1] > rewards[0] + 0.2

@@ -55,7 +55,7 @@ def always_stand_gap_share(summary: Summary) -> float:
 def test_a_policy_learns_from_its_rewards(tmp_path: Path) -> None:
     summary = train_blackjack(tmp_path)
     assert summary.start is not None and summary.gap_closed_ci95 is not None
-    assert summary.start.win_rate < 0.36, "it begins as a random player"
+    assert summary.start.win_rate < 0.36, "the first policy plays at random"
     assert summary.gap_closed_ci95[0] > always_stand_gap_share(summary)
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from ludus.proto.runs import EVAL_FILE, SUMMARY_FILE, Evaluation, Summary
 
 pytestmark = [
@@ -45,7 +46,7 @@ def test_the_environment_that_init_writes_is_learned(tmp_path: Path) -> None:
     assert summary.start is not None and summary.gap_closed_ci95 is not None
     baseline, halving_result = summary.baselines["random"], summary.baselines["halving"]
     assert halving_result.win_rate == 1.0
-    assert summary.start.win_rate < baseline.win_rate_ci95[1] + 0.05, "it begins as a random player"
+    assert summary.start.win_rate < baseline.win_rate_ci95[1] + 0.05, "the first policy is random"
     assert summary.gap_closed_ci95[0] > 0.1
     assert summary.win_rate_ci95[0] > summary.start.win_rate_ci95[1]
 

@@ -24,7 +24,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_the_run_continues_from_it
         start_s = time.monotonic()
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(300) == 130
-        assert time.monotonic() - start_s < STOP_GRACE_S, "then the command line would kill it"
+        assert time.monotonic() - start_s < STOP_GRACE_S, "later, the command line kills it"
         last_step = run.last_step
     wait_until_gone(str(tmp_path))
     checkpoints = list((run.folder / "checkpoints").iterdir())
@@ -36,7 +36,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_the_run_continues_from_it
         summary = run.finish()
     assert (summary.num_steps, summary.num_learner_ranks) == (last_step + 3, 2)
     steps = [row.step for row in run.rows if row.kind == "train"]
-    assert steps == list(range(1, last_step + 4)), "each step is there once"
+    assert steps == list(range(1, last_step + 4)), "each step is recorded once"
     games = [row.num_games_trained for row in run.rows if row.kind == "train"]
     assert games == sorted(set(games))
     wait_until_gone(str(tmp_path))

@@ -52,7 +52,7 @@ def test_workers_join_and_leave_while_the_run_continues(
         run.wait_until(lambda: run.last_step >= step + 3)
         run.stop()
     lost = sum(row.values["num_episodes_lost"] for row in run.rows if row.kind == "train")
-    assert lost == 0, "who leaves ends what it plays"
+    assert lost == 0, "a leaving worker finishes its episodes"
     wait_until_gone(str(tmp_path))
 
 

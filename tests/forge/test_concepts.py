@@ -30,11 +30,11 @@ def read_table(heading: str) -> list[list[str]]:
 
 def test_advantages_of_both_conventions_are_correct() -> None:
     rows = read_table("One group, by hand")
-    centered = REWARDS - REWARDS.mean()
-    scaled_n = centered / REWARDS.std(correction=0)
+    deviations = REWARDS - REWARDS.mean()
+    scaled_n = deviations / REWARDS.std(correction=0)
     scaled_n_minus_1 = group_advantages(REWARDS[None], "mean", "group")[0]
     assert [float(row[1]) for row in rows] == REWARDS.tolist()
-    assert [float(row[2]) for row in rows] == centered.tolist()
+    assert [float(row[2]) for row in rows] == deviations.tolist()
     assert [float(row[3]) for row in rows] == pytest.approx(scaled_n.tolist(), abs=5e-4)
     assert [float(row[4]) for row in rows] == pytest.approx(scaled_n_minus_1.tolist(), abs=5e-5)
     assert scaled_n.tolist() == pytest.approx([1.508, 0.302, -0.905, -0.905], abs=5e-4)

@@ -55,7 +55,7 @@ async def test_a_reward_may_be_none() -> None:
     assert await term(prompts=PROMPTS, completions=COMPLETIONS, episode_return=[0.5]) == [None]
 
 
-@pytest.mark.parametrize("reward", [5, object, lambda answer, won: 1.0])
+@pytest.mark.parametrize("reward", [5, object, lambda answer, success: 1.0])
 def test_functions_with_other_parameters_are_refused(reward: Any) -> None:
     with pytest.raises(ConfigError, match=r"reward must be a function of \(prompt, response, gam"):
         make_reward_term(reward)

@@ -89,17 +89,17 @@ def test_opponents_do_not_change_the_cards() -> None:
         options = {"game": "leduc_poker", "opponent": opponent}
         public_by_seed = {}
         for seed in range(40):
-            final = play_episode(options, seed, lambda observation, rng: 1)[-1]  # call
-            _, _, public_card = final.observation.metadata["view"].partition("[Public: ")
+            end = play_episode(options, seed, lambda observation, rng: 1)[-1]  # call
+            _, _, public_card = end.observation.metadata["view"].partition("[Public: ")
             if public_card:
                 public_by_seed[seed] = public_card[0]
         return public_by_seed
 
-    random_opponent, last_opponent = public_cards("random"), public_cards("last")
-    seeds = random_opponent.keys() & last_opponent.keys()
-    assert [random_opponent[seed] for seed in seeds] == [last_opponent[seed] for seed in seeds]
+    random_cards, last_cards = public_cards("random"), public_cards("last")
+    seeds = random_cards.keys() & last_cards.keys()
+    assert [random_cards[seed] for seed in seeds] == [last_cards[seed] for seed in seeds]
     assert len(seeds) > 15
-    assert len(set(last_opponent.values())) == 6
+    assert len(set(last_cards.values())) == 6
 
 
 @pytest.mark.parametrize("game", sorted(UNIFORM_CHANCE_GAMES))
@@ -314,18 +314,18 @@ def test_success_is_a_positive_return(game: str) -> None:
     environment = make_environment(game=game)
     successes = set()
     for seed in range(60):
-        *transitions, final = play(environment, seed)
-        episode_return = sum(transition.reward or 0.0 for transition in (*transitions, final))
+        *transitions, end = play(environment, seed)
+        episode_return = sum(transition.reward or 0.0 for transition in (*transitions, end))
         assert {transition.success for transition in transitions} == {None}
-        assert final.success is (episode_return > 0)
-        successes.add(final.success)
+        assert end.success is (episode_return > 0)
+        successes.add(end.success)
     assert successes == {True, False}
 
 
 @pytest.mark.parametrize("game", ["2048", "cliff_walking"])
 def test_game_without_losses_does_not_report_success(game: str) -> None:
-    *_, final = play_episode({"game": game}, seed=0)
-    assert (final.terminated, final.success) == (True, None)
+    *_, end = play_episode({"game": game}, seed=0)
+    assert (end.terminated, end.success) == (True, None)
 
 
 def test_deal_without_a_move_is_dealt_again() -> None:

@@ -139,16 +139,16 @@ def test_dealer_rule_hits_below_17() -> None:
 
 
 def test_chart_prompts_equal_those_of_the_environment() -> None:
-    for state, compact, detailed in zip(
+    for state, compact_prompt, rules_prompt in zip(
         load_blackjack_states(), blackjack_chart(), blackjack_rules_chart(), strict=True
     ):
         kind = "soft" if state.is_soft else "hard"
-        assert compact.messages == [
+        assert compact_prompt.messages == [
             {"role": "user", "content": f"{kind} {state.total} vs {state.up_card}"}
         ]
-        assert [message["role"] for message in detailed.messages] == ["system", "user"]
-        assert f"({kind} {state.total}). The dealer shows: " in detailed.messages[1]["content"]
-        for prompt in (compact, detailed):
+        assert [message["role"] for message in rules_prompt.messages] == ["system", "user"]
+        assert f"({kind} {state.total}). The dealer shows: " in rules_prompt.messages[1]["content"]
+        for prompt in (compact_prompt, rules_prompt):
             assert prompt.answers == ["HIT", "STAND"]
             assert prompt.reference == state.best_move
             assert (prompt.panel, prompt.row, prompt.column) == (
