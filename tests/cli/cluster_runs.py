@@ -53,7 +53,7 @@ def find_requests_beyond_role(cluster: FakeKubernetes) -> set[tuple[str, str]]:
 
 @contextmanager
 def run_meanwhile(function: Callable[[], None]) -> Iterator[None]:
-    """Run `work` in a thread inside the context, and wait for it on exit."""
+    """Run `function` in a thread inside the context, and wait for it on exit."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(function)
         yield

@@ -123,7 +123,7 @@ def test_a_field_becomes_a_setting_of_the_run(
 @pytest.mark.parametrize(
     ("fields", "num_prompts", "expected"),
     [
-        # The seed's script: 32 rows of 8 generations are 4 prompts, one optimizer step.
+        # 32 rows of 8 generations are 4 prompts: one optimizer step.
         (
             {"gradient_accumulation_steps": 4, "num_train_epochs": 1},
             64,

@@ -14,7 +14,7 @@ Columns = dict[str, Any]
 
 CALL_LOCK = threading.Semaphore(1)
 CALLS: list[Any] = []
-"""Arguments with which the functions of this module were called."""
+"""Arguments of the calls of this module's functions."""
 
 
 def complete_over_http(prompts: list[str], args: Any, processing_class: Any) -> Columns:

@@ -52,7 +52,7 @@ FRAMEWORKS = ("langgraph", "smolagents")
 LIMITS = RolloutConfig(max_completion_tokens=40, max_tokens=1024, max_turns=6)
 """One turn more than either agent needs."""
 _NUM_GAMES = 128
-"""Seed of the model's warm start."""
+"""Number of games in the model's warm start."""
 _MODEL = TinyModel(
     max_tokens=1024,
     warm_start_layers="all",

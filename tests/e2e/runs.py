@@ -109,7 +109,7 @@ def start_run(
 
 
 def find_processes(marker: str) -> dict[int, str]:
-    """Return the command line by process id of each process whose environment contains `marker`."""
+    """Return the command lines, by process id, of processes with `marker` in their environment."""
     commands = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

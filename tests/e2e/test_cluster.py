@@ -69,7 +69,7 @@ class RayCluster:
         self.raylets.setdefault(group, []).append(int(line[1]))
 
     def start_node(self, group: str) -> subprocess.Popen[bytes]:
-        """Start a node program as in a pod, which SIGTERM stops with a drain."""
+        """Start a node program as in a pod; SIGTERM drains and stops it."""
         node = subprocess.Popen(
             [
                 *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),

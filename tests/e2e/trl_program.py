@@ -1,5 +1,6 @@
-"""A TRL script with changed imports that trains for one epoch; its arguments: a folder, a form.
+"""A TRL script with changed imports that trains for one epoch.
 
+Its arguments are a folder and the form of the rollout function: `http` or `call`.
 Other programs cannot import its functions. The reward function appends the number of each row to
 a file, and the script prints the result of `train` as JSON.
 """

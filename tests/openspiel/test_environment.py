@@ -179,7 +179,7 @@ def test_simple_opponents(opponent: str, reply: int) -> None:
     environment = make_environment(game="tic_tac_toe", opponent=opponent)
     environment.reset(seed=0)
     observation = environment.step(make_action(4)).observation
-    assert observation.opponent_last_action == reply  # of 0 1 2 3 5 6 7 8
+    assert observation.opponent_last_action == reply  # free: 0 1 2 3 5 6 7 8
     assert observation.game_phase == "playing"
 
 

@@ -244,7 +244,7 @@ def test_outcomes_do_not_depend_on_concurrency() -> None:
 
 
 def test_policies_and_environments_use_different_random_streams() -> None:
-    # random.Random(seed) tosses the first coin of the deal seed * 2.
+    # Coins use random.Random(2 * seed + toss). With the same stream, a policy would win too often.
     returns = [o.episode_return or 0.0 for o in play(CoinClient(), range(500))]
     assert 0.9 < sum(returns) / len(returns) < 1.1
 

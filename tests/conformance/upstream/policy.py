@@ -1,4 +1,4 @@
-"""The policy of all players: legal actions drawn from the observation, so episodes are equal."""
+"""The policy of all players. It derives its action from the observation, so episodes are equal."""
 
 import json
 import zlib

@@ -1,6 +1,6 @@
 """OpenEnv's server of 0.2 and later (one WebSocket, one session) with a game.
 
-Arguments: game, port, first seed of resets that name none, sessions at once.
+Arguments: game, port, first seed of resets without a seed, maximum number of sessions.
 """
 
 import sys
