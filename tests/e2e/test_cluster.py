@@ -55,7 +55,7 @@ class RayCluster:
     address: str = ""
     raylets: dict[str, list[int]] = field(default_factory=dict)
     """Process ids of the nodes, by group."""
-    child_process: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     """Nodes that run as separate programs."""
 
     def add_node(self, group: str, *, num_cpus: int = 1, amount: int = 1) -> None:
