@@ -62,7 +62,7 @@ def test_tools_earn_no_reward() -> None:
 def test_invalid_tool_calls_are_refused() -> None:
     environment = make_environment()
     for arguments in ({}, {"message": 3}, {"message": "hi", "loud": True}):
-        with pytest.raises(ToolError, match="expected one text, `message`"):
+        with pytest.raises(ToolError, match="expected exactly one string, `message`"):
             environment.call_tool("echo_message", arguments)
     with pytest.raises(ToolError, match="no tool 'shout'"):
         environment.call_tool("shout", {"message": "hi"})
