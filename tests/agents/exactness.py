@@ -43,20 +43,20 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
 from ludus.trainer.rollout.agents.endpoint.server import AgentEndpoint, EndpointAccess
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
-from tests.agents.random_policy import TOOL, WORDS, Sampled
+from tests.agents.random_policy import TOOL, WORDS, Sample
 from tests.agents.wild_agent import WildAgent, check_exact
 
 LIMITS = RolloutConfig(max_completion_tokens=40, max_tokens=1024, max_turns=24)
-_NUM_GAMES = 768
-_NUM_AT_ONCE = 32
+_NUM_SAMPLES = 768
+_MAX_CONCURRENT_EPISODES = 32
 
 
 @dataclass(slots=True)
-class Measured:
+class Measurement:
     """Results of the comparison."""
 
     num_episodes: int = 0
-    num_answers: int = 0
+    num_completions: int = 0
     num_sequences: int = 0
     num_branches: int = 0
     num_tokens: int = 0
@@ -67,7 +67,7 @@ class Measured:
     """Largest difference from the log-probs of the whole sequence, in nats."""
 
 
-def warm_model(seed: int) -> tuple[PreTrainedModel, ChatTokenizer]:
+def train_warm_model(seed: int) -> tuple[PreTrainedModel, ChatTokenizer]:
     """Train a tiny model to sample the words and to write calls."""
     config = TinyModel(
         vocab_size=500,
@@ -76,78 +76,78 @@ def warm_model(seed: int) -> tuple[PreTrainedModel, ChatTokenizer]:
         warm_start_learning_rate=3e-3,
         warm_start_epochs=2,
     )
-    draw = random.Random(f"warm model {seed}")
+    rng = random.Random(f"warm model {seed}")
     texts = [*WORDS, json.dumps(TOOL), "<tool_call></tool_call>"] * 4
     tokenizer = make_tokenizer(texts, config.vocab_size)
     chat = ChatTokenizer(tokenizer)
     samples = []
-    for _ in range(_NUM_GAMES):
-        completion = draw.choice(WORDS)
-        if draw.random() < 0.5:
-            call = json.dumps({"name": "look", "arguments": {"box": draw.choice(WORDS[:3])}})
+    for _ in range(_NUM_SAMPLES):
+        completion = rng.choice(WORDS)
+        if rng.random() < 0.5:
+            call = json.dumps({"name": "look", "arguments": {"box": rng.choice(WORDS[:3])}})
             completion = f"<tool_call>{call}</tool_call>"
-        message = {"role": "user", "content": draw.choice(WORDS)}
+        message = {"role": "user", "content": rng.choice(WORDS)}
         samples.append(tokenize_conversation(chat, [Exchange([message], completion)]))  # type: ignore[list-item]
     model = make_model(config, tokenizer, seed)
     warm_start(model, samples, config, seed)
     return model, chat
 
 
-async def measure(num_episodes: int, seed: int = 0) -> Measured:
+async def measure(num_episodes: int, seed: int = 0) -> Measurement:
     """Play episodes of wild agents and return the results.
 
     Raises:
         AssertionError: the trained tokens differ from the sampled ones.
     """
-    model, chat = warm_model(seed)
+    model, chat = train_warm_model(seed)
     generator = AsyncEngine(TransformersEngine(model, end_token_id=chat.end_token_id))
     endpoint = AgentEndpoint()
     await endpoint.start()
-    slots, results = asyncio.Semaphore(_NUM_AT_ONCE), Measured()
+    semaphore, results = asyncio.Semaphore(_MAX_CONCURRENT_EPISODES), Measurement()
     http = httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None))
     client = AsyncOpenAI(api_key="set for each episode", http_client=http, max_retries=0)
 
-    async def play(number: int) -> None:
-        async with slots:
-            recorded = Recorded(generator)
-            tree = ConversationTree(recorded, chat, LIMITS, Sampling(1.0, 1), key=number)
+    async def play(index: int) -> None:
+        async with semaphore:
+            engine = RecordingEngine(generator)
+            tree = ConversationTree(engine, chat, LIMITS, Sampling(1.0, 1), key=index)
             with endpoint.open_episode(tree) as episode:
-                agent = WildAgent(_HttpResponder(client, episode.access), number)
+                agent = WildAgent(_HttpResponder(client, episode.access), index)
                 try:
                     await agent.play()
                 except LimitError:
                     assert tree.refusal
             sequences = tree.make_sequences()
-            check_exact(sequences, recorded.sampled)
+            check_exact(sequences, engine.samples)
             results.num_episodes += 1
-            results.num_answers += tree.num_turns
+            results.num_completions += tree.num_turns
             results.num_sequences += len(sequences)
             results.num_branches += tree.num_branches
             results.num_tokens += sum(int(sequence.loss_mask.sum()) for sequence in sequences)
             results.num_calls += sum("<tool_call>" in turn.text for turn in tree.turns)
-            error = await asyncio.to_thread(logprob_error, model, sequences)
+            error = await asyncio.to_thread(compute_logprob_error, model, sequences)
             results.largest_logprob_error = max(results.largest_logprob_error, error)
 
     with closing(generator):
-        await asyncio.gather(*(play(number) for number in range(num_episodes)))
+        await asyncio.gather(*(play(index) for index in range(num_episodes)))
     await http.aclose()
     await endpoint.stop()
     return results
 
 
 @dataclass(slots=True)
-class Recorded:
+class RecordingEngine:
     """An engine that records everything that it samples."""
 
     generate: GenerateFunction
-    sampled: list[Sampled] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
     async def __call__(
         self, prompt_ids: list[int], sampling: Sampling, seed: int
     ) -> SampledCompletion:
         completion = await self.generate(prompt_ids, sampling, seed)
         token_ids, logprobs = tuple(completion.token_ids), tuple(completion.logprobs)
-        self.sampled.append(Sampled(tuple(prompt_ids), token_ids, logprobs, seed))
+        self.samples.append(Sample(tuple(prompt_ids), token_ids, logprobs, seed))
         return completion
 
 
@@ -190,10 +190,10 @@ def _message_fields(message: ChatMessage) -> Any:
         }
         for n, c in enumerate(message.calls)
     ]
-    extra = {"tool_calls": calls} if calls else {}
+    extra_fields = {"tool_calls": calls} if calls else {}
     if message.role == "tool":
-        extra = {"tool_call_id": "call_0"}  # type: ignore[dict-item]
-    return {"role": message.role, "content": message.content, **extra}
+        extra_fields = {"tool_call_id": "call_0"}  # type: ignore[dict-item]
+    return {"role": message.role, "content": message.content, **extra_fields}
 
 
 def _read_response(message: Any) -> PolicyResponse:
@@ -205,7 +205,7 @@ def _read_response(message: Any) -> PolicyResponse:
 
 
 @torch.inference_mode()
-def logprob_error(model: PreTrainedModel, sequences: Sequence[TokenSequence]) -> float:
+def compute_logprob_error(model: PreTrainedModel, sequences: Sequence[TokenSequence]) -> float:
     """Return the largest difference between recorded log-probs and those of whole sequences."""
     max_error = 0.0
     for sequence in sequences:

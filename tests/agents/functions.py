@@ -29,13 +29,13 @@ async def passes_on(task: AgentTask, access: EndpointAccess) -> dict[str, Any]:
     return {"answer": await complete(access, task.text), "kind": "passes on", "seed": task.seed}
 
 
-class _PassesOn:
+class _AgentObject:
     async def __call__(self, task: AgentTask, access: EndpointAccess) -> dict[str, Any]:
         """Do the same as a method of a callable object."""
         return await passes_on(task, access)
 
 
-an_object = _PassesOn()
+an_object = _AgentObject()
 
 
 def waits_in_a_thread(task: AgentTask, access: EndpointAccess) -> str:
@@ -82,9 +82,9 @@ async def exceeds_turn_limit(task: AgentTask, access: EndpointAccess) -> None:
 async def sends_parallel_requests(task: AgentTask, access: EndpointAccess) -> dict[str, str]:
     """Send three requests at the same time."""
     requests = (complete(access, text) for text in (task.text, "and you?", "and you?"))
-    answers = await asyncio.gather(*requests, return_exceptions=True)
-    assert not any(isinstance(answer, PermissionDeniedError) for answer in answers)
-    return {"answer": str(answers[0])}
+    completions = await asyncio.gather(*requests, return_exceptions=True)
+    assert not any(isinstance(completion, PermissionDeniedError) for completion in completions)
+    return {"answer": str(completions[0])}
 
 
 async def calls_tools(task: AgentTask, access: EndpointAccess) -> dict[str, str]:

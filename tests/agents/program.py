@@ -25,13 +25,13 @@ def main(behavior: str) -> None:
     """Play the episode."""
     if behavior == "crash":
         sys.exit("no such file: weights.bin")
-    answer = complete()
+    completion = complete()
     if behavior == "hang":
         subprocess.Popen(["sleep", "4242"], start_new_session=True)
         time.sleep(60)
     secret = os.environ.get("LUDUS_TEST_SECRET", "none")
-    result = {"answer": answer, "secret": secret, "text": sys.argv[2]}
-    print(json.dumps(result))  # noqa: T201 - the output is the result
+    output = {"answer": completion, "secret": secret, "text": sys.argv[2]}
+    print(json.dumps(output))  # noqa: T201 - the output is the result
 
 
 if __name__ == "__main__":

@@ -26,14 +26,14 @@ TOOL = {
 }
 
 
-def tiny_chat(*, keep_thinking: bool = True) -> ChatTokenizer:
+def make_tiny_chat(*, keep_thinking: bool = True) -> ChatTokenizer:
     """Return a tokenizer for the words."""
     texts = [*WORDS, json.dumps(TOOL), "<tool_call><think></think></tool_call>"] * 4
     return ChatTokenizer(make_tokenizer(texts, 500), keep_thinking=keep_thinking)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class Sample:
     """A prompt and the tokens that were sampled after it."""
 
     prompt_ids: tuple[int, ...]
@@ -47,8 +47,8 @@ class RandomPolicy:
 
     def __init__(self, chat: ChatTokenizer, seed: int) -> None:
         self._chat = chat
-        self._draw = random.Random(f"random policy {seed}")
-        self.sampled: list[Sampled] = []
+        self._rng = random.Random(f"random policy {seed}")
+        self.samples: list[Sample] = []
         self.is_blocked = False
         """True if every call waits forever."""
 
@@ -58,30 +58,30 @@ class RandomPolicy:
         """Return a completion, cut to the maximum number of tokens."""
         if self.is_blocked:
             await asyncio.Event().wait()
-        for _ in range(self._draw.randrange(4)):
+        for _ in range(self._rng.randrange(4)):
             await asyncio.sleep(0)
         token_ids = self._encode(self._draw_text())[: sampling.max_tokens]
-        logprobs = [-self._draw.random() - 0.01 for _ in token_ids]
-        self.sampled.append(Sampled(tuple(prompt_ids), tuple(token_ids), tuple(logprobs), seed))
-        stopped = token_ids[-1] == self._chat.end_token_id
-        return SampledCompletion(token_ids, logprobs, 0, stopped)
+        logprobs = [-self._rng.random() - 0.01 for _ in token_ids]
+        self.samples.append(Sample(tuple(prompt_ids), tuple(token_ids), tuple(logprobs), seed))
+        has_end_token = token_ids[-1] == self._chat.end_token_id
+        return SampledCompletion(token_ids, logprobs, 0, has_end_token)
 
     def _draw_text(self) -> str:
-        draw = self._draw
-        text = draw.choice(WORDS)
-        if draw.random() < 0.4:
-            call = json.dumps({"name": "look", "arguments": {"box": draw.choice(WORDS)}})
-            text += f"<tool_call>\n{call}\n</tool_call>" * draw.choice((1, 1, 2))
-        if draw.random() < 0.2:
-            text = f"<think>{draw.choice(WORDS)}</think>{text}"
+        rng = self._rng
+        text = rng.choice(WORDS)
+        if rng.random() < 0.4:
+            call = json.dumps({"name": "look", "arguments": {"box": rng.choice(WORDS)}})
+            text += f"<tool_call>\n{call}\n</tool_call>" * rng.choice((1, 1, 2))
+        if rng.random() < 0.2:
+            text = f"<think>{rng.choice(WORDS)}</think>{text}"
         return text
 
     def _encode(self, text: str) -> list[int]:
         """Encode the text in two parts if decoding the parts gives the same text."""
         token_ids = self._chat.encode_completion(text)
-        split = self._draw.randrange(1, len(text) + 1)
+        split_index = self._rng.randrange(1, len(text) + 1)
         parts = [
-            *self._chat.encode_completion(text[:split])[:-1],
-            *self._chat.encode_completion(text[split:]),
+            *self._chat.encode_completion(text[:split_index])[:-1],
+            *self._chat.encode_completion(text[split_index:]),
         ]
         return parts if self._chat.decode(parts) == text else token_ids

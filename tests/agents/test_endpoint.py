@@ -24,57 +24,57 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.tool_adapter import ToolCall
 from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
 from ludus.trainer.rollout.agents.endpoint.server import AgentEndpoint, EndpointEpisode
-from tests.agents.random_policy import TOOL, tiny_chat
+from tests.agents.random_policy import TOOL, make_tiny_chat
 from tests.rollout.scripted_policy import ScriptedPolicy
 
 CALL = '<tool_call>{"name": "look", "arguments": {"box": "red"}}</tool_call>'
-FUNCTION = {"type": "function", **TOOL["function"]}
-HELLO: list[Any] = [{"role": "user", "content": "Where is the key?"}]
+FUNCTION_TOOL = {"type": "function", **TOOL["function"]}
+PROMPT: list[Any] = [{"role": "user", "content": "Where is the key?"}]
 LIMITS = RolloutConfig(max_completion_tokens=200, max_tokens=4000, max_turns=8)
 
 
 @pytest.fixture(scope="module")
 def chat() -> ChatTokenizer:
-    return tiny_chat()
+    return make_tiny_chat()
 
 
 @pytest_asyncio.fixture
 async def endpoint() -> AsyncIterator[AgentEndpoint]:
-    up = AgentEndpoint()
-    await up.start()
-    yield up
-    await up.stop()
+    agent_endpoint = AgentEndpoint()
+    await agent_endpoint.start()
+    yield agent_endpoint
+    await agent_endpoint.stop()
 
 
 class ScriptedEpisode:
     """An episode whose policy has a script, and a client for it."""
 
-    def __init__(self, chat: ChatTokenizer, answers: tuple[str, ...]) -> None:
-        self.policy = ScriptedPolicy(chat, iter(answers))
+    def __init__(self, chat: ChatTokenizer, completions: tuple[str, ...]) -> None:
+        self.policy = ScriptedPolicy(chat, iter(completions))
         self.tree = ConversationTree(self.policy, chat, LIMITS, Sampling(1.0, 1), key=0)
-        self.episode: EndpointEpisode
+        self.endpoint_episode: EndpointEpisode
 
     @property
     def client(self) -> AsyncOpenAI:
-        access = self.episode.access
+        access = self.endpoint_episode.access
         return AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0)
 
 
 @contextmanager
 def open_episode(
-    endpoint: AgentEndpoint, chat: ChatTokenizer, *answers: str, tools: Any = None
+    endpoint: AgentEndpoint, chat: ChatTokenizer, *completions: str, tools: Any = None
 ) -> Iterator[ScriptedEpisode]:
-    scripted = ScriptedEpisode(chat, answers)
-    with endpoint.open_episode(scripted.tree, tools) as scripted.episode:
-        yield scripted
+    episode = ScriptedEpisode(chat, completions)
+    with endpoint.open_episode(episode.tree, tools) as episode.endpoint_episode:
+        yield episode
 
 
 async def test_a_tool_loop_over_chat_is_one_sequence(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with open_episode(endpoint, chat, f"Let me look.{CALL}", "red") as scripted:
-        messages = list(HELLO)
-        completion = await scripted.client.chat.completions.create(
+    with open_episode(endpoint, chat, f"Let me look.{CALL}", "red") as episode:
+        messages = list(PROMPT)
+        completion = await episode.client.chat.completions.create(
             model="gpt-4o", messages=messages, tools=[TOOL], temperature=0.2, user="somebody"
         )
         choice = completion.choices[0]
@@ -84,24 +84,24 @@ async def test_a_tool_loop_over_chat_is_one_sequence(
         assert json.loads(call.function.arguments) == {"box": "red"}
         messages.append(choice.message.model_dump(exclude_none=True))
         messages.append({"role": "tool", "tool_call_id": call.id, "content": "key"})
-        last = await scripted.client.chat.completions.create(
+        response = await episode.client.chat.completions.create(
             model="gpt-4o", messages=messages, tools=[TOOL]
         )
-    assert last.choices[0].message.content == "red"
-    assert last.choices[0].finish_reason == "stop"
-    [sequence] = scripted.tree.make_sequences()
-    assert [len(prompt) for prompt in scripted.policy.prompts] == [t.start for t in sequence.turns]
-    assert last.usage and last.usage.prompt_tokens == len(scripted.policy.prompts[1])
+    assert response.choices[0].message.content == "red"
+    assert response.choices[0].finish_reason == "stop"
+    [sequence] = episode.tree.make_sequences()
+    assert [len(prompt) for prompt in episode.policy.prompts] == [t.start for t in sequence.turns]
+    assert response.usage and response.usage.prompt_tokens == len(episode.policy.prompts[1])
 
 
 async def test_a_stream_says_the_same_in_pieces(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     text = "the key is in the red box, and nowhere else"
-    with open_episode(endpoint, chat, f"{text}{CALL}") as scripted:
-        stream = await scripted.client.chat.completions.create(
+    with open_episode(endpoint, chat, f"{text}{CALL}") as episode:
+        stream = await episode.client.chat.completions.create(
             model="m",
-            messages=HELLO,
+            messages=PROMPT,
             tools=[TOOL],
             stream=True,
             stream_options={"include_usage": True},
@@ -120,103 +120,103 @@ async def test_a_stream_says_the_same_in_pieces(
 async def test_a_tool_loop_over_responses_is_one_sequence_streamed_or_not(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with open_episode(endpoint, chat, CALL, "red", "blue") as scripted:
-        responses = scripted.client.responses
-        first = await responses.create(
-            model="m", instructions="Be brief.", input="Where?", tools=[FUNCTION]
+    with open_episode(endpoint, chat, CALL, "red", "blue") as episode:
+        responses = episode.client.responses
+        first_response = await responses.create(
+            model="m", instructions="Be brief.", input="Where?", tools=[FUNCTION_TOOL]
         )
-        [call] = first.output
+        [call] = first_response.output
         assert call.type == "function_call"
         history: list[Any] = [{"role": "user", "content": "Where?"}]
-        history += [item.model_dump(exclude_none=True) for item in first.output]
+        history += [output.model_dump(exclude_none=True) for output in first_response.output]
         history += [{"type": "function_call_output", "call_id": call.call_id, "output": "key"}]
         async with responses.stream(
-            model="m", instructions="Be brief.", input=history, tools=[FUNCTION]
+            model="m", instructions="Be brief.", input=history, tools=[FUNCTION_TOOL]
         ) as stream:
-            kinds = [event.type async for event in stream]
-            second = await stream.get_final_response()
-        assert second.output_text == "red"
-        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
-        assert "response.output_text.delta" in kinds
-        third = await responses.create(
+            event_types = [event.type async for event in stream]
+            second_response = await stream.get_final_response()
+        assert second_response.output_text == "red"
+        assert event_types[0] == "response.created" and event_types[-1] == "response.completed"
+        assert "response.output_text.delta" in event_types
+        third_response = await responses.create(
             model="m",
             instructions="Be brief.",
-            previous_response_id=second.id,
+            previous_response_id=second_response.id,
             input="And now?",
-            tools=[FUNCTION],
+            tools=[FUNCTION_TOOL],
         )
-        assert third.output_text == "blue"
-    [sequence] = scripted.tree.make_sequences()
+        assert third_response.output_text == "blue"
+    [sequence] = episode.tree.make_sequences()
     assert len(sequence.turns) == 3
 
 
 async def test_number_log_probs_and_limit_of_completions_follow_the_request(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with open_episode(endpoint, chat, "red", "blue...", "green") as scripted:
-        both = await scripted.client.chat.completions.create(
-            model="m", messages=HELLO, n=2, logprobs=True, max_completion_tokens=9, seed=4
+    with open_episode(endpoint, chat, "red", "blue...", "green") as episode:
+        completion = await episode.client.chat.completions.create(
+            model="m", messages=PROMPT, n=2, logprobs=True, max_completion_tokens=9, seed=4
         )
-        assert [choice.finish_reason for choice in both.choices] == ["stop", "length"]
-        content = both.choices[0].logprobs and both.choices[0].logprobs.content
-        assert content and "".join(token.token for token in content) == "red"
-        assert all(token.logprob == -1.0 for token in content)
-        assert len(scripted.tree.make_sequences()) == 2
+        assert [choice.finish_reason for choice in completion.choices] == ["stop", "length"]
+        token_logprobs = completion.choices[0].logprobs and completion.choices[0].logprobs.content
+        assert token_logprobs and "".join(token.token for token in token_logprobs) == "red"
+        assert all(token.logprob == -1.0 for token in token_logprobs)
+        assert len(episode.tree.make_sequences()) == 2
 
 
 async def test_text_after_a_stop_text_is_neither_returned_nor_trained_on(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with open_episode(endpoint, chat, "red\nObservation: made up", "blue") as scripted:
-        answer = await scripted.client.chat.completions.create(
-            model="m", messages=HELLO, stop=["\nObservation:", "END"]
+    with open_episode(endpoint, chat, "red\nObservation: made up", "blue") as episode:
+        completion = await episode.client.chat.completions.create(
+            model="m", messages=PROMPT, stop=["\nObservation:", "END"]
         )
-        message = answer.choices[0].message
-        assert (message.content, answer.choices[0].finish_reason) == ("red", "stop")
-        await scripted.client.chat.completions.create(
+        message = completion.choices[0].message
+        assert (message.content, completion.choices[0].finish_reason) == ("red", "stop")
+        await episode.client.chat.completions.create(
             model="m",
             messages=[
-                *HELLO,
+                *PROMPT,
                 {"role": "assistant", "content": "red"},
                 {"role": "user", "content": "?"},
             ],
         )
-    [sequence] = scripted.tree.make_sequences()
-    first = sequence.turns[0]
-    trained = chat.decode(sequence.token_ids[first.start : first.end].tolist())
-    assert trained.startswith("red\nObservation") and "made" not in trained
-    assert sequence.token_ids[first.end] == chat.end_token_id
+    [sequence] = episode.tree.make_sequences()
+    first_turn = sequence.turns[0]
+    trained_text = chat.decode(sequence.token_ids[first_turn.start : first_turn.end].tolist())
+    assert trained_text.startswith("red\nObservation") and "made" not in trained_text
+    assert sequence.token_ids[first_turn.end] == chat.end_token_id
 
 
 async def test_only_one_call_is_returned_without_parallel_tool_calls(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with open_episode(endpoint, chat, CALL + CALL, CALL + CALL) as scripted:
-        create = scripted.client.chat.completions.create
-        alone = await create(model="m", messages=HELLO, tools=[TOOL], parallel_tool_calls=False)
-        two = await create(model="m", messages=HELLO, tools=[TOOL])
-    assert len(alone.choices[0].message.tool_calls or []) == 1
-    assert len(two.choices[0].message.tool_calls or []) == 2
-    short, long = scripted.tree.make_sequences()
-    assert short.turns[0].end < long.turns[0].end
+    with open_episode(endpoint, chat, CALL + CALL, CALL + CALL) as episode:
+        create = episode.client.chat.completions.create
+        one_call = await create(model="m", messages=PROMPT, tools=[TOOL], parallel_tool_calls=False)
+        two_calls = await create(model="m", messages=PROMPT, tools=[TOOL])
+    assert len(one_call.choices[0].message.tool_calls or []) == 1
+    assert len(two_calls.choices[0].message.tool_calls or []) == 2
+    short_sequence, long_sequence = episode.tree.make_sequences()
+    assert short_sequence.turns[0].end < long_sequence.turns[0].end
 
 
 async def test_text_without_a_call_is_returned_unchanged(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    broken = "<tool_call>{name: look}</tool_call>"
-    with open_episode(endpoint, chat, broken, CALL, "<think>hm</think>red") as scripted:
-        create = scripted.client.chat.completions.create
-        assert (await create(model="m", messages=HELLO, tools=[TOOL])).choices[
+    invalid_call = "<tool_call>{name: look}</tool_call>"
+    with open_episode(endpoint, chat, invalid_call, CALL, "<think>hm</think>red") as episode:
+        create = episode.client.chat.completions.create
+        assert (await create(model="m", messages=PROMPT, tools=[TOOL])).choices[
             0
-        ].message.content == broken
+        ].message.content == invalid_call
         # A request that allows no tool calls gets the text of a call as plain content.
         for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
-            scripted.policy.script = iter([CALL])
-            answer = await create(model="m", messages=HELLO, **fields)
-            assert answer.choices[0].message.content == CALL
-        scripted.policy.script = iter(["<think>hm</think>red"])
-        message = (await create(model="m", messages=HELLO)).choices[0].message
+            episode.policy.script = iter([CALL])
+            completion = await create(model="m", messages=PROMPT, **fields)
+            assert completion.choices[0].message.content == CALL
+        episode.policy.script = iter(["<think>hm</think>red"])
+        message = (await create(model="m", messages=PROMPT)).choices[0].message
         assert message.content == "red"
         assert message.model_extra == {"reasoning_content": "hm"}
 
@@ -252,13 +252,13 @@ async def test_text_without_a_call_is_returned_unchanged(
 async def test_what_is_not_honoured_is_refused_by_name(
     endpoint: AgentEndpoint, chat: ChatTokenizer, fields: dict[str, Any], param: str
 ) -> None:
-    with open_episode(endpoint, chat) as scripted, pytest.raises(openai.BadRequestError) as refused:
-        await scripted.client.chat.completions.create(
-            **{"model": "m", "messages": HELLO, "extra_body": fields}
+    with open_episode(endpoint, chat) as episode, pytest.raises(openai.BadRequestError) as error:
+        await episode.client.chat.completions.create(
+            **{"model": "m", "messages": PROMPT, "extra_body": fields}
         )
-    assert refused.value.param == param
-    assert refused.value.type == "invalid_request_error"
-    assert param in refused.value.message
+    assert error.value.param == param
+    assert error.value.type == "invalid_request_error"
+    assert param in error.value.message
 
 
 @pytest.mark.parametrize(
@@ -278,25 +278,25 @@ async def test_what_is_not_honoured_is_refused_by_name(
 async def test_responses_refuse_by_name_as_well(
     endpoint: AgentEndpoint, chat: ChatTokenizer, fields: dict[str, Any], param: str
 ) -> None:
-    with open_episode(endpoint, chat) as scripted, pytest.raises(openai.APIStatusError) as refused:
-        await scripted.client.responses.create(model="m", input="a", extra_body=fields)
-    assert refused.value.body["param"] == param  # type: ignore[index, call-overload]
+    with open_episode(endpoint, chat) as episode, pytest.raises(openai.APIStatusError) as error:
+        await episode.client.responses.create(model="m", input="a", extra_body=fields)
+    assert error.value.body["param"] == param  # type: ignore[index, call-overload]
 
 
 async def test_a_call_in_the_history_may_be_nested_deeper_than_python_reads(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    deep = {"name": "look", "arguments": "[" * 100_000}
-    called = {"role": "assistant", "tool_calls": [{"id": "c", "function": deep}]}
-    with open_episode(endpoint, chat) as scripted, pytest.raises(openai.APIStatusError) as refused:
-        await scripted.client.chat.completions.create(model="m", messages=[*HELLO, called])
-    assert refused.value.code == "context_length_exceeded", "and not the policy's failure"
-    scripted.episode.raise_if_failed()
+    deep_call = {"name": "look", "arguments": "[" * 100_000}
+    call_message = {"role": "assistant", "tool_calls": [{"id": "c", "function": deep_call}]}
+    with open_episode(endpoint, chat) as episode, pytest.raises(openai.APIStatusError) as error:
+        await episode.client.chat.completions.create(model="m", messages=[*PROMPT, call_message])
+    assert error.value.code == "context_length_exceeded", "and not the policy's failure"
+    episode.endpoint_episode.raise_if_failed()
 
 
 async def test_what_changes_nothing_is_taken(endpoint: AgentEndpoint, chat: ChatTokenizer) -> None:
-    with open_episode(endpoint, chat, "red", "red") as scripted:
-        await scripted.client.chat.completions.create(
+    with open_episode(endpoint, chat, "red", "red") as episode:
+        await episode.client.chat.completions.create(
             model="m",
             messages=[
                 {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
@@ -312,7 +312,7 @@ async def test_what_changes_nothing_is_taken(endpoint: AgentEndpoint, chat: Chat
             tool_choice="auto",
             extra_body={"top_k": 5, "repetition_penalty": 1.1, "logit_bias": None},
         )
-        await scripted.client.responses.create(
+        await episode.client.responses.create(
             model="m",
             input="a",
             reasoning={"effort": "low", "summary": "auto"},
@@ -327,63 +327,63 @@ async def test_a_key_opens_its_own_episode_until_that_is_over(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with (
-        open_episode(endpoint, chat, "red") as scripted,
-        open_episode(endpoint, chat, "blue") as other,
+        open_episode(endpoint, chat, "red") as episode,
+        open_episode(endpoint, chat, "blue") as other_episode,
     ):
         texts = [
-            (await each.client.chat.completions.create(model="m", messages=HELLO))
+            (await each.client.chat.completions.create(model="m", messages=PROMPT))
             .choices[0]
             .message.content
-            for each in (other, scripted)
+            for each in (other_episode, episode)
         ]
         assert texts == ["blue", "red"]
-        client = scripted.client
+        client = episode.client
         assert [model.id async for model in client.models.list()] == ["ludus"]
-        wrong = AsyncOpenAI(
-            base_url=scripted.episode.access.base_url, api_key="sk-guess", max_retries=0
+        wrong_client = AsyncOpenAI(
+            base_url=episode.endpoint_episode.access.base_url, api_key="sk-guess", max_retries=0
         )
         with pytest.raises(openai.AuthenticationError):
-            await wrong.models.list()
+            await wrong_client.models.list()
     with pytest.raises(openai.AuthenticationError):
-        await client.chat.completions.create(model="m", messages=HELLO)
+        await client.chat.completions.create(model="m", messages=PROMPT)
 
 
 async def test_what_is_asked_at_the_end_of_an_episode_is_given_up_with_it(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    async def never(*_: Any) -> Any:
+    async def wait_forever(*_: Any) -> Any:
         await asyncio.Event().wait()
 
-    with open_episode(endpoint, chat) as scripted:
-        scripted.policy.replacement = never
-        asking = asyncio.ensure_future(
-            scripted.client.chat.completions.create(model="m", messages=HELLO)
+    with open_episode(endpoint, chat) as episode:
+        episode.policy.replacement = wait_forever
+        request_task = asyncio.ensure_future(
+            episode.client.chat.completions.create(model="m", messages=PROMPT)
         )
-        while not scripted.episode.handler_tasks:
+        while not episode.endpoint_episode.handler_tasks:
             await asyncio.sleep(0.01)
     with pytest.raises(openai.AuthenticationError, match="episode"):
-        await asking
-    assert scripted.tree.num_turns == 0
+        await request_task
+    assert episode.tree.num_turns == 0
 
 
 async def test_a_client_that_has_gone_away_leaves_no_turn(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    given_up = asyncio.Event()
+    cancelled_event = asyncio.Event()
 
-    async def slow(*_: Any) -> Any:
+    async def wait_until_cancelled(*_: Any) -> Any:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
-            given_up.set()
+            cancelled_event.set()
             raise
 
-    with open_episode(endpoint, chat) as scripted:
-        scripted.policy.replacement = slow
+    with open_episode(endpoint, chat) as episode:
+        episode.policy.replacement = wait_until_cancelled
         with pytest.raises(openai.APITimeoutError):
-            await scripted.client.chat.completions.create(model="m", messages=HELLO, timeout=0.3)
-        await asyncio.wait_for(given_up.wait(), 10)
-    assert scripted.tree.num_turns == 0
+            await episode.client.chat.completions.create(model="m", messages=PROMPT, timeout=0.3)
+        await asyncio.wait_for(cancelled_event.wait(), 10)
+    assert episode.tree.num_turns == 0
 
 
 async def test_a_failed_policy_fails_the_episode_even_if_the_agent_continues(
@@ -392,15 +392,15 @@ async def test_a_failed_policy_fails_the_episode_even_if_the_agent_continues(
     async def raise_error(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    with open_episode(endpoint, chat) as scripted:
-        scripted.policy.replacement = raise_error
+    with open_episode(endpoint, chat) as episode:
+        episode.policy.replacement = raise_error
         with pytest.raises(openai.UnprocessableEntityError, match="out of memory"):
-            await scripted.client.chat.completions.create(model="m", messages=HELLO)
+            await episode.client.chat.completions.create(model="m", messages=PROMPT)
         with pytest.raises(RuntimeError, match="out of memory"):
-            scripted.episode.raise_if_failed()
+            episode.endpoint_episode.raise_if_failed()
 
 
-class Box:
+class BoxTools:
     """A simulated session with tools."""
 
     tools = (Tool("look", "Looks.", {"type": "object", "properties": {}}),)
@@ -413,32 +413,32 @@ async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with (
-        open_episode(endpoint, chat, tools=Box()) as scripted,
+        open_episode(endpoint, chat, tools=BoxTools()) as episode,
         open_episode(endpoint, chat) as without_tools,
     ):
-        access = scripted.episode.access
-        assert without_tools.episode.access.mcp_url is None
+        access = episode.endpoint_episode.access
+        assert without_tools.endpoint_episode.access.mcp_url is None
         headers = {"authorization": f"Bearer {access.api_key}"}
         async with httpx.AsyncClient(headers=headers) as http:
 
-            async def ask(method: str, **params: Any) -> Any:
+            async def send_request(method: str, **params: Any) -> Any:
                 payload = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
                 return (await http.post(str(access.mcp_url), json=payload)).json()
 
-            began = await ask("initialize", protocolVersion="2025-06-18")
-            assert began["result"]["protocolVersion"] == "2025-06-18"
-            notified = {"jsonrpc": "2.0", "method": "notifications/initialized"}
-            assert (await http.post(str(access.mcp_url), json=notified)).status_code == 202
-            assert (await ask("tools/list"))["result"]["tools"][0]["name"] == "look"
-            called = await ask("tools/call", name="look", arguments={"a": 1})
-            assert called["result"]["content"][0]["text"] == "called with {'a': 1}"
-            assert "error" in await ask("tools/call", name="nothing")
-            assert "error" in await ask("resources/list")
-            listed = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": [1]}
-            refused = (await http.post(str(access.mcp_url), json=listed)).json()
-            assert refused["error"]["message"] == "expected params by name, got [1]"
-        key = {"authorization": f"Bearer {without_tools.episode.access.api_key}"}
-        async with httpx.AsyncClient(headers=key) as http:
+            initialization = await send_request("initialize", protocolVersion="2025-06-18")
+            assert initialization["result"]["protocolVersion"] == "2025-06-18"
+            notification = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+            assert (await http.post(str(access.mcp_url), json=notification)).status_code == 202
+            assert (await send_request("tools/list"))["result"]["tools"][0]["name"] == "look"
+            call_result = await send_request("tools/call", name="look", arguments={"a": 1})
+            assert call_result["result"]["content"][0]["text"] == "called with {'a': 1}"
+            assert "error" in await send_request("tools/call", name="nothing")
+            assert "error" in await send_request("resources/list")
+            invalid_request = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": [1]}
+            error_response = (await http.post(str(access.mcp_url), json=invalid_request)).json()
+            assert error_response["error"]["message"] == "expected params by name, got [1]"
+        other_headers = {"authorization": f"Bearer {without_tools.endpoint_episode.access.api_key}"}
+        async with httpx.AsyncClient(headers=other_headers) as http:
             payload = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
             assert (await http.post(str(access.mcp_url), json=payload)).status_code == 404
 
@@ -446,8 +446,8 @@ async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
 async def test_the_published_mcp_client_lists_tools_and_calls_them(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with open_episode(endpoint, chat, tools=Box()) as scripted:
-        access = scripted.episode.access
+    with open_episode(endpoint, chat, tools=BoxTools()) as episode:
+        access = episode.endpoint_episode.access
         headers = {"authorization": f"Bearer {access.api_key}"}
         async with (
             httpx2.AsyncClient(headers=headers) as http,
@@ -456,8 +456,8 @@ async def test_the_published_mcp_client_lists_tools_and_calls_them(
         ):
             await session.initialize()
             assert [tool.name for tool in (await session.list_tools()).tools] == ["look"]
-            called = await session.call_tool("look", {"a": 1})
-            assert called.content[0].text == "called with {'a': 1}"  # type: ignore[union-attr]
+            call_result = await session.call_tool("look", {"a": 1})
+            assert call_result.content[0].text == "called with {'a': 1}"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
@@ -465,19 +465,19 @@ async def test_the_same_calls_after_the_same_history_have_the_same_ids_and_other
     endpoint: AgentEndpoint, chat: ChatTokenizer, is_stream: bool
 ) -> None:
     ids = []
-    for question in ("Where is the key?", "Where is the key?", "Where is the hat?"):
-        with open_episode(endpoint, chat, CALL + CALL) as scripted:
+    for prompt in ("Where is the key?", "Where is the key?", "Where is the hat?"):
+        with open_episode(endpoint, chat, CALL + CALL) as episode:
             arguments: dict[str, Any] = {
                 "model": "any",
-                "messages": [{"role": "user", "content": question}],
+                "messages": [{"role": "user", "content": prompt}],
                 "tools": [TOOL],
             }
             if is_stream:
-                stream = await scripted.client.chat.completions.create(**arguments, stream=True)
+                stream = await episode.client.chat.completions.create(**arguments, stream=True)
                 deltas = [chunk.choices[0].delta async for chunk in stream]
                 calls = [call for delta in deltas for call in delta.tool_calls or [] if call.id]
             else:
-                completion = await scripted.client.chat.completions.create(**arguments)
+                completion = await episode.client.chat.completions.create(**arguments)
                 calls = completion.choices[0].message.tool_calls or []
             ids.append([call.id for call in calls])
     assert ids[0] == ids[1] and len({*ids[0], *ids[2]}) == 4
@@ -486,15 +486,15 @@ async def test_the_same_calls_after_the_same_history_have_the_same_ids_and_other
 async def test_both_forms_call_the_same_call_by_the_same_id(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with open_episode(endpoint, chat, CALL, CALL) as scripted:
-        over_chat = await scripted.client.chat.completions.create(
-            model="any", messages=HELLO, tools=[TOOL]
+    with open_episode(endpoint, chat, CALL, CALL) as episode:
+        completion = await episode.client.chat.completions.create(
+            model="any", messages=PROMPT, tools=[TOOL]
         )
-        response = await scripted.client.responses.create(
+        response = await episode.client.responses.create(
             model="any",
-            input=HELLO,
-            tools=[FUNCTION],  # type: ignore[list-item]
+            input=PROMPT,
+            tools=[FUNCTION_TOOL],  # type: ignore[list-item]
         )
-    [call] = over_chat.choices[0].message.tool_calls or []
-    [item] = response.output
-    assert item.type == "function_call" and item.call_id == call.id
+    [call] = completion.choices[0].message.tool_calls or []
+    [output] = response.output
+    assert output.type == "function_call" and output.call_id == call.id

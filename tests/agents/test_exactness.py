@@ -12,7 +12,7 @@ from tests.agents.exactness import measure
 
 @pytest.mark.slow
 async def test_what_the_engine_samples_over_http_is_what_is_trained() -> None:
-    findings = await measure(num_episodes=12)
-    assert findings.num_episodes == 12
-    assert findings.num_branches > 5 and findings.num_calls > 5
-    assert findings.largest_logprob_error < 1e-4
+    measurement = await measure(num_episodes=12)
+    assert measurement.num_episodes == 12
+    assert measurement.num_branches > 5 and measurement.num_calls > 5
+    assert measurement.largest_logprob_error < 1e-4

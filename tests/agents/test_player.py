@@ -46,17 +46,17 @@ def parse_agent(fields: dict[str, Any]) -> Any:
 
 
 @asynccontextmanager
-async def player_with(
+async def open_player(
     client: AsyncEnvClient,
     chat: ChatTokenizer,
     fields: dict[str, Any],
-    answers: tuple[str, ...] = ("STAND",),
-    **parts: Any,
+    completions: tuple[str, ...] = ("STAND",),
+    **runner_fields: Any,
 ) -> AsyncIterator[ScriptedPlayer]:
     """Start a player for the agent, with a scripted policy."""
-    script = itertools.cycle(answers)
+    script = itertools.cycle(completions)
     policy = ScriptedPolicy(chat, script)
-    reward = parts.pop("reward", None) or Reward()
+    reward = runner_fields.pop("reward", None) or Reward()
     async with AsyncExitStack() as stack:
         runner = AgentRunner(
             agent=await AgentHost.start(parse_agent(fields), stack),
@@ -66,37 +66,37 @@ async def player_with(
             chat=chat,
             renderer=ServerRenderer(),
             limits=LIMITS,
-            **parts,
+            **runner_fields,
         )
         yield ScriptedPlayer(runner, reward)
 
 
-async def group_with(
+async def play_group(
     client: AsyncEnvClient, chat: ChatTokenizer, function: Any, **fields: Any
 ) -> RolloutGroup:
     path = f"tests.agents.functions:{function.__name__}"
-    async with player_with(client, chat, {"function": path, **fields}) as player:
+    async with open_player(client, chat, {"function": path, **fields}) as player:
         spec = GroupSpec(0, "game", (11, 11))
         return await player.play_group(spec, num_transcripts=1)
 
 
-async def one_with(
+async def play_episode(
     client: AsyncEnvClient, chat: ChatTokenizer, function: Any, **fields: Any
 ) -> Rollout:
-    return (await group_with(client, chat, function, **fields)).rollouts[0]
+    return (await play_group(client, chat, function, **fields)).rollouts[0]
 
 
 async def test_what_an_agent_answers_is_played_and_what_was_sampled_is_kept(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    group = await group_with(client, chat, functions.passes_on)
+    group = await play_group(client, chat, functions.passes_on)
     for rollout in group.rollouts:
         assert rollout.status is RolloutStatus.TERMINATED
         assert rollout.reward == rollout.turns[-1].reward != 0
         [sequence] = rollout.sequences
         assert chat.decode(sequence.token_ids[sequence.loss_mask].tolist()) == "STAND"
-    [written] = group.transcripts
-    [turn] = written.turns
+    [transcript] = group.transcripts
+    [turn] = transcript.turns
     assert (turn.shown[0].text, turn.answer) == ("hard 11 vs 2", "STAND")
     assert turn.action == {"text": "STAND"}
 
@@ -104,25 +104,25 @@ async def test_what_an_agent_answers_is_played_and_what_was_sampled_is_kept(
 async def test_its_fields_and_its_own_reward_reach_the_reward_functions(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    seen: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     reward = Reward([RewardTerm(), RewardTerm(function="tests.agents.test_player:judge")])
     fields = {"function": "tests.agents.functions:passes_on"}
-    async with player_with(client, chat, fields, reward=reward) as player:
-        JUDGED.clear()
+    async with open_player(client, chat, fields, reward=reward) as player:
+        RECORDED_COLUMNS.clear()
         await player.play_group(GroupSpec(0, "game", (11, 12)))
-        seen.update(JUDGED)
-    assert seen["kind"] == ["passes on"] * 2
-    assert seen["prompts"][0][0]["content"] == "hard 11 vs 2"
-    plain = await one_with(client, chat, functions.passes_on)
-    paid = await one_with(client, chat, functions.waits_in_a_thread)
-    assert paid.reward == (plain.reward or 0) + 0.25
+        columns.update(RECORDED_COLUMNS)
+    assert columns["kind"] == ["passes on"] * 2
+    assert columns["prompts"][0][0]["content"] == "hard 11 vs 2"
+    plain_rollout = await play_episode(client, chat, functions.passes_on)
+    rewarded_rollout = await play_episode(client, chat, functions.waits_in_a_thread)
+    assert rewarded_rollout.reward == (plain_rollout.reward or 0) + 0.25
 
 
 async def test_an_agent_may_be_an_object_that_is_called_asynchronously(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     fields = {"function": "tests.agents.functions:an_object"}
-    async with player_with(client, chat, fields) as player:
+    async with open_player(client, chat, fields) as player:
         group = await player.play_group(GroupSpec(0, "game", (11,)))
     assert group.rollouts[0].status is RolloutStatus.TERMINATED, group.rollouts[0].failure
 
@@ -143,11 +143,11 @@ async def test_a_task_with_braces_is_passed_unchanged() -> None:
     assert commands[0][2] == "say: {task}"
 
 
-JUDGED: dict[str, Any] = {}
+RECORDED_COLUMNS: dict[str, Any] = {}
 
 
 def judge(kind: list[str], prompts: list[Any], **_: Any) -> list[float]:
-    JUDGED.update(kind=kind, prompts=prompts)
+    RECORDED_COLUMNS.update(kind=kind, prompts=prompts)
     return [0.0] * len(kind)
 
 
@@ -165,7 +165,7 @@ async def test_a_dead_agent_leaves_a_void_episode_with_its_reason(
     client: AsyncEnvClient, chat: ChatTokenizer, function: Any, reason: str
 ) -> None:
     timeout_s = 0.5 if function is functions.hangs else 20.0
-    rollout = await one_with(client, chat, function, timeout_s=timeout_s)
+    rollout = await play_episode(client, chat, function, timeout_s=timeout_s)
     assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
     assert reason in rollout.failure and rollout.has_agent_failed
 
@@ -173,7 +173,7 @@ async def test_a_dead_agent_leaves_a_void_episode_with_its_reason(
 async def test_an_agent_that_a_limit_refuses_is_truncated_however_it_ends(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    rollout = await one_with(client, chat, functions.exceeds_turn_limit)
+    rollout = await play_episode(client, chat, functions.exceeds_turn_limit)
     assert rollout.status is RolloutStatus.TRUNCATED
     assert (rollout.reward, len(rollout.turns)) == (0.0, LIMITS.max_turns)
     assert not rollout.has_agent_failed
@@ -182,7 +182,7 @@ async def test_an_agent_that_a_limit_refuses_is_truncated_however_it_ends(
 async def test_requests_side_by_side_are_branches_that_are_counted(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    rollout = await one_with(client, chat, functions.sends_parallel_requests)
+    rollout = await play_episode(client, chat, functions.sends_parallel_requests)
     assert rollout.status is RolloutStatus.TERMINATED
     assert (len(rollout.sequences), rollout.num_branches) == (3, 2)
 
@@ -198,7 +198,7 @@ async def test_requests_side_by_side_are_branches_that_are_counted(
 async def test_words_may_be_the_answer_or_what_the_policy_said_last_or_nothing(
     client: AsyncEnvClient, chat: ChatTokenizer, answer: str, status: RolloutStatus
 ) -> None:
-    rollout = await one_with(client, chat, functions.returns_plain_text, answer=answer)
+    rollout = await play_episode(client, chat, functions.returns_plain_text, answer=answer)
     assert rollout.status is status
     assert (rollout.reward == 0) == (answer == "none")
 
@@ -213,7 +213,7 @@ async def test_an_agent_calls_the_environments_tools_and_its_calls_are_counted(
     ):
         fields = {"function": "tests.agents.functions:calls_tools"}
         toolbox = Toolbox(client, "calculator")
-        async with player_with(client, chat, fields, toolbox=toolbox) as player:
+        async with open_player(client, chat, fields, toolbox=toolbox) as player:
             rollout = (await player.play_group(GroupSpec(0, "game", (1,)))).rollouts[0]
     assert rollout.status is RolloutStatus.TERMINATED, rollout.failure
     assert (rollout.num_tool_calls, rollout.num_tool_calls_failed) == (2, 1)
@@ -224,31 +224,31 @@ async def test_a_program_is_confined_and_stops_with_its_children(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_SECRET", "s3cret")
-    JUDGED.clear()
-    reward = Reward([RewardTerm(), RewardTerm(function="tests.agents.test_player:keep")])
+    RECORDED_COLUMNS.clear()
+    reward = Reward([RewardTerm(), RewardTerm(function="tests.agents.test_player:record_columns")])
     command = [sys.executable, str(PROGRAM), "answer", "{text}"]
     fields = {"command": command, "folder": str(ROOT)}
-    async with player_with(client, chat, fields, reward=reward) as player:
+    async with open_player(client, chat, fields, reward=reward) as player:
         group = await player.play_group(GroupSpec(0, "game", (11,)))
     assert group.rollouts[0].status is RolloutStatus.TERMINATED, group.rollouts[0].failure
-    assert JUDGED == {"secret": ["none"], "text": ["hard 11 vs 2"]}
+    assert RECORDED_COLUMNS == {"secret": ["none"], "text": ["hard 11 vs 2"]}
 
     fields = {**fields, "command": [sys.executable, str(PROGRAM), "crash"]}
-    async with player_with(client, chat, fields) as player:
+    async with open_player(client, chat, fields) as player:
         group = await player.play_group(GroupSpec(0, "game", (11,)))
     assert "exit code 1" in group.rollouts[0].failure
     assert "no such file: weights.bin" in group.rollouts[0].failure
 
     fields = {**fields, "command": [sys.executable, str(PROGRAM), "hang"], "timeout_s": 8.0}
-    async with player_with(client, chat, fields) as player:
+    async with open_player(client, chat, fields) as player:
         group = await player.play_group(GroupSpec(0, "game", (11,)))
     assert "timeout_s" in group.rollouts[0].failure
     commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
     assert ["sleep", "4242"] not in commands
 
 
-def keep(secret: list[str], text: list[str], **_: Any) -> list[float]:
-    JUDGED.update(secret=secret, text=text)
+def record_columns(secret: list[str], text: list[str], **_: Any) -> list[float]:
+    RECORDED_COLUMNS.update(secret=secret, text=text)
     return [0.0] * len(secret)
 
 
@@ -266,13 +266,13 @@ async def test_a_service_is_called_with_task_and_key_and_its_end_is_no_agents_do
     service = HttpListener(app, bind("127.0.0.1", 0, "port"))
     await service.start()
     fields = {"url": f"http://127.0.0.1:{service.port}/solve"}
-    async with player_with(client, chat, fields) as player:
+    async with open_player(client, chat, fields) as player:
         group = await player.play_group(GroupSpec(0, "game", (11, 13)))
         await service.stop()
         late_group = await player.play_group(GroupSpec(1, "game", (11,)))
-    finished, failed = group.rollouts
-    assert finished.status is RolloutStatus.TERMINATED
-    assert failed.status is RolloutStatus.FAILED and "no more rooms" in failed.failure
+    rollout, void_rollout = group.rollouts
+    assert rollout.status is RolloutStatus.TERMINATED
+    assert void_rollout.status is RolloutStatus.FAILED and "no more rooms" in void_rollout.failure
     assert late_group.rollouts[0].status is RolloutStatus.LOST
     assert not late_group.rollouts[0].has_agent_failed
 

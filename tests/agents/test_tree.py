@@ -19,7 +19,7 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
     PolicyRequest,
     PolicyResponse,
 )
-from tests.agents.random_policy import TOOL, RandomPolicy, tiny_chat
+from tests.agents.random_policy import TOOL, RandomPolicy, make_tiny_chat
 from tests.agents.wild_agent import WildAgent, check_exact, repeat_response
 
 LIMITS = RolloutConfig(max_completion_tokens=60, max_tokens=3000, max_turns=64)
@@ -28,7 +28,7 @@ NUM_EPISODES = 1000
 
 @pytest.fixture(scope="module")
 def chat() -> ChatTokenizer:
-    return tiny_chat()
+    return make_tiny_chat()
 
 
 def make_tree(
@@ -42,7 +42,7 @@ def user(text: str) -> ChatMessage:
     return ChatMessage("user", text)
 
 
-async def ask(tree: ConversationTree, *messages: ChatMessage, **fields: Any) -> PolicyResponse:
+async def complete(tree: ConversationTree, *messages: ChatMessage, **fields: Any) -> PolicyResponse:
     return (await tree.respond(PolicyRequest(messages, **fields)))[0]
 
 
@@ -50,17 +50,17 @@ async def ask(tree: ConversationTree, *messages: ChatMessage, **fields: Any) -> 
 async def test_a_thousand_wild_episodes_train_on_exactly_what_was_sampled(
     chat: ChatTokenizer,
 ) -> None:
-    num_sequences = num_continued = 0
+    num_sequences = num_long_sequences = 0
     for seed in range(NUM_EPISODES):
         tree, policy = make_tree(chat, seed)
         await WildAgent(tree, seed).play()
         sequences = tree.make_sequences()
-        check_exact(sequences, policy.sampled)
+        check_exact(sequences, policy.samples)
         num_sequences += len(sequences)
-        num_continued += sum(len(sequence.turns) > 1 for sequence in sequences)
+        num_long_sequences += sum(len(sequence.turns) > 1 for sequence in sequences)
     # The test proves something only if some histories continue and some branch.
     assert num_sequences > 2 * NUM_EPISODES
-    assert num_continued > NUM_EPISODES // 3
+    assert num_long_sequences > NUM_EPISODES // 3
 
 
 async def test_a_history_that_grows_is_one_sequence_however_its_answers_are_written(
@@ -70,22 +70,22 @@ async def test_a_history_that_grows_is_one_sequence_however_its_answers_are_writ
         tree, policy = make_tree(chat, seed)
         history = [user("Where?")]
         for _ in range(4):
-            response = await ask(tree, *history, tools=(TOOL,))
+            response = await complete(tree, *history, tools=(TOOL,))
             agent = WildAgent(tree, seed)
             history += [repeat_response(response), agent.draw_reply(response)]
         [sequence] = tree.make_sequences()
         assert len(sequence.turns) == 4
-        assert [len(prompt.prompt_ids) for prompt in policy.sampled] == [
+        assert [len(prompt.prompt_ids) for prompt in policy.samples] == [
             t.start for t in sequence.turns
         ]
 
 
 async def test_a_retry_is_a_branch_that_trains_on_its_own_answer_alone(chat: ChatTokenizer) -> None:
     tree, _ = make_tree(chat, 5)
-    first = await ask(tree, user("a"))
-    history = (user("a"), first.chat_message, user("b"))
-    await ask(tree, *history)
-    await ask(tree, *history)
+    first_response = await complete(tree, user("a"))
+    history = (user("a"), first_response.chat_message, user("b"))
+    await complete(tree, *history)
+    await complete(tree, *history)
     first_branch, second_branch = tree.make_sequences()
     assert (len(first_branch.turns), len(second_branch.turns)) == (2, 1)
     start = first_branch.turns[1].start
@@ -100,9 +100,9 @@ async def test_equal_prompts_get_equal_samples_in_any_order_but_not_when_repeate
     for order in (("a", "b"), ("b", "a")):
         tree, policy = make_tree(chat, 3)
         for text in (*order, "a"):
-            await ask(tree, user(text))
-        seeds.append({hash(prompt.prompt_ids): prompt.seed for prompt in policy.sampled[:2]})
-        assert len({prompt.seed for prompt in policy.sampled}) == 3
+            await complete(tree, user(text))
+        seeds.append({hash(prompt.prompt_ids): prompt.seed for prompt in policy.samples[:2]})
+        assert len({prompt.seed for prompt in policy.samples}) == 3
     assert seeds[0] == seeds[1]
 
 
@@ -113,30 +113,30 @@ async def test_an_agents_seed_decides_what_is_sampled_within_its_episode(
     for key in (1, 2):
         tree, policy = make_tree(chat, key)
         for seed in (7, 7, 8):
-            await ask(tree, user("a"), seed=seed)
-        seeds.append([prompt.seed for prompt in policy.sampled])
+            await complete(tree, user("a"), seed=seed)
+        seeds.append([prompt.seed for prompt in policy.samples])
         assert seeds[-1][0] == seeds[-1][1] != seeds[-1][2]
     assert not set(seeds[0]) & set(seeds[1])
 
 
 async def test_thoughts_that_the_template_takes_out_make_sequences_of_their_own() -> None:
-    chat = tiny_chat(keep_thinking=False)
+    chat = make_tiny_chat(keep_thinking=False)
     for seed in range(50):
         tree, policy = make_tree(chat, seed)
         await WildAgent(tree, seed).play()
-        check_exact(tree.make_sequences(), policy.sampled)
+        check_exact(tree.make_sequences(), policy.samples)
 
 
 async def test_limits_refuse_what_has_no_room_and_what_was_said_stays(chat: ChatTokenizer) -> None:
     limits = LIMITS.model_copy(update={"max_turns": 2, "max_tokens": 150})
     tree, _ = make_tree(chat, 1, limits)
-    with pytest.raises(LimitError, match=r"rollout\.max_tokens = 150") as long:
-        await ask(tree, user("a b c d e " * 40))
-    assert (long.value.status, long.value.code) == (400, "context_length_exceeded")
-    await asyncio.gather(ask(tree, user("a")), ask(tree, user("b")))
-    with pytest.raises(LimitError, match=r"rollout\.max_turns = 2") as often:
-        await ask(tree, user("c"))
-    assert often.value.status == 403
+    with pytest.raises(LimitError, match=r"rollout\.max_tokens = 150") as length_error:
+        await complete(tree, user("a b c d e " * 40))
+    assert (length_error.value.status, length_error.value.code) == (400, "context_length_exceeded")
+    await asyncio.gather(complete(tree, user("a")), complete(tree, user("b")))
+    with pytest.raises(LimitError, match=r"rollout\.max_turns = 2") as turn_limit_error:
+        await complete(tree, user("c"))
+    assert turn_limit_error.value.status == 403
     assert tree.num_turns == 2
     with pytest.raises(LimitError):
         tree.refuse_if_full()
@@ -146,12 +146,12 @@ async def test_a_cancelled_request_leaves_no_turn(chat: ChatTokenizer) -> None:
     tree, policy = make_tree(chat, 1, LIMITS.model_copy(update={"max_turns": 1}))
 
     policy.is_blocked = True
-    asking = asyncio.ensure_future(ask(tree, user("a")))
+    request_task = asyncio.ensure_future(complete(tree, user("a")))
     await asyncio.sleep(0)
-    asking.cancel()
-    await asyncio.wait([asking])
+    request_task.cancel()
+    await asyncio.wait([request_task])
     policy.is_blocked = False
-    await ask(tree, user("a"))
+    await complete(tree, user("a"))
     assert tree.num_turns == 1
 
 
@@ -161,12 +161,12 @@ async def test_rewards_stand_on_the_last_answer_and_every_branch_shares_the_adva
     rollouts = []
     for seed, reward in enumerate((1.0, 0.0)):
         tree, _ = make_tree(chat, seed)
-        first = await ask(tree, user("a"))
-        await ask(tree, user("a"), first.chat_message, user("b"))
-        await ask(tree, user("c"))
+        first_response = await complete(tree, user("a"))
+        await complete(tree, user("a"), first_response.chat_message, user("b"))
+        await complete(tree, user("c"))
         tree.add_reward(reward)
         sequences = tree.make_sequences()
-        assert [turn.reward for path in sequences for turn in path.turns] == [0.0, 0.0, reward]
+        assert [turn.reward for branch in sequences for turn in branch.turns] == [0.0, 0.0, reward]
         rollouts.append(
             Rollout("game", 0, sequences, reward, reward, (), RolloutStatus.TERMINATED, 0)
         )

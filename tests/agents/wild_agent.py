@@ -18,7 +18,7 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
     PolicyResponse,
     Responder,
 )
-from tests.agents.random_policy import TOOL, WORDS, Sampled
+from tests.agents.random_policy import TOOL, WORDS, Sample
 
 
 class WildAgent:
@@ -26,34 +26,34 @@ class WildAgent:
 
     def __init__(self, policy: Responder, seed: int) -> None:
         self._policy = policy
-        self._draw = random.Random(f"wild agent {seed}")
+        self._rng = random.Random(f"wild agent {seed}")
         self._histories: list[list[ChatMessage]] = [[ChatMessage("user", "Where is the key?")]]
 
     async def play(self) -> None:
         """Send a few rounds of one to three parallel requests."""
-        for _ in range(self._draw.randrange(1, 5)):
+        for _ in range(self._rng.randrange(1, 5)):
             await asyncio.gather(
-                *(self._send_request() for _ in range(self._draw.choice((1, 1, 2, 3))))
+                *(self._send_request() for _ in range(self._rng.choice((1, 1, 2, 3))))
             )
 
     async def _send_request(self) -> None:
-        draw = self._draw
-        history = list(draw.choice(self._histories))
-        match draw.randrange(8):
+        rng = self._rng
+        history = list(rng.choice(self._histories))
+        match rng.randrange(8):
             case 0:  # compaction
-                history = [ChatMessage("system", "Summary: " + draw.choice(WORDS)), *history[-2:]]
+                history = [ChatMessage("system", "Summary: " + rng.choice(WORDS)), *history[-2:]]
             case 1 if len(history) > 2:  # an edit
-                index = draw.randrange(len(history))
-                history[index] = replace(history[index], content=draw.choice(WORDS))
+                index = rng.randrange(len(history))
+                history[index] = replace(history[index], content=rng.choice(WORDS))
             case 2 if len(history) > 2:  # a window
                 history = history[2:]
         request = PolicyRequest(
             tuple(history),
-            tools=draw.choice(((), (TOOL,), (TOOL,))),
-            num_completions=draw.choice((1, 1, 1, 2)),
-            stop_texts=draw.choice(((), ("STOP",))),
-            max_tokens=draw.choice((None, 5)),
-            is_limited_to_one_call=draw.random() < 0.3,
+            tools=rng.choice(((), (TOOL,), (TOOL,))),
+            num_completions=rng.choice((1, 1, 1, 2)),
+            stop_texts=rng.choice(((), ("STOP",))),
+            max_tokens=rng.choice((None, 5)),
+            is_limited_to_one_call=rng.random() < 0.3,
         )
         for response in await self._policy.respond(request):
             reply = self.draw_reply(response)
@@ -61,7 +61,7 @@ class WildAgent:
 
     def draw_reply(self, response: PolicyResponse) -> ChatMessage:
         """Return a random reply: a tool result after a call, a user message otherwise."""
-        text = self._draw.choice(WORDS)
+        text = self._rng.choice(WORDS)
         return ChatMessage("tool", text) if response.calls else ChatMessage("user", text)
 
 
@@ -73,25 +73,25 @@ def repeat_response(response: PolicyResponse) -> ChatMessage:
     return ChatMessage("assistant", response.content.strip(), calls)
 
 
-def check_exact(sequences: tuple[TokenSequence, ...], sampled: Sequence[Sampled]) -> None:
+def check_exact(sequences: tuple[TokenSequence, ...], samples: Sequence[Sample]) -> None:
     """Check that every completion, or its start if it was cut, is trained once after its prompt."""
-    remaining = Counter(sampled)
+    remaining_samples = Counter(samples)
     turns = [(sequence, turn) for sequence in sequences for turn in sequence.turns]
     # Long turns are matched first, because a short turn can be the start of several completions.
     for sequence, turn in sorted(turns, key=lambda pair: pair[1].start - pair[1].end):
         prompt = tuple(sequence.token_ids[: turn.start].tolist())
         token_ids = tuple(sequence.token_ids[turn.start : turn.end].tolist())
         logprobs = sequence.logprobs[turn.start : turn.end]
-        match = [
+        matches = [
             completion
-            for completion in remaining
+            for completion in remaining_samples
             if completion.prompt_ids == prompt
             and completion.token_ids[: len(token_ids)] == token_ids
             and np.allclose(completion.logprobs[: len(token_ids)], logprobs)
         ]
-        assert match, "a turn is trained on that was not sampled after this prompt"
-        remaining[match[0]] -= 1
-        remaining += Counter()
-    assert not remaining, "a completion was sampled and is not trained on"
+        assert matches, "a turn is trained on that was not sampled after this prompt"
+        remaining_samples[matches[0]] -= 1
+        remaining_samples += Counter()
+    assert not remaining_samples, "a completion was sampled and is not trained on"
     for sequence in sequences:
         assert not sequence.logprobs[~sequence.loss_mask].any()

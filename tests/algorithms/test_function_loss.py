@@ -41,17 +41,17 @@ def raise_error(*_: Tensor) -> Tensor:
     raise KeyError("weights")
 
 
-def with_loss(loss: Any) -> GrpoConfig:
+def make_config(loss: Any) -> GrpoConfig:
     return GrpoConfig(loss=loss, correction=TokenTis(), kl_coef=0.1, entropy_coef=0.01)
 
 
-def with_function(name: str) -> GrpoConfig:
-    return with_loss(FunctionLoss(function=f"{__name__}:{name}"))
+def make_function_config(name: str) -> GrpoConfig:
+    return make_config(FunctionLoss(function=f"{__name__}:{name}"))
 
 
 def test_function_loss_equals_the_same_built_in_loss(ragged_batch: RaggedBatch) -> None:
-    clip_config = with_loss(ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=None))
-    function_config = with_function("clip_ratio")
+    clip_config = make_config(ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=None))
+    function_config = make_function_config("clip_ratio")
     assert run(ragged_batch, function_config).loss.item() == pytest.approx(
         run(ragged_batch, clip_config).loss.item()
     )
@@ -73,9 +73,9 @@ def test_function_loss_equals_the_same_built_in_loss(ragged_batch: RaggedBatch) 
 def test_invalid_function_is_refused(
     ragged_batch: RaggedBatch, function: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        gradient(ragged_batch, with_function(function), [[0, 1, 2, 3]])
-    assert f"algorithm.loss.function = '{__name__}:{function}'" in str(caught.value)
+    with pytest.raises(ConfigError, match=message) as error_info:
+        gradient(ragged_batch, make_function_config(function), [[0, 1, 2, 3]])
+    assert f"algorithm.loss.function = '{__name__}:{function}'" in str(error_info.value)
 
 
 def test_function_that_cannot_be_imported_is_refused() -> None:

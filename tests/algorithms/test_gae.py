@@ -17,12 +17,12 @@ DISCOUNT = st.floats(0, 1, width=32)
 
 
 @st.composite
-def episodes(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
+def draw_episodes(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards, values and mask [1, T]; rewards lie on actions only."""
     length = draw(st.integers(1, 8))
-    row = st.lists(NUMBER, min_size=length, max_size=length)
+    numbers = st.lists(NUMBER, min_size=length, max_size=length)
     mask = torch.tensor([draw(st.lists(st.booleans(), min_size=length, max_size=length))])
-    rewards, values = (torch.tensor([draw(row)], dtype=torch.float64) for _ in range(2))
+    rewards, values = (torch.tensor([draw(numbers)], dtype=torch.float64) for _ in range(2))
     return torch.where(mask, rewards, 0.0), values, mask
 
 
@@ -40,7 +40,7 @@ def run_gae(
     return gae(rewards, values, mask, terminated, bootstrap_value, gamma, lam)
 
 
-@given(episodes(), DISCOUNT, DISCOUNT, NUMBER | st.none())
+@given(draw_episodes(), DISCOUNT, DISCOUNT, NUMBER | st.none())
 def test_gae_equals_its_defining_sum_over_the_actions(
     episode: tuple[Tensor, Tensor, Tensor], gamma: float, lam: float, bootstrap: float | None
 ) -> None:
@@ -55,13 +55,13 @@ def test_gae_equals_its_defining_sum_over_the_actions(
     assert not advantages[~mask].any()
 
 
-@given(episodes())
+@given(draw_episodes())
 def test_values_of_observation_tokens_do_not_matter(
     episode: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     rewards, values, mask = episode
-    other = torch.where(mask, values, torch.nan)
-    torch.testing.assert_close(run_gae(rewards, values, mask), run_gae(rewards, other, mask))
+    other_values = torch.where(mask, values, torch.nan)
+    torch.testing.assert_close(run_gae(rewards, values, mask), run_gae(rewards, other_values, mask))
 
 
 def test_a_truncated_episode_bootstraps_and_a_terminated_one_does_not() -> None:
@@ -99,50 +99,48 @@ def test_advantages_are_targets_without_gradient() -> None:
     assert critic_targets(advantages, values.detach(), mask).tolist() == (advantages + 1).tolist()
 
 
-@given(episodes(), DISCOUNT)
+@given(draw_episodes(), DISCOUNT)
 def test_token_returns_are_discounted_sums_over_the_actions_that_follow(
     episode: tuple[Tensor, Tensor, Tensor], gamma: float
 ) -> None:
     rewards, _, mask = episode
-    paid = rewards[mask].tolist()
-    expected = [
-        sum(gamma ** (k - t) * paid[k] for k in range(t, len(paid))) for t in range(len(paid))
-    ]
-    result = discounted_returns(rewards, mask, gamma)
-    torch.testing.assert_close(result[mask], torch.tensor(expected, dtype=torch.float64))
-    assert not result[~mask].any()
+    r = rewards[mask].tolist()
+    expected = [sum(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))]
+    returns = discounted_returns(rewards, mask, gamma)
+    torch.testing.assert_close(returns[mask], torch.tensor(expected, dtype=torch.float64))
+    assert not returns[~mask].any()
 
 
 def test_the_penalty_is_the_log_ratio_to_the_reference_and_sums_to_the_divergence() -> None:
     mask = torch.tensor([[False, True, True]])
-    new, ref = torch.tensor([[torch.nan, -1.0, -0.5]]), torch.tensor([[torch.nan, -1.5, -0.25]])
-    penalty = kl_penalty(new, ref, mask, kl_coef=0.1)
+    policy, ref = torch.tensor([[torch.nan, -1.0, -0.5]]), torch.tensor([[torch.nan, -1.5, -0.25]])
+    penalty = kl_penalty(policy, ref, mask, kl_coef=0.1)
     torch.testing.assert_close(penalty, torch.tensor([[0.0, -0.05, 0.025]]))
-    to_go = discounted_returns(penalty, mask, gamma=1.0)
-    torch.testing.assert_close(to_go, torch.tensor([[0.0, -0.025, 0.025]]))
+    returns = discounted_returns(penalty, mask, gamma=1.0)
+    torch.testing.assert_close(returns, torch.tensor([[0.0, -0.025, 0.025]]))
 
 
 def test_divergence_in_the_reward_has_its_gradient() -> None:
     """Over all answers of two tokens, weighted by their probability: nothing is sampled."""
     generator = torch.Generator().manual_seed(0)
-    first = torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True)
-    second = torch.randn(3, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    ref_first = torch.randn(3, generator=generator, dtype=torch.float64)
-    ref_second = torch.randn(3, 3, generator=generator, dtype=torch.float64)
+    head = torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True)
+    tail = torch.randn(3, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    ref_head = torch.randn(3, generator=generator, dtype=torch.float64)
+    ref_tail = torch.randn(3, 3, generator=generator, dtype=torch.float64)
 
-    def answers(a: Tensor, b: Tensor) -> Tensor:  # [9, 2] log-probs of both tokens
-        head, tail = a.log_softmax(-1), b.log_softmax(-1)
-        return torch.stack([torch.stack([head[i], tail[i, j]]) for i in range(3) for j in range(3)])
+    def compute_logprobs(a: Tensor, b: Tensor) -> Tensor:  # [9, 2] log-probs of both tokens
+        x, y = a.log_softmax(-1), b.log_softmax(-1)
+        return torch.stack([torch.stack([x[i], y[i, j]]) for i in range(3) for j in range(3)])
 
-    new, ref = answers(first, second), answers(ref_first, ref_second)
-    probability = new.sum(-1).exp()
-    divergence = (probability * (new - ref).sum(-1)).sum()
-    expected = torch.autograd.grad(divergence, [first, second], retain_graph=True)
+    logprobs, ref_logprobs = compute_logprobs(head, tail), compute_logprobs(ref_head, ref_tail)
+    probability = logprobs.sum(-1).exp()
+    divergence = (probability * (logprobs - ref_logprobs).sum(-1)).sum()
+    expected = torch.autograd.grad(divergence, [head, tail], retain_graph=True)
 
     mask = torch.ones(9, 2).bool()
-    advantages = discounted_returns(kl_penalty(new, ref, mask, 1.0), mask, gamma=1.0)
-    surrogate = -(probability.detach()[:, None] * advantages * new).sum()
-    torch.testing.assert_close(torch.autograd.grad(surrogate, [first, second]), expected)
+    advantages = discounted_returns(kl_penalty(logprobs, ref_logprobs, mask, 1.0), mask, gamma=1.0)
+    surrogate = -(probability.detach()[:, None] * advantages * logprobs).sum()
+    torch.testing.assert_close(torch.autograd.grad(surrogate, [head, tail]), expected)
 
 
 def test_return_ignores_earlier_rewards() -> None:

@@ -35,24 +35,24 @@ def test_advantages_of_every_group_sum_to_zero(rewards: Tensor, baseline: str, s
 def test_permuting_a_group_permutes_its_advantages(
     rewards: Tensor, baseline: str, scale: str, random: Random
 ) -> None:
-    order = list(range(rewards.shape[1]))
-    random.shuffle(order)
+    permutation = list(range(rewards.shape[1]))
+    random.shuffle(permutation)
     torch.testing.assert_close(
-        group_advantages(rewards[:, order], baseline, scale),
-        group_advantages(rewards, baseline, scale)[:, order],
+        group_advantages(rewards[:, permutation], baseline, scale),
+        group_advantages(rewards, baseline, scale)[:, permutation],
     )
 
 
 @given(reward_groups(), BASELINES, st.sampled_from(["none", "group"]))
 def test_groups_are_independent(rewards: Tensor, baseline: str, scale: str) -> None:
-    one_by_one = [group_advantages(group[None], baseline, scale) for group in rewards]
-    torch.testing.assert_close(group_advantages(rewards, baseline, scale), torch.cat(one_by_one))
+    advantages = [group_advantages(group[None], baseline, scale) for group in rewards]
+    torch.testing.assert_close(group_advantages(rewards, baseline, scale), torch.cat(advantages))
 
 
 @given(reward_groups(), BASELINES, SCALES)
 def test_unscored_episodes_do_not_count(rewards: Tensor, baseline: str, scale: str) -> None:
-    unscored = torch.full((len(rewards), 2), torch.nan, dtype=torch.float64)
-    advantages = group_advantages(torch.cat([unscored, rewards], dim=1), baseline, scale)
+    unscored_rewards = torch.full((len(rewards), 2), torch.nan, dtype=torch.float64)
+    advantages = group_advantages(torch.cat([unscored_rewards, rewards], dim=1), baseline, scale)
     assert (advantages[:, :2] == 0).all()
     torch.testing.assert_close(advantages[:, 2:], group_advantages(rewards, baseline, scale))
 
@@ -85,8 +85,8 @@ def test_batch_scale_divides_by_the_std_of_all_rewards() -> None:
 
 def test_equal_rewards_with_a_rounding_error_have_zero_variance() -> None:
     rewards = torch.full((1, 10), 0.1)
-    noise = rewards - rewards.mean()
-    assert noise.any(), "this machine sums ten times 0.1 exactly: choose other rewards"
+    deviations = rewards - rewards.mean()
+    assert deviations.any(), "this machine sums ten times 0.1 exactly: choose other rewards"
     assert is_zero_variance_group(rewards).tolist() == [True]
     assert not group_advantages(rewards, "mean", "group").any()
 

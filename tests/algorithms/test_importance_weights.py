@@ -14,48 +14,50 @@ if TYPE_CHECKING:
 
 
 def test_no_weight_carries_a_gradient(ragged_batch: RaggedBatch) -> None:
-    old = ragged_batch.old_logprobs.clone().requires_grad_()
-    rollout = ragged_batch.rollout_logprobs.clone().requires_grad_()
+    old_logprobs = ragged_batch.old_logprobs.clone().requires_grad_()
+    rollout_logprobs = ragged_batch.rollout_logprobs.clone().requires_grad_()
     weights = [
-        correction_weight(old, rollout, ragged_batch.mask, correction)
+        correction_weight(old_logprobs, rollout_logprobs, ragged_batch.mask, correction)
         for correction in (TokenTis(), SequenceTis(), SequenceMask(), IcePop())
     ]
-    weights.append(geometric_mask(old, rollout, ragged_batch.mask, 0.5, 2.0))
+    weights.append(geometric_mask(old_logprobs, rollout_logprobs, ragged_batch.mask, 0.5, 2.0))
     assert not any(weight.requires_grad for weight in weights)
 
 
 @given(st.lists(st.floats(-200, 200, width=32), min_size=1, max_size=6), st.floats(0.5, 5))
-def test_truncated_weights_are_finite_and_at_most_the_cap(diffs: list[float], cap: float) -> None:
-    old, rollout = torch.tensor([diffs]), torch.zeros(1, len(diffs))
-    mask = torch.ones(1, len(diffs)).bool()
+def test_truncated_weights_are_finite_and_at_most_the_cap(shifts: list[float], cap: float) -> None:
+    old_logprobs, rollout_logprobs = torch.tensor([shifts]), torch.zeros(1, len(shifts))
+    mask = torch.ones(1, len(shifts)).bool()
     for kind in (TokenTis, SequenceTis):
-        weight = correction_weight(old, rollout, mask, kind.model_construct(cap=cap))
+        weight = correction_weight(
+            old_logprobs, rollout_logprobs, mask, kind.model_construct(cap=cap)
+        )
         assert (weight >= 0).all() and (weight <= torch.tensor(cap)).all()
 
 
 def test_weights_are_one_where_sampler_and_learner_agree(ragged_batch: RaggedBatch) -> None:
-    same = ragged_batch.old_logprobs
+    logprobs = ragged_batch.old_logprobs
     ones = torch.ones(4, 1, dtype=torch.float64)
     mask = ragged_batch.mask
-    assert (correction_weight(same, same, mask, TokenTis(cap=2))[mask] == 1).all()
-    assert correction_weight(same, same, mask, SequenceTis(cap=2)).equal(ones)
-    assert correction_weight(same, same, mask, SequenceMask(cap=2)).equal(ones)
-    assert geometric_mask(same, same, ragged_batch.mask, 0.99, 1.01).all()
+    assert (correction_weight(logprobs, logprobs, mask, TokenTis(cap=2))[mask] == 1).all()
+    assert correction_weight(logprobs, logprobs, mask, SequenceTis(cap=2)).equal(ones)
+    assert correction_weight(logprobs, logprobs, mask, SequenceMask(cap=2)).equal(ones)
+    assert geometric_mask(logprobs, logprobs, ragged_batch.mask, 0.99, 1.01).all()
 
 
 def test_the_geometric_mask_does_not_depend_on_length_and_the_sequence_mask_does() -> None:
     per_token_difference = 0.012
-    for num_tokens, kept in ((10, True), (100, False)):
-        old = torch.full((1, num_tokens), per_token_difference)
-        rollout, mask = torch.zeros(1, num_tokens), torch.ones(1, num_tokens).bool()
-        assert bool(correction_weight(old, rollout, mask, SequenceMask(cap=3))) is kept
-        assert bool(geometric_mask(old, rollout, mask, 0.5, 2.0))
+    for num_tokens, is_kept in ((10, True), (100, False)):
+        old_logprobs = torch.full((1, num_tokens), per_token_difference)
+        zeros, mask = torch.zeros(1, num_tokens), torch.ones(1, num_tokens).bool()
+        assert bool(correction_weight(old_logprobs, zeros, mask, SequenceMask(cap=3))) is is_kept
+        assert bool(geometric_mask(old_logprobs, zeros, mask, 0.5, 2.0))
 
 
 def test_the_geometric_mask_drops_rows_on_both_sides() -> None:
     log_ratio = torch.tensor([0.4, 0.6, 1.0, 1.9, 2.1]).log()[:, None].expand(5, 3)
-    kept = geometric_mask(log_ratio, torch.zeros(5, 3), torch.ones(5, 3).bool(), 0.5, 2.0)
-    assert kept.tolist() == [False, True, True, True, False]
+    row_mask = geometric_mask(log_ratio, torch.zeros(5, 3), torch.ones(5, 3).bool(), 0.5, 2.0)
+    assert row_mask.tolist() == [False, True, True, True, False]
 
 
 def test_icepop_zeroes_single_tokens_outside_the_range() -> None:

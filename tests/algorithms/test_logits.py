@@ -14,9 +14,9 @@ def test_token_logprobs_are_those_of_the_tempered_softmax(seed: int, temperature
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, 3, 7, generator=generator, dtype=torch.float64)
     targets = torch.randint(7, (2, 3), generator=generator)
-    full = (logits / temperature).log_softmax(-1)
+    rows = (logits / temperature).log_softmax(-1)
     torch.testing.assert_close(
-        token_logprobs(logits, targets, temperature), full.gather(-1, targets[..., None])[..., 0]
+        token_logprobs(logits, targets, temperature), rows.gather(-1, targets[..., None])[..., 0]
     )
 
 
@@ -28,24 +28,24 @@ def test_token_logprobs_of_bfloat16_logits_are_computed_in_float32() -> None:
 
 
 def test_entropy_is_log_v_when_uniform_and_zero_when_certain() -> None:
-    uniform, certain = torch.zeros(8), torch.tensor([1e4, 0.0, -1e4])
-    assert math.isclose(entropy(uniform.log_softmax(-1)).item(), math.log(8), rel_tol=1e-6)
-    assert entropy(certain.log_softmax(-1)).item() == 0.0
+    uniform_logits, certain_logits = torch.zeros(8), torch.tensor([1e4, 0.0, -1e4])
+    assert math.isclose(entropy(uniform_logits.log_softmax(-1)).item(), math.log(8), rel_tol=1e-6)
+    assert entropy(certain_logits.log_softmax(-1)).item() == 0.0
 
 
 @given(st.floats(-1e4, 1e4))
 def test_entropy_does_not_change_when_all_logits_shift(shift: float) -> None:
     logits = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-    shifted, plain = (entropy(each.log_softmax(-1)) for each in (logits + shift, logits))
-    torch.testing.assert_close(shifted, plain, rtol=0, atol=1e-9)
+    actual, expected = (entropy(row.log_softmax(-1)) for row in (logits + shift, logits))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
 
 
 def test_a_token_that_cannot_be_sampled_adds_nothing_to_entropy_or_gradient() -> None:
     logits = torch.tensor([0.3, -torch.inf, -0.7], requires_grad=True)
-    allowed = torch.tensor([0.3, -0.7], requires_grad=True)
-    masked, plain = (entropy(each.log_softmax(-1)) for each in (logits, allowed))
-    masked.backward()
-    plain.backward()
-    torch.testing.assert_close(masked, plain)
-    torch.testing.assert_close(logits.grad[[0, 2]], allowed.grad)
+    allowed_logits = torch.tensor([0.3, -0.7], requires_grad=True)
+    actual, expected = (entropy(row.log_softmax(-1)) for row in (logits, allowed_logits))
+    actual.backward()
+    expected.backward()
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(logits.grad[[0, 2]], allowed_logits.grad)
     assert logits.grad[1] == 0

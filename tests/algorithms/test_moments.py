@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 def test_whitened_values_have_mean_zero_and_deviation_one(ragged_batch: RaggedBatch) -> None:
     values = torch.where(ragged_batch.mask, ragged_batch.ref_logprobs, torch.nan)
-    white = whiten(values, ragged_batch.mask, moments(values, ragged_batch.mask))
-    inside = values[ragged_batch.mask]
-    expected = (inside - inside.mean()) / (inside.std() + 1e-8)
-    torch.testing.assert_close(white[ragged_batch.mask], expected)
-    assert (white[~ragged_batch.mask] == 0).all()
+    whitened_values = whiten(values, ragged_batch.mask, moments(values, ragged_batch.mask))
+    masked_values = values[ragged_batch.mask]
+    expected = (masked_values - masked_values.mean()) / (masked_values.std() + 1e-8)
+    torch.testing.assert_close(whitened_values[ragged_batch.mask], expected)
+    assert (whitened_values[~ragged_batch.mask] == 0).all()
 
 
 def test_moments_add_up(ragged_batch: RaggedBatch) -> None:
@@ -26,8 +26,8 @@ def test_moments_add_up(ragged_batch: RaggedBatch) -> None:
     total = moments(values, mask)
     parts = [moments(values[rows], mask[rows]) for rows in ([0, 3], [2], [1])]
     torch.testing.assert_close(sum(parts), total)
-    by_part = torch.cat([whiten(values[r : r + 1], mask[r : r + 1], total) for r in range(4)])
-    torch.testing.assert_close(by_part, whiten(values, mask, total))
+    actual = torch.cat([whiten(values[r : r + 1], mask[r : r + 1], total) for r in range(4)])
+    torch.testing.assert_close(actual, whiten(values, mask, total))
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=20), st.floats(-1e4, 1e4))
@@ -39,12 +39,12 @@ def test_mean_and_variance_equal_those_of_torch(values: list[float], shift: floa
 
 
 def test_values_without_variance_are_whitened_to_zero() -> None:
-    equal, mask = torch.full((2, 3), 0.1), torch.ones(2, 3).bool()
-    assert not whiten(equal.double(), mask, moments(equal.double(), mask)).any()
+    equal_values, mask = torch.full((2, 3), 0.1), torch.ones(2, 3).bool()
+    assert not whiten(equal_values.double(), mask, moments(equal_values.double(), mask)).any()
     empty_mask = torch.zeros(2, 3).bool()
-    assert not whiten(equal, empty_mask, moments(equal, empty_mask)).any()
+    assert not whiten(equal_values, empty_mask, moments(equal_values, empty_mask)).any()
     single_mask = torch.tensor([[True, False, False]])
-    assert not whiten(equal[:1], single_mask, moments(equal[:1], single_mask)).any()
+    assert not whiten(equal_values[:1], single_mask, moments(equal_values[:1], single_mask)).any()
 
 
 def test_dtype_is_kept() -> None:

@@ -37,28 +37,28 @@ from ludus.trainer.algorithms.losses import (
 if TYPE_CHECKING:
     from conftest import RaggedBatch
 
-PLAIN = GrpoConfig(
+CLIP = GrpoConfig(
     loss=ClipLoss(clip_high=0.2, dual_clip=None), correction=NoCorrection(), geometric_mask=None
 )
-EVERYTHING = GrpoConfig(kl_coef=0.1, entropy_coef=0.01)
+KL_CLIP = GrpoConfig(kl_coef=0.1, entropy_coef=0.01)
 GSPO = GrpoConfig(
     loss=GspoLoss(), correction=SequenceTis(), aggregation="sequence_mean", kl_coef=0.1
 )
-CONSTANT = GrpoConfig(aggregation="constant", correction=TokenTis(cap=1.1))
+DR_GRPO = GrpoConfig(aggregation="constant", correction=TokenTis(cap=1.1))
 CISPO = GrpoConfig(loss=CispoLoss(clip_high=0.1), kl_coef=0.1, kl_estimator="k2")
-MASKED = GrpoConfig(correction=SequenceMask(cap=1.04), aggregation="sequence_mean")
+MASK = GrpoConfig(correction=SequenceMask(cap=1.04), aggregation="sequence_mean")
 ICEPOP = ReinforceConfig(correction=IcePop(low=0.9, high=1.04), entropy_coef=0.1)
-CRITIC = PpoConfig(kl_coef=0.1, kl_placement="reward", kl_estimator="k1")
-AT_RATIO_ONE = [
+PPO = PpoConfig(kl_coef=0.1, kl_placement="reward", kl_estimator="k1")
+RATIO_ONE_CONFIGS = [
     GrpoConfig(),
-    PLAIN,
-    CONSTANT,
+    CLIP,
+    DR_GRPO,
     GSPO.model_copy(update={"kl_coef": 0.0}),
     GrpoConfig(loss=CispoLoss()),
     ReinforceConfig(correction=IcePop()),
     PpoConfig(correction=SequenceMask(), aggregation="sequence_mean"),
 ]
-CONFIGS = [PLAIN, EVERYTHING, GSPO, CONSTANT, CISPO, MASKED, ICEPOP, CRITIC]
+CONFIGS = [CLIP, KL_CLIP, GSPO, DR_GRPO, CISPO, MASK, ICEPOP, PPO]
 
 
 def run(
@@ -70,14 +70,14 @@ def run(
 ) -> LossTerms:
     """Return the loss of some rows of the batch, with the denominator of all rows."""
     rows = rows if rows is not None else [0, 1, 2, 3]
-    new = batch.logprobs if logprobs is None else logprobs
+    all_logprobs = batch.logprobs if logprobs is None else logprobs
     return policy_gradient_loss(
         LossInputs(
-            logprobs=new[rows],
+            logprobs=all_logprobs[rows],
             old_logprobs=batch.old_logprobs[rows],
             rollout_logprobs=batch.rollout_logprobs[rows],
             ref_logprobs=batch.ref_logprobs[rows],
-            entropies=-new[rows],
+            entropies=-all_logprobs[rows],
             advantages=group_advantages(batch.rewards[None], scale=scale).T[rows],
             mask=batch.mask[rows],
         ),
@@ -97,11 +97,11 @@ def gradient(batch: RaggedBatch, config: AlgorithmConfig, parts: list[list[int]]
 
 
 def test_loss_terms_equal_the_reference_numbers(ragged_batch: RaggedBatch) -> None:
-    with_kl = PLAIN.model_copy(update={"kl_coef": 0.5})
-    with_tis = PLAIN.model_copy(update={"correction": TokenTis(cap=2.0)})
-    assert run(ragged_batch, PLAIN).loss.item() == pytest.approx(-0.0832437, abs=5.1e-8)
-    assert run(ragged_batch, with_tis).loss.item() == pytest.approx(-0.0801720, abs=5.1e-8)
-    assert run(ragged_batch, with_kl).loss.item() == pytest.approx(
+    kl_config = CLIP.model_copy(update={"kl_coef": 0.5})
+    tis_config = CLIP.model_copy(update={"correction": TokenTis(cap=2.0)})
+    assert run(ragged_batch, CLIP).loss.item() == pytest.approx(-0.0832437, abs=5.1e-8)
+    assert run(ragged_batch, tis_config).loss.item() == pytest.approx(-0.0801720, abs=5.1e-8)
+    assert run(ragged_batch, kl_config).loss.item() == pytest.approx(
         -0.0832437 + 0.5 * 0.0348619, abs=1.1e-7
     )
 
@@ -109,12 +109,12 @@ def test_loss_terms_equal_the_reference_numbers(ragged_batch: RaggedBatch) -> No
 @pytest.mark.parametrize(
     ("config", "scale", "expected"),
     [
-        (PLAIN, "none", -0.0832437),
-        (PLAIN.model_copy(update={"aggregation": "sequence_mean"}), "none", -0.0113098),
-        (PLAIN.model_copy(update={"aggregation": "constant"}), "none", -0.0260137),
-        (PLAIN, "group", -0.1738541),
-        (PLAIN.model_copy(update={"aggregation": "sequence_mean"}), "group", -0.0236205),
-        (PLAIN.model_copy(update={"aggregation": "constant"}), "group", -0.0543294),
+        (CLIP, "none", -0.0832437),
+        (CLIP.model_copy(update={"aggregation": "sequence_mean"}), "none", -0.0113098),
+        (CLIP.model_copy(update={"aggregation": "constant"}), "none", -0.0260137),
+        (CLIP, "group", -0.1738541),
+        (CLIP.model_copy(update={"aggregation": "sequence_mean"}), "group", -0.0236205),
+        (CLIP.model_copy(update={"aggregation": "constant"}), "group", -0.0543294),
         (
             GSPO.model_copy(update={"kl_coef": 0.0, "correction": NoCorrection()}),
             "none",
@@ -129,9 +129,9 @@ def test_loss_of_the_shared_batch_equals_the_table(
 
 
 def test_metrics_are_sums_over_the_sampled_tokens(ragged_batch: RaggedBatch) -> None:
-    terms = run(ragged_batch, PLAIN)
+    terms = run(ragged_batch, CLIP)
     mask = ragged_batch.mask
-    mismatch = (ragged_batch.old_logprobs - ragged_batch.rollout_logprobs)[mask]
+    log_ratio = (ragged_batch.old_logprobs - ragged_batch.rollout_logprobs)[mask]
     assert terms.num_tokens == 10
     # Ratios beyond 1.2 on good rows: tokens 1 and 4 of row 1 and the token of row 4;
     # below 0.8 on bad rows: token 2 of row 3 is at exp(-.2) = .819, token 1 of row 2 as well.
@@ -139,7 +139,7 @@ def test_metrics_are_sums_over_the_sampled_tokens(ragged_batch: RaggedBatch) -> 
     assert terms.num_masked_sequences == 0 and terms.num_masked_tokens == 0
     assert terms.ref_kl_sum.item() == pytest.approx(10 * 0.0348619, abs=1e-6)
     torch.testing.assert_close(terms.entropy_sum, -ragged_batch.logprobs[mask].sum())
-    torch.testing.assert_close(terms.mismatch_kl_sum, (mismatch.expm1() - mismatch).sum())
+    torch.testing.assert_close(terms.mismatch_kl_sum, (log_ratio.expm1() - log_ratio).sum())
     assert terms.loss.dim() == 0
 
 
@@ -148,9 +148,9 @@ def test_masked_tokens_may_be_nan_and_have_zero_gradient(
     ragged_batch: RaggedBatch, config: AlgorithmConfig
 ) -> None:
     assert ragged_batch.logprobs[~ragged_batch.mask].isnan().all()
-    result = gradient(ragged_batch, config, [[0, 1, 2, 3]])
-    assert (result[~ragged_batch.mask] == 0).all()
-    assert result.isfinite().all() and result[ragged_batch.mask].any()
+    gradients = gradient(ragged_batch, config, [[0, 1, 2, 3]])
+    assert (gradients[~ragged_batch.mask] == 0).all()
+    assert gradients.isfinite().all() and gradients[ragged_batch.mask].any()
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -159,9 +159,9 @@ def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
     ragged_batch: RaggedBatch, config: AlgorithmConfig, parts: list[list[int]]
 ) -> None:
     expected = run(ragged_batch, config)
-    split = [run(ragged_batch, config, rows) for rows in parts]
+    part_terms = [run(ragged_batch, config, rows) for rows in parts]
     for name in LossTerms.__dataclass_fields__:
-        total = torch.stack([getattr(terms, name) for terms in split]).sum()
+        total = torch.stack([getattr(terms, name) for terms in part_terms]).sum()
         torch.testing.assert_close(total, getattr(expected, name), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
         gradient(ragged_batch, config, parts),
@@ -173,53 +173,53 @@ def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_padding_has_no_effect(ragged_batch: RaggedBatch, config: AlgorithmConfig) -> None:
-    filler = {
+    padding = {
         f.name: torch.zeros(4, 5).to(getattr(ragged_batch, f.name).dtype)
         for f in fields(ragged_batch)
     }
-    wider = {
-        name: torch.cat([getattr(ragged_batch, name), filler[name]], dim=1)
-        for name in filler
+    tensors = {
+        name: torch.cat([getattr(ragged_batch, name), padding[name]], dim=1)
+        for name in padding
         if name != "rewards"
     }
     torch.testing.assert_close(
-        astuple(run(replace(ragged_batch, **wider), config)), astuple(run(ragged_batch, config))
+        astuple(run(replace(ragged_batch, **tensors), config)), astuple(run(ragged_batch, config))
     )
 
 
 def test_masked_sequence_has_no_gradient_and_does_not_enlarge_the_step(
     ragged_batch: RaggedBatch,
 ) -> None:
-    rollout = ragged_batch.rollout_logprobs.clone()
-    rollout[1] -= 1.0  # mean log-ratio of row 2 becomes 1.025: e^1.025 > 2
-    batch = replace(ragged_batch, rollout_logprobs=rollout)
-    masked = EVERYTHING.model_copy(update={"correction": NoCorrection()})
-    unmasked = masked.model_copy(update={"geometric_mask": None})
+    rollout_logprobs = ragged_batch.rollout_logprobs.clone()
+    rollout_logprobs[1] -= 1.0  # mean log-ratio of row 2 becomes 1.025: e^1.025 > 2
+    batch = replace(ragged_batch, rollout_logprobs=rollout_logprobs)
+    masked_config = KL_CLIP.model_copy(update={"correction": NoCorrection()})
+    unmasked_config = masked_config.model_copy(update={"geometric_mask": None})
     one_part = [[0, 1, 2, 3]]
 
-    assert run(batch, masked).num_masked_sequences == 1
-    assert run(batch, masked).num_masked_tokens == 2
-    assert run(batch, masked).num_tokens == 10
-    expected = gradient(batch, unmasked, one_part)
+    assert run(batch, masked_config).num_masked_sequences == 1
+    assert run(batch, masked_config).num_masked_tokens == 2
+    assert run(batch, masked_config).num_tokens == 10
+    expected = gradient(batch, unmasked_config, one_part)
     expected[1] = 0.0
-    assert torch.equal(gradient(batch, masked, one_part), expected)
+    assert torch.equal(gradient(batch, masked_config, one_part), expected)
 
 
 def test_correction_weights_scale_the_gradient_but_have_none(ragged_batch: RaggedBatch) -> None:
     cap = 1.04
-    weighted = PLAIN.model_copy(update={"correction": TokenTis(cap=cap)})
-    rollout = ragged_batch.rollout_logprobs.clone().requires_grad_()
-    old = ragged_batch.old_logprobs.clone().requires_grad_()
-    batch = replace(ragged_batch, rollout_logprobs=rollout, old_logprobs=old)
-    result = gradient(batch, weighted, [[0, 1, 2, 3]])
-    assert rollout.grad is None and old.grad is None
+    weighted_config = CLIP.model_copy(update={"correction": TokenTis(cap=cap)})
+    rollout_logprobs = ragged_batch.rollout_logprobs.clone().requires_grad_()
+    old_logprobs = ragged_batch.old_logprobs.clone().requires_grad_()
+    batch = replace(ragged_batch, rollout_logprobs=rollout_logprobs, old_logprobs=old_logprobs)
+    gradients = gradient(batch, weighted_config, [[0, 1, 2, 3]])
+    assert rollout_logprobs.grad is None and old_logprobs.grad is None
     weight = (ragged_batch.old_logprobs - ragged_batch.rollout_logprobs).exp().clamp(max=cap)
-    expected = gradient(ragged_batch, PLAIN, [[0, 1, 2, 3]]) * weight
-    torch.testing.assert_close(result[ragged_batch.mask], expected[ragged_batch.mask])
+    expected = gradient(ragged_batch, CLIP, [[0, 1, 2, 3]]) * weight
+    torch.testing.assert_close(gradients[ragged_batch.mask], expected[ragged_batch.mask])
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 2**31), st.sampled_from(AT_RATIO_ONE))
+@given(st.integers(0, 2**31), st.sampled_from(RATIO_ONE_CONFIGS))
 def test_at_ratio_one_the_gradient_is_that_of_reinforce(seed: int, config: AlgorithmConfig) -> None:
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(4, 5, 3, generator=generator, dtype=torch.float64)
@@ -231,7 +231,7 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce(seed: int, config: Algor
 
     logprobs = token_logprobs(features @ policy, actions)
     denominator = loss_denominator(mask.sum(-1), config.aggregation, max_tokens=8)
-    reinforce = aggregate(-advantages * logprobs, mask, config.aggregation, denominator)
+    reinforce_loss = aggregate(-advantages * logprobs, mask, config.aggregation, denominator)
     terms = policy_gradient_loss(
         LossInputs(
             logprobs=logprobs,
@@ -247,9 +247,9 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce(seed: int, config: Algor
         entropy_coef=0.0,
         kl_coef=0.0,
     )
-    (expected,) = torch.autograd.grad(reinforce, policy, retain_graph=True)
-    (actual,) = torch.autograd.grad(terms.loss, policy)
-    torch.testing.assert_close(actual, expected)
+    (expected,) = torch.autograd.grad(reinforce_loss, policy, retain_graph=True)
+    (gradients,) = torch.autograd.grad(terms.loss, policy)
+    torch.testing.assert_close(gradients, expected)
     assert terms.num_clipped_tokens == 0 and terms.mismatch_kl_sum == 0 and terms.ref_kl_sum == 0
 
 
@@ -281,28 +281,28 @@ def test_the_entropy_bonus_makes_a_uniform_policy_the_minimum() -> None:
 def test_cispo_multiplies_each_gradient_by_the_clipped_ratio(
     ragged_batch: RaggedBatch,
 ) -> None:
-    config = PLAIN.model_copy(update={"loss": CispoLoss(clip_low=0.2, clip_high=0.1)})
-    result = gradient(ragged_batch, config, [[0, 1, 2, 3]])
+    config = CLIP.model_copy(update={"loss": CispoLoss(clip_low=0.2, clip_high=0.1)})
+    gradients = gradient(ragged_batch, config, [[0, 1, 2, 3]])
     ratio = (ragged_batch.logprobs - ragged_batch.old_logprobs).exp()
     advantages = group_advantages(ragged_batch.rewards[None]).T
     expected = -ratio.clamp(0.8, 1.1) * advantages / 10
-    torch.testing.assert_close(result[ragged_batch.mask], expected[ragged_batch.mask])
-    outside = ((ratio < 0.8) | (ratio > 1.1))[ragged_batch.mask].sum()
-    assert run(ragged_batch, config).num_clipped_tokens == outside > 0
+    torch.testing.assert_close(gradients[ragged_batch.mask], expected[ragged_batch.mask])
+    num_outside = ((ratio < 0.8) | (ratio > 1.1))[ragged_batch.mask].sum()
+    assert run(ragged_batch, config).num_clipped_tokens == num_outside > 0
 
 
 def test_dual_clip_bounds_the_loss_of_a_bad_token(ragged_batch: RaggedBatch) -> None:
     bound = 1.05
-    config = PLAIN.model_copy(
+    config = CLIP.model_copy(
         update={"loss": ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=bound)}
     )
     ratio = (ragged_batch.logprobs - ragged_batch.old_logprobs).exp()
     advantages = group_advantages(ragged_batch.rewards[None]).T.expand(4, 4)
-    saved = (ratio - bound).clamp(min=0) * advantages.clamp(max=0)
-    assert saved[ragged_batch.mask].any()
+    loss_reduction = (ratio - bound).clamp(min=0) * advantages.clamp(max=0)
+    assert loss_reduction[ragged_batch.mask].any()
     torch.testing.assert_close(
         run(ragged_batch, config).loss,
-        run(ragged_batch, PLAIN).loss + saved[ragged_batch.mask].sum() / 10,
+        run(ragged_batch, CLIP).loss + loss_reduction[ragged_batch.mask].sum() / 10,
     )
 
 
@@ -310,46 +310,46 @@ def test_a_sequence_above_the_cap_of_sequence_mask_has_no_policy_gradient(
     ragged_batch: RaggedBatch,
 ) -> None:
     # The weights of the rows are .951, 1.051, 1 and 1.051: the table's.
-    config = PLAIN.model_copy(update={"correction": SequenceMask(cap=1.04)})
-    plain = gradient(ragged_batch, PLAIN, [[0, 1, 2, 3]])
-    result = gradient(ragged_batch, config, [[0, 1, 2, 3]])
+    config = CLIP.model_copy(update={"correction": SequenceMask(cap=1.04)})
+    plain_gradient = gradient(ragged_batch, CLIP, [[0, 1, 2, 3]])
+    gradients = gradient(ragged_batch, config, [[0, 1, 2, 3]])
     weights = torch.tensor([[0.9512294], [0.0], [1.0], [0.0]], dtype=torch.float64)
-    expected = torch.where(ragged_batch.mask, plain * weights, 0.0)
-    torch.testing.assert_close(result, expected, atol=1e-8, rtol=0)
+    expected = torch.where(ragged_batch.mask, plain_gradient * weights, 0.0)
+    torch.testing.assert_close(gradients, expected, atol=1e-8, rtol=0)
     terms = run(ragged_batch, config)
     assert terms.num_masked_sequences == 2 and terms.num_masked_tokens == 3
     assert terms.num_tokens == 10, "masking must not enlarge the step"
 
 
 def test_icepop_masks_single_tokens(ragged_batch: RaggedBatch) -> None:
-    config = PLAIN.model_copy(update={"correction": IcePop(low=0.94, high=1.06)})
+    config = CLIP.model_copy(update={"correction": IcePop(low=0.94, high=1.06)})
     ratio = (ragged_batch.old_logprobs - ragged_batch.rollout_logprobs).exp()
-    left_out = ((ratio < 0.94) | (ratio > 1.06)) & ragged_batch.mask
-    assert run(ragged_batch, config).num_masked_tokens == left_out.sum() > 0
-    assert not gradient(ragged_batch, config, [[0, 1, 2, 3]])[left_out].any()
+    is_masked = ((ratio < 0.94) | (ratio > 1.06)) & ragged_batch.mask
+    assert run(ragged_batch, config).num_masked_tokens == is_masked.sum() > 0
+    assert not gradient(ragged_batch, config, [[0, 1, 2, 3]])[is_masked].any()
 
 
 def test_divergence_in_the_reward_is_not_in_the_loss(ragged_batch: RaggedBatch) -> None:
-    without_kl = CRITIC.model_copy(update={"kl_coef": 0.0})
-    assert run(ragged_batch, CRITIC).loss == run(ragged_batch, without_kl).loss
-    assert run(ragged_batch, CRITIC).ref_kl_sum > 0, "the divergence is still measured"
+    no_kl_ppo = PPO.model_copy(update={"kl_coef": 0.0})
+    assert run(ragged_batch, PPO).loss == run(ragged_batch, no_kl_ppo).loss
+    assert run(ragged_batch, PPO).ref_kl_sum > 0, "the divergence is still measured"
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_loss_uses_the_configured_estimator(ragged_batch: RaggedBatch, estimator: str) -> None:
-    config = PLAIN.model_copy(update={"kl_coef": 0.5, "kl_estimator": estimator})
-    d = (ragged_batch.ref_logprobs - ragged_batch.logprobs)[ragged_batch.mask]
-    divergence = d.square() / 2 if estimator == "k2" else d.expm1() - d
-    added = run(ragged_batch, config).loss - run(ragged_batch, PLAIN).loss
-    torch.testing.assert_close(added, 0.5 * divergence.mean())
+    config = CLIP.model_copy(update={"kl_coef": 0.5, "kl_estimator": estimator})
+    log_ratio = (ragged_batch.ref_logprobs - ragged_batch.logprobs)[ragged_batch.mask]
+    divergence = log_ratio.square() / 2 if estimator == "k2" else log_ratio.expm1() - log_ratio
+    kl_loss = run(ragged_batch, config).loss - run(ragged_batch, CLIP).loss
+    torch.testing.assert_close(kl_loss, 0.5 * divergence.mean())
 
 
 def test_sequences_packed_into_one_row_have_the_loss_of_their_own_rows(
     ragged_batch: RaggedBatch,
 ) -> None:
     """This holds for terms per token; terms per sequence need separate rows."""
-    config = EVERYTHING.model_copy(update={"geometric_mask": None})
-    separate, advantages = run(ragged_batch, config), group_advantages(ragged_batch.rewards[None]).T
+    config = KL_CLIP.model_copy(update={"geometric_mask": None})
+    expected, advantages = run(ragged_batch, config), group_advantages(ragged_batch.rewards[None]).T
     mask = ragged_batch.mask
 
     def pack(values: Tensor) -> Tensor:
@@ -370,8 +370,8 @@ def test_sequences_packed_into_one_row_have_the_loss_of_their_own_rows(
         entropy_coef=config.entropy_coef,
         kl_coef=config.kl_coef,
     )
-    torch.testing.assert_close(packed_terms.loss, separate.loss)
-    torch.testing.assert_close(packed_terms.mismatch_kl_sum, separate.mismatch_kl_sum)
+    torch.testing.assert_close(packed_terms.loss, expected.loss)
+    torch.testing.assert_close(packed_terms.mismatch_kl_sum, expected.mismatch_kl_sum)
 
 
 def test_advantages_have_no_gradient(ragged_batch: RaggedBatch) -> None:
@@ -387,7 +387,7 @@ def test_advantages_have_no_gradient(ragged_batch: RaggedBatch) -> None:
             advantages=advantages,
             mask=ragged_batch.mask,
         ),
-        PLAIN,
+        CLIP,
         denominator=10,
         entropy_coef=0.0,
         kl_coef=0.0,

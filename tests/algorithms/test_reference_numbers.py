@@ -24,8 +24,8 @@ from tests.algorithms.conftest import make_inputs
 if TYPE_CHECKING:
     from conftest import RaggedBatch
 
-PRINTED_4 = 5.1e-5
-PRINTED_7 = 5.1e-8
+TOLERANCE_4 = 5.1e-5
+TOLERANCE_7 = 5.1e-8
 """Tolerance: half a unit of the last printed digit."""
 
 
@@ -35,9 +35,9 @@ def f64(values: list[float] | list[list[float]]) -> Tensor:
 
 # Three tokens of one sequence, an advantage for each (NeMo-RL).
 ADVANTAGES = f64([[1, -1, 2]])
-OLD = f64([[-1, -1, -1]])
-NEW = f64([[-1.69315, -1, -0.59453]])
-ROLLOUT = f64([[-0.5, -1.5, -0.8]])
+OLD_LOGPROBS = f64([[-1, -1, -1]])
+LOGPROBS = f64([[-1.69315, -1, -0.59453]])
+ROLLOUT_LOGPROBS = f64([[-0.5, -1.5, -0.8]])
 MASK = torch.ones(1, 3, dtype=torch.bool)
 PLAIN_CLIP = ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=None)
 WIDE_GSPO = GspoLoss(clip_low=0.2, clip_high=0.2)
@@ -45,29 +45,31 @@ WIDE_GSPO = GspoLoss(clip_low=0.2, clip_high=0.2)
 
 def test_anchor_ppo_clip() -> None:
     assert token_losses(
-        make_inputs(NEW, OLD, ADVANTAGES), PLAIN_CLIP
-    ).losses.mean().item() == pytest.approx(-0.6333, abs=PRINTED_4)
+        make_inputs(LOGPROBS, OLD_LOGPROBS, ADVANTAGES), PLAIN_CLIP
+    ).losses.mean().item() == pytest.approx(-0.6333, abs=TOLERANCE_4)
 
 
 def test_anchor_gspo() -> None:
-    ratio = sequence_log_ratio(NEW, OLD, MASK).exp()
-    loss = token_losses(make_inputs(NEW, OLD, ADVANTAGES), WIDE_GSPO).losses
-    assert ratio.tolist() == [pytest.approx([0.9086] * 3, abs=PRINTED_4)]
-    assert loss.mean().item() == pytest.approx(-0.6057, abs=PRINTED_4)
+    ratio = sequence_log_ratio(LOGPROBS, OLD_LOGPROBS, MASK).exp()
+    loss = token_losses(make_inputs(LOGPROBS, OLD_LOGPROBS, ADVANTAGES), WIDE_GSPO).losses
+    assert ratio.tolist() == [pytest.approx([0.9086] * 3, abs=TOLERANCE_4)]
+    assert loss.mean().item() == pytest.approx(-0.6057, abs=TOLERANCE_4)
 
 
 def test_anchor_token_tis() -> None:
     loss = (
-        correction_weight(OLD, ROLLOUT, MASK, TokenTis.model_construct(cap=0.8))
-        * token_losses(make_inputs(NEW, OLD, ADVANTAGES), PLAIN_CLIP).losses
+        correction_weight(OLD_LOGPROBS, ROLLOUT_LOGPROBS, MASK, TokenTis.model_construct(cap=0.8))
+        * token_losses(make_inputs(LOGPROBS, OLD_LOGPROBS, ADVANTAGES), PLAIN_CLIP).losses
     )
-    assert loss.mean().item() == pytest.approx(-0.4744, abs=PRINTED_4)
+    assert loss.mean().item() == pytest.approx(-0.4744, abs=TOLERANCE_4)
 
 
 def test_anchor_sequence_tis_with_gspo() -> None:
-    weight = correction_weight(OLD, ROLLOUT, MASK, SequenceTis.model_construct(cap=0.8))
-    loss = weight * token_losses(make_inputs(NEW, OLD, ADVANTAGES), WIDE_GSPO).losses
-    assert loss.mean().item() == pytest.approx(-0.4846, abs=PRINTED_4)
+    weight = correction_weight(
+        OLD_LOGPROBS, ROLLOUT_LOGPROBS, MASK, SequenceTis.model_construct(cap=0.8)
+    )
+    loss = weight * token_losses(make_inputs(LOGPROBS, OLD_LOGPROBS, ADVANTAGES), WIDE_GSPO).losses
+    assert loss.mean().item() == pytest.approx(-0.4846, abs=TOLERANCE_4)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +78,12 @@ def test_anchor_sequence_tis_with_gspo() -> None:
 )
 def test_anchor_kl(estimator: str, expected: list[float]) -> None:
     estimate = kl(f64([-1, -1, -1]), f64([0, -15, -30]), estimator, input_clamp=torch.inf)
-    assert estimate.tolist() == pytest.approx(expected, abs=PRINTED_4)
+    assert estimate.tolist() == pytest.approx(expected, abs=TOLERANCE_4)
 
 
 def test_anchor_k3_clamped() -> None:
     estimate = kl(f64([-1, -1, -1]), f64([0, -15, -30]), "k3", input_clamp=20)
-    assert estimate.clamp(-10, 10).tolist() == pytest.approx([0.7183, 10, 10], abs=PRINTED_4)
+    assert estimate.clamp(-10, 10).tolist() == pytest.approx([0.7183, 10, 10], abs=TOLERANCE_4)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +91,8 @@ def test_anchor_k3_clamped() -> None:
     [(1, 1, [6, 5, 3]), (0.5, 1, [2.75, 3.5, 3]), (1, 0.5, [3.625, 4.25, 3])],
 )
 def test_anchor_gae_returns(gamma: float, lam: float, expected: list[float]) -> None:
-    values, terminated, unused = f64([[0.5, 1, 1.5]]), torch.tensor([True]), f64([99])
-    advantages = gae(f64([[1, 2, 3]]), values, MASK, terminated, unused, gamma, lam)
+    values, terminated, bootstrap_value = f64([[0.5, 1, 1.5]]), torch.tensor([True]), f64([99])
+    advantages = gae(f64([[1, 2, 3]]), values, MASK, terminated, bootstrap_value, gamma, lam)
     assert critic_targets(advantages, values, MASK).tolist() == [pytest.approx(expected, abs=1e-12)]
 
 
@@ -99,9 +101,9 @@ def test_anchor_gae_with_observation_tokens_between_the_actions() -> None:
     values = f64([[7, 0.5, 9, 9, 1, 9, 1.5]])
     mask = torch.tensor([[False, True, False, False, True, False, True]])
     rewards = f64([[0, 1, 0, 0, 2, 0, 3]])
-    terminated, unused = torch.tensor([True]), f64([99])
+    terminated, bootstrap_value = torch.tensor([True]), f64([99])
     for gamma, lam, expected in ((1, 1, [6, 5, 3]), (0.5, 1, [2.75, 3.5, 3])):
-        advantages = gae(rewards, values, mask, terminated, unused, gamma, lam)
+        advantages = gae(rewards, values, mask, terminated, bootstrap_value, gamma, lam)
         assert critic_targets(advantages, values, mask)[mask].tolist() == pytest.approx(expected)
 
 
@@ -115,19 +117,19 @@ def test_anchor_gae_bootstraps_a_truncated_episode() -> None:
 
 def test_anchor_sequence_mask_breaks_on_long_sequences() -> None:
     # 100 tokens that differ by .012 each: exp(1.2) = 3.32 is above TRL's cap of 3.
-    old, rollout, mask = f64([[0.012] * 100]), f64([[0.0] * 100]), torch.ones(1, 100).bool()
-    assert correction_weight(old, rollout, mask, SequenceTis(cap=10)).item() == pytest.approx(
-        3.3201169, abs=PRINTED_7
+    logprobs, zeros, mask = f64([[0.012] * 100]), f64([[0.0] * 100]), torch.ones(1, 100).bool()
+    assert correction_weight(logprobs, zeros, mask, SequenceTis(cap=10)).item() == pytest.approx(
+        3.3201169, abs=TOLERANCE_7
     )
-    assert correction_weight(old, rollout, mask, SequenceMask(cap=3)).item() == 0
-    assert geometric_mask(old, rollout, mask, 0.5, 2).item() is True
+    assert correction_weight(logprobs, zeros, mask, SequenceMask(cap=3)).item() == 0
+    assert geometric_mask(logprobs, zeros, mask, 0.5, 2).item() is True
 
 
 def test_table_mean_and_std(ragged_batch: RaggedBatch) -> None:
     rewards = ragged_batch.rewards
     assert rewards.mean().item() == 0.375
-    assert rewards.std().item() == pytest.approx(0.4787136, abs=PRINTED_7)
-    assert rewards.std(correction=0).item() == pytest.approx(0.4145781, abs=PRINTED_7)
+    assert rewards.std().item() == pytest.approx(0.4787136, abs=TOLERANCE_7)
+    assert rewards.std(correction=0).item() == pytest.approx(0.4145781, abs=TOLERANCE_7)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,7 @@ def test_table_advantages(
     ragged_batch: RaggedBatch, baseline: str, scale: str, expected: list[float]
 ) -> None:
     advantages = group_advantages(ragged_batch.rewards[None], baseline, scale)
-    assert advantages.tolist() == [pytest.approx(expected, abs=PRINTED_7)]
+    assert advantages.tolist() == [pytest.approx(expected, abs=TOLERANCE_7)]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_table_clip_loss(
     loss = token_losses(
         make_inputs(ragged_batch.logprobs, ragged_batch.old_logprobs, advantages), PLAIN_CLIP
     ).losses
-    assert _mean(loss, ragged_batch, aggregation) == pytest.approx(expected, abs=PRINTED_7)
+    assert _mean(loss, ragged_batch, aggregation) == pytest.approx(expected, abs=TOLERANCE_7)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_table_clip_loss(
 )
 def test_table_k3(ragged_batch: RaggedBatch, aggregation: str, expected: float) -> None:
     estimate = kl(ragged_batch.logprobs, ragged_batch.ref_logprobs, "k3")
-    assert _mean(estimate, ragged_batch, aggregation) == pytest.approx(expected, abs=PRINTED_7)
+    assert _mean(estimate, ragged_batch, aggregation) == pytest.approx(expected, abs=TOLERANCE_7)
 
 
 def test_table_token_tis(ragged_batch: RaggedBatch) -> None:
@@ -184,7 +186,7 @@ def test_table_token_tis(ragged_batch: RaggedBatch) -> None:
         ragged_batch.old_logprobs, ragged_batch.rollout_logprobs, ragged_batch.mask, TokenTis(cap=2)
     )
     assert _mean(weight * loss, ragged_batch, "token_mean") == pytest.approx(
-        -0.0801720, abs=PRINTED_7
+        -0.0801720, abs=TOLERANCE_7
     )
 
 
@@ -196,7 +198,7 @@ def test_table_sequence_weights(ragged_batch: RaggedBatch) -> None:
         SequenceTis(cap=2),
     )
     assert weight[:, 0].tolist() == pytest.approx(
-        [0.9512294, 1.0512711, 1, 1.0512711], abs=PRINTED_7
+        [0.9512294, 1.0512711, 1, 1.0512711], abs=TOLERANCE_7
     )
 
 
@@ -204,10 +206,8 @@ def test_table_gspo_ratios(ragged_batch: RaggedBatch) -> None:
     log_ratio = sequence_log_ratio(
         ragged_batch.logprobs, ragged_batch.old_logprobs, ragged_batch.mask
     )
-    first_token = log_ratio[:, 0].exp()
-    assert first_token.tolist() == pytest.approx(
-        [1.0778842, 0.9512294, 1, 1.3498588], abs=PRINTED_7
-    )
+    ratios = log_ratio[:, 0].exp()
+    assert ratios.tolist() == pytest.approx([1.0778842, 0.9512294, 1, 1.3498588], abs=TOLERANCE_7)
 
 
 @pytest.mark.parametrize(
@@ -221,9 +221,9 @@ def test_table_gspo_loss(
         ragged_batch.logprobs, ragged_batch.old_logprobs, advantages, ragged_batch.mask
     )
     loss = token_losses(inputs, GspoLoss(clip_low=clip_low, clip_high=clip_high)).losses
-    assert _mean(loss, ragged_batch, "sequence_mean") == pytest.approx(expected, abs=PRINTED_7)
+    assert _mean(loss, ragged_batch, "sequence_mean") == pytest.approx(expected, abs=TOLERANCE_7)
 
 
-def _mean(per_token: Tensor, ragged_batch: RaggedBatch, aggregation: str) -> float:
+def _mean(token_values: Tensor, ragged_batch: RaggedBatch, aggregation: str) -> float:
     denominator = loss_denominator(ragged_batch.mask.sum(-1), aggregation, max_tokens=8)
-    return aggregate(per_token, ragged_batch.mask, aggregation, denominator).item()
+    return aggregate(token_values, ragged_batch.mask, aggregation, denominator).item()

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 LOGPROB = st.floats(-50, 0, width=32)
 
 
-def loss_and_gradient(
+def compute_loss_and_gradient(
     ratio: float, advantage: float, dual_clip: float | None = None
 ) -> tuple[float, float]:
     logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    a = torch.tensor([[advantage]], dtype=torch.float64)
+    advantages = torch.tensor([[advantage]], dtype=torch.float64)
     loss = token_losses(
-        make_inputs(logprob, torch.zeros_like(logprob), a),
+        make_inputs(logprob, torch.zeros_like(logprob), advantages),
         ClipLoss(clip_low=0.2, clip_high=0.28, dual_clip=dual_clip),
     ).losses
     loss.sum().backward()
@@ -51,22 +51,22 @@ def loss_and_gradient(
 def test_clip_stops_only_steps_beyond_the_range(
     ratio: float, advantage: float, loss: float, gradient: float
 ) -> None:
-    assert loss_and_gradient(ratio, advantage) == pytest.approx((loss, gradient), abs=1e-12)
-    clipped = is_clipped(torch.tensor(math.log(ratio)), torch.tensor(advantage), 0.2, 0.28)
-    assert bool(clipped) is (gradient == 0.0)
+    assert compute_loss_and_gradient(ratio, advantage) == pytest.approx((loss, gradient), abs=1e-12)
+    is_clipped_token = is_clipped(torch.tensor(math.log(ratio)), torch.tensor(advantage), 0.2, 0.28)
+    assert bool(is_clipped_token) is (gradient == 0.0)
 
 
 @given(st.floats(0.01, 1000), st.floats(-5, 5))
 def test_dual_clip_bounds_the_loss_of_bad_tokens_and_leaves_good_ones(
     ratio: float, advantage: float
 ) -> None:
-    plain, _ = loss_and_gradient(ratio, advantage)
-    bounded, gradient = loss_and_gradient(ratio, advantage, dual_clip=3.0)
+    plain_loss, _ = compute_loss_and_gradient(ratio, advantage)
+    bounded_loss, gradient = compute_loss_and_gradient(ratio, advantage, dual_clip=3.0)
     if advantage < 0:
-        assert bounded == min(plain, 3.0 * abs(advantage))
+        assert bounded_loss == min(plain_loss, 3.0 * abs(advantage))
         assert gradient == 0.0 or ratio <= 3.0 + 1e-9
     else:
-        assert bounded == plain
+        assert bounded_loss == plain_loss
 
 
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
@@ -80,51 +80,51 @@ def test_an_extreme_ratio_gives_a_finite_loss_and_gradient(
         lambda inputs: token_losses(inputs, GspoLoss()),
         lambda inputs: token_losses(inputs, CispoLoss()),
     ):
-        new = torch.tensor([[difference]], requires_grad=True)
-        inputs = make_inputs(new, torch.zeros(1, 1), torch.tensor([[advantage]]))
+        logprobs = torch.tensor([[difference]], requires_grad=True)
+        inputs = make_inputs(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]))
         loss = loss_function(inputs).losses
         loss.sum().backward()
-        assert loss.isfinite().all() and new.grad.isfinite().all()
+        assert loss.isfinite().all() and logprobs.grad.isfinite().all()
 
 
 def test_gspo_equals_the_loss_per_sequence(ragged_batch: RaggedBatch) -> None:
     advantages = torch.tensor([0.625, -0.375, -0.375, 0.125], dtype=torch.float64)
     mask = ragged_batch.mask
 
-    per_token = ragged_batch.logprobs.clone().requires_grad_()
-    inputs = make_inputs(per_token, ragged_batch.old_logprobs, advantages[:, None], mask)
+    token_logprobs = ragged_batch.logprobs.clone().requires_grad_()
+    inputs = make_inputs(token_logprobs, ragged_batch.old_logprobs, advantages[:, None], mask)
     loss = token_losses(inputs, GspoLoss(clip_low=0.4, clip_high=0.4)).losses
     aggregate(loss, mask, "sequence_mean", 4).backward()
 
-    per_sequence = ragged_batch.logprobs.clone().requires_grad_()
-    log_s = (per_sequence - ragged_batch.old_logprobs).where(mask, 0.0).sum(-1) / mask.sum(-1)
-    s = log_s.exp()
-    (-torch.minimum(s * advantages, s.clamp(0.6, 1.4) * advantages)).mean().backward()
-    torch.testing.assert_close(per_token.grad[mask], per_sequence.grad[mask])
-    assert per_token.grad[mask].all(), "every sequence should be inside the clip"
+    logprobs = ragged_batch.logprobs.clone().requires_grad_()
+    log_ratio = (logprobs - ragged_batch.old_logprobs).where(mask, 0.0).sum(-1) / mask.sum(-1)
+    ratio = log_ratio.exp()
+    (-torch.minimum(ratio * advantages, ratio.clamp(0.6, 1.4) * advantages)).mean().backward()
+    torch.testing.assert_close(token_logprobs.grad[mask], logprobs.grad[mask])
+    assert token_logprobs.grad[mask].all(), "every sequence should be inside the clip"
 
 
 def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
-    new = torch.tensor([[0.5, 2.0, 9.0]]).log().requires_grad_()
-    inputs = make_inputs(new, torch.zeros(1, 3), torch.tensor([[2.0]]))
+    logprobs = torch.tensor([[0.5, 2.0, 9.0]]).log().requires_grad_()
+    inputs = make_inputs(logprobs, torch.zeros(1, 3), torch.tensor([[2.0]]))
     token_losses(inputs, CispoLoss(clip_low=1.0, clip_high=4.0)).losses.sum().backward()
-    torch.testing.assert_close(new.grad, torch.tensor([[-1.0, -4.0, -10.0]]))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-1.0, -4.0, -10.0]]))
 
 
 @given(LOGPROB, LOGPROB)
-def test_k2_and_k3_are_never_negative_and_zero_at_equality(new: float, ref: float) -> None:
-    new_logprobs, ref_logprobs = torch.tensor(new), torch.tensor(ref)
+def test_k2_and_k3_are_never_negative_and_zero_at_equality(logprob: float, ref: float) -> None:
+    logprobs, ref_logprobs = torch.tensor(logprob), torch.tensor(ref)
     for estimator in ("k2", "k3"):
-        assert kl(new_logprobs, ref_logprobs, estimator) >= 0
-        assert kl(new_logprobs, new_logprobs, estimator) == 0
+        assert kl(logprobs, ref_logprobs, estimator) >= 0
+        assert kl(logprobs, logprobs, estimator) == 0
 
 
 def test_the_mean_of_k1_and_k3_over_the_policy_is_the_divergence() -> None:
-    new = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    logprobs = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
     ref = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64).log()
-    exact = (new.exp() * (new - ref)).sum()
+    expected = (logprobs.exp() * (logprobs - ref)).sum()
     for estimator in ("k1", "k3"):
-        torch.testing.assert_close((new.exp() * kl(new, ref, estimator)).sum(), exact)
+        torch.testing.assert_close((logprobs.exp() * kl(logprobs, ref, estimator)).sum(), expected)
 
 
 @pytest.mark.parametrize(
@@ -132,17 +132,17 @@ def test_the_mean_of_k1_and_k3_over_the_policy_is_the_divergence() -> None:
     [(1.0, 1 - math.e), (-15.0, 1.0), (5.0, 1 - math.exp(5)), (21.0, 0.0), (-21.0, 1.0)],
 )
 def test_gradient_of_k3_is_zero_only_above_the_clamp(difference: float, gradient: float) -> None:
-    new = torch.tensor(-30.0, dtype=torch.float64, requires_grad=True)
-    kl(new, new.detach() + difference, "k3").backward()
-    assert new.grad.item() == pytest.approx(gradient, rel=1e-6)
+    logprobs = torch.tensor(-30.0, dtype=torch.float64, requires_grad=True)
+    kl(logprobs, logprobs.detach() + difference, "k3").backward()
+    assert logprobs.grad.item() == pytest.approx(gradient, rel=1e-6)
 
 
 def test_padding_rows_do_not_count(ragged_batch: RaggedBatch) -> None:
-    padded = torch.cat([ragged_batch.mask, torch.zeros(3, 4).bool()])
+    padded_mask = torch.cat([ragged_batch.mask, torch.zeros(3, 4).bool()])
     for aggregation, expected in (("token_mean", 10), ("sequence_mean", 4), ("constant", 32)):
-        assert loss_denominator(padded.sum(-1), aggregation, max_tokens=8) == expected
+        assert loss_denominator(padded_mask.sum(-1), aggregation, max_tokens=8) == expected
     loss = torch.ones(7, 4)
-    assert aggregate(loss, padded, "sequence_mean", 4).item() == 1.0
+    assert aggregate(loss, padded_mask, "sequence_mean", 4).item() == 1.0
 
 
 def test_zero_denominator_is_refused(ragged_batch: RaggedBatch) -> None:

@@ -17,14 +17,14 @@ BASELINES = st.sampled_from(["mean", "leave_one_out", "none"])
 @st.composite
 def turn_rewards(draw: st.DrawFn) -> Tensor:
     """[num_groups, G, K] with episodes of different lengths, and some that are not scored."""
-    num_groups, size, longest = (draw(st.integers(1, max_turns)) for max_turns in (3, 5, 4))
-    table = torch.full((num_groups, size, longest), NAN, dtype=torch.float64)
-    for episode in table.view(-1, longest):
-        length = draw(st.integers(0, longest))
+    num_groups, size, max_length = (draw(st.integers(1, max_turns)) for max_turns in (3, 5, 4))
+    rewards = torch.full((num_groups, size, max_length), NAN, dtype=torch.float64)
+    for episode in rewards.view(-1, max_length):
+        length = draw(st.integers(0, max_length))
         episode[:length] = torch.tensor(
             draw(st.lists(REWARD, min_size=length, max_size=length)), dtype=torch.float64
         )
-    return table
+    return rewards
 
 
 def test_turn_advantage_compares_the_remaining_rewards() -> None:
@@ -50,9 +50,9 @@ def test_scale_uses_the_returns_at_the_same_turn() -> None:
 
 @given(turn_rewards(), BASELINES)
 def test_single_turn_episodes_equal_group_advantages(rewards: Tensor, baseline: str) -> None:
-    one_turn = rewards[..., :1]
+    column = rewards[..., :1]
     torch.testing.assert_close(
-        turn_advantages(one_turn, baseline)[..., 0], group_advantages(one_turn[..., 0], baseline)
+        turn_advantages(column, baseline)[..., 0], group_advantages(column[..., 0], baseline)
     )
 
 

@@ -7,21 +7,21 @@ from torch import Tensor
 from ludus.trainer.algorithms.losses import value_loss
 
 
-def row(*values: float) -> Tensor:
+def make_row(*values: float) -> Tensor:
     return torch.tensor([values], dtype=torch.float64)
 
 
-def loss_and_gradient(value: float, old: float, target: float) -> tuple[float, float]:
-    values = row(value).requires_grad_()
+def compute_loss_and_gradient(value: float, old_value: float, target: float) -> tuple[float, float]:
+    values = make_row(value).requires_grad_()
     mask = torch.tensor([[True]])
-    loss = value_loss(values, row(old), row(target), mask, clip=0.2, denominator=1)
+    loss = value_loss(values, make_row(old_value), make_row(target), mask, clip=0.2, denominator=1)
     loss.backward()
     assert values.grad is not None
     return loss.item(), values.grad.item()
 
 
 @pytest.mark.parametrize(
-    ("value", "old", "target", "loss", "gradient"),
+    ("value", "old_value", "target", "loss", "gradient"),
     [
         (1.1, 1.0, 2.0, 0.5 * 0.9**2, -0.9),  # moved by less than the clip: plain
         (1.5, 1.0, 2.0, 0.5 * 0.8**2, 0.0),  # moved towards the target by more: clipped at 1.2
@@ -30,21 +30,21 @@ def loss_and_gradient(value: float, old: float, target: float) -> tuple[float, f
     ],
 )
 def test_the_larger_of_clipped_and_plain_error_counts(
-    value: float, old: float, target: float, loss: float, gradient: float
+    value: float, old_value: float, target: float, loss: float, gradient: float
 ) -> None:
-    assert loss_and_gradient(value, old, target) == pytest.approx((loss, gradient))
+    assert compute_loss_and_gradient(value, old_value, target) == pytest.approx((loss, gradient))
 
 
 def test_unclipped_loss_is_half_the_mean_squared_error() -> None:
-    values, targets = row(1, 2, 4), row(0, 0, 0)
+    values, targets = make_row(1, 2, 4), make_row(0, 0, 0)
     mask = torch.ones(1, 3).bool()
     loss = value_loss(values, values, targets, mask, clip=None, denominator=3)
     assert loss.item() == 0.5 * (1 + 4 + 16) / 3
 
 
 def test_values_outside_the_mask_may_be_nan_and_have_no_gradient() -> None:
-    values = row(1.0, torch.nan, 2.0).requires_grad_()
-    targets = row(0.5, torch.nan, 0.5)
+    values = make_row(1.0, torch.nan, 2.0).requires_grad_()
+    targets = make_row(0.5, torch.nan, 0.5)
     mask = torch.tensor([[True, False, True]])
     value_loss(values, targets, targets, mask, clip=0.2, denominator=2).backward()
     assert values.grad is not None
@@ -53,22 +53,23 @@ def test_values_outside_the_mask_may_be_nan_and_have_no_gradient() -> None:
 
 def test_losses_of_parts_add_up() -> None:
     generator = torch.Generator().manual_seed(0)
-    values, old, targets = torch.randn(3, 6, 5, generator=generator, dtype=torch.float64)
+    values, old_values, targets = torch.randn(3, 6, 5, generator=generator, dtype=torch.float64)
     mask = torch.rand(6, 5, generator=generator) < 0.6
-    tokens = int(mask.sum())
+    count = int(mask.sum())
 
-    def part(rows: slice) -> Tensor:
-        return value_loss(values[rows], old[rows], targets[rows], mask[rows], 0.2, tokens)
+    def compute(rows: slice) -> Tensor:
+        return value_loss(values[rows], old_values[rows], targets[rows], mask[rows], 0.2, count)
 
-    total = part(slice(None))
-    torch.testing.assert_close(part(slice(0, 1)) + part(slice(1, 6)), total)
+    total = compute(slice(None))
+    torch.testing.assert_close(compute(slice(0, 1)) + compute(slice(1, 6)), total)
     expected = torch.maximum(
-        (values - targets) ** 2, (old + (values - old).clamp(-0.2, 0.2) - targets) ** 2
+        (values - targets) ** 2,
+        (old_values + (values - old_values).clamp(-0.2, 0.2) - targets) ** 2,
     )
     torch.testing.assert_close(total, 0.5 * expected[mask].mean())
 
 
 def test_targets_and_old_values_get_no_gradient() -> None:
-    values, old, targets = (row(1.0, 2.0).requires_grad_() for _ in range(3))
-    value_loss(values, old, targets, torch.ones(1, 2).bool(), 0.2, 2).backward()
-    assert old.grad is None and targets.grad is None
+    values, old_values, targets = (make_row(1.0, 2.0).requires_grad_() for _ in range(3))
+    value_loss(values, old_values, targets, torch.ones(1, 2).bool(), 0.2, 2).backward()
+    assert old_values.grad is None and targets.grad is None

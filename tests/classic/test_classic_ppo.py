@@ -35,8 +35,8 @@ from ludus.trainer.classic.run import check, open_network_run, train
 from ludus.trainer.core.stopping import RunStopped
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LAKE = {"is_slippery": False}
-SMALL: dict[str, Any] = {
+LAKE_OPTIONS = {"is_slippery": False}
+SMALL_PPO: dict[str, Any] = {
     "num_environments": 4,
     "steps_per_environment": 16,
     "num_epochs": 2,
@@ -80,7 +80,7 @@ def make_run(folder: Path, **ppo: Any) -> NetworkRun:
             "environment": {"package": "gymnasium:CartPole-v1", "baselines": ["random"]},
             "kind": "network",
             "model": {"hidden": [16]},
-            "ppo": {**SMALL, **ppo},
+            "ppo": {**SMALL_PPO, **ppo},
             "training": {"num_steps": 6, "checkpoint_every_steps": 3},
             "eval": {"num_games": 5, "num_games_during": 5, "every_steps": 2},
         }
@@ -92,22 +92,22 @@ def test_stream_advantages_equal_those_of_each_episode() -> None:
     num_steps, bounds = 40, (0, 7, 8, 23, 40)
     rewards, values = torch.randn(2, num_steps, generator=generator)
     bootstraps = torch.randn(len(bounds), generator=generator)
-    finished = torch.zeros(num_steps, dtype=torch.bool)
+    is_finished = torch.zeros(num_steps, dtype=torch.bool)
     next_values = torch.cat([values[1:], values[:1]])
-    parts = []
-    for index, (begin, end) in enumerate(pairwise(bounds)):
+    episode_advantages = []
+    for index, (start, end) in enumerate(pairwise(bounds)):
         terminated = torch.tensor([index % 2 == 0])
-        finished[end - 1] = True
+        is_finished[end - 1] = True
         next_values[end - 1] = 0.0 if terminated else bootstraps[index]
-        row = slice(begin, end)
-        mask = torch.ones(1, end - begin, dtype=torch.bool)
+        row = slice(start, end)
+        mask = torch.ones(1, end - start, dtype=torch.bool)
         bootstrap = bootstraps[index : index + 1]
-        parts.append(
+        episode_advantages.append(
             gae(rewards[None, row], values[None, row], mask, terminated, bootstrap, 0.97, 0.9)[0]
         )
-    columns = [column[:, None] for column in (rewards, values, next_values, finished)]
+    columns = [column[:, None] for column in (rewards, values, next_values, is_finished)]
     advantages = stream_gae(*columns, gamma=0.97, lam=0.9)
-    torch.testing.assert_close(advantages[:, 0], torch.cat(parts), atol=1e-6, rtol=0)
+    torch.testing.assert_close(advantages[:, 0], torch.cat(episode_advantages), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,10 @@ def test_value_of_a_truncated_episode_is_bootstrapped() -> None:
     )
     agent = make_agent("ConstantReward-v0", config)
     for _ in range(30):
-        trained = agent.train()
-    assert len(trained.batch.truncations) == 4
-    value = agent.policy.predict_values(torch.zeros(1, 1)).item()
-    assert value == pytest.approx(100, abs=2)
+        train_output = agent.train()
+    assert len(train_output.batch.truncations) == 4
+    predicted_value = agent.policy.predict_values(torch.zeros(1, 1)).item()
+    assert predicted_value == pytest.approx(100, abs=2)
 
 
 @pytest.mark.slow
@@ -165,10 +165,10 @@ def test_agent_learns_to_cross_the_frozen_lake() -> None:
         schedule="constant",
         entropy_coef=0.02,
     )
-    agent = make_agent("FrozenLake-v1", config, **LAKE)
+    agent = make_agent("FrozenLake-v1", config, **LAKE_OPTIONS)
     for _ in range(20):
         agent.train()
-    eval_environments = GymnasiumEnvironments("FrozenLake-v1", 4, LAKE)
+    eval_environments = GymnasiumEnvironments("FrozenLake-v1", 4, LAKE_OPTIONS)
     outcomes = evaluate_policy(agent.policy, eval_environments, range(8), is_greedy=True)
     assert [outcome.episode_return for outcome in outcomes] == [1.0] * 8
     assert all(outcome.success for outcome in outcomes)
@@ -207,22 +207,22 @@ def test_run_writes_summary_metrics_transcripts_and_checkpoints(tmp_path: Path) 
 
 @pytest.mark.parametrize("options", [{}, {"scale_rewards": True}])
 def test_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, options: dict[str, Any]) -> None:
-    uninterrupted = make_run(tmp_path / "uninterrupted", **options)
-    interrupted = make_run(tmp_path / "interrupted", **options)
-    folders = [train(uninterrupted, resume=Resume.NEVER, overwrite=False)]
+    uninterrupted_run = make_run(tmp_path / "uninterrupted", **options)
+    interrupted_run = make_run(tmp_path / "interrupted", **options)
+    folders = [train(uninterrupted_run, resume=Resume.NEVER, overwrite=False)]
     with (
         pytest.raises(RunStopped),
-        open_network_run(interrupted, resume=Resume.NEVER, overwrite=False) as run,
+        open_network_run(interrupted_run, resume=Resume.NEVER, overwrite=False) as run,
     ):
         run.stop_request.set()
         run.train()
-    folders.append(train(interrupted, resume=Resume.ALWAYS, overwrite=False))
-    expected, resumed = (
+    folders.append(train(interrupted_run, resume=Resume.ALWAYS, overwrite=False))
+    expected_policy, resumed_policy = (
         torch.load(folder / "checkpoints/step-00000006/learner/agent.pt")["policy"]
         for folder in folders
     )
-    for name, values in expected.items():
-        assert torch.equal(values, resumed[name]), name
+    for name, values in expected_policy.items():
+        assert torch.equal(values, resumed_policy[name]), name
 
 
 def test_target_must_be_confirmed_by_other_episodes(
@@ -232,14 +232,14 @@ def test_target_must_be_confirmed_by_other_episodes(
     with open_network_run(config, resume=Resume.NEVER, overwrite=False) as run:
         confirmation_seeds: list[Sequence[int]] = []
 
-        def play(seeds: Sequence[int]) -> list[EpisodeOutcome]:
+        def play_episodes(seeds: Sequence[int]) -> list[EpisodeOutcome]:
             # Evaluations always reach the target; the second confirmation reaches it too.
             if seeds[0] != config.eval.seed:
                 confirmation_seeds.append(seeds)
-            reaches = seeds[0] == config.eval.seed or len(confirmation_seeds) == 2
-            return [EpisodeOutcome(seed, 2.0 * reaches, 1, None) for seed in seeds]
+            is_reached = seeds[0] == config.eval.seed or len(confirmation_seeds) == 2
+            return [EpisodeOutcome(seed, 2.0 * is_reached, 1, None) for seed in seeds]
 
-        monkeypatch.setattr(run, "play_eval_episodes", play)
+        monkeypatch.setattr(run, "play_eval_episodes", play_episodes)
         assert run.train().num_steps == 4
     assert [list(seeds) for seeds in confirmation_seeds] == [
         list(range(config.eval.seed + 5, config.eval.seed + 10))
@@ -258,9 +258,9 @@ def test_target_must_be_confirmed_by_other_episodes(
     ],
 )
 def test_sections_of_language_models_are_refused(tree: dict[str, Any], message: str) -> None:
-    base = {"kind": "network", "environment": {"package": "gymnasium:CartPole-v1"}}
+    base_config = {"kind": "network", "environment": {"package": "gymnasium:CartPole-v1"}}
     with pytest.raises(ConfigError, match=message):
-        run_config_from({**base, **tree})
+        run_config_from({**base_config, **tree})
 
 
 def test_configuration_can_be_read_from_its_json(tmp_path: Path) -> None:
@@ -282,12 +282,12 @@ def test_run_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def test_batches_without_a_finite_gradient_stop_the_training() -> None:
-    class Blind(ConstantReward):
+    class BlindEnv(ConstantReward):
         def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
             return np.full(1, np.nan, dtype=np.float32), 1.0, False, False, {}
 
-    gymnasium.register("Blind-v0", lambda **options: Blind(), max_episode_steps=500)
-    agent = make_agent("Blind-v0", NetworkPpoConfig(**SMALL))
+    gymnasium.register("Blind-v0", lambda **options: BlindEnv(), max_episode_steps=500)
+    agent = make_agent("Blind-v0", NetworkPpoConfig(**SMALL_PPO))
     for _ in range(9):
         assert agent.train().metrics[TrainMetric.NUM_SKIPPED_UPDATES] > 0
     with pytest.raises(LudusError, match="10 updates in a row were skipped"):

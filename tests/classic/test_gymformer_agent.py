@@ -24,10 +24,10 @@ from ludus.trainer.compat.gymformer.trainer.trainer import train_agent
 def make_networks(env_name: str) -> tuple[MLPActorNetwork, MLPCriticNetwork]:
     """Return the networks of Gymformer's README for an environment."""
     env = gymnasium.make(env_name)
-    width = env.observation_space.shape[0]
+    num_inputs = env.observation_space.shape[0]
     space = env.action_space
-    num = space.n if isinstance(space, gymnasium.spaces.Discrete) else space.shape[0]
-    return MLPActorNetwork(width, 64, num), MLPCriticNetwork(width, 64)
+    num_actions = space.n if isinstance(space, gymnasium.spaces.Discrete) else space.shape[0]
+    return MLPActorNetwork(num_inputs, 64, num_actions), MLPCriticNetwork(num_inputs, 64)
 
 
 def test_readme_script_runs(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_same_networks_support_continuous_actions(tmp_path: Path) -> None:
 
 
 def test_equal_seeds_give_equal_returns(tmp_path: Path) -> None:
-    def returns() -> list[float]:
+    def compute_returns() -> list[float]:
         actor, critic = make_networks("CartPole-v1")
         for module in (actor, critic):
             for parameter in module.parameters():
@@ -92,11 +92,11 @@ def test_equal_seeds_give_equal_returns(tmp_path: Path) -> None:
             seed=3,
         )
 
-    assert returns() == returns()
+    assert compute_returns() == compute_returns()
 
 
 def test_resumed_call_equals_an_uninterrupted_call(tmp_path: Path) -> None:
-    def returns(folder: str, max_episodes: int, *, resume: bool) -> list[float]:
+    def compute_returns(folder: str, max_episodes: int, *, resume: bool) -> list[float]:
         actor, critic = make_networks("CartPole-v1")
         if not resume:
             for module in (actor, critic):
@@ -116,10 +116,10 @@ def test_resumed_call_equals_an_uninterrupted_call(tmp_path: Path) -> None:
             metrics={"tensorboard": True},
         )
 
-    uninterrupted = returns("uninterrupted", 24, resume=False)
-    first_half = returns("resumed", 12, resume=False)
-    assert returns("resumed", 24, resume=True) == uninterrupted
-    assert first_half == uninterrupted[:12]
+    uninterrupted_returns = compute_returns("uninterrupted", 24, resume=False)
+    first_half_returns = compute_returns("resumed", 12, resume=False)
+    assert compute_returns("resumed", 24, resume=True) == uninterrupted_returns
+    assert first_half_returns == uninterrupted_returns[:12]
     folder = tmp_path / "resumed" / "cart"
     summary = Summary.model_validate_json((folder / "summary.json").read_bytes())
     assert summary.finished and summary.games_trained >= 24
@@ -200,13 +200,13 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
 )
 def test_invalid_argument_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     actor, critic = make_networks("CartPole-v1")
-    valid = {"actor": actor, "critic": critic, "ppo_config": PPOConfig(), "save_path": tmp_path}
+    kwargs = {"actor": actor, "critic": critic, "ppo_config": PPOConfig(), "save_path": tmp_path}
     with pytest.raises(ConfigError, match=message):
-        train_agent(**{"env_name": "CartPole-v1", "max_episodes": 2, **valid, **changes})
+        train_agent(**{"env_name": "CartPole-v1", "max_episodes": 2, **kwargs, **changes})
 
 
 def test_reward_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:
-    class Broken(gymnasium.Env[np.ndarray, int]):
+    class BrokenEnv(gymnasium.Env[np.ndarray, int]):
         observation_space, action_space = spaces.Box(-1.0, 1.0, (4,)), spaces.Discrete(2)
 
         def reset(self, **arguments: Any) -> tuple[np.ndarray, dict[str, Any]]:
@@ -216,6 +216,6 @@ def test_reward_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:
         def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
             return np.zeros(4, dtype=np.float32), float("nan"), False, False, {}
 
-    gymnasium.register("Broken-v0", lambda **options: Broken())
+    gymnasium.register("Broken-v0", lambda **options: BrokenEnv())
     with pytest.raises(ExecutionError, match="returned the reward nan in step 1"):
         train_agent("Broken-v0", *make_networks("CartPole-v1"), PPOConfig(), 2, save_path=tmp_path)

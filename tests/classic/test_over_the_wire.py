@@ -38,13 +38,13 @@ def test_server_and_process_learn_identical_weights(tmp_path: Path, env_id: str)
     )
     with LocalServer(package) as server:
         assert server.addresses is not None
-        remote = {"kind": "remote", "address": server.addresses.grpc}
+        remote_environment = {"kind": "remote", "address": server.addresses.grpc}
         remote_folder = train(
-            make_run(tmp_path / "remote", remote), resume=Resume.NEVER, overwrite=False
+            make_run(tmp_path / "remote", remote_environment), resume=Resume.NEVER, overwrite=False
         )
-    file = "checkpoints/step-00000004/learner/agent.pt"
+    policy_path = "checkpoints/step-00000004/learner/agent.pt"
     local_policy, remote_policy = (
-        torch.load(folder / file)["policy"] for folder in (local_folder, remote_folder)
+        torch.load(folder / policy_path)["policy"] for folder in (local_folder, remote_folder)
     )
     assert local_policy.keys() == remote_policy.keys()
     for name, values in local_policy.items():

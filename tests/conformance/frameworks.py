@@ -43,7 +43,7 @@ from ludus.trainer.rollout.agents.random_responses import play_with_random_respo
 from ludus.trainer.rollout.agents.runner import AgentHost, AgentRunner
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
-from tests.agents.exactness import Recorded, logprob_error
+from tests.agents.exactness import RecordingEngine, compute_logprob_error
 from tests.agents.wild_agent import check_exact
 from tests.rollout.scripted_policy import ScriptedPlayer
 
@@ -164,7 +164,7 @@ async def measure(
 
         async def play(number: int) -> None:
             async with slots:
-                recorded = Recorded(request_counter)
+                recorded = RecordingEngine(request_counter)
                 player = ScriptedPlayer(replace(runner, generate=recorded), run_seed=seed)
                 rollout = await player.play_episode(number, LIMITS.group_timeout_s)
                 await _check_rollout(measured, rollout, recorded, model)
@@ -175,7 +175,7 @@ async def measure(
 
 
 async def _check_rollout(
-    measured: Measured, rollout: Rollout, recorded: Recorded, model: PreTrainedModel
+    measured: Measured, rollout: Rollout, recorded: RecordingEngine, model: PreTrainedModel
 ) -> None:
     """Check that exactly the sampled tokens are trained on, and count them."""
     measured.num_episodes += 1
@@ -183,13 +183,13 @@ async def _check_rollout(
         measured.num_void += 1
         measured.failures.append(str(rollout.failure))
         return
-    check_exact(rollout.sequences, recorded.sampled)
+    check_exact(rollout.sequences, recorded.samples)
     measured.num_won += bool(rollout.success)
-    measured.num_answers += len(recorded.sampled)
+    measured.num_answers += len(recorded.samples)
     measured.num_tool_calls += rollout.num_tool_calls
     measured.num_sequences += len(rollout.sequences)
     measured.num_tokens += sum(int(sequence.loss_mask.sum()) for sequence in rollout.sequences)
-    error = await asyncio.to_thread(logprob_error, model, rollout.sequences)
+    error = await asyncio.to_thread(compute_logprob_error, model, rollout.sequences)
     measured.largest_logprob_error = max(measured.largest_logprob_error, error)
 
 

@@ -17,8 +17,8 @@ from ludus.proto.config import RolloutConfig
 from ludus.trainer.core.types import SampledCompletion, Sampling
 from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
 from ludus.trainer.rollout.agents.endpoint.server import AgentEndpoint
-from tests.agents.exactness import Recorded
-from tests.agents.random_policy import tiny_chat
+from tests.agents.exactness import RecordingEngine
+from tests.agents.random_policy import make_tiny_chat
 from tests.agents.wild_agent import check_exact
 from tests.conformance.frameworks import (
     AGENTS,
@@ -67,8 +67,8 @@ async def run_scripted(
     endpoint: AgentEndpoint, framework: str, program: str, answers: tuple[str, ...], *arguments: str
 ) -> tuple[dict[str, Any], ConversationTree]:
     """Return the output of a program with scripted responses, and check the kept tokens."""
-    chat = tiny_chat()
-    recorded = Recorded(_TruncatingPolicy(ScriptedPolicy(chat, iter(answers))))
+    chat = make_tiny_chat()
+    recorded = RecordingEngine(_TruncatingPolicy(ScriptedPolicy(chat, iter(answers))))
     tree = ConversationTree(recorded, chat, LIMITS, Sampling(1.0, 1), key=0)
     with endpoint.open_episode(tree) as episode:
         access = episode.access
@@ -85,7 +85,7 @@ async def run_scripted(
         )
         texts, errors = await program_process.communicate()
     assert program_process.returncode == 0, errors.decode()[-3000:]
-    check_exact(tree.make_sequences(), recorded.sampled)
+    check_exact(tree.make_sequences(), recorded.samples)
     return json.loads(texts.splitlines()[-1]), tree
 
 

@@ -83,7 +83,7 @@ async def test_late_fetch_does_not_load_older_weights(
     may_end.set()
     with pytest.raises(WeightSyncError, match="version 1 arrived after a later version"):
         await late
-    assert [float(state["w"]) for state in engine.loaded] == [2.0]
+    assert [float(state["w"]) for state in engine.loaded_states] == [2.0]
     await worker.close()
 
 

@@ -29,7 +29,7 @@ REQUIRED_LIBRARIES = {
 }
 """Libraries of an example that `make setup` does not install."""
 
-WITHOUT_CLAIM = {
+EXAMPLES_WITHOUT_CLAIM = {
     "atari/pong.toml",
     "connect_four/mcts.toml",
     "email/tiny.toml",
@@ -41,10 +41,10 @@ WITHOUT_CLAIM = {
 """Examples that show an environment or rewards, without a claim about learning."""
 
 
-def report(
+def make_report(
     num_games: int, win_rate: float, draw_rate: float = 0.0, gap_closed: float | None = None
 ) -> EvalReport:
-    result = PolicyResult(
+    policy_result = PolicyResult(
         num_games=num_games,
         win_rate=win_rate,
         win_rate_ci95=(win_rate - 0.01, win_rate + 0.01),
@@ -53,7 +53,7 @@ def report(
         expected_return_ci95=(0.0, 0.0),
     )
     return EvalReport(
-        policy=result,
+        policy=policy_result,
         baselines={},
         temperature=1.0,
         gap_closed=gap_closed,
@@ -88,8 +88,8 @@ def test_tiny_example_is_measured_by_make_learn(path: Path) -> None:
     name = f"{path.parent.name}/{path.name}"
     language_examples = {learn_language.COT, learn_language.SUMMARIZATION, learn_language.RLHF}
     agent_examples = {str(learn_agents.EXAMPLE.relative_to(ROOT / "examples"))}
-    measured = {case.example for case in learn.CASES.values()} | language_examples | agent_examples
-    assert (name in measured) != (name in WITHOUT_CLAIM)
+    examples = {case.example for case in learn.CASES.values()} | language_examples | agent_examples
+    assert (name in examples) != (name in EXAMPLES_WITHOUT_CLAIM)
 
 
 def test_targets_are_environments_of_the_example() -> None:
@@ -100,13 +100,13 @@ def test_targets_are_environments_of_the_example() -> None:
 
 
 def test_not_lost_share_has_a_wilson_interval() -> None:
-    share, (low, high) = learn.not_lost(report(1000, win_rate=0.9, draw_rate=0.08))
+    share, (low, high) = learn.not_lost(make_report(1000, win_rate=0.9, draw_rate=0.08))
     assert share == pytest.approx(0.98)
     assert 0.965 < low < 0.98 < high < 0.99
 
 
 def test_gap_uses_its_own_interval() -> None:
-    assert learn.gap_closed(report(1000, win_rate=0.4, gap_closed=0.9)) == (
+    assert learn.gap_closed(make_report(1000, win_rate=0.4, gap_closed=0.9)) == (
         0.9,
         (0.8, 1.0),
     )

@@ -25,21 +25,21 @@ from math_env.policies import fixed_policies
 
 ROOT = Path(__file__).parents[2]
 NUM_QUESTIONS = 400
-SOLUTIONS = {
+OPERATORS = {
     "add": operator.add,
     "subtract": operator.sub,
     "multiply": operator.mul,
 }
 
 
-def ask(seed: int, **options: object) -> MathObservation:
+def reset(seed: int, **options: object) -> MathObservation:
     return make_environment(**options).reset(seed=seed).observation
 
 
 # -- the contract ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", SOLUTIONS)
+@pytest.mark.parametrize("operation", OPERATORS)
 def test_environment_contract(operation: str) -> None:
     factory = functools.partial(make_environment, operation=operation, limit=7)
     check_environment(factory, seeds=range(4)).raise_if_failed()
@@ -53,12 +53,12 @@ def test_package_is_listed_as_installed() -> None:
 # -- questions -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", SOLUTIONS)
+@pytest.mark.parametrize("operation", OPERATORS)
 def test_only_the_solution_is_rewarded(operation: str) -> None:
     environment = make_environment(operation=operation, limit=9)
     for seed in range(NUM_QUESTIONS):
         question = environment.reset(seed=seed).observation
-        solution = SOLUTIONS[operation](question.left, question.right)
+        solution = OPERATORS[operation](question.left, question.right)
         assert solution in question.legal_actions
         answer = solution + seed % 3
         transition = environment.step(MathAction(answer=answer))
@@ -68,33 +68,33 @@ def test_only_the_solution_is_rewarded(operation: str) -> None:
 
 
 def test_seed_determines_the_question() -> None:
-    question = ask(5)
+    question = reset(5)
     random.seed(1)
-    assert ask(5) == question
-    assert len({(ask(seed).left, ask(seed).right) for seed in range(50)}) > 40
+    assert reset(5) == question
+    assert len({(reset(seed).left, reset(seed).right) for seed in range(50)}) > 40
 
 
 def test_numbers_are_below_the_limit() -> None:
-    questions = [ask(seed, limit=4) for seed in range(NUM_QUESTIONS)]
+    questions = [reset(seed, limit=4) for seed in range(NUM_QUESTIONS)]
     assert {question.left for question in questions} == {0, 1, 2, 3}
     assert {question.right for question in questions} == {0, 1, 2, 3}
 
 
 def test_subtraction_has_no_negative_solution() -> None:
-    questions = [ask(seed, operation="subtract", limit=6) for seed in range(NUM_QUESTIONS)]
+    questions = [reset(seed, operation="subtract", limit=6) for seed in range(NUM_QUESTIONS)]
     assert all(question.left >= question.right for question in questions)
 
 
 def test_question_accepts_one_answer() -> None:
     environment = make_environment()
-    with pytest.raises(EpisodeStateError) as refusal:
+    with pytest.raises(EpisodeStateError) as error_info:
         environment.step(MathAction(answer=1))
-    assert refusal.value.code == ErrorCode.NOT_RESET
+    assert error_info.value.code == ErrorCode.NOT_RESET
     environment.reset(seed=0)
     environment.step(MathAction(answer=1))
-    with pytest.raises(EpisodeStateError) as refusal:
+    with pytest.raises(EpisodeStateError) as error_info:
         environment.step(MathAction(answer=1))
-    assert refusal.value.code == ErrorCode.EPISODE_OVER
+    assert error_info.value.code == ErrorCode.EPISODE_OVER
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,10 @@ async def test_win_rates_of_the_baselines() -> None:
 
 async def test_typed_client_plays_over_http() -> None:
     async with EnvServer(make_environment, ServerOptions(port=0)) as server:
-        assert await asyncio.to_thread(reward_of_right_answer, server.http_address) == 1.0
+        assert await asyncio.to_thread(play_right_answer, server.http_address) == 1.0
 
 
-def reward_of_right_answer(address: str) -> float | None:
+def play_right_answer(address: str) -> float | None:
     """Answer a question over HTTP and return the reward."""
     with MathEnv(base_url=address) as env:
         question = env.reset(seed=7).observation

@@ -13,7 +13,7 @@ from ludus.proto.config import TinyModel
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 
-QUESTIONS = [f"{first} + {second} = ?" for first in range(20) for second in range(20)]
+QUESTIONS = [f"{a} + {b} = ?" for a in range(20) for b in range(20)]
 ANSWERS = [str(number) for number in range(39)] * 20
 
 
@@ -28,40 +28,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_saved_tokenizer_gives_the_same_tokens(folder: Path) -> None:
-    expected = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
-    loaded = load_tokenizer(folder)
+    expected_tokenizer = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
+    tokenizer = load_tokenizer(folder)
     for text in (*QUESTIONS, *ANSWERS):
-        assert loaded.encode(text) == expected.encode(text)
+        assert tokenizer.encode(text) == expected_tokenizer.encode(text)
 
 
 def test_every_number_is_one_token(folder: Path) -> None:
-    loaded = load_tokenizer(folder)
-    assert {len(loaded.encode(question)) for question in QUESTIONS} == {5}
-    assert {len(loaded.encode(answer)) for answer in ANSWERS} == {1}
+    tokenizer = load_tokenizer(folder)
+    assert {len(tokenizer.encode(question)) for question in QUESTIONS} == {5}
+    assert {len(tokenizer.encode(answer)) for answer in ANSWERS} == {1}
 
 
 def test_checkpoint_keeps_the_tokens(folder: Path, tmp_path: Path) -> None:
-    first = load_tokenizer(folder)
-    first.save_pretrained(tmp_path)
-    second = load_tokenizer(tmp_path)
-    assert [second.encode(text) for text in QUESTIONS] == [first.encode(text) for text in QUESTIONS]
+    tokenizer = load_tokenizer(folder)
+    tokenizer.save_pretrained(tmp_path)
+    copy = load_tokenizer(tmp_path)
+    assert [copy.encode(text) for text in QUESTIONS] == [
+        tokenizer.encode(text) for text in QUESTIONS
+    ]
 
 
 def test_auto_tokenizer_gives_the_same_tokens(folder: Path) -> None:
-    expected = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
-    loaded = AutoTokenizer.from_pretrained(folder)
-    assert len(loaded) == len(expected)
+    expected_tokenizer = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == len(expected_tokenizer)
     for text in (*QUESTIONS, *ANSWERS):
-        assert loaded.encode(text) == expected.encode(text)
-        assert loaded.decode(loaded.encode(text)) == text
+        assert tokenizer.encode(text) == expected_tokenizer.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_model_of_another_type_keeps_its_tokens(folder: Path, tmp_path: Path) -> None:
     """Load a Qwen2, the type of tiny models in older runs."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    old = {**config, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(old))
-    original, loaded = load_tokenizer(folder), load_tokenizer(tmp_path)
+    old_config = {**config, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(old_config))
+    original_tokenizer, tokenizer = load_tokenizer(folder), load_tokenizer(tmp_path)
     for text in QUESTIONS:
-        assert loaded.encode(text) == original.encode(text)
+        assert tokenizer.encode(text) == original_tokenizer.encode(text)

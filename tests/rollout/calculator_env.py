@@ -50,19 +50,19 @@ class CalculatorEnv(Environment[Answer, Question, State]):
         self._num_calls = 0
 
     def reset(self, *, seed: int | None = None) -> Transition[Question]:
-        draw = random.Random(seed)
-        self._question = Question(a=draw.randrange(100), b=draw.randrange(100))
+        rng = random.Random(seed)
+        self._question = Question(a=rng.randrange(100), b=rng.randrange(100))
         return Transition(self._question)
 
     def step(self, action: Answer) -> Transition[Question]:
-        right = action.value == self._question.a + self._question.b
+        is_correct = action.value == self._question.a + self._question.b
         info = {"num_calls": self._num_calls}
-        return Transition(self._question, reward=float(right), terminated=True, info=info)
+        return Transition(self._question, reward=float(is_correct), terminated=True, info=info)
 
     @property
     def tools(self) -> list[Tool]:
-        number = {"type": "integer"}
-        schema = {"type": "object", "properties": {"a": number, "b": number}}
+        integer_schema = {"type": "integer"}
+        schema = {"type": "object", "properties": {"a": integer_schema, "b": integer_schema}}
         return [
             Tool("add", "Adds two numbers.", schema),
             Tool("recite", "Says a digit many times.", {"type": "object"}),

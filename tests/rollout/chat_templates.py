@@ -15,7 +15,7 @@ class Family:
 
     name: str
     template: str
-    special: tuple[str, ...]
+    special_tokens: tuple[str, ...]
     eos: str
     bos: str | None = None
     has_tools: bool = False
@@ -156,11 +156,11 @@ FAMILIES = (QWEN25, QWEN3, LLAMA3, MISTRAL, GEMMA, PLAIN, CHATML)
 def make_family_tokenizer(family: Family) -> PreTrainedTokenizerFast:
     """Return a tokenizer of bytes and the family's special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: number for number, symbol in enumerate(alphabet)}
+    vocabulary = {symbol: token_id for token_id, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in family.special])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in family.special_tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=family.eos,

@@ -22,20 +22,20 @@ def pair(
 ) -> Iterator[EnginePair]:
     """Yield each kind of engine with its plain model."""
     torch.set_num_threads(1)
-    with open_pair(request.param, tmp_path_factory.mktemp("model")) as opened:
-        yield opened
+    with open_pair(request.param, tmp_path_factory.mktemp("model")) as engine_pair:
+        yield engine_pair
 
 
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[EnvServer]:
-    async with EnvServer(lambda: make_environment(game="blackjack"), ServerOptions(port=0)) as up:
-        yield up
+    async with EnvServer(lambda: make_environment(game="blackjack"), ServerOptions(port=0)) as env:
+        yield env
 
 
 @pytest_asyncio.fixture
 async def client(server: EnvServer) -> AsyncIterator[AsyncEnvClient]:
-    async with await AsyncEnvClient.connect(server.grpc_address) as connected:
-        yield connected
+    async with await AsyncEnvClient.connect(server.grpc_address) as env_client:
+        yield env_client
 
 
 @pytest.fixture(scope="module")

@@ -38,10 +38,10 @@ class EngineKind:
         return f"{self.name}-{'tied' if self.tie_embeddings else 'untied'}"
 
 
-TRANSFORMERS = [EngineKind("transformers", tied) for tied in (False, True)]
+TRANSFORMERS = [EngineKind("transformers", is_tied) for is_tied in (False, True)]
 VLLM = [
-    pytest.param(EngineKind("vllm", tied), marks=[pytest.mark.slow, pytest.mark.timeout(900)])
-    for tied in (False, True)
+    pytest.param(EngineKind("vllm", is_tied), marks=[pytest.mark.slow, pytest.mark.timeout(900)])
+    for is_tied in (False, True)
 ]
 
 
@@ -55,7 +55,7 @@ class EnginePair:
 
     def sync(self, seed: int) -> None:
         """Change the plain model slightly and load its weights into the engine."""
-        move(self.model, seed, 0.05)
+        add_noise(self.model, seed, 0.05)
         self.engine.load_weights(dict(self.model.named_parameters()))
 
 
@@ -67,7 +67,7 @@ def open_pair(kind: EngineKind, folder: Path) -> Iterator[EnginePair]:
     if kind.name == "transformers":
         yield EnginePair(kind, make_transformers_engine(path), model)
         return
-    with prepared_for_vllm(), closing(make_vllm_engine(path)) as engine:
+    with prepare_for_vllm(), closing(make_vllm_engine(path)) as engine:
         yield EnginePair(kind, engine, model)
 
 
@@ -85,7 +85,7 @@ def make_folder(folder: Path, *, tie_embeddings: bool) -> str:
     tokenizer = make_tokenizer(["hard 16 vs 10 HIT STAND"], config.vocab_size)
     assert tokenizer.eos_token_id == END_TOKEN_ID
     model = make_model(config, tokenizer, seed=0)
-    move(model, seed=0, size=0.1)
+    add_noise(model, seed=0, scale=0.1)
     save(model, tokenizer, folder)
     return str(folder)
 
@@ -110,7 +110,7 @@ def make_vllm_engine(path: str) -> Engine:
 
 
 @contextmanager
-def prepared_for_vllm() -> Iterator[None]:
+def prepare_for_vllm() -> Iterator[None]:
     """Prepare this process for one vLLM engine at a time; skip the test if vLLM is missing."""
     if not is_vllm_installed():
         pytest.skip("vLLM is not installed")
@@ -121,11 +121,11 @@ def prepared_for_vllm() -> Iterator[None]:
 
 
 @torch.no_grad()
-def move(model: PreTrainedModel, seed: int, size: float) -> None:
+def add_noise(model: PreTrainedModel, seed: int, scale: float) -> None:
     """Add noise to every parameter, as a training step would."""
-    noise = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=noise) * size)
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
 def make_requests(
@@ -137,11 +137,11 @@ def make_requests(
     first_seed: int = 0,
 ) -> list[EngineRequest]:
     """Return requests with random prompts of four lengths."""
-    draw = random.Random(0)
+    rng = random.Random(0)
     return [
         EngineRequest(
             request_id,
-            [draw.randrange(3, 250) for _ in range(draw.choice([3, 8, 21, 40]))],
+            [rng.randrange(3, 250) for _ in range(rng.choice([3, 8, 21, 40]))],
             Sampling(temperature, max_tokens, top_p),
             seed=first_seed + request_id,
         )
@@ -149,7 +149,7 @@ def make_requests(
     ]
 
 
-def answer(engine: Engine, requests: Iterable[EngineRequest]) -> dict[int, EngineOutput]:
+def complete(engine: Engine, requests: Iterable[EngineRequest]) -> dict[int, EngineOutput]:
     """Return the engine's output for each request, by request id."""
     for request in requests:
         engine.submit(request)
@@ -167,16 +167,16 @@ def drain(engine: Engine) -> dict[int, EngineOutput]:
 
 
 @torch.no_grad()
-def full_logprobs(
-    model: PreTrainedModel, prompt_ids: list[int], answer_ids: list[int], temperature: float = 1.0
+def compute_logprobs(
+    model: PreTrainedModel, prompt_ids: list[int], output_ids: list[int], temperature: float = 1.0
 ) -> list[float]:
     """Return the completion's log-probs from one forward pass without a cache."""
-    logits = model(torch.tensor([prompt_ids + answer_ids]), use_cache=False).logits[0]
-    rows = torch.log_softmax(logits[len(prompt_ids) - 1 : -1] / temperature, dim=-1)
-    return rows[range(len(answer_ids)), answer_ids].tolist()
+    logits = model(torch.tensor([prompt_ids + output_ids]), use_cache=False).logits[0]
+    logprobs = torch.log_softmax(logits[len(prompt_ids) - 1 : -1] / temperature, dim=-1)
+    return logprobs[range(len(output_ids)), output_ids].tolist()
 
 
-def largest_error(
+def compute_max_error(
     model: PreTrainedModel, requests: Iterable[EngineRequest], outputs: dict[int, EngineOutput]
 ) -> float:
     """Return the largest difference of the outputs' log-probs to a full forward pass."""
@@ -185,6 +185,6 @@ def largest_error(
         output = outputs[request.request_id]
         # Greedy completions report the log-probs of temperature 1.
         temperature = request.sampling.temperature or 1.0
-        expected = full_logprobs(model, request.prompt_ids, output.token_ids, temperature)
+        expected = compute_logprobs(model, request.prompt_ids, output.token_ids, temperature)
         errors += [abs(a - b) for a, b in zip(output.logprobs, expected, strict=True)]
     return max(errors)

@@ -20,9 +20,9 @@ class FakeEngine:
     def __init__(self) -> None:
         self.batches: list[list[list[int]]] = []
         """The prompts of each step."""
-        self.loaded: list[StateDict] = []
-        self.load_takes_s = 0.0
-        self.aborted: list[int] = []
+        self.loaded_states: list[StateDict] = []
+        self.load_duration_s = 0.0
+        self.aborted_ids: list[int] = []
         """The requests that were aborted while they waited."""
         self.seeds: list[int] = []
         """The seeds of all requests."""
@@ -32,7 +32,7 @@ class FakeEngine:
         self.is_closed = threading.Event()
         self._may_continue = threading.Event()
         self._may_continue.set()
-        self._waiting: list[EngineRequest] = []
+        self._waiting_requests: list[EngineRequest] = []
 
     def hold(self) -> None:
         """Make the next step wait for `release`."""
@@ -45,26 +45,26 @@ class FakeEngine:
     @property
     def has_work(self) -> bool:
         """True if a request waits."""
-        return bool(self._waiting)
+        return bool(self._waiting_requests)
 
     def submit(self, request: EngineRequest) -> None:
         """Queue the request for the next step; record and refuse an empty prompt."""
-        self._waiting.append(request)
+        self._waiting_requests.append(request)
         if not request.prompt_ids:
             raise ValueError("the prompt is empty")
         self.seeds.append(request.seed)
 
     def abort(self, request_ids: Collection[int]) -> None:
         """Remove the waiting requests with these ids."""
-        waiting = [request.request_id for request in self._waiting]
-        self.aborted += [request_id for request_id in request_ids if request_id in waiting]
-        self._waiting = [
-            request for request in self._waiting if request.request_id not in request_ids
+        waiting_ids = [request.request_id for request in self._waiting_requests]
+        self.aborted_ids += [request_id for request_id in request_ids if request_id in waiting_ids]
+        self._waiting_requests = [
+            request for request in self._waiting_requests if request.request_id not in request_ids
         ]
 
     def step(self) -> list[EngineOutput]:
         """Return the sum of each waiting prompt."""
-        requests, self._waiting = self._waiting, []
+        requests, self._waiting_requests = self._waiting_requests, []
         self.batches.append([request.prompt_ids for request in requests])
         self.is_stepping.set()
         assert self._may_continue.wait(timeout=60)
@@ -79,13 +79,13 @@ class FakeEngine:
         """Record the state; fail if a step is running."""
         assert not self.is_stepping.is_set()
         self._raise_failure()
-        time.sleep(self.load_takes_s)
-        self.loaded.append(state)
+        time.sleep(self.load_duration_s)
+        self.loaded_states.append(state)
 
     def score(self, canary: ScoringRequest) -> list[float]:
         """Return log-probs that count the loads of weights."""
         self._raise_failure()
-        return [-float(len(self.loaded))] * len(canary.completion_ids)
+        return [-float(len(self.loaded_states))] * len(canary.completion_ids)
 
     def close(self) -> None:
         """Record the call."""

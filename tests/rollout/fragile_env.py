@@ -16,9 +16,9 @@ from tests.env.counting_env import (
     CountObservation,
 )
 
-FAILS_IN_RESET = 666
-FAILS_IN_FIRST_RENDER = 667
-PAYS_NAN = 668
+RESET_FAILURE_SEED = 666
+RENDER_FAILURE_SEED = 667
+NAN_REWARD_SEED = 668
 
 
 class FragileRenderer(CountingRenderer):
@@ -38,22 +38,22 @@ class FragileEnv(CountingEnv):
 
     name = "fragile"
     text_renderer = FragileRenderer()
-    _pays = 1.0
+    _reward_scale = 1.0
 
     def reset(
         self, *, seed: int | None = None, start: int = 0, note: str = ""
     ) -> Transition[CountObservation]:
-        if seed == FAILS_IN_RESET:
+        if seed == RESET_FAILURE_SEED:
             raise FileNotFoundError("level 666")
-        self._pays = float("nan") if seed == PAYS_NAN else 1.0
-        return super().reset(seed=seed, start=-1 if seed == FAILS_IN_FIRST_RENDER else start)
+        self._reward_scale = float("nan") if seed == NAN_REWARD_SEED else 1.0
+        return super().reset(seed=seed, start=-1 if seed == RENDER_FAILURE_SEED else start)
 
     def step(self, action: CountAction) -> Transition[CountObservation]:
         transition = super().step(action)
         assert transition.reward is not None
         return Transition(
             transition.observation,
-            reward=transition.reward * self._pays,
+            reward=transition.reward * self._reward_scale,
             terminated=transition.terminated,
         )
 
@@ -75,11 +75,11 @@ def parse(text: str, observation: dict[str, Any]) -> dict[str, int]:
 
 
 async def play_and_divide_by_zero(
-    session: AsyncSession, first: StepResult, conversation: Conversation
+    session: AsyncSession, first_result: StepResult, conversation: Conversation
 ) -> EpisodeEnd:
     """Raise an error in a separate task, after one completion."""
-    assert first.text is not None
-    conversation.add(first.text.messages)
+    assert first_result.text is not None
+    conversation.add(first_result.text.messages)
     await conversation.complete()
 
     async def divide() -> float:

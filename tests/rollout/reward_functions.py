@@ -13,17 +13,17 @@ from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.rollout.conversation import Conversation
 from ludus.trainer.rollout.episode import EpisodeEnd
 
-CALLS: list[dict[str, list[Any]]] = []
+RECORDED_CALLS: list[dict[str, list[Any]]] = []
 """Arguments of the calls of `remember`."""
-THREADS: set[int] = set()
-LOOP_RUNS = threading.Event()
-THE_END = threading.Event()
+THREAD_IDS: set[int] = set()
+LOOP_EVENT = threading.Event()
+TEST_END_EVENT = threading.Event()
 
 
 def remember(**columns: list[Any]) -> list[float]:
     """Return 0 for each; record the arguments."""
-    CALLS.append(columns)
-    THREADS.add(threading.get_ident())
+    RECORDED_CALLS.append(columns)
+    THREAD_IDS.add(threading.get_ident())
     return [0.0] * len(columns["prompts"])
 
 
@@ -41,7 +41,7 @@ async def return_if_finished(
     """Return the returns of finished episodes, None for the others."""
     await asyncio.sleep(0)
     assert unknown == "default"
-    return [paid if ended else None for paid, ended in zip(episode_return, terminated, strict=True)]
+    return [reward if end else None for reward, end in zip(episode_return, terminated, strict=True)]
 
 
 def first_cannot_be_scored(completion_ids: list[list[int]]) -> list[float | None]:
@@ -50,7 +50,7 @@ def first_cannot_be_scored(completion_ids: list[list[int]]) -> list[float | None
 
 def read_added(added: list[int | None]) -> list[float]:
     """Return a field of the environment's info."""
-    return [float(value or 0) for value in added]
+    return [float(number or 0) for number in added]
 
 
 def asks_for_the_moon(moon: list[str]) -> list[float]:
@@ -88,7 +88,7 @@ async def exits_from_the_loop(prompts: list[list[Message]]) -> list[float]:
 
 
 async def exits_in_an_episode(
-    session: AsyncSession, first: StepResult, conversation: Conversation
+    session: AsyncSession, first_result: StepResult, conversation: Conversation
 ) -> EpisodeEnd:
     raise SystemExit(3)
 
@@ -99,13 +99,13 @@ async def never_ends(prompts: list[list[Message]]) -> list[float]:
 
 
 def waits_for_the_loop(prompts: list[list[Message]]) -> list[float]:
-    """Return 1 for each when the event loop sets `LOOP_RUNS`, or 0 if it never does."""
-    return [float(LOOP_RUNS.wait(20))] * len(prompts)
+    """Return 1 for each when the event loop sets `LOOP_EVENT`, or 0 if it never does."""
+    return [float(LOOP_EVENT.wait(20))] * len(prompts)
 
 
 def waits_for_the_end(prompts: list[list[Message]]) -> list[float]:
     """Block until the test ends."""
-    THE_END.wait(60)
+    TEST_END_EVENT.wait(60)
     return [0.0] * len(prompts)
 
 
@@ -114,19 +114,19 @@ def positional_only(prompts: list[list[Message]], /) -> list[float]:
 
 
 async def play_in_pairs(
-    session: AsyncSession, first: StepResult, conversation: Conversation
+    session: AsyncSession, first_result: StepResult, conversation: Conversation
 ) -> EpisodeEnd:
     """Sample twice before each step; add the first completions to the episode's fields."""
-    assert first.text is not None
-    conversation.add(first.text.messages)
+    assert first_result.text is not None
+    conversation.add(first_result.text.messages)
     thoughts: list[str] = []
     while True:
         thoughts.append(await conversation.complete())
         conversation.add([{"role": "user", "content": "And now your move."}])
-        move = await conversation.complete()
-        if move == "GIVE UP":
+        action_text = await conversation.complete()
+        if action_text == "GIVE UP":
             raise ActionParseError("expected a move")
-        result = await session.step(text=move)
+        result = await session.step(text=action_text)
         conversation.add_reward(result.reward or 0.0)
         if result.done:
             fields = {"thoughts": thoughts}
@@ -136,7 +136,7 @@ async def play_in_pairs(
 
 
 async def play_and_say_nothing(
-    session: AsyncSession, first: StepResult, conversation: Conversation
+    session: AsyncSession, first_result: StepResult, conversation: Conversation
 ) -> None:
     """Play, but do not return the end."""
 

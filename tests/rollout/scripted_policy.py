@@ -58,9 +58,9 @@ class ScriptedPolicy:
             return await self.replacement(prompt_ids, sampling, seed)
         text = next(self.script)
         token_ids = self._chat.encode_completion(text.removesuffix("..."))
-        stopped = not text.endswith("...")
-        token_ids = token_ids if stopped else token_ids[:-1]
-        return SampledCompletion(token_ids, [-1.0] * len(token_ids), self.version, stopped)
+        has_end_token = not text.endswith("...")
+        token_ids = token_ids if has_end_token else token_ids[:-1]
+        return SampledCompletion(token_ids, [-1.0] * len(token_ids), self.version, has_end_token)
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ async def play_once(
     runner: SessionRunner[Any], seed: int, sampling: Sampling = SAMPLING
 ) -> PlayedEpisode:
     """Play one episode with random numbers of key 0."""
-    start = EpisodeStart(0, seed, key=0)
-    [episode] = await runner.play_episodes([start], sampling, is_evaluation=True)
+    episode_start = EpisodeStart(0, seed, key=0)
+    [episode] = await runner.play_episodes([episode_start], sampling, is_evaluation=True)
     return episode
 
 

@@ -13,7 +13,7 @@ from ludus.trainer.setup.environments import ConnectedEnvironment
 from tests.rollout.chat_templates import FAMILIES, QWEN3, Family, make_family_tokenizer
 
 
-async def connected_to(client: AsyncEnvClient) -> ConnectedEnvironment:
+async def make_environment(client: AsyncEnvClient) -> ConnectedEnvironment:
     """Return the environment of the client."""
     config = LocalEnvironment()
     return ConnectedEnvironment(
@@ -21,21 +21,21 @@ async def connected_to(client: AsyncEnvClient) -> ConnectedEnvironment:
     )
 
 
-@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("enable_thinking", [False, True])
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 async def test_each_legal_answer_is_asked_for_alone_as_the_template_shows_it(
-    client: AsyncEnvClient, family: Family, thinking: bool
+    client: AsyncEnvClient, family: Family, enable_thinking: bool
 ) -> None:
     tokenizer = make_family_tokenizer(family)
-    chat = ChatTokenizer(tokenizer, enable_thinking=thinking)
-    environment = await connected_to(client)
+    chat = ChatTokenizer(tokenizer, enable_thinking=enable_thinking)
+    environment = await make_environment(client)
     canary = await first_prompts.make_canary_prompts(environment, chat)
-    session, first = await client.open(seed=0)
+    session, result = await client.open(seed=0)
     await session.close()
-    assert first.text is not None
-    assert len(canary) == len(first.text.legal_answers) == 2
-    for prompt, answer in zip(canary, first.text.legal_answers, strict=True):
-        messages = [*environment.renderer.render_messages(first, is_first=True), assistant(answer)]
+    assert result.text is not None
+    assert len(canary) == len(result.text.legal_answers) == 2
+    for prompt, text in zip(canary, result.text.legal_answers, strict=True):
+        messages = [*environment.renderer.render_messages(result, is_first=True), make_reply(text)]
         prompt_ids = chat.encode_whole_prompt(messages)
         canary_ids = prompt.prompt_ids + prompt.completion_ids
         assert prompt.completion_ids[-1] == chat.end_token_id
@@ -47,14 +47,14 @@ async def test_a_model_that_thinks_is_asked_for_its_answer_after_a_thought(
 ) -> None:
     tokenizer = make_family_tokenizer(QWEN3)
     chat = ChatTokenizer(tokenizer, enable_thinking=True)
-    canary = await first_prompts.make_canary_prompts(await connected_to(client), chat)
+    canary = await first_prompts.make_canary_prompts(await make_environment(client), chat)
     assert all("</think>" in tokenizer.decode(prompt.completion_ids) for prompt in canary)
 
 
 async def test_where_no_answer_is_known_the_end_of_the_prompt_is_asked_for(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = await connected_to(client)
+    environment = await make_environment(client)
     [known_canary, _] = await first_prompts.make_canary_prompts(environment, chat)
     monkeypatch.setattr(first_prompts, "list_legal_answers", lambda _: [])
     [canary] = await first_prompts.make_canary_prompts(environment, chat)
@@ -62,6 +62,6 @@ async def test_where_no_answer_is_known_the_end_of_the_prompt_is_asked_for(
     assert 0 < len(canary.completion_ids) <= 32
 
 
-def assistant(text: str) -> dict[str, str]:
+def make_reply(text: str) -> dict[str, str]:
     """Return a message of the policy."""
     return {"role": "assistant", "content": text}

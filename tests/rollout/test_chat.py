@@ -27,25 +27,25 @@ def test_two_turns_equal_the_template_over_the_whole_conversation(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)
-    grown = chat.encode_first_prompt(user("hard 16 vs 10"))
-    grown += chat.encode_completion("HIT")
-    grown += chat.encode_next_prompt(user("hard 19 vs 10"), has_end_token=True)
-    full_text = tokenizer.apply_chat_template(
+    token_ids = chat.encode_first_prompt(user("hard 16 vs 10"))
+    token_ids += chat.encode_completion("HIT")
+    token_ids += chat.encode_next_prompt(user("hard 19 vs 10"), has_end_token=True)
+    expected_ids = tokenizer.apply_chat_template(
         [*user("hard 16 vs 10"), {"role": "assistant", "content": "HIT"}, *user("hard 19 vs 10")],
         add_generation_prompt=True,
         return_dict=False,
     )
-    assert grown == full_text
+    assert token_ids == expected_ids
 
 
 def test_an_answer_cut_off_is_closed_by_a_token_the_policy_did_not_sample(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)
-    ended = chat.encode_next_prompt(user("hard 19 vs 10"), has_end_token=True)
+    next_ids = chat.encode_next_prompt(user("hard 19 vs 10"), has_end_token=True)
     assert chat.encode_next_prompt(user("hard 19 vs 10"), has_end_token=False) == [
         chat.end_token_id,
-        *ended,
+        *next_ids,
     ]
 
 
@@ -85,7 +85,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(
 
 def test_a_caller_may_change_the_list_it_was_given(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = ChatTokenizer(tokenizer)
-    first = chat.encode_first_prompt(user("hard 16 vs 10"))
-    expected = list(first)
-    first.append(0)
-    assert chat.encode_first_prompt(user("hard 16 vs 10")) == expected
+    prompt_ids = chat.encode_first_prompt(user("hard 16 vs 10"))
+    expected_ids = list(prompt_ids)
+    prompt_ids.append(0)
+    assert chat.encode_first_prompt(user("hard 16 vs 10")) == expected_ids

@@ -22,7 +22,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer(TEXTS, vocab_size=320)
 
 
-def kept_by(function: Callable[[], None]) -> int:
+def measure_kept_bytes(function: Callable[[], None]) -> int:
     """Return the bytes that are still allocated after the function returns."""
     tracemalloc.start()
     try:
@@ -39,14 +39,14 @@ def user(content: str) -> list[Message]:
 
 @pytest.mark.slow
 def test_long_answers_are_not_kept(tokenizer: PreTrainedTokenizerFast) -> None:
-    chat, draw = ChatTokenizer(tokenizer), random.Random(0)
+    chat, rng = ChatTokenizer(tokenizer), random.Random(0)
 
     def decode_many() -> None:
         for _ in range(60):
             # New int objects, as an engine returns them.
-            chat.decode([int(str(draw.randrange(260, 300))) for _ in range(4096)])
+            chat.decode([int(str(rng.randrange(260, 300))) for _ in range(4096)])
 
-    assert kept_by(decode_many) < MEGABYTE
+    assert measure_kept_bytes(decode_many) < MEGABYTE
 
 
 @pytest.mark.slow
@@ -56,43 +56,43 @@ def test_long_prompts_are_kept_up_to_a_bound(
 ) -> None:
     monkeypatch.setattr(ChatTokenizer, "cache_bytes", MEGABYTE)
     chat = ChatTokenizer(tokenizer)
-    ask: Callable[[list[Message]], list[int]] = {
+    encode: Callable[[list[Message]], list[int]] = {
         "encode_first_prompt": chat.encode_first_prompt,
         "encode_next_prompt": lambda messages: chat.encode_next_prompt(
             messages, has_end_token=True
         ),
     }[method]
 
-    def ask_much() -> None:
-        for number in range(300):
-            ask(user(f"{number} hard 16 vs 10" * 200))
+    def encode_many() -> None:
+        for index in range(300):
+            encode(user(f"{index} hard 16 vs 10" * 200))
 
-    ask(user("warm up"))
-    assert kept_by(ask_much) < 2 * MEGABYTE
+    encode(user("warm up"))
+    assert measure_kept_bytes(encode_many) < 2 * MEGABYTE
 
 
 def test_a_repeated_action_is_decoded_once(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = ChatTokenizer(tokenizer)
-    answer = chat.encode_completion("HIT")
-    assert chat.decode(answer) == "HIT"
+    token_ids = chat.encode_completion("HIT")
+    assert chat.decode(token_ids) == "HIT"
     monkeypatch.setattr(chat.tokenizer, "decode", lambda *_, **__: "decoded again")
-    assert chat.decode(answer) == "HIT"
+    assert chat.decode(token_ids) == "HIT"
 
 
 def test_what_was_not_asked_for_longest_goes_first_and_the_sum_is_bounded() -> None:
-    made: list[str] = []
+    computed_keys: list[str] = []
 
     def double(key: str) -> str:
-        made.append(key)
+        computed_keys.append(key)
         return key * 2
 
     cache = SizedCache(double, lambda key, value: len(key) + len(value), max_size=12)
     for key in ("aa", "bb", "aa", "cc", "aa", "bb"):
         assert cache(key) == key * 2
         assert cache.size <= 12
-    assert made == ["aa", "bb", "cc", "bb"]
+    assert computed_keys == ["aa", "bb", "cc", "bb"]
 
 
 def test_what_is_larger_than_the_bound_is_made_and_not_kept() -> None:

@@ -36,7 +36,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
 
 @dataclass
-class Grown:
+class History:
     """A growing conversation and its tokens."""
 
     chat: ChatTokenizer
@@ -44,23 +44,23 @@ class Grown:
     token_ids: list[int]
 
 
-def grow(chat: ChatTokenizer, exchanges: list[tuple[str, str]], question: str) -> Grown:
+def grow(chat: ChatTokenizer, exchanges: list[tuple[str, str]], prompt: str) -> History:
     """Return a conversation with the exchanges and the question."""
-    grown = Grown(chat, [], [])
-    for text, answer in exchanges:
-        ask(grown, [user(text)])
-        grown.token_ids += chat.encode_completion(answer)
-    ask(grown, [user(question)])
-    return grown
+    history = History(chat, [], [])
+    for text, completion in exchanges:
+        add_messages(history, [user(text)])
+        history.token_ids += chat.encode_completion(completion)
+    add_messages(history, [user(prompt)])
+    return history
 
 
-def ask(grown: Grown, messages: list[Message], *, ended: bool = True) -> None:
+def add_messages(history: History, messages: list[Message], *, has_end_token: bool = True) -> None:
     """Continue the conversation with these messages."""
-    if grown.token_ids:
-        grown.token_ids += grown.chat.encode_next_prompt(messages, has_end_token=ended)
+    if history.token_ids:
+        history.token_ids += history.chat.encode_next_prompt(messages, has_end_token=has_end_token)
     else:
-        grown.token_ids += grown.chat.encode_first_prompt(messages)
-    grown.prompts.append(list(grown.token_ids))
+        history.token_ids += history.chat.encode_first_prompt(messages)
+    history.prompts.append(list(history.token_ids))
 
 
 def user(content: str) -> Message:
@@ -74,47 +74,47 @@ def decode(chat: ChatTokenizer, token_ids: list[int]) -> str:
 
 @pytest.mark.slow
 @every_family
-@given(exchanges=EXCHANGES, question=WORDS)
+@given(exchanges=EXCHANGES, prompt=WORDS)
 def test_every_prompt_begins_with_the_one_before(
-    family: Family, exchanges: list[tuple[str, str]], question: str
+    family: Family, exchanges: list[tuple[str, str]], prompt: str
 ) -> None:
-    grown = grow(ChatTokenizer(make_family_tokenizer(family)), exchanges, question)
-    for earlier, later in zip(grown.prompts, grown.prompts[1:], strict=False):
-        assert later[: len(earlier)] == earlier
+    history = grow(ChatTokenizer(make_family_tokenizer(family)), exchanges, prompt)
+    for previous_ids, next_ids in zip(history.prompts, history.prompts[1:], strict=False):
+        assert next_ids[: len(previous_ids)] == previous_ids
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [QWEN25, LLAMA3, MISTRAL, GEMMA, CHATML], ids=str)
-@given(exchanges=EXCHANGES, question=WORDS)
+@given(exchanges=EXCHANGES, prompt=WORDS)
 def test_a_grown_conversation_is_the_template_of_the_whole(
-    family: Family, exchanges: list[tuple[str, str]], question: str
+    family: Family, exchanges: list[tuple[str, str]], prompt: str
 ) -> None:
     tokenizer = make_family_tokenizer(family)
-    grown = grow(ChatTokenizer(tokenizer), exchanges, question)
+    history = grow(ChatTokenizer(tokenizer), exchanges, prompt)
     messages: list[Message] = []
-    for text, answer in exchanges:
-        messages += [user(text), {"role": "assistant", "content": answer}]
+    for text, completion in exchanges:
+        messages += [user(text), {"role": "assistant", "content": completion}]
     full_text = tokenizer.apply_chat_template(
-        [*messages, user(question)], tokenize=False, add_generation_prompt=True
+        [*messages, user(prompt)], tokenize=False, add_generation_prompt=True
     )
-    assert decode(grown.chat, grown.token_ids) == full_text
-    assert grown.token_ids == tokenizer.encode(full_text, add_special_tokens=False)
+    assert decode(history.chat, history.token_ids) == full_text
+    assert history.token_ids == tokenizer.encode(full_text, add_special_tokens=False)
 
 
 @pytest.mark.slow
 @every_family
-@given(exchanges=EXCHANGES, question=WORDS)
+@given(exchanges=EXCHANGES, prompt=WORDS)
 def test_what_the_policy_reads_again_ends_like_what_it_would_have_read(
-    family: Family, exchanges: list[tuple[str, str]], question: str
+    family: Family, exchanges: list[tuple[str, str]], prompt: str
 ) -> None:
     """Complete and grown prompts may differ in earlier turns, but not in the last question."""
     chat = ChatTokenizer(make_family_tokenizer(family), keep_thinking=False)
     messages: list[Message] = []
-    for text, answer in exchanges:
-        messages += [user(text), {"role": "assistant", "content": answer}]
-    full_text = decode(chat, chat.encode_whole_prompt([*messages, user(question)]))
+    for text, completion in exchanges:
+        messages += [user(text), {"role": "assistant", "content": completion}]
+    full_text = decode(chat, chat.encode_whole_prompt([*messages, user(prompt)]))
     assert full_text.endswith(
-        decode(chat, chat.encode_next_prompt([user(question)], has_end_token=True)).lstrip()
+        decode(chat, chat.encode_next_prompt([user(prompt)], has_end_token=True)).lstrip()
     )
 
 
@@ -138,18 +138,18 @@ def test_the_token_that_ends_a_turn_is_the_templates_own(family: Family, end: st
 @every_family
 def test_an_answer_cut_off_is_closed_before_the_next_message(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    ended = chat.encode_next_prompt([user("and now?")], has_end_token=True)
+    next_ids = chat.encode_next_prompt([user("and now?")], has_end_token=True)
     assert chat.encode_next_prompt([user("and now?")], has_end_token=False) == [
         chat.end_token_id,
-        *ended,
+        *next_ids,
     ]
-    assert chat.end_token_id not in ended[:3] or family is PLAIN
+    assert chat.end_token_id not in next_ids[:3] or family is PLAIN
 
 
 def test_a_template_that_ends_no_turn_continues_with_the_line_break_it_would_have_had() -> None:
     chat = ChatTokenizer(make_family_tokenizer(PLAIN))
-    grown = grow(chat, [("16 vs 10", "HIT")], "19 vs 10")
-    assert decode(chat, grown.token_ids) == (
+    history = grow(chat, [("16 vs 10", "HIT")], "19 vs 10")
+    assert decode(chat, history.token_ids) == (
         "User: 16 vs 10\nAssistant: HIT<|end|>\nUser: 19 vs 10\nAssistant: "
     )
 
@@ -157,19 +157,19 @@ def test_a_template_that_ends_no_turn_continues_with_the_line_break_it_would_hav
 @pytest.mark.parametrize("family", [MISTRAL, GEMMA], ids=str)
 def test_neighbours_of_one_role_are_merged_where_roles_must_alternate(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    first = decode(chat, chat.encode_first_prompt([user("rules"), user("16 vs 10")]))
-    assert "rules\n\n16 vs 10" in first
-    then = decode(
+    first_prompt = decode(chat, chat.encode_first_prompt([user("rules"), user("16 vs 10")]))
+    assert "rules\n\n16 vs 10" in first_prompt
+    next_prompt = decode(
         chat, chat.encode_next_prompt([user("a card"), user("19 vs 10")], has_end_token=True)
     )
-    assert "a card\n\n19 vs 10" in then
+    assert "a card\n\n19 vs 10" in next_prompt
 
 
 @pytest.mark.parametrize("family", [MISTRAL, GEMMA], ids=str)
 def test_a_system_message_is_the_users_where_there_is_no_such_role(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    first = chat.encode_first_prompt([{"role": "system", "content": "be brief"}, user("16 vs 10")])
-    assert "be brief\n\n16 vs 10" in decode(chat, first)
+    prompt = chat.encode_first_prompt([{"role": "system", "content": "be brief"}, user("16 vs 10")])
+    assert "be brief\n\n16 vs 10" in decode(chat, prompt)
 
 
 def test_a_system_message_replaces_the_templates_default() -> None:
@@ -184,11 +184,11 @@ def test_a_system_message_replaces_the_templates_default() -> None:
 @every_family
 def test_a_tool_result_is_shown_with_any_set_of_roles(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    then = chat.encode_next_prompt([{"role": "tool", "content": '{"sum": 5}'}], has_end_token=True)
-    assert '{"sum": 5}' in decode(chat, then)
+    ids = chat.encode_next_prompt([{"role": "tool", "content": '{"sum": 5}'}], has_end_token=True)
+    assert '{"sum": 5}' in decode(chat, ids)
 
 
-ADD: ToolSpec = {
+ADD_TOOL: ToolSpec = {
     "type": "function",
     "function": {"name": "add_numbers", "description": "Adds.", "parameters": {"type": "object"}},
 }
@@ -197,10 +197,10 @@ ADD: ToolSpec = {
 @every_family
 def test_tools_are_listed_once_by_the_template_or_in_words(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    first = decode(chat, chat.encode_first_prompt([user("what is 2 + 3?")], [ADD]))
-    assert first.count("add_numbers") == 1
-    assert ("<tools>" in first) is family.has_tools
-    assert ("<tool_call>" in first) is not family.has_tools
+    prompt = decode(chat, chat.encode_first_prompt([user("what is 2 + 3?")], [ADD_TOOL]))
+    assert prompt.count("add_numbers") == 1
+    assert ("<tools>" in prompt) is family.has_tools
+    assert ("<tool_call>" in prompt) is not family.has_tools
     assert "add_numbers" not in decode(
         chat, chat.encode_next_prompt([user("5?")], has_end_token=True)
     )
@@ -208,28 +208,28 @@ def test_tools_are_listed_once_by_the_template_or_in_words(family: Family) -> No
 
 def test_the_prompt_has_empty_reasoning_if_thinking_is_disabled() -> None:
     tokenizer = make_family_tokenizer(QWEN3)
-    silent = ChatTokenizer(tokenizer, enable_thinking=False)
-    grown = grow(silent, [("16 vs 10", "HIT")], "19 vs 10")
-    assert decode(silent, grown.token_ids).count("<think>\n\n</think>") == 2
-    aloud = ChatTokenizer(tokenizer, enable_thinking=True)
-    assert "<think>" not in decode(aloud, aloud.encode_first_prompt([user("16 vs 10")]))
+    chat = ChatTokenizer(tokenizer, enable_thinking=False)
+    history = grow(chat, [("16 vs 10", "HIT")], "19 vs 10")
+    assert decode(chat, history.token_ids).count("<think>\n\n</think>") == 2
+    thinker = ChatTokenizer(tokenizer, enable_thinking=True)
+    assert "<think>" not in decode(thinker, thinker.encode_first_prompt([user("16 vs 10")]))
 
 
 def test_earlier_thoughts_stay_as_sampled_or_are_taken_out_by_the_template() -> None:
     tokenizer = make_family_tokenizer(QWEN3)
-    answer = "<think>\nbust?\n</think>\n\nHIT"
-    keeps = ChatTokenizer(tokenizer, enable_thinking=True)
-    grown = grow(keeps, [("16 vs 10", answer)], "19 vs 10")
-    assert "bust?" in decode(keeps, grown.token_ids)
-    strips = ChatTokenizer(tokenizer, enable_thinking=True, keep_thinking=False)
-    message: Message = {"role": "assistant", "content": answer}
-    full_text = strips.encode_whole_prompt([user("16 vs 10"), message, user("19 vs 10")])
-    assert "bust?" not in decode(strips, full_text)
-    assert "HIT<|im_end|>" in decode(strips, full_text)
+    completion = "<think>\nbust?\n</think>\n\nHIT"
+    keeping_chat = ChatTokenizer(tokenizer, enable_thinking=True)
+    history = grow(keeping_chat, [("16 vs 10", completion)], "19 vs 10")
+    assert "bust?" in decode(keeping_chat, history.token_ids)
+    stripping_chat = ChatTokenizer(tokenizer, enable_thinking=True, keep_thinking=False)
+    message: Message = {"role": "assistant", "content": completion}
+    prompt_ids = stripping_chat.encode_whole_prompt([user("16 vs 10"), message, user("19 vs 10")])
+    assert "bust?" not in decode(stripping_chat, prompt_ids)
+    assert "HIT<|im_end|>" in decode(stripping_chat, prompt_ids)
 
 
 def test_the_error_of_a_template_without_tool_role_is_reported() -> None:
-    refusing = Family(
+    family = Family(
         "refusing",
         "{%- for m in messages %}{%- if m.role == 'user' and not loop.first %}"
         "{{- raise_exception('one question only') }}{%- endif %}"
@@ -237,13 +237,13 @@ def test_the_error_of_a_template_without_tool_role_is_reported() -> None:
         ("<|end|>",),
         eos="<|end|>",
     )
-    chat = ChatTokenizer(make_family_tokenizer(refusing))
+    chat = ChatTokenizer(make_family_tokenizer(family))
     with pytest.raises(ConfigError, match="one question only"):
         chat.encode_next_prompt([user("another")], has_end_token=True)
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
+    ("text", "expected_text"),
     [
         ("HIT", "HIT"),
         ("<think>\n16 is poor\n</think>\n\nHIT", "HIT"),
@@ -251,5 +251,5 @@ def test_the_error_of_a_template_without_tool_role_is_reported() -> None:
         ("<think>STAND, or", ""),
     ],
 )
-def test_reasoning_is_stripped_from_the_answer(text: str, answer: str) -> None:
-    assert strip_reasoning(text) == answer
+def test_reasoning_is_stripped_from_the_answer(text: str, expected_text: str) -> None:
+    assert strip_reasoning(text) == expected_text

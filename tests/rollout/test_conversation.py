@@ -16,7 +16,7 @@ from tests.rollout.scripted_policy import ScriptedPolicy
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=1)
 LIMITS = RolloutConfig(max_completion_tokens=40, max_tokens=2000, max_turns=8)
-ALOUD = "<think>\nbust?\n</think>\n\nHIT"
+THOUGHT = "<think>\nbust?\n</think>\n\nHIT"
 
 
 def user(content: str) -> list[Message]:
@@ -34,10 +34,10 @@ def make_conversation(
 
 async def talk(conversation: Conversation, *questions: str) -> None:
     """Send each question and reward its answer with its index."""
-    for number, question in enumerate(questions, start=1):
+    for reward, question in enumerate(questions, start=1):
         conversation.add(user(question))
         await conversation.complete()
-        conversation.add_reward(number)
+        conversation.add_reward(reward)
 
 
 async def test_turns_that_continue_each_other_are_one_sequence_with_their_rewards() -> None:
@@ -54,7 +54,7 @@ async def test_turns_that_continue_each_other_are_one_sequence_with_their_reward
 
 
 async def test_thoughts_that_are_kept_stay_in_one_sequence_as_they_were_sampled() -> None:
-    conversation, policy = make_conversation(QWEN3, iter([ALOUD, "STAND"]))
+    conversation, policy = make_conversation(QWEN3, iter([THOUGHT, "STAND"]))
     await talk(conversation, "16 vs 10", "19 vs 10")
     [sequence] = conversation.make_sequences(include_unanswered=False)
     assert len(sequence.turns) == 2
@@ -62,7 +62,7 @@ async def test_thoughts_that_are_kept_stay_in_one_sequence_as_they_were_sampled(
 
 
 async def test_a_turn_with_a_changed_history_starts_a_new_sequence() -> None:
-    conversation, policy = make_conversation(QWEN3, iter([ALOUD, ALOUD, "STAND"]), keep=False)
+    conversation, policy = make_conversation(QWEN3, iter([THOUGHT, THOUGHT, "STAND"]), keep=False)
     await talk(conversation, "16 vs 10", "18 vs 10", "19 vs 10")
     sequences = conversation.make_sequences(include_unanswered=False)
     assert [len(sequence.turns) for sequence in sequences] == [1, 1, 1]
@@ -83,33 +83,33 @@ async def test_a_template_that_rewrites_nothing_gives_one_sequence_though_it_may
 async def test_what_was_not_answered_follows_the_last_turn_where_it_fits(keep: bool) -> None:
     conversation, _ = make_conversation(CHATML, iter(["HIT", "HIT"]), keep=keep)
     await talk(conversation, "16 vs 10")
-    bare = conversation.make_sequences(include_unanswered=True)
+    expected = conversation.make_sequences(include_unanswered=True)
     conversation.add(user("19 vs 10"))
     assert conversation.has_room
     [sequence] = conversation.make_sequences(include_unanswered=True)
-    rest = sequence.token_ids[sequence.turns[-1].end :].tolist()
-    assert "19 vs 10" in conversation.chat.decode(rest)
+    rest_ids = sequence.token_ids[sequence.turns[-1].end :].tolist()
+    assert "19 vs 10" in conversation.chat.decode(rest_ids)
     assert not any(sequence.loss_mask[sequence.turns[-1].end :])
-    assert conversation.make_sequences(include_unanswered=False) == bare
+    assert conversation.make_sequences(include_unanswered=False) == expected
     conversation.add(user("a long story " * 200))
-    assert conversation.make_sequences(include_unanswered=True) == bare
+    assert conversation.make_sequences(include_unanswered=True) == expected
 
 
 async def test_a_rest_that_would_rewrite_the_past_is_left_out() -> None:
-    conversation, _ = make_conversation(QWEN3, iter([ALOUD]), keep=False)
+    conversation, _ = make_conversation(QWEN3, iter([THOUGHT]), keep=False)
     await talk(conversation, "16 vs 10")
-    previous = conversation.make_sequences(include_unanswered=False)
+    expected = conversation.make_sequences(include_unanswered=False)
     conversation.add(user("19 vs 10"))
     assert conversation.has_room
-    assert conversation.make_sequences(include_unanswered=True) == previous
+    assert conversation.make_sequences(include_unanswered=True) == expected
     conversation.add_reward(4)
     assert conversation.turns[0].reward == 5
 
 
 @pytest.mark.parametrize("limits", [{"max_turns": 1}, {"max_tokens": 80}], ids=["turns", "tokens"])
 async def test_there_is_no_answer_beyond_the_limits(limits: dict[str, int]) -> None:
-    bounded = LIMITS.model_copy(update=limits)
-    conversation, policy = make_conversation(CHATML, iter(["HIT", "HIT"]), bounded)
+    bounded_limits = LIMITS.model_copy(update=limits)
+    conversation, policy = make_conversation(CHATML, iter(["HIT", "HIT"]), bounded_limits)
     await talk(conversation, "16 vs 10")
     conversation.add(user("19 vs 10"))
     assert not conversation.has_room
@@ -119,20 +119,20 @@ async def test_there_is_no_answer_beyond_the_limits(limits: dict[str, int]) -> N
 
 
 async def test_each_turn_has_its_own_seed_and_the_limit_of_its_environment() -> None:
-    seen: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
 
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
-        seen.append((seed, sampling.max_tokens))
+        calls.append((seed, sampling.max_tokens))
         return SampledCompletion([5, 6], [-1.0, -1.0], 0, has_end_token=False)
 
     chat = ChatTokenizer(make_family_tokenizer(CHATML))
     for _ in range(2):
         await talk(Conversation(generate, chat, LIMITS, SAMPLING, key=3), "a", "b")
     await talk(Conversation(generate, chat, LIMITS, SAMPLING, key=4), "a")
-    seeds = [seed for seed, _ in seen]
+    seeds = [seed for seed, _ in calls]
     assert seeds[:2] == seeds[2:4]
     assert len(set(seeds)) == 3
-    assert {max_tokens for _, max_tokens in seen} == {40}
+    assert {max_tokens for _, max_tokens in calls} == {40}
 
 
 async def test_a_generator_cannot_change_the_recorded_prompt() -> None:

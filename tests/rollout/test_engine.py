@@ -18,10 +18,10 @@ from tests.rollout.engine_pair import (
     END_TOKEN_ID,
     TOLERANCE,
     EnginePair,
-    answer,
+    complete,
+    compute_logprobs,
+    compute_max_error,
     drain,
-    full_logprobs,
-    largest_error,
     make_requests,
 )
 
@@ -32,35 +32,35 @@ CHI_SQUARE_LIMIT = 27.88
 @pytest.mark.slow
 def test_greedy_answers_are_those_of_a_plain_loop(pair: EnginePair) -> None:
     requests = make_requests(12, temperature=0.0)
-    outputs = answer(pair.engine, requests)
+    outputs = complete(pair.engine, requests)
     for request in requests:
-        assert outputs[request.request_id].token_ids == greedy_answer(pair, request)
+        assert outputs[request.request_id].token_ids == run_greedily(pair, request)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
 def test_logprobs_are_those_of_a_full_forward(pair: EnginePair, temperature: float) -> None:
     requests = make_requests(40, temperature=temperature)
-    outputs = answer(pair.engine, requests)
-    assert largest_error(pair.model, requests, outputs) < TOLERANCE
+    outputs = complete(pair.engine, requests)
+    assert compute_max_error(pair.model, requests, outputs) < TOLERANCE
 
 
 @pytest.mark.slow
 def test_greedy_and_sampled_requests_share_a_batch(pair: EnginePair) -> None:
     prompt = [8, 60, 33, 21]
     requests = [EngineRequest(i, prompt, Sampling(float(i % 2), 6), seed=i) for i in range(40)]
-    outputs = answer(pair.engine, requests)
-    greedy = {tuple(outputs[i].token_ids) for i in range(0, 40, 2)}
-    sampled = {tuple(outputs[i].token_ids) for i in range(1, 40, 2)}
-    assert greedy == {tuple(greedy_answer(pair, requests[0]))}
-    assert len(sampled) > 10
-    assert largest_error(pair.model, requests, outputs) < TOLERANCE
+    outputs = complete(pair.engine, requests)
+    greedy_outputs = {tuple(outputs[i].token_ids) for i in range(0, 40, 2)}
+    sampled_outputs = {tuple(outputs[i].token_ids) for i in range(1, 40, 2)}
+    assert greedy_outputs == {tuple(run_greedily(pair, requests[0]))}
+    assert len(sampled_outputs) > 10
+    assert compute_max_error(pair.model, requests, outputs) < TOLERANCE
 
 
 @pytest.mark.slow
 def test_an_answer_ends_with_the_end_token_or_at_its_limit(pair: EnginePair) -> None:
     requests = make_requests(150, max_tokens=40)
-    outputs = answer(pair.engine, requests).values()
+    outputs = complete(pair.engine, requests).values()
     assert {output.has_end_token for output in outputs} == {True, False}
     for output in outputs:
         assert (output.token_ids[-1] == END_TOKEN_ID) is output.has_end_token
@@ -75,19 +75,19 @@ def test_there_is_work_until_every_request_has_its_output(pair: EnginePair) -> N
     assert not pair.engine.has_work
     pair.engine.submit(requests[0])
     assert pair.engine.has_work
-    outputs = answer(pair.engine, requests[1:])
+    outputs = complete(pair.engine, requests[1:])
     assert outputs.keys() == {request.request_id for request in requests}
     assert not pair.engine.has_work
 
 
 def test_an_aborted_request_gets_no_answer_and_leaves_no_work(pair: EnginePair) -> None:
-    for number in range(4):
-        pair.engine.submit(EngineRequest(number, [7, 8, 9 + number], Sampling(0.0, 2), seed=number))
+    for i in range(4):
+        pair.engine.submit(EngineRequest(i, [7, 8, 9 + i], Sampling(0.0, 2), seed=i))
     pair.engine.abort([1, 2, 99])
-    answered = set()
+    completed_ids = set()
     while pair.engine.has_work:
-        answered |= {output.request_id for output in pair.engine.step()}
-    assert answered == {0, 3}
+        completed_ids |= {output.request_id for output in pair.engine.step()}
+    assert completed_ids == {0, 3}
     pair.engine.submit(EngineRequest(4, [7, 8], Sampling(0.0, 2), seed=0))
     pair.engine.abort([4])
     assert not pair.engine.has_work
@@ -99,33 +99,33 @@ def test_sampled_frequencies_follow_the_softmax(pair: EnginePair, temperature: f
     requests = [
         EngineRequest(i, prompt, Sampling(temperature, 1), seed=i) for i in range(num_samples)
     ]
-    outputs = answer(pair.engine, requests)
+    outputs = complete(pair.engine, requests)
     counts = Counter(output.token_ids[0] for output in outputs.values())
     with torch.no_grad():
         logits = pair.model(torch.tensor([prompt])).logits[0, -1]
-    likeliest = torch.softmax(logits / temperature, dim=-1).topk(9)
-    expected = [probability * num_samples for probability in likeliest.values.tolist()]
-    seen = [counts[token_id] for token_id in likeliest.indices.tolist()]
+    top_tokens = torch.softmax(logits / temperature, dim=-1).topk(9)
+    expected = [probability * num_samples for probability in top_tokens.values.tolist()]
+    actual = [counts[token_id] for token_id in top_tokens.indices.tolist()]
     # All other tokens together are the tenth class.
     expected.append(num_samples - sum(expected))
-    seen.append(num_samples - sum(seen))
+    actual.append(num_samples - sum(actual))
     assert min(expected) > 5
-    chi_square = sum((s - e) ** 2 / e for s, e in zip(seen, expected, strict=True))
+    chi_square = sum((s - e) ** 2 / e for s, e in zip(actual, expected, strict=True))
     assert chi_square < CHI_SQUARE_LIMIT
 
 
 @pytest.mark.slow
 def test_loaded_weights_are_those_that_sample_and_score(pair: EnginePair) -> None:
     requests = make_requests(20)
-    previous = pair.engine.score(CANARY_PROMPT)
+    previous_score = pair.engine.score(CANARY_PROMPT)
     for seed in range(3):
         pair.sync(seed)
         score = pair.engine.score(CANARY_PROMPT)
         assert score == pytest.approx(score_canary(pair, CANARY_PROMPT), abs=TOLERANCE)
-        assert score != pytest.approx(previous, abs=0.01)
-        previous = score
-        outputs = answer(pair.engine, requests)
-        assert largest_error(pair.model, requests, outputs) < TOLERANCE
+        assert score != pytest.approx(previous_score, abs=0.01)
+        previous_score = score
+        outputs = complete(pair.engine, requests)
+        assert compute_max_error(pair.model, requests, outputs) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_a_probe_is_scored_while_requests_are_in_flight(pair: EnginePair) -> Non
     )
     outputs |= drain(pair.engine)
     assert outputs.keys() == {request.request_id for request in requests}
-    assert largest_error(pair.model, requests, outputs) < TOLERANCE
+    assert compute_max_error(pair.model, requests, outputs) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -150,12 +150,12 @@ def test_sampler_and_learner_agree_after_every_sync(pair: EnginePair) -> None:
     requests = make_requests(16, temperature=temperature)
     for seed in range(3):
         pair.sync(seed)
-        outputs = answer(pair.engine, requests)
+        outputs = complete(pair.engine, requests)
         for request in requests:
             output = outputs[request.request_id]
             token_ids = request.prompt_ids + output.token_ids
-            sampled = [index >= len(request.prompt_ids) for index in range(len(token_ids))]
-            micro_batch = pack_one_micro_batch([make_unscored_sample(token_ids, sampled)])
+            is_sampled = [index >= len(request.prompt_ids) for index in range(len(token_ids))]
+            micro_batch = pack_one_micro_batch([make_unscored_sample(token_ids, is_sampled)])
             with torch.no_grad():
                 logprobs = micro_batch.gather_samples(
                     policy(micro_batch.rows, temperature).logprobs
@@ -167,17 +167,19 @@ def test_sampler_and_learner_agree_after_every_sync(pair: EnginePair) -> None:
 def test_what_is_sampled_follows_from_the_seed_alone(pair: EnginePair) -> None:
     """The batch, the order, the request id and earlier requests have no influence."""
     requests = make_requests(100)
-    together = tokens_by_seed(requests, answer(pair.engine, requests))
-    assert tokens_by_seed(requests, answer(pair.engine, reversed(requests))) == together
-    renamed = [replace(request, request_id=request.request_id + 500) for request in requests]
-    assert tokens_by_seed(renamed, answer(pair.engine, renamed)) == together
+    expected = map_tokens(requests, complete(pair.engine, requests))
+    assert map_tokens(requests, complete(pair.engine, reversed(requests))) == expected
+    copies = [replace(request, request_id=request.request_id + 500) for request in requests]
+    assert map_tokens(copies, complete(pair.engine, copies)) == expected
     for request in requests[:5]:
-        alone = answer(pair.engine, [request])[request.request_id]
-        assert alone.token_ids == together[request.seed]
+        output = complete(pair.engine, [request])[request.request_id]
+        assert output.token_ids == expected[request.seed]
     other_requests = make_requests(100, first_seed=1000)
-    seen = answer(pair.engine, other_requests)
-    same = sum(seen[r.request_id].token_ids == together[r.request_id] for r in other_requests)
-    assert same < 20, "other seeds sample otherwise"
+    outputs = complete(pair.engine, other_requests)
+    num_equal = sum(
+        outputs[r.request_id].token_ids == expected[r.request_id] for r in other_requests
+    )
+    assert num_equal < 20, "other seeds sample otherwise"
 
 
 @pytest.mark.parametrize("temperature", [1.5, 2.0])
@@ -188,23 +190,23 @@ def test_top_p_samples_the_likeliest_tokens_alone_with_their_own_logprobs(
     requests = [
         EngineRequest(i, prompt, Sampling(temperature, 1, top_p), seed=i) for i in range(600)
     ]
-    outputs = answer(pair.engine, requests).values()
+    outputs = complete(pair.engine, requests).values()
     with torch.no_grad():
         logits = pair.model(torch.tensor([prompt])).logits[0, -1]
-    ordered = torch.softmax(logits / temperature, dim=-1).sort(descending=True)
-    num_kept = int((ordered.values.cumsum(0) - ordered.values < top_p).sum())
-    kept = ordered.values[:num_kept] / ordered.values[:num_kept].sum()
-    expected_logprobs = dict(zip(ordered.indices.tolist(), kept.log().tolist(), strict=False))
-    seen = {output.token_ids[0] for output in outputs}
-    assert len(seen) > 1
-    assert seen <= expected_logprobs.keys()
+    ranking = torch.softmax(logits / temperature, dim=-1).sort(descending=True)
+    num_kept = int((ranking.values.cumsum(0) - ranking.values < top_p).sum())
+    shares = ranking.values[:num_kept] / ranking.values[:num_kept].sum()
+    expected_logprobs = dict(zip(ranking.indices.tolist(), shares.log().tolist(), strict=False))
+    sampled_ids = {output.token_ids[0] for output in outputs}
+    assert len(sampled_ids) > 1
+    assert sampled_ids <= expected_logprobs.keys()
     for output in outputs:
         assert output.logprobs[0] == pytest.approx(
             expected_logprobs[output.token_ids[0]], abs=TOLERANCE
         )
 
 
-CUTS = [
+SAMPLINGS = [
     Sampling(1.5, 4, top_k=5),
     Sampling(1.5, 4, min_p=0.2),
     Sampling(1.2, 4, repetition_penalty=1.6),
@@ -213,43 +215,43 @@ CUTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", CUTS, ids=["top_k", "min_p", "penalty", "all"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["top_k", "min_p", "penalty", "all"])
 def test_logprobs_are_those_of_the_distribution_that_is_drawn_from(
     pair: EnginePair, sampling: Sampling
 ) -> None:
     requests = [EngineRequest(i, [8, 60, 33, 21], sampling, seed=i) for i in range(120)]
-    outputs = answer(pair.engine, requests)
+    outputs = complete(pair.engine, requests)
     errors = []
     for request in requests:
         output = outputs[request.request_id]
-        expected = changed_logprobs(pair, request, output.token_ids)
+        expected = compute_cut_logprobs(pair, request, output.token_ids)
         errors += [abs(a - b) for a, b in zip(output.logprobs, expected, strict=True)]
     assert max(errors) < TOLERANCE
     assert len({output.token_ids[0] for output in outputs.values()}) > 1
 
 
-def changed_logprobs(
-    pair: EnginePair, request: EngineRequest, answer_ids: list[int]
+def compute_cut_logprobs(
+    pair: EnginePair, request: EngineRequest, output_ids: list[int]
 ) -> list[float]:
     """Return the completion's log-probs, with each distribution computed term by term."""
     sampling, ids, logprobs = request.sampling, list(request.prompt_ids), []
-    for token_id in answer_ids:
+    for token_id in output_ids:
         with torch.no_grad():
             logits = pair.model(torch.tensor([ids])).logits[0, -1].tolist()
-        for seen in set(ids):
+        for key in set(ids):
             penalty = sampling.repetition_penalty
-            logits[seen] = logits[seen] / penalty if logits[seen] > 0 else logits[seen] * penalty
+            logits[key] = logits[key] / penalty if logits[key] > 0 else logits[key] * penalty
         weights = torch.softmax(torch.tensor(logits) / sampling.temperature, dim=0).tolist()
         order = sorted(range(len(weights)), key=lambda i: -weights[i])
         order = [i for i in order if weights[i] >= sampling.min_p * weights[order[0]]]
         order = order[: sampling.top_k or None]
-        total, cumulative, kept = sum(weights[i] for i in order), 0.0, []
+        total, mass, pool = sum(weights[i] for i in order), 0.0, []
         for i in order:
-            if cumulative < sampling.top_p:
-                kept.append(i)
-            cumulative += weights[i] / total
-        chances = torch.tensor([weights[i] for i in kept])
-        logprobs.append((chances[kept.index(token_id)] / chances.sum()).log().item())
+            if mass < sampling.top_p:
+                pool.append(i)
+            mass += weights[i] / total
+        chances = torch.tensor([weights[i] for i in pool])
+        logprobs.append((chances[pool.index(token_id)] / chances.sum()).log().item())
         ids.append(token_id)
     return logprobs
 
@@ -257,16 +259,16 @@ def changed_logprobs(
 @pytest.mark.slow
 def test_requests_with_and_without_top_p_share_a_batch(pair: EnginePair) -> None:
     requests = make_requests(30)
-    cut = [
+    top_p_requests = [
         replace(r, request_id=100 + r.request_id, sampling=Sampling(1.0, 12, 0.3)) for r in requests
     ]
-    alone = tokens_by_seed(requests, answer(pair.engine, requests))
-    mixed = answer(pair.engine, [*requests, *cut])
-    assert tokens_by_seed(requests, mixed) == alone
-    assert any(mixed[r.request_id].token_ids != alone[r.seed] for r in cut)
+    expected = map_tokens(requests, complete(pair.engine, requests))
+    outputs = complete(pair.engine, [*requests, *top_p_requests])
+    assert map_tokens(requests, outputs) == expected
+    assert any(outputs[r.request_id].token_ids != expected[r.seed] for r in top_p_requests)
 
 
-def tokens_by_seed(
+def map_tokens(
     requests: Iterable[EngineRequest], outputs: dict[int, EngineOutput]
 ) -> dict[int, list[int]]:
     """Return the sampled tokens by the seed of their request."""
@@ -275,11 +277,11 @@ def tokens_by_seed(
 
 def score_canary(pair: EnginePair, canary: ScoringRequest) -> list[float]:
     """Return the plain model's log-probs of the canary completion."""
-    return full_logprobs(pair.model, canary.prompt_ids, canary.completion_ids)
+    return compute_logprobs(pair.model, canary.prompt_ids, canary.completion_ids)
 
 
 @torch.no_grad()
-def greedy_answer(pair: EnginePair, request: EngineRequest) -> list[int]:
+def run_greedily(pair: EnginePair, request: EngineRequest) -> list[int]:
     """Return the greedy completion of the plain model, with a full forward pass per token."""
     token_ids = list(request.prompt_ids)
     for _ in range(request.sampling.max_tokens):

@@ -42,8 +42,8 @@ async def test_exactly_the_sampled_tokens_are_in_the_mask(
     rollout = await play_until_two_turns(client, chat)
     [sequence] = rollout.sequences
     pairs = zip(sequence.token_ids, sequence.loss_mask, strict=True)
-    sampled = [token for token, is_sampled in pairs if is_sampled]
-    assert sampled == chat.encode_completion("HIT") + chat.encode_completion("STAND")
+    sampled_ids = [token for token, is_sampled in pairs if is_sampled]
+    assert sampled_ids == chat.encode_completion("HIT") + chat.encode_completion("STAND")
     logprobs = zip(sequence.logprobs, sequence.loss_mask, strict=True)
     assert [logprob for logprob, is_sampled in logprobs if is_sampled] == [-1.0] * 4
     assert not sequence.loss_mask[0], "the first token of a sequence has no log-prob"
@@ -83,14 +83,14 @@ async def test_a_limit_on_turns_truncates_and_frees_the_session(
 async def test_a_truncated_episode_ends_with_the_state_in_which_it_was_left(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    one_turn = LIMITS.model_copy(update={"max_turns": 1})
+    limits = LIMITS.model_copy(update={"max_turns": 1})
     for seed in range(20):
-        player, _ = make_player(client, chat, iter(["HIT"]), one_turn)
-        cut = await player.play_episode(seed)
+        player, _ = make_player(client, chat, iter(["HIT"]), limits)
+        truncated_rollout = await player.play_episode(seed)
         player, policy = make_player(client, chat, itertools.repeat("HIT"))
         full_rollout = await player.play_episode(seed)
-        [sequence] = cut.sequences
-        if cut.status is RolloutStatus.TERMINATED:
+        [sequence] = truncated_rollout.sequences
+        if truncated_rollout.status is RolloutStatus.TERMINATED:
             assert sequence.loss_mask[-1], "nothing follows the end"
             continue
         assert sequence.token_ids.tolist() == policy.prompts[1]
@@ -144,15 +144,15 @@ async def test_the_environments_own_truncation_shows_its_last_observation(
     [sequence] = rollout.sequences
     assert (rollout.status, rollout.reward) == (RolloutStatus.TRUNCATED, 8.0)
     assert [turn.reward for turn in sequence.turns] == [1.0, 7.0]
-    rest = chat.decode(sequence.token_ids[sequence.turns[-1].end :])
-    assert rest == "Total 8."
+    rest_text = chat.decode(sequence.token_ids[sequence.turns[-1].end :])
+    assert rest_text == "Total 8."
 
 
 async def test_thoughts_are_not_played(client: AsyncEnvClient, chat: ChatTokenizer) -> None:
-    answers = itertools.repeat("<think>HIT is better</think>STAND")
+    script = itertools.repeat("<think>HIT is better</think>STAND")
     limits = LIMITS.model_copy(update={"max_completion_tokens": 64, "max_tokens": 512})
     for seed in range(5):
-        player, _ = make_player(client, chat, answers, limits)
+        player, _ = make_player(client, chat, script, limits)
         rollout = await player.play_episode(seed)
         assert (rollout.status, len(rollout.turns)) == (RolloutStatus.TERMINATED, 1)
 
@@ -172,7 +172,7 @@ async def test_a_replayed_episode_asks_with_the_same_seeds_and_another_does_not(
         return tuple(policy.seeds)
 
     seeds_by_case = [
-        await play_seeds(*numbers) for numbers in [(3, 0, 0), (3, 1, 0), (4, 0, 0), (3, 0, 1)]
+        await play_seeds(*case) for case in [(3, 0, 0), (3, 1, 0), (4, 0, 0), (3, 0, 1)]
     ]
     assert len({seeds[0] for seeds in seeds_by_case}) == 4, "in another environment, too"
     assert await play_seeds(3, 1, 0) == seeds_by_case[1]
@@ -200,13 +200,13 @@ async def test_a_rollout_function_meets_limits_and_bad_answers_as_the_loop_does(
     player, _ = make_player(client, chat, script, function=play_in_pairs)
     rollout = await player.play_episode(4)
     assert (rollout.status, rollout.reward) == (RolloutStatus.INVALID_ACTION, -1.0)
-    one_turn = LIMITS.model_copy(update={"max_turns": 1})
-    player, _ = make_player(client, chat, iter(["a poor hand"]), one_turn, function=play_in_pairs)
+    limits = LIMITS.model_copy(update={"max_turns": 1})
+    player, _ = make_player(client, chat, iter(["a poor hand"]), limits, function=play_in_pairs)
     assert (await player.play_episode(4)).status is RolloutStatus.TRUNCATED
     player, _ = make_player(client, chat, iter([]), function=play_and_say_nothing)
-    failed = await player.play_episode(4)
-    assert failed.status is RolloutStatus.FAILED
-    assert "environment 'game': the rollout function must return EpisodeEnd" in failed.failure
+    void_rollout = await player.play_episode(4)
+    assert void_rollout.status is RolloutStatus.FAILED
+    assert "environment 'game': the rollout function must return EpisodeEnd" in void_rollout.failure
     assert server.core.load.num_sessions == 0
 
 
@@ -219,8 +219,8 @@ async def test_an_answer_cut_off_continues_with_an_unsampled_end_token(
         if len(rollout.turns) == 2:
             break
     [sequence] = rollout.sequences
-    end = sequence.token_ids.tolist().index(chat.end_token_id, sequence.turns[0].start)
-    assert not sequence.loss_mask[end]
+    end_index = sequence.token_ids.tolist().index(chat.end_token_id, sequence.turns[0].start)
+    assert not sequence.loss_mask[end_index]
 
 
 async def test_an_episode_whose_server_dies_is_void_and_not_a_loss(chat: ChatTokenizer) -> None:
@@ -230,16 +230,16 @@ async def test_an_episode_whose_server_dies_is_void_and_not_a_loss(chat: ChatTok
         server.grpc_address, ConnectOptions(reconnect_timeout_s=0.2)
     ) as client:
         player, policy = make_player(client, chat, itertools.repeat("HIT"))
-        answer = policy.__call__
+        generate = policy.__call__
 
-        async def die_first(prompt_ids: list[int], sampling: Sampling, seed: int):
+        async def stop_server_first(prompt_ids: list[int], sampling: Sampling, seed: int):
             await server.stop()
-            return await answer(prompt_ids, sampling, seed)
+            return await generate(prompt_ids, sampling, seed)
 
-        player = ScriptedPlayer(make_runner(client, chat, die_first, LIMITS))
-        lost = await player.play_episode(1)
-        never_began = await player.play_episode(2)
-    for rollout in (lost, never_began):
+        player = ScriptedPlayer(make_runner(client, chat, stop_server_first, LIMITS))
+        lost_rollout = await player.play_episode(1)
+        unopened_rollout = await player.play_episode(2)
+    for rollout in (lost_rollout, unopened_rollout):
         assert (rollout.status, rollout.reward) == (RolloutStatus.LOST, None)
         assert rollout.failure
 

@@ -17,37 +17,37 @@ from ludus.trainer.core.types import GroupSpec, RolloutStatus, SampledCompletion
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import ImportedRenderer
 from tests.rollout.fragile_env import (
-    FAILS_IN_FIRST_RENDER,
-    FAILS_IN_RESET,
-    PAYS_NAN,
+    NAN_REWARD_SEED,
+    RENDER_FAILURE_SEED,
+    RESET_FAILURE_SEED,
     FragileEnv,
     play_and_divide_by_zero,
 )
 from tests.rollout.scripted_policy import LIMITS, make_player
 
 FAILED = RolloutStatus.FAILED
-WELL = ("ADD 2", "ADD 2", "ADD 2", "ADD 2", "ADD 2")
-FRAGILE = "tests.rollout.fragile_env"
+VALID_COMPLETIONS = ("ADD 2", "ADD 2", "ADD 2", "ADD 2", "ADD 2")
+FRAGILE_MODULE = "tests.rollout.fragile_env"
 
 
 @pytest_asyncio.fixture
 async def fragile_server() -> AsyncIterator[EnvServer]:
-    async with EnvServer(FragileEnv, ServerOptions(port=0)) as up:
-        yield up
+    async with EnvServer(FragileEnv, ServerOptions(port=0)) as env_server:
+        yield env_server
 
 
 @pytest_asyncio.fixture
-async def fragile(fragile_server: EnvServer) -> AsyncIterator[AsyncEnvClient]:
-    async with await AsyncEnvClient.connect(fragile_server.grpc_address) as connected:
-        yield connected
+async def env_client(fragile_server: EnvServer) -> AsyncIterator[AsyncEnvClient]:
+    async with await AsyncEnvClient.connect(fragile_server.grpc_address) as client:
+        yield client
 
 
 @pytest.mark.parametrize(
-    ("seed", "answers", "reason"),
+    ("seed", "completions", "reason"),
     [
-        (FAILS_IN_RESET, WELL, "level 666"),
-        (FAILS_IN_FIRST_RENDER, WELL, "no picture"),
-        (PAYS_NAN, WELL, "reward must be a finite number"),
+        (RESET_FAILURE_SEED, VALID_COMPLETIONS, "level 666"),
+        (RENDER_FAILURE_SEED, VALID_COMPLETIONS, "no picture"),
+        (NAN_REWARD_SEED, VALID_COMPLETIONS, "reward must be a finite number"),
         (2, ("ADD 1", "ADD 13"), "unlucky"),
         (2, ("ADD 1", "ADD 2"), "no picture"),
         (2, ("ADD one",), "invalid literal for int"),
@@ -56,34 +56,34 @@ async def fragile(fragile_server: EnvServer) -> AsyncIterator[AsyncEnvClient]:
 )
 async def test_an_exception_of_the_environment_voids_the_episode_and_frees_its_session(
     fragile_server: EnvServer,
-    fragile: AsyncEnvClient,
+    env_client: AsyncEnvClient,
     chat: ChatTokenizer,
     seed: int,
-    answers: tuple[str, ...],
+    completions: tuple[str, ...],
     reason: str,
 ) -> None:
-    player, _ = make_player(fragile, chat, iter(answers))
-    failed = await player.play_episode(seed)
-    assert (failed.status, failed.reward, failed.episode_return) == (FAILED, None, None)
-    assert reason in failed.failure
+    player, _ = make_player(env_client, chat, iter(completions))
+    rollout = await player.play_episode(seed)
+    assert (rollout.status, rollout.reward, rollout.episode_return) == (FAILED, None, None)
+    assert reason in rollout.failure
     assert fragile_server.core.load.num_sessions == 0
 
 
 async def test_the_other_episodes_of_the_group_are_played_and_scored(
-    fragile: AsyncEnvClient, chat: ChatTokenizer
+    env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    player, _ = make_player(fragile, chat, itertools.repeat("ADD 2"))
-    spec = GroupSpec(0, "game", (1, FAILS_IN_RESET, FAILS_IN_FIRST_RENDER, 4))
+    player, _ = make_player(env_client, chat, itertools.repeat("ADD 2"))
+    spec = GroupSpec(0, "game", (1, RESET_FAILURE_SEED, RENDER_FAILURE_SEED, 4))
     group = await player.play_group(spec)
     assert group.rewards == [10.0, None, None, 10.0]
     assert [bool(rollout.failure) for rollout in group.rollouts] == [False, True, True, False]
 
 
 async def test_a_group_that_cannot_be_opened_together_fails_as_a_whole(
-    fragile: AsyncEnvClient, chat: ChatTokenizer
+    env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    player, _ = make_player(fragile, chat, itertools.repeat("ADD 2"), max_sessions=256)
-    spec = GroupSpec(0, "game", (FAILS_IN_RESET,) * 3)
+    player, _ = make_player(env_client, chat, itertools.repeat("ADD 2"), max_sessions=256)
+    spec = GroupSpec(0, "game", (RESET_FAILURE_SEED,) * 3)
     group = await player.play_group(spec)
     assert [(r.status, "level 666" in r.failure) for r in group.rollouts] == [(FAILED, True)] * 3
 
@@ -97,72 +97,72 @@ async def test_a_group_that_cannot_be_opened_together_fails_as_a_whole(
     ],
 )
 async def test_an_exception_of_the_runs_own_renderer_names_it(
-    fragile: AsyncEnvClient, chat: ChatTokenizer, render: str, answers: tuple[str], reason: str
+    env_client: AsyncEnvClient, chat: ChatTokenizer, render: str, answers: tuple[str], reason: str
 ) -> None:
-    renderer = ImportedRenderer(f"{FRAGILE}:{render}", f"{FRAGILE}:parse")
-    player, _ = make_player(fragile, chat, iter(answers))
-    failed = await player.with_fields(renderer=renderer).play_episode(2)
-    assert failed.status is FAILED
-    assert re.search(reason, failed.failure)
+    renderer = ImportedRenderer(f"{FRAGILE_MODULE}:{render}", f"{FRAGILE_MODULE}:parse")
+    player, _ = make_player(env_client, chat, iter(answers))
+    rollout = await player.with_fields(renderer=renderer).play_episode(2)
+    assert rollout.status is FAILED
+    assert re.search(reason, rollout.failure)
 
 
 async def test_the_error_of_a_task_of_a_rollout_function_is_reported(
-    fragile: AsyncEnvClient, chat: ChatTokenizer
+    env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    player, _ = make_player(fragile, chat, iter(["ADD 1"]), function=play_and_divide_by_zero)
-    failed = await player.play_episode(2)
-    assert failed.status is FAILED
-    assert failed.failure.startswith("ZeroDivisionError: division by zero (in divide, fragile_env")
-    assert failed.num_tokens_sampled > 0, "counted, though void"
+    player, _ = make_player(env_client, chat, iter(["ADD 1"]), function=play_and_divide_by_zero)
+    rollout = await player.play_episode(2)
+    assert rollout.status is FAILED
+    assert rollout.failure.startswith("ZeroDivisionError: division by zero (in divide, fragile_env")
+    assert rollout.num_tokens_sampled > 0, "counted, though void"
 
 
 async def test_a_request_that_the_engine_fails_voids_its_episode(
-    fragile: AsyncEnvClient, chat: ChatTokenizer
+    env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    player, policy = make_player(fragile, chat, itertools.repeat("ADD 2"))
+    player, policy = make_player(env_client, chat, itertools.repeat("ADD 2"))
 
-    async def fail_on_the_second(
+    async def fail_second_request(
         prompt: list[int], sampling: Sampling, seed: int
     ) -> SampledCompletion:
         if len(policy.prompts) == 1:
             raise RuntimeError("a prompt of too many tokens")
         return await policy(prompt, sampling, seed)
 
-    failed = await player.with_fields(generate=fail_on_the_second).play_episode(2)
-    assert failed.status is FAILED
-    assert "a prompt of too many tokens" in failed.failure
+    rollout = await player.with_fields(generate=fail_second_request).play_episode(2)
+    assert rollout.status is FAILED
+    assert "a prompt of too many tokens" in rollout.failure
 
 
 async def test_a_conversation_that_the_chat_template_refuses_voids_its_episode(
-    fragile: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+    env_client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> list[int]:
         raise ConfigError("the chat template refuses roles user, user")
 
     monkeypatch.setattr(chat, "encode_next_prompt", refuse)
-    player, _ = make_player(fragile, chat, itertools.repeat("ADD 2"))
-    failed = await player.play_episode(2)
-    assert failed.status is FAILED
-    assert "refuses roles user, user" in failed.failure
+    player, _ = make_player(env_client, chat, itertools.repeat("ADD 2"))
+    rollout = await player.play_episode(2)
+    assert rollout.status is FAILED
+    assert "refuses roles user, user" in rollout.failure
 
 
 async def test_a_first_prompt_without_room_for_an_answer_is_named_with_both_numbers(
-    fragile: AsyncEnvClient, chat: ChatTokenizer
+    env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     limits = LIMITS.model_copy(update={"max_tokens": 20})
-    player, policy = make_player(fragile, chat, iter([]), limits)
-    failed = await player.play_episode(2)
-    assert (failed.status, failed.reward, policy.prompts) == (FAILED, None, [])
-    assert re.search(r"prompt of \d+ tokens .* rollout\.max_tokens = 20", failed.failure)
+    player, policy = make_player(env_client, chat, iter([]), limits)
+    rollout = await player.play_episode(2)
+    assert (rollout.status, rollout.reward, policy.prompts) == (FAILED, None, [])
+    assert re.search(r"prompt of \d+ tokens .* rollout\.max_tokens = 20", rollout.failure)
 
 
 async def test_what_the_run_is_configured_to_do_and_cannot_ends_it(
-    fragile_server: EnvServer, fragile: AsyncEnvClient, chat: ChatTokenizer
+    fragile_server: EnvServer, env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     async def raise_config_error(*_: object) -> SampledCompletion:
         raise ConfigError("generator.kind = 'none'")
 
-    player, _ = make_player(fragile, chat, iter([]))
+    player, _ = make_player(env_client, chat, iter([]))
     with pytest.raises(ConfigError, match="kind = 'none'"):
         spec = GroupSpec(0, "game", (1, 2))
         await player.with_fields(generate=raise_config_error).play_group(spec)
@@ -170,11 +170,11 @@ async def test_what_the_run_is_configured_to_do_and_cannot_ends_it(
 
 
 async def test_a_cancellation_is_not_a_failure(
-    fragile: AsyncEnvClient, chat: ChatTokenizer
+    env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     async def raise_cancelled(*_: object) -> SampledCompletion:
         raise asyncio.CancelledError
 
-    player, _ = make_player(fragile, chat, iter([]))
+    player, _ = make_player(env_client, chat, iter([]))
     with pytest.raises(asyncio.CancelledError):
         await player.with_fields(generate=raise_cancelled).play_episode(2)

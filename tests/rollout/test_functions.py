@@ -37,9 +37,9 @@ def clear_registry() -> None:
         unregister_function(path)
 
 
-def closure(value: float) -> Callable[..., Any]:
+def make_reward(reward: float) -> Callable[..., Any]:
     def brevity(**_: Any) -> float:
-        return value
+        return reward
 
     return brevity
 
@@ -51,28 +51,28 @@ def test_what_can_be_imported_has_its_own_name() -> None:
 
 
 def test_what_cannot_is_given_a_name_which_it_keeps() -> None:
-    first, second = closure(1.0), closure(2.0)
-    assert [get_or_register_path(function) for function in (first, second, first)] == [
+    f, g = make_reward(1.0), make_reward(2.0)
+    assert [get_or_register_path(function) for function in (f, g, f)] == [
         "given:brevity",
         "given:brevity_2",
         "given:brevity",
     ]
-    assert import_callable("given:brevity_2", "environment.rewards") is second
+    assert import_callable("given:brevity_2", "environment.rewards") is g
 
 
 def test_another_process_finds_registered_functions_only() -> None:
-    path, sent = get_or_register_path(closure(1.0)), copy_registered_functions()
+    path, sent_functions = get_or_register_path(make_reward(1.0)), copy_registered_functions()
     clear_registry()
     with pytest.raises(ConfigError, match=r"environment.parse = 'given:brevity': .* passed"):
         import_callable(path, "environment.parse")
-    register_functions(sent)
+    register_functions(sent_functions)
     assert import_callable(path, "environment.parse")() == 1.0
 
 
 def test_a_function_that_cannot_be_sent_is_refused_and_forgotten() -> None:
     lock = threading.Lock()
     get_or_register_path(lambda **_: lock)
-    get_or_register_path(closure(1.0))
+    get_or_register_path(make_reward(1.0))
     with pytest.raises(ConfigError, match=r"'given:lambda' cannot be sent .* '_thread\.lock'"):
         check_sendable_functions()
     assert list(copy_registered_functions()) == ["given:brevity"]
@@ -80,13 +80,13 @@ def test_a_function_that_cannot_be_sent_is_refused_and_forgotten() -> None:
 
 
 def test_a_configuration_may_hold_functions_where_a_file_names_them() -> None:
-    rewards = [{}, closure(1.0), {"function": closure(2.0), "weight": 0.5, "name": "other"}]
+    rewards = [{}, make_reward(1.0), {"function": make_reward(2.0), "weight": 0.5, "name": "other"}]
     run = Trainer(
         {
             "environment": {
                 "package": "openspiel_env",
                 "rewards": [*rewards, math.fsum],
-                "render": closure(3.0),
+                "render": make_reward(3.0),
                 "parse": json.loads,
             }
         },

@@ -18,25 +18,25 @@ from openspiel_env import make_environment
 from tests.rollout.scripted_policy import ScriptedPolicy, start_player
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NUM_GAMES = {"connect_four/mcts.toml": 40, "go/tiny.toml": 20, "chess/qwen3-1.7b.toml": 3}
+NUM_SEEDS = {"connect_four/mcts.toml": 40, "go/tiny.toml": 20, "chess/qwen3-1.7b.toml": 3}
 VOCAB_SIZE = 512
 
-Played = tuple[list[str], list[str]]
+EpisodeTexts = tuple[list[str], list[str]]
 """The observations and the answers of a game, as text."""
 
 
-async def random_game(client: AsyncEnvClient, seed: int, max_turns: int) -> Played:
+async def play_random(client: AsyncEnvClient, seed: int, max_turns: int) -> EpisodeTexts:
     """Play an episode of random legal answers; return its texts."""
-    choose, shown, answers = random.Random(f"answers {seed}"), [], []
+    rng, observations, actions = random.Random(f"answers {seed}"), [], []
     session, result = await client.open(seed=seed, close_when_done=True)
-    while not result.done and len(answers) < max_turns:
+    while not result.done and len(actions) < max_turns:
         assert result.text is not None
-        shown += [message["content"] for message in result.text.messages]
-        answers.append(choose.choice(result.text.legal_answers))
-        result = await session.step(text=answers[-1])
+        observations += [message["content"] for message in result.text.messages]
+        actions.append(rng.choice(result.text.legal_answers))
+        result = await session.step(text=actions[-1])
     if not result.done:
         await session.close()
-    return shown, answers
+    return observations, actions
 
 
 def make_example_tokenizer(run: LanguageModelRun, texts: list[str]) -> ChatTokenizer:
@@ -46,7 +46,7 @@ def make_example_tokenizer(run: LanguageModelRun, texts: list[str]) -> ChatToken
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", NUM_GAMES)
+@pytest.mark.parametrize("example", NUM_SEEDS)
 async def test_legal_moves_reach_the_end_of_the_game(example: str) -> None:
     run = load_run_config(EXAMPLES / example)
     [(name, environment)] = run.environments.items()
@@ -56,23 +56,23 @@ async def test_legal_moves_reach_the_end_of_the_game(example: str) -> None:
         EnvServer(lambda: make_environment(**options), ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
-        games = [
-            await random_game(client, seed, limits.max_turns) for seed in range(NUM_GAMES[example])
+        episodes = [
+            await play_random(client, seed, limits.max_turns) for seed in range(NUM_SEEDS[example])
         ]
         chat = make_example_tokenizer(
-            run, [text for shown, answers in games for text in shown + answers]
+            run, [text for observations, actions in episodes for text in observations + actions]
         )
-        for seed, (_, answers) in enumerate(games):
-            policy = ScriptedPolicy(chat, iter(answers))
+        for seed, (_, actions) in enumerate(episodes):
+            policy = ScriptedPolicy(chat, iter(actions))
             player = await start_player(run, name, client, policy, chat)
             [rollout] = await player.evaluate([seed], sampling_settings(limits))
             [sequence] = rollout.sequences
             assert len(sequence.token_ids) <= limits.max_tokens
             assert all(
-                len(chat.encode_completion(answer)) <= limits.max_completion_tokens
-                for answer in answers
+                len(chat.encode_completion(action)) <= limits.max_completion_tokens
+                for action in actions
             )
-            assert len(rollout.turns) == len(answers)
+            assert len(rollout.turns) == len(actions)
             if rollout.status is not RolloutStatus.TERMINATED:
                 assert example.startswith("chess"), "only chess is cut off"
-                assert len(answers) == limits.max_turns
+                assert len(actions) == limits.max_turns

@@ -44,24 +44,24 @@ async def test_concurrent_calls_become_one_batch(
 async def test_calls_that_arrive_during_a_step_form_the_next_batch(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
-    first = await in_step(engine, generator([1], SAMPLING, 0))
-    later = [asyncio.create_task(generator([i], SAMPLING, 0)) for i in (2, 3, 4)]
+    first_call = await start_step(engine, generator([1], SAMPLING, 0))
+    later_calls = [asyncio.create_task(generator([i], SAMPLING, 0)) for i in (2, 3, 4)]
     await run_pending_tasks()
     engine.release()
-    await in_time(first, *later)
+    await gather_in_time(first_call, *later_calls)
     assert engine.batches == [[[1]], [[2], [3], [4]]]
 
 
 async def test_weights_load_between_two_steps_while_calls_wait(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
-    earlier = await in_step(engine, generator([1], SAMPLING, 0))
+    earlier_call = await start_step(engine, generator([1], SAMPLING, 0))
     load = asyncio.create_task(generator.load_weights(WEIGHTS, version=7))
     await run_pending_tasks()
-    assert engine.loaded == []
+    assert engine.loaded_states == []
     engine.release()
-    completion, _ = await in_time(earlier, load)
-    assert engine.loaded == [WEIGHTS]
+    completion, _ = await gather_in_time(earlier_call, load)
+    assert engine.loaded_states == [WEIGHTS]
     assert completion.policy_version == 0
     assert (await generator([1], SAMPLING, 0)).policy_version == 7
 
@@ -69,11 +69,11 @@ async def test_weights_load_between_two_steps_while_calls_wait(
 async def test_only_loads_and_scores_count_as_a_pause_of_sampling(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
-    call = await in_step(engine, generator([1], SAMPLING, 0))
+    call = await start_step(engine, generator([1], SAMPLING, 0))
     engine.release()
-    await in_time(call)
+    await gather_in_time(call)
     assert generator.pause_s == 0.0
-    engine.load_takes_s = 0.05
+    engine.load_duration_s = 0.05
     await generator.load_weights(WEIGHTS, version=1)
     await generator.score([CANARY_PROMPT])
     assert generator.pause_s >= 0.05
@@ -87,12 +87,12 @@ async def test_a_request_brings_its_seed(engine: FakeEngine, generator: AsyncEng
 async def test_a_score_is_of_the_weights_loaded_before_it(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
-    call = await in_step(engine, generator([1], SAMPLING, 0))
+    call = await start_step(engine, generator([1], SAMPLING, 0))
     load = asyncio.create_task(generator.load_weights(WEIGHTS, version=1))
     score = asyncio.create_task(generator.score([CANARY_PROMPT]))
     await asyncio.sleep(0)
     engine.release()
-    assert (await in_time(call, load, score))[2] == [[-1.0]]
+    assert (await gather_in_time(call, load, score))[2] == [[-1.0]]
 
 
 async def test_weights_that_cannot_be_loaded_fail_only_their_caller(
@@ -107,8 +107,8 @@ async def test_weights_that_cannot_be_loaded_fail_only_their_caller(
 async def test_a_failed_step_reaches_every_waiter(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
-    in_batch = await in_step(engine, generator([1], SAMPLING, 0))
-    waiting: list[asyncio.Task[Any]] = [
+    batch_call = await start_step(engine, generator([1], SAMPLING, 0))
+    waiting_tasks: list[asyncio.Task[Any]] = [
         asyncio.create_task(generator([2], SAMPLING, 0)),
         asyncio.create_task(generator.load_weights(WEIGHTS, version=1)),
         asyncio.create_task(generator.score([CANARY_PROMPT])),
@@ -116,7 +116,7 @@ async def test_a_failed_step_reaches_every_waiter(
     await run_pending_tasks()
     engine.failure = RuntimeError("out of memory")
     engine.release()
-    for task in [in_batch, *waiting]:
+    for task in [batch_call, *waiting_tasks]:
         with pytest.raises(EngineLostError, match="RuntimeError: out of memory"):
             await asyncio.wait_for(task, timeout=60)
     with pytest.raises(EngineLostError, match="out of memory"):
@@ -138,14 +138,14 @@ async def test_a_call_after_a_failure_fails_at_once(
 async def test_a_request_that_the_engine_refuses_fails_alone(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
-    earlier, refused, later = await in_time(
+    first_completion, error, last_completion = await gather_in_time(
         *(
             asyncio.create_task(catch_error(generator(prompt, SAMPLING, 0)))
             for prompt in ([1], [], [2])
         )
     )
-    assert str(refused) == "the prompt is empty"
-    assert (earlier.token_ids, later.token_ids) == ([1], [2])
+    assert str(error) == "the prompt is empty"
+    assert (first_completion.token_ids, last_completion.token_ids) == ([1], [2])
     assert engine.batches == [[[1], [2]]], "the engine keeps nothing of what it refused"
     assert (await generator([3], SAMPLING, 0)).token_ids == [3]
 
@@ -153,33 +153,33 @@ async def test_a_request_that_the_engine_refuses_fails_alone(
 async def test_a_cancelled_call_leaves_the_others_alone(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
-    cancelled = await in_step(engine, generator([1], SAMPLING, 0))
-    kept = asyncio.create_task(generator([2], SAMPLING, 0))
-    cancelled.cancel()
+    cancelled_call = await start_step(engine, generator([1], SAMPLING, 0))
+    kept_call = asyncio.create_task(generator([2], SAMPLING, 0))
+    cancelled_call.cancel()
     await asyncio.sleep(0)
     engine.release()
-    assert (await in_time(kept))[0].token_ids == [2]
+    assert (await gather_in_time(kept_call))[0].token_ids == [2]
 
 
 async def test_a_cancelled_call_is_not_sampled(engine: FakeEngine, generator: AsyncEngine) -> None:
-    first = await in_step(engine, generator([1], SAMPLING, 0))
-    given_up, kept = (asyncio.create_task(generator([i], SAMPLING, 0)) for i in (2, 3))
+    first_call = await start_step(engine, generator([1], SAMPLING, 0))
+    cancelled_call, kept_call = (asyncio.create_task(generator([i], SAMPLING, 0)) for i in (2, 3))
     await run_pending_tasks()
-    given_up.cancel()
+    cancelled_call.cancel()
     await run_pending_tasks()
     engine.release()
-    await in_time(first, kept)
+    await gather_in_time(first_call, kept_call)
     assert engine.batches == [[[1]], [[3]]]
-    assert engine.aborted == [1]
+    assert engine.aborted_ids == [1]
 
 
 async def test_a_call_that_is_cancelled_at_once_never_reaches_the_engine(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
-    given_up, kept = (asyncio.create_task(generator([i], SAMPLING, 0)) for i in (1, 2))
+    cancelled_call, kept_call = (asyncio.create_task(generator([i], SAMPLING, 0)) for i in (1, 2))
     await asyncio.sleep(0)
-    given_up.cancel()
-    await in_time(kept)
+    cancelled_call.cancel()
+    await gather_in_time(kept_call)
     assert engine.batches == [[[2]]]
 
 
@@ -200,7 +200,7 @@ async def catch_error(
         return error
 
 
-async def in_step(
+async def start_step(
     engine: FakeEngine, call: Coroutine[Any, Any, SampledCompletion]
 ) -> asyncio.Task[SampledCompletion]:
     """Start the call and return it when the engine waits inside its step."""
@@ -210,6 +210,6 @@ async def in_step(
     return task
 
 
-async def in_time(*tasks: asyncio.Task[Any]) -> list[Any]:
+async def gather_in_time(*tasks: asyncio.Task[Any]) -> list[Any]:
     """Return the tasks' results; fail after a time limit."""
     return await asyncio.wait_for(asyncio.gather(*tasks), timeout=60)

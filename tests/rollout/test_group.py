@@ -16,16 +16,16 @@ from openspiel_env import make_environment
 from tests.env.counting_env import GloballyRandomEnv
 from tests.rollout.scripted_policy import LIMITS, ScriptedPlayer, make_player, make_runner
 
-OPENED = pytest.mark.parametrize("max_sessions", [256, 0], ids=["together", "one by one"])
+OPENING_MODES = pytest.mark.parametrize("max_sessions", [256, 0], ids=["together", "one by one"])
 
 
-def blackjack_server(max_sessions: int) -> EnvServer:
+def make_blackjack_server(max_sessions: int) -> EnvServer:
     """Return a server for `async with`."""
     options = ServerOptions(port=0, max_sessions=max_sessions)
     return EnvServer(lambda: make_environment(game="blackjack"), options)
 
 
-class CountedClient:
+class CountingClient:
     """A client that counts the two ways of opening, and records the session ids."""
 
     def __init__(self, client: AsyncEnvClient) -> None:
@@ -36,18 +36,18 @@ class CountedClient:
 
     async def open(self, **arguments):
         self.num_opens += 1
-        session, first = await self._client.open(**arguments)
+        session, first_result = await self._client.open(**arguments)
         self.session_ids.append(session.id)
-        return session, first
+        return session, first_result
 
     async def open_group(self, size: int, **arguments):
         self.group_sizes.append(size)
-        opened = await self._client.open_group(size, **arguments)
-        self.session_ids += [session.id for session, _ in opened]
-        return opened
+        sessions = await self._client.open_group(size, **arguments)
+        self.session_ids += [session.id for session, _ in sessions]
+        return sessions
 
 
-@OPENED
+@OPENING_MODES
 async def test_same_seed_and_answers_give_the_same_episode(
     client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
@@ -75,24 +75,24 @@ async def test_a_group_is_opened_together_when_its_seeds_are_one_and_it_fits(
     sizes: list[int],
     num_opens: int,
 ) -> None:
-    counted = CountedClient(client)
-    player, _ = make_player(counted, chat, itertools.repeat("STAND"), max_sessions=max_sessions)
+    counter = CountingClient(client)
+    player, _ = make_player(counter, chat, itertools.repeat("STAND"), max_sessions=max_sessions)
     group = await player.play_group(GroupSpec(0, "game", seeds))
-    assert (counted.group_sizes, counted.num_opens) == (sizes, num_opens)
+    assert (counter.group_sizes, counter.num_opens) == (sizes, num_opens)
     assert [rollout.seed for rollout in group.rollouts] == list(seeds)
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TERMINATED}
 
 
 async def test_groups_wait_for_each_other_when_the_server_is_full(chat: ChatTokenizer) -> None:
     async with (
-        blackjack_server(max_sessions=3) as server,
+        make_blackjack_server(max_sessions=3) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         player, _ = make_player(client, chat, itertools.repeat("STAND"), max_sessions=3)
-        together = [GroupSpec(index, "game", (index,) * 2) for index in range(6)]
-        independent = GroupSpec(6, "game", tuple(range(12)))
+        shared_specs = [GroupSpec(index, "game", (index,) * 2) for index in range(6)]
+        independent_spec = GroupSpec(6, "game", tuple(range(12)))
         groups = await asyncio.gather(
-            *(player.play_group(spec) for spec in [*together, independent])
+            *(player.play_group(spec) for spec in [*shared_specs, independent_spec])
         )
     statuses = {rollout.status for group in groups for rollout in group.rollouts}
     assert statuses == {RolloutStatus.TERMINATED}
@@ -111,9 +111,9 @@ async def test_a_group_whose_episodes_begin_differently_has_failed(chat: ChatTok
         await wait_for_sessions(server)
 
 
-@OPENED
+@OPENING_MODES
 async def test_a_group_whose_server_is_away_is_void(chat: ChatTokenizer, max_sessions: int) -> None:
-    server = blackjack_server(max_sessions=256)
+    server = make_blackjack_server(max_sessions=256)
     await server.start()
     async with await AsyncEnvClient.connect(
         server.grpc_address, ConnectOptions(reconnect_timeout_s=0.2)
@@ -126,17 +126,17 @@ async def test_a_group_whose_server_is_away_is_void(chat: ChatTokenizer, max_ses
     ] * 4
 
 
-async def never(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
+async def hang(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
     """Wait forever, like a policy without a response."""
     await asyncio.Event().wait()
     raise AssertionError
 
 
-@OPENED
+@OPENING_MODES
 async def test_a_group_that_takes_too_long_is_void_and_leaves_nothing(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
-    player = ScriptedPlayer(make_runner(client, chat, never, LIMITS, max_sessions=max_sessions))
+    player = ScriptedPlayer(make_runner(client, chat, hang, LIMITS, max_sessions=max_sessions))
     group = await player.play_group(GroupSpec(7, "game", (1, 1)), timeout_s=0.2)
     assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.LOST] * 2
     assert "rollout.group_timeout_s" in group.rollouts[0].failure
@@ -147,7 +147,7 @@ async def test_a_group_that_takes_too_long_is_void_and_leaves_nothing(
 async def test_a_game_of_an_evaluation_that_takes_too_long_is_void_and_leaves_nothing(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    player = ScriptedPlayer(make_runner(client, chat, never))
+    player = ScriptedPlayer(make_runner(client, chat, hang))
     rollout = await player.play_episode(5, timeout_s=0.2)
     assert (rollout.seed, rollout.status, rollout.reward) == (5, RolloutStatus.LOST, None)
     assert "rollout.group_timeout_s = 0.2" in rollout.failure
@@ -158,7 +158,7 @@ async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
     chat: ChatTokenizer,
 ) -> None:
     async with (
-        blackjack_server(max_sessions=3) as server,
+        make_blackjack_server(max_sessions=3) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         await client.open()
@@ -168,7 +168,7 @@ async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
         await wait_for_sessions(server, 1)
 
 
-@OPENED
+@OPENING_MODES
 @pytest.mark.parametrize("replays_lost_episodes", [True, False])
 async def test_episodes_that_their_server_loses_are_played_again_where_the_run_says_so(
     chat: ChatTokenizer, max_sessions: int, replays_lost_episodes: bool
@@ -178,43 +178,43 @@ async def test_episodes_that_their_server_loses_are_played_again_where_the_run_s
         EnvServer(lambda: make_environment(game="blackjack"), options) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
-        recorded = CountedClient(client)
+        counter = CountingClient(client)
         player, policy = make_player(
-            recorded,
+            counter,
             chat,
             itertools.repeat("STAND"),
             max_sessions=max_sessions,
             replays_lost_episodes=replays_lost_episodes,
         )
 
-        async def after_a_loss(
+        async def generate_after_loss(
             prompt_ids: list[int], sampling: Sampling, seed: int
         ) -> SampledCompletion:
-            while recorded.session_ids:
-                await server.core.close(recorded.session_ids.pop())
+            while counter.session_ids:
+                await server.core.close(counter.session_ids.pop())
             return await policy(prompt_ids, sampling, seed)
 
         spec = GroupSpec(0, "game", (11,) * 2)
-        unlucky = player.with_fields(generate=after_a_loss)
-        group = await unlucky.play_group(spec)
+        unlucky_player = player.with_fields(generate=generate_after_loss)
+        group = await unlucky_player.play_group(spec)
         status = RolloutStatus.TERMINATED if replays_lost_episodes else RolloutStatus.LOST
         assert [rollout.status for rollout in group.rollouts] == [status] * 2
         if replays_lost_episodes:
             assert group == await player.play_group(spec)
 
 
-@OPENED
+@OPENING_MODES
 async def test_a_group_that_is_cancelled_half_way_leaves_nothing(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
-    player = ScriptedPlayer(make_runner(client, chat, never, LIMITS, max_sessions=max_sessions))
+    player = ScriptedPlayer(make_runner(client, chat, hang, LIMITS, max_sessions=max_sessions))
     for num_turns_of_the_loop in range(40):
-        playing = asyncio.create_task(player.play_group(GroupSpec(0, "game", (1,) * 4)))
+        task = asyncio.create_task(player.play_group(GroupSpec(0, "game", (1,) * 4)))
         for _ in range(num_turns_of_the_loop):
             await asyncio.sleep(0)
-        playing.cancel()
+        task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await playing
+            await task
     await wait_for_sessions(server)
 
 
@@ -224,9 +224,9 @@ async def wait_for_sessions(server: EnvServer, num_sessions: int = 0) -> None:
     An abandoned call may still arrive in between; its session is closed again.
     """
     for _ in range(1200):
-        was_so = server.core.load.num_sessions == num_sessions
+        was_equal = server.core.load.num_sessions == num_sessions
         await asyncio.sleep(0.05)
-        if was_so and server.core.load.num_sessions == num_sessions:
+        if was_equal and server.core.load.num_sessions == num_sessions:
             return
     raise AssertionError(f"expected {num_sessions} sessions, got {server.core.load}")
 
@@ -239,17 +239,17 @@ async def test_every_episode_of_a_group_is_sampled_apart_and_again_when_it_is_re
         await player.play_group(GroupSpec(index, "game", (11,) * 8))
         return sorted(policy.seeds)
 
-    first = await play_seeds(3)
-    assert len(set(first)) == 8
-    assert await play_seeds(3) == first
-    assert set(await play_seeds(4)).isdisjoint(first)
+    first_seeds = await play_seeds(3)
+    assert len(set(first_seeds)) == 8
+    assert await play_seeds(3) == first_seeds
+    assert set(await play_seeds(4)).isdisjoint(first_seeds)
 
 
 def test_groups_have_seeds_of_their_own_below_those_of_evaluations() -> None:
-    shared = [derive_group_seeds(3, index, 16, shared=True) for index in range(2000)]
-    independent = [derive_group_seeds(3, index, 16, shared=False) for index in range(100)]
-    assert all(len(set(seeds)) == 1 for seeds in shared)
-    assert len({seeds[0] for seeds in shared}) == 2000
-    assert len({seed for seeds in independent for seed in seeds}) == 1600
-    assert max(seed for seeds in shared + independent for seed in seeds) < 2**30
+    shared_seeds = [derive_group_seeds(3, index, 16, shared=True) for index in range(2000)]
+    independent_seeds = [derive_group_seeds(3, index, 16, shared=False) for index in range(100)]
+    assert all(len(set(seeds)) == 1 for seeds in shared_seeds)
+    assert len({seeds[0] for seeds in shared_seeds}) == 2000
+    assert len({seed for seeds in independent_seeds for seed in seeds}) == 1600
+    assert max(seed for seeds in shared_seeds + independent_seeds for seed in seeds) < 2**30
     assert derive_group_seeds(3, 5, 4, shared=True) != derive_group_seeds(4, 5, 4, shared=True)

@@ -18,7 +18,7 @@ from tests.rollout.scripted_policy import SAMPLING, ScriptedPolicy, start_player
 FUNCTIONS = "tests.rollout.reward_functions"
 
 
-def run_with(**environment: Any) -> LanguageModelRun:
+def make_run(**environment: Any) -> LanguageModelRun:
     """Return a run with two blackjack environments."""
     return LanguageModelRun.model_validate(
         {
@@ -30,18 +30,18 @@ def run_with(**environment: Any) -> LanguageModelRun:
 
 
 def test_limits_of_an_environment_override_limits_of_the_run() -> None:
-    run = run_with(max_turns=2, max_tokens=100, max_completion_tokens=5)
-    cards, general = episode_limits(run, "cards"), episode_limits(run, "as_it_comes")
-    assert (cards.max_turns, cards.max_tokens, cards.max_completion_tokens) == (2, 100, 5)
-    assert general == run.rollout
-    assert episode_limits(run_with(max_turns=2), "cards").max_tokens == 200
+    run = make_run(max_turns=2, max_tokens=100, max_completion_tokens=5)
+    limits, defaults = episode_limits(run, "cards"), episode_limits(run, "as_it_comes")
+    assert (limits.max_turns, limits.max_tokens, limits.max_completion_tokens) == (2, 100, 5)
+    assert defaults == run.rollout
+    assert episode_limits(make_run(max_turns=2), "cards").max_tokens == 200
 
 
 async def test_a_player_plays_and_scores_as_its_environment_is_configured(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     rewards = [{"weight": 2.0}, {"function": f"{FUNCTIONS}:num_words", "weight": 100}]
-    run = run_with(max_turns=1, rewards=rewards)
+    run = make_run(max_turns=1, rewards=rewards)
     policy = ScriptedPolicy(chat, itertools.repeat("STAND"))
     player = await start_player(run, "cards", client, policy, chat)
     [group] = await player.play_groups([GroupSpec(0, "cards", (4, 4))], SAMPLING, [0])
@@ -56,7 +56,7 @@ async def test_a_player_plays_and_scores_as_its_environment_is_configured(
 async def test_environments_of_a_run_sample_other_answers_on_equal_seeds(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    run = run_with(max_turns=1)
+    run = make_run(max_turns=1)
     seeds = []
     for name in ("cards", "as_it_comes"):
         policy = ScriptedPolicy(chat, itertools.repeat("STAND"))
@@ -69,7 +69,7 @@ async def test_environments_of_a_run_sample_other_answers_on_equal_seeds(
 async def test_a_rollout_function_that_exits_ends_its_episode_alone(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    run = run_with(rollout=f"{FUNCTIONS}:exits_in_an_episode")
+    run = make_run(rollout=f"{FUNCTIONS}:exits_in_an_episode")
     policy = ScriptedPolicy(chat, itertools.repeat("STAND"))
     player = await start_player(run, "cards", client, policy, chat)
     [rollout] = await player.evaluate([2**31], SAMPLING)
@@ -80,14 +80,14 @@ async def test_a_rollout_function_that_exits_ends_its_episode_alone(
 async def test_a_rollout_function_is_found_by_its_name(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    run = run_with(rollout=f"{FUNCTIONS}:play_in_pairs")
+    run = make_run(rollout=f"{FUNCTIONS}:play_in_pairs")
     policy = ScriptedPolicy(chat, itertools.cycle(["a poor hand", "STAND"]))
     player = await start_player(run, "cards", client, policy, chat)
     [rollout] = await player.evaluate([4], SAMPLING)
     assert len(rollout.turns) == 2
-    missing = run_with(rollout=f"{FUNCTIONS}:no_such_function")
+    invalid_run = make_run(rollout=f"{FUNCTIONS}:no_such_function")
     with pytest.raises(ConfigError, match=r"environment\.rollout"):
-        await start_player(missing, "cards", client, policy, chat)
+        await start_player(invalid_run, "cards", client, policy, chat)
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def test_what_cannot_work_together_is_refused_at_parse(
     environment: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        run_with(**environment)
+        make_run(**environment)
 
 
 @pytest.mark.parametrize("section", ["rollout", "eval"])
 def test_a_temperature_beyond_what_vllm_samples_at_is_refused_at_parse(section: str) -> None:
-    hot = {section: {"temperature": 2.5}}
+    settings = {section: {"temperature": 2.5}}
     with pytest.raises(ValueError, match=rf"{section}\.temperature = 2\.5"):
-        LanguageModelRun.model_validate({"generator": {"kind": "vllm"}, **hot})
-    assert LanguageModelRun.model_validate(hot)
+        LanguageModelRun.model_validate({"generator": {"kind": "vllm"}, **settings})
+    assert LanguageModelRun.model_validate(settings)

@@ -26,7 +26,7 @@ def needs_nothing(completions, level=1, **columns):
     return [0.0 for _ in completions]
 
 
-def function_path(name: str) -> str:
+def make_path(name: str) -> str:
     return f"{__name__}:{name}"
 
 
@@ -47,24 +47,24 @@ def make_run(folder: Path, **columns: list[str]) -> LanguageModelRun:
 
 def test_a_column_that_is_lacking_is_named_with_those_there_are() -> None:
     columns = ["prompt", "answer"]
-    with pytest.raises(ConfigError) as refused:
-        check_columns([function_path("needs_solution")], columns, "environment")
-    assert str(refused.value) == (
+    with pytest.raises(ConfigError) as error_info:
+        check_columns([make_path("needs_solution")], columns, "environment")
+    assert str(error_info.value) == (
         f"environment.rewards: function '{__name__}:needs_solution' requires 'solution', and the "
         "data has the columns prompt, answer; give its argument the name of one, or a default"
     )
     with pytest.raises(ConfigError, match="did you mean 'solutions'"):
-        check_columns([function_path("needs_solution")], ["solutions"], "environment")
+        check_columns([make_path("needs_solution")], ["solutions"], "environment")
 
 
 def test_what_has_a_default_or_takes_everything_needs_no_column() -> None:
-    check_columns([function_path("needs_nothing")], ["prompt"], "environment")
-    check_columns([function_path("needs_solution")], ["prompt", "solution"], "environment")
+    check_columns([make_path("needs_nothing")], ["prompt"], "environment")
+    check_columns([make_path("needs_solution")], ["prompt", "solution"], "environment")
 
 
 def test_a_column_hidden_by_a_built_in_argument_is_logged(caplog) -> None:
     with caplog.at_level(logging.WARNING):
-        check_columns([function_path("needs_nothing")], ["prompt", "seed", "status"], "environment")
+        check_columns([make_path("needs_nothing")], ["prompt", "seed", "status"], "environment")
     assert "the trainer's argument seed, status" in caplog.text
 
 
@@ -77,6 +77,6 @@ def test_a_check_of_a_run_finds_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 async def test_a_run_finds_it_in_what_its_server_says(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    refused = pytest.raises(ConfigError, match="requires 'solution'")
-    with start_local_servers(run, tmp_path) as servers, refused:
+    error_info = pytest.raises(ConfigError, match="requires 'solution'")
+    with start_local_servers(run, tmp_path) as servers, error_info:
         await check_server_columns(run, servers)

@@ -39,18 +39,18 @@ def path(policy_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def episode(answer: str, status: RolloutStatus = RolloutStatus.TERMINATED) -> PlayedEpisode:
+def make_episode(text: str, status: RolloutStatus = RolloutStatus.TERMINATED) -> PlayedEpisode:
     """Return an episode of one turn with reward 1 from the environment."""
     tokens = TokenSequence(np.array([1, 2, 3]), np.array([0.0, -1, -1]), (TurnSpan(1, 3, 0),))
     rollout = Rollout("count", 7, (tokens,), 1.0, 1.0, (), status, 0)
-    completion = [{"role": "assistant", "content": answer}]
+    completion = [{"role": "assistant", "content": text}]
     return PlayedEpisode(rollout, [{"role": "user", "content": "go"}], completion, [2, 3])
 
 
 async def test_a_term_is_what_the_model_says_of_prompt_and_completion(path: str) -> None:
     terms = [RewardTerm(weight=0.5), RewardModelTerm(path=path, weight=2.0)]
-    lost = episode("", RolloutStatus.LOST)
-    rollouts = await Reward(terms).score([episode("HIT"), lost, episode("STAND")], 60.0)
+    lost = make_episode("", RolloutStatus.LOST)
+    rollouts = await Reward(terms).score([make_episode("HIT"), lost, make_episode("STAND")], 60.0)
     model = load_reward_model(path)
     scores = model.score(["go", "go"], ["HIT", "STAND"])
     assert rollouts[0].reward == pytest.approx(0.5 + 2 * scores[0])
@@ -68,7 +68,7 @@ async def test_a_model_is_loaded_once_for_all_environments_and_terms(
     rewards = [Reward(terms, reward_models=models) for _ in range(3)]
     assert len(models) == 1
     for reward in rewards:
-        [rollout] = await reward.score([episode("HIT")], 60.0)
+        [rollout] = await reward.score([make_episode("HIT")], 60.0)
         assert rollout.reward == pytest.approx(0.0)
 
 
@@ -76,39 +76,39 @@ async def test_groups_that_wait_at_the_same_time_are_scored_together(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch_sizes: list[int] = []
-    threads: set[int] = set()
+    thread_ids: set[int] = set()
     original_score = RewardModel.score
 
-    def slowly(self: RewardModel, prompts: list, answers: list, **settings: int) -> list[float]:
+    def delay(self: RewardModel, prompts: list, completions: list, **settings: int) -> list[float]:
         batch_sizes.append(len(prompts))
-        threads.add(threading.get_ident())
+        thread_ids.add(threading.get_ident())
         time.sleep(0.05)
-        return original_score(self, prompts, answers, **settings)
+        return original_score(self, prompts, completions, **settings)
 
-    monkeypatch.setattr(RewardModel, "score", slowly)
+    monkeypatch.setattr(RewardModel, "score", delay)
     reward = Reward([RewardModelTerm(path=path)])
-    ticks = 0
+    num_ticks = 0
 
     async def tick() -> None:
-        nonlocal ticks
+        nonlocal num_ticks
         while True:
             await asyncio.sleep(0.001)
-            ticks += 1
+            num_ticks += 1
 
-    ticking = asyncio.create_task(tick())
-    groups = [[episode("HIT"), episode("STAND " * number)] for number in range(1, 9)]
-    scored = await asyncio.gather(*(reward.score(group, 60.0) for group in groups))
-    ticking.cancel()
+    tick_task = asyncio.create_task(tick())
+    groups = [[make_episode("HIT"), make_episode("STAND " * length)] for length in range(1, 9)]
+    rollouts_by_group = await asyncio.gather(*(reward.score(group, 60.0) for group in groups))
+    tick_task.cancel()
     # All start in one iteration of the event loop, so the eight need at most two calls.
     assert sum(batch_sizes) == 16
     assert len(batch_sizes) <= 2
-    assert ticks > 5  # the event loop turned meanwhile
-    assert threads.isdisjoint({threading.get_ident()})
-    assert len(threads) == 1
+    assert num_ticks > 5  # the event loop turned meanwhile
+    assert thread_ids.isdisjoint({threading.get_ident()})
+    assert len(thread_ids) == 1
     model = load_reward_model(path)
-    for group, rollouts in zip(groups, scored, strict=True):
-        answers = [episode.completion[0]["content"] for episode in group]
-        expected = original_score(model, ["go", "go"], answers)
+    for group, rollouts in zip(groups, rollouts_by_group, strict=True):
+        completions = [episode.completion[0]["content"] for episode in group]
+        expected = original_score(model, ["go", "go"], completions)
         assert [episode.reward for episode in rollouts] == pytest.approx(expected, abs=1e-5)
 
 
@@ -118,77 +118,77 @@ async def test_a_model_that_fails_or_is_late_voids_its_group_and_the_next_is_sco
     reward = Reward([RewardModelTerm(path=path)])
     original_score = RewardModel.score
 
-    def out_of_memory(self: RewardModel, *args: object, **settings: int) -> list[float]:
+    def raise_out_of_memory(self: RewardModel, *args: object, **settings: int) -> list[float]:
         raise RuntimeError("CUDA out of memory")
 
-    def never(self: RewardModel, *args: object, **settings: int) -> list[float]:
+    def score_late(self: RewardModel, *args: object, **settings: int) -> list[float]:
         time.sleep(0.3)
         return [0.0]
 
-    def strange(self: RewardModel, *args: object, **settings: int) -> list[float]:
+    def score_nan(self: RewardModel, *args: object, **settings: int) -> list[float]:
         return [float("nan")]
 
-    for broken, message, timeout_s in [
-        (out_of_memory, "has failed: RuntimeError: CUDA out of memory", 60.0),
-        (never, "did not return within rollout.group_timeout_s = 0.05 s", 0.05),
-        (strange, "returned the score nan", 60.0),
+    for score_function, message, timeout_s in [
+        (raise_out_of_memory, "has failed: RuntimeError: CUDA out of memory", 60.0),
+        (score_late, "did not return within rollout.group_timeout_s = 0.05 s", 0.05),
+        (score_nan, "returned the score nan", 60.0),
     ]:
-        monkeypatch.setattr(RewardModel, "score", broken)
-        [rollout] = await reward.score([episode("HIT")], timeout_s)
+        monkeypatch.setattr(RewardModel, "score", score_function)
+        [rollout] = await reward.score([make_episode("HIT")], timeout_s)
         assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
         assert message in rollout.failure
     monkeypatch.setattr(RewardModel, "score", original_score)
-    [rollout] = await reward.score([episode("HIT")], 60.0)
+    [rollout] = await reward.score([make_episode("HIT")], 60.0)
     assert rollout.status is RolloutStatus.TERMINATED
 
 
 def test_a_run_is_refused_before_anything_heavy_where_there_is_no_reward_model(
     path: str, policy_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(path: str) -> None:
-        tree = {"environment": {"rewards": [{}, {"kind": "model", "path": path}]}}
-        check_reward_models(run_config_from(tree))
+    def check_run(path: str) -> None:
+        config = {"environment": {"rewards": [{}, {"kind": "model", "path": path}]}}
+        check_reward_models(run_config_from(config))
 
-    run(path)
+    check_run(path)
     with pytest.raises(NotFoundError, match=r"rewards\.path = './nowhere': there is no model"):
-        run("./nowhere")
+        check_run("./nowhere")
     with pytest.raises(ConfigError, match="num_labels = 1, got LlamaForCausalLM"):
-        run(policy_path)
-    two = AutoModelForSequenceClassification.from_pretrained(policy_path, num_labels=2)
-    two.save_pretrained(tmp_path / "two")
+        check_run(policy_path)
+    two_label_model = AutoModelForSequenceClassification.from_pretrained(policy_path, num_labels=2)
+    two_label_model.save_pretrained(tmp_path / "two")
     with pytest.raises(ConfigError, match="with num_labels = 2"):
-        run(str(tmp_path / "two"))
+        check_run(str(tmp_path / "two"))
 
 
 def test_a_critic_that_is_not_there_or_reads_other_tokens_is_refused_before_anything_heavy(
     path: str, policy_path: str, tmp_path: Path
 ) -> None:
-    def run(critic: str) -> None:
-        tree = {
+    def check_run(critic: str) -> None:
+        config = {
             "algorithm": {"kind": "ppo", "critic": {"kind": "model", "path": critic}},
             "model": {"kind": "pretrained", "path": policy_path},
         }
-        check_critic(resolve_config(run_config_from(tree)))
+        check_critic(resolve_config(run_config_from(config)))
 
-    run(path)
-    run(policy_path)
+    check_run(path)
+    check_run(policy_path)
     with pytest.raises(
         NotFoundError, match=r"algorithm\.critic\.path = './nowhere': there is no model"
     ):
-        run("./nowhere")
-    other = AutoModelForSequenceClassification.from_pretrained(policy_path, num_labels=1)
+        check_run("./nowhere")
+    other_model = AutoModelForSequenceClassification.from_pretrained(policy_path, num_labels=1)
     tokenizer = make_tokenizer(["quite other words than those"] * 20, 285)
-    RewardModel(other, tokenizer, format="chat").save(tmp_path / "other")
+    RewardModel(other_model, tokenizer, format="chat").save(tmp_path / "other")
     with pytest.raises(ConfigError, match="must have the vocabulary of the policy"):
-        run(str(tmp_path / "other"))
+        check_run(str(tmp_path / "other"))
 
 
 def test_other_processes_get_the_absolute_path_of_a_folder(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(path).parent)
-    tree = {"environment": {"rewards": [{"kind": "model", "path": "pleasing/"}]}}
-    [term] = resolve_config(run_config_from(tree)).environment.rewards
+    config = {"environment": {"rewards": [{"kind": "model", "path": "pleasing/"}]}}
+    [term] = resolve_config(run_config_from(config)).environment.rewards
     assert isinstance(term, RewardModelTerm)
     assert (term.path, term.name) == (path, "pleasing")
 

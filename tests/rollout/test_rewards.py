@@ -38,26 +38,26 @@ def term(function: str | None, weight: float = 1.0, name: str | None = None) -> 
     return RewardTerm(function=path, weight=weight, name=name)
 
 
-def episode(
-    paid: float | None, status: RolloutStatus = RolloutStatus.TERMINATED, answer: str = "ADD 1"
+def make_episode(
+    value: float | None, status: RolloutStatus = RolloutStatus.TERMINATED, text: str = "ADD 1"
 ) -> PlayedEpisode:
     """Return an episode of one turn."""
     is_lost = status is RolloutStatus.LOST
     tokens = TokenSequence(np.array([1, 2, 3]), np.array([0.0, -1, -1]), (TurnSpan(1, 3, 0),))
-    rollout = Rollout("count", 7, () if is_lost else (tokens,), paid, paid, (), status, 0)
-    completion = [{"role": "assistant", "content": answer}]
+    rollout = Rollout("count", 7, () if is_lost else (tokens,), value, value, (), status, 0)
+    completion = [{"role": "assistant", "content": text}]
     return PlayedEpisode(rollout, [{"role": "user", "content": "go"}], completion, [2, 3])
 
 
 async def score(
-    terms: list[RewardTerm], *played: PlayedEpisode, timeout_s: float = 60.0
+    terms: list[RewardTerm], *episodes: PlayedEpisode, timeout_s: float = 60.0
 ) -> list[Rollout]:
-    return await Reward(terms).score(played, timeout_s)
+    return await Reward(terms).score(episodes, timeout_s)
 
 
 async def test_a_reward_is_the_weighted_sum_of_its_terms() -> None:
     terms = [term(None, 2.0), term("num_words", 0.5), term("return_if_finished", -1.0, "finished")]
-    [rollout] = await score(terms, episode(3.0, answer="ADD 1 please"))
+    [rollout] = await score(terms, make_episode(3.0, text="ADD 1 please"))
     assert rollout.reward == 2 * 3.0 + 0.5 * 3 - 3.0
     assert rollout.episode_return == 3.0
     assert rollout.terms == (
@@ -68,33 +68,35 @@ async def test_a_reward_is_the_weighted_sum_of_its_terms() -> None:
 
 
 async def test_an_episode_that_one_term_cannot_score_has_no_reward_and_is_not_worth_zero() -> None:
-    rollouts = await score([term(None), term("first_cannot_be_scored")], episode(1.0), episode(1.0))
+    rollouts = await score(
+        [term(None), term("first_cannot_be_scored")], make_episode(1.0), make_episode(1.0)
+    )
     assert [rollout.reward for rollout in rollouts] == [None, 3.0]
     assert rollouts[0].terms[0].value == 1.0
     assert rollouts[0].terms[1].value is None
 
 
 async def test_lost_episodes_are_not_shown_to_functions_and_have_no_reward() -> None:
-    reward_functions.CALLS.clear()
-    lost = episode(None, RolloutStatus.LOST)
-    rollouts = await score([term("remember"), term("num_words")], lost, episode(1.0), lost)
+    reward_functions.RECORDED_CALLS.clear()
+    lost = make_episode(None, RolloutStatus.LOST)
+    rollouts = await score([term("remember"), term("num_words")], lost, make_episode(1.0), lost)
     assert [rollout.reward for rollout in rollouts] == [None, 2.0, None]
     assert [term.value for term in rollouts[0].terms] == [None, None]
-    [call] = reward_functions.CALLS
+    [call] = reward_functions.RECORDED_CALLS
     assert {len(column) for column in call.values()} == {1}
-    reward_functions.CALLS.clear()
+    reward_functions.RECORDED_CALLS.clear()
     await score([term("remember")], lost, lost)
-    assert reward_functions.CALLS == []
+    assert reward_functions.RECORDED_CALLS == []
 
 
 async def test_a_function_that_is_not_asynchronous_leaves_the_event_loop_alone() -> None:
-    reward_functions.LOOP_RUNS.clear()
-    asyncio.get_running_loop().call_later(0.05, reward_functions.LOOP_RUNS.set)
-    [rollout] = await score([term("waits_for_the_loop")], episode(1.0))
+    reward_functions.LOOP_EVENT.clear()
+    asyncio.get_running_loop().call_later(0.05, reward_functions.LOOP_EVENT.set)
+    [rollout] = await score([term("waits_for_the_loop")], make_episode(1.0))
     assert rollout.reward == 1.0
-    reward_functions.THREADS.clear()
-    await score([term("remember")], episode(1.0))
-    assert reward_functions.THREADS.isdisjoint({threading.get_ident()})
+    reward_functions.THREAD_IDS.clear()
+    await score([term("remember")], make_episode(1.0))
+    assert reward_functions.THREAD_IDS.isdisjoint({threading.get_ident()})
 
 
 @pytest.mark.parametrize(
@@ -118,8 +120,8 @@ async def test_a_function_that_returns_no_rewards_is_named_with_what_was_expecte
     function: str, message: str
 ) -> None:
     timeout_s = 0.2 if function == "never_ends" else 60.0
-    played = episode(1.0), episode(2.0)
-    rollouts = await score([term(None), term(function)], *played, timeout_s=timeout_s)
+    episodes = make_episode(1.0), make_episode(2.0)
+    rollouts = await score([term(None), term(function)], *episodes, timeout_s=timeout_s)
     for rollout in rollouts:
         assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
         assert re.search(message, rollout.failure)
@@ -128,25 +130,25 @@ async def test_a_function_that_returns_no_rewards_is_named_with_what_was_expecte
 
 
 async def test_the_location_of_an_error_is_reported() -> None:
-    [rollout] = await score([term("fails")], episode(1.0))
+    [rollout] = await score([term("fails")], make_episode(1.0))
     assert "(in fails, reward_functions.py:" in rollout.failure
 
 
 async def test_a_function_of_weight_0_that_fails_is_named_and_voids_nothing() -> None:
-    [rollout] = await score([term(None), term("fails", 0.0)], episode(1.0))
+    [rollout] = await score([term(None), term("fails", 0.0)], make_episode(1.0))
     assert (rollout.status, rollout.reward) == (RolloutStatus.TERMINATED, 1.0)
     assert "KeyError" in rollout.failure
 
 
 async def test_a_term_of_weight_0_is_shown_and_decides_nothing() -> None:
     terms = [term(None), term("first_cannot_be_scored", 0.0)]
-    rollouts = await score(terms, episode(1.0), episode(1.0))
+    rollouts = await score(terms, make_episode(1.0), make_episode(1.0))
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
     assert [rollout.terms[1].value for rollout in rollouts] == [None, 2.0]
 
 
 @pytest.mark.parametrize(
-    ("terms", "worth"),
+    ("terms", "expected_reward"),
     [
         ([term(None)], 3.0),
         ([term(None, 0.5), term("num_words", 5.0)], 26.5),
@@ -156,24 +158,24 @@ async def test_a_term_of_weight_0_is_shown_and_decides_nothing() -> None:
     ids=["the environment's own", "both", "a function alone", "the environment's own, weightless"],
 )
 async def test_an_invalid_action_has_a_penalty_with_any_terms(
-    terms: list[RewardTerm], worth: float
+    terms: list[RewardTerm], expected_reward: float
 ) -> None:
     # The environment's reward includes the penalty; five words have a reward of 25.
-    invalid = episode(3.0, RolloutStatus.INVALID_ACTION, "What is to be done?")
-    [rollout] = await Reward(terms, invalid_action_reward=-0.7).score([invalid], 60.0)
-    assert rollout.reward == pytest.approx(worth)
+    invalid_episode = make_episode(3.0, RolloutStatus.INVALID_ACTION, "What is to be done?")
+    [rollout] = await Reward(terms, invalid_action_reward=-0.7).score([invalid_episode], 60.0)
+    assert rollout.reward == pytest.approx(expected_reward)
     assert rollout.status is RolloutStatus.INVALID_ACTION
 
 
 async def test_functions_that_never_end_leave_the_threads_of_others_alone() -> None:
     reward = Reward([term("waits_for_the_end")])
     try:
-        stuck = [reward.score([episode(1.0)], timeout_s=0.05) for _ in range(80)]
-        for [rollout] in await asyncio.gather(*stuck):
+        scores = [reward.score([make_episode(1.0)], timeout_s=0.05) for _ in range(80)]
+        for [rollout] in await asyncio.gather(*scores):
             assert rollout.status is RolloutStatus.FAILED
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), timeout=20) == "free"
     finally:
-        reward_functions.THE_END.set()
+        reward_functions.TEST_END_EVENT.set()
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_is_played(
 
 
 @pytest_asyncio.fixture
-async def counting() -> AsyncIterator[AsyncEnvClient]:
+async def env_client() -> AsyncIterator[AsyncEnvClient]:
     async with (
         EnvServer(CountingEnv, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
@@ -201,20 +203,18 @@ async def play_counting(
 ) -> RolloutGroup:
     """Play three episodes of the counting environment with the same script."""
     player, _ = make_player(client, chat, itertools.cycle(script), LIMITS, reward=Reward(terms))
-    one_after_another = [
-        await player.play_group(GroupSpec(0, "count", (index,))) for index in range(2)
-    ]
-    return one_after_another[-1]
+    groups = [await player.play_group(GroupSpec(0, "count", (index,))) for index in range(2)]
+    return groups[-1]
 
 
 async def test_functions_see_prompts_completions_and_every_field_of_the_rollout(
-    counting: AsyncEnvClient, chat: ChatTokenizer
+    env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    reward_functions.CALLS.clear()
+    reward_functions.RECORDED_CALLS.clear()
     group = await play_counting(
-        counting, chat, term("remember"), term("read_added"), script=("ADD 1", "ADD 2", "ADD 7")
+        env_client, chat, term("remember"), term("read_added"), script=("ADD 1", "ADD 2", "ADD 7")
     )
-    call = reward_functions.CALLS[-1]
+    call = reward_functions.RECORDED_CALLS[-1]
     assert call["prompts"] == [[{"role": "user", "content": "Count to the end. Total 0."}]]
     assert call["completions"] == [
         [
@@ -225,12 +225,12 @@ async def test_functions_see_prompts_completions_and_every_field_of_the_rollout(
             {"role": "assistant", "content": "ADD 7"},
         ]
     ]
-    sampled = [
+    sampled_ids = [
         *chat.encode_completion("ADD 1"),
         *chat.encode_completion("ADD 2"),
         *chat.encode_completion("ADD 7"),
     ]
-    assert call["completion_ids"] == [sampled]
+    assert call["completion_ids"] == [sampled_ids]
     assert call["episode_return"] == [10.0]
     assert (call["status"], call["terminated"]) == (["truncated"], [False])
     assert (call["seed"], call["environment"], call["num_turns"]) == ([1], ["game"], [3])

@@ -50,10 +50,10 @@ def test_no_two_purposes_counters_or_runs_have_a_key_in_common() -> None:
 
 def test_no_key_is_a_small_number() -> None:
     """Environments and players seed their generators with small numbers, which are never keys."""
-    first = {random.Random(number).random() for number in range(5_000)}
+    predictable_draws = {random.Random(number).random() for number in range(5_000)}
     for run_seed, stream in itertools.product(range(3), Stream):
-        drawn = {make_random(run_seed, stream, counter).random() for counter in range(50)}
-        assert drawn.isdisjoint(first)
+        draws = {make_random(run_seed, stream, counter).random() for counter in range(50)}
+        assert draws.isdisjoint(predictable_draws)
 
 
 def test_numbers_of_purposes_are_kept_for_ever() -> None:
@@ -87,23 +87,23 @@ def test_numbers_of_purposes_are_kept_for_ever() -> None:
 
 def test_episodes_of_training_warm_start_and_evaluation_have_seeds_of_their_own() -> None:
     counters = list(itertools.product(range(4), range(500)))
-    trained = {derive_training_seed(3, *numbers) for numbers in counters}
-    warm = {derive_warm_start_seed(3, *numbers) for numbers in counters}
-    assert len(trained) == len(counters), "seeds of two groups may be equal, but hardly so soon"
-    assert len(warm) == len(counters), "and so may those of two environments"
-    assert 0 <= min(trained) <= max(trained) < 2**30 <= min(warm) <= max(warm) < 2**31
+    training = {derive_training_seed(3, *numbers) for numbers in counters}
+    warm_start = {derive_warm_start_seed(3, *numbers) for numbers in counters}
+    assert len(training) == len(counters), "seeds of two groups may be equal, but hardly so soon"
+    assert len(warm_start) == len(counters), "and so may those of two environments"
+    assert 0 <= min(training) <= max(training) < 2**30 <= min(warm_start) <= max(warm_start) < 2**31
     assert EvalConfig().seed >= 2**31
-    assert set(derive_group_seeds(3, 2, 16, shared=False)) <= trained
+    assert set(derive_group_seeds(3, 2, 16, shared=False)) <= training
 
 
 def test_what_torch_draws_for_one_purpose_it_does_not_draw_for_another() -> None:
-    drawn = []
+    draws = []
     with torch.random.fork_rng():
         for stream in (Stream.INITIAL_WEIGHTS, Stream.LEARNER, Stream.INITIAL_WEIGHTS):
             seed_torch(4, stream)
-            drawn.append(torch.rand(8))
-    assert torch.equal(drawn[0], drawn[2])
-    assert not torch.isin(drawn[0], drawn[1]).any()
+            draws.append(torch.rand(8))
+    assert torch.equal(draws[0], draws[2])
+    assert not torch.isin(draws[0], draws[1]).any()
 
 
 def test_counters_that_differ_anywhere_give_other_seeds() -> None:
@@ -125,10 +125,10 @@ def test_counters_that_differ_anywhere_give_other_seeds() -> None:
 
 def test_a_number_follows_from_its_seed_and_position_alone() -> None:
     seeds = [mix(1, number) for number in range(100)]
-    together = draw_uniforms(seeds, [3] * 100)
-    alone = np.concatenate([draw_uniforms([seed], [3]) for seed in seeds])
-    assert np.array_equal(together, alone)
-    assert not np.array_equal(together, draw_uniforms(seeds, [4] * 100))
+    batch = draw_uniforms(seeds, [3] * 100)
+    singles = np.concatenate([draw_uniforms([seed], [3]) for seed in seeds])
+    assert np.array_equal(batch, singles)
+    assert not np.array_equal(batch, draw_uniforms(seeds, [4] * 100))
 
 
 def test_numbers_are_uniform_and_unrelated_from_position_to_position() -> None:

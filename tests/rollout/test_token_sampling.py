@@ -25,22 +25,22 @@ def test_a_uniform_number_falls_on_the_token_that_holds_its_share(
 
 @pytest.mark.parametrize("top_p", [0.1, 0.49, 0.51, 0.79, 0.95])
 def test_only_tokens_that_top_p_keeps_are_drawn(top_p: float) -> None:
-    kept = {0.1: 1, 0.49: 1, 0.51: 2, 0.79: 2, 0.95: 3}[top_p]
+    num_kept = {0.1: 1, 0.49: 1, 0.51: 2, 0.79: 2, 0.95: 3}[top_p]
     uniforms = torch.linspace(0, 1 - 2**-24, 200)
     samplings = [Sampling(1.0, 1, top_p)] * 200
     token_ids, logprobs = sample_tokens(LOGITS.expand(200, 4), samplings, uniforms)
-    assert set(token_ids.tolist()) == set(range(kept))
-    share = LOGITS.exp()[:kept] / LOGITS.exp()[:kept].sum()
-    assert torch.allclose(logprobs.exp(), share[token_ids], atol=1e-6)
+    assert set(token_ids.tolist()) == set(range(num_kept))
+    probabilities = LOGITS.exp()[:num_kept] / LOGITS.exp()[:num_kept].sum()
+    assert torch.allclose(logprobs.exp(), probabilities[token_ids], atol=1e-6)
 
 
 def test_temperatures_and_cuts_of_a_batch_are_each_rows_own() -> None:
     samplings = [Sampling(0.0, 1), Sampling(0.0, 1, 0.2), Sampling(1.0, 1, 0.4), Sampling(2.0, 1)]
     token_ids, logprobs = sample_tokens(LOGITS.expand(4, 4), samplings, torch.full((4,), 0.7))
     assert token_ids.tolist() == [0, 0, 0, 1]
-    halves = torch.tensor([0.5, 0.3, 0.2, 1e-30]).sqrt()
-    expected = [0.5, 0.5, 1.0, (halves / halves.sum())[1].item()]
-    assert logprobs.exp().tolist() == pytest.approx(expected, abs=1e-6)
+    weights = torch.tensor([0.5, 0.3, 0.2, 1e-30]).sqrt()
+    expected_probabilities = [0.5, 0.5, 1.0, (weights / weights.sum())[1].item()]
+    assert logprobs.exp().tolist() == pytest.approx(expected_probabilities, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def test_each_cut_sees_what_the_one_before_it_has_left(sampling: Sampling, kept:
     uniforms = torch.linspace(0, 1 - 2**-24, 100)
     token_ids, logprobs = sample_tokens(LOGITS.expand(100, 4), [sampling] * 100, uniforms)
     assert sorted(set(token_ids.tolist())) == kept
-    share = LOGITS.exp()[kept] / LOGITS.exp()[kept].sum()
-    assert torch.allclose(logprobs.exp(), share[token_ids], atol=1e-6)
+    probabilities = LOGITS.exp()[kept] / LOGITS.exp()[kept].sum()
+    assert torch.allclose(logprobs.exp(), probabilities[token_ids], atol=1e-6)
 
 
 def test_a_penalty_moves_the_logits_of_tokens_that_were_seen() -> None:
     logits = torch.tensor([[1.0, -1.0, 0.5, 0.0]])
-    penalised = torch.tensor([0.5, -2.0, 0.5, 0.0]).log_softmax(0)
+    expected_logprobs = torch.tensor([0.5, -2.0, 0.5, 0.0]).log_softmax(0)
     for uniform in (0.1, 0.5, 0.7, 0.9):
         token_ids, logprobs = sample_tokens(
             logits,
@@ -71,18 +71,18 @@ def test_a_penalty_moves_the_logits_of_tokens_that_were_seen() -> None:
             torch.tensor([uniform]),
             [[0, 1, 0]],
         )
-        assert logprobs[0].item() == pytest.approx(penalised[token_ids[0]].item(), abs=1e-6)
-    greedy, _ = sample_tokens(
+        assert logprobs[0].item() == pytest.approx(expected_logprobs[token_ids[0]].item(), abs=1e-6)
+    greedy_ids, _ = sample_tokens(
         logits, [Sampling(0.0, 1, repetition_penalty=4.0)], torch.zeros(1), [[0]]
     )
-    assert greedy.tolist() == [2], "greedy answers are penalised, too"
+    assert greedy_ids.tolist() == [2], "greedy answers are penalised, too"
 
 
 @pytest.mark.slow
 def test_the_last_token_of_a_large_vocabulary_is_never_overshot() -> None:
     logits = torch.randn(64, 150_000, generator=torch.Generator().manual_seed(0))
     logits[:, -1000:] = -torch.inf
-    highest = torch.full((64,), 1 - 2**-24)
-    token_ids, logprobs = sample_tokens(logits, [Sampling(1.0, 1)] * 64, highest)
+    uniforms = torch.full((64,), 1 - 2**-24)
+    token_ids, logprobs = sample_tokens(logits, [Sampling(1.0, 1)] * 64, uniforms)
     assert int(token_ids.max()) < 149_000
     assert bool(torch.isfinite(logprobs).all())

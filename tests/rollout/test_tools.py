@@ -43,8 +43,8 @@ Policy = Callable[[str], str]
 async def client(request: pytest.FixtureRequest) -> AsyncIterator[AsyncEnvClient]:
     async with EnvServer(CalculatorEnv, ServerOptions(port=0)) as server:
         address = server.grpc_address if request.param == "grpc" else server.http_address
-        async with await AsyncEnvClient.connect(address) as connected:
-            yield connected
+        async with await AsyncEnvClient.connect(address) as env_client:
+            yield env_client
 
 
 @pytest.fixture
@@ -74,11 +74,11 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def by_calculator(text: str) -> str:
+def use_calculator(text: str) -> str:
     """Return a policy that calls the calculator and repeats its result."""
-    returned = re.findall(r'"sum": (\d+)', text)
-    if returned:
-        return returned[-1]
+    results = re.findall(r'"sum": (\d+)', text)
+    if results:
+        return results[-1]
     [(a, b)] = re.findall(r"What is (\d+) \+ (\d+)\?", text)
     return call("add", a=int(a), b=int(b))
 
@@ -87,29 +87,29 @@ async def test_a_policy_that_asks_the_calculator_is_right(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     for seed in range(5):
-        played = await play(client, chat, by_calculator, seed=seed)
-        rollout = played.rollout
+        episode = await play(client, chat, use_calculator, seed=seed)
+        rollout = episode.rollout
         assert (rollout.status, rollout.reward) == (RolloutStatus.TERMINATED, 1.0)
         assert [turn.reward for turn in rollout.turns] == [0.0, 1.0]
-        assert [message["role"] for message in played.completion] == [
+        assert [message["role"] for message in episode.completion] == [
             "assistant",
             "tool",
             "assistant",
         ]
-        assert played.fields is not None
-        assert played.fields["num_calls"] == 1
+        assert episode.fields is not None
+        assert episode.fields["num_calls"] == 1
 
 
 async def test_tools_are_listed_and_their_results_are_never_trained_on(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    played = await play(client, chat, by_calculator)
-    [sequence] = played.rollout.sequences
+    episode = await play(client, chat, use_calculator)
+    [sequence] = episode.rollout.sequences
     pairs = list(zip(sequence.token_ids.tolist(), sequence.loss_mask, strict=True))
-    shown = chat.tokenizer.decode([token for token, sampled in pairs if not sampled])
-    sampled_text = chat.tokenizer.decode([token for token, sampled in pairs if sampled])
-    assert "Adds two numbers." in shown
-    assert "<tool_response>" in shown
+    prompt_text = chat.tokenizer.decode([token for token, is_sampled in pairs if not is_sampled])
+    sampled_text = chat.tokenizer.decode([token for token, is_sampled in pairs if is_sampled])
+    assert "Adds two numbers." in prompt_text
+    assert "<tool_response>" in prompt_text
     assert "<tool_call>" in sampled_text
     assert "sum" not in sampled_text
 
@@ -117,10 +117,10 @@ async def test_tools_are_listed_and_their_results_are_never_trained_on(
 async def test_several_calls_of_one_answer_are_made_in_order(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    answers = iter([call("add", a=1, b=2) + call("add", a=3, b=4), "0"])
-    played = await play(client, chat, lambda _: next(answers))
-    returned = [message["content"] for message in played.completion if message["role"] == "tool"]
-    assert returned == ['{"sum": 3}', '{"sum": 7}']
+    script = iter([call("add", a=1, b=2) + call("add", a=3, b=4), "0"])
+    episode = await play(client, chat, lambda _: next(script))
+    results = [message["content"] for message in episode.completion if message["role"] == "tool"]
+    assert results == ['{"sum": 3}', '{"sum": 7}']
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ async def test_calls_are_counted_and_so_are_those_that_failed(
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    ("completion", "reason"),
     [
         ("<tool_call>{not json}</tool_call>", "expected JSON between <tool_call>"),
         ('<tool_call>{"arguments": {}}</tool_call>', "expected a tool call like"),
@@ -158,31 +158,31 @@ async def test_calls_are_counted_and_so_are_those_that_failed(
     ],
 )
 async def test_a_call_that_cannot_be_made_is_explained_and_may_be_mended(
-    client: AsyncEnvClient, chat: ChatTokenizer, answer: str, reason: str
+    client: AsyncEnvClient, chat: ChatTokenizer, completion: str, reason: str
 ) -> None:
-    first_try = iter([answer])
-    played = await play(client, chat, lambda text: next(first_try, "") or by_calculator(text))
-    assert reason in json.loads(played.completion[1]["content"])["error"]
-    assert (played.rollout.status, played.rollout.reward) == (RolloutStatus.TERMINATED, 1.0)
+    script = iter([completion])
+    episode = await play(client, chat, lambda text: next(script, "") or use_calculator(text))
+    assert reason in json.loads(episode.completion[1]["content"])["error"]
+    assert (episode.rollout.status, episode.rollout.reward) == (RolloutStatus.TERMINATED, 1.0)
 
 
 async def test_who_never_calls_well_ends_at_the_configured_reward(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     limits = LIMITS.model_copy(update={"invalid_action_reward": -0.5})
-    played = await play(client, chat, lambda _: "<tool_call>oops", limits)
-    assert played.rollout.status is RolloutStatus.INVALID_ACTION
-    assert played.rollout.reward == -0.5
-    assert len(played.rollout.turns) == MAX_INVALID_COMPLETIONS
+    episode = await play(client, chat, lambda _: "<tool_call>oops", limits)
+    assert episode.rollout.status is RolloutStatus.INVALID_ACTION
+    assert episode.rollout.reward == -0.5
+    assert len(episode.rollout.turns) == MAX_INVALID_COMPLETIONS
 
 
 async def test_a_tool_that_fails_says_so_and_the_episode_continues(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    answers = iter([call("add", a="one"), "0"])
-    played = await play(client, chat, lambda _: next(answers))
-    assert "expected two integers" in json.loads(played.completion[1]["content"])["error"]
-    assert (played.rollout.status, played.rollout.reward) == (RolloutStatus.TERMINATED, 0.0)
+    script = iter([call("add", a="one"), "0"])
+    episode = await play(client, chat, lambda _: next(script))
+    assert "expected two integers" in json.loads(episode.completion[1]["content"])["error"]
+    assert (episode.rollout.status, episode.rollout.reward) == (RolloutStatus.TERMINATED, 0.0)
 
 
 async def test_an_error_outside_a_tool_voids_the_episode(
@@ -192,46 +192,46 @@ async def test_an_error_outside_a_tool_voids_the_episode(
         raise RateLimitError("60 calls a minute are used up")
 
     monkeypatch.setattr(AsyncSession, "call_tool", raise_rate_limit)
-    answers = iter([call("subtract"), call("add", a=1, b=2)])
-    played = await play(client, chat, lambda _: next(answers))
-    assert played.rollout.status is RolloutStatus.FAILED
-    assert "60 calls a minute" in played.rollout.failure
-    assert len(played.rollout.turns) == 2
-    assert played.rollout.num_tool_calls_failed == 1, "what came before is counted"
+    script = iter([call("subtract"), call("add", a=1, b=2)])
+    episode = await play(client, chat, lambda _: next(script))
+    assert episode.rollout.status is RolloutStatus.FAILED
+    assert "60 calls a minute" in episode.rollout.failure
+    assert len(episode.rollout.turns) == 2
+    assert episode.rollout.num_tool_calls_failed == 1, "what came before is counted"
 
 
 async def test_a_long_result_is_shortened(client: AsyncEnvClient, chat: ChatTokenizer) -> None:
-    answers = iter([call("recite"), "0"])
-    played = await play(client, chat, lambda _: next(answers))
-    shown = played.completion[1]["content"]
-    assert len(shown) < MAX_RESULT_CHARACTERS + 50
-    assert "more characters" in shown
+    script = iter([call("recite"), "0"])
+    episode = await play(client, chat, lambda _: next(script))
+    prompt_text = episode.completion[1]["content"]
+    assert len(prompt_text) < MAX_RESULT_CHARACTERS + 50
+    assert "more characters" in prompt_text
 
 
 async def test_calls_without_end_are_cut_off_by_the_limit_on_turns(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    played = await play(client, chat, lambda _: call("add", a=1, b=1))
-    assert played.rollout.status is RolloutStatus.TRUNCATED
-    assert len(played.rollout.turns) == 8
-    last = played.rollout.sequences[-1]
-    rest = chat.decode(last.token_ids[last.turns[-1].end :])
-    assert '{"sum": 2}' in rest, "the state in which it was left"
+    episode = await play(client, chat, lambda _: call("add", a=1, b=1))
+    assert episode.rollout.status is RolloutStatus.TRUNCATED
+    assert len(episode.rollout.turns) == 8
+    last_sequence = episode.rollout.sequences[-1]
+    rest_text = chat.decode(last_sequence.token_ids[last_sequence.turns[-1].end :])
+    assert '{"sum": 2}' in rest_text, "the state in which it was left"
 
 
 async def test_text_that_is_neither_call_nor_action_ends_the_episode(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    played = await play(client, chat, lambda _: "I do not know")
-    assert played.rollout.status is RolloutStatus.INVALID_ACTION
+    episode = await play(client, chat, lambda _: "I do not know")
+    assert episode.rollout.status is RolloutStatus.INVALID_ACTION
 
 
 async def test_calls_in_thoughts_are_not_made(client: AsyncEnvClient) -> None:
     chat = ChatTokenizer(make_family_tokenizer(QWEN3), enable_thinking=True)
-    thought = f"<think>\nmaybe {call('add', a=1, b=2)}\n</think>\n\n0"
-    played = await play(client, chat, lambda _: thought)
-    assert played.rollout.status is RolloutStatus.TERMINATED
-    assert len(played.rollout.turns) == 1
+    completion = f"<think>\nmaybe {call('add', a=1, b=2)}\n</think>\n\n0"
+    episode = await play(client, chat, lambda _: completion)
+    assert episode.rollout.status is RolloutStatus.TERMINATED
+    assert len(episode.rollout.turns) == 1
 
 
 async def test_an_environment_without_tools_is_refused(chat: ChatTokenizer) -> None:
@@ -258,16 +258,16 @@ async def test_the_client_calls_a_tool_and_hears_of_its_failure(client: AsyncEnv
 async def test_the_synchronous_client_calls_tools_too() -> None:
     async with EnvServer(CalculatorEnv, ServerOptions(port=0)) as server:
 
-        def add() -> dict[str, Any]:
+        def call_add() -> dict[str, Any]:
             with EnvClient.connect(server.grpc_address) as client:
                 session, _ = client.open(seed=5)
                 return session.call_tool("add", {"a": 2, "b": 3})
 
-        assert await asyncio.to_thread(add) == {"sum": 5}
+        assert await asyncio.to_thread(call_add) == {"sum": 5}
 
 
 @pytest.mark.parametrize(
-    ("answer", "calls"),
+    ("completion", "calls"),
     [
         ("HIT", []),
         ('{"name": "add", "parameters": {"a": 1}}', [ToolCall("add", {"a": 1})]),
@@ -280,9 +280,9 @@ async def test_the_synchronous_client_calls_tools_too() -> None:
     ],
 )
 def test_calls_are_read_in_the_ways_that_models_write_them(
-    answer: str, calls: list[ToolCall]
+    completion: str, calls: list[ToolCall]
 ) -> None:
-    assert read_calls(answer) == calls
+    assert read_calls(completion) == calls
 
 
 def test_a_call_that_is_nested_deeper_than_python_reads_is_malformed_or_no_call() -> None:
@@ -292,6 +292,6 @@ def test_a_call_that_is_nested_deeper_than_python_reads_is_malformed_or_no_call(
 
 
 def test_what_a_malformed_call_repeats_is_bounded() -> None:
-    with pytest.raises(ActionParseError) as caught:
+    with pytest.raises(ActionParseError) as error_info:
         read_calls("<tool_call>" + "x" * 100_000)
-    assert len(caught.value.message) < 500
+    assert len(error_info.value.message) < 500

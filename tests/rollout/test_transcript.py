@@ -22,22 +22,22 @@ SPEC = GroupSpec(6, "game", (11,) * 4)
 
 
 async def play_episodes(
-    client: AsyncEnvClient, chat: ChatTokenizer, answers: list[str], num_written: int = 1
+    client: AsyncEnvClient, chat: ChatTokenizer, completions: list[str], num_transcripts: int = 1
 ) -> RolloutGroup:
-    player, _ = make_player(client, chat, itertools.cycle(answers))
-    return await player.play_group(SPEC, num_transcripts=num_written)
+    player, _ = make_player(client, chat, itertools.cycle(completions))
+    return await player.play_group(SPEC, num_transcripts=num_transcripts)
 
 
 async def test_a_transcript_contains_messages_answers_actions_and_rewards(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     group = await play_episodes(client, chat, ["STAND"])
-    [written] = group.transcripts
+    [record] = group.transcripts
     rollout = group.rollouts[0]
-    assert (written.group, written.episode, written.seed) == (6, 0, 11)
-    assert (written.reward, written.terms) == (rollout.reward, {"environment": rollout.reward})
-    assert written.status == "terminated"
-    [turn] = written.turns
+    assert (record.group, record.episode, record.seed) == (6, 0, 11)
+    assert (record.reward, record.terms) == (rollout.reward, {"environment": rollout.reward})
+    assert record.status == "terminated"
+    [turn] = record.turns
     assert [(message.role, message.text) for message in turn.shown] == [("user", "hard 11 vs 2")]
     assert (turn.answer, turn.action, turn.reward) == ("STAND", {"text": "STAND"}, rollout.reward)
 
@@ -53,32 +53,32 @@ async def test_the_requested_number_of_transcripts_is_written(
 async def test_an_answer_that_is_no_action_is_written_unchanged(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    [written] = (await play_episodes(client, chat, ["HIT me\u2028now"])).transcripts
-    assert written.status == "invalid_action"
-    assert written.turns[-1].reward == LIMITS.invalid_action_reward
-    line = written.model_dump_json()
-    assert "\n" not in line
-    assert Transcript.model_validate_json(line) == written
+    [record] = (await play_episodes(client, chat, ["HIT me\u2028now"])).transcripts
+    assert record.status == "invalid_action"
+    assert record.turns[-1].reward == LIMITS.invalid_action_reward
+    json_line = record.model_dump_json()
+    assert "\n" not in json_line
+    assert Transcript.model_validate_json(json_line) == record
 
 
 async def test_an_episode_that_failed_says_why_and_what_was_said_until_then(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     player, _ = make_player(client, chat, itertools.cycle(["HIT"]))
-    complete_first = player.runner.generate
+    original_generate = player.runner.generate
 
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
         if "HIT" in chat.decode(prompt_ids):
             raise RuntimeError("the engine has no memory left")
-        return await complete_first(prompt_ids, sampling, seed)
+        return await original_generate(prompt_ids, sampling, seed)
 
-    failing = player.with_fields(generate=generate)
-    group = await failing.play_group(SPEC, num_transcripts=4)
-    assert {written.status for written in group.transcripts} == {"failed"}
-    for written in group.transcripts:
-        assert written.failure.startswith("RuntimeError: the engine has no memory left (in ")
-        assert [turn.answer for turn in written.turns] == ["HIT"]
-        assert Transcript.model_validate_json(written.model_dump_json()) == written
+    failing_player = player.with_fields(generate=generate)
+    group = await failing_player.play_group(SPEC, num_transcripts=4)
+    assert {record.status for record in group.transcripts} == {"failed"}
+    for record in group.transcripts:
+        assert record.failure.startswith("RuntimeError: the engine has no memory left (in ")
+        assert [turn.answer for turn in record.turns] == ["HIT"]
+        assert Transcript.model_validate_json(record.model_dump_json()) == record
 
 
 async def test_an_episode_that_never_began_is_written_with_its_reason_alone(
@@ -88,16 +88,16 @@ async def test_an_episode_that_never_began_is_written_with_its_reason_alone(
         raise UnavailableError("the server is away")
 
     monkeypatch.setattr(client, "open", refuse)
-    [written] = (await play_episodes(client, chat, ["STAND"])).transcripts
-    assert (written.status, written.turns) == ("lost", ())
-    assert "the server is away" in written.failure
+    [record] = (await play_episodes(client, chat, ["STAND"])).transcripts
+    assert (record.status, record.turns) == ("lost", ())
+    assert "the server is away" in record.failure
 
 
 async def test_an_episode_that_went_well_has_no_reason(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    [written] = (await play_episodes(client, chat, ["STAND"])).transcripts
-    assert written.failure == ""
+    [record] = (await play_episodes(client, chat, ["STAND"])).transcripts
+    assert record.failure == ""
 
 
 async def test_long_texts_are_cut_and_late_turns_counted(
@@ -105,24 +105,24 @@ async def test_long_texts_are_cut_and_late_turns_counted(
 ) -> None:
     monkeypatch.setattr(transcript, "MAX_TEXT_CHARACTERS", 10)
     monkeypatch.setattr(transcript, "MAX_TRANSCRIPT_CHARACTERS", 60)
-    [written] = (await play_episodes(client, chat, ["HIT"])).transcripts
-    num_turns = len(written.turns) + written.num_turns_left_out
-    assert num_turns > len(written.turns) >= 1
-    assert all(len(message.text) < 50 for turn in written.turns for message in turn.shown)
-    assert "more characters)" in written.turns[0].shown[0].text
-    json.loads(written.model_dump_json())
+    [record] = (await play_episodes(client, chat, ["HIT"])).transcripts
+    num_turns = len(record.turns) + record.num_turns_left_out
+    assert num_turns > len(record.turns) >= 1
+    assert all(len(message.text) < 50 for turn in record.turns for message in turn.shown)
+    assert "more characters)" in record.turns[0].shown[0].text
+    json.loads(record.model_dump_json())
 
 
-@pytest.mark.parametrize(("per_step", "groups_per_step"), [(4, 16), (16, 16), (40, 16), (0, 16)])
+@pytest.mark.parametrize(("quota", "groups_per_step"), [(4, 16), (16, 16), (40, 16), (0, 16)])
 def test_each_step_has_the_configured_number_of_transcripts(
-    per_step: int, groups_per_step: int
+    quota: int, groups_per_step: int
 ) -> None:
-    for block in range(20):
-        indices = range(block * groups_per_step, (block + 1) * groups_per_step)
-        assert sum(count_transcripts(i, per_step, groups_per_step, 7) for i in indices) == per_step
+    for step in range(20):
+        indices = range(step * groups_per_step, (step + 1) * groups_per_step)
+        assert sum(count_transcripts(i, quota, groups_per_step, 7) for i in indices) == quota
 
 
 def test_environments_that_take_turns_are_all_written_down() -> None:
-    written = Counter(index % 4 for index in range(1600) if count_transcripts(index, 4, 16, 7))
-    assert written.total() == 400
-    assert min(written.values()) > 60
+    counts = Counter(index % 4 for index in range(1600) if count_transcripts(index, 4, 16, 7))
+    assert counts.total() == 400
+    assert min(counts.values()) > 60

@@ -9,7 +9,7 @@ import torch
 
 from ludus.trainer.core.interfaces import EngineRequest
 from ludus.trainer.core.types import Sampling
-from tests.rollout.engine_pair import answer, make_folder, make_transformers_engine
+from tests.rollout.engine_pair import complete, make_folder, make_transformers_engine
 
 pytestmark = pytest.mark.slow
 
@@ -28,30 +28,30 @@ def test_sharing_equal_prompts_does_not_change_the_answers(model_path: str) -> N
         for i, prompt in enumerate(SHARED_PROMPTS)
     ]
     engine = make_transformers_engine(model_path)
-    together = answer(engine, requests)
+    outputs = complete(engine, requests)
     for request in requests:
-        alone = answer(engine, [request])[request.request_id]
-        assert together[request.request_id].token_ids == alone.token_ids
-        assert together[request.request_id].logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+        output = complete(engine, [request])[request.request_id]
+        assert outputs[request.request_id].token_ids == output.token_ids
+        assert outputs[request.request_id].logprobs == pytest.approx(output.logprobs, abs=1e-5)
 
 
 def test_equal_prompts_are_computed_once(model_path: str) -> None:
     engine = make_transformers_engine(model_path)
-    rows: list[int] = []
+    batch_sizes: list[int] = []
     engine.model.register_forward_pre_hook(
-        lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+        lambda _, __, kwargs: batch_sizes.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     requests = [
         EngineRequest(i, prompt, Sampling(1.0, 2), seed=i)
         for i, prompt in enumerate(SHARED_PROMPTS)
     ]
-    answer(engine, requests)
-    assert rows == [3, 6], "three different prompts, then six sequences"
+    complete(engine, requests)
+    assert batch_sizes == [3, 6], "three different prompts, then six sequences"
 
 
 def test_equal_prompts_are_sampled_each_for_itself(model_path: str) -> None:
     requests = [EngineRequest(i, [8, 60, 33], Sampling(1.0, 4), seed=i) for i in range(50)]
-    outputs = answer(make_transformers_engine(model_path), requests)
+    outputs = complete(make_transformers_engine(model_path), requests)
     assert len({tuple(output.token_ids) for output in outputs.values()}) > 10
 
 
@@ -66,25 +66,25 @@ def test_a_step_answers_those_as_long_as_the_oldest(model_path: str) -> None:
 def test_a_rare_length_does_not_wait_while_others_keep_coming(model_path: str) -> None:
     engine = make_transformers_engine(model_path, max_batch_size=2)
     engine.submit(EngineRequest(0, [1, 2, 3], Sampling(1.0, 1), seed=0))
-    answered = []
+    completed_ids = []
     for step in range(3):
         for i in range(4):
             engine.submit(EngineRequest(4 * step + i + 1, [5, 6], Sampling(1.0, 1), seed=i))
-        answered += [output.request_id for output in engine.step()]
-    assert answered[0] == 0
+        completed_ids += [output.request_id for output in engine.step()]
+    assert completed_ids[0] == 0
     engine.submit(EngineRequest(99, [1, 2, 3], Sampling(1.0, 1), seed=0))
-    later = [output.request_id for _ in range(2) for output in engine.step()]
-    assert 99 in later, "many of another length still wait, and take turns with it"
+    later_ids = [output.request_id for _ in range(2) for output in engine.step()]
+    assert 99 in later_ids, "many of another length still wait, and take turns with it"
 
 
 def test_a_batch_is_at_most_as_large_as_allowed(model_path: str) -> None:
     engine = make_transformers_engine(model_path, max_batch_size=2)
     for i in range(5):
         engine.submit(EngineRequest(i, [5, 6 + i], Sampling(1.0, 3), seed=i))
-    sizes = []
+    batch_sizes = []
     while engine.has_work:
-        sizes.append(len(engine.step()))
-    assert sizes == [2, 2, 1]
+        batch_sizes.append(len(engine.step()))
+    assert batch_sizes == [2, 2, 1]
 
 
 def test_an_unknown_tensor_is_refused(model_path: str, tmp_path: Path) -> None:

@@ -27,12 +27,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 @pytest.fixture(params=["ours-grpc", "ours-http", "upstream-http"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Serve OpenEnv's tool environment from either package; yield its address."""
-    party, _, wire = request.param.partition("-")
+    package, _, wire = request.param.partition("-")
     ready_file = tmp_path / "ready.json"
     program = [
         upstream_python("0.10.0"),
         "tests/rollout/upstream_tools_program.py",
-        party,
+        package,
         ready_file,
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
@@ -51,12 +51,12 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(address: str) -> None:
     chat = ChatTokenizer(make_family_tokenizer(QWEN25))
-    answers = iter([call("shout"), call("echo", message="17 and 4"), "It said 17 and 4."])
+    completions = iter([call("shout"), call("echo", message="17 and 4"), "It said 17 and 4."])
     prompts: list[str] = []
 
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
         prompts.append(chat.tokenizer.decode(prompt_ids))
-        token_ids = chat.encode_completion(next(answers))
+        token_ids = chat.encode_completion(next(completions))
         return SampledCompletion(token_ids, [-1.0] * len(token_ids), 0, has_end_token=True)
 
     async with await AsyncEnvClient.connect(
@@ -64,11 +64,11 @@ async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(add
     ) as client:
         toolbox = Toolbox(client, "tools")
         runner = make_runner(client, chat, generate, LIMITS, toolbox=toolbox)
-        played = await play_once(runner, 5)
+        episode = await play_once(runner, 5)
     assert '"name": "echo"' in prompts[0]
-    returned = [message["content"] for message in played.completion if message["role"] == "tool"]
-    assert "expected one of the tools echo, got 'shout'" in returned[0]
-    assert "17 and 4" in returned[1]
-    assert played.rollout.status is RolloutStatus.TERMINATED
-    assert len(played.rollout.turns) == 3
-    assert (played.rollout.num_tool_calls, played.rollout.num_tool_calls_failed) == (2, 1)
+    results = [message["content"] for message in episode.completion if message["role"] == "tool"]
+    assert "expected one of the tools echo, got 'shout'" in results[0]
+    assert "17 and 4" in results[1]
+    assert episode.rollout.status is RolloutStatus.TERMINATED
+    assert len(episode.rollout.turns) == 3
+    assert (episode.rollout.num_tool_calls, episode.rollout.num_tool_calls_failed) == (2, 1)

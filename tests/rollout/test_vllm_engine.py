@@ -20,53 +20,53 @@ from tests.rollout.engine_pair import (
     TOLERANCE,
     VLLM,
     EnginePair,
-    answer,
+    add_noise,
+    complete,
+    compute_logprobs,
+    compute_max_error,
     drain,
-    full_logprobs,
-    largest_error,
     make_folder,
     make_requests,
-    move,
 )
 
 ROOT = Path(__file__).parents[2]
 UNTIED, TIED = VLLM
 
-with_both = pytest.mark.parametrize("pair", VLLM, indirect=True, ids=str)
-with_untied = pytest.mark.parametrize("pair", [UNTIED], indirect=True, ids=str)
-with_tied = pytest.mark.parametrize("pair", [TIED], indirect=True, ids=str)
+for_both_models = pytest.mark.parametrize("pair", VLLM, indirect=True, ids=str)
+for_untied_model = pytest.mark.parametrize("pair", [UNTIED], indirect=True, ids=str)
+for_tied_model = pytest.mark.parametrize("pair", [TIED], indirect=True, ids=str)
 
 
-@with_untied
+@for_untied_model
 def test_an_answer_does_not_depend_on_the_batch_it_shares(pair: EnginePair) -> None:
     requests = make_requests(100)
-    together = answer(pair.engine, requests)
-    assert tokens(answer(pair.engine, reversed(requests))) == tokens(together)
-    staggered: dict[int, EngineOutput] = {}
+    expected = complete(pair.engine, requests)
+    assert map_tokens(complete(pair.engine, reversed(requests))) == map_tokens(expected)
+    staggered_outputs: dict[int, EngineOutput] = {}
     for request in requests:
         pair.engine.submit(request)
-        staggered |= {output.request_id: output for output in pair.engine.step()}
-    staggered |= drain(pair.engine)
-    assert tokens(staggered) == tokens(together)
+        staggered_outputs |= {output.request_id: output for output in pair.engine.step()}
+    staggered_outputs |= drain(pair.engine)
+    assert map_tokens(staggered_outputs) == map_tokens(expected)
     for request in requests[:5]:
-        alone = answer(pair.engine, [request])
-        assert alone[request.request_id].token_ids == together[request.request_id].token_ids
+        outputs = complete(pair.engine, [request])
+        assert outputs[request.request_id].token_ids == expected[request.request_id].token_ids
 
 
-@with_untied
+@for_untied_model
 def test_equal_requests_with_different_seeds_get_different_completions(pair: EnginePair) -> None:
     requests = [EngineRequest(i, [8, 60, 33], Sampling(1.0, 4), seed=i) for i in range(50)]
-    assert len(set(map(tuple, tokens(answer(pair.engine, requests)).values()))) > 10
+    assert len(set(map(tuple, map_tokens(complete(pair.engine, requests)).values()))) > 10
 
 
-@with_both
+@for_both_models
 def test_weights_loaded_in_flight_sample_every_later_token(pair: EnginePair) -> None:
     requests = make_requests(60, max_tokens=20)
     for request in requests:
         pair.engine.submit(request)
-    num_early = 6
+    num_early_tokens = 6
     outputs: dict[int, EngineOutput] = {}
-    for _ in range(num_early):
+    for _ in range(num_early_tokens):
         outputs |= {output.request_id: output for output in pair.engine.step()}
     pair.sync(seed=11)
     outputs |= drain(pair.engine)
@@ -74,15 +74,15 @@ def test_weights_loaded_in_flight_sample_every_later_token(pair: EnginePair) -> 
     early_errors, late_errors = [], []
     for request in requests:
         output = outputs[request.request_id]
-        expected = full_logprobs(pair.model, request.prompt_ids, output.token_ids)
+        expected = compute_logprobs(pair.model, request.prompt_ids, output.token_ids)
         errors = [abs(a - b) for a, b in zip(output.logprobs, expected, strict=True)]
-        early_errors += errors[:num_early]
-        late_errors += errors[num_early:]
+        early_errors += errors[:num_early_tokens]
+        late_errors += errors[num_early_tokens:]
     assert max(early_errors) > 0.1, "the first tokens came from the old weights"
     assert max(late_errors) < TOLERANCE
 
 
-@with_tied
+@for_tied_model
 def test_a_layer_that_keeps_its_old_weights_is_refused(
     pair: EnginePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,42 +92,42 @@ def test_a_layer_that_keeps_its_old_weights_is_refused(
             pair.sync(seed=12)
     pair.sync(seed=13)
     requests = make_requests(8)
-    assert largest_error(pair.model, requests, answer(pair.engine, requests)) < TOLERANCE
+    assert compute_max_error(pair.model, requests, complete(pair.engine, requests)) < TOLERANCE
 
 
-@with_both
+@for_both_models
 def test_a_missing_or_unknown_tensor_is_refused(pair: EnginePair) -> None:
     previous_score = pair.engine.score(CANARY_PROMPT)
     state = dict(pair.model.named_parameters())
-    missing = {name: tensor for name, tensor in state.items() if "layers.1.self_attn.k" not in name}
+    subset = {name: tensor for name, tensor in state.items() if "layers.1.self_attn.k" not in name}
     with pytest.raises(WeightSyncError, match=r"layers\.1\.self_attn\.k_proj"):
-        pair.engine.load_weights(missing)
+        pair.engine.load_weights(subset)
     with pytest.raises(WeightSyncError, match=r"model\.extra"):
         pair.engine.load_weights({**state, "model.extra": state["model.norm.weight"]})
     assert pair.engine.score(CANARY_PROMPT) == previous_score
 
 
-@with_untied
+@for_untied_model
 async def test_it_serves_coroutines_from_its_own_thread(pair: EnginePair) -> None:
-    generator = AsyncEngine(KeptOpen(pair.engine))
+    generator = AsyncEngine(UnclosableEngine(pair.engine))
     try:
         requests = make_requests(40)
         calls = [asyncio.create_task(generator(r.prompt_ids, r.sampling, r.seed)) for r in requests]
-        move(pair.model, seed=14, size=0.05)
+        add_noise(pair.model, seed=14, scale=0.05)
         await generator.load_weights(dict(pair.model.named_parameters()), version=1)
         [score] = await generator.score([CANARY_PROMPT])
         completions = await asyncio.gather(*calls)
-        late = await generator(requests[0].prompt_ids, requests[0].sampling, seed=0)
+        late_completion = await generator(requests[0].prompt_ids, requests[0].sampling, seed=0)
     finally:
         generator.close()
     assert score == pytest.approx(
-        full_logprobs(pair.model, CANARY_PROMPT.prompt_ids, CANARY_PROMPT.completion_ids),
+        compute_logprobs(pair.model, CANARY_PROMPT.prompt_ids, CANARY_PROMPT.completion_ids),
         abs=TOLERANCE,
     )
     assert len(completions) == 40
-    expected = full_logprobs(pair.model, requests[0].prompt_ids, late.token_ids)
-    assert late.logprobs == pytest.approx(expected, abs=TOLERANCE)
-    assert late.policy_version == 1
+    expected = compute_logprobs(pair.model, requests[0].prompt_ids, late_completion.token_ids)
+    assert late_completion.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    assert late_completion.policy_version == 1
 
 
 @pytest.mark.slow
@@ -144,13 +144,13 @@ def test_a_separate_process_prints_nothing_and_connects_to_nothing(tmp_path: Pat
     assert report["connections"] == []
     assert report["has_preload"] is False
     assert report["num_threads_after"] == 2, "torch.set_num_threads works after the start"
-    first, again, other = report["answers"]
-    assert first == again, "the same seeds"
-    assert first != other, "other seeds"
+    first_ids, repeated_ids, other_ids = report["answers"]
+    assert first_ids == repeated_ids, "the same seeds"
+    assert first_ids != other_ids, "other seeds"
     assert report["refused"] == ["ConfigError", "ConfigError"]
 
 
-class KeptOpen:
+class UnclosableEngine:
     """An engine that ignores `close`, because the fixture closes it."""
 
     def __init__(self, engine: object) -> None:
@@ -163,6 +163,6 @@ class KeptOpen:
         """Do nothing."""
 
 
-def tokens(outputs: dict[int, EngineOutput]) -> dict[int, list[int]]:
+def map_tokens(outputs: dict[int, EngineOutput]) -> dict[int, list[int]]:
     """Return the sampled tokens by request id."""
     return {request_id: output.token_ids for request_id, output in outputs.items()}

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def serve_ours(port_file: Path) -> None:
+def serve_with_ludus(port_file: Path) -> None:
     """Serve OpenEnv's class with our server until killed."""
     from ludus.env.serving.application import ServerApplication
     from ludus.env.targets.targets import environment_factory
@@ -17,7 +17,7 @@ def serve_ours(port_file: Path) -> None:
     ServerApplication(factory).main(["--port", "0", "--ready-file", str(port_file)])
 
 
-def serve_upstream(port_file: Path) -> None:
+def serve_with_openenv(port_file: Path) -> None:
     """Serve OpenEnv's class with OpenEnv's server until killed."""
     import uvicorn
     from openenv.core.env_server import create_app
@@ -25,13 +25,13 @@ def serve_upstream(port_file: Path) -> None:
     from upstream_tools_environment import ToolsEnvironment
 
     app = create_app(ToolsEnvironment, CallToolAction, CallToolObservation, env_name="tools")
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
-    listening.listen()
-    address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     port_file.write_text(json.dumps({"http": address}))
-    uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listening])
+    uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
 
 
 if __name__ == "__main__":
-    {"ours": serve_ours, "upstream": serve_upstream}[sys.argv[1]](Path(sys.argv[2]))
+    {"ours": serve_with_ludus, "upstream": serve_with_openenv}[sys.argv[1]](Path(sys.argv[2]))

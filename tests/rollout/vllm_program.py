@@ -11,7 +11,7 @@ from ludus.trainer.rollout.engines.vllm_process import MULTIPROCESSING_VARIABLE,
 connections: list[str] = []
 
 
-def watch(event: str, args: tuple[object, ...]) -> None:
+def record_connection(event: str, args: tuple[object, ...]) -> None:
     """Record every look-up of another machine."""
     if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto"):
         connections.append(f"{event} {args[1:]}")
@@ -20,14 +20,14 @@ def watch(event: str, args: tuple[object, ...]) -> None:
 def main(model_path: str) -> None:
     """Print one JSON object."""
     prepare_process(num_threads=1)
-    sys.addaudithook(watch)
+    sys.addaudithook(record_connection)
     # Imported late, because vLLM and torch read the environment at import.
     import torch
 
     from ludus.proto.config import VllmGenerator
     from ludus.proto.errors import ConfigError
     from ludus.trainer.rollout.engines.vllm_engine import VllmEngine
-    from tests.rollout.engine_pair import END_TOKEN_ID, answer, make_requests
+    from tests.rollout.engine_pair import END_TOKEN_ID, complete, make_requests
 
     def open_engine(**config: object) -> VllmEngine:
         return VllmEngine(
@@ -38,29 +38,29 @@ def main(model_path: str) -> None:
             dtype="float32",
         )
 
-    def sample_answers(seed: int) -> list[list[int]]:
+    def sample_completions(seed: int) -> list[list[int]]:
         engine = open_engine()
-        outputs = answer(engine, make_requests(20, first_seed=seed))
+        outputs = complete(engine, make_requests(20, first_seed=seed))
         engine.close()
         return [outputs[request_id].token_ids for request_id in sorted(outputs)]
 
-    def refusal(**config: object) -> str:
+    def get_error_name(**config: object) -> str:
         try:
             open_engine(**config)
         except ConfigError as error:
             return type(error).__name__
         return "none"
 
-    report = {"answers": [sample_answers(seed) for seed in (500, 500, 600)]}
+    report = {"answers": [sample_completions(seed) for seed in (500, 500, 600)]}
     torch.set_num_threads(2)
-    refused = [refusal(tensor_parallel_size=2)]
+    error_names = [get_error_name(tensor_parallel_size=2)]
     del os.environ[MULTIPROCESSING_VARIABLE]
-    refused.append(refusal())
+    error_names.append(get_error_name())
     report |= {
         "connections": connections,
         "has_preload": "LD_PRELOAD" in os.environ,
         "num_threads_after": torch.get_num_threads(),
-        "refused": refused,
+        "refused": error_names,
     }
     sys.stdout.write(json.dumps(report))
 

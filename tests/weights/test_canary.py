@@ -18,8 +18,8 @@ from tests.rollout.engine_pair import (
     CANARY_PROMPT,
     EngineKind,
     EnginePair,
-    full_logprobs,
-    move,
+    add_noise,
+    compute_logprobs,
     open_pair,
 )
 
@@ -64,11 +64,11 @@ def test_equal_logprobs_pass() -> None:
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_float32_tolerance_applies_to_every_token(position: int) -> None:
     judge = CanaryJudge(CanaryConfig())
-    for size, may_pass in ((0.9e-4, True), (1.1e-4, False)):
+    for scale, may_pass in ((0.9e-4, True), (1.1e-4, False)):
         errors = [0.0, 0.0, 0.0]
-        errors[position] = size
+        errors[position] = scale
         canary_report = compare(shifted_logprobs(*errors))
-        assert canary_report.error == pytest.approx(size)
+        assert canary_report.error == pytest.approx(scale)
         assert passes(judge, canary_report) is may_pass
 
 
@@ -173,7 +173,7 @@ def test_tied_embeddings_that_stay_stale_are_caught(tmp_path: Path) -> None:
         pair.sync(seed=1)
         assert engine_canary(pair).error < 1e-4
         embeddings = pair.model.get_input_embeddings().weight.clone()
-        move(pair.model, seed=2, size=0.05)
+        add_noise(pair.model, seed=2, scale=0.05)
         pair.engine.load_weights({**dict(pair.model.named_parameters()), EMBEDDINGS: embeddings})
         assert engine_canary(pair).error > 0.1
         pair.sync(seed=3)
@@ -182,7 +182,7 @@ def test_tied_embeddings_that_stay_stale_are_caught(tmp_path: Path) -> None:
 
 def engine_canary(pair: EnginePair) -> CanaryReport:
     """Return the canary report of the engine for the weights of the plain model."""
-    expected = full_logprobs(pair.model, CANARY_PROMPT.prompt_ids, CANARY_PROMPT.completion_ids)
+    expected = compute_logprobs(pair.model, CANARY_PROMPT.prompt_ids, CANARY_PROMPT.completion_ids)
     state = {name: tensor.detach() for name, tensor in pair.model.named_parameters()}
     answers = [pair.engine.score(CANARY_PROMPT)]
     return check_canary(manifest_for(state, expected), answers, CanaryConfig(), "float32")
