@@ -24,22 +24,22 @@ async def complete(access: EndpointAccess, text: str) -> str:
     return response.choices[0].message.content or ""
 
 
-async def passes_on(task: AgentTask, access: EndpointAccess) -> dict[str, Any]:
+async def return_completion(task: AgentTask, access: EndpointAccess) -> dict[str, Any]:
     """Return the completion as the answer, with an additional field."""
     return {"answer": await complete(access, task.text), "kind": "passes on", "seed": task.seed}
 
 
 class _AgentObject:
     async def __call__(self, task: AgentTask, access: EndpointAccess) -> dict[str, Any]:
-        """Do the same as a method of a callable object."""
-        return await passes_on(task, access)
+        """Return the result of `return_completion`."""
+        return await return_completion(task, access)
 
 
-an_object = _AgentObject()
+agent_object = _AgentObject()
 
 
-def waits_in_a_thread(task: AgentTask, access: EndpointAccess) -> str:
-    """Do the same in a thread; the answer is a line of JSON after other text."""
+def complete_in_thread(task: AgentTask, access: EndpointAccess) -> str:
+    """Return the completion from a thread, as a line of JSON after other text."""
     client = OpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0)
     response = client.chat.completions.create(
         model=access.model, messages=[{"role": "user", "content": task.text}]
@@ -73,13 +73,13 @@ async def returns_plain_text(task: AgentTask, access: EndpointAccess) -> str:
     return await complete(access, task.text)
 
 
-async def exceeds_turn_limit(task: AgentTask, access: EndpointAccess) -> None:
+async def exceed_turn_limit(task: AgentTask, access: EndpointAccess) -> None:
     """Send requests until one is refused, and fail with its error."""
     while True:
         await complete(access, task.text)
 
 
-async def sends_parallel_requests(task: AgentTask, access: EndpointAccess) -> dict[str, str]:
+async def send_parallel_requests(task: AgentTask, access: EndpointAccess) -> dict[str, str]:
     """Send three requests at the same time."""
     requests = (complete(access, text) for text in (task.text, "and you?", "and you?"))
     completions = await asyncio.gather(*requests, return_exceptions=True)
@@ -87,7 +87,7 @@ async def sends_parallel_requests(task: AgentTask, access: EndpointAccess) -> di
     return {"answer": str(completions[0])}
 
 
-async def calls_tools(task: AgentTask, access: EndpointAccess) -> dict[str, str]:
+async def call_tools(task: AgentTask, access: EndpointAccess) -> dict[str, str]:
     """Call a tool of the environment, once with invalid arguments."""
     await complete(access, task.text)
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {access.api_key}"}) as http:

@@ -1,7 +1,7 @@
 """A random policy in place of an engine, which samples words, calls and nonsense.
 
-The same text has several token sequences, as with real policies. So decoding and encoding it again
-gives other tokens.
+A text has several token sequences, as with a real policy. Decoding and encoding it again
+therefore gives different tokens.
 """
 
 from __future__ import annotations

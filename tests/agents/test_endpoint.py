@@ -331,10 +331,10 @@ async def test_a_key_opens_its_own_episode_until_that_is_over(
         open_episode(endpoint, chat, "blue") as other_episode,
     ):
         texts = [
-            (await each.client.chat.completions.create(model="m", messages=PROMPT))
+            (await case.client.chat.completions.create(model="m", messages=PROMPT))
             .choices[0]
             .message.content
-            for each in (other_episode, episode)
+            for case in (other_episode, episode)
         ]
         assert texts == ["blue", "red"]
         client = episode.client

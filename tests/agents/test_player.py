@@ -89,7 +89,7 @@ async def play_episode(
 async def test_what_an_agent_answers_is_played_and_what_was_sampled_is_kept(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    group = await play_group(client, chat, functions.passes_on)
+    group = await play_group(client, chat, functions.return_completion)
     for rollout in group.rollouts:
         assert rollout.status is RolloutStatus.TERMINATED
         assert rollout.reward == rollout.turns[-1].reward != 0
@@ -106,22 +106,22 @@ async def test_its_fields_and_its_own_reward_reach_the_reward_functions(
 ) -> None:
     columns: dict[str, Any] = {}
     reward = Reward([RewardTerm(), RewardTerm(function="tests.agents.test_player:judge")])
-    fields = {"function": "tests.agents.functions:passes_on"}
+    fields = {"function": "tests.agents.functions:return_completion"}
     async with open_player(client, chat, fields, reward=reward) as player:
         RECORDED_COLUMNS.clear()
         await player.play_group(GroupSpec(0, "game", (11, 12)))
         columns.update(RECORDED_COLUMNS)
     assert columns["kind"] == ["passes on"] * 2
     assert columns["prompts"][0][0]["content"] == "hard 11 vs 2"
-    plain_rollout = await play_episode(client, chat, functions.passes_on)
-    rewarded_rollout = await play_episode(client, chat, functions.waits_in_a_thread)
+    plain_rollout = await play_episode(client, chat, functions.return_completion)
+    rewarded_rollout = await play_episode(client, chat, functions.complete_in_thread)
     assert rewarded_rollout.reward == (plain_rollout.reward or 0) + 0.25
 
 
 async def test_an_agent_may_be_an_object_that_is_called_asynchronously(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    fields = {"function": "tests.agents.functions:an_object"}
+    fields = {"function": "tests.agents.functions:agent_object"}
     async with open_player(client, chat, fields) as player:
         group = await player.play_group(GroupSpec(0, "game", (11,)))
     assert group.rollouts[0].status is RolloutStatus.TERMINATED, group.rollouts[0].failure
@@ -173,7 +173,7 @@ async def test_a_dead_agent_leaves_a_void_episode_with_its_reason(
 async def test_an_agent_that_a_limit_refuses_is_truncated_however_it_ends(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    rollout = await play_episode(client, chat, functions.exceeds_turn_limit)
+    rollout = await play_episode(client, chat, functions.exceed_turn_limit)
     assert rollout.status is RolloutStatus.TRUNCATED
     assert (rollout.reward, len(rollout.turns)) == (0.0, LIMITS.max_turns)
     assert not rollout.has_agent_failed
@@ -182,7 +182,7 @@ async def test_an_agent_that_a_limit_refuses_is_truncated_however_it_ends(
 async def test_requests_side_by_side_are_branches_that_are_counted(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    rollout = await play_episode(client, chat, functions.sends_parallel_requests)
+    rollout = await play_episode(client, chat, functions.send_parallel_requests)
     assert rollout.status is RolloutStatus.TERMINATED
     assert (len(rollout.sequences), rollout.num_branches) == (3, 2)
 
@@ -211,7 +211,7 @@ async def test_an_agent_calls_the_environments_tools_and_its_calls_are_counted(
         EnvServer(CalculatorEnv, options) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
-        fields = {"function": "tests.agents.functions:calls_tools"}
+        fields = {"function": "tests.agents.functions:call_tools"}
         toolbox = Toolbox(client, "calculator")
         async with open_player(client, chat, fields, toolbox=toolbox) as player:
             rollout = (await player.play_group(GroupSpec(0, "game", (1,)))).rollouts[0]
@@ -260,7 +260,7 @@ async def test_a_service_is_called_with_task_and_key_and_its_end_is_no_agents_do
         task = AgentTask(**payload.pop("task"))
         if task.seed == 13:
             return JSONResponse({"detail": "no more rooms"}, 500)
-        return JSONResponse(await functions.passes_on(task, EndpointAccess(**payload)))
+        return JSONResponse(await functions.return_completion(task, EndpointAccess(**payload)))
 
     app = Starlette(routes=[Route("/solve", solve, methods=["POST"])])
     service = HttpListener(app, bind("127.0.0.1", 0, "port"))

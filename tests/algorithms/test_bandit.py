@@ -54,7 +54,7 @@ pytestmark = pytest.mark.slow
 NUM_PROMPTS = 4
 NUM_TURNS = 2
 VOCAB_SIZE = 16
-"""Tokens 0..3 are questions of the first turn, 4..7 of the second; 8..11 are answers."""
+"""Tokens 0..3 are prompts of the first turn, 4..7 of the second; 8..11 are completions."""
 GROUP_SIZE = 8
 NUM_GROUPS = 8
 NUM_STEPS = 20
@@ -95,7 +95,7 @@ class TabularPolicy(torch.nn.Module):
 
 @torch.no_grad()
 def play_groups(policy: TabularPolicy, generator: torch.Generator) -> list[RolloutGroup]:
-    """Play groups with the same question in both turns; a right answer has reward 1."""
+    """Play groups whose episodes have the same prompts; a correct completion has reward 1."""
     shape = (NUM_GROUPS, 1, NUM_TURNS)
     numbers = torch.randint(NUM_PROMPTS, shape, generator=generator).expand(-1, GROUP_SIZE, -1)
     prompts = numbers + torch.tensor([0, 4])
@@ -192,7 +192,7 @@ def train_step(
 
 
 def compute_success_rate(policy: TabularPolicy) -> float:
-    """Return the mean probability of a right answer."""
+    """Return the mean probability of a correct completion."""
     with torch.no_grad():
         probabilities = (policy.logits + policy.completion_mask).softmax(-1)
     chances = [probabilities[4 * turn + q, 8 + q] for turn in range(2) for q in range(4)]
@@ -200,7 +200,7 @@ def compute_success_rate(policy: TabularPolicy) -> float:
 
 
 def learn(config: AlgorithmConfig, *, is_shuffled: bool = False) -> float:
-    """Return the probability of right answers after a short training, from 1/4."""
+    """Train briefly; return the probability of a correct completion, which starts at 1/4."""
     generator = torch.Generator().manual_seed(0)
     policy = TabularPolicy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.1)

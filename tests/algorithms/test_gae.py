@@ -18,7 +18,7 @@ DISCOUNT = st.floats(0, 1, width=32)
 
 @st.composite
 def draw_episodes(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards, values and mask [1, T]; rewards lie on actions only."""
+    """Draw rewards, values and mask [1, T]; only actions have rewards."""
     length = draw(st.integers(1, 8))
     numbers = st.lists(NUMBER, min_size=length, max_size=length)
     mask = torch.tensor([draw(st.lists(st.booleans(), min_size=length, max_size=length))])
@@ -121,7 +121,7 @@ def test_the_penalty_is_the_log_ratio_to_the_reference_and_sums_to_the_divergenc
 
 
 def test_divergence_in_the_reward_has_its_gradient() -> None:
-    """Over all answers of two tokens, weighted by their probability: nothing is sampled."""
+    """Sum over all completions of two tokens, weighted by probability; nothing is sampled."""
     generator = torch.Generator().manual_seed(0)
     head = torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True)
     tail = torch.randn(3, 3, generator=generator, dtype=torch.float64, requires_grad=True)

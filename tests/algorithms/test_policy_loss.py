@@ -309,7 +309,7 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token(ragged_batch: RaggedBatch) -> 
 def test_a_sequence_above_the_cap_of_sequence_mask_has_no_policy_gradient(
     ragged_batch: RaggedBatch,
 ) -> None:
-    # The weights of the rows are .951, 1.051, 1 and 1.051: the table's.
+    # The weights of the rows are .951, 1.051, 1 and 1.051, as in the reference numbers.
     config = CLIP.model_copy(update={"correction": SequenceMask(cap=1.04)})
     plain_gradient = gradient(ragged_batch, CLIP, [[0, 1, 2, 3]])
     gradients = gradient(ragged_batch, config, [[0, 1, 2, 3]])

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 TOLERANCE_4 = 5.1e-5
 TOLERANCE_7 = 5.1e-8
-"""Tolerance: half a unit of the last printed digit."""
+"""Tolerances: half a unit of the 4th or 7th decimal."""
 
 
 def f64(values: list[float] | list[list[float]]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-# Three tokens of one sequence, an advantage for each (NeMo-RL).
+# Numbers of NeMo-RL: one sequence of three tokens, each with an advantage.
 ADVANTAGES = f64([[1, -1, 2]])
 OLD_LOGPROBS = f64([[-1, -1, -1]])
 LOGPROBS = f64([[-1.69315, -1, -0.59453]])

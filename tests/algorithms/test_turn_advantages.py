@@ -16,7 +16,7 @@ BASELINES = st.sampled_from(["mean", "leave_one_out", "none"])
 
 @st.composite
 def turn_rewards(draw: st.DrawFn) -> Tensor:
-    """[num_groups, G, K] with episodes of different lengths, and some that are not scored."""
+    """Draw rewards [num_groups, G, K] of episodes of different lengths; some are not scored."""
     num_groups, size, max_length = (draw(st.integers(1, max_turns)) for max_turns in (3, 5, 4))
     rewards = torch.full((num_groups, size, max_length), NAN, dtype=torch.float64)
     for episode in rewards.view(-1, max_length):
@@ -30,7 +30,7 @@ def turn_rewards(draw: st.DrawFn) -> Tensor:
 def test_turn_advantage_compares_the_remaining_rewards() -> None:
     rewards = torch.tensor([[[1.0, 2.0, 4.0], [0.0, 8.0, NAN], [3.0, NAN, NAN]]])
     advantages = turn_advantages(rewards)
-    # Returns: 7 6 4, 8 8, 3. Means: 6, 7, and one alone.
+    # Returns: 7 6 4, 8 8, 3. Means: 6, 7; only one episode has a third turn.
     assert advantages.tolist() == [[[1, -1, 0], [2, 1, 0], [-3, 0, 0]]]
 
 
@@ -79,6 +79,6 @@ def test_permuting_a_group_permutes_its_turn_advantages(
 
 
 def test_turn_that_one_episode_reached_has_zero_advantage() -> None:
-    # Three more turns that cost one each: against the mean of the first turn they would shine.
+    # Three more turns cost 1 each. Compared with the mean of the first turn, they would look good.
     rewards = torch.tensor([[[-1.0, -1.0, -1.0, -1.0], [-1.0, NAN, NAN, NAN]]])
     assert turn_advantages(rewards).tolist() == [[[-1.5, 0, 0, 0], [1.5, 0, 0, 0]]]

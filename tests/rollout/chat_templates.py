@@ -102,7 +102,7 @@ LLAMA3 = Family(
     bos="<|begin_of_text|>",
 )
 
-# Accepts two alternating roles only; the model itself samples the space before its answer.
+# Accepts two alternating roles only; the model itself samples the space before its completion.
 MISTRAL = Family(
     "mistral",
     "{{- bos_token }}"
@@ -137,7 +137,7 @@ GEMMA = Family(
     bos="<bos>",
 )
 
-# Uses plain words; only the next turn ends a turn.
+# Uses plain words without an end token; a turn ends where the next turn starts.
 PLAIN = Family(
     "plain",
     "{%- for m in messages %}{{- m.role | capitalize + ': ' + m.content + '\\n' }}{%- endfor %}"

@@ -21,7 +21,7 @@ TEST_END_EVENT = threading.Event()
 
 
 def remember(**columns: list[Any]) -> list[float]:
-    """Return 0 for each; record the arguments."""
+    """Record the arguments; return 0 for each episode."""
     RECORDED_CALLS.append(columns)
     THREAD_IDS.add(threading.get_ident())
     return [0.0] * len(columns["prompts"])
@@ -99,7 +99,7 @@ async def never_ends(prompts: list[list[Message]]) -> list[float]:
 
 
 def waits_for_the_loop(prompts: list[list[Message]]) -> list[float]:
-    """Return 1 for each when the event loop sets `LOOP_EVENT`, or 0 if it never does."""
+    """Return 1 for each episode if the event loop sets `LOOP_EVENT` within 20 s, or 0."""
     return [float(LOOP_EVENT.wait(20))] * len(prompts)
 
 
@@ -138,9 +138,9 @@ async def play_in_pairs(
 async def play_and_say_nothing(
     session: AsyncSession, first_result: StepResult, conversation: Conversation
 ) -> None:
-    """Play, but do not return the end."""
+    """Return nothing instead of an `EpisodeEnd`."""
 
 
 def num_thoughts(thoughts: list[list[str]]) -> list[float]:
-    """Return the lengths of a field of the rollout function."""
+    """Return the number of thoughts of each episode."""
     return [float(len(thought)) for thought in thoughts]

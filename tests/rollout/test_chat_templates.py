@@ -45,7 +45,7 @@ class History:
 
 
 def grow(chat: ChatTokenizer, exchanges: list[tuple[str, str]], prompt: str) -> History:
-    """Return a conversation with the exchanges and the question."""
+    """Return a conversation with the exchanges and the prompt."""
     history = History(chat, [], [])
     for text, completion in exchanges:
         add_messages(history, [user(text)])
@@ -107,7 +107,7 @@ def test_a_grown_conversation_is_the_template_of_the_whole(
 def test_what_the_policy_reads_again_ends_like_what_it_would_have_read(
     family: Family, exchanges: list[tuple[str, str]], prompt: str
 ) -> None:
-    """Complete and grown prompts may differ in earlier turns, but not in the last question."""
+    """A whole and an appended prompt may differ in earlier turns, but not in the last message."""
     chat = ChatTokenizer(make_family_tokenizer(family), keep_thinking=False)
     messages: list[Message] = []
     for text, completion in exchanges:

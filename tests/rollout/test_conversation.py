@@ -32,10 +32,10 @@ def make_conversation(
     return Conversation(policy, chat, limits, SAMPLING, key=3), policy
 
 
-async def talk(conversation: Conversation, *questions: str) -> None:
-    """Send each question and reward its answer with its index."""
-    for reward, question in enumerate(questions, start=1):
-        conversation.add(user(question))
+async def talk(conversation: Conversation, *prompts: str) -> None:
+    """Complete each prompt, and reward the completions with 1, 2, and so on."""
+    for reward, prompt in enumerate(prompts, start=1):
+        conversation.add(user(prompt))
         await conversation.complete()
         conversation.add_reward(reward)
 

@@ -22,11 +22,11 @@ NUM_SEEDS = {"connect_four/mcts.toml": 40, "go/tiny.toml": 20, "chess/qwen3-1.7b
 VOCAB_SIZE = 512
 
 EpisodeTexts = tuple[list[str], list[str]]
-"""The observations and the answers of a game, as text."""
+"""The observations and the actions of an episode, as text."""
 
 
 async def play_random(client: AsyncEnvClient, seed: int, max_turns: int) -> EpisodeTexts:
-    """Play an episode of random legal answers; return its texts."""
+    """Play an episode of random legal actions; return its texts."""
     rng, observations, actions = random.Random(f"answers {seed}"), [], []
     session, result = await client.open(seed=seed, close_when_done=True)
     while not result.done and len(actions) < max_turns:

@@ -89,8 +89,8 @@ def test_episodes_of_training_warm_start_and_evaluation_have_seeds_of_their_own(
     counters = list(itertools.product(range(4), range(500)))
     training = {derive_training_seed(3, *numbers) for numbers in counters}
     warm_start = {derive_warm_start_seed(3, *numbers) for numbers in counters}
-    assert len(training) == len(counters), "seeds of two groups may be equal, but hardly so soon"
-    assert len(warm_start) == len(counters), "and so may those of two environments"
+    assert len(training) == len(counters), "2,000 groups have different seeds"
+    assert len(warm_start) == len(counters), "2,000 warm-start episodes have different seeds"
     assert 0 <= min(training) <= max(training) < 2**30 <= min(warm_start) <= max(warm_start) < 2**31
     assert EvalConfig().seed >= 2**31
     assert set(derive_group_seeds(3, 2, 16, shared=False)) <= training

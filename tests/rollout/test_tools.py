@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 LIMITS = RolloutConfig(max_completion_tokens=400, max_tokens=20_000, max_turns=8)
 
 Policy = Callable[[str], str]
-"""A policy script that outputs the text of all messages."""
+"""A function from the text of the prompt to the completion."""
 
 
 @pytest_asyncio.fixture(params=["grpc", "http"])
@@ -75,7 +75,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def use_calculator(text: str) -> str:
-    """Return a policy that calls the calculator and repeats its result."""
+    """Call the calculator, or repeat its result if the prompt contains one."""
     results = re.findall(r'"sum": (\d+)', text)
     if results:
         return results[-1]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def serve_with_ludus(port_file: Path) -> None:
-    """Serve OpenEnv's class with our server until killed."""
+    """Serve OpenEnv's class with the server of Ludus until killed."""
     from ludus.env.serving.application import ServerApplication
     from ludus.env.targets.targets import environment_factory
 

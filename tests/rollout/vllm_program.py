@@ -12,7 +12,7 @@ connections: list[str] = []
 
 
 def record_connection(event: str, args: tuple[object, ...]) -> None:
-    """Record every look-up of another machine."""
+    """Record every connection and name look-up."""
     if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto"):
         connections.append(f"{event} {args[1:]}")
 
