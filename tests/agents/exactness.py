@@ -56,7 +56,7 @@ class Measurement:
     """Results of the comparison."""
 
     num_episodes: int = 0
-    num_completions: int = 0
+    num_answers: int = 0
     num_sequences: int = 0
     num_branches: int = 0
     num_tokens: int = 0
@@ -120,7 +120,7 @@ async def measure(num_episodes: int, seed: int = 0) -> Measurement:
             sequences = tree.make_sequences()
             check_exact(sequences, engine.samples)
             results.num_episodes += 1
-            results.num_completions += tree.num_turns
+            results.num_answers += tree.num_turns
             results.num_sequences += len(sequences)
             results.num_branches += tree.num_branches
             results.num_tokens += sum(int(sequence.loss_mask.sum()) for sequence in sequences)

@@ -414,10 +414,10 @@ async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
 ) -> None:
     with (
         open_episode(endpoint, chat, tools=BoxTools()) as episode,
-        open_episode(endpoint, chat) as without_tools,
+        open_episode(endpoint, chat) as plain_episode,
     ):
         access = episode.endpoint_episode.access
-        assert without_tools.endpoint_episode.access.mcp_url is None
+        assert plain_episode.endpoint_episode.access.mcp_url is None
         headers = {"authorization": f"Bearer {access.api_key}"}
         async with httpx.AsyncClient(headers=headers) as http:
 
@@ -437,7 +437,7 @@ async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
             invalid_request = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": [1]}
             error_response = (await http.post(str(access.mcp_url), json=invalid_request)).json()
             assert error_response["error"]["message"] == "expected params by name, got [1]"
-        other_headers = {"authorization": f"Bearer {without_tools.endpoint_episode.access.api_key}"}
+        other_headers = {"authorization": f"Bearer {plain_episode.endpoint_episode.access.api_key}"}
         async with httpx.AsyncClient(headers=other_headers) as http:
             payload = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
             assert (await http.post(str(access.mcp_url), json=payload)).status_code == 404

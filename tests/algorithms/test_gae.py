@@ -75,20 +75,20 @@ def test_padding_has_no_effect() -> None:
     rewards, values = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.25]])
     mask = torch.tensor([[True, True]])
     padding = torch.zeros(1, 3)
-    padded = run_gae(
+    advantages = run_gae(
         torch.cat([rewards, padding], dim=1),
         torch.cat([values, padding + 7], dim=1),
         torch.cat([mask, padding.bool()], dim=1),
         bootstrap=3.0,
     )
-    torch.testing.assert_close(padded[:, :2], run_gae(rewards, values, mask, bootstrap=3.0))
+    torch.testing.assert_close(advantages[:, :2], run_gae(rewards, values, mask, bootstrap=3.0))
 
 
 def test_a_reward_on_an_observation_belongs_to_the_action_before_it() -> None:
     values, mask = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[True, False, False, True]])
-    on_observations = run_gae(torch.tensor([[0.0, 2.0, 3.0, 1.0]]), values, mask)
-    on_the_action = run_gae(torch.tensor([[5.0, 0.0, 0.0, 1.0]]), values, mask)
-    torch.testing.assert_close(on_observations, on_the_action)
+    actual = run_gae(torch.tensor([[0.0, 2.0, 3.0, 1.0]]), values, mask)
+    expected = run_gae(torch.tensor([[5.0, 0.0, 0.0, 1.0]]), values, mask)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_advantages_are_targets_without_gradient() -> None:

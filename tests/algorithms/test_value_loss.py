@@ -57,11 +57,11 @@ def test_losses_of_parts_add_up() -> None:
     mask = torch.rand(6, 5, generator=generator) < 0.6
     count = int(mask.sum())
 
-    def compute(rows: slice) -> Tensor:
+    def compute_loss(rows: slice) -> Tensor:
         return value_loss(values[rows], old_values[rows], targets[rows], mask[rows], 0.2, count)
 
-    total = compute(slice(None))
-    torch.testing.assert_close(compute(slice(0, 1)) + compute(slice(1, 6)), total)
+    total = compute_loss(slice(None))
+    torch.testing.assert_close(compute_loss(slice(0, 1)) + compute_loss(slice(1, 6)), total)
     expected = torch.maximum(
         (values - targets) ** 2,
         (old_values + (values - old_values).clamp(-0.2, 0.2) - targets) ** 2,

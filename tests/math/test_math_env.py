@@ -103,7 +103,7 @@ def test_question_accepts_one_answer() -> None:
         ({"operation": "divide"}, "'add', 'subtract' or 'multiply', got 'divide'"),
         ({"limit": 1}, "at least 2, got 1"),
         ({"limit": "many"}, "limit: expected a valid integer, got 'many'"),
-        ({"operation": "multiply", "limit": 1000}, "998,002 with 'multiply'; lower limit"),
+        ({"operation": "multiply", "limit": 1000}, "998,002 with 'multiply'; reduce the limit"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, object], message: str) -> None:
@@ -193,7 +193,7 @@ def test_environment_variables_set_options(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MATH_OPERATION", "multiply")
     monkeypatch.setenv("MATH_LIMIT", "1000")
     application = importlib.import_module("math_env.server.app")
-    with pytest.raises(ConfigError, match="lower limit"):
+    with pytest.raises(ConfigError, match="reduce the limit"):
         _ = application.app
     monkeypatch.setenv("MATH_LIMIT", "5")
     assert application.app.routes

@@ -56,8 +56,8 @@ class CalculatorEnv(Environment[Answer, Question, State]):
 
     def step(self, action: Answer) -> Transition[Question]:
         is_correct = action.value == self._question.a + self._question.b
-        info = {"num_calls": self._num_calls}
-        return Transition(self._question, reward=float(is_correct), terminated=True, info=info)
+        counters = {"num_calls": self._num_calls}
+        return Transition(self._question, reward=float(is_correct), terminated=True, info=counters)
 
     @property
     def tools(self) -> list[Tool]:

@@ -30,17 +30,17 @@ class FakeEngine:
         """Error that the next step, load or score raises."""
         self.is_stepping = threading.Event()
         self.is_closed = threading.Event()
-        self._may_continue = threading.Event()
-        self._may_continue.set()
+        self._continue_event = threading.Event()
+        self._continue_event.set()
         self._waiting_requests: list[EngineRequest] = []
 
     def hold(self) -> None:
         """Make the next step wait for `release`."""
-        self._may_continue.clear()
+        self._continue_event.clear()
 
     def release(self) -> None:
         """Let the waiting step finish."""
-        self._may_continue.set()
+        self._continue_event.set()
 
     @property
     def has_work(self) -> bool:
@@ -67,7 +67,7 @@ class FakeEngine:
         requests, self._waiting_requests = self._waiting_requests, []
         self.batches.append([request.prompt_ids for request in requests])
         self.is_stepping.set()
-        assert self._may_continue.wait(timeout=60)
+        assert self._continue_event.wait(timeout=60)
         self.is_stepping.clear()
         self._raise_failure()
         return [

@@ -44,7 +44,7 @@ async def return_if_finished(
     return [reward if end else None for reward, end in zip(episode_return, terminated, strict=True)]
 
 
-def first_cannot_be_scored(completion_ids: list[list[int]]) -> list[float | None]:
+def skip_first_score(completion_ids: list[list[int]]) -> list[float | None]:
     return [None, *(float(len(token_ids)) for token_ids in completion_ids[1:])]
 
 
@@ -87,7 +87,7 @@ async def exits_from_the_loop(prompts: list[list[Message]]) -> list[float]:
     raise SystemExit(3)
 
 
-async def exits_in_an_episode(
+async def exit_in_episode(
     session: AsyncSession, first_result: StepResult, conversation: Conversation
 ) -> EpisodeEnd:
     raise SystemExit(3)
@@ -98,12 +98,12 @@ async def never_ends(prompts: list[list[Message]]) -> list[float]:
     return []
 
 
-def waits_for_the_loop(prompts: list[list[Message]]) -> list[float]:
+def wait_for_loop(prompts: list[list[Message]]) -> list[float]:
     """Return 1 for each episode if the event loop sets `LOOP_EVENT` within 20 s, or 0."""
     return [float(LOOP_EVENT.wait(20))] * len(prompts)
 
 
-def waits_for_the_end(prompts: list[list[Message]]) -> list[float]:
+def wait_for_test_end(prompts: list[list[Message]]) -> list[float]:
     """Block until the test ends."""
     TEST_END_EVENT.wait(60)
     return [0.0] * len(prompts)
@@ -135,7 +135,7 @@ async def play_in_pairs(
         conversation.add(result.text.messages)
 
 
-async def play_and_say_nothing(
+async def play_without_end(
     session: AsyncSession, first_result: StepResult, conversation: Conversation
 ) -> None:
     """Return nothing instead of an `EpisodeEnd`."""

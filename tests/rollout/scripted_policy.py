@@ -72,7 +72,7 @@ class ScriptedPlayer:
     run_seed: int = 0
     environment_index: int = 0
 
-    def with_fields(self, **fields: Any) -> ScriptedPlayer:
+    def replace_fields(self, **fields: Any) -> ScriptedPlayer:
         """Return a player whose runner has these fields."""
         return replace(self, runner=replace(self.runner, **fields))
 

@@ -14,7 +14,7 @@ from ludus.trainer.rollout.rewards.scoring import Reward
 from openspiel_env import make_environment
 from tests.env.counting_env import CountingEnv
 from tests.env.goal_env import GoalEnv
-from tests.rollout.reward_functions import play_and_say_nothing, play_in_pairs
+from tests.rollout.reward_functions import play_in_pairs, play_without_end
 from tests.rollout.scripted_policy import (
     LIMITS,
     ScriptedPlayer,
@@ -203,7 +203,7 @@ async def test_a_rollout_function_meets_limits_and_bad_answers_as_the_loop_does(
     limits = LIMITS.model_copy(update={"max_turns": 1})
     player, _ = make_player(client, chat, iter(["a poor hand"]), limits, function=play_in_pairs)
     assert (await player.play_episode(4)).status is RolloutStatus.TRUNCATED
-    player, _ = make_player(client, chat, iter([]), function=play_and_say_nothing)
+    player, _ = make_player(client, chat, iter([]), function=play_without_end)
     void_rollout = await player.play_episode(4)
     assert void_rollout.status is RolloutStatus.FAILED
     assert "environment 'game': the rollout function must return EpisodeEnd" in void_rollout.failure

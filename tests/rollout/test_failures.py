@@ -101,7 +101,7 @@ async def test_an_exception_of_the_runs_own_renderer_names_it(
 ) -> None:
     renderer = ImportedRenderer(f"{FRAGILE_MODULE}:{render}", f"{FRAGILE_MODULE}:parse")
     player, _ = make_player(env_client, chat, iter(answers))
-    rollout = await player.with_fields(renderer=renderer).play_episode(2)
+    rollout = await player.replace_fields(renderer=renderer).play_episode(2)
     assert rollout.status is FAILED
     assert re.search(reason, rollout.failure)
 
@@ -128,7 +128,7 @@ async def test_a_request_that_the_engine_fails_voids_its_episode(
             raise RuntimeError("a prompt of too many tokens")
         return await policy(prompt, sampling, seed)
 
-    rollout = await player.with_fields(generate=fail_second_request).play_episode(2)
+    rollout = await player.replace_fields(generate=fail_second_request).play_episode(2)
     assert rollout.status is FAILED
     assert "a prompt of too many tokens" in rollout.failure
 
@@ -165,7 +165,7 @@ async def test_what_the_run_is_configured_to_do_and_cannot_ends_it(
     player, _ = make_player(env_client, chat, iter([]))
     with pytest.raises(ConfigError, match="kind = 'none'"):
         spec = GroupSpec(0, "game", (1, 2))
-        await player.with_fields(generate=raise_config_error).play_group(spec)
+        await player.replace_fields(generate=raise_config_error).play_group(spec)
     assert fragile_server.core.load.num_sessions == 0
 
 
@@ -177,4 +177,4 @@ async def test_a_cancellation_is_not_a_failure(
 
     player, _ = make_player(env_client, chat, iter([]))
     with pytest.raises(asyncio.CancelledError):
-        await player.with_fields(generate=raise_cancelled).play_episode(2)
+        await player.replace_fields(generate=raise_cancelled).play_episode(2)

@@ -25,11 +25,11 @@ from ludus.trainer.core.functions import (
 @pytest.fixture(autouse=True)
 def empty_registry() -> Iterator[None]:
     """Start each test without registered functions, and restore them afterwards."""
-    previous = copy_registered_functions()
+    previous_functions = copy_registered_functions()
     clear_registry()
     yield
     clear_registry()
-    register_functions(previous)
+    register_functions(previous_functions)
 
 
 def clear_registry() -> None:

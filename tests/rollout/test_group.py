@@ -195,7 +195,7 @@ async def test_episodes_that_their_server_loses_are_played_again_where_the_run_s
             return await policy(prompt_ids, sampling, seed)
 
         spec = GroupSpec(0, "game", (11,) * 2)
-        unlucky_player = player.with_fields(generate=generate_after_loss)
+        unlucky_player = player.replace_fields(generate=generate_after_loss)
         group = await unlucky_player.play_group(spec)
         status = RolloutStatus.TERMINATED if replays_lost_episodes else RolloutStatus.LOST
         assert [rollout.status for rollout in group.rollouts] == [status] * 2

@@ -69,7 +69,7 @@ async def test_environments_of_a_run_sample_other_answers_on_equal_seeds(
 async def test_a_rollout_function_that_exits_ends_its_episode_alone(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    run = make_run(rollout=f"{FUNCTIONS}:exits_in_an_episode")
+    run = make_run(rollout=f"{FUNCTIONS}:exit_in_episode")
     policy = ScriptedPolicy(chat, itertools.repeat("STAND"))
     player = await start_player(run, "cards", client, policy, chat)
     [rollout] = await player.evaluate([2**31], SAMPLING)

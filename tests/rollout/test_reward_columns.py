@@ -16,12 +16,12 @@ from ludus.trainer.setup.environments import start_local_servers
 from prompts_env import write_rows
 
 
-def needs_solution(completions, solution):
+def require_solution(completions, solution):
     """Return a reward that depends on a column."""
     return [0.0 for _ in completions]
 
 
-def needs_nothing(completions, level=1, **columns):
+def accept_columns(completions, level=1, **columns):
     """Return a reward that accepts any columns."""
     return [0.0 for _ in completions]
 
@@ -39,7 +39,7 @@ def make_run(folder: Path, **columns: list[str]) -> LanguageModelRun:
             "environment": {
                 "package": "prompts_env",
                 "options": {"path": str(path)},
-                "rewards": [{"function": f"{__name__}:needs_solution"}],
+                "rewards": [{"function": f"{__name__}:require_solution"}],
             },
         }
     )
@@ -48,23 +48,23 @@ def make_run(folder: Path, **columns: list[str]) -> LanguageModelRun:
 def test_a_column_that_is_lacking_is_named_with_those_there_are() -> None:
     columns = ["prompt", "answer"]
     with pytest.raises(ConfigError) as error_info:
-        check_columns([make_path("needs_solution")], columns, "environment")
+        check_columns([make_path("require_solution")], columns, "environment")
     assert str(error_info.value) == (
-        f"environment.rewards: function '{__name__}:needs_solution' requires 'solution', and the "
+        f"environment.rewards: function '{__name__}:require_solution' requires 'solution', and the "
         "data has the columns prompt, answer; give its argument the name of one, or a default"
     )
     with pytest.raises(ConfigError, match="did you mean 'solutions'"):
-        check_columns([make_path("needs_solution")], ["solutions"], "environment")
+        check_columns([make_path("require_solution")], ["solutions"], "environment")
 
 
 def test_what_has_a_default_or_takes_everything_needs_no_column() -> None:
-    check_columns([make_path("needs_nothing")], ["prompt"], "environment")
-    check_columns([make_path("needs_solution")], ["prompt", "solution"], "environment")
+    check_columns([make_path("accept_columns")], ["prompt"], "environment")
+    check_columns([make_path("require_solution")], ["prompt", "solution"], "environment")
 
 
 def test_a_column_hidden_by_a_built_in_argument_is_logged(caplog) -> None:
     with caplog.at_level(logging.WARNING):
-        check_columns([make_path("needs_nothing")], ["prompt", "seed", "status"], "environment")
+        check_columns([make_path("accept_columns")], ["prompt", "seed", "status"], "environment")
     assert "the trainer's argument seed, status" in caplog.text
 
 

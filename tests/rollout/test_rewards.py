@@ -69,7 +69,7 @@ async def test_a_reward_is_the_weighted_sum_of_its_terms() -> None:
 
 async def test_an_episode_that_one_term_cannot_score_has_no_reward_and_is_not_worth_zero() -> None:
     rollouts = await score(
-        [term(None), term("first_cannot_be_scored")], make_episode(1.0), make_episode(1.0)
+        [term(None), term("skip_first_score")], make_episode(1.0), make_episode(1.0)
     )
     assert [rollout.reward for rollout in rollouts] == [None, 3.0]
     assert rollouts[0].terms[0].value == 1.0
@@ -92,7 +92,7 @@ async def test_lost_episodes_are_not_shown_to_functions_and_have_no_reward() -> 
 async def test_a_function_that_is_not_asynchronous_leaves_the_event_loop_alone() -> None:
     reward_functions.LOOP_EVENT.clear()
     asyncio.get_running_loop().call_later(0.05, reward_functions.LOOP_EVENT.set)
-    [rollout] = await score([term("waits_for_the_loop")], make_episode(1.0))
+    [rollout] = await score([term("wait_for_loop")], make_episode(1.0))
     assert rollout.reward == 1.0
     reward_functions.THREAD_IDS.clear()
     await score([term("remember")], make_episode(1.0))
@@ -141,7 +141,7 @@ async def test_a_function_of_weight_0_that_fails_is_named_and_voids_nothing() ->
 
 
 async def test_a_term_of_weight_0_is_shown_and_decides_nothing() -> None:
-    terms = [term(None), term("first_cannot_be_scored", 0.0)]
+    terms = [term(None), term("skip_first_score", 0.0)]
     rollouts = await score(terms, make_episode(1.0), make_episode(1.0))
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
     assert [rollout.terms[1].value for rollout in rollouts] == [None, 2.0]
@@ -168,7 +168,7 @@ async def test_an_invalid_action_has_a_penalty_with_any_terms(
 
 
 async def test_functions_that_never_end_leave_the_threads_of_others_alone() -> None:
-    reward = Reward([term("waits_for_the_end")])
+    reward = Reward([term("wait_for_test_end")])
     try:
         scores = [reward.score([make_episode(1.0)], timeout_s=0.05) for _ in range(80)]
         for [rollout] in await asyncio.gather(*scores):

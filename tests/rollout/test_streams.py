@@ -125,10 +125,10 @@ def test_counters_that_differ_anywhere_give_other_seeds() -> None:
 
 def test_a_number_follows_from_its_seed_and_position_alone() -> None:
     seeds = [mix(1, number) for number in range(100)]
-    batch = draw_uniforms(seeds, [3] * 100)
-    singles = np.concatenate([draw_uniforms([seed], [3]) for seed in seeds])
-    assert np.array_equal(batch, singles)
-    assert not np.array_equal(batch, draw_uniforms(seeds, [4] * 100))
+    batch_uniforms = draw_uniforms(seeds, [3] * 100)
+    single_uniforms = np.concatenate([draw_uniforms([seed], [3]) for seed in seeds])
+    assert np.array_equal(batch_uniforms, single_uniforms)
+    assert not np.array_equal(batch_uniforms, draw_uniforms(seeds, [4] * 100))
 
 
 def test_numbers_are_uniform_and_unrelated_from_position_to_position() -> None:

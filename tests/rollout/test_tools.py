@@ -145,7 +145,7 @@ async def test_calls_are_counted_and_so_are_those_that_failed(
 
 
 @pytest.mark.parametrize(
-    ("completion", "reason"),
+    ("answer", "reason"),
     [
         ("<tool_call>{not json}</tool_call>", "expected JSON between <tool_call>"),
         ('<tool_call>{"arguments": {}}</tool_call>', "expected a tool call like"),
@@ -158,9 +158,9 @@ async def test_calls_are_counted_and_so_are_those_that_failed(
     ],
 )
 async def test_a_call_that_cannot_be_made_is_explained_and_may_be_mended(
-    client: AsyncEnvClient, chat: ChatTokenizer, completion: str, reason: str
+    client: AsyncEnvClient, chat: ChatTokenizer, answer: str, reason: str
 ) -> None:
-    script = iter([completion])
+    script = iter([answer])
     episode = await play(client, chat, lambda text: next(script, "") or use_calculator(text))
     assert reason in json.loads(episode.completion[1]["content"])["error"]
     assert (episode.rollout.status, episode.rollout.reward) == (RolloutStatus.TERMINATED, 1.0)

@@ -72,7 +72,7 @@ async def test_an_episode_that_failed_says_why_and_what_was_said_until_then(
             raise RuntimeError("the engine has no memory left")
         return await original_generate(prompt_ids, sampling, seed)
 
-    failing_player = player.with_fields(generate=generate)
+    failing_player = player.replace_fields(generate=generate)
     group = await failing_player.play_group(SPEC, num_transcripts=4)
     assert {record.status for record in group.transcripts} == {"failed"}
     for record in group.transcripts:
