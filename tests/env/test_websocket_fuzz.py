@@ -112,7 +112,7 @@ fuzz_settings = settings(
 )
 
 
-def is_typed(reply: dict) -> bool:
+def has_known_type(reply: dict) -> bool:
     """Return True if the message has a type of one of the protocols."""
     if "jsonrpc" in reply:
         return "result" in reply or isinstance(reply["error"]["code"], int)
@@ -137,7 +137,7 @@ async def send_frames(server, path: str, messages: list[str | bytes]) -> None:
                     response_task.cancel()
                     continue
                 text = response_task.result()
-                assert is_typed(json.loads(text)), text
+                assert has_known_type(json.loads(text)), text
                 assert TOKEN not in text
         except ConnectionClosed:
             assert socket.close_code in (1000, 1007, 1009), socket.close_reason
@@ -188,7 +188,7 @@ async def test_an_odd_frame_ends_at_most_its_own_connection(frame) -> None:
         await socket.recv()
         await socket.send(frame)
         reply = json.loads(await asyncio.wait_for(socket.recv(), 60))
-        assert is_typed(reply)
+        assert has_known_type(reply)
         assert len(json.dumps(reply)) < 200_000, "input is not sent back at length"
         if reply["type"] == "error" and reply["data"]["code"] != "SESSION_ERROR":
             await socket.send('{"type":"step","data":{"add":1}}')

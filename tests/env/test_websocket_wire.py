@@ -237,8 +237,8 @@ async def test_with_a_token_only_the_probes_are_open() -> None:
 async def test_whole_calls_are_answered_at_once_and_odd_ones_all_the_same(factory) -> None:
     step_message = {"type": "step", "text": "ADD 2", "step_index": 1}
     async with serve(factory) as server, open_socket(server, "?ludus=1") as socket:
-        for data in ({"seed": 5}, {"seed": "5"}, {"seed": 5, "start": 0}):
-            first_result = json.loads(await send(socket, {"type": "reset", "data": data}))["data"]
+        for start in ({"seed": 5}, {"seed": "5"}, {"seed": 5, "start": 0}):
+            first_result = json.loads(await send(socket, {"type": "reset", "data": start}))["data"]
             result = json.loads(await send(socket, step_message))["data"]
             assert (first_result["step_index"], first_result["observation"]["luck"]) == (0, 653159)
             assert (result["reward"], result["observation"]["luck"]) == (2.0, 267853)
