@@ -22,7 +22,7 @@ HPA_SYNC_S = 15
 TOLERANCE = 0.1
 """Relative distance from the target below which the number of pods does not change."""
 
-Object = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 @dataclass
@@ -35,10 +35,10 @@ class Autoscaler:
         sync_s: seconds between two syncs of the HPA.
     """
 
-    spec: Object
+    spec: JsonObject
     replicas: int
     sync_s: int = HPA_SYNC_S
-    _active_s: float = -math.inf
+    _last_active_s: float = -math.inf
     """Time of the last poll at which KEDA saw activity."""
     _recommendations: list[tuple[float, int]] = field(default_factory=list)
     _changes: list[tuple[float, int]] = field(default_factory=list)
@@ -56,52 +56,52 @@ class Autoscaler:
         metadata = self.spec["triggers"][0]["metadata"]
         is_active = num_sessions > float(metadata["activationThreshold"])
         if is_active:
-            self._active_s = now_s
+            self._last_active_s = now_s
             self.replicas = self.replicas or max(1, min_replicas)
-        elif min_replicas == 0 and now_s - self._active_s > self.spec["cooldownPeriod"]:
+        elif min_replicas == 0 and now_s - self._last_active_s > self.spec["cooldownPeriod"]:
             self.replicas = 0
 
     def _scale(self, now_s: int, num_sessions: float) -> None:
         target = float(self.spec["triggers"][0]["metadata"]["threshold"])
-        desired = self.replicas
+        goal = self.replicas
         if abs(1 - num_sessions / (target * self.replicas)) > TOLERANCE:
-            desired = math.ceil(num_sessions / target)
+            goal = math.ceil(num_sessions / target)
         min_replicas = max(1, self.spec["minReplicaCount"])
-        desired = min(max(desired, min_replicas), self.spec["maxReplicaCount"])
+        goal = min(max(goal, min_replicas), self.spec["maxReplicaCount"])
         behavior = self.spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-        desired = self._stabilize(now_s, desired, behavior)
-        desired = self._limit(now_s, desired, behavior)
-        if desired != self.replicas:
-            self._changes.append((now_s, desired - self.replicas))
-            self.replicas = desired
+        goal = self._stabilize(now_s, goal, behavior)
+        goal = self._apply_policies(now_s, goal, behavior)
+        if goal != self.replicas:
+            self._changes.append((now_s, goal - self.replicas))
+            self.replicas = goal
 
-    def _stabilize(self, now_s: int, desired: int, behavior: Object) -> int:
+    def _stabilize(self, now_s: int, goal: int, behavior: JsonObject) -> int:
         """Return the lowest recent recommendation to scale up, the highest to scale down."""
-        rises = desired >= self.replicas
-        window_s = behavior["scaleUp" if rises else "scaleDown"]["stabilizationWindowSeconds"]
-        recent = [number for at_s, number in self._recommendations if at_s > now_s - window_s]
-        self._recommendations.append((now_s, desired))
-        return (min if rises else max)([*recent, desired])
+        scales_up = goal >= self.replicas
+        window_s = behavior["scaleUp" if scales_up else "scaleDown"]["stabilizationWindowSeconds"]
+        candidates = [number for at_s, number in self._recommendations if at_s > now_s - window_s]
+        self._recommendations.append((now_s, goal))
+        return (min if scales_up else max)([*candidates, goal])
 
-    def _limit(self, now_s: int, desired: int, behavior: Object) -> int:
-        """Return the number nearest to `desired` that the policies allow."""
-        if desired == self.replicas:
-            return desired
-        rises = desired > self.replicas
+    def _apply_policies(self, now_s: int, goal: int, behavior: JsonObject) -> int:
+        """Return the number nearest to `goal` that the policies allow."""
+        if goal == self.replicas:
+            return goal
+        scales_up = goal > self.replicas
         limits = []
-        for policy in behavior["scaleUp" if rises else "scaleDown"]["policies"]:
+        for policy in behavior["scaleUp" if scales_up else "scaleDown"]["policies"]:
             since_s = now_s - policy["periodSeconds"]
-            start = self.replicas - sum(by for at_s, by in self._changes if at_s > since_s)
+            base = self.replicas - sum(change for at_s, change in self._changes if at_s > since_s)
             amount = policy["value"]
             if policy["type"] == "Percent":
                 # Round away from the start, so that 10 % of one pod is one pod.
-                factor = 1 + amount / 100 if rises else 1 - amount / 100
-                limits.append((math.ceil if rises else math.floor)(start * factor))
+                factor = 1 + amount / 100 if scales_up else 1 - amount / 100
+                limits.append((math.ceil if scales_up else math.floor)(base * factor))
             else:
-                limits.append(start + amount if rises else start - amount)
-        if rises:
-            return min(desired, max(self.replicas, *limits))
-        return max(desired, min(self.replicas, *limits))
+                limits.append(base + amount if scales_up else base - amount)
+        if scales_up:
+            return min(goal, max(self.replicas, *limits))
+        return max(goal, min(self.replicas, *limits))
 
 
 def simulate_demand(
@@ -120,15 +120,15 @@ def simulate_demand(
 class _Pod:
     ready_s: int
     num_sessions: int = 0
-    ends: Counter[int] = field(default_factory=Counter)
+    endings: Counter[int] = field(default_factory=Counter)
     """Number of sessions by the second in which they end."""
 
     def tick(self, at_s: int) -> None:
-        self.num_sessions -= self.ends.pop(at_s, 0)
+        self.num_sessions -= self.endings.pop(at_s, 0)
 
-    def open(self, number: int, end_s: int) -> None:
+    def open_sessions(self, number: int, end_s: int) -> None:
         self.num_sessions += number
-        self.ends[end_s] += number
+        self.endings[end_s] += number
 
 
 @dataclass
@@ -147,28 +147,29 @@ class Fleet:
     start_s: int
     session_s: int
     _pods: list[_Pod] = field(default_factory=list)
-    _draining: list[_Pod] = field(default_factory=list)
+    _draining_pods: list[_Pod] = field(default_factory=list)
 
     def run(self, players: Sequence[int]) -> list[int]:
         """Return the number of pods at the end of each second, given the players in each second."""
         return [self._advance(at_s, number) for at_s, number in enumerate(players)]
 
     def _advance(self, at_s: int, players: int) -> int:
-        for pod in (*self._pods, *self._draining):
+        pods = (*self._pods, *self._draining_pods)
+        for pod in pods:
             pod.tick(at_s)
-        self._draining = [pod for pod in self._draining if pod.num_sessions]
-        pending = max(0, players - sum(pod.num_sessions for pod in (*self._pods, *self._draining)))
-        ready = [pod for pod in self._pods if pod.ready_s <= at_s]
-        for index, pod in enumerate(sorted(ready, key=lambda pod: -pod.num_sessions)):
-            number = min(pending // (len(ready) - index), self.capacity - pod.num_sessions)
-            pod.open(number, at_s + self.session_s)
-            pending -= number
-        active = sum(pod.num_sessions for pod in self._pods)
-        replicas = self.scaler.tick(at_s, active + pending)
+        self._draining_pods = [pod for pod in self._draining_pods if pod.num_sessions]
+        backlog = max(0, players - sum(pod.num_sessions for pod in pods))
+        ready_pods = [pod for pod in self._pods if pod.ready_s <= at_s]
+        for index, pod in enumerate(sorted(ready_pods, key=lambda pod: -pod.num_sessions)):
+            number = min(backlog // (len(ready_pods) - index), self.capacity - pod.num_sessions)
+            pod.open_sessions(number, at_s + self.session_s)
+            backlog -= number
+        num_active = sum(pod.num_sessions for pod in self._pods)
+        replicas = self.scaler.tick(at_s, num_active + backlog)
         while len(self._pods) < replicas:
             self._pods.append(_Pod(at_s + self.start_s))
         while len(self._pods) > replicas:
-            emptiest = min(self._pods, key=lambda pod: pod.num_sessions)
-            self._pods.remove(emptiest)
-            self._draining.append(emptiest)
+            emptiest_pod = min(self._pods, key=lambda pod: pod.num_sessions)
+            self._pods.remove(emptiest_pod)
+            self._draining_pods.append(emptiest_pod)
         return replicas

@@ -19,7 +19,7 @@ from grafana.drawing import Box, Series, Span
 from grafana.model import Panel
 
 ROOT = Path(__file__).parents[1]
-RECORDED = ROOT / "tests" / "cluster" / "autoscaling.json"
+RECORDED_RUN_FILE = ROOT / "tests" / "cluster" / "autoscaling.json"
 TARGET = ROOT / "docs" / "images" / "autoscaling.svg"
 RECORDED_SYNC_S = 5
 """The --horizontal-pod-autoscaler-sync-period of the cluster of the recorded run."""
@@ -37,11 +37,11 @@ class Recording:
     def parse(cls, content: Mapping[str, Any]) -> Recording:
         """Parse the content of the test's file."""
         rows = {round(row[0]): row for row in content["seconds"]}
-        row, filled = content["seconds"][0], []
+        row, filled_rows = content["seconds"][0], []
         for second in range(max(rows) + 1):
             row = rows.get(second, row)
-            filled.append(row)
-        columns = zip(*filled, strict=True)
+            filled_rows.append(row)
+        columns = zip(*filled_rows, strict=True)
         return cls(content["scaled_object"], dict(zip(content["columns"], columns, strict=True)))
 
     @property
@@ -52,8 +52,8 @@ class Recording:
 
     def simulate(self, scaled_object: Mapping[str, Any], phase_s: int = 0) -> list[int]:
         """Return the simulated number of pods in each second of the same demand."""
-        first = int(self.seconds["replicas"][0])
-        scaler = Autoscaler(dict(scaled_object), first, RECORDED_SYNC_S)
+        initial_replicas = int(self.seconds["replicas"][0])
+        scaler = Autoscaler(dict(scaled_object), initial_replicas, RECORDED_SYNC_S)
         return simulate_demand(scaler, self.num_sessions, phase_s)
 
 
@@ -74,27 +74,27 @@ def draw(recording: Recording) -> str:
     }
     span = Span(0.0, float(len(recording.num_sessions) - 1))
     parts = []
-    for number, (title, lines) in enumerate(panels.items()):
-        box = Box(0, number * _HEIGHT, _WIDTH, _HEIGHT)
-        series = [Series(name, _steps(values), {}) for name, values in lines.items()]
+    for index, (title, curves) in enumerate(panels.items()):
+        box = Box(0, index * _HEIGHT, _WIDTH, _HEIGHT)
+        series = [Series(name, _make_step_line(values), {}) for name, values in curves.items()]
         panel = Panel(title, "", (), "", min=0)
         parts.append(drawing.draw_panel(panel, title, series, box, span))
     title = "Pods follow sessions, from zero and back"
     return drawing.draw_page(title, Box(0, 0, _WIDTH, len(panels) * _HEIGHT), parts)
 
 
-def _steps(values: Sequence[float]) -> list[tuple[float, float]]:
+def _make_step_line(values: Sequence[float]) -> list[tuple[float, float]]:
     """Return the points of a step line."""
     points = [(0.0, values[0])]
-    for second, (previous, value) in enumerate(itertools.pairwise(values), start=1):
-        if value != previous:
-            points += [(float(second), previous), (float(second), value)]
+    for second, (previous_value, value) in enumerate(itertools.pairwise(values), start=1):
+        if value != previous_value:
+            points += [(float(second), previous_value), (float(second), value)]
     return [*points, (float(len(values) - 1), values[-1])]
 
 
 def main() -> None:
     """Draw the run of the command line; default: the recorded run of the repository."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RECORDED
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RECORDED_RUN_FILE
     recording = Recording.parse(json.loads(path.read_text(encoding="utf-8")))
     TARGET.write_text(draw(recording), encoding="utf-8")
 

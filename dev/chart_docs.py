@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parent.parent
-VALUES = ROOT / "charts" / "ludus" / "values.yaml"
+VALUES_FILE = ROOT / "charts" / "ludus" / "values.yaml"
 TARGET = ROOT / "docs" / "kubernetes-values.md"
 INTRODUCTION = """# Values of the chart
 
@@ -29,7 +29,7 @@ helm refuses unknown values. `environmentDefaults` are the defaults of each entr
 
 This page is generated: `.venv/bin/python dev/chart_docs.py`.
 """
-_LINE = re.compile(r"^( *)([A-Za-z0-9]+):(?: |$)")
+_KEY_PATTERN = re.compile(r"^( *)([A-Za-z0-9]+):(?: |$)")
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,22 @@ def read_keys(text: str) -> Iterator[CommentedKey]:
     """
     comment: list[str] = []
     path: list[tuple[int, str]] = []
-    covered = -1
-    for number, line in enumerate(text.splitlines(), start=1):
+    covered_indent = -1
+    for line_number, line in enumerate(text.splitlines(), start=1):
         if line.lstrip().startswith("#"):
             comment.append(line.lstrip("# ").rstrip())
             continue
-        match = _LINE.match(line)
+        match = _KEY_PATTERN.match(line)
         if match is None:
             comment = [] if not line.strip() else comment
             continue
-        depth = len(match[1])
-        path = [*((indent, key) for indent, key in path if indent < depth), (depth, match[2])]
+        column = len(match[1])
+        path = [*((indent, key) for indent, key in path if indent < column), (column, match[2])]
         if comment:
-            covered = depth
+            covered_indent = column
             yield CommentedKey(tuple(key for _, key in path), " ".join(comment))
-        elif depth <= covered:
-            raise ValueError(f"values.yaml:{number}: {match[2]} has no comment")
+        elif column <= covered_indent:
+            raise ValueError(f"values.yaml:{line_number}: {match[2]} has no comment")
         comment = []
 
 
@@ -77,19 +77,19 @@ def find_value(values: dict[str, Any], path: tuple[str, ...]) -> Any:
 
 def render_page() -> str:
     """Return the whole page."""
-    text = VALUES.read_text(encoding="utf-8")
+    text = VALUES_FILE.read_text(encoding="utf-8")
     values = yaml.safe_load(text)
     keys = list(read_keys(text))
-    parents = {entry.path[:-1] for entry in keys}
+    parent_paths = {entry.path[:-1] for entry in keys}
     lines = [INTRODUCTION]
     for entry in keys:
         if len(entry.path) == 1:
             lines.append(f"\n## {entry.path[0]}\n\n{entry.comment}\n")
-            if entry.path in parents:
+            if entry.path in parent_paths:
                 lines.append("\n| value | default | |\n|---|---|---|\n")
                 continue
             lines.append(f"\nDefault: `{_to_json(find_value(values, entry.path))}`\n")
-        elif entry.path in parents:
+        elif entry.path in parent_paths:
             lines.append(f"| `{'.'.join(entry.path)}` | | {entry.comment} |\n")
         else:
             default = _to_json(find_value(values, entry.path))

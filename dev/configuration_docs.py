@@ -39,9 +39,9 @@ _HEADINGS = {"language_model": "Language-model run", "network": "Network run"}
 def make_page() -> str:
     """Return the text of the page."""
     page = INTRODUCTION
-    for run in find_sections(RunConfig):
-        kind = run.model_fields["kind"].default
-        page += "".join(_describe_section(_HEADINGS[kind], run, "", level=2))
+    for run_model in find_sections(RunConfig):
+        kind = run_model.model_fields["kind"].default
+        page += "".join(_describe_section(_HEADINGS[kind], run_model, "", level=2))
     return page
 
 
@@ -51,30 +51,30 @@ def _describe_section(
     summary = " ".join((section.__doc__ or "").strip().split("\n\n")[0].split())
     yield f"\n{'#' * level} {title}\n\n{summary}\n\n"
     yield "| field | type | default | description |\n|---|---|---|---|\n"
-    nested: list[tuple[str, type[BaseModel]]] = []
+    children: list[tuple[str, type[BaseModel]]] = []
     for name, field in section.model_fields.items():
         models = list(find_sections(field.annotation))
         if models:
-            nested += [(f"{prefix}{name}", model) for model in models]
+            children += [(f"{prefix}{name}", model) for model in models]
             continue
         if name == "kind" and prefix:  # the heading names it
             continue
-        field_type = _type(field.annotation)
-        yield f"| `{prefix}{name}` | {field_type} | {_default(field)} | {_help(field)} |\n"
-    for path, model in nested:
+        cells = (_format_type(field.annotation), _format_default(field), _format_help(field))
+        yield f"| `{prefix}{name}` | {' | '.join(cells)} |\n"
+    for path, model in children:
         kind = model.model_fields.get("kind")
         label = f"{path}, kind = {kind.default}" if kind else path
         yield from _describe_section(label, model, f"{path}.", level=3)
 
 
-def _type(annotation: Any) -> str:
+def _format_type(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _type(arguments[0])
+        return _format_type(arguments[0])
     if origin is Literal:
         return " or ".join(f"`{argument}`" for argument in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join(_type(argument) for argument in arguments)
+        return " or ".join(_format_type(argument) for argument in arguments)
     if annotation is type(None):
         return "null"
     if origin is tuple:
@@ -82,14 +82,14 @@ def _type(annotation: Any) -> str:
     return getattr(origin or annotation, "__name__", str(annotation))
 
 
-def _default(field: FieldInfo) -> str:
+def _format_default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "required"
     return f"`{list(value) if isinstance(value, tuple) else 'null' if value is None else value}`"
 
 
-def _help(field: FieldInfo) -> str:
+def _format_help(field: FieldInfo) -> str:
     return " ".join((field.description or "").split()).replace("|", "\\|")
 
 

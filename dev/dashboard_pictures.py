@@ -74,18 +74,18 @@ def draw(dashboard: Dashboard, source: SeriesSource) -> str:
             if x + panel.width > GRID_COLUMNS:
                 x, y, height = 0, y + height * ROW_HEIGHT, 0
             box = Box(x * COLUMN_WIDTH, y, panel.width * COLUMN_WIDTH, panel.height * ROW_HEIGHT)
-            parts.append(_panel(panel, source, box))
+            parts.append(_draw_panel(panel, source, box))
             x, height = x + panel.width, max(height, panel.height)
         y += height * ROW_HEIGHT
     return drawing.draw_page(dashboard.title, Box(0, 0, GRID_COLUMNS * COLUMN_WIDTH, y + 4), parts)
 
 
-def _panel(panel: Panel, source: SeriesSource, box: Box) -> str:
+def _draw_panel(panel: Panel, source: SeriesSource, box: Box) -> str:
     title = re.sub(r"\$(\w+)", lambda match: source.selection[match[1]], panel.title)
     series = [
         curve
-        for number, query in enumerate(panel.queries)
-        for curve in source.series(query, chr(ord("A") + number), panel.kind == "table")
+        for index, query in enumerate(panel.queries)
+        for curve in source.series(query, chr(ord("A") + index), panel.kind == "table")
     ]
     return drawing.draw_panel(panel, title, series, box, source.span)
 
@@ -93,8 +93,8 @@ def _panel(panel: Panel, source: SeriesSource, box: Box) -> str:
 def _parse_series(result: Mapping[str, Any], legend: str) -> Series:
     labels = result["metric"]
     name = re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda match: labels.get(match[1], ""), legend)
-    values = [(float(t), float(v)) for t, v in result["values"]]
-    return Series(name, [(t, v) for t, v in values if math.isfinite(v)], labels)
+    values = [(float(time), float(value)) for time, value in result["values"]]
+    return Series(name, [(time, value) for time, value in values if math.isfinite(value)], labels)
 
 
 def main() -> None:

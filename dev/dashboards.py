@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from grafana.fleet import FLEET
-from grafana.model import Dashboard
 from grafana.overview import OVERVIEW
 from grafana.throughput import THROUGHPUT
 from grafana.training import TRAINING
@@ -19,21 +18,20 @@ DASHBOARDS = (OVERVIEW, TRAINING, FLEET, THROUGHPUT)
 
 def render_files() -> dict[Path, str]:
     """Return the contents of each file."""
-    return {TARGET / f"{dashboard.uid}.json": _to_json(dashboard) for dashboard in DASHBOARDS}
+    return {
+        TARGET / f"{dashboard.uid}.json": json.dumps(dashboard.to_json(), indent=1) + "\n"
+        for dashboard in DASHBOARDS
+    }
 
 
 def find_stale_files() -> list[str]:
     """Return the names of files that differ, are missing or are superfluous."""
-    expected = render_files()
-    existing = set(TARGET.glob("*.json"))
-    differ = {
-        path for path in existing & expected.keys() if path.read_text("utf-8") != expected[path]
+    texts = render_files()
+    paths = set(TARGET.glob("*.json"))
+    changed_paths = {
+        path for path in paths & texts.keys() if path.read_text("utf-8") != texts[path]
     }
-    return sorted(path.name for path in differ | (existing ^ expected.keys()))
-
-
-def _to_json(dashboard: Dashboard) -> str:
-    return json.dumps(dashboard.json(), indent=1) + "\n"
+    return sorted(path.name for path in changed_paths | (paths ^ texts.keys()))
 
 
 if __name__ == "__main__":
@@ -42,8 +40,8 @@ if __name__ == "__main__":
         "--check", action="store_true", help="Write nothing; exit with 1 if a file differs."
     )
     if parser.parse_args().check:
-        if stale := find_stale_files():
-            sys.exit(f"{', '.join(stale)} in {TARGET} differ; run dev/dashboards.py")
+        if stale_files := find_stale_files():
+            sys.exit(f"{', '.join(stale_files)} in {TARGET} differ; run dev/dashboards.py")
     else:
         TARGET.mkdir(parents=True, exist_ok=True)
         for path in set(TARGET.glob("*.json")) - render_files().keys():

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-REPORT = ROOT / ".cache" / "tests.xml"
-RECORD = ROOT / "tests" / "durations.json"
+REPORT_FILE = ROOT / ".cache" / "tests.xml"
+RECORD_FILE = ROOT / "tests" / "durations.json"
 MIN_RECORDED_S = 3.0
 MAX_GROWTH = 1.5
 MIN_GROWTH_S = 10.0
@@ -42,49 +42,49 @@ def read_report(path: Path) -> dict[str, float]:
     return durations
 
 
-def find_grown(
-    durations: Mapping[str, float], recorded: Mapping[str, float], machine: float
+def find_slowed(
+    durations: Mapping[str, float], records: Mapping[str, float], slowdown: float
 ) -> dict[str, float]:
     """Return the limit in seconds of each test that exceeds it.
 
     Args:
         durations: the seconds of each test of this run.
-        recorded: the recorded seconds.
-        machine: the time that this machine takes for what the recording machine did in 1 s.
+        records: the recorded seconds.
+        slowdown: the time that this machine takes for what the recording machine did in 1 s.
     """
     limits = {
-        test: max(recorded[test] * machine * MAX_GROWTH, recorded[test] * machine + MIN_GROWTH_S)
+        test: max(records[test] * slowdown * MAX_GROWTH, records[test] * slowdown + MIN_GROWTH_S)
         for test in durations
-        if test in recorded
+        if test in records
     }
     return {test: limit for test, limit in limits.items() if durations[test] > limit}
 
 
-def find_unrecorded(durations: Mapping[str, float], recorded: Mapping[str, float]) -> list[str]:
+def find_unrecorded(durations: Mapping[str, float], records: Mapping[str, float]) -> list[str]:
     """Return the slow tests without a recorded duration."""
     return [
         test
         for test, seconds in durations.items()
-        if test not in recorded and seconds > MAX_UNRECORDED_S
+        if test not in records and seconds > MAX_UNRECORDED_S
     ]
 
 
-def measure_machine(durations: Mapping[str, float], recorded: Mapping[str, float]) -> float:
+def measure_slowdown(durations: Mapping[str, float], records: Mapping[str, float]) -> float:
     """Return the median ratio of measured to recorded seconds, at least 1.0."""
-    ratios = [durations[test] / seconds for test, seconds in recorded.items() if test in durations]
+    ratios = [durations[test] / seconds for test, seconds in records.items() if test in durations]
     return max(1.0, statistics.median(ratios)) if ratios else 1.0
 
 
 def check() -> int:
     """Compare the last report with the record; return the exit status."""
-    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
-    durations = read_report(REPORT)
-    machine = measure_machine(durations, recorded)
-    grown = find_grown(durations, recorded, machine)
-    for test in find_unrecorded(durations, recorded):
+    records = json.loads(RECORD_FILE.read_text(encoding="utf-8"))
+    durations = read_report(REPORT_FILE)
+    slowdown = measure_slowdown(durations, records)
+    exceeded_limits = find_slowed(durations, records, slowdown)
+    for test in find_unrecorded(durations, records):
         print(f"{test} took {durations[test]:.1f} s and has no recorded duration")
     status = 0
-    for test, limit in grown.items():
+    for test, limit in exceeded_limits.items():
         print(f"{test} took {durations[test]:.1f} s, limit {limit:.1f} s; running it alone")
         reruns = [time_alone(test) for _ in range(MAX_RERUNS)]
         print(f"{test} took", " and ".join(f"{seconds:.1f} s" for seconds in reruns), "alone")
@@ -99,7 +99,7 @@ def check() -> int:
 
 def time_alone(test: str) -> float:
     """Run one test in a separate process; return its seconds, infinite if it fails."""
-    report = REPORT.with_name("alone.xml")
+    report = REPORT_FILE.with_name("alone.xml")
     command = [sys.executable, "-m", "pytest", f"--junit-xml={report}", test]
     if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode != 0:
         return math.inf
@@ -110,11 +110,11 @@ def record() -> int:
     """Write the durations of the last report."""
     durations = {
         test: round(seconds, 1)
-        for test, seconds in sorted(read_report(REPORT).items())
+        for test, seconds in sorted(read_report(REPORT_FILE).items())
         if seconds >= MIN_RECORDED_S
     }
-    RECORD.write_text(json.dumps(durations, indent=1) + "\n", encoding="utf-8")
-    print(f"{len(durations)} tests of {MIN_RECORDED_S:.0f} s and more recorded in {RECORD}")
+    RECORD_FILE.write_text(json.dumps(durations, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(durations)} tests of {MIN_RECORDED_S:.0f} s and more recorded in {RECORD_FILE}")
     return 0
 
 

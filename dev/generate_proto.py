@@ -12,24 +12,24 @@ from grpc_tools import protoc
 ROOT = Path(__file__).parent.parent / "proto"
 
 
-def generate(output: Path) -> list[Path]:
+def write_stubs(output: Path) -> list[Path]:
     """Write the stubs to `output` and return their relative paths."""
     sources = [str(path.relative_to(ROOT)) for path in sorted(ROOT.rglob("*.proto"))]
-    outputs = [f"--{kind}_out={output}" for kind in ("python", "pyi", "grpc_python")]
-    code = protoc.main(["protoc", f"-I{ROOT}", *outputs, *sources])
-    if code:
-        sys.exit(code)
+    output_options = [f"--{kind}_out={output}" for kind in ("python", "pyi", "grpc_python")]
+    exit_status = protoc.main(["protoc", f"-I{ROOT}", *output_options, *sources])
+    if exit_status:
+        sys.exit(exit_status)
     return sorted(path.relative_to(output) for path in output.rglob("*_pb2*.py*"))
 
 
 def find_stale_stubs() -> list[Path]:
     """Return the committed stubs that differ from newly generated stubs."""
     with tempfile.TemporaryDirectory() as folder:
-        fresh = Path(folder)
+        draft = Path(folder)
         return [
             path
-            for path in generate(fresh)
-            if not (ROOT / path).exists() or (ROOT / path).read_text() != (fresh / path).read_text()
+            for path in write_stubs(draft)
+            if not (ROOT / path).exists() or (ROOT / path).read_text() != (draft / path).read_text()
         ]
 
 
@@ -39,6 +39,6 @@ if __name__ == "__main__":
         "--check", action="store_true", help="Write nothing; exit with 1 if a stub is stale."
     )
     if not parser.parse_args().check:
-        generate(ROOT)
-    elif stale := find_stale_stubs():
-        sys.exit(f"stale stubs, run `make proto`: {', '.join(map(str, stale))}")
+        write_stubs(ROOT)
+    elif stale_stubs := find_stale_stubs():
+        sys.exit(f"stale stubs, run `make proto`: {', '.join(map(str, stale_stubs))}")

@@ -14,28 +14,23 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_NAME_END = re.compile(r"[^A-Za-z0-9._-]")
 
 
 def list_requirements(
-    folders: list[Path], excluded: set[str], extras: Iterable[str] = ()
+    folders: list[Path], excluded_names: set[str], extras: Iterable[str] = ()
 ) -> list[str]:
     """Return the requirements of the packages in `folders`, sorted.
 
-    The packages themselves and `excluded` are left out. Optional dependencies in `extras` are
+    The packages themselves and `excluded_names` are left out. Optional dependencies in `extras` are
     included.
     """
     projects = [tomllib.loads((folder / "pyproject.toml").read_text()) for folder in folders]
-    excluded = excluded | {project["project"]["name"] for project in projects}
+    excluded_names = excluded_names | {project["project"]["name"] for project in projects}
     lines = {line for project in projects for line in project["project"]["dependencies"]}
-    optional = [project["project"].get("optional-dependencies", {}) for project in projects]
-    lines |= {line for parts in optional for extra in extras for line in parts.get(extra, ())}
-    return sorted(line for line in lines if _name(line) not in excluded)
-
-
-def _name(requirement: str) -> str:
-    match = _NAME.match(requirement)
-    return match.group() if match else requirement
+    groups = [project["project"].get("optional-dependencies", {}) for project in projects]
+    lines |= {line for group in groups for extra in extras for line in group.get(extra, ())}
+    return sorted(line for line in lines if _NAME_END.split(line)[0] not in excluded_names)
 
 
 def main() -> None:

@@ -31,10 +31,10 @@ from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).parents[1]
 ENGINES = ("docker", "podman", "buildah")
-LOADER = "LUDUS_IMAGE_LOADER"
+LOADER_VARIABLE = "LUDUS_IMAGE_LOADER"
 FILE_OPTIONS = ("cert", "client-cert", "constraint", "requirement", "log")
 """Options of pip whose values are paths on this machine."""
-CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+CERTIFICATES_FILE = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Image:
     is_built_by_default: bool = True
 
 
-def environment_images() -> Iterator[Image]:
+def find_environment_images() -> Iterator[Image]:
     """Yield the image of each environment in `envs/`.
 
     The table `tool.ludus.image` of an environment's pyproject.toml names the optional dependencies
@@ -72,7 +72,7 @@ IMAGES = {
     image.name.removeprefix("ludus/"): image
     for image in (
         Image("ludus/gateway", "services/Dockerfile"),
-        *environment_images(),
+        *find_environment_images(),
         Image("ludus/trainer", "trainer/Dockerfile"),
         Image(
             "ludus/trainer-gpu",
@@ -84,7 +84,7 @@ IMAGES = {
         Image("ludus/store", "charts/store.Dockerfile"),
     )
 }
-DEFAULT = [name for name, image in IMAGES.items() if image.is_built_by_default]
+DEFAULT_IMAGES = [name for name, image in IMAGES.items() if image.is_built_by_default]
 
 
 def parse_pip_configuration(listing: str) -> dict[str, str]:
@@ -101,12 +101,12 @@ def parse_pip_configuration(listing: str) -> dict[str, str]:
 
 def find_package_folders(configuration: dict[str, str]) -> list[Path]:
     """Return the folders of this machine in which pip looks for packages."""
-    words = [
-        word
+    urls = [
+        url
         for option in ("find-links", "index-url", "extra-index-url")
-        for word in configuration.get(option, "").split()
+        for url in configuration.get(option, "").split()
     ]
-    paths = [unquote(urlsplit(word).path) for word in words if word.startswith(("/", "file://"))]
+    paths = [unquote(urlsplit(url).path) for url in urls if url.startswith(("/", "file://"))]
     # The pages of an index link to files next to the index.
     folders = [
         Path(path).parent if path.rstrip("/").endswith("/simple") else Path(path) for path in paths
@@ -114,7 +114,7 @@ def find_package_folders(configuration: dict[str, str]) -> list[Path]:
     return sorted({folder for folder in folders if folder.is_dir()})
 
 
-def build_command(
+def make_build_command(
     engine: str, image: Image, reference: str, secrets: Path, folders: Sequence[Path]
 ) -> list[str]:
     """Return the engine's command for one image."""
@@ -133,7 +133,8 @@ def build_command(
         command += ["--secret", f"id={name},src={secrets / name}"]
     if engine != "docker":
         command += ["--layers", "--pull=false" if engine == "buildah" else "--pull=missing"]
-        command += [word for folder in folders for word in ("--volume", f"{folder}:{folder}:ro")]
+        volumes = (("--volume", f"{folder}:{folder}:ro") for folder in folders)
+        command += [word for option in volumes for word in option]
     return [*command, "."]
 
 
@@ -144,13 +145,13 @@ def write_secrets(folder: Path, configuration: dict[str, str]) -> None:
     and the Dockerfiles lock every version themselves.
     """
     options = {key: value for key, value in configuration.items() if key not in FILE_OPTIONS}
-    if CERTIFICATES.is_file():
-        shutil.copy(CERTIFICATES, folder / "certificates")
-        options["cert"] = str(CERTIFICATES)
+    if CERTIFICATES_FILE.is_file():
+        shutil.copy(CERTIFICATES_FILE, folder / "certificates")
+        options["cert"] = str(CERTIFICATES_FILE)
     lines = "".join(f"{key} = {value}\n" for key, value in options.items())
     (folder / "pip.conf").write_text(f"[global]\n{lines}", encoding="utf-8")
-    listed = _output("apt-config", "dump") if shutil.which("apt-config") else ""
-    lines = "".join(f"{line}\n" for line in listed.splitlines() if line.startswith("Acquire::http"))
+    dump = _output("apt-config", "dump") if shutil.which("apt-config") else ""
+    lines = "".join(f"{line}\n" for line in dump.splitlines() if line.startswith("Acquire::http"))
     (folder / "apt.conf").write_text(lines, encoding="utf-8")
 
 
@@ -167,7 +168,7 @@ def write_pip_configuration(engine: str, secrets: Path) -> list[Path]:
     return folders
 
 
-def image_size(engine: str, reference: str) -> int:
+def measure_size(engine: str, reference: str) -> int:
     """Return the unpacked size of an image, in bytes."""
     if engine == "buildah":
         description = json.loads(_output(engine, "inspect", "--type", "image", reference))
@@ -175,7 +176,7 @@ def image_size(engine: str, reference: str) -> int:
     return int(_output(engine, "image", "inspect", "--format", "{{.Size}}", reference))
 
 
-def save(engine: str, reference: str, file: Path) -> None:
+def save_image(engine: str, reference: str, file: Path) -> None:
     """Write an archive of the image that docker, kind and containerd can load."""
     if engine == "buildah":
         _output(engine, "push", reference, f"docker-archive:{file}:{reference}")
@@ -183,20 +184,20 @@ def save(engine: str, reference: str, file: Path) -> None:
         _output(engine, "save", "--output", str(file), reference)
 
 
-def push(engine: str, reference: str) -> None:
+def push_image(engine: str, reference: str) -> None:
     """Push the image to its registry; a registry on this machine may have no TLS."""
     is_local = engine != "docker" and reference.startswith(("localhost:", "127.0.0.1:"))
     _output(engine, "push", *(["--tls-verify=false"] if is_local else []), reference)
 
 
-def finish(engine: str, reference: str, loader: Sequence[str]) -> None:
+def report_and_load(engine: str, reference: str, loader: Sequence[str]) -> None:
     """Print the size of the image and load it into a cluster if there is a loader."""
-    sys.stdout.write(f"{reference:44} {image_size(engine, reference) / 1e6:6.0f} MB unpacked\n")
+    sys.stdout.write(f"{reference:44} {measure_size(engine, reference) / 1e6:6.0f} MB unpacked\n")
     sys.stdout.flush()
     if loader:
         with tempfile.TemporaryDirectory() as folder:
             archive = Path(folder) / "image.tar"
-            save(engine, reference, archive)
+            save_image(engine, reference, archive)
             subprocess.run([*loader, str(archive)], check=True)
 
 
@@ -218,11 +219,13 @@ def _output(*command: str) -> str:
 def main() -> None:
     """Build the images and print their sizes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=IMAGES, default=DEFAULT, metavar="IMAGE")
+    parser.add_argument(
+        "--only", nargs="+", choices=IMAGES, default=DEFAULT_IMAGES, metavar="IMAGE"
+    )
     parser.add_argument("--tag", default="dev")
     parser.add_argument("--engine", choices=ENGINES)
     parser.add_argument(
-        "--load", action="store_true", help=f"load the images into a cluster with {LOADER}"
+        "--load", action="store_true", help=f"load the images into a cluster with {LOADER_VARIABLE}"
     )
     parser.add_argument("--skaffold", choices=IMAGES, metavar="IMAGE", help="build for Skaffold")
     arguments = parser.parse_args()
@@ -230,20 +233,20 @@ def main() -> None:
     if arguments.skaffold:
         references = {os.environ["IMAGE"]: arguments.skaffold}
     engine = arguments.engine or find_engine()
-    loader = shlex.split(os.environ.get(LOADER, ""))
+    loader = shlex.split(os.environ.get(LOADER_VARIABLE, ""))
     if arguments.load and not loader:
-        sys.exit(f"error: --load needs {LOADER}, for example 'kind load image-archive'")
+        sys.exit(f"error: --load needs {LOADER_VARIABLE}, for example 'kind load image-archive'")
     if not (arguments.load or arguments.skaffold):
         loader = []
     try:
         with tempfile.TemporaryDirectory() as folder:
             folders = write_pip_configuration(engine, Path(folder))
             for reference, name in references.items():
-                command = build_command(engine, IMAGES[name], reference, Path(folder), folders)
+                command = make_build_command(engine, IMAGES[name], reference, Path(folder), folders)
                 subprocess.run(command, cwd=ROOT, check=True)
                 if arguments.skaffold and os.environ.get("PUSH_IMAGE") == "true":
-                    push(engine, reference)
-                finish(engine, reference, loader)
+                    push_image(engine, reference)
+                report_and_load(engine, reference, loader)
     except subprocess.CalledProcessError as error:
         command = " ".join(error.cmd[:3])
         sys.exit(f"error: {command} ... exited with {error.returncode}\n{error.stderr or ''}")

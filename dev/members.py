@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def workspace_members() -> list[Path]:
+def list_members() -> list[Path]:
     """Return the folder of each member, relative to the root."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["uv"]["workspace"]["members"]
@@ -24,4 +24,4 @@ def workspace_members() -> list[Path]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("".join(f"./{folder}\n" for folder in workspace_members()))
+    sys.stdout.write("".join(f"./{folder}\n" for folder in list_members()))

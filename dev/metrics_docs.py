@@ -84,11 +84,11 @@ def _make_table(title: str, metrics: type[TrainMetric] | type[EvalMetric]) -> It
     yield "|---|---|---|---|---|\n"
     for metric in metrics:
         spec = metric.spec
-        star = "*" if spec.is_per_environment else ""
-        total = "_total" if spec.reduction is Reduction.SUM and metrics is TrainMetric else ""
+        mark = "*" if spec.is_per_environment else ""
+        suffix = "_total" if spec.reduction is Reduction.SUM and metrics is TrainMetric else ""
         yield (
-            f"| `{metric}`{star} | {spec.unit} | {_describe_reduction(spec)} | {spec.help} "
-            f"| `{prometheus_name(metric)}{total}` |\n"
+            f"| `{metric}`{mark} | {spec.unit} | {_describe_reduction(spec)} | {spec.help} "
+            f"| `{prometheus_name(metric)}{suffix}` |\n"
         )
 
 
@@ -102,8 +102,8 @@ def _make_series() -> Iterator[str]:
     series = make_series()
     for name in TrainSeries:
         labels = ", ".join(series[name].labels)
-        total = "_total" if series[name].is_counter else ""
-        yield f"| `{name}{total}` | {labels} | {series[name].help_text} |\n"
+        suffix = "_total" if series[name].is_counter else ""
+        yield f"| `{name}{suffix}` | {labels} | {series[name].help_text} |\n"
 
 
 if __name__ == "__main__":

@@ -16,34 +16,34 @@ from pathlib import Path
 from ludus.env.options import EnvironmentOptions, format_option_table, list_options
 
 ROOT = Path(__file__).parents[1]
-TABLE = re.compile(r"(<!-- options -->\n).*?(<!-- /options -->)", re.DOTALL)
+TABLE_PATTERN = re.compile(r"(<!-- options -->\n).*?(<!-- /options -->)", re.DOTALL)
 
 
-def find_options() -> Iterator[tuple[Path, type[EnvironmentOptions]]]:
+def find_option_models() -> Iterator[tuple[Path, type[EnvironmentOptions]]]:
     """Yield the README and the option model of every environment in the repository."""
     for readme in sorted(ROOT.glob("envs/*_env/README.md")):
         module = importlib.import_module(f"{readme.parent.name}.options")
-        for _, value in inspect.getmembers(module, inspect.isclass):
-            if issubclass(value, EnvironmentOptions) and value.__module__ == module.__name__:
-                yield readme, value
+        for _, model in inspect.getmembers(module, inspect.isclass):
+            if issubclass(model, EnvironmentOptions) and model.__module__ == module.__name__:
+                yield readme, model
 
 
-def render(text: str, options_type: type[EnvironmentOptions]) -> str:
+def render_readme(text: str, options_type: type[EnvironmentOptions]) -> str:
     """Return the text of a README with a current option table."""
     table = f"{format_option_table(options_type)}\n"
-    return TABLE.sub(lambda match: match[1] + table + match[2], text)
+    return TABLE_PATTERN.sub(lambda match: match[1] + table + match[2], text)
 
 
 def main() -> None:
     """Write or check the table of every README."""
-    for readme, options_type in find_options():
+    for readme, options_type in find_option_models():
         text = readme.read_text(encoding="utf-8")
-        if list_options(options_type) and not TABLE.search(text):
+        if list_options(options_type) and not TABLE_PATTERN.search(text):
             sys.exit(f"error: {readme} has no <!-- options --> section")
-        updated = render(text, options_type)
+        updated_text = render_readme(text, options_type)
         if "--check" not in sys.argv:
-            readme.write_text(updated, encoding="utf-8")
-        elif updated != text:
+            readme.write_text(updated_text, encoding="utf-8")
+        elif updated_text != text:
             sys.exit(f"error: {readme} is stale; run dev/option_tables.py")
 
 

@@ -8,14 +8,13 @@ Command line: python dev/prometheus_tools.py promtool
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+
+from upstream_environment import hold_lock
 
 CACHE = Path(__file__).parents[1] / ".cache"
 DOWNLOAD_TIMEOUT_S = 180
@@ -37,20 +36,20 @@ def find_binary(name: str) -> Path:
         return Path(path)
     folder = CACHE / "prometheus"
     CACHE.mkdir(exist_ok=True)
-    with _lock(CACHE / "prometheus.lock"):
+    with hold_lock(CACHE / "prometheus.lock"):
         if not folder.exists():
             _unpack_package(folder, variable)
     return folder / "usr" / "bin" / name
 
 
 def _unpack_package(folder: Path, variable: str) -> None:
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    partial_folder = folder.with_suffix(".partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    partial_folder.mkdir()
     try:
-        _run(["apt-get", "download", "prometheus"], partial)
-        (package,) = partial.glob("prometheus_*.deb")
-        _run(["dpkg", "-x", package.name, "."], partial)
+        _run(["apt-get", "download", "prometheus"], partial_folder)
+        (package,) = partial_folder.glob("prometheus_*.deb")
+        _run(["dpkg", "-x", package.name, "."], partial_folder)
         package.unlink()
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
@@ -58,21 +57,13 @@ def _unpack_package(folder: Path, variable: str) -> None:
             f"Prometheus is not installed, and Debian's package cannot be downloaded: "
             f"{reason.strip()}; install Prometheus, or set {variable} to its path"
         ) from error
-    partial.rename(folder)
+    partial_folder.rename(folder)
 
 
 def _run(command: list[str], folder: Path) -> None:
     subprocess.run(
         command, cwd=folder, check=True, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S
     )
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock, so that only one process unpacks the package."""
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":

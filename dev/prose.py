@@ -109,26 +109,27 @@ class Finding:
 
 
 _WORDS = [
-    (re.compile(rf"\b(?:{words})\b", re.IGNORECASE), fix) for words, fix in BANNED_WORDS.items()
+    (re.compile(rf"\b(?:{words})\b", re.IGNORECASE), advice)
+    for words, advice in BANNED_WORDS.items()
 ]
 
 
 def find_words(path: str, line: int, text: str) -> Iterator[Finding]:
     """Yield a finding for each banned word in prose that starts at `line`."""
-    for pattern, fix in _WORDS:
+    for pattern, advice in _WORDS:
         for match in pattern.finditer(text):
             offset = text.count("\n", 0, match.start())
-            yield Finding(path, line + offset, "word", f"{match.group().lower()!r} ({fix})")
+            yield Finding(path, line + offset, "word", f"{match.group().lower()!r} ({advice})")
 
 
 def find_in_markdown(path: str, text: str) -> Iterator[Finding]:
     """Yield findings in a Markdown file, outside code blocks and inline code."""
-    prose = re.sub(r"^```.*?^```", _blank, text, flags=re.MULTILINE | re.DOTALL)
-    prose = re.sub(r"`[^`\n]*`", _blank, prose)
+    prose = re.sub(r"^```.*?^```", _blank_out, text, flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"`[^`\n]*`", _blank_out, prose)
     yield from find_words(path, 1, prose)
 
 
-def _blank(match: re.Match[str]) -> str:
+def _blank_out(match: re.Match[str]) -> str:
     return re.sub(r"[^\n]", " ", match.group())
 
 
@@ -144,12 +145,12 @@ class PythonFile:
 
     def findings(self) -> Iterator[Finding]:
         """Yield every finding of the rules that look at one file alone."""
-        yield from self._in_docstrings()
-        yield from self._in_comments()
-        yield from self._in_messages()
-        yield from self._in_names()
+        yield from self._check_docstrings()
+        yield from self._check_comments()
+        yield from self._check_messages()
+        yield from self._check_names()
 
-    def _in_docstrings(self) -> Iterator[Finding]:
+    def _check_docstrings(self) -> Iterator[Finding]:
         for owner in ast.walk(self._tree):
             body = getattr(owner, "body", None)
             if not isinstance(body, list):
@@ -173,7 +174,7 @@ class PythonFile:
                 ):
                     yield Finding(self.path, node.lineno, "verb", opening)
 
-    def _in_comments(self) -> Iterator[Finding]:
+    def _check_comments(self) -> Iterator[Finding]:
         previous = -2
         for token in tokenize.generate_tokens(io.StringIO(self._text).readline):
             if token.type != tokenize.COMMENT:
@@ -184,34 +185,34 @@ class PythonFile:
                 yield Finding(self.path, line, "opening", text)
             previous = line
 
-    def _in_messages(self) -> Iterator[Finding]:
+    def _check_messages(self) -> Iterator[Finding]:
         for node in ast.walk(self._tree):
             if not isinstance(node, ast.Constant) or id(node) in self._docstrings:
                 continue
             if isinstance(node.value, str) and len(node.value.split()) >= MIN_WORDS_OF_MESSAGE:
                 yield from find_words(self.path, node.lineno, node.value)
 
-    def _in_names(self) -> Iterator[Finding]:
-        seen: set[str] = set()
-        for name, line, is_function in _bound_names(self._tree):
-            if name in seen:
+    def _check_names(self) -> Iterator[Finding]:
+        seen_names: set[str] = set()
+        for name, line, is_function in _iterate_names(self._tree):
+            if name in seen_names:
                 continue
-            seen.add(name)
-            bare = name.strip("_")
+            seen_names.add(name)
+            bare_name = name.strip("_")
             if (
-                bare in BANNED_NAMES
+                bare_name in BANNED_NAMES
                 or BANNED_NAME_PARTS.search(name)
                 or (is_function and PAST_PARTICIPLE.match(name))
             ):
                 yield Finding(self.path, line, "name", name)
 
-    def public_classes(self) -> Iterator[tuple[str, int]]:
+    def list_public_classes(self) -> Iterator[tuple[str, int]]:
         """Yield the name and line of each public class at the top of the module."""
         for node in self._tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 yield node.name, node.lineno
 
-    def functions(self) -> Iterator[tuple[str, int]]:
+    def list_functions(self) -> Iterator[tuple[str, int]]:
         """Yield the name and line of each function at the top of the module."""
         for node in self._tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -225,7 +226,7 @@ def _needs_verb(node: ast.AST) -> bool:
     return not decorators & {"property", "cached_property", "setter", "computed_field"}
 
 
-def _bound_names(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
+def _iterate_names(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
     """Yield each name that a file binds, its line, and whether it is a function or method."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -240,59 +241,59 @@ def _bound_names(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
             yield node.attr, node.lineno, False
 
 
-def tracked_files(paths: Iterable[str] = ()) -> list[str]:
+def list_tracked_files(paths: Iterable[str] = ()) -> list[str]:
     """Return the hand-written Python and Markdown files under `paths`, relative to the root."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    file_list = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [
         name
-        for name in listed.split("\n")
+        for name in file_list.split("\n")
         if name.endswith((".py", ".md")) and "_pb2" not in name and (ROOT / name).exists()
     ]
 
 
 def find_shared_classes(files: Iterable[PythonFile]) -> Iterator[Finding]:
-    """Yield a finding for each public class whose name another public class has, too."""
-    places: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    """Yield a finding for each public class that shares its name with another public class."""
+    classes_by_name: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for file in files:
-        for name, line in file.public_classes():
-            places[name].append((file.path, line))
-    for name, found_in in places.items():
-        for path, line in found_in if len(found_in) > 1 else ():
+        for name, line in file.list_public_classes():
+            classes_by_name[name].append((file.path, line))
+    for name, locations in classes_by_name.items():
+        for path, line in locations if len(locations) > 1 else ():
             yield Finding(path, line, "class", name)
 
 
 def find_underscore_twins(files: Iterable[PythonFile]) -> Iterator[Finding]:
-    """Yield a finding for each private function whose name, bare, a neighbour has."""
+    """Yield a finding for each private function with the name of a public one of its package."""
     packages: dict[Path, dict[str, list[tuple[str, int]]]] = defaultdict(lambda: defaultdict(list))
     for file in files:
-        for name, line in file.functions():
+        for name, line in file.list_functions():
             packages[Path(file.path).parent][name].append((file.path, line))
-    for functions in packages.values():
-        for name, definitions in functions.items():
-            if name.startswith("_") and name.lstrip("_") in functions:
+    for list_functions in packages.values():
+        for name, definitions in list_functions.items():
+            if name.startswith("_") and name.lstrip("_") in list_functions:
                 for path, line in definitions:
                     yield Finding(path, line, "underscore", name)
 
 
 def find_all(paths: Iterable[str] = ()) -> list[Finding]:
     """Return every finding under `paths`, exceptions left out."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     production: list[PythonFile] = []
-    for path in tracked_files(paths):
+    for path in list_tracked_files(paths):
         text = (ROOT / path).read_text(encoding="utf-8")
         if path.endswith(".md"):
-            found += find_in_markdown(path, text)
+            findings += find_in_markdown(path, text)
             continue
         if path == "dev/prose.py":
             continue
         file = PythonFile(path, text)
-        found += file.findings()
+        findings += file.findings()
         if path.split("/")[0] in PRODUCTION:
             production.append(file)
-    found += find_shared_classes(production)
-    found += find_underscore_twins(production)
-    return sorted(finding for finding in found if finding.key not in EXCEPTIONS)
+    findings += find_shared_classes(production)
+    findings += find_underscore_twins(production)
+    return sorted(finding for finding in findings if finding.key not in EXCEPTIONS)
 
 
 def main() -> int:

@@ -21,8 +21,8 @@ _log = logging.getLogger("mkdocs.site_hooks")
 def on_pre_build(config: Any) -> None:
     """Check the links of the Markdown files outside `docs/`."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in listed.splitlines():
+    file_list = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in file_list.splitlines():
         path = ROOT / name
         if not path.is_file() or path.is_relative_to(config["docs_dir"]):
             continue
@@ -36,7 +36,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     docs = Path(config["docs_dir"])
     source = docs / page.file.src_uri
 
-    def replace(match: re.Match[str]) -> str:
+    def replace_link(match: re.Match[str]) -> str:
         text, target, _ = match.groups()
         path = (source.parent / target).resolve()
         if "://" in target or target.startswith("mailto:") or path.is_relative_to(docs):
@@ -46,4 +46,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         name = path.relative_to(ROOT).as_posix()
         return f"`{name}`" if text.strip("`") in name else f"{text} (`{name}`)"
 
-    return _LINK.sub(replace, markdown)
+    return _LINK.sub(replace_link, markdown)

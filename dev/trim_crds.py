@@ -18,10 +18,12 @@ from typing import Any
 
 import yaml
 
-SCHEMAS = Path(__file__).parents[1] / "tests" / "charts" / "crds"
-POD = {"$ref": "https://kubernetes.io/api/_definitions.json#/$defs/io.k8s.api.core.v1.PodSpec"}
-_PROSE = ("description", "title", "example", "externalDocs")
-_LISTS = ("x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-map-type")
+SCHEMAS_FOLDER = Path(__file__).parents[1] / "tests" / "charts" / "crds"
+POD_SPEC = {"$ref": "https://kubernetes.io/api/_definitions.json#/$defs/io.k8s.api.core.v1.PodSpec"}
+_OMITTED_KEYS = (
+    *("description", "title", "example", "externalDocs"),
+    *("x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-map-type"),
+)
 
 
 def trim(schema: Any) -> Any:
@@ -33,19 +35,19 @@ def trim(schema: Any) -> Any:
     fields = schema.get("properties")
     if isinstance(fields, dict):
         if {"containers", "volumes", "nodeSelector"} <= fields.keys():
-            return POD
-        rest = {key: value for key, value in schema.items() if key != "properties"}
-        return {**trim(rest), "properties": {name: trim(fields[name]) for name in fields}}
-    return {key: trim(value) for key, value in schema.items() if key not in (*_PROSE, *_LISTS)}
+            return POD_SPEC
+        outer = {key: value for key, value in schema.items() if key != "properties"}
+        return {**trim(outer), "properties": {name: trim(fields[name]) for name in fields}}
+    return {key: trim(value) for key, value in schema.items() if key not in _OMITTED_KEYS}
 
 
 def make_schema(definition: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a definition that the tests need."""
     spec = definition["spec"]
-    stored = next(version for version in spec["versions"] if version.get("storage"))
-    schema = trim(stored["schema"]["openAPIV3Schema"])
+    stored_version = next(version for version in spec["versions"] if version.get("storage"))
+    schema = trim(stored_version["schema"]["openAPIV3Schema"])
     schema["properties"].pop("status", None)
-    version = f"{spec['group']}/{stored['name']}"
+    version = f"{spec['group']}/{stored_version['name']}"
     return {"apiVersion": version, "kind": spec["names"]["kind"], "schema": schema}
 
 
@@ -59,7 +61,7 @@ def main() -> None:
         for definition in yaml.load_all(path.read_text(), yaml.CSafeLoader):
             result = make_schema(definition)
             text = json.dumps(result, separators=(",", ":"), sort_keys=True)
-            (SCHEMAS / f"{result['kind']}.json").write_text(text + "\n")
+            (SCHEMAS_FOLDER / f"{result['kind']}.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

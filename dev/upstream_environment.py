@@ -27,7 +27,7 @@ from images import parse_pip_configuration
 
 CACHE = Path(__file__).parents[1] / ".cache"
 INSTALL_TIMEOUT_S = 600
-_PINNED = re.compile(r"[A-Za-z0-9._-]+==[A-Za-z0-9._!+-]+")
+_PINNED_PATTERN = re.compile(r"[A-Za-z0-9._-]+==[A-Za-z0-9._!+-]+")
 
 
 class UpstreamEnvironmentError(RuntimeError):
@@ -45,12 +45,12 @@ def install_upstream(requirement: str, *, extra: Sequence[str] = ()) -> Path:
         UpstreamEnvironmentError: a requirement has no version, or cannot be installed.
     """
     requirements = [requirement, *extra]
-    for pinned in requirements:
-        if not _PINNED.fullmatch(pinned):
+    for specifier in requirements:
+        if not _PINNED_PATTERN.fullmatch(specifier):
             raise UpstreamEnvironmentError(
-                f"a requirement must have a version, such as openenv==0.10.0, got {pinned!r}"
+                f"a requirement must have a version, such as openenv==0.10.0, got {specifier!r}"
             )
-    name = "+".join(pinned.replace("==", "-") for pinned in requirements)
+    name = "+".join(specifier.replace("==", "-") for specifier in requirements)
     return build_virtual_environment(f"upstream-{name}", requirements)
 
 
@@ -62,22 +62,22 @@ def build_virtual_environment(name: str, requirements: Sequence[str]) -> Path:
     """
     folder = CACHE / name
     python = folder / "bin" / "python"
-    complete = folder / "complete"
-    if complete.exists():  # written last, so that an incomplete build has no such file
+    completion_file = folder / "complete"
+    if completion_file.exists():  # written last, so that an incomplete build has no such file
         return python
     CACHE.mkdir(exist_ok=True)
-    with _lock(CACHE / f"{folder.name}.lock"):
-        if not complete.exists():
-            _build(folder, python, requirements)
-            complete.touch()
+    with hold_lock(CACHE / f"{folder.name}.lock"):
+        if not completion_file.exists():
+            _build_environment(folder, python, requirements)
+            completion_file.touch()
     return python
 
 
-def _build(folder: Path, python: Path, requirements: Sequence[str]) -> None:
+def _build_environment(folder: Path, python: Path, requirements: Sequence[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=False)
     # uv is about ten times faster than pip; if uv fails, pip tries again.
-    if _install("uv", "pip", "install", "--python", python, *_indexes(), *requirements):
+    if _install("uv", "pip", "install", "--python", python, *_list_index_options(), *requirements):
         error = _install("pip", "--python", python, "install", *requirements)
         if error is not None:
             raise UpstreamEnvironmentError(
@@ -85,7 +85,7 @@ def _build(folder: Path, python: Path, requirements: Sequence[str]) -> None:
             )
 
 
-def _indexes() -> list[str]:
+def _list_index_options() -> list[str]:
     """Return pip's indexes as options of uv, which does not read pip's configuration."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -115,8 +115,8 @@ def _install(*command: str | Path) -> str | None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    # The system releases the lock of a process that dies.
+def hold_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file. The system releases the lock of a process that dies."""
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

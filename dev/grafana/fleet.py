@@ -22,19 +22,19 @@ _QUANTILES = (0.5, 0.95, 0.99)
 _BY_ENV = "sum by (namespace, env)"
 
 
-def _rate(metric: GatewayMetric, extra: str = "") -> str:
-    return f"rate({gateway(metric, '_total', extra)}[{RATE}])"
+def _rate(metric: GatewayMetric, filters: str = "") -> str:
+    return f"rate({gateway(metric, '_total', filters)}[{RATE}])"
 
 
-def _latency(call: str, empty_unless: str | None = None) -> tuple[Query, ...]:
+def _make_latency(call: str, empty_unless: str | None = None) -> tuple[Query, ...]:
     selector = f'{AT_GATEWAY}, call="{call}"'
     return tuple(
         Query(
-            quantile(q, GatewayMetric.CALL_SECONDS, selector, "env"),
-            f"{{{{env}}}}: p{q * 100:g}",
+            quantile(level, GatewayMetric.CALL_SECONDS, selector, "env"),
+            f"{{{{env}}}}: p{level * 100:g}",
             empty_unless,
         )
-        for q in _QUANTILES
+        for level in _QUANTILES
     )
 
 
@@ -82,11 +82,11 @@ _SESSIONS = Row(
             "Time that opens waited in the queue, with or without success.",
             tuple(
                 Query(
-                    quantile(q, GatewayMetric.QUEUE_WAIT_SECONDS, AT_GATEWAY, "env"),
-                    f"{{{{env}}}}: p{q * 100:g}",
+                    quantile(level, GatewayMetric.QUEUE_WAIT_SECONDS, AT_GATEWAY, "env"),
+                    f"{{{{env}}}}: p{level * 100:g}",
                     empty_unless="opens had to wait",
                 )
-                for q in _QUANTILES
+                for level in _QUANTILES
             ),
             "s",
             min=0,
@@ -138,14 +138,14 @@ _LATENCY = Row(
         Panel(
             "Step duration at the gateway",
             "Time from a step's arrival at the gateway to its reply.",
-            _latency("step"),
+            _make_latency("step"),
             "s",
             min=0,
         ),
         Panel(
             "Reset duration at the gateway",
             "Time from a reset's arrival at the gateway to its reply.",
-            _latency(
+            _make_latency(
                 "reset", empty_unless="a session plays several episodes, which training does not do"
             ),
             "s",
@@ -154,7 +154,7 @@ _LATENCY = Row(
         Panel(
             "Open duration at the gateway",
             "Time from the request of a session to the reply, including the wait in the queue.",
-            _latency("open"),
+            _make_latency("open"),
             "s",
             min=0,
         ),

@@ -42,7 +42,7 @@ class Override:
     pattern: str
     properties: Mapping[str, Any]
 
-    def json(self) -> Json:
+    def to_json(self) -> Json:
         """Convert to Grafana's JSON."""
         return {
             "matcher": {"id": "byRegexp", "options": f"/{self.pattern}/"},
@@ -75,31 +75,31 @@ class Panel:
     repeat: str | None = None
     """Variable whose values each get a copy of the panel."""
 
-    def json(self, number: int, x: int, y: int) -> Json:
+    def to_json(self, panel_id: int, x: int, y: int) -> Json:
         """Convert to Grafana's JSON."""
         panel: Json = {
-            "id": number,
+            "id": panel_id,
             "type": self.kind,
             "title": self.title,
             "description": self.description,
             "datasource": _DATASOURCE,
             "gridPos": {"h": self.height, "w": self.width, "x": x, "y": y},
-            "targets": [self._target(n, query) for n, query in enumerate(self.queries)],
+            "targets": [self._make_target(*entry) for entry in enumerate(self.queries)],
             "fieldConfig": {
-                "defaults": self._defaults(),
-                "overrides": [override.json() for override in self.overrides],
+                "defaults": self._make_defaults(),
+                "overrides": [override.to_json() for override in self.overrides],
             },
-            "options": self._options(),
+            "options": self._make_options(),
         }
         if self.repeat is not None:
             panel |= {"repeat": self.repeat, "repeatDirection": "h", "maxPerRow": 3}
         if self.kind == "table":
-            panel["transformations"] = self._transformations()
+            panel["transformations"] = self._make_transformations()
         return panel
 
-    def _target(self, number: int, query: Query) -> Json:
+    def _make_target(self, index: int, query: Query) -> Json:
         target: Json = {
-            "refId": chr(ord("A") + number),
+            "refId": chr(ord("A") + index),
             "datasource": _DATASOURCE,
             "editorMode": "code",
             "expr": query.expr,
@@ -111,21 +111,21 @@ class Panel:
             target["format"] = self.kind
         return target
 
-    def _defaults(self) -> Json:
+    def _make_defaults(self) -> Json:
         steps = [{"color": "green", "value": None}]
         steps += [{"color": color, "value": value} for value, color in self.thresholds]
-        is_plain = self.kind == "timeseries" or not self.thresholds
+        uses_palette = self.kind == "timeseries" or not self.thresholds
         defaults: Json = {
             "unit": self.unit,
-            "color": {"mode": "palette-classic" if is_plain else "thresholds"},
-            "custom": self._custom(),
+            "color": {"mode": "palette-classic" if uses_palette else "thresholds"},
+            "custom": self._make_custom(),
             "mappings": [{"type": "value", "options": self.mappings}] if self.mappings else [],
             "thresholds": {"mode": "absolute", "steps": steps},
         }
         bounds = {"min": self.min, "max": self.max, "decimals": self.decimals}
         return defaults | {name: value for name, value in bounds.items() if value is not None}
 
-    def _custom(self) -> Json:
+    def _make_custom(self) -> Json:
         if self.kind == "timeseries":
             return {
                 "drawStyle": "line",
@@ -140,7 +140,7 @@ class Panel:
             return {"fillOpacity": 80, "lineWidth": 0}
         return {}
 
-    def _options(self) -> Json:
+    def _make_options(self) -> Json:
         legend = {
             "showLegend": True,
             "displayMode": "table",
@@ -181,14 +181,14 @@ class Panel:
             case "table":
                 return {"showHeader": True, "cellHeight": "sm", "footer": {"show": False}}
 
-    def _transformations(self) -> list[Json]:
-        order = {name: position for position, name in enumerate(self.columns)}
+    def _make_transformations(self) -> list[Json]:
+        positions = {name: position for position, name in enumerate(self.columns)}
         return [
             {"id": "merge", "options": {}},
             {"id": "filterFieldsByName", "options": {"include": {"names": list(self.columns)}}},
             {
                 "id": "organize",
-                "options": {"indexByName": order, "renameByName": dict(self.columns)},
+                "options": {"indexByName": positions, "renameByName": dict(self.columns)},
             },
         ]
 
@@ -218,7 +218,7 @@ class Variable:
     regex: str = ""
     """Pattern of the value in each line of the result; empty selects the whole line."""
 
-    def json(self) -> Json:
+    def to_json(self) -> Json:
         """Convert to Grafana's JSON."""
         variable: Json = {
             "name": self.name,
@@ -263,7 +263,7 @@ class Annotation:
     color: str
     empty_unless: str
 
-    def json(self) -> Json:
+    def to_json(self) -> Json:
         """Convert to Grafana's JSON."""
         return {
             "name": self.name,
@@ -290,7 +290,7 @@ class Dashboard:
     rows: Sequence[Row]
     annotations: Sequence[Annotation] = ()
 
-    def json(self) -> Json:
+    def to_json(self) -> Json:
         """Convert to Grafana's JSON."""
         return {
             "uid": self.uid,
@@ -305,9 +305,9 @@ class Dashboard:
             "time": {"from": "now-3h", "to": "now"},
             "timezone": "browser",
             "links": [_LINKS],
-            "templating": {"list": [variable.json() for variable in self.variables]},
-            "annotations": {"list": [annotation.json() for annotation in self.annotations]},
-            "panels": list(self._panels()),
+            "templating": {"list": [variable.to_json() for variable in self.variables]},
+            "annotations": {"list": [annotation.to_json() for annotation in self.annotations]},
+            "panels": list(self._make_panels()),
         }
 
     @property
@@ -319,17 +319,17 @@ class Dashboard:
         for annotation in self.annotations:
             yield Query(annotation.expr, annotation.name, annotation.empty_unless)
 
-    def _panels(self) -> Iterator[Json]:
-        number, y = 1, 0
+    def _make_panels(self) -> Iterator[Json]:
+        panel_id, y = 1, 0
         for row in self.rows:
-            yield _heading(row.title, number, y)
-            number, y = number + 1, y + _ROW_HEIGHT
+            yield _make_heading(row.title, panel_id, y)
+            panel_id, y = panel_id + 1, y + _ROW_HEIGHT
             x = height = 0
             for panel in row.panels:
                 if x + panel.width > GRID_COLUMNS:
                     x, y, height = 0, y + height, 0
-                yield panel.json(number, x, y)
-                number, x, height = number + 1, x + panel.width, max(height, panel.height)
+                yield panel.to_json(panel_id, x, y)
+                panel_id, x, height = panel_id + 1, x + panel.width, max(height, panel.height)
             y += height
 
 
@@ -344,9 +344,9 @@ _LINKS = {
 }
 
 
-def _heading(title: str, number: int, y: int) -> Json:
+def _make_heading(title: str, panel_id: int, y: int) -> Json:
     return {
-        "id": number,
+        "id": panel_id,
         "type": "row",
         "title": title,
         "collapsed": False,

@@ -20,72 +20,72 @@ from grafana.queries import (
 )
 from ludus.proto.metrics import EvalMetric, GatewayMetric, TrainMetric, TrainSeries
 
-_BAD = ((1, "red"),)
+_RED_THRESHOLDS = ((1, "red"),)
 _RUNS = f"{TrainSeries.RUN}{{{OF_RUN}}}"
 
 
-def _stat(title: str, description: str, expr: str, **options: object) -> Panel:
+def _make_stat(title: str, description: str, expr: str, **options: object) -> Panel:
     unit = str(options.pop("unit", "none"))
     query = Query(expr, title)
     return Panel(title, description, (query,), unit, "stat", width=4, height=4, **options)  # type: ignore[arg-type]
 
 
-_NOW = Row(
+_NOW_ROW = Row(
     "Now",
     (
-        _stat("Runs", "Runs with a scraped driver.", f"count({_RUNS}) or vector(0)"),
-        _stat(
+        _make_stat("Runs", "Runs with a scraped driver.", f"count({_RUNS}) or vector(0)"),
+        _make_stat(
             "Alerts",
             "Firing alerts of Ludus; each has a page in docs/runbooks.",
             f'count(ALERTS{{{NAMESPACE}, alertname=~"Ludus.+", alertstate="firing"}}) or vector(0)',
-            thresholds=_BAD,
+            thresholds=_RED_THRESHOLDS,
         ),
-        _stat(
+        _make_stat(
             "Sessions",
             "Open sessions on servers that accept new ones.",
             f"sum({sessions('active')})",
         ),
-        _stat(
+        _make_stat(
             "Saturation",
             "Open sessions as a share of the fleet's capacity.",
             f"sum({sessions('active')}) / (sum({capacity()}) > 0)",
             unit="percentunit",
             thresholds=((0.75, "yellow"), (0.9, "red")),
         ),
-        _stat(
+        _make_stat(
             "Waiting",
             "Opens that wait for a free session.",
             f"sum({sessions('pending')})",
             thresholds=((1, "yellow"),),
         ),
-        _stat(
+        _make_stat(
             "Lost sessions",
             "Sessions in the last hour that ended because their server was lost.",
             f"sum(increase({gateway(GatewayMetric.SESSIONS_LOST, '_total')}[1h]))",
             decimals=0,
-            thresholds=_BAD,
+            thresholds=_RED_THRESHOLDS,
         ),
     ),
 )
 
 
-def _column(expr: str) -> Query:
+def _make_column(expr: str) -> Query:
     return Query(expr, "{{run}}")
 
 
-_TABLE = Panel(
+_RUNS_PANEL = Panel(
     "Runs",
     "Current state of each run. The win rate is from the newest evaluation, averaged over all "
     "environments; the run's page shows each environment.",
     (
-        _column(gauge(TrainSeries.STEP)),
-        _column(gauge(TrainSeries.TARGET_STEPS)),
-        _column(f"avg by ({RUN}) ({evaluation(EvalMetric.WIN_RATE, 'trained')})"),
-        _column(f"avg by ({RUN}) ({gauge(TrainMetric.REWARD_MEAN, PLAYED)})"),
-        _column(gauge(TrainMetric.ENTROPY)),
-        _column(gauge(TrainMetric.TOKENS_PER_SECOND)),
-        _column(gauge(TrainSeries.WORKERS)),
-        _column(f"time() - {gauge(TrainSeries.LAST_STEP)}"),
+        _make_column(gauge(TrainSeries.STEP)),
+        _make_column(gauge(TrainSeries.TARGET_STEPS)),
+        _make_column(f"avg by ({RUN}) ({evaluation(EvalMetric.WIN_RATE, 'trained')})"),
+        _make_column(f"avg by ({RUN}) ({gauge(TrainMetric.REWARD_MEAN, PLAYED)})"),
+        _make_column(gauge(TrainMetric.ENTROPY)),
+        _make_column(gauge(TrainMetric.TOKENS_PER_SECOND)),
+        _make_column(gauge(TrainSeries.WORKERS)),
+        _make_column(f"time() - {gauge(TrainSeries.LAST_STEP)}"),
     ),
     "short",
     kind="table",
@@ -106,7 +106,7 @@ _TABLE = Panel(
 _RUNS_ROW = Row(
     "Runs",
     (
-        _TABLE,
+        _RUNS_PANEL,
         Panel(
             "Evaluated win rate",
             "Win rate of the trained policy on the evaluation seeds.",
@@ -177,5 +177,5 @@ OVERVIEW = Dashboard(
         variables.ENVIRONMENTS,
         variables.WINDOW,
     ),
-    rows=(_NOW, _RUNS_ROW, _FLEET),
+    rows=(_NOW_ROW, _RUNS_ROW, _FLEET),
 )

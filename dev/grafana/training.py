@@ -20,7 +20,7 @@ from grafana.queries import (
 )
 from ludus.proto.metrics import EvalMetric, TrainMetric, TrainSeries
 
-NATS = "suffix: nats"
+NATS_UNIT = "suffix: nats"
 _LIMITS = Override(
     "(low|high)$",
     {
@@ -36,19 +36,19 @@ _OUTCOMES = (
 )
 
 
-def _outcomes() -> Panel:
-    finished = TrainMetric.NUM_EPISODES_FINISHED
+def _make_outcomes() -> Panel:
+    num_finished = TrainMetric.NUM_EPISODES_FINISHED
     queries = []
-    for word, metric, _ in _OUTCOMES:
-        against = f"{word} against {{{{opponent}}}}"
+    for kind, metric, _ in _OUTCOMES:
+        legend = f"{kind} against {{{{opponent}}}}"
         queries += [
-            Query(share(metric, finished, PLAYED), against),
-            Query(wilson(metric, finished, "-"), f"{against} low"),
-            Query(wilson(metric, finished, "+"), f"{against} high"),
+            Query(share(metric, num_finished, PLAYED), legend),
+            Query(wilson(metric, num_finished, "-"), f"{legend} low"),
+            Query(wilson(metric, num_finished, "+"), f"{legend} high"),
         ]
     colors = [
-        Override(f"^{word} ", {"color": {"mode": "fixed", "fixedColor": color}})
-        for word, _, color in _OUTCOMES
+        Override(f"^{kind} ", {"color": {"mode": "fixed", "fixedColor": color}})
+        for kind, _, color in _OUTCOMES
     ]
     return Panel(
         "Outcomes in training: $environment",
@@ -182,7 +182,7 @@ _OUTCOME = Row(
             "suffix: calls",
             min=0,
         ),
-        _outcomes(),
+        _make_outcomes(),
     ),
 )
 
@@ -194,7 +194,7 @@ _HEALTH = Row(
             "Mean entropy of the policy at the sampled tokens. A fall to 0 within a few steps "
             "means that the policy no longer explores.",
             (Query(gauge(TrainMetric.ENTROPY), "{{run}}"),),
-            NATS,
+            NATS_UNIT,
             min=0,
         ),
         Panel(
@@ -206,7 +206,7 @@ _HEALTH = Row(
                 Query(gauge(TrainMetric.REFERENCE_KL), "reference"),
                 Query(gauge(TrainMetric.MISMATCH_KL), "mismatch"),
             ),
-            NATS,
+            NATS_UNIT,
         ),
         Panel(
             "Groups without learning signal",
@@ -214,8 +214,8 @@ _HEALTH = Row(
             "Void: fewer than two episodes had a reward. Stale: the group was too old for its "
             "batch.",
             tuple(
-                Query(share(metric, TrainMetric.NUM_GROUPS, PLAYED), f"{{{{environment}}}}: {word}")
-                for word, metric in (
+                Query(share(metric, TrainMetric.NUM_GROUPS, PLAYED), f"{{{{environment}}}}: {kind}")
+                for kind, metric in (
                     ("zero variance", TrainMetric.NUM_ZERO_VARIANCE_GROUPS),
                     ("void", TrainMetric.NUM_GROUPS_VOID),
                     ("stale", TrainMetric.NUM_GROUPS_STALE),
@@ -360,8 +360,8 @@ _STEPS = Row(
             "Episodes per second, and the number of them that were lost with their infrastructure, "
             "ended with text that is not an action, or were truncated by a limit.",
             tuple(
-                Query(rate(metric, PLAYED, WINDOW), f"{{{{environment}}}}: {word}")
-                for word, metric in (
+                Query(rate(metric, PLAYED, WINDOW), f"{{{{environment}}}}: {kind}")
+                for kind, metric in (
                     ("played", TrainMetric.NUM_EPISODES),
                     ("lost", TrainMetric.NUM_EPISODES_LOST),
                     ("invalid", TrainMetric.NUM_EPISODES_INVALID),
@@ -378,9 +378,10 @@ _STEPS = Row(
             "log for the reasons of failed episodes.",
             tuple(
                 Query(
-                    share(metric, TrainMetric.NUM_EPISODES, PLAYED), f"{{{{environment}}}}: {word}"
+                    share(metric, TrainMetric.NUM_EPISODES, PLAYED),
+                    f"{{{{environment}}}}: {kind}",
                 )
-                for word, metric in (
+                for kind, metric in (
                     ("lost", TrainMetric.NUM_EPISODES_LOST),
                     ("failed", TrainMetric.NUM_EPISODES_FAILED),
                 )

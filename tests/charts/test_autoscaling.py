@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from autoscaler import Autoscaler, Fleet, Object
+from autoscaler import Autoscaler, Fleet, JsonObject
 from autoscaling_picture import RECORDED_SYNC_S, TARGET, Recording, draw
 
 from tests.charts.promtool import promtool
@@ -33,7 +33,7 @@ the real autoscaler briefly adds a pod or two.
 MORE_PODS = 2
 
 
-def render_scaled_object(chosen: ValueSet) -> Object:
+def render_scaled_object(chosen: ValueSet) -> JsonObject:
     """Return the specification of the ScaledObject that the chart renders."""
     return render(chosen).find("ScaledObject")["spec"]  # type: ignore[no-any-return]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import yaml
-from chart_docs import VALUES, find_value, read_keys
+from chart_docs import VALUES_FILE, find_value, read_keys
 
 from tests.charts.rendering import CHART
 
@@ -26,7 +26,7 @@ def paths(schema: Json, root: Json, above: str = "") -> Iterator[str]:
 
 def test_every_value_of_the_schema_has_a_default_and_a_comment() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-    text = VALUES.read_text(encoding="utf-8")
+    text = VALUES_FILE.read_text(encoding="utf-8")
     # Helm itself adds `global` to every chart.
     documented = {".".join(key.path) for key in read_keys(text)} | {"global"}
     free_form_prefixes = ("resources.", "affinity.", "environments.")
@@ -57,7 +57,7 @@ def _objects(schema: Any) -> Iterator[Json]:
 
 
 def test_every_comment_is_a_sentence_about_a_value() -> None:
-    text = VALUES.read_text(encoding="utf-8")
+    text = VALUES_FILE.read_text(encoding="utf-8")
     values = yaml.safe_load(text)
     for key in read_keys(text):
         find_value(values, key.path)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from commit_subjects import subject_problem
+from commit_subjects import find_problem
 
 
 @pytest.mark.parametrize(
     "subject", ["Add a glossary", "Fix the retry of a lost session", "Use torch.optim.Adam"]
 )
 def test_an_imperative_subject_is_accepted(subject: str) -> None:
-    assert subject_problem(subject) is None
+    assert find_problem(subject) is None
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ def test_an_imperative_subject_is_accepted(subject: str) -> None:
     ],
 )
 def test_an_invalid_subject_is_refused_with_the_reason(subject: str, reason: str) -> None:
-    assert reason in str(subject_problem(subject))
+    assert reason in str(find_problem(subject))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from durations import find_grown, find_unrecorded, measure_machine, read_report
+from durations import find_slowed, find_unrecorded, measure_slowdown, read_report
 
 
 def test_only_passed_tests_are_read_from_a_report(tmp_path: Path) -> None:
@@ -22,26 +22,26 @@ def test_only_passed_tests_are_read_from_a_report(tmp_path: Path) -> None:
 
 def test_a_test_that_grows_by_more_than_half_is_reported() -> None:
     old_durations = {"a": 40.0, "b": 40.0, "c": 40.0}
-    assert find_grown({"a": 59.9, "b": 60.1, "c": 39.0}, old_durations, 1.0) == {"b": 60.0}
+    assert find_slowed({"a": 59.9, "b": 60.1, "c": 39.0}, old_durations, 1.0) == {"b": 60.0}
 
 
 def test_a_short_test_may_take_ten_seconds_longer() -> None:
     old_durations = {"a": 4.0, "b": 4.0}
-    assert find_grown({"a": 13.9, "b": 14.1}, old_durations, 1.0) == {"b": 14.0}
+    assert find_slowed({"a": 13.9, "b": 14.1}, old_durations, 1.0) == {"b": 14.0}
 
 
 def test_limits_scale_with_the_speed_of_the_machine() -> None:
     old_durations = {"a": 10.0, "b": 10.0, "c": 10.0}
     durations = {"a": 20.0, "b": 21.0, "c": 42.0}
-    machine_factor = measure_machine(durations, old_durations)
+    machine_factor = measure_slowdown(durations, old_durations)
     assert machine_factor == pytest.approx(2.1)
-    assert list(find_grown(durations, old_durations, machine_factor)) == ["c"]
+    assert list(find_slowed(durations, old_durations, machine_factor)) == ["c"]
 
 
 def test_a_faster_machine_does_not_tighten_the_limits() -> None:
-    assert measure_machine({"a": 5.0}, {"a": 10.0}) == 1.0
+    assert measure_slowdown({"a": 5.0}, {"a": 10.0}) == 1.0
 
 
 def test_a_slow_test_without_a_record_is_named() -> None:
     durations = {"new": 31.0, "short": 5.0}
-    assert find_unrecorded(durations, {}) == ["new"] and not find_grown(durations, {}, 1.0)
+    assert find_unrecorded(durations, {}) == ["new"] and not find_slowed(durations, {}, 1.0)

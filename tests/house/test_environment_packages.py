@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from option_tables import find_options, render
+from option_tables import find_option_models, render_readme
 
 from ludus.env.options import EnvironmentOptions
 
@@ -38,11 +38,11 @@ def test_no_production_code_imports_an_environment(part: str) -> None:
 
 @pytest.mark.parametrize(
     ("readme", "options_type"),
-    list(find_options()),
+    list(find_option_models()),
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_readme_has_the_current_option_table(
     readme: Path, options_type: type[EnvironmentOptions]
 ) -> None:
     text = readme.read_text(encoding="utf-8")
-    assert render(text, options_type) == text, "run dev/option_tables.py"
+    assert render_readme(text, options_type) == text, "run dev/option_tables.py"

@@ -34,7 +34,7 @@ def builds(upstream, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         folder.mkdir(exist_ok=True)
         requirement_lists.append(requirements)
 
-    monkeypatch.setattr(upstream, "_build", build)
+    monkeypatch.setattr(upstream, "_build_environment", build)
     return requirement_lists
 
 

@@ -11,8 +11,8 @@ from image_requirements import list_requirements
 from images import (
     IMAGES,
     Image,
-    build_command,
     find_package_folders,
+    make_build_command,
     parse_pip_configuration,
     write_secrets,
 )
@@ -146,11 +146,11 @@ def test_an_engine_gets_secrets_and_folders_but_no_docker_volumes(
     (tmp_path / "pip.conf").touch()
     monkeypatch.setenv("TORCH_INDEX_URL", "https://wheels/")
     image = Image("ludus/try", "trainer/Dockerfile", {"ACCELERATOR": "cpu"})
-    command = build_command("buildah", image, "try:dev", tmp_path, [Path("/opt/wheels")])
+    command = make_build_command("buildah", image, "try:dev", tmp_path, [Path("/opt/wheels")])
     assert "/opt/wheels:/opt/wheels:ro" in command
     assert f"id=pip.conf,src={tmp_path}/pip.conf" in command
     assert {"ACCELERATOR=cpu", "TORCH_INDEX_URL=https://wheels/"} <= set(command)
-    assert "--volume" not in build_command(
+    assert "--volume" not in make_build_command(
         "docker", image, "try:dev", tmp_path, [Path("/opt/wheels")]
     )
 
