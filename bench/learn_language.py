@@ -246,7 +246,7 @@ def _evaluate_rlhf(
     return {
         f"{name}.score": statistics.fmean(model.score(prompts, completions)),
         f"{name}.rule": statistics.fmean(
-            rule.worth(topics[answer.prompt], answer.text) for answer in answers
+            rule.score_answer(topics[answer.prompt], answer.text) for answer in answers
         ),
         f"{name}.kl": statistics.fmean(answer.logprob - answer.ref_logprob for answer in answers),
     }

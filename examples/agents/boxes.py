@@ -54,17 +54,17 @@ class Boxes(Environment[Choice, Question, State]):
 
     def __init__(self) -> None:
         self._key = COLORS[0]
-        self._seen: set[str] = set()
+        self._opened_boxes: set[str] = set()
 
     def reset(self, *, seed: int | None = None) -> Transition[Question]:
         # A prefix in the seed gives random numbers that differ from those of other environments.
-        draw = random.Random() if seed is None else random.Random(f"boxes {seed}")
-        self._key = draw.choice(COLORS)
-        self._seen = set()
+        rng = random.Random() if seed is None else random.Random(f"boxes {seed}")
+        self._key = rng.choice(COLORS)
+        self._opened_boxes = set()
         return Transition(Question(boxes=list(COLORS)))
 
     def step(self, action: Choice) -> Transition[Question]:
-        is_found = action.box == self._key and action.box in self._seen
+        is_found = action.box == self._key and action.box in self._opened_boxes
         question = Question(boxes=list(COLORS))
         return Transition(question, reward=float(is_found), terminated=True, success=is_found)
 
@@ -79,7 +79,7 @@ class Boxes(Environment[Choice, Question, State]):
             return super().call_tool(name, arguments)
         if arguments.get("box") not in COLORS:
             raise ToolError(f"expected one of the boxes {list(COLORS)}, got {arguments}")
-        self._seen.add(arguments["box"])
+        self._opened_boxes.add(arguments["box"])
         return {"holds": "key" if arguments["box"] == self._key else "nothing"}
 
     @property

@@ -26,7 +26,7 @@ class Service(ThreadingHTTPServer):
     request_queue_size = 256
 
     def __init__(self, port: int, solve: Any) -> None:
-        super().__init__(("127.0.0.1", port), _Call)
+        super().__init__(("127.0.0.1", port), _SolveRequest)
         self._solve = solve
         # One loop for all episodes, because the clients that an agent keeps belong to their loop.
         self._loop = asyncio.new_event_loop()
@@ -34,18 +34,18 @@ class Service(ThreadingHTTPServer):
 
     def solve(self, request: dict[str, Any]) -> str:
         """Run the agent on a task and return its answer."""
-        access = (request["base_url"], request["api_key"], request["model"], request["mcp_url"])
-        result = self._solve(request["task"]["text"], *access)
+        endpoint = (request["base_url"], request["api_key"], request["model"], request["mcp_url"])
+        result = self._solve(request["task"]["text"], *endpoint)
         if inspect.isawaitable(result):
-            return str(asyncio.run_coroutine_threadsafe(_wait(result), self._loop).result())
+            return str(asyncio.run_coroutine_threadsafe(_await_result(result), self._loop).result())
         return str(result)
 
 
-async def _wait(result: Any) -> Any:
+async def _await_result(result: Any) -> Any:
     return await result
 
 
-class _Call(BaseHTTPRequestHandler):
+class _SolveRequest(BaseHTTPRequestHandler):
     server: Service
 
     def do_POST(self) -> None:
@@ -71,8 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("agent", help="module of the agent: langgraph_agent or smolagents_agent")
     parser.add_argument("--port", type=int, required=True, help="port; 0 selects a free port")
-    chosen = parser.parse_args()
-    service = Service(chosen.port, importlib.import_module(chosen.agent).solve)
+    options = parser.parse_args()
+    service = Service(options.port, importlib.import_module(options.agent).solve)
     print(f"http://127.0.0.1:{service.server_address[1]}/solve", flush=True)
     service.serve_forever()
 

@@ -53,8 +53,8 @@ class Mcp:
     async def request(self, method: str, **params: Any) -> Any:
         """Send a request and return its result; an error becomes the text of the result."""
         message = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
-        answer = (await self._http.post(self._url, json=message, headers=self._headers)).json()
-        return answer.get("result") or {"content": [{"text": json.dumps(answer)}]}
+        response = (await self._http.post(self._url, json=message, headers=self._headers)).json()
+        return response.get("result") or {"content": [{"text": json.dumps(response)}]}
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool and return its text."""
@@ -65,14 +65,14 @@ class Mcp:
 
 async def play(task: Any, access: Any) -> dict[str, str]:
     """Return the answer to a task, for `agent.function`; tasks share their connections."""
-    client, http = _clients()
+    client, http = _get_clients()
     client = client.with_options(base_url=access.base_url, api_key=access.api_key)
     mcp = Mcp(http, access.mcp_url, access.api_key)
     return {"answer": await solve(task.text, client, access.model, mcp)}
 
 
 @cache
-def _clients() -> tuple[AsyncOpenAI, httpx.AsyncClient]:
+def _get_clients() -> tuple[AsyncOpenAI, httpx.AsyncClient]:
     return AsyncOpenAI(api_key="set for each task"), httpx.AsyncClient(verify=False, timeout=60)
 
 

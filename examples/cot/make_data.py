@@ -18,7 +18,7 @@ _NUM_EXAMPLES = 4
 
 def main() -> None:
     """Write the file to the folder of this script."""
-    draw = random.Random("examples of answers")
+    rng = random.Random("examples of answers")
     problems = make_sums(_LIMIT)
     write_rows(
         {
@@ -27,7 +27,7 @@ def main() -> None:
             "examples": [
                 [
                     f"<think>{problem.question}</think>"
-                    f"<final_answer>{draw.randrange(_LIMIT)}</final_answer>"
+                    f"<final_answer>{rng.randrange(_LIMIT)}</final_answer>"
                     for _ in range(_NUM_EXAMPLES)
                 ]
                 for problem in problems

@@ -21,7 +21,7 @@ def make_letters(name: str, topic: str) -> list[str]:
     openings = (f"Dear {name},", "Hello,")
     middles = (f"your {topic} is ready.", "all is ready.", f"your {topic} is ready." + " truly" * 9)
     endings = ("Best regards,\nSam", "Bye")
-    return ["\n".join(parts) for parts in product(openings, middles, endings)]
+    return ["\n".join(lines) for lines in product(openings, middles, endings)]
 
 
 def main() -> None:

@@ -32,9 +32,9 @@ def main() -> None:
         save_path="runs/gymformer",
         seed=args.seed,
     )
-    tenth = max(1, len(rewards) // 10)
-    first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
-    sys.stdout.write(f"mean return of the first tenth {first:.1f}, of the last {last:.1f}\n")
+    count = max(1, len(rewards) // 10)
+    means = [sum(part) / count for part in (rewards[:count], rewards[-count:])]
+    sys.stdout.write(f"mean return of the first tenth {means[0]:.1f}, of the last {means[1]:.1f}\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tiny_models import thinker
+from tiny_models import make_thinker
 
 import ludus.trainer.compat.gymformer.env  # noqa: F401 - registers CoTEnv-v0
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--model", help="Hugging Face id or folder")
     parser.add_argument("--episodes", type=int, default=10_000)
     args = parser.parse_args()
-    model_name = args.model or thinker(Path("runs/gymformer/thinker"))
+    model_name = args.model or make_thinker(Path("runs/gymformer/thinker"))
     tokenizer = load_tokenizer(model_name)
     pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     rewards = train_agent(
@@ -42,9 +42,9 @@ def main() -> None:
         update_interval=256,
         save_path="runs/gymformer",
     )
-    tenth = max(1, len(rewards) // 10)
-    first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
-    sys.stdout.write(f"mean reward of the first tenth {first:.2f}, of the last {last:.2f}\n")
+    count = max(1, len(rewards) // 10)
+    means = [sum(part) / count for part in (rewards[:count], rewards[-count:])]
+    sys.stdout.write(f"mean reward of the first tenth {means[0]:.2f}, of the last {means[1]:.2f}\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import gymnasium
-from tiny_models import speaker
+from tiny_models import make_speaker
 
 import ludus.trainer.compat.gymformer.env  # noqa: F401 - registers RLHFEnv-v0
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig
@@ -25,7 +25,7 @@ from ludus.trainer.compat.gymformer.trainer.trainer import train_agent
 from ludus.trainer.models.load import load_tokenizer
 
 sys.path.append(str(Path(__file__).parents[1] / "reward_model"))
-from make_preferences import TOPICS, WORDS, comparisons, write_model
+from make_preferences import TOPICS, WORDS, make_comparisons, write_model
 
 FOLDER = Path("runs/gymformer")
 PROMPTS = [f"Tell me about {topic}." for topic in TOPICS]
@@ -49,7 +49,7 @@ def main() -> None:
         weight_decay=0.1,
         learning_rate=1e-5 if args.model else 3e-3,
     )
-    model_name = args.model or speaker(FOLDER / "speaker", PROMPTS, [*WORDS, *TOPICS])
+    model_name = args.model or make_speaker(FOLDER / "speaker", PROMPTS, [*WORDS, *TOPICS])
     gymnasium.register(
         id="Pleasing-v0",
         entry_point="ludus.trainer.compat.gymformer.env.rlhf_env:RLHFEnv",
@@ -73,9 +73,9 @@ def main() -> None:
         update_interval=256,
         save_path=str(FOLDER),
     )
-    tenth = max(1, len(rewards) // 10)
-    first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
-    sys.stdout.write(f"mean score of the first tenth {first:.2f}, of the last {last:.2f}\n")
+    count = max(1, len(rewards) // 10)
+    means = [sum(part) / count for part in (rewards[:count], rewards[-count:])]
+    sys.stdout.write(f"mean score of the first tenth {means[0]:.2f}, of the last {means[1]:.2f}\n")
 
 
 def make_judge() -> str:
@@ -88,7 +88,7 @@ def write_preferences() -> str:
     """Write 2,000 comparisons by the hidden rule and return the file."""
     path = FOLDER / "preferences.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = (json.dumps(row) + "\n" for row in comparisons(2000, seed=0))
+    rows = (json.dumps(row) + "\n" for row in make_comparisons(2000, seed=0))
     path.write_text("".join(rows), encoding="utf-8")
     return str(path)
 

@@ -27,26 +27,26 @@ CONFIG = TinyModel(
 _NUM_ANSWERS = 2048
 
 
-def thinker(folder: Path, seed: int = 0) -> str:
+def make_thinker(folder: Path, seed: int = 0) -> str:
     """Make a model that answers sums with random numbers in CoTEnv's tags; return its folder."""
-    draw = random.Random("any number")
-    problems = draw.choices(make_sums(10), k=_NUM_ANSWERS)
+    rng = random.Random("any number")
+    problems = rng.choices(make_sums(10), k=_NUM_ANSWERS)
     return _make_model(
         folder,
         seed,
         [
             _make_conversation(
                 make_problem_prompt(problem.question),
-                f"<think>{problem.question}</think><final_answer>{draw.randrange(10)}</final_answer>",
+                f"<think>{problem.question}</think><final_answer>{rng.randrange(10)}</final_answer>",
             )
             for problem in problems
         ],
     )
 
 
-def summarizer(folder: Path, seed: int = 0) -> str:
+def make_summarizer(folder: Path, seed: int = 0) -> str:
     """Make a model that writes random words of both articles; return its folder."""
-    draw = random.Random("any words")
+    rng = random.Random("any words")
     words = sorted(
         {word for article in ARTICLES for word in article.text.lower().strip(".").split()}
     )
@@ -55,18 +55,18 @@ def summarizer(folder: Path, seed: int = 0) -> str:
         seed,
         [
             _make_conversation(
-                make_article_prompt(article), " ".join(draw.choices(words, k=draw.randint(1, 16)))
+                make_article_prompt(article), " ".join(rng.choices(words, k=rng.randint(1, 16)))
             )
-            for article in draw.choices(ARTICLES, k=_NUM_ANSWERS)
+            for article in rng.choices(ARTICLES, k=_NUM_ANSWERS)
         ],
     )
 
 
-def speaker(folder: Path, prompts: Sequence[str], words: Sequence[str], seed: int = 0) -> str:
+def make_speaker(folder: Path, prompts: Sequence[str], words: Sequence[str], seed: int = 0) -> str:
     """Make a model that answers the prompts with six random words; return its folder."""
-    draw = random.Random("any six words")
+    rng = random.Random("any six words")
     conversations = [
-        _make_conversation(draw.choice(prompts), " ".join(draw.choices(words, k=6)))
+        _make_conversation(rng.choice(prompts), " ".join(rng.choices(words, k=6)))
         for _ in range(_NUM_ANSWERS)
     ]
     return _make_model(folder, seed, conversations)

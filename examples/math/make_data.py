@@ -10,18 +10,18 @@ from pathlib import Path
 from prompts_env import write_rows
 
 _LIMIT = 10
-_WORDS = ("many", "a lot", "who knows")
+_WRONG_ANSWERS = ("many", "a lot", "who knows")
 
 
 def main() -> None:
     """Write the file to the folder of this script."""
     numbers = [str(number) for number in range(2 * _LIMIT - 1)]
-    pairs = [(a, b) for a in range(_LIMIT) for b in range(_LIMIT)]
+    pairs = [(first, second) for first in range(_LIMIT) for second in range(_LIMIT)]
     write_rows(
         {
-            "question": [f"{a} + {b}" for a, b in pairs],
-            "answer": [a + b for a, b in pairs],
-            "examples": [[*numbers, *_WORDS] for _ in pairs],
+            "question": [f"{first} + {second}" for first, second in pairs],
+            "answer": [first + second for first, second in pairs],
+            "examples": [[*numbers, *_WRONG_ANSWERS] for _ in pairs],
         },
         Path(__file__).with_name("sums.jsonl"),
     )

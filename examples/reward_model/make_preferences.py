@@ -30,7 +30,7 @@ WORDS = (
     *("good", "hard", "kind", "late", "long", "loud", "many", "near", "never", "nice"),
     *("often", "old", "plain", "poor", "quiet", "rare", "rich", "short", "slow", "warm"),
 )
-ON_TOPIC, OFF_TOPIC = 3.0, -2.0
+ON_TOPIC_SCORE, OFF_TOPIC_SCORE = 3.0, -2.0
 NUM_WORDS, NUM_ANSWERS = 6, 4
 MAX_WORDS = 12
 GARBLED_SHARE = 0.25
@@ -44,71 +44,70 @@ class HiddenRule:
     """The scores of words, which depend on the seed."""
 
     def __init__(self, seed: int) -> None:
-        draw = random.Random(f"hidden rule {seed}")
-        self._scores = {word: draw.uniform(-1, 1) for word in WORDS}
+        rng = random.Random(f"hidden rule {seed}")
+        self._scores = {word: rng.uniform(-1, 1) for word in WORDS}
 
-    def worth(self, topic: str, answer: str) -> float:
+    def score_answer(self, topic: str, answer: str) -> float:
         """Return the score of an answer to a question about a topic."""
         return sum(self._score_word(word, topic) for word in answer.split())
 
     def _score_word(self, word: str, topic: str) -> float:
         if word in self._scores:
             return self._scores[word]
-        return ON_TOPIC if word == topic else OFF_TOPIC
+        return ON_TOPIC_SCORE if word == topic else OFF_TOPIC_SCORE
 
 
-def make_answer(draw: random.Random) -> str:
+def make_answer(rng: random.Random) -> str:
     """Return six random words, of which one may be a topic."""
-    words = draw.choices(WORDS, k=NUM_WORDS)
-    if draw.random() < 0.5:
-        words[draw.randrange(NUM_WORDS)] = draw.choice(TOPICS)
+    words = rng.choices(WORDS, k=NUM_WORDS)
+    if rng.random() < 0.5:
+        words[rng.randrange(NUM_WORDS)] = rng.choice(TOPICS)
     return " ".join(words)
 
 
-def make_odd_answer(topic: str, draw: random.Random) -> str:
+def make_odd_answer(topic: str, rng: random.Random) -> str:
     """Return a random number of words from a small set, often with the topic and garbled words."""
-    vocabulary = draw.sample((*WORDS, *TOPICS), draw.randint(1, NUM_WORDS))
-    vocabulary += [topic] * draw.randint(0, 1)
-    words = draw.choices(vocabulary, k=draw.randint(1, MAX_WORDS))
-    garbled_share = draw.choice((0.0, GARBLED_SHARE))
+    vocabulary = rng.sample((*WORDS, *TOPICS), rng.randint(1, NUM_WORDS))
+    vocabulary += [topic] * rng.randint(0, 1)
+    words = rng.choices(vocabulary, k=rng.randint(1, MAX_WORDS))
+    garbled_share = rng.choice((0.0, GARBLED_SHARE))
     return "".join(
-        _garble(word, draw) if draw.random() < garbled_share else f" {word}" for word in words
+        _garble(word, rng) if rng.random() < garbled_share else f" {word}" for word in words
     ).strip()
 
 
-def _garble(word: str, draw: random.Random) -> str:
+def _garble(word: str, rng: random.Random) -> str:
     """Return the word without a space before it, or random bytes."""
-    noise = bytes(draw.randrange(256) for _ in range(draw.randint(1, 3)))
-    return draw.choice((word, noise.decode(errors="replace"), f" {noise.decode(errors='replace')}"))
+    noise = bytes(rng.randrange(256) for _ in range(rng.randint(1, 3)))
+    return rng.choice((word, noise.decode(errors="replace"), f" {noise.decode(errors='replace')}"))
 
 
-def comparisons(
-    num: int, seed: int, *, odd: float = 0.0, shuffled: bool = False
+def make_comparisons(
+    num_comparisons: int, seed: int, *, odd: float = 0.0, shuffled: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Yield comparisons of four answers.
 
     Args:
-        num: number of comparisons.
+        num_comparisons: number of comparisons.
         seed: seed of the rule and of the answers.
         odd: share of comparisons with answers like those of a policy during training.
         shuffled: True to choose the best answer at random, as a control.
     """
-    rule, draw = HiddenRule(seed), random.Random(f"comparisons {seed}")
-    while num:
-        topic = draw.choice(TOPICS)
-        is_odd = bool(odd) and draw.random() < odd  # odd = 0 makes no draw
+    rule, rng = HiddenRule(seed), random.Random(f"comparisons {seed}")
+    while num_comparisons:
+        topic = rng.choice(TOPICS)
+        is_odd = bool(odd) and rng.random() < odd  # odd = 0 makes no draw
         answers = [
-            make_odd_answer(topic, draw) if is_odd else make_answer(draw)
-            for _ in range(NUM_ANSWERS)
+            make_odd_answer(topic, rng) if is_odd else make_answer(rng) for _ in range(NUM_ANSWERS)
         ]
-        scores = [rule.worth(topic, answer) for answer in answers]
-        first, second = sorted(scores, reverse=True)[:2]
-        if first - second < MIN_LEAD:
+        scores = [rule.score_answer(topic, answer) for answer in answers]
+        best_score, second_score = sorted(scores, reverse=True)[:2]
+        if best_score - second_score < MIN_LEAD:
             continue
-        best = draw.randrange(NUM_ANSWERS) if shuffled else scores.index(first)
-        samples = {f"sample{number}": answer for number, answer in enumerate(answers)}
-        yield {"query": f"Tell me about {topic}.", **samples, "best": best}
-        num -= 1
+        best_index = rng.randrange(NUM_ANSWERS) if shuffled else scores.index(best_score)
+        samples = {f"sample{index}": answer for index, answer in enumerate(answers)}
+        yield {"query": f"Tell me about {topic}.", **samples, "best": best_index}
+        num_comparisons -= 1
 
 
 def write_model(folder: Path, seed: int) -> None:
@@ -131,7 +130,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    rows = comparisons(args.num, args.seed, odd=args.odd, shuffled=args.shuffled)
+    rows = make_comparisons(args.num, args.seed, odd=args.odd, shuffled=args.shuffled)
     lines = [json.dumps(row) + "\n" for row in rows]
     (args.folder / "preferences.jsonl").write_text("".join(lines), encoding="utf-8")
     write_model(args.folder / "model", args.seed)

@@ -26,10 +26,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    draw = random.Random("answers of words at random")
+    rng = random.Random("answers of words at random")
     columns = {
         "prompt": [f"Tell me about {topic}." for topic in TOPICS],
-        "examples": [[make_answer(draw) for _ in range(_NUM_EXAMPLES)] for _ in TOPICS],
+        "examples": [[make_answer(rng) for _ in range(_NUM_EXAMPLES)] for _ in TOPICS],
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(columns, folder / "prompts.jsonl")

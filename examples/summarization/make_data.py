@@ -19,7 +19,7 @@ _MAX_WORDS = 16
 
 def main() -> None:
     """Write the file to the folder of this script."""
-    draw = random.Random("examples of summaries")
+    rng = random.Random("examples of summaries")
     words = sorted(
         {word for article in ARTICLES for word in re.findall(r"[a-z-]+", article.text.lower())}
     )
@@ -29,7 +29,7 @@ def main() -> None:
             "key_terms": [list(article.key_terms) for article in ARTICLES],
             "examples": [
                 [
-                    " ".join(draw.choices(words, k=draw.randint(1, _MAX_WORDS)))
+                    " ".join(rng.choices(words, k=rng.randint(1, _MAX_WORDS)))
                     for _ in range(_NUM_EXAMPLES)
                 ]
                 for _ in ARTICLES

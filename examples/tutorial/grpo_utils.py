@@ -25,12 +25,12 @@ from openspiel_env import OpenSpielObservation
 from openspiel_env.policies import fixed_policies
 from openspiel_env.text.blackjack import format_situation, read_hand_and_up_card
 
-WORDS = ("HIT", "STAND")
-"""Words of blackjack's actions, by action id."""
+ACTION_NAMES = ("HIT", "STAND")
+"""Names of blackjack's actions, by action id."""
 _BLACKJACK_TENSOR = 189
 """Length of blackjack's info_state, which differs from that of all other games."""
-_NUM_SHOWN = 10
-_WORD = re.compile(r"[A-Z]+")
+_NUM_SHOWN_VALUES = 10
+_WORD_PATTERN = re.compile(r"[A-Z]+")
 
 ResultT = TypeVar("ResultT")
 
@@ -53,7 +53,7 @@ def show_openenv_observation(observation: OpenSpielObservation) -> None:
     print(f"  game phase: {observation.game_phase}")
     print(f"  legal actions: {observation.legal_actions}")
     print(f"  info state: {len(observation.info_state)} numbers")
-    print(f"  the first {_NUM_SHOWN}: {observation.info_state[:_NUM_SHOWN]}")
+    print(f"  the first {_NUM_SHOWN_VALUES}: {observation.info_state[:_NUM_SHOWN_VALUES]}")
     if len(observation.info_state) == _BLACKJACK_TENSOR and observation.legal_actions:
         print(f"  what a model sees: {describe(observation)}")
 
@@ -97,12 +97,12 @@ def parse_action(response_text: str, legal_actions: Sequence[int]) -> int:
         ActionParseError: the response names no action, several actions or an illegal action. No
             default is used, because it would teach the policy that an empty response stands.
     """
-    words = _WORD.findall(response_text.upper())
-    named = {number for number, word in enumerate(WORDS) if word in words}
-    if len(named) != 1 or not named <= set(legal_actions):
-        legal = ", ".join(WORDS[number] for number in legal_actions)
-        raise ActionParseError(f"expected one of {legal}, got {response_text[:100]!r}")
-    return named.pop()
+    words = _WORD_PATTERN.findall(response_text.upper())
+    action_ids = {action_id for action_id, word in enumerate(ACTION_NAMES) if word in words}
+    if len(action_ids) != 1 or not action_ids <= set(legal_actions):
+        choices = ", ".join(ACTION_NAMES[action_id] for action_id in legal_actions)
+        raise ActionParseError(f"expected one of {choices}, got {response_text[:100]!r}")
+    return action_ids.pop()
 
 
 def describe(observation: OpenSpielObservation) -> str:
@@ -112,8 +112,8 @@ def describe(observation: OpenSpielObservation) -> str:
 
 def render(observation: Mapping[str, Any], first: bool) -> list[Message]:
     """Return the messages of an observation, for `setup_forge_training(render=render)`."""
-    parsed = OpenSpielObservation.model_construct(**observation)
-    text = describe(parsed) if parsed.legal_actions else "over"
+    typed_observation = OpenSpielObservation.model_construct(**observation)
+    text = describe(typed_observation) if typed_observation.legal_actions else "over"
     return [{"role": "user", "content": text}]
 
 
@@ -137,7 +137,7 @@ async def setup_forge_training(
 
 
 def _measure_policy(server_url: str, name: str, num_games: int, seed: int) -> Baseline:
-    episodes = _run_in_thread(_play(server_url, name, num_games, seed))
+    episodes = _run_in_thread(_play_games(server_url, name, num_games, seed))
     outcomes = [
         classify_outcome(episode.episode_return, episode.success)
         for episode in episodes
@@ -154,7 +154,7 @@ def _measure_policy(server_url: str, name: str, num_games: int, seed: int) -> Ba
     )
 
 
-async def _play(server_url: str, name: str, num_games: int, seed: int) -> list[Any]:
+async def _play_games(server_url: str, name: str, num_games: int, seed: int) -> list[Any]:
     async with await AsyncEnvClient.connect(server_url) as client:
         options = (await client.describe()).options
         policies = fixed_policies(options)

@@ -20,7 +20,7 @@ from typing import Any
 from ludus.env import Message
 
 Conversation = Sequence[Message]
-_NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*(?:[eE][+-]?\d+)?")
+_NUMBER_PATTERN = re.compile(r"-?\d+(?:[.,]\d+)*(?:[eE][+-]?\d+)?")
 _SIGNATURE = re.compile(r"(?im)^\s*(best|kind|warm) regards\b|^\s*(sincerely|yours)\b|^-- ?$")
 _MAX_WORDS = 120
 
@@ -30,7 +30,7 @@ def math_answer(
 ) -> list[float]:
     """Return 1 for a number, 3 more for the correct number, and -1 without a number."""
     pairs = zip(completions, target, strict=True)
-    return [_rate_number(_last_response(messages), solution) for messages, solution in pairs]
+    return [_rate_number(_find_response(messages), solution) for messages, solution in pairs]
 
 
 def mail_mentions(
@@ -39,7 +39,7 @@ def mail_mentions(
     """Return 1 if the e-mail contains the required word."""
     pairs = zip(completions, keyword, strict=True)
     return [
-        float(word.casefold() in _last_response(messages).casefold()) for messages, word in pairs
+        float(word.casefold() in _find_response(messages).casefold()) for messages, word in pairs
     ]
 
 
@@ -48,12 +48,12 @@ def mail_is_ideal(
 ) -> list[float]:
     """Return 1 if the e-mail equals the ideal, ignoring spaces and case."""
     pairs = zip(completions, ideal, strict=True)
-    return [float(_plain(_last_response(messages)) == _plain(text)) for messages, text in pairs]
+    return [float(_clean(_find_response(messages)) == _clean(text)) for messages, text in pairs]
 
 
 def mail_is_short(completions: Sequence[Conversation], **_: Any) -> list[float]:
     """Return -1 if the e-mail has more than 120 words."""
-    return [-float(len(_last_response(messages).split()) > _MAX_WORDS) for messages in completions]
+    return [-float(len(_find_response(messages).split()) > _MAX_WORDS) for messages in completions]
 
 
 def mail_names_recipient(
@@ -62,32 +62,32 @@ def mail_names_recipient(
     """Return 1 if the e-mail contains the recipient's name."""
     pairs = zip(completions, recipient, strict=True)
     return [
-        float(name.casefold() in _last_response(messages).casefold()) for messages, name in pairs
+        float(name.casefold() in _find_response(messages).casefold()) for messages, name in pairs
     ]
 
 
 def mail_is_signed(completions: Sequence[Conversation], **_: Any) -> list[float]:
     """Return 1 if the e-mail has a signature."""
-    responses = map(_last_response, completions)
+    responses = map(_find_response, completions)
     return [float(_SIGNATURE.search(response) is not None) for response in responses]
 
 
 def _rate_number(response: str, solution: Any) -> float:
-    numbers = _NUMBER.findall(response)
+    numbers = _NUMBER_PATTERN.findall(response)
     if not numbers:
         return -1.0
-    return 4.0 if _value(numbers[-1]) == _value(str(solution)) else 1.0
+    return 4.0 if _parse_number(numbers[-1]) == _parse_number(str(solution)) else 1.0
 
 
-def _value(number: str) -> float:
+def _parse_number(number: str) -> float:
     return float(number.replace(",", ""))
 
 
-def _last_response(messages: Conversation) -> str:
+def _find_response(messages: Conversation) -> str:
     """Return the last response without its thoughts."""
     responses = [message["content"] for message in messages if message["role"] == "assistant"]
     return responses[-1].rpartition("</think>")[2] if responses else ""
 
 
-def _plain(text: str) -> str:
+def _clean(text: str) -> str:
     return " ".join(text.casefold().split())

@@ -30,7 +30,7 @@ def example_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec.loader.exec_module(example)
     folder = tmp_path_factory.mktemp("made")
     example.write_model(folder / "model", 0)
-    rows = [json.dumps(row) + "\n" for row in example.comparisons(64, seed=1)]
+    rows = [json.dumps(row) + "\n" for row in example.make_comparisons(64, seed=1)]
     (folder / "preferences.jsonl").write_text("".join(rows))
     return folder
 

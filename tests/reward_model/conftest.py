@@ -72,5 +72,5 @@ def gpt2_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def preferences(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with 64 comparisons of four answers."""
     path = tmp_path_factory.mktemp("data") / "preferences.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in example.comparisons(64, seed=1)))
+    path.write_text("".join(json.dumps(row) + "\n" for row in example.make_comparisons(64, seed=1)))
     return path

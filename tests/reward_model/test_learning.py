@@ -24,7 +24,7 @@ def test_reward_model_learns_a_hidden_rule(
 ) -> None:
     """Train on few comparisons; `make learn-reward` uses 2,000 and three seeds."""
     example.write_model(tmp_path / "model", 0)
-    rows = example.comparisons(NUM_COMPARISONS, seed=0, shuffled=shuffled)
+    rows = example.make_comparisons(NUM_COMPARISONS, seed=0, shuffled=shuffled)
     data = tmp_path / "preferences.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = RewardModelRun(
@@ -46,10 +46,10 @@ def test_odd_answers_follow_the_same_rule(
     rule = example.HiddenRule(3)
     vocabulary = {*example.WORDS, *example.TOPICS}
     num_words, num_garbled = set(), 0
-    for row in example.comparisons(200, seed=3, odd=1.0):
+    for row in example.make_comparisons(200, seed=3, odd=1.0):
         topic = row["query"].removeprefix("Tell me about ").removesuffix(".")
         answers = [row[f"sample{number}"] for number in range(example.NUM_ANSWERS)]
-        scores = [rule.worth(topic, answer) for answer in answers]
+        scores = [rule.score_answer(topic, answer) for answer in answers]
         assert max(scores) == scores[row["best"]]
         num_words |= {len(answer.split()) for answer in answers}
         num_garbled += any(set(answer.split()) - vocabulary for answer in answers)

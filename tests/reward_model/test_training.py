@@ -179,7 +179,7 @@ def test_equal_answers_have_equal_scores_in_all_batches(
     model_path: str, preferences: Path, tmp_path: Path, example: ModuleType
 ) -> None:
     model, _ = train_reward_model(make_config(model_path, preferences, tmp_path / "rm", epochs=1))
-    rows = list(example.comparisons(30, seed=3))
+    rows = list(example.make_comparisons(30, seed=3))
     answers = [row[f"sample{number}"] for row in rows for number in range(4)] * 2
     scores = model.score(["Tell me."] * len(answers), answers, max_tokens_per_batch=100)
     half = len(answers) // 2
@@ -192,7 +192,7 @@ def test_keep_best_keeps_the_best_epoch(
 ) -> None:
     # Random preferences can only be memorized, which increases the held-out loss.
     data = tmp_path / "shuffled.jsonl"
-    rows = example.comparisons(64, seed=1, shuffled=True)
+    rows = example.make_comparisons(64, seed=1, shuffled=True)
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {"epochs": 6, "learning_rate": 0.01, "warmup_steps": 0, "keep": "best"}
     config = make_config(model_path, data, tmp_path / "rm", **settings)
