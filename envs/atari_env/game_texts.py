@@ -161,26 +161,26 @@ class MemoryText:
 
 def make_game_text(game: str) -> GameText:
     """Return the text of a game."""
-    texts: dict[str, type[GameText]] = {
+    text_types: dict[str, type[GameText]] = {
         "pong": PongText,
         "breakout": BreakoutText,
         "space_invaders": SpaceInvadersText,
     }
-    return texts[game]() if game in texts else MemoryText(game)
+    return text_types[game]() if game in text_types else MemoryText(game)
 
 
 def _count_steps(pixels: int) -> int:
     return round(pixels / _STEP_PIXELS)
 
 
-def _describe_offset(pixels: int, negative: str, positive: str) -> str:
+def _describe_offset(pixels: int, negative_phrase: str, positive_phrase: str) -> str:
     """Return for example "3 below", or "0 here" for less than half a step."""
     steps = _count_steps(pixels)
-    return f"{abs(steps)} {_choose(steps, negative, 'here', positive)}"
+    return f"{abs(steps)} {_choose(steps, negative_phrase, 'here', positive_phrase)}"
 
 
-def _choose(number: int, negative: str, zero: str, positive: str) -> str:
-    return negative if number < 0 else positive if number > 0 else zero
+def _choose(number: int, negative_phrase: str, zero_phrase: str, positive_phrase: str) -> str:
+    return negative_phrase if number < 0 else positive_phrase if number > 0 else zero_phrase
 
 
 def _describe_vertical_speed(facts: Facts) -> str:

@@ -16,14 +16,14 @@ _WRONG_PROGRAM = "def solve(*arguments):\n    return None\n"
 
 def fixed_policies(options: Mapping[str, Any]) -> dict[str, FixedPolicy]:
     """Return the baselines by name: "solution" passes all tests, "wrong" passes none."""
-    return {"solution": solve, "wrong": fail}
+    return {"solution": solve_task, "wrong": write_wrong_program}
 
 
-def solve(observation: JsonObject, rng: random.Random) -> JsonObject:
+def solve_task(observation: JsonObject, rng: random.Random) -> JsonObject:
     """Return a program that passes every test."""
     return {"code": write_solution(observation["problem"], observation["parameters"])}
 
 
-def fail(observation: JsonObject, rng: random.Random) -> JsonObject:
+def write_wrong_program(observation: JsonObject, rng: random.Random) -> JsonObject:
     """Return a program that runs and passes no test."""
     return {"code": _WRONG_PROGRAM}

@@ -158,7 +158,7 @@ def draw_task(
 ) -> CodingTask:
     """Draw a task of one of the kinds, with `num_tests` tests."""
     kind = _KINDS_BY_NAME[rng.choice(kinds)]
-    parameters = {name: rng.randint(*limits) for name, limits in kind.ranges.items()}
+    parameters = {name: rng.randint(*value_range) for name, value_range in kind.ranges.items()}
     solve = _load_function(write_solution(kind.name, parameters))
     argument_lists = [kind.draw_arguments(rng) for _ in range(num_tests)]
     tests = tuple(TestCall(arguments, solve(*arguments)) for arguments in argument_lists)
@@ -175,7 +175,7 @@ def list_solutions(kinds: Sequence[str]) -> list[str]:
     programs = []
     for kind_name in dict.fromkeys(kinds):
         ranges = _KINDS_BY_NAME[kind_name].ranges
-        value_ranges = (range(low, high + 1) for low, high in ranges.values())
+        value_ranges = (range(min_value, max_value + 1) for min_value, max_value in ranges.values())
         for parameter_values in product(*value_ranges):
             programs.append(
                 write_solution(kind_name, dict(zip(ranges, parameter_values, strict=True)))

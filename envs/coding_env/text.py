@@ -10,7 +10,7 @@ from ludus.proto.errors import ActionParseError
 
 from .models import CodeAction, CodeObservation
 
-_CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_CODE_PATTERN = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _MAX_QUOTED_CHARS = 200
 
 
@@ -36,7 +36,7 @@ class CodingRenderer:
         Raises:
             ActionParseError: The code is empty or contains a null character.
         """
-        blocks = _CODE_BLOCK.findall(text)
+        blocks = _CODE_PATTERN.findall(text)
         code = blocks[-1] if blocks else text
         if not code.strip() or "\0" in code:
             raise ActionParseError(

@@ -14,15 +14,15 @@ from .arithmetic import OPERATIONS
 
 def fixed_policies(options: Mapping[str, Any]) -> dict[str, FixedPolicy]:
     """Return the baselines by name: "random" guesses, "optimal" computes."""
-    return {"random": guess, "optimal": compute}
+    return {"random": guess_answer, "optimal": compute_answer}
 
 
-def guess(observation: JsonObject, rng: random.Random) -> JsonObject:
+def guess_answer(observation: JsonObject, rng: random.Random) -> JsonObject:
     """Return a random possible answer; all are equally likely."""
     return {"answer": rng.choice(observation["legal_actions"])}
 
 
-def compute(observation: JsonObject, rng: random.Random) -> JsonObject:
+def compute_answer(observation: JsonObject, rng: random.Random) -> JsonObject:
     """Return the right answer."""
     arithmetic = OPERATIONS[observation["operation"]]
     return {"answer": arithmetic.compute_solution(observation["left"], observation["right"])}

@@ -16,7 +16,7 @@ from .models import MathAction, MathObservation
 
 # Excludes parts of "3.5" and "1,000", and reads the 12 of "7-12" without the minus sign. Twelve
 # digits are more than any solution has.
-_WHOLE_NUMBER = re.compile(r"(?<![\d.,])(?:(?<!\w)-)?\d{1,12}(?![.,]?\d)")
+_WHOLE_NUMBER_PATTERN = re.compile(r"(?<![\d.,])(?:(?<!\w)-)?\d{1,12}(?![.,]?\d)")
 _MAX_QUOTED_CHARS = 200
 
 
@@ -35,7 +35,7 @@ class MathRenderer:
         Raises:
             ActionParseError: The text contains no whole number.
         """
-        numbers = _WHOLE_NUMBER.findall(text)
+        numbers = _WHOLE_NUMBER_PATTERN.findall(text)
         if not numbers:
             raise ActionParseError(
                 f"expected a whole number, got {text[-_MAX_QUOTED_CHARS:]!r}; answer with the "

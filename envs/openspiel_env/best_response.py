@@ -35,7 +35,7 @@ def make_best_response(
                 continue
             if state.current_player() == player:
                 tensor = tuple(state.information_state_tensor(player))
-                move_by_tensor[tensor] = _find_most_likely(
+                move_by_tensor[tensor] = _find_most_likely_move(
                     policy_table[state.information_state_string(player)]
                 )
             pending_states += [state.child(action) for action in state.legal_actions()]
@@ -46,5 +46,5 @@ def make_best_response(
     return play
 
 
-def _find_most_likely(probabilities: list[tuple[int, float]]) -> int:
+def _find_most_likely_move(probabilities: list[tuple[int, float]]) -> int:
     return max(probabilities, key=lambda move_probability: move_probability[1])[0]

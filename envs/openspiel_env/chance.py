@@ -33,7 +33,7 @@ class ChanceStream:
         """Return the next number, at least 0 and below 1."""
         return ((self._words or self._make_words()).pop() >> 11) * _FLOAT_SCALE
 
-    def pick(self, events: list[int]) -> int:
+    def pick_event(self, events: list[int]) -> int:
         """Return one of the events, all equally likely."""
         return events[(self._words or self._make_words()).pop() * len(events) >> 64]
 

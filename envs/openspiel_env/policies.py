@@ -133,16 +133,14 @@ def _evaluate_board(board: str, player: str) -> tuple[int, float]:
     """Return a player's result if both play best, and the mean result against random play."""
     winner = _find_winner(board)
     if winner or "." not in board:
-        outcome_value = 0 if not winner else 1 if winner == player else -1
-        return outcome_value, float(outcome_value)
+        outcome = 0 if not winner else 1 if winner == player else -1
+        return outcome, float(outcome)
     mark = _find_next_mark(board)
     free_cells = [cell for cell in range(len(board)) if board[cell] == "."]
-    values = [_evaluate_board(_place_mark(board, cell, mark), player) for cell in free_cells]
+    results = [_evaluate_board(_place_mark(board, cell, mark), player) for cell in free_cells]
     if mark == player:
-        return max(values)
-    return min(outcome_value for outcome_value, _ in values), sum(
-        mean_value for _, mean_value in values
-    ) / len(values)
+        return max(results)
+    return min(outcome for outcome, _ in results), sum(mean for _, mean in results) / len(results)
 
 
 _LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]

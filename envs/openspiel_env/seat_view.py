@@ -67,7 +67,7 @@ class SeatView:
             observation = self.observe(state, phase, opponent_last_action)
             return Transition(observation, reward, is_terminated, success=success)
         other_fields = self._make_other_fields(state, phase, opponent_last_action)
-        snapshot = encoder.take(state, self.player)
+        snapshot = encoder.take_snapshot(state, self.player)
         return SnapshotTransition(encoder, snapshot, other_fields, reward, is_terminated, success)
 
     def _has_won(self, state: pyspiel.State) -> bool | None:

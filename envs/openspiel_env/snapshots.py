@@ -42,7 +42,7 @@ class SnapshotEncoder:
         self._float_format = struct.Struct(f"={num_elements}f")
         self._zeros_json = bytearray(b"0.0," * num_elements)[:-1]
 
-    def take(self, state: pyspiel.State, player: int) -> bytes:
+    def take_snapshot(self, state: pyspiel.State, player: int) -> bytes:
         """Return the elements of the tensor as float32 bytes."""
         with self._lock:
             self._observation.set_from(state, player)

@@ -27,8 +27,8 @@ MAX_WORDS = 150
 """Maximum number of words of an e-mail whose row has no limit."""
 _MIN_SIMILARITY = 0.8
 """Minimum share of common words, in the same order, of two similar e-mails."""
-_NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?!\w)")
-_CLOSING = re.compile(
+_NUMBER_PATTERN = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?!\w)")
+_CLOSING_PATTERN = re.compile(
     r"^(?:(?:best|kind|warm|many)\s+)?(?:regards|wishes|thanks|sincerely|cheers)"
     r"|^yours(?:\s+\w+)?|^best|^thank you|^sincerely yours",
     re.IGNORECASE,
@@ -97,8 +97,8 @@ def has_keyword(
 ) -> Rewards:
     """Return 1 if the completion contains the column's word or all words of its list, or 0."""
     return [
-        _score_words(completion, words)
-        for completion, words in zip(completions, keyword, strict=True)
+        _score_words(completion, word_list)
+        for completion, word_list in zip(completions, keyword, strict=True)
     ]
 
 
@@ -168,7 +168,7 @@ def find_last_text(completion: CompletionMessages) -> str:
 
 
 def _find_last_number(text: str) -> Decimal | None:
-    numbers = _NUMBER.findall(text)
+    numbers = _NUMBER_PATTERN.findall(text)
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
@@ -176,9 +176,9 @@ def _score_words(completion: CompletionMessages, required_words: object) -> floa
     if required_words is None:
         return None
     text = find_last_text(completion)
-    words = required_words if isinstance(required_words, (list, tuple)) else [required_words]
-    patterns = [rf"(?<!\w){re.escape(str(word))}(?!\w)" for word in words]
-    return float(all(re.search(pattern, text, re.IGNORECASE) for pattern in patterns))
+    word_list = required_words if isinstance(required_words, (list, tuple)) else [required_words]
+    word_patterns = [rf"(?<!\w){re.escape(str(word))}(?!\w)" for word in word_list]
+    return float(all(re.search(pattern, text, re.IGNORECASE) for pattern in word_patterns))
 
 
 def _split_words(text: str) -> list[str]:
@@ -188,7 +188,7 @@ def _split_words(text: str) -> list[str]:
 def _is_signed(text: str) -> bool:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     return any(
-        _CLOSING.match(line)
+        _CLOSING_PATTERN.match(line)
         and len(line.split()) <= _MAX_CLOSING_WORDS
         and 1 <= len(lines) - 1 - index <= _MAX_NAME_LINES
         for index, line in enumerate(lines)

@@ -24,7 +24,7 @@ TextStyle = Literal["compact", "rules"]
 
 _ORDER_SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """Order sizes that are offered. A response may use any other number."""
-_ORDER = re.compile(r"(buy|sell)(?: (\d{1,9}))?(?: ([^\s,]+))?", re.IGNORECASE)
+_ORDER_PATTERN = re.compile(r"(buy|sell)(?: (\d{1,9}))?(?: ([^\s,]+))?", re.IGNORECASE)
 _HOLD = "hold"
 
 
@@ -99,14 +99,14 @@ class TradingRenderer:
     ) -> tuple[str, int]:
         """Return the asset and the signed number of shares of one order."""
         assets = observation.assets
-        match = _ORDER.fullmatch(order_text)
+        match = _ORDER_PATTERN.fullmatch(order_text)
         folded_name = (match[3] or "").casefold() if match else ""
         name_by_folded_name = {name.casefold(): name for name in assets}
         name = name_by_folded_name.get(folded_name) if folded_name else assets[0]
         if match is None or name is None or (not folded_name and len(assets) > 1):
-            choice = f" of {' or '.join(assets)}" if len(assets) > 1 else ""
+            asset_choice = f" of {' or '.join(assets)}" if len(assets) > 1 else ""
             raise ActionParseError(
-                f"answer {_HOLD}, or buy or sell and a number{choice}; got {quote_end(text)}"
+                f"answer {_HOLD}, or buy or sell and a number{asset_choice}; got {quote_end(text)}"
             )
         verb = match[1].casefold()
         max_shares = _count_max_shares(verb, assets.index(name), observation)

@@ -69,7 +69,7 @@ class UnoGame:
     def make_move(self, move: str) -> str:
         """Make a legal move and return its public description."""
         if move == DRAW:
-            return self._draw()
+            return self._draw_card()
         if move == PASS:
             self._end_turn()
             return "passes"
@@ -104,7 +104,7 @@ class UnoGame:
     def _has_current_color(self) -> bool:
         return any(get_card_color(card) == self.color for card in self.hands[self.current_seat])
 
-    def _draw(self) -> str:
+    def _draw_card(self) -> str:
         card = self._take_card()
         if card is None:
             self._end_turn()

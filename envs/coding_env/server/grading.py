@@ -61,14 +61,14 @@ def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]} [cut]"
 
 
-def _is_equal(value: Any, expected: Any) -> bool:
+def _is_equal(value: Any, expected_value: Any) -> bool:
     """Return whether two values are equal as JSON, so that True is not 1.
 
     Floats may differ by rounding.
     """
-    if isinstance(expected, float) and isinstance(value, float):
-        return math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    if isinstance(expected_value, float) and isinstance(value, float):
+        return math.isclose(value, expected_value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
     try:
-        return json.dumps(value, sort_keys=True) == json.dumps(expected, sort_keys=True)
+        return json.dumps(value, sort_keys=True) == json.dumps(expected_value, sort_keys=True)
     except RecursionError:  # nested almost too deeply for the parser
         return False

@@ -181,7 +181,7 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
             player = current_player()
             if player == _CHANCE:
                 if is_uniform:
-                    apply_action(chance.pick(state.legal_actions()))
+                    apply_action(chance.pick_event(state.legal_actions()))
                 else:
                     apply_action(draw_weighted(state, chance))
             elif player in (seat, _TERMINAL):

@@ -70,14 +70,14 @@ def find_chart_cell(hand: Hand, open_card: int) -> Cell:
 def stand(hand: Hand, open_card: int) -> OutcomeProbabilities:
     """Return the outcome of standing."""
     total, _ = compute_best_total(hand)
-    dealer = _compute_dealer_totals(open_card, _count_unseen(hand, open_card))
-    win = 1.0 - dealer[total:22].sum()
-    return OutcomeProbabilities(float(win), float(dealer[total]))
+    totals = _compute_dealer_totals(open_card, _count_unseen(hand, open_card))
+    win = 1.0 - totals[total:22].sum()
+    return OutcomeProbabilities(float(win), float(totals[total]))
 
 
 def draw_card(hand: Hand, open_card: int) -> Iterator[tuple[float, Hand]]:
     """Yield the probability of each hand after one more card, including totals above 21."""
-    yield from _draw_from(hand, _count_unseen(hand, open_card))
+    yield from _iterate_draws(hand, _count_unseen(hand, open_card))
 
 
 @functools.cache
@@ -116,10 +116,10 @@ def average_over_deals(play: Callable[[Hand, int], OutcomeProbabilities]) -> Out
 
 
 def _iterate_deals() -> Iterator[tuple[float, Hand, int]]:
-    for p_first, first_card in _draw_from(_EMPTY_HAND, _DECK):
-        for p_second, hand in _draw_from(first_card, _subtract(_DECK, first_card)):
-            for p_open, dealer in _draw_from(_EMPTY_HAND, _subtract(_DECK, hand)):
-                yield p_first * p_second * p_open, hand, dealer.index(1) + 1
+    for p_first, first_card in _iterate_draws(_EMPTY_HAND, _DECK):
+        for p_second, hand in _iterate_draws(first_card, _remove(_DECK, first_card)):
+            for p_open, dealer_hand in _iterate_draws(_EMPTY_HAND, _remove(_DECK, hand)):
+                yield p_first * p_second * p_open, hand, dealer_hand.index(1) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,25 +148,25 @@ def find_basic_strategy() -> StrategyChart:
 
 
 def _improve_chart(chart: StrategyChart) -> StrategyChart:
-    advantage: dict[Cell, float] = defaultdict(float)
+    advantages: dict[Cell, float] = defaultdict(float)
 
     @functools.cache
     def play(hand: Hand, open_card: int) -> float:
-        hits = find_chart_cell(hand, open_card) in chart.hits
-        return hit(hand, open_card) if hits else stand(hand, open_card).expected_return
+        is_hit = find_chart_cell(hand, open_card) in chart.hits
+        return hit(hand, open_card) if is_hit else stand(hand, open_card).expected_return
 
     @functools.cache
     def hit(hand: Hand, open_card: int) -> float:
-        p_safe, value = 0.0, 0.0
+        safe_probability, value = 0.0, 0.0
         for probability, new_hand in _iterate_safe_draws(hand, open_card):
-            p_safe += probability
+            safe_probability += probability
             value += probability * play(new_hand, open_card)
-        return value - (1 - p_safe)
+        return value - (1 - safe_probability)
 
     for (hand, open_card), weight in _compute_decision_probabilities(chart).items():
         gain = hit(hand, open_card) - stand(hand, open_card).expected_return
-        advantage[find_chart_cell(hand, open_card)] += weight * gain
-    return StrategyChart(frozenset(cell for cell, gain in advantage.items() if gain > 0))
+        advantages[find_chart_cell(hand, open_card)] += weight * gain
+    return StrategyChart(frozenset(cell for cell, gain in advantages.items() if gain > 0))
 
 
 def _compute_decision_probabilities(
@@ -239,7 +239,7 @@ def _compute_dealer_totals(open_card: int, deck: Hand) -> NDArray[np.float64]:
     )
 
 
-def _draw_from(hand: Hand, deck: Hand) -> Iterator[tuple[float, Hand]]:
+def _iterate_draws(hand: Hand, deck: Hand) -> Iterator[tuple[float, Hand]]:
     num_deck_cards = sum(deck)
     for value, num_cards in zip(_CARD_VALUES, deck, strict=True):
         if num_cards:
@@ -247,14 +247,14 @@ def _draw_from(hand: Hand, deck: Hand) -> Iterator[tuple[float, Hand]]:
 
 
 def _count_unseen(hand: Hand, open_card: int) -> Hand:
-    return _subtract(_DECK, _add_card(hand, open_card))
+    return _remove(_DECK, _add_card(hand, open_card))
 
 
 def _add_card(hand: Hand, value: int) -> Hand:
     return (*hand[: value - 1], hand[value - 1] + 1, *hand[value:])
 
 
-def _subtract(deck: Hand, hand: Hand) -> Hand:
+def _remove(deck: Hand, hand: Hand) -> Hand:
     return tuple(num_cards - num_used for num_cards, num_used in zip(deck, hand, strict=True))
 
 

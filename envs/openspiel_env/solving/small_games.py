@@ -26,7 +26,7 @@ def play_uniformly(state: pyspiel.State) -> list[tuple[int, float]]:
     return [(action, 1 / len(actions)) for action in actions]
 
 
-def evaluate(game: pyspiel.Game, agent: int, choose: MoveProbabilities) -> GameValue:
+def evaluate(game: pyspiel.Game, agent: int, policy: MoveProbabilities) -> GameValue:
     """Return the exact value of a policy, by enumeration of the whole game."""
 
     def compute_value(state: pyspiel.State) -> GameValue:
@@ -34,7 +34,7 @@ def evaluate(game: pyspiel.Game, agent: int, choose: MoveProbabilities) -> GameV
             return _compute_final_value(state, agent)
         return _compute_mean(
             (probability, compute_value(state.child(action)))
-            for action, probability in _list_moves(state, agent, choose)
+            for action, probability in _list_moves(state, agent, policy)
         )
 
     return compute_value(game.new_initial_state())
@@ -52,15 +52,15 @@ def solve_perfect_information(game: pyspiel.Game, agent: int) -> dict[str, GameV
             state_key = f"{state.current_player()} {state}"
             if state_key not in values_by_state:
                 moves = _list_moves(state, agent, play_uniformly)
-                values = [
+                weighted_values = [
                     (probability, compute_value(state.child(action)))
                     for action, probability in moves
                 ]
                 agent_chooses = is_optimal and state.current_player() == agent
                 values_by_state[state_key] = (
-                    max(game_value for _, game_value in values)
+                    max(game_value for _, game_value in weighted_values)
                     if agent_chooses
-                    else _compute_mean(iter(values))
+                    else _compute_mean(iter(weighted_values))
                 )
             return values_by_state[state_key]
 
@@ -98,11 +98,11 @@ def _iterate_information_states(
 
 
 def _list_moves(
-    state: pyspiel.State, agent: int, choose: MoveProbabilities
+    state: pyspiel.State, agent: int, policy: MoveProbabilities
 ) -> list[tuple[int, float]]:
     if state.is_chance_node():
         return state.chance_outcomes()
-    return choose(state) if state.current_player() == agent else play_uniformly(state)
+    return policy(state) if state.current_player() == agent else play_uniformly(state)
 
 
 def _compute_final_value(state: pyspiel.State, agent: int) -> GameValue:
@@ -110,8 +110,8 @@ def _compute_final_value(state: pyspiel.State, agent: int) -> GameValue:
     return GameValue(final_return, float(final_return > 0), float(final_return == 0))
 
 
-def _compute_mean(values: Iterator[tuple[float, GameValue]]) -> GameValue:
-    weighted_values = [
-        [probability * component for component in value] for probability, value in values
+def _compute_mean(weighted_values: Iterator[tuple[float, GameValue]]) -> GameValue:
+    products = [
+        [probability * component for component in value] for probability, value in weighted_values
     ]
-    return GameValue(*map(sum, zip(*weighted_values, strict=True)))
+    return GameValue(*map(sum, zip(*products, strict=True)))

@@ -90,6 +90,6 @@ def _read_card_names(info_state: Sequence[float], start: int) -> str:
 
 
 def _compute_total(info_state: Sequence[float], start: int) -> int:
-    values = list(compress(_CARD_VALUES, info_state[start : start + _NUM_CARDS]))
-    total = sum(values)
-    return total + 10 if 1 in values and total <= 11 else total
+    card_values = list(compress(_CARD_VALUES, info_state[start : start + _NUM_CARDS]))
+    total = sum(card_values)
+    return total + 10 if 1 in card_values and total <= 11 else total

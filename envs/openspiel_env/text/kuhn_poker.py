@@ -6,13 +6,13 @@ from ..games import LoadedGame
 from ..models import OpenSpielObservation
 from .renderer import GameRenderer, TextStyle
 
-_MOVES = ("PASS", "BET")
+_MOVE_NAMES = ("PASS", "BET")
 
 
 class KuhnPokerRenderer(GameRenderer):
     """Renderer that shows the player's card and the moves, never another player's card."""
 
-    action_names = _MOVES
+    action_names = _MOVE_NAMES
 
     def __init__(self, loaded_game: LoadedGame, player: int, style: TextStyle) -> None:
         super().__init__(loaded_game, player, style)
@@ -51,7 +51,7 @@ class KuhnPokerRenderer(GameRenderer):
             for no_bet, bet in zip(move_elements[::2], move_elements[1::2], strict=True)
             if no_bet or bet
         ]
-        return self._cards[card], [_MOVES[move] for move in move_indices]
+        return self._cards[card], [_MOVE_NAMES[move] for move in move_indices]
 
 
 def _number_cards(num_cards: int) -> tuple[str, ...]:

@@ -26,8 +26,8 @@ from ..models import OpenSpielAction, OpenSpielObservation
 TextStyle = Literal["compact", "rules"]
 
 # Everything up to the last </think>, whose <think> may be in the prompt, and an unclosed <think>.
-_THINKING = re.compile(r"\A.*</think>|<think>.*\Z", re.DOTALL | re.IGNORECASE)
-_TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_THINKING_PATTERN = re.compile(r"\A.*</think>|<think>.*\Z", re.DOTALL | re.IGNORECASE)
+_TAGGED_ANSWER_PATTERN = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _MAX_QUOTED_CHARS = 200
 _MAX_LISTED_ANSWERS = 20
 
@@ -100,15 +100,15 @@ class GameRenderer(ABC):
         return OpenSpielAction(action_id=observation.legal_actions[index])
 
     def _extract_answer(self, text: str, observation: OpenSpielObservation) -> str:
-        response = _THINKING.sub("", text)
+        response = _THINKING_PATTERN.sub("", text)
         if self.style == "compact":
             return response
-        tagged_answers = _TAGGED_ANSWER.findall(response)
+        tagged_answers = _TAGGED_ANSWER_PATTERN.findall(response)
         if tagged_answers:
             return tagged_answers[-1]
         if _find_name(response, self.list_legal_names(observation)) is not None:
             return response
-        names = _find_words(response, self.list_move_names(observation))
+        names = _find_vocabulary_words(response, self.list_move_names(observation))
         return names.pop() if len(names) == 1 else response
 
 
@@ -122,7 +122,7 @@ def _find_name(text: str, names: Sequence[str]) -> int | None:
     return matches[0] if len(matches) == 1 else None
 
 
-def _find_words(text: str, vocabulary: Sequence[str]) -> set[str]:
+def _find_vocabulary_words(text: str, vocabulary: Sequence[str]) -> set[str]:
     """Return the words of the vocabulary that the text contains as whole words."""
     sorted_words = sorted(vocabulary, key=len, reverse=True)
     pattern = "|".join(re.escape(word) for word in sorted_words if word)

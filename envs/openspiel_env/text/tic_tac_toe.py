@@ -41,8 +41,8 @@ class TicTacToeRenderer(GameRenderer):
         """Return the board with the numbers of the free cells."""
         board = read_board(observation.info_state)
         numbered_cells = [
-            word if mark == "." else mark
-            for mark, word in zip(board, self.action_names, strict=True)
+            number if mark == "." else mark
+            for mark, number in zip(board, self.action_names, strict=True)
         ]
         lines = [
             " ".join(numbered_cells[start : start + BOARD_SIZE])

@@ -26,8 +26,8 @@ class Permutation:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_half_bits", max(1, ((self.size - 1).bit_length() + 1) // 2))
-        keys = (blake2b(f"{number} {self.key}".encode()) for number in range(_NUM_ROUNDS))
-        object.__setattr__(self, "_round_keys", tuple(key.digest() for key in keys))
+        digests = (blake2b(f"{index} {self.key}".encode()) for index in range(_NUM_ROUNDS))
+        object.__setattr__(self, "_round_keys", tuple(digest.digest() for digest in digests))
 
     def __getitem__(self, index: int) -> int:
         """Return element `index`."""
@@ -41,8 +41,8 @@ class Permutation:
     def _apply_rounds(self, number: int) -> int:
         bits = self._half_bits
         mask = (1 << bits) - 1
-        high, low = number >> bits, number & mask
+        upper, lower = number >> bits, number & mask
         for key in self._round_keys:
-            digest = blake2b(low.to_bytes(8, "little"), key=key, digest_size=_DIGEST_BYTES)
-            high, low = low, high ^ (int.from_bytes(digest.digest(), "little") & mask)
-        return high << bits | low
+            digest = blake2b(lower.to_bytes(8, "little"), key=key, digest_size=_DIGEST_BYTES)
+            upper, lower = lower, upper ^ (int.from_bytes(digest.digest(), "little") & mask)
+        return upper << bits | lower

@@ -73,12 +73,12 @@ class PromptFormat:
         if self.template is None:
             messages = _read_messages(self.column, row)
         else:
-            messages = [{"role": "user", "content": self._fill_in(self.template, row)}]
+            messages = [{"role": "user", "content": self._fill_template(self.template, row)}]
         if self.system_prompt is not None:
             return [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
 
-    def _fill_in(self, template: str, row: Mapping[str, Any]) -> str:
+    def _fill_template(self, template: str, row: Mapping[str, Any]) -> str:
         for name in self.shown_columns:
             if row.get(name) is None:
                 raise ValueError(f"'{name}' must have a value, got {_quote_value(name, row)}")

@@ -60,7 +60,7 @@ class RowTasks:
         """The numbers of tasks and the columns."""
         return TaskSet(self._num_train, self._num_test, self._rows.columns)
 
-    def find(self, seed: int) -> RowTask:
+    def find_task(self, seed: int) -> RowTask:
         """Return the row of a seed."""
         if seed < FIRST_EVAL_SEED or not self._num_test:
             return self._find_train_task(seed % FIRST_EVAL_SEED)

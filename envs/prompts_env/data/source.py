@@ -43,10 +43,10 @@ def _open_file_version(
 ) -> Rows:
     """Return the rows at `path`. The cache has one entry per version of the file."""
 
-    def check(row: JsonObject) -> None:
+    def check_row(row: JsonObject) -> None:
         prompt_format.make_messages(row)
 
-    return open_rows(path, split, check)
+    return open_rows(path, split, check_row)
 
 
 def _read_file_version(path: Path) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ class _IndexedRows(ABC):
         weakref.finalize(self, os.close, self._descriptor)
         column_names: dict[str, None] = {}
         with path.open("rb") as file:
-            for offset, row in self._scan(file):
+            for offset, row in self._scan_rows(file):
                 check_row(path, len(self._offsets), row, check)
                 if row.keys() != column_names.keys():
                     column_names.update(dict.fromkeys(row))
@@ -59,7 +59,7 @@ class _IndexedRows(ABC):
         offset = self._offsets[index]
         row_bytes = os.pread(self._descriptor, self._offsets[index + 1] - offset, offset)
         try:
-            row = self._parse(row_bytes)
+            row = self._parse_row(row_bytes)
         except ValueError as error:
             raise ExecutionError(
                 f"'{self._path}', row {index + 1} has changed since the server started: {error}; "
@@ -68,11 +68,11 @@ class _IndexedRows(ABC):
         return {name: row.get(name) for name in self._columns}
 
     @abstractmethod
-    def _scan(self, file: BinaryIO) -> Iterator[tuple[int, JsonObject]]:
+    def _scan_rows(self, file: BinaryIO) -> Iterator[tuple[int, JsonObject]]:
         """Yield each row and its offset. Read the whole file."""
 
     @abstractmethod
-    def _parse(self, row_bytes: bytes) -> JsonObject:
+    def _parse_row(self, row_bytes: bytes) -> JsonObject:
         """Return the row in these bytes of the file.
 
         Raises:
@@ -83,20 +83,20 @@ class _IndexedRows(ABC):
 class JsonLinesRows(_IndexedRows):
     """Rows of a file with one JSON object per line. Empty lines are skipped."""
 
-    def _scan(self, file: BinaryIO) -> Iterator[tuple[int, JsonObject]]:
+    def _scan_rows(self, file: BinaryIO) -> Iterator[tuple[int, JsonObject]]:
         next_offset = index = 0
         for line_number, line in enumerate(file, start=1):
             offset, next_offset = next_offset, next_offset + len(line)
             if not line.strip():
                 continue
             try:
-                row = self._parse(line)
+                row = self._parse_row(line)
             except ValueError as error:
                 raise make_row_error(self._path, index, f"line {line_number}: {error}") from None
             yield offset, row
             index += 1
 
-    def _parse(self, row_bytes: bytes) -> JsonObject:
+    def _parse_row(self, row_bytes: bytes) -> JsonObject:
         line = row_bytes.split(b"\n", 1)[0]
         try:
             row = orjson.loads(line.removeprefix(b"\xef\xbb\xbf"))
@@ -110,7 +110,7 @@ class JsonLinesRows(_IndexedRows):
 class CsvRows(_IndexedRows):
     """Rows of a CSV file with a header. All values are text; quoted values may contain newlines."""
 
-    def _scan(self, file: BinaryIO) -> Iterator[tuple[int, JsonObject]]:
+    def _scan_rows(self, file: BinaryIO) -> Iterator[tuple[int, JsonObject]]:
         lines = _CountingLines(file)
         records = csv.reader(lines, strict=True)
         index = 0
@@ -127,7 +127,7 @@ class CsvRows(_IndexedRows):
             reason = f"line {records.line_num}: {error}"
             raise make_row_error(self._path, index, reason) from None
 
-    def _parse(self, row_bytes: bytes) -> JsonObject:
+    def _parse_row(self, row_bytes: bytes) -> JsonObject:
         for record in csv.reader(io.StringIO(row_bytes.decode("utf-8"), newline=""), strict=True):
             if record:
                 return self._make_row(record)

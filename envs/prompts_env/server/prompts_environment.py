@@ -74,7 +74,7 @@ class PromptsEnvironment(Environment[PromptsAction, PromptsObservation, PromptsS
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[PromptsObservation]:
         """Return the prompt of the seed's row. Without a seed, the row is a random training row."""
-        task: RowTask = self._tasks.find(
+        task: RowTask = self._tasks.find_task(
             secrets.randbelow(FIRST_EVAL_SEED) if seed is None else seed
         )
         self._row = task.rows[task.row]

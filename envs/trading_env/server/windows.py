@@ -39,11 +39,11 @@ class Windows:
     def find_start_row(self, seed: int) -> int:
         """Return the first row of the seed's window. Consecutive seeds use every window once."""
         if seed < FIRST_EVAL_SEED or not self.num_test:
-            return _spread(seed, self.num_train)
-        return self._num_train_rows + _spread(seed - FIRST_EVAL_SEED, self.num_test)
+            return _spread_number(seed, self.num_train)
+        return self._num_train_rows + _spread_number(seed - FIRST_EVAL_SEED, self.num_test)
 
 
-def _spread(number: int, size: int) -> int:
+def _spread_number(number: int, size: int) -> int:
     """Map a number to 0 ... `size` - 1.
 
     Neighbors are far apart, and `size` consecutive numbers reach every value once.

@@ -17,7 +17,7 @@ from ..policies import OPPONENTS
 from ..rules import UnoGame
 from ..text import UnoRenderer
 
-_PLAYER = 0
+_PLAYER_SEAT = 0
 
 
 class UnoEnvironment(Environment[UnoAction, UnoObservation, UnoState]):
@@ -70,7 +70,7 @@ class UnoEnvironment(Environment[UnoAction, UnoObservation, UnoState]):
         self._opponent_rng = random.Random(f"uno_env opponents {seed}")
         self._events = []
         self._state = self._make_state(episode_id)
-        return Transition(self._observe(self._game, _PLAYER))
+        return Transition(self._observe(self._game, _PLAYER_SEAT))
 
     def step(self, action: UnoAction) -> Transition[UnoObservation]:
         """Make the move, let the others move, and return the player's next observation.
@@ -91,17 +91,17 @@ class UnoEnvironment(Environment[UnoAction, UnoObservation, UnoState]):
                 f"expected one of {', '.join(legal_moves)}; got {action.move[:80]!r}; the game is"
                 " unchanged"
             )
-        self._events = [f"player {_PLAYER} {game.make_move(action.move)}"]
+        self._events = [f"player {_PLAYER_SEAT} {game.make_move(action.move)}"]
         self._play_opponents(game)
         self._state.step_count += 1
         self._state.winner = game.winner
         is_truncated = game.winner is None and self._state.step_count >= self._options.max_turns
-        observation = self._observe(game, _PLAYER)
+        observation = self._observe(game, _PLAYER_SEAT)
         if game.winner is None and not is_truncated:
             return Transition(observation, 0.0)
         self._game = None
         observation.legal_actions = []
-        has_won = game.winner == _PLAYER
+        has_won = game.winner == _PLAYER_SEAT
         reward = 0.0 if is_truncated else 1.0 if has_won else -1.0
         return Transition(
             observation,
@@ -112,7 +112,7 @@ class UnoEnvironment(Environment[UnoAction, UnoObservation, UnoState]):
         )
 
     def _play_opponents(self, game: UnoGame) -> None:
-        while game.winner is None and game.current_seat != _PLAYER:
+        while game.winner is None and game.current_seat != _PLAYER_SEAT:
             seat = game.current_seat
             move = self._opponent(self._observe(game, seat), self._opponent_rng)
             self._events.append(f"player {seat} {game.make_move(move)}")
@@ -129,7 +129,7 @@ class UnoEnvironment(Environment[UnoAction, UnoObservation, UnoState]):
             others=[len(game.hands[other_seat]) for other_seat in other_seats],
             legal_actions=game.list_legal_moves() if has_turn else [],
             has_drawn=has_turn and game.drawn_card is not None,
-            events=list(self._events) if seat == _PLAYER else [],
+            events=list(self._events) if seat == _PLAYER_SEAT else [],
         )
 
     def _make_state(self, episode_id: str | None) -> UnoState:
