@@ -21,7 +21,7 @@ from ludus.proto.config import (
     NetworkPpoConfig,
     NetworkRun,
     load_run_config,
-    run_config_from,
+    make_run_config,
 )
 from ludus.proto.errors import ConfigError, LudusError, NotFoundError
 from ludus.proto.metrics import TrainMetric
@@ -73,7 +73,7 @@ def make_agent(env_id: str, config: NetworkPpoConfig, seed: int = 0, **options: 
 
 def make_run(folder: Path, **ppo: Any) -> NetworkRun:
     """Return a short run on CartPole."""
-    return run_config_from(
+    return make_run_config(
         {
             "name": "short",
             "output_dir": str(folder),
@@ -260,16 +260,16 @@ def test_target_must_be_confirmed_by_other_episodes(
 def test_sections_of_language_models_are_refused(tree: dict[str, Any], message: str) -> None:
     base_config = {"kind": "network", "environment": {"package": "gymnasium:CartPole-v1"}}
     with pytest.raises(ConfigError, match=message):
-        run_config_from({**base_config, **tree})
+        make_run_config({**base_config, **tree})
 
 
 def test_configuration_can_be_read_from_its_json(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    assert run_config_from(json.loads(run.model_dump_json())) == run
+    assert make_run_config(json.loads(run.model_dump_json())) == run
 
 
 def test_run_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
-    run = run_config_from(
+    run = make_run_config(
         {
             "output_dir": str(tmp_path),
             "environment": {"package": "gymnasium:CartPool-v1"},

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from ludus.proto.config import run_config_from
+from ludus.proto.config import make_run_config
 from ludus.proto.errors import ConfigError, ExecutionError, NotFoundError
 from ludus.proto.runs import Resume, Summary, read_metrics
 from ludus.services.report.page import write_report
@@ -144,7 +144,7 @@ async def test_call_works_in_a_running_event_loop(tmp_path: Path) -> None:
 def test_run_file_cannot_make_the_networks_of_a_program(tmp_path: Path) -> None:
     actor, critic = make_networks("CartPole-v1")
     train_agent("CartPole-v1", actor, critic, PPOConfig(), 2, save_path=tmp_path)
-    run = run_config_from(json.loads((tmp_path / "CartPole-v1" / "config.json").read_text()))
+    run = make_run_config(json.loads((tmp_path / "CartPole-v1" / "config.json").read_text()))
     with pytest.raises(ConfigError, match=r"train_agent\(..., resume=True\)"):
         check(run, resume=Resume.NEVER, overwrite=False)
 

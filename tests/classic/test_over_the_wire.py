@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from ludus.env.serving.subprocess import LocalServer
-from ludus.proto.config import NetworkRun, run_config_from
+from ludus.proto.config import NetworkRun, make_run_config
 from ludus.proto.runs import Resume
 from ludus.trainer.classic.run import train
 
 
 def make_run(folder: Path, environment: dict[str, str]) -> NetworkRun:
     """Return a short run in the environment."""
-    return run_config_from(
+    return make_run_config(
         {
             "name": "short",
             "output_dir": str(folder),

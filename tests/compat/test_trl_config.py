@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ludus.proto.config import run_config_from
+from ludus.proto.config import make_run_config
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl import GRPOConfig
 from ludus.trainer.compat.trl.config import DEFAULTS, IGNORED_FIELDS, MAPPED_FIELDS, REFUSED_FIELDS
@@ -31,7 +31,7 @@ def make_run(num_prompts: int = 64, **fields: Any) -> Any:
     """Return the run that the fields configure, on a machine without a GPU."""
     args = GRPOConfig("out/echo", **{"use_cpu": True, **fields})
     settings = make_run_settings(args, make_batches(args, num_prompts), 1024)
-    return run_config_from(
+    return make_run_config(
         {
             **settings,
             "environment": ENVIRONMENT,

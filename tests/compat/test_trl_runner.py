@@ -16,7 +16,7 @@ import torch
 from ludus.env.client import AsyncEnvClient
 from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.serving.server import EnvServer, ServerOptions
-from ludus.proto.config import LanguageModelRun, run_config_from
+from ludus.proto.config import LanguageModelRun, make_run_config
 from ludus.proto.errors import ConfigError, RolloutFunctionError
 from ludus.trainer.compat.trl import generate_rollout_completions
 from ludus.trainer.compat.trl.rollout.arguments import (
@@ -66,7 +66,7 @@ async def client() -> AsyncIterator[AsyncEnvClient]:
 
 
 def make_config(function: str, environment: Any = (), **rollout: Any) -> Any:
-    return run_config_from(
+    return make_run_config(
         {
             "environment": {
                 "package": "openspiel_env",
@@ -373,10 +373,10 @@ def test_runner_must_be_registered() -> None:
 
 def test_run_without_reward_function_is_refused() -> None:
     run = {"environment": {"rollout": "trl:m:f", "rewards": [{"function": "m:r"}]}}
-    assert run_config_from(run, []).environment.plays_in_batches
+    assert make_run_config(run, []).environment.plays_in_batches
     with pytest.raises(ConfigError, match="every term of rewards needs a function"):
-        run_config_from({"environment": {"rollout": "trl:m:f"}}, [])
+        make_run_config({"environment": {"rollout": "trl:m:f"}}, [])
     with pytest.raises(ConfigError, match="group_seed = 'independent' gives every episode"):
-        run_config_from(run, ["rollout.group_seed=independent"])
+        make_run_config(run, ["rollout.group_seed=independent"])
     with pytest.raises(ConfigError, match="generate_port = 8000 needs a registered runner"):
-        run_config_from({}, ["rollout.generate_port=8000"])
+        make_run_config({}, ["rollout.generate_port=8000"])

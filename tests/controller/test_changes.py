@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.proto.config import LanguageModelRun, load_run_config, run_config_from
+from ludus.proto.config import LanguageModelRun, load_run_config, make_run_config
 from ludus.proto.config.changes import describe_changes
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import CONFIG_FILE
@@ -28,7 +28,7 @@ def started_run(tmp_path: Path) -> LanguageModelRun:
 
 
 def change_run(run: LanguageModelRun, *overrides: str) -> LanguageModelRun:
-    return run_config_from(run.model_dump(mode="json"), overrides)
+    return make_run_config(run.model_dump(mode="json"), overrides)
 
 
 @pytest.mark.parametrize(

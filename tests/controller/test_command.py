@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.proto.config import run_config_from
+from ludus.proto.config import make_run_config
 from ludus.trainer.__main__ import main
 from ludus.trainer.driver.checks import resolve_config
 from ludus.trainer.run.checkpoint import find_checkpoint
@@ -45,5 +45,5 @@ def test_model_folder_becomes_absolute(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     model = {"kind": "pretrained", "path": path}
-    run = run_config_from({"environment": {"package": "math_env"}, "model": model}, [])
+    run = make_run_config({"environment": {"package": "math_env"}, "model": model}, [])
     assert resolve_config(run).model.path == str(tmp_path / "here")

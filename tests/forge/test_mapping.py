@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from ludus.proto.config import LanguageModelRun, run_config_from
+from ludus.proto.config import LanguageModelRun, make_run_config
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.compat.checks import rename_in_errors
 from ludus.trainer.compat.forge import load_forge_config
@@ -28,7 +28,7 @@ def map_tutorial(*overrides: str, has_gpu: bool = True) -> MappedConfig:
 def make_run(*overrides: str, has_gpu: bool = True) -> LanguageModelRun:
     mapped_config = map_tutorial(*overrides, has_gpu=has_gpu)
     with rename_in_errors(mapped_config.key_by_setting):
-        run = run_config_from(mapped_config.sections)
+        run = make_run_config(mapped_config.sections)
     assert isinstance(run, LanguageModelRun)
     return run
 
@@ -177,7 +177,7 @@ def test_paths_and_numpy_numbers_are_accepted(tmp_path: Path) -> None:
     config["group_size"], config["trainer"]["optimizer"]["lr"] = np.int64(8), np.float32(0.5)
     config["trainer"]["optimizer"]["weight_decay"] = np.float64(0.25)
     config["model"] = tmp_path
-    run = run_config_from(map_config(load_forge_config(config), name="x", has_gpu=False).sections)
+    run = make_run_config(map_config(load_forge_config(config), name="x", has_gpu=False).sections)
     assert (run.rollout.group_size, run.learner.learning_rate) == (8, 0.5)
     assert run.model.model_dump()["path"] == str(tmp_path)
 
@@ -268,7 +268,7 @@ def test_keys_are_attributes_and_references_use_new_values() -> None:
     config.blackjack_env.server_url = "http://localhost:8005"
     config.model = "tiny"
     assert config.get("policy", {}).engine_args.model == "${model}"
-    run = run_config_from(map_config(config, name="x", has_gpu=False).sections)
+    run = make_run_config(map_config(config, name="x", has_gpu=False).sections)
     assert run.environment.model_dump()["address"] == "http://localhost:8005"
     assert run.model.kind == "tiny"
     with pytest.raises(AttributeError, match=r"no key 'server'; it has \['model', 'server_url'\]"):

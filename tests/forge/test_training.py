@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ludus.proto.config import LanguageModelRun, run_config_from
+from ludus.proto.config import LanguageModelRun, make_run_config
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
 from ludus.trainer.compat.checks import make_run_name
@@ -29,7 +29,7 @@ class FakeTrainer:
     """A fake trainer that only counts its steps. No game ends between the second and third step."""
 
     def __init__(self, num_steps: int) -> None:
-        self.run = run_config_from({"training": {"num_steps": num_steps}})
+        self.run = make_run_config({"training": {"num_steps": num_steps}})
         self.folder = Path("runs/run")
         self.num_steps_trained = 0
         self.num_train_calls = 0

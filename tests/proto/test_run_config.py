@@ -13,7 +13,7 @@ from ludus.proto.config import (
     RunConfig,
     load_reward_model_config,
     load_run_config,
-    run_config_from,
+    make_run_config,
 )
 from ludus.proto.errors import ConfigError, NotFoundError
 
@@ -156,7 +156,7 @@ def test_list_of_unnamed_environments_is_refused() -> None:
 
 def test_reward_models_have_their_own_command() -> None:
     with pytest.raises(ConfigError, match="train its model with `ludus train-reward`"):
-        run_config_from({"kind": "reward_model", "model": "org/model", "data": "rows.jsonl"})
+        make_run_config({"kind": "reward_model", "model": "org/model", "data": "rows.jsonl"})
 
 
 def test_only_another_kind_clears_its_section() -> None:
@@ -259,16 +259,16 @@ def test_sections_of_another_kind_of_run_are_unknown(
     tree: dict[str, object], messages: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as exc_info:
-        run_config_from(tree)
+        make_run_config(tree)
     for message in messages:
         assert message in str(exc_info.value)
 
 
 def test_defaults_belong_to_the_kind_of_run() -> None:
-    network_run = run_config_from({"kind": "network", "environment": {"package": "gymnasium:A-v0"}})
+    network_run = make_run_config({"kind": "network", "environment": {"package": "gymnasium:A-v0"}})
     assert isinstance(network_run, NetworkRun)
     assert (network_run.eval.num_games, network_run.eval.temperature) == (100, 0.0)
-    language_model_run = run_config_from({"kind": "language_model", "preset": "trl"})
+    language_model_run = make_run_config({"kind": "language_model", "preset": "trl"})
     assert language_model_run.eval.num_games == 10_000
     assert language_model_run.training.num_steps == 100
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from ludus.proto.config import RewardModelTerm, RewardTerm, run_config_from
+from ludus.proto.config import RewardModelTerm, RewardTerm, make_run_config
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.core.types import Rollout, RolloutStatus, TokenSequence, TurnSpan
 from ludus.trainer.driver.checks import check_critic, check_reward_models, resolve_config
@@ -147,7 +147,7 @@ def test_a_run_is_refused_before_anything_heavy_where_there_is_no_reward_model(
 ) -> None:
     def check_run(path: str) -> None:
         config = {"environment": {"rewards": [{}, {"kind": "model", "path": path}]}}
-        check_reward_models(run_config_from(config))
+        check_reward_models(make_run_config(config))
 
     check_run(path)
     with pytest.raises(NotFoundError, match=r"rewards\.path = './nowhere': there is no model"):
@@ -168,7 +168,7 @@ def test_a_critic_that_is_not_there_or_reads_other_tokens_is_refused_before_anyt
             "algorithm": {"kind": "ppo", "critic": {"kind": "model", "path": critic}},
             "model": {"kind": "pretrained", "path": policy_path},
         }
-        check_critic(resolve_config(run_config_from(config)))
+        check_critic(resolve_config(make_run_config(config)))
 
     check_run(path)
     check_run(policy_path)
@@ -188,7 +188,7 @@ def test_other_processes_get_the_absolute_path_of_a_folder(
 ) -> None:
     monkeypatch.chdir(Path(path).parent)
     config = {"environment": {"rewards": [{"kind": "model", "path": "pleasing/"}]}}
-    [term] = resolve_config(run_config_from(config)).environment.rewards
+    [term] = resolve_config(make_run_config(config)).environment.rewards
     assert isinstance(term, RewardModelTerm)
     assert (term.path, term.name) == (path, "pleasing")
 
@@ -201,4 +201,4 @@ def test_a_term_of_neither_kind_is_refused_by_name() -> None:
         ({"path": "x"}, "path: unknown key"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            run_config_from({"environment": {"rewards": [term]}})
+            make_run_config({"environment": {"rewards": [term]}})

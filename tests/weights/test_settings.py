@@ -51,9 +51,9 @@ def test_invalid_bucket_name_is_refused(bucket: str) -> None:
 
 
 def test_published_dtype_is_the_learners_by_default() -> None:
-    assert RayWeightStore().published_dtype("float32") == "float32"
-    assert RayWeightStore().published_dtype("bfloat16") == "bfloat16"
-    assert RayWeightStore(dtype="bfloat16").published_dtype("float32") == "bfloat16"
+    assert RayWeightStore().choose_dtype("float32") == "float32"
+    assert RayWeightStore().choose_dtype("bfloat16") == "bfloat16"
+    assert RayWeightStore(dtype="bfloat16").choose_dtype("float32") == "bfloat16"
 
 
 def test_each_run_has_a_separate_location(tmp_path: Path) -> None:

@@ -476,9 +476,9 @@ def _compute_deviation(
     center = _compute_mean(centers, weights)
     if center is None:
         return None
-    squares = [
+    second_moments = [
         value**2 + (row_center - center) ** 2
         for value, row_center in zip(values, centers, strict=True)
     ]
-    variance = _compute_mean(squares, weights)
+    variance = _compute_mean(second_moments, weights)
     return None if variance is None else math.sqrt(variance)

@@ -36,8 +36,8 @@ from ludus.proto.config.load import (
     load_any_run_config,
     load_reward_model_config,
     load_run_config,
+    make_run_config,
     parse_override,
-    run_config_from,
 )
 from ludus.proto.config.network import (
     LocalNetworkEnvironment,
@@ -139,8 +139,8 @@ __all__ = [
     "load_any_run_config",
     "load_reward_model_config",
     "load_run_config",
+    "make_run_config",
     "parse_override",
     "require_language_model",
-    "run_config_from",
     "validate_run_json",
 ]

@@ -12,7 +12,7 @@ from ludus.proto.config.section import (
     NonNegativeFloat,
     PositiveFloat,
     Section,
-    default_kind,
+    assume_kind,
 )
 
 LowerClipRange = Annotated[float, Field(gt=0, le=1)]
@@ -110,12 +110,12 @@ class NoCorrection(Section):
 PolicyLoss = Annotated[
     ClipLoss | GspoLoss | CispoLoss | FunctionLoss,
     Field(discriminator="kind"),
-    default_kind("clip"),
+    assume_kind("clip"),
 ]
 Correction = Annotated[
     TokenTis | SequenceTis | SequenceMask | IcePop | NoCorrection,
     Field(discriminator="kind"),
-    default_kind("token_tis"),
+    assume_kind("token_tis"),
 ]
 
 
@@ -302,9 +302,7 @@ class ModelCritic(Section):
     null takes the policy's peak."""
 
 
-CriticConfig = Annotated[
-    HeadCritic | ModelCritic, Field(discriminator="kind"), default_kind("head")
-]
+CriticConfig = Annotated[HeadCritic | ModelCritic, Field(discriminator="kind"), assume_kind("head")]
 
 
 class PpoConfig(_PolicyGradient):
@@ -330,5 +328,5 @@ class PpoConfig(_PolicyGradient):
 
 
 AlgorithmConfig = Annotated[
-    GrpoConfig | ReinforceConfig | PpoConfig, Field(discriminator="kind"), default_kind("grpo")
+    GrpoConfig | ReinforceConfig | PpoConfig, Field(discriminator="kind"), assume_kind("grpo")
 ]

@@ -16,7 +16,7 @@ from ludus.proto.config.section import (
     RolloutPath,
     Seconds,
     Section,
-    default_kind,
+    assume_kind,
 )
 
 RANDOM_POLICY = "random"
@@ -58,7 +58,7 @@ class RewardModelTerm(Section):
 
 
 RewardTermConfig = Annotated[
-    RewardTerm | RewardModelTerm, Field(discriminator="kind"), default_kind("function")
+    RewardTerm | RewardModelTerm, Field(discriminator="kind"), assume_kind("function")
 ]
 
 
@@ -266,7 +266,7 @@ class RemoteEnvironment(ServerConnection, _Environment):
 
 
 EnvironmentConfig = Annotated[
-    LocalEnvironment | RemoteEnvironment, Field(discriminator="kind"), default_kind("local")
+    LocalEnvironment | RemoteEnvironment, Field(discriminator="kind"), assume_kind("local")
 ]
 
 EnvironmentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,46}$")]

@@ -45,7 +45,7 @@ def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConf
     return require_policy(load_any_run_config(path, overrides))
 
 
-def run_config_from(
+def make_run_config(
     tree: JsonObject, overrides: Sequence[str] = (), *, source: str = "the configuration"
 ) -> RunConfig:
     """Build the configuration of a run of `ludus train` from a tree of sections and overrides.

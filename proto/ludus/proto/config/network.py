@@ -19,7 +19,7 @@ from ludus.proto.config.section import (
     PositiveFloat,
     PositiveInt,
     Section,
-    default_kind,
+    assume_kind,
 )
 from ludus.proto.config.training_run import EvalSection, TrainingRun, TrainingSection
 
@@ -62,7 +62,7 @@ class RemoteNetworkEnvironment(_NetworkEnvironment, ServerConnection):
 NetworkEnvironmentConfig = Annotated[
     LocalNetworkEnvironment | RemoteNetworkEnvironment,
     Field(discriminator="kind"),
-    default_kind("local"),
+    assume_kind("local"),
 ]
 
 

@@ -9,18 +9,18 @@ from pydantic import Field, TypeAdapter
 from ludus.proto.config.language_model import LanguageModelRun
 from ludus.proto.config.network import NetworkRun
 from ludus.proto.config.reward_model import RewardModelRun
-from ludus.proto.config.section import default_kind
+from ludus.proto.config.section import assume_kind
 from ludus.proto.errors import ConfigError
 
 RunConfig = Annotated[
-    LanguageModelRun | NetworkRun, Field(discriminator="kind"), default_kind("language_model")
+    LanguageModelRun | NetworkRun, Field(discriminator="kind"), assume_kind("language_model")
 ]
 """Configuration of a run of `ludus train`. A tree without `kind` is a language-model run."""
 
 AnyRunConfig = Annotated[
     LanguageModelRun | NetworkRun | RewardModelRun,
     Field(discriminator="kind"),
-    default_kind("language_model"),
+    assume_kind("language_model"),
 ]
 """Configuration of a run of `ludus train` or `ludus train-reward`."""
 

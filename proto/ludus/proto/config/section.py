@@ -70,7 +70,7 @@ def _check_gpu_share(num_gpus: float) -> float:
 NumGpus = Annotated[float, Field(ge=0), AfterValidator(_check_gpu_share)]
 
 
-def default_kind(kind: str) -> BeforeValidator:
+def assume_kind(kind: str) -> BeforeValidator:
     """Return a validator that reads a section without `kind` as the variant `kind`."""
 
     def add_kind(section: Any) -> Any:

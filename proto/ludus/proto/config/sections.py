@@ -20,7 +20,7 @@ from ludus.proto.config.section import (
     Seconds,
     Section,
     Temperature,
-    default_kind,
+    assume_kind,
 )
 
 
@@ -131,7 +131,7 @@ class PretrainedModel(Section):
 
 
 ModelConfig = Annotated[
-    TinyModel | PretrainedModel, Field(discriminator="kind"), default_kind("tiny")
+    TinyModel | PretrainedModel, Field(discriminator="kind"), assume_kind("tiny")
 ]
 
 
@@ -162,7 +162,7 @@ class TransformersGenerator(Section):
 
 
 GeneratorConfig = Annotated[
-    VllmGenerator | TransformersGenerator, Field(discriminator="kind"), default_kind("transformers")
+    VllmGenerator | TransformersGenerator, Field(discriminator="kind"), assume_kind("transformers")
 ]
 
 
@@ -227,8 +227,8 @@ class RolloutConfig(Section):
         return next(
             (
                 (field, value, effect)
-                for field, value, neutral, effect in changes
-                if value != neutral
+                for field, value, neutral_value, effect in changes
+                if value != neutral_value
             ),
             None,
         )
@@ -325,7 +325,7 @@ class _WeightStore(Section):
     changes. Above 1, learner and workers keep a copy of the last version in memory."""
     canary: CanaryConfig = CanaryConfig()
 
-    def published_dtype(self, learner_dtype: str) -> str:
+    def choose_dtype(self, learner_dtype: str) -> str:
         """Return the type of the published tensors if the learner computes in `learner_dtype`."""
         return learner_dtype if self.dtype == "learner" else self.dtype
 
@@ -379,7 +379,7 @@ class S3WeightStore(_WeightStore):
 WeightStoreConfig = Annotated[
     RayWeightStore | FolderWeightStore | S3WeightStore,
     Field(discriminator="kind"),
-    default_kind("ray"),
+    assume_kind("ray"),
 ]
 
 

@@ -18,8 +18,8 @@ from enum import StrEnum
 
 from ludus.proto.config import (
     LanguageModelRun,
+    make_run_config,
     require_language_model,
-    run_config_from,
     validate_run_json,
 )
 from ludus.proto.config.changes import find_changes
@@ -133,7 +133,7 @@ async def load_resumable_config(
             f"run '{run}' has not ended ({state.phase}); follow it with: ludus logs -f {run}"
         )
     old_config_json = read_run_config_json(config_map)
-    run_config = run_config_from(json.loads(old_config_json), overrides)
+    run_config = make_run_config(json.loads(old_config_json), overrides)
     config = require_language_model(run_config, "ludus resume")
     if config.name != run:
         raise ConfigError(

@@ -78,7 +78,7 @@ class LearnerActor:
         )
         self._learner = Learner(self._run, model_path)
         self._store = make_store(weights) if self._rank == 0 else None
-        self._published_dtype = weights.published_dtype(self._run.learner.dtype)
+        self._published_dtype = weights.choose_dtype(self._run.learner.dtype)
         freeze_heap()
 
     def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:

@@ -26,8 +26,8 @@ from typing import Any, Self
 from ludus.proto.config import (
     LanguageModelRun,
     load_run_config,
+    make_run_config,
     require_language_model,
-    run_config_from,
 )
 from ludus.proto.errors import CheckpointError, ConfigError, UserError
 from ludus.proto.runs import CHART_FILE, CONFIG_FILE, EvalReport, Phase, Resume, Summary
@@ -302,9 +302,9 @@ def _load_config(
     if isinstance(config, LanguageModelRun):
         if not overrides:
             return config
-        run = run_config_from(config.model_dump(mode="json"), overrides)
+        run = make_run_config(config.model_dump(mode="json"), overrides)
     elif isinstance(config, Mapping):
-        run = run_config_from(_replace_functions(config), overrides)
+        run = make_run_config(_replace_functions(config), overrides)
     else:
         run = load_run_config(None if config is None else Path(config), overrides)
     return require_language_model(run, "Trainer")

@@ -134,12 +134,12 @@ async def _play_warm_start(
             for index, environment in enumerate(environments.values())
             if environment.config.agent is not None
         }
-        games = zip(
+        episode_counts = zip(
             environments.values(), _split_by_weight(config.warm_start_games, weights), strict=True
         )
         batches = (
             asyncio.gather(*(play(index, environment, episode) for episode in range(num_episodes)))
-            for index, (environment, num_episodes) in enumerate(games)
+            for index, (environment, num_episodes) in enumerate(episode_counts)
         )
         episode_lists = await asyncio.gather(*batches)
     episodes = {

@@ -19,8 +19,8 @@ from ludus.proto.config import (
     FolderWeightStore,
     LanguageModelRun,
     PretrainedModel,
+    make_run_config,
     require_language_model,
-    run_config_from,
 )
 from ludus.proto.errors import ConfigError, WeightSyncError
 from ludus.trainer.compat.checks import rename_in_errors
@@ -64,7 +64,7 @@ def make_actor_settings(
     if mapped_config.unused_keys:
         _log.warning("these fields have no effect: %s", ", ".join(mapped_config.unused_keys))
     with rename_in_errors(mapped_config.key_by_setting):
-        run = run_config_from(mapped_config.sections, source=f"section {section}")
+        run = make_run_config(mapped_config.sections, source=f"section {section}")
     run = require_language_model(run, "an actor of Forge")
     if not isinstance(run.model, PretrainedModel):
         raise ConfigError(

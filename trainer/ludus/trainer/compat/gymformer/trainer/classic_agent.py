@@ -15,7 +15,7 @@ from gymnasium import spaces
 from pydantic import ValidationError
 from torch import nn
 
-from ludus.proto.config import NetworkPpoConfig, NetworkRun, run_config_from
+from ludus.proto.config import NetworkPpoConfig, NetworkRun, make_run_config
 from ludus.proto.config.network import GYMNASIUM_PREFIX
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
@@ -121,7 +121,7 @@ def make_run(request: AgentRequest) -> NetworkRun:
     if "://" in request.env_name:
         environment = {"kind": "remote", "address": request.env_name}
     num_envs = min(request.num_envs, request.max_episodes)
-    run = run_config_from(
+    run = make_run_config(
         {
             "kind": "network",
             "name": request.run_name,

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from ludus.env.adapters.gymnasium.token_level import TokenLevelEnvironment
-from ludus.proto.config import LanguageModelRun, require_language_model, run_config_from
+from ludus.proto.config import LanguageModelRun, make_run_config, require_language_model
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
 from ludus.trainer.compat.checks import run_coroutine
@@ -166,7 +166,7 @@ def make_run(
     num_minibatches = max(
         divisor for divisor in range(1, max_minibatches + 1) if num_groups % divisor == 0
     )
-    run = run_config_from(
+    run = make_run_config(
         {
             "name": request.run_name,
             "output_dir": str(request.save_path),
