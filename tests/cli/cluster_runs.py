@@ -20,9 +20,9 @@ from tests.gateway.fake_kubernetes_pods import CommandResult
 from tests.report.synthetic_run import build_run
 from tests.runs.cluster import (
     HEAD,
-    begin,
     phase_row,
     set_status,
+    start_cluster,
 )
 from tests.runs.release import NAMESPACE, Json
 
@@ -47,7 +47,10 @@ def find_requests_beyond_role(cluster: FakeKubernetes) -> set[tuple[str, str]]:
         for resource in rule["resources"]
     } | {("list", "nodes")}
     namespace_requests = [r for r in cluster.requests if r.target.namespace == NAMESPACE]
-    pairs = [(r.verb, f"{r.target.plural}/{r.target.part}".rstrip("/")) for r in namespace_requests]
+    pairs = [
+        (r.verb, f"{r.target.plural}/{r.target.subresource}".rstrip("/"))
+        for r in namespace_requests
+    ]
     return set(pairs) - allowed_requests
 
 
@@ -77,7 +80,7 @@ def get_config_map(cluster: FakeKubernetes) -> Json | None:
 
 
 def write_log(call: Call, *lines: str) -> None:
-    call(lambda cluster: cluster.pods.say(HEAD, *lines))
+    call(lambda cluster: cluster.pods.append_log(HEAD, *lines))
 
 
 def submit_run(ludus: RunCli, call: Call) -> None:
@@ -89,7 +92,7 @@ def submit_run(ludus: RunCli, call: Call) -> None:
 def start_run(ludus: RunCli, call: Call, *lines: str) -> None:
     """Start a run whose driver has logged these lines."""
     submit_run(ludus, call)
-    call(begin)
+    call(start_cluster)
     write_log(call, phase_row(), *lines)
 
 

@@ -27,9 +27,9 @@ from tests.gateway.fake_kubernetes import Call, FakeKubernetes
 from tests.gateway.fake_kubernetes_pods import CommandResult
 from tests.runs.cluster import (
     HEAD,
-    begin,
     head_pod,
     lose_head,
+    start_cluster,
     step_row,
 )
 from tests.runs.release import NAMESPACE, Json
@@ -85,7 +85,9 @@ def test_logs_of_a_run_whose_head_is_gone_are_those_in_its_folder(
 
 def list_reader_pods(cluster: FakeKubernetes) -> list[Json]:
     """Return the pods that read the volume."""
-    return [pod for pod in cluster.all("v1", "pods") if "-reader-" in pod["metadata"]["name"]]
+    return [
+        pod for pod in cluster.list_objects("v1", "pods") if "-reader-" in pod["metadata"]["name"]
+    ]
 
 
 @contextmanager
@@ -134,7 +136,7 @@ def test_stop_now_deletes_the_job_but_keeps_its_configuration(
 ) -> None:
     submit_run(ludus, cluster)
     if job_starts:
-        cluster(begin)
+        cluster(start_cluster)
     outcome = ludus("stop", "demo", *(["--now"] if job_starts else []))
     assert outcome.code == 0, outcome.err
     assert cluster(get_job) is None

@@ -26,10 +26,10 @@ from tests.cli.cluster_runs import (
 from tests.cli.commands import RunCli
 from tests.gateway.fake_kubernetes import Call
 from tests.runs.cluster import (
-    begin,
     head_pod,
     phase_row,
     set_status,
+    start_cluster,
     step_row,
 )
 from tests.runs.release import NAMESPACE, config_map
@@ -72,7 +72,7 @@ def test_a_run_is_followed_to_its_end_and_fetched(
 
     def operate() -> None:
         poll(cluster, get_job)
-        cluster(begin)
+        cluster(start_cluster)
         write_log(cluster, phase_row(), "warning: something odd", step_row(1), step_row(2))
         poll(cluster, lambda c: c.pods.num_log_requests)
         write_log(cluster, step_row(3))
@@ -134,7 +134,7 @@ def test_pod_problems_are_reported_during_the_wait(ludus: RunCli, cluster: Call)
 
 def test_an_interrupted_log_and_an_outage_lose_no_line(ludus: RunCli, cluster: Call) -> None:
     start_run(ludus, cluster, *map(step_row, (1, 2)))
-    cluster(lambda c: setattr(c.pods, "cut_logs", 2))
+    cluster(lambda c: setattr(c.pods, "num_cut_logs", 2))
 
     def operate() -> None:
         poll(cluster, lambda c: c.pods.num_log_requests)
@@ -156,7 +156,7 @@ def test_a_silent_log_is_requested_again(
 ) -> None:
     monkeypatch.setattr(follow, "SILENT_LOG_S", 0.3)
     start_run(ludus, cluster, *map(step_row, (1, 2)))
-    cluster(lambda c: setattr(c.pods, "silent_logs", 2))
+    cluster(lambda c: setattr(c.pods, "num_silent_logs", 2))
 
     def operate() -> None:
         poll(cluster, lambda c: c.pods.num_log_requests > 2)
@@ -193,7 +193,7 @@ def test_a_log_that_cannot_be_opened_is_reported_and_read_later(
 def test_a_deleted_run_ends_the_command(ludus: RunCli, cluster: Call) -> None:
     def operate() -> None:
         poll(cluster, get_job)
-        cluster(begin)
+        cluster(start_cluster)
         write_log(cluster, step_row(1))
         poll(cluster, lambda c: c.pods.num_log_requests)
         cluster(lambda c: c.remove("ray.io/v1", "rayjobs", NAMESPACE, "demo"))

@@ -43,7 +43,7 @@ from tests.gateway.fake_kubernetes_store import (
 
 _PATH = re.compile(
     r"/(?:api|apis)/(?P<api_version>v1|[^/]+/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?"
-    r"/(?P<plural>[a-z0-9]+)(?:/(?P<name>[^/]+))?(?:/(?P<part>status|log|exec))?"
+    r"/(?P<plural>[a-z0-9]+)(?:/(?P<name>[^/]+))?(?:/(?P<subresource>status|log|exec))?"
 )
 
 
@@ -121,7 +121,7 @@ class FakeKubernetes:
     def get(self, api_version: str, plural: str, namespace: str, name: str) -> Json | None:
         return copy.deepcopy(self._store.find(Target(api_version, plural, namespace, name)))
 
-    def all(self, api_version: str, plural: str) -> list[Json]:
+    def list_objects(self, api_version: str, plural: str) -> list[Json]:
         return copy.deepcopy(self._store.list_objects(Target(api_version, plural, "", "")))
 
     # Actions of other clients.
@@ -154,7 +154,7 @@ class FakeKubernetes:
         """Refuse the next requests; status 0 performs them and cuts the connection."""
         self._failures.append(InjectedFailure(status, verb, plural, times, retry_after))
 
-    def heal(self) -> None:
+    def clear_failures(self) -> None:
         self._failures.clear()
 
     def compact(self) -> None:
@@ -229,13 +229,13 @@ class FakeKubernetes:
             if api_request.verb == "watch":
                 return await self._stream(request, api_request)
             if (
-                api_request.target.part in ("log", "exec")
+                api_request.target.subresource in ("log", "exec")
                 and "*/*" not in request.headers["Accept"]
             ):
                 raise StatusError(406, "the body of the request was in an unknown format")
-            if api_request.target.part == "log":
+            if api_request.target.subresource == "log":
                 return await self.pods.send_log(request, api_request.target.name)
-            if api_request.target.part == "exec":
+            if api_request.target.subresource == "exec":
                 return await self.pods.send_exec(request, api_request.target.name)
             response_body = getattr(self, f"_{api_request.verb}")(api_request, request)
             response = web.json_response(

@@ -38,15 +38,15 @@ class FakePods:
     )
     logs: dict[str, list[str]] = field(default_factory=dict)
     """Log lines with their times."""
-    cut_logs: int = 0
+    num_cut_logs: int = 0
     """Number of streams that end after their first line, as when a connection breaks."""
-    silent_logs: int = 0
+    num_silent_logs: int = 0
     """Number of streams that send nothing and never end."""
     unreadable_log: str = ""
     """Text instead of the log, as if the node could not open the file and responded with 200."""
     num_log_requests: int = 0
 
-    def say(self, pod: str, *lines: str) -> None:
+    def append_log(self, pod: str, *lines: str) -> None:
         """Append lines to a log, three per second."""
         log = self.logs.setdefault(pod, [])
         for line in lines:
@@ -64,9 +64,9 @@ class FakePods:
         if self.unreadable_log:
             await response.write(self.unreadable_log.encode())
             return response
-        is_cut, is_silent, line_index = self.cut_logs > 0, self.silent_logs > 0, 0
-        self.cut_logs -= is_cut
-        self.silent_logs -= is_silent
+        is_cut, is_silent, line_index = self.num_cut_logs > 0, self.num_silent_logs > 0, 0
+        self.num_cut_logs -= is_cut
+        self.num_silent_logs -= is_silent
         while True:
             for line in [] if is_silent else self.logs.get(pod, [])[line_index:]:
                 line_index += 1

@@ -27,7 +27,7 @@ class Target:
     plural: str
     namespace: str
     name: str
-    part: str = ""
+    subresource: str = ""
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -151,7 +151,7 @@ class ObjectStore:
         ):
             raise StatusError(409, "the uid of an object does not change")
         spec_source, status_source = (
-            (old_object, update) if target.part == "status" else (update, old_object)
+            (old_object, update) if target.subresource == "status" else (update, old_object)
         )
         new_object = {**copy.deepcopy(spec_source)}
         new_object.pop("status", None)

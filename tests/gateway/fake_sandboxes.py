@@ -49,7 +49,7 @@ class FakeSandboxes:
     @property
     def claims(self) -> list[str]:
         """Names of the existing claims."""
-        return [claim["metadata"]["name"] for claim in self.cluster.all(*CLAIMS)]
+        return [claim["metadata"]["name"] for claim in self.cluster.list_objects(*CLAIMS)]
 
     @property
     def num_sessions(self) -> int:

@@ -106,7 +106,7 @@ async def connect_client(target: Gateway | str, **options: Any) -> AsyncIterator
         yield client
 
 
-def http_client(gateway: Gateway) -> httpx.AsyncClient:
+def make_http_client(gateway: Gateway) -> httpx.AsyncClient:
     """Build a client of a gateway's HTTP port, used with `async with`."""
     return httpx.AsyncClient(base_url=gateway.http_address, timeout=60)
 
@@ -132,10 +132,10 @@ __all__ = [
     "connect_client",
     "count_sessions",
     "get_sessions",
-    "http_client",
     "make_config",
     "make_endpoint",
     "make_gateway",
+    "make_http_client",
     "make_server",
     "run_gateway",
     "server_process",

@@ -20,8 +20,8 @@ from tests.gateway.gateways import (
     connect_client,
     count_sessions,
     get_sessions,
-    http_client,
     make_config,
+    make_http_client,
     make_server,
     run_gateway,
 )
@@ -68,7 +68,7 @@ async def test_tls_on_both_ports(tmp_path):
 
 
 async def test_only_admins_drain_and_only_others_play(tenants):
-    async with run_gateway(tenants_file=tenants) as (gateway, _), http_client(gateway) as http:
+    async with run_gateway(tenants_file=tenants) as (gateway, _), make_http_client(gateway) as http:
         assert (await http.get("/healthz")).status_code == 200
         assert (await http.get("/v1/envs")).status_code == 401
         assert (await http.post("/drain", headers=make_headers(RED_TOKEN))).status_code == 403
@@ -89,8 +89,8 @@ async def test_an_unused_session_of_one_tenant_makes_room_for_another(tenants):
     options = {"max_sessions": 1}
     async with (
         run_gateway(tenants_file=tenants, server_options=options) as (gateway, servers),
-        http_client(gateway) as red_client,
-        http_client(gateway) as blue_client,
+        make_http_client(gateway) as red_client,
+        make_http_client(gateway) as blue_client,
     ):
         reset_path = f"/envs/{NAME}/reset"
         for _ in range(2):
@@ -109,8 +109,8 @@ async def test_unused_session_makes_room_after_an_unexpected_refusal():
             gateway,
             [server],
         ),
-        http_client(gateway) as first_client,
-        http_client(gateway) as second_client,
+        make_http_client(gateway) as first_client,
+        make_http_client(gateway) as second_client,
     ):
         reset_path = f"/envs/{NAME}/reset"
         assert (await first_client.post(reset_path, json={})).status_code == 200

@@ -17,8 +17,8 @@ from tests.gateway.gateways import (
     NAME,
     connect_client,
     count_sessions,
-    http_client,
     make_config,
+    make_http_client,
     make_server,
     run_gateway,
 )
@@ -148,7 +148,7 @@ def configure_two_environments(first_server, second_server):
 
 
 async def test_environments_are_listed_over_http():
-    async with run_gateway(2) as (gateway, _), http_client(gateway) as http:
+    async with run_gateway(2) as (gateway, _), make_http_client(gateway) as http:
         environments = (await http.get("/v1/envs")).json()["environments"]
         assert [(entry["name"], entry["num_servers"]) for entry in environments] == [(NAME, 2)]
         environment = (await http.get(f"/v1/envs/{NAME}")).json()

@@ -54,7 +54,7 @@ async def gateway(tmp_path: Path, ca_file: Path, clock: Clock) -> AsyncIterator[
         yield gateway
 
 
-def http_client(gateway: Gateway, ca_file: Path) -> httpx.AsyncClient:
+def make_http_client(gateway: Gateway, ca_file: Path) -> httpx.AsyncClient:
     context = build_client_context(ca_file)
     return httpx.AsyncClient(base_url=gateway.http_address, verify=context, timeout=60)
 
@@ -62,7 +62,7 @@ def http_client(gateway: Gateway, ca_file: Path) -> httpx.AsyncClient:
 async def test_every_wire_is_served_with_a_token_over_tls_and_refused_without(
     gateway: Gateway, ca_file: Path
 ) -> None:
-    async with http_client(gateway, ca_file) as http:
+    async with make_http_client(gateway, ca_file) as http:
         assert (await http.get("/v1/envs")).status_code == 401
         assert (await http.get("/v1/envs", auth=("alice", ALICE))).status_code == 200
     url = f"{gateway.http_address}/envs/{NAME}/ws".replace("https", "wss")
@@ -127,7 +127,7 @@ async def test_refused_steps_are_counted_on_every_wire_without_secrets(
     write_tenants(tmp_path / "tenants.toml", alice="steps_per_s = 0.001", bob="")
     clock.now_s += 1.0
     async with (
-        http_client(gateway, ca_file) as http,
+        make_http_client(gateway, ca_file) as http,
         await AsyncEnvClient.connect(
             gateway.grpc_address, ConnectOptions(token=ALICE, ca_file=str(ca_file))
         ) as client,
@@ -172,7 +172,7 @@ async def test_the_admin_port_asks_for_neither_token_nor_tls(tmp_path: Path, ca_
         assert not gateway.environments[NAME].admission.is_draining
         assert (await http.get(gateway.admin_address + "/drain")).status_code == 200
         assert gateway.environments[NAME].admission.is_draining
-        async with http_client(gateway, ca_file) as tls_client:
+        async with make_http_client(gateway, ca_file) as tls_client:
             assert (await tls_client.get("/metrics")).status_code == 401
 
 

@@ -34,18 +34,18 @@ async def run_command(api: KubernetesApi) -> bytes:
 
 
 async def test_a_log_is_read_line_by_line(cluster: FakeKubernetes, api: KubernetesApi) -> None:
-    cluster.pods.say("head", "one", "", "zwei ✓")
+    cluster.pods.append_log("head", "one", "", "zwei ✓")
     assert [line async for line in api.read_lines(LOG_PATH, {})] == ["one", "", "zwei ✓"]
 
 
 async def test_a_log_is_followed_as_it_grows(cluster: FakeKubernetes, api: KubernetesApi) -> None:
-    cluster.pods.say("head", "one")
+    cluster.pods.append_log("head", "one")
     received_lines = []
     async with aclosing(api.read_lines(LOG_PATH, {"follow": "true"})) as lines:
         async for line in lines:
             received_lines.append(line)
             if line == "one":
-                cluster.pods.say("head", "two")
+                cluster.pods.append_log("head", "two")
             else:
                 break
     assert received_lines == ["one", "two"]

@@ -112,7 +112,7 @@ async def test_nothing_is_published_before_the_first_list_succeeded(
     async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_requests("list") >= 4)
         assert publications.lists == []
-        cluster.heal()
+        cluster.clear_failures()
         await publications.wait_for_pods("a")
 
 
@@ -285,7 +285,7 @@ async def test_refusals_keep_the_last_list(cluster: FakeKubernetes, status: int)
         num_requests = len(cluster.requests)
         await wait_until(lambda: len(cluster.requests) > num_requests + 3)
         assert set(publications.endpoints) == {"a"}
-        cluster.heal()
+        cluster.clear_failures()
         await publications.wait_for_pods("b")
 
 

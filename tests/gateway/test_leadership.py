@@ -339,7 +339,7 @@ async def _run_moves(moves: list[tuple[str, object]]) -> None:
             else:
                 cluster.fail(0 if move.startswith("lose") else 500, verb=argument)
             assert sum(candidate.is_leader for candidate in contenders) <= 1
-        cluster.heal()
+        cluster.clear_failures()
         clock.now_s += 16.0
         for candidate in contenders:
             await candidate.compete()

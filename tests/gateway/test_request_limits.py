@@ -17,7 +17,7 @@ from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.security.tracing import get_request_id
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.wires.middleware import RequestIdMiddleware, choose_request_id
-from tests.gateway.gateways import NAME, CountingEnv, http_client, run_gateway
+from tests.gateway.gateways import NAME, CountingEnv, make_http_client, run_gateway
 from tests.gateway.http_server import serve_app
 
 STEP = f"/envs/{NAME}/step"
@@ -50,7 +50,7 @@ async def start_request(
 
 async def test_too_large_body_is_refused_after_the_client_has_sent_it() -> None:
     num_bytes = MAX_MESSAGE_BYTES + 1
-    async with run_gateway() as (gateway, _), http_client(gateway) as http:
+    async with run_gateway() as (gateway, _), make_http_client(gateway) as http:
         for content in (b" " * num_bytes, make_chunks(num_bytes, size=2**20)):
             response = await http.post(STEP, content=content, headers=JSON_HEADERS)
             assert (response.status_code, error_code(response)) == (413, "VALIDATION_ERROR")
@@ -131,7 +131,7 @@ async def test_a_request_id_reaches_the_sessions_of_an_environment() -> None:
             request_ids.append(get_request_id())
             return super().step(action)
 
-    async with run_gateway(factory=RequestIdEnv) as (gateway, _), http_client(gateway) as http:
+    async with run_gateway(factory=RequestIdEnv) as (gateway, _), make_http_client(gateway) as http:
         await http.post(f"/envs/{NAME}/reset", json={})
         headers = {"x-request-id": "r-3"}
         first_response = await http.post(

@@ -92,7 +92,7 @@ async def test_group_has_one_sandbox_per_session() -> None:
 async def test_claims_say_whose_they_are_and_go_with_their_pool() -> None:
     async with run_sandboxes() as cluster, run_gateway(cluster) as sessions:
         await sessions.open(OPEN_ARGS)
-        (claim,) = cluster.cluster.all(*CLAIMS)
+        (claim,) = cluster.cluster.list_objects(*CLAIMS)
         labels = claim["metadata"]["labels"]
         assert labels["ludus.dev/warm-pool"] == POOL
         assert labels["ludus.dev/gateway"]
@@ -187,7 +187,7 @@ async def test_failed_claim_is_explained_to_the_client(
                 with pytest.raises(UnavailableError) as error:
                     await sessions.open(OPEN_ARGS)
                 error_message = error.value.message
-            cluster.cluster.heal()
+            cluster.cluster.clear_failures()
             assert not cluster.claims
 
 

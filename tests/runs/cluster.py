@@ -65,7 +65,7 @@ def set_status(cluster: FakeKubernetes, run: str = "demo", **status: Any) -> Non
     cluster.put({**job, "status": {**(job.get("status") or {}), **status}})
 
 
-def begin(cluster: FakeKubernetes, run: str = "demo") -> None:
+def start_cluster(cluster: FakeKubernetes, run: str = "demo") -> None:
     """Start the cluster of a run and its driver as the operator does."""
     set_status(cluster, run, jobDeploymentStatus="Running", rayClusterName=f"{run}-abcde")
     cluster.put(head_pod(run))
