@@ -33,7 +33,7 @@ _RAY_GAUGE = re.compile(r'^    "(\w+)": Gauge\(', re.MULTILINE)
 
 
 @functools.cache
-def exported_names() -> frozenset[str]:
+def list_exported_names() -> frozenset[str]:
     """Return the name of every series that a dashboard or a rule may read."""
     ludus_names = (
         _read_gateway_names()
@@ -46,12 +46,12 @@ def exported_names() -> frozenset[str]:
 
 def _read_gateway_names() -> set[str]:
     body, _ = asyncio.run(GatewayMetrics(["counting"]).render())
-    return _series_names(text_string_to_metric_families(body.decode()))
+    return _list_series_names(text_string_to_metric_families(body.decode()))
 
 
 def _read_run_names() -> set[str]:
     series = RunSeries(run_config())
-    return _series_names(series.collect())
+    return _list_series_names(series.collect())
 
 
 async def _read_server_names() -> set[str]:
@@ -59,10 +59,10 @@ async def _read_server_names() -> set[str]:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         reply = await client.get("/metrics")
-    return _series_names(text_string_to_metric_families(reply.text))
+    return _list_series_names(text_string_to_metric_families(reply.text))
 
 
-def _series_names(families: Iterable[Metric]) -> set[str]:
+def _list_series_names(families: Iterable[Metric]) -> set[str]:
     """Return the names of the series of each family, including series without samples."""
     names: set[str] = set()
     for family in families:
@@ -81,6 +81,6 @@ def _read_ray_names() -> set[str]:
     """Return the gauges of a Ray node that Ray's source declares."""
     spec = importlib.util.find_spec("ray")
     assert spec is not None and spec.origin is not None
-    reporter = Path(spec.origin).parent / "dashboard/modules/reporter/reporter_agent.py"
-    gauges = _RAY_GAUGE.findall(reporter.read_text(encoding="utf-8"))
+    reporter_path = Path(spec.origin).parent / "dashboard/modules/reporter/reporter_agent.py"
+    gauges = _RAY_GAUGE.findall(reporter_path.read_text(encoding="utf-8"))
     return {f"ray_{name}" for name in gauges}

@@ -14,7 +14,7 @@ from tests.charts.rendering import ROOT, Rendered
 
 PAGE = ROOT / "docs" / "kubernetes.md"
 Flows = dict[tuple[str, str], frozenset[str]]
-ANY = frozenset({"any"})
+ANY_PORT = frozenset({"any"})
 Labels = dict[str, str]
 Policy = dict[str, Any]
 
@@ -22,8 +22,10 @@ Policy = dict[str, Any]
 def read_diagram_flows() -> Flows:
     """Return the arrows of the diagram with their ports."""
     diagram = PAGE.read_text(encoding="utf-8").split("```mermaid")[1].split("```")[0]
-    arrows = re.findall(r"^ *(\w+) -->\|([^|]+)\| (\w+)$", diagram, re.MULTILINE)
-    return {(source, target): frozenset(ports.split(", ")) for source, ports, target in arrows}
+    arrow_matches = re.findall(r"^ *(\w+) -->\|([^|]+)\| (\w+)$", diagram, re.MULTILINE)
+    return {
+        (source, target): frozenset(ports.split(", ")) for source, ports, target in arrow_matches
+    }
 
 
 def compute_allowed_flows(release: Rendered) -> Flows:
@@ -32,12 +34,12 @@ def compute_allowed_flows(release: Rendered) -> Flows:
     Raises:
         AssertionError: one end of a flow allows it and the other end denies it.
     """
-    pods = {name: labels for name, labels in _pods(release)}
+    pods = {name: labels for name, labels in _iterate_pods(release)}
     flows: Flows = {}
     for name, labels in pods.items():
         for peer_name, peer_labels in pods.items():
-            egress_ports = _ports(release, labels, "egress", peer_labels)
-            ingress_ports = _ports(release, peer_labels, "ingress", labels)
+            egress_ports = _find_ports(release, labels, "egress", peer_labels)
+            ingress_ports = _find_ports(release, peer_labels, "ingress", labels)
             assert egress_ports == ingress_ports, (
                 f"{name} may send {set(egress_ports)} to {peer_name}, "
                 f"which accepts {set(ingress_ports)}"
@@ -45,26 +47,28 @@ def compute_allowed_flows(release: Rendered) -> Flows:
             if egress_ports:
                 flows[name, peer_name] = egress_ports
         for direction in ("ingress", "egress"):
-            for outside, ports in _outside(release, labels, direction):
-                ends = (name, outside) if direction == "egress" else (outside, name)
-                flows[ends] = flows.get(ends, frozenset()) | ports
+            for outside_name, ports in _iterate_outside_flows(release, labels, direction):
+                endpoints = (name, outside_name) if direction == "egress" else (outside_name, name)
+                flows[endpoints] = flows.get(endpoints, frozenset()) | ports
     return flows
 
 
 def list_policies(release: Rendered, labels: Labels) -> list[Policy]:
     """Return the policies that apply to a pod with these labels."""
-    return [policy for policy in _policies(release) if _selects(policy["podSelector"], labels)]
+    return [
+        policy for policy in _iterate_policies(release) if _selects(policy["podSelector"], labels)
+    ]
 
 
-def _pods(release: Rendered) -> Iterator[tuple[str, Labels]]:
-    for _, metadata, _ in release.pods():
+def _iterate_pods(release: Rendered) -> Iterator[tuple[str, Labels]]:
+    for _, metadata, _ in release.iterate_pods():
         labels = metadata["labels"]
         component = labels["app.kubernetes.io/component"]
         is_head = labels.get("ludus.dev/group") == "head"
         yield ("head" if is_head else "workers") if component == "trainer" else component, labels
 
 
-def _policies(release: Rendered) -> Iterator[Policy]:
+def _iterate_policies(release: Rendered) -> Iterator[Policy]:
     for resource in release.list_kind("NetworkPolicy"):
         yield resource["spec"]
     for resource in release.list_kind("SandboxTemplate"):
@@ -77,52 +81,52 @@ def _selects(selector: dict[str, Any], labels: Labels) -> bool:
     return selector.get("matchLabels", {}).items() <= labels.items()
 
 
-def _rules(
+def _iterate_rules(
     release: Rendered, labels: Labels, direction: str
 ) -> Iterator[tuple[Any, frozenset[str]]]:
-    end = {"egress": "to", "ingress": "from"}[direction]
+    peer_field = {"egress": "to", "ingress": "from"}[direction]
     for policy in list_policies(release, labels):
         for rule in policy.get(direction) or ():
-            ports = frozenset(str(port["port"]) for port in rule.get("ports", ())) or ANY
-            for peer in rule.get(end, [{}]):
+            ports = frozenset(str(port["port"]) for port in rule.get("ports", ())) or ANY_PORT
+            for peer in rule.get(peer_field, [{}]):
                 yield peer, ports
 
 
-def _ports(
+def _find_ports(
     release: Rendered, labels: Labels, direction: str, peer_labels: Labels
 ) -> frozenset[str]:
     ports: frozenset[str] = frozenset()
-    for peer, some in _rules(release, labels, direction):
+    for peer, rule_ports in _iterate_rules(release, labels, direction):
         if peer.keys() == {"podSelector"} and _selects(peer["podSelector"], peer_labels):
-            ports |= some
+            ports |= rule_ports
     return ports
 
 
-def _outside(
+def _iterate_outside_flows(
     release: Rendered, labels: Labels, direction: str
 ) -> Iterator[tuple[str, frozenset[str]]]:
-    for peer, ports in _rules(release, labels, direction):
+    for peer, ports in _iterate_rules(release, labels, direction):
         if peer.keys() == {"podSelector"}:
             continue
         (name,) = (
             name
-            for name, outside_peer, its_ports in _ends_outside(
-                release.chosen.all_values["networkPolicy"]
+            for name, outside_peer, required_ports in _iterate_outside_peers(
+                release.value_set.all_values["networkPolicy"]
             )
-            if outside_peer == peer and its_ports in (None, ports)
+            if outside_peer == peer and required_ports in (None, ports)
         )
         yield name, ports
 
 
-def _ends_outside(
+def _iterate_outside_peers(
     network: dict[str, Any],
 ) -> Iterator[tuple[str, dict[str, Any], frozenset[str] | None]]:
     """Yield the diagram's name and peer of each component outside the release.
 
     Ports are included if several components may have the same addresses.
     """
-    named = {"clients": "clients", "prometheus": "prometheus", "rayOperator": "operator"}
-    for key, name in named.items():
+    names_by_key = {"clients": "clients", "prometheus": "prometheus", "rayOperator": "operator"}
+    for key, name in names_by_key.items():
         for peer in network[key]:
             yield name, peer, None
     for peer in network["dns"]["to"]:

@@ -8,30 +8,32 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.charts.rendering import Rendered, ValueSet, render
-from tests.charts.value_sets import SHIPPED
+from tests.charts.value_sets import SHIPPED_SETS
 
 FOLDER = Path(__file__).parent / "golden"
-GENERATED = ("monitoring/dashboards.yaml", "monitoring/rules.yaml")
+COPIED_FILES = ("monitoring/dashboards.yaml", "monitoring/rules.yaml")
 """Templates that copy files which other tests cover."""
 
 
-def golden_text(release: Rendered) -> str:
+def make_golden_text(release: Rendered) -> str:
     """Return helm's output without the documents that copy other files."""
     documents = release.text.split("---\n")
     return "---\n".join(
-        document for document in documents if not _first_line(document).endswith(GENERATED)
+        document for document in documents if not _read_first_line(document).endswith(COPIED_FILES)
     )
 
 
-def golden_file(chosen: ValueSet) -> Path:
+def find_golden_file(value_set: ValueSet) -> Path:
     """Return the path of the golden file of a value set."""
-    return FOLDER / f"{chosen.name}.yaml"
+    return FOLDER / f"{value_set.name}.yaml"
 
 
-def _first_line(document: str) -> str:
+def _read_first_line(document: str) -> str:
     return document.partition("\n")[0]
 
 
 if __name__ == "__main__":
-    for chosen_set in SHIPPED:
-        golden_file(chosen_set).write_text(golden_text(render(chosen_set)), encoding="utf-8")
+    for value_set in SHIPPED_SETS:
+        find_golden_file(value_set).write_text(
+            make_golden_text(render(value_set)), encoding="utf-8"
+        )

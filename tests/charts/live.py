@@ -21,12 +21,12 @@ from ludus.env.client import AsyncEnvClient
 from ludus.proto.metrics import EvalMetric, Reduction, TrainMetric
 from ludus.proto.runs import MetricsRow, Phase
 from ludus.trainer.run.prometheus import PrometheusExporter
-from tests.charts.promtool import program
+from tests.charts.promtool import find_program
 from tests.sinks.mixed_run import phase, run_config, weights_row
 
 SCRAPE_INTERVAL = "2s"
 NAMESPACE = "ludus"
-_COUNTS = {
+_STEP_VALUES = {
     TrainMetric.NUM_WINS: 10.0,
     TrainMetric.NUM_DRAWS: 5.0,
     TrainMetric.NUM_LOSSES: 25.0,
@@ -47,11 +47,11 @@ _COUNTS = {
     TrainMetric.NUM_LEARNER_RESTARTS: 0.0,
     TrainMetric.STEP_S: 2.0,
 }
-ENVIRONMENTS = {"blackjack": {}, "tic_tac_toe": {"opponent": "first"}}
+ENVIRONMENT_OPTIONS = {"blackjack": {}, "tic_tac_toe": {"opponent": "first"}}
 
 
 @contextmanager
-def prometheus(
+def run_prometheus(
     folder: Path, targets: Mapping[str, str], rules: Sequence[Path] = ()
 ) -> Iterator[str]:
     """Start a Prometheus that scrapes the addresses with the labels of the chart's monitors.
@@ -86,7 +86,7 @@ def prometheus(
     with log.open("wb") as output:
         process = subprocess.Popen(
             [
-                program("prometheus"),
+                find_program("prometheus"),
                 f"--config.file={folder / 'prometheus.yml'}",
                 f"--storage.tsdb.path={folder / 'data'}",
                 "--web.listen-address=127.0.0.1:0",
@@ -101,21 +101,21 @@ def prometheus(
         process.wait(60)
 
 
-def ask(address: str, query: str) -> list[dict[str, Any]]:
+def fetch_series(address: str, query: str) -> list[dict[str, Any]]:
     """Return the series of a query, each with its labels and its value."""
-    encoded = urllib.parse.quote(query)
+    encoded_query = urllib.parse.quote(query)
     try:
-        with urllib.request.urlopen(f"{address}/api/v1/query?query={encoded}") as answer:
-            return json.load(answer)["data"]["result"]
+        with urllib.request.urlopen(f"{address}/api/v1/query?query={encoded_query}") as response:
+            return json.load(response)["data"]["result"]
     except urllib.error.HTTPError as error:
         assert error.code == 503, f"{error.read().decode()}: {query}"
         return []
 
 
-async def play(address: str, until: asyncio.Event) -> None:
+async def play_sessions(address: str, stop_event: asyncio.Event) -> None:
     """Open, step, reset and close sessions until `until` is set."""
     async with await AsyncEnvClient.connect(address) as client:
-        while not until.is_set():
+        while not stop_event.is_set():
             session, _ = await client.open(seed=1)
             async with session:
                 for _ in range(5):
@@ -124,50 +124,52 @@ async def play(address: str, until: asyncio.Event) -> None:
                 await session.reset(seed=2)
 
 
-async def train(exporter: PrometheusExporter, until: asyncio.Event) -> None:
-    """Write the rows of a run that learns, one step every half second."""
-    exporter.set_environment_options(ENVIRONMENTS)
+async def write_training_rows(exporter: PrometheusExporter, stop_event: asyncio.Event) -> None:
+    """Write the rows of a training run, one step every half second."""
+    exporter.set_environment_options(ENVIRONMENT_OPTIONS)
     exporter.write(phase(Phase.TRAIN))
     step = 0
-    while not until.is_set():
+    while not stop_event.is_set():
         step += 1
-        for row in rows(step):
+        for row in make_rows(step):
             exporter.write(row)
         await asyncio.sleep(0.5)
 
 
-def fail(exporter: PrometheusExporter) -> None:
+def report_failures(exporter: PrometheusExporter) -> None:
     """Report a failed canary and a restarted learner."""
     for metric in (TrainMetric.NUM_CANARY_FAILURES, TrainMetric.NUM_LEARNER_RESTARTS):
-        exporter.write(_row("event", 1, {metric: 1.0}))
+        exporter.write(_make_row("event", 1, {metric: 1.0}))
 
 
-def rows(step: int) -> list[MetricsRow]:
+def make_rows(step: int) -> list[MetricsRow]:
     """Return the rows of a step in which every metric has a value."""
-    environment_values = {m: value(m) for m in TrainMetric if m.spec.is_per_environment} | {
-        "reward_term.format": 0.5
+    environment_values = {
+        metric: make_value(metric) for metric in TrainMetric if metric.spec.is_per_environment
+    } | {"reward_term.format": 0.5}
+    run_values = {
+        metric: make_value(metric) for metric in TrainMetric if not metric.spec.is_per_environment
     }
-    run_values = {m: value(m) for m in TrainMetric if not m.spec.is_per_environment}
-    judged = dict.fromkeys(EvalMetric, 0.4)
+    eval_values = dict.fromkeys(EvalMetric, 0.4)
     hashes = {0: "00000000000a", 1: "00000000000a"}
-    metrics_rows = [_row("train", step, run_values), weights_row(step, hashes)]
-    for name in ENVIRONMENTS:
-        metrics_rows.append(_row("environment", step, environment_values, name))
-        metrics_rows.append(_row("eval", step, judged, name))
-        metrics_rows.append(_row("baseline", step, judged, name, "random"))
+    metrics_rows = [_make_row("train", step, run_values), weights_row(step, hashes)]
+    for name in ENVIRONMENT_OPTIONS:
+        metrics_rows.append(_make_row("environment", step, environment_values, name))
+        metrics_rows.append(_make_row("eval", step, eval_values, name))
+        metrics_rows.append(_make_row("baseline", step, eval_values, name, "random"))
     return metrics_rows
 
 
-def value(metric: TrainMetric) -> float:
+def make_value(metric: TrainMetric) -> float:
     """Return a plausible value: every count grows, and parts are less than their totals."""
-    if metric in _COUNTS:
-        return _COUNTS[metric]
+    if metric in _STEP_VALUES:
+        return _STEP_VALUES[metric]
     if metric.spec.reduction is Reduction.SUM:
         return {"s": 0.4, "bytes": 1e6}.get(metric.spec.unit, 1.0)
     return 0.01
 
 
-def _row(
+def _make_row(
     kind: str,
     step: int,
     values: Mapping[Any, float],
@@ -189,9 +191,9 @@ def _row(
 
 def start_exporter() -> PrometheusExporter:
     """Start the exporter of the run `mixed`."""
-    run = run_config(prometheus={})
-    assert run.metrics.prometheus is not None
-    return PrometheusExporter(run, run.metrics.prometheus)
+    config = run_config(prometheus={})
+    assert config.metrics.prometheus is not None
+    return PrometheusExporter(config, config.metrics.prometheus)
 
 
 def _find_listening_port(pid: int, log: Path) -> int:
@@ -201,7 +203,9 @@ def _find_listening_port(pid: int, log: Path) -> int:
     """
     deadline_s = time.monotonic() + 120.0
     while time.monotonic() < deadline_s:
-        sockets = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+        sockets = {
+            os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()
+        }
         for table in ("tcp", "tcp6"):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 columns = line.split()

@@ -17,9 +17,13 @@ _KEYWORDS = {"and", "or", "unless", "bool", "offset"}
 def read_metric_names(expression: str) -> set[str]:
     """Return the names of the metrics that an expression reads."""
     remainder = _STRING.sub('""', expression)
-    for ignored in (_LABELS, _SELECTOR, _RANGE, _NUMBER):
-        remainder = ignored.sub(" ", remainder)
-    return {word for word, call in _WORD.findall(remainder) if not call and word not in _KEYWORDS}
+    for pattern in (_LABELS, _SELECTOR, _RANGE, _NUMBER):
+        remainder = pattern.sub(" ", remainder)
+    return {
+        word
+        for word, parenthesis in _WORD.findall(remainder)
+        if not parenthesis and word not in _KEYWORDS
+    }
 
 
 def fill_variables(expression: str, values: Mapping[str, str]) -> str:
@@ -29,10 +33,10 @@ def fill_variables(expression: str, values: Mapping[str, str]) -> str:
         ValueError: a variable has no value.
     """
 
-    def value(match: re.Match[str]) -> str:
+    def replace(match: re.Match[str]) -> str:
         name = match[1]
         if name not in values:
             raise ValueError(f"${name} is no variable of this dashboard: {expression}")
         return values[name]
 
-    return re.sub(r"\$(\w+)", value, expression)
+    return re.sub(r"\$(\w+)", replace, expression)

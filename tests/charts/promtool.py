@@ -18,7 +18,7 @@ def _locate(name: str) -> Path | str:
         return str(error)
 
 
-def program(name: str) -> Path:
+def find_program(name: str) -> Path:
     """Return the path of the program, or skip the test if it is not available."""
     path_or_reason = _locate(name)
     if isinstance(path_or_reason, str):
@@ -26,9 +26,9 @@ def program(name: str) -> Path:
     return path_or_reason
 
 
-def promtool(*arguments: object) -> str:
+def run_promtool(*arguments: object) -> str:
     """Return the output of promtool; the test fails if promtool reports an error."""
-    command = [program("promtool"), *map(str, arguments)]
+    command = [find_program("promtool"), *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result.stdout

@@ -67,32 +67,41 @@ def merge_values(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any
     """Merge two nested maps; `changes` override `base`."""
     merged = dict(base)
     for key, value in changes.items():
-        below = merged.get(key)
-        is_below = isinstance(value, dict) and isinstance(below, dict)
-        merged[key] = merge_values(below, value) if is_below else value
+        base_value = merged.get(key)
+        is_nested = isinstance(value, dict) and isinstance(base_value, dict)
+        merged[key] = merge_values(base_value, value) if is_nested else value
     return merged
 
 
-def helm() -> str:
+def find_helm() -> str:
     """Return the path of helm: from its PyPI package, or from PATH."""
-    packaged = Path(sys.executable).parent / "helm"
-    path = str(packaged) if packaged.exists() else shutil.which("helm")
+    packaged_path = Path(sys.executable).parent / "helm"
+    path = str(packaged_path) if packaged_path.exists() else shutil.which("helm")
     if path is None:
         pytest.skip("expected helm in .venv or PATH, got none: nothing of the chart is tested")
     return path
 
 
-def run_helm(command: str, chosen: ValueSet, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_helm(
+    command: str, value_set: ValueSet, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     """Return the result of `helm lint` or `helm template` for the values."""
     with tempfile.TemporaryDirectory() as folder:
-        values = Path(folder) / "values.yaml"
-        values.write_text(yaml.safe_dump(chosen.values))
-        files = [f"--values={CHART / chosen.file}"] if chosen.file else []
-        release_name = [] if command == "lint" else [chosen.release]
+        values_path = Path(folder) / "values.yaml"
+        values_path.write_text(yaml.safe_dump(value_set.values))
+        files = [f"--values={CHART / value_set.file}"] if value_set.file else []
+        release_name = [] if command == "lint" else [value_set.release]
         return subprocess.run(
             [
-                *(helm(), command, *release_name, str(CHART), *files, f"--values={values}"),
-                *("--namespace", chosen.namespace, *arguments),
+                *(
+                    find_helm(),
+                    command,
+                    *release_name,
+                    str(CHART),
+                    *files,
+                    f"--values={values_path}",
+                ),
+                *("--namespace", value_set.namespace, *arguments),
             ],
             capture_output=True,
             text=True,
@@ -101,16 +110,16 @@ def run_helm(command: str, chosen: ValueSet, *arguments: str) -> subprocess.Comp
         )
 
 
-def template(chosen: ValueSet) -> subprocess.CompletedProcess[str]:
+def template(value_set: ValueSet) -> subprocess.CompletedProcess[str]:
     """Run `helm template` for an API server that has the kinds of the value set."""
-    return run_helm("template", chosen, *(f"--api-versions={kind}" for kind in chosen.kinds))
+    return run_helm("template", value_set, *(f"--api-versions={kind}" for kind in value_set.kinds))
 
 
 class Rendered:
     """The objects of a release, and those that `ludus submit` creates from it."""
 
-    def __init__(self, chosen: ValueSet, text: str) -> None:
-        self.chosen = chosen
+    def __init__(self, value_set: ValueSet, text: str) -> None:
+        self.value_set = value_set
         self.text = text
         self.objects: list[Object] = [
             document for document in yaml.load_all(text, yaml.CSafeLoader) if document is not None
@@ -165,7 +174,7 @@ class Rendered:
         assert len(matches) == 1
         return matches[0]["data"]  # type: ignore[no-any-return]
 
-    def pods(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    def iterate_pods(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         """Yield the location, metadata and specification of every pod."""
         for resource in self.all_objects:
             location = f"{resource['kind']}/{resource['metadata']['name']}"
@@ -189,8 +198,8 @@ def _iterate_pods(resource: Object) -> Iterator[tuple[dict[str, Any], dict[str, 
 
 
 @functools.cache
-def render(chosen: ValueSet) -> Rendered:
+def render(value_set: ValueSet) -> Rendered:
     """Render the release of a value set."""
-    result = template(chosen)
+    result = template(value_set)
     assert result.returncode == 0, result.stderr
-    return Rendered(chosen, result.stdout)
+    return Rendered(value_set, result.stdout)

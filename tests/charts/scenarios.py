@@ -26,7 +26,7 @@ def run_series(name: str, labels: str = "", pod: str = "head-1") -> str:
     return series(name, f'pod="{pod}", run="first"{", " * bool(labels)}{labels}')
 
 
-def game_series(name: str, labels: str = "") -> str:
+def environment_series(name: str, labels: str = "") -> str:
     """Return the selector of a series of the run's environment."""
     environment_labels = 'environment="blackjack", opponent="environment"'
     return run_series(name, f"{environment_labels}{', ' * bool(labels)}{labels}")
@@ -36,7 +36,7 @@ def _build_info(pod: str) -> str:
     return series("ludus_gateway_build_info", f'pod="{pod}"')
 
 
-def _up(pod: str, job: str) -> str:
+def _target_up(pod: str, job: str) -> str:
     return series("up", f'job="{job}", pod="{pod}", release="main"')
 
 
@@ -48,11 +48,11 @@ def _calls(code: str) -> str:
     return gateway_series("ludus_gateway_calls_total", f'call="step", code="{code}"')
 
 
-def _steps_within(le: str) -> str:
+def _steps_bucket(le: str) -> str:
     return gateway_series("ludus_gateway_call_seconds_bucket", f'call="step", le="{le}"')
 
 
-def _waits_within(le: str) -> str:
+def _waits_bucket(le: str) -> str:
     return gateway_series("ludus_gateway_queue_wait_seconds_bucket", f'le="{le}"')
 
 
@@ -72,8 +72,8 @@ def _worker(name: str, worker: int) -> str:
     return run_series(f"ludus_train_worker_weights_{name}", f'worker="{worker}"')
 
 
-def _win_rate(end: str) -> str:
-    return game_series(f"ludus_train_eval_win_rate_ci95_{end}", 'policy="trained"')
+def _win_rate(bound: str) -> str:
+    return environment_series(f"ludus_train_eval_win_rate_ci95_{bound}", 'policy="trained"')
 
 
 def _job(status: str) -> str:
@@ -85,14 +85,14 @@ def _head_memory(quantity: str) -> str:
     return series(f"ray_node_mem_{quantity}", 'pod="head-1", IsHeadNode="true"')
 
 
-_LOST = gateway_series("ludus_gateway_sessions_lost_total")
-_REFUSED = series("ludus_gateway_auth_failures_total", 'pod="gateway-1", kind="expired"')
+_SESSIONS_LOST = gateway_series("ludus_gateway_sessions_lost_total")
+_AUTH_FAILURES = series("ludus_gateway_auth_failures_total", 'pod="gateway-1", kind="expired"')
 _WORKER_ENDS = series("env_server_worker_ends_total", 'pod="server-1", env="openspiel_env"')
-_EPISODES = game_series("ludus_train_episodes_total")
-_VOIDED = game_series("ludus_train_episodes_lost_total")
-_FAILED = game_series("ludus_train_episodes_failed_total")
-_GROUPS = game_series("ludus_train_groups_total")
-_DEAD = game_series("ludus_train_groups_dead_total")
+_EPISODES = environment_series("ludus_train_episodes_total")
+_EPISODES_LOST = environment_series("ludus_train_episodes_lost_total")
+_EPISODES_FAILED = environment_series("ludus_train_episodes_failed_total")
+_GROUPS = environment_series("ludus_train_groups_total")
+_DEAD_GROUPS = environment_series("ludus_train_groups_dead_total")
 _LAST_STEP = run_series("ludus_train_last_step_timestamp_seconds")
 _LAST_CHECKPOINT = run_series("ludus_train_last_checkpoint_timestamp_seconds")
 _PHASE_START = run_series("ludus_train_phase_start_timestamp_seconds")
@@ -103,14 +103,14 @@ _SYNC_SECONDS = run_series("ludus_train_weight_sync_seconds_total")
 _CANARY_FAILURES = run_series("ludus_train_canary_failures_total")
 _LEARNER_RESTARTS = run_series("ludus_train_learner_restarts_total")
 _MISMATCH = run_series("ludus_train_mismatch_kl")
-_RUN = run_series("ludus_train_run")
+_RUN_INFO = run_series("ludus_train_run")
 
-CLEAN: dict[str, str] = {
+HEALTHY_SERIES: dict[str, str] = {
     _build_info("gateway-1"): "1xN",
     _build_info("gateway-2"): "1xN",
-    _up("gateway-1", "gateway"): "1xN",
-    _up("server-1", "environment"): "1xN",
-    _up("head-1", "trainer"): "1xN",
+    _target_up("gateway-1", "gateway"): "1xN",
+    _target_up("server-1", "environment"): "1xN",
+    _target_up("head-1", "trainer"): "1xN",
     _sessions("active"): "50xN",
     _sessions("pending"): "0xN",
     gateway_series("ludus_gateway_sessions", 'state="active"', pod="gateway-2"): "50xN",
@@ -123,19 +123,19 @@ CLEAN: dict[str, str] = {
     _calls("OK"): "0+1000xN",
     _calls("UNAVAILABLE"): "0xN",
     _calls("VALIDATION_ERROR"): "0+100xN",
-    _steps_within("5.0"): "0+1000xN",
-    _steps_within("10.0"): "0+1000xN",
-    _steps_within("+Inf"): "0+1000xN",
-    _waits_within("10.0"): "0+60xN",
-    _waits_within("20.0"): "0+60xN",
-    _waits_within("+Inf"): "0+60xN",
-    _LOST: "0xN",
-    _REFUSED: "0+1xN",
+    _steps_bucket("5.0"): "0+1000xN",
+    _steps_bucket("10.0"): "0+1000xN",
+    _steps_bucket("+Inf"): "0+1000xN",
+    _waits_bucket("10.0"): "0+60xN",
+    _waits_bucket("20.0"): "0+60xN",
+    _waits_bucket("+Inf"): "0+60xN",
+    _SESSIONS_LOST: "0xN",
+    _AUTH_FAILURES: "0+1xN",
     _WORKER_ENDS: "0xN",
     _job("Running"): "1xN",
     _head_memory("used"): "5xN",
     _head_memory("total"): "10xN",
-    _RUN: "1xN",
+    _RUN_INFO: "1xN",
     _phase("train"): "1xN",
     _phase("start_workers"): "0xN",
     _PHASE_START: "0xN",
@@ -154,14 +154,14 @@ CLEAN: dict[str, str] = {
     _worker("hash", 0): "7+1xN",
     _worker("hash", 1): "7+1xN",
     _EPISODES: "0+100xN",
-    game_series("ludus_train_episodes_finished_total"): "0+100xN",
-    game_series("ludus_train_wins_total"): "0+40xN",
-    game_series("ludus_train_draws_total"): "0+10xN",
-    game_series("ludus_train_losses_total"): "0+50xN",
-    _VOIDED: "0+1xN",
-    _FAILED: "0+1xN",
+    environment_series("ludus_train_episodes_finished_total"): "0+100xN",
+    environment_series("ludus_train_wins_total"): "0+40xN",
+    environment_series("ludus_train_draws_total"): "0+10xN",
+    environment_series("ludus_train_losses_total"): "0+50xN",
+    _EPISODES_LOST: "0+1xN",
+    _EPISODES_FAILED: "0+1xN",
     _GROUPS: "0+100xN",
-    _DEAD: "0+50xN",
+    _DEAD_GROUPS: "0+50xN",
     _win_rate("low"): "0.4xN",
     _win_rate("high"): "0.5xN",
 }
@@ -191,7 +191,7 @@ class Scenario:
 _NAMESPACE = {"namespace": "ludus"}
 _ENV = {**_NAMESPACE, "env": "blackjack"}
 _RUN_LABELS = {**_NAMESPACE, "run": "first"}
-_GAME_LABELS = {**_RUN_LABELS, "environment": "blackjack"}
+_RUN_ENV = {**_RUN_LABELS, "environment": "blackjack"}
 _JOB_LABELS = {**_NAMESPACE, "name": "first"}
 
 FLEET = (
@@ -204,7 +204,7 @@ FLEET = (
     ),
     Scenario(
         "LudusTargetDown",
-        {_up("server-1", "environment"): "1x5 0xN"},
+        {_target_up("server-1", "environment"): "1x5 0xN"},
         minute=12,
         labels={**_NAMESPACE, "job": "environment", "pod": "server-1", "release": "main"},
         silent_minute=8,
@@ -221,14 +221,19 @@ FLEET = (
         "LudusFleetSaturated", {_sessions("active"): "95xN"}, 12, _ENV, value="95%", silent_minute=8
     ),
     Scenario(
-        "LudusOpensWait", {_waits_within("10.0"): "0xN"}, 8, _ENV, value="19.5s", silent_minute=4
+        "LudusOpensWait", {_waits_bucket("10.0"): "0xN"}, 8, _ENV, value="19.5s", silent_minute=4
     ),
     Scenario(
         "LudusOpensFail", {_opens("no_capacity"): "0+15xN"}, 8, _ENV, value="20%", silent_minute=4
     ),
     # 10 within ten minutes; 50 sessions are open and 600 were opened.
     Scenario(
-        "LudusSessionsLost", {_LOST: "0x9 0+1x10 10xN"}, 20, _ENV, value="1.538%", silent_minute=60
+        "LudusSessionsLost",
+        {_SESSIONS_LOST: "0x9 0+1x10 10xN"},
+        20,
+        _ENV,
+        value="1.538%",
+        silent_minute=60,
     ),
     Scenario(
         "LudusServersUnreachable",
@@ -239,7 +244,7 @@ FLEET = (
         silent_minute=3,
     ),
     Scenario(
-        "LudusStepsSlow", {_steps_within("5.0"): "0xN"}, 14, _ENV, value="9.95s", silent_minute=9
+        "LudusStepsSlow", {_steps_bucket("5.0"): "0xN"}, 14, _ENV, value="9.95s", silent_minute=9
     ),
     Scenario(
         "LudusCallsFail",
@@ -258,7 +263,12 @@ FLEET = (
         silent_minute=3,
     ),
     Scenario(
-        "LudusTokensRefused", {_REFUSED: "0+120xN"}, 14, _NAMESPACE, value="2", silent_minute=9
+        "LudusTokensRefused",
+        {_AUTH_FAILURES: "0+120xN"},
+        14,
+        _NAMESPACE,
+        value="2",
+        silent_minute=9,
     ),
 )
 
@@ -293,19 +303,29 @@ TRAINING = (
         silent_minute=29,
     ),
     Scenario(
-        "LudusEpisodesVoided", {_VOIDED: "0+3xN"}, 20, _GAME_LABELS, value="3%", silent_minute=4
+        "LudusEpisodesVoided", {_EPISODES_LOST: "0+3xN"}, 20, _RUN_ENV, value="3%", silent_minute=4
     ),
     Scenario(
-        "LudusEpisodesFailed", {_FAILED: "0+3xN"}, 20, _GAME_LABELS, value="3%", silent_minute=4
+        "LudusEpisodesFailed",
+        {_EPISODES_FAILED: "0+3xN"},
+        20,
+        _RUN_ENV,
+        value="3%",
+        silent_minute=4,
     ),
     Scenario(
-        "LudusNoLearningSignal", {_DEAD: "0+98xN"}, 40, _GAME_LABELS, value="98%", silent_minute=14
+        "LudusNoLearningSignal",
+        {_DEAD_GROUPS: "0+98xN"},
+        40,
+        _RUN_ENV,
+        value="98%",
+        silent_minute=14,
     ),
     Scenario(
         "LudusEvaluationFell",
         {_win_rate("low"): "0.4x20 0.2xN", _win_rate("high"): "0.5x20 0.3xN"},
         minute=30,
-        labels={**_GAME_LABELS, "opponent": "environment"},
+        labels={**_RUN_ENV, "opponent": "environment"},
         value="30%",
         silent_minute=23,
     ),
@@ -343,7 +363,7 @@ TRAINING = (
     ),
     Scenario(
         "LudusRunRetried",
-        {_RUN: "1x20 stale", run_series("ludus_train_run", pod="head-2"): "_x20 1xN"},
+        {_RUN_INFO: "1x20 stale", run_series("ludus_train_run", pod="head-2"): "_x20 1xN"},
         minute=30,
         labels=_RUN_LABELS,
         value="2",
@@ -352,7 +372,7 @@ TRAINING = (
 )
 SCENARIOS = (*FLEET, *PLATFORM, *TRAINING)
 
-HARMLESS: dict[str, Mapping[str, str]] = {
+HARMLESS_CHANGES: dict[str, Mapping[str, str]] = {
     "a tenant's quota refuses opens": {_opens("rate_limited"): "0+60xN"},
     "a caller's actions are invalid": {_calls("VALIDATION_ERROR"): "0+900xN"},
     "no session is open, and no server runs": {
@@ -365,7 +385,7 @@ HARMLESS: dict[str, Mapping[str, str]] = {
     },
     "a gateway is replaced": {
         _build_info("gateway-1"): "1x20 stale",
-        _up("gateway-1", "gateway"): "1x20 stale",
+        _target_up("gateway-1", "gateway"): "1x20 stale",
         _build_info("gateway-3"): "_x21 1xN",
     },
     "a step takes a quarter of an hour": {

@@ -31,14 +31,14 @@ _RESERVED = frozenset({"namespace", "package", "for", "if", "in", "var", "functi
 
 def problems(resource: dict[str, Any], version: str) -> list[str]:
     """Return the parts of an object that an API server of this version would refuse or drop."""
-    custom = _load_custom_schema(resource["kind"], resource["apiVersion"])
-    if custom is None:
+    custom_schema = _load_custom_schema(resource["kind"], resource["apiVersion"])
+    if custom_schema is None:
         return _describe_errors(
             _load_built_in_validator(version, resource["kind"], resource["apiVersion"]), resource
         )
-    validator = Draft202012Validator(_strict(custom), registry=_registry(version))
+    validator = Draft202012Validator(_make_strict(custom_schema), registry=_load_registry(version))
     return _describe_errors(validator, resource) + list(
-        _broken_rules(custom, _complete(custom, resource), "")
+        _find_broken_rules(custom_schema, _add_defaults(custom_schema, resource), "")
     )
 
 
@@ -54,7 +54,7 @@ def _describe_errors(validator: Draft202012Validator, resource: dict[str, Any]) 
 
 
 @functools.cache
-def _registry(version: str) -> Registry:
+def _load_registry(version: str) -> Registry:
     definitions = kubernetes.schema_contents(_read_schema_file(version, "_definitions"), version)
     return Resource.from_contents(definitions) @ Registry()
 
@@ -62,11 +62,11 @@ def _registry(version: str) -> Registry:
 @functools.cache
 def _load_built_in_validator(version: str, kind: str, api_version: str) -> Draft202012Validator:
     group, _, name = api_version.rpartition("/")
-    short = f"{group.partition('.')[0]}-{name}" if group else name
+    file_suffix = f"{group.partition('.')[0]}-{name}" if group else name
     schema = kubernetes.schema_contents(
-        _read_schema_file(version, f"{kind.lower()}-{short}"), version
+        _read_schema_file(version, f"{kind.lower()}-{file_suffix}"), version
     )
-    return Draft202012Validator(schema, registry=_registry(version))
+    return Draft202012Validator(schema, registry=_load_registry(version))
 
 
 def _read_schema_file(version: str, name: str) -> str:
@@ -83,19 +83,21 @@ def _load_custom_schema(kind: str, api_version: str) -> dict[str, Any] | None:
     return document["schema"]  # type: ignore[no-any-return]
 
 
-def _strict(schema: Any, at_root: bool = True) -> Any:
+def _make_strict(schema: Any, at_root: bool = True) -> Any:
     """Return the schema with an error for every field that an API server would drop."""
     if isinstance(schema, list):
-        return [_strict(subschema, False) for subschema in schema]
+        return [_make_strict(subschema, False) for subschema in schema]
     if not isinstance(schema, dict):
         return schema
     strict_schema = {
-        key: _strict(subschema, False) for key, subschema in schema.items() if key != "properties"
+        key: _make_strict(subschema, False)
+        for key, subschema in schema.items()
+        if key != "properties"
     }
     fields = schema.get("properties")
     if isinstance(fields, dict):
         strict_schema["properties"] = {
-            name: _strict(subschema, False) for name, subschema in fields.items()
+            name: _make_strict(subschema, False) for name, subschema in fields.items()
         }
         is_open = schema.get("x-kubernetes-preserve-unknown-fields")
         if not is_open and "additionalProperties" not in schema:
@@ -103,46 +105,48 @@ def _strict(schema: Any, at_root: bool = True) -> Any:
     return strict_schema
 
 
-def _complete(schema: Any, value: Any) -> Any:
+def _add_defaults(schema: Any, value: Any) -> Any:
     """Return the value with its defaults, which CEL rules read."""
     if isinstance(value, list):
-        return [_complete(schema.get("items", {}), item) for item in value]
+        return [_add_defaults(schema.get("items", {}), element) for element in value]
     if not isinstance(value, dict):
         return value
     fields = schema.get("properties", {})
-    missing = {
+    defaults = {
         name: field["default"]
         for name, field in fields.items()
         if "default" in field and name not in value
     }
-    present = {name: _complete(fields.get(name, {}), item) for name, item in value.items()}
-    return present | missing
+    completed_fields = {
+        name: _add_defaults(fields.get(name, {}), element) for name, element in value.items()
+    }
+    return completed_fields | defaults
 
 
-def _broken_rules(schema: Any, value: Any, location: str) -> Iterator[str]:
+def _find_broken_rules(schema: Any, value: Any, location: str) -> Iterator[str]:
     """Yield a message for each CEL rule of a custom resource that the value violates."""
     for rule in schema.get("x-kubernetes-validations", ()):
         # Rules about a change need the previous object.
         if "oldSelf" not in rule["rule"] and not _is_satisfied(rule["rule"], value):
             yield f"{location}: {rule.get('message', rule['rule'])}"
     if isinstance(value, dict):
-        for name, below in schema.get("properties", {}).items():
+        for name, nested in schema.get("properties", {}).items():
             if name in value:
-                yield from _broken_rules(below, value[name], f"{location}/{name}")
+                yield from _find_broken_rules(nested, value[name], f"{location}/{name}")
         item_schema = schema.get("additionalProperties")
-        for name, below in value.items() if isinstance(item_schema, dict) else ():
-            yield from _broken_rules(item_schema, below, f"{location}/{name}")
+        for name, nested in value.items() if isinstance(item_schema, dict) else ():
+            yield from _find_broken_rules(item_schema, nested, f"{location}/{name}")
     if isinstance(value, list) and "items" in schema:
-        for index, below in enumerate(value):
-            yield from _broken_rules(schema["items"], below, f"{location}/{index}")
+        for index, nested in enumerate(value):
+            yield from _find_broken_rules(schema["items"], nested, f"{location}/{index}")
 
 
 def _is_satisfied(rule: str, value: Any) -> bool:
-    return bool(_program(rule).evaluate({"self": json_to_cel(_escape_names(value))}))
+    return bool(_compile_rule(rule).evaluate({"self": json_to_cel(_escape_names(value))}))
 
 
 @functools.cache
-def _program(rule: str) -> celpy.Runner:
+def _compile_rule(rule: str) -> celpy.Runner:
     environment = celpy.Environment()
     return environment.program(environment.compile(rule))
 
@@ -151,7 +155,7 @@ def _escape_names(value: Any) -> Any:
     """Escape field names that are reserved words of CEL with underscores."""
     if isinstance(value, dict):
         return {
-            f"__{key}__" if key in _RESERVED else key: _escape_names(item)
-            for key, item in value.items()
+            f"__{key}__" if key in _RESERVED else key: _escape_names(element)
+            for key, element in value.items()
         }
-    return [_escape_names(item) for item in value] if isinstance(value, list) else value
+    return [_escape_names(element) for element in value] if isinstance(value, list) else value

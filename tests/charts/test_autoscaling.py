@@ -15,27 +15,27 @@ import yaml
 from autoscaler import Autoscaler, Fleet, JsonObject
 from autoscaling_picture import RECORDED_SYNC_S, TARGET, Recording, draw
 
-from tests.charts.promtool import promtool
+from tests.charts.promtool import run_promtool
 from tests.charts.rendering import ValueSet, merge_values, render
-from tests.charts.value_sets import MONITORED, merge_environment
+from tests.charts.value_sets import MONITORED_VALUES, merge_environment
 
 CLUSTER = Path(__file__).parents[1] / "cluster"
 RECORDED_DATA: Any = json.loads((CLUSTER / "autoscaling.json").read_text())
-RECORDED = Recording.parse(RECORDED_DATA)
+RECORDING = Recording.parse(RECORDED_DATA)
 TOLERANCE_S = 15
-"""Allowed delay in seconds: two HPA cycles, one poll and one scrape, each of them late."""
-SHARE = 0.95
+"""Allowed delay in seconds: two HPA cycles, one poll and one scrape, each at its maximum delay."""
+MIN_AGREEMENT = 0.95
 """Minimum share of seconds that must agree.
 
 Two gateways are scraped at different moments, so a session that moves in between counts twice, and
 the real autoscaler briefly adds a pod or two.
 """
-MORE_PODS = 2
+MAX_EXTRA_PODS = 2
 
 
-def render_scaled_object(chosen: ValueSet) -> JsonObject:
+def render_scaled_object(value_set: ValueSet) -> JsonObject:
     """Return the specification of the ScaledObject that the chart renders."""
-    return render(chosen).find("ScaledObject")["spec"]  # type: ignore[no-any-return]
+    return render(value_set).find("ScaledObject")["spec"]  # type: ignore[no-any-return]
 
 
 RECORDED_VALUES = ValueSet(
@@ -44,36 +44,41 @@ RECORDED_VALUES = ValueSet(
     file="values-cpu.yaml",
     namespace=RECORDED_DATA["namespace"],
 )
-KEDA = {"kind": "keda", "min": 0, "max": 16}
-SHIPPED = ValueSet("keda-shipped", merge_values(merge_environment(autoscaling=KEDA), MONITORED))
+KEDA_SETTINGS = {"kind": "keda", "min": 0, "max": 16}
+SHIPPED_VALUES = ValueSet(
+    "keda-shipped", merge_values(merge_environment(autoscaling=KEDA_SETTINGS), MONITORED_VALUES)
+)
 
 
 def count_turns(replicas: list[int]) -> int:
-    """Count the changes of direction of the number of replicas."""
+    """Count how often the number of replicas switches between rising and falling."""
     changes = [b - a for a, b in itertools.pairwise(replicas) if a != b]
     return sum((a > 0) != (b > 0) for a, b in itertools.pairwise(changes))
 
 
 def test_the_recorded_run_had_the_settings_that_the_chart_renders() -> None:
-    recorded = RECORDED_DATA["scaled_object"]
-    assert merge_values(recorded, render_scaled_object(RECORDED_VALUES)) == recorded
+    recorded_spec = RECORDED_DATA["scaled_object"]
+    assert merge_values(recorded_spec, render_scaled_object(RECORDED_VALUES)) == recorded_spec
 
 
 @pytest.mark.parametrize("phase_s", range(RECORDED_SYNC_S))
 def test_simulation_matches_the_recorded_run(phase_s: int) -> None:
-    real = [int(number) for number in RECORDED.seconds["replicas"]]
-    simulated = RECORDED.simulate(render_scaled_object(RECORDED_VALUES), phase_s)
-    near = []
-    for at_s, number in enumerate(simulated):
-        nearby_replicas = real[max(0, at_s - TOLERANCE_S) : at_s + TOLERANCE_S + 1]
-        near.append(min(nearby_replicas) <= number <= max(nearby_replicas))
-    assert sum(near) / len(near) >= SHARE
-    assert max(simulated) <= max(real) <= max(simulated) + MORE_PODS
-    assert (simulated[-1], count_turns(simulated)) == (real[-1], count_turns(real))
+    real_replicas = [int(count) for count in RECORDING.seconds["replicas"]]
+    simulated_replicas = RECORDING.simulate(render_scaled_object(RECORDED_VALUES), phase_s)
+    matches = []
+    for at_s, count in enumerate(simulated_replicas):
+        nearby_replicas = real_replicas[max(0, at_s - TOLERANCE_S) : at_s + TOLERANCE_S + 1]
+        matches.append(min(nearby_replicas) <= count <= max(nearby_replicas))
+    assert sum(matches) / len(matches) >= MIN_AGREEMENT
+    assert max(simulated_replicas) <= max(real_replicas) <= max(simulated_replicas) + MAX_EXTRA_PODS
+    assert (simulated_replicas[-1], count_turns(simulated_replicas)) == (
+        real_replicas[-1],
+        count_turns(real_replicas),
+    )
 
 
 def test_the_docs_have_the_picture_of_the_recorded_run() -> None:
-    assert TARGET.read_text(encoding="utf-8") == draw(RECORDED)
+    assert TARGET.read_text(encoding="utf-8") == draw(RECORDING)
 
 
 @pytest.mark.slow
@@ -87,7 +92,7 @@ def test_a_missed_scrape_does_not_drop_the_queue(tmp_path: Path) -> None:
         f'ludus_gateway_sessions{{{labels},pod="b",state="pending"}}': "28 28 stale _ stale _ 5 5",
         f'ludus_gateway_sessions{{{labels},pod="b",state="draining"}}': "9 9 9 9 9 9 9 9",
     }
-    query = render_scaled_object(SHIPPED)["triggers"][0]["metadata"]["query"]
+    query = render_scaled_object(SHIPPED_VALUES)["triggers"][0]["metadata"]["query"]
     expected = {"0s": 36, "30s": 36, "45s": 36, "105s": 13}
     test = {
         "interval": "15s",
@@ -99,12 +104,12 @@ def test_a_missed_scrape_does_not_drop_the_queue(tmp_path: Path) -> None:
     }
     path = tmp_path / "test.yaml"
     path.write_text(yaml.safe_dump({"evaluation_interval": "15s", "tests": [test]}))
-    promtool("test", "rules", path)
+    run_promtool("test", "rules", path)
 
 
 def test_pods_are_added_at_once_and_removed_after_the_run() -> None:
     players = [0] * 60 + [2048] * 1940 + [0] * 300 + [2048] * 1700 + [0] * 1000
-    replicas = shipped_fleet(session_s=8).run(players)
+    replicas = make_shipped_fleet(session_s=8).run(players)
     assert replicas[120] == 11 == math.ceil(2048 / 192)
     assert set(replicas[120:4500]) == {11}
     assert replicas[-1] == 0
@@ -113,16 +118,16 @@ def test_pods_are_added_at_once_and_removed_after_the_run() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_varying_load_does_not_change_the_pods(seed: int) -> None:
-    draw = random.Random(seed)
-    players = [round(draw.uniform(850, 950)) for _ in range(2000)]
-    assert set(shipped_fleet(session_s=30).run(players)) == {5}
+    rng = random.Random(seed)
+    players = [round(rng.uniform(850, 950)) for _ in range(2000)]
+    assert set(make_shipped_fleet(session_s=30).run(players)) == {5}
 
 
 def test_a_window_shorter_than_sessions_removes_pods_in_use() -> None:
     """Sessions on draining pods are not counted until they are opened again elsewhere."""
     pods = {}
     for window_s in (60, 600):
-        fleet = shipped_fleet(session_s=500)
+        fleet = make_shipped_fleet(session_s=500)
         behavior = fleet.scaler.spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
         behavior["scaleDown"]["stabilizationWindowSeconds"] = window_s
         pods[window_s] = fleet.run([1640] * 1000 + [1000] * 1500)
@@ -130,7 +135,7 @@ def test_a_window_shorter_than_sessions_removes_pods_in_use() -> None:
     assert (min(pods[60]), count_turns(pods[60])) == (2, 1)
 
 
-def shipped_fleet(session_s: int) -> Fleet:
+def make_shipped_fleet(session_s: int) -> Fleet:
     """Return a fleet with the chart's default settings and initially no pods."""
-    scaler = Autoscaler(copy.deepcopy(render_scaled_object(SHIPPED)), 0)
+    scaler = Autoscaler(copy.deepcopy(render_scaled_object(SHIPPED_VALUES)), 0)
     return Fleet(scaler, capacity=256, start_s=20, session_s=session_s)

@@ -14,17 +14,17 @@ from dashboards import DASHBOARDS, TARGET, find_stale_files
 from grafana.model import Dashboard
 
 from ludus.proto.metrics import EnvServerMetric
-from tests.charts.exported import exported_names
+from tests.charts.exported import list_exported_names
 from tests.charts.promql import fill_variables, read_metric_names
-from tests.charts.promtool import promtool
+from tests.charts.promtool import run_promtool
 
 MAX_BYTES = 150_000
 """Maximum size: a release stores a dashboard twice, and a whole release has at most 1 MiB."""
-MAX_UID = 40
-KINDS = {"timeseries", "stat", "heatmap", "state-timeline", "table"}
+MAX_UID_CHARS = 40
+PANEL_TYPES = {"timeseries", "stat", "heatmap", "state-timeline", "table"}
 UNITS = {"none", "short", "percentunit", "percent", "s", "bytes", "sci"}
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-VALUES = {
+VARIABLE_VALUES = {
     "namespace": ".*",
     "run": "mixed",
     "environment": ".*",
@@ -43,7 +43,7 @@ def board(request: pytest.FixtureRequest) -> Json:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def panels(board: Json) -> Iterator[Json]:
+def iterate_panels(board: Json) -> Iterator[Json]:
     """Yield all panels except headings."""
     yield from (panel for panel in board["panels"] if panel["type"] != "row")
 
@@ -58,7 +58,7 @@ def test_every_dashboard_has_a_unique_uid_and_no_database_id() -> None:
     uids = [board["uid"] for board in boards]
     assert len(set(uids)) == len(uids)
     assert [path.stem for path in FILES] == uids
-    assert all(len(uid) <= MAX_UID for uid in uids)
+    assert all(len(uid) <= MAX_UID_CHARS for uid in uids)
     assert not any("id" in board for board in boards)
     assert all(board["tags"] == ["ludus"] for board in boards)
     assert not any(board["editable"] for board in boards)
@@ -71,11 +71,11 @@ def test_a_dashboard_is_small_enough_for_the_release(path: Path) -> None:
 
 def test_panels_have_unique_ids_and_do_not_overlap(board: Json) -> None:
     all_panels = board["panels"]
-    numbers = [panel["id"] for panel in all_panels]
-    assert len(set(numbers)) == len(numbers)
+    panel_ids = [panel["id"] for panel in all_panels]
+    assert len(set(panel_ids)) == len(panel_ids)
     for panel in all_panels:
-        grid = panel["gridPos"]
-        assert grid["x"] >= 0 and grid["x"] + grid["w"] <= 24, panel["title"]
+        position = panel["gridPos"]
+        assert position["x"] >= 0 and position["x"] + position["w"] <= 24, panel["title"]
     for panel, next_panel in combinations(all_panels, 2):
         assert not do_overlap(panel["gridPos"], next_panel["gridPos"]), (
             panel["title"],
@@ -83,21 +83,21 @@ def test_panels_have_unique_ids_and_do_not_overlap(board: Json) -> None:
         )
 
 
-def do_overlap(left_grid: Json, right_grid: Json) -> bool:
+def do_overlap(position: Json, other_position: Json) -> bool:
     has_horizontal_gap = (
-        left_grid["x"] + left_grid["w"] <= right_grid["x"]
-        or right_grid["x"] + right_grid["w"] <= left_grid["x"]
+        position["x"] + position["w"] <= other_position["x"]
+        or other_position["x"] + other_position["w"] <= position["x"]
     )
     has_vertical_gap = (
-        left_grid["y"] + left_grid["h"] <= right_grid["y"]
-        or right_grid["y"] + right_grid["h"] <= left_grid["y"]
+        position["y"] + position["h"] <= other_position["y"]
+        or other_position["y"] + other_position["h"] <= position["y"]
     )
     return not (has_horizontal_gap or has_vertical_gap)
 
 
 def test_every_panel_has_a_description_and_a_unit(board: Json) -> None:
-    for panel in panels(board):
-        assert panel["type"] in KINDS, panel["title"]
+    for panel in iterate_panels(board):
+        assert panel["type"] in PANEL_TYPES, panel["title"]
         assert panel["datasource"] == DATASOURCE
         assert panel["title"]
         assert panel["description"].endswith("."), panel["title"]
@@ -106,15 +106,15 @@ def test_every_panel_has_a_description_and_a_unit(board: Json) -> None:
 
 
 def test_every_series_has_a_name(board: Json) -> None:
-    for panel in panels(board):
+    for panel in iterate_panels(board):
         assert panel["targets"], panel["title"]
         for target in panel["targets"]:
             assert target["datasource"] == DATASOURCE
             assert target["legendFormat"], panel["title"]
         if panel["type"] == "timeseries":
             assert panel["options"]["legend"]["showLegend"]
-        refs = [target["refId"] for target in panel["targets"]]
-        assert len(set(refs)) == len(refs)
+        ref_ids = [target["refId"] for target in panel["targets"]]
+        assert len(set(ref_ids)) == len(ref_ids)
 
 
 def test_variables_come_first_and_get_their_values_from_the_data(board: Json) -> None:
@@ -132,22 +132,22 @@ def test_variables_come_first_and_get_their_values_from_the_data(board: Json) ->
 
 
 def test_a_repeated_panel_has_its_variable_in_the_title(board: Json) -> None:
-    for panel in panels(board):
+    for panel in iterate_panels(board):
         if "repeat" in panel:
             assert f"${panel['repeat']}" in panel["title"]
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
 def test_every_expression_is_promql(dashboard: Dashboard, tmp_path: Path) -> None:
-    declared = {variable.name for variable in dashboard.variables} | {"__rate_interval"}
-    values = {name: value for name, value in VALUES.items() if name in declared}
+    declared_names = {variable.name for variable in dashboard.variables} | {"__rate_interval"}
+    values = {name: value for name, value in VARIABLE_VALUES.items() if name in declared_names}
     rules = [
         {"record": f"dashboard:expression_{number}", "expr": fill_variables(query.expr, values)}
         for number, query in enumerate(dashboard.queries)
     ]
     path = tmp_path / "expressions.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
-    assert f"{len(rules)} rules found" in promtool("check", "rules", path)
+    assert f"{len(rules)} rules found" in run_promtool("check", "rules", path)
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
@@ -155,7 +155,7 @@ def test_every_metric_is_exported(dashboard: Dashboard) -> None:
     for query in dashboard.queries:
         names = read_metric_names(query.expr)
         assert names, query.expr
-        assert names <= exported_names(), query.expr
+        assert names <= list_exported_names(), query.expr
 
 
 def test_metric_names_are_read_from_an_expression() -> None:
@@ -164,7 +164,7 @@ def test_metric_names_are_read_from_an_expression() -> None:
         " (max by (run) (h:i:j) > 0) * 1.96e3 or vector(0) and k offset 5m"
     )
     assert read_metric_names(expression) == {"a_total", "h:i:j", "k"}
-    assert f"{EnvServerMetric.STEPS}_total" in exported_names()
-    assert EnvServerMetric.STEPS not in exported_names()
+    assert f"{EnvServerMetric.STEPS}_total" in list_exported_names()
+    assert EnvServerMetric.STEPS not in list_exported_names()
     with pytest.raises(ValueError, match=r"\$nothing is no variable"):
-        fill_variables("up{x='$nothing'}", VALUES)
+        fill_variables("up{x='$nothing'}", VARIABLE_VALUES)

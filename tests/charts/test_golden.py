@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.charts.golden import golden_file, golden_text
+from tests.charts.golden import find_golden_file, make_golden_text
 from tests.charts.rendering import ValueSet, render
-from tests.charts.value_sets import SHIPPED
+from tests.charts.value_sets import SHIPPED_SETS
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("chosen", SHIPPED, ids=lambda value_set: value_set.name)
-def test_shipped_values_render_to_the_golden_files(chosen: ValueSet) -> None:
-    assert golden_file(chosen).read_text(encoding="utf-8") == golden_text(render(chosen)), (
-        "run .venv/bin/python -m tests.charts.golden, and look at what git says changed"
-    )
+@pytest.mark.parametrize("value_set", SHIPPED_SETS, ids=lambda value_set: value_set.name)
+def test_shipped_values_render_to_the_golden_files(value_set: ValueSet) -> None:
+    assert find_golden_file(value_set).read_text(encoding="utf-8") == make_golden_text(
+        render(value_set)
+    ), "run .venv/bin/python -m tests.charts.golden, and look at what git says changed"

@@ -6,42 +6,44 @@ import pytest
 
 from tests.charts.flows import compute_allowed_flows, list_policies, read_diagram_flows
 from tests.charts.rendering import ValueSet, render
-from tests.charts.value_sets import ALL, EVERYTHING
+from tests.charts.value_sets import ALL_SETS, FULL_SET
 
 pytestmark = pytest.mark.slow
-CLOSED = [value_set for value_set in ALL if value_set.all_values["networkPolicy"]["enabled"]]
+RESTRICTED_SETS = [
+    value_set for value_set in ALL_SETS if value_set.all_values["networkPolicy"]["enabled"]
+]
 CUSTOM_RULE_SETS = {"network"}
 """Names of the value sets with rules in addition to those of the diagram."""
 
 
 def test_allowed_flows_equal_the_diagram() -> None:
-    assert compute_allowed_flows(render(EVERYTHING)) == read_diagram_flows()
+    assert compute_allowed_flows(render(FULL_SET)) == read_diagram_flows()
 
 
 @pytest.mark.parametrize(
-    "chosen",
-    [value_set for value_set in CLOSED if value_set.name not in CUSTOM_RULE_SETS],
+    "value_set",
+    [value_set for value_set in RESTRICTED_SETS if value_set.name not in CUSTOM_RULE_SETS],
     ids=lambda value_set: value_set.name,
 )
-def test_no_values_allow_more_than_the_diagram(chosen: ValueSet) -> None:
+def test_no_values_allow_more_than_the_diagram(value_set: ValueSet) -> None:
     diagram_flows = read_diagram_flows()
-    for ends, ports in compute_allowed_flows(render(chosen)).items():
-        assert ports <= diagram_flows.get(ends, frozenset()), ends
+    for endpoints, ports in compute_allowed_flows(render(value_set)).items():
+        assert ports <= diagram_flows.get(endpoints, frozenset()), endpoints
 
 
-@pytest.mark.parametrize("chosen", CLOSED, ids=lambda value_set: value_set.name)
-def test_policies_deny_by_default_for_every_pod(chosen: ValueSet) -> None:
-    release = render(chosen)
-    for location, metadata, _ in release.pods():
-        closed = {
+@pytest.mark.parametrize("value_set", RESTRICTED_SETS, ids=lambda value_set: value_set.name)
+def test_policies_deny_by_default_for_every_pod(value_set: ValueSet) -> None:
+    release = render(value_set)
+    for location, metadata, _ in release.iterate_pods():
+        denied_directions = {
             direction
             for policy in list_policies(release, metadata["labels"])
             for direction in policy.get("policyTypes", ())
             if not policy.get("egress") and not policy.get("ingress")
         }
-        assert closed == {"Ingress", "Egress"}, location
+        assert denied_directions == {"Ingress", "Egress"}, location
 
 
 def test_the_network_can_be_opened() -> None:
-    release = render(next(value_set for value_set in ALL if value_set.name == "open-network"))
+    release = render(next(value_set for value_set in ALL_SETS if value_set.name == "open-network"))
     assert release.list_kind("NetworkPolicy") == []

@@ -12,13 +12,13 @@ from grafana.drawing import Series, Span, format_value
 from grafana.model import Dashboard, Query
 
 SPAN = Span(0.0, 420.0)
-CHOSEN = {"environment": "blackjack"}
+SELECTION = {"environment": "blackjack"}
 
 
-class MadeUp:
+class InventedSource:
     """A data source that returns two series for every query."""
 
-    span, selection = SPAN, CHOSEN
+    span, selection = SPAN, SELECTION
 
     def series(self, query: Query, letter: str, is_table: bool) -> list[Series]:
         points = [(60.0 * minute, minute / 7) for minute in range(8)]
@@ -26,9 +26,9 @@ class MadeUp:
         return [Series(letter if is_table else name, points, labels) for name in ("x", "x low")]
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard_: dashboard_.uid)
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
 def test_every_panel_is_in_the_picture(dashboard: Dashboard) -> None:
-    root = ElementTree.fromstring(draw(dashboard, MadeUp()))
+    root = ElementTree.fromstring(draw(dashboard, InventedSource()))
     texts = {element.text for element in root.iter() if element.text}
     for row in dashboard.rows:
         titles = {panel.title.replace("$environment", "blackjack") for panel in row.panels}

@@ -10,159 +10,162 @@ from typing import Any
 import pytest
 
 from tests.charts.rendering import CHART, Object, Rendered, ValueSet, render, template
-from tests.charts.value_sets import ALL, CPU, EVERYTHING, GPU
+from tests.charts.value_sets import ALL_SETS, CPU_SET, FULL_SET, GPU_SET
 
 pytestmark = pytest.mark.slow
-every_set = pytest.mark.parametrize("chosen", ALL, ids=lambda value_set: value_set.name)
-VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+for_every_value_set = pytest.mark.parametrize(
+    "value_set", ALL_SETS, ids=lambda value_set: value_set.name
+)
+VOLUME_KINDS = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
 """Volume kinds that `restricted` allows and the chart needs."""
-RIGHTS = {
+ALLOWED_VERBS = {
     ("discovery.k8s.io", "endpointslices"): {"list", "watch"},
     ("", "pods"): {"patch"},
     ("coordination.k8s.io", "leases"): {"get", "update"},
     ("extensions.agents.x-k8s.io", "sandboxclaims"): {"create", "delete", "list", "watch"},
     ("extensions.agents.x-k8s.io", "sandboxwarmpools"): {"get"},
 }
-SENSITIVE = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY|KEY_ID)", re.IGNORECASE)
-CLUSTER_WIDE = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "Namespace"}
+SENSITIVE_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY|KEY_ID)", re.IGNORECASE)
+CLUSTER_WIDE_KINDS = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "Namespace"}
 LABELS = {
     f"app.kubernetes.io/{name}"
     for name in ("name", "instance", "component", "part-of", "version", "managed-by")
 }
 
 
-def containers(release: Rendered) -> Iterator[tuple[str, dict[str, Any]]]:
+def iterate_containers(release: Rendered) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the location and specification of every container."""
-    for location, _, spec in release.pods():
-        for pod_container in (*spec.get("initContainers", ()), *spec["containers"]):
-            yield f"{location} {pod_container['name']}", pod_container
+    for location, _, spec in release.iterate_pods():
+        for container in (*spec.get("initContainers", ()), *spec["containers"]):
+            yield f"{location} {container['name']}", container
 
 
-@every_set
-def test_pods_satisfy_the_restricted_profile(chosen: ValueSet) -> None:
-    for location, _, spec in render(chosen).pods():
+@for_every_value_set
+def test_pods_satisfy_the_restricted_profile(value_set: ValueSet) -> None:
+    for location, _, spec in render(value_set).iterate_pods():
         assert not {"hostNetwork", "hostPID", "hostIPC", "hostUsers"} & spec.keys(), location
         assert spec["securityContext"]["runAsNonRoot"] is True, location
         assert spec["securityContext"]["runAsUser"] > 0, location
         assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault", location
         for volume in spec.get("volumes", ()):
-            assert volume.keys() - {"name"} <= VOLUMES, location
-    for location, pod_container in containers(render(chosen)):
-        assert not [port for port in pod_container.get("ports", ()) if "hostPort" in port], location
-        _is_restricted(location, pod_container["securityContext"])
-    for cluster in ray_clusters(render(chosen)):
+            assert volume.keys() - {"name"} <= VOLUME_KINDS, location
+    for location, container in iterate_containers(render(value_set)):
+        assert not [port for port in container.get("ports", ()) if "hostPort" in port], location
+        _check_restricted(location, container["securityContext"])
+    for cluster in list_ray_clusters(render(value_set)):
         if "autoscalerOptions" in cluster:
-            _is_restricted("the autoscaler", cluster["autoscalerOptions"]["securityContext"])
+            _check_restricted("the autoscaler", cluster["autoscalerOptions"]["securityContext"])
 
 
-def _is_restricted(location: str, context: dict[str, Any]) -> None:
+def _check_restricted(location: str, context: dict[str, Any]) -> None:
     assert context["allowPrivilegeEscalation"] is False, location
     assert context["capabilities"] == {"drop": ["ALL"]}, location
     assert context["readOnlyRootFilesystem"] is True, location
     assert not context.get("privileged"), location
 
 
-def ray_clusters(release: Rendered) -> list[dict[str, Any]]:
+def list_ray_clusters(release: Rendered) -> list[dict[str, Any]]:
     """Return the specification of every Ray cluster."""
-    alone = [item["spec"] for item in release.list_kind("RayCluster")]
-    return [release.ray_job["spec"]["rayClusterSpec"], *alone]
+    separate_clusters = [item["spec"] for item in release.list_kind("RayCluster")]
+    return [release.ray_job["spec"]["rayClusterSpec"], *separate_clusters]
 
 
-@every_set
-def test_roles_have_only_rights_that_are_used(chosen: ValueSet) -> None:
-    release = render(chosen)
+@for_every_value_set
+def test_roles_have_only_rights_that_are_used(value_set: ValueSet) -> None:
+    release = render(value_set)
     for role in release.list_kind("Role"):
         for rule in role["rules"]:
             for group in rule["apiGroups"]:
                 for resource in rule["resources"]:
-                    assert set(rule["verbs"]) == RIGHTS[group, resource]
+                    assert set(rule["verbs"]) == ALLOWED_VERBS[group, resource]
             if {"leases", "sandboxwarmpools"} & set(rule["resources"]):
                 assert rule["resourceNames"]
-            sandboxed = any(
-                item.get("mode") == "sandbox" for item in chosen.all_values["environments"].values()
+            has_sandbox = any(
+                item.get("mode") == "sandbox"
+                for item in value_set.all_values["environments"].values()
             )
-            assert sandboxed or "extensions.agents.x-k8s.io" not in rule["apiGroups"]
-    assert not [item for item in release.all_objects if item["kind"] in CLUSTER_WIDE]
+            assert has_sandbox or "extensions.agents.x-k8s.io" not in rule["apiGroups"]
+    assert not [item for item in release.all_objects if item["kind"] in CLUSTER_WIDE_KINDS]
 
 
-@every_set
-def test_only_clients_of_the_api_server_have_a_token(chosen: ValueSet) -> None:
-    scaled = chosen.all_values["runs"]["autoscaling"]["enabled"]
-    for location, metadata, spec in render(chosen).pods():
+@for_every_value_set
+def test_only_clients_of_the_api_server_have_a_token(value_set: ValueSet) -> None:
+    is_autoscaled = value_set.all_values["runs"]["autoscaling"]["enabled"]
+    for location, metadata, spec in render(value_set).iterate_pods():
         is_gateway = metadata["labels"]["app.kubernetes.io/component"] == "gateway"
-        is_scaler = scaled and metadata["labels"].get("ludus.dev/group") == "head"
-        shows = spec.get("automountServiceAccountToken", True)
-        assert shows == (is_gateway or is_scaler), location
+        runs_autoscaler = is_autoscaled and metadata["labels"].get("ludus.dev/group") == "head"
+        mounts_token = spec.get("automountServiceAccountToken", True)
+        assert mounts_token == (is_gateway or runs_autoscaler), location
 
 
-@every_set
-def test_no_secret_is_in_plain_text(chosen: ValueSet) -> None:
-    release = render(chosen)
+@for_every_value_set
+def test_no_secret_is_in_plain_text(value_set: ValueSet) -> None:
+    release = render(value_set)
     assert release.list_kind("Secret") == []
-    for location, pod_container in containers(release):
-        for variable in pod_container.get("env", ()):
-            if SENSITIVE.search(variable["name"]):
+    for location, container in iterate_containers(release):
+        for variable in container.get("env", ()):
+            if SENSITIVE_NAME.search(variable["name"]):
                 assert variable.keys() == {"name", "valueFrom"}, f"{location} {variable['name']}"
                 assert "secretKeyRef" in variable["valueFrom"]
-        for argument in (*pod_container.get("command", ()), *pod_container.get("args", ())):
+        for argument in (*container.get("command", ()), *container.get("args", ())):
             assert not re.search(r"--?\w*(token|password|secret|key)\w*=", argument), location
 
 
-@every_set
-def test_objects_belong_to_the_release_alone(chosen: ValueSet) -> None:
-    release = render(chosen)
-    ends = [
+@for_every_value_set
+def test_objects_belong_to_the_release_alone(value_set: ValueSet) -> None:
+    release = render(value_set)
+    object_keys = [
         (resource["apiVersion"], resource["kind"], resource["metadata"]["name"])
         for resource in release.objects
     ]
-    assert len(set(ends)) == len(ends)
+    assert len(set(object_keys)) == len(object_keys)
     for resource in release.all_objects:
         metadata = resource["metadata"]
-        assert metadata.get("namespace", chosen.namespace) == chosen.namespace
+        assert metadata.get("namespace", value_set.namespace) == value_set.namespace
         assert metadata.get("namespace") is None or resource["kind"] == "RayJob"
         assert metadata["labels"].keys() >= LABELS
         assert len(metadata["name"]) <= 63
 
 
-@every_set
-def test_nothing_that_scales_has_a_number_of_replicas(chosen: ValueSet) -> None:
-    release = render(chosen)
-    scaled = {
+@for_every_value_set
+def test_nothing_that_scales_has_a_number_of_replicas(value_set: ValueSet) -> None:
+    release = render(value_set)
+    scaled_names = {
         item["spec"]["scaleTargetRef"]["name"]
         for kind in ("HorizontalPodAutoscaler", "ScaledObject")
         for item in release.list_kind(kind)
     }
     for target_deployment in release.list_kind("Deployment"):
         assert ("replicas" in target_deployment["spec"]) == (
-            target_deployment["metadata"]["name"] not in scaled
+            target_deployment["metadata"]["name"] not in scaled_names
         )
 
 
-@every_set
-def test_every_container_has_probes_bounds_and_a_tag(chosen: ValueSet) -> None:
-    release = render(chosen)
-    for location, pod_container in containers(release):
-        assert {"cpu", "memory"} <= pod_container["resources"]["requests"].keys(), location
-        assert "memory" in pod_container["resources"]["limits"], location
-        assert not pod_container["image"].endswith(":latest"), location
-        assert (
-            "@sha256:" in pod_container["image"] or ":" in pod_container["image"].rpartition("/")[2]
-        ), location
+@for_every_value_set
+def test_every_container_has_probes_bounds_and_a_tag(value_set: ValueSet) -> None:
+    release = render(value_set)
+    for location, container in iterate_containers(release):
+        assert {"cpu", "memory"} <= container["resources"]["requests"].keys(), location
+        assert "memory" in container["resources"]["limits"], location
+        assert not container["image"].endswith(":latest"), location
+        assert "@sha256:" in container["image"] or ":" in container["image"].rpartition("/")[2], (
+            location
+        )
     for deployment in release.list_kind("Deployment"):
         (main_container,) = deployment["spec"]["template"]["spec"]["containers"]
         assert {"startupProbe", "readinessProbe", "livenessProbe"} <= main_container.keys()
-    guarded = [
+    guarded_selectors = [
         item["spec"]["selector"]["matchLabels"] for item in release.list_kind("PodDisruptionBudget")
     ]
     for deployment in release.list_kind("Deployment"):
         if deployment["metadata"]["labels"]["app.kubernetes.io/component"] != "store":
-            assert guarded.count(deployment["spec"]["selector"]["matchLabels"]) == 1
+            assert guarded_selectors.count(deployment["spec"]["selector"]["matchLabels"]) == 1
 
 
-@every_set
-def test_services_and_budgets_select_one_set_of_pods(chosen: ValueSet) -> None:
-    release = render(chosen)
-    pods = {location: metadata["labels"] for location, metadata, _ in release.pods()}
+@for_every_value_set
+def test_services_and_budgets_select_one_set_of_pods(value_set: ValueSet) -> None:
+    release = render(value_set)
+    pods = {location: metadata["labels"] for location, metadata, _ in release.iterate_pods()}
     services = [item for item in release.list_kind("Service") if item["spec"].get("selector")]
     for service in services:
         selector_items = service["spec"]["selector"].items()
@@ -177,28 +180,32 @@ def test_templates_use_neither_random_values_nor_lookups() -> None:
         r"\b(lookup|rand\w+|uuidv4|genCA|gen\w+Cert|genPrivateKey|htpasswd|bcrypt|now|tpl) "
     )
     for path in (CHART / "templates").rglob("*.*"):
-        code = " ".join(re.findall(r"{{-?(?!-? */\*)(.*?)-?}}", path.read_text(encoding="utf-8")))
-        assert not forbidden.search(code), path
+        template_code = " ".join(
+            re.findall(r"{{-?(?!-? */\*)(.*?)-?}}", path.read_text(encoding="utf-8"))
+        )
+        assert not forbidden.search(template_code), path
 
 
-@pytest.mark.parametrize("chosen", [CPU, GPU, EVERYTHING], ids=lambda value_set: value_set.name)
-def test_rendering_is_deterministic(chosen: ValueSet) -> None:
-    assert template(chosen).stdout == render(chosen).text
+@pytest.mark.parametrize(
+    "value_set", [CPU_SET, GPU_SET, FULL_SET], ids=lambda value_set: value_set.name
+)
+def test_rendering_is_deterministic(value_set: ValueSet) -> None:
+    assert template(value_set).stdout == render(value_set).text
 
 
 def test_without_dashboards_a_release_is_small() -> None:
     """Helm stores a release in a Secret of at most 1 MiB."""
-    assert len(json.dumps(render(EVERYTHING).objects)) < 200_000
+    assert len(json.dumps(render(FULL_SET).objects)) < 200_000
 
 
-def _resource_names(release: Rendered, kind: str) -> set[str]:
+def _list_names(release: Rendered, kind: str) -> set[str]:
     return {item["metadata"]["name"] for item in release.list_kind(kind)}
 
 
-@every_set
-def test_mounted_objects_exist_or_are_configured(chosen: ValueSet) -> None:
-    release, values = render(chosen), chosen.all_values
-    claims = _resource_names(release, "PersistentVolumeClaim")
+@for_every_value_set
+def test_mounted_objects_exist_or_are_configured(value_set: ValueSet) -> None:
+    release, values = render(value_set), value_set.all_values
+    claims = _list_names(release, "PersistentVolumeClaim")
     claims |= {values["storage"]["runs"]["existingClaim"], values["runs"]["cache"]["existingClaim"]}
     secrets = {
         values["auth"]["existingSecret"],
@@ -206,11 +213,11 @@ def test_mounted_objects_exist_or_are_configured(chosen: ValueSet) -> None:
         values["gateway"]["tls"]["existingSecret"],
         values["gateway"]["tenants"]["existingSecret"],
     }
-    maps = _resource_names(release, "ConfigMap") | {"RUN-config"}
-    for location, _, spec in release.pods():
+    config_maps = _list_names(release, "ConfigMap") | {"RUN-config"}
+    for location, _, spec in release.iterate_pods():
         assert set(_find_values(spec, "claimName")) <= claims - {""}, location
         assert set(_find_values(spec, "secretName")) <= secrets - {""}, location
-        assert {item["name"] for item in _find_values(spec, "configMap")} <= maps, location
+        assert {item["name"] for item in _find_values(spec, "configMap")} <= config_maps, location
         assert {item["name"] for item in _find_values(spec, "secretKeyRef")} <= secrets - {""}, (
             location
         )

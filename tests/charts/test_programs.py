@@ -18,18 +18,20 @@ from ludus.services.gateway.config import GatewayConfig, KubernetesEnvironment, 
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.kubernetes.source import EndpointSliceSource
 from tests.charts.rendering import Object, Rendered, ValueSet, render
-from tests.charts.value_sets import ALL, CPU
+from tests.charts.value_sets import ALL_SETS, CPU_SET
 from tests.env.polling import wait_until
 from tests.gateway.cluster_objects import make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
 pytestmark = pytest.mark.slow
-every_set = pytest.mark.parametrize("chosen", ALL, ids=lambda value_set: value_set.name)
+for_every_value_set = pytest.mark.parametrize(
+    "value_set", ALL_SETS, ids=lambda value_set: value_set.name
+)
 
 
 def render_feature(name: str) -> Rendered:
     """Render the value set with this name."""
-    return render(next(value_set for value_set in ALL if value_set.name == name))
+    return render(next(value_set for value_set in ALL_SETS if value_set.name == name))
 
 
 def read_gateway_config(release: Rendered) -> GatewayConfig:
@@ -37,51 +39,51 @@ def read_gateway_config(release: Rendered) -> GatewayConfig:
     return GatewayConfig.parse(tomllib.loads(release.gateway_toml))
 
 
-def container(deployment: Object) -> dict[str, Any]:
+def get_container(deployment: Object) -> dict[str, Any]:
     """Return the only container of a Deployment's pods."""
-    (only,) = deployment["spec"]["template"]["spec"]["containers"]
-    return only  # type: ignore[no-any-return]
+    (single_container,) = deployment["spec"]["template"]["spec"]["containers"]
+    return single_container  # type: ignore[no-any-return]
 
 
-def variables(container_spec: dict[str, Any]) -> dict[str, Any]:
+def map_variables(container_spec: dict[str, Any]) -> dict[str, Any]:
     """Return the environment variables of a container by name."""
     return {item["name"]: item for item in container_spec["env"]}
 
 
-def ports(container_spec: dict[str, Any]) -> dict[str, int]:
+def map_ports(container_spec: dict[str, Any]) -> dict[str, int]:
     """Return the ports of a container by name."""
     return {item["name"]: item["containerPort"] for item in container_spec["ports"]}
 
 
-@every_set
-def test_the_gateway_can_read_its_configuration(chosen: ValueSet) -> None:
-    release = render(chosen)
+@for_every_value_set
+def test_the_gateway_can_read_its_configuration(value_set: ValueSet) -> None:
+    release = render(value_set)
     config, gateway = (
         read_gateway_config(release),
-        container(release.find("Deployment", "-gateway")),
+        get_container(release.find("Deployment", "-gateway")),
     )
-    listening = {"http": config.port, "grpc": config.grpc_port, "admin": config.admin_port}
-    assert listening == ports(gateway)
-    named = {config.session_key_env, config.servers.token_env}
+    listening_ports = {"http": config.port, "grpc": config.grpc_port, "admin": config.admin_port}
+    assert listening_ports == map_ports(gateway)
+    variable_names = {config.session_key_env, config.servers.token_env}
     if config.tenants_file is None:
-        named.add(config.token_env)
-    assert named <= variables(gateway).keys()
-    mounted = [item["mountPath"] for item in gateway["volumeMounts"]]
-    files = [config.tenants_file, *((config.tls.cert, config.tls.key) if config.tls else ())]
-    assert all(str(file.parent) in mounted for file in files if file is not None)
-    grace = release.find("Deployment", "-gateway")["spec"]["template"]["spec"]
-    assert grace["terminationGracePeriodSeconds"] >= config.drain_grace_s + 10
+        variable_names.add(config.token_env)
+    assert variable_names <= map_variables(gateway).keys()
+    mount_paths = [item["mountPath"] for item in gateway["volumeMounts"]]
+    paths = [config.tenants_file, *((config.tls.cert, config.tls.key) if config.tls else ())]
+    assert all(str(path.parent) in mount_paths for path in paths if path is not None)
+    pod_spec = release.find("Deployment", "-gateway")["spec"]["template"]["spec"]
+    assert pod_spec["terminationGracePeriodSeconds"] >= config.drain_grace_s + 10
 
 
-@every_set
-def test_the_gateway_config_names_objects_of_the_release(chosen: ValueSet) -> None:
-    release = render(chosen)
+@for_every_value_set
+def test_the_gateway_config_names_objects_of_the_release(value_set: ValueSet) -> None:
+    release = render(value_set)
     services = {item["metadata"]["name"]: item for item in release.list_kind("Service")}
     leases = {item["metadata"]["name"] for item in release.list_kind("Lease")}
     pools = {item["metadata"]["name"] for item in release.list_kind("SandboxWarmPool")}
     for environment in read_gateway_config(release).environments.values():
         assert isinstance(environment, KubernetesEnvironment | SandboxEnvironment)
-        assert environment.namespace == chosen.namespace
+        assert environment.namespace == value_set.namespace
         if isinstance(environment, SandboxEnvironment):
             assert environment.warm_pool in pools
             continue
@@ -91,7 +93,7 @@ def test_the_gateway_config_names_objects_of_the_release(chosen: ValueSet) -> No
         assert environment.lease in leases
 
 
-def server_options(
+def parse_server_options(
     container_spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, ServerOptions]:
     """Parse a container's arguments as `python -m ludus.env` does."""
@@ -106,48 +108,52 @@ def server_options(
     return arguments, make_server_options(vars(arguments), DEFAULT_PORT)
 
 
-@every_set
+@for_every_value_set
 def test_an_environment_server_accepts_its_arguments(
-    chosen: ValueSet, monkeypatch: pytest.MonkeyPatch
+    value_set: ValueSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for _, metadata, spec in render(chosen).pods():
+    for _, metadata, spec in render(value_set).iterate_pods():
         name = metadata["labels"].get("ludus.dev/environment")
         if metadata["labels"]["app.kubernetes.io/component"] != "environment":
             continue
         (server,) = spec["containers"]
-        arguments, options = server_options(server, monkeypatch)
-        listening = {
+        arguments, options = parse_server_options(server, monkeypatch)
+        listening_ports = {
             "http": options.port,
             "grpc": options.requested_grpc_port,
             "admin": options.admin_port,
         }
-        assert listening == ports(server)
+        assert listening_ports == map_ports(server)
         assert arguments.package
         assert name
         server_variables = {"LUDUS_SESSION_KEY", "LUDUS_ENV_TOKEN", "POD_UID", "HOME"}
-        assert server_variables <= variables(server).keys()
+        assert server_variables <= map_variables(server).keys()
         # Configured variables belong to the environment and are passed to its workers.
-        assert set(options.pass_env) == variables(server).keys() - server_variables
+        assert set(options.pass_env) == map_variables(server).keys() - server_variables
         assert spec["terminationGracePeriodSeconds"] >= options.drain_grace_s + 10
 
 
 def test_options_reach_an_environment_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     release = render_feature("odd-options")
-    blackjack = container(release.find("Deployment", "-env-blackjack"))
-    arguments, _ = server_options(blackjack, monkeypatch)
-    expected_options = release.chosen.values["environments"]["blackjack"]["options"]
+    blackjack_container = get_container(release.find("Deployment", "-env-blackjack"))
+    arguments, _ = parse_server_options(blackjack_container, monkeypatch)
+    expected_options = release.value_set.values["environments"]["blackjack"]["options"]
     assert yaml.safe_load(arguments.options) == expected_options
-    _, gym = server_options(container(release.find("Deployment", "-env-gym")), monkeypatch)
+    _, gym = parse_server_options(
+        get_container(release.find("Deployment", "-env-gym")), monkeypatch
+    )
     assert (gym.isolation, gym.num_workers, gym.num_threads) == ("pool", 2, 4)
     assert (gym.step_timeout_s, gym.idle_timeout_s, gym.memory_limit_mb) == (2.5, 60, 512)
-    _, shell = server_options(container(release.find("Deployment", "-env-shell")), monkeypatch)
+    _, shell = parse_server_options(
+        get_container(release.find("Deployment", "-env-shell")), monkeypatch
+    )
     assert (shell.isolation, shell.cpu_limit_s) == ("process", 60)
 
 
 def test_zero_and_false_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = render_feature("zeros").find("Deployment", "-env-blackjack")
     assert deployment["spec"]["replicas"] == 0
-    _, options = server_options(container(deployment), monkeypatch)
+    _, options = parse_server_options(get_container(deployment), monkeypatch)
     assert (options.step_timeout_s, options.drain_grace_s) == (0, 0)
     sessions = read_gateway_config(render_feature("zeros")).sessions
     assert (sessions.queue_size, sessions.linger_s, sessions.queue_timeout_s) == (0, 0, 0)
@@ -158,72 +164,72 @@ def test_zero_and_false_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_changed_configuration_rolls_the_gateways() -> None:
-    def checksum(release: Rendered) -> str:
+    def read_checksum(release: Rendered) -> str:
         template = release.find("Deployment", "-gateway")["spec"]["template"]
         return str(template["metadata"]["annotations"]["checksum/config"])
 
-    assert checksum(render_feature("least")) != checksum(render_feature("zeros"))
-    assert checksum(render_feature("least")) == checksum(render_feature("store"))
+    assert read_checksum(render_feature("least")) != read_checksum(render_feature("zeros"))
+    assert read_checksum(render_feature("least")) == read_checksum(render_feature("store"))
 
 
 async def test_a_gateway_runs_with_the_chart_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway runs with the chart's configuration and needs only the rights of its Role."""
-    release = render(CPU)
-    for name in variables(container(release.find("Deployment", "-gateway"))):
+    release = render(CPU_SET)
+    for name in map_variables(get_container(release.find("Deployment", "-gateway"))):
         monkeypatch.setenv(name, "0123456789abcdef" * 2)
-    free = {"host": "127.0.0.1", "port": 0, "grpc_port": 0, "admin_port": 0}
-    config = GatewayConfig.parse(tomllib.loads(release.gateway_toml) | free)
+    free_ports = {"host": "127.0.0.1", "port": 0, "grpc_port": 0, "admin_port": 0}
+    config = GatewayConfig.parse(tomllib.loads(release.gateway_toml) | free_ports)
     async with FakeKubernetes() as cluster:
         for lease in release.list_kind("Lease"):
-            metadata = {**lease["metadata"], "namespace": CPU.namespace}
+            metadata = {**lease["metadata"], "namespace": CPU_SET.namespace}
             cluster.put({**lease, "metadata": metadata})
         (name, environment), *_ = config.environments.items()
         assert isinstance(environment, KubernetesEnvironment)
         source = EndpointSliceSource(make_api_client(cluster), environment, dict)
         async with Gateway(config, {name: source}) as gateway, httpx.AsyncClient() as http:
-            ready = await http.get(f"{gateway.admin_address}/readyz")
-            assert ready.status_code == 200
+            response = await http.get(f"{gateway.admin_address}/readyz")
+            assert response.status_code == 200
             await wait_until(lambda: cluster.num_requests("update", "leases") > 0)
         rules = release.find("Role")["rules"]
-        refused = [
+        denied_requests = [
             request
             for request in cluster.requests
             if not any(_allows(rule, request) for rule in rules)
         ]
-        assert refused == []
+        assert denied_requests == []
 
 
 def _allows(rule: dict[str, Any], request: Any) -> bool:
     group = request.target.api_version.rpartition("/")[0]
-    names = rule.get("resourceNames")
+    allowed_names = rule.get("resourceNames")
     return (
         group in rule["apiGroups"]
         and request.target.plural in rule["resources"]
         and request.verb in rule["verbs"]
-        and request.target.namespace == CPU.namespace
-        and (names is None or request.target.name in names)
+        and request.target.namespace == CPU_SET.namespace
+        and (allowed_names is None or request.target.name in allowed_names)
     )
 
 
-@every_set
-def test_runs_get_addresses_that_clients_accept(chosen: ValueSet) -> None:
-    release = render(chosen)
+@for_every_value_set
+def test_runs_get_addresses_that_clients_accept(value_set: ValueSet) -> None:
+    release = render(value_set)
     platform = release.platform
     services = {item["metadata"]["name"]: item for item in release.list_kind("Service")}
-    assert platform["environments"].keys() == chosen.all_values["environments"].keys()
+    assert platform["environments"].keys() == value_set.all_values["environments"].keys()
     for name, environment in platform["environments"].items():
         address = parse_address(environment["address"])
         assert address.environment_name == name
         host, _, port = address.authority.partition(":")
         service, namespace, *_ = host.split(".")
-        assert namespace == chosen.namespace
+        assert namespace == value_set.namespace
         assert int(port) in [item["port"] for item in services[service]["spec"]["ports"]]
         assert parse_address(environment["http"]).uses_tls == address.uses_tls
 
 
-@every_set
-def test_a_run_can_be_configured_from_the_platform_description(chosen: ValueSet) -> None:
-    platform = render(chosen).platform
+@for_every_value_set
+def test_a_run_can_be_configured_from_the_platform_description(value_set: ValueSet) -> None:
+    platform = render(value_set).platform
     environments = {
         name: {"kind": "remote", "address": item["address"]}
         for name, item in platform["environments"].items()
@@ -238,9 +244,9 @@ def test_a_run_can_be_configured_from_the_platform_description(chosen: ValueSet)
     )
 
 
-@every_set
-def test_the_ray_job_has_the_fields_that_submit_fills(chosen: ValueSet) -> None:
-    text = render(chosen).ray_job_text
+@for_every_value_set
+def test_the_ray_job_has_the_fields_that_submit_fills(value_set: ValueSet) -> None:
+    text = render(value_set).ray_job_text
     lines = [line.strip() for line in text.splitlines() if "RUN" in line.replace("RUNTIME", "")]
     assert sorted(set(lines)) == [
         "configMap: {name: RUN-config}",
@@ -250,16 +256,16 @@ def test_the_ray_job_has_the_fields_that_submit_fills(chosen: ValueSet) -> None:
     assert lines.count("configMap: {name: RUN-config}") == 3
 
 
-@every_set
-def test_the_ray_cluster_satisfies_the_rules_of_its_operator(chosen: ValueSet) -> None:
-    release = render(chosen)
-    job = release.ray_job["spec"]
-    assert job["submissionMode"] == "HTTPMode"
-    assert job["shutdownAfterJobFinishes"] is True
-    assert "deletionStrategy" not in job
-    assert not {"entrypointNumCpus", "entrypointNumGpus", "clusterSelector"} & job.keys()
+@for_every_value_set
+def test_the_ray_cluster_satisfies_the_rules_of_its_operator(value_set: ValueSet) -> None:
+    release = render(value_set)
+    job_spec = release.ray_job["spec"]
+    assert job_spec["submissionMode"] == "HTTPMode"
+    assert job_spec["shutdownAfterJobFinishes"] is True
+    assert "deletionStrategy" not in job_spec
+    assert not {"entrypointNumCpus", "entrypointNumGpus", "clusterSelector"} & job_spec.keys()
     clusters = [item["spec"] for item in release.list_kind("RayCluster")]
-    for cluster in [job["rayClusterSpec"], *clusters]:
+    for cluster in [job_spec["rayClusterSpec"], *clusters]:
         groups = cluster["workerGroupSpecs"]
         is_scaled = cluster["enableInTreeAutoscaling"]
         for group in (cluster["headGroupSpec"], *groups):
@@ -273,28 +279,31 @@ def test_the_ray_cluster_satisfies_the_rules_of_its_operator(chosen: ValueSet) -
         assert rollout["minReplicas"] <= rollout["maxReplicas"] < 2**31 - 1
         assert is_scaled or "idleTimeoutSeconds" not in rollout
     for cluster in clusters:
-        owned = [item for item in cluster["workerGroupSpecs"] if "replicas" in item]
-        assert bool(owned) != cluster["enableInTreeAutoscaling"]
+        groups_with_replicas = [item for item in cluster["workerGroupSpecs"] if "replicas" in item]
+        assert bool(groups_with_replicas) != cluster["enableInTreeAutoscaling"]
 
 
 def test_the_ray_job_has_the_labels_for_kueue() -> None:
-    scaled, fixed = render_feature("queue").ray_job, render_feature("queue-of-fixed-size").ray_job
-    assert scaled["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "games"
-    assert scaled["metadata"]["annotations"] == {"kueue.x-k8s.io/elastic-job": "true"}
-    assert fixed["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "games"
-    assert "annotations" not in fixed["metadata"]
+    elastic_job, fixed_job = (
+        render_feature("queue").ray_job,
+        render_feature("queue-of-fixed-size").ray_job,
+    )
+    assert elastic_job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "games"
+    assert elastic_job["metadata"]["annotations"] == {"kueue.x-k8s.io/elastic-job": "true"}
+    assert fixed_job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "games"
+    assert "annotations" not in fixed_job["metadata"]
     assert render_feature("queue").platform["queue"] == "games"
     assert render_feature("least").platform["queue"] is None
 
 
 def test_the_cpu_values_fit_on_two_cores() -> None:
-    release = render(CPU)
-    total = 0.0
+    release = render(CPU_SET)
+    total_cpus = 0.0
     for deployment in release.list_kind("Deployment"):
-        requested = container(deployment)["resources"]["requests"]["cpu"]
-        total += deployment["spec"]["replicas"] * int(requested.removesuffix("m")) / 1000
+        cpu_request = get_container(deployment)["resources"]["requests"]["cpu"]
+        total_cpus += deployment["spec"]["replicas"] * int(cpu_request.removesuffix("m")) / 1000
     cluster = release.ray_job["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        requested = group["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"]
-        total += group.get("replicas", 1) * int(requested.removesuffix("m")) / 1000
-    assert total <= 1.0  # the operators use the remainder
+        cpu_request = group["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"]
+        total_cpus += group.get("replicas", 1) * int(cpu_request.removesuffix("m")) / 1000
+    assert total_cpus <= 1.0  # the operators use the remainder

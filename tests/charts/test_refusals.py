@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from tests.charts.rendering import ValueSet, merge_values, template
-from tests.charts.value_sets import BLACKJACK, LEAST, MONITORED, merge_environment
+from tests.charts.value_sets import BLACKJACK, MINIMAL_VALUES, MONITORED_VALUES, merge_environment
 
 pytestmark = pytest.mark.slow
 
 
 def minimal_values(**values: Any) -> dict[str, Any]:
     """Return the minimal values with changes."""
-    return merge_values(LEAST, values)
+    return merge_values(MINIMAL_VALUES, values)
 
 
 def keda_values(**fields: Any) -> dict[str, Any]:
     """Return values for an environment that KEDA scales."""
-    return merge_values(merge_environment(autoscaling={"kind": "keda", **fields}), MONITORED)
+    return merge_values(merge_environment(autoscaling={"kind": "keda", **fields}), MONITORED_VALUES)
 
 
 def store_values(**s3: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def store_values(**s3: Any) -> dict[str, Any]:
     return minimal_values(storage={"weights": {"kind": "s3"}, "store": {"enabled": True}, "s3": s3})
 
 
-SHAPES = [
+SCHEMA_ERRORS = [
     # Messages of helm's check of values.schema.json.
     (minimal_values(gatway={}), "(root): Additional property gatway is not allowed"),
     (minimal_values(gateway={"replica": 3}), "gateway: Additional property replica is not allowed"),
@@ -49,7 +49,7 @@ SHAPES = [
         "image.tag: Invalid type. Expected: string, given: number",
     ),
     (
-        {**LEAST, "environments": ["blackjack"]},
+        {**MINIMAL_VALUES, "environments": ["blackjack"]},
         "environments: Invalid type. Expected: object, given: array",
     ),
     (
@@ -80,7 +80,7 @@ SHAPES = [
     ),
 ]
 
-PROBLEMS = [
+CHART_ERRORS = [
     # Messages of the chart: path, expected value, remedy.
     ({}, "auth.existingSecret", "kubectl create secret generic ludus-auth -n arena"),
     ({}, "environments", "set for example environments.blackjack.package=openspiel_env"),
@@ -96,12 +96,12 @@ PROBLEMS = [
         "or set environments.blackjack.image.tag",
     ),
     (
-        merge_values(LEAST, {"environments": {"Black_Jack": BLACKJACK}}),
+        merge_values(MINIMAL_VALUES, {"environments": {"Black_Jack": BLACKJACK}}),
         "environments.Black_Jack",
         "contain only a-z, 0-9 and -, got Black_Jack; rename it",
     ),
     (
-        merge_values(LEAST, {"environments": {"e" * 60: BLACKJACK}}),
+        merge_values(MINIMAL_VALUES, {"environments": {"e" * 60: BLACKJACK}}),
         f"environments.{'e' * 60}",
         "shorten the environment's name by 16",
     ),
@@ -160,7 +160,7 @@ PROBLEMS = [
         "raise it, or set environments.blackjack.autoscaling.min=1",
     ),
     (
-        merge_values(merge_environment(autoscaling={"kind": "hpa", "min": 0}), MONITORED),
+        merge_values(merge_environment(autoscaling={"kind": "hpa", "min": 0}), MONITORED_VALUES),
         "environments.blackjack.autoscaling.min",
         "which cannot start from zero",
     ),
@@ -266,7 +266,7 @@ PROBLEMS = [
     ),
 ]
 
-WITHOUT_OPERATORS = [
+OPERATOR_ERRORS = [
     (keda_values(), "environments.blackjack.autoscaling.kind=keda", "KEDA"),
     (
         merge_environment(mode="sandbox", capacity=1),
@@ -279,7 +279,7 @@ WITHOUT_OPERATORS = [
         "httpRoute.enabled",
         "the Gateway API",
     ),
-    (MONITORED, "monitoring.monitors.enabled", "the Prometheus operator"),
+    (MONITORED_VALUES, "monitoring.monitors.enabled", "the Prometheus operator"),
     (
         minimal_values(monitoring={"rules": {"enabled": True}}),
         "monitoring.rules.enabled",
@@ -288,7 +288,7 @@ WITHOUT_OPERATORS = [
 ]
 
 
-def refusal(values: dict[str, Any], **fields: Any) -> str:
+def render_refused(values: dict[str, Any], **fields: Any) -> str:
     """Return helm's error message for values that it must refuse."""
     result = template(replace(ValueSet("refused", values), **fields))
     assert result.returncode == 1
@@ -296,24 +296,24 @@ def refusal(values: dict[str, Any], **fields: Any) -> str:
     return result.stderr
 
 
-@pytest.mark.parametrize(("values", "sentence"), SHAPES)
+@pytest.mark.parametrize(("values", "sentence"), SCHEMA_ERRORS)
 def test_the_schema_refuses_invalid_values(values: dict[str, Any], sentence: str) -> None:
-    assert sentence in refusal(values)
+    assert sentence in render_refused(values)
 
 
-@pytest.mark.parametrize(("values", "path", "remedy"), PROBLEMS)
+@pytest.mark.parametrize(("values", "path", "remedy"), CHART_ERRORS)
 def test_the_chart_refuses_invalid_values(values: dict[str, Any], path: str, remedy: str) -> None:
     (line,) = (
         text_line
-        for text_line in refusal(values).splitlines()
+        for text_line in render_refused(values).splitlines()
         if text_line.startswith(f"- {path}: ")
     )
     assert remedy in line
 
 
-@pytest.mark.parametrize(("values", "path", "operator"), WITHOUT_OPERATORS)
+@pytest.mark.parametrize(("values", "path", "operator"), OPERATOR_ERRORS)
 def test_a_missing_operator_is_refused(values: dict[str, Any], path: str, operator: str) -> None:
-    message = refusal(values, kinds=())
+    message = render_refused(values, kinds=())
     line = next(
         text_line for text_line in message.splitlines() if text_line.startswith(f"- {path}: ")
     )
@@ -322,7 +322,7 @@ def test_a_missing_operator_is_refused(values: dict[str, Any], path: str, operat
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
-    message = refusal(
+    message = render_refused(
         minimal_values(ingress={"enabled": True}, grpcRoute={"enabled": True}), kinds=()
     )
     assert len([line for line in message.splitlines() if line.startswith("- ")]) == 3

@@ -11,47 +11,51 @@ import pytest
 import yaml
 from dashboards import TARGET
 
-from tests.charts.exported import exported_names
+from tests.charts.exported import list_exported_names
 from tests.charts.promql import read_metric_names
-from tests.charts.promtool import promtool
-from tests.charts.scenarios import CLEAN, HARMLESS, SCENARIOS, Scenario
+from tests.charts.promtool import run_promtool
+from tests.charts.scenarios import HARMLESS_CHANGES, HEALTHY_SERIES, SCENARIOS, Scenario
 
 ROOT = Path(__file__).parents[2]
-RULES = sorted((TARGET.parent / "rules").glob("*.yaml"))
+RULE_FILES = sorted((TARGET.parent / "rules").glob("*.yaml"))
 SEVERITIES = {"critical", "warning", "info"}
 CLEAN_MINUTES = 180
-_LABEL = re.compile(r"\{\{ \$labels\.(\w+) \}\}")
-_VALUE = re.compile(r"\{\{ \$value[^}]*\}\}")
-_RECORD = re.compile(r"ludus:[a-z_]+:[a-z0-9_]+")
+_LABEL_PATTERN = re.compile(r"\{\{ \$labels\.(\w+) \}\}")
+_VALUE_PATTERN = re.compile(r"\{\{ \$value[^}]*\}\}")
+_RECORD_PATTERN = re.compile(r"ludus:[a-z_]+:[a-z0-9_]+")
 Json = dict[str, Any]
 
-GROUPS: list[Json] = [
-    group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]
+RULE_GROUPS: list[Json] = [
+    group for path in RULE_FILES for group in yaml.safe_load(path.read_text())["groups"]
 ]
-RECORDS: dict[str, Json] = {
-    rule["record"]: rule for group in GROUPS for rule in group["rules"] if "record" in rule
+RECORDING_RULES: dict[str, Json] = {
+    rule["record"]: rule for group in RULE_GROUPS for rule in group["rules"] if "record" in rule
 }
 ALERTS: dict[str, Json] = {
-    rule["alert"]: rule for group in GROUPS for rule in group["rules"] if "alert" in rule
+    rule["alert"]: rule for group in RULE_GROUPS for rule in group["rules"] if "alert" in rule
 }
 
 
 def test_the_rules_are_well_formed() -> None:
-    output = promtool("check", "rules", *RULES)
-    num_rules = [int(number) for number in re.findall(r"(\d+) rules found", output)]
-    assert sum(num_rules) == len(RECORDS) + len(ALERTS) == sum(len(g["rules"]) for g in GROUPS)
+    output = run_promtool("check", "rules", *RULE_FILES)
+    rule_counts = [int(count) for count in re.findall(r"(\d+) rules found", output)]
+    assert (
+        sum(rule_counts)
+        == len(RECORDING_RULES) + len(ALERTS)
+        == sum(len(group["rules"]) for group in RULE_GROUPS)
+    )
 
 
 def test_every_metric_is_exported_or_recorded() -> None:
-    for name, rule in (RECORDS | ALERTS).items():
+    for name, rule in (RECORDING_RULES | ALERTS).items():
         names = read_metric_names(rule["expr"])
         names |= set(re.findall(r"ludus_train_\w+", rule["expr"]))
-        assert names <= exported_names() | set(RECORDS), name
+        assert names <= list_exported_names() | set(RECORDING_RULES), name
 
 
 def test_every_record_has_a_name_of_level_metric_and_operation() -> None:
-    for name in RECORDS:
-        assert _RECORD.fullmatch(name)
+    for name in RECORDING_RULES:
+        assert _RECORD_PATTERN.fullmatch(name)
 
 
 def test_every_alert_has_a_severity_and_a_documentation_link() -> None:
@@ -89,30 +93,37 @@ def test_the_condition_makes_the_alert_fire_and_no_other(
     scenario: Scenario, tmp_path: Path
 ) -> None:
     alert = ALERTS[scenario.alert]
-    fires = {
+    firing_alert = {
         "exp_labels": {**scenario.labels, **alert["labels"]},
         "exp_annotations": {
             key: fill_labels(text, scenario) for key, text in alert["annotations"].items()
         },
     }
     cases = [
-        _case(name, scenario.minute, [fires] if name == scenario.alert else []) for name in ALERTS
+        _make_case(name, scenario.minute, [firing_alert] if name == scenario.alert else [])
+        for name in ALERTS
     ]
-    cases.append(_case(scenario.alert, scenario.silent_minute, []))
-    run(tmp_path, scenario.changes, cases, minutes=90)
+    cases.append(_make_case(scenario.alert, scenario.silent_minute, []))
+    check_rules(tmp_path, scenario.changes, cases, minutes=90)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, *HARMLESS.values()], ids=["clean", *HARMLESS])
+@pytest.mark.parametrize(
+    "changes", [{}, *HARMLESS_CHANGES.values()], ids=["clean", *HARMLESS_CHANGES]
+)
 def test_harmless_changes_cause_no_alert(changes: Mapping[str, str], tmp_path: Path) -> None:
-    run(tmp_path, changes, [_fired_within(CLEAN_MINUTES, "")], CLEAN_MINUTES, "promql_expr_test")
+    check_rules(
+        tmp_path, changes, [_make_fired_case(CLEAN_MINUTES, "")], CLEAN_MINUTES, "promql_expr_test"
+    )
 
 
 @pytest.mark.slow
 def test_any_earlier_alert_is_detected(tmp_path: Path) -> None:
-    (brief,) = (scenario for scenario in SCENARIOS if scenario.alert == "LudusCanaryFailed")
-    case = _fired_within(CLEAN_MINUTES, '{alertname="LudusCanaryFailed"}')
-    run(tmp_path, brief.changes, [case], CLEAN_MINUTES, "promql_expr_test")
+    (brief_scenario,) = (
+        scenario for scenario in SCENARIOS if scenario.alert == "LudusCanaryFailed"
+    )
+    case = _make_fired_case(CLEAN_MINUTES, '{alertname="LudusCanaryFailed"}')
+    check_rules(tmp_path, brief_scenario.changes, [case], CLEAN_MINUTES, "promql_expr_test")
 
 
 @pytest.mark.slow
@@ -125,20 +136,24 @@ def test_shares_are_recorded(tmp_path: Path) -> None:
         "ludus:run_step_seconds:mean": 60,
     }
     cases = [
-        {"expr": f"sum({name})", "eval_time": "30m", "exp_samples": [{"labels": "{}", "value": v}]}
-        for name, v in expected.items()
+        {
+            "expr": f"sum({name})",
+            "eval_time": "30m",
+            "exp_samples": [{"labels": "{}", "value": value}],
+        }
+        for name, value in expected.items()
     ]
-    run(tmp_path, {}, cases, 30, kind="promql_expr_test")
+    check_rules(tmp_path, {}, cases, 30, kind="promql_expr_test")
 
 
 def fill_labels(text: str, scenario: Scenario) -> str:
     """Fill labels into an annotation; a label that the alert does not have is an error."""
-    text = _LABEL.sub(lambda match: scenario.labels[match[1]], text)
+    text = _LABEL_PATTERN.sub(lambda match: scenario.labels[match[1]], text)
     assert scenario.value or "$value" not in text
-    return _VALUE.sub(scenario.value, text)
+    return _VALUE_PATTERN.sub(scenario.value, text)
 
 
-def run(
+def check_rules(
     folder: Path,
     changes: Mapping[str, str],
     cases: Iterable[Json],
@@ -146,7 +161,9 @@ def run(
     kind: str = "alert_rule_test",
 ) -> None:
     """Evaluate the rules every minute, and check the cases."""
-    values = {name: text.replace("xN", f"x{minutes}") for name, text in (CLEAN | changes).items()}
+    values = {
+        name: text.replace("xN", f"x{minutes}") for name, text in (HEALTHY_SERIES | changes).items()
+    }
     test = {
         "interval": "1m",
         "input_series": [{"series": name, "values": text} for name, text in values.items()],
@@ -156,22 +173,22 @@ def run(
     path.write_text(
         yaml.safe_dump(
             {
-                "rule_files": [str(path) for path in RULES],
+                "rule_files": [str(path) for path in RULE_FILES],
                 "evaluation_interval": "1m",
                 # In the order of the files: recording rules come before their readers.
-                "group_eval_order": [group["name"] for group in GROUPS],
+                "group_eval_order": [group["name"] for group in RULE_GROUPS],
                 "tests": [test],
             }
         )
     )
-    promtool("test", "rules", path)
+    run_promtool("test", "rules", path)
 
 
-def _fired_within(minutes: int, labels: str) -> Json:
-    fired = f'group by (alertname) (max_over_time(ALERTS{{alertstate="firing"}}[{minutes}m]))'
+def _make_fired_case(minutes: int, labels: str) -> Json:
+    expression = f'group by (alertname) (max_over_time(ALERTS{{alertstate="firing"}}[{minutes}m]))'
     samples = [{"labels": labels, "value": 1}] if labels else []
-    return {"expr": fired, "eval_time": f"{minutes}m", "exp_samples": samples}
+    return {"expr": expression, "eval_time": f"{minutes}m", "exp_samples": samples}
 
 
-def _case(alert: str, minute: int, fires: list[Json]) -> Json:
-    return {"alertname": alert, "eval_time": f"{minute}m", "exp_alerts": fires}
+def _make_case(alert: str, minute: int, alerts: list[Json]) -> Json:
+    return {"alertname": alert, "eval_time": f"{minute}m", "exp_alerts": alerts}

@@ -1,4 +1,4 @@
-"""Values, their schema and their page contain the same names."""
+"""The chart's values, their schema and their documentation contain the same names."""
 
 from __future__ import annotations
 
@@ -14,46 +14,50 @@ from tests.charts.rendering import CHART
 Json = dict[str, Any]
 
 
-def paths(schema: Json, root: Json, above: str = "") -> Iterator[str]:
+def iterate_paths(schema: Json, root: Json, prefix: str = "") -> Iterator[str]:
     """Yield the names of all values that the schema accepts."""
-    for part in (schema, *schema.get("allOf", ())):
-        if "$ref" in part:
-            yield from paths(root["definitions"][part["$ref"].rpartition("/")[2]], root, above)
-        for name, below in part.get("properties", {}).items():
-            yield f"{above}{name}"
-            yield from paths(below, root, f"{above}{name}.")
+    for subschema in (schema, *schema.get("allOf", ())):
+        if "$ref" in subschema:
+            yield from iterate_paths(
+                root["definitions"][subschema["$ref"].rpartition("/")[2]], root, prefix
+            )
+        for name, nested_schema in subschema.get("properties", {}).items():
+            yield f"{prefix}{name}"
+            yield from iterate_paths(nested_schema, root, f"{prefix}{name}.")
 
 
 def test_every_value_of_the_schema_has_a_default_and_a_comment() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     text = VALUES_FILE.read_text(encoding="utf-8")
     # Helm itself adds `global` to every chart.
-    documented = {".".join(key.path) for key in read_keys(text)} | {"global"}
+    documented_paths = {".".join(key.path) for key in read_keys(text)} | {"global"}
     free_form_prefixes = ("resources.", "affinity.", "environments.")
-    for path in paths(schema, schema):
-        assert path in documented or any(prefix in f"{path}." for prefix in free_form_prefixes), (
-            path
-        )
+    for path in iterate_paths(schema, schema):
+        assert path in documented_paths or any(
+            prefix in f"{path}." for prefix in free_form_prefixes
+        ), path
 
 
 def test_the_schema_is_closed() -> None:
     text = (CHART / "values.schema.json").read_text(encoding="utf-8")
     open_schemas = [
-        part for part in _objects(json.loads(text)) if "additionalProperties" not in part
+        subschema
+        for subschema in _iterate_objects(json.loads(text))
+        if "additionalProperties" not in subschema
     ]
     # Kubernetes validates parts of pods and policies; environments validate their options.
-    assert all("properties" not in part for part in open_schemas)
+    assert all("properties" not in subschema for subschema in open_schemas)
 
 
-def _objects(schema: Any) -> Iterator[Json]:
+def _iterate_objects(schema: Any) -> Iterator[Json]:
     if isinstance(schema, dict):
         if schema.get("type") == "object":
             yield schema
-        for below in schema.values():
-            yield from _objects(below)
+        for nested_schema in schema.values():
+            yield from _iterate_objects(nested_schema)
     elif isinstance(schema, list):
-        for below in schema:
-            yield from _objects(below)
+        for nested_schema in schema:
+            yield from _iterate_objects(nested_schema)
 
 
 def test_every_comment_is_a_sentence_about_a_value() -> None:

@@ -11,60 +11,70 @@ BLACKJACK: dict[str, Any] = {
     "package": "openspiel_env",
     "options": {"game": "blackjack"},
 }
-LEAST: dict[str, Any] = {
+MINIMAL_VALUES: dict[str, Any] = {
     "auth": {"existingSecret": "ludus-auth"},
     "environments": {"blackjack": BLACKJACK},
 }
-MONITORED: dict[str, Any] = {"monitoring": {"monitors": {"enabled": True}}}
+MONITORED_VALUES: dict[str, Any] = {"monitoring": {"monitors": {"enabled": True}}}
 
 
 def merge_environment(**fields: Any) -> dict[str, Any]:
     """Return the minimal values with fields of the environment."""
-    return merge_values(LEAST, {"environments": {"blackjack": fields}})
+    return merge_values(MINIMAL_VALUES, {"environments": {"blackjack": fields}})
 
 
-def _set(name: str, values: dict[str, Any], **fields: Any) -> ValueSet:
-    return ValueSet(name, merge_values(LEAST, values), **fields)
+def _make_set(name: str, values: dict[str, Any], **fields: Any) -> ValueSet:
+    return ValueSet(name, merge_values(MINIMAL_VALUES, values), **fields)
 
 
-CPU = ValueSet("values-cpu", file="values-cpu.yaml")
-GPU = ValueSet("values-gpu", file="values-gpu.yaml")
-SHIPPED = (CPU, GPU)
+CPU_SET = ValueSet("values-cpu", file="values-cpu.yaml")
+GPU_SET = ValueSet("values-gpu", file="values-gpu.yaml")
+SHIPPED_SETS = (CPU_SET, GPU_SET)
 
 _PLACEMENT: dict[str, Any] = {
     "nodeSelector": {"pool": "play"},
     "tolerations": [{"key": "spot", "operator": "Exists", "effect": "NoSchedule"}],
     "affinity": {"podAntiAffinity": {}},
 }
-_EXTRA: dict[str, Any] = {
+_POD_FIELDS: dict[str, Any] = {
     "env": [{"name": "LOG_LEVEL", "value": "debug"}],
     "podAnnotations": {"team": "games"},
     "priorityClassName": "high",
     **_PLACEMENT,
 }
-_KEDA: dict[str, Any] = {"kind": "keda", "min": 0, "max": 9}
-_ROUTE: dict[str, Any] = {
+_KEDA_AUTOSCALING: dict[str, Any] = {"kind": "keda", "min": 0, "max": 9}
+_ROUTE_FIELDS: dict[str, Any] = {
     "enabled": True,
     "parentRefs": [{"name": "outside", "namespace": "edge", "sectionName": "https"}],
     "hostnames": ["ludus.example.com"],
     "annotations": {"team": "games"},
 }
-_STORE: dict[str, Any] = {
+_BUNDLED_STORE: dict[str, Any] = {
     "weights": {"kind": "s3"},
     "store": {"enabled": True},
     "s3": {"existingSecret": "ludus-s3"},
 }
-_EGRESS: dict[str, Any] = {"runs": [{"ports": [{"protocol": "TCP", "port": 443}]}]}
+_EGRESS_RULES: dict[str, Any] = {"runs": [{"ports": [{"protocol": "TCP", "port": 443}]}]}
 
-FEATURES = (
-    _set("least", {}),
-    _set("keda-from-zero", merge_values(merge_environment(autoscaling=_KEDA), MONITORED)),
-    _set(
-        "keda-from-one", merge_values(merge_environment(autoscaling={**_KEDA, "min": 1}), MONITORED)
+FEATURE_SETS = (
+    _make_set("least", {}),
+    _make_set(
+        "keda-from-zero",
+        merge_values(merge_environment(autoscaling=_KEDA_AUTOSCALING), MONITORED_VALUES),
     ),
-    _set("hpa", merge_values(merge_environment(autoscaling={"kind": "hpa"}), MONITORED)),
-    _set("sandbox", {"environments": {"code": {**BLACKJACK, "mode": "sandbox", "capacity": 1}}}),
-    _set(
+    _make_set(
+        "keda-from-one",
+        merge_values(
+            merge_environment(autoscaling={**_KEDA_AUTOSCALING, "min": 1}), MONITORED_VALUES
+        ),
+    ),
+    _make_set(
+        "hpa", merge_values(merge_environment(autoscaling={"kind": "hpa"}), MONITORED_VALUES)
+    ),
+    _make_set(
+        "sandbox", {"environments": {"code": {**BLACKJACK, "mode": "sandbox", "capacity": 1}}}
+    ),
+    _make_set(
         "sandbox-alone",
         {
             "environments": {
@@ -72,26 +82,26 @@ FEATURES = (
                     "mode": "sandbox",
                     "capacity": 1,
                     "sandbox": {"warmPool": 0, "runtimeClassName": "gvisor"},
-                    **_EXTRA,
+                    **_POD_FIELDS,
                 }
             }
         },
     ),
-    _set("gateway-scaled", {"gateway": {"autoscaling": {"enabled": True, "minReplicas": 1}}}),
-    _set("gateway-tls", {"gateway": {"tls": {"existingSecret": "gateway-tls"}}}),
-    _set("gateway-tenants", {"gateway": {"tenants": {"existingSecret": "tenants"}}}),
-    _set(
+    _make_set("gateway-scaled", {"gateway": {"autoscaling": {"enabled": True, "minReplicas": 1}}}),
+    _make_set("gateway-tls", {"gateway": {"tls": {"existingSecret": "gateway-tls"}}}),
+    _make_set("gateway-tenants", {"gateway": {"tenants": {"existingSecret": "tenants"}}}),
+    _make_set(
         "gateway-placed",
         {
             "gateway": {
-                **_EXTRA,
+                **_POD_FIELDS,
                 "service": {"type": "LoadBalancer", "annotations": {"team": "games"}},
             }
         },
     ),
-    _set("environment-placed", merge_environment(**_EXTRA)),
-    _set("store", {"storage": _STORE}),
-    _set(
+    _make_set("environment-placed", merge_environment(**_POD_FIELDS)),
+    _make_set("store", {"storage": _BUNDLED_STORE}),
+    _make_set(
         "bucket",
         {
             "storage": {
@@ -102,26 +112,26 @@ FEATURES = (
                     "existingSecret": "s3",
                 },
             },
-            "networkPolicy": _EGRESS,
+            "networkPolicy": _EGRESS_RULES,
         },
     ),
-    _set(
+    _make_set(
         "bucket-by-identity",
         {
             "storage": {"weights": {"kind": "s3"}, "s3": {"bucket": "weights"}},
-            "networkPolicy": _EGRESS,
+            "networkPolicy": _EGRESS_RULES,
             "runs": {"serviceAccount": {"annotations": {"cloud/role": "trainer"}}},
         },
     ),
-    _set(
+    _make_set(
         "claims",
         {
             "storage": {"runs": {"existingClaim": "shared"}},
             "runs": {"cache": {"existingClaim": "models"}},
         },
     ),
-    _set("ingress", {"ingress": {"enabled": True, "host": "ludus.example.com"}}),
-    _set(
+    _make_set("ingress", {"ingress": {"enabled": True, "host": "ludus.example.com"}}),
+    _make_set(
         "ingress-tls",
         {
             "ingress": {
@@ -133,8 +143,8 @@ FEATURES = (
             }
         },
     ),
-    _set("routes", {"httpRoute": _ROUTE, "grpcRoute": _ROUTE}),
-    _set(
+    _make_set("routes", {"httpRoute": _ROUTE_FIELDS, "grpcRoute": _ROUTE_FIELDS}),
+    _make_set(
         "monitored",
         {
             "monitoring": {
@@ -145,17 +155,17 @@ FEATURES = (
             }
         },
     ),
-    _set("queue", {"runs": {"queue": {"name": "games", "priorityClass": "low"}}}),
-    _set(
+    _make_set("queue", {"runs": {"queue": {"name": "games", "priorityClass": "low"}}}),
+    _make_set(
         "queue-of-fixed-size",
         {"runs": {"queue": {"name": "games"}, "autoscaling": {"enabled": False}}},
     ),
-    _set("cluster", {"rayCluster": {"enabled": True}}),
-    _set(
+    _make_set("cluster", {"rayCluster": {"enabled": True}}),
+    _make_set(
         "cluster-of-fixed-size",
         {"rayCluster": {"enabled": True}, "runs": {"autoscaling": {"enabled": False}}},
     ),
-    _set(
+    _make_set(
         "runs-placed",
         {
             "runs": {
@@ -170,12 +180,12 @@ FEATURES = (
             }
         },
     ),
-    _set("open-network", {"networkPolicy": {"enabled": False}}),
-    _set(
+    _make_set("open-network", {"networkPolicy": {"enabled": False}}),
+    _make_set(
         "network",
         {
             "networkPolicy": {
-                **_EGRESS,
+                **_EGRESS_RULES,
                 "clients": [{"namespaceSelector": {"matchLabels": {"team": "games"}}}],
                 "prometheus": [],
                 "dns": {"to": [{"ipBlock": {"cidr": "169.254.20.10/32"}}], "port": 5353},
@@ -193,10 +203,10 @@ FEATURES = (
     ),
 )
 
-EVERYTHING = _set(
+FULL_SET = _make_set(
     "everything",
     {
-        "storage": _STORE,
+        "storage": _BUNDLED_STORE,
         "monitoring": {"monitors": {"enabled": True}},
         "networkPolicy": {
             "clients": [{"namespaceSelector": {"matchLabels": {"team": "games"}}}],
@@ -212,16 +222,16 @@ EVERYTHING = _set(
 )
 """Values that use every flow of the diagram in the docs."""
 
-LIMITS = (
-    ValueSet("long-release", LEAST, release="a" * 50 + "-b1"),
-    ValueSet("release-named-otherwise", LEAST, release="games"),
-    _set("full-name", {"fullnameOverride": "x", "nameOverride": "play"}),
-    _set(
+LIMIT_SETS = (
+    ValueSet("long-release", MINIMAL_VALUES, release="a" * 50 + "-b1"),
+    ValueSet("release-named-otherwise", MINIMAL_VALUES, release="games"),
+    _make_set("full-name", {"fullnameOverride": "x", "nameOverride": "play"}),
+    _make_set(
         "long-environment",
         # `helm lint` chooses another release name.
         {"fullnameOverride": "ludus", "environments": {"e" * 44: BLACKJACK}},
     ),
-    _set(
+    _make_set(
         "zeros",
         {
             "gateway": {
@@ -244,7 +254,7 @@ LIMITS = (
             },
         },
     ),
-    _set(
+    _make_set(
         "falses",
         {
             "environmentDefaults": {"safeToEvict": True, "podAnnotations": {"a": "b"}},
@@ -252,7 +262,7 @@ LIMITS = (
             "storage": {"runs": {"keep": False}},
         },
     ),
-    _set(
+    _make_set(
         "odd-options",
         {
             "environments": {
@@ -280,7 +290,7 @@ LIMITS = (
             }
         },
     ),
-    _set(
+    _make_set(
         "images",
         {
             "image": {
@@ -294,4 +304,4 @@ LIMITS = (
     ),
 )
 
-ALL = (*SHIPPED, *FEATURES, EVERYTHING, *LIMITS)
+ALL_SETS = (*SHIPPED_SETS, *FEATURE_SETS, FULL_SET, *LIMIT_SETS)
