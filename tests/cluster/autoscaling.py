@@ -1,7 +1,7 @@
 """Players on an environment that scales, and a record of its pods during play.
 
     Crowd --sessions--> gateway --> pods
-    Watch --each second--> a row of numbers, and a Removal for every pod that starts to terminate
+    Recorder --each second--> a row of numbers, and a Removal for each pod that starts to terminate
 
 The players connect through `kubectl port-forward`, which works on every cluster and bypasses every
 NetworkPolicy.
@@ -28,7 +28,7 @@ from ludus.env.security.session_ids import make_pod_server_id
 from ludus.proto.errors import ClusterError, EnvError, InfrastructureError
 from ludus.services.kubernetes.api import KubernetesApi, make_resource_path
 
-COST = "controller.kubernetes.io/pod-deletion-cost"
+COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 COLUMNS = (
     *("at_s", "players", "playing"),
     *("pending", "active", "draining"),
@@ -36,7 +36,7 @@ COLUMNS = (
 )
 """Columns of a row. The gateway counts pending and active sessions, and those on draining pods."""
 _STEP_S = 0.5
-_FORWARDED = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+) -> (\d+)")
+_FORWARDING_PATTERN = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+) -> (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Crowd:
     """A number of concurrent players, each with a session for a few seconds."""
 
     client: AsyncEnvClient
-    shortest_s: float = 4.0
-    longest_s: float = 12.0
+    min_session_s: float = 4.0
+    max_session_s: float = 12.0
     size: int = 0
     """Number of concurrent players. A new player replaces each player who leaves."""
     servers: Counter[str] = field(default_factory=Counter)
@@ -64,14 +64,14 @@ class Crowd:
     num_finished: int = 0
     num_moved: int = 0
     """Number of sessions that ended normally on a pod that was being removed."""
-    void: list[str] = field(default_factory=list)
+    lost_errors: list[str] = field(default_factory=list)
     """Errors of the sessions that were lost."""
-    refused: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
     """Errors of the players who got no session."""
-    longest_wait_s: float = 0.0
-    leaving: set[str] = field(default_factory=set)
+    max_wait_s: float = 0.0
+    leaving_servers: set[str] = field(default_factory=set)
     """Servers whose pods are being removed."""
-    _draw: random.Random = field(default_factory=lambda: random.Random(11))
+    _rng: random.Random = field(default_factory=lambda: random.Random(11))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def run(self) -> None:
@@ -94,37 +94,37 @@ class Crowd:
         return len(self._tasks)
 
     async def _play(self) -> None:
-        seconds = self._draw.uniform(self.shortest_s, self.longest_s)
-        began_s = time.monotonic()
+        duration_s = self._rng.uniform(self.min_session_s, self.max_session_s)
+        start_s = time.monotonic()
         try:
             session, _ = await self.client.open()
         except EnvError as error:
-            self.refused.append(str(error))
+            self.refusals.append(str(error))
             return
-        self.longest_wait_s = max(self.longest_wait_s, time.monotonic() - began_s)
+        self.max_wait_s = max(self.max_wait_s, time.monotonic() - start_s)
         server = session.id.split("~")[1]
         self.servers[server] += 1
         try:
-            await self._steps(session, time.monotonic() + seconds)
+            await self._take_steps(session, time.monotonic() + duration_s)
         except InfrastructureError as error:
-            leaving = "that is removed" if server in self.leaving else "that stays"
-            self.void.append(f"on a pod {leaving}: {error}")
+            pod_state = "that is removed" if server in self.leaving_servers else "that stays"
+            self.lost_errors.append(f"on a pod {pod_state}: {error}")
         else:
             self.num_finished += 1
-            self.num_moved += server in self.leaving
+            self.num_moved += server in self.leaving_servers
         finally:
             self.servers[server] -= 1
 
-    async def _steps(self, session: AsyncSession, until_s: float) -> None:
+    async def _take_steps(self, session: AsyncSession, deadline_s: float) -> None:
         async with session:
-            while time.monotonic() < until_s:
+            while time.monotonic() < deadline_s:
                 await asyncio.sleep(_STEP_S)
                 result = await session.step(text="STAND")
                 if result.done:
                     await session.reset()
 
 
-class Watch:
+class Recorder:
     """A recorder of an environment's state, once per second.
 
     Args:
@@ -133,11 +133,11 @@ class Watch:
     """
 
     def __init__(
-        self, api: KubernetesApi, namespace: str, environment: str, metrics: str, crowd: Crowd
+        self, api: KubernetesApi, namespace: str, environment: str, metrics_url: str, crowd: Crowd
     ) -> None:
         self._api, self._namespace, self._name = api, namespace, environment
-        self._metrics, self._crowd = metrics, crowd
-        self._began_s = time.monotonic()
+        self._metrics_url, self._crowd = metrics_url, crowd
+        self._start_s = time.monotonic()
         self.rows: list[tuple[float, ...]] = []
         self.removals: list[Removal] = []
         self.failures: list[str] = []
@@ -147,67 +147,72 @@ class Watch:
     @property
     def now_s(self) -> float:
         """Seconds since the first observation."""
-        return time.monotonic() - self._began_s
+        return time.monotonic() - self._start_s
 
     async def run(self) -> None:
         """Record observations until canceled."""
         async with aiohttp.ClientSession() as http:
             while True:
-                began_s = time.monotonic()
+                start_s = time.monotonic()
                 # A failed observation leaves out one row.
                 try:
-                    await self._look(http)
+                    await self._observe(http)
                 except (ClusterError, aiohttp.ClientError, TimeoutError) as error:
                     self.failures.append(f"{self.now_s:.0f} s: {error!r}")
-                await asyncio.sleep(max(0.0, began_s + 1 - time.monotonic()))
+                await asyncio.sleep(max(0.0, start_s + 1 - time.monotonic()))
 
-    async def _look(self, http: aiohttp.ClientSession) -> None:
+    async def _observe(self, http: aiohttp.ClientSession) -> None:
         at_s = round(self.now_s, 1)
         query = {"labelSelector": "app.kubernetes.io/component=environment"}
         pods_path = make_resource_path("v1", self._namespace, "pods")
         deployment_path = make_resource_path("apps/v1", self._namespace, "deployments", self._name)
-        pods, deployment, metrics = await asyncio.gather(
-            self._api.read(pods_path, query), self._api.read(deployment_path), self._sessions(http)
+        pods, deployment, session_counts = await asyncio.gather(
+            self._api.read(pods_path, query),
+            self._api.read(deployment_path),
+            self._read_session_counts(http),
         )
         self.num_replicas = deployment["spec"]["replicas"]
         self.num_ready = deployment["status"].get("readyReplicas", 0)
-        self._note_removals(at_s, pods["items"])
+        self._record_removals(at_s, pods["items"])
         self.rows.append(
             (
                 *(at_s, self._crowd.num_players, sum(self._crowd.servers.values())),
-                *(metrics.get(state, 0) for state in ("pending", "active", "draining")),
-                *(self.num_replicas, self.num_ready, len(self._crowd.leaving)),
-                len(self._crowd.void),
+                *(session_counts.get(state, 0) for state in ("pending", "active", "draining")),
+                *(self.num_replicas, self.num_ready, len(self._crowd.leaving_servers)),
+                len(self._crowd.lost_errors),
             )
         )
 
-    async def _sessions(self, http: aiohttp.ClientSession) -> dict[str, int]:
-        async with http.get(self._metrics) as answer:
-            text = await answer.text()
+    async def _read_session_counts(self, http: aiohttp.ClientSession) -> dict[str, int]:
+        async with http.get(self._metrics_url) as response:
+            text = await response.text()
         samples = re.findall(
             r'^ludus_gateway_sessions\{.*state="(\w+)"\} (\S+)$', text, re.MULTILINE
         )
         return {state: int(float(value)) for state, value in samples}
 
-    def _note_removals(self, at_s: float, pods: list[dict[str, Any]]) -> None:
-        kept_loads, chosen, leaving = [], [], set()
+    def _record_removals(self, at_s: float, pods: list[dict[str, Any]]) -> None:
+        kept_loads, removed_loads, leaving_servers = [], [], set()
         for pod in pods:
             metadata = pod["metadata"]
             server = make_pod_server_id(metadata["uid"])
-            cost = int(metadata.get("annotations", {}).get(COST, 0))
+            cost = int(metadata.get("annotations", {}).get(COST_ANNOTATION, 0))
             load = (self._crowd.servers[server], cost)
             if "deletionTimestamp" not in metadata:
                 kept_loads.append(load)
                 continue
-            leaving.add(server)
-            if server not in self._crowd.leaving:
-                chosen.append(load)
-        self._crowd.leaving.clear()
-        self._crowd.leaving.update(leaving)
+            leaving_servers.add(server)
+            if server not in self._crowd.leaving_servers:
+                removed_loads.append(load)
+        self._crowd.leaving_servers.clear()
+        self._crowd.leaving_servers.update(leaving_servers)
         sessions, costs = (
             (tuple(column) for column in zip(*kept_loads, strict=True)) if kept_loads else ((), ())
         )
-        self.removals += [Removal(at_s, num, cost, sessions, costs) for num, cost in chosen]
+        self.removals += [
+            Removal(at_s, num_sessions, cost, sessions, costs)
+            for num_sessions, cost in removed_loads
+        ]
 
 
 @asynccontextmanager
@@ -218,32 +223,32 @@ async def forward_ports(namespace: str, pod: str, *ports: int) -> AsyncIterator[
     tunnel is then reopened on the same ports, and clients reconnect to their sessions.
     """
     remote_ports = [f":{port}" for port in ports]
-    process, assigned_ports = await _tunnel(namespace, pod, remote_ports)
+    process, assigned_ports = await _open_tunnel(namespace, pod, remote_ports)
     local_ports = [assigned_ports[port] for port in ports]
     port_pairs = [f"{assigned_ports[port]}:{port}" for port in ports]
 
-    async def keep() -> None:
+    async def reopen_forever() -> None:
         nonlocal process
         while True:
             assert process.stdout is not None
             await process.stdout.read()  # one line per connection, until kubectl exits
             await process.wait()
             sys.stderr.write("kubectl port-forward has ended; it is started again\n")
-            process, _ = await _tunnel(namespace, pod, port_pairs)
+            process, _ = await _open_tunnel(namespace, pod, port_pairs)
 
-    keeping = asyncio.create_task(keep())
+    reopen_task = asyncio.create_task(reopen_forever())
     try:
         yield local_ports
     finally:
-        keeping.cancel()
+        reopen_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await keeping
+            await reopen_task
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         await process.wait()
 
 
-async def _tunnel(
+async def _open_tunnel(
     namespace: str, pod: str, ports: Sequence[str]
 ) -> tuple[asyncio.subprocess.Process, dict[int, int]]:
     """Start kubectl; return it once it forwards, and the local port for each port of the pod."""
@@ -257,6 +262,6 @@ async def _tunnel(
     while len(assigned_ports) < len(ports):
         line = await asyncio.wait_for(process.stdout.readline(), 30)
         assert line, "kubectl port-forward has ended"
-        if match := _FORWARDED.search(line):
+        if match := _FORWARDING_PATTERN.search(line):
             assigned_ports[int(match[2])] = int(match[1])
     return process, assigned_ports

@@ -11,12 +11,12 @@ import yaml
 
 from tests.cluster.installed import Release, helm, kubectl
 
-NAME = "player"
+POD_NAME = "player"
 
 
 @contextmanager
 def run_client_pod(
-    release: Release, environment: str, program: Path, *words: str
+    release: Release, environment: str, program: Path, *arguments: str
 ) -> Iterator[tuple[str, ...]]:
     """Run `program ADDRESS WORDS` in a pod; yield the start of a kubectl command for that pod.
 
@@ -25,16 +25,16 @@ def run_client_pod(
     namespace_options = ("--namespace", release.namespace)
     hooks = yaml.safe_load_all(helm("get", "hooks", release.name, *namespace_options))
     (hook,) = (hook for hook in hooks if hook["metadata"]["name"].endswith(f"-test-{environment}"))
-    hook["metadata"] |= {"name": NAME, "annotations": {}}
+    hook["metadata"] |= {"name": POD_NAME, "annotations": {}}
     (container,) = hook["spec"]["containers"]
-    address = next(word for word in container.pop("args") if word.startswith("grpc://"))
-    text = program.read_text(encoding="utf-8")
-    container["command"] = ["python", "-c", text, address, *words]
+    address = next(argument for argument in container.pop("args") if argument.startswith("grpc://"))
+    source = program.read_text(encoding="utf-8")
+    container["command"] = ["python", "-c", source, address, *arguments]
     kubectl(*namespace_options, "apply", "-f", "-", stdin=json.dumps(hook))
     try:
         kubectl(
-            *namespace_options, "wait", f"pod/{NAME}", "--for=condition=Ready", "--timeout=120s"
+            *namespace_options, "wait", f"pod/{POD_NAME}", "--for=condition=Ready", "--timeout=120s"
         )
-        yield (*namespace_options, "exec", NAME, "--")
+        yield (*namespace_options, "exec", POD_NAME, "--")
     finally:
-        kubectl(*namespace_options, "delete", "pod", NAME, "--grace-period=1")
+        kubectl(*namespace_options, "delete", "pod", POD_NAME, "--grace-period=1")

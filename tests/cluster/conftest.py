@@ -24,19 +24,19 @@ from tests.cluster.installed import (
 from tests.cluster.prometheus import has_prometheus
 
 RESULTS = ROOT / "runs" / "cluster-test" / "results.json"
-_ended: dict[str, dict[str, object]] = {}
-_seconds: dict[str, float] = {}
+_outcomes: dict[str, dict[str, object]] = {}
+_durations_s: dict[str, float] = {}
 """Seconds of each test, including its fixtures."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option --all."""
-    parser.addoption("--all", action="store_true", help="run the long forms of cluster tests, too")
+    parser.addoption("--all", action="store_true", help="run the long cluster tests, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip long tests unless --all is set; run the tests of the autoscaled release last."""
-    items.sort(key=is_autoscaled)
+    items.sort(key=needs_autoscaled_release)
     if not config.getoption("--all", default=False):
         reason = "a long form; `make cluster-test ARGS=--all`"
         for item in items:
@@ -56,9 +56,9 @@ def autoscaled_release() -> Iterator[Release]:
 @pytest.fixture(scope="session", autouse=True)
 def install_autoscaled_release_first(request: pytest.FixtureRequest) -> None:
     """Install the autoscaled release first, because Prometheus needs two minutes to discover it."""
-    items = filter(is_autoscaled, request.session.items)
-    is_wanted = any(item.get_closest_marker("skip") is None for item in items)
-    if is_wanted and not find_skip_reason() and has_keda():
+    items = filter(needs_autoscaled_release, request.session.items)
+    is_needed = any(item.get_closest_marker("skip") is None for item in items)
+    if is_needed and not find_skip_reason() and has_keda():
         request.getfixturevalue("autoscaled_release")
 
 
@@ -67,7 +67,7 @@ def has_keda() -> bool:
     return "scaledobjects.keda.sh" in kubectl("get", "crd", "-o", "name") and has_prometheus()
 
 
-def is_autoscaled(item: pytest.Item) -> bool:
+def needs_autoscaled_release(item: pytest.Item) -> bool:
     """Return True if a test needs the release that KEDA scales."""
     return "autoscaled_release" in getattr(item, "fixturenames", ())
 
@@ -76,19 +76,19 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Record the outcome and duration of a test, unless it was skipped."""
     if "tests/cluster/" not in report.nodeid:
         return
-    _seconds[report.nodeid] = _seconds.get(report.nodeid, 0.0) + report.duration
+    _durations_s[report.nodeid] = _durations_s.get(report.nodeid, 0.0) + report.duration
     if report.failed or (report.passed and report.when == "call"):
-        seconds = round(_seconds[report.nodeid], 1)
-        _ended[report.nodeid] = {"outcome": report.outcome, "seconds": seconds}
+        duration_s = round(_durations_s[report.nodeid], 1)
+        _outcomes[report.nodeid] = {"outcome": report.outcome, "seconds": duration_s}
 
 
 def pytest_sessionfinish() -> None:
     """Write the outcomes to the results file."""
-    if not _ended or not os.environ.get("KUBECONFIG"):
+    if not _outcomes or not os.environ.get("KUBECONFIG"):
         return
-    head = ("git", "describe", "--always", "--dirty")
-    commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    git_command = ("git", "describe", "--always", "--dirty")
+    commit = subprocess.run(git_command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    results |= {name: end | {"commit": commit} for name, end in _ended.items()}
+    results |= {name: outcome | {"commit": commit} for name, outcome in _outcomes.items()}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")

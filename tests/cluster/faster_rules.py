@@ -14,12 +14,12 @@ import yaml
 
 from tests.cluster.installed import CHART, Release, kubectl
 
-TIMES_FASTER = 30
-INTERVAL = "2s"
+SPEEDUP = 30
+SCRAPE_INTERVAL = "2s"
 """Interval of scrapes and evaluations; the shortest window, 5 min, has five intervals."""
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
-_WINDOW = re.compile(r"(\[|offset )(\d+)([smh])")
-_SPAN_S = re.compile(r"(?<=[<>] )(\d{3,})\b")
+_SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
+_WINDOW_PATTERN = re.compile(r"(\[|offset )(\d+)([smh])")
+_DURATION_S_PATTERN = re.compile(r"(?<=[<>] )(\d{3,})\b")
 
 
 def apply_faster_rules(release: Release) -> None:
@@ -40,15 +40,22 @@ def apply_faster_rules(release: Release) -> None:
 
 def speed_up(group: dict[str, Any]) -> dict[str, Any]:
     """Return the group with a faster clock."""
-    return group | {"interval": INTERVAL, "rules": [_rule(rule) for rule in group["rules"]]}
+    return group | {
+        "interval": SCRAPE_INTERVAL,
+        "rules": [_speed_up_rule(rule) for rule in group["rules"]],
+    }
 
 
-def _rule(rule: dict[str, Any]) -> dict[str, Any]:
-    expr = _WINDOW.sub(lambda match: f"{match[1]}{_shorten(match[2], match[3])}", rule["expr"])
-    expr = _SPAN_S.sub(lambda match: str(int(match[1]) // TIMES_FASTER), expr)
-    spans = {key: _shorten(rule[key][:-1], rule[key][-1]) for key in rule if key.endswith("for")}
-    return rule | spans | {"expr": expr}
+def _speed_up_rule(rule: dict[str, Any]) -> dict[str, Any]:
+    expression = _WINDOW_PATTERN.sub(
+        lambda match: f"{match[1]}{_shorten(match[2], match[3])}", rule["expr"]
+    )
+    expression = _DURATION_S_PATTERN.sub(lambda match: str(int(match[1]) // SPEEDUP), expression)
+    durations = {
+        key: _shorten(rule[key][:-1], rule[key][-1]) for key in rule if key.endswith("for")
+    }
+    return rule | durations | {"expr": expression}
 
 
 def _shorten(amount: str, unit: str) -> str:
-    return f"{int(amount) * _SECONDS[unit] // TIMES_FASTER}s"
+    return f"{int(amount) * _SECONDS_PER_UNIT[unit] // SPEEDUP}s"

@@ -13,42 +13,48 @@ from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.env.transports.address import ConnectOptions
 from ludus.proto.errors import EnvError
 
-SEAT_S = 12.0
+SESSION_S = 12.0
 SLOW_STEP_S = 6.0
 PAUSE_S = 0.3
 
 
-async def _crowd(session: AsyncSession) -> None:
-    """Use a seat for a while, then free it for the next player."""
-    for _ in range(round(SEAT_S)):
+async def _occupy(session: AsyncSession) -> None:
+    """Keep a session for a while, then close it for the next player."""
+    for _ in range(round(SESSION_S)):
         await session.step({})
         await asyncio.sleep(1.0)
 
 
-async def _hold(session: AsyncSession) -> None:
+async def _play_forever(session: AsyncSession) -> None:
     """Play without end."""
     while True:
         await session.step({})
         await asyncio.sleep(PAUSE_S)
 
 
-async def _slow(session: AsyncSession) -> None:
+async def _step_slowly(session: AsyncSession) -> None:
     while True:
         await session.step({"wait_s": SLOW_STEP_S})
 
 
-async def _raise(session: AsyncSession) -> None:
+async def _cause_error(session: AsyncSession) -> None:
     await session.step({"raises": True})
 
 
-async def _die(session: AsyncSession) -> None:
+async def _exit_worker(session: AsyncSession) -> None:
     await session.step({"dies": True})
 
 
-TROUBLES = {"crowd": _crowd, "hold": _hold, "slow": _slow, "raise": _raise, "die": _die}
+BEHAVIORS = {
+    "crowd": _occupy,
+    "hold": _play_forever,
+    "slow": _step_slowly,
+    "raise": _cause_error,
+    "die": _exit_worker,
+}
 
 
-async def _play(address: str, trouble: str) -> None:
+async def _play_sessions(address: str, trouble: str) -> None:
     """Open session after session."""
     async with await AsyncEnvClient.connect(
         address, ConnectOptions(token=os.environ["LUDUS_ENV_TOKEN"])
@@ -57,7 +63,7 @@ async def _play(address: str, trouble: str) -> None:
             try:
                 session, _ = await client.open()
                 async with session:
-                    await TROUBLES[trouble](session)
+                    await BEHAVIORS[trouble](session)
             except EnvError as error:
                 sys.stdout.write(f"{type(error).__name__}: {error}\n")
                 await asyncio.sleep(PAUSE_S)
@@ -81,7 +87,7 @@ async def _main(address: str, trouble: str, num_players: int) -> None:
             group.create_task(
                 _connect_without_access(address)
                 if trouble == "refused"
-                else _play(address, trouble)
+                else _play_sessions(address, trouble)
             )
 
 

@@ -11,16 +11,16 @@ import time
 from ludus.env import Action, Environment, Observation, State, Transition
 
 
-class Wish(Action):
+class FaultAction(Action):
     wait_s: float = 0.0
     raises: bool = False
     dies: bool = False
 
 
-class FaultyEnvironment(Environment[Wish, Observation, State]):
+class FaultyEnvironment(Environment[FaultAction, Observation, State]):
     """An environment without rules that never terminates."""
 
-    action_type = Wish
+    action_type = FaultAction
     observation_type = Observation
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class FaultyEnvironment(Environment[Wish, Observation, State]):
         self._state = State()
         return Transition(Observation())
 
-    def step(self, action: Wish) -> Transition[Observation]:
+    def step(self, action: FaultAction) -> Transition[Observation]:
         self._state.step_count += 1
         time.sleep(action.wait_s)
         if action.raises:
-            raise RuntimeError("as it was wished")
+            raise RuntimeError("the action requested an error")
         if action.dies:
             os._exit(1)
         return Transition(Observation(), reward=0.0)

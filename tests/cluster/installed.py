@@ -25,21 +25,21 @@ def find_skip_reason() -> str:
     """Return the reason to skip cluster tests on this machine, or '' if they can run."""
     if not os.environ.get("KUBECONFIG"):
         return "SKIPPED, NOT PASSED: no cluster; set KUBECONFIG, and `make cluster-test`"
-    missing = [program for program in ("kubectl", "helm") if _program(program) is None]
+    missing = [program for program in ("kubectl", "helm") if _find_program(program) is None]
     return f"SKIPPED, NOT PASSED: {', '.join(missing)} not found in PATH" if missing else ""
 
 
 def kubectl(*arguments: str, stdin: str | None = None) -> str:
     """Run kubectl and return its output; a failure raises its error message."""
-    return _run([str(_program("kubectl")), *arguments], stdin)
+    return _run([str(_find_program("kubectl")), *arguments], stdin)
 
 
 def helm(*arguments: str) -> str:
     """Run helm and return its output; a failure raises its error message."""
-    return _run([str(_program("helm")), *arguments])
+    return _run([str(_find_program("helm")), *arguments])
 
 
-def create(
+def create_object(
     api_version: str, kind: str, name: str, namespace: str = "default", **fields: Any
 ) -> None:
     """Create an object; Kubernetes ignores the namespace of a cluster-wide kind."""
@@ -61,9 +61,11 @@ class Release:
 
     def upgrade(self, values: Sequence[Path], settings: Mapping[str, str] | None = None) -> None:
         """Install or upgrade the release, and wait until every pod is ready."""
-        words = [word for path in values for word in ("--values", str(path))]
-        words += [word for item in (settings or {}).items() for word in ("--set", "=".join(item))]
-        helm("upgrade", "--install", self.name, str(CHART), "-n", self.namespace, *words)
+        options = [option for path in values for option in ("--values", str(path))]
+        options += [
+            option for item in (settings or {}).items() for option in ("--set", "=".join(item))
+        ]
+        helm("upgrade", "--install", self.name, str(CHART), "-n", self.namespace, *options)
         self.wait_until_ready()
 
     def wait_until_ready(self) -> None:
@@ -93,7 +95,7 @@ def namespace() -> Iterator[str]:
             kubectl("-n", name, "create", "secret", "generic", secret, *literals)
         yield name
     except BaseException:
-        sys.stderr.write(_state(name))
+        sys.stderr.write(_describe_namespace(name))
         raise
     finally:
         kubectl("delete", "namespace", name, "--wait=false")
@@ -112,25 +114,25 @@ def install(
 
 def wait_until(condition: Any, goal: str, timeout_s: float = TIMEOUT_S) -> None:
     """Return once `condition()` holds."""
-    deadline = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {goal}"
+        assert time.monotonic() < deadline_s, f"waited {timeout_s:.0f} s for {goal}"
         time.sleep(1)
 
 
-def _state(namespace: str) -> str:
+def _describe_namespace(namespace: str) -> str:
     """Return a description of the namespace's pods and events for an error message."""
     report = ""
-    for words in (("get", "pods", "-o", "wide"), ("get", "events", "--sort-by=.lastTimestamp")):
+    for query in (("get", "pods", "-o", "wide"), ("get", "events", "--sort-by=.lastTimestamp")):
         report += subprocess.run(
-            [str(_program("kubectl")), "-n", namespace, *words], capture_output=True, text=True
+            [str(_find_program("kubectl")), "-n", namespace, *query], capture_output=True, text=True
         ).stdout[-4000:]
     return report
 
 
-def _program(name: str) -> str | None:
-    neighbor = Path(sys.executable).parent / name
-    return str(neighbor) if neighbor.exists() else shutil.which(name)
+def _find_program(name: str) -> str | None:
+    packaged_path = Path(sys.executable).parent / name
+    return str(packaged_path) if packaged_path.exists() else shutil.which(name)
 
 
 def _run(command: list[str], stdin: str | None = None) -> str:

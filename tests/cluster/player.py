@@ -14,46 +14,54 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.transports.address import ConnectOptions
 from ludus.proto.errors import EnvError
 
-STOP, RESULT = Path("/tmp/stop"), Path("/tmp/result.json")
+STOP_PATH, RESULT_PATH = Path("/tmp/stop"), Path("/tmp/result.json")
 
 
-async def _play(client: AsyncEnvClient, generator: random.Random, lasts_s: float) -> float:
+async def _play_session(
+    client: AsyncEnvClient, generator: random.Random, duration_s: float
+) -> float:
     """Play one session for a while; return the duration of its slowest call."""
-    slowest_s, start_s = 0.0, time.monotonic()
+    max_call_s, start_s = 0.0, time.monotonic()
     session, state = await client.open(wait_s=30.0)
-    while time.monotonic() - start_s < lasts_s and not STOP.exists():
+    while time.monotonic() - start_s < duration_s and not STOP_PATH.exists():
         await asyncio.sleep(generator.uniform(0.2, 1.0))
         call_start_s = time.monotonic()
         if state.terminated or state.truncated:
             state = await session.reset()
         else:
             state = await session.step({"action_id": generator.randrange(2)})
-        slowest_s = max(slowest_s, time.monotonic() - call_start_s)
+        max_call_s = max(max_call_s, time.monotonic() - call_start_s)
     await session.close()
-    return slowest_s
+    return max_call_s
 
 
-async def _player(address: str, number: int, longest_s: float) -> list[dict[str, object]]:
+async def _play_sessions(address: str, seed: int, max_duration_s: float) -> list[dict[str, object]]:
     """Play session after session; return the result of each."""
-    generator, results = random.Random(number), list[dict[str, object]]()
+    generator, results = random.Random(seed), list[dict[str, object]]()
     async with await AsyncEnvClient.connect(
         address, ConnectOptions(token=os.environ["LUDUS_ENV_TOKEN"])
     ) as client:
-        while not STOP.exists():
+        while not STOP_PATH.exists():
             try:
-                slowest_s = await _play(client, generator, generator.uniform(2.0, longest_s))
-                results.append({"lost": "", "slowest_s": slowest_s})
+                max_call_s = await _play_session(
+                    client, generator, generator.uniform(2.0, max_duration_s)
+                )
+                results.append({"lost": "", "slowest_s": max_call_s})
             except EnvError as error:
                 results.append({"lost": f"{type(error).__name__}: {error}", "slowest_s": 0.0})
     return results
 
 
-async def _main(address: str, num_players: int, longest_s: float) -> None:
-    players = (_player(address, number, longest_s) for number in range(num_players))
-    results = [session for player in await asyncio.gather(*players) for session in player]
-    unfinished = RESULT.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(results), encoding="utf-8")
-    unfinished.rename(RESULT)
+async def _main(address: str, num_players: int, max_duration_s: float) -> None:
+    players = (_play_sessions(address, seed, max_duration_s) for seed in range(num_players))
+    results = [
+        session_result
+        for player_results in await asyncio.gather(*players)
+        for session_result in player_results
+    ]
+    temporary_path = RESULT_PATH.with_suffix(".unfinished")
+    temporary_path.write_text(json.dumps(results), encoding="utf-8")
+    temporary_path.rename(RESULT_PATH)
     await asyncio.sleep(3600.0)
 
 

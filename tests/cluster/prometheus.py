@@ -14,31 +14,35 @@ import yaml
 
 from tests.cluster.installed import CHART, kubectl
 
-MONITORS = "podmonitors.monitoring.coreos.com"
+POD_MONITORS = "podmonitors.monitoring.coreos.com"
 
 
 def has_prometheus() -> bool:
     """Return True if the cluster has a Prometheus operator."""
-    return MONITORS in kubectl("get", "crd", "-o", "name")
+    return POD_MONITORS in kubectl("get", "crd", "-o", "name")
 
 
-def firing_alerts(namespace: str) -> set[str]:
+def list_firing_alerts(namespace: str) -> set[str]:
     """Return the firing alerts of a namespace."""
-    series_list = ask(f'ALERTS{{alertname=~"Ludus.+",namespace="{namespace}",alertstate="firing"}}')
+    series_list = fetch_series(
+        f'ALERTS{{alertname=~"Ludus.+",namespace="{namespace}",alertstate="firing"}}'
+    )
     return {series["metric"]["alertname"] for series in series_list}
 
 
 def has_data(expression: str) -> bool:
     """Return True if any series of the response has a number."""
-    return any(series["value"][1] != "NaN" for series in ask(expression))
+    return any(series["value"][1] != "NaN" for series in fetch_series(expression))
 
 
-def ask(query: str) -> list[dict[str, Any]]:
+def fetch_series(query: str) -> list[dict[str, Any]]:
     """Return the series of Prometheus' response."""
-    default = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["prometheusAddress"]
-    address = urlsplit(os.environ.get("LUDUS_PROMETHEUS", default))
+    default_address = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"][
+        "prometheusAddress"
+    ]
+    address = urlsplit(os.environ.get("LUDUS_PROMETHEUS", default_address))
     service, namespace = str(address.hostname).split(".")[:2]
     proxy_path = f"/api/v1/namespaces/{namespace}/services/{service}:{address.port or 80}/proxy"
     response = kubectl("get", "--raw", f"{proxy_path}/api/v1/query?query={quote(query, safe='')}")
-    result: list[dict[str, Any]] = json.loads(response)["data"]["result"]
-    return result
+    series: list[dict[str, Any]] = json.loads(response)["data"]["result"]
+    return series

@@ -22,40 +22,42 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Respond whether the registry, a blob or a manifest exists."""
         if self.path == "/v2/":
-            self._answer(200)
+            self._respond(200)
         elif "/manifests/" in self.path and self.path in self.server.manifests:
-            kind, body = self.server.manifests[self.path]
-            self._answer(200, {"Content-Type": kind, "Docker-Content-Digest": _digest(body)}, body)
+            content_type, body = self.server.manifests[self.path]
+            self._respond(
+                200, {"Content-Type": content_type, "Docker-Content-Digest": _digest(body)}, body
+            )
         else:
-            self._answer(200 if self.path.rpartition("/")[2] in self.server.blobs else 404)
+            self._respond(200 if self.path.rpartition("/")[2] in self.server.blobs else 404)
 
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
         """Start an upload."""
-        self._body()
-        self._answer(202, {"Location": f"{self.path.rstrip('/')}/upload", "Range": "0-0"})
+        self._read_body()
+        self._respond(202, {"Location": f"{self.path.rstrip('/')}/upload", "Range": "0-0"})
 
     def do_PATCH(self) -> None:
         """Receive a part of an upload."""
-        size = len(self._body())
-        self._answer(202, {"Location": self.path, "Range": f"0-{size}"})
+        size = len(self._read_body())
+        self._respond(202, {"Location": self.path, "Range": f"0-{size}"})
 
     def do_PUT(self) -> None:
         """Finish an upload, or store a manifest."""
-        body, url = self._body(), urlsplit(self.path)
+        body, url = self._read_body(), urlsplit(self.path)
         if "/manifests/" in url.path:
             digest = _digest(body)
             self.server.manifests[url.path] = (self.headers["Content-Type"], body)
         else:
             (digest,) = parse_qs(url.query)["digest"]
             self.server.blobs.add(digest)
-        self._answer(201, {"Location": url.path, "Docker-Content-Digest": digest})
+        self._respond(201, {"Location": url.path, "Docker-Content-Digest": digest})
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
 
-    def _body(self) -> bytes:
+    def _read_body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length", 0)))
         chunks = []
@@ -65,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(chunks)
 
-    def _answer(
+    def _respond(
         self, status: int, headers: dict[str, str] | None = None, body: bytes = b""
     ) -> None:
         self.send_response(status)

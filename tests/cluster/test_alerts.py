@@ -22,18 +22,18 @@ import yaml
 
 from tests.cluster import fault_player, faulty_environment
 from tests.cluster.client_pod import run_client_pod
-from tests.cluster.faster_rules import INTERVAL, apply_faster_rules
+from tests.cluster.faster_rules import SCRAPE_INTERVAL, apply_faster_rules
 from tests.cluster.installed import (
     CHART,
     ROOT,
     Release,
-    create,
+    create_object,
     find_skip_reason,
     install,
     kubectl,
     wait_until,
 )
-from tests.cluster.prometheus import ask, firing_alerts, has_prometheus
+from tests.cluster.prometheus import fetch_series, has_prometheus, list_firing_alerts
 from tests.cluster.training import end_runs, submit
 
 pytestmark = [
@@ -42,15 +42,15 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(find_skip_reason()), reason=find_skip_reason()),
 ]
-PATIENCE_S = 180.0
+ALERT_TIMEOUT_S = 180.0
 CAPACITY = 4
 FAULTY, BLACKJACK = "faulty", "blackjack"
-PLAYER = Path(fault_player.__file__)
-SERVERS = "deployment/ludus-env-{}"
-STORE = "deployment/ludus-store"
-STORE_AWAY_S = 25.0
+PLAYER_PROGRAM = Path(fault_player.__file__)
+SERVER_DEPLOYMENT = "deployment/ludus-env-{}"
+STORE_DEPLOYMENT = "deployment/ludus-store"
+STORE_OUTAGE_S = 25.0
 DASHBOARDS_PAGE = ROOT / "docs" / "dashboards.md"
-EDGE_OF_MEMORY = 0.93
+TARGET_MEMORY_SHARE = 0.93
 """Share of memory to use; Ray starts to kill workers at 0.95."""
 
 
@@ -59,19 +59,21 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
     if not has_prometheus():
         pytest.skip("SKIPPED, NOT PASSED: no Prometheus operator is installed")
     values = tmp_path_factory.mktemp("values") / "faulty.yaml"
-    values.write_text(yaml.safe_dump(faulty_values()), encoding="utf-8")
+    values.write_text(yaml.safe_dump(make_faulty_values()), encoding="utf-8")
     with install([CHART / "values-cpu.yaml", values]) as release:
         apply_faster_rules(release)
         yield release
 
 
-def faulty_values() -> dict[str, object]:
+def make_faulty_values() -> dict[str, object]:
     """Return values that add an environment from this folder and scrape at the rules' interval."""
     program = Path(faulty_environment.__file__)
-    serve = f'printf %s "$PROGRAM" > {program.name}; exec dumb-init -- python -m ludus.env "$@"'
+    serve_command = (
+        f'printf %s "$PROGRAM" > {program.name}; exec dumb-init -- python -m ludus.env "$@"'
+    )
     environment = {
         "image": {"repository": "ludus/env-openspiel"},
-        "command": ["sh", "-c", serve, "sh"],
+        "command": ["sh", "-c", serve_command, "sh"],
         "package": f"{program.stem}:FaultyEnvironment",
         "env": [{"name": "PROGRAM", "value": program.read_text(encoding="utf-8")}],
         "capacity": CAPACITY,
@@ -82,49 +84,49 @@ def faulty_values() -> dict[str, object]:
     return {
         "environments": {FAULTY: environment},
         "gateway": {"drainSeconds": 1, "sessions": {"queueTimeoutSeconds": 20}},
-        "monitoring": {"monitors": {"enabled": True, "interval": INTERVAL}},
+        "monitoring": {"monitors": {"enabled": True, "interval": SCRAPE_INTERVAL}},
     }
 
 
 def wait_for_alerts(
-    release: Release, *alerts: str, meanwhile: Callable[[], object] = lambda: None
+    release: Release, *alerts: str, callback: Callable[[], object] = lambda: None
 ) -> None:
-    """Wait until each of the alerts has fired; call `meanwhile` each second."""
-    missing, deadline = set(alerts), time.monotonic() + PATIENCE_S
+    """Wait until each of the alerts has fired; call `callback` each second."""
+    missing, deadline_s = set(alerts), time.monotonic() + ALERT_TIMEOUT_S
     while missing:
         time.sleep(1)
-        meanwhile()
-        alerts_firing = firing_alerts(release.namespace)
-        assert time.monotonic() < deadline, f"{missing} did not fire; firing: {alerts_firing}"
-        for alert in missing & alerts_firing:
+        callback()
+        firing_alerts = list_firing_alerts(release.namespace)
+        assert time.monotonic() < deadline_s, f"{missing} did not fire; firing: {firing_alerts}"
+        for alert in missing & firing_alerts:
             missing.remove(alert)
             sys.stderr.write(f"{time.strftime('%H:%M:%S')} {alert}\n")
 
 
 def scale(release: Release, deployment: str, replicas: int) -> None:
     """Set the number of pods of a Deployment and wait for them."""
-    words = (deployment, f"--replicas={replicas}")
-    kubectl("-n", release.namespace, "scale", *words)
+    arguments = (deployment, f"--replicas={replicas}")
+    kubectl("-n", release.namespace, "scale", *arguments)
     if replicas:
         release.wait_until_ready()
 
 
-def server_labels(environment: str) -> str:
+def make_server_labels(environment: str) -> str:
     """Return the label selector of an environment's servers; players have only the second label."""
     return f"app.kubernetes.io/component=environment,ludus.dev/environment={environment}"
 
 
 def kill_pods(release: Release, labels: str) -> None:
     """Kill all pods with these labels at once."""
-    words = ("delete", "pods", "-l", labels, "--grace-period=0", "--force")
-    kubectl("-n", release.namespace, *words)
+    arguments = ("delete", "pods", "-l", labels, "--grace-period=0", "--force")
+    kubectl("-n", release.namespace, *arguments)
 
 
 def kill_if_ready(release: Release, environment: str) -> None:
     """Kill all servers of an environment if all of them are ready."""
     deployment = release.get("deployment", f"ludus-env-{environment}")
     if deployment["status"].get("readyReplicas", 0) == deployment["spec"]["replicas"]:
-        kill_pods(release, server_labels(environment))
+        kill_pods(release, make_server_labels(environment))
 
 
 # The fleet.
@@ -143,22 +145,22 @@ def kill_if_ready(release: Release, environment: str) -> None:
 def test_players_cause_alerts(
     release: Release, trouble: str, num_players: int, alerts: tuple[str, ...]
 ) -> None:
-    with run_client_pod(release, FAULTY, PLAYER, trouble, str(num_players)):
+    with run_client_pod(release, FAULTY, PLAYER_PROGRAM, trouble, str(num_players)):
         wait_for_alerts(release, *alerts)
 
 
 def test_a_server_is_killed_with_its_sessions(release: Release) -> None:
-    with run_client_pod(release, FAULTY, PLAYER, "hold", str(CAPACITY)):
+    with run_client_pod(release, FAULTY, PLAYER_PROGRAM, "hold", str(CAPACITY)):
         time.sleep(5)
-        kill_pods(release, server_labels(FAULTY))
+        kill_pods(release, make_server_labels(FAULTY))
         wait_for_alerts(release, "LudusSessionsLost")
 
 
 def test_no_server_is_running(release: Release) -> None:
-    scale(release, SERVERS.format(FAULTY), 0)
-    with run_client_pod(release, FAULTY, PLAYER, "hold", "1"):
+    scale(release, SERVER_DEPLOYMENT.format(FAULTY), 0)
+    with run_client_pod(release, FAULTY, PLAYER_PROGRAM, "hold", "1"):
         wait_for_alerts(release, "LudusNoServers")
-    scale(release, SERVERS.format(FAULTY), 1)
+    scale(release, SERVER_DEPLOYMENT.format(FAULTY), 1)
 
 
 def test_the_network_blocks_a_server(release: Release) -> None:
@@ -167,7 +169,7 @@ def test_the_network_blocks_a_server(release: Release) -> None:
     try:
         patch(release, policy, [])
         # Existing connections may survive the policy.
-        kill_pods(release, server_labels(FAULTY))
+        kill_pods(release, make_server_labels(FAULTY))
         wait_for_alerts(release, "LudusTargetDown", "LudusServersUnreachable")
     finally:
         patch(release, policy, ingress_rules)
@@ -175,9 +177,9 @@ def test_the_network_blocks_a_server(release: Release) -> None:
 
 def patch(release: Release, policy: tuple[str, ...], ingress: Iterable[object]) -> None:
     """Replace the ingress rules of a policy."""
-    change = [{"op": "replace", "path": "/spec/ingress", "value": ingress}]
-    words = ("--type=json", "-p", json.dumps(change))
-    kubectl("-n", release.namespace, "patch", *policy, *words)
+    json_patch = [{"op": "replace", "path": "/spec/ingress", "value": ingress}]
+    arguments = ("--type=json", "-p", json.dumps(json_patch))
+    kubectl("-n", release.namespace, "patch", *policy, *arguments)
 
 
 def test_the_gateways_are_gone(release: Release) -> None:
@@ -207,19 +209,23 @@ def kuberay_monitor() -> Iterator[None]:
 
 def test_a_failed_and_a_waiting_run(release: Release, kuberay_monitor: None) -> None:
     container = {"name": "ray", "image": "docker.io/ludus/trainer:dev"}
-    head = {"rayStartParams": {}, "template": {"spec": {"containers": [container]}}}
-    waits = {"suspend": True, "rayClusterSpec": {"headGroupSpec": head}}
+    head_group = {"rayStartParams": {}, "template": {"spec": {"containers": [container]}}}
+    run_spec = {"suspend": True, "rayClusterSpec": {"headGroupSpec": head_group}}
     namespace = release.namespace
     # KubeRay can suspend only a job that it shuts down, and reports that after admission.
-    create("ray.io/v1", "RayJob", "fails", namespace, spec=waits)
-    create(
-        "ray.io/v1", "RayJob", "waits", namespace, spec=waits | {"shutdownAfterJobFinishes": True}
+    create_object("ray.io/v1", "RayJob", "fails", namespace, spec=run_spec)
+    create_object(
+        "ray.io/v1",
+        "RayJob",
+        "waits",
+        namespace,
+        spec=run_spec | {"shutdownAfterJobFinishes": True},
     )
     try:
         wait_until(
-            lambda: ask(f'kuberay_job_deployment_status{{namespace="{namespace}"}}'),
+            lambda: fetch_series(f'kuberay_job_deployment_status{{namespace="{namespace}"}}'),
             "metrics",
-            PATIENCE_S,
+            ALERT_TIMEOUT_S,
         )
     except AssertionError:
         pytest.skip("SKIPPED, NOT PASSED: KubeRay has no metrics; start it with --enable-metrics")
@@ -241,18 +247,18 @@ def test_a_run_has_every_trouble(release: Release, tmp_path: Path) -> None:
         training.wait_for_steps(3)
         # Sessions are not open at every moment.
         kill_server = partial(kill_if_ready, release, BLACKJACK)
-        wait_for_alerts(release, "LudusEpisodesVoided", meanwhile=kill_server)
+        wait_for_alerts(release, "LudusEpisodesVoided", callback=kill_server)
         with fill_memory(release, training.find_pod("head")):
             wait_for_alerts(release, "LudusHeadMemoryHigh")
-        scale(release, STORE, 0)
-        time.sleep(STORE_AWAY_S)
-        scale(release, STORE, 1)
+        scale(release, STORE_DEPLOYMENT, 0)
+        time.sleep(STORE_OUTAGE_S)
+        scale(release, STORE_DEPLOYMENT, 1)
         wait_for_alerts(release, "LudusWeightSyncSlow")
-        with pause_repeatedly(release, server_labels(BLACKJACK), stop_s=2.5, go_s=0.3):
+        with pause_repeatedly(release, make_server_labels(BLACKJACK), pause_s=2.5, run_s=0.3):
             wait_for_alerts(release, "LudusLearnerIdle", "LudusCheckpointOld")
-        scale(release, SERVERS.format(BLACKJACK), 0)
+        scale(release, SERVER_DEPLOYMENT.format(BLACKJACK), 0)
         wait_for_alerts(release, "LudusTrainingStalled")
-        scale(release, SERVERS.format(BLACKJACK), 2)
+        scale(release, SERVER_DEPLOYMENT.format(BLACKJACK), 2)
         kubectl("-n", release.namespace, "delete", "pod", training.find_pod("learner"), "--force")
         wait_for_alerts(release, "LudusLearnerRestarted")
         kubectl("-n", release.namespace, "delete", "pod", training.find_pod("head"), "--force")
@@ -288,22 +294,22 @@ def test_a_run_unlearns(release: Release, tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def pause_repeatedly(
-    release: Release, labels: str, *, stop_s: float, go_s: float
+    release: Release, labels: str, *, pause_s: float, run_s: float
 ) -> Iterator[None]:
     """Pause and continue the program of the pods repeatedly; replace the pods afterwards."""
     # The program is the child of the container's init.
-    loop = (
+    shell_loop = (
         "for p in /proc/[0-9]*; do read -r _ _ _ parent _ < $p/stat;"
         ' [ "$parent" = 1 ] && n=${p#/proc/}; done;'
-        f" while true; do kill -STOP $n; sleep {stop_s}; kill -CONT $n; sleep {go_s}; done"
+        f" while true; do kill -STOP $n; sleep {pause_s}; kill -CONT $n; sleep {run_s}; done"
     )
     pods = [pod["metadata"]["name"] for pod in release.get("pods", "-l", labels)["items"]]
     command = ("kubectl", "-n", release.namespace, "exec")
-    loops = [subprocess.Popen([*command, pod, "--", "sh", "-c", loop]) for pod in pods]
+    processes = [subprocess.Popen([*command, pod, "--", "sh", "-c", shell_loop]) for pod in pods]
     try:
         yield
     finally:
-        for process in loops:
+        for process in processes:
             process.kill()
             process.wait()
         kill_pods(release, labels)
@@ -317,7 +323,7 @@ def fill_memory(release: Release, pod: str) -> Iterator[None]:
         "from ray._private.utils import get_system_memory, get_used_memory\n"
         "taken = []\n"
         "while not select.select([sys.stdin], [], [], 0.02)[0]:\n"
-        f"    if get_used_memory() < get_system_memory() * {EDGE_OF_MEMORY}:\n"
+        f"    if get_used_memory() < get_system_memory() * {TARGET_MEMORY_SHARE}:\n"
         "        taken.append(b'1' * 2**24)\n"
     )
     command = ("kubectl", "-n", release.namespace, "exec", "-i", pod, "--", "python", "-c", program)

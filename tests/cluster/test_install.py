@@ -24,18 +24,22 @@ def release() -> Iterator[Release]:
 def count_restarts(release: Release) -> dict[str, int]:
     """Return the number of container restarts of each pod."""
     return {
-        pod["metadata"]["name"]: sum(c["restartCount"] for c in pod["status"]["containerStatuses"])
+        pod["metadata"]["name"]: sum(
+            status["restartCount"] for status in pod["status"]["containerStatuses"]
+        )
         for pod in release.get("pods")["items"]
     }
 
 
 def test_every_pod_is_ready_without_restarts(release: Release) -> None:
     pods = release.get("pods")["items"]
-    parts = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods}
-    assert parts == {"gateway", "environment", "store"}
+    components = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods}
+    assert components == {"gateway", "environment", "store"}
     for pod in pods:
-        ready = {c["type"]: c["status"] for c in pod["status"]["conditions"]}
-        assert ready["Ready"] == "True", pod["metadata"]["name"]
+        conditions = {
+            condition["type"]: condition["status"] for condition in pod["status"]["conditions"]
+        }
+        assert conditions["Ready"] == "True", pod["metadata"]["name"]
     assert set(count_restarts(release).values()) == {0}
     assert release.get("networkpolicies")["items"]
 

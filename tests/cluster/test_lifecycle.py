@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(find_skip_reason()), reason=find_skip_reason()),
 ]
-LONGEST_SESSION_S = 10.0
+MAX_SESSION_S = 10.0
 NUM_PLAYERS = 24
 SETTINGS = {
     # Longer than the longest session, so that no drain cuts off a session.
@@ -35,9 +35,9 @@ SETTINGS = {
     "environments.blackjack.drainSeconds": "20",
     "storage.runs.keep": "true",
 }
-ROLLED = {
-    f"{part}.podAnnotations.example\\.com/edition": "second"
-    for part in ("gateway", "environments.blackjack")
+ROLLOUT_SETTINGS = {
+    f"{component}.podAnnotations.example\\.com/edition": "second"
+    for component in ("gateway", "environments.blackjack")
 }
 REMAINING_OBJECTS = {
     "secret/ludus-auth",
@@ -49,14 +49,16 @@ REMAINING_OBJECTS = {
 }
 
 
-def read_sessions(inside: tuple[str, ...]) -> list[dict[str, Any]]:
+def read_sessions(exec_command: tuple[str, ...]) -> list[dict[str, Any]]:
     """Stop the players in the pod; return the result of each session."""
-    kubectl(*inside, "touch", str(player.STOP))
-    read_result = f"while [ ! -e {player.RESULT} ]; do sleep 0.2; done; cat {player.RESULT}"
-    played: list[dict[str, Any]] = json.loads(
-        kubectl(*inside, "timeout", "60", "sh", "-c", read_result)
+    kubectl(*exec_command, "touch", str(player.STOP_PATH))
+    read_command = (
+        f"while [ ! -e {player.RESULT_PATH} ]; do sleep 0.2; done; cat {player.RESULT_PATH}"
     )
-    return played
+    session_results: list[dict[str, Any]] = json.loads(
+        kubectl(*exec_command, "timeout", "60", "sh", "-c", read_command)
+    )
+    return session_results
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +67,13 @@ def release() -> Iterator[Release]:
         yield release
 
 
-def pods(release: Release, component: str) -> set[str]:
+def list_pods(release: Release, component: str) -> set[str]:
     """Return the names of a component's pods, including terminating pods."""
     label = f"app.kubernetes.io/component={component}"
     return {pod["metadata"]["name"] for pod in release.get("pods", "-l", label)["items"]}
 
 
-def object_names(release: Release) -> set[str]:
+def list_object_names(release: Release) -> set[str]:
     """Return all objects of the namespace except events, which expire automatically."""
     kinds = kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
     kinds = [kind for kind in kinds if not kind.startswith(("events", "pods.metrics"))]
@@ -80,34 +82,40 @@ def object_names(release: Release) -> set[str]:
 
 def replace_pods(release: Release, change: Callable[[], object]) -> None:
     """Make a change, and wait until it has replaced every gateway and environment pod."""
-    previous_pods = {part: pods(release, part) for part in ("gateway", "environment")}
+    previous_pods = {
+        component: list_pods(release, component) for component in ("gateway", "environment")
+    }
     change()
     release.wait_until_ready()
-    for part, old in previous_pods.items():
+    for component, previous in previous_pods.items():
         wait_until(
-            lambda part=part, old=old: not pods(release, part) & old, f"the old {part} pods' end"
+            lambda component=component, previous=previous: (
+                not list_pods(release, component) & previous
+            ),
+            f"the old {component} pods' end",
         )
 
 
 def test_upgrade_and_rollback_lose_no_session(release: Release) -> None:
     values, program = [CHART / "values-cpu.yaml"], Path(player.__file__)
-    words = (str(NUM_PLAYERS), str(LONGEST_SESSION_S))
-    with run_client_pod(release, "blackjack", program, *words) as inside:
-        replace_pods(release, lambda: release.upgrade(values, SETTINGS | ROLLED))
+    arguments = (str(NUM_PLAYERS), str(MAX_SESSION_S))
+    with run_client_pod(release, "blackjack", program, *arguments) as exec_command:
+        replace_pods(release, lambda: release.upgrade(values, SETTINGS | ROLLOUT_SETTINGS))
         replace_pods(release, lambda: helm("rollback", release.name, "1", "-n", release.namespace))
-        played = read_sessions(inside)
-    errors = [session["lost"] for session in played if session["lost"]]
-    slowest = max(session["slowest_s"] for session in played)
+        session_results = read_sessions(exec_command)
+    errors = [session["lost"] for session in session_results if session["lost"]]
+    max_call_s = max(session["slowest_s"] for session in session_results)
     sys.stdout.write(
-        f"\n{len(played)} sessions, {len(errors)} lost, slowest call {slowest:.1f} s\n"
+        f"\n{len(session_results)} sessions, {len(errors)} lost, slowest call {max_call_s:.1f} s\n"
     )
     assert not errors, errors[:3]
-    assert len(played) > NUM_PLAYERS
+    assert len(session_results) > NUM_PLAYERS
 
 
 def test_uninstall_keeps_objects_outside_the_release(release: Release) -> None:
     helm("uninstall", release.name, "--namespace", release.namespace)
     wait_until(
-        lambda: object_names(release) <= REMAINING_OBJECTS, "everything of the release to be gone"
+        lambda: list_object_names(release) <= REMAINING_OBJECTS,
+        "everything of the release to be gone",
     )
-    assert object_names(release) == REMAINING_OBJECTS
+    assert list_object_names(release) == REMAINING_OBJECTS

@@ -26,11 +26,11 @@ from tests.controller.fake_workers import FakeFleet
 DRIVER_NODE = "ab" * 28
 
 
-def config(**sections: object) -> LanguageModelRun:
+def make_config(**sections: object) -> LanguageModelRun:
     return LanguageModelRun.model_validate(sections)
 
 
-def demand(
+def make_demand(
     num_ranks: int,
     rank: Resources,
     num_workers: int,
@@ -45,14 +45,16 @@ def demand(
 
 
 def test_on_one_machine_only_gpus_are_requested() -> None:
-    placement = place_on_one_machine(config(rollout={"num_gpus_per_worker": 0.5, "num_threads": 4}))
+    placement = place_on_one_machine(
+        make_config(rollout={"num_gpus_per_worker": 0.5, "num_threads": 4})
+    )
     assert placement.make_driver_node_options() == {"num_cpus": 0}
     assert placement.make_rank_options(0) == {"num_cpus": 0, "num_gpus": 0, "resources": {}}
     assert placement.make_worker_options() == {"num_cpus": 0, "num_gpus": 0.5, "resources": {}}
 
 
 def test_in_a_cluster_actors_request_cpus_and_gpus() -> None:
-    run = config(
+    run = make_config(
         learner={"num_ranks": 2, "num_threads": 3, "num_gpus_per_rank": 1},
         rollout={"num_threads": 2},
     )
@@ -72,15 +74,15 @@ def test_in_a_cluster_actors_request_cpus_and_gpus() -> None:
 def test_resources_of_node_groups_are_requested_if_there_are_node_groups() -> None:
     # A node group that scales from zero has no node yet.
     nodes: list[Resources] = [{"head": 1000.0}, {"CPU": 4.0, "learner": 1.0}, {"CPU": 4.0}]
-    run_demand = place_in_cluster(config(), nodes, DRIVER_NODE).demand
+    run_demand = place_in_cluster(make_config(), nodes, DRIVER_NODE).demand
     assert run_demand.ranks.resources == {"CPU": 1.0, "learner": 1.0}
     assert run_demand.workers.resources == {"CPU": 1.0, "rollout": 1.0}
-    run_demand = place_in_cluster(config(), [{"CPU": 4.0}], DRIVER_NODE).demand
+    run_demand = place_in_cluster(make_config(), [{"CPU": 4.0}], DRIVER_NODE).demand
     assert run_demand.ranks.resources == run_demand.workers.resources == {"CPU": 1.0}
 
 
 def test_demand_has_min_workers_and_optionally_the_learner() -> None:
-    run = config(rollout={"num_workers": 3, "min_workers": 2})
+    run = make_config(rollout={"num_workers": 3, "min_workers": 2})
     for includes_learner in (True, False):
         run_demand = place_in_cluster(
             run, [], DRIVER_NODE, includes_learner=includes_learner
@@ -94,22 +96,22 @@ def test_demand_has_min_workers_and_optionally_the_learner() -> None:
 @pytest.mark.parametrize(
     ("run_demand", "nodes", "fits"),
     [
-        (demand(1, {"CPU": 1}, 1, {"CPU": 1}), [{"CPU": 2}], True),
-        (demand(1, {"CPU": 1}, 1, {"CPU": 1}), [{"CPU": 1}], False),
-        (demand(1, {"CPU": 1}, 1, {"CPU": 1}), [], False),
+        (make_demand(1, {"CPU": 1}, 1, {"CPU": 1}), [{"CPU": 2}], True),
+        (make_demand(1, {"CPU": 1}, 1, {"CPU": 1}), [{"CPU": 1}], False),
+        (make_demand(1, {"CPU": 1}, 1, {"CPU": 1}), [], False),
         # The rank must leave the large node to the worker.
-        (demand(1, {"CPU": 2}, 1, {"CPU": 4}), [{"CPU": 4}, {"CPU": 2}], True),
-        (demand(2, {"CPU": 2}, 0, {}), [{"CPU": 3}, {"CPU": 1}], False),
-        (demand(2, {"CPU": 2}, 0, {}), [{"CPU": 2}, {"CPU": 2}], True),
-        (demand(2, {"CPU": 2}, 0, {}, must_share_node=True), [{"CPU": 2}, {"CPU": 2}], False),
+        (make_demand(1, {"CPU": 2}, 1, {"CPU": 4}), [{"CPU": 4}, {"CPU": 2}], True),
+        (make_demand(2, {"CPU": 2}, 0, {}), [{"CPU": 3}, {"CPU": 1}], False),
+        (make_demand(2, {"CPU": 2}, 0, {}), [{"CPU": 2}, {"CPU": 2}], True),
+        (make_demand(2, {"CPU": 2}, 0, {}, must_share_node=True), [{"CPU": 2}, {"CPU": 2}], False),
         (
-            demand(2, {"CPU": 2}, 1, {"CPU": 1}, must_share_node=True),
+            make_demand(2, {"CPU": 2}, 1, {"CPU": 1}, must_share_node=True),
             [{"CPU": 4}, {"CPU": 1}],
             True,
         ),
-        (demand(1, {"GPU": 0.1}, 9, {"GPU": 0.1}), [{"GPU": 1.0}], True),
-        (demand(1, {"CPU": 1, "learner": 1}, 0, {}), [{"CPU": 9}], False),
-        (demand(1, {}, 1, {}), [{"CPU": 1}], True),
+        (make_demand(1, {"GPU": 0.1}, 9, {"GPU": 0.1}), [{"GPU": 1.0}], True),
+        (make_demand(1, {"CPU": 1, "learner": 1}, 0, {}), [{"CPU": 9}], False),
+        (make_demand(1, {}, 1, {}), [{"CPU": 1}], True),
     ],
 )
 def test_demand_fits_if_there_is_room(
@@ -118,14 +120,14 @@ def test_demand_fits_if_there_is_room(
     assert run_demand.fits(nodes) is fits
 
 
-CPUS = st.integers(min_value=1, max_value=3)
+CPU_COUNTS = st.integers(min_value=1, max_value=3)
 
 
 @given(
     num_ranks=st.integers(0, 3),
     num_workers=st.integers(0, 3),
-    rank=CPUS,
-    worker=CPUS,
+    rank=CPU_COUNTS,
+    worker=CPU_COUNTS,
     nodes=st.lists(st.integers(0, 5), max_size=3),
     must_share_node=st.booleans(),
 )
@@ -138,24 +140,24 @@ def test_demand_fits_exactly_if_some_assignment_does(
     must_share_node: bool,
 ) -> None:
     def is_valid(assignment: tuple[int, ...]) -> bool:
-        free = list(nodes)
+        free_amounts = list(nodes)
         for actor, node in enumerate(assignment):
-            free[node] -= rank if actor < num_ranks else worker
-        is_together = not must_share_node or len(set(assignment[:num_ranks])) <= 1
-        return is_together and all(amount >= 0 for amount in free)
+            free_amounts[node] -= rank if actor < num_ranks else worker
+        shares_node = not must_share_node or len(set(assignment[:num_ranks])) <= 1
+        return shares_node and all(amount >= 0 for amount in free_amounts)
 
     assignments = itertools.product(range(len(nodes)), repeat=num_ranks + num_workers)
-    run_demand = demand(
+    run_demand = make_demand(
         num_ranks, {"CPU": rank}, num_workers, {"CPU": worker}, must_share_node=must_share_node
     )
-    resources: list[Resources] = [{"CPU": float(n)} for n in nodes]
+    resources: list[Resources] = [{"CPU": float(amount)} for amount in nodes]
     assert run_demand.fits(resources) is any(map(is_valid, assignments))
     if run_demand.fits(resources):
         max_workers = run_demand.count_max_workers(resources)
-        largest = replace(run_demand.workers, num_actors=max_workers)
-        assert replace(run_demand, workers=largest).fits(resources)
-        too_large = replace(run_demand.workers, num_actors=max_workers + 1)
-        assert not replace(run_demand, workers=too_large).fits(resources)
+        largest_request = replace(run_demand.workers, num_actors=max_workers)
+        assert replace(run_demand, workers=largest_request).fits(resources)
+        too_large_request = replace(run_demand.workers, num_actors=max_workers + 1)
+        assert not replace(run_demand, workers=too_large_request).fits(resources)
 
 
 @pytest.fixture
@@ -179,14 +181,14 @@ async def test_workers_without_room_are_not_started(
 ) -> None:
     rank = {"num_gpus_per_rank": 1}
     placement = await make_placement(
-        config(learner=rank, rollout={"num_workers": 3, "num_gpus_per_worker": 1})
+        make_config(learner=rank, rollout={"num_workers": 3, "num_gpus_per_worker": 1})
     )
     assert placement.max_workers == 1
     message = "warning: rollout.num_workers = 3, but this machine has room for 1, each with 1 GPU"
     assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"no room.*2 rollout workers with 1 GPU"):
         await make_placement(
-            config(
+            make_config(
                 learner=rank,
                 rollout={"num_workers": 2, "min_workers": 2, "num_gpus_per_worker": 1},
             )
@@ -197,7 +199,7 @@ async def test_workers_without_room_are_not_started(
 async def test_workers_without_gpus_always_have_room(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    placement = await make_placement(config(rollout={"num_workers": 4}))
+    placement = await make_placement(make_config(rollout={"num_workers": 4}))
     assert placement.max_workers >= 4
     assert capsys.readouterr().err == ""
 
@@ -211,7 +213,7 @@ async def test_resize_is_limited_by_the_room(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_demand_and_nodes_are_described() -> None:
-    run_demand = demand(2, {"CPU": 1, "learner": 1}, 1, {"CPU": 2}, must_share_node=True)
+    run_demand = make_demand(2, {"CPU": 1, "learner": 1}, 1, {"CPU": 2}, must_share_node=True)
     assert str(run_demand) == (
         "2 learner ranks with 1 CPU, 1 learner each on one node and 1 rollout worker with 2 CPU"
     )

@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.installed import (
     CHART,
     Release,
-    create,
+    create_object,
     find_skip_reason,
     install,
     kubectl,
@@ -20,9 +20,9 @@ from tests.cluster.installed import (
 )
 from tests.cluster.training import submit
 
-KUEUE = "kueue.x-k8s.io/v1beta1"
+KUEUE_API = "kueue.x-k8s.io/v1beta1"
 QUEUE = "runs"
-SHORT = ("training.num_steps=4", "training.groups_per_step=64", "eval.num_games=200")
+SHORT_RUN = ("training.num_steps=4", "training.groups_per_step=64", "eval.num_games=200")
 
 pytestmark = [
     pytest.mark.cluster,
@@ -36,11 +36,11 @@ def test_a_run_waits_in_its_queue_until_another_has_ended(tmp_path: Path) -> Non
         pytest.skip("SKIPPED, NOT PASSED: Kueue is not installed")
     settings = {"runs.queue.name": QUEUE}
     with install([CHART / "values-cpu.yaml"], settings) as release, limit_quota_to_one_run(release):
-        first_one = submit(release, tmp_path / "first", "name=first", *SHORT)
-        second_one = submit(release, tmp_path / "second", "name=second", *SHORT)
-        with first_one as first_run:
-            wait_until(lambda: first_run.pods(), "the first run's pods")
-            with second_one as second_run:
+        first_submission = submit(release, tmp_path / "first", "name=first", *SHORT_RUN)
+        second_submission = submit(release, tmp_path / "second", "name=second", *SHORT_RUN)
+        with first_submission as first_run:
+            wait_until(lambda: first_run.find_pods(), "the first run's pods")
+            with second_submission as second_run:
                 wait_until(
                     lambda: f"waits in queue '{QUEUE}'" in second_run.output, "the second to wait"
                 )
@@ -58,13 +58,13 @@ def limit_quota_to_one_run(release: Release) -> Iterator[None]:
     """Create a queue whose quota is enough for one run but not for two."""
     name = f"ludus-test-{secrets.token_hex(3)}"
     quota = {"cpu": "1", "memory": "8Gi"}
-    resources = [{"name": kind, "nominalQuota": amount} for kind, amount in quota.items()]
+    resources = [{"name": resource, "nominalQuota": amount} for resource, amount in quota.items()]
     flavors = [{"name": name, "resources": resources}]
-    group = {"coveredResources": list(quota), "flavors": flavors}
-    cluster_queue = {"namespaceSelector": {}, "resourceGroups": [group]}
-    create(KUEUE, "ResourceFlavor", name)
-    create(KUEUE, "ClusterQueue", name, spec=cluster_queue)
-    create(KUEUE, "LocalQueue", QUEUE, release.namespace, spec={"clusterQueue": name})
+    resource_group = {"coveredResources": list(quota), "flavors": flavors}
+    cluster_queue = {"namespaceSelector": {}, "resourceGroups": [resource_group]}
+    create_object(KUEUE_API, "ResourceFlavor", name)
+    create_object(KUEUE_API, "ClusterQueue", name, spec=cluster_queue)
+    create_object(KUEUE_API, "LocalQueue", QUEUE, release.namespace, spec={"clusterQueue": name})
     try:
         yield
     finally:

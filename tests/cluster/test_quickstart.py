@@ -28,11 +28,11 @@ NUM_STEPS = 10
 
 
 @dataclass
-class Walk:
+class Walkthrough:
     """The namespace of the page's commands, and the command that failed."""
 
     namespace: str = field(default_factory=lambda: f"ludus-test-{secrets.token_hex(3)}")
-    failed: str = ""
+    failed_block: str = ""
 
     def run(self, block: str) -> None:
         """Run a command of the page in a shell."""
@@ -47,15 +47,15 @@ class Walk:
         )
         sys.stdout.write(f"\n$ {block}{result.stdout}({time.monotonic() - start_s:.1f} s)\n")
         if result.returncode:
-            self.failed = block
+            self.failed_block = block
         assert result.returncode == 0, result.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
-def walk() -> Iterator[Walk]:
-    walk = Walk()
-    yield walk
-    kubectl("delete", "namespace", walk.namespace, "--ignore-not-found", "--wait=false")
+def walkthrough() -> Iterator[Walkthrough]:
+    walkthrough = Walkthrough()
+    yield walkthrough
+    kubectl("delete", "namespace", walkthrough.namespace, "--ignore-not-found", "--wait=false")
 
 
 def find_block_skip_reason(kind: str, block: str) -> str:
@@ -67,23 +67,27 @@ def find_block_skip_reason(kind: str, block: str) -> str:
     if kind == "operator" and "rayjobs.ray.io" in kubectl("get", "crd", "-o", "name"):
         return "SKIPPED, NOT PASSED: the cluster has KubeRay already"
     if kind == "images":
-        words = re.search(r'ARGS="(.*)"', block)
-        assert words and words[1] in (ROOT / "dev/cluster_test.sh").read_text(encoding="utf-8")
+        arguments = re.search(r'ARGS="(.*)"', block)
+        assert arguments and arguments[1] in (ROOT / "dev/cluster_test.sh").read_text(
+            encoding="utf-8"
+        )
         return "SKIPPED, NOT PASSED: dev/cluster_test.sh has run it before the tests"
     return ""
 
 
 @pytest.mark.parametrize(
-    ("kind", "block"), BLOCKS, ids=[f"{i}-{kind}" for i, (kind, _) in enumerate(BLOCKS, 1)]
+    ("kind", "block"), BLOCKS, ids=[f"{index}-{kind}" for index, (kind, _) in enumerate(BLOCKS, 1)]
 )
-def test_a_command_of_the_page(walk: Walk, kind: str, block: str, tmp_path: Path) -> None:
-    assert not walk.failed, f"failed before: {walk.failed}"
+def test_a_command_of_the_page(
+    walkthrough: Walkthrough, kind: str, block: str, tmp_path: Path
+) -> None:
+    assert not walkthrough.failed_block, f"failed before: {walkthrough.failed_block}"
     if reason := find_block_skip_reason(kind, block):
         pytest.skip(reason)
     results = f"--folder {tmp_path}/results\n"
     if kind == "submit":
-        walk.run(f"{block.rstrip()} --dry-run > {tmp_path}/run.yaml\n")
+        walkthrough.run(f"{block.rstrip()} --dry-run > {tmp_path}/run.yaml\n")
         block = f"{block.rstrip()} --set training.num_steps={NUM_STEPS} {results}"
     if kind in ("logs", "fetch"):
         block = f"{block.rstrip()} {results}"
-    walk.run(block)
+    walkthrough.run(block)

@@ -23,17 +23,24 @@ import yaml
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.proto.errors import UnavailableError
-from tests.cluster.installed import CHART, Release, create, find_skip_reason, install, kubectl
+from tests.cluster.installed import (
+    CHART,
+    Release,
+    create_object,
+    find_skip_reason,
+    install,
+    kubectl,
+)
 
 DEFAULT_EDGE = "traefik/traefik/traefik/8443"
-NAMESPACE, SERVICE, CLASS, PORT = os.environ.get("LUDUS_EDGE", DEFAULT_EDGE).split("/")
+NAMESPACE, SERVICE, CLASS_NAME, PORT = os.environ.get("LUDUS_EDGE", DEFAULT_EDGE).split("/")
 HOST, SECRET, GATEWAY = "localhost", "edge-tls", "edge"
-ROUTE = {"enabled": True, "parentRefs": [{"name": GATEWAY}], "hostnames": [HOST]}
-PATIENT = {"blackjack": {"server": {"idleTimeoutSeconds": 1800}}}
-OF_EDGE = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": NAMESPACE}}}
-INGRESS = {
+ROUTE_VALUES = {"enabled": True, "parentRefs": [{"name": GATEWAY}], "hostnames": [HOST]}
+PATIENT_ENVIRONMENTS = {"blackjack": {"server": {"idleTimeoutSeconds": 1800}}}
+EDGE_SELECTOR = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": NAMESPACE}}}
+INGRESS_VALUES = {
     "enabled": True,
-    "className": CLASS,
+    "className": CLASS_NAME,
     "host": HOST,
     "tlsSecret": SECRET,
     # Otherwise, Traefik accepts a certificate and responds to its users with 404.
@@ -50,8 +57,10 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def release() -> Iterator[Release]:
     classes = kubectl("get", "ingressclass,gatewayclass", "-o", "name").split()
-    if [name.rpartition("/")[2] for name in classes].count(CLASS) < 2:
-        pytest.skip(f"SKIPPED, NOT PASSED: no ingress and gateway class '{CLASS}'; see LUDUS_EDGE")
+    if [name.rpartition("/")[2] for name in classes].count(CLASS_NAME) < 2:
+        pytest.skip(
+            f"SKIPPED, NOT PASSED: no ingress and gateway class '{CLASS_NAME}'; see LUDUS_EDGE"
+        )
     with install([CHART / "values-cpu.yaml"]) as release:
         yield release
 
@@ -60,11 +69,13 @@ def release() -> Iterator[Release]:
 def ca_file(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create the edge's certificate; return the file with its certificate authority."""
     authority = trustme.CA()
-    issued = authority.issue_cert(HOST)
-    chain = b"".join(blob.bytes() for blob in issued.cert_chain_pems)
-    files = {"tls.crt": chain, "tls.key": issued.private_key_pem.bytes()}
-    data = {name: base64.b64encode(content).decode() for name, content in files.items()}
-    create("v1", "Secret", SECRET, release.namespace, type="kubernetes.io/tls", data=data)
+    certificate = authority.issue_cert(HOST)
+    chain = b"".join(pem.bytes() for pem in certificate.cert_chain_pems)
+    files = {"tls.crt": chain, "tls.key": certificate.private_key_pem.bytes()}
+    encoded_files = {name: base64.b64encode(content).decode() for name, content in files.items()}
+    create_object(
+        "v1", "Secret", SECRET, release.namespace, type="kubernetes.io/tls", data=encoded_files
+    )
     path = tmp_path_factory.mktemp("edge") / "ca.pem"
     authority.cert_pem.write_to_path(str(path))
     return path
@@ -79,8 +90,8 @@ def idle_s(request: pytest.FixtureRequest) -> float:
 async def test_websocket_sessions_come_through_an_ingress(
     release: Release, ca_file: Path, tmp_path: Path, idle_s: float
 ) -> None:
-    reinstall(release, tmp_path, ingress=INGRESS)
-    with edge() as port:
+    reinstall(release, tmp_path, ingress=INGRESS_VALUES)
+    with forward_edge_port() as port:
         await play_with_pause(f"https://{HOST}:{port}/envs/blackjack", release, ca_file, idle_s)
 
 
@@ -89,10 +100,10 @@ async def test_websocket_and_grpc_sessions_come_through_routes(
 ) -> None:
     certificate = {"certificateRefs": [{"name": SECRET}]}
     listener = {"name": "tls", "protocol": "HTTPS", "port": int(PORT), "tls": certificate}
-    spec = {"gatewayClassName": CLASS, "listeners": [listener]}
-    create("gateway.networking.k8s.io/v1", "Gateway", GATEWAY, release.namespace, spec=spec)
-    reinstall(release, tmp_path, httpRoute=ROUTE, grpcRoute=ROUTE)
-    with edge() as port:
+    spec = {"gatewayClassName": CLASS_NAME, "listeners": [listener]}
+    create_object("gateway.networking.k8s.io/v1", "Gateway", GATEWAY, release.namespace, spec=spec)
+    reinstall(release, tmp_path, httpRoute=ROUTE_VALUES, grpcRoute=ROUTE_VALUES)
+    with forward_edge_port() as port:
         async with asyncio.TaskGroup() as group:
             for address in (
                 f"https://{HOST}:{port}/envs/blackjack",
@@ -139,28 +150,31 @@ async def wait_for_route(client: AsyncEnvClient) -> None:
 
 def reinstall(release: Release, folder: Path, **values: Any) -> None:
     """Install the release again with these values and network access for the edge."""
-    path = folder / "values.yaml"
-    common = {"environments": PATIENT, "networkPolicy": {"clients": [OF_EDGE]}}
-    path.write_text(yaml.safe_dump(common | values))
-    release.upgrade([CHART / "values-cpu.yaml", path])
+    values_path = folder / "values.yaml"
+    base_values = {
+        "environments": PATIENT_ENVIRONMENTS,
+        "networkPolicy": {"clients": [EDGE_SELECTOR]},
+    }
+    values_path.write_text(yaml.safe_dump(base_values | values))
+    release.upgrade([CHART / "values-cpu.yaml", values_path])
 
 
 @contextmanager
-def edge() -> Iterator[int]:
+def forward_edge_port() -> Iterator[int]:
     """Forward a local port to the edge's TLS port; yield the local port."""
-    words = ("port-forward", "--address", "127.0.0.1", f"service/{SERVICE}", ":443")
-    forward = subprocess.Popen(
-        ["kubectl", "-n", NAMESPACE, *words],
+    arguments = ("port-forward", "--address", "127.0.0.1", f"service/{SERVICE}", ":443")
+    process = subprocess.Popen(
+        ["kubectl", "-n", NAMESPACE, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     )
     try:
-        assert forward.stdout is not None
-        output = forward.stdout.readline()
+        assert process.stdout is not None
+        output = process.stdout.readline()
         match = re.search(r"127\.0\.0\.1:(\d+)", output)
-        assert match, f"kubectl {' '.join(words)} said {output!r}"
+        assert match, f"kubectl {' '.join(arguments)} said {output!r}"
         yield int(match[1])
     finally:
-        forward.kill()
-        forward.wait()
+        process.kill()
+        process.wait()

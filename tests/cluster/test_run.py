@@ -12,17 +12,17 @@ from dashboards import DASHBOARDS
 from ludus.proto.runs import Summary
 from tests.charts.promql import fill_variables
 from tests.cluster.installed import CHART, TIMEOUT_S, find_skip_reason, install, wait_until
-from tests.cluster.prometheus import firing_alerts, has_data, has_prometheus
+from tests.cluster.prometheus import has_data, has_prometheus, list_firing_alerts
 from tests.cluster.training import ROLES, submit
 
-MONITORING = {
+MONITORING_SETTINGS = {
     "monitoring.monitors.enabled": "true",
     "monitoring.monitors.interval": "5s",
     "monitoring.rules.enabled": "true",
     "monitoring.dashboards.enabled": "true",
 }
-VALUES = {"run": "demo", "environment": ".*", "window": "5m", "__rate_interval": "30s"}
-PATIENCE_S = 240.0
+VARIABLE_VALUES = {"run": "demo", "environment": ".*", "window": "5m", "__rate_interval": "30s"}
+DATA_TIMEOUT_S = 240.0
 
 pytestmark = [
     pytest.mark.cluster,
@@ -39,7 +39,7 @@ class ObservedRun:
     nodes: Mapping[str, str]
     """Node of each role."""
     has_monitoring: bool
-    silent: Mapping[str, str]
+    missing_data: Mapping[str, str]
     """Dashboard expressions without data, each with its legend."""
     alerts: set[str]
 
@@ -49,33 +49,41 @@ def observed_run(tmp_path_factory: pytest.TempPathFactory) -> ObservedRun:
     has_monitoring = has_prometheus()
     folder = tmp_path_factory.mktemp("run") / "results"
     with (
-        install([CHART / "values-cpu.yaml"], MONITORING if has_monitoring else {}) as release,
+        install(
+            [CHART / "values-cpu.yaml"], MONITORING_SETTINGS if has_monitoring else {}
+        ) as release,
         submit(release, folder) as training,
     ):
-        wait_until(lambda: set(training.pods()) == set(ROLES), "head, learner, rollout", TIMEOUT_S)
+        wait_until(
+            lambda: set(training.find_pods()) == set(ROLES), "head, learner, rollout", TIMEOUT_S
+        )
         nodes = {role: training.find_node(role) for role in ROLES}
         training.wait_for_steps(25)
-        silent = silent_expressions(release.namespace) if has_monitoring else {}
-        alerts = firing_alerts(release.namespace) if has_monitoring else set()
+        missing_data = find_missing_data(release.namespace) if has_monitoring else {}
+        alerts = list_firing_alerts(release.namespace) if has_monitoring else set()
         summary = training.finish()
-        alerts |= firing_alerts(release.namespace) if has_monitoring else set()
-    return ObservedRun(summary, nodes, has_monitoring, silent, alerts)
+        alerts |= list_firing_alerts(release.namespace) if has_monitoring else set()
+    return ObservedRun(summary, nodes, has_monitoring, missing_data, alerts)
 
 
-def silent_expressions(namespace: str) -> Mapping[str, str]:
+def find_missing_data(namespace: str) -> Mapping[str, str]:
     """Return the expressions that have no data at the end of the wait."""
-    values = VALUES | {"namespace": namespace}
-    silent = {
+    values = VARIABLE_VALUES | {"namespace": namespace}
+    missing_data = {
         fill_variables(query.expr, values): f"{board.uid}: {query.legend}"
         for board in DASHBOARDS
         for query in board.queries
         if query.empty_unless is None
     }
-    deadline = time.monotonic() + PATIENCE_S
-    while silent and time.monotonic() < deadline:
-        silent = {expr: legend for expr, legend in silent.items() if not has_data(expr)}
+    deadline_s = time.monotonic() + DATA_TIMEOUT_S
+    while missing_data and time.monotonic() < deadline_s:
+        missing_data = {
+            expression: legend
+            for expression, legend in missing_data.items()
+            if not has_data(expression)
+        }
         time.sleep(1)
-    return silent
+    return missing_data
 
 
 def test_a_submitted_run_learns_blackjack_on_several_nodes(observed_run: ObservedRun) -> None:
@@ -89,7 +97,7 @@ def test_every_expression_of_every_dashboard_has_data_and_no_alert_fires(
 ) -> None:
     if not observed_run.has_monitoring:
         pytest.skip("SKIPPED, NOT PASSED: no Prometheus operator is installed")
-    assert not observed_run.silent, "\n".join(
-        f"{legend}: {expr}" for expr, legend in observed_run.silent.items()
+    assert not observed_run.missing_data, "\n".join(
+        f"{legend}: {expression}" for expression, legend in observed_run.missing_data.items()
     )
     assert observed_run.alerts == set()

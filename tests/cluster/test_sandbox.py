@@ -20,7 +20,7 @@ from ludus.env.security.session_ids import make_pod_server_id
 from ludus.proto.errors import SessionLostError, UnavailableError
 from tests.cluster.installed import (
     Release,
-    create,
+    create_object,
     find_skip_reason,
     install,
     kubectl,
@@ -33,11 +33,11 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(find_skip_reason()), reason=find_skip_reason()),
 ]
-NUM_WARM = 4
+WARM_POOL_SIZE = 4
 NUM_OPENS = int(os.environ.get("LUDUS_SANDBOX_OPENS", "10"))
 POOL = "ludus-env-code"
-KUBELET = "10250"
-SOMEWHERE = ("1.1.1.1", "443")
+KUBELET_PORT = "10250"
+PUBLIC_ADDRESS = ("1.1.1.1", "443")
 VALUES = {
     "image": {"tag": "dev"},
     "auth": {"existingSecret": "ludus-auth"},
@@ -50,12 +50,12 @@ VALUES = {
             "mode": "sandbox",
             "capacity": 1,
             "drainSeconds": 5,
-            "sandbox": {"warmPool": NUM_WARM},
+            "sandbox": {"warmPool": WARM_POOL_SIZE},
             "resources": {"requests": {"cpu": "10m", "memory": "128Mi"}},
         }
     },
 }
-TRY = """
+CONNECTION_PROGRAM = """
 import socket, sys
 for host, port in zip(sys.argv[1::2], sys.argv[2::2]):
     try:
@@ -68,10 +68,10 @@ for host, port in zip(sys.argv[1::2], sys.argv[2::2]):
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
-    file = tmp_path_factory.mktemp("sandbox") / "values.json"
-    file.write_text(json.dumps(VALUES), encoding="utf-8")
-    with install([file]) as release:
-        wait_until_warm(release, NUM_WARM)
+    values_path = tmp_path_factory.mktemp("sandbox") / "values.json"
+    values_path.write_text(json.dumps(VALUES), encoding="utf-8")
+    with install([values_path]) as release:
+        wait_until_warm(release, WARM_POOL_SIZE)
         yield release
 
 
@@ -93,10 +93,10 @@ async def connect_client(
     command = ["kubectl", "-n", release.namespace, "port-forward", gateway, ":18000"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as tunnel:
+    ) as process:
         try:
-            assert tunnel.stdout is not None
-            match = re.search(r":(\d+) ->", tunnel.stdout.readline())
+            assert process.stdout is not None
+            match = re.search(r":(\d+) ->", process.stdout.readline())
             assert match is not None, "kubectl port-forward printed no port"
             secret = release.get("secret", "ludus-auth")["data"]["gateway-token"]
             token = base64.b64decode(secret).decode()
@@ -104,7 +104,7 @@ async def connect_client(
             async with await AsyncEnvClient.connect(address, ConnectOptions(token=token)) as client:
                 yield client
         finally:
-            tunnel.terminate()
+            process.terminate()
 
 
 def find_pod(release: Release, session: AsyncSession) -> str:
@@ -117,13 +117,13 @@ def find_pod(release: Release, session: AsyncSession) -> str:
 
 
 async def test_the_pool_is_refilled_after_claims(release: Release) -> None:
-    took_s = []
+    durations_s = []
     async with connect_client(release) as client:
         for seed in range(NUM_OPENS):
             await asyncio.to_thread(wait_until_warm, release)
-            started_s = time.perf_counter()
+            start_s = time.perf_counter()
             session, _ = await client.open(seed=seed)
-            took_s.append(time.perf_counter() - started_s)
+            durations_s.append(time.perf_counter() - start_s)
             (claim,) = [
                 claim
                 for claim in release.get("sandboxclaims")["items"]
@@ -132,30 +132,31 @@ async def test_the_pool_is_refilled_after_claims(release: Release) -> None:
             ]
             assert claim["metadata"]["labels"]["ludus.dev/warm-pool"] == POOL
             await session.close()
-    took_s.sort()
+    durations_s.sort()
     sys.stdout.write(
         f"\nopening a session in a sandbox, {NUM_OPENS} times:"
-        f" p50 {took_s[len(took_s) // 2]:.2f} s, p99 {took_s[int(0.99 * len(took_s))]:.2f} s\n"
+        f" p50 {durations_s[len(durations_s) // 2]:.2f} s,"
+        f" p99 {durations_s[int(0.99 * len(durations_s))]:.2f} s\n"
     )
-    await asyncio.to_thread(wait_until_warm, release, NUM_WARM)
+    await asyncio.to_thread(wait_until_warm, release, WARM_POOL_SIZE)
     wait_until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
 
 
 async def test_concurrent_gateways_share_no_sandbox(release: Release) -> None:
-    wait_until_warm(release, NUM_WARM)
+    wait_until_warm(release, WARM_POOL_SIZE)
     gateways = release.get("pods", "-l", "app.kubernetes.io/component=gateway")["items"]
     first_gateway, second_gateway = (f"pod/{pod['metadata']['name']}" for pod in gateways)
     async with (
         connect_client(release, first_gateway) as first_client,
         connect_client(release, second_gateway) as second_client,
     ):
-        opens = [
+        open_calls = [
             client.open(seed=seed)
-            for seed in range(NUM_WARM)
+            for seed in range(WARM_POOL_SIZE)
             for client in (first_client, second_client)
         ]
-        sessions = [session for session, _ in await asyncio.gather(*opens)]
-        assert len({find_pod(release, session) for session in sessions}) == 2 * NUM_WARM
+        sessions = [session for session, _ in await asyncio.gather(*open_calls)]
+        assert len({find_pod(release, session) for session in sessions}) == 2 * WARM_POOL_SIZE
         for session in sessions:
             await session.close()
     wait_until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
@@ -178,10 +179,10 @@ async def test_a_dead_sandbox_ends_only_its_session(release: Release) -> None:
     wait_until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
 
 
-def node_addresses() -> list[str]:
+def list_node_addresses() -> list[str]:
     """Return the addresses of the nodes, which are outside the pods' network."""
-    internal = '{.items[*].status.addresses[?(@.type=="InternalIP")].address}'
-    return kubectl("get", "nodes", "-o", f"jsonpath={internal}").split()
+    address_path = '{.items[*].status.addresses[?(@.type=="InternalIP")].address}'
+    return kubectl("get", "nodes", "-o", f"jsonpath={address_path}").split()
 
 
 def try_without_policy(*targets: str) -> list[str]:
@@ -198,7 +199,7 @@ def try_without_policy(*targets: str) -> list[str]:
     container = {
         "name": "try",
         "image": "docker.io/ludus/gateway:dev",
-        "command": ["python", "-c", TRY, *targets],
+        "command": ["python", "-c", CONNECTION_PROGRAM, *targets],
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
@@ -208,7 +209,7 @@ def try_without_policy(*targets: str) -> list[str]:
     }
     with namespace() as test_namespace:
         spec = {"restartPolicy": "Never", "containers": [container]}
-        create("v1", "Pod", "try", test_namespace, spec=spec)
+        create_object("v1", "Pod", "try", test_namespace, spec=spec)
         condition = "--for=jsonpath={.status.phase}=Succeeded"
         kubectl("-n", test_namespace, "wait", "pod/try", condition, "--timeout=120s")
         wait_until(is_log_complete, "the log of the connections", 60)
@@ -219,24 +220,28 @@ async def test_a_sandbox_cannot_open_connections(release: Release) -> None:
     wait_until_warm(release, 2)
     pods = release.get("pods")["items"]
     addresses = {
-        part: [
+        component: [
             pod["status"]["podIP"]
             for pod in pods
-            if pod["metadata"]["labels"]["app.kubernetes.io/component"] == part
+            if pod["metadata"]["labels"]["app.kubernetes.io/component"] == component
         ]
-        for part in ("gateway", "environment")
+        for component in ("gateway", "environment")
     }
-    slices = json.loads(kubectl("-n", "default", "get", "endpointslices", "-o", "json"))["items"]
+    endpoint_slices = json.loads(kubectl("-n", "default", "get", "endpointslices", "-o", "json"))[
+        "items"
+    ]
     (api,) = [
         endpoint_slice
-        for endpoint_slice in slices
+        for endpoint_slice in endpoint_slices
         if endpoint_slice["metadata"]["name"].startswith("kubernetes")
     ]
     api_address = (api["endpoints"][0]["addresses"][0], str(api["ports"][0]["port"]))
-    outside = [(address, KUBELET) for address in node_addresses()] + [SOMEWHERE]
-    reached = try_without_policy(*(word for target in outside for word in target))
-    assert reached[:-1] == ["reached"] * (len(outside) - 1)
-    if reached[-1] == "denied":
+    outside_targets = [(address, KUBELET_PORT) for address in list_node_addresses()] + [
+        PUBLIC_ADDRESS
+    ]
+    results = try_without_policy(*(word for target in outside_targets for word in target))
+    assert results[:-1] == ["reached"] * (len(outside_targets) - 1)
+    if results[-1] == "denied":
         sys.stderr.write("SKIPPED, NOT PASSED: no pod of this cluster reaches the Internet\n")
     async with connect_client(release) as client:
         session, _ = await client.open(seed=1)
@@ -249,16 +254,22 @@ async def test_a_sandbox_cannot_open_connections(release: Release) -> None:
         other_address = next(
             address for address in addresses["environment"] if address != own_address
         )
-        inside = [api_address, (other_address, "18000"), (addresses["gateway"][0], "8000")]
-        targets = [word for target in (*inside, *outside) for word in target]
+        inside_targets = [api_address, (other_address, "18000"), (addresses["gateway"][0], "8000")]
+        targets = [word for target in (*inside_targets, *outside_targets) for word in target]
 
         def try_connections(name: str, *endpoints: str) -> list[str]:
-            run = ("exec", name, "--", "python", "-c", TRY, *endpoints)
-            return kubectl("-n", release.namespace, *run).split()
+            exec_command = ("exec", name, "--", "python", "-c", CONNECTION_PROGRAM, *endpoints)
+            return kubectl("-n", release.namespace, *exec_command).split()
 
-        assert try_connections(pod, *targets) == ["denied"] * len((*inside, *outside))
+        assert try_connections(pod, *targets) == ["denied"] * len(
+            (*inside_targets, *outside_targets)
+        )
         # The gateway can open the same connections, so the method works.
-        gateway = next(p for p in pods if p["status"]["podIP"] == addresses["gateway"][0])
+        gateway = next(
+            gateway_pod
+            for gateway_pod in pods
+            if gateway_pod["status"]["podIP"] == addresses["gateway"][0]
+        )
         name = gateway["metadata"]["name"]
         assert try_connections(name, *api_address, other_address, "18000") == ["reached"] * 2
         await session.close()

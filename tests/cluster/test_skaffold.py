@@ -35,12 +35,12 @@ pytestmark = [
 
 
 def test_skaffold_builds_and_installs_servers(tmp_path: Path) -> None:
-    with namespace() as target_namespace, run_registry() as images:
-        chosen = (
+    with namespace() as target_namespace, run_registry() as registry:
+        target_options = (
             "--profile",
             "buildah,serving",
             "--default-repo",
-            images,
+            registry,
             "--namespace",
             target_namespace,
         )
@@ -52,7 +52,7 @@ def test_skaffold_builds_and_installs_servers(tmp_path: Path) -> None:
         log_file = tmp_path / "skaffold.log"
         with log_file.open("wb") as log:
             result = subprocess.run(
-                ["skaffold", "run", *chosen, *cache_options],
+                ["skaffold", "run", *target_options, *cache_options],
                 cwd=ROOT,
                 env=environment,
                 stdout=log,
@@ -64,10 +64,10 @@ def test_skaffold_builds_and_installs_servers(tmp_path: Path) -> None:
         release = Release("ludus", target_namespace)
         release.wait_until_ready()
         pods = release.get("pods")["items"]
-        parts = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods}
-        assert parts == {"gateway", "environment"}
+        components = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods}
+        assert components == {"gateway", "environment"}
         for pod in pods:
             (container,) = pod["spec"]["containers"]
-            assert container["image"].startswith(f"{images}/docker_io_ludus_")
+            assert container["image"].startswith(f"{registry}/docker_io_ludus_")
         output = helm("test", "ludus", "--namespace", target_namespace, "--timeout", "180s")
         assert "Succeeded" in output and "Failed" not in output

@@ -15,7 +15,7 @@ from tests.cluster.installed import ROOT, Release, kubectl, wait_until
 
 EXAMPLE = "examples/blackjack/tiny.toml"
 ROLES = ("head", "learner", "rollout")
-STALL_S = 420.0
+STALL_TIMEOUT_S = 420.0
 """Maximum seconds without a step: a node must be given up and its pods replaced in this time."""
 
 
@@ -30,7 +30,7 @@ class Training:
     @property
     def output(self) -> str:
         """The output of `ludus submit` so far."""
-        return log_path(self._folder).read_text(encoding="utf-8", errors="replace")
+        return make_log_path(self._folder).read_text(encoding="utf-8", errors="replace")
 
     @property
     def step(self) -> int:
@@ -38,11 +38,11 @@ class Training:
         return max(map(int, re.findall(r"step (\d+)/", self.output)), default=0)
 
     @property
-    def is_over(self) -> bool:
+    def has_exited(self) -> bool:
         """True after the command has exited."""
         return self._process.poll() is not None
 
-    def pods(self) -> dict[str, Any]:
+    def find_pods(self) -> dict[str, Any]:
         """Return the pod of each role that runs and is not terminating."""
         return {
             pod["metadata"]["labels"]["ludus.dev/group"]: pod
@@ -52,27 +52,27 @@ class Training:
 
     def find_pod(self, role: str) -> str:
         """Wait for the pod of this role; return its name."""
-        wait_until(lambda: role in self.pods(), f"a {role} pod", STALL_S)
-        return str(self.pods()[role]["metadata"]["name"])
+        wait_until(lambda: role in self.find_pods(), f"a {role} pod", STALL_TIMEOUT_S)
+        return str(self.find_pods()[role]["metadata"]["name"])
 
     def find_node(self, role: str) -> str:
         """Wait for the pod of this role; return the name of its node."""
-        wait_until(lambda: role in self.pods(), f"a {role} pod", STALL_S)
-        return str(self.pods()[role]["spec"]["nodeName"])
+        wait_until(lambda: role in self.find_pods(), f"a {role} pod", STALL_TIMEOUT_S)
+        return str(self.find_pods()[role]["spec"]["nodeName"])
 
     def wait_for_steps(self, num_steps: int = 2) -> None:
         """Wait until this number of additional steps is reported."""
         goal = self.step + num_steps
 
         def has_reached_goal() -> bool:
-            assert not self.is_over, self.output[-3000:]
+            assert not self.has_exited, self.output[-3000:]
             return self.step >= goal
 
-        wait_until(has_reached_goal, f"step {goal}", STALL_S)
+        wait_until(has_reached_goal, f"step {goal}", STALL_TIMEOUT_S)
 
     def finish(self) -> Summary:
         """Wait for the end of the command; return the fetched summary."""
-        wait_until(lambda: self.is_over, "the run's end", 1500)
+        wait_until(lambda: self.has_exited, "the run's end", 1500)
         assert self._process.returncode == 0, self.output[-4000:]
         return Summary.model_validate_json((self._folder / SUMMARY_FILE).read_bytes())
 
@@ -88,7 +88,7 @@ def end_runs(release: Release) -> None:
     kubectl("-n", release.namespace, "delete", "rayjobs", "--all")
 
 
-def log_path(folder: Path) -> Path:
+def make_log_path(folder: Path) -> Path:
     """Return the path of the command's output."""
     return folder.with_suffix(".log")
 
@@ -97,9 +97,15 @@ def log_path(folder: Path) -> Path:
 def submit(release: Release, folder: Path, *settings: str) -> Iterator[Training]:
     """Submit a run that fetches its results to `folder`; stop following it on exit."""
     options = ("--namespace", release.namespace, "--folder", str(folder))
-    words = [word for setting in settings for word in ("--set", setting)]
-    command = [str(Path(sys.executable).with_name("ludus")), "submit", EXAMPLE, *options, *words]
-    with log_path(folder).open("wb") as log:
+    set_options = [option for setting in settings for option in ("--set", setting)]
+    command = [
+        str(Path(sys.executable).with_name("ludus")),
+        "submit",
+        EXAMPLE,
+        *options,
+        *set_options,
+    ]
+    with make_log_path(folder).open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     try:
         yield Training(release, folder, process)
