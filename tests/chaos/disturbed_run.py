@@ -14,20 +14,20 @@ from typing import Any
 from ludus.trainer import Trainer
 from ludus.trainer.actors.workers import RolloutWorkers
 
-BREACH_STEP, BREACHING_WORKER = 12, 1
+WRONG_WEIGHTS_STEP, WRONG_WEIGHTS_WORKER = 12, 1
 """The step after which this worker loads wrong weights, once."""
-LOSS_STEP, LOST_WORKER = 24, 0
+ENGINE_FAILURE_STEP, ENGINE_FAILURE_WORKER = 24, 0
 """The step after which this worker's engine fails permanently."""
 
 
 def load_wrong_weights_once(worker: Any) -> None:
     """Let the engine of a worker load different weights at the next load."""
     engine = worker.components.engine.engine
-    load = engine.load_weights
+    load_weights = engine.load_weights
 
     def load_wrong_weights(state: dict[str, Any]) -> None:
-        engine.load_weights = load
-        load({name: tensor * 1.1 for name, tensor in state.items()})
+        engine.load_weights = load_weights
+        load_weights({name: tensor * 1.1 for name, tensor in state.items()})
 
     engine.load_weights = load_wrong_weights
 
@@ -42,11 +42,11 @@ def fail_permanently(worker: Any) -> None:
 
 
 async def call_in_worker(
-    workers: RolloutWorkers, number: int, change: Callable[[Any], None]
+    workers: RolloutWorkers, worker_number: int, function: Callable[[Any], None]
 ) -> None:
     """Call a function in the process of a worker."""
-    [worker] = [worker for worker in workers.roster.ready_workers if worker.number == number]
-    await worker.actor.__ray_call__.remote(change)
+    [worker] = [worker for worker in workers.roster.ready_workers if worker.number == worker_number]
+    await worker.actor.__ray_call__.remote(function)
 
 
 async def train(config: Path, overrides: list[str]) -> None:
@@ -55,10 +55,10 @@ async def train(config: Path, overrides: list[str]) -> None:
         workers = trainer.components.workers
         assert isinstance(workers, RolloutWorkers)
         async for step in trainer.steps():
-            if step.number == BREACH_STEP:
-                await call_in_worker(workers, BREACHING_WORKER, load_wrong_weights_once)
-            if step.number == LOSS_STEP:
-                await call_in_worker(workers, LOST_WORKER, fail_permanently)
+            if step.number == WRONG_WEIGHTS_STEP:
+                await call_in_worker(workers, WRONG_WEIGHTS_WORKER, load_wrong_weights_once)
+            if step.number == ENGINE_FAILURE_STEP:
+                await call_in_worker(workers, ENGINE_FAILURE_WORKER, fail_permanently)
         await trainer.train()
 
 

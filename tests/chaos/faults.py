@@ -24,12 +24,12 @@ ROLLOUT_WORKER, LEARNER_RANK, ENVIRONMENT_SERVER = "RolloutWorker", "Learner", "
 """Parts of the command lines of these processes."""
 
 
-def pids(marker: str, kind: str) -> list[int]:
+def find_pids(marker: str, kind: str) -> list[int]:
     """Return the processes of one kind of the run with `marker`, oldest first."""
     return sorted(pid for pid, command in find_processes(marker).items() if kind in command)
 
 
-def kill(pid: int) -> None:
+def kill_process(pid: int) -> None:
     """Kill the process with SIGKILL."""
     os.kill(pid, signal.SIGKILL)
 
@@ -38,14 +38,14 @@ def freeze_and_kill(pid: int, frozen_s: float = 1.0) -> None:
     """Stop the process for a while, so that calls to it are pending, and kill it."""
     os.kill(pid, signal.SIGSTOP)
     time.sleep(frozen_s)
-    kill(pid)
+    kill_process(pid)
 
 
 def move_folder_away(folder: Path, duration_s: float) -> threading.Thread:
     """Move the folder away; return a thread that moves it back after `duration_s`."""
-    moved = folder.with_name(folder.name + ".away")
-    folder.rename(moved)
-    thread = threading.Timer(duration_s, lambda: moved.rename(folder))
+    moved_folder = folder.with_name(folder.name + ".away")
+    folder.rename(moved_folder)
+    thread = threading.Timer(duration_s, lambda: moved_folder.rename(folder))
     thread.start()
     return thread
 
@@ -57,7 +57,7 @@ def read_log(run: Run) -> str:
 
 
 @dataclass(frozen=True)
-class Account:
+class EpisodeAccount:
     """The numbers of groups and episodes of a finished run, by their fate."""
 
     num_groups: int
@@ -88,24 +88,24 @@ def read_final_state(run: Run) -> RunState:
     return read_state(find_newest_checkpoint(run.folder / "checkpoints"), RunState)
 
 
-def make_account(run: Run) -> Account:
+def make_account(run: Run) -> EpisodeAccount:
     """Return the account of a run that keeps zero-variance groups and never lost its learner."""
     config = LanguageModelRun.model_validate_json((run.folder / CONFIG_FILE).read_text())
     state = read_final_state(run)
-    rest = sum_counts(state.counts.values())
+    pending_counts = sum_counts(state.counts.values())
 
-    def metric_sum(metric: TrainMetric) -> int:
+    def sum_metric(metric: TrainMetric) -> int:
         return int(sum(row.values.get(metric, 0) for row in run.rows if row.kind == "train"))
 
-    return Account(
-        num_groups=metric_sum(TrainMetric.NUM_GROUPS) + rest.num_groups,
-        num_trained=metric_sum(TrainMetric.NUM_GROUPS_TRAINED),
+    return EpisodeAccount(
+        num_groups=sum_metric(TrainMetric.NUM_GROUPS) + pending_counts.num_groups,
+        num_trained=sum_metric(TrainMetric.NUM_GROUPS_TRAINED),
         num_waiting=len(state.buffered_groups),
-        num_void=metric_sum(TrainMetric.NUM_GROUPS_VOID) + rest.num_void_groups,
-        num_stale=metric_sum(TrainMetric.NUM_GROUPS_STALE) + rest.num_stale_groups,
-        num_episodes=metric_sum(TrainMetric.NUM_EPISODES) + rest.num_episodes,
-        num_scored=metric_sum(TrainMetric.NUM_EPISODES_SCORED) + rest.num_scored,
-        num_lost=metric_sum(TrainMetric.NUM_EPISODES_LOST) + rest.num_lost,
-        num_failed=metric_sum(TrainMetric.NUM_EPISODES_FAILED) + rest.num_failed,
+        num_void=sum_metric(TrainMetric.NUM_GROUPS_VOID) + pending_counts.num_void_groups,
+        num_stale=sum_metric(TrainMetric.NUM_GROUPS_STALE) + pending_counts.num_stale_groups,
+        num_episodes=sum_metric(TrainMetric.NUM_EPISODES) + pending_counts.num_episodes,
+        num_scored=sum_metric(TrainMetric.NUM_EPISODES_SCORED) + pending_counts.num_scored,
+        num_lost=sum_metric(TrainMetric.NUM_EPISODES_LOST) + pending_counts.num_lost,
+        num_failed=sum_metric(TrainMetric.NUM_EPISODES_FAILED) + pending_counts.num_failed,
         group_size=config.rollout.group_size,
     )

@@ -33,7 +33,7 @@ from ludus.trainer.weights.payload import make_manifest
 from ludus.trainer.weights.store import VersionStore
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
-SMALL = (
+SMALL_RUN_OVERRIDES = (
     "model.warm_start_games=64",
     "rollout.num_groups_in_flight=16",
     "environment.baselines=[]",
@@ -64,7 +64,7 @@ class Fleet:
         """Placement of the actors."""
         return place_on_one_machine(self.run)
 
-    def buffer(self) -> RemoteBuffer:
+    def start_buffer(self) -> RemoteBuffer:
         """Start a separate buffer."""
         return RemoteBuffer(self.run, self.placement)
 
@@ -79,34 +79,37 @@ class Fleet:
             make_manifest(version, self.state, self.canary, logprobs), self.state
         )
 
-    def groups(self, *indices: int) -> list[GroupSpec]:
+    def make_groups(self, *indices: int) -> list[GroupSpec]:
         """Return groups to play."""
         [name] = self.run.environments
         size = self.run.rollout.group_size
-        return [GroupSpec(i, name, derive_group_seeds(0, i, size, shared=True)) for i in indices]
+        return [
+            GroupSpec(index, name, derive_group_seeds(0, index, size, shared=True))
+            for index in indices
+        ]
 
 
 @torch.no_grad()
 def score_completion(model: PreTrainedModel, prompt: ScoringRequest) -> list[float]:
     """Return the log-probs of the prompt's completion."""
-    ids = torch.tensor([prompt.prompt_ids + prompt.completion_ids])
-    start = len(prompt.prompt_ids)
-    logprobs = torch.log_softmax(model(ids).logits[0, start - 1 : -1].float(), -1)
-    return logprobs.gather(-1, ids[0, start:, None])[:, 0].tolist()
+    token_ids = torch.tensor([prompt.prompt_ids + prompt.completion_ids])
+    completion_start = len(prompt.prompt_ids)
+    logprobs = torch.log_softmax(model(token_ids).logits[0, completion_start - 1 : -1].float(), -1)
+    return logprobs.gather(-1, token_ids[0, completion_start:, None])[:, 0].tolist()
 
 
 @asynccontextmanager
 async def run_fleet(folder: Path, *overrides: str) -> AsyncIterator[Fleet]:
     """Start Ray, an environment server and a model for the block."""
-    run = load_run_config(EXAMPLE, [*SMALL, *overrides])
+    run = load_run_config(EXAMPLE, [*SMALL_RUN_OVERRIDES, *overrides])
     with start_local_servers(run, folder) as servers:
         start_ray()
         try:
             async with connect_environments(run, servers) as environments:
                 [environment] = environments.values()
                 model_path = await prepare_model(run, environments, folder / "model")
-                chat = ChatTokenizer.load(model_path, run.model)
-                canary = await make_canary_prompts(environment, chat)
+                tokenizer = ChatTokenizer.load(model_path, run.model)
+                canary = await make_canary_prompts(environment, tokenizer)
                 state = dict(load_language_model(model_path).state_dict())
                 yield Fleet(run, environment, model_path, canary, state, make_store(run.weights))
         finally:

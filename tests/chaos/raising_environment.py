@@ -6,23 +6,23 @@ from ludus.env import Transition
 from openspiel_env.models import OpenSpielAction, OpenSpielObservation
 from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
-ONE_IN = 100
-_FIRST_OTHER_SEED = 2**30
+FAILURE_INTERVAL = 100
+_FIRST_EVALUATION_SEED = 2**30
 
 
 class RaisingBlackjack(OpenSpielEnvironment):
     """Raises in the first step of the chosen episodes; evaluations use other seeds."""
 
-    _raises = False
+    _is_failing = False
 
     def reset(  # type: ignore[override]  # as OpenSpielEnvironment's
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[OpenSpielObservation]:
-        is_training = seed is not None and seed < _FIRST_OTHER_SEED
-        self._raises = is_training and seed % ONE_IN == 0
+        is_training = seed is not None and seed < _FIRST_EVALUATION_SEED
+        self._is_failing = is_training and seed % FAILURE_INTERVAL == 0
         return super().reset(seed=seed, episode_id=episode_id)
 
     def step(self, action: OpenSpielAction) -> Transition[OpenSpielObservation]:
-        if self._raises:
+        if self._is_failing:
             raise RuntimeError("the shoe is empty")
         return super().step(action)

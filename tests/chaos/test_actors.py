@@ -19,7 +19,7 @@ from ludus.proto.errors import CanaryError, LearnerLostError, NotFoundError
 from ludus.trainer.actors.learner import LearnerGroup
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.data.counts import RolloutCounts
-from tests.chaos.faults import LEARNER_RANK, ROLLOUT_WORKER, pids
+from tests.chaos.faults import LEARNER_RANK, ROLLOUT_WORKER, find_pids
 from tests.chaos.fleet import Fleet, run_fleet
 from tests.env.polling import run_pending_tasks, wait_until
 
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.asyncio(loop_scope="module"),
 ]
-WITHIN_S = 600.0
+TIMEOUT_S = 600.0
 """Time limit for the start or end of a process on a busy machine."""
 
 
@@ -45,7 +45,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def module_workers(fleet: Fleet) -> AsyncIterator[RolloutWorkers]:
-    workers = await RolloutWorkers.start(fleet.spec, fleet.buffer(), fleet.placement)
+    workers = await RolloutWorkers.start(fleet.spec, fleet.start_buffer(), fleet.placement)
     yield workers
     await workers.close()
 
@@ -55,8 +55,10 @@ async def workers(module_workers: RolloutWorkers) -> RolloutWorkers:
     """Return one ready worker, which the tests share because each start imports torch."""
     module_workers.resize(1)
     await wait_until(
-        lambda: len(module_workers.roster.ready_workers) == len(running(ROLLOUT_WORKER)) == 1,
-        within_s=WITHIN_S,
+        lambda: (
+            len(module_workers.roster.ready_workers) == len(find_module_pids(ROLLOUT_WORKER)) == 1
+        ),
+        within_s=TIMEOUT_S,
     )
     return module_workers
 
@@ -67,59 +69,62 @@ async def read_counts(workers: RolloutWorkers) -> RolloutCounts:
     return state.counts.get("blackjack", RolloutCounts())
 
 
-def running(kind: str) -> list[int]:
+def find_module_pids(kind: str) -> list[int]:
     """Return the processes of one kind that this module has started."""
-    return pids(os.environ["LUDUS_TEST_RUN"], kind)
+    return find_pids(os.environ["LUDUS_TEST_RUN"], kind)
 
 
 async def test_dead_worker_is_replaced_with_the_newest_weights(
     fleet: Fleet, workers: RolloutWorkers
 ) -> None:
-    published = fleet.publish(3)
-    [weights] = await workers.load_weights(published, timeout_s=WITHIN_S)
+    published_weights = fleet.publish(3)
+    [weights] = await workers.load_weights(published_weights, timeout_s=TIMEOUT_S)
     assert weights.canary.version == 3
     num_restarts = workers.roster.num_restarts
-    slot, counts_before = await workers.acquire_slot(), await read_counts(workers)
-    groups = fleet.groups(*range(64))
+    slot, previous_counts = await workers.acquire_slot(), await read_counts(workers)
+    groups = fleet.make_groups(*range(64))
     await workers.buffer.begin([group.index for group in groups], 3)
-    [pid] = running(ROLLOUT_WORKER)
+    [pid] = find_module_pids(ROLLOUT_WORKER)
     os.kill(pid, signal.SIGSTOP)
-    playing = asyncio.create_task(slot.play(groups))
+    play_task = asyncio.create_task(slot.play(groups))
     await asyncio.sleep(0.2)
     os.kill(pid, signal.SIGKILL)
-    refusals = await playing
-    assert sorted(refusal.index for refusal in refusals) == list(range(64))
-    assert all(refusal.is_lost for refusal in refusals), "all must be played again"
-    await wait_until(lambda: len(workers.roster.ready_workers) == 1, within_s=WITHIN_S)
+    unplayed_groups = await play_task
+    assert sorted(unplayed_group.index for unplayed_group in unplayed_groups) == list(range(64))
+    assert all(unplayed_group.is_lost for unplayed_group in unplayed_groups), (
+        "all must be played again"
+    )
+    await wait_until(lambda: len(workers.roster.ready_workers) == 1, within_s=TIMEOUT_S)
     assert workers.roster.num_restarts == num_restarts + 1
     [weights] = workers.weights_by_worker.values()
     assert (weights.canary.version, weights.canary.content_hash) == (
         3,
-        published.manifest.content_hash,
+        published_weights.manifest.content_hash,
     )
     counts = await read_counts(workers)
-    assert counts.num_episodes - counts_before.num_episodes == 64 * 4, "every episode is counted"
-    assert counts.num_lost - counts_before.num_lost == 64 * 4
+    assert counts.num_episodes - previous_counts.num_episodes == 64 * 4, "every episode is counted"
+    assert counts.num_lost - previous_counts.num_lost == 64 * 4
 
 
 async def test_removed_worker_finishes_its_groups(fleet: Fleet, workers: RolloutWorkers) -> None:
-    num_restarts, counts_before = workers.roster.num_restarts, await read_counts(workers)
+    num_restarts, previous_counts = workers.roster.num_restarts, await read_counts(workers)
     workers.resize(2)
-    await wait_until(lambda: len(workers.roster.ready_workers) == 2, within_s=WITHIN_S)
+    await wait_until(lambda: len(workers.roster.ready_workers) == 2, within_s=TIMEOUT_S)
     slots = [await workers.acquire_slot() for _ in range(2)]
-    groups = [fleet.groups(*range(16)), fleet.groups(*range(16, 32))]
+    groups = [fleet.make_groups(*range(16)), fleet.make_groups(*range(16, 32))]
     await workers.buffer.begin(range(32), 0)
-    playing = [
-        asyncio.create_task(slot.play(specs)) for slot, specs in zip(slots, groups, strict=True)
+    play_tasks = [
+        asyncio.create_task(slot.play(slot_groups))
+        for slot, slot_groups in zip(slots, groups, strict=True)
     ]
     await asyncio.sleep(0)
     workers.resize(1)
-    await asyncio.gather(*playing)
-    await wait_until(lambda: len(running(ROLLOUT_WORKER)) == 1, within_s=WITHIN_S)
+    await asyncio.gather(*play_tasks)
+    await wait_until(lambda: len(find_module_pids(ROLLOUT_WORKER)) == 1, within_s=TIMEOUT_S)
     assert (len(workers.roster.ready_workers), workers.roster.num_restarts) == (1, num_restarts)
     counts = await read_counts(workers)
-    assert counts.num_lost == counts_before.num_lost
-    assert counts.num_groups - counts_before.num_groups == 32
+    assert counts.num_lost == previous_counts.num_lost
+    assert counts.num_groups - previous_counts.num_groups == 32
 
 
 async def test_slots_are_limited_by_the_ready_workers(
@@ -128,11 +133,11 @@ async def test_slots_are_limited_by_the_ready_workers(
     slots = [await workers.acquire_slot()]
     while sum(slot.max_groups for slot in slots) < fleet.run.rollout.num_groups_in_flight:
         slots.append(await workers.acquire_slot())
-    waiting = asyncio.create_task(workers.acquire_slot())
+    slot_task = asyncio.create_task(workers.acquire_slot())
     await run_pending_tasks()
-    assert not waiting.done()
+    assert not slot_task.done()
     slots[0].release()
-    slots[0] = await waiting
+    slots[0] = await slot_task
     assert slots[0].worker is slots[1].worker
     for slot in slots:
         slot.release()
@@ -141,13 +146,13 @@ async def test_slots_are_limited_by_the_ready_workers(
 async def test_evaluation_continues_when_a_worker_dies(workers: RolloutWorkers) -> None:
     seeds = range(2**31, 2**31 + 400)
     workers.resize(2)
-    await wait_until(lambda: len(workers.roster.ready_workers) == 2, within_s=WITHIN_S)
-    [pid, _] = running(ROLLOUT_WORKER)
+    await wait_until(lambda: len(workers.roster.ready_workers) == 2, within_s=TIMEOUT_S)
+    [pid, _] = find_module_pids(ROLLOUT_WORKER)
     os.kill(pid, signal.SIGSTOP)
-    evaluating = asyncio.create_task(workers.evaluate("blackjack", seeds, 1.0))
+    evaluation_task = asyncio.create_task(workers.evaluate("blackjack", seeds, 1.0))
     await asyncio.sleep(0.2)
     os.kill(pid, signal.SIGKILL)
-    outcomes = await evaluating
+    outcomes = await evaluation_task
     assert [outcome.seed for outcome in outcomes] == list(seeds)
     assert all(outcome.episode_return is not None for outcome in outcomes)
 
@@ -155,17 +160,19 @@ async def test_evaluation_continues_when_a_worker_dies(workers: RolloutWorkers) 
 async def test_worker_with_a_failed_engine_is_replaced(
     fleet: Fleet, workers: RolloutWorkers
 ) -> None:
-    await workers.load_weights(fleet.publish(5), timeout_s=WITHIN_S)
+    await workers.load_weights(fleet.publish(5), timeout_s=TIMEOUT_S)
     num_restarts, slot = workers.roster.num_restarts, await workers.acquire_slot()
     await slot.worker.actor.__ray_call__.remote(break_engine)
     await workers.buffer.begin(range(500, 516), 5)
-    refusals = await slot.play(fleet.groups(*range(500, 516)))
-    assert sorted(refusal.index for refusal in refusals) == list(range(500, 516))
-    await wait_until(lambda: workers.roster.num_restarts == num_restarts + 1, within_s=WITHIN_S)
-    await wait_until(lambda: len(workers.roster.ready_workers) == 1, within_s=WITHIN_S)
+    unplayed_groups = await slot.play(fleet.make_groups(*range(500, 516)))
+    assert sorted(unplayed_group.index for unplayed_group in unplayed_groups) == list(
+        range(500, 516)
+    )
+    await wait_until(lambda: workers.roster.num_restarts == num_restarts + 1, within_s=TIMEOUT_S)
+    await wait_until(lambda: len(workers.roster.ready_workers) == 1, within_s=TIMEOUT_S)
     slot = await workers.acquire_slot()
-    refusals = await slot.play(fleet.groups(*range(500, 516)))
-    assert len(refusals) < 16, "the new worker plays"
+    unplayed_groups = await slot.play(fleet.make_groups(*range(500, 516)))
+    assert len(unplayed_groups) < 16, "the new worker plays"
 
 
 async def test_weights_that_no_worker_samples_from_end_the_run(
@@ -173,7 +180,7 @@ async def test_weights_that_no_worker_samples_from_end_the_run(
 ) -> None:
     """The last test with the shared workers, because they are out of traffic afterwards."""
     with pytest.raises(CanaryError, match="does not sample from the published weights"):
-        await workers.load_weights(fleet.publish(6, logprob_error=0.5), timeout_s=WITHIN_S)
+        await workers.load_weights(fleet.publish(6, logprob_error=0.5), timeout_s=TIMEOUT_S)
     assert (len(workers.roster.ready_workers), workers.num_breaches) == (0, 2), (
         "the worker fetched the weights twice"
     )
@@ -189,11 +196,13 @@ def break_engine(worker: Any) -> None:
 
 
 async def test_missing_model_fails_the_start_of_workers(fleet: Fleet, tmp_path: Path) -> None:
-    pids_before = set(running(ROLLOUT_WORKER))
+    previous_pids = set(find_module_pids(ROLLOUT_WORKER))
     spec = replace(fleet.spec, model_path=str(tmp_path / "no-model"))
     with pytest.raises(NotFoundError, match=r"no-model': the model cannot be loaded"):
-        await RolloutWorkers.start(spec, fleet.buffer(), fleet.placement)
-    await wait_until(lambda: set(running(ROLLOUT_WORKER)) <= pids_before, within_s=WITHIN_S)
+        await RolloutWorkers.start(spec, fleet.start_buffer(), fleet.placement)
+    await wait_until(
+        lambda: set(find_module_pids(ROLLOUT_WORKER)) <= previous_pids, within_s=TIMEOUT_S
+    )
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
@@ -202,38 +211,40 @@ async def test_lost_rank_ends_its_group_which_restarts_from_the_checkpoint(
 ) -> None:
     learners = LearnerGroup(fleet.run, fleet.placement)
     await learners.start(fleet.model_path, fleet.spec.weights)
-    first = await learners.publish(0, fleet.canary)
+    first_weights = await learners.publish(0, fleet.canary)
     await learners.save(tmp_path / "learner", tmp_path / "model")
-    pids_before = running(LEARNER_RANK)
-    assert len(pids_before) == 2
+    previous_pids = find_module_pids(LEARNER_RANK)
+    assert len(previous_pids) == 2
     previous_timeouts_s = [
         await rank.__ray_call__.remote(set_collective_timeout(2.0)) for rank in learners.ranks
     ]
     assert previous_timeouts_s == [fleet.run.learner.collective_timeout_s] * 2
-    os.kill(pids_before[1], signal_number)
-    async with asyncio.timeout(WITHIN_S):
+    os.kill(previous_pids[1], signal_number)
+    async with asyncio.timeout(TIMEOUT_S):
         with pytest.raises(LearnerLostError):
             await learners.publish(1, fleet.canary)
     await learners.restart(tmp_path / "learner")
-    second = await learners.publish(0, fleet.canary)
-    assert second.manifest.content_hash == first.manifest.content_hash
-    await wait_until(lambda: not set(pids_before) & set(running(LEARNER_RANK)), within_s=WITHIN_S)
+    second_weights = await learners.publish(0, fleet.canary)
+    assert second_weights.manifest.content_hash == first_weights.manifest.content_hash
+    await wait_until(
+        lambda: not set(previous_pids) & set(find_module_pids(LEARNER_RANK)), within_s=TIMEOUT_S
+    )
     learners.close()
-    await wait_until(lambda: not running(LEARNER_RANK), within_s=WITHIN_S)
+    await wait_until(lambda: not find_module_pids(LEARNER_RANK), within_s=TIMEOUT_S)
 
 
-def set_collective_timeout(seconds: float) -> Callable[[object], float]:
+def set_collective_timeout(timeout_s: float) -> Callable[[object], float]:
     """Return a function that sets a rank's collective timeout and returns the previous one.
 
     The timeout is set late, so that slow but correct calls before it do not time out.
     """
 
-    def change(_: object) -> float:
+    def set_timeout(_: object) -> float:
         from torch.distributed import distributed_c10d
 
         group = distributed_c10d._get_default_group()
-        previous = group._get_backend(torch.device("cpu")).options._timeout
-        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-        return previous.total_seconds()
+        previous_timeout = group._get_backend(torch.device("cpu")).options._timeout
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+        return previous_timeout.total_seconds()
 
-    return change
+    return set_timeout

@@ -13,11 +13,11 @@ from tests.chaos.faults import (
     ENVIRONMENT_SERVER,
     LEARNER_RANK,
     ROLLOUT_WORKER,
+    find_pids,
     freeze_and_kill,
-    kill,
+    kill_process,
     make_account,
     move_folder_away,
-    pids,
     read_final_state,
     read_log,
 )
@@ -39,7 +39,7 @@ SETTINGS = (
     "weights.kind=folder",
     "weights.keep_versions=2",
 )
-NO_END = "training.num_steps=100000"
+ENDLESS_SETTING = "training.num_steps=100000"
 """Setting of runs that the test stops."""
 
 
@@ -56,7 +56,7 @@ def wait_for_steps(run: Run, num_steps: int = 2) -> None:
     run.wait_until(lambda: run.last_step >= goal)
 
 
-def trained_steps(run: Run) -> list[int]:
+def read_trained_steps(run: Run) -> list[int]:
     """Return the steps in the metrics."""
     return [row.step for row in run.rows if row.kind == "train"]
 
@@ -64,19 +64,19 @@ def trained_steps(run: Run) -> list[int]:
 def test_lost_workers_servers_and_stores_cost_only_their_episodes(
     tmp_path: Path, marker: str
 ) -> None:
-    with start_run(tmp_path, *SETTINGS, NO_END) as run:
+    with start_run(tmp_path, *SETTINGS, ENDLESS_SETTING) as run:
         run.wait_until(lambda: run.last_step >= 2)
-        freeze_and_kill(pids(marker, ROLLOUT_WORKER)[0])
+        freeze_and_kill(find_pids(marker, ROLLOUT_WORKER)[0])
         wait_for_steps(run)
-        [server] = pids(marker, ENVIRONMENT_SERVER)
+        [server] = find_pids(marker, ENVIRONMENT_SERVER)
         freeze_and_kill(server)
         wait_for_steps(run)
-        restore = move_folder_away(run.folder / "weights", OUTAGE_S)
+        restore_thread = move_folder_away(run.folder / "weights", OUTAGE_S)
         wait_for_steps(run)
-        restore.join()
+        restore_thread.join()
         run.stop()
     state = read_final_state(run)
-    assert trained_steps(run) == list(range(1, state.step + 1))
+    assert read_trained_steps(run) == list(range(1, state.step + 1))
     assert state.environment_restarts == 1
     assert (state.weight_syncs, state.canary_failures) == (state.step + 1, 0)
     assert state.max_staleness_seen <= 1
@@ -84,15 +84,15 @@ def test_lost_workers_servers_and_stores_cost_only_their_episodes(
     assert versions == [f"v{state.step - 1:08d}", f"v{state.step:08d}"]
     account = make_account(run)
     assert account.is_balanced(), account
-    assert state.games_played == num_episodes(run)
-    in_flight = 2 * 64 * 4
-    assert 0 < account.num_lost <= 2 * in_flight, "the episodes of the worker and of the server"
+    assert state.games_played == count_episodes(run)
+    num_in_flight = 2 * 64 * 4
+    assert 0 < account.num_lost <= 2 * num_in_flight, "the episodes of the worker and of the server"
     assert state.games_trained <= state.games_played - state.episodes_lost
     assert "starting another" in read_log(run)
     wait_until_gone(marker)
 
 
-def num_episodes(run: Run) -> int:
+def count_episodes(run: Run) -> int:
     """Return the number of episodes in the metrics."""
     return int(sum(row.values["num_episodes"] for row in run.rows if row.kind == "train"))
 
@@ -101,8 +101,8 @@ def test_bucket_outage_only_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with running_s3_server(tmp_path / "s3") as server:
         for name, value in server.credentials.items():
             monkeypatch.setenv(name, value)
-        bucket = (f"weights.bucket={server.bucket}", f"weights.endpoint={server.endpoint}")
-        settings = (*SETTINGS, "weights.kind=s3", "weights.full_every=4", *bucket)
+        bucket_settings = (f"weights.bucket={server.bucket}", f"weights.endpoint={server.endpoint}")
+        settings = (*SETTINGS, "weights.kind=s3", "weights.full_every=4", *bucket_settings)
         with start_run(tmp_path, *settings) as run:
             run.wait_until(lambda: run.last_step >= 3)
             server.kill()
@@ -110,7 +110,7 @@ def test_bucket_outage_only_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             server.start()
             summary = run.finish()
         assert server.credentials["AWS_SECRET_ACCESS_KEY"] not in read_log(run)
-    assert trained_steps(run) == list(range(1, NUM_STEPS + 1))
+    assert read_trained_steps(run) == list(range(1, NUM_STEPS + 1))
     assert (summary.episodes_lost, summary.canary_failures) == (0, 0)
     account = make_account(run)
     assert account.is_balanced(), account
@@ -119,17 +119,17 @@ def test_bucket_outage_only_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_dead_learner_rank_costs_the_steps_since_the_last_checkpoint(
     tmp_path: Path, marker: str
 ) -> None:
-    with start_run(tmp_path, *SETTINGS, NO_END, "learner.num_ranks=2") as run:
+    with start_run(tmp_path, *SETTINGS, ENDLESS_SETTING, "learner.num_ranks=2") as run:
         run.wait_until(lambda: run.last_step >= 5)
-        kill(pids(marker, LEARNER_RANK)[1])
+        kill_process(find_pids(marker, LEARNER_RANK)[1])
         run.wait_until(lambda: "training continues from step" in read_log(run))
         wait_for_steps(run, 4)
         run.stop()
     state = read_final_state(run)
-    assert trained_steps(run) == list(range(1, state.step + 1)), "each step occurs once"
+    assert read_trained_steps(run) == list(range(1, state.step + 1)), "each step occurs once"
     assert (state.learner_restarts, state.canary_failures) == (1, 0)
-    games = [row.num_games_trained for row in run.rows if row.kind == "train"]
-    assert games == sorted(set(games))
+    game_counts = [row.num_games_trained for row in run.rows if row.kind == "train"]
+    assert game_counts == sorted(set(game_counts))
     assert state.games_trained <= state.games_played - state.episodes_lost
     wait_until_gone(marker)
 
@@ -147,7 +147,7 @@ def test_killed_driver_leaves_no_process_and_its_run_can_resume(
     with start_run(tmp_path, *SETTINGS, flags=("--resume",)) as run:
         summary = run.finish()
     assert summary.finished
-    assert trained_steps(run) == list(range(1, NUM_STEPS + 1)), "each step occurs once"
+    assert read_trained_steps(run) == list(range(1, NUM_STEPS + 1)), "each step occurs once"
     assert summary.canary_failures == 0
     account = make_account(run)
     assert account.is_balanced(), account

@@ -23,10 +23,10 @@ from tests.chaos.faults import (
     ENVIRONMENT_SERVER,
     LEARNER_RANK,
     ROLLOUT_WORKER,
+    find_pids,
     freeze_and_kill,
-    kill,
+    kill_process,
     move_folder_away,
-    pids,
     read_log,
 )
 from tests.e2e.runs import EXAMPLE, Run, start_run, wait_until_gone
@@ -34,10 +34,10 @@ from tests.e2e.runs import EXAMPLE, Run, start_run, wait_until_gone
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "chaos.json"
-ROUNDS = 2
-FIRST_STEP, STEPS_BETWEEN = 15, 12
+NUM_ROUNDS = 2
+FIRST_STEP, STEPS_BETWEEN_FAULTS = 15, 12
 OUTAGE_S = 30.0
-WAIT_S = 900.0
+STEP_TIMEOUT_S = 900.0
 SETTINGS = (
     "rollout.num_workers=2",
     "rollout.num_groups_in_flight=256",
@@ -58,43 +58,43 @@ class Fault:
 
 
 @dataclass
-class Chaos:
+class FaultLog:
     """The faults that were injected into a run."""
 
     faults: list[dict[str, float | str]] = field(default_factory=list)
     start_s: float = field(default_factory=time.monotonic)
 
-    def note(self, name: str, step: int) -> None:
+    def record(self, name: str, step: int) -> None:
         """Record a fault."""
         elapsed_s = round(time.monotonic() - self.start_s, 1)
         self.faults.append({"fault": name, "step": step, "at_s": elapsed_s})
 
 
 def kill_worker(run: Run, marker: str) -> None:
-    run.wait_until(lambda: len(pids(marker, ROLLOUT_WORKER)) > 0, WAIT_S)
-    freeze_and_kill(pids(marker, ROLLOUT_WORKER)[0])
+    run.wait_until(lambda: len(find_pids(marker, ROLLOUT_WORKER)) > 0, STEP_TIMEOUT_S)
+    freeze_and_kill(find_pids(marker, ROLLOUT_WORKER)[0])
 
 
 def kill_server(run: Run, marker: str) -> None:
-    freeze_and_kill(pids(marker, ENVIRONMENT_SERVER)[0])
+    freeze_and_kill(find_pids(marker, ENVIRONMENT_SERVER)[0])
 
 
 def kill_rank(run: Run, marker: str) -> None:
     num_restarts = read_log(run).count("training continues from step")
-    kill(pids(marker, LEARNER_RANK)[-1])
+    kill_process(find_pids(marker, LEARNER_RANK)[-1])
     run.wait_until(
-        lambda: read_log(run).count("training continues from step") > num_restarts, WAIT_S
+        lambda: read_log(run).count("training continues from step") > num_restarts, STEP_TIMEOUT_S
     )
 
 
-def lose_store(run: Run, marker: str) -> None:
+def move_store_away(run: Run, marker: str) -> None:
     move_folder_away(run.folder / "weights", OUTAGE_S).join()
 
 
 FAULTS = (
     Fault("rollout worker killed", kill_worker),
     Fault("environment server killed", kill_server),
-    Fault("weight store away", lose_store),
+    Fault("weight store away", move_store_away),
     Fault("learner rank killed", kill_rank),
 )
 
@@ -105,76 +105,83 @@ def test_disturbed_run_learns_as_well_as_a_normal_run(
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
     marker = str(tmp_path)
     with start_run(tmp_path / "alone", *SETTINGS, config=EXAMPLE) as run:
-        normal = run.finish(timeout_s=1500)
-    disturbed, chaos, run = disturb(tmp_path / "disturbed", marker)
+        baseline = run.finish(timeout_s=1500)
+    summary, fault_log, run = run_with_faults(tmp_path / "disturbed", marker)
     wait_until_gone(marker)
-    low, high = normal.expected_return_ci95
-    record(normal, disturbed, chaos)
+    min_return, max_return = baseline.expected_return_ci95
+    write_results(baseline, summary, fault_log)
     steps = [row.step for row in run.rows if row.kind == "train"]
-    assert steps == list(range(1, normal.num_steps + 1)), "each step occurs once"
-    assert disturbed.canary_failures == 0
-    assert disturbed.max_staleness_seen <= 1
-    assert disturbed.episodes_lost > 0
-    assert disturbed.games_trained <= disturbed.games_played - disturbed.episodes_lost
-    assert low <= disturbed.expected_return <= high, (low, disturbed.expected_return, high)
+    assert steps == list(range(1, baseline.num_steps + 1)), "each step occurs once"
+    assert summary.canary_failures == 0
+    assert summary.max_staleness_seen <= 1
+    assert summary.episodes_lost > 0
+    assert summary.games_trained <= summary.games_played - summary.episodes_lost
+    assert min_return <= summary.expected_return <= max_return, (
+        min_return,
+        summary.expected_return,
+        max_return,
+    )
 
 
-def disturb(folder: Path, marker: str) -> tuple[Summary, Chaos, Run]:
+def run_with_faults(folder: Path, marker: str) -> tuple[Summary, FaultLog, Run]:
     """Run with all faults, and kill the driver in each round; return the summary."""
-    chaos, flags = Chaos(), ()
-    goal = FIRST_STEP
-    for _ in range(ROUNDS):
+    fault_log, flags = FaultLog(), ()
+    target_step = FIRST_STEP
+    for _ in range(NUM_ROUNDS):
         with start_run(folder, *SETTINGS, flags=flags, config=EXAMPLE) as run:
             for fault in FAULTS:
-                run.wait_until(lambda goal=goal: run.last_step >= goal, WAIT_S)
-                chaos.note(fault.name, run.last_step)
+                run.wait_until(
+                    lambda target_step=target_step: run.last_step >= target_step, STEP_TIMEOUT_S
+                )
+                fault_log.record(fault.name, run.last_step)
                 fault.inject(run, marker)
-                goal = run.last_step + STEPS_BETWEEN
-            run.wait_until(lambda goal=goal: run.last_step >= goal, WAIT_S)
-            chaos.note("driver killed", run.last_step)
+                target_step = run.last_step + STEPS_BETWEEN_FAULTS
+            run.wait_until(
+                lambda target_step=target_step: run.last_step >= target_step, STEP_TIMEOUT_S
+            )
+            fault_log.record("driver killed", run.last_step)
             run.process.send_signal(signal.SIGKILL)
             run.process.wait(60)
             wait_until_gone(marker)
         flags = ("--resume",)
-        goal += STEPS_BETWEEN // 2
+        target_step += STEPS_BETWEEN_FAULTS // 2
     with start_run(folder, *SETTINGS, flags=flags, config=EXAMPLE) as run:
-        return run.finish(timeout_s=1500), chaos, run
+        return run.finish(timeout_s=1500), fault_log, run
 
 
-def record(normal: Summary, disturbed: Summary, chaos: Chaos) -> None:
-    """Write the results."""
-    low, high = normal.expected_return_ci95
-    result = {
+def write_results(baseline: Summary, summary: Summary, fault_log: FaultLog) -> None:
+    min_return, max_return = baseline.expected_return_ci95
+    results = {
         "what": "examples/blackjack/tiny.toml, disturbed and left alone; `make chaos`",
         "machine": describe_machine(),
-        "versions": normal.versions,
+        "versions": baseline.versions,
         "settings": list(SETTINGS),
-        "faults": chaos.faults,
-        "alone": select_results(normal),
-        "disturbed": select_results(disturbed),
-        "disturbed_inside_interval_of_alone": low <= disturbed.expected_return <= high,
+        "faults": fault_log.faults,
+        "alone": select_results(baseline),
+        "disturbed": select_results(summary),
+        "disturbed_inside_interval_of_alone": min_return <= summary.expected_return <= max_return,
     }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def describe_machine() -> dict[str, object]:
     """Return a description of this machine."""
-    return {"system": platform.platform(), "cpu": _cpu(), "num_cores": os.cpu_count()}
+    return {"system": platform.platform(), "cpu": _read_cpu_name(), "num_cores": os.cpu_count()}
 
 
 def select_results(summary: Summary) -> dict[str, object]:
     """Return the results of a summary."""
-    names = {
+    field_names = {
         *("seed", "num_steps", "games_trained", "games_played", "episodes_lost", "episodes_failed"),
         *("expected_return", "expected_return_ci95", "win_rate", "gap_closed", "gap_closed_ci95"),
         "environment_restarts",
         *("canary_failures", "canary_max_error", "max_staleness_seen", "weight_syncs"),
         *("wall_seconds_training", "wall_seconds_total"),
     }
-    return {name: value for name, value in summary.model_dump().items() if name in names}
+    return {name: value for name, value in summary.model_dump().items() if name in field_names}
 
 
-def _cpu() -> str:
+def _read_cpu_name() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -21,9 +21,14 @@ import pytest
 
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import Summary
-from tests.chaos.disturbed_run import BREACH_STEP, BREACHING_WORKER, LOSS_STEP, LOST_WORKER
+from tests.chaos.disturbed_run import (
+    ENGINE_FAILURE_STEP,
+    ENGINE_FAILURE_WORKER,
+    WRONG_WEIGHTS_STEP,
+    WRONG_WEIGHTS_WORKER,
+)
 from tests.chaos.faults import make_account, read_log
-from tests.chaos.raising_environment import ONE_IN
+from tests.chaos.raising_environment import FAILURE_INTERVAL
 from tests.chaos.test_long import describe_machine, select_results
 from tests.e2e.runs import EXAMPLE, Run, start_run, wait_until_gone
 
@@ -31,12 +36,12 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(7200)]
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "chaos-quality.json"
 SEEDS = (0, 1, 2)
-MARGIN = 0.1
+MAX_DIFFERENCE = 0.1
 """Maximum difference of the two means, including its whole 95 % interval, as a share of the gap
 between random play and basic strategy."""
 MIN_GAP_CLOSED = 0.8
 """Minimum share of the gap; always standing closes 0.568 of it."""
-T_975 = 2.776
+T_QUANTILE = 2.776
 """Student's t with the four degrees of freedom of two samples of three."""
 SETTINGS = (
     "training.num_steps=60",
@@ -46,44 +51,48 @@ SETTINGS = (
     "eval.num_games_during=0",
     "eval.temperature=0",
 )
-RAISING = "environment.package=tests.chaos.raising_environment:RaisingBlackjack"
-DISTURBED = ("tests.chaos.disturbed_run",)
+RAISING_SETTING = "environment.package=tests.chaos.raising_environment:RaisingBlackjack"
+DISTURBED_PROGRAM = ("tests.chaos.disturbed_run",)
 
 
 def test_disturbed_runs_learn_as_well_as_normal_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
-    normal, disturbed = [], []
+    baselines, summaries = [], []
     for seed in SEEDS:
         settings = (*SETTINGS, f"seed={seed}")
         with start_run(tmp_path / f"normal-{seed}", *settings, config=EXAMPLE) as run:
-            normal.append(run.finish(timeout_s=1500))
+            baselines.append(run.finish(timeout_s=1500))
         folder = tmp_path / f"disturbed-{seed}"
-        with start_run(folder, *settings, RAISING, config=EXAMPLE, program=DISTURBED) as run:
-            disturbed.append(run.finish(timeout_s=1500))
-        check_account(run, disturbed[-1])
-        check_recovery(run, disturbed[-1])
+        with start_run(
+            folder, *settings, RAISING_SETTING, config=EXAMPLE, program=DISTURBED_PROGRAM
+        ) as run:
+            summaries.append(run.finish(timeout_s=1500))
+        check_account(run, summaries[-1])
+        check_recovery(run, summaries[-1])
     wait_until_gone(str(tmp_path))
-    low, high = difference_of_means(gaps_closed(disturbed), gaps_closed(normal))
-    record(normal, disturbed, (low, high))
-    assert min(gaps_closed(normal)) > MIN_GAP_CLOSED
-    for first, second in zip(normal, disturbed, strict=True):
-        assert overlap(first.expected_return_ci95, second.expected_return_ci95), first.seed
-    assert -MARGIN < low <= 0 <= high < MARGIN, (low, high)
+    low, high = compute_mean_difference(list_closed_gaps(summaries), list_closed_gaps(baselines))
+    write_results(baselines, summaries, (low, high))
+    assert min(list_closed_gaps(baselines)) > MIN_GAP_CLOSED
+    for baseline, summary in zip(baselines, summaries, strict=True):
+        assert do_overlap(baseline.expected_return_ci95, summary.expected_return_ci95), (
+            baseline.seed
+        )
+    assert -MAX_DIFFERENCE < low <= 0 <= high < MAX_DIFFERENCE, (low, high)
 
 
 def check_account(run: Run, summary: Summary) -> None:
     """Check that every episode is counted once, and that no void episode was trained on."""
     account = make_account(run)
     assert account.is_balanced(), account
-    size = account.group_size
-    share = summary.episodes_failed / summary.games_played
-    assert 0.7 / ONE_IN < share < 1.3 / ONE_IN, share
-    assert summary.games_trained == account.num_trained * size
+    group_size = account.group_size
+    failure_share = summary.episodes_failed / summary.games_played
+    assert 0.7 / FAILURE_INTERVAL < failure_share < 1.3 / FAILURE_INTERVAL, failure_share
+    assert summary.games_trained == account.num_trained * group_size
     # Episodes of one group have the same seed and fail together. If an engine was lost, other
     # episodes of the group may have finished before, and are not trained on either.
-    num_finished = account.num_void * size - account.num_failed - account.num_lost
+    num_finished = account.num_void * group_size - account.num_failed - account.num_lost
     assert 0 <= num_finished < account.num_lost, account
     assert "the shoe is empty" in read_log(run)
 
@@ -92,12 +101,16 @@ def check_recovery(run: Run, summary: Summary) -> None:
     """Check that one worker was out of traffic for a while, and that one was replaced."""
     log = read_log(run)
     assert summary.canary_failures == 1
-    removal = f"rollout worker {BREACHING_WORKER} removed from rotation: canary of weights version"
-    assert f"rollout worker {BREACHING_WORKER} ready" in log.partition(removal)[2]
-    [ended] = re.findall(r"rollout worker (\d) ended \(.*MemoryError.*; starting another", log)
-    assert int(ended) == LOST_WORKER
+    removal = (
+        f"rollout worker {WRONG_WEIGHTS_WORKER} removed from rotation: canary of weights version"
+    )
+    assert f"rollout worker {WRONG_WEIGHTS_WORKER} ready" in log.partition(removal)[2]
+    [failed_worker] = re.findall(
+        r"rollout worker (\d) ended \(.*MemoryError.*; starting another", log
+    )
+    assert int(failed_worker) == ENGINE_FAILURE_WORKER
     assert log.count("starting another") == 1, "no other process was replaced"
-    assert f"rollout worker {LOST_WORKER} ready" in log.partition("starting another")[2]
+    assert f"rollout worker {ENGINE_FAILURE_WORKER} ready" in log.partition("starting another")[2]
     assert summary.episodes_lost > 0, "the episodes of the failed engine"
     workers_by_step = {
         row.step: {weights.worker for weights in row.weights}
@@ -105,54 +118,61 @@ def check_recovery(run: Run, summary: Summary) -> None:
         if row.kind == "weights"
     }
     assert (
-        workers_by_step[LOSS_STEP - 1]
+        workers_by_step[ENGINE_FAILURE_STEP - 1]
         == workers_by_step[max(workers_by_step)]
-        == {BREACHING_WORKER, LOST_WORKER}
+        == {WRONG_WEIGHTS_WORKER, ENGINE_FAILURE_WORKER}
     )
-    failures = TrainMetric.NUM_CANARY_FAILURES
-    [breach] = [row for row in run.rows if row.kind == "event" and failures in row.values]
-    assert BREACH_STEP <= breach.step < LOSS_STEP
+    metric = TrainMetric.NUM_CANARY_FAILURES
+    [canary_event] = [row for row in run.rows if row.kind == "event" and metric in row.values]
+    assert WRONG_WEIGHTS_STEP <= canary_event.step < ENGINE_FAILURE_STEP
 
 
-def gaps_closed(summaries: Sequence[Summary]) -> list[float]:
+def list_closed_gaps(summaries: Sequence[Summary]) -> list[float]:
     """Return the share of the gap that each run closed."""
     gaps = [summary.gap_closed for summary in summaries]
     assert None not in gaps
     return [gap for gap in gaps if gap is not None]
 
 
-def difference_of_means(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+def compute_mean_difference(
+    samples: Sequence[float], other_samples: Sequence[float]
+) -> tuple[float, float]:
     """Return the 95 % interval of the difference of two means of the same number of runs."""
-    pooled = (variance(first) + variance(second)) / 2
-    half = T_975 * math.sqrt(2 * pooled / len(first))
-    middle = fmean(first) - fmean(second)
-    return middle - half, middle + half
+    pooled_variance = (variance(samples) + variance(other_samples)) / 2
+    half_width = T_QUANTILE * math.sqrt(2 * pooled_variance / len(samples))
+    difference = fmean(samples) - fmean(other_samples)
+    return difference - half_width, difference + half_width
 
 
-def overlap(first: tuple[float, float], second: tuple[float, float]) -> bool:
+def do_overlap(interval: tuple[float, float], other_interval: tuple[float, float]) -> bool:
     """Return whether the intervals overlap."""
-    return first[0] <= second[1] and second[0] <= first[1]
+    return interval[0] <= other_interval[1] and other_interval[0] <= interval[1]
 
 
-def record(
-    normal: Sequence[Summary], disturbed: Sequence[Summary], difference: tuple[float, float]
+def write_results(
+    baselines: Sequence[Summary], summaries: Sequence[Summary], difference: tuple[float, float]
 ) -> None:
-    """Write the results."""
-    result: dict[str, Any] = {
+    results: dict[str, Any] = {
         "what": "examples/blackjack/tiny.toml in 60 steps, 1 % of whose episodes raise and both "
         "of whose workers break, and undisturbed; `make chaos`",
         "machine": describe_machine(),
-        "versions": normal[0].versions,
+        "versions": baselines[0].versions,
         "settings": list(SETTINGS),
         "seeds": list(SEEDS),
         "faults": [
-            {"fault": f"1 of {ONE_IN} seeds raises", "step": 0},
-            {"fault": f"worker {BREACHING_WORKER} loads weights wrongly once", "step": BREACH_STEP},
-            {"fault": f"worker {LOST_WORKER}'s engine fails for good", "step": LOSS_STEP},
+            {"fault": f"1 of {FAILURE_INTERVAL} seeds raises", "step": 0},
+            {
+                "fault": f"worker {WRONG_WEIGHTS_WORKER} loads weights wrongly once",
+                "step": WRONG_WEIGHTS_STEP,
+            },
+            {
+                "fault": f"worker {ENGINE_FAILURE_WORKER}'s engine fails for good",
+                "step": ENGINE_FAILURE_STEP,
+            },
         ],
-        "alone": [select_results(summary) for summary in normal],
-        "disturbed": [select_results(summary) for summary in disturbed],
+        "alone": [select_results(summary) for summary in baselines],
+        "disturbed": [select_results(summary) for summary in summaries],
         "difference_of_mean_gap_closed_ci95": list(difference),
-        "margin": MARGIN,
+        "margin": MAX_DIFFERENCE,
     }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
