@@ -17,21 +17,21 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-_WHAT_IT_NEEDS = re.compile(r"image_requirements\.py (.*) > requirements\.txt")
-_WITHOUT_THE_REST = """
+_REQUIREMENTS_PATTERN = re.compile(r"image_requirements\.py (.*) > requirements\.txt")
+_RESTRICTED_PROGRAM = """
 import importlib, sys
 from importlib.machinery import PathFinder
 
 blocked, program, sys.argv[1:] = sys.argv[1].split(","), sys.argv[2], sys.argv[3:]
 
-class WithoutTheRest(PathFinder):
+class RestrictedPathFinder(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name in blocked:  # a package may bring it along: Ray does
-            path = [one for one in sys.path if not one.endswith("site-packages")]
+        if name in blocked:  # a package may contain it: Ray does
+            path = [folder for folder in sys.path if not folder.endswith("site-packages")]
         return super().find_spec(name, path, target)
 
-sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutTheRest
+sys.meta_path[sys.meta_path.index(PathFinder)] = RestrictedPathFinder
 module, _, function = program.partition(":")
 getattr(importlib.import_module(module), function)()
 """
@@ -42,14 +42,14 @@ def list_installed(dockerfile: str, **arguments: str) -> set[str]:
     text = (ROOT / dockerfile).read_text(encoding="utf-8")
     for name, value in arguments.items():
         text = text.replace(f"${{{name}}}", value)
-    words = _WHAT_IT_NEEDS.findall(text)[0].split()
+    words = _REQUIREMENTS_PATTERN.findall(text)[0].split()
     excluded = {next_word for word, next_word in pairwise(words) if word == "--without"}
     patterns = [word for word in words if not word.startswith("--") and word not in excluded]
     folders = [folder for pattern in patterns for folder in ROOT.glob(pattern)]
-    return set(_with_what_they_require(list_requirements(folders, excluded), set()))
+    return set(_list_dependencies(list_requirements(folders, excluded), set()))
 
 
-def _with_what_they_require(lines: Sequence[str], visited: set[tuple[str, str]]) -> Iterator[str]:
+def _list_dependencies(lines: Sequence[str], visited: set[tuple[str, str]]) -> Iterator[str]:
     for line in lines:
         requirement = Requirement(line)
         for extra in ("", *requirement.extras):
@@ -58,16 +58,16 @@ def _with_what_they_require(lines: Sequence[str], visited: set[tuple[str, str]])
                 continue
             visited.add((name, extra))
             try:
-                required = importlib.metadata.requires(name) or ()
+                dependencies = importlib.metadata.requires(name) or ()
             except importlib.metadata.PackageNotFoundError:
                 continue
             yield name
-            yield from _with_what_they_require(
-                [text for text in required if _holds(Requirement(text), extra)], visited
+            yield from _list_dependencies(
+                [text for text in dependencies if _applies(Requirement(text), extra)], visited
             )
 
 
-def _holds(requirement: Requirement, extra: str) -> bool:
+def _applies(requirement: Requirement, extra: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
@@ -82,29 +82,35 @@ def list_missing_modules(installed: set[str]) -> list[str]:
     ]
 
 
-GATEWAY = ["ludus.services.cli.app:main", "gateway", "--env", "a=grpc://127.0.0.1:1", "--port=0"]
-SERVER = ["ludus.env.__main__:main", "openspiel_env", "--port=0"]
-CHECK = ["ludus.trainer.__main__:main", "check", "--config", "examples/blackjack/tiny.toml"]
+GATEWAY_PROGRAM = [
+    "ludus.services.cli.app:main",
+    "gateway",
+    "--env",
+    "a=grpc://127.0.0.1:1",
+    "--port=0",
+]
+SERVER_PROGRAM = ["ludus.env.__main__:main", "openspiel_env", "--port=0"]
+CHECK_PROGRAM = ["ludus.trainer.__main__:main", "check", "--config", "examples/blackjack/tiny.toml"]
 
 
-def command(dockerfile: str, program: Sequence[str], **arguments: str) -> list[str]:
+def make_command(dockerfile: str, program: Sequence[str], **arguments: str) -> list[str]:
     """Return a command that runs the program with only the packages of the image."""
-    blocked = list_missing_modules(list_installed(dockerfile, **arguments))
-    assert "pytest" in blocked and "grpc" not in blocked
-    return [sys.executable, "-c", _WITHOUT_THE_REST, ",".join(blocked), *program]
+    missing_modules = list_missing_modules(list_installed(dockerfile, **arguments))
+    assert "pytest" in missing_modules and "grpc" not in missing_modules
+    return [sys.executable, "-c", _RESTRICTED_PROGRAM, ",".join(missing_modules), *program]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dockerfile", "program", "expected"),
     [
-        pytest.param("services/Dockerfile", GATEWAY, "all environments", id="gateway"),
-        pytest.param("envs/Dockerfile", SERVER, "listening", id="environment"),
+        pytest.param("services/Dockerfile", GATEWAY_PROGRAM, "all environments", id="gateway"),
+        pytest.param("envs/Dockerfile", SERVER_PROGRAM, "listening", id="environment"),
     ],
 )
 def test_the_servers_of_an_image_start(dockerfile: str, program: list[str], expected: str) -> None:
     process = subprocess.Popen(
-        command(dockerfile, program, ENVIRONMENT="openspiel_env"),
+        make_command(dockerfile, program, ENVIRONMENT="openspiel_env"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -125,8 +131,8 @@ def test_the_servers_of_an_image_start(dockerfile: str, program: list[str], expe
 
 @pytest.mark.slow
 def test_the_trainer_image_checks_a_run(tmp_path: Path) -> None:
-    program = [*CHECK, "--set", f"output_dir={tmp_path}"]
+    program = [*CHECK_PROGRAM, "--set", f"output_dir={tmp_path}"]
     result = subprocess.run(
-        command("trainer/Dockerfile", program), capture_output=True, text=True, cwd=ROOT
+        make_command("trainer/Dockerfile", program), capture_output=True, text=True, cwd=ROOT
     )
     assert result.returncode == 0, result.stderr

@@ -22,7 +22,7 @@ DOCKERFILES = sorted({image.dockerfile for image in IMAGES.values()})
 SECRETS = ("id=pip.conf", "id=certificates")
 
 
-def instructions(name: str) -> list[tuple[str, str]]:
+def parse_instructions(name: str) -> list[tuple[str, str]]:
     """Return the instructions of a Dockerfile with their arguments, continued lines joined."""
     text = re.sub(r"^#.*\n", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
@@ -31,10 +31,10 @@ def instructions(name: str) -> list[tuple[str, str]]:
     ]
 
 
-def stages(name: str) -> list[list[tuple[str, str]]]:
+def parse_stages(name: str) -> list[list[tuple[str, str]]]:
     """Return the instructions of each stage, FROM first."""
     stage_list: list[list[tuple[str, str]]] = []
-    for instruction in instructions(name):
+    for instruction in parse_instructions(name):
         if instruction[0] == "FROM":
             stage_list.append([])
         if stage_list:
@@ -42,30 +42,36 @@ def stages(name: str) -> list[list[tuple[str, str]]]:
     return stage_list
 
 
-def stage(name: str, stage_name: str) -> list[tuple[str, str]]:
+def find_stage(name: str, stage_name: str) -> list[tuple[str, str]]:
     """Return the stage with this name."""
-    return next(s for s in stages(name) if s[0][1].endswith(f" AS {stage_name}"))
+    return next(
+        candidate
+        for candidate in parse_stages(name)
+        if candidate[0][1].endswith(f" AS {stage_name}")
+    )
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_the_image_runs_as_a_numbered_user_under_an_init(name: str) -> None:
-    final_stage = stages(name)[-1]
+    final_stage = parse_stages(name)[-1]
     # `runAsNonRoot` cannot check a user name.
     assert [arguments for word, arguments in final_stage if word == "USER"] == ["1000:1000"]
-    entry = [arguments for word, arguments in final_stage if word == "ENTRYPOINT"]
-    assert entry and entry[0].startswith('["dumb-init", "--single-child", "--"')
+    entrypoints = [arguments for word, arguments in final_stage if word == "ENTRYPOINT"]
+    assert entrypoints and entrypoints[0].startswith('["dumb-init", "--single-child", "--"')
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_every_installation_is_pinned_and_has_the_configuration_as_a_secret(name: str) -> None:
-    runs = [arguments for word, arguments in instructions(name) if word == "RUN"]
-    installing = [
-        run for run in runs if re.search(r"pip.*? install", run) and "--no-deps" not in run
+    run_commands = [arguments for word, arguments in parse_instructions(name) if word == "RUN"]
+    install_commands = [
+        command
+        for command in run_commands
+        if re.search(r"pip.*? install", command) and "--no-deps" not in command
     ]
-    assert installing
-    for run in installing:
-        assert run.count(" install ") == run.count("--constraint constraints.txt"), run
-        assert all(secret in run for secret in SECRETS), run
+    assert install_commands
+    for command in install_commands:
+        assert command.count(" install ") == command.count("--constraint constraints.txt"), command
+        assert all(secret in command for secret in SECRETS), command
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
@@ -77,23 +83,31 @@ def test_a_dockerfile_has_no_index_no_host_and_no_secret(name: str) -> None:
     # If the PyTorch index is an argument, its default is empty.
     assert all(
         arguments in ("TORCH_INDEX_URL=",)
-        for w, arguments in instructions(name)
-        if "INDEX" in arguments and w == "ARG"
+        for word, arguments in parse_instructions(name)
+        if "INDEX" in arguments and word == "ARG"
     )
-    copied = [arguments for word, arguments in instructions(name) if word in ("COPY", "ADD")]
-    assert not any("pip.conf" in arguments or "certificates" in arguments for arguments in copied)
+    copy_arguments = [
+        arguments for word, arguments in parse_instructions(name) if word in ("COPY", "ADD")
+    ]
+    assert not any(
+        "pip.conf" in arguments or "certificates" in arguments for arguments in copy_arguments
+    )
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_the_last_stage_only_copies(name: str) -> None:
-    assert all(word != "RUN" for word, _ in stages(name)[-1])
+    assert all(word != "RUN" for word, _ in parse_stages(name)[-1])
 
 
-@pytest.mark.parametrize("name", [n for n in DOCKERFILES if n != "charts/store.Dockerfile"])
+@pytest.mark.parametrize(
+    "name", [name for name in DOCKERFILES if name != "charts/store.Dockerfile"]
+)
 def test_a_code_change_reinstalls_no_dependency(name: str) -> None:
-    dependencies = [arguments for word, arguments in stage(name, "dependencies") if word == "COPY"]
-    assert dependencies
-    for files in dependencies:
+    dependency_copies = [
+        arguments for word, arguments in find_stage(name, "dependencies") if word == "COPY"
+    ]
+    assert dependency_copies
+    for files in dependency_copies:
         if files.startswith("--from=manifests "):  # pyproject.toml files alone
             continue
         assert all(
@@ -101,10 +115,12 @@ def test_a_code_change_reinstalls_no_dependency(name: str) -> None:
             for source in files.split()[:-1]
         )
     # Packages built from code need no index and are copied last.
-    code = [arguments for word, arguments in stage(name, "code") if word == "RUN"]
-    assert code and all("--mount" not in run and "--no-deps" in run for run in code)
-    copied = [arguments for word, arguments in stages(name)[-1] if word == "COPY"]
-    assert copied[-1] == "--from=code /opt/ludus /opt/ludus"
+    code_commands = [arguments for word, arguments in find_stage(name, "code") if word == "RUN"]
+    assert code_commands and all(
+        "--mount" not in command and "--no-deps" in command for command in code_commands
+    )
+    copy_arguments = [arguments for word, arguments in parse_stages(name)[-1] if word == "COPY"]
+    assert copy_arguments[-1] == "--from=code /opt/ludus /opt/ludus"
 
 
 def test_no_secret_of_a_checkout_can_reach_a_build() -> None:
@@ -124,12 +140,14 @@ def test_pip_has_the_same_settings_in_the_image(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     index.mkdir(parents=True)
     wheels.mkdir()
-    listed = (
+    pip_output = (
         "global.index-url='https://a/'\n:env:.index-url='https://b/'\nglobal.cert='/here.pem'\n"
         "global.constraint='/here/constraints.txt'\n"
     )
-    listed += f"global.extra-index-url='file://{index}'\nglobal.find-links='{wheels} https://d/'\n"
-    configuration = parse_pip_configuration(listed)
+    pip_output += (
+        f"global.extra-index-url='file://{index}'\nglobal.find-links='{wheels} https://d/'\n"
+    )
+    configuration = parse_pip_configuration(pip_output)
     assert configuration["index-url"] == "https://b/"
     assert find_package_folders(configuration) == [tmp_path / "mirror", wheels]
     secrets = tmp_path / "secrets"
@@ -158,13 +176,17 @@ def test_an_engine_gets_secrets_and_folders_but_no_docker_volumes(
 def test_skaffold_builds_the_same_images_and_hands_their_tags_to_the_chart() -> None:
     config = yaml.safe_load((ROOT / "skaffold.yaml").read_text(encoding="utf-8"))
     built_images = {
-        (a["image"], a["docker"]["dockerfile"], *a["docker"].get("buildArgs", {}).values())
-        for a in config["build"]["artifacts"]
+        (
+            artifact["image"],
+            artifact["docker"]["dockerfile"],
+            *artifact["docker"].get("buildArgs", {}).values(),
+        )
+        for artifact in config["build"]["artifacts"]
     }
     names = ("gateway", "env-openspiel", "trainer", "store")
     images = [IMAGES[name] for name in names]
     assert built_images == {
-        (f"docker.io/{i.name}", i.dockerfile, *i.arguments.values()) for i in images
+        (f"docker.io/{image.name}", image.dockerfile, *image.arguments.values()) for image in images
     }
     (release,) = config["deploy"]["helm"]["releases"]
     values = yaml.safe_load((ROOT / release["valuesFiles"][0]).read_text(encoding="utf-8"))
@@ -173,22 +195,29 @@ def test_skaffold_builds_the_same_images_and_hands_their_tags_to_the_chart() -> 
         name = f"docker_io_{image.name}".replace("/", "_").replace("-", "_")
         for part in ("IMAGE_DOMAIN", "IMAGE_REPO_NO_DOMAIN", "IMAGE_TAG"):
             assert f"{{{{.{part}_{name}}}}}" in templates.values()
-    repositories = {e["image"]["repository"] for e in values["environments"].values()}
+    repositories = {
+        environment["image"]["repository"] for environment in values["environments"].values()
+    }
     assert repositories == {"ludus/env-openspiel"}
 
 
 def test_skaffold_builds_the_same_images_without_docker() -> None:
     config = yaml.safe_load((ROOT / "skaffold.yaml").read_text(encoding="utf-8"))
     profiles = {profile["name"]: profile for profile in config["profiles"]}
-    built_images = {a["image"]: a["custom"] for a in profiles["buildah"]["build"]["artifacts"]}
+    built_images = {
+        artifact["image"]: artifact["custom"]
+        for artifact in profiles["buildah"]["build"]["artifacts"]
+    }
     assert list(built_images) == [artifact["image"] for artifact in config["build"]["artifacts"]]
     for image, builder in built_images.items():
         name = builder["buildCommand"].removeprefix("python3 dev/images.py --skaffold ")
         assert f"docker.io/{IMAGES[name].name}" == image
-        copied = builder["dependencies"]["paths"]
-        assert all((ROOT / path).exists() for path in copied)
-        assert any(IMAGES[name].dockerfile.startswith(path) for path in copied)
-    (serving,) = profiles["serving"]["deploy"]["helm"]["releases"]
+        dependency_paths = builder["dependencies"]["paths"]
+        assert all((ROOT / path).exists() for path in dependency_paths)
+        assert any(IMAGES[name].dockerfile.startswith(path) for path in dependency_paths)
+    (serving_release,) = profiles["serving"]["deploy"]["helm"]["releases"]
     (helm_release,) = config["deploy"]["helm"]["releases"]
-    chosen = serving["setValueTemplates"]
-    assert chosen == {name: helm_release["setValueTemplates"][name] for name in chosen}
+    template_values = serving_release["setValueTemplates"]
+    assert template_values == {
+        name: helm_release["setValueTemplates"][name] for name in template_values
+    }
