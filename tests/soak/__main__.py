@@ -12,31 +12,31 @@ from tests.soak.report import Verdict
 from tests.soak.soak import Soak
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 async def _run_until_signal(soak: Soak) -> bool:
     """Run the soak until its end or a signal; return True if it finished."""
-    running = asyncio.ensure_future(soak.run())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+    soak_task = asyncio.ensure_future(soak.run())
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signal_number, soak_task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
-        await running
-    return not running.cancelled()
+        await soak_task
+    return not soak_task.cancelled()
 
 
 def main() -> None:
     """Exit with 0 after a passed soak, or with 1 and the logs kept."""
     options = SoakOptions.read()
-    soak = Soak(options, _say)
-    _say(f"logs: {soak.fleet.logs}")
+    soak = Soak(options, _print_line)
+    _print_line(f"logs: {soak.fleet.logs}")
     is_finished = asyncio.run(_run_until_signal(soak))
     if not is_finished:
         sys.exit("stopped early: no verdict, and no result is written")
     verdict = Verdict(soak)
-    _say("\n".join(verdict.lines()))
+    _print_line("\n".join(verdict.lines()))
     if options.output is not None:
         verdict.write(options.output)
     if not verdict.has_passed:

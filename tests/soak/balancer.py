@@ -16,31 +16,31 @@ _CHUNK = 65_536
 
 async def serve(port: int, upstreams: list[int]) -> None:
     """Forward connections until cancelled."""
-    server = await asyncio.start_server(partial(_pass_on, upstreams), "127.0.0.1", port)
+    server = await asyncio.start_server(partial(_forward, upstreams), "127.0.0.1", port)
     await server.serve_forever()
 
 
-async def _pass_on(
+async def _forward(
     upstreams: list[int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     for upstream in random.sample(upstreams, len(upstreams)):
         with contextlib.suppress(OSError):
-            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", upstream)
+            upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", upstream)
             break
     else:
         writer.transport.abort()
         return
-    pumps = [
-        asyncio.create_task(_pump(reader, there_writer)),
-        asyncio.create_task(_pump(there_reader, writer)),
+    tasks = [
+        asyncio.create_task(_copy_stream(reader, upstream_writer)),
+        asyncio.create_task(_copy_stream(upstream_reader, writer)),
     ]
-    await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-    for stream in (writer, there_writer):
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for stream in (writer, upstream_writer):
         stream.close()  # buffered data is sent first
-    await asyncio.wait(pumps)
+    await asyncio.wait(tasks)
 
 
-async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+async def _copy_stream(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
         while chunk := await source.read(_CHUNK):
             sink.write(chunk)

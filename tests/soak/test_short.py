@@ -42,8 +42,8 @@ async def test_thirty_faults_end_no_session_that_was_not_hit(
     monkeypatch.setattr(report, "MIN_SAMPLES", 12)
     verdict = Verdict(soak)
     verdict.write(tmp_path / "soak.json")
-    written = json.loads((tmp_path / "soak.json").read_text())
+    result = json.loads((tmp_path / "soak.json").read_text())
     assert {"inline-kept", "gateway-kept", "grpc-kept"} <= {
-        name.partition(" ")[0] for name in written["memory_per_hour"]
+        name.partition(" ")[0] for name in result["memory_per_hour"]
     }
-    assert len(written["faults"]) == len(soak.book.faults)
+    assert len(result["faults"]) == len(soak.book.faults)
