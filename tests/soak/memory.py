@@ -91,8 +91,8 @@ class Trend:
 
 def fit_trend(at_s: Floats, values: Floats, *, step: float = 0.0, seed: int = 0) -> Trend:
     """Return the trend of the second half of a series with the given step size."""
-    half = at_s >= (at_s[0] + at_s[-1]) / 2
-    at_s, values = at_s[half], values[half]
+    second_half = at_s >= (at_s[0] + at_s[-1]) / 2
+    at_s, values = at_s[second_half], values[second_half]
     slope = _theil_sen(at_s, values)
     residuals = values - slope * at_s
     noise = 1.4826 * float(np.median(np.abs(residuals - np.median(residuals))))
@@ -110,22 +110,27 @@ def _theil_sen(at_s: Floats, values: Floats) -> float:
     """Return the median slope of all pairs, or of an even sample of many pairs."""
     step = max(1, -(-len(at_s) // _MAX_POINTS))
     at_s, values = at_s[::step], values[::step]
-    first, second = np.triu_indices(len(at_s), 1)
-    apart_s = at_s[second] - at_s[first]
-    usable = apart_s > 0
-    return float(np.median((values[second] - values[first])[usable] / apart_s[usable]))
+    first_indices, second_indices = np.triu_indices(len(at_s), 1)
+    time_differences_s = at_s[second_indices] - at_s[first_indices]
+    is_usable = time_differences_s > 0
+    return float(
+        np.median(
+            (values[second_indices] - values[first_indices])[is_usable]
+            / time_differences_s[is_usable]
+        )
+    )
 
 
-def _interval(at_s: Floats, values: Floats, draw: np.random.Generator) -> tuple[float, float]:
+def _interval(at_s: Floats, values: Floats, rng: np.random.Generator) -> tuple[float, float]:
     """Return the 95 % interval of the slope by a block bootstrap."""
     num_blocks = max(2, round(float(at_s[-1] - at_s[0]) / BLOCK_S))
     blocks = np.array_split(np.arange(len(at_s)), num_blocks)
     slopes = []
     for _ in range(NUM_DRAWS):
-        drawn = draw.integers(len(blocks), size=len(blocks))
-        if len(set(drawn.tolist())) < 2:
+        block_indices = rng.integers(len(blocks), size=len(blocks))
+        if len(set(block_indices.tolist())) < 2:
             continue
-        chosen = np.concatenate([blocks[index] for index in drawn])
-        slopes.append(_theil_sen(at_s[chosen], values[chosen]))
+        sample_indices = np.concatenate([blocks[index] for index in block_indices])
+        slopes.append(_theil_sen(at_s[sample_indices], values[sample_indices]))
     low, high = np.quantile(slopes, [0.025, 0.975])
     return float(low), float(high)
