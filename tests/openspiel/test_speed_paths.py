@@ -124,7 +124,7 @@ def test_consecutive_seeds_pick_events_equally_often() -> None:
             stream = ChanceStream(seed)
             for _ in range(num_skipped):
                 stream.random()
-            counts[stream.pick(events)] += 1
+            counts[stream.pick_event(events)] += 1
         chi_square = sum((counts[event] - 1000) ** 2 / 1000 for event in events)
         assert chi_square < 32.9  # the 99.9 % quantile with 12 degrees of freedom
 
@@ -132,13 +132,13 @@ def test_consecutive_seeds_pick_events_equally_often() -> None:
 def test_pick_uses_one_number() -> None:
     event_stream, numbers = ChanceStream(5), ChanceStream(5)
     for _ in range(20):
-        assert event_stream.pick(list(range(52))) == int(numbers.random() * 52)
+        assert event_stream.pick_event(list(range(52))) == int(numbers.random() * 52)
 
 
 def test_cards_of_a_deal_are_distinct() -> None:
     state = pyspiel.load_game("blackjack").new_initial_state()
     stream, cards = ChanceStream(0), []
     while state.is_chance_node():
-        cards.append(stream.pick(state.legal_actions()))
+        cards.append(stream.pick_event(state.legal_actions()))
         state.apply_action(cards[-1])
     assert len(set(cards)) == len(cards) == 4
