@@ -119,7 +119,7 @@ def simulate(max_staleness: int, window_fraction: float, seed: int) -> Overlap:
     async_s = overlapping.now_s / SIMULATED_STEPS
     staleness = [
         step - group.policy_version
-        for step, groups in enumerate(overlapping.trained)
+        for step, groups in enumerate(overlapping.trained_batches)
         for group in groups
     ]
     return Overlap(

@@ -21,7 +21,7 @@ from ludus.proto.metrics import EnvServerMetric
 from ludus.services.gateway.tenancy.metrics import GatewayMetrics
 from ludus.trainer.run.prometheus import RunSeries
 from tests.env.counting_env import CountingEnv
-from tests.sinks.mixed_run import run_config
+from tests.sinks.mixed_run import make_run_config
 
 PROMETHEUS_NAMES = {"up", "ALERTS"}
 """Series that Prometheus itself creates."""
@@ -50,7 +50,7 @@ def _read_gateway_names() -> set[str]:
 
 
 def _read_run_names() -> set[str]:
-    series = RunSeries(run_config())
+    series = RunSeries(make_run_config())
     return _list_series_names(series.collect())
 
 

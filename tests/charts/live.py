@@ -22,7 +22,7 @@ from ludus.proto.metrics import EvalMetric, Reduction, TrainMetric
 from ludus.proto.runs import MetricsRow, Phase
 from ludus.trainer.run.prometheus import PrometheusExporter
 from tests.charts.promtool import find_program
-from tests.sinks.mixed_run import phase, run_config, weights_row
+from tests.sinks.mixed_run import make_phase_row, make_run_config, make_weights_row
 
 SCRAPE_INTERVAL = "2s"
 NAMESPACE = "ludus"
@@ -127,7 +127,7 @@ async def play_sessions(address: str, stop_event: asyncio.Event) -> None:
 async def write_training_rows(exporter: PrometheusExporter, stop_event: asyncio.Event) -> None:
     """Write the rows of a training run, one step every half second."""
     exporter.set_environment_options(ENVIRONMENT_OPTIONS)
-    exporter.write(phase(Phase.TRAIN))
+    exporter.write(make_phase_row(Phase.TRAIN))
     step = 0
     while not stop_event.is_set():
         step += 1
@@ -152,7 +152,7 @@ def make_rows(step: int) -> list[MetricsRow]:
     }
     eval_values = dict.fromkeys(EvalMetric, 0.4)
     hashes = {0: "00000000000a", 1: "00000000000a"}
-    metrics_rows = [_make_row("train", step, run_values), weights_row(step, hashes)]
+    metrics_rows = [_make_row("train", step, run_values), make_weights_row(step, hashes)]
     for name in ENVIRONMENT_OPTIONS:
         metrics_rows.append(_make_row("environment", step, environment_values, name))
         metrics_rows.append(_make_row("eval", step, eval_values, name))
@@ -191,7 +191,7 @@ def _make_row(
 
 def start_exporter() -> PrometheusExporter:
     """Start the exporter of the run `mixed`."""
-    config = run_config(prometheus={})
+    config = make_run_config(prometheus={})
     assert config.metrics.prometheus is not None
     return PrometheusExporter(config, config.metrics.prometheus)
 

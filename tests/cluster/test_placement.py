@@ -206,7 +206,7 @@ async def test_workers_without_gpus_always_have_room(
 
 async def test_resize_is_limited_by_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"rollout": {"num_workers": 2}}
-    async with FakeFleet().running(monkeypatch, settings, max_workers=3) as workers:
+    async with FakeFleet().run_workers(monkeypatch, settings, max_workers=3) as workers:
         for requested, target in ((2, 2), (9, 3)):
             workers.resize(requested)
             assert len(workers.roster.activities) == target

@@ -52,17 +52,17 @@ class FakeActor:
 
     index: int
     """Number of processes started before."""
-    in_ping: Callable[[], Awaitable[None]] = next_iteration
+    on_ping: Callable[[], Awaitable[None]] = next_iteration
     """Awaited in each ping; the first ping returns when the worker has room."""
-    in_start: Callable[[], Awaitable[None]] = next_iteration
+    on_start: Callable[[], Awaitable[None]] = next_iteration
     """Awaited in the start."""
-    in_play: Callable[[FakeActor], Awaitable[None]] = next_iteration
+    on_play: Callable[[FakeActor], Awaitable[None]] = next_iteration
     """Awaited in each call that plays."""
-    in_load: Callable[[PublishedWeights], Awaitable[None]] = next_iteration
+    on_load: Callable[[PublishedWeights], Awaitable[None]] = next_iteration
     """Awaited in each call that loads weights."""
-    canary_error: Callable[[PublishedWeights], float] = lambda published: 0.0
+    canary_error: Callable[[PublishedWeights], float] = lambda weights: 0.0
     """Difference of the canary log-probs from the learner's."""
-    from_scratch: list[bool] = field(default_factory=list)
+    from_scratch_loads: list[bool] = field(default_factory=list)
     """For each load, whether all weights had to be fetched again."""
     num_abandoned: int = 0
     """Number of calls to abandon the current groups."""
@@ -71,8 +71,8 @@ class FakeActor:
     is_alive: bool = True
     num_playing: int = 0
     """Groups being played."""
-    most_playing: int = 0
-    ended: asyncio.Future[None] = field(
+    max_playing: int = 0
+    end_future: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     """Finished when the process is closed or dies."""
@@ -80,31 +80,33 @@ class FakeActor:
     def __getattr__(self, name: str) -> Method:
         return Method(object.__getattribute__(self, f"_{name}"))
 
-    def end(self, error: Exception | None = None) -> None:
+    def kill(self, error: Exception | None = None) -> None:
         """Kill the process, with this error or without an error."""
         self.is_alive = False
-        if not self.ended.done():
-            self.ended.set_exception(error or ray.exceptions.RayActorError(error_msg="it died"))
-            self.ended.exception()  # marks the exception as retrieved
+        if not self.end_future.done():
+            self.end_future.set_exception(
+                error or ray.exceptions.RayActorError(error_msg="it died")
+            )
+            self.end_future.exception()  # marks the exception as retrieved
 
     async def _start(self, spec: RolloutWorkerSpec) -> str:
         self.number = spec.number
-        await self.in_start()
+        await self.on_start()
         return "this node"
 
     async def _play(self, groups: Sequence[GroupSpec]) -> list[RolloutGroup]:
         self.num_playing += len(groups)
-        self.most_playing = max(self.most_playing, self.num_playing)
+        self.max_playing = max(self.max_playing, self.num_playing)
         try:
-            await self.in_play(self)
+            await self.on_play(self)
         finally:
             self.num_playing -= len(groups)
         return [make_group(1.0, -1.0, index=group.index) for group in groups]
 
-    async def _load_weights(self, published: PublishedWeights, from_scratch: bool) -> WorkerWeights:
-        self.from_scratch.append(from_scratch)
-        await self.in_load(published)
-        manifest, error = published.manifest, self.canary_error(published)
+    async def _load_weights(self, weights: PublishedWeights, from_scratch: bool) -> WorkerWeights:
+        self.from_scratch_loads.append(from_scratch)
+        await self.on_load(weights)
+        manifest, error = weights.manifest, self.canary_error(weights)
         report = CanaryReport(manifest.version, manifest.content_hash, error)
         return WorkerWeights(report, 0.0, 0.0, 0)
 
@@ -120,39 +122,43 @@ class FakeActor:
         return [EpisodeOutcome(seed, 1.0, 1) for seed in seeds]
 
     async def _wait_until_closed(self) -> None:
-        await asyncio.shield(self.ended)
+        await asyncio.shield(self.end_future)
 
     async def _ping(self) -> None:
-        await self.in_ping()
+        await self.on_ping()
         # A process with a failed engine still responds.
-        if self.ended.done() and isinstance(self.ended.exception(), ray.exceptions.RayError):
-            await self.ended
+        if self.end_future.done() and isinstance(
+            self.end_future.exception(), ray.exceptions.RayError
+        ):
+            await self.end_future
 
     async def _close(self) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
+        if not self.end_future.done():
+            self.end_future.set_result(None)
 
 
 class CountingBuffer:
     """A buffer that records the indices of its groups."""
 
     def __init__(self) -> None:
-        self.kept: list[int] = []
-        self.lost: list[int] = []
+        self.kept_indices: list[int] = []
+        self.lost_indices: list[int] = []
 
     async def put(
         self, groups: Awaitable[list[RolloutGroup]] | list[RolloutGroup]
     ) -> list[Refusal]:
         """Return the indices of groups whose episodes are all lost."""
-        arrived = groups if isinstance(groups, list) else await groups
-        lost = [
+        played_groups = groups if isinstance(groups, list) else await groups
+        lost_indices = [
             group.index
-            for group in arrived
+            for group in played_groups
             if all(rollout.reward is None for rollout in group.rollouts)
         ]
-        self.lost += lost
-        self.kept += [group.index for group in arrived if group.index not in lost]
-        return [Refusal(index, is_lost=True) for index in lost]
+        self.lost_indices += lost_indices
+        self.kept_indices += [
+            group.index for group in played_groups if group.index not in lost_indices
+        ]
+        return [Refusal(index, is_lost=True) for index in lost_indices]
 
 
 @dataclass(eq=False)
@@ -165,16 +171,16 @@ class FakeFleet:
     buffer: CountingBuffer = field(default_factory=CountingBuffer)
 
     @asynccontextmanager
-    async def running(
+    async def run_workers(
         self,
-        patch: pytest.MonkeyPatch,
+        monkeypatch: pytest.MonkeyPatch,
         settings: dict[str, Any],
         max_workers: int = UNLIMITED_ACTORS,
     ) -> AsyncIterator[RolloutWorkers]:
         """Yield the workers of a run with these settings."""
-        patch.setattr(roster, "make_actor", self._make_actor)
-        patch.setattr(roster.RolloutWorkerHandle, "kill", lambda worker: worker.actor.end())
-        patch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
+        monkeypatch.setattr(roster, "make_actor", self._make_actor)
+        monkeypatch.setattr(roster.RolloutWorkerHandle, "kill", lambda worker: worker.actor.kill())
+        monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
         run = LanguageModelRun.model_validate(
             {"environments": {"coins": {"max_sessions": 10**6}}} | settings
         )
@@ -198,8 +204,8 @@ def make_groups(*indices: int) -> list[GroupSpec]:
     return [GroupSpec(index, "coins", (0, 0)) for index in indices]
 
 
-def publish_weights(version: int, answer: tuple[float, ...] = ()) -> PublishedWeights:
+def publish_weights(version: int, logprobs: tuple[float, ...] = ()) -> PublishedWeights:
     """Return a published version with the learner's canary log-probs."""
     prompt = ScoringRequest([1], [2])
-    manifest = WeightManifest(version, (), f"content {version}", (prompt,), (answer,))
+    manifest = WeightManifest(version, (), f"content {version}", (prompt,), (logprobs,))
     return PublishedWeights(manifest, ())

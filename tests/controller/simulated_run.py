@@ -96,24 +96,24 @@ class SimulatedLearner:
     """A learner whose weights are its number of steps and its number of restarts."""
 
     steps: int = 0
-    life: int = 0
+    num_lives: int = 0
     is_alive: bool = True
-    in_step: Callable[[int], Any] = next_iteration
+    on_step: Callable[[int], Any] = next_iteration
     """Awaited in each step, with its 0-based number."""
     num_restarts: int = 0
 
     async def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
         self._refuse_if_lost()
-        await self.in_step(self.steps)
+        await self.on_step(self.steps)
         self._refuse_if_lost()
         self.steps += 1
-        values = {f.name: 0.0 for f in fields(StepMetrics)}
+        values = {field_info.name: 0.0 for field_info in fields(StepMetrics)}
         return StepMetrics(**values | {"value_loss": None, "explained_variance": None})
 
     async def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights:
         self._refuse_if_lost()
         assert version == self.steps
-        content = f"life {self.life} step {self.steps}"
+        content = f"life {self.num_lives} step {self.steps}"
         return PublishedWeights(WeightManifest(version, (), content, tuple(canary), ()), ())
 
     async def score_completions(self, prompts: Sequence[ScoringRequest]) -> list[list[float]]:
@@ -134,7 +134,7 @@ class SimulatedLearner:
     async def restart(self, learner_folder: Path | None) -> None:
         self.load(learner_folder)
         self.is_alive = True
-        self.life += 1
+        self.num_lives += 1
         self.num_restarts += 1
 
     def load(self, learner_folder: Path | None) -> None:
@@ -176,9 +176,9 @@ class SimulatedWorkers:
     buffer: SimulatedBuffer
     duration_s: Callable[[GroupSpec], float] = lambda spec: 0.001
     rewards: Callable[[GroupSpec], tuple[float | None, ...]] = informative_rewards
-    dies_with: Callable[[GroupSpec], bool] = lambda spec: False
+    kills_worker: Callable[[GroupSpec], bool] = lambda spec: False
     """Returns True if the worker dies while it plays the group."""
-    in_delivery: Callable[[PublishedWeights], Any] = next_iteration
+    on_delivery: Callable[[PublishedWeights], Any] = next_iteration
     """Awaited in each delivery."""
     published_weights: PublishedWeights | None = None
     num_breaches: int = 0
@@ -199,27 +199,27 @@ class SimulatedWorkers:
         """Play groups, send them to the buffer, and release a slot."""
         assert len(specs) == 1
         try:
-            if any(self.dies_with(spec) for spec in specs):
+            if any(self.kills_worker(spec) for spec in specs):
                 await asyncio.sleep(0.001)
                 return await self.buffer.put([make_lost_group(spec) for spec in specs])
             # The worker continues to play when the controller no longer waits.
-            playing = asyncio.create_task(self._play_and_put(specs))
-            return await asyncio.shield(playing)
+            play_task = asyncio.create_task(self._play_and_put(specs))
+            return await asyncio.shield(play_task)
         finally:
             self._slots.release()
 
     async def load_weights(
-        self, published: PublishedWeights, timeout_s: float
+        self, weights: PublishedWeights, timeout_s: float
     ) -> list[WorkerWeights]:
         self.num_concurrent_deliveries += 1
         self.max_concurrent_deliveries = max(
             self.max_concurrent_deliveries, self.num_concurrent_deliveries
         )
         try:
-            await self.in_delivery(published)
+            await self.on_delivery(weights)
         finally:
             self.num_concurrent_deliveries -= 1
-        self.published_weights = published
+        self.published_weights = weights
         return list(self.weights_by_worker.values())
 
     @property
@@ -247,13 +247,13 @@ class SimulatedWorkers:
 
 @dataclass
 class SimulatedRun:
-    """A run in a folder; each call of `go` is one process that trains it."""
+    """A run in a folder; each call of `train` is one process that trains it."""
 
     folder: Path
     settings: dict[str, Any]
     learner: SimulatedLearner = field(default_factory=SimulatedLearner)
     batches: dict[int, tuple[GroupSummary, ...]] = field(default_factory=dict)
-    """Groups that each step trained on, the last time."""
+    """Groups of each step, from its latest attempt."""
     prepare: Callable[[SimulatedWorkers, Controller], None] = lambda workers, controller: None
     num_tasks: dict[str, int] = field(default_factory=dict)
     """Number of tasks, by environment."""
@@ -278,11 +278,11 @@ class SimulatedRun:
         return [row for row in read_metrics(self.folder / "run") if row.kind == "train"]
 
     @property
-    def trained(self) -> list[int]:
+    def trained_indices(self) -> list[int]:
         """Indices of the trained groups, step by step."""
         return [group.index for step in sorted(self.batches) for group in self.batches[step]]
 
-    async def go(self, *, resume: bool = False) -> RunState:
+    async def train(self, *, resume: bool = False) -> RunState:
         """Run the controller and return the final state."""
         run = resolve_num_steps(self.config, self.num_tasks)
         path = self.folder / "run"

@@ -46,22 +46,24 @@ def make_run(folder: Path, **training: Any) -> SimulatedRun:
 
 def skip_updates(run: SimulatedRun, *steps: int) -> None:
     """Skip the updates of these steps."""
-    train_step, in_a_row = run.learner.train_step, 0
+    train_step, num_skipped_in_a_row = run.learner.train_step, 0
 
-    async def skipping(*args: Any) -> StepMetrics:
-        nonlocal in_a_row
+    async def skip_chosen_steps(*args: Any) -> StepMetrics:
+        nonlocal num_skipped_in_a_row
         is_skipped = run.learner.steps in steps
-        in_a_row = in_a_row + 1 if is_skipped else 0
+        num_skipped_in_a_row = num_skipped_in_a_row + 1 if is_skipped else 0
         metrics = await train_step(*args)
-        return replace(metrics, num_skipped_updates=int(is_skipped), num_skipped_in_a_row=in_a_row)
+        return replace(
+            metrics, num_skipped_updates=int(is_skipped), num_skipped_in_a_row=num_skipped_in_a_row
+        )
 
-    run.learner.train_step = skipping
+    run.learner.train_step = skip_chosen_steps
 
 
 async def test_few_skipped_updates_are_counted(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     skip_updates(run, 2, 3, 7)
-    state = await run.go()
+    state = await run.train()
     assert state.step == 20
     assert [row.step for row in run.rows if row.values["num_skipped_updates"]] == [3, 4, 8]
 
@@ -70,12 +72,12 @@ async def test_run_stops_when_all_updates_are_skipped(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     skip_updates(run, *range(3, 20))
     with pytest.raises(TrainingStalledError, match=r"10 updates in a row .*learning_rate"):
-        await run.go()
+        await run.train()
     assert run.rows[-1].step == 13
-    assert saved_steps(tmp_path) == [13]
+    assert read_saved_steps(tmp_path) == [13]
 
 
-class Broken(Exception):
+class UnexpectedError(Exception):
     """An unexpected error."""
 
 
@@ -86,28 +88,28 @@ class Failure:
     run: SimulatedRun
     step: int
     error: Exception
-    happened: asyncio.Event = field(default_factory=asyncio.Event)
+    failure_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def prepare(self, workers: SimulatedWorkers, _: Controller) -> None:
         """Fail the delivery of the step's version while the step runs."""
-        started = asyncio.Event()
+        step_started = asyncio.Event()
 
-        async def in_step(step: int) -> None:
-            if step == self.step and not self.happened.is_set():
-                started.set()
-                await self.happened.wait()
+        async def on_step(step: int) -> None:
+            if step == self.step and not self.failure_event.is_set():
+                step_started.set()
+                await self.failure_event.wait()
 
-        async def in_delivery(published: PublishedWeights) -> None:
-            if published.manifest.version == self.step and not self.happened.is_set():
-                await started.wait()
+        async def on_delivery(weights: PublishedWeights) -> None:
+            if weights.manifest.version == self.step and not self.failure_event.is_set():
+                await step_started.wait()
                 # The step finishes only after the run has noticed the failure.
-                asyncio.get_running_loop().call_later(0.02, self.happened.set)
+                asyncio.get_running_loop().call_later(0.02, self.failure_event.set)
                 raise self.error
 
-        self.run.learner.in_step, workers.in_delivery = in_step, in_delivery
+        self.run.learner.on_step, workers.on_delivery = on_step, on_delivery
 
 
-def saved_steps(folder: Path) -> list[int]:
+def read_saved_steps(folder: Path) -> list[int]:
     """Return the steps of the checkpoints."""
     return [
         parse_checkpoint_step(path) for path in list_checkpoints(folder / "run" / "checkpoints")
@@ -115,88 +117,93 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "error", [Broken("a bug"), CanaryError("other weights"), UnavailableError("the server is away")]
+    "error",
+    [
+        UnexpectedError("a bug"),
+        CanaryError("other weights"),
+        UnavailableError("the server is away"),
+    ],
 )
 async def test_current_step_finishes_and_is_saved_after_any_failure(
     tmp_path: Path, error: Exception
 ) -> None:
     run = make_run(tmp_path)
     run.prepare = Failure(run, 4, error).prepare
-    with pytest.raises(type(error), match="continue with --resume from step 5") as caught:
-        await run.go()
-    assert caught.value is error
-    assert saved_steps(tmp_path) == [5]
+    with pytest.raises(type(error), match="continue with --resume from step 5") as error_info:
+        await run.train()
+    assert error_info.value is error
+    assert read_saved_steps(tmp_path) == [5]
     assert run.learner.steps == 5
     assert [row.step for row in run.rows] == list(range(1, 6))
-    saved = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
-    assert saved.games_trained == 5 * 4 * 2
+    saved_state = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
+    assert saved_state.games_trained == 5 * 4 * 2
 
     run.prepare = lambda workers, controller: None
-    run.learner.in_step = next_iteration
-    state = await run.go(resume=True)
+    run.learner.on_step = next_iteration
+    state = await run.train(resume=True)
     assert state.step == 20
     assert [row.step for row in run.rows] == list(range(1, 21)), "each step once"
-    assert len(set(run.trained)) == len(run.trained) == 4 * 20
+    assert len(set(run.trained_indices)) == len(run.trained_indices) == 4 * 20
 
 
 async def test_failed_step_is_not_saved(tmp_path: Path) -> None:
     run = make_run(tmp_path, checkpoint_every_steps=3)
 
-    async def in_step(step: int) -> None:
+    async def on_step(step: int) -> None:
         if step == 4:
-            raise Broken("out of memory")
+            raise UnexpectedError("out of memory")
 
-    run.learner.in_step = in_step
-    with pytest.raises(Broken, match="continue with --resume from step 3"):
-        await run.go()
-    assert saved_steps(tmp_path) == [3]
+    run.learner.on_step = on_step
+    with pytest.raises(UnexpectedError, match="continue with --resume from step 3"):
+        await run.train()
+    assert read_saved_steps(tmp_path) == [3]
 
 
 async def test_failure_before_the_first_step_writes_no_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path)
 
-    async def in_step(step: int) -> None:
-        raise Broken("out of memory")
+    async def on_step(step: int) -> None:
+        raise UnexpectedError("out of memory")
 
-    run.learner.in_step = in_step
-    with pytest.raises(Broken, match="there is no checkpoint to continue from"):
-        await run.go()
-    assert saved_steps(tmp_path) == []
+    run.learner.on_step = on_step
+    with pytest.raises(UnexpectedError, match="there is no checkpoint to continue from"):
+        await run.train()
+    assert read_saved_steps(tmp_path) == []
 
 
 async def test_failure_of_the_last_checkpoint_does_not_hide_the_first_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path)
-    error = Broken("a bug")
+    error = UnexpectedError("a bug")
     run.prepare = Failure(run, 4, error).prepare
 
     async def fail(*_: object) -> list[SavedFile]:
         raise OSError("no space left on device")
 
     run.learner.save = fail
-    with pytest.raises(Broken, match="there is no checkpoint") as caught:
-        await run.go()
-    assert caught.value is error
+    with pytest.raises(UnexpectedError, match="there is no checkpoint") as error_info:
+        await run.train()
+    assert error_info.value is error
     assert "no checkpoint of step 5 can be written: " in caplog.text
     assert "cannot be written: no space left on device; " in caplog.text
 
 
-@pytest.mark.parametrize("waits_in", ["save", "ping"])
+@pytest.mark.parametrize("method", ["save", "ping"])
 async def test_unresponsive_learner_does_not_delay_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_in: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr(Controller, "last_checkpoint_timeout_s", 0.2)
     run = make_run(tmp_path)
-    run.prepare = Failure(run, 4, Broken("a bug")).prepare
+    run.prepare = Failure(run, 4, UnexpectedError("a bug")).prepare
 
-    async def never(*_: object) -> None:
+    async def wait_forever(*_: object) -> None:
         await asyncio.Event().wait()
 
-    setattr(run.learner, waits_in, never)
-    with pytest.raises(Broken):
-        await run.go()
-    assert saved_steps(tmp_path) == []
+    setattr(run.learner, method, wait_forever)
+    with pytest.raises(UnexpectedError):
+        await run.train()
+    assert read_saved_steps(tmp_path) == []
 
 
 async def test_unpublished_weights_are_saved(
@@ -205,15 +212,15 @@ async def test_unpublished_weights_are_saved(
     run = make_run(tmp_path)
     publish = run.learner.publish
 
-    async def publish_or_fail(version: int, *rest: Any) -> PublishedWeights:
+    async def publish_or_fail(version: int, *arguments: Any) -> PublishedWeights:
         if version == 6:
             raise StoreUnavailableError("the bucket is away")
-        return await publish(version, *rest)
+        return await publish(version, *arguments)
 
     run.learner.publish = publish_or_fail
     with pytest.raises(StoreUnavailableError):
-        await run.go()
-    assert saved_steps(tmp_path) == [6]
+        await run.train()
+    assert read_saved_steps(tmp_path) == [6]
     assert run.rows[-1].step == 6
 
 
@@ -221,22 +228,22 @@ async def test_failed_restart_saves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path, checkpoint_every_steps=3)
-    to_come = {4}
+    failing_steps = {4}
 
-    async def in_step(step: int) -> None:
-        if step in to_come:
-            to_come.discard(step)
+    async def on_step(step: int) -> None:
+        if step in failing_steps:
+            failing_steps.discard(step)
             run.learner.die()
 
-    async def restart_but_not_load(folder: Path | None) -> None:
+    async def fail_to_load(folder: Path | None) -> None:
         run.learner.steps, run.learner.is_alive = 0, True
         raise CheckpointError("checkpoint cannot be read: bad checksum")
 
-    run.learner.in_step = in_step
-    monkeypatch.setattr(run.learner, "restart", restart_but_not_load)
+    run.learner.on_step = on_step
+    monkeypatch.setattr(run.learner, "restart", fail_to_load)
     with pytest.raises(CheckpointError, match="bad checksum"):
-        await run.go()
-    assert saved_steps(tmp_path) == [3]
+        await run.train()
+    assert read_saved_steps(tmp_path) == [3]
 
 
 def test_command_line_prints_the_step_to_continue_from(

@@ -14,7 +14,7 @@ from ludus.proto.runs import CONFIG_FILE
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.run.lifecycle import RunFolder, find_config_changes
 from ludus.trainer.run.metrics_writer import MetricsWriter
-from tests.controller.test_checkpoints import save
+from tests.controller.test_checkpoints import save_checkpoint
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
 
@@ -77,15 +77,17 @@ def test_unreadable_configuration_is_named(tmp_path: Path, started_run: Language
 
 
 def test_many_changes_are_summarized(tmp_path: Path, started_run: LanguageModelRun) -> None:
-    names = [f"environments.more{n}.package=math_env" for n in range(30)]
-    words = describe_changes(find_config_changes(tmp_path, change_run(started_run, *names)))
-    assert words.endswith("and 10 more")
+    overrides = [f"environments.more{number}.package=math_env" for number in range(30)]
+    description = describe_changes(
+        find_config_changes(tmp_path, change_run(started_run, *overrides))
+    )
+    assert description.endswith("and 10 more")
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
     """Return the content of every file except the lock."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 async def test_refused_resume_changes_no_file(tmp_path: Path) -> None:
@@ -95,22 +97,22 @@ async def test_refused_resume_changes_no_file(tmp_path: Path) -> None:
     metrics.log_step(7, 70, {}, {})
     metrics.close()
     folder.close()
-    await save(folder.path / "checkpoints", 5)
-    previous = read_files(folder.path)
+    await save_checkpoint(folder.path / "checkpoints", 5)
+    previous_files = read_files(folder.path)
     with pytest.raises(ConfigError, match=r"algorithm\.kind was 'grpo' and is 'ppo'"):
         async with Trainer(change_run(run, "algorithm.kind=ppo"), resume="always"):
             pass
-    assert read_files(folder.path) == previous
+    assert read_files(folder.path) == previous_files
 
 
 def test_resumed_run_writes_its_new_configuration(tmp_path: Path) -> None:
     run = load_run_config(EXAMPLE, [f"output_dir={json.dumps(str(tmp_path))}", "name=run"])
     folder = RunFolder.create(run, overwrite=False)
     folder.close()
-    previous = (folder.path / CONFIG_FILE).read_bytes()
-    resumed = change_run(run, "learner.learning_rate=0.5")
-    again = RunFolder.reopen(resumed)
-    assert (folder.path / CONFIG_FILE).read_bytes() == previous
-    again.write(CONFIG_FILE, resumed)
+    previous_content = (folder.path / CONFIG_FILE).read_bytes()
+    changed_run = change_run(run, "learner.learning_rate=0.5")
+    reopened_folder = RunFolder.reopen(changed_run)
+    assert (folder.path / CONFIG_FILE).read_bytes() == previous_content
+    reopened_folder.write(CONFIG_FILE, changed_run)
     assert load_run_config(folder.path / CONFIG_FILE).learner.learning_rate == 0.5
-    again.close()
+    reopened_folder.close()

@@ -15,14 +15,14 @@ from ludus.trainer.run.checkpoint import CheckpointFolder, RunState, check_strea
 
 
 def test_missing_and_damaged_checkpoints_have_different_messages(tmp_path: Path) -> None:
-    damaged = tmp_path / "step-00000001"
-    damaged.mkdir()
-    with pytest.raises(CheckpointError, match=r"no checkpoint '.*step-00000002'") as missing:
+    damaged_checkpoint = tmp_path / "step-00000001"
+    damaged_checkpoint.mkdir()
+    with pytest.raises(CheckpointError, match=r"no checkpoint '.*step-00000002'") as error_info:
         read_state(tmp_path / "step-00000002", RunState)
-    assert str(damaged) in str(missing.value), "those that are there are named"
-    assert "--overwrite" not in str(missing.value)
+    assert str(damaged_checkpoint) in str(error_info.value), "existing checkpoints are named"
+    assert "--overwrite" not in str(error_info.value)
     with pytest.raises(CheckpointError, match=r"cannot be read.*--overwrite"):
-        read_state(damaged, RunState)
+        read_state(damaged_checkpoint, RunState)
 
 
 async def test_resume_with_other_random_numbers_is_refused(
@@ -31,16 +31,16 @@ async def test_resume_with_other_random_numbers_is_refused(
     run = LanguageModelRun(output_dir=str(tmp_path))
     checkpoints = CheckpointFolder(tmp_path / run.name / CHECKPOINTS_FOLDER, num_kept=1)
     with checkpoints.prepare(5) as folder:
-        saved = await checkpoints.commit(folder, RunState(step=5), [])
-    previous = sorted(path for path in tmp_path.rglob("*"))
+        saved_checkpoint = await checkpoints.commit(folder, RunState(step=5), [])
+    previous_paths = sorted(path for path in tmp_path.rglob("*"))
     monkeypatch.setattr(checkpoint, "STREAMS_VERSION", 2)
     with pytest.raises(
         CheckpointError, match="streams of version 1, but this Ludus uses version 2; continue with"
     ):
         async with Trainer(run, resume="always"):
             raise AssertionError("the run resumed")
-    assert sorted(path for path in tmp_path.rglob("*")) == previous
-    assert read_state(saved, RunState).step == 5, "its policy can still be evaluated"
+    assert sorted(path for path in tmp_path.rglob("*")) == previous_paths
+    assert read_state(saved_checkpoint, RunState).step == 5, "its policy can still be evaluated"
 
 
 def test_checkpoint_without_stream_version_is_refused() -> None:

@@ -24,25 +24,30 @@ from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
 
 pytestmark = pytest.mark.timeout(120)
 
-NAMES = ("learner/.metadata", "learner/__0_0.distcp", "learner/__1_0.distcp", "model/config.json")
+FILE_NAMES = (
+    "learner/.metadata",
+    "learner/__0_0.distcp",
+    "learner/__1_0.distcp",
+    "model/config.json",
+)
 
 
-def write(folder: Path) -> list[SavedFile]:
+def write_files(folder: Path) -> list[SavedFile]:
     """Write the files of two ranks and return their records."""
-    for name in NAMES:
+    for name in FILE_NAMES:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(name * 10)
-    return [SavedFile.from_path(folder / name) for name in NAMES]
+    return [SavedFile.from_path(folder / name) for name in FILE_NAMES]
 
 
-async def save(folder: Path, step: int, num_kept: int = 2) -> Path:
+async def save_checkpoint(folder: Path, step: int, num_kept: int = 2) -> Path:
     """Write a checkpoint of `step`."""
     checkpoints = CheckpointFolder(folder, num_kept)
     with checkpoints.prepare(step) as folder:
-        return await checkpoints.commit(folder, RunState(step=step), write(folder))
+        return await checkpoints.commit(folder, RunState(step=step), write_files(folder))
 
 
-def steps_in(folder: Path) -> list[int]:
+def list_steps(folder: Path) -> list[int]:
     """Return the steps of the checkpoints."""
     return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder)]
 
@@ -61,32 +66,34 @@ async def test_incomplete_checkpoint_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[[Path], None]
 ) -> None:
     monkeypatch.setattr("ludus.trainer.run.checkpoint.VISIBLE_TIMEOUT_S", 0.0)
-    await save(tmp_path, 5, num_kept=1)
+    await save_checkpoint(tmp_path, 5, num_kept=1)
     checkpoints = CheckpointFolder(tmp_path, num_kept=1)
     with (
         pytest.raises(CheckpointError, match=rf"'{name}'.*output_dir"),
         checkpoints.prepare(10) as folder,
     ):
-        written = write(folder)
+        saved_files = write_files(folder)
         damage(folder / name)
-        await checkpoints.commit(folder, RunState(step=10), written)
+        await checkpoints.commit(folder, RunState(step=10), saved_files)
     assert read_state(find_newest_checkpoint(tmp_path), RunState).step == 5
 
 
 @pytest.mark.parametrize("steps", [[], [5], [5, 7]], ids=str)
 async def test_full_disk_leaves_no_partial_checkpoint(tmp_path: Path, steps: list[int]) -> None:
     for step in steps:
-        await save(tmp_path, step)
+        await save_checkpoint(tmp_path, step)
     if len(steps) > 1:
-        truncate(tmp_path / f"step-{steps[-1]:08d}" / NAMES[0])
+        truncate(tmp_path / f"step-{steps[-1]:08d}" / FILE_NAMES[0])
     entries = sorted(tmp_path.iterdir())
-    newest = r"'.*/step-00000005'" if steps else "there is no earlier checkpoint"
-    message = rf"step-00000010.*No space left on device; [\d,]+ bytes are free there; .*{newest}"
+    newest_pattern = r"'.*/step-00000005'" if steps else "there is no earlier checkpoint"
+    message = (
+        rf"step-00000010.*No space left on device; [\d,]+ bytes are free there; .*{newest_pattern}"
+    )
     with (
         pytest.raises(CheckpointError, match=message),
         CheckpointFolder(tmp_path, num_kept=1).prepare(10) as folder,
     ):
-        write(folder)
+        write_files(folder)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert sorted(tmp_path.iterdir()) == entries
 
@@ -96,34 +103,34 @@ async def test_commit_waits_for_a_late_file(
 ) -> None:
     checkpoints = CheckpointFolder(tmp_path, num_kept=1)
     with checkpoints.prepare(10) as folder:
-        written = write(folder)
-        late = folder / "learner" / "__1_0.distcp"
-        text = late.read_text()
-        late.unlink()
+        saved_files = write_files(folder)
+        late_file = folder / "learner" / "__1_0.distcp"
+        text = late_file.read_text()
+        late_file.unlink()
         monkeypatch.setattr(
-            "ludus.trainer.run.checkpoint.time.sleep", lambda _: late.write_text(text)
+            "ludus.trainer.run.checkpoint.time.sleep", lambda _: late_file.write_text(text)
         )
-        checkpoint = await checkpoints.commit(folder, RunState(step=10), written)
+        checkpoint = await checkpoints.commit(folder, RunState(step=10), saved_files)
     assert checkpoint == find_newest_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("damage", [remove, truncate])
-@pytest.mark.parametrize("name", [*NAMES, "state.json", "files.json"])
+@pytest.mark.parametrize("name", [*FILE_NAMES, "state.json", "files.json"])
 async def test_damaged_checkpoint_is_skipped_with_a_warning(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
     damage: Callable[[Path], None],
 ) -> None:
-    first = await save(tmp_path, 5)
-    damage(await save(tmp_path, 10) / name)
-    assert find_newest_checkpoint(tmp_path) == first
+    intact_checkpoint = await save_checkpoint(tmp_path, 5)
+    damage(await save_checkpoint(tmp_path, 10) / name)
+    assert find_newest_checkpoint(tmp_path) == intact_checkpoint
     assert "step-00000010' cannot be read" in capsys.readouterr().err
 
 
 async def test_only_damaged_checkpoints_is_an_error(tmp_path: Path) -> None:
     for step in (5, 10):
-        remove(await save(tmp_path, step) / "learner" / ".metadata")
+        remove(await save_checkpoint(tmp_path, step) / "learner" / ".metadata")
     with pytest.raises(CheckpointError, match="step-00000005' cannot be read"):
         find_newest_checkpoint(tmp_path)
 
@@ -131,16 +138,16 @@ async def test_only_damaged_checkpoints_is_an_error(tmp_path: Path) -> None:
 async def test_new_checkpoints_replace_a_skipped_one(
     tmp_path: Path,
 ) -> None:
-    await save(tmp_path, 5, num_kept=1)
+    await save_checkpoint(tmp_path, 5, num_kept=1)
     (tmp_path / "step-00000010").mkdir()
-    await save(tmp_path, 6, num_kept=1)
-    assert steps_in(tmp_path) == [6]
+    await save_checkpoint(tmp_path, 6, num_kept=1)
+    assert list_steps(tmp_path) == [6]
 
 
 async def test_oldest_checkpoints_are_removed(tmp_path: Path) -> None:
     for step in (5, 10, 15, 15):
-        await save(tmp_path, step, num_kept=2)
-    assert steps_in(tmp_path) == [10, 15]
+        await save_checkpoint(tmp_path, step, num_kept=2)
+    assert list_steps(tmp_path) == [10, 15]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000015"]
 
 
@@ -157,16 +164,16 @@ def make_run(folder: Path, **training: Any) -> SimulatedRun:
 
 def lose_learner_in(run: SimulatedRun, step: int, damage: Callable[[Path], None]) -> None:
     """Kill the learner and damage a checkpoint in the same step."""
-    to_come = {step}
+    failing_steps = {step}
 
     def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
-        async def in_step(number: int) -> None:
-            if number in to_come:
-                to_come.discard(number)
+        async def on_step(step_index: int) -> None:
+            if step_index in failing_steps:
+                failing_steps.discard(step_index)
                 damage(controller.components.checkpoints.list_newest_first()[0])
                 run.learner.die()
 
-        run.learner.in_step = in_step
+        run.learner.on_step = on_step
 
     run.prepare = prepare
 
@@ -176,12 +183,12 @@ async def test_lost_learner_skips_a_damaged_checkpoint(
 ) -> None:
     run = make_run(tmp_path)
     lose_learner_in(run, 7, lambda newest: remove(newest / "learner" / "steps.json"))
-    state = await run.go()
+    state = await run.train()
     assert (state.step, state.learner_restarts, run.learner.num_restarts) == (12, 1, 1)
     assert "step-00000006' cannot be read" in caplog.text
     assert "training continues from step 3" in caplog.text
     assert [row.step for row in run.rows] == list(range(1, 13)), "each step once"
-    assert len(set(run.trained)) == len(run.trained) == 4 * 12
+    assert len(set(run.trained_indices)) == len(run.trained_indices) == 4 * 12
 
 
 async def test_checkpoint_that_cannot_be_loaded_is_skipped(
@@ -197,7 +204,7 @@ async def test_checkpoint_that_cannot_be_loaded_is_skipped(
         await restart(folder)
 
     monkeypatch.setattr(run.learner, "restart", restart_or_refuse)
-    state = await run.go()
+    state = await run.train()
     assert state.step == 12
     assert "training continues from step 3" in caplog.text
 
@@ -208,4 +215,4 @@ async def test_run_without_readable_checkpoint_does_not_restart(
     run = make_run(tmp_path, keep_checkpoints=1)
     lose_learner_in(run, 4, lambda newest: remove(newest / "learner" / "steps.json"))
     with pytest.raises(CheckpointError, match="step-00000003' cannot be read"):
-        await run.go()
+        await run.train()

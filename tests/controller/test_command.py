@@ -17,10 +17,10 @@ from ludus.trainer.run.checkpoint import find_checkpoint
 def test_full_disk_gives_a_short_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def save(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "demo" / "state"))
 
-    monkeypatch.setattr("ludus.trainer.driver.commands.train", save)
+    monkeypatch.setattr("ludus.trainer.driver.commands.train", fail)
     config = tmp_path / "run.json"
     config.write_text("{}")
     assert main(["train", "--config", str(config)]) == 1
@@ -33,8 +33,8 @@ def test_checkpoint_is_found_by_path_or_name(tmp_path: Path) -> None:
     (tmp_path / "step-00000150").mkdir()
     assert find_checkpoint(Path("step-00000150"), tmp_path) == tmp_path / "step-00000150"
     assert find_checkpoint(tmp_path, tmp_path / "other") == tmp_path
-    missing = find_checkpoint(Path("step-1"), tmp_path)
-    assert missing == Path("step-1").absolute()
+    unknown_checkpoint = find_checkpoint(Path("step-1"), tmp_path)
+    assert unknown_checkpoint == Path("step-1").absolute()
 
 
 @pytest.mark.parametrize("path", ["./here", "~/here"])

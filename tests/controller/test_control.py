@@ -26,7 +26,7 @@ class ControlledRun:
 
 
 @asynccontextmanager
-async def follow(folder: Path) -> AsyncIterator[ControlledRun]:
+async def follow_control_files(folder: Path) -> AsyncIterator[ControlledRun]:
     run = ControlledRun(folder)
     task = asyncio.create_task(
         apply_control_files(folder, run.sizes.append, run.stop_request, interval_s=0.01)
@@ -37,7 +37,7 @@ async def follow(folder: Path) -> AsyncIterator[ControlledRun]:
 
 
 async def test_each_change_of_the_file_is_applied_once(tmp_path: Path) -> None:
-    async with follow(tmp_path) as run:
+    async with follow_control_files(tmp_path) as run:
         run.file.write_text(RunControl(num_workers=3).model_dump_json())
         await wait_until(lambda: run.sizes == [3])
         run.file.write_text(RunControl(num_workers=2, stop=True).model_dump_json())
@@ -50,11 +50,11 @@ async def test_each_change_of_the_file_is_applied_once(tmp_path: Path) -> None:
 async def test_file_that_is_mounted_into_the_pod_is_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mounted = tmp_path / "etc" / "control.json"
-    monkeypatch.setenv(CONTROL_VARIABLE, str(mounted))
-    async with follow(tmp_path) as run:
-        mounted.parent.mkdir()
-        mounted.write_text(RunControl(stop=True).model_dump_json())
+    mounted_file = tmp_path / "etc" / "control.json"
+    monkeypatch.setenv(CONTROL_VARIABLE, str(mounted_file))
+    async with follow_control_files(tmp_path) as run:
+        mounted_file.parent.mkdir()
+        mounted_file.write_text(RunControl(stop=True).model_dump_json())
         await wait_until(lambda: run.stop_request.is_set)
 
 
@@ -63,6 +63,6 @@ async def test_invalid_file_is_logged_and_changes_nothing(
 ) -> None:
     (tmp_path / CONTROL_FILE).write_text('{"stop": "perhaps"}')
     with caplog.at_level(logging.WARNING):
-        async with follow(tmp_path) as run:
+        async with follow_control_files(tmp_path) as run:
             await wait_until(lambda: str(run.file) in caplog.text)
             assert run.sizes == [] and not run.stop_request.is_set

@@ -24,19 +24,24 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def make_run(
-    folder: Path, *, num_steps: int = 6, max_staleness: int = 1, groups: int = 4, **rest: Any
+    folder: Path,
+    *,
+    num_steps: int = 6,
+    max_staleness: int = 1,
+    groups_per_step: int = 4,
+    **settings: Any,
 ) -> SimulatedRun:
     """Return a simulated run."""
     training = {
         "num_steps": num_steps,
-        "groups_per_step": groups,
+        "groups_per_step": groups_per_step,
         "max_staleness": max_staleness,
-        **rest.pop("training", {}),
+        **settings.pop("training", {}),
     }
-    return SimulatedRun(folder, {"training": training, **rest})
+    return SimulatedRun(folder, {"training": training, **settings})
 
 
-def uneven(spec: GroupSpec) -> float:
+def draw_duration_s(spec: GroupSpec) -> float:
     """Return the duration of a group in seconds; a few groups are slow."""
     return random.Random(spec.index).lognormvariate(-7, 1.0)
 
@@ -50,14 +55,14 @@ async def test_curriculum_logs_the_environments_that_it_opens(
         curriculum={"unlock_at": 0.5, "window_groups": 10},
     )
     caplog.set_level(logging.INFO)
-    await run.go()
+    await run.train()
     rows = read_metrics(tmp_path / "run")
     (unlock,) = [row for row in rows if TrainMetric.NUM_UNLOCKS in row.values]
     assert (unlock.kind, unlock.environment) == ("event", "hard")
-    # Four groups a step: the third one fills the window.
+    # Each step has four groups, so the third step fills the window.
     assert (unlock.step, unlock.num_games_trained) == (3, 3 * 4 * 2)
-    open_after = [row.values[TrainMetric.NUM_ENVIRONMENTS_OPEN] for row in run.rows]
-    assert open_after == [1, 1, 2, 2, 2, 2]
+    num_open_environments = [row.values[TrainMetric.NUM_ENVIRONMENTS_OPEN] for row in run.rows]
+    assert num_open_environments == [1, 1, 2, 2, 2, 2]
     assert "step 3: the curriculum opens environment 'hard'" in caplog.messages
 
 
@@ -66,40 +71,40 @@ async def test_delivery_overlaps_with_the_next_step(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_staleness=1)
     second_step_runs = asyncio.Event()
 
-    async def in_step(step: int) -> None:
+    async def on_step(step: int) -> None:
         if step == 1:
             second_step_runs.set()
 
     def prepare(workers: SimulatedWorkers, _: Controller) -> None:
-        async def in_delivery(published: PublishedWeights) -> None:
-            if published.manifest.version == 1:
+        async def on_delivery(weights: PublishedWeights) -> None:
+            if weights.manifest.version == 1:
                 await second_step_runs.wait()
 
-        workers.in_delivery = in_delivery
+        workers.on_delivery = on_delivery
 
-    run.learner.in_step, run.prepare = in_step, prepare
-    state = await run.go()
+    run.learner.on_step, run.prepare = on_step, prepare
+    state = await run.train()
     assert state.step == 6
     assert state.weight_syncs == 7
 
 
 async def test_every_version_is_delivered_one_at_a_time(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_staleness=3)
-    seen: list[SimulatedWorkers] = []
-    delivered: list[int] = []
+    all_workers: list[SimulatedWorkers] = []
+    delivered_versions: list[int] = []
 
     def prepare(workers: SimulatedWorkers, _: Controller) -> None:
-        async def slow(published: PublishedWeights) -> None:
+        async def deliver_slowly(weights: PublishedWeights) -> None:
             await asyncio.sleep(0.02)
-            delivered.append(published.manifest.version)
+            delivered_versions.append(weights.manifest.version)
 
-        workers.in_delivery = slow
-        seen.append(workers)
+        workers.on_delivery = deliver_slowly
+        all_workers.append(workers)
 
     run.prepare = prepare
-    await run.go()
-    assert seen[0].max_concurrent_deliveries == 1
-    assert delivered == list(range(7))
+    await run.train()
+    assert all_workers[0].max_concurrent_deliveries == 1
+    assert delivered_versions == list(range(7))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
@@ -107,14 +112,14 @@ async def test_staleness_stays_within_the_limit(tmp_path: Path, max_staleness: i
     run = make_run(tmp_path, num_steps=12, max_staleness=max_staleness)
 
     def prepare(workers: SimulatedWorkers, _: Controller) -> None:
-        workers.duration_s = uneven
-        workers.in_delivery = lambda published: asyncio.sleep(random.Random(1).random() / 50)
+        workers.duration_s = draw_duration_s
+        workers.on_delivery = lambda weights: asyncio.sleep(random.Random(1).random() / 50)
 
     run.prepare = prepare
-    state = await run.go()
-    ages = [group.staleness for groups in run.batches.values() for group in groups]
-    assert max(ages) <= max_staleness
-    assert state.max_staleness_seen == max(ages)
+    state = await run.train()
+    staleness_values = [group.staleness for groups in run.batches.values() for group in groups]
+    assert max(staleness_values) <= max_staleness
+    assert state.max_staleness_seen == max(staleness_values)
 
 
 @pytest.mark.slow
@@ -136,8 +141,13 @@ async def test_on_policy_batches_do_not_depend_on_timing(
             workers.rewards = lambda spec: (1, 1) if spec.index % 3 == 0 else (1, -1)
 
         run.prepare = prepare
-        await run.go()
-        batches.append({s: [(g.environment, g.index) for g in b] for s, b in run.batches.items()})
+        await run.train()
+        batches.append(
+            {
+                step: [(group.environment, group.index) for group in groups]
+                for step, groups in run.batches.items()
+            }
+        )
     assert batches[0] == batches[1] == batches[2]
     environments = [name for batch in batches[0].values() for name, _ in batch]
     assert environments.count("dice") == len(environments) / 4, "replaced in the same environment"
@@ -149,13 +159,13 @@ async def test_breach_is_counted_and_the_run_continues(
     run = make_run(tmp_path)
 
     def prepare(workers: SimulatedWorkers, _: Controller) -> None:
-        async def breach(published: PublishedWeights) -> None:
-            workers.num_breaches += published.manifest.version in (2, 3)
+        async def count_breach(weights: PublishedWeights) -> None:
+            workers.num_breaches += weights.manifest.version in (2, 3)
 
-        workers.in_delivery = breach
+        workers.on_delivery = count_breach
 
     run.prepare = prepare
-    state = await run.go()
+    state = await run.train()
     assert (state.step, state.canary_failures) == (6, 2)
     events = [row for row in read_metrics(tmp_path / "run") if row.kind == "event"]
     assert sum(row.values.get("num_canary_failures", 0) for row in events) == 2
@@ -167,21 +177,21 @@ async def test_failed_delivery_stops_the_run_with_its_error(
     monkeypatch.setattr(Controller, "last_checkpoint_timeout_s", 0.05)
     run = make_run(tmp_path)
 
-    async def in_step(step: int) -> None:
+    async def on_step(step: int) -> None:
         if step == 2:
             await asyncio.Event().wait()
 
     def prepare(workers: SimulatedWorkers, _: Controller) -> None:
-        async def fail(published: PublishedWeights) -> None:
+        async def fail(weights: PublishedWeights) -> None:
             await asyncio.sleep(0.01)
-            if published.manifest.version == 2:
+            if weights.manifest.version == 2:
                 raise CanaryError("the worker does not sample from the published weights")
 
-        workers.in_delivery = fail
+        workers.on_delivery = fail
 
-    run.learner.in_step, run.prepare = in_step, prepare
+    run.learner.on_step, run.prepare = on_step, prepare
     with pytest.raises(CanaryError):
-        await run.go()
+        await run.train()
 
 
 async def test_slow_publication_stops_the_run(
@@ -190,25 +200,25 @@ async def test_slow_publication_stops_the_run(
     monkeypatch.setattr(Delivery, "grace_s", 0.0)
     run = make_run(tmp_path, weights={"kind": "ray", "timeout_s": 0.05})
 
-    async def never(*_: object) -> None:
+    async def wait_forever(*_: object) -> None:
         await asyncio.Event().wait()
 
-    run.learner.publish = never
+    run.learner.publish = wait_forever
     with pytest.raises(WeightSyncError, match=r"timeout_s = 0\.05"):
-        await run.go()
+        await run.train()
 
 
 async def test_groups_of_a_dead_worker_are_replayed(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=10)
-    deaths = {5, 6, 17, 30}
+    lost_indices = {5, 6, 17, 30}
 
     def prepare(workers: SimulatedWorkers, _: Controller) -> None:
-        workers.dies_with = lambda spec: spec.index in deaths
+        workers.kills_worker = lambda spec: spec.index in lost_indices
 
     run.prepare = prepare
-    state = await run.go()
+    state = await run.train()
     assert state.step == 10
-    assert deaths.isdisjoint(run.trained)
+    assert lost_indices.isdisjoint(run.trained_indices)
 
 
 async def test_short_outage_of_an_environment_only_delays_the_run(
@@ -218,16 +228,16 @@ async def test_short_outage_of_an_environment_only_delays_the_run(
     num_lost = 0
 
     def prepare(workers: SimulatedWorkers, _: Controller) -> None:
-        def rewards(spec: GroupSpec) -> tuple[float | None, ...]:
+        def draw_rewards(spec: GroupSpec) -> tuple[float | None, ...]:
             nonlocal num_lost
             num_lost += num_lost < 100
             return (1, -1) if num_lost == 100 else (None, None)
 
-        workers.rewards = rewards
+        workers.rewards = draw_rewards
         workers.duration_s = lambda spec: 0.01
 
     run.prepare = prepare
-    state = await run.go()
+    state = await run.train()
     assert state.step == 6
     assert state.episodes_lost > 0
     # Groups that waited during the last step were played, too.
@@ -244,23 +254,23 @@ async def test_long_outage_of_an_environment_stops_the_run(tmp_path: Path) -> No
 
     run.prepare = prepare
     with pytest.raises(UnavailableError, match="'coins'"):
-        await run.go()
+        await run.train()
 
 
 async def test_waiting_times_of_both_loops_are_logged(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_staleness=0, num_steps=4)
 
     def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
-        async def in_step(step: int) -> None:
+        async def on_step(step: int) -> None:
             # The last group may be recorded shortly after its batch.
             await wait_until(lambda: "being played: none" in controller.sampling.describe())
             await asyncio.sleep(0.05)
 
-        run.learner.in_step = in_step
+        run.learner.on_step = on_step
         workers.duration_s = lambda spec: 0.03
 
     run.prepare = prepare
-    await run.go()
+    await run.train()
     for row in run.rows[1:]:
-        assert row.values["wait_for_batch_s"] >= 0.03, "on-policy: it waits for the games"
-        assert row.values["rollout_idle_s"] >= 0.05, "and they for it"
+        assert row.values["wait_for_batch_s"] >= 0.03, "on-policy training waits for episodes"
+        assert row.values["rollout_idle_s"] >= 0.05, "sampling waits for training"

@@ -16,7 +16,7 @@ from ludus.trainer.data.mixture import Mixture, MixtureState
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.run.schedule import resolve_num_steps
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
-from tests.controller.test_recovery import die_in
+from tests.controller.test_recovery import kill_learner_in_steps
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -42,24 +42,24 @@ def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
 
     workers.duration_s = duration_s
     workers.rewards = lambda spec: (1, 1) if spec.index % 3 == 0 else (1, -1)
-    workers.dies_with = lambda spec: spec.index % 9 == 4
+    workers.kills_worker = lambda spec: spec.index % 9 == 4
 
 
-def places_trained(run: SimulatedRun) -> list[int]:
+def list_trained_seeds(run: SimulatedRun) -> list[int]:
     """Return the trained seeds, in the order of the steps."""
     seeds = {spec.index: spec.seeds[0] for spec in run.started_groups}
-    return [seeds[index] for index in run.trained]
+    return [seeds[index] for index in run.trained_indices]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 async def test_each_epoch_trains_on_each_row_once(tmp_path: Path, max_staleness: int) -> None:
     run = make_run(tmp_path, max_staleness=max_staleness)
-    state = await run.go()
+    state = await run.train()
     assert state.step == 2 * NUM_ROWS // 8
-    assert sorted(places_trained(run)) == list(range(2 * NUM_ROWS))
+    assert sorted(list_trained_seeds(run)) == list(range(2 * NUM_ROWS))
     assert state.episodes_lost > 10
     assert max(spec.seeds[0] for spec in run.started_groups) < 2 * NUM_ROWS, (
-        "no row is played in vain"
+        "no extra row is played"
     )
 
 
@@ -67,12 +67,12 @@ async def test_resumed_run_neither_skips_nor_repeats_rows(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path, num_epochs=1)
-    state = await run.go()
-    assert sorted(places_trained(run)) == list(range(NUM_ROWS))
+    state = await run.train()
+    assert sorted(list_trained_seeds(run)) == list(range(NUM_ROWS))
     run.settings["training"]["num_epochs"] = 2
-    state = await run.go(resume=True)
+    state = await run.train(resume=True)
     assert state.step == 12
-    assert sorted(places_trained(run)) == list(range(2 * NUM_ROWS))
+    assert sorted(list_trained_seeds(run)) == list(range(2 * NUM_ROWS))
 
 
 async def test_run_stopped_within_an_epoch_continues_with_the_remaining_rows(
@@ -82,33 +82,33 @@ async def test_run_stopped_within_an_epoch_continues_with_the_remaining_rows(
 
     def stop_early(workers: SimulatedWorkers, controller: Controller) -> None:
         prepare(workers, controller)
-        begin = run.learner.in_step
+        previous_on_step = run.learner.on_step
 
-        async def in_step(step: int) -> None:
-            await begin(step)
+        async def on_step(step: int) -> None:
+            await previous_on_step(step)
             if step == 2:
                 controller.stop_request.set()
 
-        run.learner.in_step = in_step
+        run.learner.on_step = on_step
 
     run.prepare = stop_early
-    assert (await run.go()).step == 3
+    assert (await run.train()).step == 3
     run.prepare = prepare
-    await run.go(resume=True)
-    assert sorted(places_trained(run)) == list(range(NUM_ROWS))
+    await run.train(resume=True)
+    assert sorted(list_trained_seeds(run)) == list(range(NUM_ROWS))
 
 
 async def test_restarted_learner_repeats_the_rows_after_its_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    die_in(run, 4, 8)
-    state = await run.go()
+    kill_learner_in_steps(run, 4, 8)
+    state = await run.train()
     assert state.learner_restarts == 2
-    assert sorted(places_trained(run)) == list(range(2 * NUM_ROWS))
+    assert sorted(list_trained_seeds(run)) == list(range(2 * NUM_ROWS))
 
 
 async def test_phase_rows_contain_the_number_of_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    await run.go()
+    await run.train()
     rows = read_metrics(tmp_path / "run")
     assert {row.num_steps for row in rows if row.kind == "phase"} == {12}
 
@@ -129,16 +129,19 @@ def test_lost_group_keeps_its_task_three_times():
     mixture = make_mixture(MixtureState(), rows=10)
     specs = [mixture.take_next_group() for _ in range(4)]
     assert [spec.seeds for spec in specs if spec.environment == "rows"] == [(0, 0), (1, 1)]
-    first = next(spec for spec in specs if spec.environment == "rows")
-    assert mixture.replace_group(first).seeds == (2, 2)
-    again = first
+    first_spec = next(spec for spec in specs if spec.environment == "rows")
+    assert mixture.replace_group(first_spec).seeds == (2, 2)
+    repeated_spec = first_spec
     for _ in range(3):
-        previous, again = again, mixture.replace_group(again, is_lost=True)
-        assert again.seeds == first.seeds and again.index > previous.index
-    assert mixture.replace_group(again, is_lost=True).seeds == (3, 3)
-    assert mixture.reissue_group(first).seeds == first.seeds
-    coins = next(spec for spec in specs if spec.environment == "coins")
-    assert mixture.replace_group(coins, is_lost=True).seeds != coins.seeds
+        previous_spec, repeated_spec = (
+            repeated_spec,
+            mixture.replace_group(repeated_spec, is_lost=True),
+        )
+        assert repeated_spec.seeds == first_spec.seeds and repeated_spec.index > previous_spec.index
+    assert mixture.replace_group(repeated_spec, is_lost=True).seeds == (3, 3)
+    assert mixture.reissue_group(first_spec).seeds == first_spec.seeds
+    coins_spec = next(spec for spec in specs if spec.environment == "coins")
+    assert mixture.replace_group(coins_spec, is_lost=True).seeds != coins_spec.seeds
 
 
 def test_task_order_survives_other_environments() -> None:
@@ -147,14 +150,14 @@ def test_task_order_survives_other_environments() -> None:
     specs = [mixture.take_next_group() for _ in range(6)]
     seeds = [spec.seeds[0] for spec in specs if spec.environment == "rows"]
     run = make_mixed_run("rows", "dice", "coins")
-    joined = Mixture(run, MixtureState(**state_values(state)), {"rows": 10})
-    extra = [joined.take_next_group() for _ in range(6)]
-    seeds += [spec.seeds[0] for spec in extra if spec.environment == "rows"]
+    extended_mixture = Mixture(run, MixtureState(**get_state_values(state)), {"rows": 10})
+    extended_specs = [extended_mixture.take_next_group() for _ in range(6)]
+    seeds += [spec.seeds[0] for spec in extended_specs if spec.environment == "rows"]
     assert seeds == [0, 1, 2, 3, 4]
-    assert {spec.index for spec in specs}.isdisjoint(spec.index for spec in extra)
+    assert {spec.index for spec in specs}.isdisjoint(spec.index for spec in extended_specs)
 
 
-def state_values(state: MixtureState) -> dict[str, Any]:
+def get_state_values(state: MixtureState) -> dict[str, Any]:
     return {name: getattr(state, name) for name in state.__slots__}
 
 
@@ -165,10 +168,10 @@ def test_group_of_distinct_seeds_uses_one_task_per_episode() -> None:
 
 
 def test_seeds_wrap_below_those_of_the_warm_start() -> None:
-    last = 2**30 // 10 * 10 - 1
-    state = MixtureState(num_new_tasks={"rows": last})
+    last_seed = 2**30 // 10 * 10 - 1
+    state = MixtureState(num_new_tasks={"rows": last_seed})
     mixture = Mixture(make_mixed_run("rows"), state, {"rows": 10})
-    assert [mixture.take_next_group().seeds for _ in range(2)] == [(last, last), (0, 0)]
+    assert [mixture.take_next_group().seeds for _ in range(2)] == [(last_seed, last_seed), (0, 0)]
 
 
 # -- steps -----------------------------------------------------------------------------

@@ -29,12 +29,12 @@ pytestmark = pytest.mark.timeout(120)
 class Session:
     """A session of one step with alternating rewards of 1 and -1."""
 
-    def __init__(self, number: int, fails: bool) -> None:
-        self._number, self._fails = number, fails
+    def __init__(self, number: int, is_failing: bool) -> None:
+        self._number, self._is_failing = number, is_failing
 
     async def step(self, **action: Any) -> StepResult:
         await asyncio.sleep(0.001)
-        if self._fails:
+        if self._is_failing:
             raise ExecutionError(f"step failed with KeyError: 'tile' in episode {self._number}")
         return StepResult({}, reward=1.0 - 2.0 * (self._number % 2), terminated=True)
 
@@ -45,14 +45,14 @@ class Session:
 class Client:
     """An environment in this process with some failing episodes."""
 
-    def __init__(self, fails: Callable[[int], bool]) -> None:
-        self._fails = fails
+    def __init__(self, is_failing: Callable[[int], bool]) -> None:
+        self._is_failing = is_failing
         self._numbers = itertools.count()
 
     async def open(self, **arguments: Any) -> tuple[Session, StepResult]:
         number = next(self._numbers)
         text = TextView([{"role": "user", "content": "go"}])
-        return Session(number, self._fails(number)), StepResult({}, text=text)
+        return Session(number, self._is_failing(number)), StepResult({}, text=text)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def chat() -> ChatTokenizer:
 
 
 def make_run(
-    folder: Path, chat: ChatTokenizer, fails: Callable[[int], bool], **parts: Any
+    folder: Path, chat: ChatTokenizer, is_failing: Callable[[int], bool], **player_options: Any
 ) -> SimulatedRun:
     """Return a run with real players and a policy that has one completion."""
     settings = {
@@ -72,15 +72,15 @@ def make_run(
     run = SimulatedRun(folder, settings)
 
     def prepare(workers: SimulatedWorkers, _: Controller) -> None:
-        answers: Iterator[str] = itertools.repeat("well")
-        player, policy = make_player(Client(fails), chat, answers, **parts)
+        responses: Iterator[str] = itertools.repeat("well")
+        player, policy = make_player(Client(is_failing), chat, responses, **player_options)
 
-        async def play(spec: GroupSpec) -> RolloutGroup:
+        async def play_group(spec: GroupSpec) -> RolloutGroup:
             assert workers.published_weights is not None
             policy.version = workers.published_weights.manifest.version
             return await player.play_group(spec)
 
-        workers.play_group = play
+        workers.play_group = play_group
 
     run.prepare = prepare
     return run
@@ -90,12 +90,12 @@ async def test_few_failed_episodes_do_not_stop_the_run(
     tmp_path: Path, chat: ChatTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path, chat, lambda number: number % 50 == 7)
-    state = await run.go()
+    state = await run.train()
     assert state.step == 15
     assert state.episodes_failed > 0
     assert state.episodes_lost == 0
-    counted = sum(row.values[TrainMetric.NUM_EPISODES_FAILED] for row in run.rows)
-    assert counted == state.episodes_failed
+    num_failed = sum(row.values[TrainMetric.NUM_EPISODES_FAILED] for row in run.rows)
+    assert num_failed == state.episodes_failed
     warnings = [record.message for record in caplog.records if "is void" in record.message]
     assert len(warnings) == 1
     assert "KeyError: 'tile'" in warnings[0]
@@ -105,7 +105,7 @@ async def test_few_failed_episodes_do_not_stop_the_run(
 async def test_run_stops_if_all_episodes_fail(tmp_path: Path, chat: ChatTokenizer) -> None:
     run = make_run(tmp_path, chat, lambda number: True)
     with pytest.raises(EpisodesFailedError, match=r"'coins'.*step failed with KeyError: 'tile'"):
-        await run.go()
+        await run.train()
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ async def test_environment_that_starts_to_fail_stops_the_run(
 ) -> None:
     run = make_run(tmp_path, chat, lambda number: number > 100)
     with pytest.raises(EpisodesFailedError, match="step failed with KeyError: 'tile'"):
-        await run.go()
+        await run.train()
     assert run.learner.steps > 0
 
 
@@ -123,7 +123,7 @@ async def test_broken_reward_function_stops_the_run(tmp_path: Path, chat: ChatTo
     reward = Reward([RewardTerm(function="tests.rollout.reward_functions:fails")])
     run = make_run(tmp_path, chat, lambda number: False, reward=reward)
     with pytest.raises(EpisodesFailedError, match=r"reward_functions:fails.*KeyError: 'answer'"):
-        await run.go()
+        await run.train()
 
 
 async def test_configuration_error_in_an_episode_stops_the_run(
@@ -134,4 +134,4 @@ async def test_configuration_error_in_an_episode_stops_the_run(
 
     run = make_run(tmp_path, chat, lambda number: False, function=raise_config_error)
     with pytest.raises(ConfigError, match="offers no tools"):
-        await run.go()
+        await run.train()

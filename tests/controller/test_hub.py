@@ -25,20 +25,20 @@ class SilentHub:
     """A hub that accepts connections, never responds, and counts availability requests."""
 
     def __init__(self) -> None:
-        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", 0))
         self._connections: list[socket.socket] = []
         self._num_requests = 0
-        self.address = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
-        threading.Thread(target=self._take, daemon=True).start()
+        self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept_connections, daemon=True).start()
 
     @property
     def num_requests(self) -> int:
         return self._num_requests
 
-    def _take(self) -> None:
+    def _accept_connections(self) -> None:
         while True:
             try:
-                connection, _ = self._listening.accept()
+                connection, _ = self._listener.accept()
                 self._connections.append(connection)
                 # Once per process, the hub's client also fetches an unrelated list.
                 self._num_requests += connection.recv(5) == b"HEAD "
@@ -46,22 +46,22 @@ class SilentHub:
                 return
 
     def close(self) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)
-        for connection in (self._listening, *self._connections):
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for connection in (self._listener, *self._connections):
             connection.close()
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentHub]:
     """Yield a silent hub; use an empty cache."""
-    silent = SilentHub()
-    monkeypatch.setattr(load.hub, "ENDPOINT", silent.address)
+    silent_hub = SilentHub()
+    monkeypatch.setattr(load.hub, "ENDPOINT", silent_hub.address)
     monkeypatch.setattr(load.hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(load, "HUB_TIMEOUT_S", 0.2)
     monkeypatch.setattr(load, "get_current_minute", lambda: 0)
     load.is_hub_reachable.cache_clear()
-    yield silent
-    silent.close()
+    yield silent_hub
+    silent_hub.close()
     load.is_hub_reachable.cache_clear()
 
 
@@ -78,14 +78,14 @@ def test_silent_hub_is_tried_once_and_named(hub: SilentHub) -> None:
     message = (
         rf"model\.path = '{MODEL}': Hugging Face \({hub.address}\) does not respond.*HF_ENDPOINT"
     )
-    for loads in (
+    for load_model in (
         check_model_path,
         load.load_tokenizer,
         load.load_skeleton,
         load.load_language_model,
     ):
         with pytest.raises(NotFoundError, match=message):
-            loads(MODEL)
+            load_model(MODEL)
     assert hub.num_requests == 1
 
 
@@ -107,14 +107,14 @@ def test_hub_that_recovers_is_used_again(monkeypatch: pytest.MonkeyPatch, hub: S
 
 def test_cached_model_needs_no_hub(hub: SilentHub, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(["HIT or STAND"], 300)
-    shape = LlamaConfig(
+    config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=1,
     )
-    LlamaForCausalLM(shape).save_pretrained(tmp_path / "model")
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     put_in_cache(tmp_path / "cache", tmp_path / "model")
     check_model_path(MODEL)

@@ -17,25 +17,27 @@ from ludus.trainer.core.types import Coefficients
 
 pytestmark = pytest.mark.timeout(60)
 
-STEP = None, Coefficients(1e-3, entropy=0.0, kl=0.0)
+STEP_ARGUMENTS = None, Coefficients(1e-3, entropy=0.0, kl=0.0)
 
 
-async def forever(ended: list[str]) -> None:
+async def wait_forever(ended_tasks: list[str]) -> None:
     """Wait until cancelled, and record the end."""
     try:
         await asyncio.Event().wait()
     finally:
-        ended.append("forever")
+        ended_tasks.append("forever")
 
 
 async def test_wait_beyond_the_limit_is_cancelled_and_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ended: list[str] = []
+    ended_tasks: list[str] = []
     with pytest.raises(TimeoutError, match=r"waited for a friend longer than patience = 0\.01 s"):
-        await wait_with_limit(forever(ended), "a friend", timeout_s=0.01, setting="patience")
+        await wait_with_limit(
+            wait_forever(ended_tasks), "a friend", timeout_s=0.01, setting="patience"
+        )
     await asyncio.sleep(0)
-    assert ended == ["forever"]
+    assert ended_tasks == ["forever"]
 
 
 async def test_long_wait_is_logged(
@@ -44,7 +46,7 @@ async def test_long_wait_is_logged(
     caplog.set_level("INFO")
     monkeypatch.setattr("ludus.trainer.core.tasks.LOG_INTERVAL_S", 0.001)
     with pytest.raises(TimeoutError):
-        await wait_with_limit(forever([]), "a friend", timeout_s=0.02, setting="patience")
+        await wait_with_limit(wait_forever([]), "a friend", timeout_s=0.02, setting="patience")
     assert "waiting for a friend" in caplog.text
 
 
@@ -58,42 +60,44 @@ async def test_result_or_failure_within_the_limit_is_passed_on() -> None:
 
 
 async def test_cancelled_wait_cancels_the_awaited_task() -> None:
-    ended: list[str] = []
-    waiting = asyncio.create_task(
-        wait_with_limit(forever(ended), "a friend", timeout_s=60, setting="patience")
+    ended_tasks: list[str] = []
+    waiting_task = asyncio.create_task(
+        wait_with_limit(wait_forever(ended_tasks), "a friend", timeout_s=60, setting="patience")
     )
     await asyncio.sleep(0.01)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    assert ended == ["forever"]
+    waiting_task.cancel()
+    await asyncio.gather(waiting_task, return_exceptions=True)
+    assert ended_tasks == ["forever"]
 
 
 class SimulatedRank:
     """A rank that never responds to one of its methods."""
 
-    def __init__(self, hangs_in: str) -> None:
-        self._hangs_in = hangs_in
+    def __init__(self, hanging_method: str) -> None:
+        self._hanging_method = hanging_method
 
     def __getattr__(self, method: str) -> Any:
-        return SimulatedCall(hangs=method == self._hangs_in)
+        return SimulatedCall(is_hanging=method == self._hanging_method)
 
 
 class SimulatedCall:
     """A call of a rank."""
 
-    def __init__(self, *, hangs: bool) -> None:
-        self._hangs = hangs
+    def __init__(self, *, is_hanging: bool) -> None:
+        self._is_hanging = is_hanging
 
     async def remote(self, *_: object) -> str:
         """Return a result, or wait forever."""
-        if self._hangs:
+        if self._is_hanging:
             await asyncio.Event().wait()
         return "answer"
 
 
-def make_group(monkeypatch: pytest.MonkeyPatch, hangs_in: str) -> tuple[LearnerGroup, list[Any]]:
+def make_group(
+    monkeypatch: pytest.MonkeyPatch, hanging_method: str
+) -> tuple[LearnerGroup, list[Any]]:
     """Return a learner with two such ranks, and the list of killed ranks."""
-    ended: list[Any] = []
+    killed_ranks: list[Any] = []
 
     class Options:
         def __init__(self, **_: object) -> None:
@@ -103,26 +107,26 @@ def make_group(monkeypatch: pytest.MonkeyPatch, hangs_in: str) -> tuple[LearnerG
             return self
 
         def remote(self, *_: object) -> SimulatedRank:
-            return SimulatedRank(hangs_in)
+            return SimulatedRank(hanging_method)
 
     monkeypatch.setattr(ray, "remote", Options)
-    monkeypatch.setattr(ray, "kill", ended.append)
+    monkeypatch.setattr(ray, "kill", killed_ranks.append)
     settings = {
         "learner": {"num_ranks": 2},
-        "placement": {"start_timeout_s": 60 if hangs_in == "train_step" else 0.25},
+        "placement": {"start_timeout_s": 60 if hanging_method == "train_step" else 0.25},
         "training": {"learner_timeout_s": 0.25},
     }
     run = LanguageModelRun.model_validate(settings)
-    return LearnerGroup(run, place_on_one_machine(run)), ended
+    return LearnerGroup(run, place_on_one_machine(run)), killed_ranks
 
 
-async def start(group: LearnerGroup) -> None:
+async def start_ranks(group: LearnerGroup) -> None:
     """Start the ranks."""
     await group.start("model", RayWeightStore())
 
 
 @pytest.mark.parametrize(
-    ("hangs_in", "description"),
+    ("hanging_method", "description"),
     [
         ("reply", "the learner's ranks to start"),
         ("rendezvous", "to return its address"),
@@ -130,25 +134,25 @@ async def start(group: LearnerGroup) -> None:
     ],
 )
 async def test_learner_that_does_not_start_is_lost(
-    monkeypatch: pytest.MonkeyPatch, hangs_in: str, description: str
+    monkeypatch: pytest.MonkeyPatch, hanging_method: str, description: str
 ) -> None:
-    group, ended = make_group(monkeypatch, hangs_in)
+    group, killed_ranks = make_group(monkeypatch, hanging_method)
     with pytest.raises(
         LearnerLostError, match=rf"{description}.*placement\.start_timeout_s = 0\.25"
     ):
-        await start(group)
-    assert len(ended) == 2
+        await start_ranks(group)
+    assert len(killed_ranks) == 2
 
 
 async def test_learner_that_hangs_is_lost_until_its_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    group, ended = make_group(monkeypatch, "train_step")
-    await start(group)
+    group, killed_ranks = make_group(monkeypatch, "train_step")
+    await start_ranks(group)
     with pytest.raises(
         LearnerLostError, match=r"'train_step'.*training\.learner_timeout_s = 0\.25"
     ):
-        await group.train_step(*STEP)
-    assert len(ended) == 2
+        await group.train_step(*STEP_ARGUMENTS)
+    assert len(killed_ranks) == 2
     with pytest.raises(LearnerLostError, match="have not been restarted"):
         await group.score_completions([])

@@ -21,13 +21,13 @@ from ludus.trainer.run.checkpoint import CheckpointFolder, RunState
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
 
 
-def check(folder: Path, *overrides: str, resume: Resume = Resume.NEVER) -> None:
-    location = f"output_dir={json.dumps(str(folder))}"
-    check_start(load_run_config(EXAMPLE, [location, "name=run", *overrides]), resume)
+def check_run(folder: Path, *overrides: str, resume: Resume = Resume.NEVER) -> None:
+    output_override = f"output_dir={json.dumps(str(folder))}"
+    check_start(load_run_config(EXAMPLE, [output_override, "name=run", *overrides]), resume)
 
 
 def test_valid_run_passes_and_nothing_is_written(tmp_path: Path) -> None:
-    check(tmp_path / "runs" / "deep")
+    check_run(tmp_path / "runs" / "deep")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -44,26 +44,26 @@ def test_valid_run_passes_and_nothing_is_written(tmp_path: Path) -> None:
     ],
 )
 def test_each_problem_of_a_start_is_reported(tmp_path: Path, override: str, message: str) -> None:
-    gap = ["environment.random_policy=null", "environment.optimal_policy=null"]
+    disabled_policies = ["environment.random_policy=null", "environment.optimal_policy=null"]
     with pytest.raises(UserError, match=message):
-        check(tmp_path, *gap, override)
+        check_run(tmp_path, *disabled_policies, override)
 
 
 def test_unusable_run_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file' is not a writable folder"):
-        check(tmp_path / "file")
+        check_run(tmp_path / "file")
     (tmp_path / "run").mkdir()
     lock = RunLock.take(tmp_path / "run")
     with pytest.raises(UserError, match="is in use"):
-        check(tmp_path)
+        check_run(tmp_path)
     lock.release()
 
 
 def test_resume_without_checkpoint_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="checkpoint"):
-        check(tmp_path, resume=Resume.ALWAYS)
-    check(tmp_path, resume=Resume.AUTO)
+        check_run(tmp_path, resume=Resume.ALWAYS)
+    check_run(tmp_path, resume=Resume.AUTO)
 
 
 def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path: Path) -> None:
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(RunState(step=1).model_dump_json()[:50])
     with pytest.raises(UserError, match=r"cannot be read.*--overwrite"):
-        check(tmp_path, resume=Resume.ALWAYS)
+        check_run(tmp_path, resume=Resume.ALWAYS)
 
 
 async def test_resume_with_other_random_numbers_is_reported(
@@ -82,14 +82,14 @@ async def test_resume_with_other_random_numbers_is_reported(
         await checkpoints.commit(folder, RunState(step=5), [])
     monkeypatch.setattr("ludus.trainer.run.checkpoint.STREAMS_VERSION", 2)
     with pytest.raises(UserError, match="streams of version 1, but this Ludus uses version 2"):
-        await asyncio.to_thread(check, tmp_path, resume=Resume.ALWAYS)
+        await asyncio.to_thread(check_run, tmp_path, resume=Resume.ALWAYS)
 
 
 def test_random_baseline_needs_no_fixed_policies(tmp_path: Path) -> None:
-    unused = ["environment.policies=null", "environment.optimal_policy=null"]
-    check(tmp_path, *unused, 'environment.baselines=["random"]')
+    disabled_policies = ["environment.policies=null", "environment.optimal_policy=null"]
+    check_run(tmp_path, *disabled_policies, 'environment.baselines=["random"]')
     with pytest.raises(UserError, match="only 'random' works without it"):
-        check(tmp_path, *unused, 'environment.baselines=["random", "dealer_rule"]')
+        check_run(tmp_path, *disabled_policies, 'environment.baselines=["random", "dealer_rule"]')
 
 
 def raises() -> None:
@@ -101,8 +101,8 @@ def wants_a_deck(deck: list[str]) -> None:
 
 
 def two_sets_of_answers() -> list[PolicyChartPrompt]:
-    location = {"reference": "A", "panel": "", "row": "", "column": ""}
-    return [PolicyChartPrompt([], answers, **location) for answers in (["A", "B"], ["A"])]
+    labels = {"reference": "A", "panel": "", "row": "", "column": ""}
+    return [PolicyChartPrompt([], answers, **labels) for answers in (["A", "B"], ["A"])]
 
 
 @pytest.mark.parametrize(
@@ -120,4 +120,4 @@ def test_invalid_chart_prompts_are_reported_before_the_run(
 ) -> None:
     path = get_or_register_path(function)
     with pytest.raises(UserError, match=message):
-        check(tmp_path, f"environment.policy_chart={json.dumps(path)}")
+        check_run(tmp_path, f"environment.policy_chart={json.dumps(path)}")

@@ -24,7 +24,7 @@ from ludus.trainer.setup.tiny_model import prepare_model
 from tests.env.counting_env import CountObservation
 from tests.rollout.fragile_env import FragileEnv
 
-TINY = {
+TINY_MODEL = {
     "kind": "tiny",
     "num_layers": 1,
     "width": 32,
@@ -35,8 +35,8 @@ TINY = {
 }
 
 
-class FailsAtFirst(FragileEnv):
-    """Fails on the first seed."""
+class FirstSeedFailingEnv(FragileEnv):
+    """An environment that fails on seed 0."""
 
     def reset(self, *, seed: int | None = None, **_: Any) -> Transition[CountObservation]:
         if seed == 0:
@@ -44,16 +44,16 @@ class FailsAtFirst(FragileEnv):
         return super().reset(seed=seed)
 
 
-class NeverBegins(FragileEnv):
-    """Fails on every seed."""
+class BrokenResetEnv(FragileEnv):
+    """An environment that fails on every seed."""
 
     def reset(self, *, seed: int | None = None, **_: Any) -> Transition[CountObservation]:
         raise RuntimeError("the licence has run out")
 
 
-def run_with(**rollout: Any) -> LanguageModelRun:
+def make_run(**rollout: Any) -> LanguageModelRun:
     return LanguageModelRun.model_validate(
-        {"environments": {"fragile": {}}, "model": TINY, "rollout": rollout}
+        {"environments": {"fragile": {}}, "model": TINY_MODEL, "rollout": rollout}
     )
 
 
@@ -86,7 +86,7 @@ def chat() -> ChatTokenizer:
 async def test_failed_warm_start_episodes_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = run_with()
+    run = make_run()
     async with connect_environment(run, FragileEnv, max_sessions=4) as environments:
         model = await prepare_model(run, environments, tmp_path / "model")
     assert (Path(model) / "config.json").is_file()
@@ -97,18 +97,18 @@ async def test_failed_warm_start_episodes_are_left_out(
 async def test_warm_start_without_successful_episode_is_an_error(
     tmp_path: Path,
 ) -> None:
-    run = run_with()
-    async with connect_environment(run, NeverBegins) as environments:
+    run = make_run()
+    async with connect_environment(run, BrokenResetEnv) as environments:
         with pytest.raises(EpisodesFailedError, match=r"24 of 24 episodes.*licence has run out"):
             await prepare_model(run, environments, tmp_path / "model")
 
 
 async def test_canary_uses_the_first_episode_that_opens(chat: ChatTokenizer) -> None:
-    run = run_with()
-    async with connect_environment(run, FailsAtFirst) as environments:
+    run = make_run()
+    async with connect_environment(run, FirstSeedFailingEnv) as environments:
         (prompt, *_) = await make_canary_prompts(environments["fragile"], chat)
     assert "Total 0." in chat.decode(prompt.prompt_ids)
-    async with connect_environment(run, NeverBegins) as environments:
+    async with connect_environment(run, BrokenResetEnv) as environments:
         with pytest.raises(ExecutionError, match="licence has run out"):
             await make_canary_prompts(environments["fragile"], chat)
 
@@ -116,10 +116,10 @@ async def test_canary_uses_the_first_episode_that_opens(chat: ChatTokenizer) -> 
 async def test_long_first_prompt_is_refused(
     chat: ChatTokenizer,
 ) -> None:
-    well, too_few = run_with(max_tokens=200), run_with(max_tokens=24)
-    async with connect_environment(well, FailsAtFirst) as environments:
-        await check_first_prompts(well, environments, chat)
+    sufficient_run, insufficient_run = make_run(max_tokens=200), make_run(max_tokens=24)
+    async with connect_environment(sufficient_run, FirstSeedFailingEnv) as environments:
+        await check_first_prompts(sufficient_run, environments, chat)
         with pytest.raises(
             ConfigError, match=r"'fragile'.*max_tokens = 24, but the shortest prompt has \d+ tokens"
         ):
-            await check_first_prompts(too_few, environments, chat)
+            await check_first_prompts(insufficient_run, environments, chat)

@@ -44,17 +44,17 @@ def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
     workers.rewards = lambda spec: (1, 1) if spec.index % 5 == 0 else (1, -1)
 
 
-def die_in(run: SimulatedRun, *steps: int) -> None:
+def kill_learner_in_steps(run: SimulatedRun, *steps: int) -> None:
     """Kill the learner in the first attempt of each of these steps."""
-    to_come = set(steps)
+    remaining_steps = set(steps)
 
-    async def in_step(step: int) -> None:
+    async def on_step(step: int) -> None:
         await asyncio.sleep(0.005)
-        if step in to_come:
-            to_come.discard(step)
+        if step in remaining_steps:
+            remaining_steps.discard(step)
             run.learner.die()
 
-    run.learner.in_step = in_step
+    run.learner.on_step = on_step
 
 
 @pytest.mark.slow
@@ -62,75 +62,75 @@ async def test_lost_learner_restarts_from_the_newest_checkpoint(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path)
-    die_in(run, 7)
-    state = await run.go()
+    kill_learner_in_steps(run, 7)
+    state = await run.train()
     assert (state.step, state.learner_restarts, run.learner.num_restarts) == (NUM_STEPS, 1, 1)
     assert run.learner.steps == NUM_STEPS
     assert [row.step for row in run.rows] == list(range(1, NUM_STEPS + 1)), "each step once"
-    games = [row.num_games_trained for row in run.rows]
-    assert games == [8 * step for step in range(1, NUM_STEPS + 1)]
-    assert state.num_groups_rolled_back >= 2 * 4, "at least those of the steps that were lost"
+    num_games = [row.num_games_trained for row in run.rows]
+    assert num_games == [8 * step for step in range(1, NUM_STEPS + 1)]
+    assert state.num_groups_rolled_back >= 2 * 4, "at least the groups of the lost steps"
 
 
 async def test_learner_lost_before_the_first_checkpoint_starts_again(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    die_in(run, 2)
-    state = await run.go()
+    kill_learner_in_steps(run, 2)
+    state = await run.train()
     assert (state.step, state.learner_restarts) == (NUM_STEPS, 1)
     assert [row.step for row in run.rows] == list(range(1, NUM_STEPS + 1))
 
 
 async def test_samples_of_rolled_back_weights_are_not_trained_on(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    die_in(run, 3, 7)
-    sampled_by: dict[int, tuple[int, int]] = {}
+    kill_learner_in_steps(run, 3, 7)
+    origins: dict[int, tuple[int, int]] = {}
     prepare_run = run.prepare
 
-    def watch(workers: SimulatedWorkers, controller: Controller) -> None:
+    def prepare_and_record(workers: SimulatedWorkers, controller: Controller) -> None:
         prepare_run(workers, controller)
         duration_s = workers.duration_s
 
-        def remember(spec: GroupSpec) -> float:
+        def record_origin(spec: GroupSpec) -> float:
             assert workers.published_weights is not None
             _, life, _, step = workers.published_weights.manifest.content_hash.split()
-            sampled_by[spec.index] = int(life), int(step)
+            origins[spec.index] = int(life), int(step)
             return duration_s(spec)
 
-        workers.duration_s = remember
+        workers.duration_s = record_origin
 
-    run.prepare = watch
-    await run.go()
+    run.prepare = prepare_and_record
+    await run.train()
     for groups in run.batches.values():
         for group in groups:
-            life, step = sampled_by[group.index]
+            life, step = origins[group.index]
             # The first learner died before its first checkpoint, the second after that of step 5.
             assert life == 2 or (life == 1 and step <= 5)
-    assert len(set(run.trained)) == len(run.trained) == 4 * NUM_STEPS
+    assert len(set(run.trained_indices)) == len(run.trained_indices) == 4 * NUM_STEPS
 
 
 async def test_learner_lost_too_often_stops_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_learner_restarts=2)
-    die_in(run, 6, 7, 8)
+    kill_learner_in_steps(run, 6, 7, 8)
     with pytest.raises(LearnerLostError, match=r"restarted 2 times.*--resume"):
-        await run.go()
+        await run.train()
 
 
-def lose_buffer_in(run: SimulatedRun, step: int) -> None:
+def lose_buffer_in_step(run: SimulatedRun, step: int) -> None:
     """Kill the buffer during this step."""
     prepare_run = run.prepare
 
-    def lose(workers: SimulatedWorkers, controller: Controller) -> None:
+    def prepare_buffer_loss(workers: SimulatedWorkers, controller: Controller) -> None:
         prepare_run(workers, controller)
 
-        async def in_step(number: int) -> None:
+        async def on_step(step_index: int) -> None:
             await asyncio.sleep(0.005)
-            if number == step:
+            if step_index == step:
                 workers.buffer.die()
                 await asyncio.sleep(0.02)
 
-        run.learner.in_step = in_step
+        run.learner.on_step = on_step
 
-    run.prepare = lose
+    run.prepare = prepare_buffer_loss
 
 
 async def test_lost_buffer_stops_the_run_with_a_checkpoint(
@@ -138,26 +138,26 @@ async def test_lost_buffer_stops_the_run_with_a_checkpoint(
 ) -> None:
     run = make_run(tmp_path)
     prepare_run = run.prepare
-    lose_buffer_in(run, 6)
+    lose_buffer_in_step(run, 6)
     with pytest.raises(
         BufferLostError, match=r"the buffer died\ncontinue with --resume from step 7"
     ):
-        await run.go()
-    saved = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
-    assert saved.step == run.learner.steps == 7
-    assert saved.buffered_groups == []
+        await run.train()
+    saved_state = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
+    assert saved_state.step == run.learner.steps == 7
+    assert saved_state.buffered_groups == []
     assert [row.step for row in run.rows] == list(range(1, 8))
-    run.prepare, run.learner.in_step = prepare_run, next_iteration
-    state = await run.go(resume=True)
+    run.prepare, run.learner.on_step = prepare_run, next_iteration
+    state = await run.train(resume=True)
     assert state.step == NUM_STEPS
-    assert len(set(run.trained)) == len(run.trained) == 4 * NUM_STEPS
+    assert len(set(run.trained_indices)) == len(run.trained_indices) == 4 * NUM_STEPS
 
 
 async def test_learner_lost_with_the_buffer_leaves_the_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path)
-    lose_buffer_in(run, 6)
+    lose_buffer_in_step(run, 6)
     save = run.learner.save
 
     async def save_or_die(state_folder: Path, model_folder: Path) -> list[SavedFile]:
@@ -169,7 +169,7 @@ async def test_learner_lost_with_the_buffer_leaves_the_previous_checkpoint(
     with pytest.raises(
         BufferLostError, match=r"the buffer died\ncontinue with --resume from step 5"
     ):
-        await run.go()
+        await run.train()
     assert read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState).step == 5
 
 
@@ -178,21 +178,21 @@ async def test_weights_of_a_lost_learner_count_as_its_loss(
 ) -> None:
     run = make_run(tmp_path)
     prepare_run = run.prepare
-    lost: list[int] = []
+    lost_versions: list[int] = []
 
-    def lose_while_delivering(workers: SimulatedWorkers, controller: Controller) -> None:
+    def prepare_learner_loss(workers: SimulatedWorkers, controller: Controller) -> None:
         prepare_run(workers, controller)
 
-        async def in_delivery(published: PublishedWeights) -> None:
-            if published.manifest.version == 6 and not lost:
-                lost.append(6)
+        async def on_delivery(weights: PublishedWeights) -> None:
+            if weights.manifest.version == 6 and not lost_versions:
+                lost_versions.append(6)
                 run.learner.die()
                 raise WeightSyncError("the object's owner has died")
 
-        workers.in_delivery = in_delivery
+        workers.on_delivery = on_delivery
 
-    run.prepare = lose_while_delivering
-    state = await run.go()
+    run.prepare = prepare_learner_loss
+    state = await run.train()
     assert (state.step, state.learner_restarts) == (NUM_STEPS, 1)
 
 
@@ -200,30 +200,32 @@ async def test_stopped_run_loses_no_group(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     prepare_run = run.prepare
 
-    def stop_in_step(workers: SimulatedWorkers, controller: Controller) -> None:
+    def prepare_stop(workers: SimulatedWorkers, controller: Controller) -> None:
         prepare_run(workers, controller)
 
-        async def in_step(step: int) -> None:
+        async def on_step(step: int) -> None:
             if step == 6:
                 controller.stop_request.set()
 
-        run.learner.in_step = in_step
+        run.learner.on_step = on_step
 
-    run.prepare = stop_in_step
-    state = await run.go()
-    assert state.step == 7, "the step it was in"
-    saved = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
-    assert saved.step == 7
-    under_way = [spec.index for spec in saved.unfinished_groups]
-    under_way += [group.index for group in saved.buffered_groups]
-    assert under_way, "sampling was ahead"
-    assert set(under_way).isdisjoint(run.trained)
+    run.prepare = prepare_stop
+    state = await run.train()
+    assert state.step == 7, "the current step finishes"
+    saved_state = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
+    assert saved_state.step == 7
+    unfinished_indices = [spec.index for spec in saved_state.unfinished_groups]
+    unfinished_indices += [group.index for group in saved_state.buffered_groups]
+    assert unfinished_indices, "sampling was ahead"
+    assert set(unfinished_indices).isdisjoint(run.trained_indices)
 
     run.prepare = prepare_run
-    state = await run.go(resume=True)
+    state = await run.train(resume=True)
     assert state.step == NUM_STEPS
-    assert set(under_way) <= set(run.trained) | {index for index in under_way if index % 5 == 0}
-    assert len(set(run.trained)) == len(run.trained)
+    assert set(unfinished_indices) <= set(run.trained_indices) | {
+        index for index in unfinished_indices if index % 5 == 0
+    }
+    assert len(set(run.trained_indices)) == len(run.trained_indices)
     counts = [row.values["num_episodes"] for row in run.rows]
     assert sum(counts) == state.games_played
 
@@ -232,46 +234,52 @@ async def test_stopped_run_loses_no_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(5))
 async def test_killed_run_trains_on_every_group_once(tmp_path: Path, seed: int) -> None:
     run = make_run(tmp_path, checkpoint_every_steps=1)
-    first = asyncio.create_task(run.go())
-    chance = random.Random(seed)
+    first_attempt = asyncio.create_task(run.train())
+    generator = random.Random(seed)
     while not list((tmp_path / "run" / "checkpoints").glob("step-*[0-9]")):
         await asyncio.sleep(0.001)
-    await asyncio.sleep(chance.random() * 0.1)
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    state = await run.go(resume=True)
+    await asyncio.sleep(generator.random() * 0.1)
+    first_attempt.cancel()
+    await asyncio.gather(first_attempt, return_exceptions=True)
+    state = await run.train(resume=True)
     assert state.step == NUM_STEPS
-    assert len(set(run.trained)) == len(run.trained) == 4 * NUM_STEPS
-    alive = [index for index in range(max(run.trained)) if index % 5]
-    missing = set(alive) - set(run.trained)
-    assert len(missing) <= 4, "nothing but what still waits at the end"
+    assert len(set(run.trained_indices)) == len(run.trained_indices) == 4 * NUM_STEPS
+    informative_indices = [index for index in range(max(run.trained_indices)) if index % 5]
+    missing_indices = set(informative_indices) - set(run.trained_indices)
+    assert len(missing_indices) <= 4, "only groups that still wait at the end"
 
 
 async def test_on_policy_resume_trains_on_the_same_groups(
     tmp_path: Path,
 ) -> None:
-    complete = make_run(tmp_path / "whole", max_staleness=0)
-    whole_state = await complete.go()
-    parts = make_run(tmp_path / "parts", max_staleness=0, num_steps=5)
-    await parts.go()
-    parts.settings["training"]["num_steps"] = NUM_STEPS
-    state = await parts.go(resume=True)
-    indices = {s: [g.index for g in groups] for s, groups in complete.batches.items()}
-    assert {s: [g.index for g in groups] for s, groups in parts.batches.items()} == indices
-    measured = {"num_episodes", "num_groups", "num_groups_dead", "reward_mean", "staleness_max"}
-    for row, other in zip(complete.rows, parts.rows, strict=True):
-        assert {m: row.values[m] for m in measured} == {m: other.values[m] for m in measured}
-    assert state.games_played == whole_state.games_played
+    complete_run = make_run(tmp_path / "whole", max_staleness=0)
+    complete_state = await complete_run.train()
+    resumed_run = make_run(tmp_path / "parts", max_staleness=0, num_steps=5)
+    await resumed_run.train()
+    resumed_run.settings["training"]["num_steps"] = NUM_STEPS
+    state = await resumed_run.train(resume=True)
+    indices = {
+        step: [group.index for group in groups] for step, groups in complete_run.batches.items()
+    }
+    assert {
+        step: [group.index for group in groups] for step, groups in resumed_run.batches.items()
+    } == indices
+    metrics = {"num_episodes", "num_groups", "num_groups_dead", "reward_mean", "staleness_max"}
+    for row, resumed_row in zip(complete_run.rows, resumed_run.rows, strict=True):
+        assert {metric: row.values[metric] for metric in metrics} == {
+            metric: resumed_row.values[metric] for metric in metrics
+        }
+    assert state.games_played == complete_state.games_played
 
 
 async def test_resume_without_an_environment_uses_the_others(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=5)
     run.settings["environments"] = {"coins": {}, "dice": {}}
-    await run.go()
-    saved = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
-    assert {spec.environment for spec in saved.unfinished_groups} == {"coins", "dice"}
+    await run.train()
+    saved_state = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
+    assert {spec.environment for spec in saved_state.unfinished_groups} == {"coins", "dice"}
     del run.settings["environments"]
     run.settings["training"]["num_steps"] = 8
-    await run.go(resume=True)
+    await run.train(resume=True)
     assert {group.environment for group in run.batches[7]} == {"coins"}
-    assert len(set(run.trained)) == len(run.trained)
+    assert len(set(run.trained_indices)) == len(run.trained_indices)

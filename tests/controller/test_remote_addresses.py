@@ -26,25 +26,27 @@ def unused_address() -> Iterator[str]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_connect_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "CONNECT_TIMEOUT_S", 0.2)
 
 
-def alone(address: str) -> LanguageModelRun:
+def make_run(address: str) -> LanguageModelRun:
     return LanguageModelRun.model_validate({"environment": {"kind": "remote", "address": address}})
 
 
-def several(**addresses: str) -> LanguageModelRun:
-    named = {name: {"kind": "remote", "address": address} for name, address in addresses.items()}
-    return LanguageModelRun.model_validate({"environments": named})
+def make_run_of_several(**addresses: str) -> LanguageModelRun:
+    environments = {
+        name: {"kind": "remote", "address": address} for name, address in addresses.items()
+    }
+    return LanguageModelRun.model_validate({"environments": environments})
 
 
-async def begin(run: LanguageModelRun, folder: Path) -> None:
+async def start_run(run: LanguageModelRun, folder: Path) -> None:
     async with start_infrastructure(run, folder):
         pass
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_connect_timeout")
 async def test_unreachable_address_is_refused_before_ray_starts(
     unused_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,31 +54,31 @@ async def test_unreachable_address_is_refused_before_ray_starts(
         raise AssertionError("Ray was to be started")
 
     monkeypatch.setattr(build, "place_in_ray", place_in_ray)
-    with pytest.raises(ConfigError) as caught:
-        await begin(alone(f"grpc://{unused_address}"), tmp_path)
-    message = str(caught.value)
+    with pytest.raises(ConfigError) as error_info:
+        await start_run(make_run(f"grpc://{unused_address}"), tmp_path)
+    message = str(error_info.value)
     assert message.startswith(f"environment.address = 'grpc://{unused_address}': ")
     assert "environments." not in message
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_connect_timeout")
 def test_dry_run_reports_an_unreachable_address(unused_address: str) -> None:
     with pytest.raises(ConfigError, match=rf"environment\.address = 'ws://{unused_address}'"):
-        check_start(alone(f"ws://{unused_address}"), Resume.NEVER)
+        check_start(make_run(f"ws://{unused_address}"), Resume.NEVER)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_connect_timeout")
 async def test_all_unreachable_addresses_are_named_without_credentials(unused_address: str) -> None:
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    run = several(
+    run = make_run_of_several(
         first=f"http://me:open-sesame@{unused_address}",
         there=f"grpc://127.0.0.1:{port}",
         last=f"grpc://{unused_address}/chess",
     )
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error_info:
         await check_remote_addresses(run)
-    message = str(caught.value)
+    message = str(error_info.value)
     assert f"environments.first.address = 'http://{unused_address}'" in message
     assert f"environments.last.address = 'grpc://{unused_address}/chess'" in message
     assert "there.address" not in message
@@ -87,9 +89,9 @@ async def test_all_unreachable_addresses_are_named_without_credentials(unused_ad
 async def test_check_waits_for_a_starting_server() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        run = alone(f"grpc://127.0.0.1:{server.getsockname()[1]}")
-        checking = asyncio.create_task(check_remote_addresses(run))
+        run = make_run(f"grpc://127.0.0.1:{server.getsockname()[1]}")
+        check_task = asyncio.create_task(check_remote_addresses(run))
         await asyncio.sleep(0.05)
-        assert not checking.done()
+        assert not check_task.done()
         server.listen()
-        await checking
+        await check_task

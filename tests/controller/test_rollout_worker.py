@@ -26,16 +26,16 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class HeldStore:
-    """A store whose fetches of version 1 wait until `may_end` is set."""
+    """A store whose fetches of version 1 wait until `release_event` is set."""
 
-    def __init__(self, may_end: threading.Event) -> None:
-        self._may_end = may_end
+    def __init__(self, release_event: threading.Event) -> None:
+        self._release_event = release_event
 
-    def fetch(self, published: PublishedWeights) -> FetchedWeights:
+    def fetch(self, weights: PublishedWeights) -> FetchedWeights:
         """Return a tensor that contains the version."""
-        version = published.manifest.version
+        version = weights.manifest.version
         if version == 1:
-            assert self._may_end.wait(timeout=60)
+            assert self._release_event.wait(timeout=60)
         return FetchedWeights({"w": torch.tensor(float(version))}, 4, 0.0)
 
 
@@ -54,17 +54,17 @@ def make_worker(engine: FakeEngine) -> tuple[RolloutWorkerActor, AsyncEngine]:
     """Return a started worker and its engine."""
     run, async_engine = LanguageModelRun(), AsyncEngine(engine)
     player = GroupPlayer(EndlessRunner(), Reward(), timeout_s=60.0, max_evaluation_episodes=1)
-    parts = WorkerComponents(run, run.weights, async_engine, {"coins": player})
-    return RolloutWorkerActor(torch.get_num_threads(), parts), async_engine
+    components = WorkerComponents(run, run.weights, async_engine, {"coins": player})
+    return RolloutWorkerActor(torch.get_num_threads(), components), async_engine
 
 
 async def test_abandoned_groups_are_lost() -> None:
     worker, _ = make_worker(FakeEngine())
-    playing = asyncio.create_task(worker.play(make_groups(3, 4)))
+    play_task = asyncio.create_task(worker.play(make_groups(3, 4)))
     await run_pending_tasks()
-    assert not playing.done()
+    assert not play_task.done()
     await worker.abandon()
-    groups = await playing
+    groups = await play_task
     assert [group.index for group in groups] == [3, 4]
     assert all(rollout.reward is None for group in groups for rollout in group.rollouts)
     await worker.close()
@@ -73,16 +73,16 @@ async def test_abandoned_groups_are_lost() -> None:
 async def test_late_fetch_does_not_load_older_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    may_end, engine = threading.Event(), FakeEngine()
-    monkeypatch.setattr(rollout_worker, "make_store", lambda _: HeldStore(may_end))
+    release_event, engine = threading.Event(), FakeEngine()
+    monkeypatch.setattr(rollout_worker, "make_store", lambda _: HeldStore(release_event))
     worker, _ = make_worker(engine)
-    late = asyncio.create_task(worker.load_weights(publish_weights(1, (-1.0,)), True))
+    late_load = asyncio.create_task(worker.load_weights(publish_weights(1, (-1.0,)), True))
     await run_pending_tasks()
     weights = await worker.load_weights(publish_weights(2, (-1.0,)), True)
     assert weights.canary.version == 2
-    may_end.set()
+    release_event.set()
     with pytest.raises(WeightSyncError, match="version 1 arrived after a later version"):
-        await late
+        await late_load
     assert [float(state["w"]) for state in engine.loaded_states] == [2.0]
     await worker.close()
 
@@ -90,17 +90,17 @@ async def test_late_fetch_does_not_load_older_weights(
 async def test_engine_failure_is_reported_to_the_waiter() -> None:
     engine = FakeEngine()
     worker, async_engine = make_worker(engine)
-    ended = asyncio.create_task(worker.wait_until_closed())
+    close_task = asyncio.create_task(worker.wait_until_closed())
     engine.failure = MemoryError("no more memory")
     with pytest.raises(EngineLostError):
         await async_engine([1], Sampling(1.0, 4), 0)
     with pytest.raises(EngineLostError, match="MemoryError: no more memory"):
-        await ended
+        await close_task
 
 
 async def test_close_is_reported_to_the_waiter() -> None:
     worker, _ = make_worker(FakeEngine())
-    ended = asyncio.create_task(worker.wait_until_closed())
+    close_task = asyncio.create_task(worker.wait_until_closed())
     await run_pending_tasks()
     await worker.close()
-    await ended
+    await close_task

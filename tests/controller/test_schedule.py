@@ -16,35 +16,37 @@ def make_run(num_steps: int, *, algorithm: dict[str, object] | None = None, **le
     return LanguageModelRun.model_validate(tree)
 
 
-def rates(run: LanguageModelRun) -> list[float]:
+def compute_learning_rates(run: LanguageModelRun) -> list[float]:
     """Return the learning rate of each step."""
     return [compute_coefficients(run, step).learning_rate for step in range(run.training.num_steps)]
 
 
 def test_constant_rate_after_warmup() -> None:
     run = make_run(5, learning_rate=0.4, warmup_steps=4)
-    assert rates(run) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
+    assert compute_learning_rates(run) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
 
 
 def test_linear_rate_reaches_its_final_value_in_the_last_step() -> None:
     run = make_run(5, learning_rate=1.0, learning_rate_final=0.2, schedule="linear")
-    assert rates(run) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    assert compute_learning_rates(run) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
 
 
 def test_cosine_rate_is_half_way_in_the_middle() -> None:
     run = make_run(
         11, learning_rate=1.0, learning_rate_final=0.2, schedule="cosine", warmup_steps=2
     )
-    values = rates(run)
-    assert values[:3] == pytest.approx([0.5, 1.0, 1.0])
-    assert values[6] == pytest.approx(0.6)
-    assert values[4] == pytest.approx(0.6 + 0.4 * math.cos(math.pi / 4))
-    assert values[-1] == pytest.approx(0.2)
+    learning_rates = compute_learning_rates(run)
+    assert learning_rates[:3] == pytest.approx([0.5, 1.0, 1.0])
+    assert learning_rates[6] == pytest.approx(0.6)
+    assert learning_rates[4] == pytest.approx(0.6 + 0.4 * math.cos(math.pi / 4))
+    assert learning_rates[-1] == pytest.approx(0.2)
 
 
 def test_warmup_longer_than_the_run_only_rises() -> None:
-    values = rates(make_run(3, learning_rate=1.0, schedule="cosine", warmup_steps=10))
-    assert values == pytest.approx([0.1, 0.2, 0.3])
+    learning_rates = compute_learning_rates(
+        make_run(3, learning_rate=1.0, schedule="cosine", warmup_steps=10)
+    )
+    assert learning_rates == pytest.approx([0.1, 0.2, 0.3])
 
 
 def test_coefficients_reach_their_final_values_at_the_anneal_fraction() -> None:

@@ -21,22 +21,22 @@ async def fail_soon() -> None:
     raise GroupMismatchError("expected sessions to begin alike")
 
 
-async def forever(ended: list[str]) -> None:
+async def wait_forever(ended_tasks: list[str]) -> None:
     try:
         await asyncio.Event().wait()
     finally:
-        ended.append("forever")
+        ended_tasks.append("forever")
 
 
 async def test_background_failure_cancels_the_block() -> None:
-    ended: list[str] = []
+    ended_tasks: list[str] = []
     with pytest.raises(GroupMismatchError):
         async with CancellingTaskGroup() as tasks:
             tasks.start(finish_at_once())
             tasks.start(fail_soon())
-            tasks.start(forever(ended))
-            await forever(ended)
-    assert ended == ["forever", "forever"], "nothing outlives it"
+            tasks.start(wait_forever(ended_tasks))
+            await wait_forever(ended_tasks)
+    assert ended_tasks == ["forever", "forever"], "no task outlives the block"
 
 
 async def test_finished_background_tasks_do_not_end_the_block() -> None:
@@ -63,42 +63,42 @@ async def test_task_started_by_a_task_is_watched() -> None:
 async def test_failure_of_the_block_is_raised_unchanged() -> None:
     with pytest.raises(GroupMismatchError):
         async with CancellingTaskGroup() as tasks:
-            tasks.start(forever([]))
+            tasks.start(wait_forever([]))
             await fail_soon()
 
 
 async def test_cancelled_block_cancels_its_tasks() -> None:
-    ended: list[str] = []
+    ended_tasks: list[str] = []
 
     async def run() -> None:
         async with CancellingTaskGroup() as tasks:
-            tasks.start(forever(ended))
-            await forever(ended)
+            tasks.start(wait_forever(ended_tasks))
+            await wait_forever(ended_tasks)
 
-    running = asyncio.create_task(run())
+    run_task = asyncio.create_task(run())
     await asyncio.sleep(0.01)
-    running.cancel()
+    run_task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await running
-    assert ended == ["forever", "forever"]
+        await run_task
+    assert ended_tasks == ["forever", "forever"]
 
 
 async def test_the_cause_of_a_failure_is_kept() -> None:
     async def fail() -> None:
         raise GroupMismatchError("expected sessions to begin alike") from ValueError("why")
 
-    with pytest.raises(GroupMismatchError) as caught:
-        await gather_or_cancel(fail(), forever([]))
-    assert str(caught.value.__cause__) == "why"
+    with pytest.raises(GroupMismatchError) as error_info:
+        await gather_or_cancel(fail(), wait_forever([]))
+    assert str(error_info.value.__cause__) == "why"
 
 
 async def test_gather_keeps_the_order_and_cancels_after_a_failure() -> None:
-    async def later(value: int) -> int:
-        await asyncio.sleep(0.01 / value)
-        return value
+    async def return_later(number: int) -> int:
+        await asyncio.sleep(0.01 / number)
+        return number
 
-    assert await gather_or_cancel(later(1), later(2)) == [1, 2]
-    ended: list[str] = []
+    assert await gather_or_cancel(return_later(1), return_later(2)) == [1, 2]
+    ended_tasks: list[str] = []
     with pytest.raises(GroupMismatchError):
-        await gather_or_cancel(forever(ended), fail_soon())
-    assert ended == ["forever"]
+        await gather_or_cancel(wait_forever(ended_tasks), fail_soon())
+    assert ended_tasks == ["forever"]

@@ -27,12 +27,12 @@ from tests.env.polling import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
-TWO = {"rollout": {"num_workers": 2, "num_groups_in_flight": 16}}
-ALONE = {"rollout": {"num_workers": 1, "num_groups_in_flight": 16, "group_timeout_s": 0.05}}
-NO_PATIENCE = ALONE | {"training": {"idle_timeout_s": 0.1}}
+TWO_WORKERS = {"rollout": {"num_workers": 2, "num_groups_in_flight": 16}}
+ONE_WORKER = {"rollout": {"num_workers": 1, "num_groups_in_flight": 16, "group_timeout_s": 0.05}}
+SHORT_IDLE_TIMEOUT = ONE_WORKER | {"training": {"idle_timeout_s": 0.1}}
 
 
-async def for_ever(*_: object) -> None:
+async def wait_forever(*_: object) -> None:
     """Wait forever."""
     await asyncio.Event().wait()
 
@@ -42,11 +42,11 @@ async def test_worker_that_hangs_in_its_start_is_replaced(
 ) -> None:
     def behave(actor: FakeActor) -> None:
         if actor.index == 1:
-            actor.in_start = for_ever
+            actor.on_start = wait_forever
 
     fleet = FakeFleet(behave)
-    settings = TWO | {"placement": {"start_timeout_s": 0.1}}
-    async with fleet.running(monkeypatch, settings) as workers:
+    settings = TWO_WORKERS | {"placement": {"start_timeout_s": 0.1}}
+    async with fleet.run_workers(monkeypatch, settings) as workers:
         await wait_until(lambda: len(fleet.actors) == 3 and len(workers.roster.ready_workers) == 2)
         assert not fleet.actors[1].is_alive
     assert "rollout worker 1 to load the model and to build its engine" in caplog.text
@@ -57,32 +57,32 @@ async def test_run_stops_if_all_workers_hang_in_their_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def behave(actor: FakeActor) -> None:
-        actor.in_start = for_ever
+        actor.on_start = wait_forever
 
-    settings = ALONE | {"placement": {"start_timeout_s": 0.1}}
+    settings = ONE_WORKER | {"placement": {"start_timeout_s": 0.1}}
     with pytest.raises(WorkerStartError, match=r"load.* the model.*start_timeout_s = 0\.1"):
-        async with FakeFleet(behave).running(monkeypatch, settings):
-            raise AssertionError("none has started")
+        async with FakeFleet(behave).run_workers(monkeypatch, settings):
+            raise AssertionError("no worker has started")
 
 
 async def test_run_stops_if_workers_find_no_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def behave(actor: FakeActor) -> None:
-        actor.in_ping = for_ever
+        actor.on_ping = wait_forever
 
-    settings = TWO | {"placement": {"start_timeout_s": 0.1}}
+    settings = TWO_WORKERS | {"placement": {"start_timeout_s": 0.1}}
     with pytest.raises(WorkerStartError, match=r"0 of 2 .*; worker 0 waits for room; worker 1"):
-        async with FakeFleet(behave).running(monkeypatch, settings):
-            raise AssertionError("none has started")
+        async with FakeFleet(behave).run_workers(monkeypatch, settings):
+            raise AssertionError("no worker has started")
 
 
 async def test_state_of_each_worker_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     def behave(actor: FakeActor) -> None:
         if actor.index == 1:
-            actor.in_start = for_ever
+            actor.on_start = wait_forever
 
-    async with FakeFleet(behave).running(monkeypatch, TWO) as workers:
+    async with FakeFleet(behave).run_workers(monkeypatch, TWO_WORKERS) as workers:
         slot = await workers.acquire_slot()
         await wait_until(lambda: "builds" in workers.describe())
         assert workers.describe() == (
@@ -93,22 +93,22 @@ async def test_state_of_each_worker_is_described(monkeypatch: pytest.MonkeyPatch
         await wait_until(lambda: workers.describe().startswith("1 of 1 "))
 
 
-@pytest.mark.parametrize("waits_for", ["evaluation", "weights"])
+@pytest.mark.parametrize("operation", ["evaluation", "weights"])
 async def test_wait_for_a_lost_worker_ends_at_its_limit(
-    monkeypatch: pytest.MonkeyPatch, waits_for: str
+    monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     def behave(actor: FakeActor) -> None:
         if actor.index > 0:
-            actor.in_start = for_ever
+            actor.on_start = wait_forever
 
     fleet = FakeFleet(behave)
-    async with fleet.running(monkeypatch, NO_PATIENCE) as workers:
-        fleet.actors[0].end(EngineLostError("the engine has failed"))
+    async with fleet.run_workers(monkeypatch, SHORT_IDLE_TIMEOUT) as workers:
+        fleet.actors[0].kill(EngineLostError("the engine has failed"))
         await wait_until(lambda: len(fleet.actors) == 2)
         with pytest.raises(
             WorkerStartError, match=r"0 of 1 .*worker 0 loads the model.*idle_timeout_s = 0\.1"
         ):
-            if waits_for == "evaluation":
+            if operation == "evaluation":
                 await workers.evaluate("coins", range(4), 1.0)
             else:
                 await workers.load_weights(publish_weights(1), 60)
@@ -128,7 +128,7 @@ class FrozenBuffer:
         return self
 
     def __getattr__(self, method: str) -> Any:
-        return FrozenCall(for_ever)
+        return FrozenCall(wait_forever)
 
 
 class FrozenCall(Method):
@@ -146,7 +146,7 @@ class FrozenCall(Method):
 
 async def test_unresponsive_buffer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "remote", FrozenBuffer)
-    run = LanguageModelRun.model_validate(NO_PATIENCE)
+    run = LanguageModelRun.model_validate(SHORT_IDLE_TIMEOUT)
     buffer = RemoteBuffer(run, place_on_one_machine(run))
     await buffer.begin([1], 0)
     with pytest.raises(
@@ -158,13 +158,13 @@ async def test_unresponsive_buffer_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_slow_evaluation_ends_at_its_limit() -> None:
-    class Workers:
+    class SlowWorkers:
         async def evaluate(self, *_: object) -> list[Any]:
-            await for_ever()
+            await wait_forever()
             return []
 
     config = EvalConfig(num_games=8, timeout_s=0.1)
-    evaluator = Evaluator(config, {"blackjack": LocalEnvironment()}, Workers(), {})
+    evaluator = Evaluator(config, {"blackjack": LocalEnvironment()}, SlowWorkers(), {})
     with pytest.raises(
         EpisodesFailedError, match=r"8 episodes.*'blackjack'.*eval\.timeout_s = 0\.1"
     ):
@@ -183,6 +183,6 @@ async def test_run_without_finished_groups_stops_and_names_them(tmp_path: Path) 
     with pytest.raises(
         TrainingStalledError,
         match=r"idle_timeout_s = 0\.3: groups being played: 4 in 'coins'; 1 of",
-    ) as raised:
-        await run.go()
-    assert raised.value.__notes__ == ["continue with --resume from step 2"]
+    ) as error_info:
+        await run.train()
+    assert error_info.value.__notes__ == ["continue with --resume from step 2"]

@@ -21,20 +21,20 @@ from ludus.trainer.setup.environments import ConnectedEnvironment
 from ludus.trainer.setup.tiny_model import prepare_model
 from tests.env.counting_env import CountAction, CountingEnv, CountObservation
 
-NUM_GAMES = 120
-TINY = {
+NUM_EPISODES = 120
+TINY_MODEL = {
     "kind": "tiny",
     "num_layers": 1,
     "width": 16,
     "num_heads": 1,
     "intermediate": 16,
     "vocab_size": 300,
-    "warm_start_games": NUM_GAMES,
+    "warm_start_games": NUM_EPISODES,
     "warm_start_epochs": 1,
 }
 
 
-class Guessing(CountingEnv):
+class GuessingEnv(CountingEnv):
     """A game that ends with the right number of three, which `random` draws from the seed."""
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class Guessing(CountingEnv):
 
     def step(self, action: CountAction) -> Transition[CountObservation]:
         self._num_tries += 1
-        is_right = action.add == self._secret
-        reward = float(is_right and self._num_tries == 1)
-        return Transition(self._observe(), reward=reward, terminated=is_right)
+        is_correct = action.add == self._secret
+        reward = float(is_correct and self._num_tries == 1)
+        return Transition(self._observe(), reward=reward, terminated=is_correct)
 
 
-class OneQuestion(Guessing):
+class OneQuestion(GuessingEnv):
     """A game that ends with the first answer."""
 
     def step(self, action: CountAction) -> Transition[CountObservation]:
@@ -69,67 +69,67 @@ class AlwaysWon(CountingEnv):
 
 
 @dataclass(slots=True)
-class Game:
+class RecordedEpisode:
     """A recorded episode."""
 
     environment: str
     seed: int
     num_steps: int = 0
-    is_won: bool = False
+    is_success: bool = False
 
 
 def make_run(*names: str, **environment: Any) -> LanguageModelRun:
     """Return a run with environments of these names."""
-    tree = {"environments": dict.fromkeys(names, environment), "model": TINY, "seed": 3}
+    tree = {"environments": dict.fromkeys(names, environment), "model": TINY_MODEL, "seed": 3}
     return LanguageModelRun.model_validate(tree)
 
 
 @asynccontextmanager
 async def serve_environments(
     run: LanguageModelRun, factory: type[CountingEnv]
-) -> AsyncIterator[tuple[dict[str, ConnectedEnvironment], list[Game]]]:
+) -> AsyncIterator[tuple[dict[str, ConnectedEnvironment], list[RecordedEpisode]]]:
     """Yield the run's environments, each on a separate server, and the recorded episodes."""
     environments: dict[str, ConnectedEnvironment] = {}
-    games: list[Game] = []
+    episodes: list[RecordedEpisode] = []
     async with AsyncExitStack() as stack:
         for name, config in run.environments.items():
 
-            class Watched(factory):  # type: ignore[misc, valid-type]
+            class RecordingEnv(factory):  # type: ignore[misc, valid-type]
                 environment_name = name
 
                 def reset(self, *, seed: int, **options: Any) -> Transition[CountObservation]:
-                    self.game = Game(self.environment_name, seed)
-                    games.append(self.game)
+                    self.episode = RecordedEpisode(self.environment_name, seed)
+                    episodes.append(self.episode)
                     return super().reset(seed=seed, **options)
 
                 def step(self, action: CountAction) -> Transition[CountObservation]:
                     transition = super().step(action)
-                    self.game.num_steps += 1
-                    self.game.is_won = transition.reward == 1.0
+                    self.episode.num_steps += 1
+                    self.episode.is_success = transition.reward == 1.0
                     return transition
 
             options = ServerOptions(port=0, max_sessions=256)
-            server = await stack.enter_async_context(EnvServer(Watched, options))
+            server = await stack.enter_async_context(EnvServer(RecordingEnv, options))
             client = await stack.enter_async_context(
                 await AsyncEnvClient.connect(server.grpc_address)
             )
             environments[name] = ConnectedEnvironment(
                 config, server.grpc_address, client, await client.describe(), make_renderer(config)
             )
-        games.clear()
-        yield environments, games
+        episodes.clear()
+        yield environments, episodes
 
 
 async def test_secret_from_the_seed_is_only_guessed_by_chance(
     tmp_path: Path,
 ) -> None:
     run = make_run("guess")
-    async with serve_environments(run, Guessing) as (environments, games):
+    async with serve_environments(run, GuessingEnv) as (environments, episodes):
         await prepare_model(run, environments, tmp_path)
-    assert len(games) == NUM_GAMES
-    share_won = sum(game.is_won for game in games) / NUM_GAMES
-    assert abs(share_won - 1 / 3) < 0.17, "four standard errors"
-    mean_steps = sum(game.num_steps for game in games) / NUM_GAMES
+    assert len(episodes) == NUM_EPISODES
+    success_rate = sum(episode.is_success for episode in episodes) / NUM_EPISODES
+    assert abs(success_rate - 1 / 3) < 0.17, "four standard errors"
+    mean_steps = sum(episode.num_steps for episode in episodes) / NUM_EPISODES
     assert 2.0 < mean_steps < 4.0, "three tries on average"
 
 
@@ -138,14 +138,17 @@ async def test_warm_start_is_summarized_in_the_log(
 ) -> None:
     caplog.set_level(logging.INFO)
     run = make_run("guess")
-    async with serve_environments(run, Guessing) as (environments, games):
+    async with serve_environments(run, GuessingEnv) as (environments, episodes):
         await prepare_model(run, environments, tmp_path)
-    steps = [game.num_steps for game in games]
-    mean_steps = sum(steps) / NUM_GAMES
-    assert f"{NUM_GAMES} episodes of {mean_steps:.1f} turns on average, at most {max(steps)}" in (
-        caplog.text
+    steps = [episode.num_steps for episode in episodes]
+    mean_steps = sum(steps) / NUM_EPISODES
+    assert (
+        f"{NUM_EPISODES} episodes of {mean_steps:.1f} turns on average, at most {max(steps)}"
+        in (caplog.text)
     )
-    assert f"trained on {NUM_GAMES} of {NUM_GAMES} episodes: a cross-entropy of" in caplog.text
+    assert (
+        f"trained on {NUM_EPISODES} of {NUM_EPISODES} episodes: a cross-entropy of" in caplog.text
+    )
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -153,11 +156,11 @@ async def test_warm_start_seeds_are_distinct_in_all_environments(
     tmp_path: Path,
 ) -> None:
     run = make_run("one", "other")
-    async with serve_environments(run, Guessing) as (environments, games):
+    async with serve_environments(run, GuessingEnv) as (environments, episodes):
         await prepare_model(run, environments, tmp_path)
-    assert {game.environment for game in games} == {"one", "other"}
-    seeds = [game.seed for game in games]
-    assert len(set(seeds)) == len(seeds) == NUM_GAMES
+    assert {episode.environment for episode in episodes} == {"one", "other"}
+    seeds = [episode.seed for episode in episodes]
+    assert len(set(seeds)) == len(seeds) == NUM_EPISODES
     assert 2**30 <= min(seeds) <= max(seeds) < 2**31
 
 
@@ -176,6 +179,6 @@ async def test_equal_one_step_episodes_give_a_warning(
     run = make_run("quick", **environment)
     async with serve_environments(run, factory) as (environments, _):
         await prepare_model(run, environments, tmp_path)
-    message = f"all {NUM_GAMES} episodes of the warm start in 'quick' ended after one step"
+    message = f"all {NUM_EPISODES} episodes of the warm start in 'quick' ended after one step"
     assert (message in caplog.text) == is_suspicious
     assert ("warning: " + message in capsys.readouterr().err) == is_suspicious

@@ -23,90 +23,92 @@ pytestmark = pytest.mark.timeout(60)
 async def test_worker_plays_the_configured_number_of_groups(
     num_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_end = asyncio.Event()
+    release_event = asyncio.Event()
 
-    async def in_play(_: FakeActor) -> None:
-        await may_end.wait()
+    async def on_play(_: FakeActor) -> None:
+        await release_event.wait()
 
     def behave(actor: FakeActor) -> None:
-        actor.in_play = in_play
+        actor.on_play = on_play
 
     fleet = FakeFleet(behave)
-    async with fleet.running(
+    async with fleet.run_workers(
         monkeypatch, {"rollout": {"num_groups_in_flight": num_groups, "num_workers": 1}}
     ) as workers:
-        playing: list[asyncio.Task[list[int]]] = []
+        play_tasks: list[asyncio.Task[list[int]]] = []
 
-        async def begin_all() -> None:
+        async def play_all_slots() -> None:
             for number in range(10**6):
                 slot = await workers.acquire_slot()
                 # Sometimes there are fewer groups than the slot has room for.
                 size = 1 if number % 3 == 0 else slot.max_groups
-                playing.append(asyncio.create_task(slot.play(make_groups(*range(size)))))
+                play_tasks.append(asyncio.create_task(slot.play(make_groups(*range(size)))))
 
-        beginning = asyncio.create_task(begin_all())
+        start_task = asyncio.create_task(play_all_slots())
         await run_pending_tasks(100 + 3 * num_groups)
         [actor] = fleet.actors
-        assert actor.num_playing == actor.most_playing == num_groups
-        may_end.set()
+        assert actor.num_playing == actor.max_playing == num_groups
+        release_event.set()
         await run_pending_tasks(100 + 3 * num_groups)
-        assert actor.most_playing == num_groups
-        beginning.cancel()
-        await asyncio.gather(beginning, *playing, return_exceptions=True)
+        assert actor.max_playing == num_groups
+        start_task.cancel()
+        await asyncio.gather(start_task, *play_tasks, return_exceptions=True)
 
 
 async def test_freed_slot_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with FakeFleet().running(
+    async with FakeFleet().run_workers(
         monkeypatch, {"rollout": {"num_groups_in_flight": 40}}
     ) as workers:
         slots = [await workers.acquire_slot() for _ in range(14)]
         assert sum(slot.max_groups for slot in slots) == 40
-        waiting = asyncio.create_task(workers.acquire_slot())
+        slot_task = asyncio.create_task(workers.acquire_slot())
         await run_pending_tasks()
-        assert not waiting.done()
+        assert not slot_task.done()
         slots[0].release()
-        assert (await waiting).max_groups == slots[0].max_groups
+        assert (await slot_task).max_groups == slots[0].max_groups
 
 
 async def test_run_that_stops_while_a_worker_waits_leaves_no_unhandled_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    unheard: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+    unhandled_errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: unhandled_errors.append(context)
+    )
 
     def behave(actor: FakeActor) -> None:
         async def wait_until_killed() -> None:
-            await asyncio.shield(actor.ended)
+            await asyncio.shield(actor.end_future)
 
-        actor.in_ping = wait_until_killed
+        actor.on_ping = wait_until_killed
 
     fleet = FakeFleet(behave)
-    starting = asyncio.create_task(fleet.running(monkeypatch, TWO).__aenter__())
+    start_task = asyncio.create_task(fleet.run_workers(monkeypatch, TWO_WORKERS).__aenter__())
     await wait_until(lambda: len(fleet.actors) == 2)
     await run_pending_tasks()
-    starting.cancel()
+    start_task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await starting
+        await start_task
     await run_pending_tasks()
     gc.collect()
-    assert not any(actor.is_alive for actor in fleet.actors) and not unheard
+    assert not any(actor.is_alive for actor in fleet.actors) and not unhandled_errors
 
 
-TWO = {"rollout": {"num_workers": 2, "num_groups_in_flight": 16}}
-ALONE = {"rollout": {"num_workers": 1, "num_groups_in_flight": 16}}
+TWO_WORKERS = {"rollout": {"num_workers": 2, "num_groups_in_flight": 16}}
+ONE_WORKER = {"rollout": {"num_workers": 1, "num_groups_in_flight": 16}}
 
 
-def first_only(fleet: FakeFleet, change: Callable[[FakeActor], None]) -> None:
+def change_first_actor(fleet: FakeFleet, change: Callable[[FakeActor], None]) -> None:
     """Apply a change to the first process only."""
     fleet.behave = lambda actor: change(actor) if actor.index == 0 else None
 
 
-async def ready(workers: RolloutWorkers, number: int) -> None:
+async def wait_until_ready(workers: RolloutWorkers, number: int) -> None:
     """Wait until this number of workers is ready."""
     await wait_until(lambda: len(workers.roster.ready_workers) == number)
 
 
-async def play_on(workers: RolloutWorkers) -> None:
+async def use_slots_forever(workers: RolloutWorkers) -> None:
     """Take slots until the run stops."""
     while True:
         (await workers.acquire_slot()).release()
@@ -119,20 +121,22 @@ async def test_worker_with_a_failed_engine_is_replaced(
     fleet = FakeFleet()
     failure = EngineLostError("the engine has failed: OutOfMemoryError: 20 GiB")
 
-    async def fails(actor: FakeActor) -> None:
-        actor.end(failure)
+    async def fail(actor: FakeActor) -> None:
+        actor.kill(failure)
         raise failure
 
-    async with fleet.running(monkeypatch, TWO) as workers:
-        await ready(workers, 2)
+    async with fleet.run_workers(monkeypatch, TWO_WORKERS) as workers:
+        await wait_until_ready(workers, 2)
         await workers.load_weights(publish_weights(1), 60)
         slots = [await workers.acquire_slot() for _ in range(2)]
-        fleet.actors[0].in_play = fails
-        played = [await slot.play(make_groups(number)) for number, slot in enumerate(slots)]
-        refused = [[refusal.index for refusal in refusals] for refusals in played]
-        assert sorted(refused) == [[], [0]] or sorted(refused) == [[], [1]]
+        fleet.actors[0].on_play = fail
+        refusals_by_slot = [
+            await slot.play(make_groups(number)) for number, slot in enumerate(slots)
+        ]
+        refused_indices = [[refusal.index for refusal in refusals] for refusals in refusals_by_slot]
+        assert sorted(refused_indices) == [[], [0]] or sorted(refused_indices) == [[], [1]]
         await wait_until(lambda: len(fleet.actors) == 3)
-        await ready(workers, 2)
+        await wait_until_ready(workers, 2)
         assert workers.roster.num_restarts == 1
         assert {weights.canary.version for weights in workers.weights_by_worker.values()} == {1}
 
@@ -141,72 +145,76 @@ async def test_evaluation_episodes_of_a_failed_engine_move_to_other_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = FakeFleet()
-    async with fleet.running(monkeypatch, TWO) as workers:
-        await ready(workers, 2)
-        fleet.actors[0].end(EngineLostError("the engine has failed"))
+    async with fleet.run_workers(monkeypatch, TWO_WORKERS) as workers:
+        await wait_until_ready(workers, 2)
+        fleet.actors[0].kill(EngineLostError("the engine has failed"))
         outcomes = await workers.evaluate("coins", range(20), 1.0)
         assert [outcome.seed for outcome in outcomes] == list(range(20))
 
 
-@pytest.mark.parametrize("method", ["breach", "timeout", "broken"])
+@pytest.mark.parametrize("failure_kind", ["breach", "timeout", "broken"])
 async def test_worker_with_one_breach_fetches_all_weights_again(
-    monkeypatch: pytest.MonkeyPatch, method: str
+    monkeypatch: pytest.MonkeyPatch, failure_kind: str
 ) -> None:
     monkeypatch.setattr(roster, "LOAD_GRACE_S", 0.0)
-    fleet, may_load = FakeFleet(), asyncio.Event()
+    fleet, release_event = FakeFleet(), asyncio.Event()
 
-    async def in_load(published: PublishedWeights) -> None:
-        num_loads = len(fleet.actors[0].from_scratch)
-        if num_loads == 2 and method == "timeout":
+    async def on_load(weights: PublishedWeights) -> None:
+        num_loads = len(fleet.actors[0].from_scratch_loads)
+        if num_loads == 2 and failure_kind == "timeout":
             await asyncio.Event().wait()
-        if num_loads == 2 and method == "broken":
+        if num_loads == 2 and failure_kind == "broken":
             raise WeightSyncError("tensor 'w' arrived altered")
         if num_loads == 3:
-            await may_load.wait()
+            await release_event.wait()
 
-    async with fleet.running(monkeypatch, TWO) as workers:
-        await ready(workers, 2)
+    async with fleet.run_workers(monkeypatch, TWO_WORKERS) as workers:
+        await wait_until_ready(workers, 2)
         await workers.load_weights(publish_weights(0), 60)
-        doubtful, sound = fleet.actors
-        doubtful.in_load = in_load
-        if method == "breach":
-            doubtful.canary_error = lambda _: 0.5 if len(doubtful.from_scratch) == 2 else 0.0
+        suspect_actor, healthy_actor = fleet.actors
+        suspect_actor.on_load = on_load
+        if failure_kind == "breach":
+            suspect_actor.canary_error = lambda _: (
+                0.5 if len(suspect_actor.from_scratch_loads) == 2 else 0.0
+            )
         weights = await workers.load_weights(publish_weights(1), 0.05)
         assert [worker_weights.canary.version for worker_weights in weights] == [1], (
-            "the others do not wait for it"
+            "the other worker is not delayed"
         )
-        assert list(workers.weights_by_worker) == [sound.number]
+        assert list(workers.weights_by_worker) == [healthy_actor.number]
         slots = [await workers.acquire_slot() for _ in range(16)]
-        assert {slot.worker.number for slot in slots} == {sound.number}, "it is out of rotation"
-        may_load.set()
-        await ready(workers, 2)
-        assert doubtful.from_scratch == [True, False, True]
+        assert {slot.worker.number for slot in slots} == {healthy_actor.number}, (
+            "the suspect is out of rotation"
+        )
+        release_event.set()
+        await wait_until_ready(workers, 2)
+        assert suspect_actor.from_scratch_loads == [True, False, True]
         assert {weights.canary.version for weights in workers.weights_by_worker.values()} == {1}
         assert workers.roster.num_restarts == 0
         assert len(fleet.actors) == 2
-        assert workers.num_breaches == doubtful.num_abandoned == (method == "breach")
+        assert workers.num_breaches == suspect_actor.num_abandoned == (failure_kind == "breach")
 
 
-@pytest.mark.parametrize("method", ["breach", "broken"])
+@pytest.mark.parametrize("failure_kind", ["breach", "broken"])
 async def test_worker_with_two_breaches_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, method: str
+    monkeypatch: pytest.MonkeyPatch, failure_kind: str
 ) -> None:
-    async def in_load(published: PublishedWeights) -> None:
-        if method == "broken":
+    async def on_load(weights: PublishedWeights) -> None:
+        if failure_kind == "broken":
             raise WeightSyncError("tensor 'w' arrived altered")
 
     def change(actor: FakeActor) -> None:
-        actor.in_load = in_load
+        actor.on_load = on_load
         actor.canary_error = lambda _: 0.5
 
     fleet = FakeFleet()
-    first_only(fleet, change)
-    async with fleet.running(monkeypatch, TWO) as workers:
-        await ready(workers, 2)
+    change_first_actor(fleet, change)
+    async with fleet.run_workers(monkeypatch, TWO_WORKERS) as workers:
+        await wait_until_ready(workers, 2)
         [weights] = await workers.load_weights(publish_weights(1), 60)
         assert weights.canary.version == 1
         await wait_until(lambda: len(fleet.actors) == 3)
-        await ready(workers, 2)
+        await wait_until_ready(workers, 2)
         assert not fleet.actors[0].is_alive
         assert workers.roster.num_restarts == 1
 
@@ -221,40 +229,40 @@ async def test_worker_with_repeated_breaches_stops_the_run(
         actor.canary_error = lambda _: 0.5 if actor.number == 0 else 0.0
 
     fleet.behave = behave
-    settings = TWO | {"weights": {"canary": {"max_breaches": 3}}}
-    async with fleet.running(monkeypatch, settings) as workers:
-        await ready(workers, 2)
+    settings = TWO_WORKERS | {"weights": {"canary": {"max_breaches": 3}}}
+    async with fleet.run_workers(monkeypatch, settings) as workers:
+        await wait_until_ready(workers, 2)
         await workers.load_weights(publish_weights(1), 60)
         with pytest.raises(CanaryError, match=r"worker 0.*0\.5.*3 in a row.*max_breaches = 3"):
-            await play_on(workers)
+            await use_slots_forever(workers)
         assert workers.num_breaches == 3
 
 
 async def test_first_breach_stops_a_run_that_allows_none(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = FakeFleet()
-    async with fleet.running(
-        monkeypatch, TWO | {"weights": {"canary": {"max_breaches": 1}}}
+    async with fleet.run_workers(
+        monkeypatch, TWO_WORKERS | {"weights": {"canary": {"max_breaches": 1}}}
     ) as workers:
-        await ready(workers, 2)
+        await wait_until_ready(workers, 2)
         fleet.actors[0].canary_error = lambda _: 0.5
         with pytest.raises(CanaryError, match="max_breaches = 1"):
             await workers.load_weights(publish_weights(1), 60)
-            await play_on(workers)
+            await use_slots_forever(workers)
 
 
-@pytest.mark.parametrize("settings", [ALONE, TWO])
+@pytest.mark.parametrize("settings", [ONE_WORKER, TWO_WORKERS])
 async def test_breaches_of_all_workers_stop_the_run(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     fleet = FakeFleet()
     num_workers = settings["rollout"]["num_workers"]
-    async with fleet.running(monkeypatch, settings) as workers:
-        await ready(workers, num_workers)
+    async with fleet.run_workers(monkeypatch, settings) as workers:
+        await wait_until_ready(workers, num_workers)
         for actor in fleet.actors:
             actor.canary_error = lambda _: 0.5
         with pytest.raises(CanaryError, match="does not sample from the published weights, nor"):
             await workers.load_weights(publish_weights(1), 60)
-        assert all(actor.from_scratch == [True, True] for actor in fleet.actors[:num_workers])
+        assert all(actor.from_scratch_loads == [True, True] for actor in fleet.actors[:num_workers])
 
 
 async def test_failed_fetch_fails_its_delivery_only(
@@ -263,19 +271,19 @@ async def test_failed_fetch_fails_its_delivery_only(
     """The weights are lost with their learner; the restarted learner publishes again."""
     fleet = FakeFleet()
 
-    async def in_load(published: PublishedWeights) -> None:
-        if published.manifest.version == 1:
+    async def on_load(weights: PublishedWeights) -> None:
+        if weights.manifest.version == 1:
             raise WeightSyncError("Ray's object store has lost them")
 
-    async with fleet.running(monkeypatch, TWO) as workers:
-        await ready(workers, 2)
+    async with fleet.run_workers(monkeypatch, TWO_WORKERS) as workers:
+        await wait_until_ready(workers, 2)
         for actor in fleet.actors:
-            actor.in_load = in_load
+            actor.on_load = on_load
         with pytest.raises(WeightSyncError, match="has lost them"):
             await workers.load_weights(publish_weights(1), 60)
         assert (len(workers.roster.ready_workers), len(workers.weights_by_worker)) == (0, 0)
         await workers.load_weights(publish_weights(2), 60)
-        await ready(workers, 2)
+        await wait_until_ready(workers, 2)
         assert {weights.canary.version for weights in workers.weights_by_worker.values()} == {2}
 
 
@@ -286,42 +294,42 @@ async def test_failed_start_of_an_extra_worker_does_not_stop_the_run(
 
     def behave(actor: FakeActor) -> None:
         if 0 < actor.index < 8:
-            actor.end(EngineLostError("the engine has failed"))
+            actor.kill(EngineLostError("the engine has failed"))
 
     fleet.behave = behave
-    async with fleet.running(monkeypatch, TWO) as workers:
+    async with fleet.run_workers(monkeypatch, TWO_WORKERS) as workers:
         await wait_until(lambda: len(fleet.actors) == 9)
-        await ready(workers, 2)
+        await wait_until_ready(workers, 2)
         assert (await workers.acquire_slot()).worker.actor.is_alive
 
 
 async def test_failed_start_of_the_only_worker_stops_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fleet = FakeFleet(lambda actor: actor.end(EngineLostError("out of memory")))
-    async with fleet.running(monkeypatch, ALONE) as workers:
+    fleet = FakeFleet(lambda actor: actor.kill(EngineLostError("out of memory")))
+    async with fleet.run_workers(monkeypatch, ONE_WORKER) as workers:
         with pytest.raises(WorkerStartError, match=r"3 times in a row.*out of memory"):
-            await play_on(workers)
+            await use_slots_forever(workers)
 
 
 async def test_blocked_driver_does_not_declare_workers_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(roster, "PING_INTERVAL_S", 0.0)
-    may_answer, num_pings = asyncio.Event(), 0
+    release_event, num_pings = asyncio.Event(), 0
 
-    async def ping() -> None:
+    async def count_ping() -> None:
         nonlocal num_pings
         num_pings += 1
-        await may_answer.wait()
+        await release_event.wait()
 
     fleet = FakeFleet()
-    async with fleet.running(monkeypatch, ALONE) as workers:
-        fleet.actors[0].in_ping = ping
+    async with fleet.run_workers(monkeypatch, ONE_WORKER) as workers:
+        fleet.actors[0].on_ping = count_ping
         await wait_until(lambda: num_pings == 1)
         move_loop_clock(1000.0)
         await run_pending_tasks()
-        may_answer.set()
+        release_event.set()
         await wait_until(lambda: num_pings > 1)
         assert (len(workers.roster.ready_workers), workers.roster.num_restarts) == (1, 0)
         assert len(fleet.actors) == 1
@@ -334,7 +342,7 @@ async def test_unresponsive_worker_is_replaced(
     monkeypatch.setattr(roster, "PING_TIMEOUT_S", 0.02)
     monkeypatch.setattr(roster, "PING_POLL_S", 0.001)
     fleet = FakeFleet()
-    async with fleet.running(monkeypatch, ALONE) as workers:
-        fleet.actors[0].in_ping = asyncio.Event().wait
+    async with fleet.run_workers(monkeypatch, ONE_WORKER) as workers:
+        fleet.actors[0].on_ping = asyncio.Event().wait
         await wait_until(lambda: len(fleet.actors) == 2 and len(workers.roster.ready_workers) == 1)
         assert workers.roster.num_restarts == 1
