@@ -21,11 +21,11 @@ def make_rollout(
 ) -> Rollout:
     """Return a rollout of one turn whose last two tokens were sampled; reward None = lost."""
     status = RolloutStatus.LOST if reward is None else RolloutStatus.TERMINATED
-    num_prompt = len(token_ids) - 2
+    num_prompt_tokens = len(token_ids) - 2
     sequence = TokenSequence(
         token_ids=np.array(token_ids, dtype=np.int32),
-        logprobs=np.array([0.0] * num_prompt + [-0.5, -0.1], dtype=np.float32),
-        turns=(TurnSpan(num_prompt, len(token_ids), reward or 0.0),),
+        logprobs=np.array([0.0] * num_prompt_tokens + [-0.5, -0.1], dtype=np.float32),
+        turns=(TurnSpan(num_prompt_tokens, len(token_ids), reward or 0.0),),
     )
     return Rollout(
         environment="coins",

@@ -51,10 +51,10 @@ class Simulation:
     worker_version: int = 0
     num_started: int = 0
     num_playing: int = 0
-    trained: list[list[RolloutGroup]] = field(default_factory=list)
-    ended: dict[int, str] = field(default_factory=dict)
+    trained_batches: list[list[RolloutGroup]] = field(default_factory=list)
+    outcome_by_index: dict[int, str] = field(default_factory=dict)
     events: list[tuple[float, int, str, int]] = field(default_factory=list)
-    start_version: dict[int, int] = field(default_factory=dict)
+    start_versions: dict[int, int] = field(default_factory=dict)
     learner_is_free: bool = True
     deliveries: list[int] = field(default_factory=list)
     learner_waited_s: float = 0.0
@@ -72,10 +72,10 @@ class Simulation:
             keeps_zero_variance_groups=False,
         )
         self.admission = GroupAdmission(plan.groups_per_step, plan.max_staleness)
-        while len(self.trained) < self.plan.num_steps:
+        while len(self.trained_batches) < self.plan.num_steps:
             self.admit()
             self.train()
-            if len(self.trained) < self.plan.num_steps:
+            if len(self.trained_batches) < self.plan.num_steps:
                 assert self.events, "deadlock"
                 self.now_s, _, kind, number = heapq.heappop(self.events)
                 getattr(self, kind)(number)
@@ -90,14 +90,14 @@ class Simulation:
             index = self.num_started
             self.admission.admit(1)
             self.buffer.begin([index], self.worker_version)
-            self.start_version[index] = self.worker_version
+            self.start_versions[index] = self.worker_version
             self.num_started += 1
             self.num_playing += 1
             self.schedule(self.plan.duration_s(index), "end_group", index)
 
     def train(self) -> None:
         if self.learner_is_free and (groups := self.buffer.take(self.step)):
-            self.trained.append(groups)
+            self.trained_batches.append(groups)
             self.learner_is_free = False
             self.learner_waited_s += self.now_s - self.learner_free_since_s
             self.schedule(self.plan.train_s, "end_step", self.step + 1)
@@ -106,9 +106,9 @@ class Simulation:
         self.num_playing -= 1
         self.played_s += self.plan.duration_s(index)
         outcome = self.plan.outcomes[index % len(self.plan.outcomes)]
-        self.ended[index] = outcome
+        self.outcome_by_index[index] = outcome
         rewards = {"trained": (1, -1), "equal": (1, 1), "void": (1, None), "lost": (None, None)}
-        group = make_group(*rewards[outcome], index=index, version=self.start_version[index])
+        group = make_group(*rewards[outcome], index=index, version=self.start_versions[index])
         refusals = self.buffer.put([group])
         assert [refusal.index for refusal in refusals] == ([] if outcome == "trained" else [index])
         self.admission.release(len(refusals))
@@ -128,8 +128,13 @@ class Simulation:
         self.learner_is_free = True
         self.learner_free_since_s = self.now_s
 
-    def overtakers(self, index: int) -> int:
+    def count_overtakers(self, index: int) -> int:
         """Return the number of groups that started after `index` and were trained on before it."""
-        order = [{group.index for group in batch} for batch in self.trained]
-        own_batch = next((n for n, batch in enumerate(order) if index in batch), len(order))
-        return sum(later > index for batch in order[:own_batch] for later in batch)
+        index_sets = [{group.index for group in batch} for batch in self.trained_batches]
+        batch_index = next(
+            (position for position, batch in enumerate(index_sets) if index in batch),
+            len(index_sets),
+        )
+        return sum(
+            other_index > index for batch in index_sets[:batch_index] for other_index in batch
+        )

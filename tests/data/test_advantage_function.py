@@ -19,8 +19,8 @@ from tests.data.rollouts import make_group
 
 
 def ranks(group: Sequence[Rollout]) -> list[float]:
-    ordered = sorted(episode.reward or 0.0 for episode in group)
-    return [float(ordered.index(episode.reward or 0.0)) for episode in group]
+    sorted_rewards = sorted(episode.reward or 0.0 for episode in group)
+    return [float(sorted_rewards.index(episode.reward or 0.0)) for episode in group]
 
 
 async def slow_ranks(group: Sequence[Rollout]) -> list[float]:
@@ -40,19 +40,19 @@ def raise_error(group: Sequence[Rollout]) -> list[float]:
     raise KeyError("weights")
 
 
-def algorithm(name: str) -> GrpoConfig:
+def make_algorithm(name: str) -> GrpoConfig:
     return GrpoConfig(advantages=f"{__name__}:{name}")
 
 
 @pytest.mark.parametrize("function", ["ranks", "slow_ranks"])
 def test_function_sets_the_advantage_of_every_sampled_token(function: str) -> None:
-    batch = make_batch([make_group(3.0, 1.0, 2.0), make_group(0.0, 5.0)], algorithm(function))
-    credits = [list(row) for row in batch.advantages]
-    assert credits == [[0, 0, rank, rank] for rank in (2, 0, 1, 0, 1)]
+    batch = make_batch([make_group(3.0, 1.0, 2.0), make_group(0.0, 5.0)], make_algorithm(function))
+    advantages = [list(row) for row in batch.advantages]
+    assert advantages == [[0, 0, rank, rank] for rank in (2, 0, 1, 0, 1)]
 
 
 def test_unscored_episode_is_not_passed_to_the_function() -> None:
-    batch = make_batch([make_group(3.0, None, 2.0)], algorithm("ranks"))
+    batch = make_batch([make_group(3.0, None, 2.0)], make_algorithm("ranks"))
     assert [row[-1] for row in batch.advantages] == [1, 0]
 
 
@@ -65,10 +65,10 @@ def test_unscored_episode_is_not_passed_to_the_function() -> None:
     ],
 )
 def test_invalid_function_is_refused(function: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_batch([make_group(0.0, 1.0, 2.0)], algorithm(function))
-    assert f"algorithm.advantages = '{__name__}:{function}'" in str(caught.value)
-    assert message in str(caught.value)
+    with pytest.raises(ConfigError) as error_info:
+        make_batch([make_group(0.0, 1.0, 2.0)], make_algorithm(function))
+    assert f"algorithm.advantages = '{__name__}:{function}'" in str(error_info.value)
+    assert message in str(error_info.value)
 
 
 def test_function_excludes_baseline_and_scale() -> None:

@@ -33,29 +33,29 @@ REINFORCE = ReinforceConfig()
 def play(
     *turn_rewards: float,
     reward: float | None = None,
-    separate: bool = False,
+    is_split: bool = False,
     status: RolloutStatus = RolloutStatus.TERMINATED,
     environment: str = "coins",
 ) -> Rollout:
     """Return an episode whose turns have two prompt and two sampled tokens each.
 
-    `reward` replaces the sum of the turns' rewards. `separate` puts each turn in its own sequence.
+    `reward` replaces the sum of the turns' rewards. `is_split` makes each turn one sequence.
     """
     turns = [
         Turn(
-            [10 + i, 20],
-            SampledCompletion([30 + i, 40], [-0.5, -0.1], 0, has_end_token=True),
-            value,
+            [10 + index, 20],
+            SampledCompletion([30 + index, 40], [-0.5, -0.1], 0, has_end_token=True),
+            turn_reward,
         )
-        for i, value in enumerate(turn_rewards)
+        for index, turn_reward in enumerate(turn_rewards)
     ]
-    sequences = [join_turns([turn]) for turn in turns] if separate else [join_turns(turns)]
-    total = sum(turn_rewards) if reward is None else reward
+    sequences = [join_turns([turn]) for turn in turns] if is_split else [join_turns(turns)]
+    total_reward = sum(turn_rewards) if reward is None else reward
     return replace(
-        make_rollout(total),
+        make_rollout(total_reward),
         environment=environment,
         sequences=tuple(sequences),
-        reward=total,
+        reward=total_reward,
         episode_return=sum(turn_rewards),
         status=status,
     )
@@ -66,22 +66,22 @@ def make_sequence(num_tokens: int, *turns: TurnSpan) -> TokenSequence:
     return TokenSequence(np.arange(num_tokens), np.zeros(num_tokens), turns)
 
 
-def group(*rollouts: Rollout, index: int = 0) -> RolloutGroup:
+def collect(*rollouts: Rollout, index: int = 0) -> RolloutGroup:
     return RolloutGroup(index, rollouts[0].environment, rollouts)
 
 
-def episode_advantages(batch: Batch) -> list[float]:
-    """Return the advantage of each sample; all its sampled tokens must have the same."""
-    values = []
+def list_advantages(batch: Batch) -> list[float]:
+    """Return the advantage of each sample; all its sampled tokens must have the same advantage."""
+    sample_advantages = []
     for row, advantages in zip(batch.sequence_of_sample, batch.advantages, strict=True):
         mask = batch.loss_masks[row]
         assert not advantages[~mask].any()
-        (value,) = set(advantages[mask].tolist())
-        values.append(value)
-    return values
+        (advantage,) = set(advantages[mask].tolist())
+        sample_advantages.append(advantage)
+    return sample_advantages
 
 
-def token_advantages(batch: Batch) -> list[list[float]]:
+def list_token_advantages(batch: Batch) -> list[list[float]]:
     """Return the advantages of each sample's sampled tokens."""
     rows = zip(batch.sequence_of_sample, batch.advantages, strict=True)
     return [advantages[batch.loss_masks[row]].tolist() for row, advantages in rows]
@@ -109,9 +109,11 @@ def test_rest_of_the_reward_is_placed_on_the_last_token() -> None:
 
 
 def test_token_rewards_are_discounted_into_the_previous_sequence() -> None:
-    first, second = play_tokens(1.0, 2.0), play_tokens(0.0, 4.0, 8.0)
-    both = replace(first, sequences=first.sequences + second.sequences, reward=15.0)
-    groups = [RolloutGroup(0, "coins", (both,))]
+    first_episode, second_episode = play_tokens(1.0, 2.0), play_tokens(0.0, 4.0, 8.0)
+    episode = replace(
+        first_episode, sequences=first_episode.sequences + second_episode.sequences, reward=15.0
+    )
+    groups = [RolloutGroup(0, "coins", (episode,))]
     batch = make_batch(groups, PpoConfig(gamma=0.5))
     # The return of the second sequence is 0 + 4/2 + 8/4 = 4; half of it goes to the token before.
     assert batch.rewards[0].tolist() == [0, 0, 1, 2 + 0.5 * 4]
@@ -119,23 +121,23 @@ def test_token_rewards_are_discounted_into_the_previous_sequence() -> None:
 
 
 def test_shuffling_removes_token_rewards() -> None:
-    played = RolloutGroup(0, "coins", (play_tokens(1.0, 0.0, -2.0), play_tokens(0.0, 5.0, 0.0)))
-    [shuffled] = shuffle_rewards([played], random.Random(0))
-    batch = make_batch([shuffled], PPO)
+    group = RolloutGroup(0, "coins", (play_tokens(1.0, 0.0, -2.0), play_tokens(0.0, 5.0, 0.0)))
+    [shuffled_group] = shuffle_rewards([group], random.Random(0))
+    batch = make_batch([shuffled_group], PPO)
     assert sorted(row[-1] for row in batch.rewards) == [-1.0, 5.0]
     assert all(not row[:-1].any() for row in batch.rewards)
 
 
 def test_advantage_is_reward_minus_group_mean() -> None:
     batch = make_batch([make_group(1, -1, -1, -1), make_group(1, 1, 0, 0)], GrpoConfig())
-    assert episode_advantages(batch) == [1.5, -0.5, -0.5, -0.5, 0.5, 0.5, -0.5, -0.5]
+    assert list_advantages(batch) == [1.5, -0.5, -0.5, -0.5, 0.5, 0.5, -0.5, -0.5]
 
 
 def test_lost_episode_does_not_count() -> None:
-    with_lost = make_batch([make_group(1, -1, None)], GrpoConfig())
-    without_unscored = make_batch([make_group(1, -1)], GrpoConfig())
-    assert with_lost.num_samples == 2
-    assert episode_advantages(with_lost) == episode_advantages(without_unscored)
+    batch_with_lost = make_batch([make_group(1, -1, None)], GrpoConfig())
+    batch_without_lost = make_batch([make_group(1, -1)], GrpoConfig())
+    assert batch_with_lost.num_samples == 2
+    assert list_advantages(batch_with_lost) == list_advantages(batch_without_lost)
 
 
 def test_equal_episodes_share_a_sequence_but_not_the_advantage() -> None:
@@ -143,86 +145,93 @@ def test_equal_episodes_share_a_sequence_but_not_the_advantage() -> None:
     batch = make_batch([twins], GrpoConfig())
     assert len(batch.sequences) == 1
     assert batch.sequence_of_sample.tolist() == [0, 0, 0]
-    assert episode_advantages(batch) == pytest.approx([2 / 3, -4 / 3, 2 / 3])
+    assert list_advantages(batch) == pytest.approx([2 / 3, -4 / 3, 2 / 3])
     assert int(batch.num_sampled_tokens[batch.sequence_of_sample].sum()) == 6
 
 
 def test_equal_tokens_with_different_masks_are_not_shared() -> None:
     rollout = make_rollout(1.0)
     (sequence,) = make_rollout(-1.0).sequences
-    shorter = replace(sequence, turns=(TurnSpan(3, 4, -1.0),))
-    shorter_rollout = replace(make_rollout(-1.0), sequences=(shorter,))
+    shorter_sequence = replace(sequence, turns=(TurnSpan(3, 4, -1.0),))
+    shorter_rollout = replace(make_rollout(-1.0), sequences=(shorter_sequence,))
     batch = make_batch([RolloutGroup(0, "coins", (rollout, shorter_rollout))], GrpoConfig())
     assert len(batch.sequences) == 2
 
 
 def test_shuffling_permutes_the_rewards() -> None:
     groups = [make_group(1, -1, None, index=index) for index in range(20)]
-    shuffled = shuffle_rewards(groups, random.Random(3))
-    rewards = [[r.reward for g in gs for r in g.rollouts] for gs in (groups, shuffled)]
+    shuffled_groups = shuffle_rewards(groups, random.Random(3))
+    rewards = [
+        [rollout.reward for group in variant for rollout in group.rollouts]
+        for variant in (groups, shuffled_groups)
+    ]
     assert Counter(rewards[0]) == Counter(rewards[1])
     assert rewards[0] != rewards[1]
-    assert all(g.rollouts[2].reward is None for g in shuffled)
+    assert all(group.rollouts[2].reward is None for group in shuffled_groups)
 
 
 def test_rewards_of_two_environments_are_scaled_separately() -> None:
     cards, maze = play(10.0, environment="cards"), play(0.1, environment="maze")
     groups = [
-        group(cards, replace(cards, reward=0.0)),
-        group(maze, replace(maze, reward=0.0)),
+        collect(cards, replace(cards, reward=0.0)),
+        collect(maze, replace(maze, reward=0.0)),
     ]
-    both = make_batch(groups, GrpoConfig(scale="batch"))
-    separate = [episode_advantages(make_batch([g], GrpoConfig(scale="batch"))) for g in groups]
-    assert episode_advantages(both) == separate[0] + separate[1]
-    assert max(separate[1]) == pytest.approx(0.707, abs=2e-3), "the other rewards have no effect"
+    batch = make_batch(groups, GrpoConfig(scale="batch"))
+    separate_advantages = [
+        list_advantages(make_batch([group], GrpoConfig(scale="batch"))) for group in groups
+    ]
+    assert list_advantages(batch) == separate_advantages[0] + separate_advantages[1]
+    assert max(separate_advantages[1]) == pytest.approx(0.707, abs=2e-3), (
+        "the other rewards have no effect"
+    )
 
 
 def test_groups_of_several_environments_keep_their_order() -> None:
     groups = [
-        group(*(play(r, environment=name) for r in rewards))
+        collect(*(play(reward, environment=name) for reward in rewards))
         for name, rewards in (("a", (1, 0)), ("b", (5, 1)), ("a", (0, 3)))
     ]
-    assert episode_advantages(make_batch(groups, GrpoConfig())) == [0.5, -0.5, 2, -2, -1.5, 1.5]
+    assert list_advantages(make_batch(groups, GrpoConfig())) == [0.5, -0.5, 2, -2, -1.5, 1.5]
 
 
 def test_zero_variance_group_has_zero_advantages() -> None:
     batch = make_batch([make_group(*[0.1] * 10)], GrpoConfig(scale="group"))
-    assert episode_advantages(batch) == [0.0] * 10
+    assert list_advantages(batch) == [0.0] * 10
 
 
 def test_turn_reward_is_placed_on_its_last_token() -> None:
-    batch = make_batch([group(play(1.0, 2.0), play(0.0))], PPO)
+    batch = make_batch([collect(play(1.0, 2.0), play(0.0))], PPO)
     assert batch.rewards[0].tolist() == [0, 0, 0, 1, 0, 0, 0, 2]
     assert batch.rewards[1].tolist() == [0, 0, 0, 0]
 
 
 def test_rest_of_the_learned_reward_is_placed_on_the_last_turn() -> None:
-    batch = make_batch([group(play(1.0, 2.0, reward=10.0), play(0.0))], PPO)
+    batch = make_batch([collect(play(1.0, 2.0, reward=10.0), play(0.0))], PPO)
     assert batch.rewards[0].tolist() == [0, 0, 0, 1, 0, 0, 0, 9]
 
 
 def test_advantage_uses_the_learned_reward() -> None:
-    played = group(play(5.0, reward=0.0), play(0.0, reward=1.0))
-    assert episode_advantages(make_batch([played], GrpoConfig())) == [-0.5, 0.5]
+    group = collect(play(5.0, reward=0.0), play(0.0, reward=1.0))
+    assert list_advantages(make_batch([group], GrpoConfig())) == [-0.5, 0.5]
 
 
 def test_unscored_episode_does_not_count() -> None:
-    unscored = replace(play(9.0), reward=None)
+    unscored_episode = replace(play(9.0), reward=None)
     for algorithm in (GrpoConfig(), GrpoConfig(credit="turn"), ReinforceConfig(baseline="mean")):
-        with_it = make_batch([group(play(1.0), unscored, play(0.0))], algorithm)
-        without_unscored = make_batch([group(play(1.0), play(0.0))], algorithm)
-        assert with_it.num_samples == 2
-        assert token_advantages(with_it) == token_advantages(without_unscored)
+        mixed_batch = make_batch([collect(play(1.0), unscored_episode, play(0.0))], algorithm)
+        scored_batch = make_batch([collect(play(1.0), play(0.0))], algorithm)
+        assert mixed_batch.num_samples == 2
+        assert list_token_advantages(mixed_batch) == list_token_advantages(scored_batch)
 
 
 def test_turn_credit_uses_the_rewards_from_that_turn_on() -> None:
-    played = group(play(1.0, 2.0), play(0.0, 0.0), play(3.0))
-    batch = make_batch([played], GrpoConfig(credit="turn"))
+    group = collect(play(1.0, 2.0), play(0.0, 0.0), play(3.0))
+    batch = make_batch([group], GrpoConfig(credit="turn"))
     # Returns: 3 2, 0 0, 3. Means: 2 and 1.
-    assert token_advantages(batch) == [[1, 1, 1, 1], [-2, -2, -1, -1], [1, 1]]
-    discounted = make_batch([played], GrpoConfig(credit="turn", gamma=0.5))
+    assert list_token_advantages(batch) == [[1, 1, 1, 1], [-2, -2, -1, -1], [1, 1]]
+    discounted_batch = make_batch([group], GrpoConfig(credit="turn", gamma=0.5))
     # Returns: 2 2, 0 0, 3. Means: 5/3 and 1.
-    assert np.concatenate(token_advantages(discounted)) == pytest.approx(
+    assert np.concatenate(list_token_advantages(discounted_batch)) == pytest.approx(
         np.repeat([1 / 3, 1, -5 / 3, -1, 4 / 3], 2)
     )
 
@@ -230,17 +239,19 @@ def test_turn_credit_uses_the_rewards_from_that_turn_on() -> None:
 def test_turns_may_be_separate_sequences() -> None:
     rewards = ((1.0, 2.0), (0.0, 0.0))
     for algorithm in (GrpoConfig(credit="turn", gamma=0.5), REINFORCE, ReinforceConfig(gamma=0.9)):
-        joined = make_batch([group(*(play(*r) for r in rewards))], algorithm)
-        separate = make_batch([group(*(play(*r, separate=True) for r in rewards))], algorithm)
-        assert (joined.num_samples, separate.num_samples) == (2, 4)
-        assert np.concatenate(token_advantages(separate)) == pytest.approx(
-            np.concatenate(token_advantages(joined))
+        joined_batch = make_batch([collect(*(play(*pair) for pair in rewards))], algorithm)
+        split_batch = make_batch(
+            [collect(*(play(*pair, is_split=True) for pair in rewards))], algorithm
+        )
+        assert (joined_batch.num_samples, split_batch.num_samples) == (2, 4)
+        assert np.concatenate(list_token_advantages(split_batch)) == pytest.approx(
+            np.concatenate(list_token_advantages(joined_batch))
         )
 
 
 def test_sequence_gets_the_discounted_return_of_the_next() -> None:
-    played = group(play(1.0, 2.0, 4.0, separate=True), play(0.0))
-    rewards = [row.tolist() for row in make_batch([played], PpoConfig(gamma=0.5)).rewards]
+    group = collect(play(1.0, 2.0, 4.0, is_split=True), play(0.0))
+    rewards = [row.tolist() for row in make_batch([group], PpoConfig(gamma=0.5)).rewards]
     # The return at the first token of the third sequence is 2; the second gets 2 + 0.5 * 2.
     assert rewards[2] == [0, 0, 0, 4]
     assert rewards[1] == [0, 0, 0, 2 + 0.5 * 2]
@@ -248,43 +259,43 @@ def test_sequence_gets_the_discounted_return_of_the_next() -> None:
 
 
 def test_only_the_last_sequence_of_a_truncated_episode_is_truncated() -> None:
-    truncated = play(1.0, 0.0, separate=True, status=RolloutStatus.TRUNCATED)
-    invalid = play(1.0, status=RolloutStatus.INVALID_ACTION)
-    batch = make_batch([group(truncated, invalid)], PPO)
+    truncated_episode = play(1.0, 0.0, is_split=True, status=RolloutStatus.TRUNCATED)
+    invalid_episode = play(1.0, status=RolloutStatus.INVALID_ACTION)
+    batch = make_batch([collect(truncated_episode, invalid_episode)], PPO)
     assert batch.terminated.tolist() == [True, False, True]
 
 
 def test_token_returns_are_discounted_and_whitened_over_the_batch() -> None:
     algorithm = ReinforceConfig(gamma=0.5)
-    batch = make_batch([group(play(4.0), play(0.0)), group(play(8.0))], algorithm)
+    batch = make_batch([collect(play(4.0), play(0.0)), collect(play(8.0))], algorithm)
     returns = [2, 4, 0, 0, 4, 8]
     mean, std = statistics.mean(returns), statistics.stdev(returns)
-    expected = [(value - mean) / std for value in returns]
-    assert np.concatenate(token_advantages(batch)) == pytest.approx(expected)
+    expected_advantages = [(token_return - mean) / std for token_return in returns]
+    assert np.concatenate(list_token_advantages(batch)) == pytest.approx(expected_advantages)
 
 
 def test_group_mean_is_subtracted_before_whitening() -> None:
     algorithm = ReinforceConfig(baseline="mean")
-    groups = [group(play(1.0), play(0.0)), group(play(10.0), play(12.0))]
-    values = np.array(episode_advantages(make_batch(groups, algorithm)))
-    expected = np.array([0.5, -0.5, -1.0, 1.0])
-    assert values / values.max() == pytest.approx(expected)
+    groups = [collect(play(1.0), play(0.0)), collect(play(10.0), play(12.0))]
+    advantages = np.array(list_advantages(make_batch(groups, algorithm)))
+    expected_advantages = np.array([0.5, -0.5, -1.0, 1.0])
+    assert advantages / advantages.max() == pytest.approx(expected_advantages)
 
 
 def test_returns_are_not_whitened_with_a_kl_penalty() -> None:
     algorithm = ReinforceConfig(kl_placement="reward", kl_coef=0.1, kl_estimator="k1")
-    assert episode_advantages(make_batch([group(play(4.0), play(0.0))], algorithm)) == [4, 0]
+    assert list_advantages(make_batch([collect(play(4.0), play(0.0))], algorithm)) == [4, 0]
 
 
 def test_ppo_batch_has_rewards_without_advantages() -> None:
-    batch = make_batch([group(play(4.0), play(0.0))], PPO)
-    assert episode_advantages(batch) == [0, 0]
+    batch = make_batch([collect(play(4.0), play(0.0))], PPO)
+    assert list_advantages(batch) == [0, 0]
     assert [row.sum() for row in batch.rewards] == [4, 0]
 
 
 def test_only_sampled_tokens_are_in_the_loss() -> None:
     for algorithm in (GrpoConfig(), REINFORCE, PPO):
-        batch = make_batch([group(play(1.0, 1.0), play(0.0))], algorithm)
+        batch = make_batch([collect(play(1.0, 1.0), play(0.0))], algorithm)
         assert batch.loss_masks[0].tolist() == [False, False, True, True] * 2
         assert batch.loss_masks[1].tolist() == [False, False, True, True]
 
@@ -293,29 +304,29 @@ def test_only_sampled_tokens_are_in_the_loss() -> None:
 def test_invalid_turn_is_refused(span: tuple[int, int]) -> None:
     rollout = replace(play(1.0), sequences=(make_sequence(4, TurnSpan(*span, 1.0)),))
     with pytest.raises(ValueError, match=rf"turn {span[0]}\.\.{span[1]} must start .*join_turns"):
-        make_batch([group(rollout, play(0.0))], GrpoConfig())
+        make_batch([collect(rollout, play(0.0))], GrpoConfig())
 
 
 def test_overlapping_turns_are_refused() -> None:
     sequence = make_sequence(4, TurnSpan(1, 3, 1.0), TurnSpan(2, 4, 1.0))
     with pytest.raises(ValueError, match=r"turn 2\.\.4 must start at 3 or later"):
-        make_batch([group(replace(play(1.0), sequences=(sequence,)))], GrpoConfig())
+        make_batch([collect(replace(play(1.0), sequences=(sequence,)))], GrpoConfig())
 
 
 def test_episode_without_a_turn_has_no_sample() -> None:
-    silent = replace(play(0.0), sequences=(make_sequence(2),))
-    batch = make_batch([group(play(1.0), silent)], GrpoConfig())
-    assert (batch.num_samples, episode_advantages(batch)) == (1, [0.5])
+    silent_episode = replace(play(0.0), sequences=(make_sequence(2),))
+    batch = make_batch([collect(play(1.0), silent_episode)], GrpoConfig())
+    assert (batch.num_samples, list_advantages(batch)) == (1, [0.5])
 
 
 def test_shuffling_keeps_rewards_in_their_environment() -> None:
     groups = [
-        group(*(play(reward, environment=name) for reward in rewards))
+        collect(*(play(reward, environment=name) for reward in rewards))
         for name, rewards in (("a", (1, 2, 3)), ("b", (10, 20, 30)))
     ]
     for seed in range(5):
-        shuffled = shuffle_rewards(groups, random.Random(seed))
-        assert [sorted(g.rewards) for g in shuffled] == [[1, 2, 3], [10, 20, 30]]
+        shuffled_groups = shuffle_rewards(groups, random.Random(seed))
+        assert [sorted(group.rewards) for group in shuffled_groups] == [[1, 2, 3], [10, 20, 30]]
 
 
 @pytest.mark.parametrize("algorithm", [GrpoConfig(), GrpoConfig(credit="turn"), REINFORCE, PPO])
@@ -323,26 +334,26 @@ def test_shuffling_removes_the_signal_of_single_turns(
     algorithm: GrpoConfig | ReinforceConfig | PpoConfig,
 ) -> None:
     """The first turn has all the reward, positive in good episodes and negative in bad ones."""
-    groups = [group(play(1.0, 0.0), play(-1.0, 0.0), index=index) for index in range(200)]
-    is_good = np.tile([1.0, -1.0], 200)
+    groups = [collect(play(1.0, 0.0), play(-1.0, 0.0), index=index) for index in range(200)]
+    signs = np.tile([1.0, -1.0], 200)
 
-    def first_turn_signal(groups: list[RolloutGroup]) -> float:
+    def compute_first_turn_signal(groups: list[RolloutGroup]) -> float:
         batch = make_batch(groups, algorithm)
         rows = batch.rewards if algorithm.kind == "ppo" else batch.advantages
         first_turns = np.array([row[:4].sum() for row in rows])
-        return float(np.abs(np.mean(first_turns * is_good)))
+        return float(np.abs(np.mean(first_turns * signs)))
 
-    assert first_turn_signal(groups) > 0.5
-    assert first_turn_signal(shuffle_rewards(groups, random.Random(1))) < 0.2
+    assert compute_first_turn_signal(groups) > 0.5
+    assert compute_first_turn_signal(shuffle_rewards(groups, random.Random(1))) < 0.2
 
 
 @pytest.mark.slow
 def test_shuffled_advantages_have_mean_zero() -> None:
     groups = [make_group(1, 1, 0, -1, index=index) for index in range(100)]
-    sums = np.zeros(4)
+    sums_of_means = np.zeros(4)
     for seed in range(50):
-        shuffled = shuffle_rewards(groups, random.Random(seed))
-        values = episode_advantages(make_batch(shuffled, GrpoConfig()))
-        sums += np.array(values).reshape(-1, 4).mean(0)
+        shuffled_groups = shuffle_rewards(groups, random.Random(seed))
+        advantages = list_advantages(make_batch(shuffled_groups, GrpoConfig()))
+        sums_of_means += np.array(advantages).reshape(-1, 4).mean(0)
     standard_error = 0.83 / math.sqrt(50 * 100)
-    assert np.abs(sums / 50).max() < 4 * standard_error
+    assert np.abs(sums_of_means / 50).max() < 4 * standard_error

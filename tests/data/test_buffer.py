@@ -85,8 +85,8 @@ def test_group_with_one_lost_episode_is_kept() -> None:
 def test_lost_group_is_refused() -> None:
     buffer = make_buffer()
     buffer.begin([0, 1], version=0)
-    lost = make_lost_group(GroupSpec(0, "coins", (1, 1)))
-    assert buffer.put([lost, make_group(1, -1, index=1)]) == [Refusal(0, is_lost=True)]
+    lost_group = make_lost_group(GroupSpec(0, "coins", (1, 1)))
+    assert buffer.put([lost_group, make_group(1, -1, index=1)]) == [Refusal(0, is_lost=True)]
     assert buffer.counts["coins"].num_lost == 2
 
 
@@ -111,8 +111,8 @@ def test_restore_replaces_the_contents() -> None:
     buffer = make_buffer(groups_per_step=2)
     buffer.begin([0, 1, 2], version=0)
     buffer.put([make_group(1, -1, index=0)])
-    restored = [make_group(1, -1, index=7), make_group(1, -1, index=3)]
-    assert buffer.restore(restored, {"coins": RolloutCounts(num_groups=4)}, version=0) == 2
+    restored_groups = [make_group(1, -1, index=7), make_group(1, -1, index=3)]
+    assert buffer.restore(restored_groups, {"coins": RolloutCounts(num_groups=4)}, version=0) == 2
     assert [group.index for group in buffer.groups] == [3, 7]
     assert buffer.put([make_group(1, 1, index=1)]) == [], "the group is not replaced"
     assert buffer.copy_state().refusals == []

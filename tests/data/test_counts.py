@@ -22,39 +22,41 @@ def test_lost_episode_is_not_a_win_draw_or_loss() -> None:
 def test_lost_and_failed_episodes_are_counted_separately() -> None:
     group = make_group(1, 0, -1)
     failures = [(RolloutStatus.LOST, "away"), (RolloutStatus.FAILED, "bug 1")]
-    void = [
-        replace(r, reward=None, episode_return=None, status=status, failure=reason)
-        for r, (status, reason) in zip(group.rollouts, failures, strict=False)
+    void_rollouts = [
+        replace(rollout, reward=None, episode_return=None, status=status, failure=reason)
+        for rollout, (status, reason) in zip(group.rollouts, failures, strict=False)
     ]
-    counts = count_group(replace(group, rollouts=(*void, group.rollouts[2])))
+    counts = count_group(replace(group, rollouts=(*void_rollouts, group.rollouts[2])))
     assert (counts.num_lost, counts.num_failed, counts.num_scored) == (1, 1, 1)
     assert counts.num_void_groups == 1
-    doubled = counts + counts
-    assert {kind: count.num_episodes for kind, count in doubled.failures.items()} == {
+    total = counts + counts
+    assert {kind: count.num_episodes for kind, count in total.failures.items()} == {
         "away": 2,
         "bug #": 2,
     }
 
 
 def test_checkpoint_contains_failure_reasons() -> None:
-    [failed] = [
-        replace(r, reward=None, status=RolloutStatus.FAILED, failure="bug 1")
-        for r in make_group(1).rollouts
+    [failed_rollout] = [
+        replace(rollout, reward=None, status=RolloutStatus.FAILED, failure="bug 1")
+        for rollout in make_group(1).rollouts
     ]
-    counts = count_group(replace(make_group(1), rollouts=(failed,)))
+    counts = count_group(replace(make_group(1), rollouts=(failed_rollout,)))
     text = RunState(counts={"coins": counts}).model_dump_json()
     assert RunState.model_validate_json(text).counts == {"coins": counts}
 
 
 def test_tool_calls_are_counted() -> None:
-    calls = [(3, 1), (0, 0), (1, 1)]
+    call_counts = [(3, 1), (0, 0), (1, 1)]
     rollouts = [
-        replace(rollout, num_tool_calls=num, num_tool_calls_failed=failed)
-        for rollout, (num, failed) in zip(make_group(1, 0, -1).rollouts, calls, strict=True)
+        replace(rollout, num_tool_calls=num_calls, num_tool_calls_failed=num_failed)
+        for rollout, (num_calls, num_failed) in zip(
+            make_group(1, 0, -1).rollouts, call_counts, strict=True
+        )
     ]
     counts = count_group(replace(make_group(1), rollouts=tuple(rollouts)))
-    doubled = counts + counts
-    assert (doubled.num_tool_calls, doubled.num_tool_calls_failed, doubled.num_with_tool_calls) == (
+    total = counts + counts
+    assert (total.num_tool_calls, total.num_tool_calls_failed, total.num_with_tool_calls) == (
         8,
         4,
         4,
@@ -64,8 +66,10 @@ def test_tool_calls_are_counted() -> None:
 def test_wins_are_counted_by_reported_success() -> None:
     group = make_group(1, -1)
     success_rollout, failure_rollout = (
-        replace(r, reward=5.0, episode_return=value, success=success)
-        for r, value, success in zip(group.rollouts, (-13.0, 4.0), (True, False), strict=True)
+        replace(rollout, reward=5.0, episode_return=episode_return, success=success)
+        for rollout, episode_return, success in zip(
+            group.rollouts, (-13.0, 4.0), (True, False), strict=True
+        )
     )
     counts = count_group(replace(group, rollouts=(success_rollout, failure_rollout)))
     assert (counts.num_judged, counts.num_wins, counts.num_losses) == (2, 1, 1)
@@ -75,14 +79,14 @@ def test_return_of_zero_up_to_rounding_is_a_draw() -> None:
     [rollout] = make_group(1).rollouts
     episode_return = reduce(add, [-0.1] * 9 + [0.9])  # sum() corrects the rounding
     assert episode_return > 0
-    drawn = replace(rollout, episode_return=episode_return, success=False)
-    counts = count_group(replace(make_group(1), rollouts=(drawn,)))
+    drawn_rollout = replace(rollout, episode_return=episode_return, success=False)
+    counts = count_group(replace(make_group(1), rollouts=(drawn_rollout,)))
     assert (counts.num_wins, counts.num_draws, counts.num_losses) == (0, 1, 0)
 
 
 def test_episodes_without_reported_success_are_not_judged() -> None:
-    unjudged = [replace(r, success=None) for r in make_group(200, 17, 9).rollouts]
-    counts = count_group(replace(make_group(1, 1, 1), rollouts=tuple(unjudged)))
+    rollouts = [replace(rollout, success=None) for rollout in make_group(200, 17, 9).rollouts]
+    counts = count_group(replace(make_group(1, 1, 1), rollouts=tuple(rollouts)))
     assert (counts.num_judged, counts.num_wins, counts.num_terminated) == (0, 0, 3)
 
 
@@ -92,7 +96,10 @@ def test_terms_are_summed_by_name_without_unscored_values() -> None:
         (ScoredTerm("format", 0.5), ScoredTerm("style", None)),
         (ScoredTerm("format", 0.25), ScoredTerm("style", 2.0)),
     ]
-    rollouts = [replace(r, terms=t) for r, t in zip(group.rollouts, terms, strict=True)]
+    rollouts = [
+        replace(rollout, terms=rollout_terms)
+        for rollout, rollout_terms in zip(group.rollouts, terms, strict=True)
+    ]
     counts = count_group(replace(group, rollouts=tuple(rollouts)))
     assert counts.terms == {"format": TermSum(2, 0.75), "style": TermSum(1, 2.0)}
     assert sum_counts([counts, counts, RolloutCounts()]).terms["format"] == TermSum(4, 1.5)

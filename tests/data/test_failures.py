@@ -21,8 +21,8 @@ def raise_and_catch(error: Exception) -> Exception:
     """Return the error with a traceback of this function."""
     try:
         raise error
-    except Exception as raised:  # noqa: BLE001 - returned
-        return raised
+    except Exception as caught_error:  # noqa: BLE001 - returned
+        return caught_error
 
 
 def test_reason_is_one_line_with_a_location() -> None:
@@ -39,17 +39,19 @@ def test_reason_has_a_maximum_length() -> None:
 
 
 def test_error_without_a_message_has_a_reason() -> None:
-    class Broken(Exception):
+    class UnprintableError(Exception):
         def __str__(self) -> str:
             raise RuntimeError("cannot be printed")
 
-    assert describe_error(raise_and_catch(Broken())).startswith("Broken: no message")
+    assert describe_error(raise_and_catch(UnprintableError())).startswith(
+        "UnprintableError: no message"
+    )
 
 
 def test_first_error_of_a_group_is_the_reason() -> None:
-    lost = SessionLostError("the server died")
-    group = ExceptionGroup("two", [ExceptionGroup("one", [lost]), ValueError("later")])
-    assert find_first_error(group) is lost
+    lost_error = SessionLostError("the server died")
+    group = ExceptionGroup("two", [ExceptionGroup("one", [lost_error]), ValueError("later")])
+    assert find_first_error(group) is lost_error
     assert describe_error(group) == "SessionLostError: the server died"
 
 
@@ -61,19 +63,19 @@ def test_reasons_that_differ_in_numbers_are_one_kind() -> None:
 
 def test_most_common_reason_is_the_first_example_of_its_kind() -> None:
     counts = count_failures(["away", "bad at 1", "bad at 2"])
-    sums = add_failures(counts, count_failures(["away", "bad at 3", "bad at 4"]))
-    assert {count.num_episodes for count in sums.values()} == {2, 4}
-    assert find_most_common_reason(sums) == "bad at 1"
+    total_counts = add_failures(counts, count_failures(["away", "bad at 3", "bad at 4"]))
+    assert {count.num_episodes for count in total_counts.values()} == {2, 4}
+    assert find_most_common_reason(total_counts) == "bad at 1"
     assert find_most_common_reason({}) == ""
 
 
-@pytest.mark.parametrize("in_one_call", [True, False])
+@pytest.mark.parametrize("is_one_call", [True, False])
 def test_number_of_kinds_is_bounded_and_all_episodes_are_counted(
-    in_one_call: bool,
+    is_one_call: bool,
 ) -> None:
     words = ["".join(chr(97 + int(digit)) for digit in str(number)) for number in range(300)]
     reasons = ["often"] * 9 + words
-    if in_one_call:
+    if is_one_call:
         counts = count_failures(reasons)
     else:
         counts = {}

@@ -16,10 +16,10 @@ from ludus.trainer.data.mixture import Mixture, MixtureState
 from ludus.trainer.run.checkpoint import RunState
 
 
-def make_run(weights: dict[str, float], **rest: object) -> LanguageModelRun:
+def make_run(weights: dict[str, float], **sections: object) -> LanguageModelRun:
     """Return a run with environments of these weights."""
     environments = {name: {"weight": weight} for name, weight in weights.items()}
-    return LanguageModelRun.model_validate({"environments": environments, **rest})
+    return LanguageModelRun.model_validate({"environments": environments, **sections})
 
 
 def make_mixture(run: LanguageModelRun, state: MixtureState | None = None) -> Mixture:
@@ -32,13 +32,13 @@ def play(mixture: Mixture, num_groups: int) -> Counter[str]:
     return Counter(mixture.take_next_group().environment for _ in range(num_groups))
 
 
-def won(num_wins: int, num_games: int, num_groups: int = 8) -> RolloutCounts:
+def count(num_wins: int, num_episodes: int, num_groups: int = 8) -> RolloutCounts:
     """Return the counts of groups with this number of wins."""
     return RolloutCounts(
         num_groups=num_groups,
-        num_scored=num_games,
-        num_terminated=num_games,
-        num_judged=num_games,
+        num_scored=num_episodes,
+        num_terminated=num_episodes,
+        num_judged=num_episodes,
         num_wins=num_wins,
     )
 
@@ -50,8 +50,8 @@ def test_counts_follow_the_weights_at_every_moment(weights: list[int], num_group
     run = make_run({f"e{number}": weight for number, weight in enumerate(weights)})
     counts = play(make_mixture(run), num_groups)
     for name, environment in run.environments.items():
-        share = environment.weight / sum(weights) * num_groups
-        assert abs(counts[name] - share) < len(weights)
+        expected_count = environment.weight / sum(weights) * num_groups
+        assert abs(counts[name] - expected_count) < len(weights)
 
 
 def test_proportions_are_exact_over_whole_rounds() -> None:
@@ -62,9 +62,9 @@ def test_proportions_are_exact_over_whole_rounds() -> None:
 
 def test_equal_configurations_have_equal_groups() -> None:
     run = make_run({"a": 3, "b": 1})
-    first, second = make_mixture(run), make_mixture(run)
-    assert [first.take_next_group() for _ in range(50)] == [
-        second.take_next_group() for _ in range(50)
+    mixture, equal_mixture = make_mixture(run), make_mixture(run)
+    assert [mixture.take_next_group() for _ in range(50)] == [
+        equal_mixture.take_next_group() for _ in range(50)
     ]
 
 
@@ -75,14 +75,14 @@ def test_indices_of_a_single_environment_start_at_zero() -> None:
 
 def test_replacements_do_not_affect_other_environments() -> None:
     run = make_run({"a": 1, "b": 1})
-    plain, replacing = make_mixture(run), make_mixture(run)
+    plain_mixture, replacing_mixture = make_mixture(run), make_mixture(run)
     indices_of_b: dict[str, list[int]] = {"plain": [], "replacing": []}
     for _ in range(20):
-        spec = plain.take_next_group()
+        spec = plain_mixture.take_next_group()
         indices_of_b["plain"] += [spec.index] * (spec.environment == "b")
-        spec = replacing.take_next_group()
+        spec = replacing_mixture.take_next_group()
         if spec.environment == "a":
-            assert replacing.replace_group(spec).environment == "a"
+            assert replacing_mixture.replace_group(spec).environment == "a"
         indices_of_b["replacing"] += [spec.index] * (spec.environment == "b")
     assert indices_of_b["plain"] == indices_of_b["replacing"]
 
@@ -91,8 +91,10 @@ def test_indices_are_unique() -> None:
     mixture = make_mixture(make_run({"a": 2, "b": 1}))
     specs = [mixture.take_next_group() for _ in range(30)]
     specs += [mixture.replace_group(spec) for spec in specs]
-    earlier = MixtureState(names=["a", "b"], num_indices={"a": 3, "b": 1}, credits={"a": 0, "b": 0})
-    mixture.roll_back(earlier)
+    old_state = MixtureState(
+        names=["a", "b"], num_indices={"a": 3, "b": 1}, credits={"a": 0, "b": 0}
+    )
+    mixture.roll_back(old_state)
     specs += [mixture.take_next_group() for _ in range(30)]
     assert len({spec.index for spec in specs}) == len(specs)
 
@@ -113,21 +115,21 @@ def test_mixture_resumes_from_a_checkpoint() -> None:
     mixture = make_mixture(run)
     for number in range(7):
         mixture.take_next_group()
-        mixture.observe({"a": won(number, 8, num_groups=1)})
+        mixture.observe({"a": count(number, 8, num_groups=1)})
     text = RunState(mixture=mixture.state).model_dump_json()
-    resumed = make_mixture(run, RunState.model_validate_json(text).mixture)
+    resumed_mixture = make_mixture(run, RunState.model_validate_json(text).mixture)
     for number in range(30):
-        assert resumed.take_next_group() == mixture.take_next_group()
-        for each in (resumed, mixture):
-            each.observe({"a": won(8, 8, num_groups=1), "b": won(number % 8, 8)})
-    assert resumed.weights == mixture.weights
+        assert resumed_mixture.take_next_group() == mixture.take_next_group()
+        for variant in (resumed_mixture, mixture):
+            variant.observe({"a": count(8, 8, num_groups=1), "b": count(number % 8, 8)})
+    assert resumed_mixture.weights == mixture.weights
 
 
 def test_run_resumed_with_another_environment_uses_new_indices() -> None:
     mixture = make_mixture(make_run({"a": 1, "b": 1}))
     used_indices = {mixture.take_next_group().index for _ in range(9)}
-    extended = make_mixture(make_run({"a": 1, "b": 1, "c": 1}), mixture.state)
-    specs = [extended.take_next_group() for _ in range(30)]
+    extended_mixture = make_mixture(make_run({"a": 1, "b": 1, "c": 1}), mixture.state)
+    specs = [extended_mixture.take_next_group() for _ in range(30)]
     assert used_indices.isdisjoint(spec.index for spec in specs)
     assert Counter(spec.environment for spec in specs) == {"a": 10, "b": 10, "c": 10}
 
@@ -142,13 +144,13 @@ def test_curriculum_starts_with_the_first_environment_only() -> None:
 
 def test_next_environment_opens_at_the_win_rate_over_a_window() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
-    mixture.observe({"easy": won(64, 64)})
+    mixture.observe({"easy": count(64, 64)})
     assert play(mixture, 10) == {"easy": 10}, "half a window"
-    mixture.observe({"easy": won(31, 64)})
+    mixture.observe({"easy": count(31, 64)})
     assert play(mixture, 10) == {"easy": 10}, "95 of 128 are less than 0.75"
-    mixture.observe({"easy": won(64, 64)})
+    mixture.observe({"easy": count(64, 64)})
     assert play(mixture, 10) == {"easy": 10}, "the best half has left the window"
-    mixture.observe({"easy": won(64, 64)})
+    mixture.observe({"easy": count(64, 64)})
     assert play(mixture, 50) == {"easy": 10, "hard": 40}, "mastered: a quarter of its weight"
 
 
@@ -161,26 +163,26 @@ def test_zero_variance_groups_count_for_the_win_rate() -> None:
 
 def test_observe_returns_the_opened_environment() -> None:
     mixture = make_mixture(make_run({"a": 1, "b": 1, "c": 1}, curriculum=CURRICULUM))
-    assert (mixture.observe({"a": won(0, 64, num_groups=16)}), mixture.num_open) == (None, 1)
-    assert (mixture.observe({"a": won(64, 64, num_groups=16)}), mixture.num_open) == ("b", 2)
-    assert (mixture.observe({"b": won(64, 64, num_groups=16)}), mixture.num_open) == ("c", 3)
-    assert mixture.observe({"c": won(64, 64, num_groups=16)}) is None
+    assert (mixture.observe({"a": count(0, 64, num_groups=16)}), mixture.num_open) == (None, 1)
+    assert (mixture.observe({"a": count(64, 64, num_groups=16)}), mixture.num_open) == ("b", 2)
+    assert (mixture.observe({"b": count(64, 64, num_groups=16)}), mixture.num_open) == ("c", 3)
+    assert mixture.observe({"c": count(64, 64, num_groups=16)}) is None
     assert make_mixture(make_run({"a": 1, "b": 1})).num_open is None
 
 
 @pytest.mark.parametrize("num_scored", [0, 64])
 def test_environment_without_wins_opens_no_other(num_scored: int) -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
-    mixture.observe({"easy": won(0, num_scored, num_groups=32), "hard": won(64, 64)})
+    mixture.observe({"easy": count(0, num_scored, num_groups=32), "hard": count(64, 64)})
     assert list(mixture.weights) == ["easy"]
 
 
 def test_environment_without_reported_success_is_refused() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
-    unreported = RolloutCounts(num_groups=1, num_episodes=4, num_scored=4, num_terminated=4)
-    with pytest.raises(ConfigError) as caught:
-        mixture.observe({"easy": unreported})
-    assert str(caught.value) == (
+    unjudged_counts = RolloutCounts(num_groups=1, num_episodes=4, num_scored=4, num_terminated=4)
+    with pytest.raises(ConfigError) as error_info:
+        mixture.observe({"easy": unjudged_counts})
+    assert str(error_info.value) == (
         "environment 'easy' does not report success (4 episodes ended without it), which "
         "curriculum.unlock_at needs; set success in its last transition (a rollout function "
         "passes it on in Ended), or remove section curriculum"
@@ -188,26 +190,26 @@ def test_environment_without_reported_success_is_refused() -> None:
 
 
 def test_last_environment_need_not_report_success() -> None:
-    unreported = RolloutCounts(num_groups=8, num_scored=64, num_terminated=64)
-    without_curriculum = make_mixture(make_run({"easy": 1, "hard": 1}))
-    without_curriculum.observe({"easy": unreported})
+    unjudged_counts = RolloutCounts(num_groups=8, num_scored=64, num_terminated=64)
+    plain_mixture = make_mixture(make_run({"easy": 1, "hard": 1}))
+    plain_mixture.observe({"easy": unjudged_counts})
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
-    mixture.observe({"easy": won(64, 64, num_groups=16)})
-    mixture.observe({"easy": unreported, "hard": unreported})
+    mixture.observe({"easy": count(64, 64, num_groups=16)})
+    mixture.observe({"easy": unjudged_counts, "hard": unjudged_counts})
     assert mixture.weights == {"easy": 0.25, "hard": 1}
 
 
 def test_truncated_episodes_need_not_report_success() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
-    truncated = RolloutCounts(num_groups=16, num_scored=64, num_truncated=32, num_invalid=32)
-    mixture.observe({"easy": truncated})
+    truncated_counts = RolloutCounts(num_groups=16, num_scored=64, num_truncated=32, num_invalid=32)
+    mixture.observe({"easy": truncated_counts})
     assert list(mixture.weights) == ["easy"]
 
 
 def test_evaluation_without_reported_success_is_logged(caplog) -> None:
-    unreported = summarize([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
-    judged = summarize([EpisodeOutcome(seed, 0.0, 1, success=False) for seed in range(4)])
-    results = {"easy": judged, "middle": unreported, "hard": unreported}
+    unjudged_summary = summarize([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
+    judged_summary = summarize([EpisodeOutcome(seed, 0.0, 1, success=False) for seed in range(4)])
+    results = {"easy": judged_summary, "middle": unjudged_summary, "hard": unjudged_summary}
     weights = dict.fromkeys(results, 1.0)
     make_mixture(make_run(weights)).warn_if_success_is_missing(results)
     assert not caplog.messages

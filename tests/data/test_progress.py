@@ -10,22 +10,22 @@ from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.failures import count_failures
 from ludus.trainer.data.progress import ProgressMonitor
 
-VOID = RolloutCounts(
+VOID_COUNTS = RolloutCounts(
     num_groups=1,
     num_episodes=4,
     num_lost=4,
     num_void_groups=1,
     failures=count_failures(["UnavailableError: no answer"] * 4),
 )
-FAILED = RolloutCounts(
+FAILED_COUNTS = RolloutCounts(
     num_groups=1,
     num_episodes=4,
     num_failed=4,
     num_void_groups=1,
     failures=count_failures(["KeyError: 'answer'"] * 3 + ["ValueError: 7"]),
 )
-SCORED = RolloutCounts(num_groups=1, num_episodes=4, num_scored=4)
-ZERO_VARIANCE = RolloutCounts(
+SCORED_COUNTS = RolloutCounts(num_groups=1, num_episodes=4, num_scored=4)
+ZERO_VARIANCE_COUNTS = RolloutCounts(
     num_groups=1, num_episodes=4, num_scored=4, num_zero_variance_groups=1
 )
 
@@ -46,75 +46,81 @@ def make_monitor() -> ProgressMonitor:
 
 def test_environment_that_recovers_in_time_does_not_stop_the_run() -> None:
     monitor = make_monitor()
-    monitor.observe({"a": VOID}, 0.0, is_taken=False)
-    monitor.observe({"a": VOID + VOID}, 29.0, is_taken=False)
-    monitor.observe({"a": VOID + VOID + SCORED}, 31.0, is_taken=False)
-    monitor.observe({"a": VOID + VOID + SCORED + VOID}, 40.0, is_taken=False)
-    monitor.observe({"a": VOID + VOID + SCORED + VOID + VOID}, 69.0, is_taken=False)
+    monitor.observe({"a": VOID_COUNTS}, 0.0, is_taken=False)
+    monitor.observe({"a": VOID_COUNTS + VOID_COUNTS}, 29.0, is_taken=False)
+    monitor.observe({"a": VOID_COUNTS + VOID_COUNTS + SCORED_COUNTS}, 31.0, is_taken=False)
+    monitor.observe(
+        {"a": VOID_COUNTS + VOID_COUNTS + SCORED_COUNTS + VOID_COUNTS}, 40.0, is_taken=False
+    )
+    monitor.observe(
+        {"a": VOID_COUNTS + VOID_COUNTS + SCORED_COUNTS + VOID_COUNTS + VOID_COUNTS},
+        69.0,
+        is_taken=False,
+    )
 
 
 def test_unavailable_environment_stops_the_run() -> None:
     monitor = make_monitor()
-    monitor.observe({"a": VOID, "b": SCORED}, 0.0, is_taken=True)
-    monitor.observe({"a": VOID, "b": SCORED}, 20.0, is_taken=True)
+    monitor.observe({"a": VOID_COUNTS, "b": SCORED_COUNTS}, 0.0, is_taken=True)
+    monitor.observe({"a": VOID_COUNTS, "b": SCORED_COUNTS}, 20.0, is_taken=True)
     with pytest.raises(UnavailableError, match=r"'a'.*30 s.*no answer.*reconnect_timeout_s = 30"):
-        monitor.observe({"a": VOID, "b": SCORED}, 30.0, is_taken=True)
+        monitor.observe({"a": VOID_COUNTS, "b": SCORED_COUNTS}, 30.0, is_taken=True)
 
 
 def test_environment_that_never_worked_stops_the_run_after_two_batches() -> None:
     monitor = make_monitor()
-    counts = FAILED + FAILED
-    monitor.observe({"a": counts, "b": SCORED}, 0.0, is_taken=False)
-    counts += FAILED
-    monitor.observe({"a": counts, "b": SCORED}, 20.0, is_taken=False)
+    counts = FAILED_COUNTS + FAILED_COUNTS
+    monitor.observe({"a": counts, "b": SCORED_COUNTS}, 0.0, is_taken=False)
+    counts += FAILED_COUNTS
+    monitor.observe({"a": counts, "b": SCORED_COUNTS}, 20.0, is_taken=False)
     with pytest.raises(EpisodesFailedError, match=r"'a'.*first 16 episodes.*KeyError: 'answer'"):
-        monitor.observe({"a": counts + FAILED, "b": SCORED}, 20.1, is_taken=False)
+        monitor.observe({"a": counts + FAILED_COUNTS, "b": SCORED_COUNTS}, 20.1, is_taken=False)
 
 
 def test_short_burst_of_initial_failures_does_not_stop_the_run() -> None:
     monitor = make_monitor()
     counts = RolloutCounts()
     for second in range(9):
-        counts += FAILED + FAILED
+        counts += FAILED_COUNTS + FAILED_COUNTS
         monitor.observe({"a": counts}, float(second), is_taken=False)
-    counts += SCORED + FAILED
+    counts += SCORED_COUNTS + FAILED_COUNTS
     monitor.observe({"a": counts}, 10.0, is_taken=False)
-    monitor.observe({"a": counts + FAILED}, 20.0, is_taken=False)
+    monitor.observe({"a": counts + FAILED_COUNTS}, 20.0, is_taken=False)
 
 
 def test_environment_that_worked_may_fail_for_reconnect_timeout() -> None:
     monitor = make_monitor()
-    counts = SCORED
+    counts = SCORED_COUNTS
     monitor.observe({"a": counts}, 0.0, is_taken=False)
     for second in range(1, 31):
-        counts += FAILED
+        counts += FAILED_COUNTS
         monitor.observe({"a": counts}, float(second), is_taken=False)
     with pytest.raises(EpisodesFailedError, match=r"'a'.*KeyError: 'answer'"):
-        monitor.observe({"a": counts + FAILED}, 31.0, is_taken=False)
+        monitor.observe({"a": counts + FAILED_COUNTS}, 31.0, is_taken=False)
 
 
 def test_one_good_group_among_many_void_groups_does_not_save_the_run() -> None:
     monitor = make_monitor()
-    counts = SCORED
+    counts = SCORED_COUNTS
     monitor.observe({"a": counts}, 0.0, is_taken=False)
     for second in range(1, 31):
-        counts += FAILED + FAILED + FAILED
+        counts += FAILED_COUNTS + FAILED_COUNTS + FAILED_COUNTS
         if second == 15:
-            counts += SCORED
+            counts += SCORED_COUNTS
         monitor.observe({"a": counts}, float(second), is_taken=False)
     with pytest.raises(EpisodesFailedError):
-        monitor.observe({"a": counts + FAILED}, 31.0, is_taken=False)
+        monitor.observe({"a": counts + FAILED_COUNTS}, 31.0, is_taken=False)
 
 
 def test_recovered_environment_does_not_stop_the_run() -> None:
     monitor = make_monitor()
-    counts = SCORED
+    counts = SCORED_COUNTS
     monitor.observe({"a": counts}, 0.0, is_taken=False)
     for _ in range(500):
-        counts += FAILED
+        counts += FAILED_COUNTS
     monitor.observe({"a": counts}, 1.0, is_taken=False)
     for second in range(28, 60):
-        counts += SCORED + SCORED + FAILED
+        counts += SCORED_COUNTS + SCORED_COUNTS + FAILED_COUNTS
         monitor.observe({"a": counts}, float(second), is_taken=False)
 
 
@@ -122,7 +128,7 @@ def test_rare_failures_do_not_stop_the_run() -> None:
     monitor = make_monitor()
     counts = RolloutCounts()
     for second in range(1000):
-        counts += SCORED if second % 50 else FAILED
+        counts += SCORED_COUNTS if second % 50 else FAILED_COUNTS
         monitor.observe({"a": counts}, float(second), is_taken=False)
 
 
@@ -133,11 +139,11 @@ def test_idle_wait_is_logged_each_minute_and_stops_the_run(
     training = {"groups_per_step": 2, "idle_timeout_s": 600}
     run = LanguageModelRun.model_validate({"environments": {"a": {}}, "training": training})
     monitor = ProgressMonitor(run, lambda: "2 groups are being played")
-    monitor.observe({"a": SCORED + SCORED}, 0.0, is_taken=True)
+    monitor.observe({"a": SCORED_COUNTS + SCORED_COUNTS}, 0.0, is_taken=True)
     for second in range(1000, 1100):  # a training step runs at the same time
         monitor.observe({}, float(second), is_taken=False)
     for second in range(1100, 1600):
-        monitor.observe({"a": SCORED}, float(second), is_taken=False)
+        monitor.observe({"a": SCORED_COUNTS}, float(second), is_taken=False)
     messages = [record.message for record in caplog.records]
     assert len(messages) == 9
     assert messages[0] == (
@@ -145,20 +151,20 @@ def test_idle_wait_is_logged_each_minute_and_stops_the_run(
         "latest 60 s ago; 2 groups are being played"
     )
     assert "1 have finished since the last batch, the latest 80 s ago" in messages[2]
-    monitor.observe({"a": SCORED + SCORED}, 1650.0, is_taken=False)
-    monitor.observe({"a": SCORED + SCORED}, 2249.0, is_taken=False)
+    monitor.observe({"a": SCORED_COUNTS + SCORED_COUNTS}, 1650.0, is_taken=False)
+    monitor.observe({"a": SCORED_COUNTS + SCORED_COUNTS}, 2249.0, is_taken=False)
     with pytest.raises(
         TrainingStalledError, match=r"finished for 600 s.*idle_timeout_s = 600.*2 gro"
     ):
-        monitor.observe({"a": SCORED + SCORED}, 2250.0, is_taken=False)
+        monitor.observe({"a": SCORED_COUNTS + SCORED_COUNTS}, 2250.0, is_taken=False)
 
 
 def test_new_kinds_of_reasons_are_logged_once_up_to_a_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monitor = make_monitor()
-    monitor.observe({"a": SCORED + FAILED}, 0.0, is_taken=True)
-    monitor.observe({"a": FAILED}, 1.0, is_taken=True)
+    monitor.observe({"a": SCORED_COUNTS + FAILED_COUNTS}, 0.0, is_taken=True)
+    monitor.observe({"a": FAILED_COUNTS}, 1.0, is_taken=True)
     assert sorted(record.message for record in caplog.records) == [
         "an episode of environment 'a' is void: KeyError: 'answer'",
         "an episode of environment 'a' is void: ValueError: 7",
@@ -172,29 +178,29 @@ def test_new_kinds_of_reasons_are_logged_once_up_to_a_limit(
 
 def test_unscored_groups_have_a_missing_reward_as_reason() -> None:
     monitor = make_monitor()
-    unscored = RolloutCounts(num_groups=1, num_episodes=4, num_void_groups=1)
-    monitor.observe({"a": unscored}, 0.0, is_taken=False)
+    unscored_counts = RolloutCounts(num_groups=1, num_episodes=4, num_void_groups=1)
+    monitor.observe({"a": unscored_counts}, 0.0, is_taken=False)
     with pytest.raises(EpisodesFailedError, match="a term of the reward is None"):
-        monitor.observe({"a": unscored + unscored}, 30.0, is_taken=False)
+        monitor.observe({"a": unscored_counts + unscored_counts}, 30.0, is_taken=False)
 
 
 def test_environment_without_new_groups_does_not_stop_the_run() -> None:
     monitor = make_monitor()
-    monitor.observe({"a": VOID}, 0.0, is_taken=False)
-    monitor.observe({"a": VOID}, 100.0, is_taken=False)
+    monitor.observe({"a": VOID_COUNTS}, 0.0, is_taken=False)
+    monitor.observe({"a": VOID_COUNTS}, 100.0, is_taken=False)
 
 
 def test_endless_zero_variance_groups_stop_the_run() -> None:
     monitor = make_monitor()
     counts = RolloutCounts()
     for number in range(199):
-        counts += ZERO_VARIANCE
+        counts += ZERO_VARIANCE_COUNTS
         monitor.observe({"a": counts}, float(number), is_taken=False)
     with pytest.raises(TrainingStalledError, match="200 groups had equal rewards"):
-        monitor.observe({"a": counts + ZERO_VARIANCE}, 200.0, is_taken=False)
+        monitor.observe({"a": counts + ZERO_VARIANCE_COUNTS}, 200.0, is_taken=False)
 
 
 def test_taken_batch_resets_the_limits() -> None:
     monitor = make_monitor()
-    many = RolloutCounts(num_groups=500, num_zero_variance_groups=498, num_scored=2000)
-    monitor.observe({"a": many}, 0.0, is_taken=True)
+    batch_counts = RolloutCounts(num_groups=500, num_zero_variance_groups=498, num_scored=2000)
+    monitor.observe({"a": batch_counts}, 0.0, is_taken=True)

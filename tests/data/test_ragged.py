@@ -13,33 +13,33 @@ ROWS = [[1, 2, 3], [], [4]]
 
 
 def test_rows_behave_like_a_list() -> None:
-    ragged = RaggedArray.from_rows(ROWS, np.int64)
-    assert [row.tolist() for row in ragged] == ROWS
-    assert ragged[-1].tolist() == [4]
-    assert ragged.lengths.tolist() == [3, 0, 1]
-    assert ragged.values.dtype == np.int64
+    ragged_array = RaggedArray.from_rows(ROWS, np.int64)
+    assert [row.tolist() for row in ragged_array] == ROWS
+    assert ragged_array[-1].tolist() == [4]
+    assert ragged_array.lengths.tolist() == [3, 0, 1]
+    assert ragged_array.values.dtype == np.int64
     for index in (3, -4):
         with pytest.raises(IndexError):
-            ragged[index]
+            ragged_array[index]
 
 
 def test_rows_are_taken_in_any_order_and_more_than_once() -> None:
-    ragged = RaggedArray.from_rows(ROWS, np.float32)
-    assert ragged.concatenate_rows([2, 0, 2]).tolist() == [4, 1, 2, 3, 4]
-    assert ragged.concatenate_rows([]).dtype == np.float32
+    ragged_array = RaggedArray.from_rows(ROWS, np.float32)
+    assert ragged_array.concatenate_rows([2, 0, 2]).tolist() == [4, 1, 2, 3, 4]
+    assert ragged_array.concatenate_rows([]).dtype == np.float32
 
 
 def test_ragged_may_be_empty() -> None:
-    empty = RaggedArray.from_rows([], np.bool_)
-    assert len(empty) == 0
-    assert list(empty) == []
-    assert empty.lengths.tolist() == []
+    empty_array = RaggedArray.from_rows([], np.bool_)
+    assert len(empty_array) == 0
+    assert list(empty_array) == []
+    assert empty_array.lengths.tolist() == []
 
 
 def test_thousand_rows_are_sent_as_two_buffers() -> None:
     buffers: list[pickle.PickleBuffer] = []
-    ragged = RaggedArray.from_rows([[1]] * 1000, np.int64)
-    data = pickle.dumps(ragged, protocol=5, buffer_callback=buffers.append)
+    ragged_array = RaggedArray.from_rows([[1]] * 1000, np.int64)
+    payload = pickle.dumps(ragged_array, protocol=5, buffer_callback=buffers.append)
     assert len(buffers) == 2
-    received = pickle.loads(data, buffers=buffers)
-    assert [row.tolist() for row in received] == [[1]] * 1000
+    received_array = pickle.loads(payload, buffers=buffers)
+    assert [row.tolist() for row in received_array] == [[1]] * 1000

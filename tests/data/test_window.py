@@ -33,42 +33,49 @@ PLANS = st.builds(
 @settings(max_examples=300, deadline=None)
 @given(PLANS)
 def test_no_sample_is_too_old_or_lost(plan: Plan) -> None:
-    run = Simulation(plan)
-    run.run()
-    for step, batch in enumerate(run.trained):
+    simulation = Simulation(plan)
+    simulation.run()
+    for step, batch in enumerate(simulation.trained_batches):
         assert len(batch) == plan.groups_per_step
         assert [group.index for group in batch] == sorted(group.index for group in batch)
         assert all(step - group.policy_version <= plan.max_staleness for group in batch)
-    trained = [group.index for batch in run.trained for group in batch]
-    waiting_groups = [group.index for group in run.buffer.groups]
-    expected = sorted(index for index, outcome in run.ended.items() if outcome == "trained")
-    assert sorted(trained + waiting_groups) == expected, "each group occurs once"
+    trained_indices = [group.index for batch in simulation.trained_batches for group in batch]
+    waiting_groups = [group.index for group in simulation.buffer.groups]
+    expected_indices = sorted(
+        index for index, outcome in simulation.outcome_by_index.items() if outcome == "trained"
+    )
+    assert sorted(trained_indices + waiting_groups) == expected_indices, "each group occurs once"
 
 
 @settings(max_examples=300, deadline=None)
 @given(PLANS)
 def test_fewer_groups_than_the_window_overtake_a_straggler(plan: Plan) -> None:
-    run = Simulation(plan)
-    run.run()
+    simulation = Simulation(plan)
+    simulation.run()
     # A refused group does not block others, and cannot be overtaken.
-    trained = [
-        index for index in range(run.num_started) if run.ended.get(index, "trained") == "trained"
+    trained_indices = [
+        index
+        for index in range(simulation.num_started)
+        if simulation.outcome_by_index.get(index, "trained") == "trained"
     ]
-    assert all(run.overtakers(index) <= plan.window - 1 for index in trained)
+    assert all(simulation.count_overtakers(index) <= plan.window - 1 for index in trained_indices)
 
 
-def straggler(window_fraction: float) -> Simulation:
+def simulate_straggler(window_fraction: float) -> Simulation:
     """Return a run limited by sampling, in which one early group takes as long as ten steps."""
     durations = [1.0] * 400
     durations[5] = 20.0
-    run = Simulation(
+    simulation = Simulation(
         Plan(4, 3, window_fraction, 4, durations, ["trained"], train_s=0.5, deliver_s=0.1)
     )
-    run.run()
-    return run
+    simulation.run()
+    return simulation
 
 
 def test_straggler_blocks_only_a_strict_queue() -> None:
-    assert straggler(window_fraction=1.0).overtakers(5) > 0
-    assert straggler(window_fraction=0.01).overtakers(5) == 0
-    assert straggler(window_fraction=1.0).now_s < straggler(window_fraction=0.01).now_s
+    assert simulate_straggler(window_fraction=1.0).count_overtakers(5) > 0
+    assert simulate_straggler(window_fraction=0.01).count_overtakers(5) == 0
+    assert (
+        simulate_straggler(window_fraction=1.0).now_s
+        < simulate_straggler(window_fraction=0.01).now_s
+    )

@@ -29,15 +29,17 @@ class PlainPolicy(nn.Module):
         """Return log-probs and values of the sampled tokens, and the value after the last token."""
         token_ids = torch.tensor([list(sample.token_ids)])
         output = self.language_model(token_ids, output_hidden_states=True)
-        sampled = torch.tensor(np.flatnonzero(sample.loss_mask))
-        logprobs = output.logits[0].log_softmax(-1)[sampled - 1, token_ids[0, sampled]]
+        sampled_positions = torch.tensor(np.flatnonzero(sample.loss_mask))
+        logprobs = output.logits[0].log_softmax(-1)[
+            sampled_positions - 1, token_ids[0, sampled_positions]
+        ]
         values = torch.zeros(token_ids.shape[1])
         if self.value_head is not None:
             values = self.value_head(output.hidden_states[-1][0]).squeeze(-1)
-        return logprobs, values[sampled - 1], values[-1]
+        return logprobs, values[sampled_positions - 1], values[-1]
 
 
-def plain_step(
+def take_plain_step(
     model_path: str,
     samples: Sequence[TrainingSample],
     algorithm: GrpoConfig | PpoConfig,
@@ -54,21 +56,26 @@ def plain_step(
         weight_decay=config.weight_decay,
     )
     with torch.no_grad():
-        start = [policy(sample) for sample in samples]
-    advantages = [_advantages(*pair, algorithm) for pair in zip(samples, start, strict=True)]
+        start_outputs = [policy(sample) for sample in samples]
+    advantages = [
+        _compute_advantages(*arguments, algorithm)
+        for arguments in zip(samples, start_outputs, strict=True)
+    ]
     minibatches = np.array_split(np.arange(len(samples)), config.num_minibatches)
     for _ in range(config.update_epochs):
         for minibatch in minibatches:
-            new = [policy(samples[i]) for i in minibatch]
-            old_logprobs = torch.cat([start[i][0] for i in minibatch])
-            old_values = torch.cat([start[i][1] for i in minibatch])
-            targets = torch.cat([advantages[i] for i in minibatch])
+            outputs = [policy(samples[row]) for row in minibatch]
+            old_logprobs = torch.cat([start_outputs[row][0] for row in minibatch])
+            old_values = torch.cat([start_outputs[row][1] for row in minibatch])
+            targets = torch.cat([advantages[row] for row in minibatch])
             weights = targets
             if isinstance(algorithm, PpoConfig):
                 weights = (targets - targets.mean()) / targets.std()
-            loss = _policy_loss(torch.cat([n[0] for n in new]), old_logprobs, weights, algorithm)
+            loss = _compute_policy_loss(
+                torch.cat([output[0] for output in outputs]), old_logprobs, weights, algorithm
+            )
             if isinstance(algorithm, PpoConfig):
-                errors = torch.cat([n[1] for n in new]) - (targets + old_values)
+                errors = torch.cat([output[1] for output in outputs]) - (targets + old_values)
                 loss = loss + algorithm.value_coef * 0.5 * errors.square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -77,24 +84,26 @@ def plain_step(
     return dict(policy.named_parameters())
 
 
-def _advantages(
-    sample: TrainingSample, start: tuple[Tensor, Tensor, Tensor], algorithm: GrpoConfig | PpoConfig
+def _compute_advantages(
+    sample: TrainingSample,
+    start_output: tuple[Tensor, Tensor, Tensor],
+    algorithm: GrpoConfig | PpoConfig,
 ) -> Tensor:
     """Return the advantages of the sampled tokens; for PPO, returns minus values."""
     mask = np.asarray(sample.loss_mask)
     if isinstance(algorithm, GrpoConfig):
         return torch.tensor(np.asarray(sample.advantages)[mask], dtype=torch.float32)
-    _, values, last_value = start
+    _, values, last_value = start_output
     rewards = np.asarray(sample.rewards)[mask]
     bootstrap = 0.0 if sample.terminated else float(last_value)
     returns = rewards[::-1].cumsum()[::-1] + bootstrap
     return torch.tensor(returns.copy(), dtype=torch.float32) - values
 
 
-def _policy_loss(
-    new: Tensor, old: Tensor, advantages: Tensor, algorithm: GrpoConfig | PpoConfig
+def _compute_policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, algorithm: GrpoConfig | PpoConfig
 ) -> Tensor:
     assert isinstance(algorithm.loss, ClipLoss)
-    ratio = (new - old).exp()
-    clipped = ratio.clamp(1 - algorithm.loss.clip_low, 1 + algorithm.loss.clip_high)
-    return -torch.minimum(ratio * advantages, clipped * advantages).mean()
+    ratio = (logprobs - old_logprobs).exp()
+    clipped_ratio = ratio.clamp(1 - algorithm.loss.clip_low, 1 + algorithm.loss.clip_high)
+    return -torch.minimum(ratio * advantages, clipped_ratio * advantages).mean()

@@ -1,4 +1,4 @@
-"""A rank selects the GPU that Ray shows it before it connects to the others."""
+"""A rank selects the GPU that Ray shows it before it connects to the other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FakeCuda:
 
     def __init__(self, num_gpus: int) -> None:
         self.num_gpus = num_gpus
-        self.current: int | None = None
+        self.current_device: int | None = None
 
     def is_available(self) -> bool:
         return self.num_gpus > 0
@@ -28,14 +28,14 @@ class FakeCuda:
         return self.num_gpus
 
     def is_initialized(self) -> bool:
-        return self.current is not None
+        return self.current_device is not None
 
     def set_device(self, device: torch.device | int) -> None:
         index = device if isinstance(device, int) else device.index
         assert index is not None
         if index >= self.num_gpus:
             raise RuntimeError("CUDA error: invalid device ordinal")
-        self.current = index
+        self.current_device = index
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> FakeCuda:
@@ -53,14 +53,14 @@ def test_rank_selects_a_visible_gpu(
     monkeypatch.setenv("LOCAL_RANK", "7")
     cuda = show_gpus(monkeypatch, num_gpus)
     assert select_device(rank) == torch.device("cuda", index)
-    assert cuda.current == index
+    assert cuda.current_device == index
     assert "LOCAL_RANK" not in os.environ
 
 
 def test_rank_without_a_gpu_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = show_gpus(monkeypatch, 0)
     assert select_device(1) == torch.device("cpu")
-    assert cuda.current is None
+    assert cuda.current_device is None
 
 
 def test_second_rank_connects_with_its_only_visible_gpu(
@@ -69,13 +69,13 @@ def test_second_rank_connects_with_its_only_visible_gpu(
     cuda = show_gpus(monkeypatch, 1)
     calls: list[tuple[object, object, int | None]] = []
 
-    def join(backend: str, *, device_id: torch.device | None = None, **_: object) -> None:
-        calls.append((backend, device_id, cuda.current))
+    def record_call(backend: str, *, device_id: torch.device | None = None, **_: object) -> None:
+        calls.append((backend, device_id, cuda.current_device))
 
-    monkeypatch.setattr(learner_actor.dist, "init_process_group", join)
+    monkeypatch.setattr(learner_actor.dist, "init_process_group", record_call)
     monkeypatch.setattr(learner_actor, "Learner", lambda run, path: init_device_mesh("cuda", (1,)))
     monkeypatch.setattr(learner_actor, "freeze_heap", lambda: None)
     run = LanguageModelRun.model_validate({"learner": {"num_ranks": 2, "num_threads": 1}})
     LearnerActor(1, run, functions={}).start("tcp://127.0.0.1:1", "model", RayWeightStore())
     assert calls == [("nccl", torch.device("cuda", 0), 0)]
-    assert cuda.current == 0
+    assert cuda.current_device == 0

@@ -28,18 +28,18 @@ from ludus.trainer.models.load import load_language_model, load_tokenizer
 from ludus.trainer.models.tiny import save
 from tests.learner.tiny_policy import make_batch, make_learner, make_policy_folder
 
-PLAIN = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.0)
-BONUS = Coefficients(learning_rate=1e-2, entropy=0.1, kl=0.0)
-TETHERED = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
+NO_PENALTY = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.0)
+ENTROPY_BONUS = Coefficients(learning_rate=1e-2, entropy=0.1, kl=0.0)
+KL_PENALTY = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
 
 
-def weights_after_step(learner: Learner, batch: Batch) -> torch.Tensor:
+def train_one_step(learner: Learner, batch: Batch) -> torch.Tensor:
     """Take one training step; return all weights as one vector."""
-    learner.train_step(batch, BONUS)
+    learner.train_step(batch, ENTROPY_BONUS)
     return torch.cat([tensor.flatten() for tensor in learner.gather_weights().values()])
 
 
-def with_advantages(batch: Batch, value: float) -> Batch:
+def set_advantages(batch: Batch, value: float) -> Batch:
     """Return the batch with the same advantage for all sampled tokens."""
     masks = [batch.loss_masks[row] for row in batch.sequence_of_sample]
     advantages = RaggedArray.from_rows((np.where(mask, value, 0.0) for mask in masks), np.float32)
@@ -56,7 +56,7 @@ def test_loss_and_update_do_not_depend_on_the_micro_batch_split(
     results = []
     for max_tokens in (16, 64, 4096):
         learner = make_learner(model_path, algorithm, max_tokens_per_micro_batch=max_tokens)
-        metrics = learner.train_step(batch, BONUS)
+        metrics = learner.train_step(batch, ENTROPY_BONUS)
         results.append((metrics.loss, metrics.grad_norm))
     assert results[0] == pytest.approx(results[1], rel=1e-5)
     assert results[0] == pytest.approx(results[2], rel=1e-5)
@@ -70,7 +70,7 @@ def test_tree_packing_only_reduces_the_work(model_path: str, num_minibatches: in
         make_learner(model_path, packing=packing, num_minibatches=num_minibatches)
         for packing in ("tree", "pad")
     ]
-    tree, pad = (learner.train_step(batch, BONUS) for learner in learners)
+    tree, pad = (learner.train_step(batch, ENTROPY_BONUS) for learner in learners)
     assert tree.loss == pytest.approx(pad.loss, rel=1e-5)
     assert tree.grad_norm == pytest.approx(pad.grad_norm, rel=1e-5)
     assert tree.entropy == pytest.approx(pad.entropy, rel=1e-5)
@@ -86,7 +86,7 @@ def test_tree_packing_only_reduces_the_work(model_path: str, num_minibatches: in
 def test_log_probs_of_unsampled_tokens_have_no_effect(model_path: str) -> None:
     """The log-probs of the engine at unsampled positions do not reach the loss."""
     batch = make_batch()
-    noisy = replace(
+    noisy_batch = replace(
         batch,
         rollout_logprobs=RaggedArray.from_rows(
             (
@@ -98,8 +98,10 @@ def test_log_probs_of_unsampled_tokens_have_no_effect(model_path: str) -> None:
             np.float32,
         ),
     )
-    first, second = (weights_after_step(make_learner(model_path), b) for b in (batch, noisy))
-    assert torch.equal(first, second)
+    weights, changed_weights = (
+        train_one_step(make_learner(model_path), variant) for variant in (batch, noisy_batch)
+    )
+    assert torch.equal(weights, changed_weights)
 
 
 @pytest.mark.slow
@@ -109,19 +111,22 @@ def test_counting_an_environment_token_as_sampled_changes_the_update(model_path:
     leaky_masks = [mask.copy() for mask in batch.loss_masks]
     for mask in leaky_masks:
         mask[2] = True
-    leaky = replace(batch, loss_masks=RaggedArray.from_rows(leaky_masks, np.bool_))
-    first, second = (weights_after_step(make_learner(model_path), b) for b in (batch, leaky))
-    assert not torch.allclose(first, second, atol=1e-4)
+    leaky_batch = replace(batch, loss_masks=RaggedArray.from_rows(leaky_masks, np.bool_))
+    weights, changed_weights = (
+        train_one_step(make_learner(model_path), variant) for variant in (batch, leaky_batch)
+    )
+    assert not torch.allclose(weights, changed_weights, atol=1e-4)
 
 
 def test_zero_advantages_do_not_change_the_weights(model_path: str) -> None:
-    batch = with_advantages(make_batch(), 0.0)
+    batch = set_advantages(make_batch(), 0.0)
     learner = make_learner(model_path)
-    start = learner.gather_weights()
-    metrics = learner.train_step(batch, PLAIN)
+    start_weights = learner.gather_weights()
+    metrics = learner.train_step(batch, NO_PENALTY)
     assert metrics.grad_norm == 0
     assert all(
-        torch.equal(start[name], tensor) for name, tensor in learner.gather_weights().items()
+        torch.equal(start_weights[name], tensor)
+        for name, tensor in learner.gather_weights().items()
     )
 
 
@@ -129,89 +134,89 @@ def test_zero_advantages_do_not_change_the_weights(model_path: str) -> None:
 def test_ratios_of_all_minibatches_start_at_the_same_policy(
     model_path: str,
 ) -> None:
-    single = make_learner(model_path).train_step(make_batch(), PLAIN)
-    four = make_learner(model_path, num_minibatches=4).train_step(make_batch(), PLAIN)
-    assert single.clip_ratio == 0, "the weights have not changed before the first minibatch"
-    assert four.clip_ratio > 0, "the weights have changed before later minibatches"
+    whole_metrics = make_learner(model_path).train_step(make_batch(), NO_PENALTY)
+    split_metrics = make_learner(model_path, num_minibatches=4).train_step(make_batch(), NO_PENALTY)
+    assert whole_metrics.clip_ratio == 0, "the weights have not changed before the first minibatch"
+    assert split_metrics.clip_ratio > 0, "the weights have changed before later minibatches"
 
 
 @pytest.mark.slow
 def test_reference_model_does_not_change(model_path: str) -> None:
     learner = make_learner(model_path, GrpoConfig(kl_coef=0.1, geometric_mask=None))
-    first = learner.train_step(make_batch(), TETHERED)
-    second = learner.train_step(make_batch(seed=1), TETHERED)
-    assert first.reference_kl == pytest.approx(0, abs=1e-6)
-    assert second.reference_kl > 1e-4
+    first_metrics = learner.train_step(make_batch(), KL_PENALTY)
+    second_metrics = learner.train_step(make_batch(seed=1), KL_PENALTY)
+    assert first_metrics.reference_kl == pytest.approx(0, abs=1e-6)
+    assert second_metrics.reference_kl > 1e-4
 
 
 @pytest.mark.slow
 def test_resume_is_bit_exact(model_path: str, tmp_path: Path) -> None:
-    uninterrupted = make_learner(model_path)
-    weights_after_step(uninterrupted, make_batch(seed=1))
-    expected = weights_after_step(uninterrupted, make_batch(seed=2))
+    learner = make_learner(model_path)
+    train_one_step(learner, make_batch(seed=1))
+    expected_weights = train_one_step(learner, make_batch(seed=2))
 
-    first = make_learner(model_path)
-    weights_after_step(first, make_batch(seed=1))
-    first.save(tmp_path / "state")
-    resumed = make_learner(model_path)
-    resumed.load(tmp_path / "state")
-    assert torch.equal(weights_after_step(resumed, make_batch(seed=2)), expected)
+    first_learner = make_learner(model_path)
+    train_one_step(first_learner, make_batch(seed=1))
+    first_learner.save(tmp_path / "state")
+    resumed_learner = make_learner(model_path)
+    resumed_learner.load(tmp_path / "state")
+    assert torch.equal(train_one_step(resumed_learner, make_batch(seed=2)), expected_weights)
 
 
 @pytest.mark.parametrize(
-    "changed", [{"betas": (0.5, 0.6)}, {"eps": 1.0}, {"weight_decay": 0.9}], ids=str
+    "changed_settings", [{"betas": (0.5, 0.6)}, {"eps": 1.0}, {"weight_decay": 0.9}], ids=str
 )
 def test_resumed_run_uses_the_current_optimizer_settings(
-    model_path: str, tmp_path: Path, changed: dict[str, object]
+    model_path: str, tmp_path: Path, changed_settings: dict[str, object]
 ) -> None:
-    settings_at_start: dict[str, object] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
-    first = make_learner(model_path, **settings_at_start)
-    first.train_step(make_batch(seed=1), BONUS)
-    first.save(tmp_path / "state")
+    initial_settings: dict[str, object] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    first_learner = make_learner(model_path, **initial_settings)
+    first_learner.train_step(make_batch(seed=1), ENTROPY_BONUS)
+    first_learner.save(tmp_path / "state")
     weights = []
-    for settings in (settings_at_start, settings_at_start | changed):
+    for settings in (initial_settings, initial_settings | changed_settings):
         learner = make_learner(model_path, **settings)
         learner.load(tmp_path / "state")
-        weights.append(weights_after_step(learner, make_batch(seed=2)))
-    assert torch.equal(weights[0], weights_after_step(first, make_batch(seed=2)))
+        weights.append(train_one_step(learner, make_batch(seed=2)))
+    assert torch.equal(weights[0], train_one_step(first_learner, make_batch(seed=2)))
     assert not torch.allclose(weights[0], weights[1], atol=1e-5)
 
 
 def test_damaged_checkpoint_is_refused(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path)
     learner.save(tmp_path / "state")
-    for part in (tmp_path / "state").glob("*.distcp"):
-        part.write_bytes(part.read_bytes()[:100])
+    for method in (tmp_path / "state").glob("*.distcp"):
+        method.write_bytes(method.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="state"):
         learner.load(tmp_path / "state")
 
 
 def test_exported_model_is_the_policy(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path)
-    learner.train_step(make_batch(), BONUS)
+    learner.train_step(make_batch(), ENTROPY_BONUS)
     learner.export_model(tmp_path)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    exported_weights = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     for name, tensor in learner.gather_weights().items():
-        assert torch.equal(exported[name], tensor)
+        assert torch.equal(exported_weights[name], tensor)
 
 
 def test_exported_model_and_tokenizer_work_in_transformers(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path)
-    learner.train_step(make_batch(), BONUS)
+    learner.train_step(make_batch(), ENTROPY_BONUS)
     learner.export_model(tmp_path)
-    tokenizer, original = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(model_path)
-    assert tokenizer.chat_template == original.chat_template
+    tokenizer, source = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(model_path)
+    assert tokenizer.chat_template == source.chat_template
     messages = [
         {"role": "user", "content": "hard 16 vs 10"},
         {"role": "assistant", "content": "HIT"},
     ]
     token_ids = tokenizer.apply_chat_template(messages)["input_ids"]
-    assert token_ids == original.apply_chat_template(messages)["input_ids"]
-    ids = torch.tensor([token_ids])
-    logits = AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
-    expected = logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+    assert token_ids == source.apply_chat_template(messages)["input_ids"]
+    tokens = torch.tensor([token_ids])
+    logits = AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits
+    logprobs = logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
     canary = ScoringRequest(token_ids[:1], token_ids[1:])
-    assert learner.score_completions([canary])[0] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert learner.score_completions([canary])[0] == pytest.approx(logprobs.tolist(), abs=1e-5)
 
 
 @contextmanager
@@ -226,17 +231,17 @@ def limit_file_size(num_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("num_bytes", [100, 2000, 20_000])
-@pytest.mark.parametrize("part", ["save", "export_model"])
+@pytest.mark.parametrize("method", ["save", "export_model"])
 def test_checkpoint_on_a_full_disk_is_a_clear_error(
-    model_path: str, tmp_path: Path, part: str, num_bytes: int
+    model_path: str, tmp_path: Path, method: str, num_bytes: int
 ) -> None:
     learner = make_learner(model_path)
-    write = getattr(learner, part)
+    write_model = getattr(learner, method)
     with (
         pytest.raises(CheckpointError, match=r"/part' cannot be written: .+ bytes are free there"),
         limit_file_size(num_bytes),
     ):
-        write(tmp_path / "part")
+        write_model(tmp_path / "part")
 
 
 @pytest.mark.parametrize("num_bytes", [100, 2000, 20_000])
@@ -260,11 +265,14 @@ def test_tiny_model_on_a_full_disk_is_a_clear_error_and_leaves_no_file(
 def test_memory_savings_keep_parameter_names_and_update_direction(
     model_path: str, option: dict[str, object]
 ) -> None:
-    plain, saving = make_learner(model_path), make_learner(model_path, **option)
-    start = torch.cat([tensor.flatten() for tensor in plain.gather_weights().values()])
-    moves = [weights_after_step(learner, make_batch()) - start for learner in (plain, saving)]
-    assert plain.gather_weights().keys() == saving.gather_weights().keys()
-    assert torch.cosine_similarity(*moves, dim=0) > 0.9
+    plain_learner, saving_learner = make_learner(model_path), make_learner(model_path, **option)
+    origin = torch.cat([tensor.flatten() for tensor in plain_learner.gather_weights().values()])
+    updates = [
+        train_one_step(learner, make_batch()) - origin
+        for learner in (plain_learner, saving_learner)
+    ]
+    assert plain_learner.gather_weights().keys() == saving_learner.gather_weights().keys()
+    assert torch.cosine_similarity(*updates, dim=0) > 0.9
 
 
 @pytest.mark.slow
@@ -274,19 +282,22 @@ def test_memory_savings_keep_parameter_names_and_update_direction(
 def test_compiled_layers_take_the_same_step(tmp_path: Path) -> None:
     # Each layer is compiled separately, which takes half a minute.
     path = make_policy_folder(tmp_path, num_layers=1)
-    plain, compiled = make_learner(path), make_learner(path, compile=True)
-    norms = [learner.train_step(make_batch(), BONUS).grad_norm for learner in (plain, compiled)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    assert plain.gather_weights().keys() == compiled.gather_weights().keys()
+    plain_learner, compiled_learner = make_learner(path), make_learner(path, compile=True)
+    gradient_norms = [
+        learner.train_step(make_batch(), ENTROPY_BONUS).grad_norm
+        for learner in (plain_learner, compiled_learner)
+    ]
+    assert gradient_norms[0] == pytest.approx(gradient_norms[1], rel=1e-5)
+    assert plain_learner.gather_weights().keys() == compiled_learner.gather_weights().keys()
 
 
 def test_completion_scores_are_log_softmax_of_the_model(model_path: str) -> None:
     canary = ScoringRequest([5, 9, 17, 33], [44, 12, 2])
-    [logprobs] = make_learner(model_path).score_completions([canary])
+    [scores] = make_learner(model_path).score_completions([canary])
     model = AutoModelForCausalLM.from_pretrained(model_path)
-    ids = torch.tensor([canary.prompt_ids + canary.completion_ids])
-    expected = model(ids).logits.log_softmax(-1)[0, 3:6].gather(1, ids[0, 4:, None])[:, 0]
-    assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+    tokens = torch.tensor([canary.prompt_ids + canary.completion_ids])
+    logprobs = model(tokens).logits.log_softmax(-1)[0, 3:6].gather(1, tokens[0, 4:, None])[:, 0]
+    assert scores == pytest.approx(logprobs.tolist(), abs=1e-5)
 
 
 def test_missing_model_is_a_user_error(tmp_path: Path) -> None:

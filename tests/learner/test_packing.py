@@ -23,12 +23,12 @@ from ludus.trainer.learner.packing import RowCosts, lay_out_sequences
 from ludus.trainer.models.load import load_language_model
 from tests.learner.tiny_policy import make_batch
 
-SHARE_ALL = RowCosts(per_token=1.0, per_pair=0.0)
+LINEAR_COSTS = RowCosts(per_token=1.0, per_pair=0.0)
 """Costs without attention, so that the longest row is the cheapest."""
-FAIR = RowCosts(per_token=100.0, per_pair=1.0)
+QUADRATIC_COSTS = RowCosts(per_token=100.0, per_pair=1.0)
 
 
-def sample(token_ids: list[int], mask: list[bool], tag: float = 0.0) -> TrainingSample:
+def make_sample(token_ids: list[int], mask: list[bool], tag: float = 0.0) -> TrainingSample:
     """Return a sample whose first sampled token has `tag` as reward."""
     rewards = [tag * (index == mask.index(True)) for index in range(len(mask))]
     zeros = [0.0] * len(mask)
@@ -36,7 +36,7 @@ def sample(token_ids: list[int], mask: list[bool], tag: float = 0.0) -> Training
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> Batch:
+def draw_batches(draw: st.DrawFn) -> Batch:
     """Draw sequences of few distinct tokens, which share prefixes in many ways."""
     sequences = draw(st.lists(st.lists(st.integers(3, 5), min_size=2, max_size=9), min_size=1))
     masks = [
@@ -44,18 +44,21 @@ def batches(draw: st.DrawFn) -> Batch:
         for s in sequences
     ]
     return collate(
-        [sample(s, m, tag=i + 1.0) for i, (s, m) in enumerate(zip(sequences, masks, strict=True))]
+        [
+            make_sample(s, mask, tag=index + 1.0)
+            for index, (s, mask) in enumerate(zip(sequences, masks, strict=True))
+        ]
     )
 
 
-def all_micro_batches(batch: Batch, costs: RowCosts | None, max_tokens: int) -> list[MicroBatch]:
+def pack_batch(batch: Batch, costs: RowCosts | None, max_tokens: int) -> list[MicroBatch]:
     """Return the micro-batches of the whole batch on one rank."""
     return make_micro_batches(
         batch, np.arange(batch.num_samples), MicroBatchConfig(max_tokens, costs)
     )
 
 
-def outputs_by_tag(
+def compute_outputs(
     policy: PolicyModel, micro_batches: list[MicroBatch]
 ) -> dict[float, list[float]]:
     """Return the log-probs and entropies of each sample, in the order of its tokens."""
@@ -63,7 +66,7 @@ def outputs_by_tag(
     for micro_batch in micro_batches:
         output = policy(micro_batch.rows, temperature=0.7, entropy_mode="value")
         logprobs, entropies = (
-            micro_batch.gather_samples(v) for v in (output.logprobs, output.entropies)
+            micro_batch.gather_samples(tensor) for tensor in (output.logprobs, output.entropies)
         )
         for row, mask in enumerate(micro_batch.mask):
             values = torch.cat([logprobs[row, mask], entropies[row, mask]]).tolist()
@@ -71,9 +74,13 @@ def outputs_by_tag(
     return outputs
 
 
-def prefixes(batch: Batch) -> set[tuple[int, ...]]:
+def list_prefixes(batch: Batch) -> set[tuple[int, ...]]:
     """Return all prefixes of all sequences."""
-    return {tuple(s[: n + 1].tolist()) for s in batch.sequences for n in range(len(s))}
+    return {
+        tuple(sequence[: end + 1].tolist())
+        for sequence in batch.sequences
+        for end in range(len(sequence))
+    }
 
 
 @pytest.fixture(scope="module")
@@ -83,30 +90,30 @@ def policy(model_path: str) -> PolicyModel:
 
 
 @pytest.mark.slow
-@given(batch=batches(), max_tokens=st.sampled_from([8, 20, 1000]))
+@given(batch=draw_batches(), max_tokens=st.sampled_from([8, 20, 1000]))
 @settings(max_examples=60, deadline=None)
 def test_packed_sequences_have_the_outputs_of_single_sequences(
     policy: PolicyModel, batch: Batch, max_tokens: int
 ) -> None:
     with torch.no_grad():
-        single = outputs_by_tag(policy, all_micro_batches(batch, None, max_tokens=1))
-        for costs in (SHARE_ALL, FAIR):
-            packed = outputs_by_tag(policy, all_micro_batches(batch, costs, max_tokens))
-            assert packed.keys() == single.keys()
-            for tag, values in packed.items():
-                assert values == pytest.approx(single[tag], abs=2e-5)
+        single_outputs = compute_outputs(policy, pack_batch(batch, None, max_tokens=1))
+        for costs in (LINEAR_COSTS, QUADRATIC_COSTS):
+            packed_outputs = compute_outputs(policy, pack_batch(batch, costs, max_tokens))
+            assert packed_outputs.keys() == single_outputs.keys()
+            for tag, values in packed_outputs.items():
+                assert values == pytest.approx(single_outputs[tag], abs=2e-5)
 
 
-@given(batch=batches())
+@given(batch=draw_batches())
 def test_without_attention_costs_each_prefix_is_computed_once(batch: Batch) -> None:
     layout = lay_out_sequences(
         batch.sequences,
         np.arange(len(batch.sequences)),
-        costs=SHARE_ALL,
+        costs=LINEAR_COSTS,
         max_tokens=10_000,
         num_ranks=1,
     )
-    assert len(layout.token_ids) == len(prefixes(batch))
+    assert len(layout.token_ids) == len(list_prefixes(batch))
     for leaf, sequence_id in enumerate(layout.sequence_ids):
         sequence = batch.sequences[sequence_id]
         nodes = layout.nodes[leaf, : len(sequence)]
@@ -118,26 +125,23 @@ def test_without_attention_costs_each_prefix_is_computed_once(batch: Batch) -> N
 
 def test_rows_are_longer_if_attention_is_cheaper() -> None:
     batch = make_batch(num_samples=60, prefix_tokens=20)
-    longest = [
-        max(p.rows.token_ids.shape[1] for p in all_micro_batches(batch, costs, max_tokens=4096))
-        for costs in (RowCosts(1.0, 1.0), RowCosts(100.0, 1.0), SHARE_ALL)
+    row_lengths = [
+        max(part.rows.token_ids.shape[1] for part in pack_batch(batch, costs, max_tokens=4096))
+        for costs in (RowCosts(1.0, 1.0), RowCosts(100.0, 1.0), LINEAR_COSTS)
     ]
-    assert longest[0] < longest[1] < longest[2]
+    assert row_lengths[0] < row_lengths[1] < row_lengths[2]
 
 
 def test_sequences_without_common_prefix_do_not_cost_more() -> None:
     batch = make_batch(num_samples=60)
-    packed, padded = (
-        sum(
-            micro_batch.rows.num_tokens
-            for micro_batch in all_micro_batches(batch, costs, max_tokens=256)
-        )
-        for costs in (FAIR, None)
+    num_packed_tokens, num_padded_tokens = (
+        sum(micro_batch.rows.num_tokens for micro_batch in pack_batch(batch, costs, max_tokens=256))
+        for costs in (QUADRATIC_COSTS, None)
     )
-    assert packed <= padded
+    assert num_packed_tokens <= num_padded_tokens
 
 
-def tiny_model(**changes: object) -> PolicyModel:
+def make_tiny_model(**config_changes: object) -> PolicyModel:
     """A random policy of a few layers."""
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -147,7 +151,7 @@ def tiny_model(**changes: object) -> PolicyModel:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        **changes,
+        **config_changes,
     )
     return PolicyModel(Qwen2ForCausalLM(config))
 
@@ -156,16 +160,16 @@ def test_model_with_a_sliding_window_does_not_pack_trees(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cpu = torch.device("cpu")
-    assert can_pack_trees(tiny_model(), torch.float32, cpu)
-    windowed = tiny_model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    assert not can_pack_trees(windowed, torch.float32, cpu)
+    assert can_pack_trees(make_tiny_model(), torch.float32, cpu)
+    local_policy = make_tiny_model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    assert not can_pack_trees(local_policy, torch.float32, cpu)
     assert "sliding_attention" in caplog.text
 
 
 def test_model_that_ignores_the_mask_does_not_pack_trees(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = tiny_model()
+    policy = make_tiny_model()
     forward = policy.language_model.forward
     monkeypatch.setattr(
         policy.language_model,
@@ -178,7 +182,7 @@ def test_model_that_ignores_the_mask_does_not_pack_trees(
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("max_tokens", [8, 40, 10_000])
-@pytest.mark.parametrize("costs", [None, FAIR])
+@pytest.mark.parametrize("costs", [None, QUADRATIC_COSTS])
 def test_each_sample_is_on_one_rank_and_ranks_have_equal_numbers_of_micro_batches(
     num_ranks: int, max_tokens: int, costs: RowCosts | None
 ) -> None:
@@ -191,38 +195,40 @@ def test_each_sample_is_on_one_rank_and_ranks_have_equal_numbers_of_micro_batche
         assert len({len(rank_batches) for rank_batches in micro_batches}) == 1
         rewards = [
             reward
-            for parts in micro_batches
-            for part in parts
+            for rank_batches in micro_batches
+            for part in rank_batches
             for reward in part.rewards.sum(1).tolist()
         ]
-        expected = [batch.rewards[i].sum() for i in samples]
-        assert sorted(rewards) == pytest.approx(sorted(expected))
+        expected_rewards = [batch.rewards[sample_index].sum() for sample_index in samples]
+        assert sorted(rewards) == pytest.approx(sorted(expected_rewards))
 
 
 def test_ranks_share_the_work_of_one_possible_row() -> None:
     batch = make_batch(num_samples=48, prefix_tokens=4)
     samples = np.arange(48)
-    work = [
-        sum(p.rows.num_tokens for p in make_micro_batches(batch, samples, config))
-        for config in (MicroBatchConfig(10_000, SHARE_ALL, rank, 2) for rank in range(2))
+    token_counts = [
+        sum(part.rows.num_tokens for part in make_micro_batches(batch, samples, config))
+        for config in (MicroBatchConfig(10_000, LINEAR_COSTS, rank, 2) for rank in range(2))
     ]
-    assert max(work) < 1.5 * min(work)
+    assert max(token_counts) < 1.5 * min(token_counts)
 
 
-@pytest.mark.parametrize("costs", [None, FAIR])
+@pytest.mark.parametrize("costs", [None, QUADRATIC_COSTS])
 def test_micro_batch_exceeds_max_tokens_only_for_a_single_sequence(
     costs: RowCosts | None,
 ) -> None:
-    micro_batches = all_micro_batches(make_batch(num_samples=25), costs, max_tokens=40)
+    micro_batches = pack_batch(make_batch(num_samples=25), costs, max_tokens=40)
     assert len(micro_batches) > 3
-    assert all(p.rows.num_tokens <= 40 or len(p.rows.token_ids) == 1 for p in micro_batches)
+    assert all(
+        part.rows.num_tokens <= 40 or len(part.rows.token_ids) == 1 for part in micro_batches
+    )
 
 
 def test_one_micro_batch_contains_all_samples_in_order() -> None:
     lengths = [90, 3, 40, 3, 12]
     samples = [
-        sample([3 + i] * length, [False] + [True] * (length - 1))
-        for i, length in enumerate(lengths)
+        make_sample([3 + index] * length, [False] + [True] * (length - 1))
+        for index, length in enumerate(lengths)
     ]
     micro_batch = pack_one_micro_batch(samples)
     assert micro_batch.mask.sum(dim=1).tolist() == [length - 1 for length in lengths]
@@ -232,15 +238,15 @@ def test_one_micro_batch_contains_all_samples_in_order() -> None:
 
 def test_equal_tokens_with_different_masks_share_their_nodes() -> None:
     micro_batch = pack_one_micro_batch(
-        [sample([3, 4, 5, 6], mask) for mask in ([False, True, True, False],) * 2]
+        [make_sample([3, 4, 5, 6], mask) for mask in ([False, True, True, False],) * 2]
     )
-    both = collate(
+    batch = collate(
         [
-            sample([3, 4, 5, 6], [False, True, True, False]),
-            sample([3, 4, 5, 6], [False] * 3 + [True]),
+            make_sample([3, 4, 5, 6], [False, True, True, False]),
+            make_sample([3, 4, 5, 6], [False] * 3 + [True]),
         ]
     )
-    [shared] = all_micro_batches(both, SHARE_ALL, max_tokens=100)
-    assert micro_batch.rows.num_tokens == shared.rows.num_tokens == 4
-    assert shared.rows.target_ids.tolist() == [4, 5, 6]
-    assert shared.mask.sum(1).tolist() == [2, 1]
+    [shared_micro_batch] = pack_batch(batch, LINEAR_COSTS, max_tokens=100)
+    assert micro_batch.rows.num_tokens == shared_micro_batch.rows.num_tokens == 4
+    assert shared_micro_batch.rows.target_ids.tolist() == [4, 5, 6]
+    assert shared_micro_batch.mask.sum(1).tolist() == [2, 1]

@@ -24,17 +24,17 @@ from ludus.trainer.learner.micro_batches import (
 from ludus.trainer.learner.model import PolicyOutput
 from tests.learner.tiny_policy import make_batch, make_learner, make_samples
 
-STEP = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.0)
-TETHERED = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
+NO_PENALTY = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.0)
+KL_PENALTY = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
 PPO = PpoConfig(geometric_mask=None)
 
 
-def weight_vector(learner: Learner) -> torch.Tensor:
+def flatten(learner: Learner) -> torch.Tensor:
     """Return all weights, including those of the value head, as one vector."""
-    return torch.cat([p.detach().flatten() for p in learner.model.policy.parameters()])
+    return torch.cat([weight.detach().flatten() for weight in learner.model.policy.parameters()])
 
 
-def two_turns(terminated: bool) -> TrainingSample:
+def make_turns(terminated: bool) -> TrainingSample:
     """Return a sample of two turns (p s p s s p), with rewards 1 and 2 on their last tokens."""
     return TrainingSample(
         token_ids=[5, 6, 7, 8, 9, 10],
@@ -47,57 +47,69 @@ def two_turns(terminated: bool) -> TrainingSample:
 
 
 def test_advantages_skip_unsampled_tokens_and_bootstrap_if_truncated() -> None:
-    samples = pack_one_micro_batch([two_turns(terminated=True), two_turns(terminated=False)])
-    start = PolicyOutput(
+    samples = pack_one_micro_batch([make_turns(terminated=True), make_turns(terminated=False)])
+    start_output = PolicyOutput(
         logprobs=torch.zeros(3),
         entropies=None,
         values=torch.tensor([0.5, 1.0, 1.5]),
         last_values=torch.tensor([4.0, 4.0]),
     )
     algorithm = Algorithm(PpoConfig(gamma=0.5, lam=0.5), max_tokens=64)
-    targets = algorithm.make_targets(samples, start, None, kl_coef=0.0)
+    targets = algorithm.make_targets(samples, start_output, None, kl_coef=0.0)
     # By hand, from the end: delta = r + 0.5 V' - V, A = delta + 0.25 A'.
-    terminated, truncated = (
-        [1.0 - 0.5 + 0.25 * a + 0.5 * 1.0 for a in (-0.125, 0.375)],
+    terminated_advantages, truncated_advantages = (
+        [1.0 - 0.5 + 0.25 * next_advantage + 0.5 * 1.0 for next_advantage in (-0.125, 0.375)],
         [2.0 - 1.5, 2.5],
     )
-    expected = torch.tensor(
-        [[terminated[0], -0.125, truncated[0]], [terminated[1], 0.375, truncated[1]]]
+    expected_advantages = torch.tensor(
+        [
+            [terminated_advantages[0], -0.125, truncated_advantages[0]],
+            [terminated_advantages[1], 0.375, truncated_advantages[1]],
+        ]
     )
-    assert torch.allclose(targets.advantages, expected)
+    assert torch.allclose(targets.advantages, expected_advantages)
     assert targets.critic is not None
-    assert torch.allclose(targets.critic.returns, expected + torch.tensor([0.5, 1.0, 1.5]))
+    assert torch.allclose(
+        targets.critic.returns, expected_advantages + torch.tensor([0.5, 1.0, 1.5])
+    )
 
 
 def test_all_passes_over_a_batch_have_the_same_targets(model_path: str) -> None:
-    batch = collate([two_turns(terminated=True)])
-    one_pass, three_passes = (make_learner(model_path, PPO, update_epochs=n) for n in (1, 3))
-    single, triple = one_pass.train_step(batch, STEP), three_passes.train_step(batch, STEP)
-    assert triple.num_tokens_trained == 3 * single.num_tokens_trained
-    assert triple.num_tokens_in_batch == 3 * single.num_tokens_in_batch
-    assert triple.explained_variance == single.explained_variance
+    batch = collate([make_turns(terminated=True)])
+    single_pass_learner, triple_pass_learner = (
+        make_learner(model_path, PPO, update_epochs=num_epochs) for num_epochs in (1, 3)
+    )
+    single_metrics, triple_metrics = (
+        single_pass_learner.train_step(batch, NO_PENALTY),
+        triple_pass_learner.train_step(batch, NO_PENALTY),
+    )
+    assert triple_metrics.num_tokens_trained == 3 * single_metrics.num_tokens_trained
+    assert triple_metrics.num_tokens_in_batch == 3 * single_metrics.num_tokens_in_batch
+    assert triple_metrics.explained_variance == single_metrics.explained_variance
     for _ in range(2):
-        one_pass.train_step(batch, STEP)
-    assert triple.clip_ratio > 0, "the third pass is far from the policy that sampled"
-    assert not torch.allclose(weight_vector(one_pass), weight_vector(three_passes)), (
-        "new targets lead elsewhere"
+        single_pass_learner.train_step(batch, NO_PENALTY)
+    assert triple_metrics.clip_ratio > 0, "the third pass is far from the policy that sampled"
+    assert not torch.allclose(flatten(single_pass_learner), flatten(triple_pass_learner)), (
+        "new targets give different weights"
     )
 
 
 def test_value_head_has_a_separate_learning_rate(model_path: str) -> None:
-    batch = collate([two_turns(terminated=True)])
+    batch = collate([make_turns(terminated=True)])
     learners = {
         rate: make_learner(
             model_path, PpoConfig(geometric_mask=None, critic=HeadCritic(learning_rate=rate))
         )
         for rate in (None, 1e-2, 1e-4)
     }
-    start = learners[None].model.policy.value_head.weight.detach().clone()
-    moved = {}
+    head = learners[None].model.policy.value_head.weight.detach().clone()
+    distances = {}
     for rate, learner in learners.items():
-        learner.train_step(batch, STEP)
-        moved[rate] = (learner.model.policy.value_head.weight.detach() - start).abs().max().item()
-    assert moved[None] == moved[1e-2] == pytest.approx(100 * moved[1e-4], rel=1e-3)
+        learner.train_step(batch, NO_PENALTY)
+        distances[rate] = (
+            (learner.model.policy.value_head.weight.detach() - head).abs().max().item()
+        )
+    assert distances[None] == distances[1e-2] == pytest.approx(100 * distances[1e-4], rel=1e-3)
     assert torch.equal(
         learners[None].model.policy.language_model.lm_head.weight,
         learners[1e-4].model.policy.language_model.lm_head.weight,
@@ -110,26 +122,30 @@ def test_critic_learns_the_returns(model_path: str) -> None:
     # The first token determines the reward of a sequence.
     batch = collate(
         [
-            replace(two_turns(terminated=True), token_ids=[first, 6, 7, 8, last, 10])
-            if first == 5
-            else replace(two_turns(True), token_ids=[first, 6, 7, 8, last, 10], rewards=[0.0] * 6)
-            for first in (5, 15)
-            for last in range(30, 38)
+            replace(make_turns(terminated=True), token_ids=[first_token, 6, 7, 8, last_token, 10])
+            if first_token == 5
+            else replace(
+                make_turns(True),
+                token_ids=[first_token, 6, 7, 8, last_token, 10],
+                rewards=[0.0] * 6,
+            )
+            for first_token in (5, 15)
+            for last_token in range(30, 38)
         ]
     )
-    slow = Coefficients(learning_rate=3e-3, entropy=0.0, kl=0.0)
-    metrics = [learner.train_step(batch, slow) for _ in range(25)]
-    first, last = metrics[0], metrics[-1]
-    assert first.value_loss is not None and last.value_loss is not None
-    assert first.explained_variance == pytest.approx(0.0, abs=1e-6), (
+    coefficients = Coefficients(learning_rate=3e-3, entropy=0.0, kl=0.0)
+    metrics = [learner.train_step(batch, coefficients) for _ in range(25)]
+    first_metrics, last_metrics = metrics[0], metrics[-1]
+    assert first_metrics.value_loss is not None and last_metrics.value_loss is not None
+    assert first_metrics.explained_variance == pytest.approx(0.0, abs=1e-6), (
         "an untrained critic predicts 0"
     )
-    assert last.explained_variance is not None and last.explained_variance > 0.8
-    assert last.value_loss < first.value_loss / 5
+    assert last_metrics.explained_variance is not None and last_metrics.explained_variance > 0.8
+    assert last_metrics.value_loss < first_metrics.value_loss / 5
 
 
 def test_metrics_of_the_critic_are_none_without_a_critic(model_path: str) -> None:
-    metrics = make_learner(model_path).train_step(make_batch(), STEP)
+    metrics = make_learner(model_path).train_step(make_batch(), NO_PENALTY)
     assert metrics.value_loss is None
     assert metrics.explained_variance is None
 
@@ -143,21 +159,21 @@ def test_step_with_critic_does_not_depend_on_packing(
     results = []
     for options in ({}, config):
         learner = make_learner(model_path, PPO, num_minibatches=2, **options)
-        metrics = [learner.train_step(batch, STEP) for _ in range(2)]
-        results.append([(m.loss, m.value_loss, m.grad_norm) for m in metrics])
+        metrics = [learner.train_step(batch, NO_PENALTY) for _ in range(2)]
+        results.append([(row.loss, row.value_loss, row.grad_norm) for row in metrics])
     assert np.array(results[0]) == pytest.approx(np.array(results[1]), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.slow
 def test_resume_with_critic_is_bit_exact(model_path: str, tmp_path: Path) -> None:
-    uninterrupted = make_learner(model_path, PPO)
-    uninterrupted.train_step(make_batch(seed=1), STEP)
-    uninterrupted.save(tmp_path / "state")
-    uninterrupted.train_step(make_batch(seed=2), STEP)
-    resumed = make_learner(model_path, PPO)
-    resumed.load(tmp_path / "state")
-    resumed.train_step(make_batch(seed=2), STEP)
-    assert torch.equal(weight_vector(resumed), weight_vector(uninterrupted))
+    learner = make_learner(model_path, PPO)
+    learner.train_step(make_batch(seed=1), NO_PENALTY)
+    learner.save(tmp_path / "state")
+    learner.train_step(make_batch(seed=2), NO_PENALTY)
+    resumed_learner = make_learner(model_path, PPO)
+    resumed_learner.load(tmp_path / "state")
+    resumed_learner.train_step(make_batch(seed=2), NO_PENALTY)
+    assert torch.equal(flatten(resumed_learner), flatten(learner))
 
 
 def test_checkpoint_without_a_needed_critic_is_refused(model_path: str, tmp_path: Path) -> None:
@@ -168,12 +184,12 @@ def test_checkpoint_without_a_needed_critic_is_refused(model_path: str, tmp_path
 
 def test_value_head_is_exported_but_not_published(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path, PPO)
-    learner.train_step(make_batch(), STEP)
+    learner.train_step(make_batch(), NO_PENALTY)
     assert learner.gather_weights().keys() == make_learner(model_path).gather_weights().keys()
     learner.export_model(tmp_path)
-    head = load_file(tmp_path / "value_head.safetensors")
-    assert head.keys() == {"weight", "bias"}
-    assert head["weight"].abs().sum() > 0
+    head_weights = load_file(tmp_path / "value_head.safetensors")
+    assert head_weights.keys() == {"weight", "bias"}
+    assert head_weights["weight"].abs().sum() > 0
 
 
 @pytest.mark.slow
@@ -190,17 +206,19 @@ def test_divergence_in_the_reward_changes_the_policy(
 ) -> None:
     """The divergence is the only reward."""
     learner = make_learner(model_path, algorithm)
-    free = replace(TETHERED, kl=0.0)
-    learner.train_step(make_batch(num_samples=24), free)
+    unpenalized_coefficients = replace(KL_PENALTY, kl=0.0)
+    learner.train_step(make_batch(num_samples=24), unpenalized_coefficients)
     samples_without_rewards = [
-        replace(s, advantages=[0.0] * len(s.token_ids), rewards=[0.0] * len(s.token_ids))
-        for s in make_samples(24)
+        replace(
+            sample, advantages=[0.0] * len(sample.token_ids), rewards=[0.0] * len(sample.token_ids)
+        )
+        for sample in make_samples(24)
     ]
     batch = collate(samples_without_rewards)
-    start = weight_vector(learner)
-    metrics = learner.train_step(batch, TETHERED)
+    start_weights = flatten(learner)
+    metrics = learner.train_step(batch, KL_PENALTY)
     assert metrics.reference_kl > 1e-4
-    assert not torch.equal(weight_vector(learner), start)
+    assert not torch.equal(flatten(learner), start_weights)
 
 
 def test_whitened_advantages_have_mean_zero_and_deviation_one(model_path: str) -> None:
@@ -211,10 +229,17 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one(model_path: str) -
     algorithm = Algorithm(PPO, max_tokens=64)
     with torch.no_grad():
         raw_targets = [
-            algorithm.make_targets(part, learner.model(part.rows, 1.0), None, kl_coef=0.0)
-            for part in micro_batches
+            algorithm.make_targets(
+                micro_batch, learner.model(micro_batch.rows, 1.0), None, kl_coef=0.0
+            )
+            for micro_batch in micro_batches
         ]
     [targets] = algorithm.whiten_targets([raw_targets], [micro_batches])
-    values = torch.cat([t.advantages[p.mask] for t, p in zip(targets, micro_batches, strict=True)])
-    assert values.mean().item() == pytest.approx(0.0, abs=1e-5)
-    assert values.std().item() == pytest.approx(1.0, abs=1e-4)
+    advantages = torch.cat(
+        [
+            target.advantages[micro_batch.mask]
+            for target, micro_batch in zip(targets, micro_batches, strict=True)
+        ]
+    )
+    assert advantages.mean().item() == pytest.approx(0.0, abs=1e-5)
+    assert advantages.std().item() == pytest.approx(1.0, abs=1e-4)

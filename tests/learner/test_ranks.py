@@ -38,7 +38,7 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
 class TrainingResult:
     """The results of NUM_STEPS steps."""
 
-    numbers: list[list[float]]
+    step_metrics: list[list[float]]
     """Loss, gradient norm, entropy and value loss of each step."""
     weights: torch.Tensor
 
@@ -65,10 +65,10 @@ def train(num_ranks: int, folder: Path, kind: str, resume_from: int | None = Non
     state = learner.gather_weights()
     if dist.get_rank() == 0:
         result = TrainingResult(
-            [[m.loss, m.grad_norm, m.entropy, m.value_loss or 0.0] for m in metrics],
+            [[row.loss, row.grad_norm, row.entropy, row.value_loss or 0.0] for row in metrics],
             torch.cat([tensor.flatten() for tensor in state.values()]),
         )
-        torch.save(result, result_path(num_ranks, folder, kind, resume_from))
+        torch.save(result, get_result_path(num_ranks, folder, kind, resume_from))
 
 
 def train_two_ranks(rank: int, folder: str) -> None:
@@ -82,7 +82,7 @@ def train_two_ranks(rank: int, folder: str) -> None:
     leave_process_group()
 
 
-def result_path(num_ranks: int, folder: Path, kind: str, resume_from: int | None) -> Path:
+def get_result_path(num_ranks: int, folder: Path, kind: str, resume_from: int | None) -> Path:
     """Return the path of a result."""
     return folder / f"{kind}-result-{num_ranks}-{resume_from}.pt"
 
@@ -91,23 +91,25 @@ def load_result(
     num_ranks: int, folder: Path, kind: str, resume_from: int | None = None
 ) -> TrainingResult:
     """Load a result."""
-    path = result_path(num_ranks, folder, kind, resume_from)
+    path = get_result_path(num_ranks, folder, kind, resume_from)
     result: TrainingResult = torch.load(path, weights_only=False)
     return result
 
 
-def assert_equal(first: TrainingResult, second: TrainingResult) -> None:
+def assert_equal(result: TrainingResult, expected_result: TrainingResult) -> None:
     """Assert that numbers and weights are equal up to rounding."""
-    for actual, expected in zip(first.numbers, second.numbers, strict=True):
-        assert actual == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    for metrics, expected_metrics in zip(
+        result.step_metrics, expected_result.step_metrics, strict=True
+    ):
+        assert metrics == pytest.approx(expected_metrics, abs=1e-5, rel=1e-5)
     # AdamW turns the rounding of a gradient near zero into a step of full size, so a few
     # weights may differ; the rest agree.
-    is_equal = (first.weights - second.weights).abs() < 1e-5
-    assert is_equal.float().mean() > 0.99
+    agreement_mask = (result.weights - expected_result.weights).abs() < 1e-5
+    assert agreement_mask.float().mean() > 0.99
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train everything on one rank, this process, and on two ranks; return the folder."""
     folder = tmp_path_factory.mktemp("runs")
     make_policy_folder(folder / "model")
@@ -129,13 +131,14 @@ def test_rendezvous_port_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ALGORITHMS)
-def test_two_ranks_equal_one_rank(runs: Path, kind: str) -> None:
-    assert_equal(load_result(1, runs, kind), load_result(2, runs, kind))
+def test_two_ranks_equal_one_rank(runs_folder: Path, kind: str) -> None:
+    assert_equal(load_result(1, runs_folder, kind), load_result(2, runs_folder, kind))
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ALGORITHMS)
-def test_checkpoint_resumes_with_another_number_of_ranks(runs: Path, kind: str) -> None:
+def test_checkpoint_resumes_with_another_number_of_ranks(runs_folder: Path, kind: str) -> None:
     assert_equal(
-        load_result(1, runs, kind, resume_from=2), load_result(2, runs, kind, resume_from=1)
+        load_result(1, runs_folder, kind, resume_from=2),
+        load_result(2, runs_folder, kind, resume_from=1),
     )

@@ -15,9 +15,12 @@ def test_rank_returns_every_written_file_with_its_size(model_path: str, tmp_path
     learner = make_learner(model_path)
     saved_files = learner.save(tmp_path / "learner") + learner.export_model(tmp_path / "model")
     paths = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert sorted(file.path for file in saved_files) == sorted(paths)
-    assert all(file == SavedFile.from_path(file.path) for file in saved_files)
-    assert any(file.path.name == "model.safetensors" and file.num_bytes for file in saved_files)
+    assert sorted(saved_file.path for saved_file in saved_files) == sorted(paths)
+    assert all(saved_file == SavedFile.from_path(saved_file.path) for saved_file in saved_files)
+    assert any(
+        saved_file.path.name == "model.safetensors" and saved_file.num_bytes
+        for saved_file in saved_files
+    )
 
 
 def test_unwritable_checkpoint_is_a_clear_error(model_path: str, tmp_path: Path) -> None:

@@ -67,10 +67,10 @@ async def test_environment_without_legal_answers_is_refused(
         environment = ConnectedEnvironment(
             config, server.grpc_address, client, await client.describe(), ServerRenderer()
         )
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError) as error_info:
             await prepare_model(LanguageModelRun(), {"counting": environment}, tmp_path)
-    assert message in str(caught.value)
-    assert "model.kind = 'pretrained'" in str(caught.value)
+    assert message in str(error_info.value)
+    assert "model.kind = 'pretrained'" in str(error_info.value)
 
 
 async def test_environment_with_pictures_only_is_refused() -> None:
@@ -78,9 +78,9 @@ async def test_environment_with_pictures_only_is_refused() -> None:
         EnvServer(WithPicture, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
-        _, first = await client.open(seed=1)
+        _, step_result = await client.open(seed=1)
     with pytest.raises(ConfigError, match="option picture_columns"):
-        ServerRenderer().render_messages(first, is_first=True)
+        ServerRenderer().render_messages(step_result, is_first=True)
 
 
 def test_tag_is_one_token_and_decodes_to_itself() -> None:

@@ -51,31 +51,31 @@ def make_samples(num_samples: int, seed: int = 0, prefix_tokens: int = 0) -> lis
         if index % 6 == 0:
             prefix = [generator.randrange(3, 250) for _ in range(prefix_tokens)]
         if index % 3 == 2:  # Equal tokens, but a different advantage.
-            twin = samples[-1]
-            token_ids, mask = twin.token_ids, twin.loss_mask
+            previous_sample = samples[-1]
+            token_ids, mask = previous_sample.token_ids, previous_sample.loss_mask
         else:
             num_turns = generator.randint(1, 3)
             token_ids = prefix + [generator.randrange(3, 250) for _ in range(7 * num_turns)]
             mask = [False] * prefix_tokens
             mask += [position % 7 in (4, 5) for position in range(7 * num_turns)]
-        logprobs = [-generator.uniform(4.5, 6.5) if sampled else 0.0 for sampled in mask]
+        logprobs = [-generator.uniform(4.5, 6.5) if is_sampled else 0.0 for is_sampled in mask]
         reward = generator.uniform(-1, 1)
         samples.append(
             TrainingSample(
                 token_ids,
                 mask,
                 logprobs,
-                advantages=[reward * sampled for sampled in mask],
-                rewards=_reward_at_end(reward, mask),
+                advantages=[reward * is_sampled for is_sampled in mask],
+                rewards=_place_reward_at_end(reward, mask),
                 terminated=index % 5 != 0,
             )
         )
     return samples
 
 
-def _reward_at_end(reward: float, mask: list[bool]) -> list[float]:
-    last = max(position for position, sampled in enumerate(mask) if sampled)
-    return [reward * (position == last) for position in range(len(mask))]
+def _place_reward_at_end(reward: float, mask: list[bool]) -> list[float]:
+    last_position = max(position for position, is_sampled in enumerate(mask) if is_sampled)
+    return [reward * (position == last_position) for position in range(len(mask))]
 
 
 def make_batch(num_samples: int = 24, seed: int = 0, prefix_tokens: int = 0) -> Batch:
@@ -92,11 +92,11 @@ def make_learner(
     """Return a learner of this rank; `config` overrides LearnerConfig's fields."""
     fields = {"learning_rate": 1e-2, "max_tokens_per_micro_batch": 4096, **config}
     run = LanguageModelRun()
-    changes = {
+    settings = {
         "learner": LearnerConfig.model_validate(fields),
         "algorithm": algorithm or GrpoConfig(geometric_mask=None),
         "rollout": run.rollout.model_copy(update={"temperature": 1.0, "max_tokens": 64}),
         "seed": 0,
         "model": run.model.model_copy(update={"lora": lora}),
     }
-    return Learner(run.model_copy(update=changes), model_path)
+    return Learner(run.model_copy(update=settings), model_path)

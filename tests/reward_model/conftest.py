@@ -26,7 +26,7 @@ def load_example() -> ModuleType:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
+def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
@@ -59,9 +59,9 @@ def gpt2_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer.chat_template = None
     tokenizer.pad_token = None
     torch.manual_seed(0)
-    size = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
     config = GPT2Config(
-        vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=None, **size
+        vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=None, **sizes
     )
     GPT2LMHeadModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

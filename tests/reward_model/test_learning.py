@@ -17,19 +17,21 @@ NUM_COMPARISONS = 400
 
 
 @pytest.mark.parametrize(
-    ("shuffled", "low", "high"), [(False, 0.5, 1.0), (True, 0.10, 0.40)], ids=["rule", "control"]
+    ("is_shuffled", "min_accuracy", "max_accuracy"),
+    [(False, 0.5, 1.0), (True, 0.10, 0.40)],
+    ids=["rule", "control"],
 )
 def test_reward_model_learns_a_hidden_rule(
-    example: ModuleType, tmp_path: Path, shuffled: bool, low: float, high: float
+    example: ModuleType, tmp_path: Path, is_shuffled: bool, min_accuracy: float, max_accuracy: float
 ) -> None:
     """Train on few comparisons; `make learn-reward` uses 2,000 and three seeds."""
     example.write_model(tmp_path / "model", 0)
-    rows = example.make_comparisons(NUM_COMPARISONS, seed=0, shuffled=shuffled)
-    data = tmp_path / "preferences.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = example.make_comparisons(NUM_COMPARISONS, seed=0, shuffled=is_shuffled)
+    data_path = tmp_path / "preferences.jsonl"
+    data_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = RewardModelRun(
         model=str(tmp_path / "model"),
-        data=data,
+        data=data_path,
         output=tmp_path / "rm",
         test_size=0.25,
         epochs=8,
@@ -37,7 +39,7 @@ def test_reward_model_learns_a_hidden_rule(
     )
     _, metrics = train_reward_model(config)
     assert metrics.accuracy is not None
-    assert low <= metrics.accuracy <= high
+    assert min_accuracy <= metrics.accuracy <= max_accuracy
 
 
 def test_odd_answers_follow_the_same_rule(
@@ -45,13 +47,13 @@ def test_odd_answers_follow_the_same_rule(
 ) -> None:
     rule = example.HiddenRule(3)
     vocabulary = {*example.WORDS, *example.TOPICS}
-    num_words, num_garbled = set(), 0
+    answer_lengths, num_garbled = set(), 0
     for row in example.make_comparisons(200, seed=3, odd=1.0):
         topic = row["query"].removeprefix("Tell me about ").removesuffix(".")
-        answers = [row[f"sample{number}"] for number in range(example.NUM_ANSWERS)]
-        scores = [rule.score_answer(topic, answer) for answer in answers]
+        answers = [row[f"sample{index}"] for index in range(example.NUM_ANSWERS)]
+        scores = [rule.worth(topic, answer) for answer in answers]
         assert max(scores) == scores[row["best"]]
-        num_words |= {len(answer.split()) for answer in answers}
+        answer_lengths |= {len(answer.split()) for answer in answers}
         num_garbled += any(set(answer.split()) - vocabulary for answer in answers)
-    assert num_words >= set(range(1, example.MAX_WORDS + 1))
-    assert 50 < num_garbled < 200, "a reward model must see both"
+    assert answer_lengths >= set(range(1, example.MAX_WORDS + 1))
+    assert 50 < num_garbled < 200, "both kinds of answers must occur"

@@ -45,16 +45,16 @@ def write_parquet(path: Path) -> Path:
     return path
 
 
-def write_saved(path: Path, *, in_split: bool) -> Path:
+def write_dataset_folder(path: Path, *, is_in_split: bool) -> Path:
     """Write a folder in the format of `datasets`: Arrow streams and a file that lists them."""
-    folder = path / "train" if in_split else path
+    folder = path / "train" if is_in_split else path
     folder.mkdir(parents=True)
     table = pa.Table.from_pylist(PAIRS)
     with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as writer:
         writer.write_table(table)
     state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
     (folder / "state.json").write_text(json.dumps(state))
-    if in_split:
+    if is_in_split:
         (path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     return path
 
@@ -86,7 +86,7 @@ def test_all_file_formats_are_read_alike(kind: str, tmp_path: Path) -> None:
             write_jsonl(path / "b.jsonl", PAIRS[1:])
             (path / "README.md").write_text("no data")
         case _:
-            write_saved(path, in_split=kind == "saved_splits")
+            write_dataset_folder(path, is_in_split=kind == "saved_splits")
     rows = to_tuples(read_comparisons(path))
     assert rows == [(row["prompt"], row["chosen"], row["rejected"], 0) for row in PAIRS]
 
@@ -95,9 +95,9 @@ def test_all_file_formats_are_read_alike(kind: str, tmp_path: Path) -> None:
 def test_byte_order_mark_is_ignored(kind: str, tmp_path: Path) -> None:
     writers = {"jsonl": lambda path: write_jsonl(path, PAIRS), "json": write_json, "csv": write_csv}
     path = writers[kind](tmp_path / f"data.{kind}")
-    expected = to_tuples(read_comparisons(path))
+    expected_tuples = to_tuples(read_comparisons(path))
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert to_tuples(read_comparisons(path)) == expected
+    assert to_tuples(read_comparisons(path)) == expected_tuples
 
 
 def test_openai_format_with_four_samples_is_read(tmp_path: Path) -> None:
@@ -107,13 +107,16 @@ def test_openai_format_with_four_samples_is_read(tmp_path: Path) -> None:
 
 
 def test_messages_and_tokens_are_not_changed(tmp_path: Path) -> None:
-    user, good = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    user_message, assistant_message = (
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+    )
     rows = [
-        {"prompt": [user], "chosen": [good], "rejected": "Go"},
+        {"prompt": [user_message], "chosen": [assistant_message], "rejected": "Go"},
         {"prompt": [5, 6], "chosen": [7], "rejected": [8, 9]},
     ]
     comparisons = to_tuples(read_comparisons(write_jsonl(tmp_path / "data.jsonl", rows)))
-    assert comparisons == [([user], [good], "Go", 0), ([5, 6], [7], [8, 9], 0)]
+    assert comparisons == [([user_message], [assistant_message], "Go", 0), ([5, 6], [7], [8, 9], 0)]
 
 
 @pytest.mark.parametrize(

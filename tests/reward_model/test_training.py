@@ -20,12 +20,12 @@ from ludus.trainer.reward_model import RewardModel, load_reward_model, train_rew
 from ludus.trainer.reward_model.training import check_training
 
 
-def make_config(model: str, data: Path, output: Path, **fields: Any) -> RewardModelRun:
+def make_config(model: str, data_path: Path, output: Path, **fields: Any) -> RewardModelRun:
     settings = {"epochs": 2, "batch_size": 16, "learning_rate": 3e-3, **fields}
-    return RewardModelRun(model=model, data=data, output=output, **settings)
+    return RewardModelRun(model=model, data=data_path, output=output, **settings)
 
 
-class StopAfter(StopRequest):
+class CountedStopRequest(StopRequest):
     """A stop request that is set at a number of steps."""
 
     def __init__(self, num_steps: int) -> None:
@@ -39,14 +39,14 @@ class StopAfter(StopRequest):
 
 
 def copy_weights(model: RewardModel) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def assert_equal(actual: RewardModel, expected: RewardModel) -> None:
-    actual_weights, expected_weights = copy_weights(actual), copy_weights(expected)
+def assert_equal(model: RewardModel, expected_model: RewardModel) -> None:
+    actual_weights, expected_weights = copy_weights(model), copy_weights(expected_model)
     assert actual_weights.keys() == expected_weights.keys()
-    for name, value in actual_weights.items():
-        assert torch.equal(value, expected_weights[name]), name
+    for name, tensor in actual_weights.items():
+        assert torch.equal(tensor, expected_weights[name]), name
 
 
 def test_folder_contains_the_returned_model_and_its_metrics(
@@ -57,69 +57,75 @@ def test_folder_contains_the_returned_model_and_its_metrics(
     model, metrics = train_reward_model(config, on_progress=progress.append)
     assert_equal(model, load_reward_model(tmp_path / "rm"))
     assert json.loads((tmp_path / "rm/config.json").read_text())["id2label"] == {"0": "LABEL_0"}
-    written = RewardModelMetrics.model_validate_json((tmp_path / "rm/metrics.json").read_text())
-    assert written == metrics
+    saved_metrics = RewardModelMetrics.model_validate_json(
+        (tmp_path / "rm/metrics.json").read_text()
+    )
+    assert saved_metrics == metrics
     assert (metrics.num_train + metrics.num_test, metrics.num_answers) == (64, 4)
     assert [epoch.epoch for epoch in metrics.epochs] == [1, 2]
-    last = metrics.epochs[-1].test
-    assert last is not None
-    assert (metrics.accuracy, metrics.mrr, metrics.loss) == (last.accuracy, last.mrr, last.loss)
+    last_evaluation = metrics.epochs[-1].test
+    assert last_evaluation is not None
+    assert (metrics.accuracy, metrics.mrr, metrics.loss) == (
+        last_evaluation.accuracy,
+        last_evaluation.mrr,
+        last_evaluation.loss,
+    )
     assert metrics.epochs[1].train_loss < metrics.epochs[0].train_loss
     assert [record.finished.epoch for record in progress if record.finished] == [1, 2]
     assert not config.folder.exists()
 
 
 @pytest.mark.parametrize(
-    ("family", "stop_after"), [("model_path", 4), ("gpt2_path", 1), ("gpt2_path", 6)]
+    ("path_fixture", "stop_step"), [("model_path", 4), ("gpt2_path", 1), ("gpt2_path", 6)]
 )
 def test_resumed_training_equals_an_uninterrupted_training(
-    family: str,
-    stop_after: int,
+    path_fixture: str,
+    stop_step: int,
     preferences: Path,
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    path = request.getfixturevalue(family)
+    path = request.getfixturevalue(path_fixture)
     config = make_config(path, preferences, tmp_path / "uninterrupted")
-    expected, expected_metrics = train_reward_model(config)
+    expected_model, expected_metrics = train_reward_model(config)
     config = make_config(path, preferences, tmp_path / "resumed")
-    with pytest.raises(RunStopped, match=f"after step {stop_after} of 8"):
-        train_reward_model(config, stop_request=StopAfter(stop_after))
+    with pytest.raises(RunStopped, match=f"after step {stop_step} of 8"):
+        train_reward_model(config, stop_request=CountedStopRequest(stop_step))
     assert not (tmp_path / "resumed").exists()
     torch.manual_seed(5)  # other random numbers of the program have no effect
-    resumed, resumed_metrics = train_reward_model(config, resume=Resume.ALWAYS)
-    assert_equal(resumed, expected)
-    timeless = [
+    resumed_model, resumed_metrics = train_reward_model(config, resume=Resume.ALWAYS)
+    assert_equal(resumed_model, expected_model)
+    epoch_dumps = [
         [epoch.model_dump(exclude={"elapsed_s"}) for epoch in metrics.epochs]
         for metrics in (expected_metrics, resumed_metrics)
     ]
-    assert timeless[0] == timeless[1]
+    assert epoch_dumps[0] == epoch_dumps[1]
 
 
 def test_resumed_training_must_keep_its_configuration_and_data(
     model_path: str, preferences: Path, tmp_path: Path
 ) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text(preferences.read_text())
-    config = make_config(model_path, data, tmp_path / "rm")
+    data_path = tmp_path / "data.jsonl"
+    data_path.write_text(preferences.read_text())
+    config = make_config(model_path, data_path, tmp_path / "rm")
     with pytest.raises(RunStopped):
-        train_reward_model(config, stop_request=StopAfter(1))
+        train_reward_model(config, stop_request=CountedStopRequest(1))
     with pytest.raises(ConfigError, match=r"learning_rate was 0\.003 and is 0\.001"):
-        other = config.model_copy(update={"learning_rate": 1e-3})
-        train_reward_model(other, resume=Resume.ALWAYS)
+        changed_config = config.model_copy(update={"learning_rate": 1e-3})
+        train_reward_model(changed_config, resume=Resume.ALWAYS)
     with pytest.raises(ConfigError, match="already contains a run"):
         train_reward_model(config)
-    data.write_text("".join(preferences.read_text().splitlines(keepends=True)[1:]))
+    data_path.write_text("".join(preferences.read_text().splitlines(keepends=True)[1:]))
     with pytest.raises(ConfigError, match="has changed since the training started"):
         train_reward_model(config, resume=Resume.ALWAYS)
-    data.write_text(preferences.read_text())
-    [file] = config.folder.glob("checkpoints/*/learner/agent.pt")
-    file.write_bytes(file.read_bytes()[:1000])
+    data_path.write_text(preferences.read_text())
+    [agent_file] = config.folder.glob("checkpoints/*/learner/agent.pt")
+    agent_file.write_bytes(agent_file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="cannot be read"):
         train_reward_model(config, resume=Resume.ALWAYS)
-    elsewhere = make_config(model_path, data, tmp_path / "elsewhere")
+    other_config = make_config(model_path, data_path, tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="no checkpoint in"):
-        train_reward_model(elsewhere, resume=Resume.ALWAYS)
+        train_reward_model(other_config, resume=Resume.ALWAYS)
     train_reward_model(config, overwrite=True)
 
 
@@ -127,52 +133,58 @@ def test_frozen_backbone_does_not_change(
     model_path: str, preferences: Path, tmp_path: Path
 ) -> None:
     config = make_config(model_path, preferences, tmp_path / "rm", freeze_backbone=True)
-    frozen, _ = train_reward_model(config)
+    frozen_model, _ = train_reward_model(config)
     initial_model = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1)
-    initial = dict(initial_model.base_model.named_parameters())
-    trained = dict(frozen.classifier.base_model.named_parameters())
-    assert all(torch.equal(initial[name], trained[name]) for name in initial)
-    unfrozen, _ = train_reward_model(make_config(model_path, preferences, tmp_path / "unfrozen"))
-    changed = dict(unfrozen.classifier.base_model.named_parameters())
+    initial_weights = dict(initial_model.base_model.named_parameters())
+    frozen_weights = dict(frozen_model.classifier.base_model.named_parameters())
+    assert all(torch.equal(initial_weights[name], frozen_weights[name]) for name in initial_weights)
+    unfrozen_model, _ = train_reward_model(
+        make_config(model_path, preferences, tmp_path / "unfrozen")
+    )
+    trained_weights = dict(unfrozen_model.classifier.base_model.named_parameters())
     assert not any(
-        torch.equal(initial[name], changed[name]) for name in initial if "weight" in name
+        torch.equal(initial_weights[name], trained_weights[name])
+        for name in initial_weights
+        if "weight" in name
     )
 
 
 def test_result_does_not_depend_on_micro_batches(
     model_path: str, preferences: Path, tmp_path: Path
 ) -> None:
-    expected, _ = train_reward_model(make_config(model_path, preferences, tmp_path / "a", epochs=1))
+    expected_model, _ = train_reward_model(
+        make_config(model_path, preferences, tmp_path / "a", epochs=1)
+    )
     config = make_config(
         model_path, preferences, tmp_path / "b", epochs=1, max_tokens_per_micro_batch=64
     )
     model, _ = train_reward_model(config)
-    for name, value in copy_weights(expected).items():
-        torch.testing.assert_close(copy_weights(model)[name], value, atol=2e-4, rtol=1e-3)
+    for name, tensor in copy_weights(expected_model).items():
+        torch.testing.assert_close(copy_weights(model)[name], tensor, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["model_path", "gpt2_path"])
+@pytest.mark.parametrize("path_fixture", ["model_path", "gpt2_path"])
 def test_scores_do_not_depend_on_padding_or_on_the_loader(
-    family: str, preferences: Path, tmp_path: Path, request: pytest.FixtureRequest
+    path_fixture: str, preferences: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    path = request.getfixturevalue(family)
+    path = request.getfixturevalue(path_fixture)
     config = make_config(path, preferences, tmp_path / "rm", epochs=1)
     model, _ = train_reward_model(config)
     prompts = ["Tell me about bread."] * 4
     answers = ["calm", "good good good", "never late and always early", "music"]
-    batched = model.score(prompts, answers)
-    single = [
+    batch_scores = model.score(prompts, answers)
+    single_scores = [
         model.score([prompt], [answer])[0] for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    assert batched == pytest.approx(single, abs=1e-5)
+    assert batch_scores == pytest.approx(single_scores, abs=1e-5)
     # transformers alone, with padding:
-    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
-    rows = [model.encoder.encode(*pair) for pair in zip(prompts, answers, strict=True)]
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
+    rows = [model.encoder.encode(*texts) for texts in zip(prompts, answers, strict=True)]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "rm")
-    padded = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+    inputs = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
     with torch.no_grad():
-        expected = plain(**padded).logits.squeeze(-1).tolist()
-    assert batched == pytest.approx(expected, abs=1e-5)
+        expected_scores = classifier(**inputs).logits.squeeze(-1).tolist()
+    assert batch_scores == pytest.approx(expected_scores, abs=1e-5)
 
 
 def test_equal_answers_have_equal_scores_in_all_batches(
@@ -182,20 +194,20 @@ def test_equal_answers_have_equal_scores_in_all_batches(
     rows = list(example.make_comparisons(30, seed=3))
     answers = [row[f"sample{number}"] for row in rows for number in range(4)] * 2
     scores = model.score(["Tell me."] * len(answers), answers, max_tokens_per_batch=100)
-    half = len(answers) // 2
-    assert scores[:half] == scores[half:]
-    assert len(set(scores)) > half // 2
+    half_length = len(answers) // 2
+    assert scores[:half_length] == scores[half_length:]
+    assert len(set(scores)) > half_length // 2
 
 
 def test_keep_best_keeps_the_best_epoch(
     model_path: str, example: ModuleType, tmp_path: Path
 ) -> None:
     # Random preferences can only be memorized, which increases the held-out loss.
-    data = tmp_path / "shuffled.jsonl"
+    data_path = tmp_path / "shuffled.jsonl"
     rows = example.make_comparisons(64, seed=1, shuffled=True)
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {"epochs": 6, "learning_rate": 0.01, "warmup_steps": 0, "keep": "best"}
-    config = make_config(model_path, data, tmp_path / "rm", **settings)
+    config = make_config(model_path, data_path, tmp_path / "rm", **settings)
     model, metrics = train_reward_model(config)
     losses = [epoch.test.loss for epoch in metrics.epochs if epoch.test]
     assert metrics.loss == min(losses) < losses[-1]
@@ -210,9 +222,9 @@ def test_comparisons_of_one_prompt_stay_together(
         {"prompt": f"Tell me about {number % 30}", "chosen": f"good {number}", "rejected": "late"}
         for number in range(120)
     ]
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = make_config(model_path, data, tmp_path / "rm", max_tokens=None)
+    data_path = tmp_path / "data.jsonl"
+    data_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = make_config(model_path, data_path, tmp_path / "rm", max_tokens=None)
     num_train, num_test = check_training(config)
     assert num_test == 24
     assert num_train % 4 == num_test % 4 == 0
@@ -238,10 +250,10 @@ def test_random_numbers_of_the_program_are_not_changed(
     model_path: str, preferences: Path, tmp_path: Path
 ) -> None:
     torch.manual_seed(3)
-    expected = torch.rand(2)
+    expected_numbers = torch.rand(2)
     torch.manual_seed(3)
     train_reward_model(make_config(model_path, preferences, tmp_path / "rm", epochs=1))
-    assert torch.equal(torch.rand(2), expected)
+    assert torch.equal(torch.rand(2), expected_numbers)
 
 
 def test_training_that_cannot_start_leaves_no_files(

@@ -6,10 +6,10 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import MetricsRow, Phase, WorkerWeightsRow
 
-GAMES_PER_STEP = 100
+EPISODES_PER_STEP = 100
 
 
-def run_config(**metrics: object) -> LanguageModelRun:
+def make_run_config(**metrics: object) -> LanguageModelRun:
     return LanguageModelRun.model_validate(
         {
             "name": "mixed",
@@ -26,11 +26,11 @@ def run_config(**metrics: object) -> LanguageModelRun:
     )
 
 
-def phase(phase: Phase, step: int = 0) -> MetricsRow:
+def make_phase_row(phase: Phase, step: int = 0) -> MetricsRow:
     return MetricsRow(kind="phase", step=step, phase=phase, elapsed_s=0, num_games_trained=0)
 
 
-def step_rows(step: int) -> list[MetricsRow]:
+def make_step_rows(step: int) -> list[MetricsRow]:
     """Return the rows of a step with 40 and 60 episodes in the two environments."""
     run_values = {
         TrainMetric.LOSS: 1 / step,
@@ -41,29 +41,31 @@ def step_rows(step: int) -> list[MetricsRow]:
     }
     return [
         _row("train", step, run_values),
-        _row("environment", step, _environment_values(40, wins=10, draws=5), "blackjack"),
-        _row("environment", step, _environment_values(60, wins=60, draws=0), "tic_tac_toe"),
+        _row("environment", step, _environment_values(40, num_wins=10, num_draws=5), "blackjack"),
+        _row("environment", step, _environment_values(60, num_wins=60, num_draws=0), "tic_tac_toe"),
     ]
 
 
-def eval_rows(step: int, win_rate: float) -> list[MetricsRow]:
-    judged = {EvalMetric.NUM_GAMES: 50, EvalMetric.WIN_RATE: win_rate}
-    fixed = {EvalMetric.NUM_GAMES: 50, EvalMetric.WIN_RATE: 0.28}
+def make_eval_rows(step: int, win_rate: float) -> list[MetricsRow]:
+    policy_values = {EvalMetric.NUM_GAMES: 50, EvalMetric.WIN_RATE: win_rate}
+    baseline_values = {EvalMetric.NUM_GAMES: 50, EvalMetric.WIN_RATE: 0.28}
     return [
-        _row("eval", step, judged, "blackjack"),
-        _row("baseline", step, fixed, "blackjack", "random"),
-        _row("eval", step, judged, "tic_tac_toe"),
+        _row("eval", step, policy_values, "blackjack"),
+        _row("baseline", step, baseline_values, "blackjack", "random"),
+        _row("eval", step, policy_values, "tic_tac_toe"),
     ]
 
 
-def event(metric: TrainMetric, environment: str | None = None) -> MetricsRow:
+def make_event_row(metric: TrainMetric, environment: str | None = None) -> MetricsRow:
     return _row("event", 3, {metric: 1}, environment)
 
 
-def weights_row(version: int, hashes: dict[int, str]) -> MetricsRow:
+def make_weights_row(version: int, hash_by_worker: dict[int, str]) -> MetricsRow:
     weights = tuple(
-        WorkerWeightsRow(worker=worker, version=version, content_hash=text, canary_error=1e-7)
-        for worker, text in hashes.items()
+        WorkerWeightsRow(
+            worker=worker, version=version, content_hash=content_hash, canary_error=1e-7
+        )
+        for worker, content_hash in hash_by_worker.items()
     )
     return MetricsRow(
         kind="weights",
@@ -75,13 +77,13 @@ def weights_row(version: int, hashes: dict[int, str]) -> MetricsRow:
     )
 
 
-def _environment_values(num_episodes: int, *, wins: int, draws: int) -> dict[str, float]:
+def _environment_values(num_episodes: int, *, num_wins: int, num_draws: int) -> dict[str, float]:
     return {
         TrainMetric.NUM_EPISODES: num_episodes,
-        TrainMetric.NUM_WINS: wins,
-        TrainMetric.NUM_DRAWS: draws,
-        TrainMetric.NUM_LOSSES: num_episodes - wins - draws,
-        TrainMetric.WIN_RATE: wins / num_episodes,
+        TrainMetric.NUM_WINS: num_wins,
+        TrainMetric.NUM_DRAWS: num_draws,
+        TrainMetric.NUM_LOSSES: num_episodes - num_wins - num_draws,
+        TrainMetric.WIN_RATE: num_wins / num_episodes,
         TrainMetric.NUM_TOKENS_GENERATED: 7 * num_episodes,
         "reward_term.format": 0.5,
     }
@@ -101,7 +103,7 @@ def _row(
             "environment": environment,
             "policy": policy,
             "elapsed_s": 2.0 * step,
-            "num_games_trained": GAMES_PER_STEP * step,
+            "num_games_trained": EPISODES_PER_STEP * step,
             "values": values,
         }
     )

@@ -15,7 +15,14 @@ from ludus.proto.metrics import EvalMetric, Reduction, TrainMetric, TrainSeries,
 from ludus.proto.runs import MetricsRow, Phase
 from ludus.trainer.run.prometheus import PrometheusExporter, RunSeries
 from ludus.trainer.run.sinks import open_sinks
-from tests.sinks.mixed_run import eval_rows, event, phase, run_config, step_rows, weights_row
+from tests.sinks.mixed_run import (
+    make_eval_rows,
+    make_event_row,
+    make_phase_row,
+    make_run_config,
+    make_step_rows,
+    make_weights_row,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +34,7 @@ OPTIONS = {"blackjack": {"game": "blackjack"}, "tic_tac_toe": {"opponent": "firs
 
 @pytest.fixture
 def exporter() -> Iterator[PrometheusExporter]:
-    run = run_config(prometheus={})
+    run = make_run_config(prometheus={})
     assert run.metrics.prometheus is not None
     exporter = PrometheusExporter(run, run.metrics.prometheus)
     exporter.set_environment_options(OPTIONS)
@@ -36,11 +43,13 @@ def exporter() -> Iterator[PrometheusExporter]:
 
 
 def scrape(exporter: PrometheusExporter) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=60) as reply:
-        return reply.read().decode()
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{exporter.port}/metrics", timeout=60
+    ) as response:
+        return response.read().decode()
 
 
-def samples(exporter: PrometheusExporter) -> dict[tuple[str, ...], float]:
+def read_samples(exporter: PrometheusExporter) -> dict[tuple[str, ...], float]:
     """Return the values by name and labels, without the label `run`."""
     values = {}
     for family in text_string_to_metric_families(scrape(exporter)):
@@ -60,21 +69,23 @@ def write(exporter: PrometheusExporter, *rows: MetricsRow) -> None:
 def test_counters_start_at_zero_and_gauges_when_measured(
     exporter: PrometheusExporter,
 ) -> None:
-    previous = samples(exporter)
+    initial_samples = read_samples(exporter)
     for metric in TrainMetric:
         name = prometheus_name(metric)
         is_counter = metric.spec.reduction is Reduction.SUM
         labels = (BLACKJACK, TIC_TAC_TOE) if metric.spec.is_per_environment else ((),)
         for series_values in labels:
-            assert previous.get((f"{name}_total", *series_values)) == (0 if is_counter else None)
-            assert (name, *series_values) not in previous
-    assert previous[TrainSeries.RUN,] == 1
+            assert initial_samples.get((f"{name}_total", *series_values)) == (
+                0 if is_counter else None
+            )
+            assert (name, *series_values) not in initial_samples
+    assert initial_samples[TrainSeries.RUN,] == 1
 
 
 def test_counters_add_up_and_gauges_show_the_latest_value(exporter: PrometheusExporter) -> None:
-    write(exporter, *step_rows(1), *step_rows(2), *eval_rows(2, 0.4))
-    values = samples(exporter)
-    expected = {
+    write(exporter, *make_step_rows(1), *make_step_rows(2), *make_eval_rows(2, 0.4))
+    values = read_samples(exporter)
+    expected_values = {
         ("ludus_train_wins_total", *BLACKJACK): 20,
         ("ludus_train_draws_total", *BLACKJACK): 10,
         ("ludus_train_losses_total", *BLACKJACK): 50,
@@ -92,7 +103,7 @@ def test_counters_add_up_and_gauges_show_the_latest_value(exporter: PrometheusEx
         ("ludus_train_eval_win_rate", *BLACKJACK, "policy=trained"): 0.4,
         ("ludus_train_eval_win_rate", *BLACKJACK, "policy=random"): 0.28,
     }
-    assert {key: values.get(key) for key in expected} == expected
+    assert {key: values.get(key) for key in expected_values} == expected_values
     # Values of environments are not counted again for the whole run.
     assert ("ludus_train_episodes_total",) not in values
 
@@ -100,104 +111,108 @@ def test_counters_add_up_and_gauges_show_the_latest_value(exporter: PrometheusEx
 def test_opened_environments_are_counted(
     exporter: PrometheusExporter,
 ) -> None:
-    write(exporter, event(TrainMetric.NUM_UNLOCKS, "tic_tac_toe"))
-    values = samples(exporter)
+    write(exporter, make_event_row(TrainMetric.NUM_UNLOCKS, "tic_tac_toe"))
+    values = read_samples(exporter)
     assert values["ludus_train_unlocks_total", *TIC_TAC_TOE] == 1
     assert values["ludus_train_unlocks_total", *BLACKJACK] == 0
 
 
 def test_exactly_one_phase_is_active(exporter: PrometheusExporter) -> None:
-    for current in (Phase.START_WORKERS, Phase.TRAIN, Phase.EVALUATE):
-        write(exporter, phase(current))
-        values = samples(exporter)
-        shown = {name: values["ludus_train_phase", f"phase={name}"] for name in Phase}
-        assert shown == {name: float(name is current) for name in Phase}
+    for active_phase in (Phase.START_WORKERS, Phase.TRAIN, Phase.EVALUATE):
+        write(exporter, make_phase_row(active_phase))
+        values = read_samples(exporter)
+        phase_values = {name: values["ludus_train_phase", f"phase={name}"] for name in Phase}
+        assert phase_values == {name: float(name is active_phase) for name in Phase}
 
 
 def test_weights_of_removed_workers_disappear(exporter: PrometheusExporter) -> None:
-    write(exporter, weights_row(3, {0: "00000000000a" + "f" * 50, 1: "00000000000b"}))
-    values = samples(exporter)
+    write(exporter, make_weights_row(3, {0: "00000000000a" + "f" * 50, 1: "00000000000b"}))
+    values = read_samples(exporter)
     assert values["ludus_train_worker_weights_version", "worker=1"] == 3
     assert values["ludus_train_worker_weights_hash", "worker=0"] == 10
     assert values["ludus_train_worker_weights_hash", "worker=1"] == 11
     assert values["ludus_train_sampler_pause_seconds_total",] == 0.25
-    write(exporter, weights_row(4, {1: "ffffffffffff"}))
-    values = samples(exporter)
+    write(exporter, make_weights_row(4, {1: "ffffffffffff"}))
+    values = read_samples(exporter)
     assert values["ludus_train_workers",] == 1
     assert values["ludus_train_worker_weights_hash", "worker=1"] == 2**48 - 1
     assert ("ludus_train_worker_weights_version", "worker=0") not in values
 
 
 def test_environments_appear_when_their_opponent_is_known() -> None:
-    run = run_config(prometheus={})
+    run = make_run_config(prometheus={})
     assert run.metrics.prometheus is not None
     exporter = PrometheusExporter(run, run.metrics.prometheus)
     try:
-        write(exporter, *step_rows(1))
-        assert not [key for key in samples(exporter) if "wins" in key[0]]
+        write(exporter, *make_step_rows(1))
+        assert not [key for key in read_samples(exporter) if "wins" in key[0]]
         exporter.set_environment_options(OPTIONS)
-        assert samples(exporter)["ludus_train_wins_total", *TIC_TAC_TOE] == 60
+        assert read_samples(exporter)["ludus_train_wins_total", *TIC_TAC_TOE] == 60
     finally:
         exporter.close()
 
 
 def test_times_of_steps_phases_and_checkpoints_are_exported() -> None:
-    now = 1000.0
-    series = RunSeries(run_config(), lambda: now)
+    now_s = 1000.0
+    series = RunSeries(make_run_config(), lambda: now_s)
 
-    def times() -> list[float]:
+    def collect_times() -> list[float]:
         families = {family.name: family for family in series.collect()}
         names = (TrainSeries.PHASE_START, TrainSeries.LAST_STEP, TrainSeries.LAST_CHECKPOINT)
         return [families[name].samples[0].value for name in names]
 
-    assert times() == [1000, 1000, 1000]
-    now = 1001
-    series.write(phase(Phase.TRAIN))
-    assert times() == [1001, 1000, 1000]
-    now = 1002
-    series.write(step_rows(1)[0])
-    assert times() == [1001, 1002, 1000]
-    now = 1003
-    series.write(event(TrainMetric.NUM_CANARY_FAILURES))
-    assert times() == [1001, 1002, 1000]
-    series.write(event(TrainMetric.NUM_CHECKPOINTS))
-    assert times() == [1001, 1002, 1003]
+    assert collect_times() == [1000, 1000, 1000]
+    now_s = 1001
+    series.write(make_phase_row(Phase.TRAIN))
+    assert collect_times() == [1001, 1000, 1000]
+    now_s = 1002
+    series.write(make_step_rows(1)[0])
+    assert collect_times() == [1001, 1002, 1000]
+    now_s = 1003
+    series.write(make_event_row(TrainMetric.NUM_CANARY_FAILURES))
+    assert collect_times() == [1001, 1002, 1000]
+    series.write(make_event_row(TrainMetric.NUM_CHECKPOINTS))
+    assert collect_times() == [1001, 1002, 1003]
 
 
 def test_a_failed_canary_is_counted(exporter: PrometheusExporter) -> None:
-    assert samples(exporter)["ludus_train_canary_failures_total",] == 0
-    write(exporter, event(TrainMetric.NUM_CANARY_FAILURES))
-    assert samples(exporter)["ludus_train_canary_failures_total",] == 1
+    assert read_samples(exporter)["ludus_train_canary_failures_total",] == 0
+    write(exporter, make_event_row(TrainMetric.NUM_CANARY_FAILURES))
+    assert read_samples(exporter)["ludus_train_canary_failures_total",] == 1
 
 
 def test_concurrent_scrapes_are_consistent(
     exporter: PrometheusExporter,
 ) -> None:
-    num_steps, stop = 300, threading.Event()
+    num_steps, stop_event = 300, threading.Event()
 
     def train() -> None:
         for step in range(1, num_steps + 1):
-            write(exporter, *step_rows(step), phase(Phase.TRAIN, step))
-        stop.set()
+            write(exporter, *make_step_rows(step), make_phase_row(Phase.TRAIN, step))
+        stop_event.set()
 
     trainer = threading.Thread(target=train)
     trainer.start()
-    seen: list[float] = []
-    while not stop.is_set() or not seen:
-        values = samples(exporter)
+    win_counts: list[float] = []
+    while not stop_event.is_set() or not win_counts:
+        values = read_samples(exporter)
         assert sum(values["ludus_train_phase", f"phase={name}"] for name in Phase) <= 1
-        seen.append(values[("ludus_train_wins_total", *BLACKJACK)])
+        win_counts.append(values[("ludus_train_wins_total", *BLACKJACK)])
     trainer.join()
-    assert seen == sorted(seen)
-    assert samples(exporter)[("ludus_train_wins_total", *BLACKJACK)] == 10 * num_steps
+    assert win_counts == sorted(win_counts)
+    assert read_samples(exporter)[("ludus_train_wins_total", *BLACKJACK)] == 10 * num_steps
 
 
 def test_every_series_has_a_help_text(exporter: PrometheusExporter) -> None:
-    families = {f.name: f for f in text_string_to_metric_families(scrape(exporter))}
-    declared = {prometheus_name(m) for kind in (TrainMetric, EvalMetric) for m in kind}
-    assert set(families) == declared | set(TrainSeries)
+    families = {family.name: family for family in text_string_to_metric_families(scrape(exporter))}
+    declared_names = {
+        prometheus_name(metric)
+        for metric_type in (TrainMetric, EvalMetric)
+        for metric in metric_type
+    }
+    assert set(families) == declared_names | set(TrainSeries)
     assert all(family.documentation for family in families.values())
-    assert len(declared) == len(TrainMetric) + len(EvalMetric)
+    assert len(declared_names) == len(TrainMetric) + len(EvalMetric)
 
 
 def test_silent_client_does_not_block_scrapes(exporter: PrometheusExporter) -> None:
@@ -206,7 +221,7 @@ def test_silent_client_does_not_block_scrapes(exporter: PrometheusExporter) -> N
 
 
 def test_closed_exporter_does_not_listen() -> None:
-    sinks = open_sinks(run_config(prometheus={}), Path("unused"))
+    sinks = open_sinks(make_run_config(prometheus={}), Path("unused"))
     (exporter,) = sinks
     assert isinstance(exporter, PrometheusExporter)
     scrape(exporter)
@@ -216,15 +231,15 @@ def test_closed_exporter_does_not_listen() -> None:
 
 
 def test_resumed_run_continues_its_counters() -> None:
-    earlier_rows = [row for step in (1, 2, 3) for row in step_rows(step)]
+    earlier_rows = [row for step in (1, 2, 3) for row in make_step_rows(step)]
     sinks = open_sinks(
-        run_config(prometheus={}), Path("unused"), resume_from=3, earlier_rows=earlier_rows
+        make_run_config(prometheus={}), Path("unused"), resume_from=3, earlier_rows=earlier_rows
     )
     (exporter,) = sinks
     assert isinstance(exporter, PrometheusExporter)
     exporter.set_environment_options(OPTIONS)
-    write(exporter, *step_rows(4))
-    assert samples(exporter)[("ludus_train_wins_total", *BLACKJACK)] == 40
+    write(exporter, *make_step_rows(4))
+    assert read_samples(exporter)[("ludus_train_wins_total", *BLACKJACK)] == 40
     sinks.close()
 
 
@@ -234,4 +249,4 @@ def test_occupied_port_is_refused_with_a_remedy() -> None:
         listener.listen()
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.* or to 0 for any"):
-            open_sinks(run_config(prometheus={"port": port}), Path("unused"))
+            open_sinks(make_run_config(prometheus={"port": port}), Path("unused"))

@@ -29,7 +29,7 @@ from ludus.trainer.weights.canary import CanaryReport, WorkerWeights
 from tests.report.synthetic_run import transcript
 
 
-def config(output_dir: Path, **metrics: object) -> LanguageModelRun:
+def make_config(output_dir: Path, **metrics: object) -> LanguageModelRun:
     return LanguageModelRun.model_validate(
         {"name": "demo", "output_dir": str(output_dir), "metrics": metrics}
     )
@@ -52,14 +52,14 @@ def open_metrics(
         folder.close()
 
 
-def worker_weights(version: int, pause_s: float) -> WorkerWeights:
+def make_worker_weights(version: int, pause_s: float) -> WorkerWeights:
     canary = CanaryReport(version=version, content_hash="ab" * 16, error=1e-7)
     return WorkerWeights(canary, fetch_s=0.5, pause_s=pause_s, num_bytes_fetched=100)
 
 
-def log_steps(metrics: MetricsWriter, first: int, last: int) -> None:
-    metrics.log_phase(Phase.TRAIN, first - 1)
-    for step in range(first, last + 1):
+def log_steps(metrics: MetricsWriter, first_step: int, last_step: int) -> None:
+    metrics.log_phase(Phase.TRAIN, first_step - 1)
+    for step in range(first_step, last_step + 1):
         values = {TrainMetric.NUM_WINS: 4.0, TrainMetric.LOSS: 1 / step}
         metrics.log_step(step, 10 * step, values, {"openspiel": {TrainMetric.NUM_WINS: 4.0}})
 
@@ -77,47 +77,56 @@ def read_tensorboard_steps(path: Path) -> list[int]:
 
 
 def test_every_kind_of_row_is_written(tmp_path: Path) -> None:
-    won = [EpisodeOutcome(seed, 1.0, 1, success=True) for seed in range(4)]
-    lost = [EpisodeOutcome(seed, -1.0, 1, success=False) for seed in range(4)]
+    won_outcomes = [EpisodeOutcome(seed, 1.0, 1, success=True) for seed in range(4)]
+    lost_outcomes = [EpisodeOutcome(seed, -1.0, 1, success=False) for seed in range(4)]
     report = EvalReport(
-        policy=summarize(won),
-        baselines={"random": summarize(lost)},
+        policy=summarize(won_outcomes),
+        baselines={"random": summarize(lost_outcomes)},
         temperature=1.0,
         gap_closed=0.5,
         gap_closed_ci95=(0.25, 0.75),
     )
-    run = config(tmp_path)
+    run = make_config(tmp_path)
     with open_metrics(run) as metrics:
         log_steps(metrics, 1, 1)
         metrics.log_evaluation(1, 10, "openspiel", report)
-        metrics.log_delivery(2, {1: worker_weights(2, 0.25), 0: worker_weights(2, 0.75)})
+        metrics.log_delivery(2, {1: make_worker_weights(2, 0.25), 0: make_worker_weights(2, 0.75)})
         metrics.log_event(2, {TrainMetric.NUM_LEARNER_RESTARTS: 1})
         metrics.log_checkpoint(2, 0.5)
     rows = list(read_metrics(run.folder))
-    phase, train, environment, evaluation, baseline, weights, event, checkpoint = rows
-    assert (phase.kind, phase.phase) == ("phase", Phase.TRAIN)
-    assert (train.kind, train.environment, train.values["loss"]) == ("train", None, 1.0)
-    assert (environment.kind, environment.environment) == ("environment", "openspiel")
-    assert environment.values == {"num_wins": 4}
-    assert (evaluation.kind, evaluation.environment) == ("eval", "openspiel")
-    assert evaluation.values[EvalMetric.GAP_CLOSED] == 0.5
-    assert (baseline.kind, baseline.policy) == ("baseline", "random")
-    assert baseline.values[EvalMetric.WIN_RATE] == 0
-    assert EvalMetric.GAP_CLOSED not in baseline.values
-    assert [worker.worker for worker in weights.weights] == [0, 1]
-    assert weights.weights[0].content_hash == "ab" * 16
-    assert weights.values == {
+    (
+        phase_row,
+        train_row,
+        environment_row,
+        evaluation_row,
+        baseline_row,
+        weights_row,
+        event_row,
+        checkpoint_row,
+    ) = rows
+    assert (phase_row.kind, phase_row.phase) == ("phase", Phase.TRAIN)
+    assert (train_row.kind, train_row.environment, train_row.values["loss"]) == ("train", None, 1.0)
+    assert (environment_row.kind, environment_row.environment) == ("environment", "openspiel")
+    assert environment_row.values == {"num_wins": 4}
+    assert (evaluation_row.kind, evaluation_row.environment) == ("eval", "openspiel")
+    assert evaluation_row.values[EvalMetric.GAP_CLOSED] == 0.5
+    assert (baseline_row.kind, baseline_row.policy) == ("baseline", "random")
+    assert baseline_row.values[EvalMetric.WIN_RATE] == 0
+    assert EvalMetric.GAP_CLOSED not in baseline_row.values
+    assert [worker.worker for worker in weights_row.weights] == [0, 1]
+    assert weights_row.weights[0].content_hash == "ab" * 16
+    assert weights_row.values == {
         "weight_fetch_s": 0.5,
         "sampler_pause_s": 0.75,
         "weight_fetch_bytes": 200,
     }
-    assert (event.kind, event.values) == ("event", {"num_learner_restarts": 1})
-    assert checkpoint.kind == "event"
-    assert checkpoint.values == {"num_checkpoints": 1, "checkpoint_s": 0.5}
+    assert (event_row.kind, event_row.values) == ("event", {"num_learner_restarts": 1})
+    assert checkpoint_row.kind == "event"
+    assert checkpoint_row.values == {"num_checkpoints": 1, "checkpoint_s": 0.5}
 
 
 def test_resumed_run_has_each_step_once(tmp_path: Path) -> None:
-    run = config(tmp_path, tensorboard=True)
+    run = make_config(tmp_path, tensorboard=True)
     with open_metrics(run) as metrics:
         log_steps(metrics, 1, 5)
     with open_metrics(run, resume_from=3) as metrics:
@@ -127,7 +136,7 @@ def test_resumed_run_has_each_step_once(tmp_path: Path) -> None:
 
 
 def test_rewound_run_has_each_step_once(tmp_path: Path) -> None:
-    run = config(tmp_path, tensorboard=True)
+    run = make_config(tmp_path, tensorboard=True)
     with open_metrics(run) as metrics:
         log_steps(metrics, 1, 5)
         metrics.rewind(2)
@@ -141,12 +150,12 @@ def test_run_whose_sink_cannot_start_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    run = config(tmp_path)
+    run = make_config(tmp_path)
     with open_metrics(run) as metrics:
         log_steps(metrics, 1, 2)
     with (
         pytest.raises(ConfigError, match="WANDB_API_KEY"),
-        open_metrics(config(tmp_path, wandb={}), resume_from=2),
+        open_metrics(make_config(tmp_path, wandb={}), resume_from=2),
     ):
         pass
     assert read_steps(run.folder) == [1, 2]
@@ -171,7 +180,7 @@ def test_run_that_died_before_its_first_checkpoint_is_replaced(
     tmp_path: Path, names: list[str]
 ) -> None:
     make_files(tmp_path / "demo", *names)
-    folder = RunFolder.create(config(tmp_path), overwrite=True)
+    folder = RunFolder.create(make_config(tmp_path), overwrite=True)
     folder.close()
     assert [path.name for path in folder.path.rglob("*")] == ["config.json"]
 
@@ -179,32 +188,32 @@ def test_run_that_died_before_its_first_checkpoint_is_replaced(
 def test_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     make_files(tmp_path / "demo", "thesis.txt")
     with pytest.raises(ConfigError, match="not the folder of a run"):
-        RunFolder.create(config(tmp_path), overwrite=True)
+        RunFolder.create(make_config(tmp_path), overwrite=True)
     assert (tmp_path / "demo" / "thesis.txt").exists()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_folder_in_use_is_not_changed(tmp_path: Path, overwrite: bool) -> None:
-    folder = RunFolder.create(config(tmp_path), overwrite=False)
+    folder = RunFolder.create(make_config(tmp_path), overwrite=False)
     (folder.path / "initial_model").mkdir()
     with pytest.raises(ConfigError, match="is in use: process"):
-        RunFolder.create(config(tmp_path, tensorboard=True), overwrite=overwrite)
+        RunFolder.create(make_config(tmp_path, tensorboard=True), overwrite=overwrite)
     with pytest.raises(ConfigError, match="is in use: process"):
-        RunFolder.reopen(config(tmp_path, tensorboard=True))
+        RunFolder.reopen(make_config(tmp_path, tensorboard=True))
     assert (folder.path / "initial_model").is_dir()
     assert '"tensorboard": false' in (folder.path / "config.json").read_text()
     folder.close()
-    RunFolder.create(config(tmp_path), overwrite=True).close()
+    RunFolder.create(make_config(tmp_path), overwrite=True).close()
 
 
 def test_transcripts_of_dropped_steps_are_dropped(tmp_path: Path) -> None:
-    run = config(tmp_path)
+    run = make_config(tmp_path)
     with open_metrics(run) as metrics:
         for step in (1, 2, 3):
             metrics.log_transcripts(step, [transcript(0)])
         metrics.rewind(2)
         metrics.log_transcripts(3, [transcript(0, answer="HIT")])
-    transcripts = [(each.step, each.turns[0].answer) for each in read_transcripts(run.folder)]
+    transcripts = [(record.step, record.turns[0].answer) for record in read_transcripts(run.folder)]
     assert transcripts == [(1, "STAND"), (2, "STAND"), (3, "HIT")]
 
 
@@ -212,64 +221,64 @@ def test_partly_removed_folder_is_still_the_folder_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_files(tmp_path / "demo", "config.json", "a/b", "trainer.log", "z/b")
-    removed: list[Path] = []
+    removed_paths: list[Path] = []
 
-    def remove_first(path: Path) -> None:
-        if removed:
+    def remove_first_path(path: Path) -> None:
+        if removed_paths:
             raise KeyboardInterrupt
-        removed.append(path)
+        removed_paths.append(path)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(lifecycle.shutil, "rmtree", remove_first)
+    with monkeypatch.context() as patch:
+        patch.setattr(lifecycle.shutil, "rmtree", remove_first_path)
         with pytest.raises(KeyboardInterrupt):
-            RunFolder.create(config(tmp_path), overwrite=True)
-    RunFolder.create(config(tmp_path), overwrite=False).close()
+            RunFolder.create(make_config(tmp_path), overwrite=True)
+    RunFolder.create(make_config(tmp_path), overwrite=False).close()
 
 
 def test_unwritable_folder_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(ConfigError, match=r"runs/demo' cannot be written .*; set output_dir"):
-        RunFolder.create(config(tmp_path / "runs"), overwrite=False)
+        RunFolder.create(make_config(tmp_path / "runs"), overwrite=False)
     with pytest.raises(ConfigError, match="cannot be written"):
-        RunFolder.reopen(config(tmp_path / "runs"))
+        RunFolder.reopen(make_config(tmp_path / "runs"))
 
 
 def test_run_keeps_its_id_until_the_folder_is_discarded(tmp_path: Path) -> None:
-    folder = RunFolder.create(config(tmp_path), overwrite=False)
+    folder = RunFolder.create(make_config(tmp_path), overwrite=False)
     run_id = ensure_run_id(folder.path)
     folder.close()
-    resumed = RunFolder.reopen(config(tmp_path))
-    assert ensure_run_id(resumed.path) == run_id
-    resumed.close()
-    replacement = RunFolder.create(config(tmp_path), overwrite=True)
-    assert ensure_run_id(replacement.path) == run_id
-    replacement.discard()
-    assert not replacement.path.exists()
-    other = RunFolder.create(config(tmp_path / "other"), overwrite=False)
-    assert ensure_run_id(other.path) != run_id
-    other.close()
+    resumed_folder = RunFolder.reopen(make_config(tmp_path))
+    assert ensure_run_id(resumed_folder.path) == run_id
+    resumed_folder.close()
+    replacement_folder = RunFolder.create(make_config(tmp_path), overwrite=True)
+    assert ensure_run_id(replacement_folder.path) == run_id
+    replacement_folder.discard()
+    assert not replacement_folder.path.exists()
+    other_folder = RunFolder.create(make_config(tmp_path / "other"), overwrite=False)
+    assert ensure_run_id(other_folder.path) != run_id
+    other_folder.close()
 
 
 def test_relative_output_dir_becomes_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert config(Path("runs")).folder == tmp_path / "runs" / "demo"
+    assert make_config(Path("runs")).folder == tmp_path / "runs" / "demo"
 
 
 def test_job_log_has_a_line_for_each_step_and_event(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = config(tmp_path)
+    run = make_config(tmp_path)
     with open_metrics(run, job_log=sys.stdout) as metrics:
         metrics.set_environment_options({"blackjack": {}})
         log_steps(metrics, 1, 2)
-        metrics.log_delivery(2, {0: worker_weights(2, 0.25)})
+        metrics.log_delivery(2, {0: make_worker_weights(2, 0.25)})
         metrics.log_event(2, {TrainMetric.NUM_UNLOCKS: 1}, environment="blackjack")
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith(LOG_ROW_PREFIX) for line in lines)
     rows = [MetricsRow.model_validate_json(line.removeprefix(LOG_ROW_PREFIX)) for line in lines]
-    kinds = [(row.kind, row.step) for row in rows]
-    assert kinds == [("phase", 0), ("train", 1), ("train", 2), ("event", 2)]
+    row_kinds = [(row.kind, row.step) for row in rows]
+    assert row_kinds == [("phase", 0), ("train", 1), ("train", 2), ("event", 2)]
     written_kinds = ("phase", "train", "event")
     assert rows == [row for row in read_metrics(run.folder) if row.kind in written_kinds]

@@ -10,20 +10,20 @@ from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import MetricsRow
 from ludus.trainer.run.sinks import Sinks, open_sinks
-from tests.sinks.mixed_run import run_config, step_rows
+from tests.sinks.mixed_run import make_run_config, make_step_rows
 
 
-class Recorder:
-    """A sink that records its calls and fails from row `fails_from` on."""
+class RecordingSink:
+    """A sink that records its calls and fails from row `first_failing_row` on."""
 
-    def __init__(self, name: str, fails_from: int | None = None) -> None:
+    def __init__(self, name: str, first_failing_row: int | None = None) -> None:
         self.name = name
         self.rows: list[MetricsRow] = []
         self.num_closed = 0
-        self._fails_from = fails_from
+        self._first_failing_row = first_failing_row
 
     def write(self, row: MetricsRow) -> None:
-        if self._fails_from is not None and len(self.rows) >= self._fails_from:
+        if self._first_failing_row is not None and len(self.rows) >= self._first_failing_row:
             raise OSError(28, "No space left on device")
         self.rows.append(row)
 
@@ -35,37 +35,37 @@ class Recorder:
 
     def close(self) -> None:
         self.num_closed += 1
-        if self._fails_from is not None:
+        if self._first_failing_row is not None:
             raise OSError(28, "No space left on device")
 
 
 def test_failed_sink_gets_no_more_rows_after_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    full, good = Recorder("full", fails_from=1), Recorder("good")
-    sinks = Sinks([full, good])
-    rows = [row for step in range(1, 4) for row in step_rows(step)]
+    failing_sink, working_sink = RecordingSink("full", first_failing_row=1), RecordingSink("good")
+    sinks = Sinks([failing_sink, working_sink])
+    rows = [row for step in range(1, 4) for row in make_step_rows(step)]
     for row in rows:
         sinks.write(row)
-    assert good.rows == rows
-    assert len(full.rows) == 1
+    assert working_sink.rows == rows
+    assert len(failing_sink.rows) == 1
     (warning,) = caplog.records
     assert "full failed and gets no more metrics" in warning.getMessage()
     assert "No space left" in warning.getMessage()
     sinks.close()
-    assert good.num_closed == 1
+    assert working_sink.num_closed == 1
 
 
 def test_failed_close_does_not_affect_other_sinks() -> None:
-    broken, good = Recorder("broken", fails_from=5), Recorder("good")
-    sinks = Sinks([broken, good])
+    broken_sink, working_sink = RecordingSink("broken", first_failing_row=5), RecordingSink("good")
+    sinks = Sinks([broken_sink, working_sink])
     sinks.close()
     sinks.close()
-    assert (broken.num_closed, good.num_closed) == (1, 1)
+    assert (broken_sink.num_closed, working_sink.num_closed) == (1, 1)
 
 
 def test_packages_of_unused_sinks_are_not_imported(tmp_path: Path) -> None:
-    assert len(open_sinks(run_config(), tmp_path)) == 0
+    assert len(open_sinks(make_run_config(), tmp_path)) == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -74,7 +74,7 @@ def test_missing_wandb_is_refused_with_a_remedy(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb"):
-        open_sinks(run_config(wandb={"mode": "offline"}), tmp_path)
+        open_sinks(make_run_config(wandb={"mode": "offline"}), tmp_path)
 
 
 def test_wandb_online_without_a_key_is_refused(
@@ -82,18 +82,18 @@ def test_wandb_online_without_a_key_is_refused(
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="WANDB_API_KEY, which is not set"):
-        open_sinks(run_config(wandb={}), tmp_path)
+        open_sinks(make_run_config(wandb={}), tmp_path)
 
 
 def test_failed_start_closes_the_other_sinks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    closed: list[str] = []
+    closed_names: list[str] = []
     monkeypatch.setattr(
         "ludus.trainer.run.tensorboard.TensorboardWriter.close",
-        lambda self: closed.append(self.name),
+        lambda self: closed_names.append(self.name),
     )
     with pytest.raises(ConfigError):
-        open_sinks(run_config(tensorboard=True, wandb={}), tmp_path)
-    assert closed == ["tensorboard"]
+        open_sinks(make_run_config(tensorboard=True, wandb={}), tmp_path)
+    assert closed_names == ["tensorboard"]

@@ -6,33 +6,33 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ludus.proto.runs import Phase
 from ludus.trainer.run.sinks import Sinks, open_sinks
-from tests.sinks.mixed_run import eval_rows, phase, run_config, step_rows
+from tests.sinks.mixed_run import make_eval_rows, make_phase_row, make_run_config, make_step_rows
 
 
-def write_steps(sinks: Sinks, first: int, last: int) -> None:
-    sinks.write(phase(Phase.TRAIN))
-    for step in range(first, last + 1):
-        for row in step_rows(step):
+def write_steps(sinks: Sinks, first_step: int, last_step: int) -> None:
+    sinks.write(make_phase_row(Phase.TRAIN))
+    for step in range(first_step, last_step + 1):
+        for row in make_step_rows(step):
             sinks.write(row)
 
 
-def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return the steps and values by tag."""
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
     return {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
     }
 
 
 def test_tensorboard_reads_the_written_values(tmp_path: Path) -> None:
-    sinks = open_sinks(run_config(tensorboard=True), tmp_path)
+    sinks = open_sinks(make_run_config(tensorboard=True), tmp_path)
     write_steps(sinks, 1, 2)
-    for row in eval_rows(2, 0.5):
+    for row in make_eval_rows(2, 0.5):
         sinks.write(row)
     sinks.close()
-    values = read(tmp_path)
+    values = read_scalars(tmp_path)
     assert values["train/loss"] == [(1, 1.0), (2, 0.5)]
     assert values["train/tic_tac_toe/num_wins"] == [(1, 60), (2, 60)]
     assert values["train/blackjack/reward_term.format"] == [(1, 0.5), (2, 0.5)]
@@ -41,20 +41,20 @@ def test_tensorboard_reads_the_written_values(tmp_path: Path) -> None:
 
 
 def test_resumed_run_drops_values_after_its_checkpoint(tmp_path: Path) -> None:
-    run = run_config(tensorboard=True)
+    run = make_run_config(tensorboard=True)
     writer = open_sinks(run, tmp_path)
     write_steps(writer, 1, 6)
     writer.close()
     resumed_writer = open_sinks(run, tmp_path, resume_from=4)
     write_steps(resumed_writer, 5, 5)
     resumed_writer.close()
-    assert [step for step, _ in read(tmp_path)["train/loss"]] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in read_scalars(tmp_path)["train/loss"]] == [1, 2, 3, 4, 5]
 
 
 def test_rewound_run_shows_each_step_once(tmp_path: Path) -> None:
-    sinks = open_sinks(run_config(tensorboard=True), tmp_path)
+    sinks = open_sinks(make_run_config(tensorboard=True), tmp_path)
     write_steps(sinks, 1, 6)
     sinks.rewind(2)
     write_steps(sinks, 3, 4)
     sinks.close()
-    assert [step for step, _ in read(tmp_path)["train/loss"]] == [1, 2, 3, 4]
+    assert [step for step, _ in read_scalars(tmp_path)["train/loss"]] == [1, 2, 3, 4]

@@ -35,7 +35,7 @@ METRICS = StepMetrics(
 )
 
 
-def group(environment: str, rewards: list[float | None], version: int = 0) -> RolloutGroup:
+def make_group(environment: str, rewards: list[float | None], version: int = 0) -> RolloutGroup:
     rollouts = tuple(
         Rollout(
             environment=environment,
@@ -53,48 +53,52 @@ def group(environment: str, rewards: list[float | None], version: int = 0) -> Ro
     return RolloutGroup(0, environment, rollouts)
 
 
-def make_batch(*groups: RolloutGroup, refused: tuple[RolloutGroup, ...] = ()) -> TakenBatch:
+def make_batch(*groups: RolloutGroup, refused_groups: tuple[RolloutGroup, ...] = ()) -> TakenBatch:
     counts: dict[str, RolloutCounts] = {}
-    for each in (*groups, *refused):
-        counts[each.environment] = sum_counts(
-            [counts.get(each.environment, RolloutCounts()), count_group(each)]
+    for group in (*groups, *refused_groups):
+        counts[group.environment] = sum_counts(
+            [counts.get(group.environment, RolloutCounts()), count_group(group)]
         )
     return TakenBatch(
-        tuple(summarize(each, version=2) for each in groups), counts, num_waiting_groups=3
+        tuple(summarize(group, version=2) for group in groups), counts, num_waiting_groups=3
     )
 
 
-MIXED = make_batch(
-    group("blackjack", [1.0, -1.0, 0.0, None]),
-    group("catch", [1.0, 1.0, 1.0, -1.0], version=2),
-    group("catch", [1.0, -1.0], version=1),
-    refused=(group("catch", [1.0, 1.0]),),
+MIXED_BATCH = make_batch(
+    make_group("blackjack", [1.0, -1.0, 0.0, None]),
+    make_group("catch", [1.0, 1.0, 1.0, -1.0], version=2),
+    make_group("catch", [1.0, -1.0], version=1),
+    refused_groups=(make_group("catch", [1.0, 1.0]),),
 )
 
 
 def test_environment_without_success_has_no_wins() -> None:
-    pole = group("pole", [200.0, 17.0])
-    silent = tuple(dataclasses.replace(rollout, success=None) for rollout in pole.rollouts)
+    pole_group = make_group("pole", [200.0, 17.0])
+    rollouts = tuple(dataclasses.replace(rollout, success=None) for rollout in pole_group.rollouts)
     values, environments = compute_step_values(
-        make_batch(dataclasses.replace(pole, rollouts=silent), group("catch", [1.0, -1.0])),
+        make_batch(
+            dataclasses.replace(pole_group, rollouts=rollouts), make_group("catch", [1.0, -1.0])
+        ),
         METRICS,
         TIMES,
         canary_error=0.0,
     )
-    about_wins = {TrainMetric.WIN_RATE, "num_wins", "num_draws", "num_losses"}
-    assert not about_wins & environments["pole"].keys()
+    win_metrics = {TrainMetric.WIN_RATE, "num_wins", "num_draws", "num_losses"}
+    assert not win_metrics & environments["pole"].keys()
     assert environments["pole"][TrainMetric.NUM_EPISODES_FINISHED] == 2
     assert environments["catch"][TrainMetric.WIN_RATE] == 0.5
     assert values[TrainMetric.WIN_RATE] == 0.5
 
 
 def test_values_of_the_run_combine_all_environments() -> None:
-    values = compute_step_values(MIXED, METRICS, TIMES, canary_error=1e-7)[0]
-    alone = tuple(dataclasses.replace(each, environment="one") for each in MIXED.groups)
-    counts = {"one": sum_counts(MIXED.counts.values())}
-    as_one = TakenBatch(alone, counts, num_waiting_groups=3)
+    values = compute_step_values(MIXED_BATCH, METRICS, TIMES, canary_error=1e-7)[0]
+    group_summaries = tuple(
+        dataclasses.replace(group, environment="one") for group in MIXED_BATCH.groups
+    )
+    counts = {"one": sum_counts(MIXED_BATCH.counts.values())}
+    combined_batch = TakenBatch(group_summaries, counts, num_waiting_groups=3)
     assert values == pytest.approx(
-        compute_step_values(as_one, METRICS, TIMES, canary_error=1e-7)[0]
+        compute_step_values(combined_batch, METRICS, TIMES, canary_error=1e-7)[0]
     )
     assert values[TrainMetric.NUM_EPISODES] == 12
     assert values[TrainMetric.WIN_RATE] == pytest.approx(7 / 11)
@@ -109,23 +113,23 @@ def test_values_of_the_run_combine_all_environments() -> None:
 
 
 def test_environments_have_no_learner_values() -> None:
-    values = compute_step_values(MIXED, METRICS, TIMES, canary_error=1e-7)[1]
-    blackjack, catch = values["blackjack"], values["catch"]
-    assert blackjack[TrainMetric.NUM_WINS] == 1
-    assert blackjack[TrainMetric.NUM_DRAWS] == 1
-    assert blackjack[TrainMetric.NUM_LOSSES] == 1
-    assert blackjack[TrainMetric.NUM_EPISODES_LOST] == 1
-    assert blackjack[TrainMetric.STALENESS_MAX] == 2
-    assert catch[TrainMetric.ZERO_VARIANCE_GROUP_RATIO] == pytest.approx(1 / 3)
-    assert catch[TrainMetric.NUM_GROUPS] == 3
-    assert catch[TrainMetric.NUM_GROUPS_TRAINED] == 2
-    assert catch[TrainMetric.STALENESS_MEAN] == 0.5
-    assert catch["reward_term.game"] == pytest.approx(0.5)
-    assert catch["reward_term.format"] == 0.5
+    values = compute_step_values(MIXED_BATCH, METRICS, TIMES, canary_error=1e-7)[1]
+    blackjack_metrics, catch_metrics = values["blackjack"], values["catch"]
+    assert blackjack_metrics[TrainMetric.NUM_WINS] == 1
+    assert blackjack_metrics[TrainMetric.NUM_DRAWS] == 1
+    assert blackjack_metrics[TrainMetric.NUM_LOSSES] == 1
+    assert blackjack_metrics[TrainMetric.NUM_EPISODES_LOST] == 1
+    assert blackjack_metrics[TrainMetric.STALENESS_MAX] == 2
+    assert catch_metrics[TrainMetric.ZERO_VARIANCE_GROUP_RATIO] == pytest.approx(1 / 3)
+    assert catch_metrics[TrainMetric.NUM_GROUPS] == 3
+    assert catch_metrics[TrainMetric.NUM_GROUPS_TRAINED] == 2
+    assert catch_metrics[TrainMetric.STALENESS_MEAN] == 0.5
+    assert catch_metrics["reward_term.game"] == pytest.approx(0.5)
+    assert catch_metrics["reward_term.format"] == 0.5
     for environment_metrics in values.values():
-        names = {str(metric): metric for metric in TrainMetric}
+        metrics_by_name = {str(metric): metric for metric in TrainMetric}
         assert all(
-            names[name].spec.is_per_environment
+            metrics_by_name[name].spec.is_per_environment
             for name in environment_metrics
             if not name.startswith("reward_term.")
         )
@@ -141,35 +145,35 @@ def test_tool_calls_are_counted_by_environment_and_run() -> None:
     values, environments = compute_step_values(
         TakenBatch((), counts, 0), METRICS, TIMES, canary_error=0.0
     )
-    for part in (values, environments["asked"]):
-        assert part[TrainMetric.NUM_TOOL_CALLS] == 6
-        assert part[TrainMetric.NUM_TOOL_CALLS_FAILED] == 2
-        assert part[TrainMetric.NUM_EPISODES_WITH_TOOL_CALLS] == 3
+    for metrics in (values, environments["asked"]):
+        assert metrics[TrainMetric.NUM_TOOL_CALLS] == 6
+        assert metrics[TrainMetric.NUM_TOOL_CALLS_FAILED] == 2
+        assert metrics[TrainMetric.NUM_EPISODES_WITH_TOOL_CALLS] == 3
     assert environments["catch"][TrainMetric.NUM_TOOL_CALLS] == 0
 
 
 def test_means_without_samples_are_left_out() -> None:
-    empty = {"blackjack": RolloutCounts(num_episodes=2, num_lost=2, num_groups=1)}
-    counts = empty | {"catch": RolloutCounts(terms={"format": TermSum(0, 0.0)})}
+    void_counts = {"blackjack": RolloutCounts(num_episodes=2, num_lost=2, num_groups=1)}
+    counts = void_counts | {"catch": RolloutCounts(terms={"format": TermSum(0, 0.0)})}
     values, environments = compute_step_values(
         TakenBatch((), counts, 0), METRICS, TIMES, canary_error=0.0
     )
-    for part in (values, *environments.values()):
-        assert TrainMetric.REWARD_MEAN not in part
-        assert TrainMetric.WIN_RATE not in part
-        assert TrainMetric.STALENESS_MEAN not in part
+    for metrics in (values, *environments.values()):
+        assert TrainMetric.REWARD_MEAN not in metrics
+        assert TrainMetric.WIN_RATE not in metrics
+        assert TrainMetric.STALENESS_MEAN not in metrics
     assert "reward_term.format" not in environments["catch"]
     assert values[TrainMetric.NUM_EPISODES_LOST] == 2
 
 
 def test_optional_values_appear_only_if_measured() -> None:
-    values = compute_step_values(MIXED, METRICS, TIMES, canary_error=0.0)[0]
-    absent = {TrainMetric.VALUE_LOSS, TrainMetric.EXPLAINED_VARIANCE, TrainMetric.MFU}
-    assert not absent & values.keys()
-    full = dataclasses.replace(
+    values = compute_step_values(MIXED_BATCH, METRICS, TIMES, canary_error=0.0)[0]
+    absent_metrics = {TrainMetric.VALUE_LOSS, TrainMetric.EXPLAINED_VARIANCE, TrainMetric.MFU}
+    assert not absent_metrics & values.keys()
+    full_metrics = dataclasses.replace(
         METRICS, value_loss=0.5, explained_variance=0.25, flops=3e9, peak_flops=12e9
     )
-    values = compute_step_values(MIXED, full, TIMES, canary_error=0.0)[0]
+    values = compute_step_values(MIXED_BATCH, full_metrics, TIMES, canary_error=0.0)[0]
     assert values[TrainMetric.VALUE_LOSS] == 0.5
     assert values[TrainMetric.EXPLAINED_VARIANCE] == 0.25
     # The step computes 3 GFLOP in one second, out of a possible 12.
@@ -177,11 +181,11 @@ def test_optional_values_appear_only_if_measured() -> None:
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
-    skipped = dataclasses.replace(
+    skipped_metrics = dataclasses.replace(
         METRICS, loss=math.nan, entropy=math.inf, grad_norm=None, num_skipped_updates=1
     )
-    values = compute_step_values(MIXED, skipped, TIMES, canary_error=0.0)[0]
-    absent = {TrainMetric.LOSS, TrainMetric.ENTROPY, TrainMetric.GRAD_NORM}
-    assert not absent & values.keys()
+    values = compute_step_values(MIXED_BATCH, skipped_metrics, TIMES, canary_error=0.0)[0]
+    absent_metrics = {TrainMetric.LOSS, TrainMetric.ENTROPY, TrainMetric.GRAD_NORM}
+    assert not absent_metrics & values.keys()
     assert values[TrainMetric.NUM_SKIPPED_UPDATES] == 1
     assert values[TrainMetric.LEARNING_RATE] == 1e-3

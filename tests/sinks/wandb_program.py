@@ -4,13 +4,13 @@ import sys
 from pathlib import Path
 
 from ludus.trainer.run.sinks import open_sinks
-from tests.sinks.mixed_run import run_config, step_rows
+from tests.sinks.mixed_run import make_run_config, make_step_rows
 
 if __name__ == "__main__":
-    folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    sinks = open_sinks(run_config(wandb={"mode": "offline"}), folder)
-    for step in range(first, last + 1):
-        for row in step_rows(step):
+    folder, first_step, last_step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    sinks = open_sinks(make_run_config(wandb={"mode": "offline"}), folder)
+    for step in range(first_step, last_step + 1):
+        for row in make_step_rows(step):
             sinks.write(row)
     sys.stdout.write(f"{len(sinks)}\n")
     sinks.close()

@@ -21,5 +21,5 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def long_drop_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise the time limit for dropping old versions, after which they stay until the next one."""
+    """Raise the time limit for dropping old versions, so that a slow machine drops them, too."""
     monkeypatch.setattr(VersionStore, "drop_timeout_s", 60.0)

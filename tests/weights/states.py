@@ -19,18 +19,18 @@ CANARY_PROMPT = ScoringRequest([1, 2], [3])
 
 def make_state(version: int) -> dict[str, torch.Tensor]:
     """Return tensors of several types and shapes, different for each version."""
-    noise = torch.Generator().manual_seed(version)
+    generator = torch.Generator().manual_seed(version)
     return {
-        "matrix": torch.randn(5, 7, generator=noise),
-        "half": torch.randn(6, generator=noise).to(torch.bfloat16),
+        "matrix": torch.randn(5, 7, generator=generator),
+        "half": torch.randn(6, generator=generator).to(torch.bfloat16),
         "scalar": torch.tensor(float(version)),
         # A view whose elements are not in row-major order.
-        "transposed": torch.randn(4, 3, generator=noise).T,
+        "transposed": torch.randn(4, 3, generator=generator).T,
         "constant": torch.arange(11),
     }
 
 
-def manifest_for(version: int, state: StateDict | None = None) -> WeightManifest:
+def make_version_manifest(version: int, state: StateDict | None = None) -> WeightManifest:
     """Return the manifest of a version."""
     return make_manifest(
         version, make_state(version) if state is None else state, [CANARY_PROMPT], [[-1.0]]
@@ -40,18 +40,18 @@ def manifest_for(version: int, state: StateDict | None = None) -> WeightManifest
 def publish(store: VersionStore, version: int, state: StateDict | None = None) -> PublishedWeights:
     """Publish a version."""
     state = make_state(version) if state is None else state
-    return store.publish(manifest_for(version, state), state)
+    return store.publish(make_version_manifest(version, state), state)
 
 
-def assert_same(fetched: StateDict, expected: StateDict) -> None:
+def assert_same(state: StateDict, expected_state: StateDict) -> None:
     """Assert that both are equal bit for bit."""
-    assert fetched.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert fetched[name].dtype == tensor.dtype
-        assert torch.equal(fetched[name], tensor)
+    assert state.keys() == expected_state.keys()
+    for name, tensor in expected_state.items():
+        assert state[name].dtype == tensor.dtype
+        assert torch.equal(state[name], tensor)
 
 
-def settings(**fields: Any) -> WeightStoreConfig:
+def make_settings(**fields: Any) -> WeightStoreConfig:
     """Return a store's settings, with a time limit long enough for a slow machine."""
     return FolderWeightStore(**{"timeout_s": 60.0, **fields})
 

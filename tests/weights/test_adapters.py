@@ -26,8 +26,8 @@ from ludus.trainer.weights.adapters import AdapterMerger
 
 pytestmark = pytest.mark.slow
 
-CONFIG = LoraConfig(rank=4, alpha=24.0, targets=("q_proj", "v_proj", "down_proj"))
-IDS = torch.tensor([[5, 9, 2, 40, 7, 7, 1, 33]])
+LORA_CONFIG = LoraConfig(rank=4, alpha=24.0, targets=("q_proj", "v_proj", "down_proj"))
+TOKEN_IDS = torch.tensor([[5, 9, 2, 40, 7, 7, 1, 33]])
 
 
 def make_model(tie_embeddings: bool = False) -> Qwen2ForCausalLM:
@@ -48,106 +48,114 @@ def make_model(tie_embeddings: bool = False) -> Qwen2ForCausalLM:
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
-def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def base_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Return a folder with the starting model."""
     make_model(request.param).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
-def train_adapters(base: Path) -> PreTrainedModel:
+def train_adapters(base_folder: Path) -> PreTrainedModel:
     """Return the model with adapters, after a few large training steps."""
-    model = Qwen2ForCausalLM.from_pretrained(base).eval()
+    model = Qwen2ForCausalLM.from_pretrained(base_folder).eval()
     torch.manual_seed(1)
-    add_adapters(model, CONFIG)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    add_adapters(model, LORA_CONFIG)
+    parameters = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=3e-2)
     for _ in range(5):
-        model(input_ids=IDS, labels=IDS).loss.backward()
+        model(input_ids=TOKEN_IDS, labels=TOKEN_IDS).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return model
 
 
 @torch.no_grad()
-def logprobs(model: torch.nn.Module) -> torch.Tensor:
-    """[T, V]"""
-    return torch.log_softmax(model(input_ids=IDS).logits[0], dim=-1)
+def score(model: torch.nn.Module) -> torch.Tensor:
+    """Return the log-probs [T, V]."""
+    return torch.log_softmax(model(input_ids=TOKEN_IDS).logits[0], dim=-1)
 
 
-def test_merged_weights_equal_the_model_with_adapters(base: Path) -> None:
-    model = train_adapters(base)
-    engine = Qwen2ForCausalLM.from_pretrained(base).eval()
-    start = logprobs(engine)
-    merged = AdapterMerger.load(str(base), CONFIG).merge(gather_adapters(model))
-    assert merged.keys() == dict(engine.named_parameters()).keys()
-    engine.load_state_dict(merged, strict=False)
-    assert (logprobs(model) - start).abs().max() > 0.1
-    torch.testing.assert_close(logprobs(engine), logprobs(model), atol=2e-5, rtol=0)
+def test_merged_weights_equal_the_model_with_adapters(base_folder: Path) -> None:
+    model = train_adapters(base_folder)
+    engine = Qwen2ForCausalLM.from_pretrained(base_folder).eval()
+    initial_logprobs = score(engine)
+    merged_weights = AdapterMerger.load(str(base_folder), LORA_CONFIG).merge(gather_adapters(model))
+    assert merged_weights.keys() == dict(engine.named_parameters()).keys()
+    engine.load_state_dict(merged_weights, strict=False)
+    assert (score(model) - initial_logprobs).abs().max() > 0.1
+    torch.testing.assert_close(score(engine), score(model), atol=2e-5, rtol=0)
 
 
-def test_merging_twice_starts_from_the_base(base: Path) -> None:
-    merger = AdapterMerger.load(str(base), CONFIG)
-    adapters = gather_adapters(train_adapters(base))
-    first, second = merger.merge(adapters), merger.merge(adapters)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+def test_merging_twice_starts_from_the_base(base_folder: Path) -> None:
+    merger = AdapterMerger.load(str(base_folder), LORA_CONFIG)
+    adapters = gather_adapters(train_adapters(base_folder))
+    first_weights, second_weights = merger.merge(adapters), merger.merge(adapters)
+    assert all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
 
 
-def test_only_adapters_are_trained_and_published(base: Path) -> None:
-    model = train_adapters(base)
+def test_only_adapters_are_trained_and_published(base_folder: Path) -> None:
+    model = train_adapters(base_folder)
     adapters = gather_adapters(model)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    assert sum(t.numel() for t in adapters.values()) == sum(p.numel() for p in trainable)
+    trainable_weights = [weight for weight in model.parameters() if weight.requires_grad]
+    assert sum(tensor.numel() for tensor in adapters.values()) == sum(
+        weight.numel() for weight in trainable_weights
+    )
     # Two layers: q 32x32, v 32x16, down 48x32, each with rank 4.
-    assert sum(t.numel() for t in adapters.values()) == 2 * 4 * (64 + 48 + 80)
+    assert sum(tensor.numel() for tensor in adapters.values()) == 2 * 4 * (64 + 48 + 80)
     assert all(name.endswith(("lora_A.weight", "lora_B.weight")) for name in adapters)
-    untrained = dict(Qwen2ForCausalLM.from_pretrained(base).named_parameters())
-    frozen = gather_base_weights(model)
-    assert frozen.keys() == untrained.keys()
-    assert all(torch.equal(frozen[name], untrained[name]) for name in frozen)
+    initial_weights = dict(Qwen2ForCausalLM.from_pretrained(base_folder).named_parameters())
+    base_weights = gather_base_weights(model)
+    assert base_weights.keys() == initial_weights.keys()
+    assert all(torch.equal(base_weights[name], initial_weights[name]) for name in base_weights)
 
 
-def test_new_adapters_do_not_change_the_model(base: Path) -> None:
-    model = Qwen2ForCausalLM.from_pretrained(base).eval()
-    start = logprobs(model)
-    add_adapters(model, CONFIG)
-    assert torch.equal(logprobs(model), start)
+def test_new_adapters_do_not_change_the_model(base_folder: Path) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(base_folder).eval()
+    initial_logprobs = score(model)
+    add_adapters(model, LORA_CONFIG)
+    assert torch.equal(score(model), initial_logprobs)
 
 
-def test_model_without_adapters_is_the_starting_model(base: Path) -> None:
-    model = train_adapters(base)
-    start = logprobs(Qwen2ForCausalLM.from_pretrained(base).eval())
+def test_model_without_adapters_is_the_starting_model(base_folder: Path) -> None:
+    model = train_adapters(base_folder)
+    initial_logprobs = score(Qwen2ForCausalLM.from_pretrained(base_folder).eval())
     set_adapters_enabled(model, False)
-    assert torch.equal(logprobs(model), start)
+    assert torch.equal(score(model), initial_logprobs)
     set_adapters_enabled(model, True)
-    assert not torch.equal(logprobs(model), start)
+    assert not torch.equal(score(model), initial_logprobs)
 
 
-def test_peft_loads_exported_files(base: Path, tmp_path: Path) -> None:
-    model = train_adapters(base)
+def test_peft_loads_exported_files(base_folder: Path, tmp_path: Path) -> None:
+    model = train_adapters(base_folder)
     folder = tmp_path / "export" / ADAPTER_FOLDER
-    save_adapters(folder, gather_adapters(model), CONFIG, str(base))
-    loaded = peft.PeftModel.from_pretrained(Qwen2ForCausalLM.from_pretrained(base), folder).eval()
-    torch.testing.assert_close(logprobs(loaded), logprobs(model), atol=1e-6, rtol=0)
+    save_adapters(folder, gather_adapters(model), LORA_CONFIG, str(base_folder))
+    peft_model = peft.PeftModel.from_pretrained(
+        Qwen2ForCausalLM.from_pretrained(base_folder), folder
+    ).eval()
+    torch.testing.assert_close(score(peft_model), score(model), atol=1e-6, rtol=0)
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert settings["lora_alpha"] == 24.0
 
 
-def test_unknown_target_is_refused(base: Path) -> None:
-    wrong = CONFIG.model_copy(update={"targets": ("q_proj", "qkv_proj")})
-    expected = r"no linear layer \['qkv_proj'\]; it has \[.*'down_proj'.*'q_proj'.*'v_proj'\]"
-    with pytest.raises(ConfigError, match=expected):
-        add_adapters(make_model(), wrong)
-    with pytest.raises(ConfigError, match=expected):
-        check_targets(str(base), wrong)
-    check_targets(str(base), CONFIG)
+def test_unknown_target_is_refused(base_folder: Path) -> None:
+    wrong_config = LORA_CONFIG.model_copy(update={"targets": ("q_proj", "qkv_proj")})
+    message = r"no linear layer \['qkv_proj'\]; it has \[.*'down_proj'.*'q_proj'.*'v_proj'\]"
+    with pytest.raises(ConfigError, match=message):
+        add_adapters(make_model(), wrong_config)
+    with pytest.raises(ConfigError, match=message):
+        check_targets(str(base_folder), wrong_config)
+    check_targets(str(base_folder), LORA_CONFIG)
 
 
 async def test_run_with_unknown_target_is_refused_before_loading_weights(
-    base: Path, tmp_path: Path
+    base_folder: Path, tmp_path: Path
 ) -> None:
-    model = ["model.kind=pretrained", f"model.path={base}", 'model.lora.targets=["qkv_proj"]']
+    overrides = [
+        "model.kind=pretrained",
+        f"model.path={base_folder}",
+        'model.lora.targets=["qkv_proj"]',
+    ]
     with pytest.raises(ConfigError, match=r"no linear layer \['qkv_proj'\]"):
-        await prepare_model(load_run_config(None, model), {}, tmp_path)
+        await prepare_model(load_run_config(None, overrides), {}, tmp_path)
 
 
 def test_unknown_target_of_a_tiny_model_is_refused_by_the_configuration() -> None:
@@ -155,11 +163,11 @@ def test_unknown_target_of_a_tiny_model_is_refused_by_the_configuration() -> Non
         load_run_config(None, ["model.kind=tiny", 'model.lora.targets=["qkv_proj"]'])
 
 
-def test_adapters_of_a_different_model_are_refused(base: Path) -> None:
-    merger = AdapterMerger.load(str(base), CONFIG)
-    adapters = gather_adapters(train_adapters(base))
+def test_adapters_of_a_different_model_are_refused(base_folder: Path) -> None:
+    merger = AdapterMerger.load(str(base_folder), LORA_CONFIG)
+    adapters = gather_adapters(train_adapters(base_folder))
     name = next(iter(adapters))
     with pytest.raises(WeightSyncError, match=r"q_proj.*model\.path"):
-        merger.merge({n: t for n, t in adapters.items() if n != name})
+        merger.merge({key: tensor for key, tensor in adapters.items() if key != name})
     with pytest.raises(WeightSyncError, match=r"same model\.path"):
-        merger.merge({f"other.{n}": t for n, t in adapters.items()})
+        merger.merge({f"other.{key}": tensor for key, tensor in adapters.items()})

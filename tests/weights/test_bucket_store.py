@@ -27,10 +27,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """Return the server, with its credentials in the environment."""
-    with running_s3_server(tmp_path_factory.mktemp("s3")) as running:
-        os.environ.update(running.credentials)
-        yield running
-        for name in running.credentials:
+    with running_s3_server(tmp_path_factory.mktemp("s3")) as s3_server:
+        os.environ.update(s3_server.credentials)
+        yield s3_server
+        for name in s3_server.credentials:
             del os.environ[name]
 
 
@@ -46,15 +46,15 @@ def config(server: S3Server, request: pytest.FixtureRequest) -> S3WeightStore:
     )
 
 
-def open_store(config: S3WeightStore, **changes: object) -> VersionStore:
+def open_store(config: S3WeightStore, **config_changes: object) -> VersionStore:
     """Return a store in the bucket."""
-    config = config.model_copy(update=changes)
+    config = config.model_copy(update=config_changes)
     return VersionStore(BucketStorage(config), config)
 
 
-def keys(server: S3Server, config: S3WeightStore) -> list[str]:
+def list_keys(server: S3Server, config: S3WeightStore) -> list[str]:
     """Return the keys below the prefix, oldest first."""
-    paths = [item["path"] for page in obstore.list(server.store, config.prefix) for item in page]
+    paths = [entry["path"] for page in obstore.list(server.store, config.prefix) for entry in page]
     return sorted(key.removeprefix(f"{config.prefix}/") for key in paths)
 
 
@@ -62,13 +62,13 @@ def keys(server: S3Server, config: S3WeightStore) -> list[str]:
 def kill_briefly(server: S3Server) -> Iterator[None]:
     """Kill the server when the block starts, and start it again 2 s later."""
 
-    def outage() -> None:
+    def kill_and_restart() -> None:
         time.sleep(0.05)
         server.kill()
         time.sleep(2.0)
         server.start()
 
-    thread = threading.Thread(target=outage)
+    thread = threading.Thread(target=kill_and_restart)
     thread.start()
     yield
     thread.join()
@@ -79,16 +79,16 @@ def kill_briefly(server: S3Server) -> Iterator[None]:
 def freeze_briefly(server: S3Server) -> Iterator[None]:
     """Let the server accept connections without responding, for 2 s."""
     server.freeze()
-    thaw = threading.Timer(2.0, server.thaw)
-    thaw.start()
+    timer = threading.Timer(2.0, server.thaw)
+    timer.start()
     yield
-    thaw.join()
+    timer.join()
 
 
-def big_state(version: int, num_bytes: int = 40_000_000) -> dict[str, torch.Tensor]:
+def make_big_state(version: int, num_bytes: int = 40_000_000) -> dict[str, torch.Tensor]:
     """Return tensors large enough for a multipart upload."""
-    noise = torch.Generator().manual_seed(version)
-    return {"w": torch.randn(num_bytes // 4, generator=noise), "b": torch.ones(3)}
+    generator = torch.Generator().manual_seed(version)
+    return {"w": torch.randn(num_bytes // 4, generator=generator), "b": torch.ones(3)}
 
 
 def test_versions_arrive_and_old_versions_are_deleted(
@@ -96,45 +96,45 @@ def test_versions_arrive_and_old_versions_are_deleted(
 ) -> None:
     learner, worker = open_store(config), open_store(config)
     for version in range(6):
-        newest = publish(learner, version)
-        assert_same(worker.fetch(newest).state, make_state(version))
-    assert_same(open_store(config).fetch(newest).state, make_state(5))
-    assert [int(key[1:9]) for key in keys(server, config)] == [4, 5]
+        weights = publish(learner, version)
+        assert_same(worker.fetch(weights).state, make_state(version))
+    assert_same(open_store(config).fetch(weights).state, make_state(5))
+    assert [int(key[1:9]) for key in list_keys(server, config)] == [4, 5]
 
 
 def test_multipart_upload_arrives_bit_for_bit(config: S3WeightStore) -> None:
     learner, worker = open_store(config), open_store(config)
-    fetched = worker.fetch(publish(learner, 0, big_state(0)))
-    assert_same(fetched.state, big_state(0))
-    assert fetched.num_bytes > 40_000_000
+    fetched_weights = worker.fetch(publish(learner, 0, make_big_state(0)))
+    assert_same(fetched_weights.state, make_big_state(0))
+    assert fetched_weights.num_bytes > 40_000_000
 
 
 def test_other_objects_are_kept(server: S3Server, config: S3WeightStore) -> None:
-    for name in ("notes.txt", "v00000001-abc.txt"):
-        obstore.put(server.store, f"{config.prefix}/{name}", b"text")
+    for object_name in ("notes.txt", "v00000001-abc.txt"):
+        obstore.put(server.store, f"{config.prefix}/{object_name}", b"text")
     publish(open_store(config), 1)
     publish(open_store(config), 2)
-    names = keys(server, config)
-    assert {"notes.txt", "v00000001-abc.txt"} < set(names)
-    assert len(names) == 3
+    remaining_keys = list_keys(server, config)
+    assert {"notes.txt", "v00000001-abc.txt"} < set(remaining_keys)
+    assert len(remaining_keys) == 3
 
 
 def test_damaged_truncated_or_missing_object_is_refused(
     server: S3Server, config: S3WeightStore
 ) -> None:
-    published = publish(open_store(config), 1)
-    key = f"{config.prefix}/{published.payloads[0].location}"
+    weights = publish(open_store(config), 1)
+    key = f"{config.prefix}/{weights.payloads[0].location}"
     content = bytearray(obstore.get(server.store, key).bytes())
     content[-1] ^= 1
     obstore.put(server.store, key, bytes(content))
     with pytest.raises(WeightSyncError, match="arrived altered"):
-        open_store(config).fetch(published)
+        open_store(config).fetch(weights)
     obstore.put(server.store, key, bytes(content[:-1]))
     with pytest.raises(WeightSyncError, match=r"has \d+ bytes instead of \d+"):
-        open_store(config).fetch(published)
+        open_store(config).fetch(weights)
     obstore.delete(server.store, key)
     with pytest.raises(WeightSyncError, match=r"bucket 'weights'.*not found.*keep_versions"):
-        open_store(config).fetch(published)
+        open_store(config).fetch(weights)
 
 
 def test_wrong_credentials_are_refused_without_revealing_them(
@@ -144,12 +144,10 @@ def test_wrong_credentials_are_refused_without_revealing_them(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     caplog.set_level(logging.DEBUG)
     start_s = time.monotonic()
-    with pytest.raises(
-        WeightSyncError, match=r"SignatureDoesNotMatch.*AWS_ACCESS_KEY_ID"
-    ) as raised:
+    with pytest.raises(WeightSyncError, match=r"SignatureDoesNotMatch.*AWS_ACCESS_KEY_ID") as error:
         publish(open_store(config), 1)
     assert time.monotonic() - start_s < 120
-    output = f"{raised.value!r} {raised.value.__cause__!r} {caplog.text} {vars(open_store(config))}"
+    output = f"{error.value!r} {error.value.__cause__!r} {caplog.text} {vars(open_store(config))}"
     assert secret not in output + repr(vars(BucketStorage(config)))
     assert os.environ["AWS_ACCESS_KEY_ID"] not in output
 
@@ -167,19 +165,19 @@ def test_check_accepts_only_a_reachable_bucket(
 
 def test_killed_server_only_delays(server: S3Server, config: S3WeightStore) -> None:
     learner, worker = open_store(config), open_store(config)
-    publish(learner, 0, big_state(0))
+    publish(learner, 0, make_big_state(0))
     with kill_briefly(server):
-        newest = publish(learner, 4, big_state(4))
+        weights = publish(learner, 4, make_big_state(4))
     with kill_briefly(server):
-        assert_same(worker.fetch(newest).state, big_state(4))
+        assert_same(worker.fetch(weights).state, make_big_state(4))
 
 
 def test_frozen_server_only_delays(server: S3Server, config: S3WeightStore) -> None:
     learner, worker = open_store(config), open_store(config)
     with freeze_briefly(server):
-        newest = publish(learner, 0)
+        weights = publish(learner, 0)
     with freeze_briefly(server):
-        assert_same(worker.fetch(newest).state, make_state(0))
+        assert_same(worker.fetch(weights).state, make_state(0))
 
 
 def test_hanging_server_is_an_error(config: S3WeightStore) -> None:

@@ -16,171 +16,171 @@ from ludus.proto.errors import WeightSyncError
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.weights.folder import FolderStorage
 from ludus.trainer.weights.store import VersionStore
-from tests.weights.states import assert_same, make_state, publish, settings
+from tests.weights.states import assert_same, make_settings, make_state, publish
 
 
-def folder_store(folder: Path, **fields: float) -> VersionStore:
+def open_store(folder: Path, **fields: float) -> VersionStore:
     """Return a store in the folder."""
-    return VersionStore(FolderStorage(folder), settings(**fields))
+    return VersionStore(FolderStorage(folder), make_settings(**fields))
 
 
-def weights_file(folder: Path, published: PublishedWeights) -> Path:
+def get_weights_file(folder: Path, weights: PublishedWeights) -> Path:
     """Return the file of the newest payload."""
-    return folder / str(published.payloads[-1].location)
+    return folder / str(weights.payloads[-1].location)
 
 
 def test_version_arrives_bit_for_bit(tmp_path: Path) -> None:
-    store = folder_store(tmp_path)
+    store = open_store(tmp_path)
     assert_same(store.fetch(publish(store, 3)).state, make_state(3))
 
 
 def test_a_complete_version_is_a_file_that_others_can_read(tmp_path: Path) -> None:
-    published = publish(folder_store(tmp_path), 3)
-    assert_same(load_file(weights_file(tmp_path, published)), make_state(3))
+    weights = publish(open_store(tmp_path), 3)
+    assert_same(load_file(get_weights_file(tmp_path, weights)), make_state(3))
 
 
 def test_another_process_of_the_same_folder_can_fetch(tmp_path: Path) -> None:
-    learner = folder_store(tmp_path, full_every=3)
-    published = [publish(learner, version) for version in (1, 2)]
-    assert_same(folder_store(tmp_path).fetch(published[1]).state, make_state(2))
+    learner = open_store(tmp_path, full_every=3)
+    versions = [publish(learner, version) for version in (1, 2)]
+    assert_same(open_store(tmp_path).fetch(versions[1]).state, make_state(2))
 
 
 def test_resumed_run_deletes_later_versions(tmp_path: Path) -> None:
     for version in (7, 8, 9):
-        publish(folder_store(tmp_path), version)
-    store = folder_store(tmp_path)
-    published = publish(store, 5)
-    assert_same(store.fetch(published).state, make_state(5))
-    assert list(tmp_path.iterdir()) == [weights_file(tmp_path, published)]
+        publish(open_store(tmp_path), version)
+    store = open_store(tmp_path)
+    weights = publish(store, 5)
+    assert_same(store.fetch(weights).state, make_state(5))
+    assert list(tmp_path.iterdir()) == [get_weights_file(tmp_path, weights)]
 
 
 def test_other_files_are_kept(tmp_path: Path) -> None:
     (tmp_path / "videos.txt").write_text("text")
     (tmp_path / "v1").mkdir()
-    publish(folder_store(tmp_path), 5)
+    publish(open_store(tmp_path), 5)
     assert (tmp_path / "videos.txt").exists()
     assert (tmp_path / "v1").exists()
 
 
 def test_only_the_newest_versions_are_kept(tmp_path: Path) -> None:
-    store = folder_store(tmp_path, keep_versions=2)
-    published = [publish(store, version) for version in range(9, 13)]
-    for version, newest in zip((11, 12), published[2:], strict=True):
-        assert_same(store.fetch(newest).state, make_state(version))
-    for deleted in published[:2]:
+    store = open_store(tmp_path, keep_versions=2)
+    versions = [publish(store, version) for version in range(9, 13)]
+    for version, weights in zip((11, 12), versions[2:], strict=True):
+        assert_same(store.fetch(weights).state, make_state(version))
+    for deleted_weights in versions[:2]:
         with pytest.raises(WeightSyncError, match=r"has no .v0000.*keep_versions"):
-            store.fetch(deleted)
+            store.fetch(deleted_weights)
 
 
 def test_version_published_twice_is_replaced(tmp_path: Path) -> None:
-    store = folder_store(tmp_path)
+    store = open_store(tmp_path)
     publish(store, 5)
-    second = publish(store, 5, make_state(50))
-    assert_same(store.fetch(second).state, make_state(50))
+    second_weights = publish(store, 5, make_state(50))
+    assert_same(store.fetch(second_weights).state, make_state(50))
 
 
 def test_partial_file_of_a_crash_is_deleted(tmp_path: Path) -> None:
-    partial = tmp_path / "v00000007-0123456789ab.safetensors.partial"
-    partial.write_bytes(b"half")
-    store = folder_store(tmp_path, keep_versions=2)
-    published = [publish(store, version) for version in (5, 6, 7)]
-    assert not partial.exists()
-    for version, newest in zip((6, 7), published[1:], strict=True):
-        assert_same(store.fetch(newest).state, make_state(version))
+    partial_file = tmp_path / "v00000007-0123456789ab.safetensors.partial"
+    partial_file.write_bytes(b"half")
+    store = open_store(tmp_path, keep_versions=2)
+    versions = [publish(store, version) for version in (5, 6, 7)]
+    assert not partial_file.exists()
+    for version, weights in zip((6, 7), versions[1:], strict=True):
+        assert_same(store.fetch(weights).state, make_state(version))
 
 
 @pytest.mark.parametrize("position", [-1, -40])
 def test_one_changed_byte_is_detected(tmp_path: Path, position: int) -> None:
-    store = folder_store(tmp_path)
-    published = publish(store, 1)
-    content = bytearray(weights_file(tmp_path, published).read_bytes())
+    store = open_store(tmp_path)
+    weights = publish(store, 1)
+    content = bytearray(get_weights_file(tmp_path, weights).read_bytes())
     content[position] ^= 1
-    weights_file(tmp_path, published).write_bytes(content)
+    get_weights_file(tmp_path, weights).write_bytes(content)
     with pytest.raises(WeightSyncError, match="arrived altered"):
-        store.fetch(published)
+        store.fetch(weights)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_truncated_file_is_refused(tmp_path: Path, share: float) -> None:
-    store = folder_store(tmp_path)
-    published = publish(store, 1)
-    content = weights_file(tmp_path, published).read_bytes()
-    weights_file(tmp_path, published).write_bytes(content[: int(len(content) * share)])
+@pytest.mark.parametrize("kept_fraction", [0.0, 0.5, 0.99])
+def test_truncated_file_is_refused(tmp_path: Path, kept_fraction: float) -> None:
+    store = open_store(tmp_path)
+    weights = publish(store, 1)
+    content = get_weights_file(tmp_path, weights).read_bytes()
+    get_weights_file(tmp_path, weights).write_bytes(content[: int(len(content) * kept_fraction)])
     with pytest.raises(WeightSyncError, match=r"has \d+ bytes instead of \d+.*weights\.path"):
-        store.fetch(published)
+        store.fetch(weights)
 
 
 def test_folder_that_is_missing_briefly_only_delays(tmp_path: Path) -> None:
-    folder, moved = tmp_path / "weights", tmp_path / "moved"
-    store = folder_store(folder, timeout_s=120.0)
+    folder, moved_folder = tmp_path / "weights", tmp_path / "moved"
+    store = open_store(folder, timeout_s=120.0)
     publish(store, 1)
-    for call in (lambda: publish(store, 2), lambda: store.fetch(publish(store, 3))):
-        folder.rename(moved)
-        timer = threading.Timer(0.3, lambda: moved.rename(folder))
+    for operation in (lambda: publish(store, 2), lambda: store.fetch(publish(store, 3))):
+        folder.rename(moved_folder)
+        timer = threading.Timer(0.3, lambda: moved_folder.rename(folder))
         timer.start()
-        call()
+        operation()
         timer.join()
 
 
 def test_failed_deletion_is_retried_after_the_next_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, moved = tmp_path / "weights", tmp_path / "moved"
-    files = FolderStorage(folder)
-    drop = files.drop
+    folder, moved_folder = tmp_path / "weights", tmp_path / "moved"
+    storage = FolderStorage(folder)
+    drop = storage.drop
 
     def drop_without_folder(location: str) -> None:
-        folder.rename(moved)
+        folder.rename(moved_folder)
         try:
             drop(location)
         finally:
-            moved.rename(folder)
+            moved_folder.rename(folder)
 
-    store = VersionStore(files, settings(keep_versions=2))
-    published = [publish(store, version) for version in (1, 2)]
+    store = VersionStore(storage, make_settings(keep_versions=2))
+    versions = [publish(store, version) for version in (1, 2)]
     with monkeypatch.context() as patch:
-        patch.setattr(files, "drop", drop_without_folder)
-        published.append(publish(store, 3))
-    assert weights_file(folder, published[0]).exists()
-    published.append(publish(store, 4))
-    assert set(folder.iterdir()) == {weights_file(folder, version) for version in published[2:]}
+        patch.setattr(storage, "drop", drop_without_folder)
+        versions.append(publish(store, 3))
+    assert get_weights_file(folder, versions[0]).exists()
+    versions.append(publish(store, 4))
+    assert set(folder.iterdir()) == {get_weights_file(folder, weights) for weights in versions[2:]}
 
 
 def test_missing_folder_is_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
-    published = publish(folder_store(folder), 1)
-    store = folder_store(folder, timeout_s=0.3)
+    weights = publish(open_store(folder), 1)
+    store = open_store(folder, timeout_s=0.3)
     folder.rename(tmp_path / "moved")
     folder.write_text("a file instead of the folder")
     with pytest.raises(WeightSyncError, match=r"fetching weights version 1.*/weights'.*0\.3"):
-        store.fetch(published)
+        store.fetch(weights)
     with pytest.raises(WeightSyncError, match=r"publishing weights version 2.*/weights'.*0\.3"):
         publish(store, 2)
 
 
 def test_missing_permission_is_an_immediate_error(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
-    store = folder_store(folder, timeout_s=240.0)
-    published = publish(store, 1)
+    store = open_store(folder, timeout_s=240.0)
+    weights = publish(store, 1)
     start_s = time.monotonic()
-    with without_permission(folder):
+    with remove_permissions(folder):
         with pytest.raises(WeightSyncError, match=r"Permission denied.*write weights\.path"):
-            store.fetch(published)
+            store.fetch(weights)
         with pytest.raises(WeightSyncError, match=r"Permission denied.*write weights\.path"):
             publish(store, 2)
     assert time.monotonic() - start_s < 60.0
-    assert_same(store.fetch(published).state, make_state(1))
+    assert_same(store.fetch(weights).state, make_state(1))
 
 
 @contextmanager
-def without_permission(folder: Path) -> Iterator[None]:
+def remove_permissions(folder: Path) -> Iterator[None]:
     """Remove all permissions of the folder; root switches to another user meanwhile."""
-    user = os.geteuid()
+    user_id = os.geteuid()
     folder.chmod(0)
-    if user == 0:
+    if user_id == 0:
         os.seteuid(65534)
     try:
         yield
     finally:
-        os.seteuid(user)
+        os.seteuid(user_id)
         folder.chmod(0o700)

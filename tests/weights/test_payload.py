@@ -29,16 +29,16 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
-def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def make_random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Return a tensor of random bits, including NaN and infinity."""
-    noise = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    high = 2 if dtype == torch.bool else 256
-    raw = torch.randint(0, high, (num_bytes,), dtype=torch.uint8, generator=noise)
-    return raw.view(dtype).reshape(shape)
+    end_value = 2 if dtype == torch.bool else 256
+    raw_bytes = torch.randint(0, end_value, (num_bytes,), dtype=torch.uint8, generator=generator)
+    return raw_bytes.view(dtype).reshape(shape)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the raw bytes of a tensor, because NaN is not equal to NaN."""
     return tensor.reshape(-1).view(torch.uint8)
 
@@ -47,78 +47,87 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def test_tensors_of_any_type_and_shape_are_converted_without_loss(
     layout: list[tuple[torch.dtype, tuple[int, ...]]],
 ) -> None:
-    parts = {f"t{i}": random_tensor(*spec, seed=i) for i, spec in enumerate(layout)}
+    parts = {
+        f"t{index}": make_random_tensor(*spec, seed=index) for index, spec in enumerate(layout)
+    }
     buffers = encode_payload(Payload(7, "hash", "parent", parts))
-    for received in (buffers, [np.concatenate(buffers)]):
-        payload = decode_payload(received)
+    for received_buffers in (buffers, [np.concatenate(buffers)]):
+        payload = decode_payload(received_buffers)
         assert (payload.version, payload.content_hash, payload.parent_hash) == (7, "hash", "parent")
         for name, tensor in parts.items():
             assert payload.parts[name].dtype == tensor.dtype
             assert payload.parts[name].shape == tensor.shape
-            assert torch.equal(bits(payload.parts[name]), bits(tensor))
+            assert torch.equal(view_bytes(payload.parts[name]), view_bytes(tensor))
 
 
 @given(st.sampled_from(DTYPES), SHAPES, st.integers(0, 99), st.integers(0, 99))
 def test_difference_leads_from_one_tensor_to_the_other(
-    dtype: torch.dtype, shape: tuple[int, ...], first: int, second: int
+    dtype: torch.dtype, shape: tuple[int, ...], old_seed: int, new_seed: int
 ) -> None:
-    old, new = random_tensor(dtype, shape, first), random_tensor(dtype, shape, second)
-    decoded = decode_difference(old, encode_difference(old, new))
-    assert decoded.dtype == dtype
-    assert decoded.shape == new.shape
-    assert torch.equal(bits(decoded), bits(new))
+    old_tensor, new_tensor = (
+        make_random_tensor(dtype, shape, old_seed),
+        make_random_tensor(dtype, shape, new_seed),
+    )
+    decoded_tensor = decode_difference(old_tensor, encode_difference(old_tensor, new_tensor))
+    assert decoded_tensor.dtype == dtype
+    assert decoded_tensor.shape == new_tensor.shape
+    assert torch.equal(view_bytes(decoded_tensor), view_bytes(new_tensor))
 
 
-def delta_between(old: int, new: int) -> Payload:
+def make_delta(old_version: int, new_version: int) -> Payload:
     """Return the difference between two versions."""
-    old_state, new_state = make_state(old), make_state(new)
+    old_state, new_state = make_state(old_version), make_state(new_version)
     parts = {name: encode_difference(old_state[name], new_state[name]) for name in old_state}
-    return Payload(new, f"hash {new}", f"hash {old}", parts)
+    return Payload(new_version, f"hash {new_version}", f"hash {old_version}", parts)
 
 
 def test_difference_is_applied_only_to_its_parent() -> None:
-    delta = delta_between(1, 2)
+    delta = make_delta(1, 2)
     state = apply_delta(make_state(1), "hash 1", delta)
     assert_same(state, make_state(2))
-    for wrong in ("hash 2", "hash 0"):
+    for wrong_hash in ("hash 2", "hash 0"):
         with pytest.raises(
-            WeightSyncError, match=f"difference from hash 1 and cannot be applied to {wrong}"
+            WeightSyncError, match=f"difference from hash 1 and cannot be applied to {wrong_hash}"
         ):
-            apply_delta(state, wrong, delta)
+            apply_delta(state, wrong_hash, delta)
 
 
 def test_difference_of_wrong_size_or_unknown_tensor_is_refused() -> None:
-    delta = delta_between(1, 2)
-    smaller = {**make_state(1), "matrix": torch.ones(5, 6)}
+    delta = make_delta(1, 2)
+    smaller_state = {**make_state(1), "matrix": torch.ones(5, 6)}
     with pytest.raises(WeightSyncError, match=r"'matrix'.*has 140 bytes, the tensor has 120"):
-        apply_delta(smaller, "hash 1", delta)
-    fewer = {name: tensor for name, tensor in make_state(1).items() if name != "half"}
+        apply_delta(smaller_state, "hash 1", delta)
+    partial_state = {name: tensor for name, tensor in make_state(1).items() if name != "half"}
     with pytest.raises(WeightSyncError, match=r"'half' cannot be applied"):
-        apply_delta(fewer, "hash 1", delta)
+        apply_delta(partial_state, "hash 1", delta)
 
 
 def test_huge_frame_is_refused_before_decompression() -> None:
-    old = torch.zeros(8)
-    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 28))
-    frame = torch.frombuffer(bytearray(bomb), dtype=torch.uint8)
+    old_tensor = torch.zeros(8)
+    compressed_zeros = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 28))
+    frame = torch.frombuffer(bytearray(compressed_zeros), dtype=torch.uint8)
     with pytest.raises(ValueError, match=f"has {1 << 28} bytes, the tensor has 32"):
-        decode_difference(old, frame)
+        decode_difference(old_tensor, frame)
 
 
 def test_frame_without_a_size_is_refused() -> None:
-    old = torch.zeros(8)
+    old_tensor = torch.zeros(8)
     compressor = zstandard.ZstdCompressor(level=1, write_content_size=False)
-    hidden = torch.frombuffer(bytearray(compressor.compress(bytes(1 << 20))), dtype=torch.uint8)
-    garbage = torch.frombuffer(bytearray(zlib.compress(bytes(32))), dtype=torch.uint8)
-    for frame in (hidden, garbage):
+    sizeless_frame = torch.frombuffer(
+        bytearray(compressor.compress(bytes(1 << 20))), dtype=torch.uint8
+    )
+    zlib_frame = torch.frombuffer(bytearray(zlib.compress(bytes(32))), dtype=torch.uint8)
+    for frame in (sizeless_frame, zlib_frame):
         with pytest.raises((ValueError, zstandard.ZstdError)):
-            decode_difference(old, frame)
+            decode_difference(old_tensor, frame)
 
 
-def make_file(header: object, data: bytes = b"") -> list[np.ndarray]:
+def make_file(header: object, body: bytes = b"") -> list[np.ndarray]:
     """Return a file with this header."""
-    text = json.dumps(header).encode() if not isinstance(header, bytes) else header
-    return [np.frombuffer(len(text).to_bytes(8, "little") + text + data, dtype=np.uint8)]
+    header_bytes = json.dumps(header).encode() if not isinstance(header, bytes) else header
+    return [
+        np.frombuffer(len(header_bytes).to_bytes(8, "little") + header_bytes + body, dtype=np.uint8)
+    ]
 
 
 METADATA = {"version": "1", "content_hash": "x"}

@@ -47,18 +47,18 @@ class StoreProcess:
 
     def publish(self, version: int, num_extra: int = 0) -> PublishedWeights:
         """Publish a version, with an extra tensor if `num_extra` is positive."""
-        extra = {"extra": torch.zeros(num_extra)} if num_extra else {}
-        return publish(self._store, version, {**make_state(version), **extra})
+        extra_tensors = {"extra": torch.zeros(num_extra)} if num_extra else {}
+        return publish(self._store, version, {**make_state(version), **extra_tensors})
 
-    def fetch_into_new_store(self, published: PublishedWeights) -> None:
+    def fetch_into_new_store(self, weights: PublishedWeights) -> None:
         """Fetch a version into a new store."""
-        make_store(CONFIG).fetch(published)
+        make_store(CONFIG).fetch(weights)
 
-    def fetch(self, published: PublishedWeights) -> int:
+    def fetch(self, weights: PublishedWeights) -> int:
         """Fetch a version, check its tensors, and return the number of bytes fetched."""
-        fetched = self._store.fetch(published)
-        assert_same(fetched.state, make_state(published.manifest.version))
-        return fetched.num_bytes
+        fetched_weights = self._store.fetch(weights)
+        assert_same(fetched_weights.state, make_state(weights.manifest.version))
+        return fetched_weights.num_bytes
 
 
 def start_process() -> Any:
@@ -69,26 +69,26 @@ def start_process() -> Any:
 def test_processes_exchange_versions_and_a_late_process_catches_up() -> None:
     learner, worker = start_process(), start_process()
     for version in range(5):
-        newest = ray.get(learner.publish.remote(version))
-        ray.get(worker.fetch.remote(newest))
-    late = start_process()
-    assert ray.get(late.fetch.remote(newest)) > ray.get(worker.fetch.remote(newest)) == 0
+        weights = ray.get(learner.publish.remote(version))
+        ray.get(worker.fetch.remote(weights))
+    late_worker = start_process()
+    assert ray.get(late_worker.fetch.remote(weights)) > ray.get(worker.fetch.remote(weights)) == 0
 
 
 def test_dropped_version_can_be_fetched_while_a_reference_exists() -> None:
-    learner, late = start_process(), start_process()
-    published = [ray.get(learner.publish.remote(version)) for version in range(8)]
-    for each in published:
-        ray.get(late.fetch.remote(each))
+    learner, worker = start_process(), start_process()
+    versions = [ray.get(learner.publish.remote(version)) for version in range(8)]
+    for weights in versions:
+        ray.get(worker.fetch.remote(weights))
 
 
 def test_weights_of_a_dead_learner_are_lost() -> None:
     learner, worker = start_process(), start_process()
     # Ray copies small objects along with their reference.
-    newest = ray.get(learner.publish.remote(0, num_extra=200_000))
+    weights = ray.get(learner.publish.remote(0, num_extra=200_000))
     ray.kill(learner)
     # Ray deletes the object when it notices the death of its owner.
     with pytest.raises(WeightSyncError, match="learner died"):
         for _ in range(_MAX_TRIES):
-            ray.get(worker.fetch_into_new_store.remote(newest))
+            ray.get(worker.fetch_into_new_store.remote(weights))
             time.sleep(0.1)

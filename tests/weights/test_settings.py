@@ -18,7 +18,7 @@ from ludus.trainer.actors.weight_store import make_store, resolve_location
 from ludus.trainer.run.lifecycle import RunFolder, ensure_run_id
 from tests.weights.states import assert_same, make_state, publish
 
-S3 = ["weights.kind=s3", "weights.bucket=models"]
+S3_OVERRIDES = ["weights.kind=s3", "weights.bucket=models"]
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,11 @@ S3 = ["weights.kind=s3", "weights.bucket=models"]
 def test_endpoint_with_credentials_is_refused_without_revealing_them(
     endpoint: str,
 ) -> None:
-    with pytest.raises(ConfigError, match=r"weights\.endpoint.*AWS_SECRET_ACCESS_KEY") as raised:
-        load_run_config(None, [*S3, f"weights.endpoint={endpoint}"])
-    assert "open-sesame" not in str(raised.value)
+    with pytest.raises(
+        ConfigError, match=r"weights\.endpoint.*AWS_SECRET_ACCESS_KEY"
+    ) as error_info:
+        load_run_config(None, [*S3_OVERRIDES, f"weights.endpoint={endpoint}"])
+    assert "open-sesame" not in str(error_info.value)
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9000", "https://storage.example/", None])
@@ -58,27 +60,29 @@ def test_published_dtype_is_the_learners_by_default() -> None:
 
 def test_each_run_has_a_separate_location(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "run-1"
-    folder = resolve_location(FolderWeightStore(), path, "7f3a")
-    assert folder.path == str(path / "weights")
-    shared = resolve_location(FolderWeightStore(path="/shared/weights"), path, "7f3a")
-    assert shared.path == "/shared/weights/run-1-7f3a"
-    bucket = resolve_location(S3WeightStore(bucket="models", prefix="team/"), path, "7f3a")
-    assert bucket.prefix == "team/run-1-7f3a"
-    without_prefix = resolve_location(S3WeightStore(bucket="models", prefix=""), path, "7f3a")
-    assert without_prefix.prefix == "run-1-7f3a"
+    folder_settings = resolve_location(FolderWeightStore(), path, "7f3a")
+    assert folder_settings.path == str(path / "weights")
+    shared_settings = resolve_location(FolderWeightStore(path="/shared/weights"), path, "7f3a")
+    assert shared_settings.path == "/shared/weights/run-1-7f3a"
+    bucket_settings = resolve_location(S3WeightStore(bucket="models", prefix="team/"), path, "7f3a")
+    assert bucket_settings.prefix == "team/run-1-7f3a"
+    settings_without_prefix = resolve_location(
+        S3WeightStore(bucket="models", prefix=""), path, "7f3a"
+    )
+    assert settings_without_prefix.prefix == "run-1-7f3a"
 
 
 def test_runs_with_the_same_name_do_not_delete_each_others_weights(tmp_path: Path) -> None:
     """A store deletes the versions of earlier processes of its run."""
     config = FolderWeightStore(path=str(tmp_path / "shared"))
-    stores, published = [], []
+    stores, versions = [], []
     for output_dir in ("first", "second"):
         run = LanguageModelRun.model_validate(
             {"name": "demo", "output_dir": str(tmp_path / output_dir)}
         )
         folder = RunFolder.create(run, overwrite=False)
         stores.append(make_store(resolve_location(config, folder.path, ensure_run_id(folder.path))))
-        published.append(publish(stores[-1], 1))
+        versions.append(publish(stores[-1], 1))
         folder.close()
-    for store, version in zip(stores, published, strict=True):
-        assert_same(store.fetch(version).state, make_state(1))
+    for store, weights in zip(stores, versions, strict=True):
+        assert_same(store.fetch(weights).state, make_state(1))

@@ -22,20 +22,20 @@ from ludus.trainer.learner.lora import (
 from ludus.trainer.learner.model import prepare_model
 from ludus.trainer.learner.process_group import leave_process_group
 from ludus.trainer.weights.adapters import AdapterMerger
-from tests.weights.test_adapters import CONFIG, IDS, make_model
+from tests.weights.test_adapters import LORA_CONFIG, TOKEN_IDS, make_model
 
 NUM_RANKS = 2
 
 
 class Scorer(nn.Module):
-    """A module that returns the log-probs of the tokens of IDS; FSDP needs one module."""
+    """A module that returns the log-probs of the tokens of TOKEN_IDS; FSDP needs one module."""
 
     def __init__(self, language_model: PreTrainedModel) -> None:
         super().__init__()
         self.language_model = language_model
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """[T - 1]"""
+        """Return the log-probs [T - 1]."""
         logits = self.language_model(input_ids=ids, use_cache=False).logits[0, :-1]
         return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None]).squeeze(1).clone()
 
@@ -53,20 +53,26 @@ def train_adapters(rank: int, folder: str) -> None:
     """Train; rank 0 saves log-probs and weights."""
     model = Qwen2ForCausalLM.from_pretrained(f"{folder}/base")
     torch.manual_seed(1)
-    add_adapters(model, CONFIG)
+    add_adapters(model, LORA_CONFIG)
     settings = LearnerConfig(activation_checkpointing=True)
     policy = prepare_model(Scorer(model), settings, init_device_mesh("cpu", (NUM_RANKS,)))  # type: ignore[arg-type]
-    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=3e-2)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in policy.parameters() if parameter.requires_grad], lr=3e-2
+    )
     for _ in range(4):
-        (-policy(IDS).sum()).backward()
+        (-policy(TOKEN_IDS).sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        logprobs, adapters, base = policy(IDS), gather_adapters(model), gather_base_weights(model)
+        logprobs, adapters, base_weights = (
+            policy(TOKEN_IDS),
+            gather_adapters(model),
+            gather_base_weights(model),
+        )
         set_adapters_enabled(policy, False)
-        start = policy(IDS)
+        base_logprobs = policy(TOKEN_IDS)
     if rank == 0:
-        torch.save((logprobs, start, adapters, base), f"{folder}/outcome.pt")
+        torch.save((logprobs, base_logprobs, adapters, base_weights), f"{folder}/outcome.pt")
 
 
 @pytest.mark.slow
@@ -74,11 +80,11 @@ def train_adapters(rank: int, folder: str) -> None:
 def test_adapters_of_a_sharded_model_are_published_completely(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path / "base")
     mp.spawn(train_rank, args=(str(tmp_path),), nprocs=NUM_RANKS)
-    logprobs, start, adapters, base = torch.load(tmp_path / "outcome.pt")
+    logprobs, base_logprobs, adapters, base_weights = torch.load(tmp_path / "outcome.pt")
     scorer = Scorer(make_model())
     with torch.no_grad():
-        torch.testing.assert_close(scorer(IDS), start, atol=1e-5, rtol=0)
-        merged = AdapterMerger(base, CONFIG).merge(adapters)
-        scorer.language_model.load_state_dict(merged, strict=False)
-        torch.testing.assert_close(scorer(IDS), logprobs, atol=1e-5, rtol=0)
-    assert (logprobs - start).abs().max() > 0.1
+        torch.testing.assert_close(scorer(TOKEN_IDS), base_logprobs, atol=1e-5, rtol=0)
+        merged_weights = AdapterMerger(base_weights, LORA_CONFIG).merge(adapters)
+        scorer.language_model.load_state_dict(merged_weights, strict=False)
+        torch.testing.assert_close(scorer(TOKEN_IDS), logprobs, atol=1e-5, rtol=0)
+    assert (logprobs - base_logprobs).abs().max() > 0.1

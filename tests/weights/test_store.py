@@ -17,37 +17,39 @@ from ludus.trainer.weights.store import VersionStore
 from tests.weights.states import (
     MemoryStorage,
     assert_same,
+    make_settings,
     make_state,
-    manifest_for,
+    make_version_manifest,
     publish,
-    settings,
 )
 
 
-def pair(storage: MemoryStorage, **fields: float) -> tuple[VersionStore, VersionStore]:
+def open_stores(storage: MemoryStorage, **fields: float) -> tuple[VersionStore, VersionStore]:
     """Return the stores of the learner and of a worker."""
-    return VersionStore(storage, settings(**fields)), VersionStore(storage, settings(**fields))
+    return VersionStore(storage, make_settings(**fields)), VersionStore(
+        storage, make_settings(**fields)
+    )
 
 
 def test_every_version_arrives_bit_for_bit() -> None:
-    learner, worker = pair(MemoryStorage(), full_every=4)
+    learner, worker = open_stores(MemoryStorage(), full_every=4)
     for version in range(11):
-        fetched = worker.fetch(publish(learner, version))
-        assert_same(fetched.state, make_state(version))
+        fetched_weights = worker.fetch(publish(learner, version))
+        assert_same(fetched_weights.state, make_state(version))
 
 
 def test_first_and_every_kth_version_are_complete() -> None:
     storage = MemoryStorage()
-    learner, _ = pair(storage, full_every=4, keep_versions=20)
+    learner, _ = open_stores(storage, full_every=4, keep_versions=20)
     for version in range(3, 10):
         publish(learner, version)
-    complete = [int(name[1:9]) for name in storage.files if ".delta." not in name]
-    assert complete == [3, 4, 8]
+    complete_versions = [int(name[1:9]) for name in storage.files if ".delta." not in name]
+    assert complete_versions == [3, 4, 8]
 
 
 def test_up_to_date_worker_fetches_only_the_newest_difference() -> None:
     storage = MemoryStorage()
-    learner, worker = pair(storage, full_every=8)
+    learner, worker = open_stores(storage, full_every=8)
     for version in range(5):
         worker.fetch(publish(learner, version))
     assert [int(name[1:9]) for name in storage.read_names] == [0, 1, 2, 3, 4]
@@ -55,12 +57,12 @@ def test_up_to_date_worker_fetches_only_the_newest_difference() -> None:
 
 def test_late_worker_fetches_one_complete_version_and_later_differences() -> None:
     storage = MemoryStorage()
-    learner, _ = pair(storage, full_every=4)
+    learner, _ = open_stores(storage, full_every=4)
     for version in range(12):
-        newest = publish(learner, version)
-        late = VersionStore(storage, settings(full_every=4))
+        weights = publish(learner, version)
+        late_worker = VersionStore(storage, make_settings(full_every=4))
         storage.read_names.clear()
-        assert_same(late.fetch(newest).state, make_state(version))
+        assert_same(late_worker.fetch(weights).state, make_state(version))
         assert [int(name[1:9]) for name in storage.read_names] == list(
             range(version // 4 * 4, version + 1)
         )
@@ -68,50 +70,50 @@ def test_late_worker_fetches_one_complete_version_and_later_differences() -> Non
 
 def test_worker_that_missed_versions_fetches_their_differences() -> None:
     storage = MemoryStorage()
-    learner, worker = pair(storage, full_every=8, keep_versions=8)
+    learner, worker = open_stores(storage, full_every=8, keep_versions=8)
     worker.fetch(publish(learner, 0))
     for version in range(1, 4):
-        newest = publish(learner, version)
+        weights = publish(learner, version)
     storage.read_names.clear()
-    assert_same(worker.fetch(newest).state, make_state(3))
+    assert_same(worker.fetch(weights).state, make_state(3))
     assert [int(name[1:9]) for name in storage.read_names] == [1, 2, 3]
 
 
 def test_same_version_is_not_fetched_twice() -> None:
     storage = MemoryStorage()
-    learner, worker = pair(storage, full_every=2)
-    newest = publish(learner, 0)
-    worker.fetch(newest)
-    again = worker.fetch(newest)
-    assert_same(again.state, make_state(0))
-    assert again.num_bytes == 0
+    learner, worker = open_stores(storage, full_every=2)
+    weights = publish(learner, 0)
+    worker.fetch(weights)
+    second_fetch = worker.fetch(weights)
+    assert_same(second_fetch.state, make_state(0))
+    assert second_fetch.num_bytes == 0
     assert len(storage.read_names) == 1
 
 
 def test_unchanged_tensors_are_not_fetched() -> None:
     storage = MemoryStorage()
-    learner, worker = pair(storage, full_every=100)
-    state = {f"layer{i}": torch.randn(100_000) for i in range(8)}
-    first = worker.fetch(publish(learner, 0, state))
+    learner, worker = open_stores(storage, full_every=100)
+    state = {f"layer{index}": torch.randn(100_000) for index in range(8)}
+    first_fetch = worker.fetch(publish(learner, 0, state))
     state = {**state, "layer3": state["layer3"] + 1e-6}
-    second = worker.fetch(publish(learner, 1, state))
-    assert_same(second.state, state)
-    assert second.num_bytes < first.num_bytes / 8
+    second_fetch = worker.fetch(publish(learner, 1, state))
+    assert_same(second_fetch.state, state)
+    assert second_fetch.num_bytes < first_fetch.num_bytes / 8
 
 
 def test_differences_ignore_later_writes_of_the_optimizer() -> None:
     """The published tensors are the parameters, which the next step writes to."""
-    learner, worker = pair(MemoryStorage(), full_every=10)
+    learner, worker = open_stores(MemoryStorage(), full_every=10)
     weights = torch.zeros(1000)
     for version in range(5):
         weights += torch.randn(1000)
-        fetched = worker.fetch(publish(learner, version, {"w": weights}))
-        assert torch.equal(fetched.state["w"], weights)
+        fetched_weights = worker.fetch(publish(learner, version, {"w": weights}))
+        assert torch.equal(fetched_weights.state["w"], weights)
 
 
 def test_different_set_of_tensors_is_published_completely() -> None:
     storage = MemoryStorage()
-    learner, worker = pair(storage, full_every=10)
+    learner, worker = open_stores(storage, full_every=10)
     worker.fetch(publish(learner, 1))
     state = {**make_state(2), "more": torch.ones(2)}
     assert_same(worker.fetch(publish(learner, 2, state)).state, state)
@@ -120,19 +122,19 @@ def test_different_set_of_tensors_is_published_completely() -> None:
 
 def test_resumed_run_reaches_workers_with_later_versions() -> None:
     storage = MemoryStorage()
-    learner, worker = pair(storage, full_every=10)
+    learner, worker = open_stores(storage, full_every=10)
     for version in range(4):
         worker.fetch(publish(learner, version))
-    resumed = VersionStore(storage, settings(full_every=10))
+    resumed_learner = VersionStore(storage, make_settings(full_every=10))
     state = make_state(77)
-    assert_same(worker.fetch(publish(resumed, 2, state)).state, state)
-    assert_same(worker.fetch(publish(resumed, 3)).state, make_state(3))
+    assert_same(worker.fetch(publish(resumed_learner, 2, state)).state, state)
+    assert_same(worker.fetch(publish(resumed_learner, 3)).state, make_state(3))
     assert [int(name[1:9]) for name in storage.files] == [2, 3]
 
 
 def test_retention_keeps_the_chains_of_kept_versions() -> None:
     storage = MemoryStorage()
-    learner, _ = pair(storage, full_every=4, keep_versions=2)
+    learner, _ = open_stores(storage, full_every=4, keep_versions=2)
     stored_versions = []
     for version in range(10):
         publish(learner, version)
@@ -145,82 +147,82 @@ def test_retention_keeps_the_chains_of_kept_versions() -> None:
 
 def test_previous_version_can_still_be_fetched() -> None:
     storage = MemoryStorage()
-    learner, _ = pair(storage, full_every=4, keep_versions=2)
-    published = [publish(learner, version) for version in range(9)]
+    learner, _ = open_stores(storage, full_every=4, keep_versions=2)
+    versions = [publish(learner, version) for version in range(9)]
     for version in (7, 8):
-        late = VersionStore(storage, settings(full_every=4))
-        assert_same(late.fetch(published[version]).state, make_state(version))
+        late_worker = VersionStore(storage, make_settings(full_every=4))
+        assert_same(late_worker.fetch(versions[version]).state, make_state(version))
 
 
 def test_damaged_difference_is_detected() -> None:
     storage = MemoryStorage()
-    learner, worker = pair(storage, full_every=8)
+    learner, worker = open_stores(storage, full_every=8)
     worker.fetch(publish(learner, 0))
-    newest = publish(learner, 1)
-    name = newest.payloads[-1].location
+    weights = publish(learner, 1)
+    name = weights.payloads[-1].location
     for position in range(200, len(storage.files[name]), 7):
-        content = storage.files[name].copy()
+        original_content = storage.files[name].copy()
         storage.files[name][position] ^= 0x55
         with pytest.raises(WeightSyncError, match=r"version 1|safetensors"):
-            worker.fetch(newest)
-        storage.files[name] = content
-    assert_same(worker.fetch(newest).state, make_state(1))
+            worker.fetch(weights)
+        storage.files[name] = original_content
+    assert_same(worker.fetch(weights).state, make_state(1))
 
 
 def test_worker_with_a_damaged_copy_starts_from_the_complete_version() -> None:
     storage = MemoryStorage()
-    learner, worker = pair(storage, full_every=8)
+    learner, worker = open_stores(storage, full_every=8)
     state = worker.fetch(publish(learner, 0)).state
     state["matrix"][2, 3] += 1.0
-    newest = publish(learner, 1)
+    weights = publish(learner, 1)
     storage.read_names.clear()
-    assert_same(worker.fetch(newest).state, make_state(1))
+    assert_same(worker.fetch(weights).state, make_state(1))
     assert [int(name[1:9]) for name in storage.read_names] == [1, 0, 1]
 
 
 @pytest.mark.slow
 def test_short_outage_only_delays() -> None:
     storage = MemoryStorage()
-    learner, worker = pair(storage, full_every=2)
+    learner, worker = open_stores(storage, full_every=2)
     storage.failures = [StoreUnavailableError("no route")] * 4
-    newest = publish(learner, 0)
+    weights = publish(learner, 0)
     storage.failures = [StoreUnavailableError("no route")] * 4
-    assert_same(worker.fetch(newest).state, make_state(0))
+    assert_same(worker.fetch(weights).state, make_state(0))
 
 
 def test_long_outage_is_an_error() -> None:
     storage = MemoryStorage()
-    newest = publish(VersionStore(storage, settings()), 6)
-    learner, worker = pair(storage, timeout_s=0.4)
+    weights = publish(VersionStore(storage, make_settings()), 6)
+    learner, worker = open_stores(storage, timeout_s=0.4)
     storage.failures = [StoreUnavailableError("no route")] * 10_000
     start_s = time.monotonic()
     with pytest.raises(
         WeightSyncError,
         match=r"fetching weights version 6 from memory.*timeout_s = 0\.4.*no (route|response)",
     ):
-        worker.fetch(newest)
+        worker.fetch(weights)
     with pytest.raises(WeightSyncError, match=r"publishing weights version 7 to memory"):
         publish(learner, 7)
     assert time.monotonic() - start_s < 60.0
 
 
 def test_hanging_store_is_an_error() -> None:
-    class Hanging(MemoryStorage):
+    class HangingStorage(MemoryStorage):
         def __init__(self) -> None:
             super().__init__()
-            self.released = threading.Event()
+            self.release_event = threading.Event()
 
         def put(self, name: str, buffers: Sequence[np.ndarray]) -> str:
-            self.released.wait(240)
+            self.release_event.wait(240)
             return super().put(name, buffers)
 
-    storage = Hanging()
-    store = VersionStore(storage, settings(timeout_s=0.3))
+    storage = HangingStorage()
+    store = VersionStore(storage, make_settings(timeout_s=0.3))
     start_s = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"publishing weights version 1.*no response within"):
         publish(store, 1)
     assert time.monotonic() - start_s < 60.0
-    storage.released.set()
+    storage.release_event.set()
 
 
 def test_result_at_the_deadline_is_returned(
@@ -228,10 +230,10 @@ def test_result_at_the_deadline_is_returned(
 ) -> None:
     class LateFuture(Future[str]):
         def result(self, timeout: float | None = None) -> str:
-            value = super().result()
+            location = super().result()
             if timeout is not None:
                 raise TimeoutError
-            return value
+            return location
 
     monkeypatch.setattr(store_module, "Future", LateFuture)
     assert store_module.call_with_limit(lambda: "result", 60.0) == "result"
@@ -239,7 +241,7 @@ def test_result_at_the_deadline_is_returned(
 
 def test_permanent_error_is_raised_immediately() -> None:
     storage = MemoryStorage()
-    learner, _ = pair(storage, timeout_s=240.0)
+    learner, _ = open_stores(storage, timeout_s=240.0)
     storage.failures = [WeightSyncError("access denied")]
     start_s = time.monotonic()
     with pytest.raises(WeightSyncError, match="access denied"):
@@ -248,16 +250,16 @@ def test_permanent_error_is_raised_immediately() -> None:
 
 
 def test_weights_that_differ_from_the_manifest_are_refused() -> None:
-    learner, worker = pair(MemoryStorage())
+    learner, worker = open_stores(MemoryStorage())
     state = make_state(1)
-    fewer = {name: tensor for name, tensor in state.items() if name != "matrix"}
+    partial_state = {name: tensor for name, tensor in state.items() if name != "matrix"}
     with pytest.raises(WeightSyncError, match="matrix"):
-        worker.fetch(learner.publish(manifest_for(1, state), fewer))
-    reshaped = {**state, "matrix": state["matrix"].reshape(7, 5)}
+        worker.fetch(learner.publish(make_version_manifest(1, state), partial_state))
+    reshaped_state = {**state, "matrix": state["matrix"].reshape(7, 5)}
     with pytest.raises(WeightSyncError, match=r"'matrix' arrived altered.*\(7, 5\)"):
-        worker.fetch(learner.publish(manifest_for(2, state), reshaped))
+        worker.fetch(learner.publish(make_version_manifest(2, state), reshaped_state))
 
 
 def test_content_hash_depends_on_the_tensors() -> None:
-    hashes = [manifest_for(1, make_state(seed)).content_hash for seed in (1, 1, 2)]
+    hashes = [make_version_manifest(1, make_state(seed)).content_hash for seed in (1, 1, 2)]
     assert hashes[0] == hashes[1] != hashes[2]
