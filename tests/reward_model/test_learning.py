@@ -51,7 +51,7 @@ def test_odd_answers_follow_the_same_rule(
     for row in example.make_comparisons(200, seed=3, odd=1.0):
         topic = row["query"].removeprefix("Tell me about ").removesuffix(".")
         answers = [row[f"sample{index}"] for index in range(example.NUM_ANSWERS)]
-        scores = [rule.worth(topic, answer) for answer in answers]
+        scores = [rule.score_answer(topic, answer) for answer in answers]
         assert max(scores) == scores[row["best"]]
         answer_lengths |= {len(answer.split()) for answer in answers}
         num_garbled += any(set(answer.split()) - vocabulary for answer in answers)
