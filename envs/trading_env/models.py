@@ -8,10 +8,10 @@ from ludus.env import Action, Observation, State
 
 
 class TradingAction(Action):
-    """Orders at the last prices shown. Sales come before purchases; no orders means hold."""
+    """Orders at the last prices shown. Sales are filled before purchases."""
 
     orders: dict[str, int] = Field(default_factory=dict)
-    """Number of shares to buy, by asset. A negative number sells."""
+    """Number of shares to buy, by asset. A negative number sells; no orders means hold."""
 
 
 class TradingObservation(Observation):
@@ -28,7 +28,7 @@ class TradingObservation(Observation):
     value: float
     """Cash plus the value of the shares at the last prices."""
     cost: float
-    """Cost of an order, as a share of its value."""
+    """Transaction cost, as a fraction of the value of an order."""
     steps_left: int
     """Number of decisions until the end of the episode."""
 
@@ -39,4 +39,4 @@ class TradingState(State):
     market: str = ""
     value: float = 0.0
     hold_value: float = 0.0
-    """Final value of a portfolio that buys equal parts of all assets at the start."""
+    """Final value of a portfolio that spends equal cash on all assets at the start."""

@@ -36,7 +36,7 @@ def main() -> int:
     match scenario:
         case "refuses":
             sys.stderr.write(
-                "error: 'runs/demo' holds a run already\n  continue with --resume\nend\n"
+                "error: 'runs/demo' already contains a run\n  continue with --resume\nend\n"
             )
             return 2
         case "crashes":

@@ -64,8 +64,8 @@ def test_bench_starts_a_server_for_every_policy(ludus: RunCli) -> None:
 
 
 def test_a_policy_without_wins_has_dashes_and_a_return() -> None:
-    no_success_result = summarize([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
-    assert format_result_cells(no_success_result) == ["4", "–", "–", "–", "17.000", "0.000"]
+    unreported_result = summarize([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
+    assert format_result_cells(unreported_result) == ["4", "–", "–", "–", "17.000", "0.000"]
     failed_result = summarize([EpisodeOutcome(seed, 17.0, 17, success=False) for seed in range(4)])
     assert format_result_cells(failed_result)[1] == "0.0%"
 
@@ -95,7 +95,7 @@ def no_policies(options):
 
 @pytest.fixture
 def guessing_modules(tmp_path: Path) -> None:
-    """Write the environment of the docs to a module, and its policies to another module."""
+    """Write the environment of docs/environments.md to one module, and policies to another."""
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text("utf-8")
     example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     (tmp_path / "guessing.py").write_text(example)

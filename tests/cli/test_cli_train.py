@@ -145,7 +145,8 @@ def test_the_trainers_refusal_is_shown_once_and_whole(ludus: RunCli, fake_traine
     result = ludus("train")
     assert result.code == 2
     assert (
-        result.err.count("error: 'runs/demo' holds a run already\n  continue with --resume\n") == 1
+        result.err.count("error: 'runs/demo' already contains a run\n  continue with --resume\n")
+        == 1
     )
     assert "end" not in result.err.splitlines()
 

@@ -162,7 +162,7 @@ def test_demand_fits_exactly_if_some_assignment_does(
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a machine with two GPUs and a private Ray."""
+    """Simulate a machine with two GPUs that starts its own Ray."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster, "start_ray", lambda: None)
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)

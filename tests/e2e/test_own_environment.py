@@ -1,4 +1,4 @@
-"""From `ludus env init` to a trained policy, by the commands of docs/your-environment.md."""
+"""The commands of docs/your-environment.md lead from `ludus env init` to a trained policy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 PAGE = Path(__file__).parents[2] / "docs" / "your-environment.md"
 LUDUS = (sys.executable, "-c", "from ludus.services.cli.app import main; main()")
 SHORT_RUN = ("--set", "training.num_steps=25", "--set", "eval.num_games=1000")
-"""Overrides that reduce the training to a third of the steps."""
+"""Overrides that shorten the run: fewer training steps and evaluation episodes."""
 
 
 def run_ludus(cwd: Path, *arguments: str) -> str:
@@ -40,15 +40,15 @@ def test_the_environment_that_init_writes_is_learned(tmp_path: Path) -> None:
     for command in commands:
         run_ludus(tmp_path, *command, *(SHORT_RUN if command[0] == "train" else ()))
 
-    run = tmp_path / "runs" / "number_guess"
-    assert (run / "report.html").is_file()
-    summary = Summary.model_validate_json((run / SUMMARY_FILE).read_text())
+    run_folder = tmp_path / "runs" / "number_guess"
+    assert (run_folder / "report.html").is_file()
+    summary = Summary.model_validate_json((run_folder / SUMMARY_FILE).read_text())
     assert summary.start is not None and summary.gap_closed_ci95 is not None
-    baseline, halving_result = summary.baselines["random"], summary.baselines["halving"]
+    random_result, halving_result = summary.baselines["random"], summary.baselines["halving"]
     assert halving_result.win_rate == 1.0
-    assert summary.start.win_rate < baseline.win_rate_ci95[1] + 0.05, "the first policy is random"
+    assert summary.start.win_rate < random_result.win_rate_ci95[1] + 0.05
     assert summary.gap_closed_ci95[0] > 0.1
     assert summary.win_rate_ci95[0] > summary.start.win_rate_ci95[1]
 
-    best_evaluation = Evaluation.model_validate_json((run / EVAL_FILE).read_text())
-    assert best_evaluation.environments["number_guess"].policy.num_games == 500
+    greedy_evaluation = Evaluation.model_validate_json((run_folder / EVAL_FILE).read_text())
+    assert greedy_evaluation.environments["number_guess"].policy.num_games == 500

@@ -1,4 +1,4 @@
-"""Any `gymnasium.make` id is an environment: typed, seeded, and readable by language models."""
+"""Any `gymnasium.make` id is a typed, seeded environment that language models can read."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class CameraEnv(gymnasium.Env):
 
 
 class RoboticEnv(CameraEnv):
-    """An environment that reports success without a reward."""
+    """An environment that reports success in `info`, whatever the reward."""
 
     def step(self, action):
         return self._observe(), -1.0, False, True, {"is_success": np.float32(action)}

@@ -23,7 +23,9 @@ from ludus.env.sandbox.worker_resources import (
 )
 
 PROGRAM = str(Path(__file__).with_name("one_layer.py"))
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the layers are Linux's")
+linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="sandbox layers exist only on Linux"
+)
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def folder() -> Iterator[Path]:
 
 
 def try_layer(layer: str, folder: Path, *deeds: str) -> dict[str, Any]:
-    """Return the error of each deed, or "done"."""
+    """Try each operation under one layer; return its error or "done"."""
     secret = folder / "secret"
     secret.write_text("x")
     secret.chmod(0o600 if layer == "user-id" else 0o644)
@@ -133,12 +135,12 @@ def test_workers_get_only_listed_variables() -> None:
 def test_code_is_readable_but_no_parent_of_worker_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers = tmp_path / "work" / "workers"
-    workers.mkdir(parents=True)
+    workers_folder = tmp_path / "work" / "workers"
+    workers_folder.mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "work"), str(tmp_path / "code")])
-    paths = list_code_paths(workers)
+    paths = list_code_paths(workers_folder)
     assert tmp_path / "code" in paths
-    assert not any(workers.is_relative_to(path) for path in paths)
+    assert not any(workers_folder.is_relative_to(path) for path in paths)
     assert any(Path(json.__file__).is_relative_to(path) for path in paths)
     assert any(Path(__file__).is_relative_to(path) for path in paths)
 

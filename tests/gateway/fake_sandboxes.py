@@ -41,7 +41,7 @@ class FakeSandboxes:
         self.servers: dict[str, EnvServer] = {}
         """Servers by claim name."""
         self.is_empty = False
-        """If True, the pool has no sandbox and no claim is assigned."""
+        """If True, the pool has no free sandbox, so new claims stay unassigned."""
         if has_pool:
             pool = {"name": POOL, "namespace": NAMESPACE}
             cluster.put({"apiVersion": API_VERSION, "kind": "SandboxWarmPool", "metadata": pool})
@@ -106,7 +106,7 @@ class FakeSandboxes:
 
 
 def write_kubeconfig(path: Path, cluster: FakeKubernetes) -> Path:
-    """Write a kubeconfig of the fake cluster."""
+    """Write a kubeconfig for the fake cluster."""
     path.write_text(
         f"""
 apiVersion: v1

@@ -1,4 +1,4 @@
-"""Revoked rights apply to open connections on every wire."""
+"""Revoking a tenant's rights also takes effect on open connections, on every wire."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TENANT_CHANGES = {
     "the token is another's now": ({"carol": (ALICE, "step")}, "UNAUTHENTICATED"),
     "the scope is narrowed": ({"alice": (ALICE, "admin")}, "PERMISSION_DENIED"),
 }
-"""Changes of the tenant alice, and the resulting error codes."""
+"""Changes to the tenant alice, and the resulting error codes."""
 REMOVALS = [name for name in TENANT_CHANGES if "another" not in name]
 """Changes after which no tenant has the token, or its tenant cannot play."""
 EACH_CHANGE = pytest.mark.parametrize(
@@ -103,16 +103,16 @@ async def test_every_kind_of_call_on_an_open_stream_is_refused(
 ) -> None:
     async with (
         revocable_gateway.make_stream(ALICE) as stream,
-        revocable_gateway.make_stream(ALICE) as late_stream,
+        revocable_gateway.make_stream(ALICE) as second_stream,
     ):
         # Calls are refused even before the stream is closed.
         access = revocable_gateway.gateway.access
         monkeypatch.setattr(access, "close_refused_connections", lambda: None)
         session_id = await stream.open(reset=pb.ResetArgs(seed=1))
-        await late_stream.open()
+        await second_stream.open()
         revocable_gateway.write(entries)
         for call in make_all_calls(session_id):
-            reply = await late_stream.ask(call)
+            reply = await second_stream.ask(call)
             assert reply.error.code == code, call.WhichOneof("call")
         assert revocable_gateway.gateway.num_sessions == 2
 

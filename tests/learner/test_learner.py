@@ -98,15 +98,15 @@ def test_log_probs_of_unsampled_tokens_have_no_effect(model_path: str) -> None:
             np.float32,
         ),
     )
-    weights, changed_weights = (
+    weights, noisy_weights = (
         train_one_step(make_learner(model_path), variant) for variant in (batch, noisy_batch)
     )
-    assert torch.equal(weights, changed_weights)
+    assert torch.equal(weights, noisy_weights)
 
 
 @pytest.mark.slow
 def test_counting_an_environment_token_as_sampled_changes_the_update(model_path: str) -> None:
-    """The previous test would detect a leak: an error in the mask changes the update."""
+    """Control of the previous test: a wrong mask changes the update."""
     batch = make_batch()
     leaky_masks = [mask.copy() for mask in batch.loss_masks]
     for mask in leaky_masks:
@@ -136,8 +136,8 @@ def test_ratios_of_all_minibatches_start_at_the_same_policy(
 ) -> None:
     whole_metrics = make_learner(model_path).train_step(make_batch(), NO_PENALTY)
     split_metrics = make_learner(model_path, num_minibatches=4).train_step(make_batch(), NO_PENALTY)
-    assert whole_metrics.clip_ratio == 0, "the weights have not changed before the first minibatch"
-    assert split_metrics.clip_ratio > 0, "the weights have changed before later minibatches"
+    assert whole_metrics.clip_ratio == 0, "no ratio is clipped before the first update"
+    assert split_metrics.clip_ratio > 0, "later minibatches see changed weights"
 
 
 @pytest.mark.slow
@@ -185,8 +185,8 @@ def test_resumed_run_uses_the_current_optimizer_settings(
 def test_damaged_checkpoint_is_refused(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path)
     learner.save(tmp_path / "state")
-    for method in (tmp_path / "state").glob("*.distcp"):
-        method.write_bytes(method.read_bytes()[:100])
+    for shard_path in (tmp_path / "state").glob("*.distcp"):
+        shard_path.write_bytes(shard_path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="state"):
         learner.load(tmp_path / "state")
 
@@ -265,13 +265,13 @@ def test_tiny_model_on_a_full_disk_is_a_clear_error_and_leaves_no_file(
 def test_memory_savings_keep_parameter_names_and_update_direction(
     model_path: str, option: dict[str, object]
 ) -> None:
-    plain_learner, saving_learner = make_learner(model_path), make_learner(model_path, **option)
+    plain_learner, frugal_learner = make_learner(model_path), make_learner(model_path, **option)
     origin = torch.cat([tensor.flatten() for tensor in plain_learner.gather_weights().values()])
     updates = [
         train_one_step(learner, make_batch()) - origin
-        for learner in (plain_learner, saving_learner)
+        for learner in (plain_learner, frugal_learner)
     ]
-    assert plain_learner.gather_weights().keys() == saving_learner.gather_weights().keys()
+    assert plain_learner.gather_weights().keys() == frugal_learner.gather_weights().keys()
     assert torch.cosine_similarity(*updates, dim=0) > 0.9
 
 

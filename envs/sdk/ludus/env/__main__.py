@@ -1,6 +1,6 @@
 """`python -m ludus.env TARGET [--options JSON] ...`: serve an environment.
 
-Without arguments, as containers of `envs/Dockerfile` start it, it serves the image's environment
+Without arguments, as in containers built from `envs/Dockerfile`, it serves the image's environment
 package on port 8000, with the options in that package's environment variables.
 """
 
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until a signal and exit with 0, or exit with 2 after an error of the user."""
+    """Serve until a stop signal, then exit with 0; exit with 2 after a user error."""
     package = os.environ.get(PACKAGE_VARIABLE)
     if package and not (sys.argv[1:] if argv is None else argv):
         _serve_in_container(package)
@@ -75,7 +75,7 @@ def _exit_with_parent(parent_pid: int) -> None:
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent_pid:  # the parent died before the call of prctl
+    if os.getppid() != parent_pid:  # the parent died before the prctl call
         sys.exit(0)
 
 

@@ -4,7 +4,7 @@
 |---------------------------|----------------------------------------------------------------|
 | `openspiel_env`           | an installed package with `make_environment`                   |
 | `module:Class`            | an `Environment` subclass, or a function that returns one      |
-| `gymnasium:CartPole-v1`   | an id of `gymnasium.make`, also `module:id`                    |
+| `gymnasium:CartPole-v1`   | an id for `gymnasium.make`; `module:id` also works             |
 | `openenv:module:Class`    | an environment class written for OpenEnv, unchanged            |
 | `openenv:module:app`      | the application that OpenEnv's `create_app` returned           |
 
@@ -40,7 +40,7 @@ PACKAGE_SUFFIX = "_env"
 """Suffix of the names of environment packages."""
 _MAIN = "__main__"
 _MAIN_IN_WORKERS = "__ludus_main__"
-"""Module name of the started script in workers, where the script must not start a server."""
+"""Module name under which workers import the main script, so that it starts no server there."""
 _IMPORTABLE_HINT = (
     "give a class or function at the top level of a module, or functools.partial of one with"
     " keyword arguments that are JSON values, or serve with isolation='inline'"
@@ -54,14 +54,14 @@ class TargetFactory:
     target: str
     options: JsonObject = field(default_factory=dict)
     script: str = ""
-    """Path of the started script, if it defines the target."""
+    """Path of the main script if it defines the target; otherwise empty."""
 
     def load(self) -> None:
         """Import the target.
 
         Raises:
             NotFoundError: the package, module, class or id does not exist.
-            ConfigError: it is not an environment, or a library that it needs is missing.
+            ConfigError: the target is not an environment, or a library that it needs is missing.
         """
         if self.script:
             _load_script(self.script)
@@ -116,7 +116,7 @@ def environment_factory(target: str, options: JsonObject) -> TargetFactory:
 def make_importable_factory(factory: EnvironmentFactory) -> TargetFactory:
     """Convert a factory to a `TargetFactory`, which another process can import.
 
-    A lambda, a function within a function, or an object has no target, because the other process
+    Lambdas, nested functions and callable instances have no target, because the other process
     imports code and never unpickles it.
 
     Raises:
@@ -179,7 +179,7 @@ def load_object(target: str, path: str) -> Any:
 
     Raises:
         NotFoundError: the module or attribute does not exist.
-        ConfigError: the path has another form, or the module cannot be imported.
+        ConfigError: the path does not have this form, or the module cannot be imported.
     """
     module_name, _, attributes = path.partition(":")
     if not module_name or not attributes:
@@ -264,8 +264,8 @@ def _import_module(target: str, name: str) -> ModuleType:
         missing_module = error.name or name
         if name == missing_module or name.startswith(f"{missing_module}."):
             raise NotFoundError(
-                f"no module '{name}', which '{target}' names, in {Path.cwd()} or among the"
-                " installed modules; check the spelling, or change to its folder"
+                f"no module '{name}' (from target '{target}') in {Path.cwd()} or in the installed"
+                " modules; check the spelling, or run from the folder that contains it"
             ) from None
         raise ConfigError(
             f"'{target}' needs the module '{missing_module}', which is not installed;"

@@ -4,8 +4,8 @@
 
 With one session, or environments that promise to return at once, calls run one after another in
 the main thread. Otherwise they run in threads, so that a slow environment does not delay other
-sessions; the server makes one call of a session at a time. The worker exits when the server closes
-the socket.
+sessions. The server makes at most one call per session at a time. The worker exits when the server
+closes the socket.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def send_description(
 
     Args:
         determinism_check_s: time limit of the determinism check in seconds; 0 skips the check. The
-            result of the check is one more frame.
+            result is sent as one more frame.
     """
     description = pb.DescribeResponse()
     modules_before = set(sys.modules)
@@ -106,7 +106,7 @@ def send_description(
         )
     except UserError as error:
         facts = EnvironmentFacts(str(error))
-    except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
+    except BaseException as error:  # noqa: BLE001 - third-party code may raise anything
         message = f"{type(error).__name__}: {read_error_message(error)}"
         facts = EnvironmentFacts(f"'{factory.target}' failed with {message}")
     for frame in (description.SerializeToString(), orjson.dumps(facts)):
@@ -117,7 +117,7 @@ def send_description(
 
 
 def measure_memory_mb(pid: int, column: int = _RESIDENT_COLUMN) -> float:
-    """Return the resident memory of a process, or another column; 0 if it cannot be read."""
+    """Return a process's memory from a column of /proc/PID/statm; 0 if it cannot be read."""
     try:
         num_pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[column])
     except (OSError, IndexError, ValueError):

@@ -56,8 +56,8 @@ class VllmEngine:
         if os.environ.get(MULTIPROCESSING_VARIABLE) != "0":
             raise ConfigError(
                 f"{MULTIPROCESSING_VARIABLE} = {os.environ.get(MULTIPROCESSING_VARIABLE)!r} must "
-                "be '0' in the process of a vLLM engine; start the process with the variables of "
-                "make_vllm_variables()"
+                "be '0' in a process that runs a vLLM engine; start the process with the variables "
+                "from make_vllm_variables()"
             )
         with _restore_process_settings():
             self._llm = LLMEngine.from_engine_args(
@@ -82,7 +82,7 @@ class VllmEngine:
         self._parameter_names, self._tied_names = _list_parameter_names(model_config)
         self._step_thread_id: int | None = None
         self._finished_outputs: list[EngineOutput] = []
-        """Outputs of requests that finished while a completion was scored."""
+        """Outputs of requests that finished while a completion was being scored."""
 
     @property
     def has_work(self) -> bool:
@@ -115,7 +115,7 @@ class VllmEngine:
         return [self._make_output(output) for output in self._step()]
 
     def load_weights(self, state: StateDict) -> None:
-        """Load weights. Running requests continue, and their tokens are evaluated again.
+        """Replace the weights. Running requests continue; their KV cache is computed again.
 
         Raises:
             WeightSyncError: a tensor is missing or unknown, or a layer still uses its old weights.
@@ -126,7 +126,7 @@ class VllmEngine:
                 f"{len(state)}; the names that differ include "
                 f"{sorted(state.keys() ^ self._parameter_names)[:5]}"
             )
-        # vLLM reloads a layer only from a tensor with the layer's own name, even if it is shared.
+        # vLLM reloads a layer only from a tensor with the layer's own name, even a tied layer.
         tied_weights = [(name, state[source]) for name, source in self._tied_names.items()]
         weights = [*state.items(), *tied_weights]
         layers_by_worker = self._llm.collective_rpc(_reload_weights, args=(weights,))
@@ -170,7 +170,7 @@ class VllmEngine:
     def _step(self) -> list[RequestOutput]:
         if self._step_thread_id != threading.get_ident():
             # vLLM's kernels refuse to run if OpenMP and torch use different numbers of threads.
-            # OpenMP has one setting per thread, so the thread that makes the steps sets it.
+            # OpenMP has one setting per thread, so the thread that calls `step` sets it.
             torch.set_num_threads(torch.get_num_threads())
             self._step_thread_id = threading.get_ident()
         return self._llm.step()

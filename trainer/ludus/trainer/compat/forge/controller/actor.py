@@ -1,4 +1,4 @@
-"""Actors of a training loop, with the calls of Forge's actors and services.
+"""Actors for a training loop, with the call interface of Forge's actors and services.
 
     await actor.method.call_one(x)   the result           await service.method.route(x)
     await actor.method.call(x)       [the result]         await service.method.fanout(x)
@@ -26,7 +26,7 @@ from ludus.trainer.compat.checks import check_value
 ActorT = TypeVar("ActorT", bound="ForgeActor")
 _SINGLE_PROCESS_OPTIONS = ("procs", "hosts")
 _SUPPORTED_OPTIONS = (*_SINGLE_PROCESS_OPTIONS, "num_replicas", "with_gpus", "mesh_name")
-_LOCK_ATTRIBUTE = "_one_call_at_a_time"
+_LOCK_ATTRIBUTE = "_call_lock"
 
 
 class endpoint:
@@ -96,18 +96,19 @@ class ReplicatedService:
 
 
 class ForgeActor:
-    """An actor. Slow initialization belongs in `setup`, which can be a method or an endpoint."""
+    """Base class of actors. Slow initialization belongs in `setup`, a method or an endpoint."""
 
     replica, num_replicas = 0, 1
     """Index of this replica in its service, and number of replicas; set before `setup`."""
 
     @classmethod
     def options(cls, **options: Any) -> ActorOptions[Self]:
-        """Set options of the actor, which runs in this process, on a GPU if there is one."""
+        """Return options that create the actor in this process, on a GPU if there is one."""
         unknown_names = sorted(options.keys() - set(_SUPPORTED_OPTIONS))
         if unknown_names:
             raise ConfigError(
-                f"options supports {', '.join(_SUPPORTED_OPTIONS)}, got {', '.join(unknown_names)}"
+                f"options() does not support {', '.join(unknown_names)}; use "
+                f"{', '.join(_SUPPORTED_OPTIONS)}"
             )
         for name in _SINGLE_PROCESS_OPTIONS:
             if options.get(name) not in (None, 0, 1):
