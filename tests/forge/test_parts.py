@@ -334,7 +334,7 @@ async def test_a_custom_actor_has_forges_calls() -> None:
     assert actor.half(5) == 2.5
     with pytest.raises(ConfigError, match="procs = 2 must be 1"):
         Doubler.options(procs=2)
-    with pytest.raises(ConfigError, match="got processes"):
+    with pytest.raises(ConfigError, match="not support processes; use procs"):
         Doubler.options(processes=1)
     with pytest.raises(ConfigError, match="num_replicas = -1 must be a whole number of 1 or more"):
         Doubler.options(num_replicas=-1)
