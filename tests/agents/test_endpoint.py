@@ -69,9 +69,7 @@ def open_episode(
         yield episode
 
 
-async def test_a_tool_loop_over_chat_is_one_sequence(
-    endpoint: AgentEndpoint, chat: ChatTokenizer
-) -> None:
+async def test_chat_tool_loop_is_one_sequence(endpoint: AgentEndpoint, chat: ChatTokenizer) -> None:
     with open_episode(endpoint, chat, f"Let me look.{CALL}", "red") as episode:
         messages = list(PROMPT)
         completion = await episode.client.chat.completions.create(
@@ -94,7 +92,7 @@ async def test_a_tool_loop_over_chat_is_one_sequence(
     assert response.usage and response.usage.prompt_tokens == len(episode.policy.prompts[1])
 
 
-async def test_a_stream_says_the_same_in_pieces(
+async def test_streamed_chunks_contain_text_calls_and_usage(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     text = "the key is in the red box, and nowhere else"
@@ -117,7 +115,7 @@ async def test_a_stream_says_the_same_in_pieces(
     assert chunks[-1].choices == [] and chunks[-1].usage
 
 
-async def test_a_tool_loop_over_responses_is_one_sequence_streamed_or_not(
+async def test_responses_tool_loop_is_one_sequence_with_and_without_streaming(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with open_episode(endpoint, chat, CALL, "red", "blue") as episode:
@@ -150,7 +148,7 @@ async def test_a_tool_loop_over_responses_is_one_sequence_streamed_or_not(
     assert len(sequence.turns) == 3
 
 
-async def test_number_log_probs_and_limit_of_completions_follow_the_request(
+async def test_request_sets_number_logprobs_and_limit_of_completions(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with open_episode(endpoint, chat, "red", "blue...", "green") as episode:
@@ -164,7 +162,7 @@ async def test_number_log_probs_and_limit_of_completions_follow_the_request(
         assert len(episode.tree.make_sequences()) == 2
 
 
-async def test_text_after_a_stop_text_is_neither_returned_nor_trained_on(
+async def test_text_after_a_stop_string_is_not_returned_or_trained_on(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with open_episode(endpoint, chat, "red\nObservation: made up", "blue") as episode:
@@ -201,7 +199,7 @@ async def test_only_one_call_is_returned_without_parallel_tool_calls(
     assert short_sequence.turns[0].end < long_sequence.turns[0].end
 
 
-async def test_text_without_a_call_is_returned_unchanged(
+async def test_text_without_valid_or_allowed_calls_is_returned_as_content(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     invalid_call = "<tool_call>{name: look}</tool_call>"
@@ -249,7 +247,7 @@ async def test_text_without_a_call_is_returned_unchanged(
         ({"stream_options": {"include_usage": "maybe"}}, "include_usage"),
     ],
 )
-async def test_what_is_not_honoured_is_refused_by_name(
+async def test_unsupported_chat_parameter_is_rejected_by_name(
     endpoint: AgentEndpoint, chat: ChatTokenizer, fields: dict[str, Any], param: str
 ) -> None:
     with open_episode(endpoint, chat) as episode, pytest.raises(openai.BadRequestError) as error:
@@ -275,7 +273,7 @@ async def test_what_is_not_honoured_is_refused_by_name(
         ({"input": [{"role": [], "content": "a"}]}, "input.0.role"),
     ],
 )
-async def test_responses_refuse_by_name_as_well(
+async def test_unsupported_responses_parameter_is_rejected_by_name(
     endpoint: AgentEndpoint, chat: ChatTokenizer, fields: dict[str, Any], param: str
 ) -> None:
     with open_episode(endpoint, chat) as episode, pytest.raises(openai.APIStatusError) as error:
@@ -283,7 +281,7 @@ async def test_responses_refuse_by_name_as_well(
     assert error.value.body["param"] == param  # type: ignore[index, call-overload]
 
 
-async def test_a_call_in_the_history_may_be_nested_deeper_than_python_reads(
+async def test_deeply_nested_call_in_the_history_does_not_fail_the_policy(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     deep_call = {"name": "look", "arguments": "[" * 100_000}
@@ -294,7 +292,9 @@ async def test_a_call_in_the_history_may_be_nested_deeper_than_python_reads(
     episode.endpoint_episode.raise_if_failed()
 
 
-async def test_what_changes_nothing_is_taken(endpoint: AgentEndpoint, chat: ChatTokenizer) -> None:
+async def test_parameters_without_effect_are_accepted(
+    endpoint: AgentEndpoint, chat: ChatTokenizer
+) -> None:
     with open_episode(endpoint, chat, "red", "red") as episode:
         await episode.client.chat.completions.create(
             model="m",
@@ -323,7 +323,7 @@ async def test_what_changes_nothing_is_taken(endpoint: AgentEndpoint, chat: Chat
         )
 
 
-async def test_a_key_opens_its_own_episode_until_that_is_over(
+async def test_key_is_valid_for_one_episode_while_the_episode_is_open(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with (
@@ -348,7 +348,7 @@ async def test_a_key_opens_its_own_episode_until_that_is_over(
         await client.chat.completions.create(model="m", messages=PROMPT)
 
 
-async def test_what_is_asked_at_the_end_of_an_episode_is_given_up_with_it(
+async def test_pending_request_is_cancelled_when_the_episode_ends(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     async def wait_forever(*_: Any) -> Any:
@@ -366,7 +366,7 @@ async def test_what_is_asked_at_the_end_of_an_episode_is_given_up_with_it(
     assert episode.tree.num_turns == 0
 
 
-async def test_a_client_that_has_gone_away_leaves_no_turn(
+async def test_disconnected_client_leaves_no_turn(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     cancelled_event = asyncio.Event()
@@ -386,7 +386,7 @@ async def test_a_client_that_has_gone_away_leaves_no_turn(
     assert episode.tree.num_turns == 0
 
 
-async def test_a_failed_policy_fails_the_episode_even_if_the_agent_continues(
+async def test_failed_policy_fails_the_episode_even_if_the_agent_continues(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     async def raise_error(*_: Any) -> Any:
@@ -409,7 +409,7 @@ class BoxTools:
         return f"called with {call.arguments}", False
 
 
-async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
+async def test_mcp_calls_tools_with_the_episode_key(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with (
@@ -443,7 +443,7 @@ async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
             assert (await http.post(str(access.mcp_url), json=payload)).status_code == 404
 
 
-async def test_the_published_mcp_client_lists_tools_and_calls_them(
+async def test_official_mcp_client_lists_and_calls_tools(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with open_episode(endpoint, chat, tools=BoxTools()) as episode:
@@ -461,7 +461,7 @@ async def test_the_published_mcp_client_lists_tools_and_calls_them(
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
-async def test_the_same_calls_after_the_same_history_have_the_same_ids_and_others_others(
+async def test_call_ids_are_equal_for_equal_histories_and_differ_otherwise(
     endpoint: AgentEndpoint, chat: ChatTokenizer, is_stream: bool
 ) -> None:
     ids = []
@@ -483,7 +483,7 @@ async def test_the_same_calls_after_the_same_history_have_the_same_ids_and_other
     assert ids[0] == ids[1] and len({*ids[0], *ids[2]}) == 4
 
 
-async def test_both_forms_call_the_same_call_by_the_same_id(
+async def test_chat_and_responses_use_the_same_call_id(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with open_episode(endpoint, chat, CALL, CALL) as episode:

@@ -11,7 +11,7 @@ from tests.agents.exactness import measure
 
 
 @pytest.mark.slow
-async def test_what_the_engine_samples_over_http_is_what_is_trained() -> None:
+async def test_training_tokens_equal_tokens_sampled_over_http() -> None:
     measurement = await measure(num_episodes=12)
     assert measurement.num_episodes == 12
     assert measurement.num_branches > 5 and measurement.num_calls > 5

@@ -86,7 +86,7 @@ async def play_episode(
     return (await play_group(client, chat, function, **fields)).rollouts[0]
 
 
-async def test_what_an_agent_answers_is_played_and_what_was_sampled_is_kept(
+async def test_agent_result_is_played_and_sampled_tokens_are_recorded(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     group = await play_group(client, chat, functions.return_completion)
@@ -101,7 +101,7 @@ async def test_what_an_agent_answers_is_played_and_what_was_sampled_is_kept(
     assert turn.action == {"text": "STAND"}
 
 
-async def test_its_fields_and_its_own_reward_reach_the_reward_functions(
+async def test_agent_fields_reach_reward_functions_and_agent_reward_counts(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     columns: dict[str, Any] = {}
@@ -118,7 +118,7 @@ async def test_its_fields_and_its_own_reward_reach_the_reward_functions(
     assert rewarded_rollout.reward == (plain_rollout.reward or 0) + 0.25
 
 
-async def test_an_agent_may_be_an_object_that_is_called_asynchronously(
+async def test_agent_can_be_an_asynchronous_callable_object(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     fields = {"function": "tests.agents.functions:agent_object"}
@@ -127,7 +127,7 @@ async def test_an_agent_may_be_an_object_that_is_called_asynchronously(
     assert group.rollouts[0].status is RolloutStatus.TERMINATED, group.rollouts[0].failure
 
 
-async def test_a_task_with_braces_is_passed_unchanged() -> None:
+async def test_task_with_braces_is_passed_unchanged() -> None:
     commands: list[list[str]] = []
 
     class Host:
@@ -161,7 +161,7 @@ def judge(kind: list[str], prompts: list[Any], **_: Any) -> list[float]:
         (functions.hangs, "timeout_s = 0.5"),
     ],
 )
-async def test_a_dead_agent_leaves_a_void_episode_with_its_reason(
+async def test_failed_agent_voids_the_episode_with_the_reason(
     client: AsyncEnvClient, chat: ChatTokenizer, function: Any, reason: str
 ) -> None:
     timeout_s = 0.5 if function is functions.hangs else 20.0
@@ -170,7 +170,7 @@ async def test_a_dead_agent_leaves_a_void_episode_with_its_reason(
     assert reason in rollout.failure and rollout.has_agent_failed
 
 
-async def test_an_agent_that_a_limit_refuses_is_truncated_however_it_ends(
+async def test_agent_beyond_the_turn_limit_is_truncated(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     rollout = await play_episode(client, chat, functions.exceed_turn_limit)
@@ -179,7 +179,7 @@ async def test_an_agent_that_a_limit_refuses_is_truncated_however_it_ends(
     assert not rollout.has_agent_failed
 
 
-async def test_requests_side_by_side_are_branches_that_are_counted(
+async def test_parallel_requests_are_counted_as_branches(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     rollout = await play_episode(client, chat, functions.send_parallel_requests)
@@ -195,7 +195,7 @@ async def test_requests_side_by_side_are_branches_that_are_counted(
         ("none", RolloutStatus.TERMINATED),
     ],
 )
-async def test_words_may_be_the_answer_or_what_the_policy_said_last_or_nothing(
+async def test_action_is_agent_text_last_policy_message_or_none(
     client: AsyncEnvClient, chat: ChatTokenizer, answer: str, status: RolloutStatus
 ) -> None:
     rollout = await play_episode(client, chat, functions.returns_plain_text, answer=answer)
@@ -203,7 +203,7 @@ async def test_words_may_be_the_answer_or_what_the_policy_said_last_or_nothing(
     assert (rollout.reward == 0) == (answer == "none")
 
 
-async def test_an_agent_calls_the_environments_tools_and_its_calls_are_counted(
+async def test_agent_calls_environment_tools_and_calls_are_counted(
     chat: ChatTokenizer,
 ) -> None:
     options = ServerOptions(port=0)
@@ -220,7 +220,7 @@ async def test_an_agent_calls_the_environments_tools_and_its_calls_are_counted(
 
 
 @pytest.mark.slow
-async def test_a_program_is_confined_and_stops_with_its_children(
+async def test_program_is_isolated_and_stops_with_child_processes(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_SECRET", "s3cret")
@@ -252,7 +252,7 @@ def record_columns(secret: list[str], text: list[str], **_: Any) -> list[float]:
     return [0.0] * len(secret)
 
 
-async def test_a_service_is_called_with_task_and_key_and_its_end_is_no_agents_doing(
+async def test_service_gets_task_and_key_and_episode_is_lost_if_service_stops(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     async def solve(request: Request) -> Response:
@@ -285,7 +285,7 @@ async def test_a_service_is_called_with_task_and_key_and_its_end_is_no_agents_do
         ({"function": "tests.agents.functions:nothing"}, "has no callable 'nothing'"),
     ],
 )
-def test_what_is_not_there_is_found_before_a_run_begins(
+def test_missing_agent_files_and_functions_are_found_before_the_run(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -47,7 +47,7 @@ async def complete(tree: ConversationTree, *messages: ChatMessage, **fields: Any
 
 
 @pytest.mark.slow
-async def test_a_thousand_wild_episodes_train_on_exactly_what_was_sampled(
+async def test_random_agent_episodes_train_exactly_on_sampled_tokens(
     chat: ChatTokenizer,
 ) -> None:
     num_sequences = num_long_sequences = 0
@@ -63,7 +63,7 @@ async def test_a_thousand_wild_episodes_train_on_exactly_what_was_sampled(
     assert num_long_sequences > NUM_EPISODES // 3
 
 
-async def test_a_history_that_grows_is_one_sequence_however_its_answers_are_written(
+async def test_growing_history_is_one_sequence_in_all_message_forms(
     chat: ChatTokenizer,
 ) -> None:
     for seed in range(20):
@@ -80,7 +80,9 @@ async def test_a_history_that_grows_is_one_sequence_however_its_answers_are_writ
         ]
 
 
-async def test_a_retry_is_a_branch_that_trains_on_its_own_answer_alone(chat: ChatTokenizer) -> None:
+async def test_retry_is_a_branch_that_trains_only_on_the_new_completion(
+    chat: ChatTokenizer,
+) -> None:
     tree, _ = make_tree(chat, 5)
     first_response = await complete(tree, user("a"))
     history = (user("a"), first_response.chat_message, user("b"))
@@ -93,7 +95,7 @@ async def test_a_retry_is_a_branch_that_trains_on_its_own_answer_alone(chat: Cha
     assert tree.num_branches == 1
 
 
-async def test_equal_prompts_get_equal_samples_in_any_order_but_not_when_repeated(
+async def test_equal_prompts_have_equal_seeds_in_any_order_unless_repeated(
     chat: ChatTokenizer,
 ) -> None:
     seeds: list[dict[int, int]] = []
@@ -106,7 +108,7 @@ async def test_equal_prompts_get_equal_samples_in_any_order_but_not_when_repeate
     assert seeds[0] == seeds[1]
 
 
-async def test_an_agents_seed_decides_what_is_sampled_within_its_episode(
+async def test_agent_seed_determines_sampling_within_an_episode(
     chat: ChatTokenizer,
 ) -> None:
     seeds = []
@@ -119,7 +121,7 @@ async def test_an_agents_seed_decides_what_is_sampled_within_its_episode(
     assert not set(seeds[0]) & set(seeds[1])
 
 
-async def test_thoughts_that_the_template_takes_out_make_sequences_of_their_own() -> None:
+async def test_stripped_reasoning_keeps_training_tokens_exact() -> None:
     chat = make_tiny_chat(keep_thinking=False)
     for seed in range(50):
         tree, policy = make_tree(chat, seed)
@@ -127,7 +129,7 @@ async def test_thoughts_that_the_template_takes_out_make_sequences_of_their_own(
         check_exact(tree.make_sequences(), policy.samples)
 
 
-async def test_limits_refuse_what_has_no_room_and_what_was_said_stays(chat: ChatTokenizer) -> None:
+async def test_request_beyond_limits_is_rejected_and_turns_are_kept(chat: ChatTokenizer) -> None:
     limits = LIMITS.model_copy(update={"max_turns": 2, "max_tokens": 150})
     tree, _ = make_tree(chat, 1, limits)
     with pytest.raises(LimitError, match=r"rollout\.max_tokens = 150") as length_error:
@@ -142,7 +144,7 @@ async def test_limits_refuse_what_has_no_room_and_what_was_said_stays(chat: Chat
         tree.refuse_if_full()
 
 
-async def test_a_cancelled_request_leaves_no_turn(chat: ChatTokenizer) -> None:
+async def test_cancelled_request_leaves_no_turn(chat: ChatTokenizer) -> None:
     tree, policy = make_tree(chat, 1, LIMITS.model_copy(update={"max_turns": 1}))
 
     policy.is_blocked = True
@@ -155,7 +157,7 @@ async def test_a_cancelled_request_leaves_no_turn(chat: ChatTokenizer) -> None:
     assert tree.num_turns == 1
 
 
-async def test_rewards_stand_on_the_last_answer_and_every_branch_shares_the_advantage(
+async def test_last_turn_has_the_reward_and_branches_share_the_advantage(
     chat: ChatTokenizer,
 ) -> None:
     rollouts = []

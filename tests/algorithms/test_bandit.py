@@ -236,7 +236,7 @@ ALGORITHMS = {
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_learns_to_answer(name: str) -> None:
+def test_every_algorithm_learns_the_rewarded_completion(name: str) -> None:
     assert learn(ALGORITHMS[name]) > 0.9
 
 

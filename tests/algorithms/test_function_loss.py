@@ -49,7 +49,7 @@ def make_function_config(name: str) -> GrpoConfig:
     return make_config(FunctionLoss(function=f"{__name__}:{name}"))
 
 
-def test_function_loss_equals_the_same_built_in_loss(ragged_batch: RaggedBatch) -> None:
+def test_function_loss_equals_the_equivalent_built_in_loss(ragged_batch: RaggedBatch) -> None:
     clip_config = make_config(ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=None))
     function_config = make_function_config("clip_ratio")
     assert run(ragged_batch, function_config).loss.item() == pytest.approx(
@@ -78,13 +78,13 @@ def test_invalid_function_is_refused(
     assert f"algorithm.loss.function = '{__name__}:{function}'" in str(error_info.value)
 
 
-def test_function_that_cannot_be_imported_is_refused() -> None:
+def test_unimportable_function_is_refused() -> None:
     loss = {"kind": "function", "function": "nowhere:loss"}
     with pytest.raises(ConfigError, match=r"algorithm\.loss\.function = 'nowhere:loss'"):
         check_importable_names(Trainer({"algorithm": {"loss": loss}}).run)
 
 
-def test_configuration_may_contain_the_function_itself() -> None:
+def test_configuration_accepts_a_function_object() -> None:
     def negative_logprobs(logprobs: Tensor, *_: Tensor) -> Tensor:
         return -logprobs
 

@@ -41,7 +41,7 @@ def run_gae(
 
 
 @given(draw_episodes(), DISCOUNT, DISCOUNT, NUMBER | st.none())
-def test_gae_equals_its_defining_sum_over_the_actions(
+def test_gae_equals_the_defining_sum_over_actions(
     episode: tuple[Tensor, Tensor, Tensor], gamma: float, lam: float, bootstrap: float | None
 ) -> None:
     rewards, values, mask = episode
@@ -56,7 +56,7 @@ def test_gae_equals_its_defining_sum_over_the_actions(
 
 
 @given(draw_episodes())
-def test_values_of_observation_tokens_do_not_matter(
+def test_values_of_observation_tokens_have_no_effect(
     episode: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     rewards, values, mask = episode
@@ -64,7 +64,7 @@ def test_values_of_observation_tokens_do_not_matter(
     torch.testing.assert_close(run_gae(rewards, values, mask), run_gae(rewards, other_values, mask))
 
 
-def test_a_truncated_episode_bootstraps_and_a_terminated_one_does_not() -> None:
+def test_only_truncated_episodes_bootstrap_the_final_value() -> None:
     rewards, values, mask = torch.ones(2, 1), torch.full((2, 1), 2.0), torch.ones(2, 1).bool()
     terminated, bootstrap_value = torch.tensor([True, False]), torch.tensor([10.0, 10.0])
     advantages = gae(rewards, values, mask, terminated, bootstrap_value, gamma=0.5, lam=1.0)
@@ -84,14 +84,14 @@ def test_padding_has_no_effect() -> None:
     torch.testing.assert_close(advantages[:, :2], run_gae(rewards, values, mask, bootstrap=3.0))
 
 
-def test_a_reward_on_an_observation_belongs_to_the_action_before_it() -> None:
+def test_observation_reward_is_credited_to_the_previous_action() -> None:
     values, mask = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[True, False, False, True]])
     actual = run_gae(torch.tensor([[0.0, 2.0, 3.0, 1.0]]), values, mask)
     expected = run_gae(torch.tensor([[5.0, 0.0, 0.0, 1.0]]), values, mask)
     torch.testing.assert_close(actual, expected)
 
 
-def test_advantages_are_targets_without_gradient() -> None:
+def test_advantages_have_no_gradient_and_targets_add_the_values() -> None:
     values = torch.ones(1, 2, requires_grad=True)
     mask = torch.ones(1, 2).bool()
     advantages = run_gae(torch.ones(1, 2), values, mask)
@@ -100,7 +100,7 @@ def test_advantages_are_targets_without_gradient() -> None:
 
 
 @given(draw_episodes(), DISCOUNT)
-def test_token_returns_are_discounted_sums_over_the_actions_that_follow(
+def test_token_returns_are_discounted_sums_of_current_and_later_rewards(
     episode: tuple[Tensor, Tensor, Tensor], gamma: float
 ) -> None:
     rewards, _, mask = episode
@@ -111,7 +111,7 @@ def test_token_returns_are_discounted_sums_over_the_actions_that_follow(
     assert not returns[~mask].any()
 
 
-def test_the_penalty_is_the_log_ratio_to_the_reference_and_sums_to_the_divergence() -> None:
+def test_kl_penalty_is_negative_scaled_log_ratio_and_sums_over_tokens() -> None:
     mask = torch.tensor([[False, True, True]])
     policy, ref = torch.tensor([[torch.nan, -1.0, -0.5]]), torch.tensor([[torch.nan, -1.5, -0.25]])
     penalty = kl_penalty(policy, ref, mask, kl_coef=0.1)
@@ -120,7 +120,7 @@ def test_the_penalty_is_the_log_ratio_to_the_reference_and_sums_to_the_divergenc
     torch.testing.assert_close(returns, torch.tensor([[0.0, -0.025, 0.025]]))
 
 
-def test_divergence_in_the_reward_has_its_gradient() -> None:
+def test_kl_penalty_in_the_reward_yields_the_divergence_gradient() -> None:
     """Sum over all completions of two tokens, weighted by probability; nothing is sampled."""
     generator = torch.Generator().manual_seed(0)
     head = torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -143,6 +143,6 @@ def test_divergence_in_the_reward_has_its_gradient() -> None:
     torch.testing.assert_close(torch.autograd.grad(surrogate, [head, tail]), expected)
 
 
-def test_return_ignores_earlier_rewards() -> None:
+def test_return_excludes_earlier_rewards() -> None:
     rewards, mask = torch.tensor([[5.0, 0.0, 1.0]]), torch.ones(1, 3).bool()
     assert discounted_returns(rewards, mask, 1.0).tolist() == [[6, 1, 1]]

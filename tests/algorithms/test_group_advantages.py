@@ -32,7 +32,7 @@ def test_advantages_of_every_group_sum_to_zero(rewards: Tensor, baseline: str, s
 
 
 @given(reward_groups(), BASELINES, SCALES, st.randoms())
-def test_permuting_a_group_permutes_its_advantages(
+def test_permuting_a_group_permutes_the_advantages(
     rewards: Tensor, baseline: str, scale: str, random: Random
 ) -> None:
     permutation = list(range(rewards.shape[1]))
@@ -50,26 +50,28 @@ def test_groups_are_independent(rewards: Tensor, baseline: str, scale: str) -> N
 
 
 @given(reward_groups(), BASELINES, SCALES)
-def test_unscored_episodes_do_not_count(rewards: Tensor, baseline: str, scale: str) -> None:
+def test_unscored_episodes_do_not_affect_advantages(
+    rewards: Tensor, baseline: str, scale: str
+) -> None:
     unscored_rewards = torch.full((len(rewards), 2), torch.nan, dtype=torch.float64)
     advantages = group_advantages(torch.cat([unscored_rewards, rewards], dim=1), baseline, scale)
     assert (advantages[:, :2] == 0).all()
     torch.testing.assert_close(advantages[:, 2:], group_advantages(rewards, baseline, scale))
 
 
-def test_an_unscored_episode_is_not_a_zero() -> None:
+def test_unscored_episode_is_not_treated_as_zero_reward() -> None:
     advantages = group_advantages(torch.tensor([[1.0, 0.0, torch.nan]]))
     assert advantages.tolist() == [[0.5, -0.5, 0.0]]
 
 
-def test_a_single_scored_episode_gets_zero_under_every_variant() -> None:
+def test_single_scored_episode_has_zero_advantage() -> None:
     rewards = torch.tensor([[3.0, torch.nan], [torch.nan, torch.nan]])
     for baseline in ("mean", "leave_one_out"):
         for scale in ("none", "group", "batch"):
             assert group_advantages(rewards, baseline, scale).tolist() == [[0, 0], [0, 0]]
 
 
-def test_leave_one_out_subtracts_the_mean_of_the_others() -> None:
+def test_leave_one_out_subtracts_mean_of_other_scored_episodes() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.5, torch.nan]])
     advantages = group_advantages(rewards, "leave_one_out")
     expected = [1 - 0.5 / 3, 0 - 1.5 / 3, 0 - 1.5 / 3, 0.5 - 1 / 3, 0]
@@ -91,7 +93,7 @@ def test_equal_rewards_with_a_rounding_error_have_zero_variance() -> None:
     assert not group_advantages(rewards, "mean", "group").any()
 
 
-def test_rewards_one_float_apart_do_not_have_zero_variance() -> None:
+def test_smallest_float_difference_is_not_zero_variance() -> None:
     reward = torch.tensor(1.0)
     rewards = torch.stack([reward, reward, torch.nextafter(reward, torch.tensor(2.0))])
     assert is_zero_variance_group(rewards[None]).tolist() == [False]
@@ -103,12 +105,12 @@ def test_group_with_fewer_than_two_scored_rewards_has_zero_variance() -> None:
     assert is_zero_variance_group(rewards).tolist() == [True, True, True, False]
 
 
-def test_without_a_baseline_the_advantage_is_the_reward() -> None:
+def test_advantage_without_a_baseline_equals_the_reward() -> None:
     rewards = torch.tensor([[1.0, 0.0, torch.nan], [2.0, 2.0, 2.0]])
     assert group_advantages(rewards, "none").tolist() == [[1, 0, 0], [2, 2, 2]]
 
 
-def test_group_deviation_includes_the_episode_itself() -> None:
+def test_group_standard_deviation_includes_every_scored_episode() -> None:
     # Without the episode itself, mean and deviation would give it an advantage of 2.887.
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.5]])
     assert abs(group_advantages(rewards, "mean", "group")[0, 0] - 1.3053097) < 1e-6

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from conftest import RaggedBatch
 
 
-def test_no_weight_carries_a_gradient(ragged_batch: RaggedBatch) -> None:
+def test_importance_weights_have_no_gradient(ragged_batch: RaggedBatch) -> None:
     old_logprobs = ragged_batch.old_logprobs.clone().requires_grad_()
     rollout_logprobs = ragged_batch.rollout_logprobs.clone().requires_grad_()
     weights = [
@@ -35,7 +35,9 @@ def test_truncated_weights_are_finite_and_at_most_the_cap(shifts: list[float], c
         assert (weight >= 0).all() and (weight <= torch.tensor(cap)).all()
 
 
-def test_weights_are_one_where_sampler_and_learner_agree(ragged_batch: RaggedBatch) -> None:
+def test_weights_are_one_if_rollout_and_learner_logprobs_are_equal(
+    ragged_batch: RaggedBatch,
+) -> None:
     logprobs = ragged_batch.old_logprobs
     ones = torch.ones(4, 1, dtype=torch.float64)
     mask = ragged_batch.mask
@@ -45,7 +47,7 @@ def test_weights_are_one_where_sampler_and_learner_agree(ragged_batch: RaggedBat
     assert geometric_mask(logprobs, logprobs, ragged_batch.mask, 0.99, 1.01).all()
 
 
-def test_the_geometric_mask_does_not_depend_on_length_and_the_sequence_mask_does() -> None:
+def test_sequence_mask_depends_on_length_but_geometric_mask_does_not() -> None:
     per_token_difference = 0.012
     for num_tokens, is_kept in ((10, True), (100, False)):
         old_logprobs = torch.full((1, num_tokens), per_token_difference)
@@ -54,13 +56,13 @@ def test_the_geometric_mask_does_not_depend_on_length_and_the_sequence_mask_does
         assert bool(geometric_mask(old_logprobs, zeros, mask, 0.5, 2.0))
 
 
-def test_the_geometric_mask_drops_rows_on_both_sides() -> None:
+def test_geometric_mask_drops_rows_below_and_above_the_range() -> None:
     log_ratio = torch.tensor([0.4, 0.6, 1.0, 1.9, 2.1]).log()[:, None].expand(5, 3)
     row_mask = geometric_mask(log_ratio, torch.zeros(5, 3), torch.ones(5, 3).bool(), 0.5, 2.0)
     assert row_mask.tolist() == [False, True, True, True, False]
 
 
-def test_icepop_zeroes_single_tokens_outside_the_range() -> None:
+def test_icepop_zeroes_only_tokens_outside_the_range() -> None:
     ratio = torch.tensor([[0.4, 0.6, 1.0, 4.9, 5.1]])
     mask = torch.ones(1, 5).bool()
     weight = correction_weight(ratio.log(), torch.zeros(1, 5), mask, IcePop(low=0.5, high=5))

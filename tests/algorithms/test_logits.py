@@ -10,7 +10,7 @@ from ludus.trainer.algorithms.losses import entropy, token_logprobs
 
 
 @given(st.integers(0, 2**31), st.floats(0.1, 3))
-def test_token_logprobs_are_those_of_the_tempered_softmax(seed: int, temperature: float) -> None:
+def test_token_logprobs_equal_log_softmax_with_temperature(seed: int, temperature: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, 3, 7, generator=generator, dtype=torch.float64)
     targets = torch.randint(7, (2, 3), generator=generator)
@@ -27,20 +27,20 @@ def test_token_logprobs_of_bfloat16_logits_are_computed_in_float32() -> None:
     torch.testing.assert_close(logprob, logits.float().log_softmax(-1)[:, 1])
 
 
-def test_entropy_is_log_v_when_uniform_and_zero_when_certain() -> None:
+def test_entropy_of_uniform_and_deterministic_distributions_is_exact() -> None:
     uniform_logits, certain_logits = torch.zeros(8), torch.tensor([1e4, 0.0, -1e4])
     assert math.isclose(entropy(uniform_logits.log_softmax(-1)).item(), math.log(8), rel_tol=1e-6)
     assert entropy(certain_logits.log_softmax(-1)).item() == 0.0
 
 
 @given(st.floats(-1e4, 1e4))
-def test_entropy_does_not_change_when_all_logits_shift(shift: float) -> None:
+def test_entropy_is_invariant_to_a_constant_logit_shift(shift: float) -> None:
     logits = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
     actual, expected = (entropy(row.log_softmax(-1)) for row in (logits + shift, logits))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
 
 
-def test_a_token_that_cannot_be_sampled_adds_nothing_to_entropy_or_gradient() -> None:
+def test_token_with_zero_probability_does_not_affect_entropy_or_gradient() -> None:
     logits = torch.tensor([0.3, -torch.inf, -0.7], requires_grad=True)
     allowed_logits = torch.tensor([0.3, -0.7], requires_grad=True)
     actual, expected = (entropy(row.log_softmax(-1)) for row in (logits, allowed_logits))

@@ -21,7 +21,7 @@ def test_whitened_values_have_mean_zero_and_deviation_one(ragged_batch: RaggedBa
     assert (whitened_values[~ragged_batch.mask] == 0).all()
 
 
-def test_moments_add_up(ragged_batch: RaggedBatch) -> None:
+def test_moments_of_parts_sum_to_the_total_moments(ragged_batch: RaggedBatch) -> None:
     values, mask = ragged_batch.logprobs, ragged_batch.mask
     total = moments(values, mask)
     parts = [moments(values[rows], mask[rows]) for rows in ([0, 3], [2], [1])]
@@ -31,7 +31,7 @@ def test_moments_add_up(ragged_batch: RaggedBatch) -> None:
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=20), st.floats(-1e4, 1e4))
-def test_mean_and_variance_equal_those_of_torch(values: list[float], shift: float) -> None:
+def test_mean_and_variance_equal_torch_results(values: list[float], shift: float) -> None:
     x = torch.tensor([values], dtype=torch.float64) + shift
     total = moments(x, torch.ones_like(x).bool())
     torch.testing.assert_close(mean(total), x.mean())
@@ -47,6 +47,6 @@ def test_values_without_variance_are_whitened_to_zero() -> None:
     assert not whiten(equal_values[:1], single_mask, moments(equal_values[:1], single_mask)).any()
 
 
-def test_dtype_is_kept() -> None:
+def test_whitening_preserves_the_dtype() -> None:
     values, mask = torch.randn(2, 3), torch.ones(2, 3).bool()
     assert whiten(values, mask, moments(values, mask)).dtype == torch.float32

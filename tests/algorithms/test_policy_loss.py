@@ -122,7 +122,7 @@ def test_loss_terms_equal_the_reference_numbers(ragged_batch: RaggedBatch) -> No
         ),
     ],
 )
-def test_loss_of_the_shared_batch_equals_the_table(
+def test_loss_of_the_shared_batch_equals_the_reference_table(
     ragged_batch: RaggedBatch, config: AlgorithmConfig, scale: str, expected: float
 ) -> None:
     assert run(ragged_batch, config, scale=scale).loss.item() == pytest.approx(expected, abs=5.1e-8)
@@ -187,7 +187,7 @@ def test_padding_has_no_effect(ragged_batch: RaggedBatch, config: AlgorithmConfi
     )
 
 
-def test_masked_sequence_has_no_gradient_and_does_not_enlarge_the_step(
+def test_masked_sequence_has_no_gradient_and_keeps_the_denominator(
     ragged_batch: RaggedBatch,
 ) -> None:
     rollout_logprobs = ragged_batch.rollout_logprobs.clone()
@@ -205,7 +205,7 @@ def test_masked_sequence_has_no_gradient_and_does_not_enlarge_the_step(
     assert torch.equal(gradient(batch, masked_config, one_part), expected)
 
 
-def test_correction_weights_scale_the_gradient_but_have_none(ragged_batch: RaggedBatch) -> None:
+def test_correction_weights_scale_the_gradient_but_are_constants(ragged_batch: RaggedBatch) -> None:
     cap = 1.04
     weighted_config = CLIP.model_copy(update={"correction": TokenTis(cap=cap)})
     rollout_logprobs = ragged_batch.rollout_logprobs.clone().requires_grad_()
@@ -220,7 +220,9 @@ def test_correction_weights_scale_the_gradient_but_have_none(ragged_batch: Ragge
 
 @settings(max_examples=30)
 @given(st.integers(0, 2**31), st.sampled_from(RATIO_ONE_CONFIGS))
-def test_at_ratio_one_the_gradient_is_that_of_reinforce(seed: int, config: AlgorithmConfig) -> None:
+def test_gradient_at_ratio_one_equals_the_reinforce_gradient(
+    seed: int, config: AlgorithmConfig
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(4, 5, 3, generator=generator, dtype=torch.float64)
     actions = torch.randint(6, (4, 5), generator=generator)
@@ -253,7 +255,7 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce(seed: int, config: Algor
     assert terms.num_clipped_tokens == 0 and terms.mismatch_kl_sum == 0 and terms.ref_kl_sum == 0
 
 
-def test_the_entropy_bonus_makes_a_uniform_policy_the_minimum() -> None:
+def test_entropy_bonus_alone_leads_to_a_uniform_policy() -> None:
     logits = torch.tensor([[[2.0, 0.0, -1.0]]], requires_grad=True)
     optimizer = torch.optim.SGD([logits], lr=5.0)
     for _ in range(40):
@@ -291,7 +293,9 @@ def test_cispo_multiplies_each_gradient_by_the_clipped_ratio(
     assert run(ragged_batch, config).num_clipped_tokens == num_outside > 0
 
 
-def test_dual_clip_bounds_the_loss_of_a_bad_token(ragged_batch: RaggedBatch) -> None:
+def test_dual_clip_bounds_the_loss_of_tokens_with_negative_advantage(
+    ragged_batch: RaggedBatch,
+) -> None:
     bound = 1.05
     config = CLIP.model_copy(
         update={"loss": ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=bound)}
@@ -306,7 +310,7 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token(ragged_batch: RaggedBatch) -> 
     )
 
 
-def test_a_sequence_above_the_cap_of_sequence_mask_has_no_policy_gradient(
+def test_sequence_above_the_sequence_mask_cap_has_no_policy_gradient(
     ragged_batch: RaggedBatch,
 ) -> None:
     # The weights of the rows are .951, 1.051, 1 and 1.051, as in the reference numbers.
@@ -321,7 +325,7 @@ def test_a_sequence_above_the_cap_of_sequence_mask_has_no_policy_gradient(
     assert terms.num_tokens == 10, "masking must not enlarge the step"
 
 
-def test_icepop_masks_single_tokens(ragged_batch: RaggedBatch) -> None:
+def test_icepop_masks_individual_tokens(ragged_batch: RaggedBatch) -> None:
     config = CLIP.model_copy(update={"correction": IcePop(low=0.94, high=1.06)})
     ratio = (ragged_batch.old_logprobs - ragged_batch.rollout_logprobs).exp()
     is_masked = ((ratio < 0.94) | (ratio > 1.06)) & ragged_batch.mask
@@ -329,14 +333,16 @@ def test_icepop_masks_single_tokens(ragged_batch: RaggedBatch) -> None:
     assert not gradient(ragged_batch, config, [[0, 1, 2, 3]])[is_masked].any()
 
 
-def test_divergence_in_the_reward_is_not_in_the_loss(ragged_batch: RaggedBatch) -> None:
+def test_kl_penalty_placed_in_the_reward_is_not_added_to_the_loss(
+    ragged_batch: RaggedBatch,
+) -> None:
     no_kl_ppo = PPO.model_copy(update={"kl_coef": 0.0})
     assert run(ragged_batch, PPO).loss == run(ragged_batch, no_kl_ppo).loss
     assert run(ragged_batch, PPO).ref_kl_sum > 0, "the divergence is still measured"
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_loss_uses_the_configured_estimator(ragged_batch: RaggedBatch, estimator: str) -> None:
+def test_loss_uses_the_configured_kl_estimator(ragged_batch: RaggedBatch, estimator: str) -> None:
     config = CLIP.model_copy(update={"kl_coef": 0.5, "kl_estimator": estimator})
     log_ratio = (ragged_batch.ref_logprobs - ragged_batch.logprobs)[ragged_batch.mask]
     divergence = log_ratio.square() / 2 if estimator == "k2" else log_ratio.expm1() - log_ratio
@@ -344,7 +350,7 @@ def test_loss_uses_the_configured_estimator(ragged_batch: RaggedBatch, estimator
     torch.testing.assert_close(kl_loss, 0.5 * divergence.mean())
 
 
-def test_sequences_packed_into_one_row_have_the_loss_of_their_own_rows(
+def test_packed_sequences_have_the_same_loss_as_separate_rows(
     ragged_batch: RaggedBatch,
 ) -> None:
     """This holds for terms per token; terms per sequence need separate rows."""

@@ -115,7 +115,7 @@ def test_anchor_gae_bootstraps_a_truncated_episode() -> None:
     assert critic_targets(advantages, values, MASK).tolist() == [pytest.approx([16, 15, 13])]
 
 
-def test_anchor_sequence_mask_breaks_on_long_sequences() -> None:
+def test_anchor_sequence_mask_rejects_long_sequences() -> None:
     # 100 tokens that differ by .012 each: exp(1.2) = 3.32 is above TRL's cap of 3.
     logprobs, zeros, mask = f64([[0.012] * 100]), f64([[0.0] * 100]), torch.ones(1, 100).bool()
     assert correction_weight(logprobs, zeros, mask, SequenceTis(cap=10)).item() == pytest.approx(

@@ -48,7 +48,7 @@ def compute_loss_and_gradient(
         (1.5, -2.0, 3.0, 3.0),  # bad but more likely: continues
     ],
 )
-def test_clip_stops_only_steps_beyond_the_range(
+def test_clipping_zeroes_gradients_only_beyond_the_clip_range(
     ratio: float, advantage: float, loss: float, gradient: float
 ) -> None:
     assert compute_loss_and_gradient(ratio, advantage) == pytest.approx((loss, gradient), abs=1e-12)
@@ -57,7 +57,7 @@ def test_clip_stops_only_steps_beyond_the_range(
 
 
 @given(st.floats(0.01, 1000), st.floats(-5, 5))
-def test_dual_clip_bounds_the_loss_of_bad_tokens_and_leaves_good_ones(
+def test_dual_clip_bounds_the_loss_only_for_negative_advantages(
     ratio: float, advantage: float
 ) -> None:
     plain_loss, _ = compute_loss_and_gradient(ratio, advantage)
@@ -71,7 +71,7 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_and_leaves_good_ones(
 
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("difference", [-1e4, 1e4])
-def test_an_extreme_ratio_gives_a_finite_loss_and_gradient(
+def test_extreme_ratio_produces_finite_loss_and_gradient(
     advantage: float, difference: float
 ) -> None:
     for loss_function in (
@@ -87,7 +87,7 @@ def test_an_extreme_ratio_gives_a_finite_loss_and_gradient(
         assert loss.isfinite().all() and logprobs.grad.isfinite().all()
 
 
-def test_gspo_equals_the_loss_per_sequence(ragged_batch: RaggedBatch) -> None:
+def test_gspo_gradient_equals_the_gradient_of_the_sequence_loss(ragged_batch: RaggedBatch) -> None:
     advantages = torch.tensor([0.625, -0.375, -0.375, 0.125], dtype=torch.float64)
     mask = ragged_batch.mask
 
@@ -104,7 +104,7 @@ def test_gspo_equals_the_loss_per_sequence(ragged_batch: RaggedBatch) -> None:
     assert token_logprobs.grad[mask].all(), "every sequence should be inside the clip"
 
 
-def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
+def test_cispo_clips_weights_without_removing_gradients() -> None:
     logprobs = torch.tensor([[0.5, 2.0, 9.0]]).log().requires_grad_()
     inputs = make_inputs(logprobs, torch.zeros(1, 3), torch.tensor([[2.0]]))
     token_losses(inputs, CispoLoss(clip_low=1.0, clip_high=4.0)).losses.sum().backward()
@@ -112,14 +112,14 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
 
 
 @given(LOGPROB, LOGPROB)
-def test_k2_and_k3_are_never_negative_and_zero_at_equality(logprob: float, ref: float) -> None:
+def test_k2_and_k3_are_nonnegative_and_zero_for_equal_logprobs(logprob: float, ref: float) -> None:
     logprobs, ref_logprobs = torch.tensor(logprob), torch.tensor(ref)
     for estimator in ("k2", "k3"):
         assert kl(logprobs, ref_logprobs, estimator) >= 0
         assert kl(logprobs, logprobs, estimator) == 0
 
 
-def test_the_mean_of_k1_and_k3_over_the_policy_is_the_divergence() -> None:
+def test_expected_k1_and_k3_under_the_policy_equal_the_kl_divergence() -> None:
     logprobs = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
     ref = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64).log()
     expected = (logprobs.exp() * (logprobs - ref)).sum()
@@ -137,7 +137,7 @@ def test_gradient_of_k3_is_zero_only_above_the_clamp(difference: float, gradient
     assert logprobs.grad.item() == pytest.approx(gradient, rel=1e-6)
 
 
-def test_padding_rows_do_not_count(ragged_batch: RaggedBatch) -> None:
+def test_padding_rows_are_excluded_from_the_denominator(ragged_batch: RaggedBatch) -> None:
     padded_mask = torch.cat([ragged_batch.mask, torch.zeros(3, 4).bool()])
     for aggregation, expected in (("token_mean", 10), ("sequence_mean", 4), ("constant", 32)):
         assert loss_denominator(padded_mask.sum(-1), aggregation, max_tokens=8) == expected

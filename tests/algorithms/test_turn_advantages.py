@@ -27,7 +27,7 @@ def turn_rewards(draw: st.DrawFn) -> Tensor:
     return rewards
 
 
-def test_turn_advantage_compares_the_remaining_rewards() -> None:
+def test_turn_advantage_compares_returns_from_the_same_turn() -> None:
     rewards = torch.tensor([[[1.0, 2.0, 4.0], [0.0, 8.0, NAN], [3.0, NAN, NAN]]])
     advantages = turn_advantages(rewards)
     # Returns: 7 6 4, 8 8, 3. Means: 6, 7; only one episode has a third turn.
@@ -49,7 +49,7 @@ def test_scale_uses_the_returns_at_the_same_turn() -> None:
 
 
 @given(turn_rewards(), BASELINES)
-def test_single_turn_episodes_equal_group_advantages(rewards: Tensor, baseline: str) -> None:
+def test_single_turn_advantages_equal_group_advantages(rewards: Tensor, baseline: str) -> None:
     column = rewards[..., :1]
     torch.testing.assert_close(
         turn_advantages(column, baseline)[..., 0], group_advantages(column[..., 0], baseline)
@@ -57,7 +57,7 @@ def test_single_turn_episodes_equal_group_advantages(rewards: Tensor, baseline: 
 
 
 @given(turn_rewards(), st.sampled_from(["mean", "leave_one_out"]), st.floats(0.1, 1))
-def test_at_every_turn_the_advantages_of_a_group_sum_to_zero(
+def test_group_advantages_sum_to_zero_at_every_turn(
     rewards: Tensor, baseline: str, gamma: float
 ) -> None:
     advantages = turn_advantages(rewards, baseline, gamma=gamma)
@@ -68,7 +68,7 @@ def test_at_every_turn_the_advantages_of_a_group_sum_to_zero(
 
 
 @given(turn_rewards(), BASELINES, st.randoms())
-def test_permuting_a_group_permutes_its_turn_advantages(
+def test_permuting_a_group_permutes_the_turn_advantages(
     rewards: Tensor, baseline: str, random: Random
 ) -> None:
     order = list(range(rewards.shape[1]))
@@ -78,7 +78,7 @@ def test_permuting_a_group_permutes_its_turn_advantages(
     )
 
 
-def test_turn_that_one_episode_reached_has_zero_advantage() -> None:
+def test_turn_reached_by_a_single_episode_has_zero_advantage() -> None:
     # Three more turns cost 1 each. Compared with the mean of the first turn, they would look good.
     rewards = torch.tensor([[[-1.0, -1.0, -1.0, -1.0], [-1.0, NAN, NAN, NAN]]])
     assert turn_advantages(rewards).tolist() == [[[-1.5, 0, 0, 0], [1.5, 0, 0, 0]]]

@@ -29,7 +29,7 @@ def compute_loss_and_gradient(value: float, old_value: float, target: float) -> 
         (2.5, 1.0, 2.0, 0.5 * 0.8**2, 0.0),  # moved past the target: also clipped
     ],
 )
-def test_the_larger_of_clipped_and_plain_error_counts(
+def test_loss_uses_the_larger_of_clipped_and_unclipped_error(
     value: float, old_value: float, target: float, loss: float, gradient: float
 ) -> None:
     assert compute_loss_and_gradient(value, old_value, target) == pytest.approx((loss, gradient))
@@ -51,7 +51,7 @@ def test_values_outside_the_mask_may_be_nan_and_have_no_gradient() -> None:
     assert values.grad[0, 1] == 0 and values.grad.isfinite().all()
 
 
-def test_losses_of_parts_add_up() -> None:
+def test_losses_of_parts_sum_to_the_total_loss() -> None:
     generator = torch.Generator().manual_seed(0)
     values, old_values, targets = torch.randn(3, 6, 5, generator=generator, dtype=torch.float64)
     mask = torch.rand(6, 5, generator=generator) < 0.6
@@ -69,7 +69,7 @@ def test_losses_of_parts_add_up() -> None:
     torch.testing.assert_close(total, 0.5 * expected[mask].mean())
 
 
-def test_targets_and_old_values_get_no_gradient() -> None:
+def test_targets_and_old_values_have_no_gradient() -> None:
     values, old_values, targets = (make_row(1.0, 2.0).requires_grad_() for _ in range(3))
     value_loss(values, old_values, targets, torch.ones(1, 2).bool(), 0.2, 2).backward()
     assert old_values.grad is None and targets.grad is None

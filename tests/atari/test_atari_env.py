@@ -84,7 +84,7 @@ def test_package_is_importable_as_in_openenv_docs() -> None:
 
 
 @pytest.mark.slow
-def test_seed_determines_the_game() -> None:
+def test_seed_determines_the_screens() -> None:
     options: dict[str, Any] = {"repeat_action_probability": 0.25, "max_turns": 40}
     environment = make_environment(**options)
 
@@ -104,7 +104,7 @@ def test_seed_determines_the_game() -> None:
 
 
 @pytest.mark.slow
-def test_policy_that_follows_the_ball_beats_the_others() -> None:
+def test_ball_following_policy_beats_waiting_and_random_policies() -> None:
     pong = {"game": "pong", "max_scores": 1}
     returns = {
         name: sum(map(sum, (play_episode(name, seed, **pong) for seed in range(4))))
@@ -135,7 +135,7 @@ def test_only_games_with_an_opponent_report_success() -> None:
     assert (result.truncated, result.terminated, result.success) == (True, False, None)
 
 
-def test_invalid_actions_change_nothing() -> None:
+def test_invalid_actions_do_not_change_the_state() -> None:
     environment = make_environment()
     with pytest.raises(EpisodeStateError):
         environment.step(AtariAction(action_id=0))
@@ -175,7 +175,7 @@ def test_invalid_options_are_refused(
         make_environment(**options)
 
 
-def test_missing_emulator_is_reported_with_the_command_to_install_it(
+def test_missing_emulator_error_contains_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "ale_py", None)
@@ -183,7 +183,7 @@ def test_missing_emulator_is_reported_with_the_command_to_install_it(
         make_environment()
 
 
-def test_facts_have_positions_and_speeds() -> None:
+def test_facts_contain_positions_and_speeds() -> None:
     memory = np.zeros(128, np.uint8)
     assert read_facts("pong", memory, {})["has_ball"] == 0
     memory[[49, 54, 51]] = 100, 80, 60
@@ -195,7 +195,7 @@ def test_facts_have_positions_and_speeds() -> None:
     assert read_facts("ms_pacman", memory, {}) == {}
 
 
-def test_text_of_pong() -> None:
+def test_pong_text_is_rendered_and_parsed() -> None:
     memory = np.zeros(128, np.uint8)
     memory[[49, 54, 51, 50]] = 116, 84, 60, 44
     facts = read_facts("pong", memory, read_facts("pong", memory - 1, {}))
@@ -225,7 +225,7 @@ def test_text_of_pong() -> None:
         ("ms_pacman", "score 0 lives 3\n"),
     ],
 )
-def test_text_is_available_with_pictures(game: str, text: str) -> None:
+def test_text_is_available_with_image_observations(game: str, text: str) -> None:
     environment = make_environment(game=game, obs_type="grayscale", max_waiting_frames=0)
     result = environment.reset(seed=1)
     assert render(environment, result.observation).startswith(text)
@@ -234,7 +234,7 @@ def test_text_is_available_with_pictures(game: str, text: str) -> None:
 
 
 @pytest.mark.slow
-async def test_pictures_are_sent_as_tensors_or_lists() -> None:
+async def test_images_are_sent_as_tensors_or_lists() -> None:
     def make_with_options() -> Any:
         return atari_env.make_environment(obs_type="rgb", **SHORT_EPISODE)
 
@@ -259,7 +259,7 @@ def fetch_picture(address: str) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_command_of_the_tutorial_serves_the_game(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tutorial_command_serves_the_selected_game(monkeypatch: pytest.MonkeyPatch) -> None:
     application = importlib.import_module("envs.atari_env.server.app")
     monkeypatch.setenv("ATARI_FRAMESKIP", "2")
     calls: list[tuple[Any, dict[str, Any], int]] = []

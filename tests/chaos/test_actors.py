@@ -74,7 +74,7 @@ def find_module_pids(kind: str) -> list[int]:
     return find_pids(os.environ["LUDUS_TEST_RUN"], kind)
 
 
-async def test_dead_worker_is_replaced_with_the_newest_weights(
+async def test_killed_worker_is_replaced_and_loads_the_newest_weights(
     fleet: Fleet, workers: RolloutWorkers
 ) -> None:
     published_weights = fleet.publish(3)
@@ -106,7 +106,9 @@ async def test_dead_worker_is_replaced_with_the_newest_weights(
     assert counts.num_lost - previous_counts.num_lost == 64 * 4
 
 
-async def test_removed_worker_finishes_its_groups(fleet: Fleet, workers: RolloutWorkers) -> None:
+async def test_removed_worker_finishes_groups_in_progress(
+    fleet: Fleet, workers: RolloutWorkers
+) -> None:
     num_restarts, previous_counts = workers.roster.num_restarts, await read_counts(workers)
     workers.resize(2)
     await wait_until(lambda: len(workers.roster.ready_workers) == 2, within_s=TIMEOUT_S)
@@ -143,7 +145,7 @@ async def test_slots_are_limited_by_the_ready_workers(
         slot.release()
 
 
-async def test_evaluation_continues_when_a_worker_dies(workers: RolloutWorkers) -> None:
+async def test_evaluation_continues_when_a_worker_is_killed(workers: RolloutWorkers) -> None:
     seeds = range(2**31, 2**31 + 400)
     workers.resize(2)
     await wait_until(lambda: len(workers.roster.ready_workers) == 2, within_s=TIMEOUT_S)
@@ -175,7 +177,7 @@ async def test_worker_with_a_failed_engine_is_replaced(
     assert len(unplayed_groups) < 16, "the new worker plays"
 
 
-async def test_weights_that_no_worker_samples_from_end_the_run(
+async def test_canary_failure_on_all_workers_raises_canary_error(
     fleet: Fleet, workers: RolloutWorkers
 ) -> None:
     """The last test with the shared workers, because they are out of traffic afterwards."""
@@ -206,7 +208,7 @@ async def test_missing_model_fails_the_start_of_workers(fleet: Fleet, tmp_path: 
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_lost_rank_ends_its_group_which_restarts_from_the_checkpoint(
+async def test_lost_rank_raises_an_error_and_restart_restores_the_checkpoint(
     fleet: Fleet, tmp_path: Path, signal_number: signal.Signals
 ) -> None:
     learners = LearnerGroup(fleet.run, fleet.placement)

@@ -61,7 +61,7 @@ def read_trained_steps(run: Run) -> list[int]:
     return [row.step for row in run.rows if row.kind == "train"]
 
 
-def test_lost_workers_servers_and_stores_cost_only_their_episodes(
+def test_worker_server_and_store_outages_lose_only_episodes_in_flight(
     tmp_path: Path, marker: str
 ) -> None:
     with start_run(tmp_path, *SETTINGS, ENDLESS_SETTING) as run:
@@ -97,7 +97,7 @@ def count_episodes(run: Run) -> int:
     return int(sum(row.values["num_episodes"] for row in run.rows if row.kind == "train"))
 
 
-def test_bucket_outage_only_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_outage_only_delays_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_s3_server(tmp_path / "s3") as server:
         for name, value in server.credentials.items():
             monkeypatch.setenv(name, value)
@@ -116,7 +116,7 @@ def test_bucket_outage_only_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert account.is_balanced(), account
 
 
-def test_dead_learner_rank_costs_the_steps_since_the_last_checkpoint(
+def test_run_continues_from_checkpoint_after_learner_rank_is_killed(
     tmp_path: Path, marker: str
 ) -> None:
     with start_run(tmp_path, *SETTINGS, ENDLESS_SETTING, "learner.num_ranks=2") as run:
@@ -134,7 +134,7 @@ def test_dead_learner_rank_costs_the_steps_since_the_last_checkpoint(
     wait_until_gone(marker)
 
 
-def test_killed_driver_leaves_no_process_and_its_run_can_resume(
+def test_killed_driver_leaves_no_process_and_the_run_can_resume(
     tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Time for which Ray's agents try to reach a lost head node; the default is 60 s.

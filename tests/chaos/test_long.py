@@ -99,7 +99,7 @@ FAULTS = (
 )
 
 
-def test_disturbed_run_learns_as_well_as_a_normal_run(
+def test_run_with_faults_learns_as_well_as_a_normal_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))

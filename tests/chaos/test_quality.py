@@ -55,7 +55,7 @@ RAISING_SETTING = "environment.package=tests.chaos.raising_environment:RaisingBl
 DISTURBED_PROGRAM = ("tests.chaos.disturbed_run",)
 
 
-def test_disturbed_runs_learn_as_well_as_normal_runs(
+def test_runs_with_faults_learn_as_well_as_normal_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))

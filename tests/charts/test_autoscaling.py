@@ -56,7 +56,7 @@ def count_turns(replicas: list[int]) -> int:
     return sum((a > 0) != (b > 0) for a, b in itertools.pairwise(changes))
 
 
-def test_the_recorded_run_had_the_settings_that_the_chart_renders() -> None:
+def test_chart_settings_match_the_recorded_run() -> None:
     recorded_spec = RECORDED_DATA["scaled_object"]
     assert merge_values(recorded_spec, render_scaled_object(RECORDED_VALUES)) == recorded_spec
 
@@ -77,7 +77,7 @@ def test_simulation_matches_the_recorded_run(phase_s: int) -> None:
     )
 
 
-def test_the_docs_have_the_picture_of_the_recorded_run() -> None:
+def test_docs_picture_of_the_recorded_run_is_up_to_date() -> None:
     assert TARGET.read_text(encoding="utf-8") == draw(RECORDING)
 
 
@@ -107,7 +107,7 @@ def test_a_missed_scrape_does_not_drop_the_queue(tmp_path: Path) -> None:
     run_promtool("test", "rules", path)
 
 
-def test_pods_are_added_at_once_and_removed_after_the_run() -> None:
+def test_pods_are_added_immediately_and_removed_after_the_run() -> None:
     players = [0] * 60 + [2048] * 1940 + [0] * 300 + [2048] * 1700 + [0] * 1000
     replicas = make_shipped_fleet(session_s=8).run(players)
     assert replicas[120] == 11 == math.ceil(2048 / 192)
@@ -117,7 +117,7 @@ def test_pods_are_added_at_once_and_removed_after_the_run() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_varying_load_does_not_change_the_pods(seed: int) -> None:
+def test_small_load_changes_do_not_change_the_number_of_pods(seed: int) -> None:
     rng = random.Random(seed)
     players = [round(rng.uniform(850, 950)) for _ in range(2000)]
     assert set(make_shipped_fleet(session_s=30).run(players)) == {5}

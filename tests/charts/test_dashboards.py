@@ -65,7 +65,7 @@ def test_every_dashboard_has_a_unique_uid_and_no_database_id() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_dashboard_is_small_enough_for_the_release(path: Path) -> None:
+def test_dashboard_file_is_below_the_size_limit(path: Path) -> None:
     assert path.stat().st_size < MAX_BYTES
 
 
@@ -117,7 +117,7 @@ def test_every_series_has_a_name(board: Json) -> None:
         assert len(set(ref_ids)) == len(ref_ids)
 
 
-def test_variables_come_first_and_get_their_values_from_the_data(board: Json) -> None:
+def test_dashboard_variables_are_complete_and_query_the_datasource(board: Json) -> None:
     variables = {variable["name"]: variable for variable in board["templating"]["list"]}
     names = list(variables)
     assert names[:2] == ["datasource", "namespace"]
@@ -131,14 +131,14 @@ def test_variables_come_first_and_get_their_values_from_the_data(board: Json) ->
             assert variable["refresh"] == 2
 
 
-def test_a_repeated_panel_has_its_variable_in_the_title(board: Json) -> None:
+def test_repeated_panel_title_contains_the_variable(board: Json) -> None:
     for panel in iterate_panels(board):
         if "repeat" in panel:
             assert f"${panel['repeat']}" in panel["title"]
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
-def test_every_expression_is_promql(dashboard: Dashboard, tmp_path: Path) -> None:
+def test_every_expression_is_valid_promql(dashboard: Dashboard, tmp_path: Path) -> None:
     declared_names = {variable.name for variable in dashboard.variables} | {"__rate_interval"}
     values = {name: value for name, value in VARIABLE_VALUES.items() if name in declared_names}
     rules = [

@@ -47,7 +47,7 @@ pytestmark = [
 ]
 
 
-async def test_every_expression_has_data_and_only_failures_cause_alerts(tmp_path: Path) -> None:
+async def test_every_expression_has_data_and_only_failures_trigger_alerts(tmp_path: Path) -> None:
     kinds_by_expression = {
         fill_variables(query.expr, VARIABLE_VALUES): f"{board.uid}: {query.legend}"
         for board in DASHBOARDS

@@ -29,7 +29,7 @@ def test_every_dashboard_is_rendered_unchanged() -> None:
     }
 
 
-def test_environment_servers_have_their_release_name_as_a_label() -> None:
+def test_environment_server_metrics_have_release_and_environment_labels() -> None:
     monitor = render(GPU_SET).find("PodMonitor", "-environment")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     labels = {rule["targetLabel"] for rule in endpoint["relabelings"]}

@@ -25,14 +25,14 @@ def test_allowed_flows_equal_the_diagram() -> None:
     [value_set for value_set in RESTRICTED_SETS if value_set.name not in CUSTOM_RULE_SETS],
     ids=lambda value_set: value_set.name,
 )
-def test_no_values_allow_more_than_the_diagram(value_set: ValueSet) -> None:
+def test_no_value_set_allows_flows_outside_the_diagram(value_set: ValueSet) -> None:
     diagram_flows = read_diagram_flows()
     for endpoints, ports in compute_allowed_flows(render(value_set)).items():
         assert ports <= diagram_flows.get(endpoints, frozenset()), endpoints
 
 
 @pytest.mark.parametrize("value_set", RESTRICTED_SETS, ids=lambda value_set: value_set.name)
-def test_policies_deny_by_default_for_every_pod(value_set: ValueSet) -> None:
+def test_network_policies_deny_all_traffic_by_default_for_every_pod(value_set: ValueSet) -> None:
     release = render(value_set)
     for location, metadata, _ in release.iterate_pods():
         denied_directions = {
@@ -44,6 +44,6 @@ def test_policies_deny_by_default_for_every_pod(value_set: ValueSet) -> None:
         assert denied_directions == {"Ingress", "Egress"}, location
 
 
-def test_the_network_can_be_opened() -> None:
+def test_open_network_values_render_no_network_policy() -> None:
     release = render(next(value_set for value_set in ALL_SETS if value_set.name == "open-network"))
     assert release.list_kind("NetworkPolicy") == []

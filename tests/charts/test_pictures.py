@@ -27,7 +27,7 @@ class InventedSource:
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
-def test_every_panel_is_in_the_picture(dashboard: Dashboard) -> None:
+def test_picture_contains_every_panel(dashboard: Dashboard) -> None:
     root = ElementTree.fromstring(draw(dashboard, InventedSource()))
     texts = {element.text for element in root.iter() if element.text}
     for row in dashboard.rows:
@@ -47,7 +47,7 @@ def test_every_panel_is_in_the_picture(dashboard: Dashboard) -> None:
         (2e-3, "sci", "2.0e-03"),
     ],
 )
-def test_values_have_their_unit(value: float, unit: str, text: str) -> None:
+def test_values_are_formatted_with_the_unit(value: float, unit: str, text: str) -> None:
     assert format_value(value, unit) == text
 
 

@@ -71,7 +71,7 @@ def list_ray_clusters(release: Rendered) -> list[dict[str, Any]]:
 
 
 @for_every_value_set
-def test_roles_have_only_rights_that_are_used(value_set: ValueSet) -> None:
+def test_roles_grant_only_required_permissions(value_set: ValueSet) -> None:
     release = render(value_set)
     for role in release.list_kind("Role"):
         for rule in role["rules"]:
@@ -89,7 +89,7 @@ def test_roles_have_only_rights_that_are_used(value_set: ValueSet) -> None:
 
 
 @for_every_value_set
-def test_only_clients_of_the_api_server_have_a_token(value_set: ValueSet) -> None:
+def test_only_kubernetes_api_clients_mount_a_token(value_set: ValueSet) -> None:
     is_autoscaled = value_set.all_values["runs"]["autoscaling"]["enabled"]
     for location, metadata, spec in render(value_set).iterate_pods():
         is_gateway = metadata["labels"]["app.kubernetes.io/component"] == "gateway"
@@ -112,7 +112,7 @@ def test_no_secret_is_in_plain_text(value_set: ValueSet) -> None:
 
 
 @for_every_value_set
-def test_objects_belong_to_the_release_alone(value_set: ValueSet) -> None:
+def test_object_names_are_unique_and_have_namespace_and_labels(value_set: ValueSet) -> None:
     release = render(value_set)
     object_keys = [
         (resource["apiVersion"], resource["kind"], resource["metadata"]["name"])
@@ -128,7 +128,7 @@ def test_objects_belong_to_the_release_alone(value_set: ValueSet) -> None:
 
 
 @for_every_value_set
-def test_nothing_that_scales_has_a_number_of_replicas(value_set: ValueSet) -> None:
+def test_only_deployments_without_autoscaling_set_replicas(value_set: ValueSet) -> None:
     release = render(value_set)
     scaled_names = {
         item["spec"]["scaleTargetRef"]["name"]
@@ -142,7 +142,7 @@ def test_nothing_that_scales_has_a_number_of_replicas(value_set: ValueSet) -> No
 
 
 @for_every_value_set
-def test_every_container_has_probes_bounds_and_a_tag(value_set: ValueSet) -> None:
+def test_containers_have_probes_resource_limits_and_an_image_tag(value_set: ValueSet) -> None:
     release = render(value_set)
     for location, container in iterate_containers(release):
         assert {"cpu", "memory"} <= container["resources"]["requests"].keys(), location
@@ -163,7 +163,7 @@ def test_every_container_has_probes_bounds_and_a_tag(value_set: ValueSet) -> Non
 
 
 @for_every_value_set
-def test_services_and_budgets_select_one_set_of_pods(value_set: ValueSet) -> None:
+def test_every_service_selects_one_set_of_pods(value_set: ValueSet) -> None:
     release = render(value_set)
     pods = {location: metadata["labels"] for location, metadata, _ in release.iterate_pods()}
     services = [item for item in release.list_kind("Service") if item["spec"].get("selector")]
@@ -193,7 +193,7 @@ def test_rendering_is_deterministic(value_set: ValueSet) -> None:
     assert template(value_set).stdout == render(value_set).text
 
 
-def test_without_dashboards_a_release_is_small() -> None:
+def test_release_without_dashboards_is_small() -> None:
     """Helm stores a release in a Secret of at most 1 MiB."""
     assert len(json.dumps(render(FULL_SET).objects)) < 200_000
 

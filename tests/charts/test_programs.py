@@ -56,7 +56,7 @@ def map_ports(container_spec: dict[str, Any]) -> dict[str, int]:
 
 
 @for_every_value_set
-def test_the_gateway_can_read_its_configuration(value_set: ValueSet) -> None:
+def test_gateway_configuration_matches_ports_variables_and_mounts(value_set: ValueSet) -> None:
     release = render(value_set)
     config, gateway = (
         read_gateway_config(release),
@@ -76,7 +76,7 @@ def test_the_gateway_can_read_its_configuration(value_set: ValueSet) -> None:
 
 
 @for_every_value_set
-def test_the_gateway_config_names_objects_of_the_release(value_set: ValueSet) -> None:
+def test_gateway_configuration_refers_to_objects_of_the_release(value_set: ValueSet) -> None:
     release = render(value_set)
     services = {item["metadata"]["name"]: item for item in release.list_kind("Service")}
     leases = {item["metadata"]["name"] for item in release.list_kind("Lease")}
@@ -109,7 +109,7 @@ def parse_server_options(
 
 
 @for_every_value_set
-def test_an_environment_server_accepts_its_arguments(
+def test_environment_server_accepts_the_rendered_arguments(
     value_set: ValueSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _, metadata, spec in render(value_set).iterate_pods():
@@ -133,7 +133,7 @@ def test_an_environment_server_accepts_its_arguments(
         assert spec["terminationGracePeriodSeconds"] >= options.drain_grace_s + 10
 
 
-def test_options_reach_an_environment_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_are_passed_to_environments_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     release = render_feature("odd-options")
     blackjack_container = get_container(release.find("Deployment", "-env-blackjack"))
     arguments, _ = parse_server_options(blackjack_container, monkeypatch)
@@ -150,7 +150,7 @@ def test_options_reach_an_environment_unchanged(monkeypatch: pytest.MonkeyPatch)
     assert (shell.isolation, shell.cpu_limit_s) == ("process", 60)
 
 
-def test_zero_and_false_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_and_false_values_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = render_feature("zeros").find("Deployment", "-env-blackjack")
     assert deployment["spec"]["replicas"] == 0
     _, options = parse_server_options(get_container(deployment), monkeypatch)
@@ -163,7 +163,7 @@ def test_zero_and_false_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_a_changed_configuration_rolls_the_gateways() -> None:
+def test_changed_configuration_restarts_the_gateways() -> None:
     def read_checksum(release: Rendered) -> str:
         template = release.find("Deployment", "-gateway")["spec"]["template"]
         return str(template["metadata"]["annotations"]["checksum/config"])
@@ -212,7 +212,7 @@ def _allows(rule: dict[str, Any], request: Any) -> bool:
 
 
 @for_every_value_set
-def test_runs_get_addresses_that_clients_accept(value_set: ValueSet) -> None:
+def test_clients_accept_the_rendered_environment_addresses(value_set: ValueSet) -> None:
     release = render(value_set)
     platform = release.platform
     services = {item["metadata"]["name"]: item for item in release.list_kind("Service")}
@@ -245,7 +245,7 @@ def test_a_run_can_be_configured_from_the_platform_description(value_set: ValueS
 
 
 @for_every_value_set
-def test_the_ray_job_has_the_fields_that_submit_fills(value_set: ValueSet) -> None:
+def test_ray_job_has_placeholders_for_submit(value_set: ValueSet) -> None:
     text = render(value_set).ray_job_text
     lines = [line.strip() for line in text.splitlines() if "RUN" in line.replace("RUNTIME", "")]
     assert sorted(set(lines)) == [
@@ -257,7 +257,7 @@ def test_the_ray_job_has_the_fields_that_submit_fills(value_set: ValueSet) -> No
 
 
 @for_every_value_set
-def test_the_ray_cluster_satisfies_the_rules_of_its_operator(value_set: ValueSet) -> None:
+def test_ray_clusters_satisfy_the_rules_of_the_operator(value_set: ValueSet) -> None:
     release = render(value_set)
     job_spec = release.ray_job["spec"]
     assert job_spec["submissionMode"] == "HTTPMode"

@@ -297,12 +297,12 @@ def render_refused(values: dict[str, Any], **fields: Any) -> str:
 
 
 @pytest.mark.parametrize(("values", "sentence"), SCHEMA_ERRORS)
-def test_the_schema_refuses_invalid_values(values: dict[str, Any], sentence: str) -> None:
+def test_schema_rejects_invalid_values(values: dict[str, Any], sentence: str) -> None:
     assert sentence in render_refused(values)
 
 
 @pytest.mark.parametrize(("values", "path", "remedy"), CHART_ERRORS)
-def test_the_chart_refuses_invalid_values(values: dict[str, Any], path: str, remedy: str) -> None:
+def test_chart_rejects_invalid_values(values: dict[str, Any], path: str, remedy: str) -> None:
     (line,) = (
         text_line
         for text_line in render_refused(values).splitlines()
@@ -312,7 +312,7 @@ def test_the_chart_refuses_invalid_values(values: dict[str, Any], path: str, rem
 
 
 @pytest.mark.parametrize(("values", "path", "operator"), OPERATOR_ERRORS)
-def test_a_missing_operator_is_refused(values: dict[str, Any], path: str, operator: str) -> None:
+def test_missing_operator_fails_rendering(values: dict[str, Any], path: str, operator: str) -> None:
     message = render_refused(values, kinds=())
     line = next(
         text_line for text_line in message.splitlines() if text_line.startswith(f"- {path}: ")
@@ -321,7 +321,7 @@ def test_a_missing_operator_is_refused(values: dict[str, Any], path: str, operat
     assert "or set " in line
 
 
-def test_all_mistakes_are_reported_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     message = render_refused(
         minimal_values(ingress={"enabled": True}, grpcRoute={"enabled": True}), kinds=()
     )

@@ -53,7 +53,7 @@ def test_every_metric_is_exported_or_recorded() -> None:
         assert names <= list_exported_names() | set(RECORDING_RULES), name
 
 
-def test_every_record_has_a_name_of_level_metric_and_operation() -> None:
+def test_recording_rules_are_named_level_metric_operation() -> None:
     for name in RECORDING_RULES:
         assert _RECORD_PATTERN.fullmatch(name)
 
@@ -72,7 +72,7 @@ def test_every_alert_has_a_severity_and_a_documentation_link() -> None:
         assert page == ROOT / "docs" / "runbooks" / f"{name}.md"
 
 
-def test_every_alert_has_a_page_with_remedies() -> None:
+def test_every_alert_has_a_runbook() -> None:
     folder = ROOT / "docs" / "runbooks"
     pages = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("Ludus*.md")}
     assert set(pages) == set(ALERTS)
@@ -89,9 +89,7 @@ def test_every_alert_has_a_scenario() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.alert)
-def test_the_condition_makes_the_alert_fire_and_no_other(
-    scenario: Scenario, tmp_path: Path
-) -> None:
+def test_scenario_triggers_only_the_expected_alert(scenario: Scenario, tmp_path: Path) -> None:
     alert = ALERTS[scenario.alert]
     firing_alert = {
         "exp_labels": {**scenario.labels, **alert["labels"]},
@@ -111,14 +109,14 @@ def test_the_condition_makes_the_alert_fire_and_no_other(
 @pytest.mark.parametrize(
     "changes", [{}, *HARMLESS_CHANGES.values()], ids=["clean", *HARMLESS_CHANGES]
 )
-def test_harmless_changes_cause_no_alert(changes: Mapping[str, str], tmp_path: Path) -> None:
+def test_harmless_changes_trigger_no_alert(changes: Mapping[str, str], tmp_path: Path) -> None:
     check_rules(
         tmp_path, changes, [_make_fired_case(CLEAN_MINUTES, "")], CLEAN_MINUTES, "promql_expr_test"
     )
 
 
 @pytest.mark.slow
-def test_any_earlier_alert_is_detected(tmp_path: Path) -> None:
+def test_brief_earlier_alert_is_detected(tmp_path: Path) -> None:
     (brief_scenario,) = (
         scenario for scenario in SCENARIOS if scenario.alert == "LudusCanaryFailed"
     )
@@ -127,7 +125,7 @@ def test_any_earlier_alert_is_detected(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_shares_are_recorded(tmp_path: Path) -> None:
+def test_recording_rules_produce_the_expected_values(tmp_path: Path) -> None:
     expected = {
         "ludus:run_win_rate:ratio_increase5m": 0.4,
         "ludus:run_draw_rate:ratio_increase5m": 0.1,

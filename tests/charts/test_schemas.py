@@ -29,13 +29,13 @@ def list_new_objects(release: Rendered) -> list[Object]:
     return unseen_objects
 
 
-def test_there_are_enough_value_sets() -> None:
+def test_at_least_20_value_sets_have_unique_names() -> None:
     assert len(ALL_SETS) >= 20
     assert len({value_set.name for value_set in ALL_SETS}) == len(ALL_SETS)
 
 
 @pytest.mark.parametrize("value_set", ALL_SETS, ids=lambda value_set: value_set.name)
-def test_helm_lint_reports_nothing(value_set: ValueSet) -> None:
+def test_helm_lint_reports_no_problem(value_set: ValueSet) -> None:
     result = run_helm("lint", value_set, "--strict", "--quiet")
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -66,13 +66,13 @@ def _replace_value(resource: Object, value: Any, *path: Any) -> Object:
         ({}, ("spec", "deletionStrategy")),
     ],
 )
-def test_mistakes_in_a_ray_job_are_detected(value: Any, path: tuple[Any, ...]) -> None:
+def test_invalid_ray_job_fields_are_detected(value: Any, path: tuple[Any, ...]) -> None:
     ray_job = render(CPU_SET).ray_job
     assert problems(ray_job, VERSIONS[0]) == []
     assert problems(_replace_value(ray_job, value, *path), VERSIONS[0]) != []
 
 
-def test_violations_of_cel_rules_are_detected() -> None:
+def test_cel_rule_violations_are_detected() -> None:
     route = render(ROUTES_SET).find("HTTPRoute")
     duplicated_route = _replace_value(route, route["spec"]["parentRefs"] * 2, "spec", "parentRefs")
     assert problems(route, VERSIONS[0]) == []

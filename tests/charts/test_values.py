@@ -26,7 +26,7 @@ def iterate_paths(schema: Json, root: Json, prefix: str = "") -> Iterator[str]:
             yield from iterate_paths(nested_schema, root, f"{prefix}{name}.")
 
 
-def test_every_value_of_the_schema_has_a_default_and_a_comment() -> None:
+def test_every_schema_value_is_listed_in_the_values_file() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     text = VALUES_FILE.read_text(encoding="utf-8")
     # Helm itself adds `global` to every chart.
@@ -38,7 +38,7 @@ def test_every_value_of_the_schema_has_a_default_and_a_comment() -> None:
         ), path
 
 
-def test_the_schema_is_closed() -> None:
+def test_schema_forbids_unknown_properties() -> None:
     text = (CHART / "values.schema.json").read_text(encoding="utf-8")
     open_schemas = [
         subschema

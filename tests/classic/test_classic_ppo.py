@@ -87,7 +87,7 @@ def make_run(folder: Path, **ppo: Any) -> NetworkRun:
     )
 
 
-def test_stream_advantages_equal_those_of_each_episode() -> None:
+def test_stream_gae_equals_gae_of_each_episode() -> None:
     generator = torch.Generator().manual_seed(0)
     num_steps, bounds = 40, (0, 7, 8, 23, 40)
     rewards, values = torch.randn(2, num_steps, generator=generator)
@@ -119,7 +119,7 @@ def test_stream_advantages_equal_those_of_each_episode() -> None:
         spaces.Box(-2.0, 2.0, (2,)),
     ],
 )
-def test_heads_sample_actions_with_the_reported_log_probs(space: spaces.Space[Any]) -> None:
+def test_sampled_actions_match_the_reported_log_probs(space: spaces.Space[Any]) -> None:
     head = make_head(space)
     torch.manual_seed(0)
     width = head.num_outputs * (2 if isinstance(space, spaces.Box) else 1)
@@ -175,7 +175,7 @@ def test_agent_learns_to_cross_the_frozen_lake() -> None:
 
 
 @pytest.mark.slow
-def test_cartpole_example_reaches_its_target(tmp_path: Path) -> None:
+def test_cartpole_example_reaches_the_target_return(tmp_path: Path) -> None:
     settings = [f"output_dir={tmp_path}", "seed=100", "environment.baselines=[]"]
     run = load_run_config(EXAMPLES / "cartpole" / "ppo.toml", settings)
     folder = train(run, resume=Resume.NEVER, overwrite=False)
@@ -185,7 +185,7 @@ def test_cartpole_example_reaches_its_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", ["frozen_lake", "lunar_lander", "pendulum"])
-def test_example_can_start(example: str) -> None:
+def test_example_configuration_passes_the_checks(example: str) -> None:
     run = load_run_config(EXAMPLES / example / "ppo.toml")
     check(run, resume=Resume.NEVER, overwrite=False)
 
@@ -225,7 +225,7 @@ def test_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, options: dict[s
         assert torch.equal(values, resumed_policy[name]), name
 
 
-def test_target_must_be_confirmed_by_other_episodes(
+def test_target_return_is_confirmed_on_separate_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_run(tmp_path, target_return=1.0)
@@ -257,18 +257,18 @@ def test_target_must_be_confirmed_by_other_episodes(
         ({"eval": {"temperature": 0.5}}, "eval.temperature"),
     ],
 )
-def test_sections_of_language_models_are_refused(tree: dict[str, Any], message: str) -> None:
+def test_language_model_settings_are_refused(tree: dict[str, Any], message: str) -> None:
     base_config = {"kind": "network", "environment": {"package": "gymnasium:CartPole-v1"}}
     with pytest.raises(ConfigError, match=message):
         make_run_config({**base_config, **tree})
 
 
-def test_configuration_can_be_read_from_its_json(tmp_path: Path) -> None:
+def test_configuration_can_be_restored_from_json(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     assert make_run_config(json.loads(run.model_dump_json())) == run
 
 
-def test_run_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
+def test_failed_run_start_leaves_no_folder(tmp_path: Path) -> None:
     run = make_run_config(
         {
             "output_dir": str(tmp_path),
@@ -281,7 +281,7 @@ def test_run_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_batches_without_a_finite_gradient_stop_the_training() -> None:
+def test_repeated_nonfinite_gradients_stop_training() -> None:
     class BlindEnv(ConstantReward):
         def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
             return np.full(1, np.nan, dtype=np.float32), 1.0, False, False, {}
@@ -294,7 +294,7 @@ def test_batches_without_a_finite_gradient_stop_the_training() -> None:
         agent.train()
 
 
-def test_actor_with_a_wrong_output_shape_is_refused() -> None:
+def test_actor_with_a_wrong_input_or_output_shape_is_refused() -> None:
     environments = GymnasiumEnvironments("CartPole-v1", 1, {})
     observations, actions = environments.observation_space, environments.action_space
     with pytest.raises(ConfigError, match=r"logits of shape \[2, 2\].*\[2, 3\]"):

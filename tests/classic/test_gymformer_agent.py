@@ -75,7 +75,7 @@ def test_same_networks_support_continuous_actions(tmp_path: Path) -> None:
     assert agent.select_action([1.0, 0.0, 0.0]).shape == (1,)
 
 
-def test_equal_seeds_give_equal_returns(tmp_path: Path) -> None:
+def test_equal_seeds_produce_equal_returns(tmp_path: Path) -> None:
     def compute_returns() -> list[float]:
         actor, critic = make_networks("CartPole-v1")
         for module in (actor, critic):
@@ -95,7 +95,7 @@ def test_equal_seeds_give_equal_returns(tmp_path: Path) -> None:
     assert compute_returns() == compute_returns()
 
 
-def test_resumed_call_equals_an_uninterrupted_call(tmp_path: Path) -> None:
+def test_resumed_train_agent_call_equals_an_uninterrupted_call(tmp_path: Path) -> None:
     def compute_returns(folder: str, max_episodes: int, *, resume: bool) -> list[float]:
         actor, critic = make_networks("CartPole-v1")
         if not resume:
@@ -131,7 +131,7 @@ def test_resumed_call_equals_an_uninterrupted_call(tmp_path: Path) -> None:
     assert "cart" in write_report(folder).read_text()
 
 
-async def test_call_works_in_a_running_event_loop(tmp_path: Path) -> None:
+async def test_train_agent_works_in_a_running_event_loop(tmp_path: Path) -> None:
     actor, critic = make_networks("CartPole-v1")
     config = PPOConfig(minibatch_size=64)
     returns = train_agent(
@@ -141,7 +141,7 @@ async def test_call_works_in_a_running_event_loop(tmp_path: Path) -> None:
     assert list((tmp_path / "cart" / "checkpoints").iterdir())
 
 
-def test_run_file_cannot_make_the_networks_of_a_program(tmp_path: Path) -> None:
+def test_run_file_with_custom_networks_is_refused_outside_train_agent(tmp_path: Path) -> None:
     actor, critic = make_networks("CartPole-v1")
     train_agent("CartPole-v1", actor, critic, PPOConfig(), 2, save_path=tmp_path)
     run = make_run_config(json.loads((tmp_path / "CartPole-v1" / "config.json").read_text()))
@@ -149,7 +149,7 @@ def test_run_file_cannot_make_the_networks_of_a_program(tmp_path: Path) -> None:
         check(run, resume=Resume.NEVER, overwrite=False)
 
 
-def test_mistakes_are_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_and_agent_files_are_refused(tmp_path: Path) -> None:
     actor, critic = make_networks("CartPole-v1")
     with pytest.raises(NotFoundError, match="CartPole"):
         train_agent("CartPool-v1", actor, critic, PPOConfig(), save_path=tmp_path)
@@ -198,14 +198,16 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
         ({"device": "abacus"}, "device = 'abacus' cannot be used"),
     ],
 )
-def test_invalid_argument_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_error_for_an_invalid_argument_contains_the_name(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     actor, critic = make_networks("CartPole-v1")
     kwargs = {"actor": actor, "critic": critic, "ppo_config": PPOConfig(), "save_path": tmp_path}
     with pytest.raises(ConfigError, match=message):
         train_agent(**{"env_name": "CartPole-v1", "max_episodes": 2, **kwargs, **changes})
 
 
-def test_reward_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:
+def test_nonfinite_reward_stops_training(tmp_path: Path) -> None:
     class BrokenEnv(gymnasium.Env[np.ndarray, int]):
         observation_space, action_space = spaces.Box(-1.0, 1.0, (4,)), spaces.Discrete(2)
 

@@ -31,7 +31,9 @@ def make_run(folder: Path, environment: dict[str, str]) -> NetworkRun:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "FrozenLake-v1"])
-def test_server_and_process_learn_identical_weights(tmp_path: Path, env_id: str) -> None:
+def test_remote_and_local_environments_produce_identical_weights(
+    tmp_path: Path, env_id: str
+) -> None:
     package = f"gymnasium:{env_id}"
     local_folder = train(
         make_run(tmp_path / "local", {"package": package}), resume=Resume.NEVER, overwrite=False

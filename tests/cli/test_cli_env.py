@@ -28,7 +28,7 @@ def catch_address() -> Iterator[str]:
     server.stop()
 
 
-def test_serve_serves_until_it_is_interrupted() -> None:
+def test_serve_runs_until_an_interrupt() -> None:
     server = subprocess.Popen(
         [
             *(sys.executable, "-c", "from ludus.services.cli.app import main; main()"),
@@ -63,7 +63,7 @@ def test_bench_starts_a_server_for_every_policy(ludus: RunCli) -> None:
     assert "−0.0428" in result.out
 
 
-def test_a_policy_without_wins_has_dashes_and_a_return() -> None:
+def test_result_without_success_has_dashes_and_a_return() -> None:
     unreported_result = summarize([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
     assert format_result_cells(unreported_result) == ["4", "–", "–", "–", "17.000", "0.000"]
     failed_result = summarize([EpisodeOutcome(seed, 17.0, 17, success=False) for seed in range(4)])
@@ -116,7 +116,7 @@ def test_custom_policies_are_compared_with_random_play(ludus: RunCli) -> None:
     assert "did you mean 'guess_policies'?" in result.err
 
 
-def test_an_unknown_policy_is_refused_with_the_known_ones(
+def test_unknown_policy_is_refused_with_the_known_policies(
     ludus: RunCli, catch_address: str
 ) -> None:
     result = ludus("env", "bench", "--address", catch_address, "--policy", "follow_bal")
@@ -125,7 +125,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(
 
 
 @pytest.mark.parametrize("command", ["serve", "bench", "check"])
-def test_an_unknown_package_is_refused_with_the_closest_one(ludus: RunCli, command: str) -> None:
+def test_unknown_package_is_refused_with_the_closest_name(ludus: RunCli, command: str) -> None:
     result = ludus("env", command, "openspeil_env")
     assert result.code == 2
     *fork_warnings, message = result.err.splitlines()
@@ -135,7 +135,7 @@ def test_an_unknown_package_is_refused_with_the_closest_one(ludus: RunCli, comma
 
 
 @pytest.mark.parametrize("command", ["serve", "bench", "check"])
-def test_an_unknown_game_is_refused_with_the_closest_one(ludus: RunCli, command: str) -> None:
+def test_unknown_game_is_refused_with_the_closest_name(ludus: RunCli, command: str) -> None:
     result = ludus("env", command, "openspiel_env", "--option", "game=blackjak")
     assert result.code == 2
     assert "'blackjak'" in result.err
@@ -143,7 +143,7 @@ def test_an_unknown_game_is_refused_with_the_closest_one(ludus: RunCli, command:
     assert "Traceback" not in result.err
 
 
-def test_an_option_the_package_does_not_take_is_named(ludus: RunCli) -> None:
+def test_unknown_option_of_a_package_is_refused_by_name(ludus: RunCli) -> None:
     result = ludus("env", "serve", "openspiel_env", "--option", "gaem=catch")
     assert result.code == 2
     assert "gaem" in result.err
@@ -155,7 +155,7 @@ def test_an_option_without_a_value_is_refused(ludus: RunCli) -> None:
     assert "--option must be KEY=VALUE, got 'game'" in result.err
 
 
-def test_a_port_in_use_is_named(ludus: RunCli) -> None:
+def test_port_in_use_is_refused_with_the_port_number(ludus: RunCli) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         result = ludus(
@@ -167,7 +167,7 @@ def test_a_port_in_use_is_named(ludus: RunCli) -> None:
     assert "Traceback" not in result.err
 
 
-def test_an_address_where_nothing_listens_is_named(
+def test_address_without_a_server_is_refused_with_a_remedy(
     ludus: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ludus.services.cli.env_targets.CONNECT_TIMEOUT_S", 1.0)
@@ -198,14 +198,14 @@ def test_options_and_an_address_exclude_each_other(ludus: RunCli) -> None:
     assert "cannot be combined" in result.err
 
 
-def test_list_names_installed_packages(ludus: RunCli) -> None:
+def test_list_shows_installed_packages(ludus: RunCli) -> None:
     result = ludus("env", "list")
     assert result.code == 0
     assert "openspiel_env" in result.out
     assert "OpenSpiel game" in result.out
 
 
-def test_check_shows_every_rule(ludus: RunCli) -> None:
+def test_check_prints_the_rules(ludus: RunCli) -> None:
     result = ludus("env", "check", "openspiel_env", "--option", "game=catch")
     assert result.code == 0, result.out
     assert "same_seed_and_actions_give_the_same_episode" in result.out

@@ -19,7 +19,7 @@ def catch_server() -> Iterator[ServerAddresses]:
     server.stop()
 
 
-def test_a_target_is_checked_in_process_and_on_the_wire(ludus: RunCli) -> None:
+def test_target_is_checked_in_process_and_over_the_wire(ludus: RunCli) -> None:
     result = ludus("env", "check", "gymnasium:FrozenLake-v1", "--seeds", "4", "--steps", "10")
     assert result.code == 0, result.out
     rows = [line.split() for line in result.out.splitlines()]
@@ -29,7 +29,7 @@ def test_a_target_is_checked_in_process_and_on_the_wire(ludus: RunCli) -> None:
 
 
 @pytest.mark.parametrize("wire", ["http", "grpc"])
-def test_a_running_server_is_checked_and_not_changed(
+def test_check_does_not_change_a_running_server(
     ludus: RunCli, catch_server: ServerAddresses, wire: str
 ) -> None:
     for _ in range(2):
@@ -52,7 +52,7 @@ class Unseeded(OpenSpielEnvironment):
 """
 
 
-def test_a_broken_rule_is_in_the_json_with_its_details(ludus: RunCli, tmp_path: Path) -> None:
+def test_json_output_contains_broken_rules(ludus: RunCli, tmp_path: Path) -> None:
     (tmp_path / "unseeded.py").write_text(UNSEEDED_MODULE)
     arguments = ("unseeded:Unseeded", "--option", "game=blackjack", "--json", "--seeds", "3")
     result = ludus("env", "check", *arguments)
@@ -64,14 +64,14 @@ def test_a_broken_rule_is_in_the_json_with_its_details(ludus: RunCli, tmp_path: 
     assert ("wire", "same_seed_and_actions_give_the_same_episode") in broken_rules
 
 
-def test_an_address_without_a_server_is_named(ludus: RunCli) -> None:
+def test_address_without_a_server_is_refused_with_a_remedy(ludus: RunCli) -> None:
     result = ludus("env", "check", "grpc://127.0.0.1:1", "--wait", "0.2")
     assert result.code == 2
     assert result.err.startswith("error: ")
     assert "ludus env serve" in result.err
 
 
-def test_options_are_for_targets(ludus: RunCli) -> None:
+def test_options_cannot_be_combined_with_an_address(ludus: RunCli) -> None:
     result = ludus("env", "check", "grpc://127.0.0.1:1", "--option", "game=catch")
     assert result.code == 2
     assert "cannot be combined" in result.err
@@ -86,7 +86,7 @@ def test_options_are_for_targets(ludus: RunCli) -> None:
         ("no_such_module:Class", "no module 'no_such_module'"),
     ],
 )
-def test_every_command_names_the_problem_of_a_target(
+def test_every_command_reports_the_problem_of_an_invalid_target(
     ludus: RunCli, command: str, target: str, message: str
 ) -> None:
     result = ludus("env", command, target)
@@ -96,7 +96,7 @@ def test_every_command_names_the_problem_of_a_target(
     assert message in result.err
 
 
-def test_an_environment_without_policies_is_benched_at_random(ludus: RunCli) -> None:
+def test_bench_without_policies_plays_random_actions(ludus: RunCli) -> None:
     result = ludus("env", "bench", "gymnasium:Blackjack-v1", "--games", "100")
     assert result.code == 0, result.err
     assert "random" in result.out
@@ -138,7 +138,7 @@ class HangsInAStep(Catch):
         ("FailsToClose", "it_can_be_created_and_closed", "it is stuck"),
     ],
 )
-def test_an_error_of_an_environment_is_a_row_and_no_traceback(
+def test_environment_error_is_reported_as_a_broken_rule(
     ludus: RunCli, tmp_path: Path, name: str, rule: str, detail: str
 ) -> None:
     module = f"broken_{name.lower()}"
@@ -151,7 +151,7 @@ def test_an_error_of_an_environment_is_a_row_and_no_traceback(
     assert detail in checks[rule]["detail"]
 
 
-def test_an_environment_that_hangs_is_found_in_process_and_on_the_wire(
+def test_hanging_environment_is_detected_in_process_and_over_the_wire(
     ludus: RunCli, tmp_path: Path
 ) -> None:
     (tmp_path / "broken_hanging.py").write_text(BROKEN_MODULE)

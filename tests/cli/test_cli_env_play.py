@@ -39,7 +39,7 @@ def play(ludus: RunCli, monkeypatch: pytest.MonkeyPatch) -> PlayFunction:
     return run
 
 
-def test_a_person_plays_to_the_end_and_sees_the_score(play: PlayFunction) -> None:
+def test_interactive_episode_runs_to_the_end_and_prints_the_score(play: PlayFunction) -> None:
     result = play([*GOAL_ACTIONS, "n"], *FROZEN_LAKE)
     assert result.code == 0, result.err
     assert "[S]FFF" in result.out
@@ -60,7 +60,7 @@ def test_text_numbers_and_json_are_accepted(play: PlayFunction) -> None:
 
 
 @pytest.mark.parametrize("stdin", [io.StringIO, _Typist])
-def test_the_end_of_input_and_an_interrupt_leave_without_a_traceback(
+def test_end_of_input_and_interrupt_quit_without_a_traceback(
     play: PlayFunction, stdin: type[io.StringIO]
 ) -> None:
     result = play(["RIGHT"], *FROZEN_LAKE, stdin=stdin)
@@ -71,7 +71,7 @@ def test_the_end_of_input_and_an_interrupt_leave_without_a_traceback(
     assert "-- episode 2, seed 4" in result.out
 
 
-def test_without_text_a_bare_value_is_the_only_required_field(
+def test_without_text_renderer_bare_value_fills_the_only_required_field(
     play: PlayFunction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "wordless.py").write_text(
@@ -111,7 +111,7 @@ class WithTools(OpenSpielEnvironment):
 """
 
 
-def test_a_person_calls_tools_and_continues(play: PlayFunction, tmp_path: Path) -> None:
+def test_tool_calls_do_not_end_the_interactive_episode(play: PlayFunction, tmp_path: Path) -> None:
     (tmp_path / "talking.py").write_text(TOOLS_MODULE)
     lines = [
         *(":tools", ':call echo {"text": "hello"}', ":call echo", ":call", ":call shout {}"),
@@ -130,7 +130,7 @@ def test_a_person_calls_tools_and_continues(play: PlayFunction, tmp_path: Path) 
     assert "this environment has no tools" in frozen_lake_result.out
 
 
-def test_a_recorded_game_replays_and_a_changed_one_is_found(
+def test_replay_accepts_a_recorded_episode_and_detects_changes(
     play: PlayFunction, ludus: RunCli, tmp_path: Path
 ) -> None:
     file = tmp_path / "games.jsonl"
@@ -182,7 +182,7 @@ def test_an_impossible_replay_is_refused_with_a_reason(
     assert message in result.err
 
 
-def test_a_game_on_a_running_server_is_played_over_its_wire(play: PlayFunction) -> None:
+def test_play_connects_to_a_running_server(play: PlayFunction) -> None:
     server = LocalServer("openspiel_env", {"game": "blackjack"})
     try:
         result = play(["STAND", "n"], server.start().http, "--seed", "1")

@@ -20,7 +20,7 @@ from tests.cli.commands import RunCli
 pytestmark = pytest.mark.slow
 
 
-def test_every_option_of_a_server_is_an_option_of_the_command(ludus: RunCli) -> None:
+def test_serve_command_has_every_server_option(ludus: RunCli) -> None:
     parser = argparse.ArgumentParser()
     add_server_arguments(parser, DEFAULT_PORT)
     flags = set(re.findall(r"--[a-z][a-z-]*", parser.format_usage())) | {"--help"}
@@ -29,7 +29,7 @@ def test_every_option_of_a_server_is_an_option_of_the_command(ludus: RunCli) -> 
     assert len(inspect.signature(serve).parameters) == len(flags) + 1  # without --help
 
 
-def test_a_server_isolates_and_records_what_is_played(tmp_path: Path) -> None:
+def test_serve_command_records_episodes_with_process_isolation(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-c", "from ludus.services.cli.app import main; main()"),
         *("env", "serve", "gymnasium:FrozenLake-v1", "--port=0", "--isolation=process"),

@@ -11,7 +11,7 @@ from ludus.proto.config import load_run_config
 from tests.cli.commands import RunCli
 
 
-def test_without_a_name_every_example_is_listed(ludus: RunCli) -> None:
+def test_init_without_a_name_lists_every_example(ludus: RunCli) -> None:
     result = ludus("init")
     assert result.code == 0
     assert "blackjack" in result.out
@@ -19,7 +19,7 @@ def test_without_a_name_every_example_is_listed(ludus: RunCli) -> None:
 
 
 @pytest.mark.parametrize("name", ["blackjack", "cartpole", "cot", "agents"])
-def test_a_copy_is_a_valid_configuration_with_its_files(ludus: RunCli, name: str) -> None:
+def test_copied_example_is_a_valid_configuration(ludus: RunCli, name: str) -> None:
     result = ludus("init", name)
     assert result.code == 0
     assert f"ludus train {name}.toml" in result.out
@@ -33,7 +33,7 @@ def test_data_is_copied_next_to_the_configuration(ludus: RunCli) -> None:
     assert (Path("copy") / config["environment"]["options"]["path"]).is_file()
 
 
-def test_an_existing_file_is_kept(ludus: RunCli) -> None:
+def test_init_does_not_overwrite_an_existing_file(ludus: RunCli) -> None:
     Path("blackjack.toml").write_text("mine", encoding="utf-8")
     result = ludus("init", "blackjack")
     assert result.code == 2
@@ -41,7 +41,7 @@ def test_an_existing_file_is_kept(ludus: RunCli) -> None:
     assert Path("blackjack.toml").read_text(encoding="utf-8") == "mine"
 
 
-def test_an_unknown_example_names_the_known_ones(ludus: RunCli) -> None:
+def test_unknown_example_is_refused_with_the_known_examples(ludus: RunCli) -> None:
     result = ludus("init", "blackjak")
     assert result.code == 2
     assert "no example is named 'blackjak'" in result.err

@@ -28,15 +28,13 @@ HEAVY_PACKAGES = ("torch", "ray", "vllm", "transformers", "pyspiel", "numpy", "g
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_explains_itself_with_an_example(
-    ludus: RunCli, command: tuple[str, ...]
-) -> None:
+def test_help_of_every_command_has_an_example(ludus: RunCli, command: tuple[str, ...]) -> None:
     result = ludus(*command, "--help")
     assert result.code == 0
     assert f"Example: ludus {' '.join(command)}" in result.out
 
 
-def test_help_names_every_command(ludus: RunCli) -> None:
+def test_help_lists_every_command(ludus: RunCli) -> None:
     result = ludus("--help")
     assert result.code == 0
     assert all(name in result.out for name in ("train", "eval", "report", "env"))
@@ -67,7 +65,7 @@ def test_a_usage_error_exits_with_2_and_no_traceback(
     ],
     ids=["import", "help", "dry-run"],
 )
-def test_the_command_line_loads_nothing_heavy(statement: str) -> None:
+def test_command_line_imports_no_heavy_package(statement: str) -> None:
     program = f"{statement}\nimport sys\nsys.stderr.write(' '.join(sys.modules))"
     loaded_modules = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60

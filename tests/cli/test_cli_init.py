@@ -52,7 +52,7 @@ def grid_maze(ludus: RunCli, tmp_path: Path) -> Path:
     return tmp_path / "grid_maze_env"
 
 
-def test_the_folder_has_openenvs_shape(grid_maze: Path) -> None:
+def test_new_package_has_the_openenv_layout(grid_maze: Path) -> None:
     files = {str(path.relative_to(grid_maze)) for path in grid_maze.rglob("*") if path.is_file()}
     assert files == PACKAGE_FILES
     assert not [path for path in files if "__NAME__" in path]
@@ -66,7 +66,7 @@ def test_the_folder_has_openenvs_shape(grid_maze: Path) -> None:
             assert not any(token in path.read_text() for token in ("__NAME__", "__CLASS__"))
 
 
-def test_it_passes_lint_its_own_test_and_every_check(grid_maze: Path) -> None:
+def test_new_package_passes_lint_tests_and_env_check(grid_maze: Path) -> None:
     ruff = Path(sys.executable).parent / "ruff"
     for command in (("check",), ("format", "--check")):
         ruff_result = subprocess.run([ruff, *command, "."], cwd=grid_maze, capture_output=True)
@@ -80,7 +80,7 @@ def test_it_passes_lint_its_own_test_and_every_check(grid_maze: Path) -> None:
     assert "broken" not in check_result.stdout
 
 
-def test_it_can_be_installed_and_served_from_anywhere(grid_maze: Path, tmp_path: Path) -> None:
+def test_new_package_works_after_pip_install(grid_maze: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     install_arguments = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
     install_result = run_python(
@@ -106,7 +106,7 @@ def test_it_can_be_installed_and_served_from_anywhere(grid_maze: Path, tmp_path:
     ]
 
 
-def test_nothing_is_overwritten(ludus: RunCli, grid_maze: Path) -> None:
+def test_init_does_not_overwrite_existing_files(ludus: RunCli, grid_maze: Path) -> None:
     (grid_maze / "models.py").write_text("mine")
     result = ludus("env", "init", "grid_maze_env")
     assert result.code == 2

@@ -88,7 +88,7 @@ def test_time_left_follows_the_pace_of_recent_steps() -> None:
     assert progress.remaining_s == 30.0
 
 
-def test_progress_has_the_latest_evaluation_the_mean_reward_and_all_losses() -> None:
+def test_progress_has_latest_evaluation_mean_reward_and_void_episodes() -> None:
     progress = RunProgress(num_steps=100)
     rewards = {
         TrainMetric.REWARD_MEAN.value: 0.5,
@@ -116,7 +116,7 @@ def test_a_resumed_run_counts_each_step_once() -> None:
     assert progress.list_facts()["lost episodes"] == "10"
 
 
-def test_progress_of_a_mixed_run_names_every_environment() -> None:
+def test_progress_of_a_mixed_run_shows_every_environment() -> None:
     progress = RunProgress(num_steps=100)
     progress.update([eval_row(0, 0.28), eval_row(0, 0.2, "catch"), eval_row(10, 0.9, "catch")])
     facts = progress.list_facts()
@@ -125,7 +125,7 @@ def test_progress_of_a_mixed_run_names_every_environment() -> None:
     assert "wins" not in facts
 
 
-def test_an_environment_without_wins_is_followed_by_its_return() -> None:
+def test_progress_shows_the_return_of_an_environment_without_success() -> None:
     pole_row = eval_row(0, 0.9, "pole")
     values = {EvalMetric.RETURN_MEAN.value: 17.0}
     progress = RunProgress(num_steps=100)
@@ -138,7 +138,7 @@ def test_an_environment_without_wins_is_followed_by_its_return() -> None:
     assert "wins in pole" not in facts
 
 
-def test_steps_are_weighted_by_their_episodes() -> None:
+def test_step_means_are_weighted_by_the_number_of_episodes() -> None:
     progress = RunProgress(num_steps=100)
     values_1 = {"reward_mean": 1.0, "num_episodes_scored": 10.0, "canary_error": 0.25}
     values_2 = {"reward_mean": 0.0, "num_episodes_scored": 30.0, "canary_error": 0.125}
@@ -155,7 +155,7 @@ def test_steps_are_weighted_by_their_episodes() -> None:
     assert progress.list_facts()["canary error"] == "0.25"
 
 
-def test_a_stop_is_shown_in_every_phase() -> None:
+def test_phase_name_of_a_stopping_run_is_stopping() -> None:
     progress = RunProgress(num_steps=10)
     progress.update([phase_row(Phase.EVALUATE)])
     assert progress.phase_name == "evaluating"
@@ -175,7 +175,7 @@ def test_follower_waits_for_whole_lines_and_returns_each_row_once(tmp_path: Path
     assert [row.step for row in follower.read_new()] == [2]
 
 
-def test_follower_ignores_the_rows_of_a_run_that_is_being_replaced(tmp_path: Path) -> None:
+def test_follower_ignores_the_rows_of_a_replaced_run(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     path.write_bytes(encode_rows(*(train_row(step, step) for step in range(1, 50))))
     os.utime(path, ns=(1, 1))
@@ -219,7 +219,7 @@ def no_timed_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_timed_lines")
-def test_plain_view_prints_a_line_per_phase_and_the_last_state_but_not_every_refresh() -> None:
+def test_plain_view_prints_one_line_per_phase_and_the_final_state() -> None:
     output_buffer = io.StringIO()
     view = PlainView(Console(file=output_buffer, width=120))
     progress = RunProgress(num_steps=3)
@@ -267,7 +267,7 @@ def test_terminal_view_shows_phase_bar_and_facts() -> None:
         assert expected in output_text
 
 
-def test_output_of_the_trainer_is_sorted_into_errors_warnings_and_a_tail() -> None:
+def test_trainer_output_is_split_into_errors_warnings_and_last_lines() -> None:
     output = TrainerOutput()
     for line in (
         "error: first",

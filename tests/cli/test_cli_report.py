@@ -27,7 +27,7 @@ def test_report_prints_the_path_of_the_page(ludus: RunCli, demo_folder: Path) ->
     assert (demo_folder / "report.html").is_file()
 
 
-def test_report_writes_to_a_path_and_opens_it(
+def test_report_writes_to_a_path_and_opens_the_page(
     ludus: RunCli, demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened_urls: list[str] = []
@@ -37,7 +37,9 @@ def test_report_writes_to_a_path_and_opens_it(
     assert opened_urls == [(tmp_path / "page.html").as_uri()]
 
 
-def test_report_writes_a_figure_instead(ludus: RunCli, demo_folder: Path, tmp_path: Path) -> None:
+def test_figure_option_writes_a_figure_and_no_page(
+    ludus: RunCli, demo_folder: Path, tmp_path: Path
+) -> None:
     (demo_folder / "report.html").unlink()
     result = ludus("report", "runs/demo", "--figure", "figure.svg")
     assert result.code == 0
@@ -45,7 +47,9 @@ def test_report_writes_a_figure_instead(ludus: RunCli, demo_folder: Path, tmp_pa
     assert not (demo_folder / "report.html").exists()
 
 
-def test_report_of_a_misspelled_run_names_existing_runs(ludus: RunCli, demo_folder: Path) -> None:
+def test_report_of_a_misspelled_run_suggests_existing_runs(
+    ludus: RunCli, demo_folder: Path
+) -> None:
     result = ludus("report", "runs/dmeo")
     assert result.code == 2
     assert "run folder 'runs/dmeo' does not exist; 'runs' has demo" in result.err

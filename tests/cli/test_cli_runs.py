@@ -37,7 +37,7 @@ from tests.runs.release import NAMESPACE, Json
 pytestmark = pytest.mark.slow
 
 
-def test_a_list_has_all_runs(ludus: RunCli, cluster: Call) -> None:
+def test_list_contains_all_runs(ludus: RunCli, cluster: Call) -> None:
     assert "no runs in namespace 'arena'" in ludus("list").err
     start_run(ludus, cluster)
     ludus("submit", "run.toml", "--detach", "--set", "name=second")
@@ -61,14 +61,12 @@ def test_a_status_shows_progress_nodes_and_problems(ludus: RunCli, cluster: Call
     assert "the learner pod demo-learner waits for a node: 0/3 nodes: no GPU" in output
 
 
-def test_logs_are_the_drivers_lines_without_the_rows(ludus: RunCli, cluster: Call) -> None:
+def test_logs_print_the_driver_log_without_metrics_rows(ludus: RunCli, cluster: Call) -> None:
     start_run(ludus, cluster, "one", step_row(1), "two")
     assert ludus("logs", "demo").out == "one\ntwo\n"
 
 
-def test_logs_of_a_run_whose_head_is_gone_are_those_in_its_folder(
-    ludus: RunCli, cluster: Call
-) -> None:
+def test_logs_without_a_head_pod_come_from_the_run_folder(ludus: RunCli, cluster: Call) -> None:
     start_run(ludus, cluster)
     finish_run(cluster)
     cluster(lose_head)
@@ -102,7 +100,7 @@ def start_reader_pods(call: Call) -> Iterator[None]:
         yield
 
 
-def test_stop_has_the_driver_end_with_a_checkpoint(ludus: RunCli, cluster: Call) -> None:
+def test_stop_makes_the_driver_write_a_checkpoint_and_exit(ludus: RunCli, cluster: Call) -> None:
     start_run(ludus, cluster, step_row(1))
 
     def operate() -> None:
@@ -131,7 +129,7 @@ def test_a_slow_stop_is_reported(ludus: RunCli, cluster: Call) -> None:
 
 
 @pytest.mark.parametrize("job_starts", [True, False])
-def test_stop_now_deletes_the_job_but_keeps_its_configuration(
+def test_stop_now_deletes_the_job_but_not_the_configuration(
     ludus: RunCli, cluster: Call, job_starts: bool
 ) -> None:
     submit_run(ludus, cluster)
@@ -182,7 +180,7 @@ def test_a_resume_with_another_model_or_algorithm_is_refused(
     assert ludus("resume", "demo", "--detach", "--set", "seed=7").code == 0
 
 
-def test_fetch_brings_the_folder_and_writes_the_report(
+def test_fetch_copies_the_run_folder_and_writes_the_report(
     ludus: RunCli, cluster: Call, tmp_path: Path
 ) -> None:
     commands = add_results(cluster, tmp_path)
@@ -195,7 +193,9 @@ def test_fetch_brings_the_folder_and_writes_the_report(
     assert commands[1][3:] == ["/runs/demo"]
 
 
-def test_fetch_replaces_no_other_runs_results(ludus: RunCli, cluster: Call, tmp_path: Path) -> None:
+def test_fetch_does_not_overwrite_the_results_of_another_run(
+    ludus: RunCli, cluster: Call, tmp_path: Path
+) -> None:
     add_results(cluster, tmp_path)
     start_run(ludus, cluster)
     Path("runs/demo").mkdir(parents=True)
@@ -212,7 +212,7 @@ def test_fetch_of_a_run_without_results_is_refused(ludus: RunCli, cluster: Call)
     assert "run 'demo' has no folder /runs/demo" in read_error(ludus("fetch", "demo"))
 
 
-def test_fetch_without_a_head_reports_the_problem_of_its_pod(
+def test_fetch_without_a_head_reports_the_problem_of_the_pod(
     ludus: RunCli, cluster: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ludus.services.runs.volume.START_TIMEOUT_S", 1.0)

@@ -37,7 +37,7 @@ from tests.runs.release import NAMESPACE, config_map
 pytestmark = pytest.mark.slow
 
 
-def test_a_dry_run_prints_what_would_be_created_and_creates_nothing(
+def test_dry_run_prints_the_kubernetes_objects_and_creates_none(
     ludus: RunCli, cluster: Call
 ) -> None:
     result = ludus("submit", "run.toml", "--dry-run", "-o", "yaml", "--set", "training.num_steps=7")
@@ -65,7 +65,7 @@ def test_a_dry_run_with_a_release_file_needs_no_cluster(
     assert "--release-file needs --dry-run" in message
 
 
-def test_a_run_is_followed_to_its_end_and_fetched(
+def test_run_is_followed_to_the_end_and_fetched(
     ludus: RunCli, cluster: Call, tmp_path: Path
 ) -> None:
     add_results(cluster, tmp_path)
@@ -101,7 +101,7 @@ def test_a_failed_run_shows_the_error_and_the_attempts(ludus: RunCli, cluster: C
     assert "failed after 3 attempts: the trainer ended with an error" in outcome.err
 
 
-def test_a_run_that_the_operator_refuses_says_why(ludus: RunCli, cluster: Call) -> None:
+def test_refusal_by_the_operator_is_reported_with_the_reason(ludus: RunCli, cluster: Call) -> None:
     submit_run(ludus, cluster)
     refusal = "spec.backoffLimit must be 0"
     finish_run(cluster, "", "ValidationFailed", message=refusal)
@@ -132,7 +132,7 @@ def test_pod_problems_are_reported_during_the_wait(ludus: RunCli, cluster: Call)
     assert "the run did not start within preRunningDeadlineSeconds" in outcome.err
 
 
-def test_an_interrupted_log_and_an_outage_lose_no_line(ludus: RunCli, cluster: Call) -> None:
+def test_log_interruptions_and_api_errors_lose_no_line(ludus: RunCli, cluster: Call) -> None:
     start_run(ludus, cluster, *map(step_row, (1, 2)))
     cluster(lambda c: setattr(c.pods, "num_cut_logs", 2))
 
@@ -169,9 +169,7 @@ def test_a_silent_log_is_requested_again(
 
 
 @pytest.mark.slow
-def test_a_log_that_cannot_be_opened_is_reported_and_read_later(
-    ludus: RunCli, cluster: Call
-) -> None:
+def test_unreadable_log_is_reported_and_read_later(ludus: RunCli, cluster: Call) -> None:
     start_run(ludus, cluster, *map(step_row, (1, 2, 3)))
     cluster(lambda c: setattr(c.pods, "unreadable_log", 'lstat "0.log": no such file'))
 
@@ -190,7 +188,7 @@ def test_a_log_that_cannot_be_opened_is_reported_and_read_later(
     assert "step 3/3" in outcome.err
 
 
-def test_a_deleted_run_ends_the_command(ludus: RunCli, cluster: Call) -> None:
+def test_deleted_run_makes_submit_exit_with_an_error(ludus: RunCli, cluster: Call) -> None:
     def operate() -> None:
         poll(cluster, get_job)
         cluster(start_cluster)
@@ -216,7 +214,7 @@ def test_a_failed_check_stops_the_command_before_anything_is_created(
     assert ludus("submit", "run.toml", "--detach", "--ignore", "secrets").code == 0
 
 
-def test_without_a_cluster_the_remedy_is_to_train_locally(
+def test_submit_without_a_cluster_advises_to_train_locally(
     ludus: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run.toml").write_text(CONFIG)
@@ -228,9 +226,7 @@ def test_without_a_cluster_the_remedy_is_to_train_locally(
     assert "to train on this machine, use `ludus train`" in message
 
 
-def test_a_cluster_without_a_response_is_reported(
-    ludus: RunCli, cluster: Call, tmp_path: Path
-) -> None:
+def test_unreachable_api_server_is_reported(ludus: RunCli, cluster: Call, tmp_path: Path) -> None:
     path = tmp_path / "kubeconfig"
     config = yaml.safe_load(path.read_text())
     config["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
@@ -246,7 +242,7 @@ def test_a_cluster_without_a_response_is_reported(
     ("status", "remedy"),
     [(401, "log in to the cluster again"), (403, "ask for the Role that docs/submit.md names")],
 )
-def test_a_refusal_of_the_api_server_is_reported_with_a_remedy(
+def test_error_of_the_api_server_is_reported_with_a_remedy(
     ludus: RunCli, cluster: Call, status: int, remedy: str
 ) -> None:
     cluster(lambda c: c.fail(status, plural="configmaps", times=9))
@@ -257,12 +253,14 @@ def test_a_refusal_of_the_api_server_is_reported_with_a_remedy(
     assert remedy in message
 
 
-def test_an_unknown_context_names_where_to_look(ludus: RunCli, cluster: Call) -> None:
+def test_unknown_context_is_refused_with_a_remedy(ludus: RunCli, cluster: Call) -> None:
     message = read_error(ludus("list", "--context", "y"))
     assert "kubectl config get-contexts" in message
 
 
-def test_without_a_release_the_remedy_is_to_install_one(ludus: RunCli, cluster: Call) -> None:
+def test_submit_without_a_release_advises_to_install_a_release(
+    ludus: RunCli, cluster: Call
+) -> None:
     message = read_error(ludus("submit", "run.toml", "-n", "elsewhere"))
     assert "there is no Ludus release in namespace 'elsewhere'; install one with" in message
     assert "--namespace" in message

@@ -43,7 +43,7 @@ def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
         ("training", ["--set expected section.field=value", "'training'"]),
     ],
 )
-def test_a_configuration_that_cannot_work_is_refused_with_field_value_and_way_out(
+def test_invalid_configuration_is_refused_with_field_value_and_remedy(
     ludus: RunCli, fake_trainer: UseFake, override: str, expected: list[str], tmp_path: Path
 ) -> None:
     fake_trainer("crashes")
@@ -63,7 +63,7 @@ def test_a_configuration_that_cannot_work_is_refused_with_field_value_and_way_ou
         ('environment.options={"gaem": "catch"}', "gaem"),
     ],
 )
-def test_an_environment_that_cannot_be_built_is_refused_before_anything_starts(
+def test_invalid_environment_is_refused_before_the_trainer_starts(
     ludus: RunCli, fake_trainer: UseFake, override: str, expected: str, tmp_path: Path
 ) -> None:
     fake_trainer("crashes")
@@ -73,7 +73,7 @@ def test_an_environment_that_cannot_be_built_is_refused_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_configuration_file_is_named(ludus: RunCli) -> None:
+def test_missing_configuration_file_is_reported_by_name(ludus: RunCli) -> None:
     result = ludus("train", "no/such.toml")
     assert result.code == 2
     assert "configuration 'no/such.toml' does not exist" in result.err
@@ -95,7 +95,7 @@ def test_resume_and_overwrite_exclude_each_other(ludus: RunCli) -> None:
         ([], []),
     ],
 )
-def test_how_a_run_begins_is_left_to_the_trainer(
+def test_resume_and_overwrite_flags_are_passed_to_the_trainer(
     ludus: RunCli, fake_trainer: UseFake, tmp_path: Path, flags: list[str], passed_on: list[str]
 ) -> None:
     fake_trainer("goes_well")
@@ -107,13 +107,13 @@ def test_how_a_run_begins_is_left_to_the_trainer(
     assert json.loads((tmp_path / "runs/demo/flags").read_text()) == passed_on
 
 
-def test_another_way_to_resume_is_refused(ludus: RunCli) -> None:
+def test_invalid_value_of_resume_is_refused(ludus: RunCli) -> None:
     result = ludus("train", "--resume=perhaps")
     assert result.code == 2
     assert "perhaps" in result.err and "Traceback" not in result.err
 
 
-def test_a_run_that_ends_well_shows_progress_one_table_and_leaves_a_report(
+def test_successful_run_prints_progress_and_one_table_and_writes_a_report(
     ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
 ) -> None:
     fake_trainer("goes_well")
@@ -140,7 +140,9 @@ def test_a_run_that_ends_well_shows_progress_one_table_and_leaves_a_report(
     assert (tmp_path / "runs/demo/report.html").read_text().startswith("<!doctype html>")
 
 
-def test_the_trainers_refusal_is_shown_once_and_whole(ludus: RunCli, fake_trainer: UseFake) -> None:
+def test_error_of_the_trainer_is_printed_once_and_in_full(
+    ludus: RunCli, fake_trainer: UseFake
+) -> None:
     fake_trainer("refuses")
     result = ludus("train")
     assert result.code == 2
@@ -151,7 +153,7 @@ def test_the_trainers_refusal_is_shown_once_and_whole(ludus: RunCli, fake_traine
     assert "end" not in result.err.splitlines()
 
 
-def test_a_crash_of_the_trainer_shows_its_last_words_and_its_exit_code(
+def test_trainer_crash_prints_the_last_output_and_the_exit_code(
     ludus: RunCli, fake_trainer: UseFake
 ) -> None:
     fake_trainer("crashes")
@@ -161,7 +163,7 @@ def test_a_crash_of_the_trainer_shows_its_last_words_and_its_exit_code(
     assert "the trainer exited with exit code 1" in result.err
 
 
-def test_last_words_that_are_read_late_are_shown(
+def test_trainer_output_is_printed_even_if_collected_late(
     ludus: RunCli, fake_trainer: UseFake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collect_output = trainer_process.collect_output
@@ -185,7 +187,7 @@ def test_a_killed_trainer_is_reported_as_killed(ludus: RunCli, fake_trainer: Use
     assert "the trainer exited with signal 9" in result.err
 
 
-def test_eval_passes_its_choices_on_and_shows_the_report(
+def test_eval_passes_options_to_the_trainer_and_prints_the_report(
     ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
 ) -> None:
     fake_trainer("goes_well")
@@ -199,7 +201,7 @@ def test_eval_passes_its_choices_on_and_shows_the_report(
     assert evaluation.environments["openspiel"].temperature == 0
 
 
-def test_a_mixed_run_and_its_evaluation_show_a_table_for_every_environment(
+def test_mixed_run_and_eval_print_a_table_for_every_environment(
     ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
 ) -> None:
     fake_trainer("goes_well")
@@ -223,7 +225,7 @@ def test_a_mixed_run_and_its_evaluation_show_a_table_for_every_environment(
     assert "gaem" in result.err
 
 
-def test_eval_of_a_folder_that_is_no_run_is_refused(ludus: RunCli, tmp_path: Path) -> None:
+def test_eval_of_a_folder_without_a_run_is_refused(ludus: RunCli, tmp_path: Path) -> None:
     result = ludus("eval", str(tmp_path))
     assert result.code == 2
     assert "is not a run folder, because it has no config.json" in result.err
@@ -264,7 +266,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_reaches_the_trainer_once_and_leaves_no_process(
+def test_stop_signal_reaches_the_trainer_once_and_leaves_no_process(
     tmp_path: Path, stop_signal: signal.Signals
 ) -> None:
     cli = start_cli(tmp_path, "waits", grace_s=600.0)
@@ -282,7 +284,7 @@ def test_a_stop_reaches_the_trainer_once_and_leaves_no_process(
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
-def test_a_trainer_that_does_not_stop_is_killed_with_its_group(tmp_path: Path) -> None:
+def test_trainer_that_ignores_a_stop_is_killed_with_its_process_group(tmp_path: Path) -> None:
     cli = start_cli(tmp_path, "never_stops", grace_s=0.5)
     trainer_pids = read_pids(tmp_path)
     assert all(os.getpgid(pid) == trainer_pids[0] for pid in trainer_pids)
@@ -293,7 +295,7 @@ def test_a_trainer_that_does_not_stop_is_killed_with_its_group(tmp_path: Path) -
     assert not any(is_running(pid) for pid in trainer_pids)
 
 
-def test_a_stopped_run_is_continued_where_there_is_a_checkpoint(tmp_path: Path) -> None:
+def test_stopped_run_advises_resume_only_with_a_complete_checkpoint(tmp_path: Path) -> None:
     assert "starts again" in train_command.advise_next_command(tmp_path)
     (tmp_path / "checkpoints/step-00000005.partial").mkdir(parents=True)
     assert "starts again" in train_command.advise_next_command(tmp_path)
@@ -301,14 +303,12 @@ def test_a_stopped_run_is_continued_where_there_is_a_checkpoint(tmp_path: Path) 
     assert train_command.advise_next_command(tmp_path).endswith("config.json --resume")
 
 
-def test_the_trainer_is_started_as_a_module_of_this_python() -> None:
+def test_trainer_starts_as_a_module_of_the_current_python() -> None:
     command = trainer_process.build_trainer_command(["train", "--config", "c.json"])
     assert command == [sys.executable, "-m", "ludus.trainer", "train", "--config", "c.json"]
 
 
-def test_a_number_of_workers_that_cannot_be_written_is_a_sentence(
-    ludus: RunCli, tmp_path: Path
-) -> None:
+def test_scale_reports_an_unwritable_control_file(ludus: RunCli, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "control.json").mkdir()
     result = ludus("scale", str(tmp_path), "--workers", "2")

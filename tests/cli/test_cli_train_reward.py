@@ -40,9 +40,7 @@ def make_options(example_folder: Path, output: Path) -> list[str]:
     return ["--model", model, "--data", data, "--output", str(output), "--set", "batch_size=8"]
 
 
-def test_a_reward_model_is_trained_stopped_and_continued(
-    example_folder: Path, tmp_path: Path
-) -> None:
+def test_reward_model_training_stops_and_resumes(example_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "rewards"
     command = [str(Path(sys.executable).parent / "ludus"), "train-reward"]
     command += [*make_options(example_folder, output), "--set", "epochs=12"]
@@ -66,7 +64,7 @@ def test_a_reward_model_is_trained_stopped_and_continued(
     assert not progress.parent.exists()
 
 
-def test_an_invalid_row_exits_with_2_and_names_its_line(
+def test_invalid_row_exits_with_2_and_reports_the_line(
     ludus: RunCli, example_folder: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "preferences.jsonl"

@@ -30,7 +30,7 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "demo"
 
 
-def test_a_finished_run_shows_its_last_episodes(ludus: RunCli, run_dir: Path) -> None:
+def test_watch_of_a_finished_run_prints_the_last_episodes(ludus: RunCli, run_dir: Path) -> None:
     write_run(run_dir, *(transcript(step) for step in range(1, 6)))
     result = ludus("watch", "demo", "--last", "2")
     assert result.code == 0
@@ -42,7 +42,7 @@ def test_a_finished_run_shows_its_last_episodes(ludus: RunCli, run_dir: Path) ->
     assert "terminated · return 1 · reward 0.9 of environment 1, brevity −0.1" in result.out
 
 
-def test_a_reward_without_terms_is_the_return(ludus: RunCli, run_dir: Path) -> None:
+def test_episode_without_reward_terms_shows_the_return(ludus: RunCli, run_dir: Path) -> None:
     write_run(run_dir, transcript(1).model_copy(update={"terms": {}}))
     assert "terminated · return 1\n" in ludus("watch", "demo").out.replace(" \n", "\n")
 
@@ -87,7 +87,7 @@ def test_watch_continues_until_the_run_ends(
     assert [f"step {n} " in result.out for n in (1, 2, 3)] == [True, True, True]
 
 
-def test_json_output_has_the_episodes_of_one_environment(ludus: RunCli, run_dir: Path) -> None:
+def test_json_output_is_filtered_by_environment(ludus: RunCli, run_dir: Path) -> None:
     write_run(run_dir, transcript(1), transcript(2, environment="pong"), transcript(3))
     result = ludus("watch", "demo", "--environment", "blackjack", "--json")
     assert [json.loads(line)["step"] for line in result.out.splitlines()] == [1, 3]
@@ -100,7 +100,7 @@ def test_control_characters_of_a_model_are_escaped(ludus: RunCli, run_dir: Path)
     assert "[2Jgone [bold]" in result.out
 
 
-def test_a_missing_run_is_named(ludus: RunCli, run_dir: Path) -> None:
+def test_missing_run_is_reported_by_name(ludus: RunCli, run_dir: Path) -> None:
     result = ludus("watch", "dmeo")
     assert result.code == 2
     assert "there is no run 'dmeo'" in result.err

@@ -142,28 +142,28 @@ def kill_if_ready(release: Release, environment: str) -> None:
         ("refused", 2, ("LudusTokensRefused",)),
     ],
 )
-def test_players_cause_alerts(
+def test_client_problems_fire_alerts(
     release: Release, trouble: str, num_players: int, alerts: tuple[str, ...]
 ) -> None:
     with run_client_pod(release, FAULTY, PLAYER_PROGRAM, trouble, str(num_players)):
         wait_for_alerts(release, *alerts)
 
 
-def test_a_server_is_killed_with_its_sessions(release: Release) -> None:
+def test_killed_server_fires_sessions_lost_alert(release: Release) -> None:
     with run_client_pod(release, FAULTY, PLAYER_PROGRAM, "hold", str(CAPACITY)):
         time.sleep(5)
         kill_pods(release, make_server_labels(FAULTY))
         wait_for_alerts(release, "LudusSessionsLost")
 
 
-def test_no_server_is_running(release: Release) -> None:
+def test_missing_servers_fire_no_servers_alert(release: Release) -> None:
     scale(release, SERVER_DEPLOYMENT.format(FAULTY), 0)
     with run_client_pod(release, FAULTY, PLAYER_PROGRAM, "hold", "1"):
         wait_for_alerts(release, "LudusNoServers")
     scale(release, SERVER_DEPLOYMENT.format(FAULTY), 1)
 
 
-def test_the_network_blocks_a_server(release: Release) -> None:
+def test_blocked_server_fires_unreachable_alerts(release: Release) -> None:
     policy = ("networkpolicy", f"ludus-env-{FAULTY}")
     ingress_rules = release.get(*policy)["spec"]["ingress"]
     try:
@@ -182,7 +182,7 @@ def patch(release: Release, policy: tuple[str, ...], ingress: Iterable[object]) 
     kubectl("-n", release.namespace, "patch", *policy, *arguments)
 
 
-def test_the_gateways_are_gone(release: Release) -> None:
+def test_missing_gateways_fire_alert(release: Release) -> None:
     scale(release, "deployment/ludus-gateway", 0)
     wait_for_alerts(release, "LudusGatewayMissing")
     scale(release, "deployment/ludus-gateway", 2)
@@ -207,7 +207,7 @@ def kuberay_monitor() -> Iterator[None]:
     kubectl("delete", "-f", "-", stdin=manifest)
 
 
-def test_a_failed_and_a_waiting_run(release: Release, kuberay_monitor: None) -> None:
+def test_failed_and_waiting_runs_fire_alerts(release: Release, kuberay_monitor: None) -> None:
     container = {"name": "ray", "image": "docker.io/ludus/trainer:dev"}
     head_group = {"rayStartParams": {}, "template": {"spec": {"containers": [container]}}}
     run_spec = {"suspend": True, "rayClusterSpec": {"headGroupSpec": head_group}}
@@ -235,7 +235,7 @@ def test_a_failed_and_a_waiting_run(release: Release, kuberay_monitor: None) -> 
 # Training.
 
 
-def test_a_run_has_every_trouble(release: Release, tmp_path: Path) -> None:
+def test_training_problems_fire_alerts(release: Release, tmp_path: Path) -> None:
     settings = (
         "training.num_steps=100000",
         "training.groups_per_step=64",
@@ -265,12 +265,12 @@ def test_a_run_has_every_trouble(release: Release, tmp_path: Path) -> None:
         wait_for_alerts(release, "LudusRunRetried")
 
 
-def test_a_run_plays_baselines_for_long(release: Release, tmp_path: Path) -> None:
+def test_long_baseline_evaluation_fires_alert(release: Release, tmp_path: Path) -> None:
     with submit(release, tmp_path / "results", "name=slow", "eval.num_games=1000000"):
         wait_for_alerts(release, "LudusRunNotTraining")
 
 
-def test_a_run_unlearns(release: Release, tmp_path: Path) -> None:
+def test_declining_policy_fires_alerts(release: Release, tmp_path: Path) -> None:
     settings = (
         "name=wild",
         "training.num_steps=100000",

@@ -141,7 +141,7 @@ async def test_two_hundred_scale_ins_lose_no_session(release: Release) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-async def test_a_group_larger_than_a_pod_waits_for_all_the_pods_it_needs(
+async def test_group_larger_than_a_pod_waits_for_enough_pods(
     release: Release,
 ) -> None:
     async with run_players(release) as (crowd, recorder):
@@ -153,7 +153,7 @@ async def test_a_group_larger_than_a_pod_waits_for_all_the_pods_it_needs(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-async def test_a_session_longer_than_the_drain_is_void_and_notified(release: Release) -> None:
+async def test_session_that_outlasts_the_drain_is_notified_and_lost(release: Release) -> None:
     async with run_players(release) as (crowd, recorder):
         crowd.min_session_s = crowd.max_session_s = 1000.0
         crowd.size = 1

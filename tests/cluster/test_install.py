@@ -44,7 +44,7 @@ def test_every_pod_is_ready_without_restarts(release: Release) -> None:
     assert release.get("networkpolicies")["items"]
 
 
-def test_the_charts_own_test_plays_through_the_gateway(release: Release) -> None:
+def test_helm_test_plays_through_the_gateway(release: Release) -> None:
     output = helm("test", release.name, "--namespace", release.namespace, "--timeout", "180s")
     assert "Succeeded" in output
     assert "Failed" not in output

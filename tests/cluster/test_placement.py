@@ -44,7 +44,7 @@ def make_demand(
     )
 
 
-def test_on_one_machine_only_gpus_are_requested() -> None:
+def test_actors_on_one_machine_request_only_gpus() -> None:
     placement = place_on_one_machine(
         make_config(rollout={"num_gpus_per_worker": 0.5, "num_threads": 4})
     )
@@ -53,7 +53,7 @@ def test_on_one_machine_only_gpus_are_requested() -> None:
     assert placement.make_worker_options() == {"num_cpus": 0, "num_gpus": 0.5, "resources": {}}
 
 
-def test_in_a_cluster_actors_request_cpus_and_gpus() -> None:
+def test_actors_in_a_cluster_request_cpus_and_gpus() -> None:
     run = make_config(
         learner={"num_ranks": 2, "num_threads": 3, "num_gpus_per_rank": 1},
         rollout={"num_threads": 2},
@@ -71,7 +71,7 @@ def test_in_a_cluster_actors_request_cpus_and_gpus() -> None:
     assert (strategy.node_id, strategy.soft) == (DRIVER_NODE, False)
 
 
-def test_resources_of_node_groups_are_requested_if_there_are_node_groups() -> None:
+def test_actors_request_node_group_resources_if_node_groups_exist() -> None:
     # A node group that scales from zero has no node yet.
     nodes: list[Resources] = [{"head": 1000.0}, {"CPU": 4.0, "learner": 1.0}, {"CPU": 4.0}]
     run_demand = place_in_cluster(make_config(), nodes, DRIVER_NODE).demand
@@ -81,7 +81,7 @@ def test_resources_of_node_groups_are_requested_if_there_are_node_groups() -> No
     assert run_demand.ranks.resources == run_demand.workers.resources == {"CPU": 1.0}
 
 
-def test_demand_has_min_workers_and_optionally_the_learner() -> None:
+def test_demand_includes_min_workers_and_optionally_the_learner() -> None:
     run = make_config(rollout={"num_workers": 3, "min_workers": 2})
     for includes_learner in (True, False):
         run_demand = place_in_cluster(
@@ -114,7 +114,7 @@ def test_demand_has_min_workers_and_optionally_the_learner() -> None:
         (make_demand(1, {}, 1, {}), [{"CPU": 1}], True),
     ],
 )
-def test_demand_fits_if_there_is_room(
+def test_demand_fits_if_nodes_have_enough_resources(
     run_demand: RunDemand, nodes: list[Resources], fits: bool
 ) -> None:
     assert run_demand.fits(nodes) is fits
@@ -131,7 +131,7 @@ CPU_COUNTS = st.integers(min_value=1, max_value=3)
     nodes=st.lists(st.integers(0, 5), max_size=3),
     must_share_node=st.booleans(),
 )
-def test_demand_fits_exactly_if_some_assignment_does(
+def test_demand_fits_iff_a_valid_assignment_exists(
     num_ranks: int,
     num_workers: int,
     rank: int,
@@ -176,7 +176,7 @@ async def make_placement(run: LanguageModelRun) -> Placement:
 
 
 @pytest.mark.usefixtures("two_gpus")
-async def test_workers_without_room_are_not_started(
+async def test_workers_without_free_resources_are_not_started(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rank = {"num_gpus_per_rank": 1}
@@ -196,7 +196,7 @@ async def test_workers_without_room_are_not_started(
 
 
 @pytest.mark.usefixtures("two_gpus")
-async def test_workers_without_gpus_always_have_room(
+async def test_workers_without_gpus_can_always_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     placement = await make_placement(make_config(rollout={"num_workers": 4}))
@@ -204,7 +204,7 @@ async def test_workers_without_gpus_always_have_room(
     assert capsys.readouterr().err == ""
 
 
-async def test_resize_is_limited_by_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_resize_is_limited_by_free_resources(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"rollout": {"num_workers": 2}}
     async with FakeFleet().run_workers(monkeypatch, settings, max_workers=3) as workers:
         for requested, target in ((2, 2), (9, 3)):
@@ -212,7 +212,7 @@ async def test_resize_is_limited_by_the_room(monkeypatch: pytest.MonkeyPatch) ->
             assert len(workers.roster.activities) == target
 
 
-def test_demand_and_nodes_are_described() -> None:
+def test_demand_and_nodes_have_readable_descriptions() -> None:
     run_demand = make_demand(2, {"CPU": 1, "learner": 1}, 1, {"CPU": 2}, must_share_node=True)
     assert str(run_demand) == (
         "2 learner ranks with 1 CPU, 1 learner each on one node and 1 rollout worker with 2 CPU"

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 
-def test_a_run_waits_in_its_queue_until_another_has_ended(tmp_path: Path) -> None:
+def test_queued_run_waits_until_the_previous_run_ends(tmp_path: Path) -> None:
     if "clusterqueues" not in kubectl("api-resources", "--api-group=kueue.x-k8s.io"):
         pytest.skip("SKIPPED, NOT PASSED: Kueue is not installed")
     settings = {"runs.queue.name": QUEUE}

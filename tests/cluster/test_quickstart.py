@@ -78,7 +78,7 @@ def find_block_skip_reason(kind: str, block: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "block"), BLOCKS, ids=[f"{index}-{kind}" for index, (kind, _) in enumerate(BLOCKS, 1)]
 )
-def test_a_command_of_the_page(
+def test_quickstart_command_succeeds(
     walkthrough: Walkthrough, kind: str, block: str, tmp_path: Path
 ) -> None:
     assert not walkthrough.failed_block, f"failed before: {walkthrough.failed_block}"

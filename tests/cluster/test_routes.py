@@ -87,7 +87,7 @@ def idle_s(request: pytest.FixtureRequest) -> float:
     return 620.0 if request.config.getoption("--all", default=False) else 30.0
 
 
-async def test_websocket_sessions_come_through_an_ingress(
+async def test_websocket_sessions_work_through_an_ingress(
     release: Release, ca_file: Path, tmp_path: Path, idle_s: float
 ) -> None:
     reinstall(release, tmp_path, ingress=INGRESS_VALUES)
@@ -95,7 +95,7 @@ async def test_websocket_sessions_come_through_an_ingress(
         await play_with_pause(f"https://{HOST}:{port}/envs/blackjack", release, ca_file, idle_s)
 
 
-async def test_websocket_and_grpc_sessions_come_through_routes(
+async def test_websocket_and_grpc_sessions_work_through_routes(
     release: Release, ca_file: Path, tmp_path: Path, idle_s: float
 ) -> None:
     certificate = {"certificateRefs": [{"name": SECRET}]}

@@ -86,7 +86,7 @@ def find_missing_data(namespace: str) -> Mapping[str, str]:
     return missing_data
 
 
-def test_a_submitted_run_learns_blackjack_on_several_nodes(observed_run: ObservedRun) -> None:
+def test_submitted_run_learns_blackjack_on_several_nodes(observed_run: ObservedRun) -> None:
     assert observed_run.nodes["learner"] != observed_run.nodes["rollout"]
     assert observed_run.summary.gap_closed is not None and observed_run.summary.gap_closed >= 0.90
     assert (observed_run.summary.canary_failures, observed_run.summary.episodes_lost) == (0, 0)

@@ -116,7 +116,7 @@ def find_pod(release: Release, session: AsyncSession) -> str:
     raise AssertionError(f"no pod has the server {server_id}")
 
 
-async def test_the_pool_is_refilled_after_claims(release: Release) -> None:
+async def test_sandbox_pool_is_refilled_after_claims(release: Release) -> None:
     durations_s = []
     async with connect_client(release) as client:
         for seed in range(NUM_OPENS):
@@ -142,7 +142,7 @@ async def test_the_pool_is_refilled_after_claims(release: Release) -> None:
     wait_until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
 
 
-async def test_concurrent_gateways_share_no_sandbox(release: Release) -> None:
+async def test_concurrent_gateways_claim_different_sandboxes(release: Release) -> None:
     wait_until_warm(release, WARM_POOL_SIZE)
     gateways = release.get("pods", "-l", "app.kubernetes.io/component=gateway")["items"]
     first_gateway, second_gateway = (f"pod/{pod['metadata']['name']}" for pod in gateways)

@@ -17,7 +17,7 @@ def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_folder, "VISIBLE_TIMEOUT_S", 0.2)
 
 
-def test_shared_folder_passes_and_is_empty_afterwards(tmp_path: Path) -> None:
+def test_shared_folder_check_passes_and_leaves_no_files(tmp_path: Path) -> None:
     token = FolderToken.write(tmp_path)
     token.check()
     for rank in range(2):
@@ -27,7 +27,7 @@ def test_shared_folder_passes_and_is_empty_afterwards(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_of_the_same_name_is_not_the_same_folder(tmp_path: Path) -> None:
+def test_different_folder_with_the_same_path_fails_the_check(tmp_path: Path) -> None:
     token = FolderToken.write(tmp_path)
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()

@@ -88,13 +88,13 @@ def test_seed_determines_the_task() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_rewards_of_the_baselines(seed: int) -> None:
+def test_baselines_earn_the_expected_rewards(seed: int) -> None:
     assert play_episode("solution", seed) == [(1.0, True)]
     assert play_episode("wrong", seed, max_turns=2) == [(0.0, None), (0.0, False)]
 
 
 @pytest.mark.slow
-def test_tests_before_an_endless_loop_are_rewarded() -> None:
+def test_tests_passed_before_an_endless_loop_are_rewarded() -> None:
     environment = make_environment(max_turns=1, num_tests=4, time_limit_s=1)
     code = write_looping_program(environment.reset(seed=3).observation)
     result = environment.step(CodeAction(code=code))
@@ -138,14 +138,14 @@ def test_kinds_limit_the_tasks() -> None:
     assert environment.options["kinds"] == ["multiply", "add"]
 
 
-def test_many_solutions_are_not_listed() -> None:
+def test_legal_responses_are_empty_with_many_solutions() -> None:
     environment = make_environment()
     observation = environment.reset(seed=1).observation
     assert environment.text_renderer.legal_answers(observation) == []
 
 
 @pytest.mark.parametrize("kind", ["add", "subtract", "multiply"])
-def test_one_line_solution_needs_the_number_of_the_task(kind: str) -> None:
+def test_one_line_solution_requires_the_correct_number(kind: str) -> None:
     environment = make_environment(kinds=[kind], max_turns=1, num_shown=0)
     right_number = environment.reset(seed=1).observation.parameters["k"]
     for number in (right_number, right_number % 9 + 1):
@@ -154,7 +154,7 @@ def test_one_line_solution_needs_the_number_of_the_task(kind: str) -> None:
         assert environment.step(CodeAction(code=code)).success is (number == right_number)
 
 
-def test_example_allows_every_solution() -> None:
+def test_tiny_example_allows_every_legal_response() -> None:
     config = load_run_config(ROOT / "examples" / "coding" / "tiny.toml")
     (environment_config,) = config.environments.values()
     assert isinstance(environment_config, LocalEnvironment)
@@ -215,7 +215,7 @@ def test_text_without_code_is_invalid(text: str) -> None:
         CodingRenderer().parse(text, observation)
 
 
-def test_output_errors_and_values_are_separate() -> None:
+def test_output_errors_and_return_values_are_separate() -> None:
     result = run("print('out')\ndef solve(x):\n    return 1 // x\n")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "out\n", "")
     assert result.outcomes[0].error == "ZeroDivisionError: integer division or modulo by zero"
@@ -245,7 +245,7 @@ def test_killed_runner_is_restarted() -> None:
     assert runner_pid != third_result.outcomes[0].value and third_result.outcomes[0].has_returned
 
 
-def test_threads_get_their_own_results() -> None:
+def test_concurrent_threads_receive_separate_results() -> None:
     with ThreadPoolExecutor(8) as threads:
         codes = [f"def solve(x):\n    return {number}\n" for number in range(24)]
         results = list(threads.map(lambda code: run(code, cpu_s=60), codes))
@@ -279,7 +279,7 @@ def test_sleeping_program_exceeds_the_wall_clock_limit() -> None:
     assert run("import time\ntime.sleep(600)\n").timed_out
 
 
-def test_output_is_cut_at_the_limit() -> None:
+def test_output_is_truncated_at_the_limit() -> None:
     result = run(
         "import sys\nfor f in (sys.stdout, sys.stderr): f.write('é' * 3_000_000)\n" + IDENTITY
     )
@@ -313,7 +313,7 @@ def test_memory_limit_raises_memory_error() -> None:
         pytest.param("import pydantic", id="installed package"),
     ],
 )
-def test_kernel_refuses_other_system_calls(statement: str, tmp_path: Path) -> None:
+def test_sandbox_blocks_forbidden_operations(statement: str, tmp_path: Path) -> None:
     existing_file = tmp_path / "existing"
     existing_file.write_text("x")
     old_status = existing_file.stat()
@@ -330,7 +330,7 @@ def test_kernel_refuses_other_system_calls(statement: str, tmp_path: Path) -> No
     assert existing_file.stat() == old_status
 
 
-def test_forged_outcomes_earn_nothing() -> None:
+def test_forged_outcomes_earn_no_reward() -> None:
     attack = (
         "import os\nfor fd in range(3, 64):\n"
         "    try: os.write(fd, {data!r})\n    except OSError: pass\n"

@@ -79,7 +79,7 @@ def test_invalid_arguments_of_the_cot_environment_are_refused(
 
 
 @pytest.mark.parametrize("action", ["x", -1, 10**6, None])
-def test_an_action_that_is_not_a_token_is_refused(model: str, action: Any) -> None:
+def test_action_outside_the_vocabulary_is_refused(model: str, action: Any) -> None:
     environment = CoTEnv(model, seed=np.int64(3), max_generation=np.int64(2))
     environment.reset()
     check_error(environment.step, "^action must be a token id from 0 to", action=action)

@@ -118,7 +118,7 @@ def test_registration_imports_no_heavy_package() -> None:
     ], process.stderr
 
 
-def test_the_same_seed_shows_the_same_article(model: str) -> None:
+def test_same_seed_selects_the_same_article(model: str) -> None:
     environment = SummarizationEnv(model)
     initial_states = [environment.reset(seed=seed)[0] for seed in range(8)]
     assert initial_states == [environment.reset(seed=seed)[0] for seed in range(8)]
@@ -137,7 +137,7 @@ def test_a_returned_state_does_not_change(model: str) -> None:
     assert len(state) == num_tokens
 
 
-def test_only_a_summary_that_ends_has_a_reward(
+def test_only_a_complete_summary_has_a_reward(
     model: str,
 ) -> None:
     environment = SummarizationEnv(model, max_generation=6)
@@ -152,7 +152,7 @@ def test_only_a_summary_that_ends_has_a_reward(
     assert (reward, terminated, truncated) == (0.0, False, True)
 
 
-def test_a_problem_is_rewarded_by_its_answer_also_at_the_token_limit(model: str) -> None:
+def test_cot_reward_is_given_for_the_answer_and_at_the_token_limit(model: str) -> None:
     environment = CoTEnv(model, max_generation=40)
     _, info = environment.reset(seed=1)
     solution = sum(int(number) for number in info["question"].split("+"))
@@ -163,7 +163,7 @@ def test_a_problem_is_rewarded_by_its_answer_also_at_the_token_limit(model: str)
     assert (reward, terminated, truncated, info["is_cut_off"]) == (-10, True, False, True)
 
 
-def test_test_problems_are_never_shown_in_training(model: str) -> None:
+def test_test_problems_are_not_used_in_training(model: str) -> None:
     environment = CoTEnv(model)
     questions = {
         split: {
@@ -184,7 +184,7 @@ def test_sums_below_ten_have_two_or_three_numbers() -> None:
     assert all(problem.solution < 10 for problem in problems)
 
 
-def test_an_answer_with_an_explanation_is_read(tmp_path: Path) -> None:
+def test_solution_is_read_from_an_answer_with_an_explanation(tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
     rows = [
         {"question": "Two and two?", "answer": "Two and two are four.\n#### 4"},
@@ -197,7 +197,7 @@ def test_an_answer_with_an_explanation_is_read(tmp_path: Path) -> None:
         read_problems(path)
 
 
-def test_equal_questions_stay_in_the_same_part_of_the_split() -> None:
+def test_equal_questions_are_in_the_same_split() -> None:
     problems = make_sums(4) * 3
     split = split_problems(problems, 0.3, seed=1)
     train_set, test_set = ({problem.question for problem in part} for part in split.values())
@@ -206,7 +206,7 @@ def test_equal_questions_stay_in_the_same_part_of_the_split() -> None:
         split_problems(problems[:1], 0.9, seed=1)
 
 
-def test_a_reward_model_scores_the_whole_completion_on_its_last_token(model: str) -> None:
+def test_reward_model_scores_the_whole_completion_at_the_last_token(model: str) -> None:
     def score_length(prompts, completions):
         return [len(completion) for completion in completions]
 
@@ -276,7 +276,7 @@ def test_an_environment_without_prompts_is_refused(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_environments_keep_the_contract(model: str) -> None:
+def test_language_environments_pass_all_checks(model: str) -> None:
     import ludus.trainer.compat.gymformer.env  # noqa: F401 - registers them
 
     for name in ("SummarizationEnv-v0", "CoTEnv-v0"):
@@ -293,7 +293,7 @@ class SeededReadmeEnvironment(ReadmeEnvironment):
 
 
 @pytest.mark.slow
-def test_the_readme_environment_breaks_only_the_rules_of_seeds(model: str) -> None:
+def test_readme_environment_breaks_only_seed_rules(model: str) -> None:
     broken_rules = {}
     for environment_class in (ReadmeEnvironment, SeededReadmeEnvironment):
         env_id = f"ludus-tests/{environment_class.__name__}Contract-v0"

@@ -11,7 +11,7 @@ GYMFORMER = Path(__file__).parents[2] / "examples" / "gymformer"
 NOTEBOOKS = sorted(GYMFORMER.glob("*.ipynb"))
 
 
-def test_there_is_a_notebook_for_each_of_gymformers() -> None:
+def test_notebooks_match_the_gymformer_notebooks() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["classic", "cot", "reward_model", "rlhf"]
 
 

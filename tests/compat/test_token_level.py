@@ -74,7 +74,7 @@ async def play(
     return await ScriptedPlayer(runner).play_episode(3), policy
 
 
-async def test_the_prompt_has_only_the_tokens_of_the_environment(
+async def test_prompt_contains_only_environment_tokens(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     rollout, policy = await play(client, chat, [8, END_TOKEN])
@@ -85,7 +85,7 @@ async def test_the_prompt_has_only_the_tokens_of_the_environment(
     assert rollout.status is RolloutStatus.TERMINATED
 
 
-async def test_every_token_has_its_own_reward(client: AsyncEnvClient, chat: ChatTokenizer) -> None:
+async def test_rewards_are_assigned_per_token(client: AsyncEnvClient, chat: ChatTokenizer) -> None:
     rollout, _ = await play(client, chat, [1, 2, 3, 4], [7, 8, 40, END_TOKEN])
     group = RolloutGroup(0, "tokens", (rollout,))
     [rewards] = make_batch([group], PpoConfig()).rewards
@@ -93,7 +93,7 @@ async def test_every_token_has_its_own_reward(client: AsyncEnvClient, chat: Chat
     assert rollout.episode_return == sum(rewards)
 
 
-async def test_tokens_beyond_the_end_are_not_trained_on(
+async def test_tokens_after_the_end_are_not_trained_on(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     rollout, _ = await play(client, chat, [8, END_TOKEN, 10, 11])
@@ -102,7 +102,7 @@ async def test_tokens_beyond_the_end_are_not_trained_on(
     assert sequence.logprobs.tolist() == [0, 0, -9, -10]
 
 
-async def test_tokens_of_the_environment_are_shown_and_masked(
+async def test_environment_tokens_are_in_the_prompt_and_masked(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     rollout, policy = await play(client, chat, [5, 6, 7], [END_TOKEN])
@@ -120,7 +120,7 @@ async def test_an_episode_without_room_for_a_completion_is_truncated(
     assert len(rollout.sequences[0].token_ids) == 6
 
 
-async def test_a_token_that_does_not_exist_is_an_invalid_action(
+async def test_unknown_token_id_is_an_invalid_action(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     rollout, _ = await play(client, chat, [1, 60_000])
@@ -128,7 +128,7 @@ async def test_a_token_that_does_not_exist_is_an_invalid_action(
     assert rollout.episode_return == LIMITS.invalid_action_reward
 
 
-async def test_each_reward_needs_a_sampled_token(chat: ChatTokenizer) -> None:
+async def test_number_of_rewards_must_match_the_sampled_tokens(chat: ChatTokenizer) -> None:
     policy = ScriptedTokenPolicy(iter([[1, 2]]))
     conversation = TokenConversation(policy, chat, LIMITS, SAMPLING, key=0)
     conversation.add_tokens([3])

@@ -67,7 +67,7 @@ def make_test_run(request: AgentRequest, model: str) -> LanguageModelRun:
     return make_run(request, task, Path(model), request.actor.model)
 
 
-def test_update_interval_becomes_the_groups_of_a_step(model: str, tmp_path: Path) -> None:
+def test_update_interval_sets_the_groups_per_step(model: str, tmp_path: Path) -> None:
     run = make_test_run(
         make_request(model, tmp_path, max_episodes=1000, update_interval=100), model
     )
@@ -79,7 +79,7 @@ def test_update_interval_becomes_the_groups_of_a_step(model: str, tmp_path: Path
     assert small_run.rollout.group_size * small_run.training.groups_per_step == 3
 
 
-def test_ppo_settings_are_settings_of_the_run(model: str, tmp_path: Path) -> None:
+def test_ppo_config_is_mapped_to_run_settings(model: str, tmp_path: Path) -> None:
     config = PPOConfig(lr_actor=1e-4, gamma=0.9, eps_clip=0.1, minibatch_size=25, gae_lambda=0.8)
     run = make_test_run(make_request(model, tmp_path, ppo_config=config), model)
     assert isinstance(run.algorithm, PpoConfig)
@@ -117,13 +117,13 @@ def test_kl_coef_comes_from_the_environment(model: str, tmp_path: Path) -> None:
     assert (run.algorithm.kl_coef, run.algorithm.kl_placement) == (0.3, "reward")
 
 
-def test_an_environment_that_needs_a_model_gets_the_actors_model(model: str) -> None:
+def test_environment_receives_the_model_of_the_actor(model: str) -> None:
     task = TokenTask.inspect("CoTEnv-v0", model, 400, 0)
     assert task.options["model_name"] == model
     assert task.max_generation == 128
 
 
-def test_another_process_can_make_the_environment_from_the_options(model: str) -> None:
+def test_environment_can_be_created_from_options_in_another_process(model: str) -> None:
     task = TokenTask.inspect(README_ENV_ID, model, 20, 0)
     target = "ludus.env.adapters.gymnasium.token_level:TokenLevelEnvironment"
     environment = environment_factory(target, task.options)()
@@ -142,7 +142,7 @@ def test_an_environment_without_tokens_is_refused(model: str) -> None:
         TokenTask.inspect("CartPole-v1", model, 100, 0)
 
 
-def test_a_class_that_cannot_be_imported_is_refused(model: str) -> None:
+def test_local_class_is_refused(model: str) -> None:
     class LocalClass(ReadmeEnvironment): ...
 
     gymnasium.register("ludus-tests/Local-v0", LocalClass, kwargs={"model_name": model})
@@ -150,7 +150,7 @@ def test_a_class_that_cannot_be_imported_is_refused(model: str) -> None:
         TokenTask.inspect("ludus-tests/Local-v0", model, 100, 0)
 
 
-def test_arguments_that_are_not_json_are_refused(model: str) -> None:
+def test_non_json_arguments_are_refused(model: str) -> None:
     kwargs = {"reward_model": lambda prompts, completions: [0.0], "dataset": ["fish?"]}
     gymnasium.register(
         "ludus-tests/Unsendable-v0",
@@ -161,7 +161,7 @@ def test_arguments_that_are_not_json_are_refused(model: str) -> None:
         TokenTask.inspect("ludus-tests/Unsendable-v0", model, 100, 0)
 
 
-def test_a_critic_that_does_not_use_tokens_is_refused(model: str, tmp_path: Path) -> None:
+def test_critic_without_token_input_is_refused(model: str, tmp_path: Path) -> None:
     request = make_request(model, tmp_path, critic=MLPCriticNetwork(4, 8))
     with pytest.raises(ConfigError, match="must be an LMCriticNetwork, got MLPCriticNetwork"):
         request.actor.train_as_agent(request)

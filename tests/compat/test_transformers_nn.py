@@ -64,14 +64,14 @@ def test_a_pad_token_inside_a_state_is_not_padding(actor: LMActorNetwork) -> Non
     assert not torch.allclose(actor(state_with_pad), actor(state_without_pad), atol=1e-3)
 
 
-def test_a_mask_decides_whether_a_pad_token_is_padding(actor: LMActorNetwork) -> None:
+def test_attention_mask_determines_whether_a_pad_token_is_padding(actor: LMActorNetwork) -> None:
     state = torch.tensor([5, 6, PAD_ID])
     logits = actor(state, attention_mask=torch.ones(3))
     torch.testing.assert_close(logits, actor.model(input_ids=state[None]).logits[0, -1])
     torch.testing.assert_close(actor(state), actor(state[:2]))
 
 
-def test_pad_token_none_means_no_padding(model_folder: str) -> None:
+def test_pad_token_id_none_disables_padding(model_folder: str) -> None:
     actor = LMActorNetwork(model_folder, pad_token_id=None)
     state = torch.tensor([5, 6, PAD_ID])
     torch.testing.assert_close(actor(state), actor.model(input_ids=state[None]).logits[0, -1])

@@ -48,7 +48,7 @@ def get_value(run: Any, path: str) -> Any:
     return run
 
 
-def test_every_field_is_in_one_table() -> None:
+def test_every_field_is_in_exactly_one_table() -> None:
     tables = [set(MAPPED_FIELDS), set(IGNORED_FIELDS), set(REFUSED_FIELDS)]
     assert sum(map(len, tables)) == len(set.union(*tables)) == len(DEFAULTS)
 
@@ -114,9 +114,7 @@ def test_every_field_is_in_one_table() -> None:
         ({"log_completions": True}, "metrics.transcripts_per_step", 8),
     ],
 )
-def test_a_field_becomes_a_setting_of_the_run(
-    fields: dict[str, Any], path: str, value: Any
-) -> None:
+def test_field_is_mapped_to_a_run_setting(fields: dict[str, Any], path: str, value: Any) -> None:
     assert get_value(make_run(**fields), path) == value
 
 
@@ -153,7 +151,7 @@ def test_a_field_becomes_a_setting_of_the_run(
         ),
     ],
 )
-def test_rows_and_epochs_of_trl_become_batches(
+def test_trl_rows_and_epochs_become_batches(
     fields: dict[str, Any], num_prompts: int, expected: Batches
 ) -> None:
     assert make_batches(GRPOConfig("out", **fields), num_prompts) == expected
@@ -243,7 +241,7 @@ NUMBER_FIELDS = [
 
 @pytest.mark.parametrize("use_vllm", [False, True])
 @pytest.mark.parametrize("name", NUMBER_FIELDS)
-def test_the_error_of_an_invalid_number_names_its_field(name: str, use_vllm: bool) -> None:
+def test_error_of_an_invalid_number_contains_the_field_name(name: str, use_vllm: bool) -> None:
     is_refused = False
     for value in (-1, -0.5, 0, 1e-9, 0.5, 1, 1.5, 2, 3.5, 8, 70_000, 2**40, 1e30, True, "8"):
         try:
@@ -255,17 +253,17 @@ def test_the_error_of_an_invalid_number_names_its_field(name: str, use_vllm: boo
     assert is_refused or name == "resume_from_checkpoint"
 
 
-def test_save_total_limit_of_0_or_less_is_no_limit() -> None:
+def test_save_total_limit_of_0_or_less_disables_the_limit() -> None:
     limits = {make_run(save_total_limit=limit).training.keep_checkpoints for limit in (None, 0, -1)}
     assert len(limits) == 1
     assert limits.pop() > 1000
 
 
-def test_every_default_has_the_type_of_its_field() -> None:
+def test_every_default_has_the_type_of_the_field() -> None:
     assert vars(GRPOConfig(**{**DEFAULTS, "output_dir": "out"}))["output_dir"] == "out"
 
 
-def test_the_last_part_of_output_dir_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_part_of_output_dir_is_the_run_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert find_run_folder(GRPOConfig("~/out/echo")) == Path("/home/me/out/echo")
     for name in (".", "my run", "x" * 48):
@@ -273,7 +271,7 @@ def test_the_last_part_of_output_dir_names_the_run(monkeypatch: pytest.MonkeyPat
             find_run_folder(GRPOConfig(name))
 
 
-def test_a_missing_engine_is_noted(
+def test_missing_engine_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ludus.trainer.compat.trl.run_settings.is_vllm_installed", lambda: False)
@@ -281,7 +279,7 @@ def test_a_missing_engine_is_noted(
     assert "note: GRPOConfig.use_vllm = True, and vLLM is not installed" in capsys.readouterr().err
 
 
-def test_a_field_without_effect_is_noted_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_field_without_effect_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     args = GRPOConfig(dataloader_num_workers=4, bf16=True)
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1

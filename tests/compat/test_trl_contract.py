@@ -56,7 +56,7 @@ def test_unknown_signature_is_refused() -> None:
         find_signature(rollout, "f")
 
 
-def test_prompts_need_not_repeat_and_columns_can_be_arrays_or_one_value() -> None:
+def test_prompts_may_be_unrepeated_and_columns_may_be_arrays_or_scalars() -> None:
     rows = read_rows(
         make_columns(
             prompt_ids=[[1, 2], [3]],
@@ -135,11 +135,11 @@ def test_mask_separates_sampled_tokens() -> None:
         ),
     ],
 )
-def test_invalid_value_is_refused_with_its_row(changes: dict[str, Any], message: str) -> None:
+def test_invalid_value_is_refused_with_the_row(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RolloutFunctionError, match=f"rollout function 'm:f' .*{message}"):
         read_rows(make_columns(**changes), ROW_RULES)
 
 
-def test_value_that_is_no_dictionary_is_refused() -> None:
+def test_non_dictionary_value_is_refused() -> None:
     with pytest.raises(RolloutFunctionError, match="must return a dictionary"):
         read_rows(None, ROW_RULES)

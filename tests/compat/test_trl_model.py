@@ -47,7 +47,7 @@ def test_model_objects_are_saved(folder: str, tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "other")).chat_template == tokenizer.chat_template
 
 
-def test_adapters_and_thoughts_are_settings_of_the_model(folder: str, tmp_path: Path) -> None:
+def test_lora_and_thinking_become_model_settings(folder: str, tmp_path: Path) -> None:
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
     args = GRPOConfig(max_completion_length=20, chat_template_kwargs={"enable_thinking": True})
     settings = make_model_section(folder, None, lora, args, tmp_path).settings

@@ -213,7 +213,7 @@ async def test_function_receives_prompts_and_sampling_settings(start_worker: Any
     assert trainer.state.global_step == 0
 
 
-async def test_environment_can_have_its_own_limits(start_worker: Any) -> None:
+async def test_environment_overrides_the_completion_limit(start_worker: Any) -> None:
     async with start_worker(
         "complete_over_http", environment={"max_completion_tokens": 2}
     ) as worker:
@@ -245,13 +245,13 @@ async def test_rewards_are_computed_once_for_all_groups_of_a_call(start_worker: 
         ),
     ],
 )
-async def test_invalid_function_fails_its_groups(
+async def test_invalid_rollout_function_fails_all_groups_of_the_call(
     start_worker: Any, function: str, message: str
 ) -> None:
     assert message in await find_failure(start_worker, function)
 
 
-async def test_slow_function_fails_its_groups(start_worker: Any) -> None:
+async def test_slow_rollout_function_fails_all_groups_of_the_call(start_worker: Any) -> None:
     failure = await find_failure(start_worker, "slow", group_timeout_s=0.2)
     assert "did not return within rollout.group_timeout_s = 0.2 s" in failure
 
@@ -267,7 +267,7 @@ async def test_evaluation_plays_each_seed_once(start_worker: Any) -> None:
     assert all(isinstance(rollout.episode_return, float) for rollout in rollouts)
 
 
-async def test_port_responds_like_a_server_of_trl(model_path: str) -> None:
+async def test_port_responds_like_a_trl_server(model_path: str) -> None:
     async with open_port(model_path) as url, httpx.AsyncClient(timeout=60) as http:
         body = {"prompts": ["hard 16", [5, 9, 11]], "n": 3, "max_tokens": 4, "top_k": -1}
         response = (await http.post(url, json=body)).json()

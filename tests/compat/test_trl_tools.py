@@ -124,7 +124,7 @@ def test_tools_are_called_until_a_response_has_no_call(chat: ChatTokenizer) -> N
     assert "Add a number." in chat.decode(columns["prompt_ids"][0])
 
 
-def test_an_error_of_a_tool_is_its_result(
+def test_tool_error_becomes_the_tool_result(
     chat: ChatTokenizer,
 ) -> None:
     def leave(code: int) -> str:
@@ -187,7 +187,7 @@ def test_a_pickled_rollout_has_no_tool_instances(chat: ChatTokenizer) -> None:
     assert pickle.loads(pickle.dumps(rollout)).max_rounds == 3
 
 
-def test_tools_that_cannot_be_called_are_refused_before_the_start(tmp_path: Any) -> None:
+def test_invalid_tools_are_refused_before_the_start(tmp_path: Any) -> None:
     class Untyped(Counter):
         def guess(self, number):  # type: ignore[no-untyped-def]
             """Guess."""

@@ -38,7 +38,7 @@ def make_trainer(tmp_path: Path, **fields: Any) -> GRPOTrainer:
     return GRPOTrainer(args=args, **arguments)
 
 
-def test_a_script_becomes_a_run(tmp_path: Path) -> None:
+def test_trainer_arguments_become_a_run_configuration(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, rollout_func=rollout)
     run = trainer.run
     [name] = run.environments
@@ -54,7 +54,7 @@ def test_a_script_becomes_a_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists(), "nothing is started"
 
 
-def test_a_large_batch_has_a_session_for_each_of_its_rows(tmp_path: Path) -> None:
+def test_large_batch_has_one_session_per_row(tmp_path: Path) -> None:
     args = GRPOConfig(
         str(tmp_path / "run"),
         use_cpu=True,
@@ -67,7 +67,7 @@ def test_a_large_batch_has_a_session_for_each_of_its_rows(tmp_path: Path) -> Non
     assert run.environment.max_sessions == 8192
 
 
-def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> None:
+def test_rows_are_written_to_the_paths_of_the_environment(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, eval_dataset={"prompt": ["a", "b"], "answer": [1, 2]})
     trainer.write_rows()
     options = trainer.run.environment.options
@@ -141,13 +141,13 @@ def test_functions_with_the_same_name_get_distinct_names(tmp_path: Path) -> None
     assert names == ["by_answer", "by_answer_2", "by_answer_3"]
 
 
-def test_options_that_request_nothing_are_accepted(tmp_path: Path) -> None:
+def test_empty_callbacks_and_optimizers_are_accepted(tmp_path: Path) -> None:
     assert make_trainer(tmp_path, callbacks=[], optimizers=None).run.name == "run"
     with pytest.raises(ConfigError, match=r"resume_from_checkpoint = '/x' must be True"):
         make_trainer(tmp_path).train(resume_from_checkpoint=Path("/x"))  # type: ignore[arg-type]
 
 
-def test_weights_belong_to_the_functions_in_their_order(tmp_path: Path) -> None:
+def test_reward_weights_follow_the_order_of_reward_functions(tmp_path: Path) -> None:
     def brief(completions: list[str], **_: Any) -> list[float]:
         return [-float(len(completion)) for completion in completions]
 
@@ -174,7 +174,7 @@ def test_nan_in_a_column_is_a_missing_value(tmp_path: Path) -> None:
         trainer.write_rows()
 
 
-def test_a_row_that_is_not_json_is_reported(tmp_path: Path) -> None:
+def test_non_json_row_is_reported(tmp_path: Path) -> None:
     rows = PromptRows.read([{"prompt": "a"}, {"prompt": "b", "image": object()}], "train_dataset")
     with pytest.raises(ConfigError, match="row 1 contains a value that JSON does not support"):
         rows.write(tmp_path / "rows.jsonl")
@@ -202,7 +202,7 @@ def make_step(number: int, reward: float) -> Step:
     return Step(number, values, {"prompts": {"reward_term.r": reward}}, (), None)
 
 
-def test_the_history_contains_means_between_entries() -> None:
+def test_log_history_contains_means_since_the_previous_entry() -> None:
     state, args = TrainerState(), GRPOConfig(logging_steps=4, logging_first_step=True)
     batches = Batches(num_groups=2, num_minibatches=2, num_steps=5, num_prompts=8)
     for number in range(1, 6):

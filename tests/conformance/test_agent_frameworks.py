@@ -89,7 +89,7 @@ async def run_scripted(
     return json.loads(texts.splitlines()[-1]), tree
 
 
-async def test_all_that_langchains_client_asks_for_is_done_or_refused_by_name(
+async def test_langchain_client_features_work_or_raise_unsupported_parameter(
     endpoint: AgentEndpoint,
 ) -> None:
     red_call = ["Look", {"box": "red"}]
@@ -120,7 +120,7 @@ async def test_all_that_langchains_client_asks_for_is_done_or_refused_by_name(
 
 
 @pytest.mark.parametrize("mode", ["whole", "streamed"])
-async def test_an_agent_of_smolagents_with_its_own_prompts_is_answered(
+async def test_smolagents_agent_solves_the_task_with_default_prompts(
     endpoint: AgentEndpoint, mode: str
 ) -> None:
     def call(name: str, **arguments: str) -> str:
@@ -173,7 +173,7 @@ def check_counts(measured: Measured, num_episodes: int) -> None:
     assert measured.largest_logprob_error < TOLERANCE
 
 
-async def test_a_service_with_many_episodes_trains_on_its_samples(
+async def test_agent_service_trains_on_sampled_tokens_of_concurrent_episodes(
     framework: str, tmp_path: Path
 ) -> None:
     with service(framework, tmp_path) as url:
@@ -184,7 +184,7 @@ async def test_a_service_with_many_episodes_trains_on_its_samples(
         assert measured.num_sequences == measured.num_episodes < measured.num_answers
 
 
-async def test_a_program_for_each_episode_finds_policy_and_tools_by_its_variables(
+async def test_agent_program_connects_through_environment_variables(
     framework: str, tmp_path: Path
 ) -> None:
     program = {"command": make_program(framework), "folder": str(AGENTS), "max_concurrent": 2}

@@ -69,11 +69,11 @@ def run_and_parse(command: list[Any]) -> Any:
     return json.loads(completed.stdout.splitlines()[-1])
 
 
-def test_every_field_of_grpo_config_is_known_with_its_default(python: Path) -> None:
+def test_defaults_equal_the_fields_of_grpo_config(python: Path) -> None:
     assert run_and_parse([python, "-I", "-c", FIELDS_PROGRAM]) == dict(DEFAULTS)
 
 
-def test_a_data_set_of_hugging_face_is_its_rows(python: Path) -> None:
+def test_hugging_face_dataset_is_read_as_rows(python: Path) -> None:
     upstream = next(python.parents[1].glob("lib/python*/site-packages"))
     assert run_and_parse([sys.executable, "-c", ROWS_PROGRAM, upstream]) == [
         {"prompt": "Word to echo:", "answer": None, "tags": ["a"]},
@@ -82,7 +82,7 @@ def test_a_data_set_of_hugging_face_is_its_rows(python: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["rollout_func", "environment_factory"])
-def test_trl_trains_on_games_of_our_server(
+def test_trl_trains_on_the_ludus_server(
     python: Path, server: LudusServer, tmp_path: Path, mode: str
 ) -> None:
     program = UPSTREAM / "trl_trainer.py"

@@ -31,14 +31,14 @@ def play_ludus_games(grpc_address: str):
 
 
 @pytest.mark.parametrize("version", CLIENTS)
-def test_an_upstream_client_sees_the_games_that_ours_sees(version, address, server):
+def test_upstream_client_and_ludus_client_play_identical_games(version, address, server):
     upstream_games = play_with_upstream_client(version, address)
     assert len(upstream_games) == NUM_GAMES
     assert upstream_games == play_ludus_games(server.grpc_address)
 
 
 @pytest.mark.parametrize("version", CLIENTS)
-def test_an_upstream_client_needs_nothing_but_a_token_in_the_address(version, server, tmp_path):
+def test_upstream_client_authenticates_with_a_token_in_the_address(version, server, tmp_path):
     with (
         ludus_server(tmp_path, GAME) as server_behind_gateway,
         ludus_gateway(tmp_path, server_behind_gateway, token="0123456789abcdef0123") as address,
@@ -48,11 +48,11 @@ def test_an_upstream_client_needs_nothing_but_a_token_in_the_address(version, se
             play_with_upstream_client(version, address.replace("player:0123", "player:x"))
 
 
-def test_our_client_sees_the_same_games_on_every_address(address, server):
+def test_ludus_client_plays_identical_games_on_every_address(address, server):
     assert play_with_ludus_client(address) == play_ludus_games(server.grpc_address)
 
 
-def test_the_games_are_no_trivial_ones(server):
+def test_games_differ_and_have_every_outcome(server):
     games = play_ludus_games(server.grpc_address)
     assert len({game["results"][-1][1] for game in games}) >= 3  # won, drawn and lost
     assert len({str(game["results"]) for game in games}) > NUM_GAMES / 2
@@ -64,7 +64,7 @@ def play_actions(address: str, *actions: dict) -> None:
     run_upstream(python, "player_actions.py", address, str(FIRST_SEED), json.dumps(actions))
 
 
-def test_an_upstream_client_gets_the_error_of_a_bad_action(address):
+def test_upstream_client_receives_the_error_for_an_invalid_action(address):
     play_actions(address)
     with pytest.raises(AssertionError, match=r"got 99.*\(code: ILLEGAL_ACTION\)"):
         play_actions(address, {"action_id": 99})
@@ -72,7 +72,7 @@ def test_an_upstream_client_gets_the_error_of_a_bad_action(address):
         play_actions(address, {"action_id": "x"})
 
 
-def test_an_upstream_client_gets_the_error_of_a_full_server(tmp_path):
+def test_upstream_client_receives_the_error_of_a_full_server(tmp_path):
     with (
         ludus_server(tmp_path, GAME, "--max-sessions", "1") as server,
         ludus_gateway(tmp_path, server) as gateway_address,
@@ -87,7 +87,7 @@ def test_an_upstream_client_gets_the_error_of_a_full_server(tmp_path):
         play_actions(server.http_address)
 
 
-def test_openenvs_own_validator_passes(address):
+def test_openenv_validator_passes(address):
     python = upstream_python(CLIENTS["0.10.0"][0])
     completed = subprocess.run(
         [python.with_name("openenv"), "validate", "--url", address, "--json"],
@@ -100,7 +100,7 @@ def test_openenvs_own_validator_passes(address):
     assert parse_json(completed.stdout)["passed"] is True
 
 
-def test_a_standard_mcp_client_plays_the_game_that_ours_sees(address, server):
+def test_mcp_client_and_ludus_client_play_the_same_game(address, server):
     python = install_upstream("mcp==2.3.0")
     output = parse_json(run_upstream(python, "mcp_player.py", f"{address}/mcp", str(FIRST_SEED)))
     assert {"start_episode", "take_action", "get_state"} <= set(output["tools"])

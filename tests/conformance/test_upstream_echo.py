@@ -29,7 +29,7 @@ def address(tmp_path_factory):
 
 
 @pytest.mark.parametrize("version", CLIENTS)
-def test_hello_world_pays_1_3_through_every_generation_of_clients(version, address):
+def test_every_client_version_gets_the_same_echo_result(version, address):
     requirement, program_name = CLIENTS[version]
     program = program_name.replace("player", "echo")
     output = json.loads(run_upstream(upstream_python(requirement), program, address))

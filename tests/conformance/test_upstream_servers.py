@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("version", SERVERS)
-def test_our_client_sees_what_the_servers_own_client_sees(version):
+def test_ludus_client_and_upstream_client_play_identical_games(version):
     # Servers of 0.1.x accept no seeds: each process starts from the first seed.
     seeded = version != "0.1.1"
     with upstream_server(version) as address:
@@ -30,7 +30,7 @@ def test_our_client_sees_what_the_servers_own_client_sees(version):
     assert ludus_games == upstream_games
 
 
-def test_our_client_reports_what_an_upstream_server_does_not_support():
+def test_ludus_client_supports_sessions_and_errors_of_upstream_server():
     with (
         upstream_server("0.10.0", max_sessions=2) as address,
         EnvClient.connect(address, ConnectOptions(connect_timeout_s=START_TIMEOUT_S)) as client,
@@ -54,7 +54,7 @@ def test_our_client_reports_what_an_upstream_server_does_not_support():
         assert other_session.step({"action_id": 1}) == response
 
 
-async def test_an_upstream_server_keeps_what_openenv_promises_and_the_rest_is_not_offered():
+async def test_upstream_server_fails_no_check_and_lacks_ludus_extensions():
     with upstream_server("0.10.0") as address:
         async with await AsyncEnvClient.connect(address) as client:
             report = await check_server(client, num_steps=8)

@@ -43,7 +43,7 @@ RUN_SECTIONS = {
 
 
 @pytest.mark.parametrize("game", GAMES)
-async def test_its_fields_are_what_the_policy_sees_and_its_numbers_what_it_answers(
+async def test_policy_plays_upstream_episodes_with_rendered_observations(
     game: str,
 ) -> None:
     limits = LIMITS.model_copy(update={"max_tokens": 8192})
@@ -69,7 +69,7 @@ async def test_its_fields_are_what_the_policy_sees_and_its_numbers_what_it_answe
 
 
 @pytest.mark.parametrize("game", GAMES)
-def test_only_the_address_changes_from_one_game_to_the_next(game: str, tmp_path: Path) -> None:
+def test_run_trains_on_an_upstream_server_given_only_an_address(game: str, tmp_path: Path) -> None:
     with upstream_server("0.10.0", game=game) as address:
         config = tmp_path / "run.json"
         config_fields = {"environment": {"kind": "remote", "address": address}, **RUN_SECTIONS}

@@ -64,13 +64,15 @@ def test_changes_that_affect_results_are_reported(
 @pytest.mark.parametrize(
     "override", ["training.num_steps=900", "rollout.num_workers=2", "metrics.tensorboard=true"]
 )
-def test_length_and_location_of_a_run_may_change(
+def test_run_length_and_location_can_change(
     tmp_path: Path, started_run: LanguageModelRun, override: str
 ) -> None:
     assert find_config_changes(tmp_path, change_run(started_run, override)) == []
 
 
-def test_unreadable_configuration_is_named(tmp_path: Path, started_run: LanguageModelRun) -> None:
+def test_unreadable_configuration_is_reported(
+    tmp_path: Path, started_run: LanguageModelRun
+) -> None:
     (tmp_path / CONFIG_FILE).write_text("{")
     with pytest.raises(ConfigError, match=rf"{CONFIG_FILE}' must contain the configuration"):
         find_config_changes(tmp_path, started_run)
@@ -105,7 +107,7 @@ async def test_refused_resume_changes_no_file(tmp_path: Path) -> None:
     assert read_files(folder.path) == previous_files
 
 
-def test_resumed_run_writes_its_new_configuration(tmp_path: Path) -> None:
+def test_resumed_run_writes_the_new_configuration(tmp_path: Path) -> None:
     run = load_run_config(EXAMPLE, [f"output_dir={json.dumps(str(tmp_path))}", "name=run"])
     folder = RunFolder.create(run, overwrite=False)
     folder.close()

@@ -128,7 +128,7 @@ async def test_damaged_checkpoint_is_skipped_with_a_warning(
     assert "step-00000010' cannot be read" in capsys.readouterr().err
 
 
-async def test_only_damaged_checkpoints_is_an_error(tmp_path: Path) -> None:
+async def test_search_fails_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     for step in (5, 10):
         remove(await save_checkpoint(tmp_path, step) / "learner" / ".metadata")
     with pytest.raises(CheckpointError, match="step-00000005' cannot be read"):
@@ -178,7 +178,7 @@ def lose_learner_in(run: SimulatedRun, step: int, damage: Callable[[Path], None]
     run.prepare = prepare
 
 
-async def test_lost_learner_skips_a_damaged_checkpoint(
+async def test_restart_after_a_lost_learner_skips_a_damaged_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path)

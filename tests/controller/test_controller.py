@@ -46,7 +46,7 @@ def draw_duration_s(spec: GroupSpec) -> float:
     return random.Random(spec.index).lognormvariate(-7, 1.0)
 
 
-async def test_curriculum_logs_the_environments_that_it_opens(
+async def test_curriculum_logs_newly_opened_environments(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(
@@ -88,7 +88,7 @@ async def test_delivery_overlaps_with_the_next_step(tmp_path: Path) -> None:
     assert state.weight_syncs == 7
 
 
-async def test_every_version_is_delivered_one_at_a_time(tmp_path: Path) -> None:
+async def test_every_version_is_delivered_in_sequence(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_staleness=3)
     all_workers: list[SimulatedWorkers] = []
     delivered_versions: list[int] = []
@@ -171,7 +171,7 @@ async def test_breach_is_counted_and_the_run_continues(
     assert sum(row.values.get("num_canary_failures", 0) for row in events) == 2
 
 
-async def test_failed_delivery_stops_the_run_with_its_error(
+async def test_failed_delivery_stops_the_run_with_the_delivery_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Controller, "last_checkpoint_timeout_s", 0.05)

@@ -98,7 +98,7 @@ async def test_run_stopped_within_an_epoch_continues_with_the_remaining_rows(
     assert sorted(list_trained_seeds(run)) == list(range(NUM_ROWS))
 
 
-async def test_restarted_learner_repeats_the_rows_after_its_checkpoint(tmp_path: Path) -> None:
+async def test_restarted_learner_repeats_the_rows_after_the_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     kill_learner_in_steps(run, 4, 8)
     state = await run.train()
@@ -125,7 +125,7 @@ def make_mixed_run(*names: str, **rollout: Any) -> LanguageModelRun:
     return LanguageModelRun.model_validate(tree)
 
 
-def test_lost_group_keeps_its_task_three_times():
+def test_lost_group_repeats_the_same_task_three_times():
     mixture = make_mixture(MixtureState(), rows=10)
     specs = [mixture.take_next_group() for _ in range(4)]
     assert [spec.seeds for spec in specs if spec.environment == "rows"] == [(0, 0), (1, 1)]
@@ -144,7 +144,7 @@ def test_lost_group_keeps_its_task_three_times():
     assert mixture.replace_group(coins_spec, is_lost=True).seeds != coins_spec.seeds
 
 
-def test_task_order_survives_other_environments() -> None:
+def test_task_order_continues_with_an_added_environment() -> None:
     state = MixtureState()
     mixture = make_mixture(state, rows=10)
     specs = [mixture.take_next_group() for _ in range(6)]
@@ -167,7 +167,7 @@ def test_group_of_distinct_seeds_uses_one_task_per_episode() -> None:
     assert [mixture.take_next_group().seeds for _ in range(2)] == [(0, 1, 2), (3, 4, 5)]
 
 
-def test_seeds_wrap_below_those_of_the_warm_start() -> None:
+def test_training_seeds_wrap_below_warm_start_seeds() -> None:
     last_seed = 2**30 // 10 * 10 - 1
     state = MixtureState(num_new_tasks={"rows": last_seed})
     mixture = Mixture(make_mixed_run("rows"), state, {"rows": 10})

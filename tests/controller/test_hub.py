@@ -74,7 +74,7 @@ def put_in_cache(cache: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_silent_hub_is_tried_once_and_named(hub: SilentHub) -> None:
+def test_unresponsive_hub_is_tried_once_and_reported(hub: SilentHub) -> None:
     message = (
         rf"model\.path = '{MODEL}': Hugging Face \({hub.address}\) does not respond.*HF_ENDPOINT"
     )
@@ -90,7 +90,7 @@ def test_silent_hub_is_tried_once_and_named(hub: SilentHub) -> None:
 
 
 @pytest.mark.usefixtures("hub")
-def test_dry_run_reports_a_silent_hub(tmp_path: Path) -> None:
+def test_dry_run_reports_an_unresponsive_hub(tmp_path: Path) -> None:
     model = {"kind": "pretrained", "path": MODEL}
     run = LanguageModelRun.model_validate({"model": model, "output_dir": str(tmp_path / "runs")})
     with pytest.raises(NotFoundError, match="does not respond"):

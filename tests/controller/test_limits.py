@@ -28,7 +28,7 @@ async def wait_forever(ended_tasks: list[str]) -> None:
         ended_tasks.append("forever")
 
 
-async def test_wait_beyond_the_limit_is_cancelled_and_named(
+async def test_wait_beyond_the_limit_is_cancelled_and_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ended_tasks: list[str] = []
@@ -50,7 +50,7 @@ async def test_long_wait_is_logged(
     assert "waiting for a friend" in caplog.text
 
 
-async def test_result_or_failure_within_the_limit_is_passed_on() -> None:
+async def test_result_or_error_within_the_limit_is_passed_on() -> None:
     async def fail() -> None:
         raise TimeoutError("its own")
 
@@ -144,7 +144,7 @@ async def test_learner_that_does_not_start_is_lost(
     assert len(killed_ranks) == 2
 
 
-async def test_learner_that_hangs_is_lost_until_its_restart(
+async def test_hanging_learner_is_lost_until_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group, killed_ranks = make_group(monkeypatch, "train_step")

@@ -43,7 +43,7 @@ def test_valid_run_passes_and_nothing_is_written(tmp_path: Path) -> None:
         ("learner.num_gpus_per_rank=64", "the run needs"),
     ],
 )
-def test_each_problem_of_a_start_is_reported(tmp_path: Path, override: str, message: str) -> None:
+def test_each_start_problem_is_reported(tmp_path: Path, override: str, message: str) -> None:
     disabled_policies = ["environment.random_policy=null", "environment.optimal_policy=null"]
     with pytest.raises(UserError, match=message):
         check_run(tmp_path, *disabled_policies, override)
@@ -66,7 +66,7 @@ def test_resume_without_checkpoint_is_reported(tmp_path: Path) -> None:
     check_run(tmp_path, resume=Resume.AUTO)
 
 
-def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_reported_with_the_remedy(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / CHECKPOINTS_FOLDER / "step-00000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(RunState(step=1).model_dump_json()[:50])

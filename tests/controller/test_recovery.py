@@ -72,7 +72,7 @@ async def test_lost_learner_restarts_from_the_newest_checkpoint(
     assert state.num_groups_rolled_back >= 2 * 4, "at least the groups of the lost steps"
 
 
-async def test_learner_lost_before_the_first_checkpoint_starts_again(tmp_path: Path) -> None:
+async def test_learner_lost_before_first_checkpoint_restarts_from_step_zero(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     kill_learner_in_steps(run, 2)
     state = await run.train()
@@ -173,7 +173,7 @@ async def test_learner_lost_with_the_buffer_leaves_the_previous_checkpoint(
     assert read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState).step == 5
 
 
-async def test_weights_of_a_lost_learner_count_as_its_loss(
+async def test_failed_delivery_of_a_lost_learner_restarts_the_learner(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path)
@@ -272,7 +272,7 @@ async def test_on_policy_resume_trains_on_the_same_groups(
     assert state.games_played == complete_state.games_played
 
 
-async def test_resume_without_an_environment_uses_the_others(tmp_path: Path) -> None:
+async def test_resume_with_removed_environment_uses_remaining_ones(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=5)
     run.settings["environments"] = {"coins": {}, "dice": {}}
     await run.train()

@@ -68,7 +68,9 @@ def test_dry_run_reports_an_unreachable_address(unused_address: str) -> None:
 
 
 @pytest.mark.usefixtures("short_connect_timeout")
-async def test_all_unreachable_addresses_are_named_without_credentials(unused_address: str) -> None:
+async def test_all_unreachable_addresses_are_reported_without_credentials(
+    unused_address: str,
+) -> None:
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     run = make_run_of_several(

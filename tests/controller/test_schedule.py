@@ -31,7 +31,7 @@ def test_linear_rate_reaches_its_final_value_in_the_last_step() -> None:
     assert compute_learning_rates(run) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
 
 
-def test_cosine_rate_is_half_way_in_the_middle() -> None:
+def test_cosine_rate_reaches_the_midpoint_in_the_middle() -> None:
     run = make_run(
         11, learning_rate=1.0, learning_rate_final=0.2, schedule="cosine", warmup_steps=2
     )
@@ -42,7 +42,7 @@ def test_cosine_rate_is_half_way_in_the_middle() -> None:
     assert learning_rates[-1] == pytest.approx(0.2)
 
 
-def test_warmup_longer_than_the_run_only_rises() -> None:
+def test_rate_only_rises_if_warmup_is_longer_than_the_run() -> None:
     learning_rates = compute_learning_rates(
         make_run(3, learning_rate=1.0, schedule="cosine", warmup_steps=10)
     )

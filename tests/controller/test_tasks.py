@@ -49,7 +49,7 @@ async def test_finished_background_tasks_do_not_end_the_block() -> None:
         assert await train() == 7
 
 
-async def test_task_started_by_a_task_is_watched() -> None:
+async def test_task_started_by_a_task_is_supervised() -> None:
     with pytest.raises(GroupMismatchError):
         async with CancellingTaskGroup() as tasks:
 

@@ -37,7 +37,7 @@ async def wait_forever(*_: object) -> None:
     await asyncio.Event().wait()
 
 
-async def test_worker_that_hangs_in_its_start_is_replaced(
+async def test_worker_that_hangs_at_start_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def behave(actor: FakeActor) -> None:
@@ -53,7 +53,7 @@ async def test_worker_that_hangs_in_its_start_is_replaced(
     assert "placement.start_timeout_s = 0.1" in caplog.text
 
 
-async def test_run_stops_if_all_workers_hang_in_their_start(
+async def test_run_stops_if_all_workers_hang_at_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def behave(actor: FakeActor) -> None:
@@ -65,7 +65,7 @@ async def test_run_stops_if_all_workers_hang_in_their_start(
             raise AssertionError("no worker has started")
 
 
-async def test_run_stops_if_workers_find_no_room(
+async def test_run_stops_if_workers_cannot_be_placed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def behave(actor: FakeActor) -> None:
@@ -94,7 +94,7 @@ async def test_state_of_each_worker_is_described(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("operation", ["evaluation", "weights"])
-async def test_wait_for_a_lost_worker_ends_at_its_limit(
+async def test_wait_for_a_lost_worker_ends_at_the_time_limit(
     monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     def behave(actor: FakeActor) -> None:
@@ -157,7 +157,7 @@ async def test_unresponsive_buffer_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
         await buffer.copy_state()
 
 
-async def test_slow_evaluation_ends_at_its_limit() -> None:
+async def test_slow_evaluation_ends_at_the_time_limit() -> None:
     class SlowWorkers:
         async def evaluate(self, *_: object) -> list[Any]:
             await wait_forever()
@@ -172,7 +172,7 @@ async def test_slow_evaluation_ends_at_its_limit() -> None:
 
 
 @pytest.mark.slow
-async def test_run_without_finished_groups_stops_and_names_them(tmp_path: Path) -> None:
+async def test_run_without_finished_groups_stops_and_reports_them(tmp_path: Path) -> None:
     def prepare(workers: SimulatedWorkers, _: Controller) -> None:
         workers.duration_s = lambda spec: 0.001 if spec.index < 8 else 3600.0
 

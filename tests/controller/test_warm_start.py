@@ -120,7 +120,7 @@ async def serve_environments(
         yield environments, episodes
 
 
-async def test_secret_from_the_seed_is_only_guessed_by_chance(
+async def test_warm_start_succeeds_only_by_chance_on_a_seeded_secret(
     tmp_path: Path,
 ) -> None:
     run = make_run("guess")

@@ -238,7 +238,9 @@ async def test_worker_with_repeated_breaches_stops_the_run(
         assert workers.num_breaches == 3
 
 
-async def test_first_breach_stops_a_run_that_allows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_first_breach_stops_the_run_if_max_breaches_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fleet = FakeFleet()
     async with fleet.run_workers(
         monkeypatch, TWO_WORKERS | {"weights": {"canary": {"max_breaches": 1}}}
@@ -265,7 +267,7 @@ async def test_breaches_of_all_workers_stop_the_run(
         assert all(actor.from_scratch_loads == [True, True] for actor in fleet.actors[:num_workers])
 
 
-async def test_failed_fetch_fails_its_delivery_only(
+async def test_failed_fetch_fails_only_the_current_delivery(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The weights are lost with their learner; the restarted learner publishes again."""

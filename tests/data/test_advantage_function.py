@@ -71,18 +71,18 @@ def test_invalid_function_is_refused(function: str, message: str) -> None:
     assert message in str(error_info.value)
 
 
-def test_function_excludes_baseline_and_scale() -> None:
+def test_function_cannot_be_combined_with_scale() -> None:
     with pytest.raises(ValidationError, match="scale = 'group' has no effect"):
         GrpoConfig(advantages="module:function", scale="group")
 
 
-def test_function_that_cannot_be_imported_is_refused() -> None:
+def test_unimportable_function_is_refused() -> None:
     run = Trainer({"algorithm": {"advantages": "nowhere:ranks"}}).run
     with pytest.raises(ConfigError, match=r"algorithm\.advantages = 'nowhere:ranks'"):
         check_importable_names(run)
 
 
-def test_configuration_may_contain_the_function_itself() -> None:
+def test_configuration_accepts_a_function_object() -> None:
     def rank_episodes(group: Sequence[Rollout]) -> list[float]:
         return ranks(group)
 

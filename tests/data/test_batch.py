@@ -97,12 +97,12 @@ def play_tokens(*token_rewards: float, status: RolloutStatus = RolloutStatus.TER
     return replace(rollout, sequences=(join_turns([turn]),), status=status)
 
 
-def test_token_rewards_are_placed_on_their_tokens() -> None:
+def test_token_rewards_are_assigned_to_matching_tokens() -> None:
     batch = make_batch([RolloutGroup(0, "coins", (play_tokens(1.0, 0.0, -2.0),))], PPO)
     assert batch.rewards[0].tolist() == [0, 0, 1, 0, -2]
 
 
-def test_rest_of_the_reward_is_placed_on_the_last_token() -> None:
+def test_remaining_reward_is_assigned_to_the_last_token() -> None:
     rollout = replace(play_tokens(1.0, 0.0, -2.0), reward=4.0)
     batch = make_batch([RolloutGroup(0, "coins", (rollout,))], PPO)
     assert batch.rewards[0].tolist() == [0, 0, 1, 0, 3]
@@ -133,14 +133,14 @@ def test_advantage_is_reward_minus_group_mean() -> None:
     assert list_advantages(batch) == [1.5, -0.5, -0.5, -0.5, 0.5, 0.5, -0.5, -0.5]
 
 
-def test_lost_episode_does_not_count() -> None:
+def test_lost_episode_is_excluded_from_the_batch() -> None:
     batch_with_lost = make_batch([make_group(1, -1, None)], GrpoConfig())
     batch_without_lost = make_batch([make_group(1, -1)], GrpoConfig())
     assert batch_with_lost.num_samples == 2
     assert list_advantages(batch_with_lost) == list_advantages(batch_without_lost)
 
 
-def test_equal_episodes_share_a_sequence_but_not_the_advantage() -> None:
+def test_equal_episodes_share_a_sequence_with_separate_advantages() -> None:
     twins = RolloutGroup(0, "coins", (make_rollout(1.0), make_rollout(-1.0), make_rollout(1.0)))
     batch = make_batch([twins], GrpoConfig())
     assert len(batch.sequences) == 1
@@ -149,7 +149,7 @@ def test_equal_episodes_share_a_sequence_but_not_the_advantage() -> None:
     assert int(batch.num_sampled_tokens[batch.sequence_of_sample].sum()) == 6
 
 
-def test_equal_tokens_with_different_masks_are_not_shared() -> None:
+def test_equal_tokens_with_different_masks_remain_separate_sequences() -> None:
     rollout = make_rollout(1.0)
     (sequence,) = make_rollout(-1.0).sequences
     shorter_sequence = replace(sequence, turns=(TurnSpan(3, 4, -1.0),))
@@ -170,7 +170,7 @@ def test_shuffling_permutes_the_rewards() -> None:
     assert all(group.rollouts[2].reward is None for group in shuffled_groups)
 
 
-def test_rewards_of_two_environments_are_scaled_separately() -> None:
+def test_rewards_are_scaled_separately_for_each_environment() -> None:
     cards, maze = play(10.0, environment="cards"), play(0.1, environment="maze")
     groups = [
         collect(cards, replace(cards, reward=0.0)),
@@ -186,7 +186,7 @@ def test_rewards_of_two_environments_are_scaled_separately() -> None:
     )
 
 
-def test_groups_of_several_environments_keep_their_order() -> None:
+def test_group_order_is_preserved_across_environments() -> None:
     groups = [
         collect(*(play(reward, environment=name) for reward in rewards))
         for name, rewards in (("a", (1, 0)), ("b", (5, 1)), ("a", (0, 3)))
@@ -199,13 +199,13 @@ def test_zero_variance_group_has_zero_advantages() -> None:
     assert list_advantages(batch) == [0.0] * 10
 
 
-def test_turn_reward_is_placed_on_its_last_token() -> None:
+def test_turn_reward_is_assigned_to_the_last_token_of_the_turn() -> None:
     batch = make_batch([collect(play(1.0, 2.0), play(0.0))], PPO)
     assert batch.rewards[0].tolist() == [0, 0, 0, 1, 0, 0, 0, 2]
     assert batch.rewards[1].tolist() == [0, 0, 0, 0]
 
 
-def test_rest_of_the_learned_reward_is_placed_on_the_last_turn() -> None:
+def test_remaining_learned_reward_is_assigned_to_the_last_turn() -> None:
     batch = make_batch([collect(play(1.0, 2.0, reward=10.0), play(0.0))], PPO)
     assert batch.rewards[0].tolist() == [0, 0, 0, 1, 0, 0, 0, 9]
 
@@ -215,7 +215,7 @@ def test_advantage_uses_the_learned_reward() -> None:
     assert list_advantages(make_batch([group], GrpoConfig())) == [-0.5, 0.5]
 
 
-def test_unscored_episode_does_not_count() -> None:
+def test_unscored_episode_is_excluded_from_the_batch() -> None:
     unscored_episode = replace(play(9.0), reward=None)
     for algorithm in (GrpoConfig(), GrpoConfig(credit="turn"), ReinforceConfig(baseline="mean")):
         mixed_batch = make_batch([collect(play(1.0), unscored_episode, play(0.0))], algorithm)
@@ -224,7 +224,7 @@ def test_unscored_episode_does_not_count() -> None:
         assert list_token_advantages(mixed_batch) == list_token_advantages(scored_batch)
 
 
-def test_turn_credit_uses_the_rewards_from_that_turn_on() -> None:
+def test_turn_credit_uses_rewards_of_current_and_later_turns() -> None:
     group = collect(play(1.0, 2.0), play(0.0, 0.0), play(3.0))
     batch = make_batch([group], GrpoConfig(credit="turn"))
     # Returns: 3 2, 0 0, 3. Means: 2 and 1.
@@ -249,7 +249,7 @@ def test_turns_may_be_separate_sequences() -> None:
         )
 
 
-def test_sequence_gets_the_discounted_return_of_the_next() -> None:
+def test_sequence_receives_discounted_return_of_the_next_sequence() -> None:
     group = collect(play(1.0, 2.0, 4.0, is_split=True), play(0.0))
     rewards = [row.tolist() for row in make_batch([group], PpoConfig(gamma=0.5)).rewards]
     # The return at the first token of the third sequence is 2; the second gets 2 + 0.5 * 2.
@@ -258,7 +258,7 @@ def test_sequence_gets_the_discounted_return_of_the_next() -> None:
     assert rewards[0] == [0, 0, 0, 1 + 0.5 * 1.5]
 
 
-def test_only_the_last_sequence_of_a_truncated_episode_is_truncated() -> None:
+def test_truncated_episode_marks_only_the_last_sequence_as_truncated() -> None:
     truncated_episode = play(1.0, 0.0, is_split=True, status=RolloutStatus.TRUNCATED)
     invalid_episode = play(1.0, status=RolloutStatus.INVALID_ACTION)
     batch = make_batch([collect(truncated_episode, invalid_episode)], PPO)
@@ -319,7 +319,7 @@ def test_episode_without_a_turn_has_no_sample() -> None:
     assert (batch.num_samples, list_advantages(batch)) == (1, [0.5])
 
 
-def test_shuffling_keeps_rewards_in_their_environment() -> None:
+def test_shuffling_permutes_rewards_only_within_an_environment() -> None:
     groups = [
         collect(*(play(reward, environment=name) for reward in rewards))
         for name, rewards in (("a", (1, 2, 3)), ("b", (10, 20, 30)))
@@ -330,7 +330,7 @@ def test_shuffling_keeps_rewards_in_their_environment() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [GrpoConfig(), GrpoConfig(credit="turn"), REINFORCE, PPO])
-def test_shuffling_removes_the_signal_of_single_turns(
+def test_shuffling_removes_the_reward_signal_of_individual_turns(
     algorithm: GrpoConfig | ReinforceConfig | PpoConfig,
 ) -> None:
     """The first turn has all the reward, positive in good episodes and negative in bad ones."""

@@ -26,7 +26,7 @@ def make_buffer(
     )
 
 
-def test_batch_has_the_oldest_groups_sorted_by_index() -> None:
+def test_batch_contains_the_oldest_groups_sorted_by_index() -> None:
     buffer = make_buffer(groups_per_step=2)
     buffer.begin([4, 2, 9], version=0)
     buffer.put([make_group(1, -1, index=index) for index in (9, 2, 4)])
@@ -34,7 +34,7 @@ def test_batch_has_the_oldest_groups_sorted_by_index() -> None:
     assert [group.index for group in buffer.groups] == [9]
 
 
-def test_incomplete_batch_is_not_taken() -> None:
+def test_incomplete_batch_is_not_returned() -> None:
     buffer = make_buffer(groups_per_step=2)
     buffer.begin([0, 1], version=0)
     buffer.put([make_group(1, -1, index=0)])
@@ -51,7 +51,7 @@ def test_group_does_not_overtake_a_group_with_an_earlier_deadline() -> None:
 
 
 @pytest.mark.parametrize("rewards", [(1, 1), (0.1 + 0.2, 0.1 + 0.2), (1, None), (None, None)])
-def test_useless_group_is_refused(
+def test_zero_variance_or_void_group_is_refused(
     rewards: tuple[float | None, ...],
 ) -> None:
     buffer = make_buffer()
@@ -67,7 +67,7 @@ def test_rewards_with_different_rounding_are_not_equal() -> None:
     assert buffer.put([make_group(0.1 + 0.2, 0.3)]) == []
 
 
-def test_zero_variance_groups_may_be_kept_but_not_void_groups() -> None:
+def test_buffer_can_keep_zero_variance_groups_but_not_void_groups() -> None:
     buffer = make_buffer(keeps_zero_variance_groups=True)
     buffer.begin([0, 1], version=0)
     assert buffer.put([make_group(1, 1, index=0), make_group(1, None, index=1)]) == [
@@ -129,7 +129,7 @@ def test_restore_drops_stale_groups() -> None:
     assert buffer.counts["coins"].num_stale_groups == 4
 
 
-def test_state_contains_everything_once() -> None:
+def test_state_contains_groups_and_each_refusal_once() -> None:
     buffer = make_buffer()
     buffer.begin([0, 1, 2], version=0)
     buffer.put([make_group(1, -1, index=0), make_group(1, 1, index=1)])

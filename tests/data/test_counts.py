@@ -12,7 +12,7 @@ from ludus.trainer.run.checkpoint import RunState
 from tests.data.rollouts import make_group
 
 
-def test_lost_episode_is_not_a_win_draw_or_loss() -> None:
+def test_lost_episode_is_not_counted_as_win_draw_or_loss() -> None:
     counts = count_group(make_group(1, 0, -1, -1, None))
     assert (counts.num_wins, counts.num_draws, counts.num_losses) == (1, 1, 2)
     assert (counts.num_scored, counts.num_lost) == (4, 1)
@@ -84,13 +84,13 @@ def test_return_of_zero_up_to_rounding_is_a_draw() -> None:
     assert (counts.num_wins, counts.num_draws, counts.num_losses) == (0, 1, 0)
 
 
-def test_episodes_without_reported_success_are_not_judged() -> None:
+def test_episodes_without_reported_success_are_not_in_win_counts() -> None:
     rollouts = [replace(rollout, success=None) for rollout in make_group(200, 17, 9).rollouts]
     counts = count_group(replace(make_group(1, 1, 1), rollouts=tuple(rollouts)))
     assert (counts.num_judged, counts.num_wins, counts.num_terminated) == (0, 0, 3)
 
 
-def test_terms_are_summed_by_name_without_unscored_values() -> None:
+def test_reward_terms_are_summed_by_name_ignoring_missing_values() -> None:
     group = make_group(1, -1)
     terms = [
         (ScoredTerm("format", 0.5), ScoredTerm("style", None)),

@@ -55,13 +55,13 @@ def test_first_error_of_a_group_is_the_reason() -> None:
     assert describe_error(group) == "SessionLostError: the server died"
 
 
-def test_reasons_that_differ_in_numbers_are_one_kind() -> None:
+def test_reasons_with_different_numbers_have_the_same_kind() -> None:
     kind = mask_numbers("ExecutionError: session 3f9a2b-17 failed at step 12")
     assert kind == mask_numbers("ExecutionError: session 77aa01-18 failed at step 3")
     assert kind != mask_numbers("ExecutionError: session 3f9a2b-17 was refused at step 12")
 
 
-def test_most_common_reason_is_the_first_example_of_its_kind() -> None:
+def test_first_reason_of_the_most_common_kind_is_returned() -> None:
     counts = count_failures(["away", "bad at 1", "bad at 2"])
     total_counts = add_failures(counts, count_failures(["away", "bad at 3", "bad at 4"]))
     assert {count.num_episodes for count in total_counts.values()} == {2, 4}

@@ -46,7 +46,9 @@ def count(num_wins: int, num_episodes: int, num_groups: int = 8) -> RolloutCount
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 300))
-def test_counts_follow_the_weights_at_every_moment(weights: list[int], num_groups: int) -> None:
+def test_group_counts_match_environment_weights_after_every_group(
+    weights: list[int], num_groups: int
+) -> None:
     run = make_run({f"e{number}": weight for number, weight in enumerate(weights)})
     counts = play(make_mixture(run), num_groups)
     for name, environment in run.environments.items():
@@ -54,13 +56,13 @@ def test_counts_follow_the_weights_at_every_moment(weights: list[int], num_group
         assert abs(counts[name] - expected_count) < len(weights)
 
 
-def test_proportions_are_exact_over_whole_rounds() -> None:
+def test_group_proportions_are_exact_after_each_full_cycle() -> None:
     mixture = make_mixture(make_run({"a": 3, "b": 1, "c": 2}))
     for _ in range(50):
         assert play(mixture, 6) == {"a": 3, "b": 1, "c": 2}
 
 
-def test_equal_configurations_have_equal_groups() -> None:
+def test_equal_configurations_produce_equal_groups() -> None:
     run = make_run({"a": 3, "b": 1})
     mixture, equal_mixture = make_mixture(run), make_mixture(run)
     assert [mixture.take_next_group() for _ in range(50)] == [
@@ -87,7 +89,7 @@ def test_replacements_do_not_affect_other_environments() -> None:
     assert indices_of_b["plain"] == indices_of_b["replacing"]
 
 
-def test_indices_are_unique() -> None:
+def test_group_indices_are_unique_after_replacement_and_rollback() -> None:
     mixture = make_mixture(make_run({"a": 2, "b": 1}))
     specs = [mixture.take_next_group() for _ in range(30)]
     specs += [mixture.replace_group(spec) for spec in specs]
@@ -99,7 +101,7 @@ def test_indices_are_unique() -> None:
     assert len({spec.index for spec in specs}) == len(specs)
 
 
-def test_slot_with_many_replacements_goes_to_any_environment() -> None:
+def test_group_replaced_many_times_moves_to_any_environment() -> None:
     mixture = make_mixture(make_run({"mastered": 1, "open": 1}))
     spec = mixture.take_next_group()
     environments = []
@@ -125,7 +127,7 @@ def test_mixture_resumes_from_a_checkpoint() -> None:
     assert resumed_mixture.weights == mixture.weights
 
 
-def test_run_resumed_with_another_environment_uses_new_indices() -> None:
+def test_resume_with_an_added_environment_uses_new_indices() -> None:
     mixture = make_mixture(make_run({"a": 1, "b": 1}))
     used_indices = {mixture.take_next_group().index for _ in range(9)}
     extended_mixture = make_mixture(make_run({"a": 1, "b": 1, "c": 1}), mixture.state)
@@ -142,7 +144,7 @@ def test_curriculum_starts_with_the_first_environment_only() -> None:
     assert play(mixture, 10) == {"easy": 10}
 
 
-def test_next_environment_opens_at_the_win_rate_over_a_window() -> None:
+def test_next_environment_opens_at_the_required_win_rate_over_a_window() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
     mixture.observe({"easy": count(64, 64)})
     assert play(mixture, 10) == {"easy": 10}, "half a window"
@@ -154,7 +156,7 @@ def test_next_environment_opens_at_the_win_rate_over_a_window() -> None:
     assert play(mixture, 50) == {"easy": 10, "hard": 40}, "mastered: a quarter of its weight"
 
 
-def test_zero_variance_groups_count_for_the_win_rate() -> None:
+def test_zero_variance_groups_count_toward_the_win_rate() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
     counts = RolloutCounts(num_groups=16, num_zero_variance_groups=16, num_scored=64, num_wins=64)
     mixture.observe({"easy": counts})
@@ -171,7 +173,7 @@ def test_observe_returns_the_opened_environment() -> None:
 
 
 @pytest.mark.parametrize("num_scored", [0, 64])
-def test_environment_without_wins_opens_no_other(num_scored: int) -> None:
+def test_environment_without_wins_does_not_open_the_next(num_scored: int) -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
     mixture.observe({"easy": count(0, num_scored, num_groups=32), "hard": count(64, 64)})
     assert list(mixture.weights) == ["easy"]
@@ -189,7 +191,7 @@ def test_environment_without_reported_success_is_refused() -> None:
     )
 
 
-def test_last_environment_need_not_report_success() -> None:
+def test_last_environment_does_not_have_to_report_success() -> None:
     unjudged_counts = RolloutCounts(num_groups=8, num_scored=64, num_terminated=64)
     plain_mixture = make_mixture(make_run({"easy": 1, "hard": 1}))
     plain_mixture.observe({"easy": unjudged_counts})
@@ -199,7 +201,7 @@ def test_last_environment_need_not_report_success() -> None:
     assert mixture.weights == {"easy": 0.25, "hard": 1}
 
 
-def test_truncated_episodes_need_not_report_success() -> None:
+def test_truncated_episodes_do_not_have_to_report_success() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
     truncated_counts = RolloutCounts(num_groups=16, num_scored=64, num_truncated=32, num_invalid=32)
     mixture.observe({"easy": truncated_counts})

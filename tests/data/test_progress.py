@@ -67,7 +67,7 @@ def test_unavailable_environment_stops_the_run() -> None:
         monitor.observe({"a": VOID_COUNTS, "b": SCORED_COUNTS}, 30.0, is_taken=True)
 
 
-def test_environment_that_never_worked_stops_the_run_after_two_batches() -> None:
+def test_initially_failing_environment_stops_run_after_two_batches() -> None:
     monitor = make_monitor()
     counts = FAILED_COUNTS + FAILED_COUNTS
     monitor.observe({"a": counts, "b": SCORED_COUNTS}, 0.0, is_taken=False)
@@ -88,7 +88,7 @@ def test_short_burst_of_initial_failures_does_not_stop_the_run() -> None:
     monitor.observe({"a": counts + FAILED_COUNTS}, 20.0, is_taken=False)
 
 
-def test_environment_that_worked_may_fail_for_reconnect_timeout() -> None:
+def test_working_environment_may_fail_for_reconnect_timeout() -> None:
     monitor = make_monitor()
     counts = SCORED_COUNTS
     monitor.observe({"a": counts}, 0.0, is_taken=False)
@@ -99,7 +99,7 @@ def test_environment_that_worked_may_fail_for_reconnect_timeout() -> None:
         monitor.observe({"a": counts + FAILED_COUNTS}, 31.0, is_taken=False)
 
 
-def test_one_good_group_among_many_void_groups_does_not_save_the_run() -> None:
+def test_run_stops_despite_one_scored_group_among_many_void_groups() -> None:
     monitor = make_monitor()
     counts = SCORED_COUNTS
     monitor.observe({"a": counts}, 0.0, is_taken=False)
@@ -159,7 +159,7 @@ def test_idle_wait_is_logged_each_minute_and_stops_the_run(
         monitor.observe({"a": SCORED_COUNTS + SCORED_COUNTS}, 2250.0, is_taken=False)
 
 
-def test_new_kinds_of_reasons_are_logged_once_up_to_a_limit(
+def test_each_failure_kind_is_logged_once_up_to_a_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monitor = make_monitor()
@@ -176,7 +176,7 @@ def test_new_kinds_of_reasons_are_logged_once_up_to_a_limit(
     assert len(caplog.records) == 21
 
 
-def test_unscored_groups_have_a_missing_reward_as_reason() -> None:
+def test_unscored_groups_stop_the_run_with_missing_reward_as_reason() -> None:
     monitor = make_monitor()
     unscored_counts = RolloutCounts(num_groups=1, num_episodes=4, num_void_groups=1)
     monitor.observe({"a": unscored_counts}, 0.0, is_taken=False)
@@ -200,7 +200,7 @@ def test_endless_zero_variance_groups_stop_the_run() -> None:
         monitor.observe({"a": counts + ZERO_VARIANCE_COUNTS}, 200.0, is_taken=False)
 
 
-def test_taken_batch_resets_the_limits() -> None:
+def test_taking_a_batch_resets_the_limits() -> None:
     monitor = make_monitor()
     batch_counts = RolloutCounts(num_groups=500, num_zero_variance_groups=498, num_scored=2000)
     monitor.observe({"a": batch_counts}, 0.0, is_taken=True)

@@ -12,7 +12,7 @@ from ludus.trainer.core.ragged import RaggedArray
 ROWS = [[1, 2, 3], [], [4]]
 
 
-def test_rows_behave_like_a_list() -> None:
+def test_ragged_array_behaves_like_a_list_of_rows() -> None:
     ragged_array = RaggedArray.from_rows(ROWS, np.int64)
     assert [row.tolist() for row in ragged_array] == ROWS
     assert ragged_array[-1].tolist() == [4]
@@ -23,20 +23,20 @@ def test_rows_behave_like_a_list() -> None:
             ragged_array[index]
 
 
-def test_rows_are_taken_in_any_order_and_more_than_once() -> None:
+def test_rows_can_be_concatenated_in_any_order_with_repeats() -> None:
     ragged_array = RaggedArray.from_rows(ROWS, np.float32)
     assert ragged_array.concatenate_rows([2, 0, 2]).tolist() == [4, 1, 2, 3, 4]
     assert ragged_array.concatenate_rows([]).dtype == np.float32
 
 
-def test_ragged_may_be_empty() -> None:
+def test_ragged_array_may_be_empty() -> None:
     empty_array = RaggedArray.from_rows([], np.bool_)
     assert len(empty_array) == 0
     assert list(empty_array) == []
     assert empty_array.lengths.tolist() == []
 
 
-def test_thousand_rows_are_sent_as_two_buffers() -> None:
+def test_thousand_rows_are_pickled_as_two_buffers() -> None:
     buffers: list[pickle.PickleBuffer] = []
     ragged_array = RaggedArray.from_rows([[1]] * 1000, np.int64)
     payload = pickle.dumps(ragged_array, protocol=5, buffer_callback=buffers.append)

@@ -32,7 +32,7 @@ PLANS = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(PLANS)
-def test_no_sample_is_too_old_or_lost(plan: Plan) -> None:
+def test_no_sample_exceeds_max_staleness_or_is_lost(plan: Plan) -> None:
     simulation = Simulation(plan)
     simulation.run()
     for step, batch in enumerate(simulation.trained_batches):
@@ -49,7 +49,7 @@ def test_no_sample_is_too_old_or_lost(plan: Plan) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(PLANS)
-def test_fewer_groups_than_the_window_overtake_a_straggler(plan: Plan) -> None:
+def test_number_of_groups_overtaking_a_straggler_is_below_the_window(plan: Plan) -> None:
     simulation = Simulation(plan)
     simulation.run()
     # A refused group does not block others, and cannot be overtaken.
@@ -72,7 +72,7 @@ def simulate_straggler(window_fraction: float) -> Simulation:
     return simulation
 
 
-def test_straggler_blocks_only_a_strict_queue() -> None:
+def test_straggler_blocks_other_groups_only_in_a_strict_queue() -> None:
     assert simulate_straggler(window_fraction=1.0).count_overtakers(5) > 0
     assert simulate_straggler(window_fraction=0.01).count_overtakers(5) == 0
     assert (

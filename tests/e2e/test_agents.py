@@ -50,7 +50,7 @@ PROGRAM = (
 
 
 @pytest.mark.parametrize("overrides", [FUNCTION, PROGRAM], ids=["function", "program"])
-def test_the_examples_agent_is_trained(
+def test_example_agent_trains_without_failed_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -120,7 +120,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
         process.stdin.close()
 
 
-def test_actors_have_their_nodes_and_workers_come_and_go_with_nodes(
+def test_actors_run_on_assigned_nodes_and_workers_follow_node_changes(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
     overrides = ("rollout.num_workers=2", "rollout.min_workers=1", "training.num_steps=5000")

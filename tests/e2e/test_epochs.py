@@ -79,7 +79,7 @@ def list_phase_steps(run: Run) -> set[int | None]:
     return {row.num_steps for row in run.rows if row.kind == "phase"}
 
 
-def test_two_workers_play_each_row_once_a_pass_also_after_a_stop(tmp_path: Path) -> None:
+def test_two_workers_play_each_row_once_per_epoch_across_a_resume(tmp_path: Path) -> None:
     config, file = tmp_path / "run.toml", tmp_path / "judged"
     row_ids = range(NUM_ROWS)
     rows = [{"prompt": f"item {n}?", "row_id": n, "file": str(file)} for n in row_ids]

@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield server
 
 
-def test_a_program_trains_in_parts_what_another_trains_at_once(
+def test_training_in_two_parts_equals_uninterrupted_training(
     tmp_path: Path, server: RunningServer
 ) -> None:
     command = [sys.executable, "-m", "tests.e2e.forge_program", str(tmp_path), server.http]
@@ -58,9 +58,7 @@ def test_a_program_trains_in_parts_what_another_trains_at_once(
     assert terms == {"evaluate_response"}
 
 
-def test_the_tutorials_own_file_starts_with_a_tiny_model(
-    tmp_path: Path, server: RunningServer
-) -> None:
+def test_tutorial_configuration_trains_a_tiny_model(tmp_path: Path, server: RunningServer) -> None:
     path = tmp_path / "blackjack.yaml"
     path.write_text(yaml.safe_dump(tutorial_config()))
     overrides = [

@@ -41,13 +41,15 @@ def execute(name: str, runs: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "".join(cell_output.get("text", "") for cell_output in outputs)
 
 
-def test_classic_saves_agents_and_plays_one(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classic_notebook_saves_agents_and_plays_an_agent(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     printed_text = execute("classic.ipynb", runs, monkeypatch)
     assert "mean return of 20 episodes" in printed_text
     assert list((runs / "classic").iterdir())
 
 
-def test_answers_to_sums_are_judged_before_and_after(
+def test_cot_notebook_evaluates_before_and_after_training(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     printed_text = execute("cot.ipynb", runs, monkeypatch)
@@ -55,7 +57,7 @@ def test_answers_to_sums_are_judged_before_and_after(
     assert (runs / "Sums-v0" / "summary.json").is_file()
 
 
-def test_a_reward_model_is_what_the_policy_is_trained_on(
+def test_reward_model_and_rlhf_notebooks_run_in_sequence(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "epoch 18   accuracy" in execute("reward_model.ipynb", runs, monkeypatch)

@@ -20,7 +20,7 @@ ARTICLES_FILE = EXAMPLES / "summarization" / "articles.jsonl"
 ARTICLES_OPTION = f'environment.options={{path = "{ARTICLES_FILE}", example_answers = "examples"}}'
 
 
-def test_summaries_of_random_words_become_longer_and_hold_key_terms(tmp_path: Path) -> None:
+def test_summarization_example_increases_the_mean_reward(tmp_path: Path) -> None:
     overrides = (ARTICLES_OPTION, "training.num_steps=10", "model.warm_start_games=1024")
     config = EXAMPLES / "summarization" / "tiny.toml"
     with start_run(tmp_path, *overrides, config=config) as run:

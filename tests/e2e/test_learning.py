@@ -52,14 +52,14 @@ def always_stand_gap_share(summary: Summary) -> float:
     return (returns["always_stand"] - returns["random"]) / gap
 
 
-def test_a_policy_learns_from_its_rewards(tmp_path: Path) -> None:
+def test_policy_learns_from_rewards(tmp_path: Path) -> None:
     summary = train_blackjack(tmp_path)
     assert summary.start is not None and summary.gap_closed_ci95 is not None
     assert summary.start.win_rate < 0.36, "the first policy plays at random"
     assert summary.gap_closed_ci95[0] > always_stand_gap_share(summary)
 
 
-def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
+def test_policy_does_not_learn_from_shuffled_rewards(tmp_path: Path) -> None:
     summary = train_blackjack(tmp_path, "training.shuffle_rewards=true")
     assert summary.gap_closed_ci95 is not None
     assert summary.gap_closed_ci95[0] < always_stand_gap_share(summary)

@@ -35,7 +35,7 @@ def mixed_config(tmp_path: Path) -> Path:
     return path
 
 
-def test_environments_are_mixed_by_weight_and_a_dead_server_is_the_only_one_restarted(
+def test_mixed_run_uses_weights_and_restarts_only_the_dead_server(
     mixed_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))

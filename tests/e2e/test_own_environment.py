@@ -33,7 +33,7 @@ def run_ludus(cwd: Path, *arguments: str) -> str:
     return completed.stdout
 
 
-def test_the_environment_that_init_writes_is_learned(tmp_path: Path) -> None:
+def test_policy_learns_the_environment_created_by_init(tmp_path: Path) -> None:
     (block,) = re.findall(r"```bash\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     commands = [line.split()[1:] for line in block.splitlines()]
     assert commands[0] == ["env", "init", "number_guess"]

@@ -64,7 +64,7 @@ def list_evaluations(run: Run) -> list[MetricsRow]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_two_steps_are_one_step_stop_resume_one_step(tmp_path: Path, num_ranks: int) -> None:
+def test_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, num_ranks: int) -> None:
     settings = (*EXACT_SETTINGS, f"learner.num_ranks={num_ranks}", "training.num_steps=2")
     with start_run(tmp_path / "whole", *settings) as full_run:
         full_run.finish()

@@ -14,7 +14,7 @@ from tests.e2e.runs import start_run, wait_until_gone
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_the_run_continues_from_it(
+def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_run_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
@@ -43,7 +43,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_the_run_continues_from_it
 
 
 @pytest.mark.usefixtures("shared_ray")
-def test_vllm_samples_from_the_weights_of_the_learner_after_every_sync(tmp_path: Path) -> None:
+def test_vllm_samples_with_learner_weights_after_every_sync(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="vLLM has no wheel for this machine")
     with start_run(tmp_path, "generator.kind=vllm") as run:
         summary = run.finish()
@@ -60,7 +60,7 @@ def test_vllm_samples_from_the_weights_of_the_learner_after_every_sync(tmp_path:
         (["environment.kind=remote", "environment.address=grpc://127.0.0.1:9"], "127.0.0.1:9"),
     ],
 )
-def test_bad_input_ends_with_one_message_and_leaves_nothing(
+def test_invalid_input_exits_with_one_error_and_leaves_no_run_folder(
     tmp_path: Path, settings: list[str], message: str
 ) -> None:
     with start_run(tmp_path, "environment.options={}", *settings) as run:

@@ -60,7 +60,7 @@ def test_workers_join_and_leave_while_the_run_continues(
     ("num_workers_requested", "message"),
     [(0, "greater than or equal to 1"), (1, "rollout.min_workers = 2"), (100, "max_sessions")],
 )
-def test_an_impossible_number_is_refused_with_the_remedy(
+def test_invalid_number_of_workers_is_refused_with_a_remedy(
     tmp_path: Path, num_workers_requested: int, message: str
 ) -> None:
     settings = [*SMALL_RUN, "rollout.min_workers=2", "rollout.num_workers=2"]

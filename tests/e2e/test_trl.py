@@ -28,7 +28,7 @@ def run_program(folder: Path, form: str) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("shared_ray")
-def test_both_kinds_of_rollout_function_train_alike_and_use_each_row_once(tmp_path: Path) -> None:
+def test_http_and_call_rollout_functions_match_and_use_each_row_once(tmp_path: Path) -> None:
     http_result, call_result = (run_program(tmp_path / form, form) for form in ("http", "call"))
     assert http_result == call_result, "the same episodes give the same results"
     assert http_result["global_step"] == NUM_ROWS * 4 // 16

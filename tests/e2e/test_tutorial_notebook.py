@@ -39,7 +39,7 @@ def other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSe
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("shared_ray")
-def test_the_notebook_runs_from_its_first_cell_to_its_last(
+def test_tutorial_notebook_runs_from_first_to_last_cell(
     server: RunningServer,
     other_server: RunningServer,
     tmp_path: Path,

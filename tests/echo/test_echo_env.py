@@ -25,7 +25,7 @@ def test_package_is_importable_as_in_openenv_docs() -> None:
 
 
 @pytest.mark.parametrize(("message", "reward"), [("Hello, World!", 1.3), ("", 0.0), ("é" * 7, 0.7)])
-def test_reward_is_a_tenth_of_the_length(message: str, reward: float) -> None:
+def test_reward_is_a_tenth_of_the_message_length(message: str, reward: float) -> None:
     environment = make_environment()
     environment.reset(seed=1, episode_id="e")
     for number in range(1, 4):
@@ -43,12 +43,12 @@ def test_message_before_reset_is_refused() -> None:
     assert refusal.value.code == ErrorCode.NOT_RESET
 
 
-def test_option_is_refused() -> None:
+def test_unknown_option_is_refused() -> None:
     with pytest.raises(ConfigError, match="loud"):
         make_environment(loud=True)
 
 
-def test_tools_earn_no_reward() -> None:
+def test_tool_calls_do_not_count_as_steps() -> None:
     environment = make_environment()
     environment.reset()
     assert environment.call_tool("echo_message", {"message": "hi"}) == {"result": "hi"}

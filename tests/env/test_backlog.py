@@ -51,17 +51,17 @@ async def check_message_limit(address: str) -> None:
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
-async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_server(factory) -> None:
+async def test_too_many_calls_in_a_message_end_only_that_stream_at_a_server(factory) -> None:
     async with serve(factory) as server:
         await check_message_limit(server.grpc_address)
 
 
-async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_gateway() -> None:
+async def test_too_many_calls_in_a_message_end_only_that_stream_at_a_gateway() -> None:
     async with run_gateway() as (gateway, _):
         await check_message_limit(gateway.grpc_address)
 
 
-async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered(
+async def test_large_message_of_cheap_calls_does_not_block_other_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(call_server_module, "MAX_TURN_S", 0.0)
@@ -88,7 +88,7 @@ async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered
     assert call_turns == sorted(set(call_turns)), "another task ran between any two calls"
 
 
-async def test_a_stream_is_read_no_further_than_so_many_bytes_ahead(
+async def test_read_ahead_of_a_stream_is_limited_in_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backlog_module, "MAX_BYTES_AHEAD", 100)
@@ -111,7 +111,7 @@ async def test_a_stream_is_read_no_further_than_so_many_bytes_ahead(
     read_task.cancel()
 
 
-async def test_who_does_not_read_its_answers_is_not_read_either(
+async def test_writer_has_no_room_until_the_client_reads_replies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backlog_module, "MAX_BYTES_AHEAD", 100)
@@ -136,7 +136,7 @@ async def test_who_does_not_read_its_answers_is_not_read_either(
     write_task.cancel()
 
 
-async def test_answers_are_cut_before_the_one_that_would_make_a_message_too_large() -> None:
+async def test_replies_are_split_into_batches_below_the_size_limit() -> None:
     batch_sizes: list[int] = []
 
     async def write(batch: pb.ReplyBatch) -> None:
@@ -149,7 +149,7 @@ async def test_answers_are_cut_before_the_one_that_would_make_a_message_too_larg
     assert batch_sizes == [2, 2, 1]
 
 
-async def test_a_backlog_has_room_again_when_enough_is_done(
+async def test_backlog_has_room_again_after_calls_are_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backlog_module, "MAX_CALLS_AHEAD", 2)
@@ -195,7 +195,7 @@ async def send_refused_message(message: bytes, address: str) -> grpc.aio.AioRpcE
 
 
 @pytest.mark.parametrize("server_kind", ["server", "gateway"])
-async def test_a_message_that_would_swell_in_memory_is_refused_before_it_is_parsed(
+async def test_message_with_too_many_fields_is_refused_before_parsing(
     server_kind: str,
 ) -> None:
     async with run_gateway() as (gateway, (server,)):
@@ -212,14 +212,14 @@ async def test_a_message_that_would_swell_in_memory_is_refused_before_it_is_pars
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE_MESSAGES)
-def test_fields_are_counted_as_they_are_nested(name: str) -> None:
+def test_field_count_includes_nested_fields(name: str) -> None:
     message = LARGE_MESSAGES[name]
     check_num_fields(pb.CallBatch, message, 2 * NUM_FIELDS + 2)
     with pytest.raises(ValueError, match="fields in one message, got more"):
         check_num_fields(pb.CallBatch, message, NUM_FIELDS - 1)
 
 
-def test_what_is_no_message_is_refused_as_such() -> None:
+def test_malformed_messages_raise_value_error() -> None:
     padding = b"\0" * 300_000
     for message in (embed(1, padding)[:-1], embed(1, b"\x80" * 300_000), b"\x0b" + padding):
         with pytest.raises(ValueError, match=r"incomplete|64 bits|groups"):
@@ -227,6 +227,6 @@ def test_what_is_no_message_is_refused_as_such() -> None:
             pb.CallBatch.FromString(message)
 
 
-def test_a_large_message_of_few_fields_is_let_through() -> None:
+def test_large_message_with_few_fields_is_accepted() -> None:
     batch = pb.CallBatch(calls=[pb.Call(step=pb.StepRequest(action_text="x" * 400_000))])
     check_num_fields(pb.CallBatch, batch.SerializeToString(), 4)

@@ -53,26 +53,26 @@ async def write_calls(fills, **options) -> tuple[list[pb.CallBatch], list[Except
     return recorder.batches, errors
 
 
-async def test_a_batch_is_cut_before_the_call_that_would_make_it_too_large() -> None:
+async def test_calls_are_split_into_batches_below_the_size_limit() -> None:
     batches, _ = await write_calls([make_text_call(MAX_BATCH_BYTES // 3)] * 7)
     assert [len(batch.calls) for batch in batches] == [2, 2, 2, 1]
     assert all(batch.ByteSize() <= MAX_BATCH_BYTES for batch in batches)
     assert [call.call_id for batch in batches for call in batch.calls] == list(range(1, 8))
 
 
-async def test_a_large_call_travels_alone() -> None:
+async def test_large_call_gets_a_separate_batch() -> None:
     small_call, large_call = make_text_call(1), make_text_call(2 * MAX_BATCH_BYTES)
     batches, _ = await write_calls([small_call, large_call, small_call])
     assert [len(batch.calls) for batch in batches] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("num_extra", [0, 1])
-async def test_a_message_holds_so_many_calls_at_most(num_extra: int) -> None:
+async def test_number_of_calls_per_message_is_limited(num_extra: int) -> None:
     batches, _ = await write_calls([make_text_call(1)] * (MAX_CALLS_PER_MESSAGE + num_extra))
     assert [len(batch.calls) for batch in batches] == [MAX_CALLS_PER_MESSAGE, *[1] * num_extra]
 
 
-async def test_what_is_too_large_or_cannot_be_written_leaves_nothing_in_the_batch() -> None:
+async def test_calls_that_are_too_large_or_fail_leave_nothing_in_the_batch() -> None:
     def fail(call: pb.Call) -> None:
         call.step.action_text = "half"
         raise ValueError("no action")

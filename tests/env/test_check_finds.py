@@ -107,7 +107,7 @@ def find_faults(timeout_s: float = RULE_TIMEOUT_S, **deeds):
     return {check.name: check.detail for check in report.checks if check.verdict == "broken"}
 
 
-def test_an_environment_that_behaves_passes() -> None:
+def test_correct_environment_passes() -> None:
     assert find_faults() == {}
 
 
@@ -160,7 +160,7 @@ def set_metadata(num_bytes: int):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_a_wrong_result_breaks_the_rule_by_name(deeds, rule: str, message) -> None:
+def test_wrong_result_breaks_the_expected_rule(deeds, rule: str, message) -> None:
     faults = find_faults(**deeds)
     assert message in faults[rule]
 
@@ -188,7 +188,7 @@ def test_a_wrong_result_breaks_the_rule_by_name(deeds, rule: str, message) -> No
         ("call", "tools_return_json_objects"),
     ],
 )
-def test_any_raised_error_breaks_the_rule_by_name(part: str, rule: str, error) -> None:
+def test_any_raised_error_breaks_the_expected_rule(part: str, rule: str, error) -> None:
     faults = find_faults(**{part: lambda _: raise_error(error)})
     assert f"expected no error, got {type(error).__name__}" in faults[rule]
     assert "".join(faults.values()).isprintable()
@@ -210,14 +210,14 @@ def test_any_raised_error_breaks_the_rule_by_name(part: str, rule: str, error) -
         ("call", "tools_return_json_objects", "call_tool"),
     ],
 )
-def test_what_never_returns_is_found_with_the_call(part: str, rule: str, method: str) -> None:
+def test_method_that_never_returns_is_reported_by_name(part: str, rule: str, method: str) -> None:
     faults = find_faults(**{part: lambda _: hang()})
     assert f"the rule did not end within {RULE_TIMEOUT_S:g} s: {method} (" in faults[rule]
     assert f"{__file__}, line " in faults[rule]
     assert len(faults) <= MAX_TIMEOUTS
 
 
-def test_after_some_rules_without_an_end_the_others_are_not_tried() -> None:
+def test_remaining_rules_are_not_tried_after_the_maximum_of_timeouts() -> None:
     report = check_environment(partial(BadEnv, reset=lambda _: hang()), timeout_s=0.2)
     verdicts = [check.verdict for check in report.checks]
     assert verdicts[: 1 + MAX_TIMEOUTS] == ["ok"] + ["broken"] * MAX_TIMEOUTS
@@ -233,14 +233,14 @@ def test_after_some_rules_without_an_end_the_others_are_not_tried() -> None:
         (lambda: os.write(1, b"out of luck") and os._exit(4), "'out of luck'"),
     ],
 )
-def test_the_end_of_its_process_is_one_broken_rule(deed, message) -> None:
+def test_process_exit_breaks_only_one_rule(deed, message) -> None:
     # A busy machine may take seconds to stop a process of this size.
     faults = find_faults(timeout_s=60.0, call=lambda _: deed())
     assert list(faults) == ["tools_return_json_objects"]
     assert message in faults["tools_return_json_objects"]
 
 
-def test_a_flood_is_found_where_the_process_is_ahead_of_who_watches_it() -> None:
+def test_output_flood_is_assigned_to_the_rule_that_caused_it() -> None:
     end_reader, end_writer = os.pipe()
 
     def flood():
@@ -262,7 +262,7 @@ def test_a_flood_is_found_where_the_process_is_ahead_of_who_watches_it() -> None
     assert f"at most {MAX_OUTPUT_BYTES} bytes of output" in faults[2]
 
 
-def test_a_flood_of_output_is_found_and_hidden(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_flood_is_reported_and_hidden(capfd: pytest.CaptureFixture[str]) -> None:
     def flood(result):
         for _ in range(MAX_OUTPUT_BYTES // 1000 + 2):
             sys.stdout.write("flood" * 200)
@@ -275,7 +275,7 @@ def test_a_flood_of_output_is_found_and_hidden(capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().out == ""
 
 
-def test_an_endless_flood_is_ended() -> None:
+def test_endless_output_flood_is_stopped() -> None:
     def flood(_) -> None:
         while True:
             os.write(1, b"flood" * 1000)
@@ -306,19 +306,19 @@ sys.exit(outcome.fault or 0)
 
 
 @pytest.mark.slow
-def test_what_was_played_over_grpc_before_is_not_freed_in_the_copy() -> None:
+def test_forked_rule_survives_garbage_of_earlier_grpc_sessions() -> None:
     # In a program, because the tests' own process never lets gRPC's engine end.
     command = [sys.executable, "-c", PROGRAM]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert process.returncode == 0, process.stderr
 
 
-def test_what_cannot_be_made_is_looked_at_no_further() -> None:
+def test_no_rules_are_tried_if_the_environment_cannot_be_created() -> None:
     report = check_environment(partial(BadEnv, init=lambda _: raise_error(ValueError("no"))))
     assert report.checks[0].detail == "expected no error, got ValueError: no"
     assert {check.verdict for check in report.checks[1:]} == {"not tried"}
 
 
-def test_options_that_the_environment_refuses_are_a_mistake_and_no_finding() -> None:
+def test_config_error_of_the_environment_is_raised_not_reported() -> None:
     with pytest.raises(ConfigError, match="no such board"):
         check_environment(partial(BadEnv, init=lambda _: raise_error(ConfigError("no such board"))))

@@ -42,7 +42,7 @@ def ca_file(authority, tmp_path):
     return str(path)
 
 
-async def test_the_parts_of_an_address() -> None:
+async def test_address_is_parsed_into_parts() -> None:
     address = parse_address("https://ann:p%40ss@gw.example:8443/envs/catch/")
     assert str(address) == "https://gw.example:8443/envs/catch"
     assert address.websocket_url == "wss://gw.example:8443/envs/catch"
@@ -63,7 +63,7 @@ async def test_the_parts_of_an_address() -> None:
         "http://[::1",
     ],
 )
-async def test_what_is_no_address_is_refused(address: str) -> None:
+async def test_malformed_address_raises_config_error(address: str) -> None:
     with pytest.raises(ConfigError, match="expected an address like"):
         await AsyncEnvClient.connect(address)
 
@@ -77,7 +77,7 @@ async def test_what_is_no_address_is_refused(address: str) -> None:
         "grpc://ann:hunter2@127.0.0.1:1",
     ],
 )
-async def test_credentials_are_in_no_message(address: str) -> None:
+async def test_error_messages_contain_no_credentials(address: str) -> None:
     with pytest.raises((ConfigError, UnavailableError)) as error_info:
         await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.2))
     text = f"{error_info.value!r} {error_info.value.__cause__!r}"
@@ -85,7 +85,7 @@ async def test_credentials_are_in_no_message(address: str) -> None:
     assert "host" in text or "127.0.0.1" in text
 
 
-async def test_options_show_no_credentials() -> None:
+async def test_repr_of_options_contains_no_credentials() -> None:
     address = parse_address("http://ann:hunter2@host:1")
     text = repr(RemoteServer(address))
     text += repr(RemoteServer(parse_address("http://host:1"), ConnectOptions(token="hunter3")))
@@ -95,7 +95,7 @@ async def test_options_show_no_credentials() -> None:
         await AsyncEnvClient.connect("http://ann:hunter2@host:1", ConnectOptions(token="hunter3"))
 
 
-async def test_grpc_over_tls(authority, ca_file) -> None:
+async def test_grpc_works_over_tls(authority, ca_file) -> None:
     certificate = authority.issue_cert("localhost")
     chain = b"".join(part.bytes() for part in certificate.cert_chain_pems)
     credentials = grpc.ssl_server_credentials([(certificate.private_key_pem.bytes(), chain)])
@@ -109,7 +109,7 @@ async def test_grpc_over_tls(authority, ca_file) -> None:
             await AsyncEnvClient.connect(server.address, ConnectOptions(connect_timeout_s=0.5))
 
 
-async def test_a_server_that_goes_away_before_it_is_described_is_waited_for() -> None:
+async def test_connect_retries_describe_while_the_server_restarts() -> None:
     class RestartingEdge(QuietEdge):
         num_requests = 0
 
@@ -127,7 +127,7 @@ async def test_a_server_that_goes_away_before_it_is_described_is_waited_for() ->
         assert (edge.num_requests, (await client.describe()).name) == (2, "counting")
 
 
-async def test_http_and_websocket_over_tls(authority, ca_file) -> None:
+async def test_http_and_websocket_work_over_tls(authority, ca_file) -> None:
     server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(server_context)
     async with serve() as server, FlakyProxy(server.http_address, ssl=server_context) as proxy:
@@ -142,7 +142,7 @@ async def test_http_and_websocket_over_tls(authority, ca_file) -> None:
                 await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.2))
 
 
-async def test_an_unusable_authority_is_a_configuration_error(tmp_path) -> None:
+async def test_unusable_ca_file_raises_config_error(tmp_path) -> None:
     missing_file = tmp_path / "nothing.pem"
     for scheme in ("https", "grpcs"):
         with pytest.raises(ConfigError, match=r"nothing\.pem"):
@@ -154,7 +154,7 @@ async def test_an_unusable_authority_is_a_configuration_error(tmp_path) -> None:
         build_client_context(str(missing_file))
 
 
-async def test_basic_credentials_and_tokens_travel_on_every_wire() -> None:
+async def test_wrong_password_fails_and_token_works_on_every_wire() -> None:
     async with serve(token="secret") as server:
         for address in (server.http_address, server.grpc_address):
             with pytest.raises(AuthenticationError):
@@ -181,13 +181,13 @@ async def respond_with(status_line: str, headers: str = "", body: str = "") -> A
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def test_a_redirect_is_named_and_not_followed() -> None:
+async def test_redirect_is_reported_and_not_followed() -> None:
     async with respond_with("307 Moved", "location: http://elsewhere.example/\r\n") as address:
         with pytest.raises(ConfigError, match=r"redirect to http://elsewhere\.example/"):
             await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=60))
 
 
-async def test_what_an_http_status_says_of_coming_back_is_kept() -> None:
+async def test_http_errors_preserve_the_retry_delay() -> None:
     server = respond_with("429 Too Many Requests", "retry-after: 7\r\n")
     async with server as address:
         with pytest.raises(RateLimitError, match="429") as error_info:
@@ -200,7 +200,7 @@ async def test_what_an_http_status_says_of_coming_back_is_kept() -> None:
     assert error_info.value.retry_after_s == 2.5
 
 
-async def test_a_path_before_the_endpoints_is_kept() -> None:
+async def test_client_preserves_the_path_before_the_endpoints() -> None:
     """A gateway serves an environment at http://gateway/envs/NAME."""
     async with serve() as server:
         outer_app = FastAPI()

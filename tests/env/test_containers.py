@@ -49,7 +49,7 @@ class FakeProvider:
 # -- the client and any provider -------------------------------------------------------
 
 
-async def test_a_client_plays_in_its_container_and_ends_it_with_itself() -> None:
+async def test_client_uses_a_container_and_stops_it_on_close() -> None:
     token = "a token of 16 characters or more"
     async with EnvServer(make_environment, ServerOptions(port=0, token=token)) as server:
         provider = FakeProvider(server.http_address)
@@ -72,7 +72,7 @@ def play_and_get_reward(provider: FakeProvider, token: str) -> float | None:
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
-def test_a_container_that_does_not_serve_is_removed(
+def test_container_is_stopped_if_the_connection_fails(
     is_ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(address: str, options: ConnectOptions) -> EnvClient:
@@ -85,7 +85,7 @@ def test_a_container_that_does_not_serve_is_removed(
     assert provider.calls[-1] == "stop"
 
 
-def test_servers_with_tokens_get_a_secret_token(
+def test_containers_get_unique_tokens_unless_the_token_is_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokens: list[object] = []
@@ -103,7 +103,7 @@ def test_servers_with_tokens_get_a_secret_token(
     assert len(set(generated_tokens)) == 3 and len(generated_tokens[0]) > 30
 
 
-async def test_a_space_of_the_hub_is_played_in_a_container_of_its_image() -> None:
+async def test_hub_space_runs_in_a_container_of_the_registry_image() -> None:
     token = "a token of 16 characters or more"
     async with EnvServer(make_environment, ServerOptions(port=0, token=token)) as server:
         provider = FakeProvider(server.http_address)
@@ -121,7 +121,7 @@ async def test_a_space_of_the_hub_is_played_in_a_container_of_its_image() -> Non
 
 
 @pytest.mark.parametrize("name", ["echo_env", "a/b/c", "a/ b", "https://huggingface.co/a/b", ""])
-def test_what_is_no_space_starts_no_container(name: str) -> None:
+def test_invalid_space_name_or_tag_starts_no_container(name: str) -> None:
     provider = FakeProvider("http://127.0.0.1:9")
     with pytest.raises(ConfigError, match="owner/name"):
         EchoEnv.from_hub(name, provider)
@@ -187,7 +187,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     return fake_engine
 
 
-async def test_a_container_is_published_on_this_machine_alone_and_removed_on_close(
+async def test_container_port_is_local_and_stop_removes_the_container(
     engine: FakeEngine,
 ) -> None:
     async with EnvServer(make_environment, ServerOptions(port=0)) as server:
@@ -205,7 +205,7 @@ async def test_a_container_is_published_on_this_machine_alone_and_removed_on_clo
     assert (engine.folder / "variables").read_text() == "LEVEL=secret\n"
 
 
-def test_a_port_of_this_machine_may_be_chosen(engine: FakeEngine) -> None:
+def test_host_port_of_a_container_can_be_set(engine: FakeEngine) -> None:
     provider = LocalContainers(engine.path)
     provider.start_container("echo-env:latest", port=8123)
     assert any("--publish 127.0.0.1:8123:8000" in line for line in engine.commands)
@@ -216,7 +216,7 @@ def test_a_port_of_this_machine_may_be_chosen(engine: FakeEngine) -> None:
     assert not engine.is_running
 
 
-def test_an_exit_during_the_start_is_reported_with_the_last_output(engine: FakeEngine) -> None:
+def test_container_exit_during_start_is_reported_with_the_log(engine: FakeEngine) -> None:
     engine.set_output("dead")
     with pytest.raises(
         UnavailableError,
@@ -226,20 +226,20 @@ def test_an_exit_during_the_start_is_reported_with_the_last_output(engine: FakeE
     assert not engine.is_running
 
 
-def test_a_server_that_does_not_get_ready_in_time_is_removed(engine: FakeEngine) -> None:
+def test_container_that_is_not_ready_in_time_is_removed(engine: FakeEngine) -> None:
     with pytest.raises(UnavailableError, match=r"9/health did not respond within 0\.2 s"):
         EchoEnv.from_docker_image("echo-env:latest", timeout_s=0.2)
     assert not engine.is_running
 
 
-def test_a_refused_image_is_reported_with_the_engines_message(engine: FakeEngine) -> None:
+def test_missing_image_is_reported_with_the_engine_message(engine: FakeEngine) -> None:
     engine.set_output("refusal", "trying to pull\nError: no such image\n")
     with pytest.raises(ConfigError, match="docker run' failed: Error: no such image"):
         EchoEnv.from_docker_image("nowhere:latest")
     assert not engine.is_running
 
 
-def test_a_missing_engine_is_reported_in_one_sentence(
+def test_missing_container_engine_is_reported_with_a_remedy(
     engine: FakeEngine,
 ) -> None:
     engine.set_output("info", "1")
@@ -255,7 +255,7 @@ def test_a_missing_engine_is_reported_in_one_sentence(
 
 
 @pytest.mark.slow
-def test_a_container_goes_with_its_process_even_when_that_is_killed(engine: FakeEngine) -> None:
+def test_container_is_removed_when_the_owner_process_is_killed(engine: FakeEngine) -> None:
     code = (
         "from ludus.env.client.containers import LocalContainers; import time\n"
         f"LocalContainers({engine.path!r}).start_container('echo-env:latest')\n"
@@ -276,7 +276,7 @@ def test_a_container_goes_with_its_process_even_when_that_is_killed(engine: Fake
 
 
 @pytest.mark.parametrize(("token", "flags"), [("", ["--insecure"]), ("secret", [])])
-def test_a_container_without_arguments_serves_its_package_as_its_variables_say(
+def test_main_without_arguments_serves_the_package_of_the_variable(
     monkeypatch: pytest.MonkeyPatch, token: str, flags: list[str]
 ) -> None:
     server_arguments: list[list[str]] = []
@@ -289,7 +289,7 @@ def test_a_container_without_arguments_serves_its_package_as_its_variables_say(
     assert server_arguments == [["--host", "0.0.0.0", "--port", "8000", *flags]]
 
 
-def test_a_program_without_arguments_elsewhere_asks_for_a_target(
+def test_main_without_arguments_or_package_variable_exits_with_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(main_module.PACKAGE_VARIABLE, raising=False)

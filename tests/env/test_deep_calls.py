@@ -38,21 +38,21 @@ async def check_grpc(address: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", HOST_OPTIONS)
-async def test_calls_that_are_nested_too_deep_are_refused_over_grpc(
+async def test_deeply_nested_calls_are_refused_over_grpc(
     options: dict[str, Any],
 ) -> None:
     async with serve(ToolEnv, **options) as server:
         await check_grpc(server.grpc_address)
 
 
-async def test_calls_that_are_nested_too_deep_are_refused_through_a_gateway() -> None:
+async def test_deeply_nested_calls_are_refused_through_a_gateway() -> None:
     async with run_gateway(factory=ToolEnv) as (gateway, _):
         await check_grpc(gateway.grpc_address)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", HOST_OPTIONS)
-async def test_tools_with_deep_arguments_are_refused_over_http(options: dict[str, Any]) -> None:
+async def test_deeply_nested_tool_arguments_are_refused_over_http(options: dict[str, Any]) -> None:
     headers = {"content-type": "application/json"}
     async with (
         serve(ToolEnv, **options) as server,

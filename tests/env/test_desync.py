@@ -67,7 +67,7 @@ class Player:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_hundreds_of_calls_that_time_out_and_none_is_off_by_one(wire: str, factory) -> None:
+async def test_no_reply_is_matched_to_the_wrong_call_after_timeouts(wire: str, factory) -> None:
     generator = random.Random(0)
     async with serve(factory) as server, FlakyProxy(server_address(server, wire)) as proxy:
         async with await connect_hasty_client(proxy.address) as client:
@@ -96,7 +96,7 @@ async def connect_hasty_client(address: str) -> AsyncEnvClient:
     return client
 
 
-async def test_sessions_that_linger_survive_cuts_and_take_no_step_twice() -> None:
+async def test_lingering_sessions_survive_cuts_without_duplicate_steps() -> None:
     reply_numbers = itertools.count(1)
     async with serve() as server, FlakyProxy(server.grpc_address) as proxy:
 
@@ -119,7 +119,7 @@ async def test_sessions_that_linger_survive_cuts_and_take_no_step_twice() -> Non
 
 
 @pytest.mark.slow
-async def test_a_server_far_away_is_reached_over_the_first_connection() -> None:
+async def test_high_latency_server_is_reached_over_the_first_connection() -> None:
     async with serve() as server, FlakyProxy(server.grpc_address) as proxy:
         proxy.delay_s = lambda: 0.7
         async with await AsyncEnvClient.connect(
@@ -174,7 +174,7 @@ async def test_a_session_without_calls_outlives_an_unnoticed_disconnect(
         assert len(edge.upstreams) == 2
 
 
-async def test_a_session_that_does_not_linger_is_lost_with_its_connection(wire: str) -> None:
+async def test_non_lingering_session_is_lost_when_the_connection_is_cut(wire: str) -> None:
     async with (
         serve() as server,
         FlakyProxy(server_address(server, wire)) as proxy,
@@ -190,7 +190,7 @@ async def test_a_session_that_does_not_linger_is_lost_with_its_connection(wire: 
         assert (await new_session.step({"add": 2})).observation["total"] == 2
 
 
-async def test_a_half_open_connection_is_noticed_and_a_lingering_session_continues() -> None:
+async def test_half_open_connection_is_detected_and_lingering_session_continues() -> None:
     async with (
         serve_grpc() as server,
         FlakyProxy(server.address) as proxy,
@@ -209,7 +209,7 @@ async def test_a_half_open_connection_is_noticed_and_a_lingering_session_continu
         assert isinstance(error, SessionLostError)
 
 
-async def test_a_peer_that_only_half_closes_is_left() -> None:
+async def test_client_reconnects_after_the_peer_half_closes() -> None:
     async with (
         serve_grpc() as server,
         FlakyProxy(server.address) as proxy,
@@ -240,7 +240,7 @@ async def test_a_half_open_socket_times_out_and_the_next_open_works() -> None:
 
 
 @pytest.mark.slow
-async def test_a_lingering_session_gives_up_when_the_server_stays_away() -> None:
+async def test_lingering_session_fails_if_the_server_stays_unreachable() -> None:
     async with serve_grpc() as server, FlakyProxy(server.address) as proxy:
         connection = AsyncEnvClient.connect(proxy.address, ConnectOptions(reconnect_timeout_s=0.3))
         async with await connection as client:
@@ -254,7 +254,7 @@ async def test_a_lingering_session_gives_up_when_the_server_stays_away() -> None
 
 
 @pytest.mark.slow
-async def test_a_lingering_session_of_a_restarted_server_is_lost_and_never_begun_again() -> None:
+async def test_lingering_session_is_lost_when_the_server_restarts() -> None:
     async with (
         serve_grpc() as first_server,
         FlakyProxy(first_server.address) as proxy,

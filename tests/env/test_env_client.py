@@ -42,7 +42,9 @@ async def play(client: AsyncEnvClient, seed: int) -> list:
     return results
 
 
-async def test_an_episode_over_the_wire_has_everything(wire: str, factory) -> None:
+async def test_results_and_state_of_an_episode_are_complete_on_every_wire(
+    wire: str, factory
+) -> None:
     async with serve(factory) as server, await connect_client(server, wire) as client:
         session, first_result = await client.open(seed=3, options={"start": 10, "note": "hi"})
         assert first_result.observation["total"] == 10
@@ -73,7 +75,7 @@ async def test_same_seed_and_actions_give_the_same_episode_on_every_wire(factory
 
 
 @pytest.mark.slow
-async def test_errors_arrive_as_the_exceptions_they_were(wire: str, factory) -> None:
+async def test_server_errors_raise_the_same_exceptions_in_the_client(wire: str, factory) -> None:
     cases = [
         ({"add": "x"}, InvalidCallError),
         ({"add": 0}, IllegalActionError),
@@ -94,7 +96,7 @@ async def test_errors_arrive_as_the_exceptions_they_were(wire: str, factory) -> 
             await session.reset(options={"colour": "red"})
 
 
-async def test_a_full_server_refuses_and_a_closed_session_makes_room(wire: str) -> None:
+async def test_full_server_refuses_sessions_until_a_session_is_closed(wire: str) -> None:
     async with (
         serve(max_sessions=2) as server,
         await connect_client(server, wire) as client,
@@ -124,7 +126,7 @@ async def test_a_session_frees_its_slot_when_its_episode_ends(wire: str) -> None
 
 
 @pytest.mark.slow
-async def test_a_client_that_leaves_leaves_no_session(wire: str, factory) -> None:
+async def test_closing_a_client_closes_every_session(wire: str, factory) -> None:
     async with serve(factory) as server:
         async with await connect_client(server, wire) as client:
             await asyncio.gather(*(client.open() for _ in range(10)))
@@ -133,21 +135,21 @@ async def test_a_client_that_leaves_leaves_no_session(wire: str, factory) -> Non
 
 
 @pytest.mark.slow
-async def test_256_sessions_at_once(wire: str, factory) -> None:
+async def test_256_concurrent_sessions_finish_correctly(wire: str, factory) -> None:
     async with serve(factory) as server, await connect_client(server, wire) as client:
         episodes = await asyncio.gather(*(play(client, seed) for seed in range(256)))
         assert all(len(episode) == 6 and episode[-1].terminated for episode in episodes)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
-async def test_a_seed_that_no_wire_can_carry_is_refused(wire: str, seed) -> None:
+async def test_seed_outside_the_uint64_range_is_refused(wire: str, seed) -> None:
     async with serve() as server, await connect_client(server, wire) as client:
         with pytest.raises(InvalidCallError, match=f"got {seed}"):
             await client.open(seed=seed)
         await client.open(seed=2**64 - 1)
 
 
-async def test_two_calls_at_once_in_one_session_are_refused(wire: str) -> None:
+async def test_concurrent_calls_in_a_session_are_refused(wire: str) -> None:
     async with serve(ThreadedCountingEnv) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
         results = await asyncio.gather(
@@ -157,7 +159,7 @@ async def test_two_calls_at_once_in_one_session_are_refused(wire: str) -> None:
         assert isinstance(results[1], EpisodeStateError)
 
 
-async def test_a_late_answer_is_never_taken_for_the_next_one(wire: str, gate) -> None:
+async def test_late_reply_is_never_matched_to_a_later_call(wire: str, gate) -> None:
     async with serve(gate.factory) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
         other_session, _ = await client.open()
@@ -183,7 +185,7 @@ async def test_a_cancelled_call_drops_its_session(wire: str) -> None:
         await wait_for_sessions(server.core, 0)
 
 
-async def test_an_idle_session_is_lost_and_says_so(wire: str, core_clock) -> None:
+async def test_idle_session_is_lost_with_the_idle_time_as_reason(wire: str, core_clock) -> None:
     async with (
         serve(idle_timeout_s=60) as server,
         await connect_client(server, wire) as client,
@@ -196,7 +198,7 @@ async def test_an_idle_session_is_lost_and_says_so(wire: str, core_clock) -> Non
         await client.open()
 
 
-async def test_the_description_describes_the_environment(wire: str) -> None:
+async def test_describe_returns_the_description_of_the_server(wire: str) -> None:
     async with serve() as server, await connect_client(server, wire) as client:
         description = await client.describe()
         assert description == server.core.description
@@ -206,7 +208,7 @@ async def test_the_description_describes_the_environment(wire: str) -> None:
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
-async def test_without_the_token_nothing_is_served(wire: str, token) -> None:
+async def test_connecting_without_the_correct_token_fails(wire: str, token) -> None:
     async with serve(token="secret") as server:
         with pytest.raises(AuthenticationError, match="token"):
             await connect_client(server, wire, token=token)
@@ -215,19 +217,19 @@ async def test_without_the_token_nothing_is_served(wire: str, token) -> None:
             assert len(await play(client, 1)) == 6
 
 
-async def test_an_address_without_a_listener_is_unavailable(wire: str) -> None:
+async def test_connecting_to_an_unused_port_raises_unavailable_error(wire: str) -> None:
     with reserve_port() as port:
         address = f"{wire}://127.0.0.1:{port}"
         with pytest.raises(UnavailableError, match=address):
             await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.3))
 
 
-async def test_an_address_without_a_known_scheme_is_a_configuration_error() -> None:
+async def test_address_without_a_known_scheme_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="'localhost:8000'"):
         await AsyncEnvClient.connect("localhost:8000")
 
 
-async def test_the_synchronous_client_plays_the_same_episode(wire: str) -> None:
+async def test_sync_client_and_async_client_play_the_same_episode(wire: str) -> None:
     def play_synchronously(address: str) -> list:
         with EnvClient.connect(address) as client:
             assert client.describe().name == "counting"

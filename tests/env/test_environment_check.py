@@ -14,7 +14,7 @@ from tests.env.tool_env import ToolEnv
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv, ToolEnv])
-def test_a_sound_environment_passes_every_check(factory) -> None:
+def test_correct_environment_passes_every_check(factory) -> None:
     report = check_environment(factory)
     report.raise_if_failed()
     assert report.has_passed
@@ -187,7 +187,7 @@ class SecretEnv(CountingEnv):
         (FailsWithAKeyError, "tools_return_json_objects"),
     ],
 )
-def test_a_broken_rule_is_found_and_named(factory, rule: str) -> None:
+def test_broken_rule_is_reported_by_name(factory, rule: str) -> None:
     report = check_environment(factory, num_steps=20)
     faults = {check.name: check.detail for check in report.checks if check.verdict == "broken"}
     assert rule in faults
@@ -196,7 +196,7 @@ def test_a_broken_rule_is_found_and_named(factory, rule: str) -> None:
         report.raise_if_failed()
 
 
-def test_the_checks_player_does_not_draw_what_the_environment_draws() -> None:
+def test_policy_and_environment_use_different_random_numbers() -> None:
     def choose(environment, observation, generator):
         return CountAction(add=generator.choice([1, 2, 3]))
 
@@ -222,7 +222,7 @@ class LateSeedEnv(CountingEnv):
         return Transition(observation, transition.reward, transition.terminated)
 
 
-def test_seeds_that_one_player_cannot_tell_apart_are_shown_to_others() -> None:
+def test_seed_check_tries_several_policies() -> None:
     first_draws = []
 
     def choose(environment, observation, generator):

@@ -28,12 +28,12 @@ def load_examples() -> dict:
     return namespace
 
 
-def test_the_examples_keep_the_contract():
+def test_example_environments_pass_every_check():
     for name in ("GuessEnvironment", "GuessWithTool"):
         check_environment(load_examples()[name]).raise_if_failed()
 
 
-def test_the_tool_answers_and_refuses():
+def test_example_tool_accepts_valid_and_refuses_invalid_arguments():
     environment = load_examples()["GuessWithTool"]()
     environment.reset(seed=7)
     assert environment.call_tool("divides", {"by": 1}) == {"divides": True}
@@ -45,7 +45,7 @@ def test_the_tool_answers_and_refuses():
 
 
 @pytest.mark.slow
-def test_python_plays_it_over_every_wire(tmp_path, monkeypatch, capsys):
+def test_python_examples_play_over_every_wire(tmp_path, monkeypatch, capsys):
     environment_code, tool_code, *other_blocks = find_blocks("python")
     clients = [block for block in other_blocks if "from_docker_image" not in block]
     assert len(clients) == 2
@@ -67,7 +67,7 @@ def test_python_plays_it_over_every_wire(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_every_command_that_ends_by_itself_works(tmp_path):
+def test_every_documented_command_except_serve_works(tmp_path):
     commands = [line for block in find_blocks("bash") for line in block.splitlines()]
     assert len(commands) > 10
     script = "set -e\n" + "\n".join(

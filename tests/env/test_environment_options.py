@@ -66,7 +66,7 @@ def test_flags_override_json_and_json_overrides_variables(parse: Any) -> None:
     assert options == CoinOptions(num_flips=2, bias=0.3, is_shown=True)
 
 
-def test_lists_switches_and_objects(parse: Any) -> None:
+def test_lists_switches_and_objects_are_parsed(parse: Any) -> None:
     arguments = ("--sides", "a", "b", "--is-shown", "--extra", '{"weight": 3}')
     options, _ = parse(*arguments, "--max-sessions", "2")
     assert options == CoinOptions(sides=("a", "b"), is_shown=True, extra={"weight": 3})

@@ -15,7 +15,7 @@ def read_rows() -> dict[str, tuple[str, ...]]:
     return {match[1]: match.groups()[1:] for match in matches if match}
 
 
-def test_the_page_has_every_code_once() -> None:
+def test_docs_page_lists_every_error_code_once() -> None:
     lines = [
         line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
     ]
@@ -23,7 +23,7 @@ def test_the_page_has_every_code_once() -> None:
     assert set(read_rows()) == set(ErrorCode)
 
 
-def test_every_wire_has_a_status_for_every_code_and_the_page_says_which() -> None:
+def test_docs_page_has_the_correct_status_of_every_code_on_each_wire() -> None:
     assert set(STATUSES_BY_CODE) == set(ErrorCode)
     for code in ErrorCode:
         _, http_status, grpc_status, _, _ = read_rows()[code]
@@ -33,7 +33,7 @@ def test_every_wire_has_a_status_for_every_code_and_the_page_says_which() -> Non
         )
 
 
-def test_only_errors_that_end_a_session_are_said_to_end_it() -> None:
+def test_docs_page_marks_only_session_ending_errors_as_such() -> None:
     ending_codes = {code for code, row in read_rows().items() if row[-1] == "no"}
     assert ending_codes == {"SESSION_ERROR", "SESSION_LOST", "TIMEOUT", "REPLAY_MISMATCH"}
     for code in ErrorCode:

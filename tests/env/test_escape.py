@@ -142,7 +142,7 @@ async def get_pid(session: Any) -> int:
 # -- secrets ---------------------------------------------------------------------------
 
 
-async def test_no_environment_variables_of_others_can_be_read(target) -> None:
+async def test_environment_variables_of_other_processes_cannot_be_read(target) -> None:
     code = """
         def variables(pid):
             try:
@@ -191,7 +191,7 @@ async def test_no_process_can_be_traced(target) -> None:
 # -- files -----------------------------------------------------------------------------
 
 
-async def test_files_outside_can_neither_be_read_nor_written(target) -> None:
+async def test_files_outside_the_sandbox_cannot_be_read_or_written(target) -> None:
     async with open_sessions(target, 2) as (session, peer):
         other_folder = await run_for_result(peer, "result = os.environ['TMPDIR']")
         own_folder = await run_for_result(session, "result = os.environ['TMPDIR']")
@@ -266,7 +266,7 @@ def lacks_layer(target: Target, layer: Layer) -> bool:
         "os.chmod(os.path.dirname(os.environ['TMPDIR']), 0)",
     ],
 )
-async def test_metadata_of_files_outside_cannot_be_changed(target, change) -> None:
+async def test_metadata_of_files_outside_the_sandbox_cannot_be_changed(target, change) -> None:
     if lacks_layer(target, Layer.READ_ONLY):
         pytest.skip("mounts are shared here")
     async with open_session(target) as session:
@@ -278,7 +278,7 @@ async def test_metadata_of_files_outside_cannot_be_changed(target, change) -> No
         await run_for_result(session, f"{own_folder_code}; result = 1")
 
 
-async def test_worker_inherits_only_its_connection(target) -> None:
+async def test_worker_inherits_only_the_connection_socket(target) -> None:
     code = """
         result = []
         for fd in range(3, 256):
@@ -291,7 +291,7 @@ async def test_worker_inherits_only_its_connection(target) -> None:
         assert await run_for_result(session, code) == ["socket"]
 
 
-async def test_memory_of_one_worker_is_never_found_by_another(target) -> None:
+async def test_shared_memory_of_a_worker_is_hidden_from_other_workers(target) -> None:
     code = """
         import ctypes
         libc = ctypes.CDLL(None)
@@ -302,7 +302,7 @@ async def test_memory_of_one_worker_is_never_found_by_another(target) -> None:
         assert await run_for_result(peer, code, flags=0) == -1
 
 
-async def test_no_socket_goes_around_the_network(target) -> None:
+async def test_vsock_sockets_cannot_be_opened(target) -> None:
     code = "import socket; socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"
     async with open_session(target) as session:
         assert (await run(session, code)).get("error") in {*DENIED, "OSError"}
@@ -348,7 +348,7 @@ async def test_limits_of_other_processes_cannot_be_set(target, deed) -> None:
         await run_for_result(session, own_limits_code)
 
 
-async def test_background_processes_end_with_their_worker(target) -> None:
+async def test_background_processes_end_when_the_worker_is_killed(target) -> None:
     code = """
         import subprocess
         program = "import os, time; os.fork() and os._exit(0); os.setsid(); time.sleep(float(61.5))"
@@ -422,7 +422,7 @@ async def test_allowed_paths_are_accessible(tmp_path: Path) -> None:
             assert report.get("error") in {*DENIED, "OSError"}
 
 
-async def test_a_folder_beyond_its_limit_ends_its_worker() -> None:
+async def test_exceeding_the_disk_limit_ends_the_worker() -> None:
     code = """
         for index in range(1024):
             open(f"{os.environ['TMPDIR']}/{index}", "wb").write(b"x" * 8192)
@@ -472,7 +472,7 @@ async def test_layers_are_reported_as_metrics_and_can_be_required() -> None:
             assert await run_for_result(session, "result = 1") == 1
 
 
-def test_a_server_whose_workers_cannot_be_confined_refuses_with_one_line_and_code_2() -> None:
+def test_server_without_a_required_sandbox_exits_with_2() -> None:
     command = [sys.executable, PROGRAM, "--restricted", "--port", "0", "--isolation", "pool"]
     process = subprocess.run(
         [*command, "--require-sandbox"], capture_output=True, text=True, timeout=300
@@ -482,7 +482,7 @@ def test_a_server_whose_workers_cannot_be_confined_refuses_with_one_line_and_cod
     assert "user-id (" in process.stderr.splitlines()[-1]
 
 
-def test_a_required_layer_that_is_missing_is_named_with_the_reason() -> None:
+def test_missing_required_layers_are_reported_with_the_reasons() -> None:
     missing = {Layer.SECCOMP: "an odd machine", Layer.LANDLOCK: "an old kernel"}
     require_layers(missing, Sandbox("/tmp"))
     with pytest.raises(ConfigError) as error_info:

@@ -59,7 +59,7 @@ class Outer:
         """A nested class, whose qualified name can be imported."""
 
 
-def test_a_class_within_a_class_is_named_by_its_path() -> None:
+def test_nested_class_is_named_by_qualified_name() -> None:
     assert make_importable_factory(Outer.InnerEnv).target.endswith(
         "test_factory_names:Outer.InnerEnv"
     )
@@ -81,7 +81,7 @@ def test_factory_without_a_name_is_refused_with_a_remedy(factory, message: str) 
 
 
 @pytest.mark.slow
-def test_an_environment_that_a_script_defines_is_found_without_starting_it(tmp_path: Path) -> None:
+def test_environment_defined_in_a_script_loads_without_running_main(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT)
     process = subprocess.run(

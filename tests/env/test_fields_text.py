@@ -21,7 +21,7 @@ def make_text(kind: str, **field: Any) -> FieldsText:
     return FieldsText("talk", schema)
 
 
-def test_fields_are_shown_one_a_line_and_the_question_once() -> None:
+def test_fields_render_on_separate_lines_and_instructions_only_first() -> None:
     text = FieldsText("Row", ACTION_SCHEMA)
     assert text.render(FIELDS, first=False) == "board: x.o\nturn: 3"
     first_line, *other_lines = text.render(FIELDS, first=True).splitlines()
@@ -53,7 +53,7 @@ def test_text_field_accepts_any_text_and_enum_only_its_values() -> None:
         choice_text.parse("up", {})
 
 
-def test_an_action_of_several_fields_is_an_object() -> None:
+def test_action_with_several_fields_must_be_a_json_object() -> None:
     schema = {"properties": {"x": {}, "y": {}}, "required": ["x", "y"]}
     text = FieldsText("Grid", schema)
     assert text.parse('{"x": 1, "y": 2}', {}) == {"x": 1, "y": 2}

@@ -37,7 +37,9 @@ async def connect_client(server, wire: str, **options) -> AsyncEnvClient:
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_sessions_of_a_group_start_equally_and_are_independent(wire: str, factory) -> None:
+async def test_sessions_of_a_group_start_identically_and_are_independent(
+    wire: str, factory
+) -> None:
     async with serve(factory) as server, await connect_client(server, wire) as client:
         group = await client.open_group(8, seed=5, options={"start": 3})
         lone_session, first_result = await client.open(seed=5, options={"start": 3})
@@ -49,7 +51,7 @@ async def test_sessions_of_a_group_start_equally_and_are_independent(wire: str, 
         assert [r.observation["total"] for r in results] == [3 + number for number in range(1, 9)]
 
 
-async def test_sessions_of_a_group_without_a_seed_start_equally(wire: str) -> None:
+async def test_sessions_of_a_group_without_a_seed_start_identically(wire: str) -> None:
     async with serve() as server, await connect_client(server, wire) as client:
         lucks = [
             {start.observation["luck"] for _, start in await client.open_group(4)} for _ in range(2)
@@ -58,14 +60,14 @@ async def test_sessions_of_a_group_without_a_seed_start_equally(wire: str) -> No
         assert lucks[0] != lucks[1]
 
 
-async def test_a_group_that_begins_differently_is_refused_and_leaves_nothing(wire: str) -> None:
+async def test_group_with_different_starts_is_refused_and_leaves_no_sessions(wire: str) -> None:
     async with serve(MoodyEnv) as server, await connect_client(server, wire) as client:
         with pytest.raises(GroupMismatchError, match="seed 7"):
             await client.open_group(3, seed=7)
         await wait_for_sessions(server.core, 0)
 
 
-async def test_a_group_that_does_not_fit_leaves_nothing(wire: str) -> None:
+async def test_group_beyond_capacity_is_refused_and_leaves_no_sessions(wire: str) -> None:
     async with serve(max_sessions=4) as server, await connect_client(server, wire) as client:
         await client.open()
         await client.open()
@@ -78,7 +80,7 @@ async def test_a_group_that_does_not_fit_leaves_nothing(wire: str) -> None:
             await client.open_group(0)
 
 
-async def test_a_group_frees_itself_when_its_episodes_end(wire: str) -> None:
+async def test_close_when_done_closes_group_sessions_after_the_episodes(wire: str) -> None:
     async with serve() as server, await connect_client(server, wire) as client:
         group = await client.open_group(3, close_when_done=True)
         for session, _ in group:
@@ -88,7 +90,7 @@ async def test_a_group_frees_itself_when_its_episodes_end(wire: str) -> None:
             await group[0][0].step({"add": 1})
 
 
-async def test_text_views_can_be_left_out(wire: str) -> None:
+async def test_text_can_be_omitted_from_results(wire: str) -> None:
     async with serve() as server, await connect_client(server, wire) as client:
         session, first_result = await client.open(with_text=False)
         assert (first_result.text, (await session.step({"add": 1})).text) == (None, None)
@@ -112,7 +114,7 @@ async def test_an_open_waits_for_a_full_server_until_its_timeout(wire: str) -> N
         assert (await other_session.step({"add": 1})).step_index == 1
 
 
-async def test_a_draining_server_is_waited_for_too() -> None:
+async def test_open_waits_for_a_draining_server_until_the_timeout() -> None:
     async with serve_grpc() as server, await AsyncEnvClient.connect(server.address) as client:
         server.core.drain()
         start_s = time.monotonic()
@@ -134,7 +136,7 @@ async def test_a_refused_open_is_retried_after_the_requested_pause() -> None:
     assert all(later_s - earlier_s >= 0.1 for earlier_s, later_s in itertools.pairwise(attempts_s))
 
 
-async def test_the_synchronous_client_opens_groups(wire: str) -> None:
+async def test_sync_client_opens_groups(wire: str) -> None:
     def play_synchronously(address: str) -> None:
         with EnvClient.connect(address) as client:
             group = client.open_group(4, seed=1, with_text=False)

@@ -27,7 +27,7 @@ def count_batches(client: AsyncEnvClient) -> int:
     return client.transport.stream.num_batches_sent
 
 
-async def test_calls_of_one_tick_travel_in_one_message(factory) -> None:
+async def test_simultaneous_calls_are_sent_in_one_message(factory) -> None:
     async with serve(factory) as server:
         client = await AsyncEnvClient.connect(server.grpc_address)
         results = await asyncio.gather(*(client.open(seed=seed) for seed in range(100)))
@@ -37,7 +37,7 @@ async def test_calls_of_one_tick_travel_in_one_message(factory) -> None:
         await client.close()
 
 
-async def test_a_refused_call_says_its_code_and_describe_needs_no_stream(factory) -> None:
+async def test_failed_calls_have_an_error_code_and_describe_needs_no_stream(factory) -> None:
     async with serve(factory) as server, RawStream(server.grpc_address) as raw:
         stub = env_pb2_grpc.EnvServiceStub(raw.channel)
         assert (await stub.Describe(pb.DescribeRequest())).name == "counting"
@@ -48,7 +48,7 @@ async def test_a_refused_call_says_its_code_and_describe_needs_no_stream(factory
         assert (await raw.ask(pb.Call(state=unknown_call))).error.code == "SESSION_LOST"
 
 
-async def test_every_call_works_and_a_step_can_be_repeated(factory) -> None:
+async def test_all_calls_work_and_a_repeated_step_gets_the_same_reply(factory) -> None:
     async with serve(factory) as server, RawStream(server.grpc_address) as raw:
         session_id = await raw.open()
         reset = pb.ResetRequest(session_id=session_id, args=pb.ResetArgs(seed=0))
@@ -62,7 +62,7 @@ async def test_every_call_works_and_a_step_can_be_repeated(factory) -> None:
         assert server.core.load.num_sessions == 0
 
 
-async def test_sessions_end_with_their_stream_and_with_no_other(factory) -> None:
+async def test_closing_a_stream_ends_only_sessions_of_that_stream(factory) -> None:
     async with serve(factory) as server, RawStream(server.grpc_address) as raw:
         kept_id = await raw.open()
         async with RawStream(server.grpc_address) as other_stream:
@@ -95,7 +95,7 @@ async def test_malformed_calls_do_not_affect_other_sessions(factory) -> None:
         assert replies[4].result.reward == 1.0
 
 
-async def test_batches_of_large_answers_do_not_burst_the_message_limit(factory) -> None:
+async def test_batches_of_large_results_stay_below_the_message_limit(factory) -> None:
     class PictureEnv(factory):
         def reset(self, *, seed=None):
             pixels = np.zeros((512, 512, 3), np.uint8)
@@ -109,7 +109,7 @@ async def test_batches_of_large_answers_do_not_burst_the_message_limit(factory) 
         assert all(result.tensors["pixels"].shape == (512, 512, 3) for _, result in results)
 
 
-async def test_a_stopped_server_ends_calls_in_flight_and_sessions(gate) -> None:
+async def test_stopping_the_server_ends_pending_calls_and_sessions(gate) -> None:
     server = await serve(gate.factory).__aenter__()
     client = await AsyncEnvClient.connect(
         server.grpc_address, ConnectOptions(reconnect_timeout_s=0.2)

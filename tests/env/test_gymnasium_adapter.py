@@ -128,12 +128,12 @@ def make(env_id: str, **options):
         "ludus-tests/Camera-v0",
     ],
 )
-def test_an_environment_keeps_the_whole_contract(env_id: str) -> None:
+def test_gymnasium_environments_pass_every_check(env_id: str) -> None:
     check_environment(make(env_id), num_steps=12, seeds=range(4)).raise_if_failed()
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_every_kind_of_space_is_taken_and_shown(space) -> None:
+def test_actions_and_observations_support_every_space(space) -> None:
     factory = make("ludus-tests/Mirror-v0", space=space)
     check_environment(factory, num_steps=4, seeds=range(6)).raise_if_failed()
     environment = factory()
@@ -167,13 +167,13 @@ def test_every_kind_of_space_is_taken_and_shown(space) -> None:
         ("Dict", {"left-arm": 0, "push": [0.0], "more": 1}),
     ],
 )
-def test_what_is_not_in_the_space_is_refused_before_a_step(space, action) -> None:
+def test_action_outside_the_space_fails_validation(space, action) -> None:
     environment = make("ludus-tests/Mirror-v0", space=space)()
     with pytest.raises(ValidationError):
         environment.action_type(action=action)
 
 
-def test_what_only_the_space_itself_knows_is_refused_as_illegal() -> None:
+def test_action_that_only_the_space_rejects_is_illegal() -> None:
     environment = make("ludus-tests/Mirror-v0", space="Text")()
     environment.reset(seed=1)
     with pytest.raises(IllegalActionError, match="expected an action in Text"):
@@ -181,13 +181,13 @@ def test_what_only_the_space_itself_knows_is_refused_as_illegal() -> None:
     assert environment.step(environment.action_type(action="abcd")).truncated
 
 
-def test_malformed_json_names_the_field() -> None:
+def test_error_about_an_invalid_json_action_names_the_field() -> None:
     environment = make("CartPole-v1")()
     with pytest.raises(InvalidCallError, match="action: Input should be less than or equal to 1"):
         decode_action(environment.action_type, b'{"action": 2}')
 
 
-def test_what_is_not_json_in_info_becomes_text() -> None:
+def test_non_json_values_in_info_become_text() -> None:
     environment = make("ludus-tests/Mirror-v0", space="Discrete")()
     info = environment.reset(seed=1, low=3).info
     assert info["at"] == 0.5
@@ -196,7 +196,7 @@ def test_what_is_not_json_in_info_becomes_text() -> None:
     assert to_plain_json(np.zeros((64, 64))) == "array of shape (64, 64), float64"
 
 
-def test_legal_actions_follow_the_mask_and_end_with_the_episode() -> None:
+def test_legal_actions_match_the_mask_and_are_empty_after_the_episode() -> None:
     environment = make("ludus-tests/Mirror-v0", space="Discrete", mask=True)()
     observation = environment.reset(seed=1).observation
     assert observation.legal_actions == [0, 1]
@@ -204,7 +204,7 @@ def test_legal_actions_follow_the_mask_and_end_with_the_episode() -> None:
     assert environment.step(environment.action_type(action=0)).observation.legal_actions == []
 
 
-def test_flags_stay_apart_and_a_step_after_the_end_is_refused() -> None:
+def test_truncated_is_not_terminated_and_step_after_the_end_fails() -> None:
     environment = make("FrozenLake-v1", max_episode_steps=2)()
     environment.reset(seed=1)
     action = environment.action_type(action=0)
@@ -244,18 +244,18 @@ def test_reaching_the_goal_is_success_with_any_reward(actions, options, success)
     assert transition.success is success
 
 
-def test_who_reaches_the_other_end_of_the_cliff_succeeds_though_it_only_costs() -> None:
+def test_cliff_walking_goal_is_success_despite_negative_rewards() -> None:
     up, right, down = 0, 1, 2
     transition = make_final_step("CliffWalking-v1", [up, *[right] * 11, down])
     assert (transition.terminated, transition.success) == (True, True)
     assert make_final_step("CliffWalking-v1", [up], max_episode_steps=5).success is False
 
 
-def test_a_taxi_that_runs_out_of_time_has_not_succeeded() -> None:
+def test_taxi_episode_that_is_truncated_is_not_a_success() -> None:
     assert make_final_step("Taxi-v4", [0], max_episode_steps=5).success is False
 
 
-def test_an_episode_is_held_to_the_threshold_at_which_the_task_counts_as_solved() -> None:
+def test_success_requires_a_return_of_at_least_the_reward_threshold() -> None:
     assert make_final_step("CartPole-v1", [0, 1]).success is False
     assert make_final_step("CartPole-v1", [0, 1], max_episode_steps=9).success is False
     transition = make_final_step("ludus-tests/Still-v0", [0])
@@ -264,7 +264,7 @@ def test_an_episode_is_held_to_the_threshold_at_which_the_task_counts_as_solved(
 
 
 @pytest.mark.parametrize("action", [0, 1])
-def test_what_the_environment_says_itself_comes_first(action) -> None:
+def test_success_reported_by_the_environment_takes_precedence(action) -> None:
     assert make_final_step("ludus-tests/Robotic-v0", [action]).success is bool(action)
 
 
@@ -281,7 +281,7 @@ def test_success_is_unknown_if_the_environment_does_not_define_it(
     assert make_final_step(env_id, [action], **options).success is None
 
 
-def test_no_seed_draws_a_fresh_episode_even_after_a_seeded_one() -> None:
+def test_reset_without_seed_is_random_even_after_a_seeded_reset() -> None:
     environment = make("CartPole-v1")()
     observations = set()
     for _ in range(4):
@@ -304,7 +304,7 @@ NON_NUMBERS = ("--1", "-", "1-", "²", "٣", "1\x1e2", "1" * 5000, "-" + "9" * 5
         ("Pendulum-v1", ["[0.5]", "<answer>[-2]</answer>"]),
     ],
 )
-def test_a_language_model_plays_by_name_number_or_json(env_id: str, answers) -> None:
+def test_text_actions_are_parsed_from_names_numbers_or_json(env_id: str, answers) -> None:
     environment = make(env_id)()
     observation = environment.reset(seed=7).observation
     (message,) = environment.text_renderer.render(observation, first=True)
@@ -316,7 +316,7 @@ def test_a_language_model_plays_by_name_number_or_json(env_id: str, answers) -> 
             environment.text_renderer.parse(nonsense, observation)
 
 
-def test_the_drawn_board_is_shown_with_the_player_marked() -> None:
+def test_rendered_board_marks_the_player() -> None:
     environment = make("FrozenLake-v1")()
     observation = environment.reset(seed=7).observation
     assert observation.rendered.splitlines()[0] == "[S]FFF"
@@ -343,7 +343,7 @@ def test_the_rules_mention_slipping_if_actions_may_slip(env_id: str, options, sl
     assert ("You may slip sideways." in content) == slips
 
 
-def test_names_and_instructions_can_be_given() -> None:
+def test_action_names_and_instructions_can_be_set() -> None:
     environment = make("CartPole-v1", action_names=["WEST", "EAST"], instructions="Balance.")()
     observation = environment.reset(seed=1).observation
     assert environment.text_renderer.legal_answers(observation) == ["WEST", "EAST"]
@@ -352,7 +352,7 @@ def test_names_and_instructions_can_be_given() -> None:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_a_large_box_travels_as_a_tensor_and_the_schema_says_so(wire: str) -> None:
+async def test_large_box_is_sent_as_a_tensor_and_described_in_the_schema(wire: str) -> None:
     factory = make("ludus-tests/Camera-v0")
     async with EnvServer(factory, ServerOptions(port=0)) as server:
         address = server.grpc_address if wire == "grpc" else server.http_address
@@ -370,7 +370,7 @@ async def test_a_large_box_travels_as_a_tensor_and_the_schema_says_so(wire: str)
 
 
 @pytest.mark.slow
-def test_a_server_of_it_keeps_the_rules_of_the_wire() -> None:
+def test_server_passes_all_protocol_checks() -> None:
     async def find_broken_checks() -> list[str]:
         async with open_client(make("Taxi-v4"), PlayOptions(max_sessions=4)) as client:
             report = await check_server(client, num_steps=8, seeds=range(3))
@@ -387,14 +387,12 @@ def test_a_server_of_it_keeps_the_rules_of_the_wire() -> None:
         ({"desc": {1, 2}}, "options must be JSON"),
     ],
 )
-def test_options_that_cannot_work_are_named(options, message) -> None:
+def test_invalid_options_raise_config_error(options, message) -> None:
     with pytest.raises(ConfigError, match=message):
         make("FrozenLake-v1", **options)()
 
 
-def test_a_module_before_the_id_is_imported_first(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_module_prefix_of_the_id_is_imported(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "registers.py").write_text(
         "import gymnasium\ngymnasium.register('Own-v0', 'gymnasium.envs.toy_text:FrozenLakeEnv')\n"
     )
@@ -405,6 +403,6 @@ def test_a_module_before_the_id_is_imported_first(
         make("no_such_module:Own-v0")
 
 
-def test_a_space_without_a_json_form_is_refused() -> None:
+def test_unsupported_space_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="use one of Discrete, Box"):
         make_codec(spaces.Graph(spaces.Discrete(2), None), "observation")

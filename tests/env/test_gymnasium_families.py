@@ -96,14 +96,14 @@ def own_folder(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_an_environment_of_pictures_has_no_text_and_says_so() -> None:
+def test_environment_with_image_observations_has_no_text_view() -> None:
     environment = make_own(PictureEnv)()
     assert environment.text_renderer is None
     assert not describe_environment(environment).has_text_view
     assert describe_environment(make_own(PairOfPicturesEnv)()).has_text_view
 
 
-def test_a_picture_is_drawn_in_digits_where_that_is_asked_for() -> None:
+def test_picture_columns_option_renders_images_as_digits() -> None:
     environment = make_own(PictureEnv, picture_columns=10)()
     observation = environment.reset(seed=1).observation
     (first_message,) = environment.text_renderer.render(observation, first=True)
@@ -114,7 +114,7 @@ def test_a_picture_is_drawn_in_digits_where_that_is_asked_for() -> None:
     assert rows == observation.picture.splitlines()
 
 
-def test_a_digit_is_the_mean_brightness_of_its_part() -> None:
+def test_each_digit_is_the_mean_brightness_of_a_cell() -> None:
     picture = np.zeros((4, 6, 3), np.uint8)
     picture[:2, 2:4] = 255
     picture[2:, 4:] = 128
@@ -134,12 +134,12 @@ def test_a_digit_is_the_mean_brightness_of_its_part() -> None:
         ("CartPole-v1", 8, "pictures of height x width"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(target: str, num_columns: int, content) -> None:
+def test_invalid_picture_columns_raise_config_error(target: str, num_columns: int, content) -> None:
     with pytest.raises(ConfigError, match=content):
         make(target, picture_columns=num_columns)()
 
 
-async def test_upstream_clients_get_the_picture_in_the_observation() -> None:
+async def test_upstream_clients_get_the_image_in_the_observation() -> None:
     async with (
         EnvServer(make_own(PictureEnv), ServerOptions(port=0)) as server,
         httpx.AsyncClient(base_url=server.http_address) as client,
@@ -152,7 +152,7 @@ async def test_upstream_clients_get_the_picture_in_the_observation() -> None:
     assert find_fault(observation, schema) == ""
 
 
-def test_pictures_within_an_observation_are_in_upstream_frames_too() -> None:
+def test_upstream_payload_contains_nested_images() -> None:
     environment = make_own(PairOfPicturesEnv)()
     encoded = encode_transition(environment.reset(seed=1), None, 0)
     payload = orjson.loads(orjson.dumps(make_upstream_payload(encoded)))
@@ -185,7 +185,7 @@ SIZES_BY_ID = {
 
 
 @pytest.mark.parametrize("env_id", SIZES_BY_ID)
-def test_all_numbers_of_a_known_environment_have_names(env_id: str) -> None:
+def test_known_environments_have_labels_for_observations_and_actions(env_id: str) -> None:
     num_numbers, action_shape = SIZES_BY_ID[env_id]
     guide = GUIDES[env_id.rpartition("-")[0]]
     assert guide.instructions
@@ -199,7 +199,7 @@ def test_all_numbers_of_a_known_environment_have_names(env_id: str) -> None:
 
 
 @pytest.mark.parametrize("env_id", SIZES_BY_ID)
-def test_the_documented_numbers_are_those_of_the_installed_environment(env_id: str) -> None:
+def test_expected_sizes_match_the_installed_environments(env_id: str) -> None:
     try:
         environment = gymnasium.make(env_id)
     except gymnasium.error.DependencyNotInstalled:
@@ -221,7 +221,7 @@ def test_the_documented_numbers_are_those_of_the_installed_environment(env_id: s
         ("Acrobot-v1", "Answer with one of: NEGATIVE, NONE", "cosine of the first angle: "),
     ],
 )
-def test_numbers_are_shown_with_their_names(env_id: str, instructions: str, label) -> None:
+def test_numbers_are_rendered_with_labels(env_id: str, instructions: str, label) -> None:
     environment = make(env_id)()
     observation = environment.reset(seed=1).observation
     (first_message,) = environment.text_renderer.render(observation, first=True)
@@ -230,7 +230,7 @@ def test_numbers_are_shown_with_their_names(env_id: str, instructions: str, labe
     assert label in later_message["content"]
 
 
-def test_of_many_numbers_the_first_have_names_and_of_other_numbers_none() -> None:
+def test_labels_apply_to_the_first_numbers_only_if_the_size_matches() -> None:
     class NumbersObservation(Observation):
         observation: list[float]
 
@@ -245,7 +245,7 @@ def test_of_many_numbers_the_first_have_names_and_of_other_numbers_none() -> Non
     assert render(1, 2, 3) == "Observation: [1, 2, 3]"
 
 
-def test_all_of_minigrid_is_explained_and_what_only_begins_like_another_is_not() -> None:
+def test_guide_covers_all_minigrid_ids_but_not_ids_with_a_similar_prefix() -> None:
     for name in ("MiniGrid-Empty-5x5", "BabyAI-GoToRedBall"):
         assert find_guide(name).action_names[:3] == ("LEFT", "RIGHT", "FORWARD")
     assert find_guide("Ant-Own") == Guide()
@@ -277,7 +277,7 @@ def test_many_actions_are_described_by_their_range() -> None:
     assert (last_observation.legal_actions, last_observation.num_legal_actions) == ([], 0)
 
 
-def test_of_many_actions_the_few_that_a_mask_allows_are_listed() -> None:
+def test_few_legal_actions_of_a_large_space_are_listed() -> None:
     environment = make_own(ManyActionsEnv, mask=[0, 50_256])()
     start = environment.reset(seed=1).observation
     assert (start.legal_actions, start.num_legal_actions) == ([3, 50_259], 2)
@@ -294,7 +294,7 @@ raise DependencyNotInstalled('Box2D is not installed, run `pip install "gymnasiu
 """
 
 
-def test_the_error_of_a_missing_library_names_the_package_to_install(
+def test_missing_library_error_names_the_package_to_install(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lacks_a_library.py").write_text(MODULE_WITHOUT_LIBRARY)
@@ -307,7 +307,7 @@ def test_the_error_of_a_missing_library_names_the_package_to_install(
         make_own(PictureEnv, missing="mujoco.bindings")()
 
 
-def test_the_warning_about_a_too_slow_environment_names_the_remedy(
+def test_warning_about_a_slow_determinism_check_names_the_remedy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert not is_deterministic(make("CartPole-v1"), budget_s=0.0)

@@ -55,7 +55,7 @@ async def serve_hanging(folder: Path, **options) -> AsyncIterator[HangingServer]
 
 
 @pytest.mark.parametrize("phase", PHASES)
-async def test_a_call_that_hangs_ends_its_session_and_frees_its_place(
+async def test_hanging_call_ends_the_session_and_frees_the_slot(
     phase: Phase, tmp_path: Path
 ) -> None:
     async with serve_hanging(tmp_path, num_threads=1, max_sessions=2) as setup:
@@ -69,7 +69,7 @@ async def test_a_call_that_hangs_ends_its_session_and_frees_its_place(
         assert (await next_session.step({"add": 1})).observation["total"] == 1
 
 
-async def test_a_close_that_hangs_frees_its_place(tmp_path: Path) -> None:
+async def test_hanging_close_frees_the_slot(tmp_path: Path) -> None:
     async with serve_hanging(tmp_path, num_threads=1, max_sessions=1) as setup:
         session, _ = await setup.client.open(seed=1)
         assert await setup.hang(asyncio.create_task(do_deed(session, Phase.CLOSE, HANG))) == [None]
@@ -77,7 +77,7 @@ async def test_a_close_that_hangs_frees_its_place(tmp_path: Path) -> None:
         assert (await next_session.step({"add": 1})).observation["total"] == 1
 
 
-async def test_an_environment_that_hangs_while_it_is_built_frees_its_place(tmp_path: Path) -> None:
+async def test_environment_that_hangs_during_creation_frees_the_slot(tmp_path: Path) -> None:
     async with serve_hanging(tmp_path, num_threads=1, max_sessions=1) as setup:
         (tmp_path / "build").write_text(HANG)
         (error,) = await setup.hang(asyncio.create_task(setup.client.open(seed=1)))
@@ -102,7 +102,7 @@ async def test_call_waiting_behind_hanging_calls_does_not_time_out(tmp_path: Pat
         assert (await waiting_step).observation["total"] == 1
 
 
-async def test_a_server_without_a_thread_left_is_not_ready_and_says_why(tmp_path: Path) -> None:
+async def test_server_without_free_threads_is_not_ready_and_reports_why(tmp_path: Path) -> None:
     async with (
         serve_hanging(tmp_path, num_threads=1) as setup,
         httpx.AsyncClient(base_url=setup.server.http_address, timeout=3600) as http,

@@ -56,7 +56,7 @@ async def read_series(client, headers=None) -> dict[tuple[str, str], float]:
     return values_by_series
 
 
-async def test_every_series_is_there_before_anything_has_happened() -> None:
+async def test_every_metric_exists_before_the_first_session() -> None:
     async with open_client(build_app(make_core(max_sessions=7))) as client:
         series = await read_series(client)
         for code in ErrorCode:
@@ -71,7 +71,7 @@ async def test_every_series_is_there_before_anything_has_happened() -> None:
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_what_happens_is_counted(factory) -> None:
+async def test_metrics_count_opens_resets_steps_and_errors(factory) -> None:
     core = make_core(factory)
     connection = Connection()
     session_id = (await core.open(OpenArgs(ResetArgs(1)), connection)).session_id
@@ -95,7 +95,7 @@ async def test_what_happens_is_counted(factory) -> None:
     await core.shut_down()
 
 
-async def test_buckets_are_cumulative_and_hold_each_step_once() -> None:
+async def test_duration_buckets_are_cumulative() -> None:
     core = make_core()
     for duration_s in (0.000_05, 0.000_06, 0.3, 1000.0):
         core.counts.count_step(duration_s)
@@ -112,7 +112,7 @@ async def test_buckets_are_cumulative_and_hold_each_step_once() -> None:
 
 
 @pytest.mark.slow
-async def test_workers_and_their_deaths_are_counted_where_there_are_any() -> None:
+async def test_live_and_ended_workers_are_counted() -> None:
     async with (
         serve(isolation="pool", num_workers=2) as server,
         httpx.AsyncClient(base_url=server.http_address, timeout=60) as client,
@@ -144,7 +144,7 @@ async def test_two_applications_have_separate_metrics() -> None:
 @pytest.mark.parametrize(
     ("build", "methods"), [(build_app, {"POST"}), (build_admin_app, {"GET", "POST"})]
 )
-async def test_only_the_admin_port_drains_on_a_get(build, methods) -> None:
+async def test_only_the_admin_port_accepts_get_drain(build, methods) -> None:
     for method in ("GET", "POST", "PUT", "HEAD"):
         core = make_core()
         async with open_client(build(core)) as client:
@@ -153,7 +153,7 @@ async def test_only_the_admin_port_drains_on_a_get(build, methods) -> None:
         assert (status, core.load.is_draining) == ((200, True) if should_drain else (405, False))
 
 
-async def test_a_draining_server_stays_ready_and_says_how_many_sessions_are_left() -> None:
+async def test_draining_server_stays_ready_and_reports_remaining_sessions() -> None:
     core = make_core()
     session_id = (await core.open(OpenArgs(ResetArgs()))).session_id
     async with open_client(build_app(core)) as client:
@@ -167,7 +167,7 @@ async def test_a_draining_server_stays_ready_and_says_how_many_sessions_are_left
         assert reply.json()["observation"]["total"] == 1
 
 
-async def test_drain_waits_for_the_last_session_but_not_for_ever() -> None:
+async def test_drain_waits_for_the_last_session_until_the_timeout() -> None:
     core = make_core()
     session_id = (await core.open(OpenArgs())).session_id
     async with open_client(build_app(core)) as client:
@@ -182,7 +182,7 @@ async def test_drain_waits_for_the_last_session_but_not_for_ever() -> None:
             assert (await client.post(f"/drain?wait={wait_text}")).status_code == 422
 
 
-async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_not() -> None:
+async def test_drain_and_metrics_need_the_token_except_on_the_admin_port() -> None:
     async with serve(token="hush") as server:
         url = server.http_address
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -199,7 +199,7 @@ async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_no
                 assert (await client.get(path)).status_code == 200
 
 
-async def test_the_admin_port_asks_for_no_token_and_serves_nothing_but_probes() -> None:
+async def test_admin_port_needs_no_token_and_serves_no_environment_calls() -> None:
     async with serve(token="hush", admin_port=0) as server:
         assert serve().addresses.admin == ""
         async with httpx.AsyncClient(base_url=server.addresses.admin, timeout=60) as client:
@@ -213,7 +213,7 @@ async def test_the_admin_port_asks_for_no_token_and_serves_nothing_but_probes() 
             assert server.core.load.is_draining
 
 
-async def test_every_way_a_session_ends_has_its_class(core_clock) -> None:
+async def test_every_session_end_is_counted_by_kind(core_clock) -> None:
     core = make_core(ThreadedCountingEnv)
     closed_session = await core.open(OpenArgs())
     await core.close(closed_session.session_id)
@@ -238,7 +238,7 @@ async def test_every_way_a_session_ends_has_its_class(core_clock) -> None:
 
 
 @pytest.mark.slow
-async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out() -> None:
+async def test_session_on_the_worker_of_a_hanging_session_counts_as_lost() -> None:
     async with serve(isolation="pool", num_workers=1) as server:
         core = server.core
         hung_id, peer_id = [(await core.open(OpenArgs(ResetArgs()))).session_id for _ in "12"]
@@ -251,6 +251,6 @@ async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out() -> 
         assert "took longer than" in core.tombstones.find(peer_id).reason
 
 
-def test_a_reason_fits_into_a_close_frame() -> None:
+def test_reason_is_truncated_to_fit_into_a_close_frame() -> None:
     assert len(truncate_reason("ü" * 200).encode()) <= 123
     assert truncate_reason("short") == "short"

@@ -81,7 +81,7 @@ def client():
     given_headers=headers,
 )
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-def test_odd_requests_are_refused_in_words(
+def test_random_requests_cause_no_internal_error(
     client, path: str, method: str, body, given_headers
 ) -> None:
     http_client, core = client
@@ -92,7 +92,7 @@ def test_odd_requests_are_refused_in_words(
     http_client.cookies.clear()
 
 
-def test_the_sessions_that_requests_left_behind_make_room(client) -> None:
+def test_unused_sessions_make_room_for_new_sessions(client) -> None:
     http_client, core = client
     for session_id in list(core.open_sessions):
         asyncio.run(core.close(session_id))

@@ -41,7 +41,7 @@ async def add_to_total(client: AsyncEnvClient, number: int, **kwargs) -> int:
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_clients_that_keep_cookies_have_sessions_of_their_own(factory) -> None:
+async def test_clients_with_cookies_have_separate_sessions(factory) -> None:
     async with serve(factory) as server, open_visitor(server) as ada, open_visitor(server) as bob:
         assert (await ada.post("/reset", json={})).json()["observation"]["total"] == 0
         await bob.post("/reset", json={})
@@ -55,7 +55,7 @@ async def test_clients_that_keep_cookies_have_sessions_of_their_own(factory) -> 
         assert server.core.load.num_sessions == 2
 
 
-async def test_the_cookie_is_for_this_server_and_for_no_script() -> None:
+async def test_session_cookie_is_http_only_and_limited_to_the_server_path() -> None:
     async with open_client(build_app(make_core())) as client:
         reply = await client.post("/reset")
         cookie = reply.headers["set-cookie"]
@@ -69,7 +69,7 @@ async def test_the_cookie_is_for_this_server_and_for_no_script() -> None:
         assert reply.json()["observation"]["total"] == 2
 
 
-async def test_the_header_names_a_session_as_well() -> None:
+async def test_session_id_header_selects_the_session() -> None:
     async with open_client(build_app(make_core())) as client:
         id_headers = {"x-session-id": (await client.post("/reset")).headers["x-session-id"]}
         client.cookies.clear()
@@ -95,7 +95,7 @@ async def test_a_lost_session_is_reported_lost_until_the_next_reset() -> None:
 
 
 @pytest.mark.parametrize("path", ["/close", "/session"])
-async def test_a_client_can_end_its_session(path: str) -> None:
+async def test_client_can_close_a_session(path: str) -> None:
     core = make_core()
     async with open_client(build_app(core)) as client:
         await client.post("/reset")
@@ -107,7 +107,7 @@ async def test_a_client_can_end_its_session(path: str) -> None:
         assert reply.json() == {"closed": False}
 
 
-async def test_an_abandoned_session_ends_soon_and_a_used_session_stays(core_clock) -> None:
+async def test_unused_session_ends_early_and_used_session_remains(core_clock) -> None:
     core = make_core()
     sweep_task = asyncio.create_task(core.close_idle_forever())
     app = build_app(core, unused_timeout_s=60)
@@ -135,7 +135,7 @@ async def test_a_group_larger_than_the_server_ends_no_unused_session() -> None:
 
 
 @pytest.mark.slow
-async def test_a_full_server_gives_up_unused_http_sessions_first() -> None:
+async def test_full_server_closes_only_unused_http_sessions() -> None:
     async with serve(max_sessions=2) as server, open_visitor(server) as client:
         await client.post("/reset", json={})
         await add_to_total(client, 1)
@@ -154,7 +154,7 @@ async def test_a_full_server_gives_up_unused_http_sessions_first() -> None:
         assert await add_to_total(client, 1) == 2
 
 
-async def test_bare_actions_of_the_first_openenv_are_taken() -> None:
+async def test_bare_actions_of_the_first_openenv_version_are_accepted() -> None:
     async with open_client(build_app(make_core())) as client:
         await client.post("/reset", json={})
         assert (await client.post("/step", json={"add": 2})).json()["observation"]["total"] == 2
@@ -179,7 +179,7 @@ async def test_a_step_longer_than_its_limit_ends_the_session_with_a_typed_error(
         ({"add": 0}, 422, "ILLEGAL_ACTION"),
     ],
 )
-async def test_errors_are_typed_and_the_session_lives_on(action, status: int, code: str) -> None:
+async def test_errors_have_a_code_and_the_session_continues(action, status: int, code: str) -> None:
     async with open_client(build_app(make_core())) as client:
         await client.post("/reset", json={})
         reply = await client.post("/step", json={"action": action})
@@ -195,7 +195,7 @@ async def test_a_step_after_the_end_is_a_conflict() -> None:
         assert (reply.status_code, reply.json()["detail"]["code"]) == (409, "EPISODE_OVER")
 
 
-async def test_legacy_mode_gives_clients_without_cookies_one_session(
+async def test_legacy_mode_shares_one_session_between_requests_without_cookies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OPENENV_LEGACY_HTTP", "1")
@@ -217,7 +217,7 @@ async def test_legacy_mode_gives_clients_without_cookies_one_session(
         assert await add_to_total(other_client, 3) == 3
 
 
-async def test_legacy_mode_leaves_clients_with_cookies_their_sessions(
+async def test_legacy_mode_keeps_separate_sessions_for_clients_with_cookies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OPENENV_LEGACY_HTTP", "true")
@@ -242,7 +242,7 @@ async def test_legacy_mode_leaves_clients_with_cookies_their_sessions(
         b"[1]",
     ],
 )
-async def test_odd_json_is_refused_and_nothing_breaks(body) -> None:
+async def test_invalid_json_is_refused_and_the_session_continues(body) -> None:
     async with open_client(build_app(make_core())) as client:
         await client.post("/reset")
         reply = await client.post(
@@ -257,7 +257,7 @@ async def test_odd_json_is_refused_and_nothing_breaks(body) -> None:
         assert await add_to_total(client, 1) == 1
 
 
-async def test_a_body_beyond_the_bound_is_refused() -> None:
+async def test_request_body_beyond_the_size_limit_is_refused() -> None:
     async def chunks():
         for _ in range(18):
             yield b" " * 1024 * 1024
@@ -268,7 +268,7 @@ async def test_a_body_beyond_the_bound_is_refused() -> None:
         assert reply.status_code == 413
 
 
-async def test_pages_from_elsewhere_are_kept_off_a_local_server() -> None:
+async def test_local_server_refuses_requests_from_foreign_origins() -> None:
     async with serve() as server, open_visitor(server) as client:
         reply = await client.post("/reset", headers={"origin": "https://elsewhere.example"})
         assert (reply.status_code, server.core.load.num_sessions) == (403, 0)
@@ -276,13 +276,13 @@ async def test_pages_from_elsewhere_are_kept_off_a_local_server() -> None:
         assert reply.status_code == 200
 
 
-async def test_an_overlong_session_id_is_no_session() -> None:
+async def test_overlong_session_id_is_reported_as_lost_in_a_short_response() -> None:
     async with open_client(build_app(make_core())) as client:
         reply = await client.get("/state", headers={"x-session-id": "x" * 5000})
         assert (reply.status_code, len(reply.text) < 500) == (410, True)
 
 
-async def test_opens_on_other_wires_make_room_too() -> None:
+async def test_unused_http_sessions_make_room_for_a_group() -> None:
     core = make_core(max_sessions=2)
     async with open_client(build_app(core)) as client:
         for _ in range(2):
@@ -293,7 +293,7 @@ async def test_opens_on_other_wires_make_room_too() -> None:
         assert (await core.state(group[0].session_id)).startswith(b"{")
 
 
-async def test_a_body_that_does_not_come_is_given_up_and_its_connection_ends(
+async def test_incomplete_request_body_times_out_and_the_connection_closes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(app_module, "BODY_TIMEOUT_S", 0.1)

@@ -110,7 +110,9 @@ async def expect_only_lost(
 # -- deaths ----------------------------------------------------------------------------
 
 
-async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolation: str) -> None:
+async def test_killed_worker_loses_only_sessions_on_that_worker_and_is_replaced(
+    isolation: str,
+) -> None:
     async with (
         serve_workers(isolation=isolation, max_sessions=33) as server,
         connect_to(server) as client,
@@ -139,7 +141,9 @@ async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolat
         (Deed.EAT_MEMORY, r"of memory, more than its limit of 300 MB \(memory_limit_mb\)"),
     ],
 )
-async def test_step_that_ends_its_process_is_explained(isolation: str, deed, message: str) -> None:
+async def test_step_that_ends_the_worker_process_reports_the_cause(
+    isolation: str, deed, message: str
+) -> None:
     async with (
         serve_workers(isolation=isolation, memory_limit_mb=300) as server,
         connect_to(server) as client,
@@ -160,7 +164,7 @@ async def test_step_that_ends_its_process_is_explained(isolation: str, deed, mes
 
 
 @pytest.mark.parametrize("factory", [UnrulyEnv, UnrulyThreadedEnv])
-async def test_a_step_that_hangs_is_killed_and_ends_only_its_worker(
+async def test_hanging_step_ends_only_the_worker_that_runs_the_step(
     isolation: str, factory
 ) -> None:
     async with serve_workers(factory, isolation) as server, connect_to(server) as client:
@@ -179,7 +183,7 @@ async def test_a_step_that_hangs_is_killed_and_ends_only_its_worker(
         await wait_until(lambda: not is_alive(next(iter(sessions_by_pid))))
 
 
-async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation: str) -> None:
+async def test_hanging_first_reset_ends_the_worker_and_frees_the_slot(isolation: str) -> None:
     async with serve_workers(isolation=isolation) as server:
         host = get_host(server)
         open_args = OpenArgs(ResetArgs(options={"start": int(Deed.HANG)}))
@@ -204,7 +208,7 @@ async def test_cpu_time_beyond_the_limit_ends_the_session() -> None:
         assert (await other_session.step(ADD_1)).reward == 1.0
 
 
-async def test_sys_exit_in_a_step_is_an_error_of_the_step(isolation: str) -> None:
+async def test_sys_exit_in_a_step_raises_execution_error(isolation: str) -> None:
     async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
         (session,) = await open_many(client, 1)
         with pytest.raises(ExecutionError, match="SystemExit"):
@@ -212,7 +216,7 @@ async def test_sys_exit_in_a_step_is_an_error_of_the_step(isolation: str) -> Non
         assert (await session.step(ADD_1)).reward == 1.0
 
 
-async def test_child_processes_die_with_a_killed_worker(isolation: str) -> None:
+async def test_child_processes_end_when_the_worker_is_killed(isolation: str) -> None:
     async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
         (session,) = await open_many(client, 1)
         worker_pid = await read_pid(session)
@@ -225,7 +229,7 @@ async def test_child_processes_die_with_a_killed_worker(isolation: str) -> None:
             await session.step(ADD_1)
 
 
-async def test_a_clients_own_time_limit_ends_no_session_but_its_own() -> None:
+async def test_client_time_limit_ends_only_the_session_that_exceeds_the_limit() -> None:
     async with (
         serve_workers(UnrulyThreadedEnv, num_workers=1, step_timeout_s=30) as server,
         connect_to(server) as client,
@@ -254,7 +258,7 @@ async def test_slow_environment_in_a_pool_delays_no_other_session(gate: Gate) ->
         assert (await slow_step).reward == 98.0
 
 
-async def test_sessions_survive_the_fork_server(isolation: str) -> None:
+async def test_sessions_survive_the_death_of_the_fork_server(isolation: str) -> None:
     async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
         sessions = await open_many(client, 4)
         fork_server_pid = get_host(server).fork_server.pid
@@ -272,7 +276,7 @@ async def test_sessions_survive_the_fork_server(isolation: str) -> None:
     await wait_until(lambda: not any(map(is_alive, pids)))
 
 
-async def test_open_succeeds_when_its_fork_server_dies(isolation: str) -> None:
+async def test_open_succeeds_when_the_fork_server_dies(isolation: str) -> None:
     async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
         host = get_host(server)
         await open_many(client, 1)
@@ -365,7 +369,7 @@ async def test_factory_that_kills_its_worker_is_reported_and_retried_slowly(
         (die_while_being_built, "its worker exited with code 3"),
     ],
 )
-async def test_a_server_whose_environment_cannot_be_built_does_not_start(
+async def test_server_does_not_start_if_the_environment_cannot_be_created(
     factory, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -380,7 +384,7 @@ async def test_memory_limit_below_initial_memory_is_refused() -> None:
 # -- the end ---------------------------------------------------------------------------
 
 
-async def test_stopping_leaves_no_process_even_when_a_step_hangs(isolation: str) -> None:
+async def test_stopped_server_leaves_no_process_even_if_a_step_hangs(isolation: str) -> None:
     server = serve_workers(isolation=isolation)
     await server.start()
     async with connect_to(server) as client:

@@ -74,7 +74,7 @@ def disable_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", [TOO_LARGE_RESULT, STEP_ERROR])
-async def test_objects_of_an_error_are_freed_after_it_is_sent(wire: str, factory, kind) -> None:
+async def test_error_objects_are_freed_after_the_error_is_sent(wire: str, factory, kind) -> None:
     async with (
         serve(factory) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
@@ -86,7 +86,7 @@ async def test_objects_of_an_error_are_freed_after_it_is_sent(wire: str, factory
         await wait_until(lambda: last_reference() is None, within_s=10.0)
 
 
-async def test_environment_is_freed_with_its_session(wire: str, factory) -> None:
+async def test_environment_is_freed_when_the_session_closes(wire: str, factory) -> None:
     async with (
         serve(factory) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,

@@ -39,7 +39,7 @@ def make_lazy(**changes) -> StepResult:
     return read_result(message)
 
 
-def test_a_lazy_result_equals_the_eager_one_both_ways() -> None:
+def test_lazy_and_eager_results_are_equal_in_both_directions() -> None:
     result, eager_result = make_lazy(), EAGER
     assert result == eager_result
     assert eager_result == result
@@ -51,14 +51,14 @@ def test_a_lazy_result_equals_the_eager_one_both_ways() -> None:
     assert make_lazy() != "a result"
 
 
-def test_every_field_reads_as_on_the_eager_one() -> None:
+def test_lazy_fields_equal_eager_fields() -> None:
     for field in dataclasses.fields(StepResult):
         assert getattr(make_lazy(), field.name) == getattr(EAGER, field.name)
     assert make_lazy().done
     assert repr(make_lazy()).removeprefix("Lazy") == repr(EAGER)
 
 
-def test_what_is_absent_is_none_or_empty() -> None:
+def test_absent_fields_are_none_or_empty() -> None:
     result = make_lazy(info_json=b"", reward=None, text=None, truncated=False)
     assert (result.info, result.reward, result.text, result.tensors, result.done) == (
         {},
@@ -76,14 +76,14 @@ def test_a_field_is_parsed_once() -> None:
     assert result.info is result.info
 
 
-def test_it_pickles_copies_and_can_be_replaced() -> None:
+def test_lazy_result_supports_pickle_copy_and_replace() -> None:
     assert pickle.loads(pickle.dumps(make_lazy())) == EAGER
     assert copy.deepcopy(make_lazy()) == EAGER
     assert dataclasses.replace(make_lazy(), reward=9.0) == dataclasses.replace(EAGER, reward=9.0)
     assert dataclasses.asdict(make_lazy()) == dataclasses.asdict(EAGER)
 
 
-def test_it_is_frozen_and_has_no_other_names() -> None:
+def test_lazy_result_is_frozen_and_has_no_unknown_attributes() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make_lazy().reward = 2.0
     with pytest.raises(AttributeError, match="'rewards'"):

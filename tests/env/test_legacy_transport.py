@@ -33,7 +33,9 @@ async def client(server):
         yield client
 
 
-async def test_a_legacy_server_is_recognised_and_played(client: AsyncEnvClient, server) -> None:
+async def test_client_detects_a_legacy_server_and_plays_an_episode(
+    client: AsyncEnvClient, server
+) -> None:
     assert client.transport.is_legacy
     assert (await client.describe()).max_sessions == 1
     session, result = await client.open()
@@ -49,7 +51,7 @@ async def test_a_legacy_server_is_recognised_and_played(client: AsyncEnvClient, 
     assert server[1].bodies[:2] == [{}, {"action": {"add": 3}}]
 
 
-async def test_a_legacy_server_has_room_for_one_session(client: AsyncEnvClient) -> None:
+async def test_legacy_server_supports_only_one_session(client: AsyncEnvClient) -> None:
     session, _ = await client.open(close_when_done=True)
     with pytest.raises(CapacityError, match="supports only 1 session"):
         await client.open()
@@ -64,7 +66,9 @@ async def test_a_legacy_server_has_room_for_one_session(client: AsyncEnvClient) 
         await client.open_group(2)
 
 
-async def test_what_a_legacy_server_would_ignore_is_refused(client: AsyncEnvClient, server) -> None:
+async def test_features_ignored_by_legacy_servers_raise_errors(
+    client: AsyncEnvClient, server
+) -> None:
     with pytest.raises(ConfigError, match="would ignore the seed 7, because"):
         await client.open(seed=7)
     with pytest.raises(ConfigError, match="reset options game"):
@@ -86,7 +90,7 @@ async def test_an_ignored_seed_can_be_allowed(server) -> None:
     assert server[1].bodies == [{"seed": 7}]
 
 
-async def test_a_fault_is_an_execution_error_and_the_session_continues(
+async def test_failed_step_is_an_execution_error_and_the_session_continues(
     client: AsyncEnvClient,
 ) -> None:
     session, _ = await client.open()
@@ -95,7 +99,7 @@ async def test_a_fault_is_an_execution_error_and_the_session_continues(
     assert (await session.step({"add": 2})).observation["total"] == 2
 
 
-async def test_a_late_answer_is_never_taken_for_the_next_one(server) -> None:
+async def test_late_response_is_not_mistaken_for_the_next_response(server) -> None:
     address, counter = server
     async with await AsyncEnvClient.connect(address) as client:
         session, _ = await client.open()
@@ -112,7 +116,7 @@ async def test_a_late_answer_is_never_taken_for_the_next_one(server) -> None:
         assert (await new_session.step({"add": 1})).observation["total"] == 1
 
 
-async def test_credentials_in_the_address_travel_and_are_never_shown(server) -> None:
+async def test_address_credentials_are_sent_and_not_shown_in_errors(server) -> None:
     address = server[0].replace("http://", "http://ann:hunter2@")
     async with await AsyncEnvClient.connect(address) as client:
         await client.open()
@@ -122,7 +126,7 @@ async def test_credentials_in_the_address_travel_and_are_never_shown(server) -> 
     assert "hunter2" not in str(exc_info.value)
 
 
-async def test_the_synchronous_client_and_a_server_that_is_gone() -> None:
+async def test_synchronous_client_plays_and_missing_server_is_unavailable() -> None:
     def play(address: str) -> None:
         with EnvClient.connect(address) as client:
             session, _ = client.open()

@@ -100,7 +100,7 @@ async def test_two_standard_clients_have_separate_sessions() -> None:
         assert await asyncio.gather(read_total(1, 1), read_total(2, 2, 3)) == [2, 7]
 
 
-async def test_the_handshake_is_that_of_streamable_http() -> None:
+async def test_handshake_follows_streamable_http() -> None:
     core = make_core()
     async with make_client(core) as client:
         for offer, version in (("2025-03-26", "2025-03-26"), ("1999-01-01", "2025-11-25")):
@@ -122,7 +122,7 @@ async def test_the_handshake_is_that_of_streamable_http() -> None:
         assert (await client.post("/mcp", json=call, headers=session_headers)).status_code == 404
 
 
-async def test_a_forged_ticket_is_no_session() -> None:
+async def test_forged_session_id_returns_404() -> None:
     async with make_client(make_core()) as client:
         session_id = (await post(client, "openenv/session/create"))["result"]["session_id"]
         for forged_id in (session_id, session_id + ".", session_id + ".AAAA", "x", "."):
@@ -150,7 +150,7 @@ async def test_a_forged_ticket_is_no_session() -> None:
         (b'{"jsonrpc":"2.0","id":1,"method":"openenv/session/close"}', -32602),
     ],
 )
-async def test_bad_requests_get_the_codes_of_json_rpc_and_status_200(body, code: str) -> None:
+async def test_bad_requests_return_json_rpc_error_codes_with_status_200(body, code: str) -> None:
     async with make_client(make_core()) as client:
         response = await client.post("/mcp", content=body)
         assert response.status_code == 200
@@ -159,7 +159,7 @@ async def test_bad_requests_get_the_codes_of_json_rpc_and_status_200(body, code:
         assert "data" in content["error"]
 
 
-async def test_sessions_of_openenvs_own_calls_see_only_the_environments_tools() -> None:
+async def test_openenv_sessions_expose_only_environment_tools() -> None:
     core = make_core()
     async with make_client(core) as client:
         session_id = (await post(client, "openenv/session/create"))["result"]["session_id"]
@@ -183,7 +183,7 @@ async def test_sessions_of_openenvs_own_calls_see_only_the_environments_tools() 
         assert core.load.num_sessions == 0
 
 
-async def test_a_call_without_a_session_has_a_separate_environment() -> None:
+async def test_each_call_without_a_session_uses_a_separate_environment() -> None:
     core = make_core()
     async with make_client(core) as client:
         for _ in range(2):
@@ -192,7 +192,7 @@ async def test_a_call_without_a_session_has_a_separate_environment() -> None:
         assert core.load.num_sessions == 0
 
 
-async def test_a_full_server_says_how_full() -> None:
+async def test_full_server_error_contains_session_counts() -> None:
     async with make_client(make_core(max_sessions=1)) as client:
         await post(client, "openenv/session/create")
         for method in ("openenv/session/create", "initialize"):
@@ -201,7 +201,7 @@ async def test_a_full_server_says_how_full() -> None:
             assert (error["data"]["active_sessions"], error["data"]["max_sessions"]) == (1, 1)
 
 
-async def test_an_environment_without_tools_says_so_to_openenvs_clients() -> None:
+async def test_openenv_client_gets_an_error_from_environment_without_tools() -> None:
     async with make_client(make_core(CountingEnv)) as client:
         for method in ("tools/list", "tools/call"):
             error = (await post(client, method, {"name": "x"}))["error"]
@@ -210,7 +210,7 @@ async def test_an_environment_without_tools_says_so_to_openenvs_clients() -> Non
         assert get_names(await post(client, "tools/list", **await initialize(client))) == PLAY_TOOLS
 
 
-async def test_what_a_player_does_wrong_is_a_result() -> None:
+async def test_player_errors_are_returned_as_tool_results() -> None:
     async with make_client(make_core(CountingEnv)) as client:
         session_headers = await initialize(client)
         for name, arguments, code in (
@@ -239,7 +239,7 @@ async def send(socket, message):
     return json.loads(await socket.recv())
 
 
-async def test_a_socket_for_mcp_has_one_session_from_its_first_need_to_its_end() -> None:
+async def test_mcp_socket_opens_one_session_on_first_use_until_disconnect() -> None:
     async with serve(ToolEnv) as server:
         async with open_socket(server, "/mcp") as socket:
             assert get_names(await send(socket, make_rpc("tools/list"))) == [
@@ -260,7 +260,7 @@ async def test_a_socket_for_mcp_has_one_session_from_its_first_need_to_its_end()
         await asyncio.wait_for(_wait_until_empty(server), 60)
 
 
-async def test_a_socket_that_begins_with_initialize_may_play() -> None:
+async def test_mcp_socket_can_play_after_initialize() -> None:
     async with serve() as server, open_socket(server, "/mcp") as socket:
         await send(socket, make_rpc("initialize"))
         await socket.send('{"jsonrpc":"2.0","method":"notifications/initialized"}')
@@ -274,7 +274,7 @@ async def test_a_socket_that_begins_with_initialize_may_play() -> None:
         assert (socket.close_code, socket.close_reason) == (1001, "the server is shutting down")
 
 
-async def test_frames_on_the_environments_socket_share_its_session() -> None:
+async def test_mcp_frames_on_the_environment_socket_share_one_session() -> None:
     async with serve(ToolEnv) as server, open_socket(server, "/ws") as socket:
         frame = {"type": "mcp", "data": make_rpc("tools/call", {"name": "note"}, 9)}
         for count in (1, 2):
@@ -289,7 +289,7 @@ async def test_frames_on_the_environments_socket_share_its_session() -> None:
         assert server.core.load.num_sessions == 1
 
 
-async def test_tool_actions_of_openenv_go_through_step() -> None:
+async def test_openenv_tool_actions_go_through_step() -> None:
     def make_call(name, arguments=None):
         return {"type": "call_tool", "tool_name": name, "arguments": arguments or {}}
 

@@ -35,7 +35,7 @@ def output(request: pytest.FixtureRequest) -> dict:
 
 
 @pytest.mark.parametrize("target", [GUESSER, ASYNC_GUESSER, ONE_THREAD, APP])
-def test_an_environment_keeps_every_rule_in_process_and_over_the_wire(output, target: str) -> None:
+def test_environment_passes_all_checks_in_process_and_over_the_wire(output, target: str) -> None:
     assert output[target]["broken"] == {}
     assert output[target]["broken_on_wire"] == {}
 
@@ -51,12 +51,12 @@ def test_truncated_and_terminated_episodes_differ(output, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", [GUESSER, ASYNC_GUESSER, APP])
-def test_the_end_succeeds_where_its_metadata_say_so(output, target: str) -> None:
+def test_last_step_reports_success_from_metadata(output, target: str) -> None:
     reset_step, *steps = output[target]["played"]
     assert [step[5] for step in (reset_step, *steps)] == [None] * 5 + [False]
 
 
-def test_schema_state_and_models_are_those_of_the_foreign_types(output) -> None:
+def test_schemas_and_state_match_the_upstream_types(output) -> None:
     schema = output[GUESSER]["action_schema"]
     assert schema["properties"]["number"]["maximum"] == 9
     assert schema["required"] == ["number"]
@@ -68,18 +68,18 @@ def test_schema_state_and_models_are_those_of_the_foreign_types(output) -> None:
     assert output[GUESSER]["state"] == {"episode_id": "E", "step_count": 0, "secret": 3}
 
 
-def test_a_class_that_allows_one_session_gets_one_in_a_process(output) -> None:
+def test_single_session_class_is_limited_to_one_session_per_process(output) -> None:
     assert output[ASYNC_GUESSER]["second"] == "CAPACITY_REACHED"
     assert output[GUESSER]["second"] is None
 
 
-def test_each_environment_has_its_thread_or_all_share_one(output) -> None:
+def test_all_steps_run_in_the_thread_named_after_the_target(output) -> None:
     for target in (GUESSER, ONE_THREAD):
         threads = {step[0]["thread"] for step in output[target]["played"][1:]}
         assert threads == {f"openenv {target}"}
 
 
-def test_tools_are_offered_called_and_refused(output) -> None:
+def test_tools_are_listed_and_called_and_unknown_tools_fail(output) -> None:
     assert output[TOOLS]["tools"] == ["echo"]
     assert output[TOOLS]["echo"] == {"result": "hi"}
     assert output[TOOLS]["no_tool"] == "TOOL_ERROR"
@@ -89,7 +89,7 @@ def test_tools_are_offered_called_and_refused(output) -> None:
 
 
 @pytest.mark.conformance
-def test_dataclasses_of_the_first_generation_work_too() -> None:
+def test_openenv_0_1_dataclass_environments_pass_all_checks() -> None:
     output = describe_environment("0.1.1", SUM, SUM_APP)
     for target in (SUM, SUM_APP):
         assert output[target]["broken"] == {}

@@ -43,7 +43,7 @@ async def test_output_and_exit_code_are_returned(host: ProgramHost) -> None:
     assert killed_result.exit_code == -9
 
 
-async def test_concurrent_programs_and_long_output(
+async def test_concurrent_outputs_stay_separate_and_long_output_is_limited(
     host: ProgramHost,
 ) -> None:
     results = await asyncio.gather(*(run(host, f"echo {index}") for index in range(24)))
@@ -52,7 +52,7 @@ async def test_concurrent_programs_and_long_output(
     assert len(long_result.output) == MAX_OUTPUT_BYTES and long_result.output.endswith("y\nend\n")
 
 
-async def test_program_folder_is_removed_with_the_program(host: ProgramHost) -> None:
+async def test_program_folder_is_removed_when_the_program_ends(host: ProgramHost) -> None:
     result, other_result = [
         await run(host, 'echo "$HOME"; echo kept > "$HOME/file"; cat "$HOME"/*') for _ in range(2)
     ]
@@ -66,7 +66,7 @@ async def test_descendants_end_with_the_program(host: ProgramHost) -> None:
     assert not [command for command in list_commands() if "31337" in command]
 
 
-async def test_cancelled_call_kills_its_program(host: ProgramHost) -> None:
+async def test_cancelled_call_kills_the_program(host: ProgramHost) -> None:
     task = asyncio.ensure_future(run(host, "(setsid sleep 31338 &) ; sleep 31338"))
     while sum("31338" in command for command in list_commands()) < 2:
         await asyncio.sleep(0.05)
@@ -79,7 +79,7 @@ async def test_cancelled_call_kills_its_program(host: ProgramHost) -> None:
     pytest.fail("a process outlives the call that started it")
 
 
-async def test_programs_end_with_their_caller(tmp_path: Path) -> None:
+async def test_programs_end_when_the_calling_process_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "caller.py"
     script.write_text(
         "import asyncio, os\n"

@@ -48,7 +48,7 @@ async def play_episode(core: SessionCore, actions: list, **args) -> str:
     return session.session_id
 
 
-async def test_an_episode_is_written_when_it_ends_with_all_that_a_replay_needs(
+async def test_finished_episode_is_written_with_all_replay_data(
     tmp_path: Path,
 ) -> None:
     core, recorder = make_recording_core(tmp_path / "r.jsonl")
@@ -92,7 +92,7 @@ async def test_a_repeated_step_is_written_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("factory", ["CountingEnv", "ThreadedCountingEnv"])
-async def test_every_way_to_end_writes_the_episode(tmp_path: Path, factory) -> None:
+async def test_episode_is_written_for_every_end_reason(tmp_path: Path, factory) -> None:
     factory = environment_factory(f"tests.env.counting_env:{factory}", {})
     options = ServerOptions(idle_timeout_s=0.05)
     core, recorder = make_recording_core(tmp_path / "r.jsonl", options=options, factory=factory)
@@ -117,7 +117,7 @@ async def test_every_way_to_end_writes_the_episode(tmp_path: Path, factory) -> N
     assert reasons[5] == "the server stopped"
 
 
-async def test_concurrent_sessions_do_not_mix(tmp_path: Path) -> None:
+async def test_concurrent_sessions_are_recorded_separately(tmp_path: Path) -> None:
     core, _ = make_recording_core(
         tmp_path / "r.jsonl",
         factory=environment_factory("tests.env.counting_env:ThreadedCountingEnv", {}),
@@ -142,7 +142,7 @@ async def test_full_file_is_renamed_and_no_episode_is_lost(tmp_path: Path) -> No
     assert sorted(episode.seed for episode in read_episodes(tmp_path)) == list(range(12))
 
 
-async def test_endless_episode_is_cut(tmp_path: Path) -> None:
+async def test_recording_of_endless_episode_is_limited(tmp_path: Path) -> None:
     core, recorder = make_recording_core(tmp_path / "r.jsonl", max_episode_bytes=600)
     session = await core.open(OpenArgs(ResetArgs(seed=1)))
     for _ in range(200):
@@ -185,7 +185,7 @@ async def test_reset_options_count_towards_the_limit(tmp_path: Path) -> None:
     assert recorder.num_running == 2
 
 
-async def test_a_folder_that_cannot_be_written_loses_episodes_but_no_session(
+async def test_unwritable_folder_loses_recordings_but_no_sessions(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -206,7 +206,7 @@ async def test_incomplete_line_is_skipped(tmp_path: Path) -> None:
     assert [episode.seed for episode in read_episodes(path)] == [1, 2]
 
 
-async def test_a_line_of_another_format_is_refused_with_its_number(tmp_path: Path) -> None:
+async def test_unknown_format_error_contains_the_line_number(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     await play_episode(make_recording_core(path)[0], [FINAL_ACTION], seed=1)
     path.write_text(path.read_text() + '{"format": 2}\n')
@@ -220,7 +220,7 @@ async def replay_differences(path: Path) -> list[str]:
         return [(await replay_episode(client, episode)).difference for episode in episodes]
 
 
-async def test_a_recording_replays_without_a_difference_and_a_change_is_named(
+async def test_replay_matches_the_recording_and_reports_changes(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "r.jsonl"
@@ -265,7 +265,7 @@ async def test_immediate_steps_are_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_a_recording_replays_over_every_wire_of_a_recording_server(
+async def test_recorded_episodes_replay_without_difference_over_every_wire(
     tmp_path: Path, wire: str
 ) -> None:
     path = tmp_path / "r.jsonl"
@@ -287,9 +287,7 @@ async def test_a_recording_replays_over_every_wire_of_a_recording_server(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_an_episode_with_calls_of_tools_replays_and_a_change_is_named(
-    tmp_path: Path, wire: str
-) -> None:
+async def test_replay_repeats_tool_calls_and_reports_changes(tmp_path: Path, wire: str) -> None:
     path = tmp_path / "r.jsonl"
     async with (
         serve(ToolEnv, record=path) as server,

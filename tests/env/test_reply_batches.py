@@ -33,7 +33,7 @@ def make_step_batch(call_id: int, session_id: str) -> pb.CallBatch:
     return pb.CallBatch(calls=[pb.Call(call_id=call_id, step=request)])
 
 
-async def test_replies_to_single_calls_of_many_sessions_travel_together_and_in_order() -> None:
+async def test_replies_to_single_calls_are_batched_in_order() -> None:
     async with serve_grpc() as server, grpc.aio.insecure_channel(read_target(server)) as channel:
         stream = env_pb2_grpc.EnvServiceStub(channel).Connect()
         session_ids = await open_sessions(stream, NUM_SESSIONS)
@@ -53,7 +53,7 @@ async def test_replies_to_single_calls_of_many_sessions_travel_together_and_in_o
         stream.cancel()
 
 
-async def test_calls_that_were_sent_are_answered_after_the_client_has_stopped_sending() -> None:
+async def test_sent_calls_get_replies_after_the_client_stops_sending() -> None:
     async with serve_grpc() as server, grpc.aio.insecure_channel(read_target(server)) as channel:
         stream = env_pb2_grpc.EnvServiceStub(channel).Connect()
         session_ids = await open_sessions(stream, 3)

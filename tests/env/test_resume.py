@@ -70,7 +70,7 @@ async def play_episode(client: AsyncEnvClient, seed, *, before_step=None, **opti
     return session, results
 
 
-async def test_a_session_that_is_lost_before_every_step_plays_the_same_episode() -> None:
+async def test_session_lost_before_every_step_resumes_the_same_episode() -> None:
     async with serve_behind_proxy() as (server, _, client):
         _, expected_results = await play_episode(client, 3)
 
@@ -83,7 +83,7 @@ async def test_a_session_that_is_lost_before_every_step_plays_the_same_episode()
         assert results[3].tensors["trace"].tolist() == [0.0, 1.0, 2.0]
 
 
-async def test_a_server_that_restarts_in_mid_episode_is_not_noticed() -> None:
+async def test_episode_resumes_after_a_server_restart() -> None:
     async with serve_behind_proxy() as (first_server, proxy, client):
         _, expected_results = await play_episode(client, 4)
         async with serve_grpc(deterministic=True) as second_server:
@@ -100,9 +100,7 @@ async def test_a_server_that_restarts_in_mid_episode_is_not_noticed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
-async def test_a_killed_server_process_that_is_started_again_is_not_noticed(
-    wire: str, tmp_path
-) -> None:
+async def test_episode_resumes_after_the_server_process_is_killed(wire: str, tmp_path) -> None:
     ports = fixed_port_arguments()
     with server_process(tmp_path, *ports) as server:
         connection = AsyncEnvClient.connect(
@@ -127,7 +125,7 @@ async def test_a_killed_server_process_that_is_started_again_is_not_noticed(
             assert session.num_resumes == 1
 
 
-async def test_without_a_seed_one_is_drawn_and_kept() -> None:
+async def test_unseeded_session_draws_a_seed_and_resumes_with_the_same_seed() -> None:
     async with serve_behind_proxy() as (server, _, client):
         session, first_result = await client.open(resume=True)
         await session.step({"add": 1})
@@ -143,7 +141,7 @@ async def test_without_a_seed_one_is_drawn_and_kept() -> None:
         assert session.num_resumes == 4
 
 
-async def test_actions_that_failed_are_replayed_only_if_they_may_have_changed_something() -> None:
+async def test_failed_actions_are_replayed_only_if_state_may_have_changed() -> None:
     async with serve_behind_proxy() as (server, _, client):
         session, _ = await client.open(seed=1, resume=True)
         await session.step({"add": 1})
@@ -157,7 +155,7 @@ async def test_actions_that_failed_are_replayed_only_if_they_may_have_changed_so
         assert session.num_resumes == 1
 
 
-async def test_an_environment_that_is_not_deterministic_after_all_is_found_out() -> None:
+async def test_nondeterministic_environment_fails_with_replay_mismatch() -> None:
     async with serve_behind_proxy(UnrepeatableEnv) as (server, _, client):
         session, _ = await client.open(seed=1, resume=True)
         await session.step({"add": 1})
@@ -170,7 +168,7 @@ async def test_an_environment_that_is_not_deterministic_after_all_is_found_out()
         await wait_for_sessions(server.core, 0)
 
 
-async def test_resume_is_refused_where_determinism_was_not_shown() -> None:
+async def test_resume_fails_without_a_determinism_check() -> None:
     async with serve() as server, await AsyncEnvClient.connect(server.grpc_address) as client:
         with pytest.raises(ConfigError, match="ludus env check"):
             await client.open(resume=True)
@@ -203,7 +201,7 @@ class UnrepeatableToolEnv(ToolEnv):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_calls_of_tools_are_made_again_in_the_session_that_replaces_a_lost_one(
+async def test_tool_calls_are_replayed_in_the_replacement_session(
     wire: str,
 ) -> None:
     async with (
@@ -230,7 +228,7 @@ async def test_calls_of_tools_are_made_again_in_the_session_that_replaces_a_lost
         assert session.num_resumes == 2
 
 
-async def test_a_tool_that_answers_differently_is_found_out() -> None:
+async def test_nondeterministic_tool_fails_with_replay_mismatch() -> None:
     async with serve_behind_proxy(UnrepeatableToolEnv) as (server, _, client):
         session, _ = await client.open(seed=1, resume=True)
         await session.call_tool("note", {"text": "a"})
@@ -240,7 +238,7 @@ async def test_a_tool_that_answers_differently_is_found_out() -> None:
         assert error.value.code == ErrorCode.REPLAY_MISMATCH
 
 
-async def test_a_group_is_rebuilt_one_by_one() -> None:
+async def test_sessions_of_a_group_resume_individually() -> None:
     async with serve_behind_proxy() as (server, _, client):
         group = await client.open_group(3, seed=2, resume=True)
         await asyncio.gather(*(session.step({"add": 1}) for session, _ in group))
@@ -251,7 +249,7 @@ async def test_a_group_is_rebuilt_one_by_one() -> None:
 
 
 @pytest.mark.slow
-async def test_attempts_are_bounded_in_number_and_in_time(gate) -> None:
+async def test_resume_attempts_are_limited_in_number_and_time(gate) -> None:
     async with serve_behind_proxy(gate.factory) as (server, _, client):
         session, _ = await client.open(seed=1, resume=ResumeLimits(num_attempts=2, timeout_s=1000))
         step_task = asyncio.create_task(session.step({"add": 98}))
@@ -273,7 +271,7 @@ async def test_attempts_are_bounded_in_number_and_in_time(gate) -> None:
         assert time.monotonic() - start_s < 30
 
 
-async def test_a_lingering_session_is_resent_first_and_replayed_only_if_it_is_gone() -> None:
+async def test_call_is_resent_first_and_replayed_only_if_the_session_is_lost() -> None:
     async with serve_behind_proxy() as (server, proxy, client):
         session, _ = await client.open(seed=1, resume=True, linger_s=30)
         await session.step({"add": 1})
@@ -285,7 +283,7 @@ async def test_a_lingering_session_is_resent_first_and_replayed_only_if_it_is_go
         assert session.num_resumes == 1
 
 
-async def test_the_synchronous_client_resumes_too() -> None:
+async def test_synchronous_client_resumes_lost_sessions() -> None:
     def play_synchronously(server, loop) -> None:
         with EnvClient.connect(server.address) as client:
             session, _ = client.open(seed=1, resume=True)

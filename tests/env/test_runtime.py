@@ -74,19 +74,19 @@ def measure_memory(program: str) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_memory_of_a_burst_is_returned() -> None:
+def test_memory_is_released_after_a_burst() -> None:
     peak_bytes, final_bytes = measure_memory(BURST_PROGRAM)
     # One block in fifty stays allocated, with its page of 4 KiB.
     assert final_bytes < peak_bytes / 4
 
 
 @pytest.mark.slow
-def test_memory_of_a_large_message_is_returned_at_once() -> None:
+def test_memory_of_a_large_message_is_released_immediately() -> None:
     peak_bytes, final_bytes = measure_memory(LARGE_MESSAGE_PROGRAM)
     assert final_bytes < peak_bytes / 10
 
 
-def test_collection_is_paused_for_a_block_and_its_objects_are_frozen() -> None:
+def test_pause_collection_disables_gc_and_then_freezes_live_objects() -> None:
     program = (
         "import gc\n"
         "from ludus.env.runtime import pause_collection\n"

@@ -66,7 +66,7 @@ DENIAL_ERROR = "PermissionError"
         ("non-dumpable", {"be looked into"}),
     ],
 )
-def test_a_layer_alone_denies_its_part(layer, deeds, folder) -> None:
+def test_single_layer_denies_the_expected_operations(layer, deeds, folder) -> None:
     report = try_layer(layer, folder, *deeds, "write own")
     assert {deed for deed in deeds if report[deed] == DENIAL_ERROR} == deeds
     assert report["write own"] == "done"
@@ -74,7 +74,7 @@ def test_a_layer_alone_denies_its_part(layer, deeds, folder) -> None:
 
 @linux
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can take another user id")
-def test_user_id_is_not_changed_if_paths_would_be_closed(folder) -> None:
+def test_user_id_is_not_changed_if_required_paths_become_inaccessible(folder) -> None:
     private_folder = folder / "private"
     private_folder.mkdir(mode=0o700)
     (private_folder / "notes").touch()
@@ -132,7 +132,7 @@ def test_workers_get_only_listed_variables() -> None:
     assert filter_variables(variables, ["MY_SETTING"])["MY_SETTING"] == "1"
 
 
-def test_code_is_readable_but_no_parent_of_worker_folders(
+def test_code_paths_are_readable_except_parents_of_worker_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers_folder = tmp_path / "work" / "workers"
@@ -145,7 +145,7 @@ def test_code_is_readable_but_no_parent_of_worker_folders(
     assert any(Path(__file__).is_relative_to(path) for path in paths)
 
 
-def test_options_that_name_files_make_them_readable(tmp_path: Path) -> None:
+def test_files_named_in_options_are_readable(tmp_path: Path) -> None:
     (tmp_path / "data").touch()
     options = {"a": str(tmp_path / "data"), "b": str(tmp_path / "none"), "game": "chess", "n": 3}
     assert find_option_paths(options) == [tmp_path / "data"]

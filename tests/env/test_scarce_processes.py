@@ -26,7 +26,7 @@ ADD_1 = b'{"add": 1}'
 
 @pytest.mark.parametrize("process_name", [FORK_SERVER, FORKED_COPY])
 @pytest.mark.parametrize("isolation", ["pool", "process"])
-async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
+async def test_opens_are_refused_after_a_failed_fork_until_a_fork_succeeds(
     isolation: str, process_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))

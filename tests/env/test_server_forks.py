@@ -27,7 +27,7 @@ def is_port_free(port: int) -> bool:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_a_forked_child_keeps_no_port_of_its_server(wire: str) -> None:
+async def test_forked_child_does_not_keep_server_ports_open(wire: str) -> None:
     reader, writer = os.pipe()
     child_pids = []
 

@@ -35,17 +35,17 @@ from ludus.proto.errors import ConfigError
         ({"num_wrokers": 2}, "num_wrokers: extra inputs are not permitted, got 2"),
     ],
 )
-def test_options_that_cannot_work_together_are_refused(options, message: str) -> None:
+def test_invalid_or_conflicting_options_raise_a_config_error(options, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerOptions(**options)
 
 
-def test_workers_have_a_time_limit_unless_it_is_turned_off() -> None:
+def test_steps_have_a_time_limit_by_default() -> None:
     assert ServerOptions().step_timeout_s == 60
     assert ServerOptions(isolation="pool").step_timeout_s == 60
 
 
-def test_a_pool_has_a_worker_for_each_cpu_but_no_more_than_sessions() -> None:
+def test_pool_has_one_worker_per_cpu_but_at_most_one_per_session() -> None:
     assert ServerOptions(isolation="pool").num_pool_workers == count_available_cpus()
     options = ServerOptions(isolation="pool", num_workers=8, max_sessions=3)
     assert options.num_pool_workers == 3
@@ -57,7 +57,7 @@ def test_secrets_are_not_in_repr() -> None:
     assert "a-key" not in repr(options)
 
 
-def test_a_server_is_named_after_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_id_is_the_pod_uid_or_random(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ServerOptions().server_id != ServerOptions().server_id
     monkeypatch.setenv("POD_UID", "8C5F7A3E-0b1d")
     assert ServerOptions().server_id == "8c5f7a3e0b1d"
@@ -69,7 +69,7 @@ def test_token_is_read_from_the_named_variable(monkeypatch: pytest.MonkeyPatch) 
     assert ServerOptions(token_env="NOT_SET", token="given").token == "given"
 
 
-def test_every_flag_has_a_text_and_no_secret_has_a_flag() -> None:
+def test_every_flag_has_help_text_and_no_secret_has_a_flag() -> None:
     flags_by_field = {flag.field_name: flag for flag in list_flags()}
     assert all(flag.help.endswith(".") for flag in flags_by_field.values())
     assert set(ServerOptions.model_fields) - set(flags_by_field) == {

@@ -65,7 +65,9 @@ def test_client_recovers_after_a_killed_server(tmp_path: Path, wire: str) -> Non
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_server_at_once_with_sessions_open(tmp_path: Path, signal_number) -> None:
+def test_signal_stops_the_server_immediately_with_open_sessions(
+    tmp_path: Path, signal_number
+) -> None:
     async def run_scenario():
         with server_process(tmp_path) as server:
             clients = [await AsyncEnvClient.connect(server_address(server, wire)) for wire in WIRES]
@@ -101,7 +103,7 @@ def test_sigterm_drains_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("second_signal", [signal.SIGTERM, signal.SIGINT])
-def test_a_draining_server_ends_at_a_second_signal_or_after_its_grace(
+def test_draining_server_stops_on_second_signal_or_after_grace_period(
     tmp_path: Path, second_signal
 ) -> None:
     async def run_scenario():
@@ -127,7 +129,7 @@ def read_until(lines, text: str) -> None:
         assert line, "the process has ended"
 
 
-def test_a_port_in_use_is_named_and_nothing_starts() -> None:
+def test_server_exits_with_an_error_that_names_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         http_process = run_server("--port", port, "--grpc-port", "0")
@@ -148,7 +150,7 @@ def test_two_servers_never_share_a_grpc_port() -> None:
     asyncio.run(run_scenario())
 
 
-def test_listening_beyond_this_machine_needs_a_token() -> None:
+def test_non_loopback_host_requires_a_token_or_insecure() -> None:
     process = run_server("--host", "0.0.0.0", "--port", "0")
     assert process.returncode == 2
     assert "listening on 0.0.0.0" in process.stderr
@@ -174,7 +176,7 @@ def test_token_comes_from_the_environment_variable(tmp_path: Path) -> None:
         ({"max_sessions": 0}, "max_sessions: expected at least 1, got 0"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options, message: str) -> None:
+def test_out_of_range_options_raise_a_config_error(options, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerOptions(**options)
 
@@ -199,7 +201,7 @@ def open_signed(address: str, session_id: str) -> str:
 
 
 @pytest.mark.parametrize("isolation", ["inline", "pool", "process"])
-def test_the_options_of_the_command_line_reach_the_server(tmp_path: Path, isolation: str) -> None:
+def test_command_line_options_reach_the_server(tmp_path: Path, isolation: str) -> None:
     async def run_scenario():
         arguments = ["--isolation", isolation, "--first-seed", "7", "--max-sessions", "4"]
         arguments += ["--no-determinism-check"] if isolation == "pool" else []
@@ -219,14 +221,14 @@ def test_the_options_of_the_command_line_reach_the_server(tmp_path: Path, isolat
     asyncio.run(run_scenario())
 
 
-def test_options_that_cannot_work_together_end_with_one_line_and_code_2() -> None:
+def test_conflicting_options_exit_with_a_one_line_error_and_code_2() -> None:
     process = run_server("--port", "0", "--isolation", "pool", "--cpu-limit-s", "5")
     assert process.returncode == 2
     assert process.stderr.startswith("error: cpu_limit_s needs isolation='process'")
     assert process.stderr.count("\n") == 1
 
 
-def test_an_environment_that_cannot_be_built_in_a_worker_ends_with_one_line_and_code_2() -> None:
+def test_failed_build_in_a_worker_exits_with_one_line_error_and_code_2() -> None:
     command = [sys.executable, "-m", "ludus.env", "counting_env:fail_to_be_built"]
     process = subprocess.run(
         [*command, "--port", "0", "--isolation", "process"],
@@ -241,7 +243,7 @@ def test_an_environment_that_cannot_be_built_in_a_worker_ends_with_one_line_and_
     assert process.stderr.count("\n") == 1
 
 
-def test_a_pool_answers_opens_that_wait_for_a_free_session(tmp_path: Path) -> None:
+def test_waiting_open_succeeds_in_a_pool_when_a_session_closes(tmp_path: Path) -> None:
     async def run_scenario():
         arguments = ("--isolation", "pool", "--max-sessions", "1", "--wait-for-slot-s", "60")
         with server_process(tmp_path, *arguments) as server:
@@ -265,7 +267,7 @@ def test_a_pool_answers_opens_that_wait_for_a_free_session(tmp_path: Path) -> No
         ("counting_env:CountingEnv", None, False),
     ],
 )
-def test_environments_that_need_a_process_get_one_by_default(
+def test_environments_that_need_a_process_use_workers_by_default(
     monkeypatch, target, isolation: str, has_workers
 ) -> None:
     monkeypatch.chdir(Path(SERVER).parent)
@@ -274,7 +276,7 @@ def test_environments_that_need_a_process_get_one_by_default(
         assert ("env_server_workers" in metrics) is has_workers
 
 
-def test_a_local_server_passes_on_isolation_arguments_and_secrets(
+def test_local_server_forwards_isolation_arguments_and_secrets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(Path(SERVER).parent)

@@ -41,7 +41,7 @@ def ca_file(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
-async def test_a_client_plays_over_tls_with_the_servers_authority_only(
+async def test_client_connects_over_tls_only_with_the_ca_of_the_server(
     server_files, ca_file, wire: str
 ) -> None:
     files = {"tls_cert": server_files.cert, "tls_key": server_files.key}
@@ -64,7 +64,7 @@ async def test_a_client_plays_over_tls_with_the_servers_authority_only(
             await AsyncEnvClient.connect(url, ConnectOptions(token="hush", connect_timeout_s=0.5))
 
 
-async def test_a_server_that_asks_for_certificates_takes_those_of_its_authority_only(
+async def test_server_accepts_only_client_certificates_of_the_configured_ca(
     tmp_path, server_files, ca_file
 ) -> None:
     good_files, bad_files = write_files(tmp_path, "good"), write_files(tmp_path, "bad", OTHER_CA)
@@ -95,9 +95,7 @@ async def read_name_over_grpc(server, ca_file, identity) -> str:
         return (await stub.Describe(pb.DescribeRequest(), timeout=60)).name
 
 
-async def test_files_that_cannot_be_used_start_nothing_and_leave_the_ports_free(
-    tmp_path, server_files
-) -> None:
+async def test_unusable_tls_files_raise_a_config_error(tmp_path, server_files) -> None:
     other_files = write_files(tmp_path, "other")
     with pytest.raises(ConfigError, match="does not belong to the certificate"):
         await serve(tls_cert=server_files.cert, tls_key=other_files.key).start()
@@ -106,7 +104,7 @@ async def test_files_that_cannot_be_used_start_nothing_and_leave_the_ports_free(
 
 
 @pytest.mark.slow
-async def test_the_command_line_announces_secure_addresses_and_the_admin_port(
+async def test_command_line_server_reports_secure_addresses_and_admin_port(
     tmp_path, server_files, ca_file
 ) -> None:
     arguments = ("--tls-cert", str(server_files.cert), "--tls-key", str(server_files.key))

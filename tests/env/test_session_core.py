@@ -53,7 +53,7 @@ def factory(request):
     return request.param
 
 
-async def test_a_repeated_step_returns_the_first_answer_without_stepping(factory) -> None:
+async def test_repeated_step_returns_the_first_result_without_stepping(factory) -> None:
     core = make_core(factory)
     session_id, _ = await open_session(core, ResetArgs(seed=1))
     first_result = await core.step(session_id, ADD_1, 1)
@@ -71,13 +71,13 @@ async def test_a_step_out_of_order_is_a_conflict(factory) -> None:
         assert exc_info.value.code is ErrorCode.STEP_CONFLICT
 
 
-async def test_unnumbered_steps_always_step(factory) -> None:
+async def test_steps_without_an_index_always_advance_the_episode(factory) -> None:
     core = make_core(factory)
     session_id, _ = await open_session(core, ResetArgs())
     assert [(await core.step(session_id, ADD_1)).step_index for _ in range(3)] == [1, 2, 3]
 
 
-async def test_a_step_before_reset_and_after_the_end_is_refused(factory) -> None:
+async def test_step_before_reset_or_after_the_episode_end_fails(factory) -> None:
     core = make_core(factory)
     session_id, first_result = await open_session(core)
     assert first_result is None
@@ -133,7 +133,7 @@ async def test_open_beyond_capacity_is_refused(factory) -> None:
     await open_session(core)
 
 
-async def test_sessions_being_opened_at_once_count_for_capacity() -> None:
+async def test_concurrently_opening_sessions_count_towards_capacity() -> None:
     core = make_core(ThreadedCountingEnv, max_sessions=3)
     results = await asyncio.gather(*(open_session(core) for _ in range(5)), return_exceptions=True)
     assert sum(isinstance(result, CapacityError) for result in results) == 2
@@ -168,7 +168,7 @@ async def test_failed_reset_reports_environment_options() -> None:
     assert "built with {'start': '3'}; check the type of each option" in str(exc_info.value)
 
 
-async def test_a_factory_that_fails_is_a_factory_error() -> None:
+async def test_failed_factory_raises_a_factory_error() -> None:
     calls = iter([CountingEnv, None])
 
     def factory():
@@ -181,7 +181,7 @@ async def test_a_factory_that_fails_is_a_factory_error() -> None:
     assert core.load.num_sessions == 0
 
 
-async def test_close_when_done_frees_the_slot_and_still_repeats_the_last_answer(factory) -> None:
+async def test_close_when_done_frees_the_slot_and_repeats_the_last_result(factory) -> None:
     core = make_core(factory)
     session_id, _ = await open_session(core, ResetArgs(), close_when_done=True)
     last_result = await core.step(session_id, b'{"add": 7}', 1)
@@ -202,7 +202,7 @@ async def test_calls_to_an_ended_session_report_the_reason(factory) -> None:
         await core.step("no-such-session", ADD_1)
 
 
-async def test_an_idle_session_is_closed_and_a_used_one_is_not(
+async def test_idle_session_is_closed_and_active_session_is_not(
     factory, core_clock: CoreClock
 ) -> None:
     core = make_core(factory, idle_timeout_s=60)
@@ -219,7 +219,7 @@ async def test_an_idle_session_is_closed_and_a_used_one_is_not(
         await core.step(idle_id, ADD_1, 1)
 
 
-async def test_sessions_end_with_their_connection_even_during_open() -> None:
+async def test_sessions_close_when_the_connection_ends_even_during_open() -> None:
     core = make_core(ThreadedCountingEnv)
     connection = Connection()
     await open_session(core, connection=connection)
@@ -232,7 +232,7 @@ async def test_sessions_end_with_their_connection_even_during_open() -> None:
     assert (await core.step(other_id, ADD_1)).step_index == 1
 
 
-async def test_attached_session_lingers_after_its_second_connection(
+async def test_attached_session_lingers_after_the_second_connection_ends(
     core_clock,
 ) -> None:
     core = make_core(CountingEnv)
@@ -274,7 +274,7 @@ async def test_sessions_without_linger_are_not_attached() -> None:
     assert (detached_sessions(core), next_connection.session_ids) == (set(), set())
 
 
-async def test_a_session_lingers_when_the_last_connection_that_called_it_has_ended() -> None:
+async def test_session_lingers_only_after_the_last_attached_connection_ends() -> None:
     core = make_core(CountingEnv)
     first_connection, next_connection, last_connection = Connection(), Connection(), Connection()
     session_id, _ = await open_session(core, connection=first_connection, linger_s=9)
@@ -308,7 +308,7 @@ async def test_calls_of_one_session_never_overlap() -> None:
     assert [result.step_index for result in results] == [1, 2, 3, 4]
 
 
-async def test_sessions_step_side_by_side_in_threads() -> None:
+async def test_sessions_step_concurrently_in_threads() -> None:
     barrier = threading.Barrier(4, timeout=60)
 
     class BarrierEnv(ThreadedCountingEnv):
@@ -322,7 +322,7 @@ async def test_sessions_step_side_by_side_in_threads() -> None:
     assert [result.reward for result in results] == [1.0] * 4
 
 
-async def test_cancelled_caller_does_not_let_a_second_thread_in() -> None:
+async def test_next_step_waits_for_the_thread_of_a_cancelled_call() -> None:
     core = make_core(ThreadedCountingEnv)
     session_id, _ = await open_session(core, ResetArgs())
     with pytest.raises(TimeoutError):
@@ -331,7 +331,7 @@ async def test_cancelled_caller_does_not_let_a_second_thread_in() -> None:
     assert b'"total":100' in result.observation_json
 
 
-async def test_a_step_beyond_its_time_limit_ends_the_session() -> None:
+async def test_step_over_the_time_limit_ends_the_session() -> None:
     core = make_core(ThreadedCountingEnv)
     session_id, _ = await open_session(core, ResetArgs())
     with pytest.raises(CallTimeoutError, match=r"longer than 0\.05 s"):

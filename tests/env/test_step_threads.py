@@ -38,7 +38,7 @@ async def run_call(threads: StepThreads, result: str = "well") -> str:
     return await asyncio.wait_for(threads.run(lambda: result, lambda _: None, 0.0), 60)
 
 
-async def test_hanging_thread_is_replaced_and_its_late_result_released() -> None:
+async def test_hanging_thread_is_replaced_and_late_result_is_released() -> None:
     threads = StepThreads(1)
     call = await abandon_call(threads)
     assert await run_call(threads) == "well"
@@ -48,7 +48,7 @@ async def test_hanging_thread_is_replaced_and_its_late_result_released() -> None
     threads.shut_down()
 
 
-async def test_time_limit_starts_with_the_thread() -> None:
+async def test_time_limit_excludes_waiting_for_a_thread() -> None:
     threads = StepThreads(1)
     call = BlockingCall()
     first_job = threads.submit(call, call.released_results.append)
@@ -61,7 +61,7 @@ async def test_time_limit_starts_with_the_thread() -> None:
     threads.shut_down()
 
 
-async def test_a_call_beyond_its_limit_is_given_up() -> None:
+async def test_call_over_the_time_limit_is_abandoned() -> None:
     threads = StepThreads(1)
     call = BlockingCall()
     with pytest.raises(TimeoutError):
@@ -72,7 +72,7 @@ async def test_a_call_beyond_its_limit_is_given_up() -> None:
     threads.shut_down()
 
 
-async def test_calls_fail_while_all_threads_hang_and_work_again_later() -> None:
+async def test_calls_fail_while_all_threads_hang_and_succeed_afterwards() -> None:
     threads = StepThreads(1)
     first_call = await abandon_call(threads)
     call = BlockingCall()

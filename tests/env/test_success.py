@@ -106,7 +106,7 @@ async def test_success_of_an_old_peer_is_none() -> None:
     assert (read_result(message).success, read_encoded_result(message).success) == (None, None)
 
 
-async def test_recording_contains_success_and_replay_compares_it(tmp_path: Path) -> None:
+async def test_recording_contains_success_and_replay_compares_success(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     async with (
         serve(GoalEnv, record=path) as server,

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
         ("gymnasium:FrozenLake-v1", {"is_slippery": False}, "gymnasium:FrozenLake-v1"),
     ],
 )
-def test_a_target_makes_its_environment(target, options, name) -> None:
+def test_target_creates_the_environment(target, options, name) -> None:
     if name is None:  # the class of a client
         with pytest.raises(ConfigError, match=r"'openspiel_env:OpenSpielEnv' must be a"):
             environment_factory(target, {})
@@ -62,25 +62,25 @@ def test_a_target_makes_its_environment(target, options, name) -> None:
         ),
     ],
 )
-def test_unknown_target_is_refused_with_a_hint(target, error_type, message: str) -> None:
+def test_unknown_target_error_contains_a_hint(target, error_type, message: str) -> None:
     with pytest.raises(error_type) as exc_info:
         environment_factory(target, {})
     assert message in str(exc_info.value)
 
 
-def test_options_that_the_environment_does_not_take_are_named() -> None:
+def test_unsupported_environment_options_are_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match=r"cannot be made with \{'num': 3\}"):
         environment_factory("tests.env.counting_env:CountingEnv", {"num": 3})()
 
 
-def test_a_function_that_makes_no_environment_is_refused() -> None:
+def test_function_that_returns_no_environment_fails() -> None:
     factory = environment_factory("json:loads", {"s": "{}"})
     with pytest.raises(ConfigError, match=r"must make a ludus\.env\.Environment, got dict"):
         factory()
 
 
 @pytest.mark.slow
-def test_a_module_of_the_working_directory_is_found_here_and_in_servers(
+def test_module_in_working_directory_is_found_locally_and_by_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_rules.py").write_text(
@@ -108,7 +108,7 @@ def test_a_module_of_the_working_directory_is_found_here_and_in_servers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["inline", "pool", "process"])
-async def test_every_isolation_serves_every_kind_of_target(
+async def test_every_isolation_supports_every_target_kind(
     isolation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

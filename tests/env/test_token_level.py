@@ -20,7 +20,7 @@ def start_episode(**options):
     return environment, transition.observation.token_ids
 
 
-def test_nothing_of_a_large_vocabulary_is_listed() -> None:
+def test_large_vocabulary_is_not_listed_in_observation_or_prompt() -> None:
     environment = environment_factory(f"gymnasium:{TOKENS_ENV_ID}", {})()
     transition = environment.reset(seed=0)
     assert transition.observation.num_legal_actions == NUM_TOKENS
@@ -32,13 +32,13 @@ def test_nothing_of_a_large_vocabulary_is_listed() -> None:
 
 
 @pytest.mark.slow
-def test_a_token_level_environment_keeps_the_contract() -> None:
+def test_token_level_environment_passes_all_checks() -> None:
     check_environment(environment_factory(f"gymnasium:{TOKENS_ENV_ID}", {})).raise_if_failed()
     target = f"{TokenLevelEnvironment.__module__}:TokenLevelEnvironment"
     check_environment(environment_factory(target, {"env_id": TOKENS_ENV_ID})).raise_if_failed()
 
 
-def test_every_token_of_an_answer_has_its_reward() -> None:
+def test_every_completion_token_has_a_reward() -> None:
     environment, (_, last_id) = start_episode()
     result = environment.step(TokenAction(token_ids=[last_id + 1, last_id + 2, 40]))
     assert result.observation.rewards == [1.0, 1.0, 0.0]
@@ -46,7 +46,7 @@ def test_every_token_of_an_answer_has_its_reward() -> None:
     assert result.reward == 2.0 and not result.terminated
 
 
-def test_tokens_after_the_end_are_not_taken() -> None:
+def test_tokens_after_the_end_token_are_ignored() -> None:
     environment, _ = start_episode()
     result = environment.step(TokenAction(token_ids=[8, END_TOKEN, 10, 11]))
     assert result.observation.rewards == [0.0, 1.0]
@@ -62,21 +62,21 @@ def test_a_completion_stops_when_the_environment_inserts_a_token() -> None:
     assert result.observation.token_ids == [0, last_id, 5, 50]
 
 
-def test_a_limit_on_tokens_cuts_the_episode_off() -> None:
+def test_token_limit_truncates_the_episode() -> None:
     environment, _ = start_episode(max_episode_steps=2)
     result = environment.step(TokenAction(token_ids=[1, 1, 1]))
     assert len(result.observation.rewards) == 2
     assert result.truncated and not result.terminated
 
 
-def test_a_token_beyond_the_vocabulary_changes_nothing() -> None:
+def test_token_outside_the_vocabulary_is_illegal_and_changes_no_state() -> None:
     environment, prompt_ids = start_episode()
     with pytest.raises(IllegalActionError, match="50256, got 50257"):
         environment.step(TokenAction(token_ids=[1, NUM_TOKENS]))
     assert environment.step(TokenAction(token_ids=[2])).observation.token_ids == [*prompt_ids, 2]
 
 
-def test_an_id_of_another_process_is_made_from_its_entry_point() -> None:
+def test_unregistered_id_is_created_from_the_entry_point() -> None:
     entry_point = f"{CountingTokens.__module__}:CountingTokens"
     environment = TokenLevelEnvironment(
         "ludus-tests/Elsewhere-v0", entry_point=entry_point, first=7
@@ -85,7 +85,7 @@ def test_an_id_of_another_process_is_made_from_its_entry_point() -> None:
     assert environment.options["entry_point"] == entry_point
 
 
-def test_the_module_of_an_entry_point_may_lie_in_a_folder_that_is_named(tmp_path: Path) -> None:
+def test_entry_point_module_can_be_imported_from_a_given_folder(tmp_path: Path) -> None:
     text = "from tests.env.token_env import CountingTokens\n\nclass Tokens(CountingTokens): ...\n"
     (tmp_path / "ludus_tests_imported.py").write_text(text)
     options = {"entry_point": "ludus_tests_imported:Tokens", "import_from": str(tmp_path)}
@@ -93,7 +93,7 @@ def test_the_module_of_an_entry_point_may_lie_in_a_folder_that_is_named(tmp_path
     assert environment.reset(seed=0).observation.rewards == []
 
 
-def test_an_environment_serves_one_session_after_the_other() -> None:
+def test_closed_environment_is_reused_by_the_next_session() -> None:
     environment, _ = start_episode(first=3)
     num_before = CountingTokens.num_made
     environment.close()
@@ -105,6 +105,6 @@ def test_an_environment_serves_one_session_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "FrozenLake-v1"])
-def test_spaces_that_are_none_of_tokens_are_refused(env_id: str) -> None:
+def test_non_token_spaces_raise_a_config_error(env_id: str) -> None:
     with pytest.raises(ConfigError, match="token-level environment"):
         TokenLevelEnvironment(env_id)

@@ -64,7 +64,7 @@ class _Renderer:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-def test_kept_result_needs_about_its_size_in_memory() -> None:
+def test_memory_of_a_kept_result_is_close_to_the_encoded_size() -> None:
     transition = Transition(Observation(), info={"seen": "x" * 200})
     initial_bytes = resident_bytes()
     results = [encode_transition(transition, _Renderer(), index) for index in range(10_000)]

@@ -49,7 +49,7 @@ class ListeningEnv(CountingEnv):
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_the_servers_spans_continue_the_callers(factory, exporter) -> None:
+async def test_server_spans_are_children_of_the_caller_span(factory, exporter) -> None:
     async with serve_grpc(factory) as server, await AsyncEnvClient.connect(server.address) as c:
         with trace.get_tracer("test").start_as_current_span("episode") as span:
             session, _ = await c.open()
@@ -83,7 +83,7 @@ async def test_a_request_id_reaches_the_environment() -> None:
     assert REQUEST_IDS == ["r-1", ""]
 
 
-async def test_sync_client_sends_the_context_of_its_caller() -> None:
+async def test_sync_client_sends_the_request_id_of_the_caller() -> None:
     def step(address: str) -> None:
         with EnvClient.connect(address) as client:
             session, _ = client.open()
@@ -110,7 +110,7 @@ async def test_concurrent_calls_keep_their_request_ids() -> None:
     assert sorted(REQUEST_IDS) == [f"r-{n}" for n in range(8)]
 
 
-async def test_http_calls_carry_headers() -> None:
+async def test_http_calls_send_tracing_headers() -> None:
     with legacy_server() as (address, counter):
         async with await AsyncEnvClient.connect(address) as client:
             with request_id("r-2"), trace.get_tracer("test").start_as_current_span("episode"):
@@ -133,7 +133,7 @@ async def test_untraced_call_has_no_overhead() -> None:
     assert duration_s < 5e-6
 
 
-async def test_a_request_id_cannot_smuggle_headers_or_log_lines() -> None:
+async def test_request_id_cannot_inject_headers_or_log_lines() -> None:
     with request_id("r-5\r\nauthorization: x\u00e9"):
         assert get_request_id() == "r-5authorization:x"
 

@@ -23,6 +23,6 @@ def play_both(address: str) -> list[float | None]:
     return rewards
 
 
-async def test_a_pickled_client_connects_again_to_the_same_server() -> None:
+async def test_pickled_client_reconnects_to_the_same_server() -> None:
     async with EnvServer(make_environment, ServerOptions(port=0)) as server:
         assert await asyncio.to_thread(play_both, server.http_address) == [0.4, 0.7]

@@ -128,7 +128,9 @@ async def can_play(client: AsyncEnvClient) -> bool:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("host", WORKER_HOSTS)
-async def test_deed_that_ends_a_worker_returns_a_code(host: str, wire: str, tmp_path: Path) -> None:
+async def test_call_that_ends_a_worker_returns_an_error_code(
+    host: str, wire: str, tmp_path: Path
+) -> None:
     async with open_with_neighbour(host, wire, tmp_path) as (server, client, neighbour):
         for deed in CODES:
             codes = await collect_codes(server, client, deed)
@@ -143,7 +145,7 @@ async def test_deed_that_ends_a_worker_returns_a_code(host: str, wire: str, tmp_
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("host", WORKER_HOSTS)
-async def test_worker_that_ends_during_build_fails_the_open(
+async def test_open_fails_if_the_worker_ends_during_build(
     host: str, wire: str, tmp_path: Path
 ) -> None:
     async with open_with_neighbour(host, wire, tmp_path) as (server, client, neighbour):
@@ -189,7 +191,7 @@ async def test_inline_exit_ends_the_server(wire: str, tmp_path: Path) -> None:
         assert await asyncio.to_thread(server.process.wait) == 7
 
 
-async def test_server_with_dying_workers_reports_and_recovers(tmp_path: Path) -> None:
+async def test_server_with_failing_workers_is_not_ready_until_recovery(tmp_path: Path) -> None:
     factory, options = get_factory_and_options(tmp_path, "pool")
     async with (
         serve(factory, **options) as server,

@@ -125,7 +125,7 @@ def get_expected_outcome(phase: Phase, deed: str, wire: str) -> tuple[str, str, 
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("host", HOSTS)
-async def test_misbehavior_is_an_error_of_its_session_only(
+async def test_misbehavior_fails_only_the_affected_session(
     host: str, wire: str, tmp_path: Path
 ) -> None:
     factory, options = get_factory_and_options(tmp_path, host)
@@ -143,9 +143,7 @@ async def test_misbehavior_is_an_error_of_its_session_only(
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("host", HOSTS)
-async def test_failed_build_is_an_error_of_the_open_only(
-    host: str, wire: str, tmp_path: Path
-) -> None:
+async def test_failed_build_fails_only_the_open_call(host: str, wire: str, tmp_path: Path) -> None:
     factory, options = get_factory_and_options(tmp_path, host)
     outcomes = {}
     async with (

@@ -46,7 +46,7 @@ async def get_errors(address: str) -> list[str]:
         return messages
 
 
-async def test_what_no_wire_can_carry_is_refused_in_the_same_words_on_each() -> None:
+async def test_unencodable_calls_fail_with_the_same_message_on_all_wires() -> None:
     async with serve(ToolEnv) as server:
         grpc_texts, http_texts = [await get_errors(server_address(server, w)) for w in WIRES]
     assert grpc_texts == http_texts
@@ -55,7 +55,7 @@ async def test_what_no_wire_can_carry_is_refused_in_the_same_words_on_each() -> 
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_numbers_of_numpy_travel_as_numbers(wire: str) -> None:
+async def test_numpy_numbers_are_sent_as_numbers(wire: str) -> None:
     async with (
         serve(ToolEnv) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
@@ -65,7 +65,7 @@ async def test_numbers_of_numpy_travel_as_numbers(wire: str) -> None:
         assert (await session.step({"add": np.int64(2)})).observation["total"] == 6
 
 
-async def test_an_upstream_server_of_0_1_is_not_asked_either() -> None:
+async def test_unencodable_action_is_not_sent_to_an_openenv_0_1_server() -> None:
     with legacy_server() as (address, counter):
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open()

@@ -147,7 +147,7 @@ async def send_frames(server, path: str, messages: list[str | bytes]) -> None:
 @pytest.mark.parametrize("path", ["/ws", "/ws?ludus=1", "/mcp"])
 @given(messages=st.lists(frames, min_size=1, max_size=6))
 @fuzz_settings
-async def test_any_frames_get_typed_answers_and_leave_nothing_behind(
+async def test_any_frames_get_typed_responses_and_leak_no_sessions(
     error_log, path: str, messages
 ) -> None:
     async with serve(ToolEnv, token=TOKEN, max_sessions=2) as server:
@@ -175,7 +175,7 @@ def error_log(caplog: pytest.LogCaptureFixture):
 
 
 @pytest.mark.parametrize("frame", ODD_FRAMES, ids=range(len(ODD_FRAMES)))
-async def test_an_odd_frame_ends_at_most_its_own_connection(frame) -> None:
+async def test_malformed_frame_does_not_affect_other_connections(frame) -> None:
     core = make_core(CountingEnv)
     async with (
         serve_app(build_app(core)) as authority,
@@ -197,7 +197,7 @@ async def test_an_odd_frame_ends_at_most_its_own_connection(frame) -> None:
         assert '"total":1' in await neighbour.recv()
 
 
-async def test_a_message_beyond_the_bound_closes_its_connection_only() -> None:
+async def test_oversized_message_closes_the_connection_and_the_session() -> None:
     core = make_core(CountingEnv)
     async with (
         serve_app(build_app(core)) as authority,

@@ -53,7 +53,7 @@ async def test_a_connection_is_accepted_and_waits_for_a_free_session(factory) ->
             assert (await task)["data"]["observation"]["total"] == 3
 
 
-async def test_a_client_that_leaves_stops_waiting(factory) -> None:
+async def test_disconnected_client_stops_waiting_for_a_session(factory) -> None:
     core = make_core(factory, max_sessions=1, wait_for_slot_s=60)
     async with serve_app(build_app(core)) as authority, open_socket(authority) as first_socket:
         await send(first_socket, {"type": "reset"})
@@ -65,7 +65,7 @@ async def test_a_client_that_leaves_stops_waiting(factory) -> None:
         assert core.load.num_sessions == 1
 
 
-async def test_a_wait_in_vain_ends_with_a_refusal() -> None:
+async def test_session_is_refused_when_the_wait_times_out() -> None:
     core = make_core(max_sessions=1, wait_for_slot_s=0.1)
     async with (
         serve_app(build_app(core)) as authority,
@@ -79,7 +79,7 @@ async def test_a_wait_in_vain_ends_with_a_refusal() -> None:
 
 
 @pytest.mark.slow
-async def test_an_idle_session_closes_its_socket_and_says_why(factory, core_clock) -> None:
+async def test_idle_session_closes_the_socket_with_a_reason(factory, core_clock) -> None:
     core = make_core(factory, idle_timeout_s=60)
     sweep_task = asyncio.create_task(core.close_idle_forever())
     async with serve_app(build_app(core)) as authority, open_socket(authority) as socket:
@@ -90,7 +90,7 @@ async def test_an_idle_session_closes_its_socket_and_says_why(factory, core_cloc
     sweep_task.cancel()
 
 
-async def test_a_step_that_takes_too_long_is_answered_before_the_socket_closes() -> None:
+async def test_step_timeout_gets_an_error_reply_before_the_socket_closes() -> None:
     core = make_core(ThreadedCountingEnv)
     async with serve_app(build_app(core)) as authority, open_socket(authority) as socket:
         await send(socket, {"type": "reset"})
@@ -100,7 +100,7 @@ async def test_a_step_that_takes_too_long_is_answered_before_the_socket_closes()
         assert await wait_for_close(socket) == (1011, "a step took longer than 0.25 s")
 
 
-async def test_a_server_that_shuts_down_says_so(factory) -> None:
+async def test_server_shutdown_closes_the_socket_with_a_reason(factory) -> None:
     core = make_core(factory)
     async with serve_app(build_app(core)) as authority, open_socket(authority) as socket:
         await send(socket, {"type": "reset"})
@@ -112,7 +112,7 @@ async def test_a_server_that_shuts_down_says_so(factory) -> None:
     assert await wait_for_close(socket) == (1001, "the server is shutting down")
 
 
-async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory) -> None:
+async def test_mcp_session_allows_one_attached_socket_and_outlives_the_socket(factory) -> None:
     core = make_core(factory)
     app = build_app(core)
     async with (
@@ -150,7 +150,7 @@ async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory) -> Non
             assert (await wait_for_close(socket))[0] == 1000
 
 
-async def test_a_client_that_never_reads_blocks_no_other_and_has_a_bounded_buffer() -> None:
+async def test_non_reading_client_has_bounded_buffer_and_blocks_no_other_client() -> None:
     core = make_core()
     async with serve_app(build_app(core)) as authority, open_socket(authority) as other_socket:
         host, _, port = authority.partition(":")
@@ -173,7 +173,7 @@ async def test_a_client_that_never_reads_blocks_no_other_and_has_a_bounded_buffe
         await wait_until(lambda: core.load.num_sessions == 1)
 
 
-async def test_a_half_open_connection_is_cut_and_its_session_freed() -> None:
+async def test_half_open_connection_is_closed_and_the_session_is_freed() -> None:
     core = make_core()
     app = build_app(core)
     async with serve_app(app, ws_ping_interval=60, ws_ping_timeout=60) as authority:
@@ -187,7 +187,7 @@ async def test_a_half_open_connection_is_cut_and_its_session_freed() -> None:
         socket.transport.abort()
 
 
-async def test_replies_keep_their_order_when_a_client_does_not_wait(factory) -> None:
+async def test_replies_to_pipelined_messages_keep_the_order(factory) -> None:
     core = make_core(factory)
     async with serve_app(build_app(core)) as authority, open_socket(authority) as socket:
         messages = [{"type": "reset"}]
@@ -213,7 +213,7 @@ class StuckEnv(ThreadedCountingEnv):
         return super().step(action)
 
 
-async def test_a_client_that_leaves_in_the_middle_of_a_step_frees_its_session_at_once() -> None:
+async def test_disconnect_during_a_step_frees_the_session_immediately() -> None:
     core = make_core(StuckEnv, max_sessions=1)
     async with serve_app(build_app(core)) as authority:
         socket = await open_socket(authority)
@@ -226,7 +226,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_step_frees_its_session_at
 
 
 @pytest.mark.slow
-async def test_a_worker_that_dies_closes_the_sockets_of_its_sessions_and_says_so() -> None:
+async def test_worker_exit_closes_session_sockets_with_a_reason() -> None:
     options = {"isolation": "pool", "num_workers": 1, "max_sessions": 4}
     async with serve(UnrulyEnv, **options) as server:
         authority = server.http_address.removeprefix("http://")
@@ -264,7 +264,7 @@ async def test_the_request_id_of_a_connection_reaches_the_environment() -> None:
             assert reply.json()["metadata"] == {"note": name}
 
 
-async def test_a_refusal_during_a_disconnect_is_no_unhandled_exception() -> None:
+async def test_refusal_during_a_disconnect_logs_no_unhandled_exception() -> None:
     log_messages = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: log_messages.append(context["message"]))

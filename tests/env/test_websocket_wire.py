@@ -83,7 +83,9 @@ async def test_close_gets_no_reply_and_the_socket_closes() -> None:
         ({"type": "step", "data": {"add": 0}}, "ILLEGAL_ACTION", "expected to add something"),
     ],
 )
-async def test_a_bad_message_is_answered_and_the_session_stays(message, code: str, text) -> None:
+async def test_invalid_message_gets_an_error_reply_and_the_session_continues(
+    message, code: str, text
+) -> None:
     async with serve() as server, open_socket(server) as socket:
         await send(socket, {"type": "reset"})
         reply = json.loads(await send(socket, message))
@@ -93,7 +95,7 @@ async def test_a_bad_message_is_answered_and_the_session_stays(message, code: st
         assert '"total":1' in await send(socket, {"type": "step", "data": {"add": 1}})
 
 
-async def test_a_refused_key_is_named_as_pydantic_names_it() -> None:
+async def test_extra_key_error_has_the_pydantic_format() -> None:
     async with serve() as server, open_socket(server) as socket:
         reply = await send(socket, {"type": "state", "request_id": "r1"})
         error = json.loads(reply)["data"]["errors"][0]
@@ -107,7 +109,7 @@ async def test_a_refused_key_is_named_as_pydantic_names_it() -> None:
 
 
 @pytest.mark.parametrize("message", [b"\x00", "[1]"])
-async def test_what_is_no_message_ends_the_session(message) -> None:
+async def test_malformed_message_ends_the_session(message) -> None:
     async with serve() as server, open_socket(server) as socket:
         assert json.loads(await send(socket, message))["data"]["code"] == "SESSION_ERROR"
         with pytest.raises(ConnectionClosed):
@@ -115,7 +117,7 @@ async def test_what_is_no_message_ends_the_session(message) -> None:
         assert (socket.close_code, server.core.load.num_sessions) == (1000, 0)
 
 
-async def test_a_full_server_accepts_and_then_refuses() -> None:
+async def test_full_server_accepts_the_socket_and_then_refuses_the_session() -> None:
     async with (
         serve(max_sessions=1) as server,
         open_socket(server),
@@ -131,7 +133,7 @@ async def test_a_full_server_accepts_and_then_refuses() -> None:
         assert next_socket.close_code == 1000
 
 
-async def test_a_factory_that_fails_is_named_by_its_environment() -> None:
+async def test_failed_factory_error_contains_the_environment_name() -> None:
     builds = []
 
     def build_once():
@@ -147,7 +149,7 @@ async def test_a_factory_that_fails_is_named_by_its_environment() -> None:
         )
 
 
-async def test_our_client_reads_extra_fields_next_to_the_observation() -> None:
+async def test_ludus_client_gets_extra_fields_next_to_the_observation() -> None:
     async with serve() as server, open_socket(server, "?ludus=1") as socket:
         await send(socket, {"type": "reset", "data": {"seed": 5}})
         step_message = {"type": "step", "text": "ADD 2", "step_index": 1}
@@ -196,7 +198,7 @@ def send_request(server, path: str, body=None, method: str | None = None):
         return error.code, json.loads(body) if body.startswith(("{", "[")) else body
 
 
-async def test_http_endpoints_answer_as_openenv_does() -> None:
+async def test_http_endpoints_respond_like_openenv() -> None:
     def check_endpoints() -> None:
         expected_result = {"observation": {"metadata": {}, "total": 5, "luck": 653159}}
         response = send_request(server, "/reset", {"seed": 5, "start": 5, "unknown": 1})
@@ -224,7 +226,7 @@ async def test_http_endpoints_answer_as_openenv_does() -> None:
         await asyncio.to_thread(check_endpoints)
 
 
-async def test_with_a_token_only_the_probes_are_open() -> None:
+async def test_token_protects_endpoints_except_probes() -> None:
     def check_endpoints() -> None:
         assert [send_request(server, path)[0] for path in ("/health", "/readyz")] == [200, 200]
         status, error = send_request(server, "/metadata")
@@ -234,7 +236,7 @@ async def test_with_a_token_only_the_probes_are_open() -> None:
         await asyncio.to_thread(check_endpoints)
 
 
-async def test_whole_calls_are_answered_at_once_and_odd_ones_all_the_same(factory) -> None:
+async def test_equivalent_messages_get_equal_results_and_invalid_seeds_fail(factory) -> None:
     step_message = {"type": "step", "text": "ADD 2", "step_index": 1}
     async with serve(factory) as server, open_socket(server, "?ludus=1") as socket:
         for start in ({"seed": 5}, {"seed": "5"}, {"seed": 5, "start": 0}):

@@ -32,7 +32,7 @@ def get_broken_rules(report: CheckReport) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_a_sound_server_keeps_every_rule(factory, wire: str) -> None:
+async def test_correct_server_passes_all_checks(factory, wire: str) -> None:
     report = await check_wire(factory, wire)
     report.raise_if_failed()
     assert len(report.checks) == 18
@@ -41,7 +41,7 @@ async def test_a_sound_server_keeps_every_rule(factory, wire: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
-async def test_what_a_server_of_one_session_cannot_show_is_not_offered(wire: str) -> None:
+async def test_single_session_server_does_not_offer_multi_session_rules(wire: str) -> None:
     report = await check_wire(wire=wire, max_sessions=1)
     rule_names = [check.name for check in report.checks if check.verdict == "not offered"]
     assert rule_names == [
@@ -52,7 +52,7 @@ async def test_what_a_server_of_one_session_cannot_show_is_not_offered(wire: str
 
 
 @pytest.mark.slow
-async def test_a_large_server_is_not_filled() -> None:
+async def test_check_does_not_fill_a_large_server() -> None:
     report = await check_wire(max_sessions=200)
     assert report.has_passed
     assert report.checks[0].verdict == "not offered"
@@ -80,7 +80,7 @@ class UndeclaredRenderer(AnyTextRenderer):
 @pytest.mark.parametrize(
     ("renderer", "verdict"), [(AnyTextRenderer(), set()), (UndeclaredRenderer(), {"malformed"})]
 )
-async def test_only_who_says_so_over_the_wire_may_take_any_text(
+async def test_only_renderers_that_declare_any_text_may_accept_any_text(
     wire: str, renderer, verdict
 ) -> None:
     environment_type = type("Counting", (CountingEnv,), {"text_renderer": renderer})
@@ -139,7 +139,7 @@ class ScoresAReset(CountingEnv):
         (ScoresAReset, "flags_and_rewards_are_valid"),
     ],
 )
-async def test_an_environment_that_breaks_a_rule_is_found_over_the_wire(factory, rule: str) -> None:
+async def test_check_finds_broken_environment_rules_over_the_wire(factory, rule: str) -> None:
     detail_by_rule = get_broken_rules(await check_wire(factory))
     assert rule in detail_by_rule
     assert detail_by_rule[rule].startswith("expected ")
@@ -188,7 +188,7 @@ def step_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
         (step_after_the_end, {"a_step_after_the_end_is_refused"}),
     ],
 )
-async def test_a_server_that_breaks_a_rule_is_found(
+async def test_check_finds_broken_server_rules(
     monkeypatch: pytest.MonkeyPatch, sabotage, rules
 ) -> None:
     sabotage(monkeypatch)
@@ -197,7 +197,7 @@ async def test_a_server_that_breaks_a_rule_is_found(
 
 
 @pytest.mark.slow
-async def test_a_rule_without_an_end_is_broken_and_the_others_go_on() -> None:
+async def test_check_that_times_out_is_broken_and_other_checks_continue() -> None:
     class HangingEnv(ThreadedCountingEnv):
         def step(self, action: CountAction):
             return super().step(CountAction(add=99))
@@ -207,7 +207,7 @@ async def test_a_rule_without_an_end_is_broken_and_the_others_go_on() -> None:
     assert len(report.checks) == 18
 
 
-def test_the_refusal_of_a_full_server_has_its_code() -> None:
+def test_capacity_error_has_the_capacity_reached_code() -> None:
     assert CapacityError("full").code == ErrorCode.CAPACITY_REACHED
 
 
@@ -254,12 +254,12 @@ def test_random_values_fit_their_schema() -> None:
         ({"more": 1}, "value: Additional properties are not allowed ('more' was unexpected)"),
     ],
 )
-def test_what_does_not_fit_is_named_with_its_place(change, fault) -> None:
+def test_schema_mismatch_is_reported_with_the_path(change, fault) -> None:
     valid_value = {"kind": "move", "to": {"x": 1}, "how": None, "path": [1, 2], "pair": [True, "a"]}
     assert find_fault(valid_value, SCHEMA) == ""
     assert fault in find_fault({**valid_value, **change}, SCHEMA)
 
 
 @pytest.mark.parametrize("schema", [{"$ref": "#/$defs/Nowhere"}, {"type": "number of legs"}])
-def test_a_schema_with_a_mistake_fits_nothing(schema) -> None:
+def test_invalid_schema_is_reported(schema) -> None:
     assert "the JSON schema is not valid" in find_fault(1, schema)

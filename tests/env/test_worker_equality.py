@@ -90,7 +90,7 @@ async def test_group_has_equal_first_observations_across_workers(isolation: str)
         assert len(pids) >= NUM_WORKERS
 
 
-async def test_workers_see_no_secrets_and_load_no_server(
+async def test_workers_see_no_secrets_and_load_no_server_modules(
     isolation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = "a-key-of-more-than-16-bytes"

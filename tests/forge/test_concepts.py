@@ -28,7 +28,7 @@ def read_table(heading: str) -> list[list[str]]:
     return rows
 
 
-def test_advantages_of_both_conventions_are_correct() -> None:
+def test_documented_advantages_are_correct_for_both_std_conventions() -> None:
     rows = read_table("One group, by hand")
     deviations = REWARDS - REWARDS.mean()
     scaled_n = deviations / REWARDS.std(correction=0)
@@ -44,7 +44,7 @@ def test_advantages_of_both_conventions_are_correct() -> None:
     assert f"{(4 / 3) ** 0.5:.3f}" == "1.155" and "1.155" in PAGE
 
 
-def test_probability_of_a_correct_completion_per_group_is_correct() -> None:
+def test_documented_probability_of_a_correct_completion_is_correct() -> None:
     for text, expected_wait, chance_of_8, chance_of_64 in read_table("The idea"):
         probability = float(text)
         chances = [1 - (1 - probability) ** size for size in (8, 64)]
@@ -54,7 +54,7 @@ def test_probability_of_a_correct_completion_per_group_is_correct() -> None:
         assert expected_wait == ("never" if probability == 0 else f"{1 / probability:,.0f}")
 
 
-def test_a_draw_with_a_reward_is_not_a_win() -> None:
+def test_documented_win_rate_excludes_draws() -> None:
     always_stand = reference_returns("blackjack")["always_stand"]
     match = re.search(r"between (\d+\.\d+) % and (\d+\.\d+) % for a player who always", PAGE)
     assert match is not None

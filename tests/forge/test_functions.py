@@ -34,7 +34,7 @@ class RewardActor:
 
 
 @pytest.mark.parametrize("reward", [evaluate_response, RewardActor, RewardActor()])
-async def test_a_reward_gets_the_first_prompt_the_last_response_and_the_return(reward: Any) -> None:
+async def test_reward_receives_first_prompt_last_response_and_return(reward: Any) -> None:
     term = make_reward_term(reward)
     assert await term(prompts=PROMPTS, completions=COMPLETIONS, episode_return=[0.5]) == [0.5]
 
@@ -56,14 +56,14 @@ async def test_a_reward_may_be_none() -> None:
 
 
 @pytest.mark.parametrize("reward", [5, object, lambda answer, success: 1.0])
-def test_functions_with_other_parameters_are_refused(reward: Any) -> None:
+def test_functions_with_invalid_parameters_are_refused(reward: Any) -> None:
     with pytest.raises(ConfigError, match=r"reward must be a function of \(prompt, response, gam"):
         make_reward_term(reward)
     with pytest.raises(ConfigError, match=r"compute_advantages must be a function of \(group\)"):
         make_group_function(reward)
 
 
-def test_only_given_functions_change_a_run() -> None:
+def test_only_provided_functions_change_a_run() -> None:
     sections: dict[str, Any] = {"environments": {"blackjack": {"address": "x"}}}
     CustomFunctions().add_to(sections)
     assert sections == {"environments": {"blackjack": {"address": "x"}}}

@@ -41,7 +41,7 @@ def list_settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield prefix + key, value
 
 
-def test_the_tutorials_file_is_mapped() -> None:
+def test_tutorial_configuration_is_mapped() -> None:
     run = make_run()
     assert (run.name, run.preset) == ("blackjack", "torchforge")
     assert run.model.model_dump()["path"] == "Qwen/Qwen3-1.7B"
@@ -144,7 +144,7 @@ def test_invalid_values_are_refused_with_key_and_value(override: str, message: s
     assert message in str(error.value)
 
 
-def test_an_error_about_a_setting_in_section_ludus_names_that_section() -> None:
+def test_error_in_the_ludus_section_contains_the_section_name() -> None:
     with pytest.raises(ConfigError, match=r"ludus\.rollout\.temperature = 3 is more than vLLM's"):
         make_run("ludus.rollout.temperature=3")
 
@@ -160,7 +160,7 @@ NUMBER_KEYS = [
 
 @pytest.mark.parametrize("has_gpu", [False, True])
 @pytest.mark.parametrize("key", NUMBER_KEYS)
-def test_the_error_of_an_invalid_number_names_its_key(key: str, has_gpu: bool) -> None:
+def test_error_of_an_invalid_number_contains_the_key(key: str, has_gpu: bool) -> None:
     is_refused = False
     for value in (-2, -1, -0.5, 0, 1e-9, 0.5, 1, 1.5, 2, 3.5, 8, 70_000, 2**40, 1e30, True, "abc"):
         try:
@@ -182,7 +182,7 @@ def test_paths_and_numpy_numbers_are_accepted(tmp_path: Path) -> None:
     assert run.model.model_dump()["path"] == str(tmp_path)
 
 
-def test_an_argument_that_is_no_configuration_is_refused() -> None:
+def test_non_configuration_argument_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"must be the path of a YAML file .*, got 5"):
         load_forge_config(5)  # type: ignore[arg-type]
 
@@ -234,7 +234,7 @@ def test_a_file_without_a_server_is_refused() -> None:
         map_tutorial("blackjack_env.server_url=null")
 
 
-def test_a_chosen_engine_keeps_its_keys() -> None:
+def test_explicit_engine_overrides_the_gpu_default() -> None:
     overrides = ("policy.engine_args.max_num_seqs=7", 'ludus.generator.kind="vllm"')
     assert make_run(*overrides, has_gpu=False).generator.model_dump()["max_num_seqs"] == 7
     run = make_run('ludus.generator.kind="transformers"', has_gpu=True)
@@ -253,7 +253,7 @@ def test_a_beta1_of_zero_is_valid() -> None:
     assert make_run("trainer.optimizer.beta1=0.0").learner.betas == (0.0, 0.95)
 
 
-def test_keys_of_older_files_are_mapped() -> None:
+def test_legacy_keys_are_mapped() -> None:
     config = tutorial_config()
     config["policy"] = {
         "engine_config": config["policy"]["engine_args"],
@@ -263,7 +263,7 @@ def test_keys_of_older_files_are_mapped() -> None:
     assert mapped_sections == map_tutorial().sections
 
 
-def test_keys_are_attributes_and_references_use_new_values() -> None:
+def test_keys_are_attributes_and_references_resolve_to_new_values() -> None:
     config = load_forge_config(tutorial_config())
     config.blackjack_env.server_url = "http://localhost:8005"
     config.model = "tiny"
@@ -275,7 +275,9 @@ def test_keys_are_attributes_and_references_use_new_values() -> None:
         _ = config.blackjack_env.server
 
 
-def test_a_variable_is_read_only_if_its_key_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_is_read_only_if_the_key_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("WHO", raising=False)
     monkeypatch.delenv("USER", raising=False)
     map_tutorial()  # metric_logging.wandb.group refers to USER and is unused

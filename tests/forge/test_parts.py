@@ -89,7 +89,7 @@ async def trainer(model_path: str) -> AsyncIterator[RLTrainer]:
     await actor.shutdown()
 
 
-async def test_shutdown_of_a_trainer_stops_its_gloo_threads(model_path: str) -> None:
+async def test_trainer_shutdown_stops_gloo_threads(model_path: str) -> None:
     def count_gloo_threads() -> int:
         return sum("gloo" in task.read_text() for task in Path("/proc/self/task").glob("*/comm"))
 
@@ -144,7 +144,7 @@ def collate(batches: list[list[Episode]]) -> tuple[list[dict[str, Any]], list[di
     return inputs, targets
 
 
-async def test_the_buffer_returns_no_stale_episode_and_no_episode_twice() -> None:
+async def test_buffer_returns_no_stale_or_duplicate_episode() -> None:
     rng = random.Random("ages of episodes")
     buffer = await ReplayBuffer.options(procs=1).as_actor(batch_size=8, max_policy_age=2, dp_size=2)
     version, sampled_episodes = 0, []
@@ -160,7 +160,7 @@ async def test_the_buffer_returns_no_stale_episode_and_no_episode_twice() -> Non
     assert len(set(map(id, sampled_episodes))) == len(sampled_episodes) > 4000
 
 
-async def test_the_buffer_returns_none_while_it_has_too_few_episodes() -> None:
+async def test_buffer_returns_none_with_too_few_episodes() -> None:
     buffer = await ReplayBuffer.as_actor(batch_size=2, max_policy_age=0, collate=len)
     await buffer.add.call_one(VersionedEpisode(3))
     assert await buffer.sample.call_one(curr_policy_version=3) is None
@@ -196,7 +196,7 @@ async def test_advantages_match_the_example_of_the_docs() -> None:
 
 
 @pytest.mark.slow
-async def test_reference_generator_and_trainer_agree_before_the_first_step(
+async def test_reference_generator_and_trainer_logprobs_agree_before_training(
     policy: Generator, trainer: RLTrainer, model_path: str
 ) -> None:
     reference = await ReferenceModel.options(procs=1, num_replicas=1).as_service(
@@ -318,7 +318,7 @@ def read_texts(completions: list[Completion]) -> list[str]:
     return [completion.text for completion in completions]
 
 
-async def test_a_custom_actor_has_forges_calls() -> None:
+async def test_custom_actor_has_the_call_methods_of_forge() -> None:
     class Doubler(ForgeActor):
         @endpoint
         async def double(self, value: int) -> int:
@@ -373,7 +373,7 @@ async def test_unsupported_options_of_actors_are_refused(model_path: str) -> Non
         ("policy", {"engine_args": {"max_model_len": -4}}, r"^engine_args\.max_model_len = -4"),
     ],
 )
-def test_an_invalid_value_is_refused_with_the_name_of_its_field(
+def test_invalid_value_is_refused_with_the_field_name(
     section: str, fields: dict[str, dict[str, Any]], message: str
 ) -> None:
     max_tokens = next(iter(next(iter(fields.values())).values()))

@@ -23,7 +23,7 @@ def make_completion(text: str) -> list[dict[str, str]]:
         ("", -1.0),
     ],
 )
-def test_reward_of_a_math_answer(text: str, reward: float) -> None:
+def test_math_answer_reward_is_correct(text: str, reward: float) -> None:
     assert reward_rules.math_answer([make_completion(text)], target=["4"]) == [reward]
 
 

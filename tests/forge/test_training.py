@@ -53,7 +53,7 @@ def make_trainer(num_steps: int) -> tuple[Any, GRPOTrainer]:
     return fake, GRPOTrainer(fake, AsyncExitStack())
 
 
-async def test_run_continues_and_returns_a_value_per_step(
+async def test_repeated_run_continues_and_returns_one_value_per_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fake, trainer = make_trainer(5)
@@ -71,7 +71,7 @@ async def test_run_continues_and_returns_a_value_per_step(
     assert capsys.readouterr().out == ""
 
 
-async def test_win_rate_is_nan_when_no_game_reports_success() -> None:
+async def test_win_rate_is_nan_when_no_episode_reports_success() -> None:
     fake, trainer = make_trainer(3)
     fake.num_steps_trained = 2
     assert math.isnan((await trainer.run())["win_rates"][0])
@@ -84,7 +84,7 @@ async def test_more_steps_than_the_file_has_are_refused(steps: int) -> None:
         await trainer.run(steps=steps)
 
 
-async def test_a_run_of_ludus_is_not_changed(tmp_path: Path) -> None:
+async def test_ludus_run_configuration_is_not_changed(tmp_path: Path) -> None:
     run = LanguageModelRun(name="mine")
     assert await load_forge_run(run) == run
     assert (await load_forge_run(run, ["training.num_steps=7"])).training.num_steps == 7
@@ -113,7 +113,7 @@ async def test_keys_without_effect_are_printed(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-async def test_a_missing_server_is_reported_with_its_address() -> None:
+async def test_missing_server_is_reported_with_the_address() -> None:
     with pytest.raises(ConfigError, match=r"no environment responds at 'http://localhost:1'"):
         await add_baselines({"kind": "remote", "address": "http://localhost:1"}, None)
 

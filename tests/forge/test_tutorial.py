@@ -72,7 +72,7 @@ def test_an_observation_is_printed_with_the_text_for_the_model(
 
 
 @pytest.mark.slow
-def test_a_missing_policy_is_refused_with_the_existing_policies(
+def test_unknown_policy_is_refused_with_the_known_policies(
     grpo_utils: ModuleType, tmp_path: Path
 ) -> None:
     with (
@@ -111,7 +111,7 @@ def test_each_command_starts_a_server_that_renders_text(
         assert not env.step(OpenSpielAction(action_id=result.observation.legal_actions[0])).done
 
 
-def test_the_reward_is_a_plain_method(grpo_utils: ModuleType) -> None:
+def test_reward_can_be_called_as_a_method(grpo_utils: ModuleType) -> None:
     evaluate_response = grpo_utils.BlackJackReward().evaluate_response
     assert [evaluate_response("prompt", "HIT", game_reward) for game_reward in (1, 0, -1)] == [
         2.0,
@@ -120,7 +120,7 @@ def test_the_reward_is_a_plain_method(grpo_utils: ModuleType) -> None:
     ]
 
 
-async def test_the_reward_is_also_an_endpoint_of_an_actor(grpo_utils: ModuleType) -> None:
+async def test_reward_can_be_called_as_an_actor_endpoint(grpo_utils: ModuleType) -> None:
     actor = await grpo_utils.BlackJackReward.options(procs=1, num_replicas=1).as_service()
     arguments = {"prompt": "prompt", "response": "HIT", "game_reward": 0.0}
     assert await actor.evaluate_response.route(**arguments) == 0.5
@@ -135,7 +135,7 @@ def test_an_ambiguous_action_is_refused(grpo_utils: ModuleType) -> None:
         grpo_utils.parse_action("HIT", [1])
 
 
-def test_a_prompt_uses_the_models_chat_template(grpo_utils: ModuleType, tmp_path: Path) -> None:
+def test_prompt_uses_the_chat_template_of_the_model(grpo_utils: ModuleType, tmp_path: Path) -> None:
     environment = make_environment(game="blackjack")
     observation = environment.reset(seed=7).observation
     tokenizer = load_tokenizer(make_policy_folder(tmp_path))

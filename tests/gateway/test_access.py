@@ -76,7 +76,7 @@ def access(tmp_path: Path, clock: Clock) -> TenantAccess:
         make_basic_header(ALICE, ""),
     ],
 )
-def test_every_form_that_a_client_can_send_finds_the_tenant(
+def test_every_authorization_format_authenticates_the_tenant(
     access: TenantAccess, authorization: str
 ) -> None:
     tenant = access.authenticate(authorization)
@@ -84,7 +84,7 @@ def test_every_form_that_a_client_can_send_finds_the_tenant(
     assert access.authenticate(authorization.encode()) == tenant
 
 
-def test_a_tenant_may_have_two_tokens_while_one_replaces_the_other(access: TenantAccess) -> None:
+def test_tenant_can_have_two_tokens_during_rotation(access: TenantAccess) -> None:
     assert access.authenticate(f"Bearer {BOB}-next") == access.authenticate(f"Bearer {BOB}")
 
 
@@ -114,14 +114,14 @@ def test_malformed_authorization_is_refused(access: TenantAccess, authorization:
     assert ALICE not in str(error.value)
 
 
-def test_no_header_and_two_headers_are_refused(access: TenantAccess) -> None:
+def test_missing_and_duplicate_headers_are_refused(access: TenantAccess) -> None:
     with pytest.raises(AuthenticationError, match="no Authorization header"):
         access.authenticate()
     with pytest.raises(AuthenticationError, match="malformed Authorization"):
         access.authenticate(f"Bearer {ALICE}", f"Bearer {BOB}")
 
 
-def test_missing_scope_is_reported_with_the_existing_scopes(access: TenantAccess) -> None:
+def test_missing_scope_error_lists_granted_scopes(access: TenantAccess) -> None:
     failures: list[AuthFailure] = []
     access.on_failure = failures.append
     alice = access.authenticate(f"Bearer {ALICE}")
@@ -137,7 +137,7 @@ def test_missing_scope_is_reported_with_the_existing_scopes(access: TenantAccess
 # -- without tenants, and with one token -----------------------------------------------
 
 
-def test_gateway_without_tokens_listens_only_on_loopback() -> None:
+def test_gateway_without_tokens_can_listen_only_on_loopback() -> None:
     access = TenantAccess()
     assert access.authenticate() == access.authenticate("Bearer x") == Tenant("")
     for host in ("127.0.0.1", "localhost", "::1", "127.3.2.1"):
@@ -149,7 +149,7 @@ def test_gateway_without_tokens_listens_only_on_loopback() -> None:
         TenantAccess.from_token(ALICE).check_host(host)
 
 
-def test_a_single_token_may_do_everything() -> None:
+def test_single_token_has_every_scope() -> None:
     access = TenantAccess.from_token(ALICE)
     tenant = access.authenticate(f"Bearer {ALICE}")
     assert (tenant.name, tenant.limits) == ("", TenantLimits())
@@ -161,7 +161,7 @@ def test_a_single_token_may_do_everything() -> None:
 @pytest.mark.parametrize(
     "token", ["", "short", "x" * 513, "with a space in it", "slash/slash/slash/"]
 )
-def test_a_token_that_is_weak_or_breaks_urls_is_refused_unquoted(token: str) -> None:
+def test_weak_or_url_unsafe_token_is_refused_and_not_in_the_error(token: str) -> None:
     with pytest.raises(ConfigError, match="openssl rand") as error:
         TenantAccess.from_token(token)
     assert not token or token not in str(error.value)
@@ -170,7 +170,7 @@ def test_a_token_that_is_weak_or_breaks_urls_is_refused_unquoted(token: str) -> 
 # -- the tenants file --------------------------------------------------------------------
 
 
-def test_tokens_come_from_the_environment_and_from_files(
+def test_tokens_are_read_from_the_environment_and_from_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ALICES_TOKEN", ALICE)
@@ -222,7 +222,7 @@ ENTRY = '[[tenants]]\nname = "a"\n'
         ("tenants = []", r"tenants: List should have at least 1 item"),
     ],
 )
-def test_error_of_a_tenants_file_contains_location_and_remedy_but_no_token(
+def test_tenants_file_error_has_location_and_remedy_but_no_token(
     tmp_path: Path, text: str, expected_message: str
 ) -> None:
     path = write_tenants_file(tmp_path, text)
@@ -239,12 +239,12 @@ def test_two_tenants_cannot_share_a_token(tmp_path: Path) -> None:
         TenantAccess.from_file(path)
 
 
-def test_a_missing_tenants_file_is_named(tmp_path: Path) -> None:
+def test_missing_tenants_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"absent\.toml: No such file"):
         TenantAccess.from_file(tmp_path / "absent.toml")
 
 
-def test_a_changed_file_is_followed_within_the_interval(
+def test_changed_tenants_file_is_reloaded_after_the_interval(
     access: TenantAccess, clock: Clock, tmp_path: Path
 ) -> None:
     carol = "ca401-ca401-ca401-ca401"
@@ -259,7 +259,7 @@ def test_a_changed_file_is_followed_within_the_interval(
         access.admit(removed_tenant)
 
 
-def test_renewing_a_tenant_gives_its_present_limits(
+def test_admit_returns_current_tenant_limits(
     access: TenantAccess, clock: Clock, tmp_path: Path
 ) -> None:
     alice = access.authenticate(f"Bearer {ALICE}")
@@ -269,7 +269,7 @@ def test_renewing_a_tenant_gives_its_present_limits(
     assert access.admit(alice).limits.max_sessions == 9
 
 
-def test_a_replaced_token_file_is_followed(tmp_path: Path, clock: Clock) -> None:
+def test_replaced_token_file_is_reloaded(tmp_path: Path, clock: Clock) -> None:
     token_file = tmp_path / "token"
     token_file.write_text(ALICE)
     text = '[[tenants]]\nname = "alice"\ntoken_file = "token"\n'
@@ -302,7 +302,7 @@ SINGLE_TOKEN_ACCESS = TenantAccess.from_token(ALICE)
 
 
 @given(st.one_of(st.text(), st.binary()))
-def test_garbage_never_authenticates_and_never_breaks(authorization: str | bytes) -> None:
+def test_random_authorization_raises_authentication_error(authorization: str | bytes) -> None:
     with pytest.raises(AuthenticationError):
         SINGLE_TOKEN_ACCESS.authenticate(authorization)
 
@@ -315,7 +315,9 @@ def test_garbage_never_authenticates_and_never_breaks(authorization: str | bytes
         st.text(),
     ),
 )
-def test_garbage_behind_a_known_scheme_never_authenticates(scheme: str, credentials: str) -> None:
+def test_random_credentials_with_known_scheme_never_authenticate(
+    scheme: str, credentials: str
+) -> None:
     with pytest.raises(AuthenticationError):
         SINGLE_TOKEN_ACCESS.authenticate(scheme + credentials)
 
@@ -323,7 +325,7 @@ def test_garbage_behind_a_known_scheme_never_authenticates(scheme: str, credenti
 @given(
     st.text(st.characters(blacklist_characters=":", blacklist_categories=["Cs"])), st.text("ab:")
 )
-def test_basic_gives_back_the_password_or_else_the_user(user: str, password: str) -> None:
+def test_basic_header_is_read_as_password_or_else_as_user(user: str, password: str) -> None:
     expected = (password or user).encode() or None
     assert (
         read_authorization(make_basic_header(user, password)[:4090]) == expected or len(user) > 800

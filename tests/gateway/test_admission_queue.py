@@ -36,7 +36,7 @@ async def start_waiting_caller(capacity: FakeCapacity) -> asyncio.Task[int | Non
     return open_task
 
 
-async def test_open_admitted_at_its_timeout_keeps_its_place() -> None:
+async def test_open_admitted_at_the_timeout_keeps_the_slot() -> None:
     capacity = FakeCapacity()
     open_task = await start_waiting_caller(capacity)
     capacity.num_slots = 1
@@ -53,7 +53,7 @@ async def test_refusal_at_the_timeout_is_reported() -> None:
         await open_task
 
 
-async def test_timed_out_open_has_no_place() -> None:
+async def test_timed_out_open_leaves_the_queue_and_uses_no_slot() -> None:
     capacity = FakeCapacity()
     assert not await (await start_waiting_caller(capacity))
     assert (len(capacity.queue), capacity.num_used_slots) == (0, 0)

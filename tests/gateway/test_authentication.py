@@ -103,7 +103,7 @@ async def client(port: int) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_http_knows_the_tenant_however_the_token_is_sent(
+async def test_http_authenticates_tenants_for_all_token_formats(
     client: httpx.AsyncClient, port: int
 ) -> None:
     requests = (
@@ -121,7 +121,7 @@ async def test_http_knows_the_tenant_however_the_token_is_sent(
         }
 
 
-async def test_http_refuses_with_typed_json(client: httpx.AsyncClient) -> None:
+async def test_http_refusal_is_typed_json(client: httpx.AsyncClient) -> None:
     for headers in ({}, make_headers("wrong"), {"authorization": "nonsense"}):
         response = await client.get("/envs/cards/who", headers=headers)
         assert response.status_code == 401
@@ -158,7 +158,7 @@ async def test_wrong_tokens_do_not_lock_clients_out(client: httpx.AsyncClient) -
     assert (await client.get("/envs/cards/who", headers=make_headers(ALICE))).status_code == 200
 
 
-async def test_a_websocket_is_accepted_with_a_token_and_denied_without(port: int) -> None:
+async def test_websocket_requires_a_token(port: int) -> None:
     address = f"127.0.0.1:{port}"
     for url, headers in (
         (f"ws://{address}/envs/cards/ws", make_headers(ALICE)),
@@ -172,7 +172,7 @@ async def test_a_websocket_is_accepted_with_a_token_and_denied_without(port: int
     assert b"UNAUTHENTICATED" in (error.value.response.body or b"")
 
 
-async def test_gateway_without_tokens_serves_every_caller() -> None:
+async def test_gateway_without_tokens_serves_all_requests() -> None:
     app = AuthenticationMiddleware(build_app(), TenantAccess())
     async with (
         serve_app(app) as port,
@@ -182,7 +182,7 @@ async def test_gateway_without_tokens_serves_every_caller() -> None:
         assert (await client.post("/drain")).json() == ""
 
 
-async def test_a_wire_without_a_check_of_tokens_serves_nobody() -> None:
+async def test_app_without_authentication_middleware_refuses_requests() -> None:
     async with run_gateway() as (gateway, servers):
         app = build_gateway_app(gateway.environments, gateway.metrics, mcp_key=b"k" * 32)
         async with httpx.AsyncClient(
@@ -194,7 +194,7 @@ async def test_a_wire_without_a_check_of_tokens_serves_nobody() -> None:
         get_current_tenant()
 
 
-async def test_a_prefix_of_a_proxy_does_not_hide_which_path_it_is(access: TenantAccess) -> None:
+async def test_proxy_prefix_does_not_change_path_permissions(access: TenantAccess) -> None:
     passed_paths: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -268,7 +268,9 @@ async def call_service(
     return await channel.unary_unary(method)(b"x", metadata=metadata, timeout=60)
 
 
-async def test_grpc_knows_the_tenant_of_unary_calls_and_streams(channel: grpc.aio.Channel) -> None:
+async def test_grpc_authenticates_tenants_of_unary_calls_and_streams(
+    channel: grpc.aio.Channel,
+) -> None:
     assert await call_service(channel, f"Bearer {ALICE}") == b"alice"
     basic_credentials = base64.b64encode(f"x:{ADMIN}".encode()).decode()
     assert await call_service(channel, f"Basic {basic_credentials}") == b"root"
@@ -280,7 +282,7 @@ async def test_grpc_knows_the_tenant_of_unary_calls_and_streams(channel: grpc.ai
     assert await stream.read() is grpc.aio.EOF
 
 
-async def test_grpc_refuses_with_a_code(channel: grpc.aio.Channel) -> None:
+async def test_grpc_refusal_has_a_status_code(channel: grpc.aio.Channel) -> None:
     for authorization in (None, "Bearer wrong", "nonsense", ""):
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await call_service(channel, authorization)
@@ -295,7 +297,7 @@ async def test_grpc_refuses_with_a_code(channel: grpc.aio.Channel) -> None:
     assert error.value.code() == grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_grpc_leaves_unknown_methods_alone(channel: grpc.aio.Channel) -> None:
+async def test_unknown_grpc_method_is_unimplemented(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call_service(channel, None, "/test/Nothing")
     assert error.value.code() == grpc.StatusCode.UNIMPLEMENTED
@@ -310,7 +312,7 @@ async def test_grpc_reports_every_refusal(channel: grpc.aio.Channel, access: Ten
     assert [str(failure) for failure in failures] == ["unknown", "missing", "malformed", "scope"]
 
 
-async def test_calls_side_by_side_do_not_see_each_others_tenant(channel: grpc.aio.Channel) -> None:
+async def test_concurrent_calls_have_separate_tenants(channel: grpc.aio.Channel) -> None:
     calls = [call_service(channel, f"Bearer {token}") for token in (ALICE, ADMIN) * 20]
     assert await asyncio.gather(*calls) == [b"alice", b"root"] * 20
 
@@ -318,7 +320,7 @@ async def test_calls_side_by_side_do_not_see_each_others_tenant(channel: grpc.ai
 # -- logs ------------------------------------------------------------------------------------
 
 
-async def test_no_token_reaches_a_log_at_any_level(
+async def test_logs_contain_no_token_at_any_level(
     access: TenantAccess, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong_token = "wr0ng-wr0ng-wr0ng-wr0ng"
@@ -377,7 +379,7 @@ HEADERS = st.lists(
     st.sampled_from(["", "/proxy"]),
     HEADERS,
 )
-async def test_garbage_is_always_refused_and_never_an_exception(
+async def test_random_requests_are_refused_without_an_exception(
     kind: str, path: str, root_path: str, headers: list[tuple[bytes, bytes]]
 ) -> None:
     messages: list[dict[str, Any]] = []

@@ -79,7 +79,7 @@ class RawConnection:
             return await self.reader.read() == b""
 
 
-async def test_a_long_head_within_the_bound_is_served(port: int) -> None:
+async def test_long_head_within_the_limit_is_served(port: int) -> None:
     connection = await RawConnection.connect(port)
     for _ in range(3):
         await connection.send(b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"y" * 4000)
@@ -88,7 +88,7 @@ async def test_a_long_head_within_the_bound_is_served(port: int) -> None:
 
 
 @pytest.mark.parametrize("head_start", [b"GET /", b"GET / HTTP/1.1\r\nhost: x\r\nx-long: "])
-async def test_an_endless_line_is_cut_off(port: int, head_start: bytes) -> None:
+async def test_endless_line_is_refused(port: int, head_start: bytes) -> None:
     connection = await RawConnection.connect(port)
     await connection.send(head_start + b"y" * 11_000)
     status, body = await connection.read_response()
@@ -96,7 +96,7 @@ async def test_an_endless_line_is_cut_off(port: int, head_start: bytes) -> None:
     assert await connection.is_closed()
 
 
-async def test_endless_headers_are_cut_off(port: int) -> None:
+async def test_endless_headers_are_refused(port: int) -> None:
     connection = await RawConnection.connect(port)
     await connection.send(b"GET / HTTP/1.1\r\nhost: x\r\n")
     response_task = asyncio.create_task(connection.read_response())
@@ -132,7 +132,7 @@ async def test_slow_or_missing_head_is_refused(
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_second_head_on_a_connection_is_bounded_too(
+async def test_second_head_on_a_connection_is_limited(
     port: int, shorten_head_timeout: Callable[[], None]
 ) -> None:
     connection = await RawConnection.connect(port)
@@ -143,7 +143,7 @@ async def test_a_second_head_on_a_connection_is_bounded_too(
     assert (await connection.read_response())[0] == 408
 
 
-async def test_bodies_answers_and_sockets_may_take_longer_than_heads(
+async def test_head_timeout_does_not_apply_to_bodies_and_sockets(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SmallHttp, "head_timeout_s", 1.0)

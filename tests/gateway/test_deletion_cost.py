@@ -70,7 +70,7 @@ async def setup() -> AsyncIterator[WriterSetup]:
         (0, 0, 0), (1, 0, 100), (1, 1, 100), (1, 3, 50),
     ],
 )  # fmt: skip
-def test_a_bucket_is_the_use_rounded_up_to_a_quarter(
+def test_bucket_is_utilization_rounded_up_to_a_quarter(
     num_sessions: int, capacity: int, bucket: int
 ) -> None:
     assert choose_bucket(num_sessions, capacity) == bucket
@@ -92,7 +92,7 @@ async def test_pods_keep_other_annotations_when_costs_are_written(
     assert [setup.read_cost(pod) for pod in ("empty", "some", "full")] == ["0", "50", "100"]
 
 
-async def test_only_another_bucket_is_written_and_half_a_minute_later(setup: WriterSetup) -> None:
+async def test_cost_is_written_only_for_a_new_bucket_and_after_30_s(setup: WriterSetup) -> None:
     setup.add_pods(a=(10, 100))
     await setup.writer.sweep()
     setup.now_s += 100
@@ -108,7 +108,7 @@ async def test_only_another_bucket_is_written_and_half_a_minute_later(setup: Wri
     assert setup.read_cost("a") == "100"
 
 
-async def test_gateway_that_does_not_lead_writes_nothing(setup: WriterSetup) -> None:
+async def test_gateway_that_is_not_leader_writes_no_costs(setup: WriterSetup) -> None:
     setup.add_pods(a=(10, 100))
     setup.is_leader = False
     assert await setup.writer.sweep() == 0
@@ -124,7 +124,7 @@ async def test_new_leader_writes_all_costs_again(setup: WriterSetup) -> None:
     assert await setup.writer.sweep() == 1
 
 
-async def test_a_sweep_ends_when_leadership_does(setup: WriterSetup) -> None:
+async def test_sweep_ends_when_leadership_is_lost(setup: WriterSetup) -> None:
     setup.add_pods(**{f"pod{number}": (10, 100) for number in range(200)})
     sweep_task = asyncio.create_task(setup.writer.sweep())
     await wait_until(lambda: setup.patched_pods)
@@ -142,7 +142,7 @@ async def test_missing_pod_is_skipped(setup: WriterSetup, caplog: pytest.LogCapt
     assert await setup.writer.sweep() == 0, "it is not tried again"
 
 
-async def test_one_refused_write_does_not_block_others(
+async def test_refused_write_does_not_block_other_writes(
     setup: WriterSetup, caplog: pytest.LogCaptureFixture
 ) -> None:
     setup.add_pods(a=(90, 100), b=(10, 100))

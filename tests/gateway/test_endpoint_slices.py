@@ -25,7 +25,7 @@ from tests.gateway.cluster_objects import endpoint_slice, member, named_server_i
         ({"ready": False, "serving": False, "terminating": True}, False, True),
     ],
 )
-def test_conditions_decide_on_new_and_existing_sessions(
+def test_conditions_set_readiness_and_termination(
     conditions: dict[str, bool | None], is_ready: bool, is_terminating: bool
 ) -> None:
     slice_object = endpoint_slice("s1", member("a", **conditions))
@@ -44,14 +44,14 @@ def set_version(slice_object: dict[str, object], version: int) -> dict[str, obje
     }
 
 
-def test_pod_in_two_slices_is_one_endpoint_of_the_newer_slice() -> None:
+def test_pod_in_two_slices_uses_the_newer_slice() -> None:
     older_slice = set_version(endpoint_slice("s2", member("a", ready=False, serving=False)), 99)
     newer_slice = set_version(endpoint_slice("s1", member("a")), 100)
     for slices in ((older_slice, newer_slice), (newer_slice, older_slice)):
         assert [endpoint.is_ready for endpoint in merge_objects(*slices).values()] == [True]
 
 
-def test_a_pod_that_terminates_in_any_slice_takes_no_new_sessions() -> None:
+def test_pod_terminating_in_any_slice_gets_no_new_sessions() -> None:
     stale_slice = set_version(endpoint_slice("s1", member("a")), 100)
     terminating_slice = set_version(
         endpoint_slice("s2", member("a", ready=False, terminating=True)), 50
@@ -70,14 +70,14 @@ def test_an_ipv6_address_is_bracketed_and_ipv4_preferred() -> None:
     )
 
 
-def test_an_endpoint_that_is_no_pod_is_known_by_its_address() -> None:
+def test_endpoint_without_a_pod_is_identified_by_address() -> None:
     manual_endpoint = {"addresses": ["10.9.9.9"]}
     (endpoint,) = merge_objects(endpoint_slice("s1", manual_endpoint)).values()
     assert (endpoint.key, endpoint.server_id) == ("http://10.9.9.9:8000", "")
     assert endpoint.is_ready
 
 
-def test_the_name_of_a_pod_fits_into_a_session_id() -> None:
+def test_pod_uid_is_valid_in_a_session_id() -> None:
     server_id = make_pod_server_id("8C5F7A3E-0b1d-4c7e-9a55-2f7d1c0e4b6a")
     key = SessionKey.random()
     assert server_id == "8c5f7a3e0b1d4c7e9a552f7d1c0e4b6a"
@@ -98,7 +98,7 @@ def test_the_name_of_a_pod_fits_into_a_session_id() -> None:
         ({"metrics": 9090, "grpc": 90}, None, 90),
     ],
 )
-def test_ports_are_found_by_name_or_as_a_server_chooses_them(
+def test_ports_are_found_by_name_or_server_defaults(
     ports: dict[str, int], http_port: int | None, grpc_port: int
 ) -> None:
     slice_object = endpoint_slice("s1", member("a"), ports=ports)
@@ -107,7 +107,7 @@ def test_ports_are_found_by_name_or_as_a_server_chooses_them(
     assert endpoint.grpc_address == f"grpc://10.0.0.1:{grpc_port}"
 
 
-def test_a_port_is_found_by_the_protocol_that_it_speaks() -> None:
+def test_grpc_port_is_found_by_app_protocol() -> None:
     slice_object = endpoint_slice("s1", member("a"), ports={"metrics": 9090, "play": 90})
     slice_object["ports"][1]["appProtocol"] = "kubernetes.io/h2c"
     (endpoint,) = parse_slice(slice_object).endpoints
@@ -115,14 +115,14 @@ def test_a_port_is_found_by_the_protocol_that_it_speaks() -> None:
 
 
 @pytest.mark.parametrize("ports", [{}, {"web": 8000, "metrics": 9090}, {"http": 60_000}])
-def test_unusable_ports_are_an_error_that_lists_them(
+def test_unusable_ports_error_lists_the_ports(
     ports: dict[str, int],
 ) -> None:
     with pytest.raises(ConfigError, match="a port named 'grpc' or 'http'"):
         parse_slice(endpoint_slice("s1", member("a"), ports=ports))
 
 
-def test_one_change_parses_one_slice() -> None:
+def test_slice_change_parses_only_that_slice() -> None:
     pods = [[f"pod-{slice_index}-{number}" for number in range(100)] for slice_index in range(20)]
     slices = [
         set_version(endpoint_slice(f"s{slice_index}", *map(member, names)), slice_index)

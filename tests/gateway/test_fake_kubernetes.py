@@ -42,7 +42,7 @@ def call_status(method: Any, *arguments: Any, **options: Any) -> int:
     return error.value.status
 
 
-def test_an_object_is_created_read_listed_changed_and_deleted(
+def test_objects_support_create_read_list_update_and_delete(
     jobs_api: client.CustomObjectsApi,
 ) -> None:
     created_job = jobs_api.create_namespaced_custom_object(
@@ -63,7 +63,7 @@ def test_an_object_is_created_read_listed_changed_and_deleted(
     assert call_status(jobs_api.get_namespaced_custom_object, *GROUP, "one") == 404
 
 
-def test_a_patch_removes_what_is_null_and_leaves_the_status_alone(
+def test_patch_removes_null_fields_and_keeps_the_status(
     cluster: tuple[client.ApiClient, Call], jobs_api: client.CustomObjectsApi
 ) -> None:
     _, call = cluster
@@ -82,7 +82,7 @@ def test_a_patch_removes_what_is_null_and_leaves_the_status_alone(
     assert patched_job["status"] == {"jobStatus": "SUCCEEDED"}
 
 
-def test_an_object_with_a_finalizer_goes_when_it_is_removed(
+def test_object_is_deleted_when_the_finalizer_is_removed(
     jobs_api: client.CustomObjectsApi,
 ) -> None:
     jobs_api.create_namespaced_custom_object(*GROUP, ray_job("one", finalizers=["ray.io/cleanup"]))
@@ -137,7 +137,7 @@ def test_watch_reports_objects_that_enter_or_leave_the_selection(
     ]
 
 
-def test_typed_objects_of_the_official_client_are_understood(
+def test_typed_objects_of_the_official_client_are_accepted(
     cluster: tuple[client.ApiClient, Call],
 ) -> None:
     api_client, _ = cluster

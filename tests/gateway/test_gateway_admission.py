@@ -83,7 +83,7 @@ async def test_waiting_opens_are_admitted_in_order_of_arrival():
         assert admission_order == list(range(8))
 
 
-async def test_the_queue_is_bounded_in_length():
+async def test_queue_length_is_limited():
     limits = {"queue_size": 2, "queue_timeout_s": 600}
     async with run_gateway(server_options=SMALL_SERVER, sessions=limits) as (gateway, servers):
         sessions = get_sessions(gateway)
@@ -100,7 +100,7 @@ async def test_the_queue_is_bounded_in_length():
         assert count_sessions(servers) == 2
 
 
-async def test_the_queue_is_bounded_in_time():
+async def test_queue_time_is_limited():
     limits = {"queue_timeout_s": 0.3}
     async with run_gateway(server_options=SMALL_SERVER, sessions=limits) as (gateway, servers):
         sessions = get_sessions(gateway)
@@ -115,7 +115,7 @@ async def test_the_queue_is_bounded_in_time():
         assert count_sessions(servers) == 2
 
 
-async def test_a_group_that_waits_counts_with_all_its_sessions():
+async def test_waiting_group_counts_all_sessions_as_demand():
     """A group counts with all its sessions, so that autoscaling adds enough servers."""
     async with run_gateway(server_options=SMALL_SERVER) as (gateway, _):
         sessions = get_sessions(gateway)
@@ -126,7 +126,7 @@ async def test_a_group_that_waits_counts_with_all_its_sessions():
         assert sessions.load.num_waiting == 0
 
 
-async def test_a_session_that_ends_on_the_server_itself_admits_who_waits():
+async def test_session_closed_on_the_server_admits_a_waiting_open():
     async with run_gateway(server_options=SMALL_SERVER) as (gateway, servers):
         sessions = get_sessions(gateway)
         held_sessions = [await sessions.open(OPEN_ARGS) for _ in range(2)]
@@ -136,7 +136,7 @@ async def test_a_session_that_ends_on_the_server_itself_admits_who_waits():
         await asyncio.wait_for(open_task, 60)
 
 
-async def test_a_session_that_takes_long_to_begin_is_counted_once():
+async def test_slow_opening_session_is_counted_once():
     start_event = threading.Event()
 
     class SlowEnv(ThreadedCountingEnv):
@@ -201,7 +201,7 @@ async def test_two_gateways_do_not_overbook_shared_servers():
         assert [server.core.load.num_sessions for server in servers] == [10, 10]
 
 
-async def test_an_open_that_many_full_servers_refuse_waits_until_its_deadline():
+async def test_open_refused_by_full_servers_waits_for_capacity():
     options = {"max_sessions": 1}
     limits = {"queue_timeout_s": 60.0}
     rare_polling = FAST_POLLING | {"poll_interval_s": 3600.0}
@@ -244,7 +244,7 @@ async def test_group_larger_than_any_server_is_split_with_one_seed():
         assert sorted(server.core.load.num_sessions for server in servers) == [2, 4, 4]
 
 
-async def test_a_group_gets_all_its_sessions_or_none():
+async def test_group_opens_all_sessions_or_none():
     limits = {"queue_timeout_s": 0.3, "max_group_size": 100}
     options = {"max_sessions": 4}
     async with run_gateway(2, server_options=options, sessions=limits) as (gateway, servers):
@@ -274,7 +274,7 @@ class OtherOffsetEnv(OffsetEnv):
     seed_offset = 1
 
 
-async def test_a_group_over_servers_that_begin_differently_is_refused_and_closed():
+async def test_group_with_different_initial_observations_is_refused_and_closed():
     first_server = make_server(OffsetEnv, max_sessions=3)
     second_server = make_server(OtherOffsetEnv, max_sessions=3)
     async with first_server, second_server, make_gateway(first_server, second_server) as gateway:
@@ -287,7 +287,7 @@ async def test_a_group_over_servers_that_begin_differently_is_refused_and_closed
 # -- draining ----------------------------------------------------------------------------
 
 
-async def test_a_draining_server_finishes_its_sessions_while_new_ones_go_elsewhere():
+async def test_draining_server_keeps_sessions_but_gets_no_new_sessions():
     async with run_gateway(2) as (gateway, servers):
         sessions = get_sessions(gateway)
         old_sessions = [await sessions.open(OPEN_ARGS) for _ in range(10)]
@@ -303,7 +303,7 @@ async def test_a_draining_server_finishes_its_sessions_while_new_ones_go_elsewhe
             assert (await sessions.step(session.session_id, b'{"add": 1}', 1)).reward == 1.0
 
 
-async def test_a_terminating_endpoint_keeps_its_sessions_and_gets_none():
+async def test_terminating_endpoint_keeps_sessions_but_gets_no_new_sessions():
     async with make_server() as first_server, make_server() as second_server:
         source = ListedServers(make_endpoint(first_server), make_endpoint(second_server))
         async with Gateway(make_config(first_server.grpc_address), {NAME: source}) as gateway:
@@ -355,7 +355,7 @@ async def test_draining_gateway_refuses_waiting_opens_and_finishes_sessions():
 # -- leaving nothing behind --------------------------------------------------------------
 
 
-async def test_sessions_of_a_lost_client_end_after_their_linger():
+async def test_sessions_of_a_lost_client_end_after_the_linger_time():
     async with run_gateway(2, sessions={"linger_s": 0.3}) as (gateway, servers):
         sessions = get_sessions(gateway)
         connection = Connection()
@@ -368,7 +368,7 @@ async def test_sessions_of_a_lost_client_end_after_their_linger():
             assert tombstone.reason == "the connection that opened it ended 0.3 s ago"
 
 
-async def test_session_is_removed_when_its_server_ends_it_as_idle():
+async def test_session_is_removed_when_the_server_closes_it_as_idle():
     async with (
         make_server(idle_timeout_s=3600) as patient_server,
         make_server(idle_timeout_s=60) as other_server,
@@ -401,7 +401,7 @@ async def test_gateway_limit_applies_without_idle_timeout_of_the_server():
 
 
 @pytest.mark.parametrize("wire", ["grpc", "http"])
-async def test_a_session_whose_call_takes_longer_than_the_idle_limit_is_not_idle(wire, tmp_path):
+async def test_session_with_a_call_longer_than_the_idle_limit_is_not_idle(wire, tmp_path):
     gate = Gate(tmp_path)
     async with (
         run_gateway(1, factory=gate.factory, sessions={"linger_s": 0.3}) as (gateway, _),
@@ -422,7 +422,7 @@ async def test_a_session_whose_call_takes_longer_than_the_idle_limit_is_not_idle
         assert (await session.step({"add": 1})).reward == 1.0
 
 
-async def test_without_linger_sessions_end_with_their_connection():
+async def test_sessions_without_linger_end_with_the_connection():
     async with run_gateway(2, sessions={"linger_s": 0.0}) as (gateway, servers):
         sessions = get_sessions(gateway)
         connection = Connection()

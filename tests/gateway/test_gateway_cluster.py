@@ -35,7 +35,7 @@ def make_slice(pod: str, server, **conditions):
     return endpoint_slice(f"slice-{pod}", member(pod, "127.0.0.1", **conditions), ports=ports)
 
 
-async def test_pods_are_routed_to_drained_and_ranked_for_deletion():
+async def test_pods_get_sessions_drain_and_receive_deletion_costs():
     server_a, server_b = (
         make_server(server_id=named_server_id("a")),
         make_server(server_id=named_server_id("b")),

@@ -117,7 +117,7 @@ async def test_second_signal_ends_the_wait_for_sessions():
         (("--config", "/nowhere.toml"), "/nowhere.toml"),
     ],
 )
-def test_bad_input_is_one_clear_line(arguments, expected):
+def test_invalid_arguments_exit_with_an_error_and_no_traceback(arguments, expected):
     process = subprocess.run(
         [LUDUS, "gateway", *arguments],
         capture_output=True,
@@ -130,7 +130,7 @@ def test_bad_input_is_one_clear_line(arguments, expected):
     assert "Traceback" not in process.stderr
 
 
-def test_a_configuration_file_is_read_and_options_have_precedence(tmp_path):
+def test_options_override_the_configuration_file(tmp_path):
     path = tmp_path / "gateway.toml"
     path.write_text(
         """
@@ -162,7 +162,7 @@ namespace = "arena"
         ("x = ", "TOML"),
     ],
 )
-def test_a_wrong_configuration_names_the_field(tmp_path, text, expected):
+def test_configuration_error_contains_the_field(tmp_path, text, expected):
     path = tmp_path / "gateway.toml"
     path.write_text(text)
     with pytest.raises(Exception, match=expected) as error:

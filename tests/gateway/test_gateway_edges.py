@@ -51,7 +51,7 @@ def make_headers(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
-async def test_tls_on_both_ports(tmp_path):
+async def test_tls_works_on_both_ports(tmp_path):
     authority = trustme.CA()
     certificate = authority.issue_cert("127.0.0.1", "localhost")
     cert, key, ca = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem"))
@@ -67,7 +67,7 @@ async def test_tls_on_both_ports(tmp_path):
                 assert (await session.step({"add": 2})).reward == 2.0
 
 
-async def test_only_admins_drain_and_only_others_play(tenants):
+async def test_admin_can_drain_but_not_play_and_tenant_can_play_but_not_drain(tenants):
     async with run_gateway(tenants_file=tenants) as (gateway, _), make_http_client(gateway) as http:
         assert (await http.get("/healthz")).status_code == 200
         assert (await http.get("/v1/envs")).status_code == 401
@@ -85,7 +85,7 @@ async def test_only_admins_drain_and_only_others_play(tenants):
         assert refusal.json()["detail"]["code"] == "DRAINING"
 
 
-async def test_an_unused_session_of_one_tenant_makes_room_for_another(tenants):
+async def test_unused_session_is_evicted_for_another_tenant(tenants):
     options = {"max_sessions": 1}
     async with (
         run_gateway(tenants_file=tenants, server_options=options) as (gateway, servers),
@@ -102,7 +102,7 @@ async def test_an_unused_session_of_one_tenant_makes_room_for_another(tenants):
                 assert count_sessions(servers) == 1
 
 
-async def test_unused_session_makes_room_after_an_unexpected_refusal():
+async def test_unused_session_is_evicted_after_an_unexpected_refusal():
     options = {"max_sessions": 2}
     async with (
         run_gateway(server_options=options, servers={**FAST_POLLING, "poll_interval_s": 3600}) as (
@@ -122,7 +122,7 @@ async def test_unused_session_makes_room_after_an_unexpected_refusal():
             assert count_sessions([server]) == 2
 
 
-async def test_old_connection_is_renewed_and_its_sessions_continue(monkeypatch):
+async def test_sessions_continue_after_connection_reaches_max_age(monkeypatch):
     monkeypatch.setattr("ludus.env.serving.listeners._AGE_GRACE_MS", 500)
     async with (
         run_gateway(max_connection_age_s=1.0) as (gateway, servers),
@@ -135,13 +135,13 @@ async def test_old_connection_is_renewed_and_its_sessions_continue(monkeypatch):
         assert count_sessions(servers) == 1
 
 
-async def test_beyond_this_machine_a_token_is_required():
+async def test_non_loopback_host_requires_a_token():
     with pytest.raises(ConfigError, match="tenants or a token"):
         Gateway(make_config("grpc://127.0.0.1:1", host="0.0.0.0"))
 
 
 @pytest.mark.parametrize("name", ["port", "grpc_port"])
-async def test_a_port_in_use_is_named_and_nothing_is_started(name):
+async def test_port_in_use_is_reported_and_nothing_starts(name):
     async with run_gateway() as (gateway, _):
         address = gateway.http_address if name == "port" else gateway.grpc_address
         ports = {"port": 0, "grpc_port": 0, name: int(address.rpartition(":")[2])}
@@ -161,7 +161,7 @@ async def test_opens_without_servers_wait_and_then_report_the_reason(monkeypatch
             assert response.json()["detail"]["code"] == "UNAVAILABLE"
 
 
-async def test_a_client_that_comes_before_the_first_server_is_served_when_it_starts():
+async def test_client_before_the_first_server_is_served_once_it_starts():
     server = make_server()
     port = _find_free_port()
     async with Gateway(make_config(f"grpc://127.0.0.1:{port}")) as gateway:

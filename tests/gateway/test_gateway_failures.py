@@ -83,7 +83,7 @@ def error_code(error) -> str:
 
 
 @pytest.mark.slow
-async def test_a_killed_server_loses_its_own_sessions_only(tmp_path):
+async def test_killed_server_loses_no_sessions_of_other_servers(tmp_path):
     env = {"LUDUS_SESSION_KEY": KEY}
     with (
         server_process(tmp_path, env=env) as first_server,
@@ -129,7 +129,7 @@ async def test_sessions_of_a_restarted_server_are_lost():
             assert new_server.core.load.num_sessions == 1
 
 
-async def test_session_on_a_restarted_server_waits_for_a_late_gateway(monkeypatch):
+async def test_step_waits_until_gateway_connects_to_restarted_server(monkeypatch):
     old_server = make_server()
     await old_server.start()
     port = int(old_server.grpc_address.rpartition(":")[2])
@@ -163,7 +163,7 @@ async def count_lost_sessions(gateway) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_uncalled_sessions_are_counted_when_their_server_is_lost(restarts, caplog):
+async def test_sessions_without_calls_count_as_lost_with_the_server(restarts, caplog):
     server, other_server = make_server(), make_server()
     await server.start()
     port = int(server.grpc_address.rpartition(":")[2])
@@ -182,7 +182,7 @@ async def test_uncalled_sessions_are_counted_when_their_server_is_lost(restarts,
         assert opened_sessions
 
 
-async def test_a_session_that_is_closed_after_its_server_died_was_lost():
+async def test_session_closed_after_server_death_counts_as_lost():
     server = make_server()
     await server.start()
     async with make_gateway(server, servers=FAST_POLLING | {"retry_within_s": 0.1}) as gateway:
@@ -195,7 +195,7 @@ async def test_a_session_that_is_closed_after_its_server_died_was_lost():
         assert (gateway.num_sessions, await count_lost_sessions(gateway)) == (0, 1)
 
 
-async def test_a_step_whose_connection_breaks_is_answered_once_by_the_same_server():
+async def test_step_is_applied_once_when_the_connection_breaks():
     async with make_server() as server:
         proxy = BreakableProxy(server.grpc_address)
         async with proxy.run() as address, Gateway(make_config(address)) as gateway:
@@ -211,7 +211,7 @@ async def test_a_step_whose_connection_breaks_is_answered_once_by_the_same_serve
             assert (await sessions.step(session.session_id, ADD_1, 2)).step_index == 2
 
 
-async def test_an_unnumbered_step_is_never_sent_twice():
+async def test_step_without_an_index_is_never_sent_twice():
     async with make_server() as server:
         proxy = BreakableProxy(server.grpc_address)
         async with proxy.run() as address, Gateway(make_config(address)) as gateway:
@@ -228,7 +228,7 @@ async def test_an_unnumbered_step_is_never_sent_twice():
 
 
 @pytest.mark.slow
-async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_broke(monkeypatch):
+async def test_idle_client_keeps_session_when_the_gateway_link_breaks(monkeypatch):
     async with make_server() as server:
         proxy = BreakableProxy(server.grpc_address)
         monkeypatch.setattr(tracked_sessions, "MAX_SWEEP_INTERVAL_S", 0.1)
@@ -259,7 +259,7 @@ async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_bro
 
 
 @pytest.mark.slow
-async def test_absent_server_gets_no_sessions_and_is_unavailable_in_time():
+async def test_unreachable_server_gets_no_sessions_and_steps_fail():
     async with make_server() as first_server, make_server() as second_server:
         proxy = BreakableProxy(first_server.grpc_address)
         async with proxy.run() as address:
@@ -290,7 +290,7 @@ async def test_absent_server_gets_no_sessions_and_is_unavailable_in_time():
 
 
 @pytest.mark.slow
-async def test_a_silent_server_gets_no_new_sessions(tmp_path):
+async def test_unresponsive_server_gets_no_new_sessions(tmp_path):
     servers = {"poll_interval_s": 0.1, "unreachable_after_s": 0.5, "retry_within_s": 1.0}
     with server_process(tmp_path, env={"LUDUS_SESSION_KEY": KEY}) as frozen_server:
         second_server = make_server()
@@ -332,7 +332,7 @@ async def test_servers_with_another_session_key_are_reported_and_skipped(monkeyp
             assert valid_server.core.load.num_sessions == 6
 
 
-async def test_removed_server_is_used_again_when_it_is_listed_again():
+async def test_removed_server_is_used_after_being_listed_again():
     async with make_server() as first_server, make_server() as second_server:
         source = ListedServers(make_endpoint(first_server), make_endpoint(second_server))
         async with Gateway(make_config(first_server.grpc_address), {NAME: source}) as gateway:

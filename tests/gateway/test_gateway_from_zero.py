@@ -20,7 +20,7 @@ from tests.gateway.gateways import (
 
 
 @pytest.mark.parametrize("has_server", [False, True])
-async def test_waiting_opens_count_as_demand_and_play_after_a_server_started(has_server):
+async def test_waiting_opens_count_as_demand_and_succeed_once_a_server_starts(has_server):
     async with make_server() as server:
         source = ListedServers(*[make_endpoint(server)] * has_server)
         async with Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway:

@@ -76,7 +76,7 @@ def make_used_metrics() -> GatewayMetrics:
     return metrics
 
 
-def test_events_are_counted_in_their_series() -> None:
+def test_events_are_counted_in_the_expected_series() -> None:
     values = read_samples(make_used_metrics())
     expected = {
         ("ludus_gateway_sessions", "blackjack", "pending"): 3,
@@ -128,7 +128,7 @@ def test_every_declared_name_is_exported() -> None:
     assert exported_names == set(GatewayMetric)
 
 
-def test_the_exposition_is_read_by_both_parsers() -> None:
+def test_both_prometheus_parsers_read_the_metrics() -> None:
     metrics = make_used_metrics()
     body, content_type = render(metrics, "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
@@ -158,7 +158,7 @@ async def test_a_scrape_is_consistent_while_calls_are_counted() -> None:
             )
 
 
-def test_refused_calls_reach_the_metrics() -> None:
+def test_refused_calls_are_counted_in_metrics() -> None:
     metrics = GatewayMetrics(["chess"])
     access = TenantAccess.from_token("0123456789abcdef0123")
     access.on_failure = metrics.count_auth_failure
@@ -171,7 +171,7 @@ def test_refused_calls_reach_the_metrics() -> None:
 
 
 @pytest.mark.skipif(not PROMTOOL, reason="no promtool; set PROMTOOL_BINARY to one")
-def test_promtool_finds_nothing_to_improve() -> None:
+def test_promtool_check_reports_no_problems() -> None:
     body, _ = render(make_used_metrics(), "text/plain")
     process = subprocess.run([PROMTOOL, "check", "metrics"], input=body, capture_output=True)
     assert (process.returncode, process.stdout, process.stderr) == (0, b"", b"")
@@ -270,7 +270,7 @@ def wait_for(address: str, query: str, expected: dict[str, float]) -> None:
     not PROMETHEUS or sys.platform != "linux",
     reason="no Prometheus here; set PROMETHEUS_BINARY to one",
 )
-def test_prometheus_scrapes_two_gateways_and_the_documented_queries_hold(tmp_path: Path) -> None:
+def test_documented_queries_work_for_two_scraped_gateways(tmp_path: Path) -> None:
     with (
         serve_metrics(make_used_metrics()) as first_port,
         serve_metrics(make_used_metrics()) as second_port,

@@ -43,7 +43,7 @@ async def play_episode(address: str) -> list:
 
 
 @pytest.mark.parametrize("wire", ["grpc", "http"])
-async def test_an_episode_through_a_gateway_is_the_one_of_the_server_itself(wire):
+async def test_gateway_and_server_return_the_same_episode(wire):
     async with run_gateway(2) as (gateway, servers):
         gateway_addresses = {
             "grpc": gateway.grpc_address,
@@ -57,7 +57,7 @@ async def test_an_episode_through_a_gateway_is_the_one_of_the_server_itself(wire
 
 
 @pytest.mark.parametrize("wire", ["grpc", "http"])
-async def test_a_gateway_passes_on_whether_an_episode_succeeded(wire):
+async def test_gateway_forwards_episode_success(wire):
     async with run_gateway(factory=GoalEnv) as (gateway, _):
         address = {"grpc": gateway.grpc_address, "http": f"{gateway.http_address}/envs/{NAME}"}
         async with await AsyncEnvClient.connect(address[wire]) as client:
@@ -68,7 +68,7 @@ async def test_a_gateway_passes_on_whether_an_episode_succeeded(wire):
                 assert (await session.reset(seed=8)).success is None
 
 
-async def test_a_plain_websocket_client_plays_and_leaves_nothing_behind():
+async def test_plain_websocket_client_plays_and_leaves_no_sessions():
     async with run_gateway(2) as (gateway, servers):
         address = gateway.http_address.replace("http", "ws")
         async with websockets.connect(f"{address}/envs/{NAME}/ws") as socket:
@@ -87,7 +87,7 @@ async def test_a_plain_websocket_client_plays_and_leaves_nothing_behind():
         await wait_until(lambda: gateway.num_sessions == 0)
 
 
-async def test_a_token_in_the_address_is_enough(monkeypatch):
+async def test_token_in_the_address_authenticates(monkeypatch):
     monkeypatch.setenv("LUDUS_GATEWAY_TOKEN", TOKEN)
     async with run_gateway() as (gateway, _):
         base_url = f"{gateway.http_address}/envs/{NAME}".replace("://", f"://me:{TOKEN}@")
@@ -104,7 +104,7 @@ async def test_a_token_in_the_address_is_enough(monkeypatch):
             assert refusal.status_code == 401
 
 
-async def test_a_group_is_together_on_one_server_and_begins_alike():
+async def test_group_runs_on_one_server_with_equal_initial_observations():
     async with run_gateway(2) as (gateway, servers), connect_client(gateway) as client:
         group = await client.open_group(6)
         observations = {str(first_result.observation) for _, first_result in group}
@@ -158,7 +158,7 @@ async def test_environments_are_listed_over_http():
 
 
 @pytest.mark.parametrize("path", ["/envs/nope/reset", "/v1/envs/nope"])
-async def test_an_unknown_environment_is_a_typed_404_that_names_the_known_ones(path):
+async def test_unknown_environment_returns_typed_404_with_known_names(path):
     async with run_gateway() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
         method = "GET" if path.endswith("nope") else "POST"
         response = await http.request(method, gateway.http_address + path, json={})
@@ -166,14 +166,14 @@ async def test_an_unknown_environment_is_a_typed_404_that_names_the_known_ones(p
         assert NAME in response.json()["detail"]["message"]
 
 
-async def test_no_request_is_answered_with_a_redirect():
+async def test_no_request_returns_a_redirect():
     async with run_gateway() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
         for path in (f"/envs/{NAME}/health/", f"/envs/{NAME}", "/v1/envs/", "/healthz/"):
             response = await http.get(gateway.http_address + path)
             assert response.status_code in (200, 404), path
 
 
-async def test_metrics_exist_from_the_start_and_count_what_is_played():
+async def test_metrics_exist_from_the_start_and_count_sessions_and_steps():
     async with run_gateway() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
         initial_metrics = (await http.get(f"{gateway.http_address}/metrics")).text
         assert f'ludus_gateway_sessions{{env="{NAME}",state="pending"}} 0.0' in initial_metrics
@@ -186,7 +186,7 @@ async def test_metrics_exist_from_the_start_and_count_what_is_played():
             assert f'calls_total{{call="step",code="OK",env="{NAME}"}} 1.0' in current_metrics
 
 
-async def test_calls_in_flight_on_many_sessions_do_not_wait_for_each_other():
+async def test_concurrent_calls_of_many_sessions_do_not_block_each_other():
     async with run_gateway(2) as (gateway, _), connect_client(gateway) as client:
         sessions = [(await client.open(seed=n))[0] for n in range(64)]
         for _ in range(3):

@@ -53,7 +53,7 @@ def _step(session_id: str, step_index: int = 0) -> pb.StepRequest:
     return pb.StepRequest(session_id=session_id, action_json=action, step_index=step_index)
 
 
-async def test_a_session_opened_through_one_gateway_is_played_through_another():
+async def test_session_opened_through_one_gateway_works_through_another():
     async with (
         run_gateway(3) as (first_gateway, servers),
         make_gateway(*servers) as second_gateway,
@@ -67,7 +67,7 @@ async def test_a_session_opened_through_one_gateway_is_played_through_another():
 
 
 @pytest.mark.slow
-async def test_call_for_an_unreached_server_can_be_retried():
+async def test_call_to_an_unreachable_server_can_be_retried():
     unreached_endpoint = ServerEndpoint("one", "grpc://127.0.0.1:1", "")
     source = ListedServers(unreached_endpoint)
     async with (
@@ -96,7 +96,7 @@ async def test_forged_ids_are_refused():
             assert await stream.failing_step_code(bad_id) == "UNAUTHENTICATED"
 
 
-async def test_an_expired_id_is_lost_and_says_so():
+async def test_expired_id_returns_session_lost():
     key = SessionKey(KEY.encode())
     async with run_gateway() as (gateway, servers), RawGatewayStream(gateway) as stream:
         server_id = servers[0].core.options.server_id
@@ -106,7 +106,7 @@ async def test_an_expired_id_is_lost_and_says_so():
         )
 
 
-async def test_an_id_that_was_good_expires(monkeypatch: pytest.MonkeyPatch):
+async def test_verified_id_expires(monkeypatch: pytest.MonkeyPatch):
     async with run_gateway() as (gateway, _):
         sessions = get_sessions(gateway)
         session_id = SessionKey(KEY.encode()).sign(NAME, "a-server", lifetime_s=60)
@@ -124,7 +124,7 @@ async def test_id_of_another_environment_is_refused():
         assert await stream.failing_step_code(signed_id) == "VALIDATION_ERROR"
 
 
-async def test_an_id_cannot_be_opened_twice():
+async def test_session_id_cannot_be_opened_twice():
     async with run_gateway() as (gateway, servers):
         signed_id = SessionKey(KEY.encode()).sign(NAME, servers[0].core.options.server_id)
         async with RawStream(servers[0].grpc_address) as stream:
@@ -161,7 +161,7 @@ def tenants(tmp_path: Path, monkeypatch) -> str:
     return str(path)
 
 
-async def test_a_tenants_sessions_are_closed_to_other_tenants(tenants):
+async def test_tenant_cannot_use_sessions_of_other_tenants(tenants):
     async with (
         run_gateway(tenants_file=tenants) as (gateway, _),
         RawGatewayStream(gateway, RED_TOKEN) as red_stream,
@@ -173,7 +173,7 @@ async def test_a_tenants_sessions_are_closed_to_other_tenants(tenants):
         assert await red_stream.step(session_id) == 2.0
 
 
-async def test_every_end_of_a_session_releases_quota(tenants):
+async def test_every_kind_of_session_end_releases_quota(tenants):
     async with run_gateway(tenants_file=tenants, sessions={"linger_s": 0.5}) as (gateway, servers):
         address = gateway.grpc_address
         client = await AsyncEnvClient.connect(address, ConnectOptions(token=RED_TOKEN))
@@ -202,7 +202,7 @@ async def test_every_end_of_a_session_releases_quota(tenants):
 
 
 @pytest.mark.parametrize("is_graceful", [True, False])
-async def test_a_client_plays_on_when_its_gateway_restarts(is_graceful):
+async def test_client_continues_after_gateway_restart(is_graceful):
     async with make_server() as server:
         gateway = make_gateway(server)
         await gateway.start()
@@ -231,7 +231,7 @@ async def test_a_client_plays_on_when_its_gateway_restarts(is_graceful):
                 await gateway.stop()
 
 
-async def test_sessions_without_calls_after_a_restart_end_after_their_linger():
+async def test_sessions_without_calls_end_after_gateway_stop_and_linger():
     async with make_server() as server:
         async with (
             make_gateway(server, sessions={"linger_s": 0.3}) as gateway,
@@ -244,7 +244,7 @@ async def test_sessions_without_calls_after_a_restart_end_after_their_linger():
             assert tombstone.reason == "the connection that opened it ended 0.3 s ago"
 
 
-async def test_call_after_the_start_waits_for_the_first_list_of_servers(monkeypatch):
+async def test_first_call_waits_for_the_first_server_list(monkeypatch):
     monkeypatch.setattr("ludus.services.gateway.sessions.sessions.FIND_TIMEOUT_S", 60.0)
     list_event = asyncio.Event()
 

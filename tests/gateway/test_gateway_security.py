@@ -59,9 +59,7 @@ def make_http_client(gateway: Gateway, ca_file: Path) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=gateway.http_address, verify=context, timeout=60)
 
 
-async def test_every_wire_is_served_with_a_token_over_tls_and_refused_without(
-    gateway: Gateway, ca_file: Path
-) -> None:
+async def test_every_protocol_requires_a_token_over_tls(gateway: Gateway, ca_file: Path) -> None:
     async with make_http_client(gateway, ca_file) as http:
         assert (await http.get("/v1/envs")).status_code == 401
         assert (await http.get("/v1/envs", auth=("alice", ALICE))).status_code == 200
@@ -81,7 +79,7 @@ async def test_every_wire_is_served_with_a_token_over_tls_and_refused_without(
         assert (await client.open(seed=1))[1].observation is not None
 
 
-async def test_servers_behind_tls_and_a_token_are_reached_with_their_authority(
+async def test_gateway_connects_to_servers_with_tls_and_token(
     ca_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKEN_OF_SERVERS", "hush")
@@ -121,7 +119,7 @@ async def test_changed_tenants_file_applies_to_open_streams(
     await bob.close()
 
 
-async def test_refused_steps_are_counted_on_every_wire_without_secrets(
+async def test_refused_steps_are_counted_on_every_protocol_without_secrets(
     gateway: Gateway, ca_file: Path, tmp_path: Path, clock: Clock
 ) -> None:
     write_tenants(tmp_path / "tenants.toml", alice="steps_per_s = 0.001", bob="")
@@ -159,7 +157,7 @@ async def test_refused_steps_are_counted_on_every_wire_without_secrets(
         assert secret not in text
 
 
-async def test_the_admin_port_asks_for_neither_token_nor_tls(tmp_path: Path, ca_file: Path) -> None:
+async def test_admin_port_requires_no_token_and_no_tls(tmp_path: Path, ca_file: Path) -> None:
     write_tenants(tmp_path / "tenants.toml", alice="")
     tls = {"cert": str(tmp_path / "tls.crt"), "key": str(tmp_path / "tls.key")}
     fields = {"tenants_file": str(tmp_path / "tenants.toml"), "tls": tls, "admin_port": 0}
@@ -176,7 +174,7 @@ async def test_the_admin_port_asks_for_neither_token_nor_tls(tmp_path: Path, ca_
             assert (await tls_client.get("/metrics")).status_code == 401
 
 
-async def test_an_admin_port_in_use_starts_nothing(tmp_path: Path) -> None:
+async def test_admin_port_in_use_prevents_the_start(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = make_config("grpc://127.0.0.1:1", admin_port=listener.getsockname()[1])
         with pytest.raises(PortInUseError, match="admin_port"):

@@ -59,13 +59,13 @@ async def test_dead_servers_are_replaced_and_stop_with_the_gateway():
     assert not any(is_alive(pid) for pid in pids)
 
 
-async def test_a_package_that_cannot_be_built_ends_the_start_with_its_own_message(monkeypatch):
+async def test_environment_build_error_is_raised_by_gateway_start(monkeypatch):
     monkeypatch.setattr("ludus.services.gateway.gateway.SETTLE_TIMEOUT_S", 120.0)
     with pytest.raises(UserError, match="nogame"):
         await Gateway(make_config(options={"game": "nogame"})).start()
 
 
-async def test_its_servers_get_none_of_its_own_secrets(tmp_path, monkeypatch):
+async def test_started_servers_do_not_inherit_gateway_secrets(tmp_path, monkeypatch):
     variables = {
         "LUDUS_GATEWAY_TOKEN": "a-token-of-the-gateway-" + "g" * 32,
         "FLEET_TOKEN": "a-token-of-the-servers-" + "s" * 32,

@@ -67,16 +67,14 @@ def make_pod_client(cluster: FakeKubernetes, account_folder: Path) -> Kubernetes
     return KubernetesApi(lambda: load_pod_access(account_folder, pod_environment(cluster)))
 
 
-async def test_service_account_of_a_pod_is_accepted(
+async def test_pod_service_account_is_accepted(
     cluster: FakeKubernetes, account_folder: Path
 ) -> None:
     async with make_pod_client(cluster, account_folder) as api:
         assert (await api.read(PODS_PATH))["items"] == []
 
 
-async def test_a_token_that_rotates_is_read_again(
-    cluster: FakeKubernetes, account_folder: Path
-) -> None:
+async def test_rotated_token_is_reloaded(cluster: FakeKubernetes, account_folder: Path) -> None:
     async with make_pod_client(cluster, account_folder) as api:
         await api.read(PODS_PATH)
         cluster.tokens = {"the.next.token"}
@@ -104,7 +102,7 @@ async def test_temporarily_missing_service_account_is_a_temporary_failure(
         await api.read(PODS_PATH)
 
 
-async def test_a_ca_that_rotates_is_read_again(account_folder: Path) -> None:
+async def test_rotated_ca_is_reloaded(account_folder: Path) -> None:
     old_ca, new_ca = trustme.CA(), trustme.CA()
     old_ca.cert_pem.write_to_path(account_folder / "ca.crt")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -136,7 +134,7 @@ async def test_credentials_appear_in_no_error_log_or_repr(
     assert SECRET not in "".join(texts) + caplog.text
 
 
-async def test_a_redirect_does_not_carry_the_token_elsewhere() -> None:
+async def test_redirect_is_not_followed_with_the_token() -> None:
     async def redirect(request: web.Request) -> web.Response:
         raise web.HTTPTemporaryRedirect(other_cluster.url + request.path)
 
@@ -208,7 +206,7 @@ async def test_kubeconfig_plugin_runs_again_after_a_refused_token(
 
 
 @pytest.mark.parametrize("missing_file", ["token", "ca.crt"])
-def test_a_pod_without_a_service_account_says_what_to_set(
+def test_missing_service_account_error_has_a_remedy(
     account_folder: Path, missing_file: str
 ) -> None:
     (account_folder / missing_file).unlink()
@@ -236,7 +234,7 @@ def test_names_are_escaped_in_paths() -> None:
     assert make_resource_path("a.b/v1", "n", "leases") == "/apis/a.b/v1/namespaces/n/leases"
 
 
-async def test_a_refusal_says_what_was_refused_and_how_long_to_wait() -> None:
+async def test_refusal_error_has_remedy_or_retry_delay() -> None:
     async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         cluster.fail(403)
         with pytest.raises(ClusterError, match=r"cannot list pods.*grant it in the gateway's Role"):
@@ -263,7 +261,7 @@ async def test_too_large_response_or_event_is_refused(
                 await anext(events)
 
 
-async def test_a_watch_that_is_left_early_ends_at_the_server_too() -> None:
+async def test_closed_watch_ends_on_the_server() -> None:
     path = make_resource_path("discovery.k8s.io/v1", NAMESPACE, "endpointslices")
     async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         cluster.put(endpoint_slice("s1"))
@@ -274,7 +272,7 @@ async def test_a_watch_that_is_left_early_ends_at_the_server_too() -> None:
         await wait_until(lambda: cluster.num_watches == 0)
 
 
-async def test_a_watch_ends_with_a_bookmark_when_its_time_is_over() -> None:
+async def test_watch_ends_with_a_bookmark_at_the_timeout() -> None:
     async with FakeKubernetes(revision=500) as cluster, make_api_client(cluster) as api:
         events = [event async for event in api.watch(PODS_PATH, version="500", timeout_s=1)]
     assert [event.type for event in events] == [EventType.BOOKMARK]

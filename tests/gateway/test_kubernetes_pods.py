@@ -38,7 +38,7 @@ async def test_a_log_is_read_line_by_line(cluster: FakeKubernetes, api: Kubernet
     assert [line async for line in api.read_lines(LOG_PATH, {})] == ["one", "", "zwei ✓"]
 
 
-async def test_a_log_is_followed_as_it_grows(cluster: FakeKubernetes, api: KubernetesApi) -> None:
+async def test_growing_log_is_streamed(cluster: FakeKubernetes, api: KubernetesApi) -> None:
     cluster.pods.append_log("head", "one")
     received_lines = []
     async with aclosing(api.read_lines(LOG_PATH, {"follow": "true"})) as lines:

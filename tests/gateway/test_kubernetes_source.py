@@ -71,7 +71,7 @@ async def cluster() -> AsyncIterator[FakeKubernetes]:
         yield cluster
 
 
-async def test_a_pod_is_published_with_its_addresses_and_its_name_in_session_ids(
+async def test_pod_is_published_with_addresses_and_server_id(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a", "10.0.0.7")))
@@ -86,7 +86,7 @@ async def test_a_pod_is_published_with_its_addresses_and_its_name_in_session_ids
     )
 
 
-async def test_pods_of_all_slices_of_the_service_are_followed(
+async def test_pods_of_all_slices_of_the_service_are_published(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(endpoint_slice("other", member("x"), service="chess"))
@@ -103,7 +103,7 @@ async def test_pods_of_all_slices_of_the_service_are_followed(
         await publications.wait_for_pods("b")
 
 
-async def test_nothing_is_published_before_the_first_list_succeeded(
+async def test_first_publication_waits_for_a_successful_list(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
@@ -116,7 +116,7 @@ async def test_nothing_is_published_before_the_first_list_succeeded(
         await publications.wait_for_pods("a")
 
 
-async def test_a_service_with_wrong_ports_is_an_error_at_the_start(
+async def test_service_with_wrong_ports_fails_at_the_start(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80, "metrics": 90}))
@@ -127,7 +127,7 @@ async def test_a_service_with_wrong_ports_is_an_error_at_the_start(
 
 
 @pytest.mark.parametrize("lists_again", [False, True])
-async def test_invalid_slice_keeps_its_last_valid_state(
+async def test_last_valid_state_of_an_invalid_slice_is_kept(
     cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture, lists_again: bool
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
@@ -141,7 +141,7 @@ async def test_invalid_slice_keeps_its_last_valid_state(
     assert "rename the Service's ports" in caplog.text
 
 
-async def test_object_of_an_unexpected_form_is_logged_and_skipped(
+async def test_malformed_object_is_logged_and_skipped(
     cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
@@ -154,7 +154,7 @@ async def test_object_of_an_unexpected_form_is_logged_and_skipped(
         await publications.wait_for_pods("a", "b")
 
 
-async def test_a_cut_watch_continues_where_it_was_without_a_new_list(
+async def test_interrupted_watch_continues_without_a_new_list(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
@@ -169,7 +169,7 @@ async def test_a_cut_watch_continues_where_it_was_without_a_new_list(
 
 
 @pytest.mark.parametrize("refuses_old_watches", [False, True])
-async def test_a_watch_that_is_too_old_lists_again_and_misses_nothing(
+async def test_outdated_watch_lists_again_and_misses_no_change(
     cluster: FakeKubernetes, refuses_old_watches: bool
 ) -> None:
     cluster.refuses_old_watches = refuses_old_watches
@@ -210,7 +210,7 @@ async def test_unknown_version_after_a_restore_lists_again(
         await publications.wait_for_pods("a", "b")
 
 
-async def test_a_bookmark_spares_a_quiet_service_the_new_list(
+async def test_bookmark_avoids_a_new_list_for_an_unchanged_service(
     cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
@@ -260,7 +260,7 @@ async def test_outage_and_recovery_of_the_api_server_are_logged_once(
     assert "responds again" in recovery_record.getMessage()
 
 
-async def test_outage_keeps_the_last_list_until_recovery(cluster: FakeKubernetes) -> None:
+async def test_last_list_is_kept_during_an_outage_until_recovery(cluster: FakeKubernetes) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
     async with watch_service(cluster) as publications:
         await publications.wait_for_pods("a")
@@ -275,7 +275,9 @@ async def test_outage_keeps_the_last_list_until_recovery(cluster: FakeKubernetes
 
 
 @pytest.mark.parametrize("status", [401, 403, 429, 500])
-async def test_refusals_keep_the_last_list(cluster: FakeKubernetes, status: int) -> None:
+async def test_last_list_is_kept_while_requests_are_refused(
+    cluster: FakeKubernetes, status: int
+) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
     async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
@@ -292,7 +294,7 @@ async def test_refusals_keep_the_last_list(cluster: FakeKubernetes, status: int)
 @pytest.mark.parametrize(
     "line", [b"not json\n", b'{"type":"SURPRISE","object":{}}\n', b"[1]\n", b'{"type":"ADD']
 )
-async def test_a_broken_stream_is_begun_again(cluster: FakeKubernetes, line: bytes) -> None:
+async def test_invalid_stream_data_restarts_the_watch(cluster: FakeKubernetes, line: bytes) -> None:
     async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
         cluster.send_raw(line)
@@ -311,7 +313,7 @@ async def test_a_large_slice_arrives_over_a_slow_stream(cluster: FakeKubernetes)
         await publications.wait_for_pods(*pods)
 
 
-async def test_watches_that_end_immediately_are_retried_with_pauses(
+async def test_watches_that_end_immediately_are_retried_with_delays(
     cluster: FakeKubernetes,
 ) -> None:
     pauses_s: list[float] = []
@@ -331,7 +333,7 @@ async def test_watches_that_end_immediately_are_retried_with_pauses(
         assert max_pause_s / 2 <= pause_s <= max_pause_s
 
 
-async def test_watches_ask_for_bookmarks_and_an_end_that_varies(cluster: FakeKubernetes) -> None:
+async def test_watches_request_bookmarks_and_varying_timeouts(cluster: FakeKubernetes) -> None:
     async with watch_service(cluster):
         for number in range(1, 6):
             await wait_until(lambda number=number: cluster.num_requests("watch") >= number)

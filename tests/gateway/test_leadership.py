@@ -50,7 +50,7 @@ def make_contender(
     )
 
 
-async def test_the_first_of_three_leads_and_the_others_follow_when_it_dies(
+async def test_first_contender_leads_and_another_takes_over_after_expiry(
     api: KubernetesApi,
 ) -> None:
     clock = Clock()
@@ -72,7 +72,7 @@ async def test_the_first_of_three_leads_and_the_others_follow_when_it_dies(
     assert not await first_contender.compete()
 
 
-async def test_new_contender_waits_for_the_whole_lease_of_a_dead_leader(
+async def test_new_contender_waits_until_the_lease_of_a_dead_leader_expires(
     api: KubernetesApi,
 ) -> None:
     clock = Clock()
@@ -86,7 +86,7 @@ async def test_new_contender_waits_for_the_whole_lease_of_a_dead_leader(
     assert await late_contender.compete()
 
 
-async def test_times_of_other_clocks_are_ignored(
+async def test_lease_expiry_ignores_clocks_of_other_contenders(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     clock = Clock()
@@ -105,7 +105,7 @@ async def test_times_of_other_clocks_are_ignored(
         assert await challenger.compete()
 
 
-async def test_a_released_lease_is_taken_at_the_next_look(
+async def test_released_lease_is_acquired_at_the_next_attempt(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     clock = Clock()
@@ -155,7 +155,7 @@ async def test_leader_without_api_server_stops_before_another_leads(
     assert not await rival.compete()
 
 
-async def test_a_renewal_whose_answer_is_lost_extends_nothing_but_is_repaired(
+async def test_renewal_without_a_response_does_not_extend_the_lease(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     clock = Clock()
@@ -184,15 +184,13 @@ async def test_leader_stops_when_its_lease_is_rewritten(
     assert not await leader.compete()
 
 
-async def test_two_contenders_of_one_name_do_not_both_lead(api: KubernetesApi) -> None:
+async def test_contenders_with_the_same_name_do_not_both_lead(api: KubernetesApi) -> None:
     clock = Clock()
     twins = [make_contender(api, "gateway-0", clock) for _ in range(2)]
     assert [await twin.compete() for twin in twins] == [True, False]
 
 
-async def test_the_lease_is_written_as_kubernetes_wants_it(
-    cluster: FakeKubernetes, api: KubernetesApi
-) -> None:
+async def test_lease_has_the_kubernetes_format(cluster: FakeKubernetes, api: KubernetesApi) -> None:
     clock = Clock()
     leader, rival = make_contender(api, "first", clock), make_contender(api, "second", clock)
     assert await leader.compete()
@@ -248,7 +246,7 @@ async def test_successive_gateways_can_lead(cluster: FakeKubernetes, api: Kubern
     assert not late_gateway.is_leader
 
 
-async def test_a_dead_leader_is_followed_when_its_lease_is_over(
+async def test_dead_leader_is_replaced_when_the_lease_expires(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     clock = Clock()
@@ -321,7 +319,7 @@ MOVES = st.lists(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-def test_two_never_lead_whatever_happens(moves: list[tuple[str, object]]) -> None:
+def test_random_events_never_cause_two_leaders(moves: list[tuple[str, object]]) -> None:
     asyncio.run(_run_moves(moves))
 
 

@@ -67,7 +67,7 @@ def make_server_options(files: CertificateFiles) -> dict[str, Path]:
 
 
 @WIRES
-async def test_client_sends_its_certificate_and_checks_the_server_name(
+async def test_client_sends_a_certificate_and_checks_the_server_name(
     wire: str, server_files: CertificateFiles, client_files: CertificateFiles
 ) -> None:
     async with serve(**make_server_options(server_files)) as server:
@@ -116,7 +116,7 @@ async def test_gateway_and_servers_use_mutual_tls(
             )
 
 
-async def test_a_certificate_of_another_authority_is_refused(
+async def test_certificate_of_an_unknown_authority_is_refused(
     server_files: CertificateFiles, tmp_path: Path
 ) -> None:
     (tmp_path / "other").mkdir()
@@ -134,7 +134,7 @@ async def test_a_certificate_of_another_authority_is_refused(
             )
 
 
-async def test_a_run_reaches_its_environment_as_its_section_says(
+async def test_run_connects_with_the_tls_options_of_the_environment(
     server_files: CertificateFiles, client_files: CertificateFiles
 ) -> None:
     async with serve(**make_server_options(server_files)) as server:
@@ -149,7 +149,7 @@ async def test_a_run_reaches_its_environment_as_its_section_says(
             assert (await client.describe()).name == "counting"
 
 
-def test_a_certificate_without_its_key_is_refused_before_anything_connects() -> None:
+def test_certificate_without_a_key_is_refused_before_connecting() -> None:
     with pytest.raises(ConfigError, match="together"):
         EnvClient.connect("grpcs://127.0.0.1:1", ConnectOptions(cert_file="c.pem"))
     environments = {NAME: {"addresses": ["grpcs://127.0.0.1:1"]}}

@@ -123,7 +123,7 @@ async def error_code(session: AsyncSession, action: dict[str, Any]) -> str:
 @pytest.mark.parametrize("wire", SIZES)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("host", HOSTS)
-async def test_call_at_the_limit_passes_every_hop_and_only_a_larger_one_is_refused(
+async def test_call_at_the_limit_passes_every_hop_and_larger_call_is_refused(
     host: str, target: str, wire: str, gate: Gate
 ):
     async with run_with_waiting_step(gate, host, target) as address:
@@ -184,7 +184,7 @@ async def mcp_statuses(http: httpx.AsyncClient, base_url: str, sizes: list[int])
 @pytest.mark.parametrize("statuses", [http_statuses, mcp_statuses])
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("host", HOSTS)
-async def test_a_body_up_to_the_limit_passes_every_hop_and_a_larger_one_is_refused(
+async def test_body_at_the_limit_passes_every_hop_and_larger_body_is_refused(
     host: str, target: str, statuses: Any, gate: Gate
 ):
     sizes = [MAX_MESSAGE_BYTES - 1, MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES + 1]
@@ -197,9 +197,7 @@ async def test_a_body_up_to_the_limit_passes_every_hop_and_a_larger_one_is_refus
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("host", HOSTS)
-async def test_options_of_a_reset_up_to_the_limit_pass_every_hop(
-    host: str, target: str, gate: Gate
-):
+async def test_reset_options_up_to_the_limit_pass_every_hop(host: str, target: str, gate: Gate):
     async with (
         run_with_waiting_step(gate, host, target) as address,
         await AsyncEnvClient.connect(address.grpc_address) as client,
@@ -223,7 +221,7 @@ async def test_options_of_a_reset_up_to_the_limit_pass_every_hop(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-async def test_too_large_message_ends_only_its_stream(target: str, gate: Gate):
+async def test_too_large_message_ends_only_that_stream(target: str, gate: Gate):
     limit = MAX_GATEWAY_CALL_BYTES if target == "gateway" else MAX_SERVER_MESSAGE_BYTES
     async with (
         run_with_waiting_step(gate, "threads", target) as address,
@@ -255,7 +253,7 @@ def make_growing_frame(num_bytes: int) -> str:
 
 
 @pytest.mark.parametrize(("host", "target"), [("threads", "gateway"), ("pool", "server")])
-async def test_a_call_that_grows_above_the_next_limit_is_refused_alone(
+async def test_only_the_call_that_exceeds_the_next_limit_is_refused(
     host: str, target: str, gate: Gate
 ):
     async with run_with_waiting_step(gate, host, target) as address:
@@ -272,9 +270,7 @@ async def test_a_call_that_grows_above_the_next_limit_is_refused_alone(
 
 
 @pytest.mark.parametrize("host", HOSTS)
-async def test_large_calls_of_one_turn_travel_in_messages_that_every_hop_takes(
-    host: str, gate: Gate
-):
+async def test_concurrent_large_calls_pass_every_hop(host: str, gate: Gate):
     async with (
         run_with_waiting_step(gate, host, "gateway") as address,
         await AsyncEnvClient.connect(address.grpc_address) as client,

@@ -84,7 +84,7 @@ async def test_late_release_of_the_old_stream_keeps_the_session(
 
 
 @FACTORIES
-async def test_session_stays_alive_when_the_old_gateway_releases_it_late(factory, monkeypatch):
+async def test_late_release_of_the_old_gateway_does_not_start_the_linger(factory, monkeypatch):
     async with (
         make_server(factory) as server,
         make_gateway(server) as first_gateway,
@@ -120,7 +120,7 @@ async def test_late_detach_of_a_dead_gateway_keeps_the_session(factory, monkeypa
         await wait_until(lambda: is_lingering(server, session_id))
 
 
-async def test_lost_session_of_another_gateway_is_removed_from_its_connection():
+async def test_lost_session_of_another_gateway_is_removed_from_connection():
     async with (
         make_server() as server,
         make_gateway(server) as gateway,

@@ -21,7 +21,7 @@ def quotas(clock: Clock) -> Quotas:
     return Quotas(clock)
 
 
-def test_sessions_are_reserved_all_or_none_and_released(quotas: Quotas) -> None:
+def test_sessions_are_reserved_atomically_and_released(quotas: Quotas) -> None:
     alice = make_tenant(max_sessions=4)
     quotas.reserve(alice, 3)
     with pytest.raises(RateLimitError, match=r"2 more sessions, has 3 .*at most 4") as error:
@@ -39,20 +39,20 @@ def test_group_larger_than_the_quota_gets_no_retry_delay(quotas: Quotas) -> None
         quotas.reserve(make_tenant(max_sessions=4), 5)
 
 
-def test_tenants_do_not_use_up_each_others_quota(quotas: Quotas) -> None:
+def test_tenants_have_separate_quotas(quotas: Quotas) -> None:
     quotas.reserve(make_tenant("alice", max_sessions=1))
     quotas.reserve(make_tenant("bob", max_sessions=1))
     with pytest.raises(RateLimitError):
         quotas.reserve(make_tenant("bob", max_sessions=1))
 
 
-def test_sessions_are_counted_before_there_is_a_limit(quotas: Quotas) -> None:
+def test_sessions_reserved_before_a_limit_count_against_it(quotas: Quotas) -> None:
     quotas.reserve(make_tenant(), 5)
     with pytest.raises(RateLimitError):
         quotas.reserve(make_tenant(max_sessions=5))
 
 
-def test_closing_too_often_gives_nothing_away(quotas: Quotas) -> None:
+def test_extra_releases_do_not_increase_the_quota(quotas: Quotas) -> None:
     alice = make_tenant(max_sessions=1)
     quotas.release(alice, 7)
     quotas.reserve(alice)
@@ -62,7 +62,7 @@ def test_closing_too_often_gives_nothing_away(quotas: Quotas) -> None:
         quotas.reserve(alice)
 
 
-def test_opens_come_at_their_rate_after_a_burst_of_one_second(quotas: Quotas, clock: Clock) -> None:
+def test_open_rate_is_limited_after_a_one_second_burst(quotas: Quotas, clock: Clock) -> None:
     alice = make_tenant(opens_per_s=4)
     for _ in range(4):
         quotas.reserve(alice)
@@ -74,7 +74,7 @@ def test_opens_come_at_their_rate_after_a_burst_of_one_second(quotas: Quotas, cl
     assert quotas.count_sessions(alice) == 5
 
 
-def test_a_refused_open_takes_nothing(quotas: Quotas) -> None:
+def test_refused_open_consumes_no_quota(quotas: Quotas) -> None:
     alice = make_tenant(max_sessions=1, opens_per_s=2)
     quotas.reserve(alice)
     for _ in range(5):
@@ -84,7 +84,7 @@ def test_a_refused_open_takes_nothing(quotas: Quotas) -> None:
     quotas.reserve(alice)  # the second token of this second remains
 
 
-def test_a_rate_below_one_still_lets_one_pass(quotas: Quotas, clock: Clock) -> None:
+def test_rate_below_one_allows_single_opens(quotas: Quotas, clock: Clock) -> None:
     alice = make_tenant(opens_per_s=0.1)
     quotas.reserve(alice)
     with pytest.raises(RateLimitError) as error:
@@ -115,7 +115,7 @@ def test_steps_have_a_separate_rate(quotas: Quotas, clock: Clock) -> None:
     quotas.count_step(alice)
 
 
-def test_steps_of_a_tenant_without_limits_are_free(quotas: Quotas) -> None:
+def test_steps_of_a_tenant_without_limits_are_never_refused(quotas: Quotas) -> None:
     for _ in range(1000):
         quotas.count_step(make_tenant())
 

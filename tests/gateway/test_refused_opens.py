@@ -55,7 +55,7 @@ async def test_invalid_open_evicts_no_session(args, size):
         assert count_sessions(servers) == gateway.num_sessions == 2
 
 
-async def test_open_evicts_no_session_while_servers_are_silent(monkeypatch):
+async def test_open_evicts_no_session_while_servers_are_unresponsive(monkeypatch):
     limits = {"queue_timeout_s": 0.0}
     async with run_gateway(server_options={"max_sessions": 3}, sessions=limits) as (
         gateway,
@@ -69,7 +69,7 @@ async def test_open_evicts_no_session_while_servers_are_silent(monkeypatch):
         assert count_sessions(servers) == gateway.num_sessions == 1
 
 
-async def test_a_refusal_leaves_the_quota_as_it_was():
+async def test_refused_open_does_not_change_the_quota():
     limits = {"queue_timeout_s": 0.0}
     async with run_gateway(server_options={"max_sessions": 1}, sessions=limits) as (gateway, _):
         sessions = get_sessions(gateway)

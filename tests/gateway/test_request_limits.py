@@ -48,7 +48,7 @@ async def start_request(
 # -- bodies ----------------------------------------------------------------------------------
 
 
-async def test_too_large_body_is_refused_after_the_client_has_sent_it() -> None:
+async def test_too_large_body_is_refused_after_it_is_sent() -> None:
     num_bytes = MAX_MESSAGE_BYTES + 1
     async with run_gateway() as (gateway, _), make_http_client(gateway) as http:
         for content in (b" " * num_bytes, make_chunks(num_bytes, size=2**20)):
@@ -59,7 +59,7 @@ async def test_too_large_body_is_refused_after_the_client_has_sent_it() -> None:
 
 
 @pytest.mark.slow
-async def test_endless_body_is_cut_off() -> None:
+async def test_endless_body_closes_the_connection() -> None:
     async with run_gateway() as (gateway, _):
         _, writer = await start_request(gateway, "transfer-encoding: chunked")
         with pytest.raises(ConnectionError):
@@ -118,12 +118,12 @@ async def client(port: int) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_a_request_id_is_taken_passed_on_and_echoed(client: httpx.AsyncClient) -> None:
+async def test_request_id_is_forwarded_and_returned(client: httpx.AsyncClient) -> None:
     response = await client.get("/who", headers={"x-request-id": "run-7.step_12"})
     assert response.headers["x-request-id"] == response.json()["request_id"] == "run-7.step_12"
 
 
-async def test_a_request_id_reaches_the_sessions_of_an_environment() -> None:
+async def test_request_id_is_passed_to_environment_sessions() -> None:
     request_ids: list[str] = []
 
     class RequestIdEnv(CountingEnv):
@@ -142,7 +142,7 @@ async def test_a_request_id_reaches_the_sessions_of_an_environment() -> None:
     assert request_ids == ["r-3", second_response.headers["x-request-id"]]
 
 
-async def test_a_request_without_a_good_id_is_given_one(client: httpx.AsyncClient) -> None:
+async def test_request_without_a_valid_id_gets_a_new_id(client: httpx.AsyncClient) -> None:
     for headers in ({}, {"x-request-id": "a b"}, {"x-request-id": "a" * 129}):
         first_response = await client.get("/who", headers=headers)
         second_response = await client.get("/who", headers=headers)
@@ -151,7 +151,9 @@ async def test_a_request_without_a_good_id_is_given_one(client: httpx.AsyncClien
         assert len(first_response.headers["x-request-id"]) == 32
 
 
-async def test_refusals_and_sockets_carry_the_id_too(client: httpx.AsyncClient, port: int) -> None:
+async def test_refusals_and_websockets_include_the_request_id(
+    client: httpx.AsyncClient, port: int
+) -> None:
     response = await client.get("/refuse", headers={"x-request-id": "r1"})
     assert response.headers["x-request-id"] == "r1"
     headers = {"x-request-id": "r2"}
@@ -172,6 +174,6 @@ HEADERS = st.lists(
 
 
 @given(HEADERS)
-def test_any_headers_give_an_id_that_is_fit_for_logs(headers: list[tuple[bytes, bytes]]) -> None:
+def test_random_headers_yield_a_log_safe_request_id(headers: list[tuple[bytes, bytes]]) -> None:
     request_id = choose_request_id(headers)
     assert re.fullmatch(r"[A-Za-z0-9._-]{1,128}", request_id)

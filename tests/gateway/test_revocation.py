@@ -118,7 +118,7 @@ async def test_every_kind_of_call_on_an_open_stream_is_refused(
 
 
 @EACH_CHANGE
-async def test_revoked_connections_are_closed_and_others_stay_open(
+async def test_only_revoked_connections_are_closed(
     revocable_gateway: RevocableGateway,
     entries: dict[str, tuple[str, str]],
     code: str,
@@ -149,7 +149,7 @@ async def test_revoked_connections_are_closed_and_others_stay_open(
             await socket.close()
 
 
-def test_open_connections_are_checked_as_often_as_documented() -> None:
+def test_revocation_check_interval_matches_the_documentation() -> None:
     text = Path("docs/security.md").read_text()
     assert "**Within two seconds**" in text
     assert gateway_module.REVOCATION_INTERVAL_S <= 1.0
@@ -158,7 +158,7 @@ def test_open_connections_are_checked_as_often_as_documented() -> None:
 @pytest.mark.parametrize(
     ("entries", "code"), [TENANT_CHANGES[name] for name in REMOVALS], ids=REMOVALS
 )
-async def test_requests_of_plain_http_and_mcp_are_refused(
+async def test_plain_http_and_mcp_requests_are_refused(
     revocable_gateway: RevocableGateway, entries: dict[str, tuple[str, str]], code: str
 ) -> None:
     base_url = f"{revocable_gateway.gateway.http_address}/envs/{NAME}"

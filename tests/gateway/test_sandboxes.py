@@ -62,7 +62,7 @@ def are_connected(links, num_links: int) -> bool:
     return len(links) == num_links and all(link.is_connected for link in links)
 
 
-async def test_session_has_its_own_sandbox() -> None:
+async def test_sessions_have_separate_sandboxes() -> None:
     async with run_sandboxes() as cluster, run_gateway(cluster) as sessions:
         opened_sessions = await asyncio.gather(*(sessions.open(OPEN_ARGS) for _ in range(3)))
         assert len(cluster.claims) == cluster.num_sessions == 3
@@ -89,7 +89,7 @@ async def test_group_has_one_sandbox_per_session() -> None:
         assert len(cluster.claims) == 4
 
 
-async def test_claims_say_whose_they_are_and_go_with_their_pool() -> None:
+async def test_claim_has_gateway_and_pool_labels_and_the_pool_as_owner() -> None:
     async with run_sandboxes() as cluster, run_gateway(cluster) as sessions:
         await sessions.open(OPEN_ARGS)
         (claim,) = cluster.cluster.list_objects(*CLAIMS)
@@ -102,7 +102,7 @@ async def test_claims_say_whose_they_are_and_go_with_their_pool() -> None:
         assert claim["spec"]["lifecycle"]["shutdownPolicy"] == "Delete"
 
 
-async def test_two_gateways_claim_separately_and_serve_each_others_sessions() -> None:
+async def test_gateways_claim_separately_and_serve_sessions_of_other_gateways() -> None:
     async with (
         run_sandboxes() as cluster,
         run_gateway(cluster) as first_sessions,
@@ -122,7 +122,7 @@ async def test_two_gateways_claim_separately_and_serve_each_others_sessions() ->
             await sessions.step(opened_sessions[session_index].session_id, b'{"add": 1}', 1)
 
 
-async def test_claims_of_a_dead_gateway_are_served_and_then_deleted() -> None:
+async def test_sessions_of_a_dead_gateway_continue_and_unused_claims_are_deleted() -> None:
     async with run_sandboxes() as cluster:
         async with run_gateway(cluster) as sessions:
             played_session = await sessions.open(OPEN_ARGS)
@@ -139,7 +139,7 @@ async def test_claims_of_a_dead_gateway_are_served_and_then_deleted() -> None:
             await sessions.step(played_session.session_id, b'{"add": 1}', 2)
 
 
-async def test_dying_sandbox_loses_only_its_session() -> None:
+async def test_dead_sandbox_loses_only_one_session() -> None:
     async with run_sandboxes() as cluster, run_gateway(cluster) as sessions:
         first_session = await sessions.open(OPEN_ARGS)
         (claim,) = cluster.claims
@@ -150,7 +150,7 @@ async def test_dying_sandbox_loses_only_its_session() -> None:
         await sessions.step(other_session.session_id, b'{"add": 1}', 1)
 
 
-async def test_empty_pool_is_reported_in_time_and_leaves_no_claim() -> None:
+async def test_empty_pool_is_reported_within_the_timeout_and_leaves_no_claim() -> None:
     async with (
         run_sandboxes() as cluster,
         run_gateway(cluster, SHORT_UNUSED_S, queue_timeout_s=0.3) as sessions,
@@ -176,7 +176,7 @@ async def test_empty_pool_is_reported_in_time_and_leaves_no_claim() -> None:
         ("create", "sandboxclaims", 403, "grant it in the gateway's Role"),
     ],
 )
-async def test_failed_claim_is_explained_to_the_client(
+async def test_client_gets_the_reason_of_a_failed_claim(
     verb: str, plural: str, status: int, message: str
 ) -> None:
     async with run_sandboxes() as cluster:

@@ -25,7 +25,7 @@ def extract_file(name: str) -> str:
     return match[1]
 
 
-def test_its_tenants_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_tenants_file_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEAM_A_TOKEN", "0123456789abcdef0123")
     (tmp_path / "operator.token").write_text("abcdef0123456789abcd\n")
     path = tmp_path / "tenants.toml"
@@ -36,11 +36,11 @@ def test_its_tenants_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["gateway.toml", "fleet.toml"])
-def test_its_gateway_files_are_read(name: str) -> None:
+def test_documented_gateway_files_are_valid(name: str) -> None:
     GatewayConfig.parse(tomllib.loads(extract_file(name)))
 
 
-def test_its_bounds_are_those_of_the_code() -> None:
+def test_documented_limits_match_the_code() -> None:
     for row in (
         f"| request line and headers | {MAX_HEAD_BYTES // 1024} KiB, complete within"
         f" {HEAD_TIMEOUT_S:g} s |",
@@ -52,13 +52,13 @@ def test_its_bounds_are_those_of_the_code() -> None:
         assert row in DOCS
 
 
-def test_its_layers_are_those_of_the_sandbox() -> None:
+def test_documented_layers_match_the_sandbox() -> None:
     section = DOCS.partition("## The workers' sandbox")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `([a-z-]+)` \|", section, re.MULTILINE) == list(Layer)
     assert str(EnvServerMetric.SANDBOX_LAYER) in section
 
 
-def test_its_queries_name_metrics_that_are_exported() -> None:
+def test_documented_queries_use_exported_metrics() -> None:
     metric_names = set(re.findall(r"ludus_gateway_[a-z_]+", DOCS))
     assert metric_names
     assert {name.removesuffix("_total") for name in metric_names} <= set(GatewayMetric)

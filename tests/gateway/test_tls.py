@@ -106,7 +106,7 @@ class HttpsConnection:
         await self.writer.wait_closed()
 
 
-async def test_https_serves_a_replaced_certificate_and_keeps_its_connections(
+async def test_https_serves_a_replaced_certificate_and_keeps_connections(
     files: TlsFiles, ca_file: Path
 ) -> None:
     context = build_client_context(ca_file)
@@ -122,7 +122,7 @@ async def test_https_serves_a_replaced_certificate_and_keeps_its_connections(
         await new_connection.close()
 
 
-async def test_https_keeps_the_old_certificate_while_the_new_pair_is_half_written(
+async def test_https_keeps_the_old_certificate_while_the_new_pair_is_incomplete(
     files: TlsFiles, ca_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     context = build_client_context(ca_file)
@@ -167,7 +167,7 @@ async def test_https_requires_client_certificates_if_configured(
                 await (await HttpsConnection.connect(port, context)).get()
 
 
-async def test_replaced_client_authorities_hold_for_the_next_handshake(
+async def test_replaced_client_authorities_apply_to_the_next_handshake(
     files: TlsFiles, ca_file: Path, tmp_path: Path
 ) -> None:
     client_ca_file = tmp_path / "clients.pem"
@@ -245,7 +245,7 @@ async def read_serial(port: int, ca_file: Path) -> int:
     return connection.serial
 
 
-async def test_grpc_serves_a_replaced_certificate_and_keeps_its_streams(
+async def test_grpc_serves_a_replaced_certificate_and_keeps_streams(
     files: TlsFiles, ca_file: Path
 ) -> None:
     first_serial = issue(files)
@@ -263,7 +263,7 @@ async def test_grpc_serves_a_replaced_certificate_and_keeps_its_streams(
         stream.cancel()
 
 
-async def test_grpc_keeps_the_old_certificate_when_the_new_pair_is_bad(
+async def test_grpc_keeps_the_old_certificate_when_the_new_pair_is_invalid(
     files: TlsFiles, ca_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first_serial = issue(files)
@@ -389,7 +389,7 @@ def test_unusable_files_are_reported_before_listening(
         build_server_credentials(unusable_files)
 
 
-def test_a_client_is_told_of_a_bad_authority_file(tmp_path: Path) -> None:
+def test_missing_authority_file_is_reported_to_the_client(tmp_path: Path) -> None:
     for build in (build_client_context, build_channel_credentials):
         with pytest.raises(ConfigError, match=r"absent\.pem"):
             build(tmp_path / "absent.pem")

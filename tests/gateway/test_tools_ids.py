@@ -63,7 +63,7 @@ def make_tool_call(session_id: str, name: str = "note") -> pb.Call:
     )
 
 
-async def test_every_wire_returns_a_tools_id(target: Endpoint) -> None:
+async def test_every_protocol_returns_a_tools_id(target: Endpoint) -> None:
     async with RawStream(target.grpc_address) as stream:
         first_response = await target.open_session(stream)
         group = (await stream.ask(pb.Call(open_group=pb.OpenGroupRequest(size=2)))).open_group
@@ -161,7 +161,7 @@ async def test_every_gateway_accepts_a_tools_id() -> None:
         assert orjson.loads(reply.call_tool.result_json) == {"notes": ["a"]}
 
 
-def test_tools_id_does_not_reveal_the_session_id_or_open_sessions() -> None:
+def test_tools_id_cannot_become_a_session_id_or_open_sessions() -> None:
     key = SessionKey(b"k" * 32)
     session_id = key.sign("cards", "server", tenant="alice")
     tools_id = key.make_tools_id(session_id)
@@ -180,7 +180,7 @@ def test_tools_id_does_not_reveal_the_session_id_or_open_sessions() -> None:
         SessionIdIssuer("server", key).choose(tools_id)
 
 
-async def test_what_an_agent_calls_is_recorded_with_the_episode(tmp_path: Path) -> None:
+async def test_tool_calls_of_an_agent_are_recorded_in_the_episode(tmp_path: Path) -> None:
     async with (
         serve(ToolEnv, record=tmp_path) as server,
         RawStream(server.grpc_address) as stream,

@@ -84,7 +84,7 @@ def find_docstrings(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_docstrings_describe_an_action_not_the_missing_result() -> None:
+def test_docstrings_do_not_describe_a_missing_result() -> None:
     production = ("proto", "envs", "services", "trainer")
     findings = [
         f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}"
@@ -111,7 +111,7 @@ def collect_sections(annotation: object) -> set[type[BaseModel]]:
 
 
 @pytest.mark.parametrize("section", sorted(collect_sections(RunConfig), key=lambda s: s.__name__))
-def test_every_configuration_section_is_small_and_explained(section: type[BaseModel]) -> None:
+def test_every_configuration_section_is_small_and_documented(section: type[BaseModel]) -> None:
     fields = section.model_fields
     # A nested section is counted separately.
     values = [name for name, field in fields.items() if not list(find_sections(field.annotation))]

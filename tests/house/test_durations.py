@@ -8,7 +8,7 @@ import pytest
 from durations import find_slowed, find_unrecorded, measure_slowdown, read_report
 
 
-def test_only_passed_tests_are_read_from_a_report(tmp_path: Path) -> None:
+def test_report_reader_ignores_skipped_tests(tmp_path: Path) -> None:
     report = tmp_path / "tests.xml"
     report.write_text(
         "<testsuites><testsuite>"
@@ -20,12 +20,12 @@ def test_only_passed_tests_are_read_from_a_report(tmp_path: Path) -> None:
     assert read_report(report) == {"suite/test_a.py::test_x[1]": 4.5}
 
 
-def test_a_test_that_grows_by_more_than_half_is_reported() -> None:
+def test_slowdown_by_more_than_half_is_reported() -> None:
     old_durations = {"a": 40.0, "b": 40.0, "c": 40.0}
     assert find_slowed({"a": 59.9, "b": 60.1, "c": 39.0}, old_durations, 1.0) == {"b": 60.0}
 
 
-def test_a_short_test_may_take_ten_seconds_longer() -> None:
+def test_short_test_slowdown_above_ten_seconds_is_reported() -> None:
     old_durations = {"a": 4.0, "b": 4.0}
     assert find_slowed({"a": 13.9, "b": 14.1}, old_durations, 1.0) == {"b": 14.0}
 
@@ -42,6 +42,6 @@ def test_a_faster_machine_does_not_tighten_the_limits() -> None:
     assert measure_slowdown({"a": 5.0}, {"a": 10.0}) == 1.0
 
 
-def test_a_slow_test_without_a_record_is_named() -> None:
+def test_slow_test_without_a_record_is_reported() -> None:
     durations = {"new": 31.0, "short": 5.0}
     assert find_unrecorded(durations, {}) == ["new"] and not find_slowed(durations, {}, 1.0)

@@ -23,7 +23,7 @@ HEAVY_PACKAGES = ("torch", "ray", "vllm", "transformers", "kubernetes")
         "ludus.services.gateway.gateway",
     ],
 )
-def test_a_fresh_process_loads_no_heavy_package(module: str) -> None:
+def test_module_import_loads_no_heavy_package(module: str) -> None:
     code = f"import sys, {module}; print([m for m in {HEAVY_PACKAGES} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
@@ -38,7 +38,7 @@ def test_the_environment_server_loads_no_heavy_package() -> None:
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
-def test_network_run_loads_neither_ray_nor_transformers() -> None:
+def test_network_run_does_not_import_ray_vllm_or_transformers() -> None:
     names = ("ray", "vllm", "transformers")
     code = f"import sys, ludus.trainer.classic.run; print([m for m in {names} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -24,7 +24,7 @@ def find_broken_rules(text: str) -> set[tuple[str, str]]:
         ("def connected(): ...", "name"),
     ],
 )
-def test_a_broken_rule_is_found(text: str, rule: str) -> None:
+def test_broken_rule_is_detected(text: str, rule: str) -> None:
     assert rule in {name for name, _ in find_broken_rules(text)}
 
 
@@ -48,10 +48,10 @@ def test_code_in_markdown_is_not_prose() -> None:
 
 
 @pytest.mark.slow
-def test_the_repository_follows_the_rules() -> None:
+def test_repository_breaks_no_prose_rule() -> None:
     findings = find_all()
     assert [str(finding) for finding in findings[:40]] == []
 
 
-def test_exceptions_are_few() -> None:
+def test_number_of_prose_exceptions_is_limited() -> None:
     assert len(EXCEPTIONS) <= 40

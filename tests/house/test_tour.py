@@ -87,13 +87,13 @@ def test_the_tour_is_short_and_covers_the_system() -> None:
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=str)
-def test_names_of_the_tour_are_defined_in_the_linked_file(stop: Stop) -> None:
+def test_tour_names_are_defined_in_the_linked_file(stop: Stop) -> None:
     assert stop.path.is_file(), f"{stop.path} is not there"
     assert find_definition(stop) is not None, f"{stop.path} does not define {stop.name}"
 
 
 @pytest.mark.parametrize("stop", [stop for stop in STOPS if stop.caller is not None], ids=str)
-def test_nested_names_of_the_tour_are_called_by_their_parent(stop: Stop) -> None:
+def test_nested_tour_names_are_called_by_the_parent(stop: Stop) -> None:
     assert stop.caller is not None
     caller = find_definition(stop.caller)
     assert caller is not None

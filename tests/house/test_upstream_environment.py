@@ -52,7 +52,7 @@ def test_two_threads_build_the_same_environment_once(upstream, builds) -> None:
     assert paths == [upstream.CACHE / "upstream-openenv-0.10.0" / "bin" / "python"] * 2
 
 
-def test_an_incomplete_environment_is_built_again(upstream, builds) -> None:
+def test_incomplete_environment_is_rebuilt(upstream, builds) -> None:
     (upstream.CACHE / "upstream-openenv-0.10.0").mkdir(parents=True)
     upstream.install_upstream("openenv==0.10.0")
     upstream.install_upstream("openenv==0.10.0")

@@ -108,7 +108,7 @@ def make_command(dockerfile: str, program: Sequence[str], **arguments: str) -> l
         pytest.param("envs/Dockerfile", SERVER_PROGRAM, "listening", id="environment"),
     ],
 )
-def test_the_servers_of_an_image_start(dockerfile: str, program: list[str], expected: str) -> None:
+def test_image_servers_start(dockerfile: str, program: list[str], expected: str) -> None:
     process = subprocess.Popen(
         make_command(dockerfile, program, ENVIRONMENT="openspiel_env"),
         stdout=subprocess.PIPE,
@@ -130,7 +130,7 @@ def test_the_servers_of_an_image_start(dockerfile: str, program: list[str], expe
 
 
 @pytest.mark.slow
-def test_the_trainer_image_checks_a_run(tmp_path: Path) -> None:
+def test_trainer_image_can_check_a_run(tmp_path: Path) -> None:
     program = [*CHECK_PROGRAM, "--set", f"output_dir={tmp_path}"]
     result = subprocess.run(
         make_command("trainer/Dockerfile", program), capture_output=True, text=True, cwd=ROOT

@@ -52,7 +52,7 @@ def find_stage(name: str, stage_name: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_the_image_runs_as_a_numbered_user_under_an_init(name: str) -> None:
+def test_image_runs_as_a_numeric_user_with_dumb_init(name: str) -> None:
     final_stage = parse_stages(name)[-1]
     # `runAsNonRoot` cannot check a user name.
     assert [arguments for word, arguments in final_stage if word == "USER"] == ["1000:1000"]
@@ -61,7 +61,7 @@ def test_the_image_runs_as_a_numbered_user_under_an_init(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_every_installation_is_pinned_and_has_the_configuration_as_a_secret(name: str) -> None:
+def test_pip_installs_use_constraints_and_secret_mounts(name: str) -> None:
     run_commands = [arguments for word, arguments in parse_instructions(name) if word == "RUN"]
     install_commands = [
         command
@@ -75,7 +75,7 @@ def test_every_installation_is_pinned_and_has_the_configuration_as_a_secret(name
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_a_dockerfile_has_no_index_no_host_and_no_secret(name: str) -> None:
+def test_dockerfile_contains_no_index_host_or_secret(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     assert (
         re.findall(r"https?://|--trusted-host|PIP_(?:EXTRA_)?INDEX|find-links (?!of)", text) == []
@@ -95,7 +95,7 @@ def test_a_dockerfile_has_no_index_no_host_and_no_secret(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_the_last_stage_only_copies(name: str) -> None:
+def test_last_stage_has_no_run_instruction(name: str) -> None:
     assert all(word != "RUN" for word, _ in parse_stages(name)[-1])
 
 
@@ -123,7 +123,7 @@ def test_a_code_change_reinstalls_no_dependency(name: str) -> None:
     assert copy_arguments[-1] == "--from=code /opt/ludus /opt/ludus"
 
 
-def test_no_secret_of_a_checkout_can_reach_a_build() -> None:
+def test_dockerignore_excludes_all_files_by_default() -> None:
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert next(line for line in lines if not line.startswith("#")) == "*"
 
@@ -135,7 +135,7 @@ def test_requirements_are_third_party_packages() -> None:
     assert not any(line.startswith(("ludus", "kubernetes")) for line in requirement_lines)
 
 
-def test_pip_has_the_same_settings_in_the_image(tmp_path: Path) -> None:
+def test_image_pip_settings_match_the_local_pip_settings(tmp_path: Path) -> None:
     index = tmp_path / "mirror" / "simple"
     wheels = tmp_path / "wheels"
     index.mkdir(parents=True)
@@ -158,7 +158,7 @@ def test_pip_has_the_same_settings_in_the_image(tmp_path: Path) -> None:
     assert "constraint" not in (secrets / "pip.conf").read_text(encoding="utf-8")
 
 
-def test_an_engine_gets_secrets_and_folders_but_no_docker_volumes(
+def test_build_command_has_secrets_and_has_volumes_only_for_buildah(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pip.conf").touch()
@@ -173,7 +173,7 @@ def test_an_engine_gets_secrets_and_folders_but_no_docker_volumes(
     )
 
 
-def test_skaffold_builds_the_same_images_and_hands_their_tags_to_the_chart() -> None:
+def test_skaffold_builds_the_same_images_and_passes_tags_to_the_chart() -> None:
     config = yaml.safe_load((ROOT / "skaffold.yaml").read_text(encoding="utf-8"))
     built_images = {
         (

@@ -60,7 +60,7 @@ def train(learner: Learner, num_steps: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("algorithm", [GrpoConfig(geometric_mask=None), HEAD_PPO, MODEL_PPO])
-def test_more_passes_are_more_updates_with_the_same_old_policy(
+def test_multiple_passes_train_more_tokens_with_the_same_old_policy(
     model_path: str, algorithm: GrpoConfig
 ) -> None:
     single_pass_metrics = make_learner(model_path, algorithm).train_step(make_batch(), NO_PENALTY)
@@ -73,7 +73,7 @@ def test_more_passes_are_more_updates_with_the_same_old_policy(
 
 
 @pytest.mark.parametrize("algorithm", [PLAIN_GRPO, PLAIN_PPO], ids=["grpo", "ppo"])
-def test_step_equals_a_plain_computation(
+def test_training_step_equals_a_reference_computation(
     model_path: str, algorithm: GrpoConfig | PpoConfig
 ) -> None:
     """Each of two passes has two updates, whose ratios start at the policy before the step."""
@@ -120,7 +120,7 @@ def test_value_head_and_policy_have_separate_learning_rates(model_path: str) -> 
     )
 
 
-def test_a_schedule_scales_both_learning_rates(model_path: str) -> None:
+def test_schedule_scales_both_learning_rates(model_path: str) -> None:
     critic = ModelCritic(learning_rate=3e-2)
     learner = make_learner(model_path, PpoConfig(geometric_mask=None, critic=critic))
     start_model = copy.deepcopy(learner.model)
@@ -133,7 +133,7 @@ def test_a_schedule_scales_both_learning_rates(model_path: str) -> None:
     assert critic_step.abs().max().item() == pytest.approx(1.5e-2, rel=0.01)
 
 
-def test_model_critic_starts_as_a_copy_of_the_policy_that_predicts_zero(model_path: str) -> None:
+def test_model_critic_starts_as_a_policy_copy_and_predicts_zero(model_path: str) -> None:
     learner = make_learner(model_path, MODEL_PPO)
     policy = dict(learner.model.policy.language_model.base_model.named_parameters())
     critic = dict(get_critic(learner).classifier.base_model.named_parameters())
@@ -197,13 +197,15 @@ def test_resume_with_passes_and_critic_is_bit_exact(
     assert torch.equal(flatten(resumed_learner.model), flatten(learner.model))
 
 
-def test_checkpoint_of_another_kind_of_critic_is_refused(model_path: str, tmp_path: Path) -> None:
+def test_checkpoint_with_a_different_critic_kind_is_refused(
+    model_path: str, tmp_path: Path
+) -> None:
     make_learner(model_path, HEAD_PPO).save(tmp_path / "state")
     with pytest.raises(CheckpointError, match="cannot be read"):
         make_learner(model_path, MODEL_PPO).load(tmp_path / "state")
 
 
-def test_exported_critic_can_start_another_run(model_path: str, tmp_path: Path) -> None:
+def test_exported_critic_can_initialize_another_run(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path, MODEL_PPO)
     learner.train_step(make_batch(), NO_PENALTY)
     assert learner.gather_weights().keys() == make_learner(model_path).gather_weights().keys()
@@ -214,7 +216,7 @@ def test_exported_critic_can_start_another_run(model_path: str, tmp_path: Path) 
     assert torch.equal(flatten(get_critic(second_learner)), flatten(get_critic(learner)))
 
 
-def test_critic_from_a_reward_model_keeps_its_head(model_path: str, tmp_path: Path) -> None:
+def test_critic_from_a_reward_model_keeps_the_score_head(model_path: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     classifier = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1)
     RewardModel(classifier, load_tokenizer(model_path), format="chat").save(tmp_path / "rm")
@@ -223,7 +225,7 @@ def test_critic_from_a_reward_model_keeps_its_head(model_path: str, tmp_path: Pa
     assert torch.equal(get_critic(learner).classifier.score.weight, classifier.score.weight)
 
 
-def test_critic_with_other_tokens_is_refused(model_path: str, tmp_path: Path) -> None:
+def test_critic_with_a_different_vocabulary_is_refused(model_path: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     classifier = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1)
     tokenizer = make_tokenizer(["entirely different words"] * 20, 285)

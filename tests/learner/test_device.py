@@ -63,7 +63,7 @@ def test_rank_without_a_gpu_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cuda.current_device is None
 
 
-def test_second_rank_connects_with_its_only_visible_gpu(
+def test_second_rank_joins_process_group_with_the_only_visible_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = show_gpus(monkeypatch, 1)

@@ -64,7 +64,9 @@ def test_loss_and_update_do_not_depend_on_the_micro_batch_split(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_minibatches", [1, 3])
-def test_tree_packing_only_reduces_the_work(model_path: str, num_minibatches: int) -> None:
+def test_tree_packing_reduces_work_without_changing_results(
+    model_path: str, num_minibatches: int
+) -> None:
     batch = make_batch(num_samples=30, prefix_tokens=12)
     learners = [
         make_learner(model_path, packing=packing, num_minibatches=num_minibatches)
@@ -131,7 +133,7 @@ def test_zero_advantages_do_not_change_the_weights(model_path: str) -> None:
 
 
 @pytest.mark.slow
-def test_ratios_of_all_minibatches_start_at_the_same_policy(
+def test_all_minibatch_ratios_use_the_policy_before_the_step(
     model_path: str,
 ) -> None:
     whole_metrics = make_learner(model_path).train_step(make_batch(), NO_PENALTY)
@@ -191,7 +193,7 @@ def test_damaged_checkpoint_is_refused(model_path: str, tmp_path: Path) -> None:
         learner.load(tmp_path / "state")
 
 
-def test_exported_model_is_the_policy(model_path: str, tmp_path: Path) -> None:
+def test_exported_model_equals_the_policy(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path)
     learner.train_step(make_batch(), ENTROPY_BONUS)
     learner.export_model(tmp_path)
@@ -232,7 +234,7 @@ def limit_file_size(num_bytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("num_bytes", [100, 2000, 20_000])
 @pytest.mark.parametrize("method", ["save", "export_model"])
-def test_checkpoint_on_a_full_disk_is_a_clear_error(
+def test_saving_on_a_full_disk_raises_a_clear_error(
     model_path: str, tmp_path: Path, method: str, num_bytes: int
 ) -> None:
     learner = make_learner(model_path)
@@ -245,7 +247,7 @@ def test_checkpoint_on_a_full_disk_is_a_clear_error(
 
 
 @pytest.mark.parametrize("num_bytes", [100, 2000, 20_000])
-def test_tiny_model_on_a_full_disk_is_a_clear_error_and_leaves_no_file(
+def test_saving_tiny_model_on_full_disk_raises_error_and_leaves_no_file(
     model_path: str, tmp_path: Path, num_bytes: int
 ) -> None:
     model = cast(LlamaForCausalLM, load_language_model(model_path))
@@ -262,7 +264,7 @@ def test_tiny_model_on_a_full_disk_is_a_clear_error_and_leaves_no_file(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", [{"activation_checkpointing": True}, {"dtype": "bfloat16"}])
-def test_memory_savings_keep_parameter_names_and_update_direction(
+def test_memory_saving_options_keep_parameter_names_and_update_direction(
     model_path: str, option: dict[str, object]
 ) -> None:
     plain_learner, frugal_learner = make_learner(model_path), make_learner(model_path, **option)
@@ -279,7 +281,7 @@ def test_memory_savings_keep_parameter_names_and_update_direction(
 @pytest.mark.timeout(900)
 # The compiler reads gradients of non-leaf tensors, which causes a warning.
 @pytest.mark.filterwarnings("default")
-def test_compiled_layers_take_the_same_step(tmp_path: Path) -> None:
+def test_compiled_layers_produce_the_same_gradient_norm(tmp_path: Path) -> None:
     # Each layer is compiled separately, which takes half a minute.
     path = make_policy_folder(tmp_path, num_layers=1)
     plain_learner, compiled_learner = make_learner(path), make_learner(path, compile=True)
@@ -291,7 +293,7 @@ def test_compiled_layers_take_the_same_step(tmp_path: Path) -> None:
     assert plain_learner.gather_weights().keys() == compiled_learner.gather_weights().keys()
 
 
-def test_completion_scores_are_log_softmax_of_the_model(model_path: str) -> None:
+def test_completion_scores_equal_the_log_probs_of_the_model(model_path: str) -> None:
     canary = ScoringRequest([5, 9, 17, 33], [44, 12, 2])
     [scores] = make_learner(model_path).score_completions([canary])
     model = AutoModelForCausalLM.from_pretrained(model_path)
@@ -300,6 +302,6 @@ def test_completion_scores_are_log_softmax_of_the_model(model_path: str) -> None
     assert scores == pytest.approx(logprobs.tolist(), abs=1e-5)
 
 
-def test_missing_model_is_a_user_error(tmp_path: Path) -> None:
+def test_missing_model_raises_not_found_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="nowhere"):
         make_learner(str(tmp_path / "nowhere"))

@@ -34,7 +34,7 @@ def test_only_adapters_are_trained_and_published(model_path: str, dtype: str) ->
     assert changed_names >= {name for name in end_weights if "lora_B" in name}
 
 
-def test_reference_is_the_model_without_adapters(model_path: str) -> None:
+def test_reference_model_is_the_model_without_adapters(model_path: str) -> None:
     learner = make_learner(model_path, ALGORITHM, lora=LORA)
     first_metrics = learner.train_step(make_batch(), KL_PENALTY)
     second_metrics = learner.train_step(make_batch(seed=1), KL_PENALTY)

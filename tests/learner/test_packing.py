@@ -92,7 +92,7 @@ def policy(model_path: str) -> PolicyModel:
 @pytest.mark.slow
 @given(batch=draw_batches(), max_tokens=st.sampled_from([8, 20, 1000]))
 @settings(max_examples=60, deadline=None)
-def test_packed_sequences_have_the_outputs_of_single_sequences(
+def test_packed_sequences_have_the_same_outputs_as_single_sequences(
     policy: PolicyModel, batch: Batch, max_tokens: int
 ) -> None:
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_packed_sequences_have_the_outputs_of_single_sequences(
 
 
 @given(batch=draw_batches())
-def test_without_attention_costs_each_prefix_is_computed_once(batch: Batch) -> None:
+def test_each_prefix_is_computed_once_without_attention_costs(batch: Batch) -> None:
     layout = lay_out_sequences(
         batch.sequences,
         np.arange(len(batch.sequences)),
@@ -132,7 +132,7 @@ def test_rows_are_longer_if_attention_is_cheaper() -> None:
     assert row_lengths[0] < row_lengths[1] < row_lengths[2]
 
 
-def test_sequences_without_common_prefix_do_not_cost_more() -> None:
+def test_packing_without_common_prefixes_costs_no_more_than_padding() -> None:
     batch = make_batch(num_samples=60)
     num_packed_tokens, num_padded_tokens = (
         sum(micro_batch.rows.num_tokens for micro_batch in pack_batch(batch, costs, max_tokens=256))
@@ -183,7 +183,7 @@ def test_model_that_ignores_the_mask_does_not_pack_trees(
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("max_tokens", [8, 40, 10_000])
 @pytest.mark.parametrize("costs", [None, QUADRATIC_COSTS])
-def test_each_sample_is_on_one_rank_and_ranks_have_equal_numbers_of_micro_batches(
+def test_each_sample_is_on_one_rank_and_micro_batch_counts_are_equal(
     num_ranks: int, max_tokens: int, costs: RowCosts | None
 ) -> None:
     batch = make_batch(num_samples=25, prefix_tokens=5)
@@ -203,7 +203,7 @@ def test_each_sample_is_on_one_rank_and_ranks_have_equal_numbers_of_micro_batche
         assert sorted(rewards) == pytest.approx(sorted(expected_rewards))
 
 
-def test_ranks_share_the_work_of_one_possible_row() -> None:
+def test_ranks_share_work_that_would_fit_into_one_row() -> None:
     batch = make_batch(num_samples=48, prefix_tokens=4)
     samples = np.arange(48)
     token_counts = [
@@ -236,7 +236,7 @@ def test_one_micro_batch_contains_all_samples_in_order() -> None:
     assert tokens[:, 0].tolist() == [3, 4, 5, 6, 7]
 
 
-def test_equal_tokens_with_different_masks_share_their_nodes() -> None:
+def test_equal_tokens_with_different_masks_share_nodes() -> None:
     micro_batch = pack_one_micro_batch(
         [make_sample([3, 4, 5, 6], mask) for mask in ([False, True, True, False],) * 2]
     )

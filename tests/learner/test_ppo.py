@@ -74,7 +74,7 @@ def test_advantages_skip_unsampled_tokens_and_bootstrap_if_truncated() -> None:
     )
 
 
-def test_all_passes_over_a_batch_have_the_same_targets(model_path: str) -> None:
+def test_all_passes_over_a_batch_use_the_same_targets(model_path: str) -> None:
     batch = collate([make_turns(terminated=True)])
     single_pass_learner, triple_pass_learner = (
         make_learner(model_path, PPO, update_epochs=num_epochs) for num_epochs in (1, 3)
@@ -144,7 +144,7 @@ def test_critic_learns_the_returns(model_path: str) -> None:
     assert last_metrics.value_loss < first_metrics.value_loss / 5
 
 
-def test_metrics_of_the_critic_are_none_without_a_critic(model_path: str) -> None:
+def test_critic_metrics_are_none_without_a_critic(model_path: str) -> None:
     metrics = make_learner(model_path).train_step(make_batch(), NO_PENALTY)
     assert metrics.value_loss is None
     assert metrics.explained_variance is None
@@ -176,7 +176,7 @@ def test_resume_with_critic_is_bit_exact(model_path: str, tmp_path: Path) -> Non
     assert torch.equal(flatten(resumed_learner), flatten(learner))
 
 
-def test_checkpoint_without_a_needed_critic_is_refused(model_path: str, tmp_path: Path) -> None:
+def test_checkpoint_without_a_required_critic_is_refused(model_path: str, tmp_path: Path) -> None:
     make_learner(model_path).save(tmp_path / "state")
     with pytest.raises(CheckpointError, match="value_head"):
         make_learner(model_path, PPO).load(tmp_path / "state")
@@ -201,7 +201,7 @@ def test_value_head_is_exported_but_not_published(model_path: str, tmp_path: Pat
         PpoConfig(kl_coef=0.1, kl_placement="reward", kl_estimator="k1", geometric_mask=None),
     ],
 )
-def test_divergence_in_the_reward_changes_the_policy(
+def test_kl_penalty_in_the_reward_changes_the_policy(
     model_path: str, algorithm: AlgorithmConfig
 ) -> None:
     """The divergence is the only reward."""

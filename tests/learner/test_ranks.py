@@ -131,13 +131,13 @@ def test_rendezvous_port_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ALGORITHMS)
-def test_two_ranks_equal_one_rank(runs_folder: Path, kind: str) -> None:
+def test_training_on_two_ranks_equals_training_on_one_rank(runs_folder: Path, kind: str) -> None:
     assert_equal(load_result(1, runs_folder, kind), load_result(2, runs_folder, kind))
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ALGORITHMS)
-def test_checkpoint_resumes_with_another_number_of_ranks(runs_folder: Path, kind: str) -> None:
+def test_checkpoint_resumes_with_a_different_number_of_ranks(runs_folder: Path, kind: str) -> None:
     assert_equal(
         load_result(1, runs_folder, kind, resume_from=2),
         load_result(2, runs_folder, kind, resume_from=1),

@@ -11,7 +11,9 @@ from ludus.trainer.core.types import SavedFile
 from tests.learner.tiny_policy import make_learner
 
 
-def test_rank_returns_every_written_file_with_its_size(model_path: str, tmp_path: Path) -> None:
+def test_save_and_export_return_every_written_file_with_size(
+    model_path: str, tmp_path: Path
+) -> None:
     learner = make_learner(model_path)
     saved_files = learner.save(tmp_path / "learner") + learner.export_model(tmp_path / "model")
     paths = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -23,7 +25,7 @@ def test_rank_returns_every_written_file_with_its_size(model_path: str, tmp_path
     )
 
 
-def test_unwritable_checkpoint_is_a_clear_error(model_path: str, tmp_path: Path) -> None:
+def test_unwritable_checkpoint_raises_a_clear_error(model_path: str, tmp_path: Path) -> None:
     (tmp_path / "learner").write_text("a file instead of the folder")
     with pytest.raises(CheckpointError, match=r"learner' cannot be written"):
         make_learner(model_path).save(tmp_path / "learner")

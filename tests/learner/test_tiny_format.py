@@ -83,7 +83,7 @@ async def test_environment_with_pictures_only_is_refused() -> None:
         ServerRenderer().render_messages(step_result, is_first=True)
 
 
-def test_tag_is_one_token_and_decodes_to_itself() -> None:
+def test_tags_are_single_tokens_and_decode_unchanged() -> None:
     text = "<think>3 + 4</think><final_answer>7</final_answer>"
     tokenizer = make_tokenizer([text] * 4, 300)
     assert len(tokenizer) <= 300

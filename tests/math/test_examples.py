@@ -62,7 +62,7 @@ def make_report(
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_environments_and_baselines_of_an_example_exist(path: Path) -> None:
+def test_environments_and_baselines_of_examples_exist(path: Path) -> None:
     run = load_run_config(path)
     name = f"{path.parent.name}/{path.name}"
     if name in GENERATED_DATA:
@@ -81,7 +81,7 @@ def test_environments_and_baselines_of_an_example_exist(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_tiny_example_is_measured_by_make_learn(path: Path) -> None:
+def test_make_learn_measures_every_tiny_example(path: Path) -> None:
     run = load_run_config(path)
     if not isinstance(run, LanguageModelRun) or run.model.kind != "tiny":
         pytest.skip("is not a tiny language model")
@@ -105,7 +105,7 @@ def test_not_lost_share_has_a_wilson_interval() -> None:
     assert 0.965 < low < 0.98 < high < 0.99
 
 
-def test_gap_uses_its_own_interval() -> None:
+def test_closed_gap_uses_the_gap_interval() -> None:
     assert learn.gap_closed(make_report(1000, win_rate=0.4, gap_closed=0.9)) == (
         0.9,
         (0.8, 1.0),

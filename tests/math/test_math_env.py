@@ -85,7 +85,7 @@ def test_subtraction_has_no_negative_solution() -> None:
     assert all(question.left >= question.right for question in questions)
 
 
-def test_question_accepts_one_answer() -> None:
+def test_episode_accepts_one_step() -> None:
     environment = make_environment()
     with pytest.raises(EpisodeStateError) as error_info:
         environment.step(MathAction(answer=1))
@@ -111,7 +111,7 @@ def test_invalid_options_are_refused(options: dict[str, object], message: str) -
         make_environment(**options)
 
 
-def test_player_with_the_same_seed_cannot_predict_the_question() -> None:
+def test_random_generator_with_the_same_seed_cannot_predict_the_question() -> None:
     environment, num_predicted = make_environment(), 0
     for seed in range(400):
         question = environment.reset(seed=seed).observation
@@ -124,7 +124,7 @@ def test_player_with_the_same_seed_cannot_predict_the_question() -> None:
 # -- text ------------------------------------------------------------------------------
 
 
-def test_question_text() -> None:
+def test_prompt_contains_the_question() -> None:
     environment = make_environment(operation="multiply", limit=13)
     question = environment.reset(seed=3).observation
     (message,) = environment.text_renderer.render(question, first=True)
@@ -142,7 +142,7 @@ def test_question_text() -> None:
         ("7-12", 12),
     ],
 )
-def test_last_whole_number_is_the_answer(text: str, answer: int) -> None:
+def test_last_whole_number_is_parsed_as_the_action(text: str, answer: int) -> None:
     environment = make_environment()
     question = environment.reset(seed=0).observation
     assert environment.text_renderer.parse(text, question).answer == answer
@@ -160,7 +160,7 @@ def test_text_without_a_whole_number_is_invalid(text: str) -> None:
 
 
 @pytest.mark.slow
-async def test_win_rates_of_the_baselines() -> None:
+async def test_baselines_have_the_expected_win_rates() -> None:
     factory = functools.partial(make_environment, limit=3)
     async with (
         EnvServer(factory, ServerOptions(port=0)) as server,

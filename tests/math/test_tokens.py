@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_saved_tokenizer_gives_the_same_tokens(folder: Path) -> None:
+def test_saved_tokenizer_produces_the_same_tokens(folder: Path) -> None:
     expected_tokenizer = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
     tokenizer = load_tokenizer(folder)
     for text in (*QUESTIONS, *ANSWERS):
@@ -40,7 +40,7 @@ def test_every_number_is_one_token(folder: Path) -> None:
     assert {len(tokenizer.encode(answer)) for answer in ANSWERS} == {1}
 
 
-def test_checkpoint_keeps_the_tokens(folder: Path, tmp_path: Path) -> None:
+def test_tokenizer_saved_twice_produces_the_same_tokens(folder: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder)
     tokenizer.save_pretrained(tmp_path)
     copy = load_tokenizer(tmp_path)
@@ -49,7 +49,7 @@ def test_checkpoint_keeps_the_tokens(folder: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_auto_tokenizer_gives_the_same_tokens(folder: Path) -> None:
+def test_auto_tokenizer_produces_the_same_tokens(folder: Path) -> None:
     expected_tokenizer = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) == len(expected_tokenizer)
@@ -58,7 +58,9 @@ def test_auto_tokenizer_gives_the_same_tokens(folder: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_model_of_another_type_keeps_its_tokens(folder: Path, tmp_path: Path) -> None:
+def test_tokenizer_of_an_older_model_type_produces_the_same_tokens(
+    folder: Path, tmp_path: Path
+) -> None:
     """Load a Qwen2, the type of tiny models in older runs."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())

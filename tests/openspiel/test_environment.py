@@ -141,7 +141,7 @@ def test_weighted_draw_tolerates_rounding() -> None:
 # -- rewards, seats and opponents ------------------------------------------------------
 
 
-def test_reward_includes_the_moves_of_others() -> None:
+def test_reward_includes_points_from_opponent_moves() -> None:
     for seat in (0, 1):
         transitions = play_episode({"game": "cribbage", "agent_player": seat}, seed=3)
         episode_return = sum(transition.reward for transition in transitions[1:])
@@ -175,7 +175,7 @@ def test_second_seat_sees_the_first_move() -> None:
 
 
 @pytest.mark.parametrize(("opponent", "reply"), [("first", 0), ("middle", 5), ("last", 8)])
-def test_simple_opponents(opponent: str, reply: int) -> None:
+def test_simple_opponents_pick_the_expected_move(opponent: str, reply: int) -> None:
     environment = make_environment(game="tic_tac_toe", opponent=opponent)
     environment.reset(seed=0)
     observation = environment.step(make_action(4)).observation
@@ -183,7 +183,7 @@ def test_simple_opponents(opponent: str, reply: int) -> None:
     assert observation.game_phase == "playing"
 
 
-def test_policy_plays_the_other_seat() -> None:
+def test_custom_policy_plays_the_opponent_seat() -> None:
     observations: list[OpenSpielObservation] = []
 
     def spy(observation: OpenSpielObservation, rng: random.Random) -> int:
@@ -200,7 +200,7 @@ def test_policy_plays_the_other_seat() -> None:
     assert all(observation.info_state[:2] == [0.0, 1.0] for observation in observations)
 
 
-def test_illegal_move_of_an_opponent_is_an_error() -> None:
+def test_illegal_opponent_move_raises_execution_error() -> None:
     environment = make_environment(game="tic_tac_toe", opponent=lambda observation, rng: 99)
     environment.reset(seed=0)
     with pytest.raises(ExecutionError, match=r"must return a legal move.*99"):
@@ -229,7 +229,7 @@ def test_simultaneous_moves_become_turns() -> None:
 # -- invalid calls -------------------------------------------------------
 
 
-def test_illegal_action_changes_nothing() -> None:
+def test_illegal_action_does_not_change_the_state() -> None:
     expected = play_episode({"game": "tic_tac_toe"}, seed=4)
     environment = make_environment(game="tic_tac_toe")
     transitions = []
@@ -328,7 +328,7 @@ def test_game_without_losses_does_not_report_success(game: str) -> None:
     assert (end.terminated, end.success) == (True, None)
 
 
-def test_deal_without_a_move_is_dealt_again() -> None:
+def test_reset_redeals_until_the_agent_has_a_move() -> None:
     environment = make_environment(game="euchre")  # all players may pass, or one may play alone
     for seed in range(40):
         observation = environment.reset(seed=seed).observation

@@ -65,7 +65,9 @@ def test_blackjack_returns_match_the_exact_values(
 
 
 @pytest.mark.slow
-def test_blackjack_policies_are_ordered(blackjack_returns: dict[str, list[float]]) -> None:
+def test_blackjack_policies_rank_in_the_expected_order(
+    blackjack_returns: dict[str, list[float]],
+) -> None:
     for lower_policy, higher_policy in itertools.pairwise(BLACKJACK):
         pairs = zip(blackjack_returns[higher_policy], blackjack_returns[lower_policy], strict=True)
         differences = [high - low for high, low in pairs]
@@ -82,7 +84,7 @@ def test_blackjack_policies_are_ordered(blackjack_returns: dict[str, list[float]
         ("random", 0.2828, 0.0417, -0.3927),
     ],
 )
-def test_blackjack_reference_numbers(
+def test_blackjack_reference_returns_have_known_values(
     policy: str, win_rate: float, draw_rate: float, expected_return: float
 ) -> None:
     exact = reference_returns("blackjack")[policy]
@@ -120,7 +122,9 @@ def test_chart_has_every_decision_once() -> None:
         (21, True, "10", "STAND"),
     ],
 )
-def test_basic_strategy_in_known_cells(total: int, is_soft: bool, up_card: str, move: str) -> None:
+def test_basic_strategy_picks_the_known_move(
+    total: int, is_soft: bool, up_card: str, move: str
+) -> None:
     [state] = [
         state
         for state in load_blackjack_states()
@@ -138,7 +142,7 @@ def test_dealer_rule_hits_below_17() -> None:
     assert moves == {True: {HIT}, False: {STAND}}
 
 
-def test_chart_prompts_equal_those_of_the_environment() -> None:
+def test_chart_prompts_equal_the_environment_prompts() -> None:
     for state, compact_prompt, rules_prompt in zip(
         load_blackjack_states(), blackjack_chart(), blackjack_rules_chart(), strict=True
     ):
@@ -196,7 +200,7 @@ def test_minimax_never_loses(seat: int) -> None:
     assert worst_return(loaded_game.game.new_initial_state()) == 0
 
 
-def test_baselines_can_play_the_other_seat() -> None:
+def test_baselines_can_play_the_opponent_seat() -> None:
     options = {"game": "tic_tac_toe", "opponent": "minimax"}
     assert set(play_returns(options, 5, play_minimax)) == {0.0}
     assert statistics.mean(play_returns(options, 60, play_random)) < -0.5
@@ -224,7 +228,9 @@ def test_search_beats_random_moves(game: str) -> None:
 
 
 @pytest.mark.parametrize(("game", "best_return"), [("kuhn_poker", 0.5), ("leduc_poker", 2.0875)])
-def test_best_response_to_random_play(game: str, best_return: float) -> None:
+def test_best_response_earns_the_known_return_against_random_play(
+    game: str, best_return: float
+) -> None:
     # Leduc's 2.0875 is the value of OpenSpiel's best response for the first seat.
     policy = make_best_response(load_game(game))
     returns = play_returns({"game": game, "opponent": "random"}, NUM_GAMES, policy)
@@ -255,7 +261,7 @@ def test_minimax_is_the_best_response_to_random_play() -> None:
         ("kuhn_poker", 1, -0.125, 0.4167),
     ],
 )
-def test_reference_numbers_of_small_games(
+def test_small_games_have_known_reference_returns(
     game: str, seat: int, random_return: float, optimal_return: float
 ) -> None:
     exact = reference_returns(game, seat)
@@ -272,11 +278,11 @@ def test_random_play_matches_the_exact_values(game: str) -> None:
     assert statistics.mean(returns) == pytest.approx(exact, abs=margin)
 
 
-def test_unsolved_game_has_no_reference() -> None:
+def test_unsolved_game_has_no_reference_returns() -> None:
     assert reference_returns("chess") == {}
 
 
-def test_baselines_use_json() -> None:
+def test_baselines_accept_and_return_json_data() -> None:
     policies = fixed_policies({"game": "blackjack", "text_style": "rules"})
     assert set(policies) == set(BLACKJACK)
     assert set(fixed_policies("chess")) == {"random"}
@@ -294,7 +300,7 @@ def test_baselines_use_json() -> None:
     ("game", "solve"),
     [("catch", solve_perfect_information), ("kuhn_poker", solve_hidden_information)],
 )
-def test_solver_gives_the_stored_numbers(game: str, solve: Callable[..., Any]) -> None:
+def test_solver_reproduces_the_stored_returns(game: str, solve: Callable[..., Any]) -> None:
     values = solve(load_game(game).game, 0)
     expected = reference_returns(game)
     for name, value in values.items():
@@ -302,7 +308,7 @@ def test_solver_gives_the_stored_numbers(game: str, solve: Callable[..., Any]) -
         assert value.win == pytest.approx(expected[name].win_rate)
 
 
-def test_value_of_standing() -> None:
+def test_value_of_standing_on_20_against_a_six() -> None:
     hand = (0,) * 9 + (2,)
     value = blackjack.stand(hand, open_card=6)
     # A dealer with a six exceeds 21 about two times in five, and rarely gets 21.
@@ -312,7 +318,7 @@ def test_value_of_standing() -> None:
 
 
 @pytest.mark.slow
-def test_blackjack_solver_gives_the_stored_chart() -> None:
+def test_blackjack_solver_reproduces_the_stored_chart() -> None:
     chart = blackjack.find_basic_strategy()
     for state in load_blackjack_states():
         open_card = 1 if state.up_card == "A" else int(state.up_card)

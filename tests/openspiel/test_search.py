@@ -58,6 +58,6 @@ def test_invalid_number_of_simulations_is_refused(opponent: str) -> None:
         make_environment(game="connect_four", opponent=opponent)
 
 
-def test_search_with_hidden_cards_is_refused() -> None:
+def test_search_opponent_is_invalid_for_games_with_hidden_cards() -> None:
     with pytest.raises(ConfigError, match="would see hidden cards"):
         make_environment(game="kuhn_poker", opponent="mcts")

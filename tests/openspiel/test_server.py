@@ -145,14 +145,14 @@ def test_remote_episode_equals_the_local_episode(
         assert not results[-1].truncated
 
 
-def test_result_contains_the_text(blackjack_server: RunningServer) -> None:
+def test_result_contains_messages_and_legal_responses(blackjack_server: RunningServer) -> None:
     with OpenSpielEnv(base_url=blackjack_server.http) as env:
         result = env.reset(seed=1)
     assert result.text.legal_answers == ["HIT", "STAND"]
     assert " vs " in result.text.messages[0]["content"]
 
 
-def test_errors_keep_their_type(blackjack_server: RunningServer) -> None:
+def test_client_raises_the_original_error_types(blackjack_server: RunningServer) -> None:
     with OpenSpielEnv(base_url=blackjack_server.http) as env:
         with pytest.raises(EpisodeStateError):
             env.step(OpenSpielAction(action_id=STAND))
@@ -167,7 +167,7 @@ def test_errors_keep_their_type(blackjack_server: RunningServer) -> None:
         assert env.state().step_count == 1
 
 
-async def test_baselines_play_over_a_connection(blackjack_server: RunningServer) -> None:
+async def test_remote_baseline_returns_equal_local_returns(blackjack_server: RunningServer) -> None:
     policy = fixed_policies("blackjack")["basic_strategy"]
     async with await AsyncEnvClient.connect(blackjack_server.grpc) as client:
         outcomes = await play_policy(client, policy, range(50))
@@ -228,7 +228,7 @@ def read_metadata(server: RunningServer) -> dict:
         ([], {"MAX_CONCURRENT_ENVS": "many"}, "max_sessions: expected a valid integer"),
     ],
 )
-def test_invalid_input_exits_with_2(
+def test_invalid_input_exits_with_status_2(
     arguments: list[str],
     variables: dict[str, str],
     message: str,
@@ -243,7 +243,7 @@ def test_invalid_input_exits_with_2(
     assert message in capsys.readouterr().err
 
 
-def test_module_has_an_asgi_application(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_provides_an_asgi_application(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENSPIEL_GAME", "tic_tac_toe")
     assert isinstance(app.app, FastAPI)
     with pytest.raises(AttributeError, match="no attribute 'application'"):

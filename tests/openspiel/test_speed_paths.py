@@ -43,14 +43,14 @@ def play_episodes(game: str, num_episodes: int = 40) -> list[Transition[OpenSpie
         opponent_last_action=st.none() | st.integers(0, 99),
     )
 )
-def test_observation_json_equals_that_of_pydantic(
+def test_observation_json_equals_pydantic_json(
     observation: OpenSpielObservation,
 ) -> None:
     assert observation.to_json() == observation.model_dump_json().encode()
 
 
 @pytest.mark.parametrize("game", ["kuhn_poker", "leduc_poker", *GAMES])
-def test_unvalidated_observations_are_valid(game: str) -> None:
+def test_observations_built_without_validation_are_valid(game: str) -> None:
     for transition in play_episodes(game, num_episodes=5):
         fields = transition.observation.model_dump()
         observation = OpenSpielObservation.model_validate(fields)
@@ -64,7 +64,7 @@ def test_unvalidated_observations_are_valid(game: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("game", GAMES)
-def test_snapshot_json_equals_that_of_the_observation(game: str) -> None:
+def test_snapshot_json_equals_observation_json(game: str) -> None:
     for transition in play_episodes(game):
         assert isinstance(transition, SnapshotTransition)
         snapshot_json, _ = transition.encode_observation()
@@ -73,7 +73,7 @@ def test_snapshot_json_equals_that_of_the_observation(game: str) -> None:
 
 
 @pytest.mark.parametrize("game", GAMES)
-def test_snapshot_keeps_the_tensor(game: str) -> None:
+def test_snapshot_transition_decodes_to_the_same_observation(game: str) -> None:
     loaded_game = load_game(game)
     view, rng = SeatView(loaded_game, 0), random.Random(3)
     pairs = []
@@ -89,7 +89,7 @@ def test_snapshot_keeps_the_tensor(game: str) -> None:
 
 
 @pytest.mark.parametrize("game", GAMES)
-def test_binary_games_have_tensors_of_zeros_and_ones(game: str) -> None:
+def test_binary_games_have_binary_tensors(game: str) -> None:
     assert not load_game(game).game.get_type().provides_information_state_tensor
     values = {
         value for transition in play_episodes(game) for value in transition.observation.info_state
@@ -97,7 +97,7 @@ def test_binary_games_have_tensors_of_zeros_and_ones(game: str) -> None:
     assert values == {0.0, 1.0}
 
 
-def test_changed_observation_is_encoded() -> None:
+def test_modified_observation_is_encoded_with_the_changes() -> None:
     transition = build_environment(game="blackjack").reset(seed=1)
     transition.observation.legal_actions = [1]
     observation_json, _ = transition.encode_observation()
@@ -129,13 +129,13 @@ def test_consecutive_seeds_pick_events_equally_often() -> None:
         assert chi_square < 32.9  # the 99.9 % quantile with 12 degrees of freedom
 
 
-def test_pick_uses_one_number() -> None:
+def test_pick_event_consumes_one_random_number() -> None:
     event_stream, numbers = ChanceStream(5), ChanceStream(5)
     for _ in range(20):
         assert event_stream.pick_event(list(range(52))) == int(numbers.random() * 52)
 
 
-def test_cards_of_a_deal_are_distinct() -> None:
+def test_dealt_cards_are_distinct() -> None:
     state = pyspiel.load_game("blackjack").new_initial_state()
     stream, cards = ChanceStream(0), []
     while state.is_chance_node():

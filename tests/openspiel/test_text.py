@@ -40,7 +40,7 @@ def parse_answer(renderer: TextRenderer, observation: OpenSpielObservation, text
 @pytest.mark.slow
 @pytest.mark.parametrize("style", ["compact", "rules"])
 @pytest.mark.parametrize("game", [*RENDERED_GAMES, *GENERIC_GAMES])
-def test_every_answer_parses_to_its_action(game: str, style: str) -> None:
+def test_every_legal_response_parses_to_the_matching_action(game: str, style: str) -> None:
     environment = make_environment(game=game, text_style=style)
     renderer = environment.text_renderer
     for seed in range(3):
@@ -57,7 +57,7 @@ def test_every_answer_parses_to_its_action(game: str, style: str) -> None:
 
 
 @pytest.mark.parametrize("game", [*RENDERED_GAMES, *GENERIC_GAMES])
-def test_only_the_first_message_has_rules(game: str) -> None:
+def test_only_the_first_prompt_contains_the_rules(game: str) -> None:
     environment = make_environment(game=game, text_style="rules")
     renderer = environment.text_renderer
     transitions = list(play(environment, seed=1))
@@ -102,7 +102,7 @@ def test_compact_prompt_is_one_message(game: str) -> None:
         ("phantom_ttt", [4, 0], {1: 8}),
     ],
 )
-def test_hidden_information_is_not_shown(
+def test_prompt_omits_hidden_information(
     game: str, moves: list[int], replacements: dict[int, int], style: str
 ) -> None:
     variant = [replacements.get(index, action) for index, action in enumerate(moves)]
@@ -121,14 +121,14 @@ def test_hidden_information_is_not_shown(
         ("phantom_ttt", [4, 0], {0: 5}),
     ],
 )
-def test_visible_information_is_shown(
+def test_prompt_includes_visible_information(
     game: str, moves: list[int], replacements: dict[int, int]
 ) -> None:
     variant = [replacements.get(index, action) for index, action in enumerate(moves)]
     assert render_state(game, moves) != render_state(game, variant)
 
 
-def test_each_seat_sees_its_card() -> None:
+def test_kuhn_poker_prompt_shows_the_card_of_the_seat() -> None:
     assert render_state("kuhn_poker", [1, 0, 0], player=1) == ["card J moves PASS"]
     assert render_state("kuhn_poker", [1, 0, 0, 1], player=0) == ["card Q moves PASS BET"]
 
@@ -150,7 +150,7 @@ def test_each_seat_sees_its_card() -> None:
         ([TEN, DIAMONDS + FIVE, SIX], "hard 21 vs 10"),
     ],
 )
-def test_blackjack_situation(hand: list[int], text: str) -> None:
+def test_blackjack_prompt_describes_the_hand(hand: list[int], text: str) -> None:
     moves = [*hand[:2], SPADES + NINE, HEARTS + KING]
     for card in hand[2:]:
         moves += [HIT, card]
@@ -158,7 +158,7 @@ def test_blackjack_situation(hand: list[int], text: str) -> None:
 
 
 @pytest.mark.parametrize(("rank", "name"), [(ACE, "A"), (TWO, "2"), (TEN, "10"), (KING, "10")])
-def test_names_of_open_cards(rank: int, name: str) -> None:
+def test_dealer_card_has_the_expected_name(rank: int, name: str) -> None:
     moves = [TEN, DIAMONDS + SIX, SPADES + NINE, HEARTS + rank]
     assert render_state("blackjack", moves) == [f"hard 16 vs {name}"]
 
@@ -187,7 +187,7 @@ def parse_situation(text: str) -> tuple[list[str], str, str]:
     return hand.split(", "), total, dealer.split(".")[0]
 
 
-def test_second_hand_a_hit_is_complete() -> None:
+def test_prompt_after_a_hit_shows_the_complete_hand() -> None:
     environment = make_environment(game="blackjack", text_style="rules")
     renderer = environment.text_renderer
     num_hits = 0
@@ -206,7 +206,7 @@ def test_second_hand_a_hit_is_complete() -> None:
     assert num_hits > 5
 
 
-def test_end_of_blackjack_shows_both_hands() -> None:
+def test_final_blackjack_text_shows_both_totals() -> None:
     environment = make_environment(game="blackjack")
     for seed in range(60):
         *_, end = play(environment, seed)
@@ -235,7 +235,9 @@ def test_end_of_blackjack_shows_both_hands() -> None:
         ("connect_four(rows=4,columns=5)", [4], 1, ". . . . .\n" * 3 + ". . . . x\nyou o"),
     ],
 )
-def test_compact_text(game: str, moves: list[int], player: int, text: str) -> None:
+def test_compact_style_renders_the_expected_text(
+    game: str, moves: list[int], player: int, text: str
+) -> None:
     assert render_state(game, moves, player) == [text]
 
 
@@ -249,11 +251,13 @@ def test_compact_text(game: str, moves: list[int], player: int, text: str) -> No
         ("leduc_poker", [0, 4, 1], 1, "[Observer: 1][Private: 4]"),
     ],
 )
-def test_rules_text(game: str, moves: list[int], player: int, text: str) -> None:
+def test_rules_style_renders_the_expected_text(
+    game: str, moves: list[int], player: int, text: str
+) -> None:
     assert render_state(game, moves, player, "rules")[1].startswith(text)
 
 
-def test_earlier_information_is_shown() -> None:
+def test_prompt_includes_earlier_moves_and_public_cards() -> None:
     calls_then_public_card = [0, 4, 1, 1, 2]
     [text] = render_state("leduc_poker", calls_then_public_card)
     assert "[Public: 2][Round1: 1 1]" in text
@@ -264,7 +268,7 @@ def test_earlier_information_is_shown() -> None:
 
 
 @pytest.mark.parametrize("text", ["HIT", "hit", " Hit\n", "<think>stand?</think>hit"])
-def test_compact_style_accepts_the_move_alone(text: str) -> None:
+def test_compact_style_accepts_a_bare_move(text: str) -> None:
     renderer, observation = start_game("blackjack", "compact")
     assert parse_answer(renderer, observation, text) == "HIT"
 
@@ -272,7 +276,7 @@ def test_compact_style_accepts_the_move_alone(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "HIT.", "I hit", "HIT STAND", "HITHIT", "0", "<answer>HIT</answer>"]
 )
-def test_compact_style_refuses_other_text(text: str) -> None:
+def test_compact_style_rejects_other_text(text: str) -> None:
     renderer, observation = start_game("blackjack", "compact")
     with pytest.raises(ActionParseError, match="expected one of HIT, STAND"):
         renderer.parse(text, observation)
@@ -292,7 +296,7 @@ def test_compact_style_refuses_other_text(text: str) -> None:
         ("I could hit, or <answer>HIT</answer></think> STAND", "STAND"),
     ],
 )
-def test_rules_style_accepts_the_last_tag_or_the_only_move(text: str, answer: str) -> None:
+def test_rules_style_accepts_the_last_tag_or_a_single_move(text: str, answer: str) -> None:
     renderer, observation = start_game("blackjack", "rules")
     assert parse_answer(renderer, observation, text) == answer
 
@@ -310,13 +314,13 @@ def test_rules_style_accepts_the_last_tag_or_the_only_move(text: str, answer: st
         "<think><answer>HIT</answer></think>",
     ],
 )
-def test_rules_style_refuses_ambiguous_text(text: str) -> None:
+def test_rules_style_rejects_ambiguous_text(text: str) -> None:
     renderer, observation = start_game("blackjack", "rules")
     with pytest.raises(ActionParseError, match="exactly one"):
         renderer.parse(text, observation)
 
 
-def test_illegal_move_is_refused() -> None:
+def test_illegal_move_fails_to_parse() -> None:
     environment = make_environment(game="tic_tac_toe", text_style="rules", opponent="first")
     environment.reset(seed=0)
     observation = environment.step(make_action(4)).observation  # 1 and 5 are marked
@@ -327,7 +331,7 @@ def test_illegal_move_is_refused() -> None:
             renderer.parse(text, observation)
 
 
-def test_case_matters_if_moves_differ_by_it() -> None:
+def test_parsing_is_case_sensitive_if_moves_differ_only_by_case() -> None:
     renderer, _ = start_game("chess", "rules")
     observation = OpenSpielObservation(
         info_state=[],

@@ -60,7 +60,7 @@ def test_environment_contract(path: str, options: dict[str, Any]) -> None:
 # -- seeds and rows --------------------------------------------------------------------
 
 
-def test_every_epoch_shows_every_row_once_in_another_order(
+def test_every_epoch_shows_every_row_once_in_a_different_order(
     path: str,
 ) -> None:
     environment = make_environment(path=path)
@@ -85,7 +85,7 @@ def test_splits_partition_the_rows(path: str, test_size: float, num_test: int) -
     assert train_rows.isdisjoint(test_rows)
 
 
-def test_larger_test_keeps_its_rows(path: str) -> None:
+def test_larger_test_split_contains_the_rows_of_a_smaller_split(path: str) -> None:
     def show_test_rows(num_rows: int) -> set[int]:
         environment = make_environment(path=path, test_size=num_rows)
         return set(show_rows(environment, range(FIRST_EVAL_SEED, FIRST_EVAL_SEED + num_rows)))
@@ -137,7 +137,7 @@ def test_response_ends_the_episode(path: str) -> None:
 
 
 @pytest.mark.parametrize(("response", "reward"), [("{}", 1.0), (" {}\n", 1.0), ("{} or so", 0.0)])
-def test_right_answer_earns_one(path: str, response: str, reward: float) -> None:
+def test_correct_response_earns_reward_one(path: str, response: str, reward: float) -> None:
     environment = make_environment(path=path, answer="solution")
     environment.reset(seed=3)
     text = response.format(environment.state.row)
@@ -145,7 +145,7 @@ def test_right_answer_earns_one(path: str, response: str, reward: float) -> None
     assert (result.reward, result.success) == (reward, reward == 1.0)
 
 
-def test_wrong_answer_can_be_repeated(path: str) -> None:
+def test_wrong_response_can_be_retried(path: str) -> None:
     environment = make_environment(
         path=path, answer="solution", max_turns=3, retry_prompt="Try again."
     )
@@ -160,7 +160,7 @@ def test_wrong_answer_can_be_repeated(path: str) -> None:
     assert terminations == [False, False, True]
 
 
-def test_prompts_from_messages_and_templates(tmp_path: Path) -> None:
+def test_prompts_are_made_from_messages_and_templates(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "Hi"}], "question": "2 + 2", "unit": "m"}]
     path = str(write_rows(rows, tmp_path / "rows.jsonl"))
 
@@ -176,7 +176,7 @@ def test_prompts_from_messages_and_templates(tmp_path: Path) -> None:
     ]
 
 
-def test_sources_of_example_answers(path: str) -> None:
+def test_example_responses_come_from_options_or_columns(path: str) -> None:
     def list_examples(**options: Any) -> list[str]:
         environment = make_environment(path=path, **options)
         observation = environment.reset(seed=3).observation
@@ -215,7 +215,7 @@ def test_invalid_options_are_refused(path: str, options: dict[str, Any], message
         make_environment(**{"path": path, **options})
 
 
-def test_variable_sets_the_options(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_sets_the_options(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     application = importlib.import_module("prompts_env.server.app")
     monkeypatch.setenv("PROMPTS_OPTIONS", "{}")
     with pytest.raises(ConfigError, match="path is required"):
@@ -230,7 +230,7 @@ def test_variable_sets_the_options(path: str, monkeypatch: pytest.MonkeyPatch) -
 # -- connections -----------------------------------------------------------------------------
 
 
-async def test_every_connection_has_the_tasks_and_the_row(path: str) -> None:
+async def test_every_protocol_provides_the_tasks_and_the_row(path: str) -> None:
     factory = functools.partial(make_environment, path=path, test_size=4)
     async with EnvServer(factory, ServerOptions(port=0)) as server:
         for address in (
@@ -260,7 +260,7 @@ def read_prompt(address: str) -> str:
         return messages[0].content
 
 
-def test_pattern_extracts_the_answer(path: str) -> None:
+def test_pattern_extracts_the_graded_text(path: str) -> None:
     pattern = "<final>(.*?)</final>"
     environment = make_environment(path=path, answer="solution", answer_pattern=pattern)
     solution = environment.reset(seed=0).info["solution"]

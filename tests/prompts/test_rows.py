@@ -97,7 +97,9 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
-def test_all_formats_give_the_same_rows(write: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_all_file_formats_produce_the_same_rows(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
     rows = open_rows(write(tmp_path), "train", check_row)
     assert rows.columns == ("prompt", "answer") and len(rows) == len(ROWS)
     assert [rows[index] for index in (3, 1, 2, 0)] == [ROWS[index] for index in (3, 1, 2, 0)]
@@ -134,7 +136,7 @@ def test_missing_column_is_null(tmp_path: Path) -> None:
         ("a.parquet", "no parquet", "cannot read path"),
     ],
 )
-def test_invalid_file_is_refused_with_the_row(
+def test_invalid_file_error_names_the_row(
     name: str, text: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(text)
@@ -216,7 +218,7 @@ def test_long_rows_stay_on_disk(tmp_path: Path) -> None:
     assert num_bytes < 1_000_000, "the file has 10 MB"
 
 
-def test_changed_file_is_detected_and_replaced_file_has_no_effect(
+def test_modified_file_is_detected_and_replaced_file_has_no_effect(
     tmp_path: Path,
 ) -> None:
     path = write_json_lines(tmp_path)
@@ -239,7 +241,9 @@ def test_changed_file_is_detected_and_replaced_file_has_no_effect(
         ({"prompt": ["a"], "answer": []}, "rows.jsonl", "columns must have the same length"),
     ],
 )
-def test_invalid_rows_leave_no_file(rows: Any, name: str, message: str, tmp_path: Path) -> None:
+def test_writing_invalid_rows_creates_no_file(
+    rows: Any, name: str, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         write_rows(rows, tmp_path / name)
     assert list(tmp_path.iterdir()) == []

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
         ("9" * 50_000, 42, -1),
     ],
 )
-def test_math_rule(text: str, answer: object, reward: float) -> None:
+def test_math_rule_rewards_correct_responses(text: str, answer: object, reward: float) -> None:
     assert rules.math_rule([text], [answer]) == [reward]
     conversation = [{"role": "assistant", "content": "7"}, {"role": "assistant", "content": text}]
     assert rules.math_rule([conversation], [answer]) == [reward]
@@ -64,7 +64,7 @@ ROW = {"keyword": ["invoice"], "ideal": [LETTER], "recipient": ["Rivera"], "max_
         ("<think>" + LETTER + "</think>Dear Ms. Rivera, it comes later.", 1),
     ],
 )
-def test_email_rule(text: str, reward: float) -> None:
+def test_email_rule_returns_the_expected_reward(text: str, reward: float) -> None:
     assert rules.email_rule([text], **ROW) == [reward]
 
 
@@ -80,11 +80,11 @@ def test_email_rule(text: str, reward: float) -> None:
         ("Best regards,\na\nb\nc\nd", False),
     ],
 )
-def test_signature_is_a_closing_and_a_name(closing: str, is_signed: bool) -> None:
+def test_signature_requires_a_closing_and_a_name(closing: str, is_signed: bool) -> None:
     assert rules.has_signature([f"Dear Kim,\nhello.\n{closing}"]) == [float(is_signed)]
 
 
-def test_missing_columns_count_zero() -> None:
+def test_missing_values_add_zero_reward() -> None:
     empty_row = {"keyword": [None], "ideal": [None], "recipient": [None]}
     assert rules.email_rule(["word"], **empty_row) == [0.0]
     assert rules.is_too_long(["word " * 150, "word " * 151]) == [0.0, -1.0]
@@ -101,7 +101,7 @@ def test_missing_column_is_refused(rule: str) -> None:
 
 
 @pytest.mark.parametrize("example", ["examples/math/rule.toml", "examples/email/tiny.toml"])
-def test_examples_pass_the_checks(
+def test_examples_pass_the_start_checks(
     example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -74,7 +74,7 @@ def load(*overrides: str) -> LanguageModelRun:
         (["kind=dqn"], ["algorithm.kind", "'grpo', 'reinforce', 'ppo'", "'dqn'"]),
     ],
 )
-def test_impossible_algorithm_is_named_with_value_and_remedy(
+def test_invalid_algorithm_error_contains_field_value_and_remedy(
     overrides: list[str], parts: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as exc_info:

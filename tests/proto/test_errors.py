@@ -10,7 +10,7 @@ from ludus.proto.errors import ErrorCode, ExecutionError, SessionLostError, make
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))
-def test_code_and_message_survive_the_wire(code: ErrorCode) -> None:
+def test_code_and_message_are_preserved_over_the_wire(code: ErrorCode) -> None:
     error = make_wire_error(code.value, "why")
     assert (error.code, error.message) == (code, "why")
 
@@ -28,5 +28,5 @@ def test_unknown_code_becomes_an_execution_error() -> None:
     assert "TEAPOT" in str(error)
 
 
-def test_openenv_session_error_means_a_lost_session() -> None:
+def test_openenv_session_error_becomes_a_session_lost_error() -> None:
     assert isinstance(make_wire_error("SESSION_ERROR", "gone"), SessionLostError)

@@ -30,7 +30,7 @@ def make_reward_metrics(rewards: list[float]) -> dict[str, float]:
     }
 
 
-def test_combined_deviation_equals_that_of_all_episodes() -> None:
+def test_combined_deviation_equals_deviation_of_all_episodes() -> None:
     rng = random.Random(0)
     parts = [[rng.gauss(shift, 1 + shift) for _ in range(n)] for shift, n in ((0, 3), (5, 50))]
     combined_metrics = combine_metrics(make_reward_metrics(part) for part in parts)
@@ -80,13 +80,13 @@ def test_parts_without_a_metric_are_skipped() -> None:
     assert combine_metric(TrainMetric.LOSS, [empty_part]) is None
 
 
-def test_means_of_evaluations_are_weighted_by_games() -> None:
+def test_evaluation_means_are_weighted_by_num_games() -> None:
     small_part, large_part = ({"win_rate": 1.0, "num_games": 1}, {"win_rate": 0.0, "num_games": 3})
     assert combine_metric(EvalMetric.WIN_RATE, [small_part, large_part]) == 0.25
 
 
 @pytest.mark.parametrize("metric", ALL_METRICS, ids=str)
-def test_every_metric_is_described_and_weighted_by_a_sum(metric: TrainMetric | EvalMetric) -> None:
+def test_every_metric_has_help_text_and_a_sum_as_weight(metric: TrainMetric | EvalMetric) -> None:
     spec, metric_type = metric.spec, type(metric)
     assert spec.help.endswith(".")
     assert (spec.center is not None) == (spec.reduction is Reduction.DEVIATION)
@@ -98,7 +98,7 @@ def test_every_metric_is_described_and_weighted_by_a_sum(metric: TrainMetric | E
         assert metric_type(spec.weight).spec.reduction is Reduction.SUM  # type: ignore[call-arg]
 
 
-def test_names_on_dashboards_follow_prometheus_conventions() -> None:
+def test_dashboard_names_follow_prometheus_conventions() -> None:
     names = [prometheus_name(metric) for metric in ALL_METRICS]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"ludus_train_[a-z0-9_]+", name) for name in names)

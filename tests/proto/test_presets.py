@@ -85,7 +85,7 @@ def test_dapo_preset() -> None:
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_fields_of_the_run_override_the_preset(tmp_path: Path, preset: str) -> None:
+def test_run_fields_override_the_preset(tmp_path: Path, preset: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(
         f"""
@@ -109,7 +109,7 @@ def test_fields_of_the_run_override_the_preset(tmp_path: Path, preset: str) -> N
     assert run.algorithm.aggregation == preset_run.algorithm.aggregation
 
 
-def test_section_of_another_kind_replaces_that_of_the_preset() -> None:
+def test_section_of_another_kind_replaces_the_preset_section() -> None:
     run = load("trl", "algorithm.correction.kind=token_tis")
     assert run.algorithm.correction.model_dump() == {"kind": "token_tis", "cap": 2.0}
     assert run.algorithm.aggregation == "token_mean"
@@ -136,7 +136,7 @@ def test_every_field_of_a_preset_is_in_the_run(preset: str) -> None:
         assert run_tree[section] == {**run_tree[section], **fields}
 
 
-def test_unknown_preset_is_refused_with_the_known_names() -> None:
+def test_unknown_preset_error_lists_the_known_presets() -> None:
     with pytest.raises(ConfigError, match=r"preset: .*'torchforge', 'trl' or 'dapo'.*'verl'"):
         load("verl")
 

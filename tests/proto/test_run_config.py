@@ -91,7 +91,7 @@ def test_the_reward_model_example_is_valid() -> None:
         ),
     ],
 )
-def test_mistake_is_named_with_field_value_and_remedy(
+def test_invalid_setting_error_contains_field_value_and_remedy(
     overrides: list[str], parts: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as exc_info:
@@ -112,7 +112,7 @@ def test_mistake_is_named_with_field_value_and_remedy(
         ("reward_model.num_threads", (1, 1024), (0, 1025)),
     ],
 )
-def test_bounds_are_checked_on_both_sides(
+def test_lower_and_upper_bounds_are_checked(
     field: str, accepted: tuple[object, ...], refused: tuple[object, ...]
 ) -> None:
     section, name = field.split(".")
@@ -130,7 +130,7 @@ def test_bounds_are_checked_on_both_sides(
             load(value)
 
 
-def test_all_mistakes_are_reported_together() -> None:
+def test_all_errors_are_reported_together() -> None:
     with pytest.raises(ConfigError, match=r"(?s)seed.*training\.num_steps"):
         load_run_config(None, ["seed=-1", "training.num_steps=0"])
 
@@ -149,17 +149,17 @@ def test_overrides_may_be_toml() -> None:
     assert (run.name, run.environment.options) == ("quoted", {"game": "catch"})
 
 
-def test_list_of_unnamed_environments_is_refused() -> None:
+def test_list_of_unnamed_environments_fails() -> None:
     with pytest.raises(ConfigError, match=r"\[\[environment\]\].*\[environments\.<name>\]"):
         load_run_config(None, ['environment=[{package = "math_env"}]'])
 
 
-def test_reward_models_have_their_own_command() -> None:
+def test_reward_model_error_suggests_the_train_reward_command() -> None:
     with pytest.raises(ConfigError, match="train its model with `ludus train-reward`"):
         make_run_config({"kind": "reward_model", "model": "org/model", "data": "rows.jsonl"})
 
 
-def test_only_another_kind_clears_its_section() -> None:
+def test_section_is_cleared_only_if_the_kind_changes() -> None:
     path = EXAMPLES[-1].with_name("tiny.toml")
     other_run = load_run_config(path, ["model.kind=pretrained", "model.path=x"])
     assert (other_run.model.kind, other_run.environment.policies is None) == ("pretrained", False)
@@ -191,7 +191,7 @@ def test_engine_that_fits_the_rollout_settings_is_accepted() -> None:
         ({"options": {"game": "catch"}}, "catch"),
     ],
 )
-def test_single_environment_is_named_after_its_game_package_or_address(
+def test_single_environment_name_comes_from_game_package_or_address(
     environment: dict[str, object], name: str
 ) -> None:
     kind = "remote" if "address" in environment else "local"
@@ -202,12 +202,12 @@ def test_single_environment_is_named_after_its_game_package_or_address(
     assert LanguageModelRun(environments=pair).environment_section(name) == f"environments.{name}"
 
 
-def test_configuration_can_be_read_from_its_json() -> None:
+def test_configuration_round_trips_through_json() -> None:
     run = load_run_config(None, ["generator.kind=vllm", "weights.kind=folder"])
     assert LanguageModelRun.model_validate_json(run.model_dump_json()) == run
 
 
-def test_missing_file_points_to_the_examples(tmp_path: Path) -> None:
+def test_missing_file_error_mentions_the_examples(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"nothing\.toml.*examples/"):
         load_run_config(tmp_path / "nothing.toml")
 
@@ -215,14 +215,14 @@ def test_missing_file_points_to_the_examples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"), [("a.toml", "= 3"), ("a.yaml", "a: [1"), ("a.json", "{"), ("a.ini", "")]
 )
-def test_unreadable_file_is_named(tmp_path: Path, name: str, text: str) -> None:
+def test_unreadable_file_is_named_in_the_error(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ConfigError, match=name.partition(".")[2]):
         load_run_config(path)
 
 
-def test_override_without_a_value_is_refused() -> None:
+def test_override_without_a_value_fails() -> None:
     with pytest.raises(ConfigError, match=r"expected section\.field=value, got 'seed'"):
         load_run_config(None, ["seed"])
 
@@ -255,7 +255,7 @@ def test_default_learning_rate_depends_on_the_kind_of_model(
         ({"model": {"kind": "network"}}, ["model.kind: expected one of 'tiny', 'pretrained'"]),
     ],
 )
-def test_sections_of_another_kind_of_run_are_unknown(
+def test_sections_of_another_run_kind_are_unknown_keys(
     tree: dict[str, object], messages: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as exc_info:
@@ -264,7 +264,7 @@ def test_sections_of_another_kind_of_run_are_unknown(
         assert message in str(exc_info.value)
 
 
-def test_defaults_belong_to_the_kind_of_run() -> None:
+def test_defaults_depend_on_the_run_kind() -> None:
     network_run = make_run_config({"kind": "network", "environment": {"package": "gymnasium:A-v0"}})
     assert isinstance(network_run, NetworkRun)
     assert (network_run.eval.num_games, network_run.eval.temperature) == (100, 0.0)

@@ -37,14 +37,14 @@ def run_lock_owner(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_locked_folder_is_refused_with_the_name_of_its_owner(tmp_path: Path) -> None:
+def test_lock_error_names_the_owner_process(tmp_path: Path) -> None:
     with run_lock_owner(tmp_path) as process:
         assert is_in_use(tmp_path)
         with pytest.raises(ConfigError, match=rf"is in use: process {process.pid} on .* training"):
             RunLock.take(tmp_path)
 
 
-def test_lock_is_released_when_its_process_is_killed(tmp_path: Path) -> None:
+def test_lock_is_released_when_the_process_is_killed(tmp_path: Path) -> None:
     with run_lock_owner(tmp_path) as process:
         process.kill()
         process.wait()

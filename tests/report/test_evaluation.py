@@ -46,7 +46,7 @@ def make_unjudged(*returns: float) -> list[EpisodeOutcome]:
         (1, 29, 0.0061, 0.1718),
     ],
 )
-def test_wilson_interval_is_that_of_newcombe_1998_table_1(
+def test_wilson_interval_matches_newcombe_1998_table_1(
     num_successes: int, num_trials: int, low: float, high: float
 ) -> None:
     assert wilson_interval(num_successes, num_trials) == pytest.approx((low, high), abs=5e-5)
@@ -58,7 +58,7 @@ def test_wilson_interval_stays_within_zero_and_one() -> None:
     assert wilson_interval(0, 0) == (0.0, 1.0)
 
 
-def test_mean_interval_of_known_numbers() -> None:
+def test_mean_interval_matches_known_values() -> None:
     # Mean 3, sample variance 2.5: 3 -+ 1.959964 * sqrt(2.5 / 5).
     low, high = compute_mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (low, high) == pytest.approx((1.614096, 4.385904), abs=1e-6)
@@ -83,7 +83,7 @@ def test_summary_counts_outcomes_and_excludes_void_episodes() -> None:
     assert result.win_rate_ci95 == wilson_interval(2, 5)
 
 
-def test_without_success_there_is_no_win_rate() -> None:
+def test_result_without_success_has_no_win_rate() -> None:
     result = summarize(make_unjudged(200.0, 17.0, 9.0))  # for example the returns of CartPole
     assert (result.win_rate, result.win_rate_ci95, result.draw_rate) == (None, None, None)
     assert result.expected_return == pytest.approx(226 / 3)
@@ -126,7 +126,7 @@ def test_void_episodes_are_counted_separately() -> None:
     assert (result.num_games, result.num_void, result.win_rate) == (2, 1, 0.5)
 
 
-def test_random_closes_nothing_and_optimal_closes_everything_exactly() -> None:
+def test_gap_closed_is_0_for_random_and_1_for_optimal_policy() -> None:
     generator = random.Random(7)
     worst = make_outcomes(*(generator.choice([-1.0, -1.0, 1.0]) for _ in range(999)))
     best = make_outcomes(*(generator.choice([-1.0, 0.0, 1.0, 1.0]) for _ in range(999)))
@@ -134,7 +134,7 @@ def test_random_closes_nothing_and_optimal_closes_everything_exactly() -> None:
     assert measure_gap_closed(best, worst, best) == (1.0, (1.0, 1.0))
 
 
-def test_gap_closed_pairs_by_seed_and_leaves_void_episodes_out() -> None:
+def test_gap_closed_pairs_episodes_by_seed_and_excludes_void_episodes() -> None:
     policy = make_outcomes(0.0, 1.0, None, 1.0)
     worst = make_outcomes(-1.0, -1.0, -1.0, 1.0, 5.0)
     best = list(reversed(make_outcomes(1.0, 1.0, 1.0, 1.0)))
@@ -147,7 +147,7 @@ def test_gap_closed_pairs_by_seed_and_leaves_void_episodes_out() -> None:
 
 
 @pytest.mark.slow
-def test_interval_of_the_gap_covers_the_truth_nineteen_times_in_twenty() -> None:
+def test_gap_interval_has_95_percent_coverage() -> None:
     generator = random.Random(0)
     num_repeats, num_covered = 400, 0
     for _ in range(num_repeats):
@@ -161,7 +161,7 @@ def test_interval_of_the_gap_covers_the_truth_nineteen_times_in_twenty() -> None
     assert 0.92 <= num_covered / num_repeats <= 0.98
 
 
-def test_there_is_no_gap_if_optimal_is_not_above_random() -> None:
+def test_gap_closed_is_none_if_optimal_is_not_above_random() -> None:
     assert (
         measure_gap_closed(
             make_outcomes(1.0, 1.0), make_outcomes(0.0, 0.0), make_outcomes(0.0, 0.0)
@@ -249,7 +249,7 @@ def test_policies_and_environments_use_different_random_streams() -> None:
     assert 0.9 < sum(returns) / len(returns) < 1.1
 
 
-def test_a_lost_session_voids_its_episode_only() -> None:
+def test_lost_session_voids_only_one_episode() -> None:
     client = CoinClient(lost_seeds=(3,))
     results = play(client, range(6))
     assert [outcome.seed for outcome in results if outcome.episode_return is None] == [3]
@@ -257,7 +257,7 @@ def test_a_lost_session_voids_its_episode_only() -> None:
     assert client.num_open == 0
 
 
-def test_a_failed_episode_is_void_and_its_session_is_closed() -> None:
+def test_failed_episode_is_void_and_the_session_is_closed() -> None:
     client = CoinClient()
 
     def fail_sometimes(observation: JsonObject, rng: random.Random) -> JsonObject:
@@ -270,7 +270,7 @@ def test_a_failed_episode_is_void_and_its_session_is_closed() -> None:
     assert client.num_open == 0
 
 
-def test_a_policy_that_cannot_be_used_is_an_error() -> None:
+def test_config_error_of_a_policy_is_raised() -> None:
     def raise_config_error(observation: JsonObject, rng: random.Random) -> JsonObject:
         raise ConfigError("expected options.size")
 
@@ -278,7 +278,7 @@ def test_a_policy_that_cannot_be_used_is_an_error() -> None:
         asyncio.run(play_policy(CoinClient(), raise_config_error, range(4)))
 
 
-def test_a_turn_limit_keeps_the_reward_so_far() -> None:
+def test_turn_limit_preserves_earlier_rewards() -> None:
     client = CoinClient()
     full_outcomes, short_outcomes = (
         play(CoinClient(), range(50)),
@@ -296,7 +296,7 @@ def test_a_turn_limit_keeps_the_reward_so_far() -> None:
         )
 
 
-def test_outcomes_have_the_success_that_the_environment_reports() -> None:
+def test_outcomes_contain_the_success_reported_by_the_environment() -> None:
     full_outcomes = play(CoinClient(lost_seeds=(3,)), range(50))
     assert {(o.episode_return, o.success) for o in full_outcomes} == {
         (0.0, False),
@@ -307,7 +307,7 @@ def test_outcomes_have_the_success_that_the_environment_reports() -> None:
     assert {o.success for o in play(CoinClient(), range(50), max_turns=1)} == {None}
 
 
-def test_episodes_wait_for_room_on_a_full_server() -> None:
+def test_episodes_wait_for_capacity_on_a_full_server() -> None:
     client = CoinClient(max_open=3)
     assert play(client, range(20)) == play(CoinClient(), range(20))
     assert client.max_open_seen == 3

@@ -71,7 +71,7 @@ async def test_every_environment_is_evaluated_on_the_same_seeds() -> None:
     assert (catch.policy.draw_rate, catch.gap_closed, catch.baselines) == (1.0, None, {})
 
 
-async def test_lost_games_are_played_again() -> None:
+async def test_lost_episodes_are_retried() -> None:
     workers = FakeWorkers(num_losing_calls=1)
     reports = await make_evaluator(workers).evaluate(4)
     assert reports["blackjack"].policy.num_games == 4
@@ -82,12 +82,12 @@ async def test_lost_games_are_played_again() -> None:
     ]
 
 
-async def test_fixed_policies_have_the_turn_limit_of_the_trained_policy() -> None:
+async def test_fixed_policies_use_the_turn_limit_of_the_trained_policy() -> None:
     outcomes = await play_baselines(CoinClient(), {"guess": guess}, ("guess",), CONFIG, max_turns=1)
     assert [outcome.num_steps for outcome in outcomes["guess"]] == [1] * 8
 
 
-async def test_a_fixed_policy_without_valid_games_is_named_with_the_reason() -> None:
+async def test_fixed_policy_without_valid_episodes_is_reported_with_the_reason() -> None:
     def fail(observation: JsonObject, rng: random.Random) -> JsonObject:
         raise KeyError("hand")
 
@@ -114,14 +114,14 @@ class FailingWorkers(FakeWorkers):
         return outcomes
 
 
-async def test_if_all_games_are_void_the_most_common_reason_is_named() -> None:
+async def test_most_common_reason_is_reported_if_all_episodes_are_void() -> None:
     with pytest.raises(
         EpisodesFailedError, match=r"all 4 episodes .* in 'catch'.*KeyError: 'ball'"
     ):
         await make_evaluator(FailingWorkers(num_failing=4)).evaluate(4)
 
 
-async def test_a_game_that_fails_each_time_is_counted_and_left_out(
+async def test_repeatedly_failing_episode_is_counted_and_excluded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     reports = await make_evaluator(FailingWorkers(num_failing=1)).evaluate(4)
@@ -131,7 +131,7 @@ async def test_a_game_that_fails_each_time_is_counted_and_left_out(
     assert "KeyError: 'ball'" in caplog.text
 
 
-async def test_games_of_a_fixed_policy_that_failed_are_left_out_of_the_comparison() -> None:
+async def test_failed_episodes_of_a_fixed_policy_are_excluded_from_the_gap() -> None:
     seeds = list_eval_seeds(CONFIG, 8)
     failures = [EpisodeOutcome(seed, None, 1, failure="KeyError: 'ace'") for seed in seeds[:4]]
     best_outcomes = [*failures, *make_outcomes(seeds[4:], 2.0)]

@@ -38,14 +38,14 @@ def test_a_token_needs_six_flops_per_weight() -> None:
     assert make_work(make_model(tied=True)).per_token == make_work(make_model()).per_token
 
 
-def test_a_frozen_weight_has_no_gradient_work() -> None:
+def test_frozen_weights_need_no_gradient_flops() -> None:
     model = make_model()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     assert make_work(model).per_token == pytest.approx(make_work(make_model()).per_token * 4 / 6)
 
 
-def test_forward_work_is_what_torch_counts() -> None:
+def test_forward_flops_match_the_torch_flop_counter() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     num_tokens, model = 16, make_model()
@@ -91,7 +91,7 @@ def test_gpu_speed_is_looked_up_by_name(name: str, tera: float | None) -> None:
     assert find_gpu_peak_flops(name, torch.bfloat16) == expected
 
 
-def test_a_cpu_is_measured() -> None:
+def test_cpu_peak_flops_are_measured() -> None:
     torch.set_num_threads(1)
     peak_flops = measure_peak_flops(CPU, torch.float32)
     assert peak_flops is not None

@@ -47,13 +47,13 @@ def page(tmp_path: Path) -> str:
     return write_report(build_run(tmp_path / "demo")).read_text(encoding="utf-8")
 
 
-def test_the_report_is_written_into_the_runs_folder(tmp_path: Path) -> None:
+def test_report_is_written_to_the_run_folder(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo")
     assert write_report(run_dir) == run_dir / "report.html"
     assert write_report(run_dir, tmp_path / "other.html").is_file()
 
 
-def test_the_page_is_well_formed_and_needs_nothing_else(page: str) -> None:
+def test_page_is_well_formed_and_has_no_external_resources(page: str) -> None:
     root = parse(page)
     assert root.tag == "html"
     assert not list(root.iter("script"))
@@ -62,7 +62,7 @@ def test_the_page_is_well_formed_and_needs_nothing_else(page: str) -> None:
     assert not re.search(r"https?://|url\(|@import|src=|href=", page)
 
 
-def test_headline_numbers_are_those_of_the_summary(page: str) -> None:
+def test_headline_numbers_match_the_summary(page: str) -> None:
     summary = build_summary()
     tiles = [join_text(tile) for tile in find_all(parse(page), "tile")]
     win_rate, expected_return, gap, games, time = tiles
@@ -75,7 +75,7 @@ def test_headline_numbers_are_those_of_the_summary(page: str) -> None:
     assert "94 s" in time
 
 
-def test_the_table_has_every_policy_with_the_numbers_of_the_summary(page: str) -> None:
+def test_table_has_every_policy_with_summary_numbers(page: str) -> None:
     rows = [join_text(row) for row in parse(page).iter("tr")]
     names = ["policy before training", "policy after training", *BASELINES]
     assert len(rows) == len(names) + 1
@@ -85,7 +85,7 @@ def test_the_table_has_every_policy_with_the_numbers_of_the_summary(page: str) -
         assert f"{expected_return:.3f}".replace("-", "−") in row
 
 
-def test_learning_curves_end_at_the_summary_and_name_the_baselines(page: str) -> None:
+def test_learning_curves_end_at_the_summary_and_label_the_baselines(page: str) -> None:
     charts = parse(page).iter("svg")
     curves = [svg for svg in charts if "over episodes" in svg.get("aria-label", "")]
     win_rate = curves[0]
@@ -184,7 +184,7 @@ def test_a_run_without_a_curriculum_has_no_marks(page: str) -> None:
     assert "curriculum opens" not in page
 
 
-def test_configuration_and_versions_are_there_but_folded(page: str) -> None:
+def test_configuration_and_versions_are_in_collapsed_sections(page: str) -> None:
     details = {join_text(d.find("summary")): join_text(d) for d in parse(page).iter("details")}  # type: ignore[arg-type]
     assert '"groups_per_step": 32' in details["Configuration, resolved"]
     assert "2.13.0" in details["Package versions"]
@@ -215,7 +215,7 @@ def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     ET.parse(write_figure(run_dir, tmp_path / "figure.svg"))
 
 
-def test_an_unfinished_run_is_marked_and_shows_its_data(tmp_path: Path) -> None:
+def test_unfinished_run_has_a_notice_and_shows_available_data(tmp_path: Path) -> None:
     page = write_report(build_run(tmp_path / "half", finished=False)).read_text()
     root = parse(page)
     (notices,) = find_all(root, "notices")
@@ -228,7 +228,7 @@ def test_an_unfinished_run_is_marked_and_shows_its_data(tmp_path: Path) -> None:
     assert "43.3% basic strategy" in [join_text(label) for label in find_all(root, "label")]
 
 
-def test_a_mixed_run_shows_every_environment_under_its_name(tmp_path: Path) -> None:
+def test_mixed_run_shows_every_environment_by_name(tmp_path: Path) -> None:
     names = ("blackjack", "catch")
     page = write_report(build_run(tmp_path / "mixed", environments=names)).read_text()
     root = parse(page)
@@ -243,7 +243,7 @@ def test_a_mixed_run_shows_every_environment_under_its_name(tmp_path: Path) -> N
     assert "openspiel_env (game = blackjack) and openspiel_env (game = catch)" in join_text(root)
 
 
-def test_an_unfinished_mixed_run_shows_the_latest_evaluation_of_each(tmp_path: Path) -> None:
+def test_unfinished_mixed_run_shows_latest_evaluation_per_environment(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "half", finished=False, environments=("blackjack", "catch"))
     root = parse(write_report(run_dir).read_text())
     tiles = [tile for tile in find_all(root, "tile") if "the latest evaluation" in join_text(tile)]
@@ -258,7 +258,7 @@ def test_a_run_without_metrics_has_a_notice(tmp_path: Path) -> None:
     assert not list(root.iter("svg"))
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
+def test_damaged_files_are_reported_by_name(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo")
     (run_dir / METRICS_FILE).write_text('{"kind": "rumour"}\n')
     (run_dir / CHART_FILE).write_text("not json")
@@ -269,7 +269,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     assert len(find_all(root, "tile")) == 5
 
 
-def test_a_summary_of_a_stopped_run_is_marked_as_such(tmp_path: Path) -> None:
+def test_summary_of_a_stopped_run_has_a_notice(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo")
     result = build_summary().results["blackjack"]
     report_without_gap = result.report.model_copy(update={"gap_closed": None})
@@ -281,7 +281,7 @@ def test_a_summary_of_a_stopped_run_is_marked_as_such(tmp_path: Path) -> None:
     assert len(find_all(root, "tile")) == 4
 
 
-def test_a_folder_without_a_run_is_refused_with_what_is_near(tmp_path: Path) -> None:
+def test_missing_run_folder_is_refused_with_existing_folders(tmp_path: Path) -> None:
     build_run(tmp_path / "demo")
     with pytest.raises(NotFoundError, match=r"does not exist; .* has demo"):
         write_report(tmp_path / "dmeo")
@@ -293,7 +293,7 @@ def test_an_unwritable_path_is_refused(tmp_path: Path) -> None:
         write_report(run_dir, tmp_path / "no" / "such" / "folder.html")
 
 
-def test_the_figure_is_one_standalone_picture(tmp_path: Path) -> None:
+def test_figure_is_a_standalone_svg(tmp_path: Path) -> None:
     path = write_figure(build_run(tmp_path / "demo"), tmp_path / "figure.svg")
     root = ET.parse(path).getroot()
     assert root.tag == f"{SVG}svg"
@@ -304,7 +304,7 @@ def test_the_figure_is_one_standalone_picture(tmp_path: Path) -> None:
     assert not re.search(r"https?://|url\(|@import|href=", content)
 
 
-def test_the_figure_of_a_mixed_run_is_of_the_environment_that_has_a_chart(tmp_path: Path) -> None:
+def test_figure_of_a_mixed_run_uses_the_environment_with_a_chart(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "mixed", environments=("catch", "blackjack"))
     page_text = join_text(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
     assert "basic strategy, hard hands" in page_text
@@ -338,7 +338,7 @@ def remove_success(run_dir: Path) -> Path:
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_without_success_the_report_shows_the_return(tmp_path: Path, finished: bool) -> None:
+def test_report_without_success_shows_the_return(tmp_path: Path, finished: bool) -> None:
     run_dir = remove_success(build_run(tmp_path / "demo", finished=finished))
     root = parse(write_report(run_dir).read_text(encoding="utf-8"))
     assert "Win rate" not in join_text(root)
@@ -371,7 +371,7 @@ def test_first_and_last_responses_are_shown(tmp_path: Path) -> None:
     assert shown_responses == [f"policy<b>{step}</b>" for step in (1, 2, 3, 18, 19, 20)]
 
 
-def test_a_failure_reason_is_below_its_episode(tmp_path: Path) -> None:
+def test_failure_reason_is_below_the_episode(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo")
     reason = "ValueError: no such card <b> (in parse, cards.py:7)"
     failed_episode = transcript(1).model_copy(update={"status": "failed", "failure": reason})

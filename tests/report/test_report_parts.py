@@ -28,7 +28,7 @@ def test_ticks_are_round_and_within_the_range(
     assert choose_ticks(low, high, num_wanted) == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_scale_maps_ends_to_ends() -> None:
+def test_scale_maps_domain_ends_to_range_ends() -> None:
     scale = Scale(-1.0, 3.0, 200.0, 0.0)
     assert [scale(-1.0), scale(1.0), scale(3.0)] == [200.0, 100.0, 0.0]
 
@@ -40,7 +40,7 @@ def test_a_padded_range_is_never_empty(values: list[float]) -> None:
     assert all(low <= value <= high for value in values)
 
 
-def test_labels_are_spread_as_little_as_needed_and_stay_inside() -> None:
+def test_labels_are_spread_minimally_and_stay_within_the_range() -> None:
     assert spread_positions([10, 40, 90], 15, 0, 100) == [10, 40, 90]
     positions = spread_positions([50, 52, 51], 15, 0, 100)
     assert sorted(positions) == [50, 65, 80]
@@ -67,7 +67,7 @@ def test_compact_numbers_have_about_three_digits(value: float, text: str) -> Non
     assert format_compact(value) == text
 
 
-def test_numbers_for_people() -> None:
+def test_numbers_are_formatted_for_readers() -> None:
     assert format_percent(0.42857) == "42.9%"
     assert format_percent_interval((0.4191, 0.4385)) == "41.9 to 43.9%"
     assert format_fixed(-0.0001, 3) == "0.000"

@@ -58,7 +58,7 @@ def test_dry_run_checks_the_data_and_writes_nothing(
         (["\ud800"], ["good"], "the text contains half of a character"),
     ],
 )
-def test_invalid_contents_are_refused(
+def test_invalid_prompts_completions_or_max_tokens_are_refused(
     model_path: str, prompts: Any, answers: Any, message: str
 ) -> None:
     model = make_reward_model(model_path, "chat", None)

@@ -42,7 +42,7 @@ def test_reward_model_learns_a_hidden_rule(
     assert min_accuracy <= metrics.accuracy <= max_accuracy
 
 
-def test_odd_answers_follow_the_same_rule(
+def test_odd_completions_follow_the_same_hidden_rule(
     example: ModuleType,
 ) -> None:
     rule = example.HiddenRule(3)

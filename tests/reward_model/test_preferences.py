@@ -69,7 +69,7 @@ def to_tuples(comparisons: Iterator[Comparison]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     "kind", ["jsonl", "json", "csv", "parquet", "saved", "saved_splits", "folder"]
 )
-def test_all_file_formats_are_read_alike(kind: str, tmp_path: Path) -> None:
+def test_all_file_formats_produce_the_same_comparisons(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"data.{kind}"
     match kind:
         case "jsonl":
@@ -106,7 +106,7 @@ def test_openai_format_with_four_samples_is_read(tmp_path: Path) -> None:
     assert comparison == ("Q", "a", "b", "c", "d", 2)
 
 
-def test_messages_and_tokens_are_not_changed(tmp_path: Path) -> None:
+def test_messages_and_token_ids_are_read_unchanged(tmp_path: Path) -> None:
     user_message, assistant_message = (
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello"},
@@ -139,7 +139,7 @@ def test_messages_and_tokens_are_not_changed(tmp_path: Path) -> None:
         ("{nonsense", "row 2: expected one JSON object per line, got '{nonsense'"),
     ],
 )
-def test_invalid_row_is_named_with_its_mistake(
+def test_error_for_an_invalid_row_contains_the_reason(
     row: Mapping[str, Any] | str, message: str, tmp_path: Path
 ) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", [PAIRS[0], row])
@@ -147,7 +147,7 @@ def test_invalid_row_is_named_with_its_mistake(
         list(read_comparisons(path))
 
 
-def test_unreadable_files_are_named(tmp_path: Path) -> None:
+def test_missing_or_unreadable_data_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="does not exist"):
         list(read_comparisons(tmp_path / "missing.jsonl"))
     (tmp_path / "data.txt").write_text("hello")

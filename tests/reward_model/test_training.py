@@ -49,7 +49,7 @@ def assert_equal(model: RewardModel, expected_model: RewardModel) -> None:
         assert torch.equal(tensor, expected_weights[name]), name
 
 
-def test_folder_contains_the_returned_model_and_its_metrics(
+def test_output_folder_contains_the_returned_model_and_metrics(
     model_path: str, preferences: Path, tmp_path: Path
 ) -> None:
     config = make_config(model_path, preferences, tmp_path / "rm")
@@ -102,7 +102,7 @@ def test_resumed_training_equals_an_uninterrupted_training(
     assert epoch_dumps[0] == epoch_dumps[1]
 
 
-def test_resumed_training_must_keep_its_configuration_and_data(
+def test_resume_with_changed_configuration_or_data_is_refused(
     model_path: str, preferences: Path, tmp_path: Path
 ) -> None:
     data_path = tmp_path / "data.jsonl"
@@ -149,7 +149,7 @@ def test_frozen_backbone_does_not_change(
     )
 
 
-def test_result_does_not_depend_on_micro_batches(
+def test_trained_weights_do_not_depend_on_micro_batch_size(
     model_path: str, preferences: Path, tmp_path: Path
 ) -> None:
     expected_model, _ = train_reward_model(
@@ -164,7 +164,7 @@ def test_result_does_not_depend_on_micro_batches(
 
 
 @pytest.mark.parametrize("path_fixture", ["model_path", "gpt2_path"])
-def test_scores_do_not_depend_on_padding_or_on_the_loader(
+def test_scores_do_not_depend_on_padding_or_loading_library(
     path_fixture: str, preferences: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     path = request.getfixturevalue(path_fixture)
@@ -187,7 +187,7 @@ def test_scores_do_not_depend_on_padding_or_on_the_loader(
     assert batch_scores == pytest.approx(expected_scores, abs=1e-5)
 
 
-def test_equal_answers_have_equal_scores_in_all_batches(
+def test_equal_completions_have_equal_scores_in_all_batches(
     model_path: str, preferences: Path, tmp_path: Path, example: ModuleType
 ) -> None:
     model, _ = train_reward_model(make_config(model_path, preferences, tmp_path / "rm", epochs=1))
@@ -199,7 +199,7 @@ def test_equal_answers_have_equal_scores_in_all_batches(
     assert len(set(scores)) > half_length // 2
 
 
-def test_keep_best_keeps_the_best_epoch(
+def test_keep_best_saves_the_epoch_with_the_lowest_test_loss(
     model_path: str, example: ModuleType, tmp_path: Path
 ) -> None:
     # Random preferences can only be memorized, which increases the held-out loss.
@@ -215,7 +215,7 @@ def test_keep_best_keeps_the_best_epoch(
     assert_equal(model, load_reward_model(tmp_path / "rm"))
 
 
-def test_comparisons_of_one_prompt_stay_together(
+def test_comparisons_of_one_prompt_are_in_the_same_split(
     model_path: str, tmp_path: Path, example: ModuleType
 ) -> None:
     rows = [
@@ -231,7 +231,7 @@ def test_comparisons_of_one_prompt_stay_together(
     assert not (tmp_path / "rm").exists()
 
 
-def test_only_reward_models_are_replaced_and_only_on_request(
+def test_only_reward_model_folders_are_replaced_and_only_with_overwrite(
     model_path: str, preferences: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine").mkdir()
@@ -246,7 +246,7 @@ def test_only_reward_models_are_replaced_and_only_on_request(
     train_reward_model(config, overwrite=True)
 
 
-def test_random_numbers_of_the_program_are_not_changed(
+def test_training_does_not_change_the_global_random_state(
     model_path: str, preferences: Path, tmp_path: Path
 ) -> None:
     torch.manual_seed(3)
@@ -256,7 +256,7 @@ def test_random_numbers_of_the_program_are_not_changed(
     assert torch.equal(torch.rand(2), expected_numbers)
 
 
-def test_training_that_cannot_start_leaves_no_files(
+def test_failed_training_start_leaves_no_files(
     model_path: str, preferences: Path, tmp_path: Path
 ) -> None:
     config = make_config(model_path, tmp_path / "missing.jsonl", tmp_path / "rm")

@@ -23,7 +23,7 @@ async def make_environment(client: AsyncEnvClient) -> ConnectedEnvironment:
 
 @pytest.mark.parametrize("enable_thinking", [False, True])
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-async def test_each_legal_answer_is_asked_for_alone_as_the_template_shows_it(
+async def test_each_legal_completion_has_a_canary_prompt_from_the_template(
     client: AsyncEnvClient, family: Family, enable_thinking: bool
 ) -> None:
     tokenizer = make_family_tokenizer(family)
@@ -42,7 +42,7 @@ async def test_each_legal_answer_is_asked_for_alone_as_the_template_shows_it(
         assert canary_ids[:-1] == prompt_ids[: len(canary_ids) - 1]
 
 
-async def test_a_model_that_thinks_is_asked_for_its_answer_after_a_thought(
+async def test_canary_completion_contains_reasoning_for_a_thinking_model(
     client: AsyncEnvClient,
 ) -> None:
     tokenizer = make_family_tokenizer(QWEN3)
@@ -51,7 +51,7 @@ async def test_a_model_that_thinks_is_asked_for_its_answer_after_a_thought(
     assert all("</think>" in tokenizer.decode(prompt.completion_ids) for prompt in canary)
 
 
-async def test_where_no_answer_is_known_the_end_of_the_prompt_is_asked_for(
+async def test_canary_uses_the_end_of_the_prompt_without_legal_completions(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = await make_environment(client)

@@ -23,7 +23,7 @@ def user(content: str) -> list[Message]:
     return [{"role": "user", "content": content}]
 
 
-def test_two_turns_equal_the_template_over_the_whole_conversation(
+def test_two_turns_equal_the_full_chat_template(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)
@@ -38,7 +38,7 @@ def test_two_turns_equal_the_template_over_the_whole_conversation(
     assert token_ids == expected_ids
 
 
-def test_an_answer_cut_off_is_closed_by_a_token_the_policy_did_not_sample(
+def test_end_token_is_added_after_an_incomplete_completion(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)
@@ -49,14 +49,14 @@ def test_an_answer_cut_off_is_closed_by_a_token_the_policy_did_not_sample(
     ]
 
 
-def test_sampled_tokens_with_any_bytes_are_decoded(
+def test_non_ascii_text_is_encoded_and_decoded_unchanged(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)
     assert chat.decode(chat.encode_completion("naïve ♠ 東")) == "naïve ♠ 東"
 
 
-def test_frequent_words_are_one_token_and_any_text_can_be_encoded(
+def test_frequent_words_are_one_token_and_any_text_is_encodable(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)
@@ -64,7 +64,7 @@ def test_frequent_words_are_one_token_and_any_text_can_be_encoded(
     assert len(chat.encode_completion("xyzzy")) > 2
 
 
-def test_a_template_that_leaves_out_the_assistant_is_refused(
+def test_template_without_assistant_messages_is_rejected(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     tokenizer.chat_template = (
@@ -75,7 +75,7 @@ def test_a_template_that_leaves_out_the_assistant_is_refused(
         ChatTokenizer(tokenizer)
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused(
+def test_tokenizer_without_chat_template_is_rejected(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     tokenizer.chat_template = None
@@ -83,7 +83,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(
         ChatTokenizer(tokenizer)
 
 
-def test_a_caller_may_change_the_list_it_was_given(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_caller_can_modify_the_returned_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = ChatTokenizer(tokenizer)
     prompt_ids = chat.encode_first_prompt(user("hard 16 vs 10"))
     expected_ids = list(prompt_ids)

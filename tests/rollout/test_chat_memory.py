@@ -38,7 +38,7 @@ def user(content: str) -> list[Message]:
 
 
 @pytest.mark.slow
-def test_long_answers_are_not_kept(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_long_completions_are_not_cached(tokenizer: PreTrainedTokenizerFast) -> None:
     chat, rng = ChatTokenizer(tokenizer), random.Random(0)
 
     def decode_many() -> None:
@@ -51,7 +51,7 @@ def test_long_answers_are_not_kept(tokenizer: PreTrainedTokenizerFast) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["encode_first_prompt", "encode_next_prompt"])
-def test_long_prompts_are_kept_up_to_a_bound(
+def test_cache_of_long_prompts_is_bounded(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr(ChatTokenizer, "cache_bytes", MEGABYTE)
@@ -71,7 +71,7 @@ def test_long_prompts_are_kept_up_to_a_bound(
     assert measure_kept_bytes(encode_many) < 2 * MEGABYTE
 
 
-def test_a_repeated_action_is_decoded_once(
+def test_repeated_action_is_decoded_once(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = ChatTokenizer(tokenizer)
@@ -81,7 +81,7 @@ def test_a_repeated_action_is_decoded_once(
     assert chat.decode(token_ids) == "HIT"
 
 
-def test_what_was_not_asked_for_longest_goes_first_and_the_sum_is_bounded() -> None:
+def test_cache_evicts_the_least_recently_used_and_stays_bounded() -> None:
     computed_keys: list[str] = []
 
     def double(key: str) -> str:
@@ -95,6 +95,6 @@ def test_what_was_not_asked_for_longest_goes_first_and_the_sum_is_bounded() -> N
     assert computed_keys == ["aa", "bb", "cc", "bb"]
 
 
-def test_what_is_larger_than_the_bound_is_made_and_not_kept() -> None:
+def test_value_larger_than_the_cache_is_computed_but_not_cached() -> None:
     cache = SizedCache(len, lambda key, _: len(key), max_size=3)
     assert [cache("abc"), cache("abcdef"), cache.size] == [3, 6, 3]

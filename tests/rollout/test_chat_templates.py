@@ -75,7 +75,7 @@ def decode(chat: ChatTokenizer, token_ids: list[int]) -> str:
 @pytest.mark.slow
 @every_family
 @given(exchanges=EXCHANGES, prompt=WORDS)
-def test_every_prompt_begins_with_the_one_before(
+def test_every_prompt_starts_with_the_previous_prompt(
     family: Family, exchanges: list[tuple[str, str]], prompt: str
 ) -> None:
     history = grow(ChatTokenizer(make_family_tokenizer(family)), exchanges, prompt)
@@ -86,7 +86,7 @@ def test_every_prompt_begins_with_the_one_before(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [QWEN25, LLAMA3, MISTRAL, GEMMA, CHATML], ids=str)
 @given(exchanges=EXCHANGES, prompt=WORDS)
-def test_a_grown_conversation_is_the_template_of_the_whole(
+def test_incremental_encoding_equals_the_full_template(
     family: Family, exchanges: list[tuple[str, str]], prompt: str
 ) -> None:
     tokenizer = make_family_tokenizer(family)
@@ -104,7 +104,7 @@ def test_a_grown_conversation_is_the_template_of_the_whole(
 @pytest.mark.slow
 @every_family
 @given(exchanges=EXCHANGES, prompt=WORDS)
-def test_what_the_policy_reads_again_ends_like_what_it_would_have_read(
+def test_whole_prompt_ends_with_the_appended_prompt(
     family: Family, exchanges: list[tuple[str, str]], prompt: str
 ) -> None:
     """A whole and an appended prompt may differ in earlier turns, but not in the last message."""
@@ -130,13 +130,13 @@ def test_what_the_policy_reads_again_ends_like_what_it_would_have_read(
     ],
     ids=str,
 )
-def test_the_token_that_ends_a_turn_is_the_templates_own(family: Family, end: str) -> None:
+def test_end_token_follows_from_the_template(family: Family, end: str) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
     assert decode(chat, [chat.end_token_id]) == end
 
 
 @every_family
-def test_an_answer_cut_off_is_closed_before_the_next_message(family: Family) -> None:
+def test_end_token_is_added_after_an_incomplete_completion(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
     next_ids = chat.encode_next_prompt([user("and now?")], has_end_token=True)
     assert chat.encode_next_prompt([user("and now?")], has_end_token=False) == [
@@ -146,7 +146,7 @@ def test_an_answer_cut_off_is_closed_before_the_next_message(family: Family) -> 
     assert chat.end_token_id not in next_ids[:3] or family is PLAIN
 
 
-def test_a_template_that_ends_no_turn_continues_with_the_line_break_it_would_have_had() -> None:
+def test_plain_template_keeps_line_breaks_between_turns() -> None:
     chat = ChatTokenizer(make_family_tokenizer(PLAIN))
     history = grow(chat, [("16 vs 10", "HIT")], "19 vs 10")
     assert decode(chat, history.token_ids) == (
@@ -155,7 +155,7 @@ def test_a_template_that_ends_no_turn_continues_with_the_line_break_it_would_hav
 
 
 @pytest.mark.parametrize("family", [MISTRAL, GEMMA], ids=str)
-def test_neighbours_of_one_role_are_merged_where_roles_must_alternate(family: Family) -> None:
+def test_adjacent_user_messages_are_merged_if_roles_must_alternate(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
     first_prompt = decode(chat, chat.encode_first_prompt([user("rules"), user("16 vs 10")]))
     assert "rules\n\n16 vs 10" in first_prompt
@@ -166,13 +166,13 @@ def test_neighbours_of_one_role_are_merged_where_roles_must_alternate(family: Fa
 
 
 @pytest.mark.parametrize("family", [MISTRAL, GEMMA], ids=str)
-def test_a_system_message_is_the_users_where_there_is_no_such_role(family: Family) -> None:
+def test_system_message_joins_the_user_message_without_a_system_role(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
     prompt = chat.encode_first_prompt([{"role": "system", "content": "be brief"}, user("16 vs 10")])
     assert "be brief\n\n16 vs 10" in decode(chat, prompt)
 
 
-def test_a_system_message_replaces_the_templates_default() -> None:
+def test_system_message_replaces_the_template_default() -> None:
     chat = ChatTokenizer(make_family_tokenizer(QWEN25))
     assert "careful player" in decode(chat, chat.encode_first_prompt([user("hello")]))
     prompt_ids = chat.encode_first_prompt(
@@ -182,7 +182,7 @@ def test_a_system_message_replaces_the_templates_default() -> None:
 
 
 @every_family
-def test_a_tool_result_is_shown_with_any_set_of_roles(family: Family) -> None:
+def test_tool_result_is_in_the_prompt_of_every_template_family(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
     ids = chat.encode_next_prompt([{"role": "tool", "content": '{"sum": 5}'}], has_end_token=True)
     assert '{"sum": 5}' in decode(chat, ids)
@@ -195,7 +195,7 @@ ADD_TOOL: ToolSpec = {
 
 
 @every_family
-def test_tools_are_listed_once_by_the_template_or_in_words(family: Family) -> None:
+def test_tools_are_listed_once_by_the_template_or_as_text(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
     prompt = decode(chat, chat.encode_first_prompt([user("what is 2 + 3?")], [ADD_TOOL]))
     assert prompt.count("add_numbers") == 1
@@ -215,7 +215,7 @@ def test_the_prompt_has_empty_reasoning_if_thinking_is_disabled() -> None:
     assert "<think>" not in decode(thinker, thinker.encode_first_prompt([user("16 vs 10")]))
 
 
-def test_earlier_thoughts_stay_as_sampled_or_are_taken_out_by_the_template() -> None:
+def test_earlier_thinking_is_kept_or_stripped_as_configured() -> None:
     tokenizer = make_family_tokenizer(QWEN3)
     completion = "<think>\nbust?\n</think>\n\nHIT"
     keeping_chat = ChatTokenizer(tokenizer, enable_thinking=True)
@@ -228,7 +228,7 @@ def test_earlier_thoughts_stay_as_sampled_or_are_taken_out_by_the_template() -> 
     assert "HIT<|im_end|>" in decode(stripping_chat, prompt_ids)
 
 
-def test_the_error_of_a_template_without_tool_role_is_reported() -> None:
+def test_chat_template_error_is_reported() -> None:
     family = Family(
         "refusing",
         "{%- for m in messages %}{%- if m.role == 'user' and not loop.first %}"
@@ -251,5 +251,5 @@ def test_the_error_of_a_template_without_tool_role_is_reported() -> None:
         ("<think>STAND, or", ""),
     ],
 )
-def test_reasoning_is_stripped_from_the_answer(text: str, expected_text: str) -> None:
+def test_reasoning_is_stripped_from_the_completion(text: str, expected_text: str) -> None:
     assert strip_reasoning(text) == expected_text

@@ -40,7 +40,7 @@ async def talk(conversation: Conversation, *prompts: str) -> None:
         conversation.add_reward(reward)
 
 
-async def test_turns_that_continue_each_other_are_one_sequence_with_their_rewards() -> None:
+async def test_consecutive_turns_form_one_sequence_with_a_reward_per_turn() -> None:
     conversation, policy = make_conversation(CHATML, iter(["HIT", "STAND"]))
     await talk(conversation, "16 vs 10", "19 vs 10")
     [sequence] = conversation.make_sequences(include_unanswered=False)
@@ -53,7 +53,7 @@ async def test_turns_that_continue_each_other_are_one_sequence_with_their_reward
     assert sum(sequence.loss_mask) == sum(turn.end - turn.start for turn in sequence.turns)
 
 
-async def test_thoughts_that_are_kept_stay_in_one_sequence_as_they_were_sampled() -> None:
+async def test_kept_thinking_stays_in_one_sequence() -> None:
     conversation, policy = make_conversation(QWEN3, iter([THOUGHT, "STAND"]))
     await talk(conversation, "16 vs 10", "19 vs 10")
     [sequence] = conversation.make_sequences(include_unanswered=False)
@@ -61,7 +61,7 @@ async def test_thoughts_that_are_kept_stay_in_one_sequence_as_they_were_sampled(
     assert "bust?" in conversation.chat.decode(policy.prompts[1])
 
 
-async def test_a_turn_with_a_changed_history_starts_a_new_sequence() -> None:
+async def test_changed_history_starts_a_new_sequence() -> None:
     conversation, policy = make_conversation(QWEN3, iter([THOUGHT, THOUGHT, "STAND"]), keep=False)
     await talk(conversation, "16 vs 10", "18 vs 10", "19 vs 10")
     sequences = conversation.make_sequences(include_unanswered=False)
@@ -73,14 +73,14 @@ async def test_a_turn_with_a_changed_history_starts_a_new_sequence() -> None:
         assert any(sequence.loss_mask)
 
 
-async def test_a_template_that_rewrites_nothing_gives_one_sequence_though_it_may() -> None:
+async def test_template_without_rewrites_gives_one_sequence() -> None:
     conversation, _ = make_conversation(CHATML, iter(["HIT", "STAND"]), keep=False)
     await talk(conversation, "16 vs 10", "19 vs 10")
     assert len(conversation.make_sequences(include_unanswered=False)) == 1
 
 
 @pytest.mark.parametrize("keep", [True, False])
-async def test_what_was_not_answered_follows_the_last_turn_where_it_fits(keep: bool) -> None:
+async def test_unanswered_messages_follow_the_last_turn_if_they_fit(keep: bool) -> None:
     conversation, _ = make_conversation(CHATML, iter(["HIT", "HIT"]), keep=keep)
     await talk(conversation, "16 vs 10")
     expected = conversation.make_sequences(include_unanswered=True)
@@ -95,7 +95,7 @@ async def test_what_was_not_answered_follows_the_last_turn_where_it_fits(keep: b
     assert conversation.make_sequences(include_unanswered=True) == expected
 
 
-async def test_a_rest_that_would_rewrite_the_past_is_left_out() -> None:
+async def test_unanswered_messages_are_omitted_if_the_history_would_change() -> None:
     conversation, _ = make_conversation(QWEN3, iter([THOUGHT]), keep=False)
     await talk(conversation, "16 vs 10")
     expected = conversation.make_sequences(include_unanswered=False)
@@ -107,7 +107,7 @@ async def test_a_rest_that_would_rewrite_the_past_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_turns": 1}, {"max_tokens": 80}], ids=["turns", "tokens"])
-async def test_there_is_no_answer_beyond_the_limits(limits: dict[str, int]) -> None:
+async def test_completion_beyond_the_limits_fails(limits: dict[str, int]) -> None:
     bounded_limits = LIMITS.model_copy(update=limits)
     conversation, policy = make_conversation(CHATML, iter(["HIT", "HIT"]), bounded_limits)
     await talk(conversation, "16 vs 10")
@@ -118,7 +118,7 @@ async def test_there_is_no_answer_beyond_the_limits(limits: dict[str, int]) -> N
     assert len(policy.prompts) == 1
 
 
-async def test_each_turn_has_its_own_seed_and_the_limit_of_its_environment() -> None:
+async def test_turns_have_distinct_seeds_and_the_environment_token_limit() -> None:
     calls: list[tuple[int, int]] = []
 
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
@@ -135,7 +135,7 @@ async def test_each_turn_has_its_own_seed_and_the_limit_of_its_environment() -> 
     assert {max_tokens for _, max_tokens in calls} == {40}
 
 
-async def test_a_generator_cannot_change_the_recorded_prompt() -> None:
+async def test_generator_cannot_change_the_recorded_prompt() -> None:
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
         prompt_ids.clear()
         return SampledCompletion([5], [-1.0], 0, has_end_token=False)
@@ -147,7 +147,7 @@ async def test_a_generator_cannot_change_the_recorded_prompt() -> None:
     assert sequence.token_ids.tolist() == [*chat.encode_first_prompt(user("16 vs 10")), 5]
 
 
-async def test_nothing_is_paid_before_an_answer() -> None:
+async def test_reward_before_the_first_completion_fails() -> None:
     conversation, _ = make_conversation(CHATML, iter([]))
     with pytest.raises(ValueError, match="has no completion yet"):
         conversation.add_reward(1.0)

@@ -30,7 +30,7 @@ CHI_SQUARE_LIMIT = 27.88
 
 
 @pytest.mark.slow
-def test_greedy_answers_are_those_of_a_plain_loop(pair: EnginePair) -> None:
+def test_greedy_completions_equal_a_loop_without_cache(pair: EnginePair) -> None:
     requests = make_requests(12, temperature=0.0)
     outputs = complete(pair.engine, requests)
     for request in requests:
@@ -39,7 +39,7 @@ def test_greedy_answers_are_those_of_a_plain_loop(pair: EnginePair) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
-def test_logprobs_are_those_of_a_full_forward(pair: EnginePair, temperature: float) -> None:
+def test_logprobs_equal_a_full_forward_pass(pair: EnginePair, temperature: float) -> None:
     requests = make_requests(40, temperature=temperature)
     outputs = complete(pair.engine, requests)
     assert compute_max_error(pair.model, requests, outputs) < TOLERANCE
@@ -58,7 +58,7 @@ def test_greedy_and_sampled_requests_share_a_batch(pair: EnginePair) -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_ends_with_the_end_token_or_at_its_limit(pair: EnginePair) -> None:
+def test_completion_ends_with_the_end_token_or_at_the_limit(pair: EnginePair) -> None:
     requests = make_requests(150, max_tokens=40)
     outputs = complete(pair.engine, requests).values()
     assert {output.has_end_token for output in outputs} == {True, False}
@@ -70,7 +70,7 @@ def test_an_answer_ends_with_the_end_token_or_at_its_limit(pair: EnginePair) -> 
 
 
 @pytest.mark.slow
-def test_there_is_work_until_every_request_has_its_output(pair: EnginePair) -> None:
+def test_engine_has_work_until_all_requests_are_complete(pair: EnginePair) -> None:
     requests = make_requests(30)
     assert not pair.engine.has_work
     pair.engine.submit(requests[0])
@@ -80,7 +80,7 @@ def test_there_is_work_until_every_request_has_its_output(pair: EnginePair) -> N
     assert not pair.engine.has_work
 
 
-def test_an_aborted_request_gets_no_answer_and_leaves_no_work(pair: EnginePair) -> None:
+def test_aborted_request_gets_no_output_and_leaves_no_work(pair: EnginePair) -> None:
     for i in range(4):
         pair.engine.submit(EngineRequest(i, [7, 8, 9 + i], Sampling(0.0, 2), seed=i))
     pair.engine.abort([1, 2, 99])
@@ -115,7 +115,7 @@ def test_sampled_frequencies_follow_the_softmax(pair: EnginePair, temperature: f
 
 
 @pytest.mark.slow
-def test_loaded_weights_are_those_that_sample_and_score(pair: EnginePair) -> None:
+def test_loaded_weights_are_used_for_sampling_and_scoring(pair: EnginePair) -> None:
     requests = make_requests(20)
     previous_score = pair.engine.score(CANARY_PROMPT)
     for seed in range(3):
@@ -129,7 +129,7 @@ def test_loaded_weights_are_those_that_sample_and_score(pair: EnginePair) -> Non
 
 
 @pytest.mark.slow
-def test_a_probe_is_scored_while_requests_are_in_flight(pair: EnginePair) -> None:
+def test_canary_is_scored_while_requests_are_in_flight(pair: EnginePair) -> None:
     requests = make_requests(100)
     for request in requests:
         pair.engine.submit(request)
@@ -164,7 +164,7 @@ def test_sampler_and_learner_agree_after_every_sync(pair: EnginePair) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_sampled_follows_from_the_seed_alone(pair: EnginePair) -> None:
+def test_completions_depend_only_on_the_seed(pair: EnginePair) -> None:
     """The batch, the order, the request id and earlier requests have no influence."""
     requests = make_requests(100)
     expected = map_tokens(requests, complete(pair.engine, requests))
@@ -183,7 +183,7 @@ def test_what_is_sampled_follows_from_the_seed_alone(pair: EnginePair) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.5, 2.0])
-def test_top_p_samples_the_likeliest_tokens_alone_with_their_own_logprobs(
+def test_top_p_samples_likeliest_tokens_with_renormalized_logprobs(
     pair: EnginePair, temperature: float
 ) -> None:
     prompt, top_p = [8, 60, 33, 21], 0.85
@@ -216,9 +216,7 @@ SAMPLINGS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["top_k", "min_p", "penalty", "all"])
-def test_logprobs_are_those_of_the_distribution_that_is_drawn_from(
-    pair: EnginePair, sampling: Sampling
-) -> None:
+def test_logprobs_match_the_sampled_distribution(pair: EnginePair, sampling: Sampling) -> None:
     requests = [EngineRequest(i, [8, 60, 33, 21], sampling, seed=i) for i in range(120)]
     outputs = complete(pair.engine, requests)
     errors = []

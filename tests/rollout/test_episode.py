@@ -36,7 +36,7 @@ async def play_until_two_turns(client: AsyncEnvClient, chat: ChatTokenizer) -> R
     raise AssertionError("no such deal")
 
 
-async def test_exactly_the_sampled_tokens_are_in_the_mask(
+async def test_loss_mask_contains_exactly_the_sampled_tokens(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     rollout = await play_until_two_turns(client, chat)
@@ -59,7 +59,7 @@ async def test_every_prompt_is_an_exact_prefix_of_the_next(
             assert rollout.sequences[0].token_ids[: len(prompt)].tolist() == prompt
 
 
-async def test_text_that_is_no_action_ends_the_episode_at_the_configured_reward(
+async def test_text_without_action_ends_with_the_invalid_action_reward(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     limits = LIMITS.model_copy(update={"invalid_action_reward": -0.7})
@@ -68,7 +68,7 @@ async def test_text_that_is_no_action_ends_the_episode_at_the_configured_reward(
     assert (rollout.status, rollout.reward) == (RolloutStatus.INVALID_ACTION, -0.7)
 
 
-async def test_a_limit_on_turns_truncates_and_frees_the_session(
+async def test_turn_limit_truncates_the_episode_and_closes_the_session(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     limits = LIMITS.model_copy(update={"max_turns": 1})
@@ -80,7 +80,7 @@ async def test_a_limit_on_turns_truncates_and_frees_the_session(
     assert server.core.load.num_sessions == 0
 
 
-async def test_a_truncated_episode_ends_with_the_state_in_which_it_was_left(
+async def test_truncated_episode_includes_the_last_observation(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     limits = LIMITS.model_copy(update={"max_turns": 1})
@@ -97,7 +97,7 @@ async def test_a_truncated_episode_ends_with_the_state_in_which_it_was_left(
         assert sequence.turns == full_rollout.sequences[0].turns[:1]
 
 
-async def test_a_rollout_has_the_success_that_the_environment_reports(chat: ChatTokenizer) -> None:
+async def test_rollout_contains_the_success_from_the_environment(chat: ChatTokenizer) -> None:
     async with (
         EnvServer(GoalEnv, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
@@ -122,7 +122,7 @@ async def test_a_rollout_has_the_success_that_the_environment_reports(chat: Chat
     }
 
 
-async def test_a_rollout_function_passes_on_the_environments_results(chat: ChatTokenizer) -> None:
+async def test_rollout_function_passes_on_success_of_the_environment(chat: ChatTokenizer) -> None:
     async with (
         EnvServer(GoalEnv, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
@@ -132,7 +132,7 @@ async def test_a_rollout_function_passes_on_the_environments_results(chat: ChatT
         assert (await player.play_episode(3)).success is False
 
 
-async def test_the_environments_own_truncation_shows_its_last_observation(
+async def test_episode_truncated_by_the_environment_includes_last_observation(
     chat: ChatTokenizer,
 ) -> None:
     async with (
@@ -148,7 +148,9 @@ async def test_the_environments_own_truncation_shows_its_last_observation(
     assert rest_text == "Total 8."
 
 
-async def test_thoughts_are_not_played(client: AsyncEnvClient, chat: ChatTokenizer) -> None:
+async def test_reasoning_is_not_part_of_the_action(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
     script = itertools.repeat("<think>HIT is better</think>STAND")
     limits = LIMITS.model_copy(update={"max_completion_tokens": 64, "max_tokens": 512})
     for seed in range(5):
@@ -157,7 +159,7 @@ async def test_thoughts_are_not_played(client: AsyncEnvClient, chat: ChatTokeniz
         assert (rollout.status, len(rollout.turns)) == (RolloutStatus.TERMINATED, 1)
 
 
-async def test_a_replayed_episode_asks_with_the_same_seeds_and_another_does_not(
+async def test_replayed_episode_repeats_sampling_seeds_and_others_differ(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     async def play_seeds(seed: int, environment_index: int, run_seed: int) -> tuple[int, ...]:
@@ -178,7 +180,7 @@ async def test_a_replayed_episode_asks_with_the_same_seeds_and_another_does_not(
     assert await play_seeds(3, 1, 0) == seeds_by_case[1]
 
 
-async def test_a_rollout_function_plays_in_place_of_the_loop_and_adds_fields(
+async def test_rollout_function_replaces_the_loop_and_adds_fields(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     script = itertools.cycle(["a poor hand", "STAND"])
@@ -193,7 +195,7 @@ async def test_a_rollout_function_plays_in_place_of_the_loop_and_adds_fields(
     assert "And now your move." in chat.decode(policy.prompts[1])
 
 
-async def test_a_rollout_function_meets_limits_and_bad_answers_as_the_loop_does(
+async def test_rollout_function_has_limits_and_invalid_action_penalty(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     script = iter(["a poor hand", "GIVE UP"])
@@ -210,7 +212,7 @@ async def test_a_rollout_function_meets_limits_and_bad_answers_as_the_loop_does(
     assert server.core.load.num_sessions == 0
 
 
-async def test_an_answer_cut_off_continues_with_an_unsampled_end_token(
+async def test_incomplete_completion_is_followed_by_an_unsampled_end_token(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     for seed in range(100):
@@ -223,7 +225,7 @@ async def test_an_answer_cut_off_continues_with_an_unsampled_end_token(
     assert not sequence.loss_mask[end_index]
 
 
-async def test_an_episode_whose_server_dies_is_void_and_not_a_loss(chat: ChatTokenizer) -> None:
+async def test_episode_of_a_stopped_server_is_lost_without_reward(chat: ChatTokenizer) -> None:
     server = EnvServer(lambda: make_environment(game="blackjack"), ServerOptions(port=0))
     await server.start()
     async with await AsyncEnvClient.connect(
@@ -244,7 +246,7 @@ async def test_an_episode_whose_server_dies_is_void_and_not_a_loss(chat: ChatTok
         assert rollout.failure
 
 
-async def test_render_and_parse_of_the_configuration_replace_the_renderer(
+async def test_configured_render_and_parse_replace_the_renderer(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     renderer = ImportedRenderer(

@@ -54,7 +54,7 @@ async def env_client(fragile_server: EnvServer) -> AsyncIterator[AsyncEnvClient]
     ],
     ids=["reset", "first render", "reward", "step", "render", "parse"],
 )
-async def test_an_exception_of_the_environment_voids_the_episode_and_frees_its_session(
+async def test_environment_error_voids_the_episode_and_closes_the_session(
     fragile_server: EnvServer,
     env_client: AsyncEnvClient,
     chat: ChatTokenizer,
@@ -69,7 +69,7 @@ async def test_an_exception_of_the_environment_voids_the_episode_and_frees_its_s
     assert fragile_server.core.load.num_sessions == 0
 
 
-async def test_the_other_episodes_of_the_group_are_played_and_scored(
+async def test_failed_episodes_do_not_affect_the_rest_of_the_group(
     env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     player, _ = make_player(env_client, chat, itertools.repeat("ADD 2"))
@@ -79,7 +79,7 @@ async def test_the_other_episodes_of_the_group_are_played_and_scored(
     assert [bool(rollout.failure) for rollout in group.rollouts] == [False, True, True, False]
 
 
-async def test_a_group_that_cannot_be_opened_together_fails_as_a_whole(
+async def test_failed_group_open_fails_all_episodes(
     env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     player, _ = make_player(env_client, chat, itertools.repeat("ADD 2"), max_sessions=256)
@@ -96,7 +96,7 @@ async def test_a_group_that_cannot_be_opened_together_fails_as_a_whole(
         ("render_nonsense", (), r"must return a list of messages .* returned 'Total\?'"),
     ],
 )
-async def test_an_exception_of_the_runs_own_renderer_names_it(
+async def test_custom_renderer_error_names_the_function(
     env_client: AsyncEnvClient, chat: ChatTokenizer, render: str, answers: tuple[str], reason: str
 ) -> None:
     renderer = ImportedRenderer(f"{FRAGILE_MODULE}:{render}", f"{FRAGILE_MODULE}:parse")
@@ -106,7 +106,7 @@ async def test_an_exception_of_the_runs_own_renderer_names_it(
     assert re.search(reason, rollout.failure)
 
 
-async def test_the_error_of_a_task_of_a_rollout_function_is_reported(
+async def test_error_in_a_task_of_a_rollout_function_is_reported(
     env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     player, _ = make_player(env_client, chat, iter(["ADD 1"]), function=play_and_divide_by_zero)
@@ -116,7 +116,7 @@ async def test_the_error_of_a_task_of_a_rollout_function_is_reported(
     assert rollout.num_tokens_sampled > 0, "counted, though void"
 
 
-async def test_a_request_that_the_engine_fails_voids_its_episode(
+async def test_failed_engine_request_voids_the_episode(
     env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     player, policy = make_player(env_client, chat, itertools.repeat("ADD 2"))
@@ -133,7 +133,7 @@ async def test_a_request_that_the_engine_fails_voids_its_episode(
     assert "a prompt of too many tokens" in rollout.failure
 
 
-async def test_a_conversation_that_the_chat_template_refuses_voids_its_episode(
+async def test_chat_template_error_voids_the_episode(
     env_client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> list[int]:
@@ -146,7 +146,7 @@ async def test_a_conversation_that_the_chat_template_refuses_voids_its_episode(
     assert "refuses roles user, user" in rollout.failure
 
 
-async def test_a_first_prompt_without_room_for_an_answer_is_named_with_both_numbers(
+async def test_too_long_first_prompt_is_reported_with_length_and_limit(
     env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     limits = LIMITS.model_copy(update={"max_tokens": 20})
@@ -156,7 +156,7 @@ async def test_a_first_prompt_without_room_for_an_answer_is_named_with_both_numb
     assert re.search(r"prompt of \d+ tokens .* rollout\.max_tokens = 20", rollout.failure)
 
 
-async def test_what_the_run_is_configured_to_do_and_cannot_ends_it(
+async def test_configuration_error_is_raised_and_closes_the_sessions(
     fragile_server: EnvServer, env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     async def raise_config_error(*_: object) -> SampledCompletion:
@@ -169,7 +169,7 @@ async def test_what_the_run_is_configured_to_do_and_cannot_ends_it(
     assert fragile_server.core.load.num_sessions == 0
 
 
-async def test_a_cancellation_is_not_a_failure(
+async def test_cancellation_is_not_a_failure(
     env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     async def raise_cancelled(*_: object) -> SampledCompletion:

@@ -44,13 +44,13 @@ def make_reward(reward: float) -> Callable[..., Any]:
     return brevity
 
 
-def test_what_can_be_imported_has_its_own_name() -> None:
+def test_importable_function_is_named_by_import_path() -> None:
     assert get_or_register_path(json.dumps) == "json:dumps"
     assert import_callable("json:dumps", "environment.rewards") is json.dumps
     assert copy_registered_functions() == {}
 
 
-def test_what_cannot_is_given_a_name_which_it_keeps() -> None:
+def test_local_function_gets_a_unique_stable_name() -> None:
     f, g = make_reward(1.0), make_reward(2.0)
     assert [get_or_register_path(function) for function in (f, g, f)] == [
         "given:brevity",
@@ -60,7 +60,7 @@ def test_what_cannot_is_given_a_name_which_it_keeps() -> None:
     assert import_callable("given:brevity_2", "environment.rewards") is g
 
 
-def test_another_process_finds_registered_functions_only() -> None:
+def test_other_process_finds_only_registered_functions() -> None:
     path, sent_functions = get_or_register_path(make_reward(1.0)), copy_registered_functions()
     clear_registry()
     with pytest.raises(ConfigError, match=r"environment.parse = 'given:brevity': .* passed"):
@@ -69,7 +69,7 @@ def test_another_process_finds_registered_functions_only() -> None:
     assert import_callable(path, "environment.parse")() == 1.0
 
 
-def test_a_function_that_cannot_be_sent_is_refused_and_forgotten() -> None:
+def test_unserializable_function_is_rejected_and_unregistered() -> None:
     lock = threading.Lock()
     get_or_register_path(lambda **_: lock)
     get_or_register_path(make_reward(1.0))
@@ -79,7 +79,7 @@ def test_a_function_that_cannot_be_sent_is_refused_and_forgotten() -> None:
     check_sendable_functions()
 
 
-def test_a_configuration_may_hold_functions_where_a_file_names_them() -> None:
+def test_configuration_accepts_functions_in_place_of_paths() -> None:
     rewards = [{}, make_reward(1.0), {"function": make_reward(2.0), "weight": 0.5, "name": "other"}]
     run = Trainer(
         {

@@ -47,7 +47,7 @@ def make_example_tokenizer(run: LanguageModelRun, texts: list[str]) -> ChatToken
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", NUM_SEEDS)
-async def test_legal_moves_reach_the_end_of_the_game(example: str) -> None:
+async def test_random_legal_actions_finish_within_the_example_limits(example: str) -> None:
     run = load_run_config(EXAMPLES / example)
     [(name, environment)] = run.environments.items()
     limits = episode_limits(run, name)

@@ -41,7 +41,7 @@ async def test_concurrent_calls_become_one_batch(
     assert engine.batches == [[[i, 1] for i in range(20)]]
 
 
-async def test_calls_that_arrive_during_a_step_form_the_next_batch(
+async def test_calls_during_a_step_form_the_next_batch(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     first_call = await start_step(engine, generator([1], SAMPLING, 0))
@@ -52,7 +52,7 @@ async def test_calls_that_arrive_during_a_step_form_the_next_batch(
     assert engine.batches == [[[1]], [[2], [3], [4]]]
 
 
-async def test_weights_load_between_two_steps_while_calls_wait(
+async def test_weights_load_between_steps_while_calls_wait(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     earlier_call = await start_step(engine, generator([1], SAMPLING, 0))
@@ -66,7 +66,7 @@ async def test_weights_load_between_two_steps_while_calls_wait(
     assert (await generator([1], SAMPLING, 0)).policy_version == 7
 
 
-async def test_only_loads_and_scores_count_as_a_pause_of_sampling(
+async def test_only_loading_and_scoring_count_as_pauses(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     call = await start_step(engine, generator([1], SAMPLING, 0))
@@ -79,12 +79,14 @@ async def test_only_loads_and_scores_count_as_a_pause_of_sampling(
     assert generator.pause_s >= 0.05
 
 
-async def test_a_request_brings_its_seed(engine: FakeEngine, generator: AsyncEngine) -> None:
+async def test_engine_receives_the_seed_of_each_request(
+    engine: FakeEngine, generator: AsyncEngine
+) -> None:
     await asyncio.gather(*(generator([1], SAMPLING, seed) for seed in (5, 9)))
     assert engine.seeds == [5, 9]
 
 
-async def test_a_score_is_of_the_weights_loaded_before_it(
+async def test_score_uses_previously_loaded_weights(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     call = await start_step(engine, generator([1], SAMPLING, 0))
@@ -95,7 +97,7 @@ async def test_a_score_is_of_the_weights_loaded_before_it(
     assert (await gather_in_time(call, load, score))[2] == [[-1.0]]
 
 
-async def test_weights_that_cannot_be_loaded_fail_only_their_caller(
+async def test_failed_weight_load_fails_only_the_caller(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     engine.failure = ValueError("no such tensor")
@@ -104,7 +106,7 @@ async def test_weights_that_cannot_be_loaded_fail_only_their_caller(
     assert (await generator([1], SAMPLING, 0)).policy_version == 0
 
 
-async def test_a_failed_step_reaches_every_waiter(
+async def test_failed_step_fails_all_waiting_calls(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     batch_call = await start_step(engine, generator([1], SAMPLING, 0))
@@ -124,7 +126,7 @@ async def test_a_failed_step_reaches_every_waiter(
     assert engine.is_closed.wait(timeout=60)
 
 
-async def test_a_call_after_a_failure_fails_at_once(
+async def test_call_after_an_engine_failure_fails_immediately(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     engine.failure = RuntimeError("out of memory")
@@ -135,7 +137,7 @@ async def test_a_call_after_a_failure_fails_at_once(
             await asyncio.wait_for(call, timeout=60)
 
 
-async def test_a_request_that_the_engine_refuses_fails_alone(
+async def test_invalid_request_does_not_affect_other_requests(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     first_completion, error, last_completion = await gather_in_time(
@@ -150,7 +152,7 @@ async def test_a_request_that_the_engine_refuses_fails_alone(
     assert (await generator([3], SAMPLING, 0)).token_ids == [3]
 
 
-async def test_a_cancelled_call_leaves_the_others_alone(
+async def test_cancelled_call_does_not_affect_other_calls(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     cancelled_call = await start_step(engine, generator([1], SAMPLING, 0))
@@ -161,7 +163,9 @@ async def test_a_cancelled_call_leaves_the_others_alone(
     assert (await gather_in_time(kept_call))[0].token_ids == [2]
 
 
-async def test_a_cancelled_call_is_not_sampled(engine: FakeEngine, generator: AsyncEngine) -> None:
+async def test_cancelled_call_is_aborted_and_not_sampled(
+    engine: FakeEngine, generator: AsyncEngine
+) -> None:
     first_call = await start_step(engine, generator([1], SAMPLING, 0))
     cancelled_call, kept_call = (asyncio.create_task(generator([i], SAMPLING, 0)) for i in (2, 3))
     await run_pending_tasks()
@@ -173,7 +177,7 @@ async def test_a_cancelled_call_is_not_sampled(engine: FakeEngine, generator: As
     assert engine.aborted_ids == [1]
 
 
-async def test_a_call_that_is_cancelled_at_once_never_reaches_the_engine(
+async def test_immediately_cancelled_call_never_reaches_the_engine(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     cancelled_call, kept_call = (asyncio.create_task(generator([i], SAMPLING, 0)) for i in (1, 2))
@@ -183,7 +187,7 @@ async def test_a_call_that_is_cancelled_at_once_never_reaches_the_engine(
     assert engine.batches == [[[2]]]
 
 
-async def test_closing_ends_the_thread_and_the_engine(engine: FakeEngine) -> None:
+async def test_close_of_the_generator_closes_the_engine(engine: FakeEngine) -> None:
     generator = AsyncEngine(engine)
     await generator([1], SAMPLING, 0)
     generator.close()

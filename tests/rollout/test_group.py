@@ -48,7 +48,7 @@ class CountingClient:
 
 
 @OPENING_MODES
-async def test_same_seed_and_answers_give_the_same_episode(
+async def test_equal_seeds_and_completions_give_equal_episodes(
     client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
     player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=max_sessions)
@@ -67,7 +67,7 @@ async def test_same_seed_and_answers_give_the_same_episode(
     ],
     ids=["it fits", "it does not fit", "the server does not say", "seeds differ"],
 )
-async def test_a_group_is_opened_together_when_its_seeds_are_one_and_it_fits(
+async def test_group_with_equal_seeds_is_opened_in_one_call_if_it_fits(
     client: AsyncEnvClient,
     chat: ChatTokenizer,
     seeds: tuple[int, ...],
@@ -83,7 +83,7 @@ async def test_a_group_is_opened_together_when_its_seeds_are_one_and_it_fits(
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TERMINATED}
 
 
-async def test_groups_wait_for_each_other_when_the_server_is_full(chat: ChatTokenizer) -> None:
+async def test_groups_wait_while_the_server_is_full(chat: ChatTokenizer) -> None:
     async with (
         make_blackjack_server(max_sessions=3) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
@@ -98,7 +98,7 @@ async def test_groups_wait_for_each_other_when_the_server_is_full(chat: ChatToke
     assert statuses == {RolloutStatus.TERMINATED}
 
 
-async def test_a_group_whose_episodes_begin_differently_has_failed(chat: ChatTokenizer) -> None:
+async def test_group_with_different_first_observations_fails(chat: ChatTokenizer) -> None:
     async with (
         EnvServer(GloballyRandomEnv, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
@@ -112,7 +112,7 @@ async def test_a_group_whose_episodes_begin_differently_has_failed(chat: ChatTok
 
 
 @OPENING_MODES
-async def test_a_group_whose_server_is_away_is_void(chat: ChatTokenizer, max_sessions: int) -> None:
+async def test_group_of_a_stopped_server_is_lost(chat: ChatTokenizer, max_sessions: int) -> None:
     server = make_blackjack_server(max_sessions=256)
     await server.start()
     async with await AsyncEnvClient.connect(
@@ -133,7 +133,7 @@ async def hang(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledC
 
 
 @OPENING_MODES
-async def test_a_group_that_takes_too_long_is_void_and_leaves_nothing(
+async def test_group_timeout_makes_the_group_lost_and_closes_sessions(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
     player = ScriptedPlayer(make_runner(client, chat, hang, LIMITS, max_sessions=max_sessions))
@@ -144,7 +144,7 @@ async def test_a_group_that_takes_too_long_is_void_and_leaves_nothing(
     await wait_for_sessions(server)
 
 
-async def test_a_game_of_an_evaluation_that_takes_too_long_is_void_and_leaves_nothing(
+async def test_evaluation_timeout_makes_the_episode_lost_and_closes_sessions(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     player = ScriptedPlayer(make_runner(client, chat, hang))
@@ -154,7 +154,7 @@ async def test_a_game_of_an_evaluation_that_takes_too_long_is_void_and_leaves_no
     await wait_for_sessions(server)
 
 
-async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
+async def test_group_without_free_sessions_is_lost_at_the_time_limit(
     chat: ChatTokenizer,
 ) -> None:
     async with (
@@ -170,7 +170,7 @@ async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
 
 @OPENING_MODES
 @pytest.mark.parametrize("replays_lost_episodes", [True, False])
-async def test_episodes_that_their_server_loses_are_played_again_where_the_run_says_so(
+async def test_lost_episodes_are_replayed_if_configured(
     chat: ChatTokenizer, max_sessions: int, replays_lost_episodes: bool
 ) -> None:
     options = ServerOptions(port=0, max_sessions=8, check_determinism=True)
@@ -204,7 +204,7 @@ async def test_episodes_that_their_server_loses_are_played_again_where_the_run_s
 
 
 @OPENING_MODES
-async def test_a_group_that_is_cancelled_half_way_leaves_nothing(
+async def test_cancelled_group_leaves_no_session(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
     player = ScriptedPlayer(make_runner(client, chat, hang, LIMITS, max_sessions=max_sessions))
@@ -231,7 +231,7 @@ async def wait_for_sessions(server: EnvServer, num_sessions: int = 0) -> None:
     raise AssertionError(f"expected {num_sessions} sessions, got {server.core.load}")
 
 
-async def test_every_episode_of_a_group_is_sampled_apart_and_again_when_it_is_replayed(
+async def test_sampling_seeds_differ_between_episodes_and_repeat_in_replays(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     async def play_seeds(index: int) -> list[int]:
@@ -245,7 +245,7 @@ async def test_every_episode_of_a_group_is_sampled_apart_and_again_when_it_is_re
     assert set(await play_seeds(4)).isdisjoint(first_seeds)
 
 
-def test_groups_have_seeds_of_their_own_below_those_of_evaluations() -> None:
+def test_group_seeds_are_distinct_and_below_two_to_the_30() -> None:
     shared_seeds = [derive_group_seeds(3, index, 16, shared=True) for index in range(2000)]
     independent_seeds = [derive_group_seeds(3, index, 16, shared=False) for index in range(100)]
     assert all(len(set(seeds)) == 1 for seeds in shared_seeds)

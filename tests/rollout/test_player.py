@@ -29,7 +29,7 @@ def make_run(**environment: Any) -> LanguageModelRun:
     )
 
 
-def test_limits_of_an_environment_override_limits_of_the_run() -> None:
+def test_environment_limits_override_run_limits() -> None:
     run = make_run(max_turns=2, max_tokens=100, max_completion_tokens=5)
     limits, defaults = episode_limits(run, "cards"), episode_limits(run, "as_it_comes")
     assert (limits.max_turns, limits.max_tokens, limits.max_completion_tokens) == (2, 100, 5)
@@ -37,7 +37,7 @@ def test_limits_of_an_environment_override_limits_of_the_run() -> None:
     assert episode_limits(make_run(max_turns=2), "cards").max_tokens == 200
 
 
-async def test_a_player_plays_and_scores_as_its_environment_is_configured(
+async def test_player_uses_limits_and_rewards_of_the_environment(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     rewards = [{"weight": 2.0}, {"function": f"{FUNCTIONS}:num_words", "weight": 100}]
@@ -53,7 +53,7 @@ async def test_a_player_plays_and_scores_as_its_environment_is_configured(
         assert [term.name for term in rollout.terms] == ["environment", "num_words"]
 
 
-async def test_environments_of_a_run_sample_other_answers_on_equal_seeds(
+async def test_equal_seeds_give_different_sampling_seeds_per_environment(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     run = make_run(max_turns=1)
@@ -66,7 +66,7 @@ async def test_environments_of_a_run_sample_other_answers_on_equal_seeds(
     assert seeds[0] != seeds[1]
 
 
-async def test_a_rollout_function_that_exits_ends_its_episode_alone(
+async def test_rollout_function_that_exits_fails_only_the_episode(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     run = make_run(rollout=f"{FUNCTIONS}:exit_in_episode")
@@ -77,7 +77,7 @@ async def test_a_rollout_function_that_exits_ends_its_episode_alone(
     assert "SystemExit: 3" in rollout.failure
 
 
-async def test_a_rollout_function_is_found_by_its_name(
+async def test_rollout_function_is_imported_by_name(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     run = make_run(rollout=f"{FUNCTIONS}:play_in_pairs")
@@ -100,7 +100,7 @@ async def test_a_rollout_function_is_found_by_its_name(
         ({"max_completion_tokens": 200}, "max_completion_tokens = 200"),
     ],
 )
-def test_what_cannot_work_together_is_refused_at_parse(
+def test_incompatible_settings_are_rejected_at_parse(
     environment: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -108,7 +108,7 @@ def test_what_cannot_work_together_is_refused_at_parse(
 
 
 @pytest.mark.parametrize("section", ["rollout", "eval"])
-def test_a_temperature_beyond_what_vllm_samples_at_is_refused_at_parse(section: str) -> None:
+def test_temperature_above_the_vllm_maximum_is_rejected_at_parse(section: str) -> None:
     settings = {section: {"temperature": 2.5}}
     with pytest.raises(ValueError, match=rf"{section}\.temperature = 2\.5"):
         LanguageModelRun.model_validate({"generator": {"kind": "vllm"}, **settings})

@@ -45,7 +45,7 @@ def make_run(folder: Path, **columns: list[str]) -> LanguageModelRun:
     )
 
 
-def test_a_column_that_is_lacking_is_named_with_those_there_are() -> None:
+def test_missing_column_is_reported_with_available_columns() -> None:
     columns = ["prompt", "answer"]
     with pytest.raises(ConfigError) as error_info:
         check_columns([make_path("require_solution")], columns, "environment")
@@ -57,25 +57,25 @@ def test_a_column_that_is_lacking_is_named_with_those_there_are() -> None:
         check_columns([make_path("require_solution")], ["solutions"], "environment")
 
 
-def test_what_has_a_default_or_takes_everything_needs_no_column() -> None:
+def test_arguments_with_defaults_and_keyword_arguments_need_no_column() -> None:
     check_columns([make_path("accept_columns")], ["prompt"], "environment")
     check_columns([make_path("require_solution")], ["prompt", "solution"], "environment")
 
 
-def test_a_column_hidden_by_a_built_in_argument_is_logged(caplog) -> None:
+def test_column_hidden_by_a_built_in_argument_is_logged(caplog) -> None:
     with caplog.at_level(logging.WARNING):
         check_columns([make_path("accept_columns")], ["prompt", "seed", "status"], "environment")
     assert "the trainer's argument seed, status" in caplog.text
 
 
-def test_a_check_of_a_run_finds_it(tmp_path: Path) -> None:
+def test_run_check_finds_a_missing_column(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="requires 'solution', and the data has the columns"):
         check_start(make_run(tmp_path), Resume.NEVER)
     check_start(make_run(tmp_path, solution=["1", "2"]), Resume.NEVER)
 
 
 @pytest.mark.slow
-async def test_a_run_finds_it_in_what_its_server_says(tmp_path: Path) -> None:
+async def test_missing_column_is_found_from_the_server_description(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     error_info = pytest.raises(ConfigError, match="requires 'solution'")
     with start_local_servers(run, tmp_path) as servers, error_info:

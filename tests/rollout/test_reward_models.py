@@ -47,7 +47,7 @@ def make_episode(text: str, status: RolloutStatus = RolloutStatus.TERMINATED) ->
     return PlayedEpisode(rollout, [{"role": "user", "content": "go"}], completion, [2, 3])
 
 
-async def test_a_term_is_what_the_model_says_of_prompt_and_completion(path: str) -> None:
+async def test_term_is_the_model_score_of_prompt_and_completion(path: str) -> None:
     terms = [RewardTerm(weight=0.5), RewardModelTerm(path=path, weight=2.0)]
     lost = make_episode("", RolloutStatus.LOST)
     rollouts = await Reward(terms).score([make_episode("HIT"), lost, make_episode("STAND")], 60.0)
@@ -60,7 +60,7 @@ async def test_a_term_is_what_the_model_says_of_prompt_and_completion(path: str)
     assert [term.value for term in rollouts[1].terms] == [None, None]  # the model was not called
 
 
-async def test_a_model_is_loaded_once_for_all_environments_and_terms(
+async def test_model_is_loaded_once_for_all_environments_and_terms(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = RewardModels()
@@ -72,7 +72,7 @@ async def test_a_model_is_loaded_once_for_all_environments_and_terms(
         assert rollout.reward == pytest.approx(0.0)
 
 
-async def test_groups_that_wait_at_the_same_time_are_scored_together(
+async def test_concurrent_groups_are_scored_in_one_batch(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch_sizes: list[int] = []
@@ -112,7 +112,7 @@ async def test_groups_that_wait_at_the_same_time_are_scored_together(
         assert [episode.reward for episode in rollouts] == pytest.approx(expected, abs=1e-5)
 
 
-async def test_a_model_that_fails_or_is_late_voids_its_group_and_the_next_is_scored(
+async def test_failed_or_late_model_voids_the_group_but_not_the_next(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = Reward([RewardModelTerm(path=path)])
@@ -142,7 +142,7 @@ async def test_a_model_that_fails_or_is_late_voids_its_group_and_the_next_is_sco
     assert rollout.status is RolloutStatus.TERMINATED
 
 
-def test_a_run_is_refused_before_anything_heavy_where_there_is_no_reward_model(
+def test_missing_or_unsuitable_reward_model_is_rejected_early(
     path: str, policy_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check_run(path: str) -> None:
@@ -160,7 +160,7 @@ def test_a_run_is_refused_before_anything_heavy_where_there_is_no_reward_model(
         check_run(str(tmp_path / "two"))
 
 
-def test_a_critic_that_is_not_there_or_reads_other_tokens_is_refused_before_anything_heavy(
+def test_critic_that_is_missing_or_has_another_vocabulary_is_rejected(
     path: str, policy_path: str, tmp_path: Path
 ) -> None:
     def check_run(critic: str) -> None:
@@ -183,7 +183,7 @@ def test_a_critic_that_is_not_there_or_reads_other_tokens_is_refused_before_anyt
         check_run(str(tmp_path / "other"))
 
 
-def test_other_processes_get_the_absolute_path_of_a_folder(
+def test_resolved_configuration_has_the_absolute_model_path(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(path).parent)
@@ -193,7 +193,7 @@ def test_other_processes_get_the_absolute_path_of_a_folder(
     assert (term.path, term.name) == (path, "pleasing")
 
 
-def test_a_term_of_neither_kind_is_refused_by_name() -> None:
+def test_invalid_reward_term_is_rejected_with_the_key() -> None:
     for term, message in [
         ({"kind": "mode", "path": "x"}, "rewards.*kind: expected one of 'function', 'model'"),
         ({"kind": "model"}, "path: required, but not set"),

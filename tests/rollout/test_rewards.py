@@ -55,7 +55,7 @@ async def score(
     return await Reward(terms).score(episodes, timeout_s)
 
 
-async def test_a_reward_is_the_weighted_sum_of_its_terms() -> None:
+async def test_reward_is_the_weighted_sum_of_terms() -> None:
     terms = [term(None, 2.0), term("num_words", 0.5), term("return_if_finished", -1.0, "finished")]
     [rollout] = await score(terms, make_episode(3.0, text="ADD 1 please"))
     assert rollout.reward == 2 * 3.0 + 0.5 * 3 - 3.0
@@ -67,7 +67,7 @@ async def test_a_reward_is_the_weighted_sum_of_its_terms() -> None:
     )
 
 
-async def test_an_episode_that_one_term_cannot_score_has_no_reward_and_is_not_worth_zero() -> None:
+async def test_reward_is_none_rather_than_zero_if_a_term_returns_none() -> None:
     rollouts = await score(
         [term(None), term("skip_first_score")], make_episode(1.0), make_episode(1.0)
     )
@@ -76,7 +76,7 @@ async def test_an_episode_that_one_term_cannot_score_has_no_reward_and_is_not_wo
     assert rollouts[0].terms[1].value is None
 
 
-async def test_lost_episodes_are_not_shown_to_functions_and_have_no_reward() -> None:
+async def test_lost_episodes_have_no_reward_and_are_not_passed_to_functions() -> None:
     reward_functions.RECORDED_CALLS.clear()
     lost = make_episode(None, RolloutStatus.LOST)
     rollouts = await score([term("remember"), term("num_words")], lost, make_episode(1.0), lost)
@@ -89,7 +89,7 @@ async def test_lost_episodes_are_not_shown_to_functions_and_have_no_reward() -> 
     assert reward_functions.RECORDED_CALLS == []
 
 
-async def test_a_function_that_is_not_asynchronous_leaves_the_event_loop_alone() -> None:
+async def test_synchronous_function_does_not_block_the_event_loop() -> None:
     reward_functions.LOOP_EVENT.clear()
     asyncio.get_running_loop().call_later(0.05, reward_functions.LOOP_EVENT.set)
     [rollout] = await score([term("wait_for_loop")], make_episode(1.0))
@@ -116,7 +116,7 @@ async def test_a_function_that_is_not_asynchronous_leaves_the_event_loop_alone()
         ("never_ends", "did not return within rollout.group_timeout_s = 0.2 s"),
     ],
 )
-async def test_a_function_that_returns_no_rewards_is_named_with_what_was_expected(
+async def test_invalid_or_failed_function_is_reported_with_the_reason(
     function: str, message: str
 ) -> None:
     timeout_s = 0.2 if function == "never_ends" else 60.0
@@ -134,13 +134,13 @@ async def test_the_location_of_an_error_is_reported() -> None:
     assert "(in fails, reward_functions.py:" in rollout.failure
 
 
-async def test_a_function_of_weight_0_that_fails_is_named_and_voids_nothing() -> None:
+async def test_failed_function_of_weight_0_is_reported_but_voids_no_episode() -> None:
     [rollout] = await score([term(None), term("fails", 0.0)], make_episode(1.0))
     assert (rollout.status, rollout.reward) == (RolloutStatus.TERMINATED, 1.0)
     assert "KeyError" in rollout.failure
 
 
-async def test_a_term_of_weight_0_is_shown_and_decides_nothing() -> None:
+async def test_term_of_weight_0_is_recorded_but_not_added() -> None:
     terms = [term(None), term("skip_first_score", 0.0)]
     rollouts = await score(terms, make_episode(1.0), make_episode(1.0))
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
@@ -157,7 +157,7 @@ async def test_a_term_of_weight_0_is_shown_and_decides_nothing() -> None:
     ],
     ids=["the environment's own", "both", "a function alone", "the environment's own, weightless"],
 )
-async def test_an_invalid_action_has_a_penalty_with_any_terms(
+async def test_invalid_action_has_a_penalty_with_all_reward_terms(
     terms: list[RewardTerm], expected_reward: float
 ) -> None:
     # The environment's reward includes the penalty; five words have a reward of 25.
@@ -167,7 +167,7 @@ async def test_an_invalid_action_has_a_penalty_with_any_terms(
     assert rollout.status is RolloutStatus.INVALID_ACTION
 
 
-async def test_functions_that_never_end_leave_the_threads_of_others_alone() -> None:
+async def test_hanging_functions_do_not_block_other_threads() -> None:
     reward = Reward([term("wait_for_test_end")])
     try:
         scores = [reward.score([make_episode(1.0)], timeout_s=0.05) for _ in range(80)]
@@ -182,7 +182,7 @@ async def test_functions_that_never_end_leave_the_threads_of_others_alone() -> N
     ("function", "message"),
     [("no_such_function", "has no callable"), ("positional_only", "remove the '/'")],
 )
-def test_a_function_that_cannot_be_called_is_refused_before_anything_is_played(
+def test_invalid_reward_function_is_rejected_before_the_first_episode(
     function: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -207,7 +207,7 @@ async def play_counting(
     return groups[-1]
 
 
-async def test_functions_see_prompts_completions_and_every_field_of_the_rollout(
+async def test_functions_receive_prompts_completions_and_rollout_fields(
     env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     reward_functions.RECORDED_CALLS.clear()
@@ -238,7 +238,7 @@ async def test_functions_see_prompts_completions_and_every_field_of_the_rollout(
     assert group.rollouts[0].reward == 7.0
 
 
-async def test_a_failing_function_voids_the_group_and_leaves_no_session(
+async def test_failing_function_voids_the_group_and_leaves_no_session(
     chat: ChatTokenizer,
 ) -> None:
     async with (

@@ -32,7 +32,7 @@ def small_counters() -> Iterator[tuple[int, ...]]:
         yield from itertools.product(numbers, repeat=length)
 
 
-def test_no_two_purposes_counters_or_runs_have_a_key_in_common() -> None:
+def test_keys_of_purposes_counters_and_runs_are_distinct() -> None:
     counters = list(small_counters())
     keys = [
         derive_key(run_seed, stream, *numbers)
@@ -48,7 +48,7 @@ def test_no_two_purposes_counters_or_runs_have_a_key_in_common() -> None:
     assert requests.isdisjoint(keys)
 
 
-def test_no_key_is_a_small_number() -> None:
+def test_stream_draws_differ_from_draws_of_small_seeds() -> None:
     """Environments and players seed their generators with small numbers, which are never keys."""
     predictable_draws = {random.Random(number).random() for number in range(5_000)}
     for run_seed, stream in itertools.product(range(3), Stream):
@@ -56,7 +56,7 @@ def test_no_key_is_a_small_number() -> None:
         assert draws.isdisjoint(predictable_draws)
 
 
-def test_numbers_of_purposes_are_kept_for_ever() -> None:
+def test_stream_numbers_and_keys_do_not_change() -> None:
     """Changed numbers change the random draws, which requires a new `VERSION`."""
     assert {stream.name: stream.value for stream in Stream} == {
         "INITIAL_WEIGHTS": 1,
@@ -85,7 +85,7 @@ def test_numbers_of_purposes_are_kept_for_ever() -> None:
     assert derive_training_seed(0, 5, 0) == 715_490_776
 
 
-def test_episodes_of_training_warm_start_and_evaluation_have_seeds_of_their_own() -> None:
+def test_training_warm_start_and_evaluation_seeds_are_disjoint() -> None:
     counters = list(itertools.product(range(4), range(500)))
     training = {derive_training_seed(3, *numbers) for numbers in counters}
     warm_start = {derive_warm_start_seed(3, *numbers) for numbers in counters}
@@ -96,7 +96,7 @@ def test_episodes_of_training_warm_start_and_evaluation_have_seeds_of_their_own(
     assert set(derive_group_seeds(3, 2, 16, shared=False)) <= training
 
 
-def test_what_torch_draws_for_one_purpose_it_does_not_draw_for_another() -> None:
+def test_torch_draws_of_different_streams_are_disjoint() -> None:
     draws = []
     with torch.random.fork_rng():
         for stream in (Stream.INITIAL_WEIGHTS, Stream.LEARNER, Stream.INITIAL_WEIGHTS):
@@ -106,7 +106,7 @@ def test_what_torch_draws_for_one_purpose_it_does_not_draw_for_another() -> None
     assert not torch.isin(draws[0], draws[1]).any()
 
 
-def test_counters_that_differ_anywhere_give_other_seeds() -> None:
+def test_different_counters_give_different_seeds() -> None:
     seeds = {
         mix(run, group, episode, turn)
         for run in range(4)
@@ -123,7 +123,7 @@ def test_counters_that_differ_anywhere_give_other_seeds() -> None:
     assert mix(2**70, 3) >= 0
 
 
-def test_a_number_follows_from_its_seed_and_position_alone() -> None:
+def test_uniform_number_depends_only_on_seed_and_position() -> None:
     seeds = [mix(1, number) for number in range(100)]
     batch_uniforms = draw_uniforms(seeds, [3] * 100)
     single_uniforms = np.concatenate([draw_uniforms([seed], [3]) for seed in seeds])
@@ -131,7 +131,7 @@ def test_a_number_follows_from_its_seed_and_position_alone() -> None:
     assert not np.array_equal(batch_uniforms, draw_uniforms(seeds, [4] * 100))
 
 
-def test_numbers_are_uniform_and_unrelated_from_position_to_position() -> None:
+def test_numbers_are_uniform_and_uncorrelated_between_positions() -> None:
     numbers = np.stack([draw_uniforms(list(range(20_000)), [p] * 20_000) for p in range(3)])
     assert numbers.dtype == np.float32
     assert numbers.min() >= 0

@@ -15,7 +15,7 @@ LOGITS = torch.tensor([0.5, 0.3, 0.2, 1e-30]).log()
     ("uniform", "token"),
     [(0.0, 0), (0.499, 0), (0.501, 1), (0.799, 1), (0.801, 2), (1 - 2**-24, 2)],
 )
-def test_a_uniform_number_falls_on_the_token_that_holds_its_share(
+def test_uniform_number_selects_the_token_by_cumulative_probability(
     uniform: float, token: int
 ) -> None:
     token_ids, logprobs = sample_tokens(LOGITS[None], [Sampling(1.0, 1)], torch.tensor([uniform]))
@@ -24,7 +24,7 @@ def test_a_uniform_number_falls_on_the_token_that_holds_its_share(
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.49, 0.51, 0.79, 0.95])
-def test_only_tokens_that_top_p_keeps_are_drawn(top_p: float) -> None:
+def test_only_tokens_within_top_p_are_sampled(top_p: float) -> None:
     num_kept = {0.1: 1, 0.49: 1, 0.51: 2, 0.79: 2, 0.95: 3}[top_p]
     uniforms = torch.linspace(0, 1 - 2**-24, 200)
     samplings = [Sampling(1.0, 1, top_p)] * 200
@@ -34,7 +34,7 @@ def test_only_tokens_that_top_p_keeps_are_drawn(top_p: float) -> None:
     assert torch.allclose(logprobs.exp(), probabilities[token_ids], atol=1e-6)
 
 
-def test_temperatures_and_cuts_of_a_batch_are_each_rows_own() -> None:
+def test_temperature_and_top_p_apply_per_row() -> None:
     samplings = [Sampling(0.0, 1), Sampling(0.0, 1, 0.2), Sampling(1.0, 1, 0.4), Sampling(2.0, 1)]
     token_ids, logprobs = sample_tokens(LOGITS.expand(4, 4), samplings, torch.full((4,), 0.7))
     assert token_ids.tolist() == [0, 0, 0, 1]
@@ -53,7 +53,7 @@ def test_temperatures_and_cuts_of_a_batch_are_each_rows_own() -> None:
         (Sampling(1.0, 1, top_p=0.6, top_k=2), [0]),
     ],
 )
-def test_each_cut_sees_what_the_one_before_it_has_left(sampling: Sampling, kept: list[int]) -> None:
+def test_top_k_min_p_and_top_p_apply_in_sequence(sampling: Sampling, kept: list[int]) -> None:
     uniforms = torch.linspace(0, 1 - 2**-24, 100)
     token_ids, logprobs = sample_tokens(LOGITS.expand(100, 4), [sampling] * 100, uniforms)
     assert sorted(set(token_ids.tolist())) == kept
@@ -61,7 +61,7 @@ def test_each_cut_sees_what_the_one_before_it_has_left(sampling: Sampling, kept:
     assert torch.allclose(logprobs.exp(), probabilities[token_ids], atol=1e-6)
 
 
-def test_a_penalty_moves_the_logits_of_tokens_that_were_seen() -> None:
+def test_repetition_penalty_changes_logits_of_seen_tokens() -> None:
     logits = torch.tensor([[1.0, -1.0, 0.5, 0.0]])
     expected_logprobs = torch.tensor([0.5, -2.0, 0.5, 0.0]).log_softmax(0)
     for uniform in (0.1, 0.5, 0.7, 0.9):
@@ -79,7 +79,7 @@ def test_a_penalty_moves_the_logits_of_tokens_that_were_seen() -> None:
 
 
 @pytest.mark.slow
-def test_the_last_token_of_a_large_vocabulary_is_never_overshot() -> None:
+def test_large_vocabulary_samples_no_token_of_zero_probability() -> None:
     logits = torch.randn(64, 150_000, generator=torch.Generator().manual_seed(0))
     logits[:, -1000:] = -torch.inf
     uniforms = torch.full((64,), 1 - 2**-24)

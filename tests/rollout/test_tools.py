@@ -83,7 +83,7 @@ def use_calculator(text: str) -> str:
     return call("add", a=int(a), b=int(b))
 
 
-async def test_a_policy_that_asks_the_calculator_is_right(
+async def test_policy_with_calculator_gives_the_correct_result(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     for seed in range(5):
@@ -100,7 +100,7 @@ async def test_a_policy_that_asks_the_calculator_is_right(
         assert episode.fields["num_calls"] == 1
 
 
-async def test_tools_are_listed_and_their_results_are_never_trained_on(
+async def test_tools_are_listed_and_tool_results_are_never_trained_on(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     episode = await play(client, chat, use_calculator)
@@ -114,7 +114,7 @@ async def test_tools_are_listed_and_their_results_are_never_trained_on(
     assert "sum" not in sampled_text
 
 
-async def test_several_calls_of_one_answer_are_made_in_order(
+async def test_multiple_calls_of_one_completion_run_in_order(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     script = iter([call("add", a=1, b=2) + call("add", a=3, b=4), "0"])
@@ -136,7 +136,7 @@ async def test_several_calls_of_one_answer_are_made_in_order(
         ),
     ],
 )
-async def test_calls_are_counted_and_so_are_those_that_failed(
+async def test_calls_and_failed_calls_are_counted(
     client: AsyncEnvClient, chat: ChatTokenizer, answers: list[str], counted: tuple[int, int]
 ) -> None:
     script = iter(answers)
@@ -157,7 +157,7 @@ async def test_calls_are_counted_and_so_are_those_that_failed(
         (call("add", a=10**20, b=1), "a tool call that can be sent, got"),
     ],
 )
-async def test_a_call_that_cannot_be_made_is_explained_and_may_be_mended(
+async def test_invalid_call_gets_an_error_and_can_be_corrected(
     client: AsyncEnvClient, chat: ChatTokenizer, answer: str, reason: str
 ) -> None:
     script = iter([answer])
@@ -166,7 +166,7 @@ async def test_a_call_that_cannot_be_made_is_explained_and_may_be_mended(
     assert (episode.rollout.status, episode.rollout.reward) == (RolloutStatus.TERMINATED, 1.0)
 
 
-async def test_who_never_calls_well_ends_at_the_configured_reward(
+async def test_repeated_invalid_calls_end_with_the_invalid_action_reward(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     limits = LIMITS.model_copy(update={"invalid_action_reward": -0.5})
@@ -176,7 +176,7 @@ async def test_who_never_calls_well_ends_at_the_configured_reward(
     assert len(episode.rollout.turns) == MAX_INVALID_COMPLETIONS
 
 
-async def test_a_tool_that_fails_says_so_and_the_episode_continues(
+async def test_failed_tool_returns_an_error_and_the_episode_continues(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     script = iter([call("add", a="one"), "0"])
@@ -185,7 +185,7 @@ async def test_a_tool_that_fails_says_so_and_the_episode_continues(
     assert (episode.rollout.status, episode.rollout.reward) == (RolloutStatus.TERMINATED, 0.0)
 
 
-async def test_an_error_outside_a_tool_voids_the_episode(
+async def test_error_outside_a_tool_voids_the_episode(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def raise_rate_limit(*_: object) -> None:
@@ -200,7 +200,7 @@ async def test_an_error_outside_a_tool_voids_the_episode(
     assert episode.rollout.num_tool_calls_failed == 1, "what came before is counted"
 
 
-async def test_a_long_result_is_shortened(client: AsyncEnvClient, chat: ChatTokenizer) -> None:
+async def test_long_result_is_truncated(client: AsyncEnvClient, chat: ChatTokenizer) -> None:
     script = iter([call("recite"), "0"])
     episode = await play(client, chat, lambda _: next(script))
     prompt_text = episode.completion[1]["content"]
@@ -208,7 +208,7 @@ async def test_a_long_result_is_shortened(client: AsyncEnvClient, chat: ChatToke
     assert "more characters" in prompt_text
 
 
-async def test_calls_without_end_are_cut_off_by_the_limit_on_turns(
+async def test_endless_calls_stop_at_the_turn_limit(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     episode = await play(client, chat, lambda _: call("add", a=1, b=1))
@@ -226,7 +226,7 @@ async def test_text_that_is_neither_call_nor_action_ends_the_episode(
     assert episode.rollout.status is RolloutStatus.INVALID_ACTION
 
 
-async def test_calls_in_thoughts_are_not_made(client: AsyncEnvClient) -> None:
+async def test_calls_within_reasoning_are_ignored(client: AsyncEnvClient) -> None:
     chat = ChatTokenizer(make_family_tokenizer(QWEN3), enable_thinking=True)
     completion = f"<think>\nmaybe {call('add', a=1, b=2)}\n</think>\n\n0"
     episode = await play(client, chat, lambda _: completion)
@@ -234,7 +234,7 @@ async def test_calls_in_thoughts_are_not_made(client: AsyncEnvClient) -> None:
     assert len(episode.rollout.turns) == 1
 
 
-async def test_an_environment_without_tools_is_refused(chat: ChatTokenizer) -> None:
+async def test_environment_without_tools_is_rejected(chat: ChatTokenizer) -> None:
     async with (
         EnvServer(CountingEnv, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
@@ -244,7 +244,7 @@ async def test_an_environment_without_tools_is_refused(chat: ChatTokenizer) -> N
         assert server.core.load.num_sessions == 0
 
 
-async def test_the_client_calls_a_tool_and_hears_of_its_failure(client: AsyncEnvClient) -> None:
+async def test_client_calls_a_tool_and_raises_tool_errors(client: AsyncEnvClient) -> None:
     session, _ = await client.open(seed=5)
     assert await session.call_tool("add", {"a": 2, "b": 3}) == {"sum": 5}
     with pytest.raises(ToolError, match="expected two integers"):
@@ -255,7 +255,7 @@ async def test_the_client_calls_a_tool_and_hears_of_its_failure(client: AsyncEnv
     assert (await session.step({"value": 3})).terminated
 
 
-async def test_the_synchronous_client_calls_tools_too() -> None:
+async def test_synchronous_client_calls_tools() -> None:
     async with EnvServer(CalculatorEnv, ServerOptions(port=0)) as server:
 
         def call_add() -> dict[str, Any]:
@@ -279,19 +279,17 @@ async def test_the_synchronous_client_calls_tools_too() -> None:
         ('<tool_call>{"name": "add"}', [ToolCall("add", {})]),
     ],
 )
-def test_calls_are_read_in_the_ways_that_models_write_them(
-    completion: str, calls: list[ToolCall]
-) -> None:
+def test_calls_are_parsed_in_all_common_formats(completion: str, calls: list[ToolCall]) -> None:
     assert read_calls(completion) == calls
 
 
-def test_a_call_that_is_nested_deeper_than_python_reads_is_malformed_or_no_call() -> None:
+def test_too_deeply_nested_call_is_malformed_or_not_a_call() -> None:
     with pytest.raises(ActionParseError, match="expected JSON between <tool_call>"):
         read_calls("<tool_call>" + "[" * 100_000)
     assert read_calls("[" * 100_000) == []
 
 
-def test_what_a_malformed_call_repeats_is_bounded() -> None:
+def test_error_message_of_a_malformed_call_is_bounded() -> None:
     with pytest.raises(ActionParseError) as error_info:
         read_calls("<tool_call>" + "x" * 100_000)
     assert len(error_info.value.message) < 500

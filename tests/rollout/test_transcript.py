@@ -28,7 +28,7 @@ async def play_episodes(
     return await player.play_group(SPEC, num_transcripts=num_transcripts)
 
 
-async def test_a_transcript_contains_messages_answers_actions_and_rewards(
+async def test_transcript_contains_messages_completions_actions_and_rewards(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     group = await play_episodes(client, chat, ["STAND"])
@@ -50,7 +50,7 @@ async def test_the_requested_number_of_transcripts_is_written(
     assert (await play_episodes(client, chat, ["STAND"], 0)).transcripts == ()
 
 
-async def test_an_answer_that_is_no_action_is_written_unchanged(
+async def test_invalid_action_is_written_as_one_json_line(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     [record] = (await play_episodes(client, chat, ["HIT me\u2028now"])).transcripts
@@ -61,7 +61,7 @@ async def test_an_answer_that_is_no_action_is_written_unchanged(
     assert Transcript.model_validate_json(json_line) == record
 
 
-async def test_an_episode_that_failed_says_why_and_what_was_said_until_then(
+async def test_transcript_of_a_failed_episode_has_the_reason_and_turns(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     player, _ = make_player(client, chat, itertools.cycle(["HIT"]))
@@ -81,7 +81,7 @@ async def test_an_episode_that_failed_says_why_and_what_was_said_until_then(
         assert Transcript.model_validate_json(record.model_dump_json()) == record
 
 
-async def test_an_episode_that_never_began_is_written_with_its_reason_alone(
+async def test_transcript_of_an_unopened_episode_has_only_the_reason(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(*_: Any, **__: Any) -> None:
@@ -93,14 +93,14 @@ async def test_an_episode_that_never_began_is_written_with_its_reason_alone(
     assert "the server is away" in record.failure
 
 
-async def test_an_episode_that_went_well_has_no_reason(
+async def test_transcript_without_failure_has_no_reason(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     [record] = (await play_episodes(client, chat, ["STAND"])).transcripts
     assert record.failure == ""
 
 
-async def test_long_texts_are_cut_and_late_turns_counted(
+async def test_long_texts_are_truncated_and_omitted_turns_are_counted(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transcript, "MAX_TEXT_CHARACTERS", 10)
@@ -122,7 +122,7 @@ def test_each_step_has_the_configured_number_of_transcripts(
         assert sum(count_transcripts(i, quota, groups_per_step, 7) for i in indices) == quota
 
 
-def test_environments_that_take_turns_are_all_written_down() -> None:
+def test_alternating_environments_all_get_transcripts() -> None:
     counts = Counter(index % 4 for index in range(1600) if count_transcripts(index, 4, 16, 7))
     assert counts.total() == 400
     assert min(counts.values()) > 60

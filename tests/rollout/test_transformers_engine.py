@@ -22,7 +22,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_folder(tmp_path_factory.mktemp("model"), tie_embeddings=False)
 
 
-def test_sharing_equal_prompts_does_not_change_the_answers(model_path: str) -> None:
+def test_shared_prompts_do_not_change_completions(model_path: str) -> None:
     requests = [
         EngineRequest(i, prompt, Sampling(0.0, 2 + i), seed=i)
         for i, prompt in enumerate(SHARED_PROMPTS)
@@ -49,13 +49,13 @@ def test_equal_prompts_are_computed_once(model_path: str) -> None:
     assert batch_sizes == [3, 6], "three different prompts, then six sequences"
 
 
-def test_equal_prompts_are_sampled_each_for_itself(model_path: str) -> None:
+def test_equal_prompts_are_sampled_independently(model_path: str) -> None:
     requests = [EngineRequest(i, [8, 60, 33], Sampling(1.0, 4), seed=i) for i in range(50)]
     outputs = complete(make_transformers_engine(model_path), requests)
     assert len({tuple(output.token_ids) for output in outputs.values()}) > 10
 
 
-def test_a_step_answers_those_as_long_as_the_oldest(model_path: str) -> None:
+def test_step_completes_requests_with_the_length_of_the_oldest(model_path: str) -> None:
     engine = make_transformers_engine(model_path)
     for i, prompt in enumerate([[6, 7], [5], [8, 9], [1, 2, 3]]):
         engine.submit(EngineRequest(i, prompt, Sampling(1.0, 3), seed=i))
@@ -63,7 +63,7 @@ def test_a_step_answers_those_as_long_as_the_oldest(model_path: str) -> None:
     assert engine.has_work
 
 
-def test_a_rare_length_does_not_wait_while_others_keep_coming(model_path: str) -> None:
+def test_rare_prompt_length_is_not_starved_by_frequent_lengths(model_path: str) -> None:
     engine = make_transformers_engine(model_path, max_batch_size=2)
     engine.submit(EngineRequest(0, [1, 2, 3], Sampling(1.0, 1), seed=0))
     completed_ids = []
@@ -77,7 +77,7 @@ def test_a_rare_length_does_not_wait_while_others_keep_coming(model_path: str) -
     assert 99 in later_ids, "many of another length still wait, and take turns with it"
 
 
-def test_a_batch_is_at_most_as_large_as_allowed(model_path: str) -> None:
+def test_batch_size_is_limited(model_path: str) -> None:
     engine = make_transformers_engine(model_path, max_batch_size=2)
     for i in range(5):
         engine.submit(EngineRequest(i, [5, 6 + i], Sampling(1.0, 3), seed=i))
@@ -87,6 +87,6 @@ def test_a_batch_is_at_most_as_large_as_allowed(model_path: str) -> None:
     assert batch_sizes == [2, 2, 1]
 
 
-def test_an_unknown_tensor_is_refused(model_path: str, tmp_path: Path) -> None:
+def test_unknown_tensor_is_rejected(model_path: str, tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="no_such_layer"):
         make_transformers_engine(model_path).load_weights({"no_such_layer": torch.zeros(1)})

@@ -49,7 +49,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         process.wait()
 
 
-async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(address: str) -> None:
+async def test_tools_are_listed_and_called_and_plain_text_ends_the_episode(address: str) -> None:
     chat = ChatTokenizer(make_family_tokenizer(QWEN25))
     completions = iter([call("shout"), call("echo", message="17 and 4"), "It said 17 and 4."])
     prompts: list[str] = []

@@ -38,7 +38,7 @@ for_tied_model = pytest.mark.parametrize("pair", [TIED], indirect=True, ids=str)
 
 
 @for_untied_model
-def test_an_answer_does_not_depend_on_the_batch_it_shares(pair: EnginePair) -> None:
+def test_completion_does_not_depend_on_the_batch(pair: EnginePair) -> None:
     requests = make_requests(100)
     expected = complete(pair.engine, requests)
     assert map_tokens(complete(pair.engine, reversed(requests))) == map_tokens(expected)
@@ -60,7 +60,7 @@ def test_equal_requests_with_different_seeds_get_different_completions(pair: Eng
 
 
 @for_both_models
-def test_weights_loaded_in_flight_sample_every_later_token(pair: EnginePair) -> None:
+def test_weights_loaded_in_flight_are_used_for_all_later_tokens(pair: EnginePair) -> None:
     requests = make_requests(60, max_tokens=20)
     for request in requests:
         pair.engine.submit(request)
@@ -83,7 +83,7 @@ def test_weights_loaded_in_flight_sample_every_later_token(pair: EnginePair) -> 
 
 
 @for_tied_model
-def test_a_layer_that_keeps_its_old_weights_is_refused(
+def test_layer_with_outdated_weights_is_reported(
     pair: EnginePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -96,7 +96,7 @@ def test_a_layer_that_keeps_its_old_weights_is_refused(
 
 
 @for_both_models
-def test_a_missing_or_unknown_tensor_is_refused(pair: EnginePair) -> None:
+def test_missing_or_unknown_tensor_is_rejected(pair: EnginePair) -> None:
     previous_score = pair.engine.score(CANARY_PROMPT)
     state = dict(pair.model.named_parameters())
     subset = {name: tensor for name, tensor in state.items() if "layers.1.self_attn.k" not in name}
@@ -108,7 +108,7 @@ def test_a_missing_or_unknown_tensor_is_refused(pair: EnginePair) -> None:
 
 
 @for_untied_model
-async def test_it_serves_coroutines_from_its_own_thread(pair: EnginePair) -> None:
+async def test_vllm_engine_runs_behind_an_async_engine(pair: EnginePair) -> None:
     generator = AsyncEngine(UnclosableEngine(pair.engine))
     try:
         requests = make_requests(40)
@@ -132,7 +132,7 @@ async def test_it_serves_coroutines_from_its_own_thread(pair: EnginePair) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_separate_process_prints_nothing_and_connects_to_nothing(tmp_path: Path) -> None:
+def test_separate_process_prints_no_output_and_opens_no_connection(tmp_path: Path) -> None:
     if not is_vllm_installed():
         pytest.skip("vLLM is not installed")
     path = make_folder(tmp_path / "model", tie_embeddings=True)

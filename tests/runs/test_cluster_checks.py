@@ -61,7 +61,7 @@ async def test_a_complete_cluster_has_no_problems(cluster: FakeKubernetes) -> No
     assert cluster.get("ray.io/v1", "rayjobs", NAMESPACE, "demo") is None  # checked, not created
 
 
-async def test_a_missing_operator_is_the_only_problem(cluster: FakeKubernetes) -> None:
+async def test_missing_operator_is_the_only_reported_problem(cluster: FakeKubernetes) -> None:
     cluster.groups.clear()
     cluster.remove("v1", "secrets", NAMESPACE, "ludus-auth")
     message = await find_single_problem(cluster)
@@ -87,7 +87,7 @@ async def test_a_local_model_folder_is_refused(cluster: FakeKubernetes) -> None:
 # Secrets and volumes.
 
 
-async def test_a_missing_secret_is_named_with_the_command_that_makes_it(
+async def test_missing_secret_is_reported_with_the_command_to_create_it(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.remove("v1", "secrets", NAMESPACE, "ludus-auth")
@@ -97,12 +97,12 @@ async def test_a_missing_secret_is_named_with_the_command_that_makes_it(
     )
 
 
-async def test_a_secret_without_its_key_is_named(cluster: FakeKubernetes) -> None:
+async def test_secret_without_the_expected_key_is_reported(cluster: FakeKubernetes) -> None:
     cluster.put(secret("ludus-auth", "another"))
     assert "Secret 'ludus-auth' has no key 'gateway-token'" in await find_single_problem(cluster)
 
 
-async def test_a_missing_secret_for_images_is_named(cluster: FakeKubernetes) -> None:
+async def test_missing_image_pull_and_volume_secrets_are_reported(cluster: FakeKubernetes) -> None:
     job = ray_job()
     head_spec = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
     head_spec["imagePullSecrets"] = [{"name": "registry"}]
@@ -116,7 +116,7 @@ async def test_a_missing_secret_for_images_is_named(cluster: FakeKubernetes) -> 
     ]
 
 
-async def test_a_volume_that_is_missing_lost_or_read_only_is_named(
+async def test_missing_lost_or_read_only_volume_is_reported(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(claim(mode="ReadOnlyMany"))
@@ -134,7 +134,7 @@ async def test_a_volume_that_is_missing_lost_or_read_only_is_named(
 # Nodes and GPUs.
 
 
-async def test_gpus_that_no_node_has_are_named(cluster: FakeKubernetes) -> None:
+async def test_gpus_absent_from_all_nodes_are_reported(cluster: FakeKubernetes) -> None:
     run_manifests = request_gpus("learner", 8)
     message = await find_single_problem(cluster, run_manifests)
     assert "a learner pod requests 8 of nvidia.com/gpu, but no node that admits it has" in message
@@ -142,7 +142,9 @@ async def test_gpus_that_no_node_has_are_named(cluster: FakeKubernetes) -> None:
     assert (await find_problems(cluster, run_manifests, "nodes")).problems == []
 
 
-async def test_more_gpus_than_all_nodes_have_together_are_named(cluster: FakeKubernetes) -> None:
+async def test_request_for_more_gpus_than_the_cluster_has_is_reported(
+    cluster: FakeKubernetes,
+) -> None:
     cluster.put(node("gpu-1", **{"nvidia.com/gpu": "8"}))
     assert (await find_problems(cluster, request_gpus("learner", 8))).problems == []
     run_manifests = request_gpus("learner", 8, learner={"num_ranks": 2})
@@ -150,14 +152,14 @@ async def test_more_gpus_than_all_nodes_have_together_are_named(cluster: FakeKub
     assert "the run starts with 16 nvidia.com/gpu, but the nodes have 8" in message
 
 
-async def test_a_run_that_wants_gpus_of_pods_without_is_refused(cluster: FakeKubernetes) -> None:
+async def test_run_that_needs_gpus_in_pods_without_gpus_is_refused(cluster: FakeKubernetes) -> None:
     message = await find_single_problem(cluster, manifests(rollout={"num_gpus_per_worker": 1}))
     assert message.startswith(
         "rollout.num_gpus_per_worker = 1, but the release's rollout pods have"
     )
 
 
-async def test_pods_that_no_node_admits_are_named(cluster: FakeKubernetes) -> None:
+async def test_pods_that_no_node_admits_are_reported(cluster: FakeKubernetes) -> None:
     job = ray_job()
     spec = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
     spec["nodeSelector"] = {"pool": "gpu"}
@@ -173,7 +175,7 @@ async def test_pods_that_no_node_admits_are_named(cluster: FakeKubernetes) -> No
     assert (await find_problems(cluster, manifests(job))).problems == []
 
 
-async def test_pods_that_fit_on_no_single_node_are_named(cluster: FakeKubernetes) -> None:
+async def test_pods_that_fit_on_no_node_are_reported(cluster: FakeKubernetes) -> None:
     cluster.put(node("node-1", cpu="8", memory="500Mi"))
     cluster.put(node("node-2", cpu="500m", memory="32Gi"))
     problems = (await find_problems(cluster)).problems
@@ -194,7 +196,7 @@ def make_quota(used: str, hard: str) -> Json:
     }
 
 
-async def test_a_small_or_exhausted_quota_is_reported_with_its_numbers(
+async def test_small_or_exhausted_quota_is_reported_with_amounts(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(make_quota("0", "2"))
@@ -220,7 +222,7 @@ def install_kueue(cluster: FakeKubernetes, cpu: str | None = "8") -> None:
         cluster.put({"apiVersion": api, **cluster_queue, "spec": spec})
 
 
-async def test_each_problem_of_a_queue_is_named(cluster: FakeKubernetes) -> None:
+async def test_every_queue_problem_is_reported(cluster: FakeKubernetes) -> None:
     run_manifests = make_manifests(run_config(), release(), queue="team")
     assert "uses queue 'team', but Kueue is not installed" in await find_single_problem(
         cluster, run_manifests
@@ -240,7 +242,7 @@ async def test_each_problem_of_a_queue_is_named(cluster: FakeKubernetes) -> None
     )
 
 
-async def test_a_run_in_a_queue_waits_for_a_quota_that_is_used_up(cluster: FakeKubernetes) -> None:
+async def test_exhausted_quota_is_no_problem_for_a_queued_run(cluster: FakeKubernetes) -> None:
     cluster.put(make_quota("8", "8"))
     install_kueue(cluster)
     run_manifests = make_manifests(run_config(), release(), queue="team")
@@ -268,7 +270,7 @@ async def test_checks_without_permission_are_skipped_with_a_note(cluster: FakeKu
     assert note.startswith("check 'nodes' is skipped: no permission")
 
 
-async def test_an_unknown_check_is_refused_with_the_known_checks(
+async def test_unknown_check_error_lists_known_checks(
     cluster: FakeKubernetes,
 ) -> None:
     with pytest.raises(ConfigError, match=r"must be one of operator, rules, .*, got 'all'"):

@@ -60,7 +60,7 @@ def test_the_run_name_replaces_every_placeholder() -> None:
     assert list(find_broken_rules(run_manifests)) == []
 
 
-def test_the_trainer_reads_a_run_with_the_paths_of_the_cluster() -> None:
+def test_trainer_reads_the_run_with_cluster_paths() -> None:
     run_manifests = manifests()
     parsed_run = LanguageModelRun.model_validate_json(run_manifests.config_map["data"]["run.json"])
     assert parsed_run == run_manifests.run
@@ -88,7 +88,7 @@ def test_environment_settings_of_a_run_are_kept() -> None:
     )
 
 
-def test_weights_use_the_release_store_and_the_run_interval() -> None:
+def test_weights_use_the_store_of_the_release_and_interval_of_the_run() -> None:
     bucket = {"kind": "s3", "bucket": "weights", "endpoint": "http://store:9000", "prefix": "a"}
     platform = release(weights=bucket).platform
     adapted_run = adapt_to_release(
@@ -101,7 +101,7 @@ def test_weights_use_the_release_store_and_the_run_interval() -> None:
     )
 
 
-def test_the_releases_monitors_find_the_drivers_metrics() -> None:
+def test_driver_serves_metrics_on_the_release_port_unless_the_run_sets_it() -> None:
     platform = release(metrics_port=9100).platform
     sink = adapt_to_release(run_config(), platform, {}).metrics.prometheus
     assert sink is not None and (sink.port, sink.host) == (9100, "0.0.0.0")
@@ -118,7 +118,7 @@ def test_the_releases_monitors_find_the_drivers_metrics() -> None:
         ({}, {"black": "blackjack"}, "the run has no environment 'black'; it has openspiel"),
     ],
 )
-def test_an_environment_that_is_not_served_is_named_with_a_remedy(
+def test_unserved_environment_is_reported_with_a_remedy(
     environment: Json, choices: dict[str, str], expected: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -126,7 +126,7 @@ def test_an_environment_that_is_not_served_is_named_with_a_remedy(
     assert expected in str(error.value)
 
 
-def test_environments_are_found_by_name_option_and_target() -> None:
+def test_environments_match_by_choice_or_by_package_and_options() -> None:
     served_environments = {
         "cards": {"address": "grpc://g/cards", "package": "openspiel_env", "options": {"a": 1}},
         "other": {"address": "grpc://g/other"},
@@ -148,7 +148,7 @@ def test_environments_are_found_by_name_option_and_target() -> None:
     ]
 
 
-def test_groups_have_the_pods_that_the_runs_workers_need() -> None:
+def test_worker_groups_have_enough_pods_for_ranks_and_workers() -> None:
     run_manifests = manifests(
         learner={"num_ranks": 2}, rollout={"num_workers": 3, "min_workers": 2}
     )
@@ -158,7 +158,7 @@ def test_groups_have_the_pods_that_the_runs_workers_need() -> None:
     assert get_group_sizes(run_manifests.job)["rollout"] == (1, 1, 6)
 
 
-def test_a_group_without_autoscaling_has_all_its_pods_from_the_start() -> None:
+def test_group_without_autoscaling_starts_with_all_pods() -> None:
     job = ray_job()
     job["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] = False
     run_manifests = manifests(job, rollout={"num_workers": 3, "min_workers": 1})
@@ -180,7 +180,7 @@ def test_the_driver_output_goes_to_the_container_log() -> None:
     assert command[4].endswith("--resume=auto 2>&1 | tee /proc/1/fd/1")
 
 
-def test_a_queue_of_the_command_line_replaces_the_releases() -> None:
+def test_command_line_queue_overrides_the_release_queue() -> None:
     run_manifests = make_manifests(run_config(), release(), queue="gpus")
     metadata = run_manifests.job["metadata"]
     assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
@@ -191,7 +191,7 @@ def test_a_queue_of_the_command_line_replaces_the_releases() -> None:
 # Releases.
 
 
-def test_a_release_is_chosen_by_name_or_because_it_is_the_only_one() -> None:
+def test_release_is_selected_by_name_or_as_the_only_release() -> None:
     first_release, second_release = config_map(), config_map(release="second")
     assert choose_release([first_release], None, "here").platform.release == "ludus"
     assert (
@@ -219,13 +219,13 @@ def test_a_release_is_chosen_by_name_or_because_it_is_the_only_one() -> None:
         ),
     ],
 )
-def test_a_config_map_of_another_version_is_refused(data: Json, expected: str) -> None:
+def test_config_map_of_an_incompatible_version_is_refused(data: Json, expected: str) -> None:
     with pytest.raises(ConfigError, match="upgrade the release") as error:
         parse_release({"metadata": {"name": "ludus-runs"}, "data": data})
     assert expected in str(error.value)
 
 
-def test_a_release_is_read_from_what_helm_template_wrote(tmp_path: Path) -> None:
+def test_release_is_read_from_helm_template_output(tmp_path: Path) -> None:
     path = tmp_path / "rendered.yaml"
     service = {"kind": "Service", "metadata": {"name": "a", "labels": None}}
     path.write_text(yaml.safe_dump_all([service, None, config_map()]))
@@ -241,7 +241,7 @@ def test_a_release_is_read_from_what_helm_template_wrote(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["values-cpu.yaml", "values-gpu.yaml"])
-def test_a_rendered_release_makes_a_valid_run(file: str, tmp_path: Path) -> None:
+def test_run_from_a_rendered_release_is_valid(file: str, tmp_path: Path) -> None:
     template_process = template(ValueSet("shipped", file=file))
     assert template_process.returncode == 0, template_process.stderr
     path = tmp_path / "rendered.yaml"
@@ -256,7 +256,7 @@ def test_a_rendered_release_makes_a_valid_run(file: str, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("queue", [None, "gpus"])
-def test_a_run_is_a_ray_job_by_kuberays_schema(queue: str | None) -> None:
+def test_run_matches_the_kuberay_schema(queue: str | None) -> None:
     run_manifests = make_manifests(run_config(), release(), queue=queue)
     assert problems(run_manifests.job, VERSION) == []
     assert problems(run_manifests.config_map, VERSION) == []

@@ -17,7 +17,7 @@ def make_queued_job(**spec: object) -> Json:
     return job
 
 
-def test_the_chart_template_violates_no_rule() -> None:
+def test_chart_template_violates_no_rule() -> None:
     assert list(find_broken_rules(manifests())) == []
 
 
@@ -32,7 +32,7 @@ def test_the_chart_template_violates_no_rule() -> None:
         ("demo-1", ""),
     ],
 )
-def test_a_name_that_a_rayjob_cannot_have_is_refused(name: str, expected: str) -> None:
+def test_invalid_rayjob_name_is_refused(name: str, expected: str) -> None:
     message = explain_job_name_problem(name)
     assert expected in message if expected else message == ""
 

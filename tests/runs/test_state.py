@@ -44,13 +44,13 @@ def make_state(
         ),
     ],
 )
-def test_the_state_combines_the_operator_status_and_the_stop_request(
+def test_state_combines_operator_status_and_stop_request(
     status: Json, control: Json | None, expected: RunPhase
 ) -> None:
     assert make_state(control, **status).phase is expected
 
 
-def test_a_suspended_run_with_a_queue_waits_in_it() -> None:
+def test_suspended_run_with_a_queue_is_queued() -> None:
     job = manifests().job
     job["metadata"]["labels"][QUEUE_LABEL] = "team"
     job["spec"]["suspend"] = True

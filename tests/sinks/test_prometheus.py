@@ -66,7 +66,7 @@ def write(exporter: PrometheusExporter, *rows: MetricsRow) -> None:
         exporter.write(row)
 
 
-def test_counters_start_at_zero_and_gauges_when_measured(
+def test_counters_start_at_zero_and_gauges_appear_when_measured(
     exporter: PrometheusExporter,
 ) -> None:
     initial_samples = read_samples(exporter)
@@ -82,7 +82,7 @@ def test_counters_start_at_zero_and_gauges_when_measured(
     assert initial_samples[TrainSeries.RUN,] == 1
 
 
-def test_counters_add_up_and_gauges_show_the_latest_value(exporter: PrometheusExporter) -> None:
+def test_counters_accumulate_and_gauges_show_the_latest_value(exporter: PrometheusExporter) -> None:
     write(exporter, *make_step_rows(1), *make_step_rows(2), *make_eval_rows(2, 0.4))
     values = read_samples(exporter)
     expected_values = {
@@ -125,7 +125,7 @@ def test_exactly_one_phase_is_active(exporter: PrometheusExporter) -> None:
         assert phase_values == {name: float(name is active_phase) for name in Phase}
 
 
-def test_weights_of_removed_workers_disappear(exporter: PrometheusExporter) -> None:
+def test_weight_series_of_removed_workers_disappear(exporter: PrometheusExporter) -> None:
     write(exporter, make_weights_row(3, {0: "00000000000a" + "f" * 50, 1: "00000000000b"}))
     values = read_samples(exporter)
     assert values["ludus_train_worker_weights_version", "worker=1"] == 3
@@ -139,7 +139,7 @@ def test_weights_of_removed_workers_disappear(exporter: PrometheusExporter) -> N
     assert ("ludus_train_worker_weights_version", "worker=0") not in values
 
 
-def test_environments_appear_when_their_opponent_is_known() -> None:
+def test_environment_series_appear_after_options_are_set() -> None:
     run = make_run_config(prometheus={})
     assert run.metrics.prometheus is not None
     exporter = PrometheusExporter(run, run.metrics.prometheus)
@@ -175,7 +175,7 @@ def test_times_of_steps_phases_and_checkpoints_are_exported() -> None:
     assert collect_times() == [1001, 1002, 1003]
 
 
-def test_a_failed_canary_is_counted(exporter: PrometheusExporter) -> None:
+def test_failed_canary_is_counted(exporter: PrometheusExporter) -> None:
     assert read_samples(exporter)["ludus_train_canary_failures_total",] == 0
     write(exporter, make_event_row(TrainMetric.NUM_CANARY_FAILURES))
     assert read_samples(exporter)["ludus_train_canary_failures_total",] == 1
@@ -230,7 +230,7 @@ def test_closed_exporter_does_not_listen() -> None:
         scrape(exporter)
 
 
-def test_resumed_run_continues_its_counters() -> None:
+def test_counters_continue_after_resume() -> None:
     earlier_rows = [row for step in (1, 2, 3) for row in make_step_rows(step)]
     sinks = open_sinks(
         make_run_config(prometheus={}), Path("unused"), resume_from=3, earlier_rows=earlier_rows

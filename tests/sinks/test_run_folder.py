@@ -125,7 +125,7 @@ def test_every_kind_of_row_is_written(tmp_path: Path) -> None:
     assert checkpoint_row.values == {"num_checkpoints": 1, "checkpoint_s": 0.5}
 
 
-def test_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+def test_resumed_run_records_each_step_once(tmp_path: Path) -> None:
     run = make_config(tmp_path, tensorboard=True)
     with open_metrics(run) as metrics:
         log_steps(metrics, 1, 5)
@@ -135,7 +135,7 @@ def test_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     assert read_tensorboard_steps(run.folder) == [1, 2, 3, 4, 5, 6]
 
 
-def test_rewound_run_has_each_step_once(tmp_path: Path) -> None:
+def test_rewound_run_records_each_step_once(tmp_path: Path) -> None:
     run = make_config(tmp_path, tensorboard=True)
     with open_metrics(run) as metrics:
         log_steps(metrics, 1, 5)
@@ -146,7 +146,7 @@ def test_rewound_run_has_each_step_once(tmp_path: Path) -> None:
     assert read_tensorboard_steps(run.folder) == [1, 2, 3]
 
 
-def test_run_whose_sink_cannot_start_keeps_its_rows(
+def test_failed_sink_start_preserves_existing_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -176,7 +176,7 @@ def make_files(path: Path, *names: str) -> None:
         ["config.json", "checkpoints/step-00000005.partial/learner/rank-0"],
     ],
 )
-def test_run_that_died_before_its_first_checkpoint_is_replaced(
+def test_run_killed_before_the_first_checkpoint_can_be_overwritten(
     tmp_path: Path, names: list[str]
 ) -> None:
     make_files(tmp_path / "demo", *names)
@@ -185,7 +185,7 @@ def test_run_that_died_before_its_first_checkpoint_is_replaced(
     assert [path.name for path in folder.path.rglob("*")] == ["config.json"]
 
 
-def test_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+def test_unrelated_folder_is_not_replaced(tmp_path: Path) -> None:
     make_files(tmp_path / "demo", "thesis.txt")
     with pytest.raises(ConfigError, match="not the folder of a run"):
         RunFolder.create(make_config(tmp_path), overwrite=True)
@@ -206,7 +206,7 @@ def test_folder_in_use_is_not_changed(tmp_path: Path, overwrite: bool) -> None:
     RunFolder.create(make_config(tmp_path), overwrite=True).close()
 
 
-def test_transcripts_of_dropped_steps_are_dropped(tmp_path: Path) -> None:
+def test_rewind_drops_transcripts_of_later_steps(tmp_path: Path) -> None:
     run = make_config(tmp_path)
     with open_metrics(run) as metrics:
         for step in (1, 2, 3):
@@ -217,7 +217,7 @@ def test_transcripts_of_dropped_steps_are_dropped(tmp_path: Path) -> None:
     assert transcripts == [(1, "STAND"), (2, "STAND"), (3, "HIT")]
 
 
-def test_partly_removed_folder_is_still_the_folder_of_a_run(
+def test_partly_removed_run_folder_can_be_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_files(tmp_path / "demo", "config.json", "a/b", "trainer.log", "z/b")
@@ -235,7 +235,7 @@ def test_partly_removed_folder_is_still_the_folder_of_a_run(
     RunFolder.create(make_config(tmp_path), overwrite=False).close()
 
 
-def test_unwritable_folder_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_error_for_unwritable_folder_contains_path_and_remedy(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(ConfigError, match=r"runs/demo' cannot be written .*; set output_dir"):
         RunFolder.create(make_config(tmp_path / "runs"), overwrite=False)
@@ -243,7 +243,7 @@ def test_unwritable_folder_is_named_with_the_remedy(tmp_path: Path) -> None:
         RunFolder.reopen(make_config(tmp_path / "runs"))
 
 
-def test_run_keeps_its_id_until_the_folder_is_discarded(tmp_path: Path) -> None:
+def test_run_id_survives_resume_and_overwrite_but_differs_per_folder(tmp_path: Path) -> None:
     folder = RunFolder.create(make_config(tmp_path), overwrite=False)
     run_id = ensure_run_id(folder.path)
     folder.close()

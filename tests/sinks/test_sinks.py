@@ -39,7 +39,7 @@ class RecordingSink:
             raise OSError(28, "No space left on device")
 
 
-def test_failed_sink_gets_no_more_rows_after_one_warning(
+def test_failed_sink_causes_one_warning_and_receives_no_more_rows(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     failing_sink, working_sink = RecordingSink("full", first_failing_row=1), RecordingSink("good")
@@ -64,7 +64,7 @@ def test_failed_close_does_not_affect_other_sinks() -> None:
     assert (broken_sink.num_closed, working_sink.num_closed) == (1, 1)
 
 
-def test_packages_of_unused_sinks_are_not_imported(tmp_path: Path) -> None:
+def test_no_sinks_are_opened_by_default(tmp_path: Path) -> None:
     assert len(open_sinks(make_run_config(), tmp_path)) == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -77,7 +77,7 @@ def test_missing_wandb_is_refused_with_a_remedy(
         open_sinks(make_run_config(wandb={"mode": "offline"}), tmp_path)
 
 
-def test_wandb_online_without_a_key_is_refused(
+def test_online_wandb_without_an_api_key_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -85,7 +85,7 @@ def test_wandb_online_without_a_key_is_refused(
         open_sinks(make_run_config(wandb={}), tmp_path)
 
 
-def test_failed_start_closes_the_other_sinks(
+def test_failed_sink_start_closes_the_other_sinks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

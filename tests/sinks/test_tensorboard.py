@@ -40,7 +40,7 @@ def test_tensorboard_reads_the_written_values(tmp_path: Path) -> None:
     assert [step for step, _ in values["eval/blackjack/random/win_rate"]] == [2]
 
 
-def test_resumed_run_drops_values_after_its_checkpoint(tmp_path: Path) -> None:
+def test_resumed_run_drops_values_after_the_checkpoint(tmp_path: Path) -> None:
     run = make_run_config(tensorboard=True)
     writer = open_sinks(run, tmp_path)
     write_steps(writer, 1, 6)

@@ -72,7 +72,7 @@ MIXED_BATCH = make_batch(
 )
 
 
-def test_environment_without_success_has_no_wins() -> None:
+def test_environment_without_reported_success_has_no_win_metrics() -> None:
     pole_group = make_group("pole", [200.0, 17.0])
     rollouts = tuple(dataclasses.replace(rollout, success=None) for rollout in pole_group.rollouts)
     values, environments = compute_step_values(
@@ -90,7 +90,7 @@ def test_environment_without_success_has_no_wins() -> None:
     assert values[TrainMetric.WIN_RATE] == 0.5
 
 
-def test_values_of_the_run_combine_all_environments() -> None:
+def test_run_values_combine_all_environments() -> None:
     values = compute_step_values(MIXED_BATCH, METRICS, TIMES, canary_error=1e-7)[0]
     group_summaries = tuple(
         dataclasses.replace(group, environment="one") for group in MIXED_BATCH.groups
@@ -112,7 +112,7 @@ def test_values_of_the_run_combine_all_environments() -> None:
     assert values[TrainMetric.EPISODES_PER_SECOND] == 6.0
 
 
-def test_environments_have_no_learner_values() -> None:
+def test_environment_values_exclude_learner_metrics() -> None:
     values = compute_step_values(MIXED_BATCH, METRICS, TIMES, canary_error=1e-7)[1]
     blackjack_metrics, catch_metrics = values["blackjack"], values["catch"]
     assert blackjack_metrics[TrainMetric.NUM_WINS] == 1
@@ -135,7 +135,7 @@ def test_environments_have_no_learner_values() -> None:
         )
 
 
-def test_tool_calls_are_counted_by_environment_and_run() -> None:
+def test_tool_calls_are_counted_per_environment_and_per_run() -> None:
     counts = {
         "asked": RolloutCounts(
             num_episodes=4, num_tool_calls=6, num_tool_calls_failed=2, num_with_tool_calls=3
@@ -152,7 +152,7 @@ def test_tool_calls_are_counted_by_environment_and_run() -> None:
     assert environments["catch"][TrainMetric.NUM_TOOL_CALLS] == 0
 
 
-def test_means_without_samples_are_left_out() -> None:
+def test_means_without_samples_are_omitted() -> None:
     void_counts = {"blackjack": RolloutCounts(num_episodes=2, num_lost=2, num_groups=1)}
     counts = void_counts | {"catch": RolloutCounts(terms={"format": TermSum(0, 0.0)})}
     values, environments = compute_step_values(
@@ -180,7 +180,7 @@ def test_optional_values_appear_only_if_measured() -> None:
     assert values[TrainMetric.MFU] == pytest.approx(0.25)
 
 
-def test_values_that_are_not_finite_are_left_out() -> None:
+def test_nonfinite_values_are_omitted() -> None:
     skipped_metrics = dataclasses.replace(
         METRICS, loss=math.nan, entropy=math.inf, grad_norm=None, num_skipped_updates=1
     )

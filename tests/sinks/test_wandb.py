@@ -62,7 +62,7 @@ def read_history(path: Path) -> Iterator[dict[str, float]]:
             }
 
 
-def test_offline_run_is_stored_and_keeps_its_id(
+def test_offline_run_is_stored_and_resumes_with_the_same_id(
     tmp_path: Path,
 ) -> None:
     run_program(tmp_path, 1, 3)

@@ -25,23 +25,23 @@ def noisy(growth_per_hour: float, num_samples: int = 1200, noise: float = 0.3) -
 
 
 @pytest.mark.parametrize("growth_per_hour", [0.0, -20.0])
-def test_memory_that_only_moves_is_flat(growth_per_hour: float) -> None:
+def test_fluctuating_or_falling_memory_is_flat(growth_per_hour: float) -> None:
     assert fit_trend(*noisy(growth_per_hour)).is_flat
 
 
-def test_memory_that_grows_through_its_noise_is_found() -> None:
+def test_memory_growth_is_detected_despite_noise() -> None:
     trend = fit_trend(*noisy(20.0))
     assert not trend.is_flat
     assert trend.low < 20.0 < trend.high
     assert trend.growth == pytest.approx(20.0 / 6, rel=0.3)
 
 
-def test_what_is_filled_once_at_the_start_is_no_growth() -> None:
+def test_single_increase_at_the_start_is_not_growth() -> None:
     at_s, values = noisy(0.0)
     assert fit_trend(at_s, values - 40.0 * (at_s < 300)).is_flat
 
 
-def test_a_single_step_is_no_slope_and_several_are() -> None:
+def test_single_step_is_flat_but_repeated_steps_are_not() -> None:
     at_s = np.arange(1200, dtype=float)
     steps = 80.0 + 0.9 * (at_s > 900)
     assert fit_trend(at_s, steps, step=1.0).is_flat
@@ -50,7 +50,7 @@ def test_a_single_step_is_no_slope_and_several_are() -> None:
     assert not fit_trend(at_s, steps, step=1.0).is_flat
 
 
-def test_what_is_held_at_the_end_is_no_noise_and_what_was_let_go_is() -> None:
+def test_memory_held_at_the_end_is_detected_but_freed_memory_is_not() -> None:
     at_s, values = noisy(0.0)
     assert above_median(values + 190.0 * (at_s > 1100)) > AT_REST_MIB
     let_go = values + 190.0 * ((at_s > 1000) & (at_s < 1100))
@@ -80,14 +80,14 @@ def worker_killed(at_s: float) -> Fault:
     ],
     ids=["hit", "beside it", "elsewhere", "before", "after"],
 )
-def test_a_loss_is_explained_by_a_fault_that_hit_it_then(
+def test_fault_explains_only_losses_at_the_same_location_and_time(
     session: LostSession, is_explained: bool
 ) -> None:
     book = Book(faults=[worker_killed(100.0)], lost=[session])
     assert (book.unexplained_losses() == []) == is_explained
 
 
-def test_what_only_disturbs_explains_no_loss() -> None:
+def test_pause_fault_does_not_explain_a_lost_session() -> None:
     paused = Fault(0, "process paused", "pool-kept", 99.0, 105.0)
     book = Book(faults=[paused], lost=[lost(100.0, 104.0)])
     assert book.unexplained_losses() == book.lost
@@ -133,7 +133,7 @@ TAMPERING = {
 
 
 @pytest.mark.parametrize("name", TAMPERING)
-async def test_a_client_tells_the_right_answer_from_every_other(
+async def test_client_reports_a_violation_only_for_a_wrong_result(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = ClientSpec("c", "grpc", "", "t", "", 1, {}, {}, {"inline": (3, 3)}, pace_s=0.0001)
@@ -147,7 +147,7 @@ async def test_a_client_tells_the_right_answer_from_every_other(
     assert client._counts["came to their end"] == (name == "the right answer")
 
 
-def test_the_same_seed_draws_the_same_faults_with_the_same_details() -> None:
+def test_seed_determines_the_faults_and_their_details() -> None:
     def take_first(seed: int) -> list[tuple[str, float]]:
         return [(kind, draw.random()) for kind, draw in itertools.islice(draw_faults(seed), 50)]
 

@@ -15,7 +15,7 @@ from tests.soak.soak import Soak
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-async def test_thirty_faults_end_no_session_that_was_not_hit(
+async def test_short_soak_with_many_faults_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A short soak mostly waits for lingering sessions to end.

@@ -93,7 +93,7 @@ def test_orders_are_filled_at_the_price_plus_cost() -> None:
     assert buy_equally(1000.0, (100.0, 40.0), 0.0) == Portfolio(20.0, (5, 12))
 
 
-def test_return_is_the_log_return_and_success_beats_buy_and_hold() -> None:
+def test_return_is_log_return_and_success_requires_beating_buy_and_hold() -> None:
     for seed in range(5):
         environment = make_environment()
         episode_return, success = play_episode("buy_and_hold", seed)
@@ -105,7 +105,7 @@ def test_return_is_the_log_return_and_success_beats_buy_and_hold() -> None:
         assert (cash_return, cash_success) == (0.0, state.hold_value < 1000.0)
 
 
-def test_policy_with_knowledge_of_the_mean_beats_the_others() -> None:
+def test_mean_reversion_policy_beats_random_and_buy_and_hold() -> None:
     seeds = range(150)
     returns = {
         name: statistics.fmean(play_episode(name, seed)[0] for seed in seeds)
@@ -115,7 +115,7 @@ def test_policy_with_knowledge_of_the_mean_beats_the_others() -> None:
     assert abs(returns["random"]) < 0.04 and abs(returns["buy_and_hold"]) < 0.04
 
 
-def test_simulated_prices_have_the_moments_of_their_process() -> None:
+def test_simulated_prices_have_the_expected_statistics() -> None:
     def log_prices(kind: Any, seed: int) -> list[float]:
         prices = simulate(
             kind, random.Random(seed), 4000, 1, volatility=0.02, drift=0.001, pull=0.3
@@ -146,11 +146,11 @@ def test_simulated_prices_have_the_moments_of_their_process() -> None:
         ("Sell  1 a", {"A": -1}),
     ],
 )
-def test_orders_are_parsed(text: str, orders: dict[str, int]) -> None:
+def test_order_text_parses_to_the_expected_orders(text: str, orders: dict[str, int]) -> None:
     assert TradingRenderer("compact", True).parse(text, OBSERVATION).orders == orders
 
 
-def test_orders_for_several_assets() -> None:
+def test_orders_for_several_assets_are_parsed() -> None:
     renderer = TradingRenderer("rules", True)
     response = "<think>buy 1 A?</think> <answer>sell 2 A, buy 6 B</answer>"
     assert renderer.parse(response, TWO_ASSETS).orders == {"A": -2, "B": 6}
@@ -169,7 +169,7 @@ def test_invalid_or_impossible_orders_are_refused(text: str) -> None:
         TradingRenderer("compact", True).parse(text, OBSERVATION)
 
 
-def test_text_styles() -> None:
+def test_compact_and_rules_styles_render_the_expected_text() -> None:
     def render(style: Any, observation: TradingObservation) -> list[str]:
         messages = TradingRenderer(style, True).render(observation, first=True)
         return [message["content"] for message in messages]
@@ -185,7 +185,7 @@ def test_text_styles() -> None:
     assert renderer.legal_answers(OBSERVATION) == ["hold", "buy", "sell"]
 
 
-def test_impossible_orders_change_nothing() -> None:
+def test_impossible_orders_do_not_change_the_state() -> None:
     environment = make_environment()
     with pytest.raises(EpisodeStateError):
         environment.step(TradingAction())
@@ -196,7 +196,7 @@ def test_impossible_orders_change_nothing() -> None:
     assert environment.state.step_count == 0
 
 
-def test_last_part_of_a_file_is_used_in_the_test_only(tmp_path: Path) -> None:
+def test_last_part_of_a_file_is_used_only_for_test_seeds(tmp_path: Path) -> None:
     lines = [f"2024-{1 + day // 28:02}-{1 + day % 28:02},{100 + day}" for day in range(100)]
     path = write_prices(tmp_path, "\n".join(["Date,Close", *lines]))
     environment = make_environment(path=path, num_steps=5, window=3, cost=0.0)
@@ -212,7 +212,7 @@ def test_last_part_of_a_file_is_used_in_the_test_only(tmp_path: Path) -> None:
     assert (observation.date, observation.prices) == ("2024-01-03", [[100.0], [101.0], [102.0]])
 
 
-def test_files_with_several_assets(tmp_path: Path) -> None:
+def test_wide_and_long_files_with_several_assets_are_read(tmp_path: Path) -> None:
     wide_file = write_prices(tmp_path, "date,X,Y\n2024-01-01,1,2\n2024-01-02,3,4\n")
     assert read_prices(wide_file, (), "").rows == ((1.0, 2.0), (3.0, 4.0))
     assert read_prices(wide_file, ("Y",), "").assets == ("Y",)
@@ -223,7 +223,7 @@ def test_files_with_several_assets(tmp_path: Path) -> None:
     assert prices.rows == ((5.0, 6.0), (8.0, 9.0))
 
 
-def test_parquet_file(tmp_path: Path) -> None:
+def test_parquet_file_is_read(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = importlib.import_module("pyarrow.parquet")
     path = tmp_path / "prices.parquet"

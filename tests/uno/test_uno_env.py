@@ -84,7 +84,7 @@ def test_deck_has_108_cards() -> None:
     assert card_counts["wild"] == card_counts["wild +4"] == 4
 
 
-def test_game_keeps_all_cards() -> None:
+def test_moves_preserve_all_cards() -> None:
     for seed in range(20):
         game, rng = UnoGame(4, random.Random(seed)), random.Random(f"moves {seed}")
         for _ in range(300):
@@ -111,7 +111,7 @@ def test_draw_is_legal_without_a_legal_card() -> None:
     assert make_game([["blue 6"], ["red 1"]], "red skip").list_legal_moves() == ["draw"]
 
 
-def test_wild_draw_four_needs_a_hand_without_the_color() -> None:
+def test_wild_draw_four_requires_a_hand_without_the_current_color() -> None:
     assert make_game([["wild +4", "red 1"], ["red 1"]], "red 5").list_legal_moves() == ["red 1"]
     game = make_game([["wild +4", "blue 1", "blue 2"], ["red 1"], ["red 2"]], "red 5")
     assert "wild +4 blue" in game.list_legal_moves()
@@ -131,14 +131,16 @@ def test_wild_draw_four_needs_a_hand_without_the_color() -> None:
         ("red +2", 2, 0, 3),
     ],
 )
-def test_card_effects(card: str, num_players: int, turn: int, num_cards_of_next: int) -> None:
+def test_cards_have_the_expected_effects(
+    card: str, num_players: int, turn: int, num_cards_of_next: int
+) -> None:
     game = make_game([[card, "red 9"], *([["blue 1"]] * (num_players - 1))], "red 5")
     game.make_move(card)
     assert (game.current_seat, len(game.hands[1])) == (turn, num_cards_of_next)
     assert game.direction == (-1 if card == "red reverse" and num_players > 2 else 1)
 
 
-def test_legal_drawn_card_can_be_kept() -> None:
+def test_player_can_keep_a_legal_drawn_card() -> None:
     game = make_game([["blue 6"], ["red 1"]], "red 5", pile=["green 1", "red 8"])
     assert game.make_move("draw") == "draws"
     assert (game.current_seat, game.list_legal_moves()) == (0, ["red 8", "pass"])
@@ -179,7 +181,7 @@ def test_greedy_policy_beats_random_policy() -> None:
     assert num_wins["greedy"] > num_wins["random"] + 10
 
 
-def test_reward_is_the_result_for_the_player() -> None:
+def test_reward_and_success_match_the_winner() -> None:
     outcomes = [play_episode("greedy", seed)[-1] for seed in range(20)]
     assert {outcome["winner"] for outcome in outcomes} == {0, 1}
     for outcome in outcomes:
@@ -213,7 +215,7 @@ def test_events_describe_all_moves_since_the_last_observation() -> None:
     assert events[1].startswith("player 1 ")
 
 
-def test_illegal_moves_change_nothing() -> None:
+def test_illegal_moves_do_not_change_the_state() -> None:
     environment = make_environment()
     with pytest.raises(EpisodeStateError):
         environment.step(UnoAction(move="draw"))
@@ -241,7 +243,7 @@ def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
         make_environment(**options)
 
 
-def test_compact_text() -> None:
+def test_compact_style_renders_and_parses_text() -> None:
     renderer = UnoRenderer("compact")
     (message,) = renderer.render(OBSERVATION, first=True)
     assert message["content"] == "top red 5 hand red 7, blue 5, wild others 4"
@@ -254,7 +256,7 @@ def test_compact_text() -> None:
     assert "top wild green" in renderer.render(wild_observation, first=True)[0]["content"]
 
 
-def test_rules_text() -> None:
+def test_rules_style_renders_and_parses_text() -> None:
     renderer = UnoRenderer("rules")
     rules, situation = renderer.render(OBSERVATION, first=True)
     assert "The first player without cards wins." in rules["content"]

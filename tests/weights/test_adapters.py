@@ -85,7 +85,7 @@ def test_merged_weights_equal_the_model_with_adapters(base_folder: Path) -> None
     torch.testing.assert_close(score(engine), score(model), atol=2e-5, rtol=0)
 
 
-def test_merging_twice_starts_from_the_base(base_folder: Path) -> None:
+def test_merging_twice_produces_the_same_weights(base_folder: Path) -> None:
     merger = AdapterMerger.load(str(base_folder), LORA_CONFIG)
     adapters = gather_adapters(train_adapters(base_folder))
     first_weights, second_weights = merger.merge(adapters), merger.merge(adapters)
@@ -115,7 +115,7 @@ def test_new_adapters_do_not_change_the_model(base_folder: Path) -> None:
     assert torch.equal(score(model), initial_logprobs)
 
 
-def test_model_without_adapters_is_the_starting_model(base_folder: Path) -> None:
+def test_model_with_disabled_adapters_equals_the_initial_model(base_folder: Path) -> None:
     model = train_adapters(base_folder)
     initial_logprobs = score(Qwen2ForCausalLM.from_pretrained(base_folder).eval())
     set_adapters_enabled(model, False)
@@ -158,7 +158,7 @@ async def test_run_with_unknown_target_is_refused_before_loading_weights(
         await prepare_model(load_run_config(None, overrides), {}, tmp_path)
 
 
-def test_unknown_target_of_a_tiny_model_is_refused_by_the_configuration() -> None:
+def test_configuration_of_a_tiny_model_with_unknown_target_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.lora\.targets.*'qkv_proj'.*'gate_proj'"):
         load_run_config(None, ["model.kind=tiny", 'model.lora.targets=["qkv_proj"]'])
 

@@ -91,7 +91,7 @@ def make_big_state(version: int, num_bytes: int = 40_000_000) -> dict[str, torch
     return {"w": torch.randn(num_bytes // 4, generator=generator), "b": torch.ones(3)}
 
 
-def test_versions_arrive_and_old_versions_are_deleted(
+def test_versions_are_fetched_exactly_and_old_versions_are_deleted(
     server: S3Server, config: S3WeightStore
 ) -> None:
     learner, worker = open_store(config), open_store(config)
@@ -102,14 +102,14 @@ def test_versions_arrive_and_old_versions_are_deleted(
     assert [int(key[1:9]) for key in list_keys(server, config)] == [4, 5]
 
 
-def test_multipart_upload_arrives_bit_for_bit(config: S3WeightStore) -> None:
+def test_multipart_upload_preserves_the_weights_exactly(config: S3WeightStore) -> None:
     learner, worker = open_store(config), open_store(config)
     fetched_weights = worker.fetch(publish(learner, 0, make_big_state(0)))
     assert_same(fetched_weights.state, make_big_state(0))
     assert fetched_weights.num_bytes > 40_000_000
 
 
-def test_other_objects_are_kept(server: S3Server, config: S3WeightStore) -> None:
+def test_unrelated_objects_are_not_deleted(server: S3Server, config: S3WeightStore) -> None:
     for object_name in ("notes.txt", "v00000001-abc.txt"):
         obstore.put(server.store, f"{config.prefix}/{object_name}", b"text")
     publish(open_store(config), 1)
@@ -119,7 +119,7 @@ def test_other_objects_are_kept(server: S3Server, config: S3WeightStore) -> None
     assert len(remaining_keys) == 3
 
 
-def test_damaged_truncated_or_missing_object_is_refused(
+def test_fetching_a_damaged_truncated_or_missing_object_fails(
     server: S3Server, config: S3WeightStore
 ) -> None:
     weights = publish(open_store(config), 1)
@@ -163,7 +163,9 @@ def test_check_accepts_only_a_reachable_bucket(
         BucketStorage(config).check()
 
 
-def test_killed_server_only_delays(server: S3Server, config: S3WeightStore) -> None:
+def test_publish_and_fetch_succeed_despite_a_server_restart(
+    server: S3Server, config: S3WeightStore
+) -> None:
     learner, worker = open_store(config), open_store(config)
     publish(learner, 0, make_big_state(0))
     with kill_briefly(server):
@@ -172,7 +174,9 @@ def test_killed_server_only_delays(server: S3Server, config: S3WeightStore) -> N
         assert_same(worker.fetch(weights).state, make_big_state(4))
 
 
-def test_frozen_server_only_delays(server: S3Server, config: S3WeightStore) -> None:
+def test_publish_and_fetch_succeed_despite_a_server_freeze(
+    server: S3Server, config: S3WeightStore
+) -> None:
     learner, worker = open_store(config), open_store(config)
     with freeze_briefly(server):
         weights = publish(learner, 0)
@@ -180,7 +184,7 @@ def test_frozen_server_only_delays(server: S3Server, config: S3WeightStore) -> N
         assert_same(worker.fetch(weights).state, make_state(0))
 
 
-def test_hanging_server_is_an_error(config: S3WeightStore) -> None:
+def test_hanging_server_raises_an_error(config: S3WeightStore) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -79,7 +79,7 @@ def test_float32_tolerance_does_not_grow() -> None:
     assert judge.compute_max_error(report(0.0, is_exact=True)) == 1e-4
 
 
-def test_bfloat16_compares_the_mean() -> None:
+def test_bfloat16_compares_the_mean_error() -> None:
     canary_report = compare(shifted_logprobs(0.32, 0.01, 0.03), BFLOAT16)
     assert canary_report.error == pytest.approx(0.12)
     assert passes(CanaryJudge(CanaryConfig()), canary_report)
@@ -89,12 +89,14 @@ def test_bfloat16_compares_the_mean() -> None:
     ("quantile", "error"), [(0.01, 0.01), (0.34, 0.03), (0.5, 0.03), (0.67, 0.32), (1.0, 0.32)]
 )
 @pytest.mark.parametrize("dtype", ["float32", BFLOAT16])
-def test_quantile_may_be_compared(quantile: float, error: float, dtype: str) -> None:
+def test_configured_quantile_of_the_errors_is_compared(
+    quantile: float, error: float, dtype: str
+) -> None:
     answer = shifted_logprobs(0.32, 0.01, 0.03)
     assert compare(answer, dtype, quantile=quantile).error == pytest.approx(error)
 
 
-def test_other_weights_never_pass_in_bfloat16() -> None:
+def test_different_weights_never_pass_in_bfloat16() -> None:
     judge = CanaryJudge(CanaryConfig())
     assert not passes(judge, report(0.6)), "without earlier reports"
     for _ in range(10):
@@ -102,7 +104,7 @@ def test_other_weights_never_pass_in_bfloat16() -> None:
     assert not passes(judge, report(0.6)), "with large earlier errors"
 
 
-def test_jump_above_the_usual_error_does_not_pass() -> None:
+def test_error_far_above_the_recent_median_does_not_pass() -> None:
     judge = CanaryJudge(CanaryConfig(floor=0.05, factor=4.0, window=8))
     for error in (0.02, 0.03, 0.025, 0.02, 0.04):
         assert passes(judge, report(error)), "errors below the floor pass"
@@ -114,13 +116,13 @@ def test_jump_above_the_usual_error_does_not_pass() -> None:
     assert passes(judge, report(0.2)), "the window contains the latest errors only"
 
 
-def test_failed_reports_do_not_count_as_usual() -> None:
+def test_failed_reports_do_not_raise_the_allowed_error() -> None:
     judge = CanaryJudge(CanaryConfig())
     judge.check(report(0.02), worker=0)
     assert not any(passes(judge, report(0.3)) for _ in range(100))
 
 
-def test_without_a_window_only_the_tolerance_counts() -> None:
+def test_only_the_tolerance_applies_without_a_window() -> None:
     judge = CanaryJudge(CanaryConfig(window=0, tolerance=0.2))
     judge.check(report(0.001), worker=0)
     assert passes(judge, report(0.19))
@@ -130,7 +132,7 @@ def test_without_a_window_only_the_tolerance_counts() -> None:
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("dtype", ["float32", BFLOAT16])
-def test_logprob_that_is_not_finite_never_passes(position: int, value: float, dtype: str) -> None:
+def test_nonfinite_logprob_never_passes(position: int, value: float, dtype: str) -> None:
     answer = list(LOGPROBS)
     answer[position] = value
     assert not passes(CanaryJudge(CanaryConfig()), compare(answer, dtype))
@@ -138,7 +140,7 @@ def test_logprob_that_is_not_finite_never_passes(position: int, value: float, dt
     assert not passes(lenient, compare(answer, dtype, quantile=0.1))
 
 
-def test_weights_published_in_bfloat16_have_its_tolerance() -> None:
+def test_weights_published_in_bfloat16_use_the_bfloat16_tolerance() -> None:
     state = cast_floats({"w": torch.ones(2), "count": torch.arange(3)}, BFLOAT16)
     answer, judge = shifted_logprobs(0.05, 0.0, 0.0), CanaryJudge(CanaryConfig())
     coarse = check_canary(manifest_for(state, LOGPROBS), [answer], CanaryConfig(), "float32")
@@ -153,12 +155,12 @@ def test_tokens_of_all_prompts_are_compared_together() -> None:
     assert canary_report.error == pytest.approx(0.1)
 
 
-def test_logprobs_of_another_length_are_an_error() -> None:
+def test_logprobs_with_a_wrong_length_raise_an_error() -> None:
     with pytest.raises(ValueError, match="shorter"):
         compare(LOGPROBS[:2])
 
 
-def test_message_has_worker_version_hash_and_errors() -> None:
+def test_error_message_contains_worker_version_hash_and_errors() -> None:
     wrong = compare([-1.5, -0.75, -4.0])
     with pytest.raises(CanaryError, match="does not sample from the published weights") as raised:
         CanaryJudge(CanaryConfig()).check(wrong, worker=3)
@@ -168,7 +170,7 @@ def test_message_has_worker_version_hash_and_errors() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_tied_embeddings_that_stay_stale_are_caught(tmp_path: Path) -> None:
+def test_stale_tied_embeddings_are_detected(tmp_path: Path) -> None:
     with open_pair(EngineKind("vllm", tie_embeddings=True), tmp_path) as pair:
         pair.sync(seed=1)
         assert engine_canary(pair).error < 1e-4

@@ -29,17 +29,17 @@ def get_weights_file(folder: Path, weights: PublishedWeights) -> Path:
     return folder / str(weights.payloads[-1].location)
 
 
-def test_version_arrives_bit_for_bit(tmp_path: Path) -> None:
+def test_fetched_version_equals_the_published_weights(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert_same(store.fetch(publish(store, 3)).state, make_state(3))
 
 
-def test_a_complete_version_is_a_file_that_others_can_read(tmp_path: Path) -> None:
+def test_complete_version_is_a_readable_safetensors_file(tmp_path: Path) -> None:
     weights = publish(open_store(tmp_path), 3)
     assert_same(load_file(get_weights_file(tmp_path, weights)), make_state(3))
 
 
-def test_another_process_of_the_same_folder_can_fetch(tmp_path: Path) -> None:
+def test_another_store_can_fetch_from_the_same_folder(tmp_path: Path) -> None:
     learner = open_store(tmp_path, full_every=3)
     versions = [publish(learner, version) for version in (1, 2)]
     assert_same(open_store(tmp_path).fetch(versions[1]).state, make_state(2))
@@ -54,7 +54,7 @@ def test_resumed_run_deletes_later_versions(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [get_weights_file(tmp_path, weights)]
 
 
-def test_other_files_are_kept(tmp_path: Path) -> None:
+def test_unrelated_files_are_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "videos.txt").write_text("text")
     (tmp_path / "v1").mkdir()
     publish(open_store(tmp_path), 5)
@@ -79,7 +79,7 @@ def test_version_published_twice_is_replaced(tmp_path: Path) -> None:
     assert_same(store.fetch(second_weights).state, make_state(50))
 
 
-def test_partial_file_of_a_crash_is_deleted(tmp_path: Path) -> None:
+def test_partial_file_left_by_a_crash_is_deleted(tmp_path: Path) -> None:
     partial_file = tmp_path / "v00000007-0123456789ab.safetensors.partial"
     partial_file.write_bytes(b"half")
     store = open_store(tmp_path, keep_versions=2)
@@ -110,7 +110,7 @@ def test_truncated_file_is_refused(tmp_path: Path, kept_fraction: float) -> None
         store.fetch(weights)
 
 
-def test_folder_that_is_missing_briefly_only_delays(tmp_path: Path) -> None:
+def test_publish_and_fetch_succeed_despite_a_briefly_missing_folder(tmp_path: Path) -> None:
     folder, moved_folder = tmp_path / "weights", tmp_path / "moved"
     store = open_store(folder, timeout_s=120.0)
     publish(store, 1)
@@ -146,7 +146,7 @@ def test_failed_deletion_is_retried_after_the_next_version(
     assert set(folder.iterdir()) == {get_weights_file(folder, weights) for weights in versions[2:]}
 
 
-def test_missing_folder_is_an_error(tmp_path: Path) -> None:
+def test_missing_folder_raises_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     weights = publish(open_store(folder), 1)
     store = open_store(folder, timeout_s=0.3)
@@ -158,7 +158,7 @@ def test_missing_folder_is_an_error(tmp_path: Path) -> None:
         publish(store, 2)
 
 
-def test_missing_permission_is_an_immediate_error(tmp_path: Path) -> None:
+def test_missing_permission_raises_an_error_immediately(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     store = open_store(folder, timeout_s=240.0)
     weights = publish(store, 1)

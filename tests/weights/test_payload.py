@@ -44,7 +44,7 @@ def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=6))
-def test_tensors_of_any_type_and_shape_are_converted_without_loss(
+def test_payload_preserves_tensors_of_any_dtype_and_shape(
     layout: list[tuple[torch.dtype, tuple[int, ...]]],
 ) -> None:
     parts = {
@@ -61,7 +61,7 @@ def test_tensors_of_any_type_and_shape_are_converted_without_loss(
 
 
 @given(st.sampled_from(DTYPES), SHAPES, st.integers(0, 99), st.integers(0, 99))
-def test_difference_leads_from_one_tensor_to_the_other(
+def test_applying_the_difference_reproduces_the_new_tensor(
     dtype: torch.dtype, shape: tuple[int, ...], old_seed: int, new_seed: int
 ) -> None:
     old_tensor, new_tensor = (
@@ -81,7 +81,7 @@ def make_delta(old_version: int, new_version: int) -> Payload:
     return Payload(new_version, f"hash {new_version}", f"hash {old_version}", parts)
 
 
-def test_difference_is_applied_only_to_its_parent() -> None:
+def test_difference_applies_only_to_the_parent_version() -> None:
     delta = make_delta(1, 2)
     state = apply_delta(make_state(1), "hash 1", delta)
     assert_same(state, make_state(2))
@@ -92,7 +92,7 @@ def test_difference_is_applied_only_to_its_parent() -> None:
             apply_delta(state, wrong_hash, delta)
 
 
-def test_difference_of_wrong_size_or_unknown_tensor_is_refused() -> None:
+def test_difference_for_wrong_size_or_missing_tensor_is_refused() -> None:
     delta = make_delta(1, 2)
     smaller_state = {**make_state(1), "matrix": torch.ones(5, 6)}
     with pytest.raises(WeightSyncError, match=r"'matrix'.*has 140 bytes, the tensor has 120"):
@@ -102,7 +102,7 @@ def test_difference_of_wrong_size_or_unknown_tensor_is_refused() -> None:
         apply_delta(partial_state, "hash 1", delta)
 
 
-def test_huge_frame_is_refused_before_decompression() -> None:
+def test_oversized_frame_is_refused_before_decompression() -> None:
     old_tensor = torch.zeros(8)
     compressed_zeros = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 28))
     frame = torch.frombuffer(bytearray(compressed_zeros), dtype=torch.uint8)

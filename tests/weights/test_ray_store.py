@@ -66,7 +66,7 @@ def start_process() -> Any:
     return ray.remote(num_cpus=0)(StoreProcess).remote()
 
 
-def test_processes_exchange_versions_and_a_late_process_catches_up() -> None:
+def test_processes_exchange_versions_and_a_late_process_can_fetch() -> None:
     learner, worker = start_process(), start_process()
     for version in range(5):
         weights = ray.get(learner.publish.remote(version))
@@ -82,7 +82,7 @@ def test_dropped_version_can_be_fetched_while_a_reference_exists() -> None:
         ray.get(worker.fetch.remote(weights))
 
 
-def test_weights_of_a_dead_learner_are_lost() -> None:
+def test_fetching_weights_of_a_dead_learner_fails() -> None:
     learner, worker = start_process(), start_process()
     # Ray copies small objects along with their reference.
     weights = ray.get(learner.publish.remote(0, num_extra=200_000))

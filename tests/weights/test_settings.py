@@ -42,7 +42,7 @@ def test_endpoint_with_credentials_is_refused_without_revealing_them(
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9000", "https://storage.example/", None])
-def test_endpoint_is_a_url_without_path(endpoint: str | None) -> None:
+def test_endpoint_url_without_a_path_is_accepted(endpoint: str | None) -> None:
     assert S3WeightStore(bucket="models", endpoint=endpoint).endpoint == endpoint
 
 
@@ -52,7 +52,7 @@ def test_invalid_bucket_name_is_refused(bucket: str) -> None:
         load_run_config(None, ["weights.kind=s3", f"weights.bucket={bucket}"])
 
 
-def test_published_dtype_is_the_learners_by_default() -> None:
+def test_published_dtype_defaults_to_the_learner_dtype() -> None:
     assert RayWeightStore().choose_dtype("float32") == "float32"
     assert RayWeightStore().choose_dtype("bfloat16") == "bfloat16"
     assert RayWeightStore(dtype="bfloat16").choose_dtype("float32") == "bfloat16"
@@ -72,7 +72,7 @@ def test_each_run_has_a_separate_location(tmp_path: Path) -> None:
     assert settings_without_prefix.prefix == "run-1-7f3a"
 
 
-def test_runs_with_the_same_name_do_not_delete_each_others_weights(tmp_path: Path) -> None:
+def test_runs_with_equal_names_do_not_delete_weights_of_other_runs(tmp_path: Path) -> None:
     """A store deletes the versions of earlier processes of its run."""
     config = FolderWeightStore(path=str(tmp_path / "shared"))
     stores, versions = [], []

@@ -31,7 +31,7 @@ def open_stores(storage: MemoryStorage, **fields: float) -> tuple[VersionStore, 
     )
 
 
-def test_every_version_arrives_bit_for_bit() -> None:
+def test_every_fetched_version_equals_the_published_weights() -> None:
     learner, worker = open_stores(MemoryStorage(), full_every=4)
     for version in range(11):
         fetched_weights = worker.fetch(publish(learner, version))
@@ -55,7 +55,7 @@ def test_up_to_date_worker_fetches_only_the_newest_difference() -> None:
     assert [int(name[1:9]) for name in storage.read_names] == [0, 1, 2, 3, 4]
 
 
-def test_late_worker_fetches_one_complete_version_and_later_differences() -> None:
+def test_late_worker_fetches_latest_complete_version_and_differences() -> None:
     storage = MemoryStorage()
     learner, _ = open_stores(storage, full_every=4)
     for version in range(12):
@@ -68,7 +68,7 @@ def test_late_worker_fetches_one_complete_version_and_later_differences() -> Non
         )
 
 
-def test_worker_that_missed_versions_fetches_their_differences() -> None:
+def test_worker_fetches_differences_of_missed_versions() -> None:
     storage = MemoryStorage()
     learner, worker = open_stores(storage, full_every=8, keep_versions=8)
     worker.fetch(publish(learner, 0))
@@ -101,7 +101,7 @@ def test_unchanged_tensors_are_not_fetched() -> None:
     assert second_fetch.num_bytes < first_fetch.num_bytes / 8
 
 
-def test_differences_ignore_later_writes_of_the_optimizer() -> None:
+def test_later_optimizer_writes_do_not_affect_differences() -> None:
     """The published tensors are the parameters, which the next step writes to."""
     learner, worker = open_stores(MemoryStorage(), full_every=10)
     weights = torch.zeros(1000)
@@ -111,7 +111,7 @@ def test_differences_ignore_later_writes_of_the_optimizer() -> None:
         assert torch.equal(fetched_weights.state["w"], weights)
 
 
-def test_different_set_of_tensors_is_published_completely() -> None:
+def test_changed_set_of_tensors_is_published_as_a_complete_version() -> None:
     storage = MemoryStorage()
     learner, worker = open_stores(storage, full_every=10)
     worker.fetch(publish(learner, 1))
@@ -120,7 +120,7 @@ def test_different_set_of_tensors_is_published_completely() -> None:
     assert not [name for name in storage.files if ".delta." in name]
 
 
-def test_resumed_run_reaches_workers_with_later_versions() -> None:
+def test_resumed_run_updates_workers_that_have_later_versions() -> None:
     storage = MemoryStorage()
     learner, worker = open_stores(storage, full_every=10)
     for version in range(4):
@@ -132,7 +132,7 @@ def test_resumed_run_reaches_workers_with_later_versions() -> None:
     assert [int(name[1:9]) for name in storage.files] == [2, 3]
 
 
-def test_retention_keeps_the_chains_of_kept_versions() -> None:
+def test_retention_keeps_all_payloads_of_retained_versions() -> None:
     storage = MemoryStorage()
     learner, _ = open_stores(storage, full_every=4, keep_versions=2)
     stored_versions = []
@@ -169,7 +169,7 @@ def test_damaged_difference_is_detected() -> None:
     assert_same(worker.fetch(weights).state, make_state(1))
 
 
-def test_worker_with_a_damaged_copy_starts_from_the_complete_version() -> None:
+def test_worker_with_damaged_weights_refetches_the_complete_version() -> None:
     storage = MemoryStorage()
     learner, worker = open_stores(storage, full_every=8)
     state = worker.fetch(publish(learner, 0)).state
@@ -181,7 +181,7 @@ def test_worker_with_a_damaged_copy_starts_from_the_complete_version() -> None:
 
 
 @pytest.mark.slow
-def test_short_outage_only_delays() -> None:
+def test_publish_and_fetch_succeed_despite_a_short_outage() -> None:
     storage = MemoryStorage()
     learner, worker = open_stores(storage, full_every=2)
     storage.failures = [StoreUnavailableError("no route")] * 4
@@ -190,7 +190,7 @@ def test_short_outage_only_delays() -> None:
     assert_same(worker.fetch(weights).state, make_state(0))
 
 
-def test_long_outage_is_an_error() -> None:
+def test_long_outage_raises_an_error() -> None:
     storage = MemoryStorage()
     weights = publish(VersionStore(storage, make_settings()), 6)
     learner, worker = open_stores(storage, timeout_s=0.4)
@@ -206,7 +206,7 @@ def test_long_outage_is_an_error() -> None:
     assert time.monotonic() - start_s < 60.0
 
 
-def test_hanging_store_is_an_error() -> None:
+def test_hanging_store_raises_an_error() -> None:
     class HangingStorage(MemoryStorage):
         def __init__(self) -> None:
             super().__init__()
@@ -249,7 +249,7 @@ def test_permanent_error_is_raised_immediately() -> None:
     assert time.monotonic() - start_s < 60.0
 
 
-def test_weights_that_differ_from_the_manifest_are_refused() -> None:
+def test_fetching_weights_with_a_manifest_mismatch_fails() -> None:
     learner, worker = open_stores(MemoryStorage())
     state = make_state(1)
     partial_state = {name: tensor for name, tensor in state.items() if name != "matrix"}
