@@ -94,9 +94,8 @@ class GRPOTrainer:
             peft_config: LoRA settings; r, lora_alpha and target_modules of `peft.LoraConfig`.
             tools: functions that completions may call.
             rollout_func: function that plays the episodes (docs/from-trl.md).
-            environment_factory: function that returns an environment, whose methods completions
-                may call; or a mapping from names to such functions, of which column `environment`
-                selects one for each row.
+            environment_factory: function that returns an environment whose methods completions
+                may call, or such functions by name, which column `environment` selects from.
             overrides: settings of the run in the form "section.field=value".
         """
         _refuse_arguments((reward_processing_classes, callbacks, optimizers, quantization_config))
