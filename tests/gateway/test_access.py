@@ -71,7 +71,7 @@ def access(tmp_path: Path, clock: Clock) -> TenantAccess:
         f"Bearer {ALICE}",
         f"bearer   {ALICE} ",
         make_basic_header("alice", ALICE),
-        make_basic_header("whoever", ALICE),
+        make_basic_header("any-user", ALICE),
         make_basic_header("", ALICE),
         make_basic_header(ALICE, ""),
     ],
