@@ -1,4 +1,4 @@
-"""Calls and replies share messages on a stream."""
+"""Batching of calls and replies on a gRPC stream."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ def make_step_batch(call_id: int, session_id: str) -> pb.CallBatch:
 
 
 async def test_replies_to_single_calls_are_batched_in_order() -> None:
-    async with serve_grpc() as server, grpc.aio.insecure_channel(read_target(server)) as channel:
+    async with serve_grpc() as server, grpc.aio.insecure_channel(get_target(server)) as channel:
         stream = env_pb2_grpc.EnvServiceStub(channel).Connect()
         session_ids = await open_sessions(stream, NUM_SESSIONS)
         batch_counts = []
-        for step_index in range(1, NUM_STEPS + 1):  # a busy server may read calls one by one
+        # The steps are repeated because a busy server may read calls one by one.
+        for step_index in range(1, NUM_STEPS + 1):
             call_ids = list(range(step_index * 100, step_index * 100 + NUM_SESSIONS))
             for call_id, session_id in zip(call_ids, session_ids, strict=True):
                 await stream.write(make_step_batch(call_id, session_id))
@@ -54,7 +55,7 @@ async def test_replies_to_single_calls_are_batched_in_order() -> None:
 
 
 async def test_sent_calls_get_replies_after_the_client_stops_sending() -> None:
-    async with serve_grpc() as server, grpc.aio.insecure_channel(read_target(server)) as channel:
+    async with serve_grpc() as server, grpc.aio.insecure_channel(get_target(server)) as channel:
         stream = env_pb2_grpc.EnvServiceStub(channel).Connect()
         session_ids = await open_sessions(stream, 3)
         await stream.write(pb.CallBatch())  # an empty batch does not end the stream
@@ -77,11 +78,11 @@ async def test_a_client_can_send_one_call_per_message() -> None:
     ):
         sessions = [await client.open(seed=seed) for seed in range(8)]
         stream = client.transport.stream
-        num_batches_before = stream.num_batches_sent
+        initial_num_batches = stream.num_batches_sent
         results = await asyncio.gather(*(s.step(CountAction(add=2)) for s, _ in sessions))
-        assert stream.num_batches_sent - num_batches_before == len(sessions)
+        assert stream.num_batches_sent - initial_num_batches == len(sessions)
         assert [result.step_index for result in results] == [1] * len(sessions)
 
 
-def read_target(server) -> str:
+def get_target(server) -> str:
     return server.address.removeprefix("grpc://")

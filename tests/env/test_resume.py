@@ -1,4 +1,4 @@
-"""Sessions that are rebuilt by replay when they are lost."""
+"""Replay of the calls of lost sessions in replacement sessions."""
 
 import asyncio
 import itertools
@@ -32,7 +32,7 @@ ACTIONS = [{"add": 1}, "ADD 2", {"add": 8}, {"add": 3}, {"add": 4}]
 
 
 class UnrepeatableEnv(CountingEnv):
-    """An environment whose start ignores the seed."""
+    """An environment whose reset ignores the seed."""
 
     seeds = itertools.count()
 
@@ -51,7 +51,7 @@ async def serve_behind_proxy(factory=CountingEnv, **options):
 
 
 async def close_all_sessions(server: GrpcServer) -> None:
-    """End all sessions, like an idle sweep, a killed worker or a crash."""
+    """Close all sessions, to simulate a server that lost them."""
     for session_id in list(server.core.open_sessions):
         await server.core.close(session_id)
 
@@ -78,7 +78,7 @@ async def test_session_lost_before_every_step_resumes_the_same_episode() -> None
             await close_all_sessions(server)
 
         session, results = await play_episode(client, 3, before_step=close_sessions, resume=True)
-        assert [as_tuple(r) for r in results] == [as_tuple(r) for r in expected_results]
+        assert [get_fields(r) for r in results] == [get_fields(r) for r in expected_results]
         assert session.num_resumes == len(ACTIONS)
         assert results[3].tensors["trace"].tolist() == [0.0, 1.0, 2.0]
 
@@ -94,7 +94,7 @@ async def test_episode_resumes_after_a_server_restart() -> None:
                     await first_server.kill()
 
             session, results = await play_episode(client, 4, before_step=restart, resume=True)
-            assert [as_tuple(r) for r in results] == [as_tuple(r) for r in expected_results]
+            assert [get_fields(r) for r in results] == [get_fields(r) for r in expected_results]
             assert session.num_resumes == 1
 
 
@@ -121,7 +121,7 @@ async def test_episode_resumes_after_the_server_process_is_killed(wire: str, tmp
                 results.append(await step_task)
                 for action in ACTIONS[3:]:
                     results.append(await take_action(session, action))
-            assert [as_tuple(r) for r in results] == [as_tuple(r) for r in expected_results]
+            assert [get_fields(r) for r in results] == [get_fields(r) for r in expected_results]
             assert session.num_resumes == 1
 
 
@@ -175,7 +175,7 @@ async def test_resume_fails_without_a_determinism_check() -> None:
         assert server.core.load.num_sessions == 0
 
 
-async def test_resume_over_websocket() -> None:
+async def test_lost_session_resumes_over_websocket() -> None:
     async with (
         serve(check_determinism=True) as server,
         await AsyncEnvClient.connect(server.http_address) as client,
@@ -187,7 +187,7 @@ async def test_resume_over_websocket() -> None:
                 await server.core.close(session_id)
 
         session, results = await play_episode(client, 3, before_step=close_sessions, resume=True)
-        assert [as_tuple(r) for r in results] == [as_tuple(r) for r in expected_results]
+        assert [get_fields(r) for r in results] == [get_fields(r) for r in expected_results]
         assert session.num_resumes == len(ACTIONS)
 
 
@@ -216,7 +216,7 @@ async def test_tool_calls_are_replayed_in_the_replacement_session(
         session, _ = await client.open(seed=1, resume=True)
         arguments = {"text": "a"}
         assert await session.call_tool("note", arguments) == {"notes": ["a"]}
-        arguments["text"] = "changed by its owner since"
+        arguments["text"] = "changed by the caller"
         await session.step({"add": 1})
         with pytest.raises(ToolError):
             await session.call_tool("fail")
@@ -271,7 +271,7 @@ async def test_resume_attempts_are_limited_in_number_and_time(gate) -> None:
         assert time.monotonic() - start_s < 30
 
 
-async def test_call_is_resent_first_and_replayed_only_if_the_session_is_lost() -> None:
+async def test_reconnected_client_resends_a_call_and_resumes_only_a_lost_session() -> None:
     async with serve_behind_proxy() as (server, proxy, client):
         session, _ = await client.open(seed=1, resume=True, linger_s=30)
         await session.step({"add": 1})
@@ -296,5 +296,5 @@ async def test_synchronous_client_resumes_lost_sessions() -> None:
         await asyncio.to_thread(play_synchronously, server, asyncio.get_running_loop())
 
 
-def as_tuple(result):
+def get_fields(result):
     return (result.observation, result.reward, result.terminated, result.step_index, result.text)

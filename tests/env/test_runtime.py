@@ -1,4 +1,4 @@
-"""Memory of a long-running server process."""
+"""Memory and garbage collection of a long-running server process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-PROGRAM_START = """
+PROGRAM_PREFIX = """
 import asyncio, os, random, signal
 from pathlib import Path
 from ludus.env import runtime
 
-def resident_bytes():
+def read_resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 class Service:
@@ -31,15 +31,15 @@ runtime._TRIM_PERIOD_S = 0.1
 
 def allocate_burst():
     generator = random.Random(1)
-    bytes_before = resident_bytes()
+    initial_bytes = read_resident_bytes()
     blocks = [bytes(generator.choice((600, 900, 3000))) for _ in range(60_000)]
-    num_bytes = resident_bytes() - bytes_before
+    peak_bytes = read_resident_bytes() - initial_bytes
     live_blocks = blocks[::50]
     del blocks
-    asyncio.get_running_loop().call_later(0.5, report, bytes_before, num_bytes, live_blocks)
+    asyncio.get_running_loop().call_later(0.5, report, initial_bytes, peak_bytes, live_blocks)
 
-def report(bytes_before, num_bytes, live_blocks):
-    print(num_bytes, resident_bytes() - bytes_before, flush=True)
+def report(initial_bytes, peak_bytes, live_blocks):
+    print(peak_bytes, read_resident_bytes() - initial_bytes, flush=True)
     os.kill(os.getpid(), signal.SIGINT)
 
 runtime.run_until_signal(Service(), drain_grace_s=0, on_ready=allocate_burst)
@@ -47,15 +47,15 @@ runtime.run_until_signal(Service(), drain_grace_s=0, on_ready=allocate_burst)
 
 LARGE_MESSAGE_PROGRAM = """
 def allocate_large_blocks():
-    bytes(2_000_000)  # freeing it would raise glibc's mmap threshold
-    bytes_before = resident_bytes()
-    blocks, small = [], []
+    bytes(2_000_000)  # freeing a large block raises glibc's mmap threshold unless it is fixed
+    initial_bytes = read_resident_bytes()
+    blocks, small_blocks = [], []
     for _ in range(40):
         blocks.append(b"x" * 1_000_000)
-        small.append(bytes(3000))
-    num_bytes = resident_bytes() - bytes_before
+        small_blocks.append(bytes(3000))
+    peak_bytes = read_resident_bytes() - initial_bytes
     del blocks
-    print(num_bytes, resident_bytes() - bytes_before, flush=True)
+    print(peak_bytes, read_resident_bytes() - initial_bytes, flush=True)
     os.kill(os.getpid(), signal.SIGINT)
 
 runtime.run_until_signal(Service(), drain_grace_s=0, on_ready=allocate_large_blocks)
@@ -63,10 +63,10 @@ runtime.run_until_signal(Service(), drain_grace_s=0, on_ready=allocate_large_blo
 
 
 def measure_memory(program: str) -> tuple[int, int]:
-    """Return the additional memory of the process at its peak and at its end, in bytes."""
+    """Run a program; return its additional memory at the peak and at the end, in bytes."""
     if not hasattr(ctypes.CDLL(None), "malloc_trim"):
-        pytest.skip("only glibc can trim")
-    command = [sys.executable, "-c", PROGRAM_START + program]
+        pytest.skip("malloc_trim exists only in glibc")
+    command = [sys.executable, "-c", PROGRAM_PREFIX + program]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     peak_bytes, final_bytes = map(int, process.stdout.split())
@@ -76,7 +76,7 @@ def measure_memory(program: str) -> tuple[int, int]:
 @pytest.mark.slow
 def test_memory_is_released_after_a_burst() -> None:
     peak_bytes, final_bytes = measure_memory(BURST_PROGRAM)
-    # One block in fifty stays allocated, with its page of 4 KiB.
+    # One block in fifty stays allocated and keeps a page of 4 KiB resident.
     assert final_bytes < peak_bytes / 4
 
 

@@ -1,4 +1,4 @@
-"""Each layer of the workers' sandbox alone, and the resources of workers."""
+"""Single layers of the worker sandbox, and the variables, paths and folders of workers."""
 
 import json
 import os
@@ -22,27 +22,28 @@ from ludus.env.sandbox.worker_resources import (
     remove_folder,
 )
 
-PROGRAM = str(Path(__file__).with_name("one_layer.py"))
-linux = pytest.mark.skipif(
+PROGRAM_PATH = str(Path(__file__).with_name("one_layer.py"))
+linux_only = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="sandbox layers exist only on Linux"
 )
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Make a folder that every user can read, unlike pytest's tmp_path."""
+    """Create a folder that every user can read, unlike pytest's tmp_path."""
     path = Path(tempfile.mkdtemp())
     path.chmod(0o755)
     yield path
     shutil.rmtree(path)
 
 
-def try_layer(layer: str, folder: Path, *deeds: str) -> dict[str, Any]:
-    """Try each operation under one layer; return its error or "done"."""
-    secret = folder / "secret"
-    secret.write_text("x")
-    secret.chmod(0o600 if layer == "user-id" else 0o644)
-    command = [sys.executable, PROGRAM, layer, str(folder), str(secret), str(os.getpid()), *deeds]
+def try_layer(layer: str, folder: Path, *operations: str) -> dict[str, Any]:
+    """Attempt the operations under a single layer; return the error or "done" for each."""
+    secret_path = folder / "secret"
+    secret_path.write_text("x")
+    secret_path.chmod(0o600 if layer == "user-id" else 0o644)
+    arguments = [layer, str(folder), str(secret_path), str(os.getpid()), *operations]
+    command = [sys.executable, PROGRAM_PATH, *arguments]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     report = json.loads(process.stdout)
@@ -54,10 +55,10 @@ def try_layer(layer: str, folder: Path, *deeds: str) -> dict[str, Any]:
 DENIAL_ERROR = "PermissionError"
 
 
-@linux
+@linux_only
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layer", "deeds"),
+    ("layer", "operations"),
     [
         ("user-id", {"read", "write", "environ", "signal", "regain"}),
         ("landlock", {"read", "write", "environ"}),
@@ -66,14 +67,15 @@ DENIAL_ERROR = "PermissionError"
         ("non-dumpable", {"be looked into"}),
     ],
 )
-def test_single_layer_denies_the_expected_operations(layer, deeds, folder) -> None:
-    report = try_layer(layer, folder, *deeds, "write own")
-    assert {deed for deed in deeds if report[deed] == DENIAL_ERROR} == deeds
+def test_single_layer_denies_the_expected_operations(layer, operations, folder) -> None:
+    report = try_layer(layer, folder, *operations, "write own")
+    denied_operations = {name for name in operations if report[name] == DENIAL_ERROR}
+    assert denied_operations == operations
     assert report["write own"] == "done"
 
 
-@linux
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can take another user id")
+@linux_only
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user id")
 def test_user_id_is_not_changed_if_required_paths_become_inaccessible(folder) -> None:
     private_folder = folder / "private"
     private_folder.mkdir(mode=0o700)
@@ -86,7 +88,7 @@ def test_user_id_is_not_changed_if_required_paths_become_inaccessible(folder) ->
     assert os.geteuid() == 0
 
 
-@linux
+@linux_only
 @pytest.mark.slow
 def test_process_in_namespaces_sees_only_itself(folder) -> None:
     report = try_layer("namespaces", folder)
@@ -100,13 +102,13 @@ import os, signal
 from ludus.env.sandbox import namespaces
 
 fork_server = os.getpid()
-unshare = namespaces.unshare_namespaces
+unshare_namespaces = namespaces.unshare_namespaces
 
-def die_first(without_network):
+def kill_fork_server_and_unshare(without_network):
     os.kill(fork_server, signal.SIGKILL)
-    unshare(without_network)
+    unshare_namespaces(without_network)
 
-namespaces.unshare_namespaces = die_first
+namespaces.unshare_namespaces = kill_fork_server_and_unshare
 try:
     namespaces.fork_into_namespaces(without_network=False)
 finally:
@@ -114,10 +116,10 @@ finally:
 """
 
 
-@linux
+@linux_only
 @pytest.mark.slow
 def test_fork_server_killed_during_fork_leaves_no_copy(folder) -> None:
-    try_layer("namespaces", folder)  # skips if they are not supported
+    try_layer("namespaces", folder)  # skips the test if namespaces are not supported
     command = [sys.executable, "-c", _KILL_FORK_SERVER_PROGRAM]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     assert output == "worker\n"
@@ -152,7 +154,7 @@ def test_files_named_in_options_are_readable(tmp_path: Path) -> None:
 
 
 def test_folder_is_measured_and_removed(tmp_path: Path) -> None:
-    folder = tmp_path / "own"
+    folder = tmp_path / "worker"
     deep_folder = folder / "a" / "b"
     deep_folder.mkdir(parents=True)
     (deep_folder / "large").write_bytes(b"x" * 100_000)

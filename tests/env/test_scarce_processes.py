@@ -1,4 +1,4 @@
-"""A failed fork, for example without free process ids, refuses one open and ends no session."""
+"""Failed forks, for example without free process ids: opens are refused, sessions continue."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ async def test_opens_are_refused_after_a_failed_fork_until_a_fork_succeeds(
     ):
         host = server.core.host
         if process_name == FORKED_COPY and not host.layers[Layer.NAMESPACES]:
-            pytest.skip("workers are forked without a process between")
+            pytest.skip("workers are forked without an intermediate process")
 
         async def open_session() -> str:
             return (await server.core.open(OpenArgs(ResetArgs(seed=1)))).session_id
 
-        neighbour_id = await open_session()
+        running_session_id = await open_session()
         fork_server_pid = host.fork_server.pid
         (tmp_path / NO_FORK_FILE).write_text(process_name)
         if isolation == "pool":
-            await wait_until(lambda: host.pids)  # reported separately from readiness
+            await wait_until(lambda: host.pids)  # pids are reported separately from readiness
             os.kill(host.pids[0], signal.SIGKILL)
             await wait_until(lambda: not server.core.load.num_sessions)
         with pytest.raises(EnvError) as exc_info:
-            while True:  # until no warm worker is left
+            while True:  # the first opens may use workers that already run
                 await open_session()
         assert exc_info.value.code == "UNAVAILABLE"
         assert "Resource temporarily unavailable" in exc_info.value.message
@@ -60,7 +60,7 @@ async def test_opens_are_refused_after_a_failed_fork_until_a_fork_succeeds(
             assert response.status_code == 503
             assert "Resource temporarily unavailable" in response.json()["status"]
         else:
-            assert (await server.core.step(neighbour_id, ADD_1)).reward == 1.0
+            assert (await server.core.step(running_session_id, ADD_1)).reward == 1.0
 
         (tmp_path / NO_FORK_FILE).unlink()
         while True:

@@ -1,4 +1,4 @@
-"""Processes that an environment forks do not keep the server's ports open."""
+"""Server ports of an environment that forks child processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.env.served import WIRES
 
 
 def is_port_free(port: int) -> bool:
-    """Return True if the port is free."""
     try:
         socket.create_connection(("127.0.0.1", port)).close()
     except ConnectionRefusedError:
@@ -28,15 +27,15 @@ def is_port_free(port: int) -> bool:
 
 @pytest.mark.parametrize("wire", WIRES)
 async def test_forked_child_does_not_keep_server_ports_open(wire: str) -> None:
-    reader, writer = os.pipe()
+    read_fd, write_fd = os.pipe()
     child_pids = []
 
     class ForkingEnv(CountingEnv):
         def step(self, action):
             child_pid = os.fork()
             if child_pid == 0:
-                os.close(writer)
-                os.read(reader, 1)  # until the test is over
+                os.close(write_fd)
+                os.read(read_fd, 1)  # blocks until the test closes the pipe
                 os._exit(0)
             child_pids.append(child_pid)
             return super().step(action)
@@ -51,13 +50,13 @@ async def test_forked_child_does_not_keep_server_ports_open(wire: str) -> None:
                 assert (await session.step({"add": 2})).step_index == result.step_index + 1
             addresses = server.addresses
         for address in (addresses.http, addresses.grpc, addresses.admin):
-            # gRPC's own threads may close a port shortly after its server has stopped.
+            # gRPC's threads may close a port shortly after the server has stopped.
             await wait_until(partial(is_port_free, urlsplit(address).port))
-        # A process that is forked while gRPC's threads work may crash, a limitation of gRPC.
+        # gRPC does not support forks while its threads run, so such a process may crash.
         live_pids = [child_pid for child_pid in child_pids if is_alive(child_pid)]
         assert len(child_pids) == 2 and (live_pids == child_pids or wire == "grpc")
     finally:
-        os.close(writer)
-        os.close(reader)
+        os.close(write_fd)
+        os.close(read_fd)
         for child_pid in child_pids:
             os.waitpid(child_pid, 0)

@@ -1,4 +1,4 @@
-"""Invalid options of a server, and the options of workers."""
+"""Validation, defaults and flags of server options."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The server as a process: ready file, ports, signals, and the effects of a kill."""
+"""Server processes: signals, ports, command-line options, secrets and kills."""
 
 import asyncio
 import signal
@@ -30,11 +30,11 @@ from tests.env.served import WIRES, fixed_port_arguments, serve, server_address,
 WAIT_MESSAGE = "waiting for 1 sessions"
 pytestmark = pytest.mark.slow
 
-SERVER = str(Path(__file__).with_name("counting_env.py"))
+SERVER_PATH = str(Path(__file__).with_name("counting_env.py"))
 
 
 def run_server(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, SERVER, *arguments]
+    command = [sys.executable, SERVER_PATH, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -91,7 +91,7 @@ def test_sigterm_drains_the_server(tmp_path: Path) -> None:
             async with await AsyncEnvClient.connect(server.grpc_address) as client:
                 session, _ = await client.open(seed=1)
                 server.process.send_signal(signal.SIGTERM)
-                await asyncio.to_thread(read_until, server.process.stderr, WAIT_MESSAGE)
+                await asyncio.to_thread(wait_for_line, server.process.stderr, WAIT_MESSAGE)
                 with pytest.raises(UnavailableError) as exc_info:
                     await client.open()
                 assert exc_info.value.code is ErrorCode.DRAINING
@@ -111,7 +111,7 @@ def test_draining_server_stops_on_second_signal_or_after_grace_period(
             async with await AsyncEnvClient.connect(server.grpc_address) as client:
                 await client.open()
                 server.process.send_signal(signal.SIGTERM)
-                await asyncio.to_thread(read_until, server.process.stderr, "waiting for 1 sessions")
+                await asyncio.to_thread(wait_for_line, server.process.stderr, WAIT_MESSAGE)
                 assert server.process.poll() is None
                 server.process.send_signal(second_signal)
                 assert await asyncio.to_thread(server.process.wait, 60) == 0
@@ -124,9 +124,9 @@ def test_draining_server_stops_on_second_signal_or_after_grace_period(
     asyncio.run(run_scenario())
 
 
-def read_until(lines, text: str) -> None:
+def wait_for_line(lines, text: str) -> None:
     while text not in (line := lines.readline()):
-        assert line, "the process has ended"
+        assert line, f"process exited before it printed {text!r}"
 
 
 def test_server_exits_with_an_error_that_names_a_port_in_use() -> None:
@@ -192,7 +192,7 @@ def test_adjacent_ports_have_adjacent_grpc_ports() -> None:
 KEY = "a-key-that-a-gateway-and-a-server-share"
 
 
-def open_signed(address: str, session_id: str) -> str:
+def open_with_signed_id(address: str, session_id: str) -> str:
     async def open_session() -> str:
         async with RawStream(address) as stream:
             return await asyncio.wait_for(stream.open(session_id=session_id), 60)
@@ -211,11 +211,14 @@ def test_command_line_options_reach_the_server(tmp_path: Path, isolation: str) -
             description = await client.describe()
             assert (description.server_id, description.max_sessions) == ("8c5f7a3e0b1d", 4)
             assert description.is_deterministic is (isolation != "pool")
-            unseeded_starts = [(await client.open())[1].observation for _ in range(2)]
-            seeded_start = (await client.open(seed=7))[1].observation
-            assert seeded_start == unseeded_starts[0] != unseeded_starts[1]
+            unseeded_observations = [(await client.open())[1].observation for _ in range(2)]
+            seeded_observation = (await client.open(seed=7))[1].observation
+            assert seeded_observation == unseeded_observations[0] != unseeded_observations[1]
             signed_id = SessionKey(KEY.encode()).sign("counting", description.server_id)
-            assert await asyncio.to_thread(open_signed, server.grpc_address, signed_id) == signed_id
+            assert (
+                await asyncio.to_thread(open_with_signed_id, server.grpc_address, signed_id)
+                == signed_id
+            )
             await client.close()
 
     asyncio.run(run_scenario())
@@ -232,7 +235,7 @@ def test_failed_build_in_a_worker_exits_with_one_line_error_and_code_2() -> None
     command = [sys.executable, "-m", "ludus.env", "counting_env:fail_to_be_built"]
     process = subprocess.run(
         [*command, "--port", "0", "--isolation", "process"],
-        cwd=Path(SERVER).parent,
+        cwd=Path(SERVER_PATH).parent,
         capture_output=True,
         text=True,
         timeout=60,
@@ -270,7 +273,7 @@ def test_waiting_open_succeeds_in_a_pool_when_a_session_closes(tmp_path: Path) -
 def test_environments_that_need_a_process_use_workers_by_default(
     monkeypatch, target, isolation: str, has_workers
 ) -> None:
-    monkeypatch.chdir(Path(SERVER).parent)
+    monkeypatch.chdir(Path(SERVER_PATH).parent)
     with LocalServer(target, isolation=isolation, max_sessions=2) as server:
         metrics = httpx.get(f"{server.addresses.http}/metrics", timeout=60).text
         assert ("env_server_workers" in metrics) is has_workers
@@ -279,7 +282,7 @@ def test_environments_that_need_a_process_use_workers_by_default(
 def test_local_server_forwards_isolation_arguments_and_secrets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(Path(SERVER).parent)
+    monkeypatch.chdir(Path(SERVER_PATH).parent)
     server = LocalServer(
         "counting_env:CountingEnv",
         isolation="process",
@@ -295,17 +298,17 @@ def test_local_server_forwards_isolation_arguments_and_secrets(
         assert server.addresses is not None
         signed_id = SessionKey(KEY.encode()).sign("counting", "elsewhere")
         with pytest.raises(AssertionError, match="belongs to another server"):
-            open_signed(server.addresses.grpc, signed_id)
+            open_with_signed_id(server.addresses.grpc, signed_id)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for orphans is Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal exists only on Linux")
 def test_server_exits_if_its_parent_is_already_dead() -> None:
     parent = subprocess.Popen([sys.executable, "-c", ""])
     parent.wait()
     command = [sys.executable, "-m", "ludus.env", "counting_env:CountingEnv", "--port", "0"]
     process = subprocess.run(
         [*command, "--exit-with-parent", str(parent.pid)],
-        cwd=Path(SERVER).parent,
+        cwd=Path(SERVER_PATH).parent,
         capture_output=True,
         timeout=60,
         check=False,

@@ -18,8 +18,8 @@ CA = trustme.CA()
 OTHER_CA = trustme.CA()
 
 
-def write_files(folder, name, ca=CA) -> TlsFiles:
-    """Write a certificate of the authority and its key to files."""
+def issue_certificate(folder, name, ca=CA) -> TlsFiles:
+    """Issue a certificate; write the certificate and its private key to files."""
     certificate = ca.issue_cert("localhost", "127.0.0.1")
     files = TlsFiles(folder / f"{name}.crt", folder / f"{name}.key")
     files.cert.write_bytes(b"".join(pem.bytes() for pem in certificate.cert_chain_pems))
@@ -29,7 +29,7 @@ def write_files(folder, name, ca=CA) -> TlsFiles:
 
 @pytest.fixture
 def server_files(tmp_path) -> TlsFiles:
-    return write_files(tmp_path, "server")
+    return issue_certificate(tmp_path, "server")
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def ca_file(tmp_path):
 async def test_client_connects_over_tls_only_with_the_ca_of_the_server(
     server_files, ca_file, wire: str
 ) -> None:
-    files = {"tls_cert": server_files.cert, "tls_key": server_files.key}
-    async with serve(token="hush", admin_port=0, **files) as server:
+    options = {"tls_cert": server_files.cert, "tls_key": server_files.key}
+    async with serve(token="hush", admin_port=0, **options) as server:
         assert server.http_address.startswith("https://127.0.0.1:")
         assert server.grpc_address.startswith("grpcs://127.0.0.1:")
         assert server.addresses.admin.startswith("http://127.0.0.1:")
@@ -67,28 +67,29 @@ async def test_client_connects_over_tls_only_with_the_ca_of_the_server(
 async def test_server_accepts_only_client_certificates_of_the_configured_ca(
     tmp_path, server_files, ca_file
 ) -> None:
-    good_files, bad_files = write_files(tmp_path, "good"), write_files(tmp_path, "bad", OTHER_CA)
-    files = {"tls_cert": server_files.cert, "tls_key": server_files.key, "tls_client_ca": ca_file}
-    async with serve(**files) as server:
+    trusted_files = issue_certificate(tmp_path, "trusted")
+    untrusted_files = issue_certificate(tmp_path, "untrusted", OTHER_CA)
+    options = {"tls_cert": server_files.cert, "tls_key": server_files.key, "tls_client_ca": ca_file}
+    async with serve(**options) as server:
         url = server.http_address + "/health"
         async with httpx.AsyncClient(
-            verify=build_client_context(ca_file, good_files), timeout=60
+            verify=build_client_context(ca_file, trusted_files), timeout=60
         ) as client:
             assert (await client.get(url)).status_code == 200
-        for identity in (None, bad_files):
-            ssl_context = build_client_context(ca_file, identity)
+        for client_files in (None, untrusted_files):
+            ssl_context = build_client_context(ca_file, client_files)
             async with httpx.AsyncClient(verify=ssl_context, timeout=60) as client:
                 with pytest.raises((httpx.TransportError, ssl.SSLError)):
                     await client.get(url)
-        assert await read_name_over_grpc(server, ca_file, good_files) == "counting"
-        for identity in (None, bad_files):
+        assert await read_name_over_grpc(server, ca_file, trusted_files) == "counting"
+        for client_files in (None, untrusted_files):
             with pytest.raises(grpc.aio.AioRpcError) as exc_info:
-                await read_name_over_grpc(server, ca_file, identity)
+                await read_name_over_grpc(server, ca_file, client_files)
             assert exc_info.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def read_name_over_grpc(server, ca_file, identity) -> str:
-    credentials = build_channel_credentials(ca_file, identity)
+async def read_name_over_grpc(server, ca_file, client_files) -> str:
+    credentials = build_channel_credentials(ca_file, client_files)
     target = server.grpc_address.removeprefix("grpcs://")
     async with grpc.aio.secure_channel(target, credentials) as channel:
         stub = env_pb2_grpc.EnvServiceStub(channel)
@@ -96,7 +97,7 @@ async def read_name_over_grpc(server, ca_file, identity) -> str:
 
 
 async def test_unusable_tls_files_raise_a_config_error(tmp_path, server_files) -> None:
-    other_files = write_files(tmp_path, "other")
+    other_files = issue_certificate(tmp_path, "other")
     with pytest.raises(ConfigError, match="does not belong to the certificate"):
         await serve(tls_cert=server_files.cert, tls_key=other_files.key).start()
     with pytest.raises(ConfigError, match=r"nowhere\.pem"):

@@ -1,4 +1,4 @@
-"""The rules of sessions, without any wire."""
+"""`SessionCore` without a wire: step order, capacity, lifetime and errors of sessions."""
 
 import asyncio
 import threading
@@ -208,13 +208,13 @@ async def test_idle_session_is_closed_and_active_session_is_not(
     core = make_core(factory, idle_timeout_s=60)
     sweeper = asyncio.create_task(core.close_idle_forever())
     idle_id, _ = await open_session(core, ResetArgs())
-    used_id, _ = await open_session(core, ResetArgs())
+    active_id, _ = await open_session(core, ResetArgs())
     core_clock.move_on(40)
-    await core.state(used_id)
+    await core.state(active_id)
     core_clock.move_on(20)
     await wait_for_sessions(core, 1)
     sweeper.cancel()
-    await core.state(used_id)
+    await core.state(active_id)
     with pytest.raises(SessionLostError, match="idle for 60 s"):
         await core.step(idle_id, ADD_1, 1)
 
@@ -236,14 +236,16 @@ async def test_attached_session_lingers_after_the_second_connection_ends(
     core_clock,
 ) -> None:
     core = make_core(CountingEnv)
-    opener, successor = Connection(), Connection()
-    session_id, _ = await open_session(core, ResetArgs(), connection=opener, linger_s=0.01)
-    core.release(opener)
+    first_connection, second_connection = Connection(), Connection()
+    session_id, _ = await open_session(
+        core, ResetArgs(), connection=first_connection, linger_s=0.01
+    )
+    core.release(first_connection)
     assert detached_sessions(core) == {session_id}
-    core.attach([session_id], successor)
-    assert (detached_sessions(core), successor.session_ids) == (set(), {session_id})
+    core.attach([session_id], second_connection)
+    assert (detached_sessions(core), second_connection.session_ids) == (set(), {session_id})
     await core.step(session_id, ADD_1, 1)
-    core.release(successor)
+    core.release(second_connection)
     assert detached_sessions(core) == {session_id}
     sweeper = asyncio.create_task(core.close_idle_forever())
     async with asyncio.timeout(60):
@@ -343,7 +345,7 @@ async def test_step_over_the_time_limit_ends_the_session() -> None:
 async def test_every_environment_is_closed_once(factory) -> None:
     environments = []
 
-    class RememberedEnv(factory):
+    class CloseCountingEnv(factory):
         def __init__(self):
             super().__init__()
             self.num_closed = 0
@@ -352,7 +354,7 @@ async def test_every_environment_is_closed_once(factory) -> None:
         def close(self):
             self.num_closed += 1
 
-    core = make_core(RememberedEnv, max_sessions=2)
+    core = make_core(CloseCountingEnv, max_sessions=2)
     first_id, _ = await open_session(core, ResetArgs())
     await open_session(core, ResetArgs(), close_when_done=True)
     await core.close(first_id)
@@ -378,13 +380,13 @@ async def test_requested_episode_id_is_in_the_state(factory) -> None:
 
 
 class DyingHost(LocalHost):
-    """A host that loses every session after its first result, before a client receives its id."""
+    """A host that loses each session after the reset, before the client receives the session id."""
 
     async def open(self, session_id, *, with_text, on_lost):
         session = await super().open(session_id, with_text=with_text, on_lost=on_lost)
         reset = session.reset
 
-        async def reset_and_die(args):
+        async def reset_and_lose_session(args):
             result = await reset(args)
             on_lost("its worker was killed by SIGKILL")
             return result
@@ -393,7 +395,7 @@ class DyingHost(LocalHost):
             last_result=None,
             inline_session=None,
             remaining_s=session.remaining_s,
-            reset=reset_and_die,
+            reset=reset_and_lose_session,
             close=session.close,
             kill=session.kill,
         )

@@ -1,4 +1,4 @@
-"""Threads for code that may never return: abandoned, replaced, and released if they return."""
+"""Threads for calls that may never return, and the release of late results."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ class FailingCall(BlockingCall):
 
 
 async def cancel_call(threads: StepThreads, call: BlockingCall) -> None:
-    """Start and cancel the call; return when it has ended."""
+    """Start the call, cancel it, and wait until its thread is free."""
     task = asyncio.create_task(threads.run(call, call.released_results.append, 0.0))
     await wait_until(call.start_event.is_set)
     task.cancel()
     await asyncio.wait({task})
     assert task.cancelled()
     call.return_event.set()
-    assert await run_call(threads) == "well"  # runs in the same thread, after the released result
+    assert await run_call(threads) == "well"  # runs in the same thread after the call
 
 
 async def test_result_of_a_cancelled_call_is_released() -> None:

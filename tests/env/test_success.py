@@ -1,4 +1,4 @@
-"""The environment reports success, and every wire transmits it."""
+"""Success reported by environments, over every wire and in recordings."""
 
 import json
 from pathlib import Path
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.asyncio
 ENDINGS = [(WINNING_ACTIONS, True), (LOSING_ACTIONS, False), (TRUNCATING_ACTIONS, False)]
 
 
-async def play_and_collect(client: AsyncEnvClient, actions: list) -> list[bool | None]:
-    """Return the success in every result of an episode."""
+async def collect_successes(client: AsyncEnvClient, actions: list) -> list[bool | None]:
+    """Play an episode; return the success field of each result."""
     session, first_result = await client.open(seed=3)
     results = [first_result, *[await session.step(action) for action in actions]]
     await session.close()
@@ -43,7 +43,7 @@ async def test_success_is_only_in_the_last_result(wire: str, isolation: str) -> 
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         for actions, success in ENDINGS:
-            assert await play_and_collect(client, actions) == [None] * len(actions) + [success]
+            assert await collect_successes(client, actions) == [None] * len(actions) + [success]
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -52,7 +52,7 @@ async def test_success_is_none_if_not_reported(wire: str) -> None:
         serve(CountingEnv) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
-        assert set(await play_and_collect(client, WINNING_ACTIONS)) == {None}
+        assert set(await collect_successes(client, WINNING_ACTIONS)) == {None}
 
 
 async def test_upstream_clients_read_success_in_metadata() -> None:
@@ -92,16 +92,16 @@ async def test_openenv_client_reads_success_in_metadata(monkeypatch: pytest.Monk
         await AsyncEnvClient.connect(server.http_address) as client,
     ):
         for actions, success in ENDINGS:
-            assert await play_and_collect(client, actions) == [None] * len(actions) + [success]
+            assert await collect_successes(client, actions) == [None] * len(actions) + [success]
 
 
-async def test_success_keeps_other_metadata() -> None:
+async def test_success_is_added_to_existing_metadata() -> None:
     result = EncodedResult(1, b"{}", b'{"note":"k"}', b"", 1.0, True, False, {}, None, success=True)
     message = orjson.loads(orjson.dumps(make_upstream_payload(result)))
     assert message["metadata"] == {"note": "k", "success": True}
 
 
-async def test_success_of_an_old_peer_is_none() -> None:
+async def test_success_is_none_in_a_message_without_the_field() -> None:
     message = pb.StepResult(observation_json=b"{}", terminated=True)
     assert (read_result(message).success, read_encoded_result(message).success) == (None, None)
 
@@ -113,7 +113,7 @@ async def test_recording_contains_success_and_replay_compares_success(tmp_path: 
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         for actions, _ in ENDINGS:
-            await play_and_collect(client, actions)
+            await collect_successes(client, actions)
     episodes = list(read_recording(path))
     assert [episode.steps[-1].result.success for episode in episodes] == [True, False, False]
     async with open_client(GoalEnv) as client:
@@ -124,14 +124,14 @@ async def test_recording_contains_success_and_replay_compares_success(tmp_path: 
         assert replay.difference == "step 5: expected success True, got None"
 
 
-class SaysItTooEarly(GoalEnv):
+class EarlySuccessEnv(GoalEnv):
     def reset(self, *, seed=None):
         transition = super().reset(seed=seed)
         transition.success = False
         return transition
 
 
-class SaysItWithANumber(GoalEnv):
+class IntegerSuccessEnv(GoalEnv):
     def step(self, action):
         transition = super().step(action)
         transition.success = int(transition.success) if transition.success is not None else None
@@ -139,14 +139,14 @@ class SaysItWithANumber(GoalEnv):
 
 
 @pytest.mark.parametrize(
-    ("factory", "broken"),
+    ("factory", "broken_checks"),
     [
         (GoalEnv, []),
         (CountingEnv, []),
-        (SaysItTooEarly, ["success_is_reported_at_the_end"]),
-        (SaysItWithANumber, ["success_is_reported_at_the_end"]),
+        (EarlySuccessEnv, ["success_is_reported_at_the_end"]),
+        (IntegerSuccessEnv, ["success_is_reported_at_the_end"]),
     ],
 )
-async def test_check_finds_invalid_success(factory, broken) -> None:
+async def test_check_finds_invalid_success(factory, broken_checks) -> None:
     report = check_environment(factory, num_steps=20)
-    assert [check.name for check in report.checks if check.verdict == "broken"] == broken
+    assert [check.name for check in report.checks if check.verdict == "broken"] == broken_checks

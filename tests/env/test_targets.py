@@ -1,4 +1,4 @@
-"""Targets name environments, and an error suggests similar names."""
+"""Creation of environments from targets, and error messages for unknown targets."""
 
 import json
 import pickle
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_target_creates_the_environment(target, options, name) -> None:
-    if name is None:  # the class of a client
+    if name is None:  # the target is a client class
         with pytest.raises(ConfigError, match=r"'openspiel_env:OpenSpielEnv' must be a"):
             environment_factory(target, {})
         return
@@ -83,7 +83,7 @@ def test_function_that_returns_no_environment_fails() -> None:
 def test_module_in_working_directory_is_found_locally_and_by_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "own_rules.py").write_text(
+    (tmp_path / "custom_rules.py").write_text(
         textwrap.dedent("""
             from tests.env.counting_env import CountingEnv
 
@@ -98,12 +98,12 @@ def test_module_in_working_directory_is_found_locally_and_by_servers(
     program = (
         "import sys; sys.path.remove('') if '' in sys.path else None\n"
         "from ludus.env.targets.targets import environment_factory\n"
-        "print(environment_factory('own_rules:make', {'label': 'mine'})().version)"
+        "print(environment_factory('custom_rules:make', {'label': 'custom'})().version)"
     )
     output = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
-    assert output.stdout.strip() == "mine"
+    assert output.stdout.strip() == "custom"
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ async def test_every_isolation_supports_every_target_kind(
 
 
 @pytest.mark.slow
-def test_target_imports_no_other_library() -> None:
+def test_target_imports_no_unrelated_library() -> None:
     program = (
         "import sys, json\n"
         "from ludus.env.targets.targets import environment_factory\n"

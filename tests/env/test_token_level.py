@@ -1,4 +1,4 @@
-"""Token-level environments: prompts list no vocabulary, and a completion is one step."""
+"""Token-level environments, in which each completion is one step."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ def test_entry_point_module_can_be_imported_from_a_given_folder(tmp_path: Path) 
 
 def test_closed_environment_is_reused_by_the_next_session() -> None:
     environment, _ = start_episode(first=3)
-    num_before = CountingTokens.num_made
+    initial_count = CountingTokens.num_made
     environment.close()
     next_env, prompt_ids = start_episode(first=3)
     third_env, _ = start_episode(first=3)
-    assert CountingTokens.num_made == num_before + 1
+    assert CountingTokens.num_made == initial_count + 1
     next_env.step(TokenAction(token_ids=[1]))
     assert third_env.step(TokenAction(token_ids=[2])).observation.token_ids == [*prompt_ids, 2]
 

@@ -1,4 +1,4 @@
-"""The records of ended sessions are limited in size and number."""
+"""Size and number limits for the records of ended sessions."""
 
 from __future__ import annotations
 
@@ -63,15 +63,17 @@ class _Renderer:
         return ["HIT", "STAND"]
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="this test needs /proc/self/statm"
+)
 def test_memory_of_a_kept_result_is_close_to_the_encoded_size() -> None:
     transition = Transition(Observation(), info={"seen": "x" * 200})
-    initial_bytes = resident_bytes()
+    initial_bytes = read_resident_bytes()
     results = [encode_transition(transition, _Renderer(), index) for index in range(10_000)]
-    bytes_per_result = (resident_bytes() - initial_bytes) / len(results)
-    # Python objects need extra memory. With orjson's shrunk buffers it was 20 times the size.
+    bytes_per_result = (read_resident_bytes() - initial_bytes) / len(results)
+    # Python objects add some overhead. orjson's oversized buffers would take 20 times the size.
     assert bytes_per_result < 4 * results[0].num_bytes
 
 
-def resident_bytes() -> int:
+def read_resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Trace context and request ids reach the server on every wire, without overhead when unused."""
+"""Trace contexts and request ids on every wire."""
 
 import asyncio
 import time
@@ -40,8 +40,8 @@ def exporter(monkeypatch: pytest.MonkeyPatch):
     return EXPORTER
 
 
-class ListeningEnv(CountingEnv):
-    """Records the request id of each step."""
+class RequestIdEnv(CountingEnv):
+    """An environment that records the request id of each step."""
 
     def step(self, action):
         REQUEST_IDS.append(get_request_id())
@@ -50,9 +50,12 @@ class ListeningEnv(CountingEnv):
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_server_spans_are_children_of_the_caller_span(factory, exporter) -> None:
-    async with serve_grpc(factory) as server, await AsyncEnvClient.connect(server.address) as c:
+    async with (
+        serve_grpc(factory) as server,
+        await AsyncEnvClient.connect(server.address) as client,
+    ):
         with trace.get_tracer("test").start_as_current_span("episode") as span:
-            session, _ = await c.open()
+            session, _ = await client.open()
             await session.step({"add": 1})
             await session.reset(seed=1)
         await session.step({"add": 1})
@@ -73,7 +76,7 @@ async def test_server_spans_are_children_of_the_caller_span(factory, exporter) -
 
 async def test_a_request_id_reaches_the_environment() -> None:
     async with (
-        serve_grpc(ListeningEnv) as server,
+        serve_grpc(RequestIdEnv) as server,
         await AsyncEnvClient.connect(server.address) as client,
     ):
         session, _ = await client.open()
@@ -91,22 +94,22 @@ async def test_sync_client_sends_the_request_id_of_the_caller() -> None:
                 session.step({"add": 1})
             session.step({"add": 1})
 
-    async with serve_grpc(ListeningEnv) as server:
+    async with serve_grpc(RequestIdEnv) as server:
         await asyncio.to_thread(step, server.address)
     assert REQUEST_IDS == ["r-4", ""]
 
 
 async def test_concurrent_calls_keep_their_request_ids() -> None:
-    async def step(s, text) -> None:
+    async def step(session, text) -> None:
         with request_id(text):
-            await s.step({"add": 1})
+            await session.step({"add": 1})
 
     async with (
-        serve_grpc(ListeningEnv) as server,
+        serve_grpc(RequestIdEnv) as server,
         await AsyncEnvClient.connect(server.address) as client,
     ):
         sessions = [(await client.open())[0] for _ in range(8)]
-        await asyncio.gather(*(step(s, f"r-{n}") for n, s in enumerate(sessions)))
+        await asyncio.gather(*(step(session, f"r-{n}") for n, session in enumerate(sessions)))
     assert sorted(REQUEST_IDS) == [f"r-{n}" for n in range(8)]
 
 
@@ -119,7 +122,7 @@ async def test_http_calls_send_tracing_headers() -> None:
     assert counter.headers[0]["traceparent"].startswith("00-")
 
 
-async def test_traced_episode_over_websocket() -> None:
+async def test_traced_episode_can_be_played_over_websocket() -> None:
     async with serve() as server, await AsyncEnvClient.connect(server.http_address) as client:
         with request_id("r-3"), trace.get_tracer("test").start_as_current_span("episode"):
             session, _ = await client.open()

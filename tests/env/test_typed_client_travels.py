@@ -1,4 +1,4 @@
-"""A typed client that is sent to another process opens a new session there."""
+"""Pickled copies of typed clients."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from echo_env import EchoAction, EchoEnv, make_environment
 from ludus.env.serving.server import EnvServer, ServerOptions
 
 
-def play_both(address: str) -> list[float | None]:
-    """Return the rewards in a client's session and in the session of its pickled copy."""
+def play_with_client_and_copy(address: str) -> list[float | None]:
+    """Step a client and its pickled copy; return the rewards of the copy and of the client."""
     with EchoEnv(base_url=address) as local_client:
         local_client.reset()
-        with pickle.loads(pickle.dumps(local_client)) as remote_client:
-            remote_client.reset()
+        with pickle.loads(pickle.dumps(local_client)) as copied_client:
+            copied_client.reset()
             rewards = [
-                remote_client.step(EchoAction(message="four")).reward,
+                copied_client.step(EchoAction(message="four")).reward,
                 local_client.step(EchoAction(message="seven77")).reward,
             ]
-            assert (remote_client.state().step_count, local_client.state().step_count) == (1, 1)
+            assert (copied_client.state().step_count, local_client.state().step_count) == (1, 1)
     return rewards
 
 
 async def test_pickled_client_reconnects_to_the_same_server() -> None:
     async with EnvServer(make_environment, ServerOptions(port=0)) as server:
-        assert await asyncio.to_thread(play_both, server.http_address) == [0.4, 0.7]
+        assert await asyncio.to_thread(play_with_client_and_copy, server.http_address) == [0.4, 0.7]

@@ -1,7 +1,7 @@
 """Calls that end a worker process or never return, on every host and over every wire.
 
-The caller gets an error code in time, the slot is freed, and another session
-gets a worker at once. An inline server exits itself, with a clear exit code.
+The caller gets an error code within the time limit, the slot is freed, and the next
+session gets a new worker. An inline server exits with the exit code of the environment.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ pytestmark = pytest.mark.slow
 WORKER_HOSTS = [host for host in HOSTS if "isolation" in HOSTS[host][1]]
 PHASES = [phase for phase in Phase if phase is not Phase.BUILD]
 CODES = {HANG: "TIMEOUT", EXIT: "SESSION_LOST", CRASH: "SESSION_LOST", FILL_DISK: "SESSION_LOST"}
-LIMIT_S = 2.0
-NO_LIMIT_S = 60.0
+STEP_LIMIT_S = 2.0
+DEFAULT_STEP_LIMIT_S = 60.0
 MAX_CALL_S = 60.0
 """Maximum duration of a call, including calls without a step limit."""
 
 
 @pytest.fixture(autouse=True)
 def disable_logging() -> Iterator[None]:
-    """Disable the log of ended workers, which would have hundreds of lines here."""
+    """Disable logging, because the ended workers would log hundreds of lines."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -64,51 +64,54 @@ async def open_server(host: str, folder: Path) -> AsyncIterator[EnvServer]:
 
 
 async def wait_for_workers(server: EnvServer) -> None:
-    """Wait until the next sessions will each have their own worker."""
+    """Wait until a separate worker is ready for each of the next sessions."""
     host = server.core.host
     num_workers = len(PHASES) + 1 if host.shares_workers else 1
     await wait_until(lambda: len(host.ready_workers) >= num_workers)
 
 
-async def get_call_code(session: AsyncSession, phase: Phase, deed: str) -> str:
+async def get_call_code(session: AsyncSession, phase: Phase, misbehavior: str) -> str:
     try:
-        await asyncio.wait_for(do_deed(session, phase, deed), MAX_CALL_S)
+        await asyncio.wait_for(do_deed(session, phase, misbehavior), MAX_CALL_S)
     except EnvError as error:
         return error.code
     return NO_ERROR
 
 
-def get_expected_code(phase: Phase, deed: str, wire: str) -> str:
+def get_expected_code(phase: Phase, misbehavior: str, wire: str) -> str:
     if phase is Phase.CLOSE:
         return NO_ERROR
-    if (phase, deed, wire) == (Phase.TOOL, HANG, "http"):
+    if (phase, misbehavior, wire) == (Phase.TOOL, HANG, "http"):
         return "TOOL_ERROR"  # OpenEnv's observation of a timed-out tool has no code
-    return CODES[deed]
+    return CODES[misbehavior]
 
 
-async def collect_codes(server: EnvServer, client: AsyncEnvClient, deed: str) -> dict[Phase, str]:
-    """Return the error codes of sessions that do the deed, one per phase."""
+async def collect_codes(
+    server: EnvServer, client: AsyncEnvClient, misbehavior: str
+) -> dict[Phase, str]:
+    """Misbehave in one session per phase; return the error code for each phase."""
     await wait_for_workers(server)
     host = server.core.host
     num_ended_workers = host.num_ended_workers + len(PHASES)
     sessions = [(await client.open(seed=1))[0] for _ in PHASES]
-    if deed == HANG:
-        limit_steps(server.core, LIMIT_S)
+    if misbehavior == HANG:
+        limit_steps(server.core, STEP_LIMIT_S)
     calls = (
-        get_call_code(session, phase, deed) for session, phase in zip(sessions, PHASES, strict=True)
+        get_call_code(session, phase, misbehavior)
+        for session, phase in zip(sessions, PHASES, strict=True)
     )
     codes = await asyncio.gather(*calls)
     if host.shares_workers:  # otherwise a closing worker could end the next session
         await wait_until(lambda: host.num_ended_workers == num_ended_workers)
-    limit_steps(server.core, NO_LIMIT_S)
+    limit_steps(server.core, DEFAULT_STEP_LIMIT_S)
     return dict(zip(PHASES, codes, strict=True))
 
 
 @asynccontextmanager
-async def open_with_neighbour(
+async def open_with_neighbor(
     host: str, wire: str, folder: Path
 ) -> AsyncIterator[tuple[EnvServer, AsyncEnvClient, Neighbour]]:
-    """Open a server with ready workers, a client, and a session that must not be affected."""
+    """Yield a server with ready workers, a client, and a session that must not be affected."""
     async with (
         open_server(host, folder) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
@@ -119,7 +122,7 @@ async def open_with_neighbour(
 
 
 async def can_play(client: AsyncEnvClient) -> bool:
-    """Return True if a new session works."""
+    """Return True if a step in a new session has the correct result."""
     session, _ = await client.open(seed=2)
     total = (await session.step({"add": 2})).observation["total"]
     await session.close()
@@ -131,15 +134,15 @@ async def can_play(client: AsyncEnvClient) -> bool:
 async def test_call_that_ends_a_worker_returns_an_error_code(
     host: str, wire: str, tmp_path: Path
 ) -> None:
-    async with open_with_neighbour(host, wire, tmp_path) as (server, client, neighbour):
-        for deed in CODES:
-            codes = await collect_codes(server, client, deed)
-            assert (deed, codes) == (
-                deed,
-                {phase: get_expected_code(phase, deed, wire) for phase in PHASES},
+    async with open_with_neighbor(host, wire, tmp_path) as (server, client, neighbor):
+        for misbehavior in CODES:
+            codes = await collect_codes(server, client, misbehavior)
+            assert (misbehavior, codes) == (
+                misbehavior,
+                {phase: get_expected_code(phase, misbehavior, wire) for phase in PHASES},
             )
             await wait_for_sessions(server.core, 1)
-            assert await neighbour.can_step() and await can_play(client)
+            assert await neighbor.can_step() and await can_play(client)
             await wait_for_sessions(server.core, 1)
 
 
@@ -148,18 +151,18 @@ async def test_call_that_ends_a_worker_returns_an_error_code(
 async def test_open_fails_if_the_worker_ends_during_build(
     host: str, wire: str, tmp_path: Path
 ) -> None:
-    async with open_with_neighbour(host, wire, tmp_path) as (server, client, neighbour):
-        for deed, code in CODES.items():
+    async with open_with_neighbor(host, wire, tmp_path) as (server, client, neighbor):
+        for misbehavior, code in CODES.items():
             await wait_for_workers(server)
-            limit_steps(server.core, LIMIT_S if deed == HANG else NO_LIMIT_S)
-            (tmp_path / "build").write_text(deed)
+            limit_steps(server.core, STEP_LIMIT_S if misbehavior == HANG else DEFAULT_STEP_LIMIT_S)
+            (tmp_path / "build").write_text(misbehavior)
             with pytest.raises(EnvError) as exc_info:
                 await asyncio.wait_for(client.open(seed=1), MAX_CALL_S)
             (tmp_path / "build").unlink()
-            limit_steps(server.core, NO_LIMIT_S)
-            assert (deed, exc_info.value.code) == (deed, code)
+            limit_steps(server.core, DEFAULT_STEP_LIMIT_S)
+            assert (misbehavior, exc_info.value.code) == (misbehavior, code)
             await wait_for_sessions(server.core, 1)
-            assert await neighbour.can_step() and await can_play(client)
+            assert await neighbor.can_step() and await can_play(client)
             await wait_for_sessions(server.core, 1)
 
 
@@ -170,10 +173,10 @@ async def test_http_and_mcp_return_the_same_code(host: str, tmp_path: Path) -> N
         open_server(host, tmp_path) as server,
         httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
     ):
-        for deed, code in CODES.items():
-            limit_steps(server.core, LIMIT_S if deed == HANG else NO_LIMIT_S)
-            status, reply_code, mcp_reply = await get_http_outcome(http, deed)
-            assert (deed, status, reply_code) == (deed, statuses[code], code)
+        for misbehavior, code in CODES.items():
+            limit_steps(server.core, STEP_LIMIT_S if misbehavior == HANG else DEFAULT_STEP_LIMIT_S)
+            status, reply_code, mcp_reply = await get_http_outcome(http, misbehavior)
+            assert (misbehavior, status, reply_code) == (misbehavior, statuses[code], code)
             assert mcp_reply["error"]["data"]["code"] == code
 
 

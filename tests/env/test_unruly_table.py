@@ -1,7 +1,7 @@
-"""Misbehavior of environments, by phase and host: only the session's own caller gets an error.
+"""Misbehavior of environments in every phase, on every host and over every wire.
 
-Every row is one deed in one phase. The session of the deed gets the error and continues;
-an earlier session of the same server is not affected.
+Only the misbehaving session gets an error, and its next episode works.
+Another session on the same server is not affected.
 """
 
 from __future__ import annotations
@@ -31,26 +31,30 @@ from tests.env.served import WIRES, serve, server_address
 pytestmark = pytest.mark.slow
 
 
-def list_deeds(host: str) -> list[str]:
-    """Return the deeds that must affect only the caller; without forks on inline hosts."""
+def list_misbehaviors(host: str) -> list[str]:
+    """Return misbehaviors that must affect only the caller. Inline hosts do not support forks."""
     is_isolated = "isolation" in HOSTS[host][1]
     return [
         *RAISING_DEEDS,
-        *(deed for deed in HARMLESS_DEEDS if is_isolated or not deed.startswith("fork")),
+        *(
+            misbehavior
+            for misbehavior in HARMLESS_DEEDS
+            if is_isolated or not misbehavior.startswith("fork")
+        ),
     ]
 
 
 def list_rows(host: str) -> list[tuple[Phase, str]]:
     return [
-        (phase, deed)
+        (phase, misbehavior)
         for phase in Phase
         if phase is not Phase.BUILD
-        for deed in (*list_deeds(host), *WRONG_VALUES.get(phase, ()))
+        for misbehavior in (*list_misbehaviors(host), *WRONG_VALUES.get(phase, ()))
     ]
 
 
 NO_ERROR = "no error"
-"""Outcome of a close, which always succeeds, and of harmless deeds."""
+"""Outcome of a call that succeeds."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +65,9 @@ def disable_logging() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-async def do_deed(session: AsyncSession, phase: Phase, deed: str) -> None:
-    """Let the session do the deed."""
-    step_arguments = {"deed": deed, "phase": phase}
+async def do_deed(session: AsyncSession, phase: Phase, misbehavior: str) -> None:
+    """Make the environment of the session misbehave in the phase."""
+    step_arguments = {"deed": misbehavior, "phase": phase}
     match phase:
         case Phase.RESET:
             await session.reset(options=step_arguments)
@@ -95,14 +99,14 @@ class Neighbour:
         return (await self._session.step({"add": 1})).observation["total"] == self._total
 
 
-async def play_deed(
-    client: AsyncEnvClient, neighbour: Neighbour, phase: Phase, deed: str
+async def play_misbehavior(
+    client: AsyncEnvClient, neighbor: Neighbour, phase: Phase, misbehavior: str
 ) -> tuple[str, str, bool]:
-    """Return the caller's code, the session's next total, and whether the neighbor continues."""
+    """Misbehave; return the error code, the next episode's total, and the neighbor's state."""
     session, _ = await client.open(seed=1)
     code = NO_ERROR
     try:
-        await do_deed(session, phase, deed)
+        await do_deed(session, phase, misbehavior)
     except EnvError as error:
         code = error.code
     next_total = "ended"
@@ -110,17 +114,17 @@ async def play_deed(
         await session.reset(seed=1)
         next_total = str((await session.step({"add": 2})).observation["total"])
         await session.close()
-    return code, next_total, await neighbour.can_step()
+    return code, next_total, await neighbor.can_step()
 
 
-def get_expected_outcome(phase: Phase, deed: str, wire: str) -> tuple[str, str, bool]:
+def get_expected_outcome(phase: Phase, misbehavior: str, wire: str) -> tuple[str, str, bool]:
     if phase is Phase.CLOSE:
         return NO_ERROR, "ended", True
-    if deed in HARMLESS_DEEDS:
+    if misbehavior in HARMLESS_DEEDS:
         return NO_ERROR, "2", True
-    # OpenEnv's observations for tools have an error field without a code.
-    is_tool = phase is Phase.TOOL and wire == "http"
-    return ("TOOL_ERROR" if is_tool else "EXECUTION_ERROR"), "2", True
+    # OpenEnv's tool observations contain an error without a code.
+    is_openenv_tool = phase is Phase.TOOL and wire == "http"
+    return ("TOOL_ERROR" if is_openenv_tool else "EXECUTION_ERROR"), "2", True
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -133,9 +137,9 @@ async def test_misbehavior_fails_only_the_affected_session(
         address = server_address(server, wire)
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open(seed=0)
-            neighbour = Neighbour(session)
+            neighbor = Neighbour(session)
             outcomes = {
-                row: await asyncio.wait_for(play_deed(client, neighbour, *row), 60)
+                row: await asyncio.wait_for(play_misbehavior(client, neighbor, *row), 60)
                 for row in list_rows(host)
             }
     assert outcomes == {row: get_expected_outcome(*row, wire) for row in list_rows(host)}
@@ -151,37 +155,41 @@ async def test_failed_build_fails_only_the_open_call(host: str, wire: str, tmp_p
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         session, _ = await client.open(seed=0)
-        neighbour = Neighbour(session)
-        for deed in RAISING_DEEDS:
-            (tmp_path / "build").write_text(deed)
+        neighbor = Neighbour(session)
+        for misbehavior in RAISING_DEEDS:
+            (tmp_path / "build").write_text(misbehavior)
             with pytest.raises(EnvError) as exc_info:
                 await asyncio.wait_for(client.open(seed=1), 60)
             (tmp_path / "build").unlink()
-            outcomes[deed] = (exc_info.value.code, await neighbour.can_step())
-        for deed in set(list_deeds(host)) - set(RAISING_DEEDS):
-            (tmp_path / "build").write_text(deed)
+            outcomes[misbehavior] = (exc_info.value.code, await neighbor.can_step())
+        for misbehavior in set(list_misbehaviors(host)) - set(RAISING_DEEDS):
+            (tmp_path / "build").write_text(misbehavior)
             session, _ = await asyncio.wait_for(client.open(seed=1), 60)
             (tmp_path / "build").unlink()
             await session.close()
-            assert await neighbour.can_step()
+            assert await neighbor.can_step()
         await wait_for_sessions(server.core, 1)
     assert outcomes == dict.fromkeys(RAISING_DEEDS, ("FACTORY_ERROR", True))
 
 
-async def get_http_outcome(http: httpx.AsyncClient, deed: str) -> tuple[int, str, Any]:
-    """Return status and code of a step over HTTP, and the reply over MCP."""
-    action = {"add": 1, "deed": deed, "phase": Phase.STEP}
-    http_id = (await http.post("/reset", json={"seed": 1})).headers["x-session-id"]
-    response = await http.post("/step", json={"action": action}, headers={"x-session-id": http_id})
+async def get_http_outcome(http: httpx.AsyncClient, misbehavior: str) -> tuple[int, str, Any]:
+    """Misbehave in a step; return the status and code over HTTP, and the reply over MCP."""
+    action = {"add": 1, "deed": misbehavior, "phase": Phase.STEP}
+    http_session_id = (await http.post("/reset", json={"seed": 1})).headers["x-session-id"]
+    response = await http.post(
+        "/step", json={"action": action}, headers={"x-session-id": http_session_id}
+    )
     initialize_message = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
-    mcp_id = (await http.post("/mcp", json=initialize_message)).headers["mcp-session-id"]
+    mcp_session_id = (await http.post("/mcp", json=initialize_message)).headers["mcp-session-id"]
     reply: Any = None
     for name, arguments in (("start_episode", {}), ("take_action", action)):
         params = {"name": name, "arguments": arguments}
         request = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": params}
-        reply = (await http.post("/mcp", json=request, headers={"mcp-session-id": mcp_id})).json()
-    await http.delete("/mcp", headers={"mcp-session-id": mcp_id})
-    await http.post("/close", headers={"x-session-id": http_id})
+        reply = (
+            await http.post("/mcp", json=request, headers={"mcp-session-id": mcp_session_id})
+        ).json()
+    await http.delete("/mcp", headers={"mcp-session-id": mcp_session_id})
+    await http.post("/close", headers={"x-session-id": http_session_id})
     return response.status_code, response.json()["detail"]["code"], reply
 
 
@@ -192,9 +200,9 @@ async def test_misbehavior_has_the_same_code_over_http_and_mcp(host: str, tmp_pa
         serve(factory, **options) as server,
         httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
     ):
-        for deed in (*RAISING_DEEDS, *WRONG_VALUES[Phase.STEP]):
-            status, code, reply = await get_http_outcome(http, deed)
-            assert (deed, status, code) == (deed, 500, "EXECUTION_ERROR")
+        for misbehavior in (*RAISING_DEEDS, *WRONG_VALUES[Phase.STEP]):
+            status, code, reply = await get_http_outcome(http, misbehavior)
+            assert (misbehavior, status, code) == (misbehavior, 500, "EXECUTION_ERROR")
             result = reply["result"]
             assert result["isError"] and "EXECUTION_ERROR" in result["content"][0]["text"]
 

@@ -1,4 +1,4 @@
-"""Calls that cannot be encoded are refused equally on all wires, and the session continues."""
+"""Calls that cannot be encoded, which fail with the same message on all wires."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ SURROGATE = "\ud800"
 """Half of a surrogate pair, which UTF-8 cannot encode."""
 
 
-async def get_errors(address: str) -> list[str]:
-    """Return the messages for calls that cannot be encoded."""
+async def collect_error_messages(address: str) -> list[str]:
+    """Make calls that cannot be encoded; return their error messages."""
     async with await AsyncEnvClient.connect(address) as client:
         session, _ = await client.open(seed=1)
         calls = {
             "a number": lambda: session.step({"add": LARGE_INTEGER}),
             "a set": lambda: session.step({"add": {1}}),
-            "half a character": lambda: session.step(
+            "an unpaired surrogate": lambda: session.step(
                 CountAction(add=1, metadata={"note": SURROGATE})
             ),
             "a text": lambda: session.step(text=SURROGATE),
             "an option": lambda: session.reset(options={"start": LARGE_INTEGER}),
             "an option's key": lambda: session.reset(options={1: 2}),
-            "an option of a new one": lambda: client.open(options={"start": LARGE_INTEGER}),
+            "an option of a new session": lambda: client.open(options={"start": LARGE_INTEGER}),
             "an option of a group": lambda: client.open_group(2, options={"start": LARGE_INTEGER}),
             "an argument": lambda: session.call_tool("note", {"text": LARGE_INTEGER}),
             "a seed": lambda: session.reset(seed=1.5),
@@ -48,10 +48,12 @@ async def get_errors(address: str) -> list[str]:
 
 async def test_unencodable_calls_fail_with_the_same_message_on_all_wires() -> None:
     async with serve(ToolEnv) as server:
-        grpc_texts, http_texts = [await get_errors(server_address(server, w)) for w in WIRES]
-    assert grpc_texts == http_texts
-    assert "an action must be plain JSON" in grpc_texts[0]
-    assert "Integer exceeds 64-bit range" in grpc_texts[0]
+        grpc_messages, http_messages = [
+            await collect_error_messages(server_address(server, wire)) for wire in WIRES
+        ]
+    assert grpc_messages == http_messages
+    assert "an action must be plain JSON" in grpc_messages[0]
+    assert "Integer exceeds 64-bit range" in grpc_messages[0]
 
 
 @pytest.mark.parametrize("wire", WIRES)
