@@ -79,7 +79,7 @@ def test_token_outside_the_vocabulary_is_illegal_and_changes_no_state() -> None:
 def test_unregistered_id_is_created_from_the_entry_point() -> None:
     entry_point = f"{CountingTokens.__module__}:CountingTokens"
     environment = TokenLevelEnvironment(
-        "ludus-tests/Elsewhere-v0", entry_point=entry_point, first=7
+        "ludus-tests/Elsewhere-v0", entry_point=entry_point, first_token=7
     )
     assert environment.reset(seed=0).observation.token_ids[0] == 7
     assert environment.options["entry_point"] == entry_point
@@ -94,12 +94,12 @@ def test_entry_point_module_can_be_imported_from_a_given_folder(tmp_path: Path) 
 
 
 def test_closed_environment_is_reused_by_the_next_session() -> None:
-    environment, _ = start_episode(first=3)
-    initial_count = CountingTokens.num_made
+    environment, _ = start_episode(first_token=3)
+    initial_count = CountingTokens.num_created
     environment.close()
-    next_env, prompt_ids = start_episode(first=3)
-    third_env, _ = start_episode(first=3)
-    assert CountingTokens.num_made == initial_count + 1
+    next_env, prompt_ids = start_episode(first_token=3)
+    third_env, _ = start_episode(first_token=3)
+    assert CountingTokens.num_created == initial_count + 1
     next_env.step(TokenAction(token_ids=[1]))
     assert third_env.step(TokenAction(token_ids=[2])).observation.token_ids == [*prompt_ids, 2]
 

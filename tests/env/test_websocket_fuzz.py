@@ -1,4 +1,4 @@
-"""Any message on a socket gets a typed response or a proper close, and leaks no session."""
+"""Fuzz tests of the WebSocket endpoints: random messages and unclean disconnects."""
 
 import asyncio
 import json
@@ -75,7 +75,7 @@ calls = st.fixed_dictionaries(
         ),
     },
 )
-ODD_FRAMES = [
+MALFORMED_FRAMES = [
     "",
     "\x00",
     "null",
@@ -105,7 +105,7 @@ frames = (
     | json_values.map(lambda value: json.dumps(value))
     | st.text(max_size=40)
     | st.binary(max_size=40)
-    | st.sampled_from(ODD_FRAMES)
+    | st.sampled_from(MALFORMED_FRAMES)
 )
 fuzz_settings = settings(
     max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None
@@ -113,7 +113,7 @@ fuzz_settings = settings(
 
 
 def has_known_type(reply: dict) -> bool:
-    """Return True if the message has a type of one of the protocols."""
+    """Return True if the reply has a known type and, for an error, a known code."""
     if "jsonrpc" in reply:
         return "result" in reply or isinstance(reply["error"]["code"], int)
     if reply["type"] == "error":
@@ -122,7 +122,7 @@ def has_known_type(reply: dict) -> bool:
 
 
 async def send_frames(server, path: str, messages: list[str | bytes]) -> None:
-    """Send the frames and check the responses; any frame may close the socket."""
+    """Send the frames and check the responses. Each frame may close the socket."""
     url = server.http_address.replace("http", "ws") + path
     async with connect(url, additional_headers=BEARER, compression=None) as socket:
         try:
@@ -152,7 +152,7 @@ async def test_any_frames_get_typed_responses_and_leak_no_sessions(
 ) -> None:
     async with serve(ToolEnv, token=TOKEN, max_sessions=2) as server:
         await send_frames(server, path, messages)
-        await wait_for_end_of_sessions(server, messages)
+        await wait_for_closed_sessions(server, messages)
         url = server.http_address.replace("http", "ws") + "/ws"
         async with connect(url, additional_headers=BEARER) as socket:
             await socket.send('{"type":"reset"}')
@@ -161,8 +161,8 @@ async def test_any_frames_get_typed_responses_and_leak_no_sessions(
     assert "Exception in ASGI application" not in error_log.text
 
 
-async def wait_for_end_of_sessions(server, messages) -> None:
-    """Wait until only the sessions that MCP calls created are open."""
+async def wait_for_closed_sessions(server, messages) -> None:
+    """Wait until all sessions are closed, unless the messages create sessions over MCP."""
     if any("openenv/session/create" in str(message) for message in messages):
         return
     await wait_for_sessions(server.core, 0)
@@ -174,27 +174,27 @@ def error_log(caplog: pytest.LogCaptureFixture):
     return caplog
 
 
-@pytest.mark.parametrize("frame", ODD_FRAMES, ids=range(len(ODD_FRAMES)))
+@pytest.mark.parametrize("frame", MALFORMED_FRAMES, ids=range(len(MALFORMED_FRAMES)))
 async def test_malformed_frame_does_not_affect_other_connections(frame) -> None:
     core = make_core(CountingEnv)
     async with (
         serve_app(build_app(core)) as authority,
-        connect(f"ws://{authority}/ws") as neighbour,
+        connect(f"ws://{authority}/ws") as other_socket,
         connect(f"ws://{authority}/ws") as socket,
     ):
-        await neighbour.send('{"type":"reset"}')
-        await neighbour.recv()
+        await other_socket.send('{"type":"reset"}')
+        await other_socket.recv()
         await socket.send('{"type":"reset"}')
         await socket.recv()
         await socket.send(frame)
         reply = json.loads(await asyncio.wait_for(socket.recv(), 60))
         assert has_known_type(reply)
-        assert len(json.dumps(reply)) < 200_000, "input is not sent back at length"
+        assert len(json.dumps(reply)) < 200_000, "the reply repeats the whole input"
         if reply["type"] == "error" and reply["data"]["code"] != "SESSION_ERROR":
             await socket.send('{"type":"step","data":{"add":1}}')
             assert '"reward":1.0' in await socket.recv()
-        await neighbour.send('{"type":"step","data":{"add":1}}')
-        assert '"total":1' in await neighbour.recv()
+        await other_socket.send('{"type":"step","data":{"add":1}}')
+        assert '"total":1' in await other_socket.recv()
 
 
 async def test_oversized_message_closes_the_connection_and_the_session() -> None:
@@ -217,20 +217,20 @@ HANDSHAKE = (
 RESET_FRAME = b'\x81\x90\x00\x00\x00\x00{"type":"reset"}'
 
 
-async def drop_a_socket(host: str, port: int, generator: random.Random) -> None:
+async def open_and_drop_socket(host: str, port: int, generator: random.Random) -> None:
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(HANDSHAKE % generator.choice((b"/ws", b"/ws?ludus=1", b"/mcp")))
-    progress = generator.randrange(4)
-    if progress >= 1:
+    num_phases = generator.randrange(4)
+    if num_phases >= 1:
         await reader.readuntil(b"\r\n\r\n")
-    if progress >= 2:
-        writer.write(RESET_FRAME[: 22 if progress == 3 else 9])
-    if progress == 3:
+    if num_phases >= 2:
+        writer.write(RESET_FRAME[: 22 if num_phases == 3 else 9])
+    if num_phases == 3:
         await reader.read(1)
     writer.transport.abort()
 
 
-async def drop_a_stream(stub, generator: random.Random) -> None:
+async def open_and_drop_stream(stub, generator: random.Random) -> None:
     stream = stub.Connect()
     open_call = pb.Call(call_id=1, open=pb.OpenRequest())
     await stream.write(pb.CallBatch(calls=[open_call]))
@@ -241,7 +241,7 @@ async def drop_a_stream(stub, generator: random.Random) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_drops", [500, 5_000])
-async def test_no_session_is_left_after_thousands_of_unclean_disconnects(num_drops) -> None:
+async def test_unclean_disconnects_leave_no_sessions(num_drops) -> None:
     num_tasks = 16
     async with serve(max_sessions=1000) as server:
         host, port = server.http_address.removeprefix("http://").split(":")
@@ -254,14 +254,14 @@ async def test_no_session_is_left_after_thousands_of_unclean_disconnects(num_dro
             async def drop_many() -> None:
                 for index in indices:
                     if index % 5 == 0:
-                        await drop_a_stream(stub, generator)
+                        await open_and_drop_stream(stub, generator)
                     else:
-                        await drop_a_socket(host, int(port), generator)
+                        await open_and_drop_socket(host, int(port), generator)
 
             await asyncio.gather(*(drop_many() for _ in range(num_tasks)))
             await wait_for_sessions(server.core, 0)
         assert server.core.counts.num_opens > num_drops / 3
-        await wait_until(lambda: count_connections() < 50)  # they end after their clients
+        await wait_until(lambda: count_connections() < 50)  # connections end after their clients
 
 
 def count_connections() -> int:

@@ -1,4 +1,4 @@
-"""The start, the reuse and the end of a session on `/ws`."""
+"""Opening, attaching and closing of sessions on `/ws`."""
 
 import asyncio
 import gc
@@ -30,7 +30,7 @@ async def send(socket, message):
 
 
 async def wait_for_close(socket) -> tuple[int, str]:
-    """Return the close code and reason; fail on any other message."""
+    """Wait until the server closes the socket; return the close code and reason."""
     with pytest.raises(ConnectionClosed):
         await asyncio.wait_for(socket.recv(), 60)
     return socket.close_code, socket.close_reason
@@ -168,7 +168,7 @@ async def test_non_reading_client_has_bounded_buffer_and_blocks_no_other_client(
         await send(other_socket, {"type": "reset"})
         for _ in range(20):
             await send(other_socket, {"type": "state"})
-        assert writer.transport.get_write_buffer_size() > 0, "the server stopped reading"
+        assert writer.transport.get_write_buffer_size() > 0, "the server did not stop reading"
         writer.transport.abort()
         await wait_until(lambda: core.load.num_sessions == 1)
 
@@ -179,7 +179,7 @@ async def test_half_open_connection_is_closed_and_the_session_is_freed() -> None
     async with serve_app(app, ws_ping_interval=60, ws_ping_timeout=60) as authority:
         socket = await open_socket(authority)
         await send(socket, {"type": "reset"})
-        socket.transport.pause_reading()  # the client must read to answer pings
+        socket.transport.pause_reading()  # a client that does not read sends no pongs
         move_loop_clock(61)
         await run_pending_tasks()
         move_loop_clock(61)
@@ -202,7 +202,7 @@ async def test_replies_to_pipelined_messages_keep_the_order(factory) -> None:
 
 
 class StuckEnv(ThreadedCountingEnv):
-    """An environment whose steps wait for the test."""
+    """An environment whose steps block until the test sets an event."""
 
     start_event = threading.Event()
     return_event = threading.Event()
@@ -243,7 +243,7 @@ async def test_worker_exit_closes_session_sockets_with_a_reason() -> None:
 
 
 class RequestIdEnv(CountingEnv):
-    """An environment that shows the request id of the current call."""
+    """An environment whose observations contain the request id of the call."""
 
     def _observe(self, note: str = ""):
         return super()._observe(note or get_request_id())

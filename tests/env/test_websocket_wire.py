@@ -1,4 +1,4 @@
-"""OpenEnv's `/ws` and HTTP endpoints, frame by frame."""
+"""Exact messages of OpenEnv's `/ws` and HTTP endpoints."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ async def test_upstream_clients_get_upstream_frames(factory) -> None:
         assert '"done":true' in await send(socket, {"type": "step", "data": {"add": 7}})
 
 
-async def test_metadata_is_inside_and_outside_the_observation() -> None:
+async def test_metadata_is_in_the_result_and_in_the_observation() -> None:
     async with serve() as server, open_socket(server) as socket:
         result = json.loads(await send(socket, {"type": "reset", "data": {"note": "k"}}))["data"]
         assert result["metadata"] == result["observation"]["metadata"] == {"note": "k"}
@@ -239,8 +239,9 @@ async def test_token_protects_endpoints_except_probes() -> None:
 async def test_equivalent_messages_get_equal_results_and_invalid_seeds_fail(factory) -> None:
     step_message = {"type": "step", "text": "ADD 2", "step_index": 1}
     async with serve(factory) as server, open_socket(server, "?ludus=1") as socket:
-        for start in ({"seed": 5}, {"seed": "5"}, {"seed": 5, "start": 0}):
-            first_result = json.loads(await send(socket, {"type": "reset", "data": start}))["data"]
+        for options in ({"seed": 5}, {"seed": "5"}, {"seed": 5, "start": 0}):
+            reset_message = {"type": "reset", "data": options}
+            first_result = json.loads(await send(socket, reset_message))["data"]
             result = json.loads(await send(socket, step_message))["data"]
             assert (first_result["step_index"], first_result["observation"]["luck"]) == (0, 653159)
             assert (result["reward"], result["observation"]["luck"]) == (2.0, 267853)

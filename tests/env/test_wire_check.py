@@ -1,4 +1,4 @@
-"""`check_server` passes servers that follow the rules of the wire, and names broken rules."""
+"""`check_server` with correct servers and with servers that break a rule."""
 
 import random
 
@@ -78,22 +78,23 @@ class UndeclaredRenderer(AnyTextRenderer):
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(
-    ("renderer", "verdict"), [(AnyTextRenderer(), set()), (UndeclaredRenderer(), {"malformed"})]
+    ("renderer", "rule_prefixes"),
+    [(AnyTextRenderer(), set()), (UndeclaredRenderer(), {"malformed"})],
 )
 async def test_only_renderers_that_declare_any_text_may_accept_any_text(
-    wire: str, renderer, verdict
+    wire: str, renderer, rule_prefixes
 ) -> None:
     environment_type = type("Counting", (CountingEnv,), {"text_renderer": renderer})
     detail_by_rule = get_broken_rules(await check_wire(environment_type, wire))
-    assert {name.partition("_")[0] for name in detail_by_rule} == verdict
+    assert {name.partition("_")[0] for name in detail_by_rule} == rule_prefixes
 
 
-class IgnoresItsSeed(CountingEnv):
+class SeedIgnoringEnv(CountingEnv):
     def reset(self, *, seed=None):
         return super().reset(seed=random.SystemRandom().randrange(2**32))
 
 
-class SharesItsTotal(CountingEnv):
+class SharedStateEnv(CountingEnv):
     totals: list[int] = []  # noqa: RUF012 - shared on purpose
 
     def step(self, action: CountAction):
@@ -108,20 +109,20 @@ class SharesItsTotal(CountingEnv):
         )
 
 
-class ShowsWhatIsNotInItsSchema(CountingEnv):
+class InvalidObservationEnv(CountingEnv):
     def reset(self, *, seed=None):
         observation = super().reset(seed=seed).observation
         return Transition(observation.model_copy(update={"total": "many"}))
 
 
-class FailsOnLegalActions(CountingEnv):
+class FailingStepEnv(CountingEnv):
     text_renderer = None
 
     def step(self, action: CountAction) -> None:
         raise RuntimeError("no")
 
 
-class ScoresAReset(CountingEnv):
+class RewardedResetEnv(CountingEnv):
     def reset(self, *, seed=None):
         return Transition(super().reset(seed=seed).observation, reward=1.0)
 
@@ -131,12 +132,12 @@ class ScoresAReset(CountingEnv):
 @pytest.mark.parametrize(
     ("factory", "rule"),
     [
-        (IgnoresItsSeed, "same_seed_and_actions_give_the_same_episode"),
-        (IgnoresItsSeed, "a_group_starts_with_equal_observations"),
-        (SharesItsTotal, "parallel_sessions_are_independent"),
-        (ShowsWhatIsNotInItsSchema, "observations_fit_their_schema"),
-        (FailsOnLegalActions, "actions_of_the_schema_are_accepted_or_refused"),
-        (ScoresAReset, "flags_and_rewards_are_valid"),
+        (SeedIgnoringEnv, "same_seed_and_actions_give_the_same_episode"),
+        (SeedIgnoringEnv, "a_group_starts_with_equal_observations"),
+        (SharedStateEnv, "parallel_sessions_are_independent"),
+        (InvalidObservationEnv, "observations_fit_their_schema"),
+        (FailingStepEnv, "actions_of_the_schema_are_accepted_or_refused"),
+        (RewardedResetEnv, "flags_and_rewards_are_valid"),
     ],
 )
 async def test_check_finds_broken_environment_rules_over_the_wire(factory, rule: str) -> None:
@@ -145,7 +146,7 @@ async def test_check_finds_broken_environment_rules_over_the_wire(factory, rule:
     assert detail_by_rule[rule].startswith("expected ")
 
 
-def forget_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def ignore_step_indices(monkeypatch: pytest.MonkeyPatch) -> None:
     step = EnvironmentSession.step
     monkeypatch.setattr(
         EnvironmentSession, "step", lambda self, action, step_index=0: step(self, action)
@@ -159,39 +160,39 @@ def keep_closed_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SessionCore, "close", close)
 
 
-def refuse_without_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def refuse_with_wrong_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CapacityError, "default_code", ErrorCode.SESSION_LOST)
 
 
-def step_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def accept_step_after_end(monkeypatch: pytest.MonkeyPatch) -> None:
     step = EnvironmentSession.step
 
-    def repeat_the_end(self, action, step_index=0):
+    def repeat_last_result(self, action, step_index=0):
         last_result = self.last_result
         if last_result is not None and last_result.done:
             return last_result
         return step(self, action, step_index)
 
-    monkeypatch.setattr(EnvironmentSession, "step", repeat_the_end)
+    monkeypatch.setattr(EnvironmentSession, "step", repeat_last_result)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sabotage", "rules"),
+    ("break_rule", "rules"),
     [
         (
-            forget_numbers,
+            ignore_step_indices,
             {"a_wrong_step_number_is_refused", "a_repeated_step_returns_its_first_result"},
         ),
         (keep_closed_sessions, {"a_closed_session_is_lost"}),
-        (refuse_without_the_code, {"a_full_server_refuses_with_a_code"}),
-        (step_after_the_end, {"a_step_after_the_end_is_refused"}),
+        (refuse_with_wrong_code, {"a_full_server_refuses_with_a_code"}),
+        (accept_step_after_end, {"a_step_after_the_end_is_refused"}),
     ],
 )
 async def test_check_finds_broken_server_rules(
-    monkeypatch: pytest.MonkeyPatch, sabotage, rules
+    monkeypatch: pytest.MonkeyPatch, break_rule, rules
 ) -> None:
-    sabotage(monkeypatch)
+    break_rule(monkeypatch)
     detail_by_rule = get_broken_rules(await check_wire(max_sessions=12, timeout_s=10))
     assert rules <= set(detail_by_rule)
 

@@ -1,4 +1,4 @@
-"""Sessions in workers behave like sessions in the server's process."""
+"""Equal behavior of sessions in worker_server and in the server's process."""
 
 import dataclasses
 from typing import Any
@@ -38,7 +38,7 @@ def isolation(request: pytest.FixtureRequest) -> str:
 
 
 async def collect_results(server: EnvServer, wire: str) -> list[Any]:
-    """Return everything that a client sees of seeded episodes: tensors, text, errors and tools."""
+    """Play seeded episodes; return all results, errors, states and the server's description."""
     results: list[Any] = []
     async with connect_to(server, wire) as client:
         for seed in range(4):
@@ -48,7 +48,7 @@ async def collect_results(server: EnvServer, wire: str) -> list[Any]:
                 episode_results.append(await session.step(action))
             with pytest.raises(EnvError) as error:
                 await session.step(ADD_1)
-            results.append([_make_plain(result) for result in episode_results])
+            results.append([_convert_to_dict(result) for result in episode_results])
             results.append((error.value.code, error.value.message, await session.state()))
             with pytest.raises(ActionParseError) as parse_error:
                 await (await client.open(seed=seed))[0].step("SUB 1")
@@ -57,16 +57,16 @@ async def collect_results(server: EnvServer, wire: str) -> list[Any]:
     return results
 
 
-def _make_plain(result: Any) -> dict[str, Any]:
+def _convert_to_dict(result: Any) -> dict[str, Any]:
     tensors = {name: (array.dtype, array.tolist()) for name, array in result.tensors.items()}
     return {**dataclasses.asdict(dataclasses.replace(result, tensors={})), "tensors": tensors}
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_seeded_episodes_are_the_same_inline_and_in_workers(isolation: str, factory) -> None:
-    async with serve(factory) as server, serve_workers(factory, isolation) as workers:
+    async with serve(factory) as server, serve_workers(factory, isolation) as worker_server:
         for wire in WIRES:
-            assert await collect_results(server, wire) == await collect_results(workers, wire)
+            assert await collect_results(server, wire) == await collect_results(worker_server, wire)
 
 
 async def test_workers_do_not_share_their_global_random_state(isolation: str) -> None:
@@ -90,7 +90,7 @@ async def test_group_has_equal_first_observations_across_workers(isolation: str)
         assert len(pids) >= NUM_WORKERS
 
 
-async def test_workers_see_no_secrets_and_load_no_server_modules(
+async def test_workers_get_no_secrets_and_load_no_server_modules(
     isolation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = "a-key-of-more-than-16-bytes"
@@ -108,18 +108,18 @@ async def test_workers_see_no_secrets_and_load_no_server_modules(
         assert "PATH" in info["variables"]
         secret_names = {"LUDUS_SESSION_KEY", "TEAM_A_TOKEN", "AWS_SECRET_ACCESS_KEY"}
         assert not secret_names & set(info["variables"])
-        assert info["heavy"] == []
+        assert info["heavy"] == []  # server modules that a worker must not import
 
 
 @pytest.mark.parametrize("isolation", ["inline", *ISOLATIONS])
 async def test_server_reports_whether_its_environment_is_deterministic(isolation: str) -> None:
     random_env = GloballyRandomEnv
     cases = (CountingEnv, False, True), (random_env, False, False), (random_env, True, True)
-    for factory, declaration, expectation in cases:
+    for factory, is_declared, is_deterministic in cases:
         async with (
             serve(
-                factory, isolation=isolation, check_determinism=True, deterministic=declaration
+                factory, isolation=isolation, check_determinism=True, deterministic=is_declared
             ) as server,
             connect_to(server) as client,
         ):
-            assert (await client.describe()).is_deterministic is expectation
+            assert (await client.describe()).is_deterministic is is_deterministic

@@ -1,4 +1,4 @@
-"""The reason of a worker's exit is reported correctly, even on a slow machine."""
+"""Exit reasons of workers on a slow machine."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ async def test_exit_reason_is_reported_even_if_the_report_is_late() -> None:
     async with serve(UnrulyEnv, isolation="pool", num_workers=1) as server:
         core = server.core
         session_id = (await core.open(OpenArgs(ResetArgs()))).session_id
-        os.kill(core.host.fork_server.pid, signal.SIGSTOP)  # so it cannot report the exit
+        os.kill(core.host.fork_server.pid, signal.SIGSTOP)  # delays its report
         step_task = asyncio.create_task(core.step(session_id, b'{"add": %d}' % Deed.EXIT))
         await asyncio.sleep(1)
         os.kill(core.host.fork_server.pid, signal.SIGCONT)

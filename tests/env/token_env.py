@@ -1,4 +1,4 @@
-"""A token-level Gymnasium environment with a vocabulary as large as GPT-2's."""
+"""A token-level Gymnasium environment with the vocabulary size of GPT-2."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ TOKENS_ENV_ID = "ludus-tests/Tokens-v0"
 
 
 class CountingTokens(gymnasium.Env):
-    """An environment with reward 1 for the last token plus 1; 9 ends it, and 50 follows each 5."""
+    """An environment that gives reward 1 for the previous token plus 1.
 
-    num_made = 0
+    Token 9 ends the episode, and the environment inserts token 50 after each token 5.
+    """
 
-    def __init__(self, first: int = 0) -> None:
+    num_created = 0
+
+    def __init__(self, first_token: int = 0) -> None:
         self.action_space = spaces.Discrete(NUM_TOKENS)
         self.observation_space = spaces.Sequence(spaces.Discrete(NUM_TOKENS))
-        self._first = first
-        type(self).num_made += 1
+        self._first_token = first_token
+        type(self).num_created += 1
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.tokens = [self._first, int(self.np_random.integers(1, 3))]
-        return self.tokens, {"asked": "count"}
+        self.tokens = [self._first_token, int(self.np_random.integers(1, 3))]
+        return self.tokens, {"task": "count"}
 
     def step(self, action):
         reward = float(action == self.tokens[-1] + 1)

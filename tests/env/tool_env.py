@@ -8,7 +8,7 @@ from tests.env.counting_env import CountingEnv
 
 
 class ToolEnv(CountingEnv):
-    """An environment that keeps notes; tool `fail` fails, tool `wrong` refuses its arguments."""
+    """An environment with a tool that stores notes, and two tools that raise errors."""
 
     name = "tools"
 

@@ -1,6 +1,7 @@
-"""A program that uses foreign environments through our SDK in a virtual environment with OpenEnv.
+"""A program that checks OpenEnv environments through the Ludus SDK.
 
-Arguments: targets. Prints a JSON object: for each target, its findings and an episode.
+It runs in a virtual environment with OpenEnv. Its arguments are targets, and it prints
+a JSON object with the report of each target.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An environment in the style of OpenEnv 0.1; it needs that package."""
+"""An OpenEnv 0.1 environment. Importing this module requires OpenEnv 0.1."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class SumState(State):
 
 
 class SumEnvironment(Environment):
-    """An environment that adds numbers up to ten."""
+    """An environment that adds numbers until the total is ten or more."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Environments in the style of OpenEnv 0.2 to 0.10; they need that package."""
+"""Environments for OpenEnv 0.2 to 0.10. Importing this module requires OpenEnv."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class GuessState(State):
 
 
 class GuessEnvironment(Environment):
-    """Guess a digit within five tries."""
+    """A game in which the agent guesses a digit within five tries."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
-    def __init__(self, highest: int = 9):
+    def __init__(self, max_number: int = 9):
         super().__init__()
-        self._highest = highest
-        self._database = sqlite3.connect(":memory:")  # refuses to be used in another thread
+        self._max_number = max_number
+        self._database = sqlite3.connect(":memory:")  # raises an error in other threads
         self._state = GuessState(episode_id=str(uuid.uuid4()))
         self._random = random.Random()
 
     def reset(self, seed=None, episode_id=None, **kwargs):
         self._random = random.Random(seed)
         self._state = GuessState(
-            episode_id=episode_id or "E", secret=self._random.randint(0, self._highest)
+            episode_id=episode_id or "E", secret=self._random.randint(0, self._max_number)
         )
         return GuessObservation(hint="guess", done=False, reward=0.0)
 
@@ -47,14 +47,14 @@ class GuessEnvironment(Environment):
         self._database.execute("select 1")
         self._state.step_count += 1
         is_correct = action.number == self._state.secret
-        out_of_tries = self._state.step_count >= 5
+        is_last_try = self._state.step_count >= 5
         hint = "yes" if is_correct else "higher" if action.number < self._state.secret else "lower"
         return GuessObservation(
             hint=hint,
             thread=threading.current_thread().name.rpartition("_")[0],
-            done=is_correct or out_of_tries,
+            done=is_correct or is_last_try,
             reward=1.0 if is_correct else 0.0,
-            metadata={"truncated": out_of_tries and not is_correct, "success": is_correct},
+            metadata={"truncated": is_last_try and not is_correct, "success": is_correct},
         )
 
     @property
@@ -66,7 +66,7 @@ class GuessEnvironment(Environment):
 
 
 class AsyncGuessEnvironment(GuessEnvironment):
-    """A guessing environment with asynchronous methods; a process can have only one."""
+    """A guessing environment with asynchronous methods, limited to one instance per process."""
 
     SUPPORTS_CONCURRENT_SESSIONS = False
 
@@ -87,7 +87,7 @@ class OneThreadEnvironment(GuessEnvironment):
 
 
 def make_guess() -> GuessEnvironment:
-    return GuessEnvironment(highest=3)
+    return GuessEnvironment(max_number=3)
 
 
 app = create_app(make_guess, GuessAction, GuessObservation, env_name="guess", max_concurrent_envs=4)

@@ -1,6 +1,6 @@
-"""Virtual environments that contain OpenEnv's package and the requirements of our SDK.
+"""Virtual environments with a version of OpenEnv and the requirements of the Ludus SDK.
 
-Our SDK is found through PYTHONPATH, as in an editable installation.
+The Ludus SDK is imported through PYTHONPATH, as in an editable installation.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ REQUIREMENTS_BY_VERSION = {
 
 
 def upstream_python(version: str) -> Path:
-    """Return the interpreter of the environment with an OpenEnv version, which is created once."""
-    requirements = [REQUIREMENTS_BY_VERSION[version], *_sdk_requirements()]
+    """Return the interpreter of the virtual environment, which is created if it is missing."""
+    requirements = [REQUIREMENTS_BY_VERSION[version], *_read_sdk_requirements()]
     return build_virtual_environment(f"upstream-sdk-openenv-{version}", requirements)
 
 
 def run_with_upstream(version: str, script: str, *arguments: str) -> subprocess.CompletedProcess:
-    """Run `python SCRIPT ARGUMENTS` in that virtual environment; return the finished process."""
+    """Run a script in the virtual environment; return the completed process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
     return subprocess.run(
         [upstream_python(version), script, *arguments],
@@ -43,7 +43,7 @@ def run_with_upstream(version: str, script: str, *arguments: str) -> subprocess.
     )
 
 
-def _sdk_requirements() -> list[str]:
+def _read_sdk_requirements() -> list[str]:
     requirements = []
     for folder in (ROOT / "proto", ROOT / "envs" / "sdk"):
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]

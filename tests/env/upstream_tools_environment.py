@@ -1,4 +1,4 @@
-"""An environment with tools in the style of OpenEnv; it needs that package."""
+"""An OpenEnv environment with an MCP tool. Importing this module requires OpenEnv."""
 
 from fastmcp import FastMCP
 from openenv.core.env_server.mcp_environment import MCPEnvironment

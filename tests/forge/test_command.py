@@ -1,4 +1,4 @@
-"""Errors of `python -m ludus.trainer.compat.forge`, which replaces `python -m apps.grpo.main`."""
+"""Error messages of `python -m ludus.trainer.compat.forge`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from ludus.trainer.compat.forge.__main__ import main
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tutorial" / "blackjack.yaml"
+EXAMPLE_PATH = Path(__file__).parents[2] / "examples" / "tutorial" / "blackjack.yaml"
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "tutorial" / "blackjack.yaml"
 def test_invalid_input_prints_one_message_and_exits_with_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--config", str(EXAMPLE), *arguments]) == 2
+    assert main(["--config", str(EXAMPLE_PATH), *arguments]) == 2
     error_output = capsys.readouterr().err
     assert message in error_output and "Traceback" not in error_output

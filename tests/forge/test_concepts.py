@@ -1,4 +1,4 @@
-"""The numbers in docs/concepts.md."""
+"""Correctness of the numbers in docs/concepts.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REWARDS = torch.tensor([1.0, 0.0, -1.0, -1.0], dtype=torch.float64)
 
 
 def read_table(heading: str) -> list[list[str]]:
-    """Return the rows of the first table below a heading, without the table's header."""
+    """Return the rows of the first table below a heading, without the header row."""
     section = PAGE[PAGE.index(f"## {heading}") :]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     rows: list[list[str]] = []

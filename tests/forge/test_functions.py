@@ -1,4 +1,4 @@
-"""Adapters from Forge's reward and advantage functions to functions of a run."""
+"""Adapters that turn Forge's reward and advantage functions into those of a run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_functions_with_invalid_parameters_are_refused(reward: Any) -> None:
         make_group_function(reward)
 
 
-def test_only_provided_functions_change_a_run() -> None:
+def test_only_custom_functions_change_the_run_configuration() -> None:
     sections: dict[str, Any] = {"environments": {"blackjack": {"address": "x"}}}
     CustomFunctions().add_to(sections)
     assert sections == {"environments": {"blackjack": {"address": "x"}}}

@@ -1,4 +1,4 @@
-"""The mapping of Forge's configuration to a run: each key is used, listed as unused or refused."""
+"""Mapping of Forge's configuration to a run configuration."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_tutorial_configuration_is_mapped() -> None:
     assert run.metrics.wandb.project == "blackjack-grpo-tutorial"
 
 
-def test_without_a_gpu_transformers_is_used_and_vllm_keys_are_unused() -> None:
+def test_run_without_gpu_uses_transformers_and_no_vllm_keys() -> None:
     assert make_run(has_gpu=False).generator.kind == "transformers"
     assert "policy.engine_args.enforce_eager" in map_tutorial(has_gpu=False).unused_keys
     assert "policy.engine_args.enforce_eager" not in map_tutorial().unused_keys
@@ -75,21 +75,27 @@ def test_unused_keys_are_listed() -> None:
     } <= set(map_tutorial().unused_keys)
 
 
-VALUES_BY_KEY = {"trainer.training.seq_len": 100, "policy.sampling_params.n": 3}
-"""Other valid values by key."""
-CHANGES = {bool: lambda value: not value, int: lambda value: value + 4000, float: lambda v: v / 2}
+NEW_VALUE_BY_KEY = {"trainer.training.seq_len": 100, "policy.sampling_params.n": 3}
+"""New values for keys that `CHANGE_BY_TYPE` cannot change to a valid value."""
+CHANGE_BY_TYPE = {
+    bool: lambda value: not value,
+    int: lambda value: value + 4000,
+    float: lambda v: v / 2,
+}
 
 
 @pytest.mark.parametrize("key", [key for key, _ in list_settings(tutorial_config())])
 def test_a_used_key_changes_the_run_or_is_refused(key: str) -> None:
-    original = map_tutorial()
-    if key in original.unused_keys:
+    tutorial_mapping = map_tutorial()
+    if key in tutorial_mapping.unused_keys:
         return
     value = dict(list_settings(tutorial_config()))[key]
-    new_value = VALUES_BY_KEY.get(key, CHANGES.get(type(value), lambda _: "something-else")(value))
+    new_value = NEW_VALUE_BY_KEY.get(
+        key, CHANGE_BY_TYPE.get(type(value), lambda _: "something-else")(value)
+    )
     try:
         mapping = map_tutorial(f"{key}={str(new_value).lower()}")
-        assert mapping.sections != original.sections or key in mapping.unused_keys
+        assert mapping.sections != tutorial_mapping.sections or key in mapping.unused_keys
     except ConfigError as error:
         assert key.rpartition(".")[2] in str(error)
 
@@ -149,12 +155,14 @@ def test_error_in_the_ludus_section_contains_the_section_name() -> None:
         make_run("ludus.rollout.temperature=3")
 
 
-RUN_SETTING = re.compile(r"(?<![\w.])(rollout|generator|learner|training|environments?)\.[\w.]+ =")
-"""A setting of a run, which a user of Forge does not write."""
+RUN_SETTING_PATTERN = re.compile(
+    r"(?<![\w.])(rollout|generator|learner|training|environments?)\.[\w.]+ ="
+)
+"""Pattern of the run settings that error messages must not contain."""
 NUMBER_KEYS = [
     key
-    for key, kind in TYPE_BY_KEY.items()
-    if kind is not bool and (get_args(kind) or (str,))[0] in (int, float)
+    for key, value_type in TYPE_BY_KEY.items()
+    if value_type is not bool and (get_args(value_type) or (str,))[0] in (int, float)
 ]
 
 
@@ -167,7 +175,7 @@ def test_error_of_an_invalid_number_contains_the_key(key: str, has_gpu: bool) ->
             make_run(f"{key}={json.dumps(value)}", has_gpu=has_gpu)
         except ConfigError as error:
             is_refused = True
-            assert not RUN_SETTING.search(str(error)), (value, str(error))
+            assert not RUN_SETTING_PATTERN.search(str(error)), (value, str(error))
             assert key.rpartition(".")[2] in str(error), (value, str(error))
     assert is_refused or not has_gpu
 
@@ -202,7 +210,7 @@ def test_checkpoint_keys_are_mapped() -> None:
         map_tutorial("trainer.checkpoint.enable=maybe")
 
 
-def test_numbers_of_ranks_and_engines_are_mapped() -> None:
+def test_rank_and_engine_counts_are_mapped() -> None:
     run = make_run(
         "trainer.parallelism.data_parallel_shard_degree=-1",
         "actors.trainer.procs=2",

@@ -1,4 +1,4 @@
-"""Forge's actors: each alone, and all of them in a custom training loop."""
+"""Forge's actors, tested separately and in a custom training loop."""
 
 from __future__ import annotations
 
@@ -166,14 +166,14 @@ async def test_buffer_returns_none_with_too_few_episodes() -> None:
     assert await buffer.sample.call_one(curr_policy_version=3) is None
     await buffer.add.call_one(VersionedEpisode(3))
     assert await buffer.sample.call_one(curr_policy_version=3, batch_size=3) is None
-    assert await buffer.sample.call_one(curr_policy_version=3) == 1, "one rank's batch, collated"
+    assert await buffer.sample.call_one(curr_policy_version=3) == 1, "expected one collated batch"
     assert await buffer.size.call_one() == 0
     with pytest.raises(ConfigError, match="policy_version must be a whole number, got None"):
         await buffer.add.call_one(object())
 
 
 @pytest.mark.parametrize("size", [{"batch_size": 0}, {"max_policy_age": -1}, {"dp_size": 0}])
-async def test_an_invalid_size_of_the_buffer_is_refused(size: dict[str, int]) -> None:
+async def test_invalid_replay_buffer_size_is_refused(size: dict[str, int]) -> None:
     [(name, value)] = size.items()
     with pytest.raises(ConfigError, match=rf"{name} = {value} must be a whole"):
         await ReplayBuffer.as_actor(**{"batch_size": 2, "max_policy_age": 0, **size})
@@ -186,12 +186,12 @@ async def test_advantages_need_finite_rewards(rewards: list[Any]) -> None:
         await actor.compute.call_one([SimpleNamespace(reward=reward) for reward in rewards])
 
 
-async def test_advantages_match_the_example_of_the_docs() -> None:
+async def test_advantages_match_the_example_in_the_docs() -> None:
     actor = await ComputeAdvantages.options(procs=1).as_actor()
-    group = [type("Played", (), {"reward": reward})() for reward in (1, 0, -1, -1)]
+    group = [SimpleNamespace(reward=reward) for reward in (1, 0, -1, -1)]
     advantages = await actor.compute.call_one(group)
     assert advantages == pytest.approx([1.3054, 0.2611, -0.7833, -0.7833], abs=2e-4)
-    equal_group = [type("Played", (), {"reward": 0.1})() for _ in range(4)]
+    equal_group = [SimpleNamespace(reward=0.1) for _ in range(4)]
     assert await actor.compute.call_one(equal_group) == [0, 0, 0, 0]
 
 
@@ -253,7 +253,7 @@ async def test_a_custom_training_loop_learns(
     assert sum(success_rates[:3]) < 2.1 and sum(success_rates[-3:]) > 2.7
     with pytest.raises(WeightSyncError, match="weights version 99 is not available"):
         await policy.update_weights.fanout(99)
-    # When cells of a notebook run again, versions start from 1 again.
+    # If a user reruns the cells of a notebook, the versions start from 1 again.
     await trainer.push_weights.call(1)
     await policy.update_weights.fanout(1)
     assert await policy.get_version.route() == 1
@@ -265,15 +265,15 @@ async def test_replicas_alternate_and_sample_like_a_single_generator(model_path:
     try:
         expected_groups = [await single_generator.generate.route(PROMPT) for _ in range(4)]
         service_groups = [await service.generate.route(PROMPT) for _ in range(4)]
-        assert [read_texts(group) for group in service_groups] == [
-            read_texts(group) for group in expected_groups
+        assert [get_texts(group) for group in service_groups] == [
+            get_texts(group) for group in expected_groups
         ]
-        assert len(set(map(tuple, map(read_texts, service_groups)))) > 1
+        assert len(set(map(tuple, map(get_texts, service_groups)))) > 1
         first_replica, second_replica = service.replicas
         assert [
-            read_texts(await first_replica.generate(PROMPT)),
-            read_texts(await second_replica.generate(PROMPT)),
-        ] == [read_texts(await single_generator.generate.route(PROMPT)) for _ in range(2)]
+            get_texts(await first_replica.generate(PROMPT)),
+            get_texts(await second_replica.generate(PROMPT)),
+        ] == [get_texts(await single_generator.generate.route(PROMPT)) for _ in range(2)]
         with pytest.raises(AttributeError, match="'seed' is not an endpoint of this service"):
             service.seed  # noqa: B018
     finally:
@@ -308,13 +308,13 @@ async def test_new_weights_reach_every_replica(model_path: str, trainer: RLTrain
 
 
 async def sample_greedy_logprobs(service: Any) -> list[Tensor]:
-    """Return each replica's log-prob of its most likely first token."""
-    sampling = {"n": 1, "temperature": 0.0, "max_tokens": 1}
-    groups = await service.generate.fanout(PROMPT, sampling_params=sampling)
+    """Return the log-prob of the most likely first token, one per replica."""
+    sampling_params = {"n": 1, "temperature": 0.0, "max_tokens": 1}
+    groups = await service.generate.fanout(PROMPT, sampling_params=sampling_params)
     return [completion.logprobs for [completion] in groups]
 
 
-def read_texts(completions: list[Completion]) -> list[str]:
+def get_texts(completions: list[Completion]) -> list[str]:
     return [completion.text for completion in completions]
 
 
@@ -325,13 +325,13 @@ async def test_custom_actor_has_the_call_methods_of_forge() -> None:
             return 2 * value
 
         @endpoint
-        def half(self, value: int) -> float:
+        def halve(self, value: int) -> float:
             return value / 2
 
     actor = await Doubler.options(procs=1, with_gpus=True).as_service()
     assert await actor.double.route(2) == await actor.double.call_one(2) == 4
-    assert await actor.half.call(3) == await actor.half.fanout(3) == [1.5]
-    assert actor.half(5) == 2.5
+    assert await actor.halve.call(3) == await actor.halve.fanout(3) == [1.5]
+    assert actor.halve(5) == 2.5
     with pytest.raises(ConfigError, match="procs = 2 must be 1"):
         Doubler.options(procs=2)
     with pytest.raises(ConfigError, match="not support processes; use procs"):
@@ -341,7 +341,7 @@ async def test_custom_actor_has_the_call_methods_of_forge() -> None:
     with pytest.raises(ConfigError, match="must be 1 for an actor; call as_service"):
         await Doubler.options(num_replicas=2).as_actor()
     service = await Doubler.options(num_replicas=3).as_service()
-    assert await service.half.fanout(3) == [1.5] * 3 and await service.double.route(2) == 4
+    assert await service.halve.fanout(3) == [1.5] * 3 and await service.double.route(2) == 4
 
 
 async def test_unsupported_options_of_actors_are_refused(model_path: str) -> None:

@@ -1,4 +1,4 @@
-"""The tutorial's reward functions for math problems and e-mails."""
+"""Reward functions of the tutorial for math problems and e-mails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`setup_forge_training` and `GRPOTrainer.run`, with a fake trainer and no other processes."""
+"""`load_forge_run` and `GRPOTrainer.run` with a fake trainer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ludus.trainer.driver.loops.steps import Step
 from tests.forge.tutorial_config import tutorial_config
 from tests.openspiel.test_server import RunningServer, serving
 
-GRPC_ADDRESS = "blackjack_env.server_url=grpc://localhost:1"
-"""An override with an address that is not used before the run starts."""
+GRPC_ADDRESS_OVERRIDE = "blackjack_env.server_url=grpc://localhost:1"
+"""Override with a server address that is not used before the run starts."""
 
 
 class FakeTrainer:
-    """A fake trainer that only counts its steps. No game ends between the second and third step."""
+    """A fake trainer that only counts steps. No episode ends in the third step."""
 
     def __init__(self, num_steps: int) -> None:
         self.run = make_run_config({"training": {"num_steps": num_steps}})
@@ -37,11 +37,11 @@ class FakeTrainer:
     async def steps(self) -> AsyncGenerator[Step, None]:
         while self.num_steps_trained < self.run.training.num_steps:
             self.num_steps_trained += 1
-            number = self.num_steps_trained
-            values: dict[str, float] = {"loss": -number}
-            if number != 3:
-                values |= {"win_rate": number / 10, "reward_mean": number / 100}
-            yield Step(number, values, {}, (), None)
+            step_number = self.num_steps_trained
+            values: dict[str, float] = {"loss": -step_number}
+            if step_number != 3:
+                values |= {"win_rate": step_number / 10, "reward_mean": step_number / 100}
+            yield Step(step_number, values, {}, (), None)
 
     async def train(self) -> str:
         self.num_train_calls += 1
@@ -49,36 +49,40 @@ class FakeTrainer:
 
 
 def make_trainer(num_steps: int) -> tuple[Any, GRPOTrainer]:
-    fake: Any = FakeTrainer(num_steps)
-    return fake, GRPOTrainer(fake, AsyncExitStack())
+    fake_trainer: Any = FakeTrainer(num_steps)
+    return fake_trainer, GRPOTrainer(fake_trainer, AsyncExitStack())
 
 
 async def test_repeated_run_continues_and_returns_one_value_per_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fake, trainer = make_trainer(5)
+    fake_trainer, trainer = make_trainer(5)
     results = await trainer.run(steps=3)
     assert results["iterations"] == [1, 2, 3]
     assert results["losses"] == [-1, -2, -3]
-    assert results["win_rates"] == [0.1, 0.2, 0.2], "no game has ended since the second step"
+    assert results["win_rates"] == [0.1, 0.2, 0.2], "step 3 must repeat the win rate"
     assert results["rewards"] == [0.01, 0.02, 0.02]
-    assert (results["run_dir"], trainer.summary, fake.num_train_calls) == ("runs/run", None, 0)
+    assert (results["run_dir"], trainer.summary, fake_trainer.num_train_calls) == (
+        "runs/run",
+        None,
+        0,
+    )
     assert "step    1  wins  10.0%" in capsys.readouterr().out
     step_numbers: list[int] = []
     second_results = await trainer.run(on_step=lambda step: step_numbers.append(step.number))
     assert second_results["iterations"] == step_numbers == [4, 5]
-    assert (trainer.summary, fake.num_train_calls) == ("summary", 1)
+    assert (trainer.summary, fake_trainer.num_train_calls) == ("summary", 1)
     assert capsys.readouterr().out == ""
 
 
 async def test_win_rate_is_nan_when_no_episode_reports_success() -> None:
-    fake, trainer = make_trainer(3)
-    fake.num_steps_trained = 2
+    fake_trainer, trainer = make_trainer(3)
+    fake_trainer.num_steps_trained = 2
     assert math.isnan((await trainer.run())["win_rates"][0])
 
 
 @pytest.mark.parametrize("steps", [0, 6])
-async def test_more_steps_than_the_file_has_are_refused(steps: int) -> None:
+async def test_number_of_steps_outside_the_configured_range_is_refused(steps: int) -> None:
     _, trainer = make_trainer(5)
     with pytest.raises(ConfigError, match=f"steps must be between 1 and 5, .* got {steps}"):
         await trainer.run(steps=steps)
@@ -95,7 +99,7 @@ async def test_ludus_run_configuration_is_not_changed(tmp_path: Path) -> None:
 
 async def test_a_run_without_a_name_gets_an_unused_name(tmp_path: Path) -> None:
     config = tutorial_config()
-    overrides = [GRPC_ADDRESS, f"ludus.output_dir={tmp_path}"]
+    overrides = [GRPC_ADDRESS_OVERRIDE, f"ludus.output_dir={tmp_path}"]
     assert (await load_forge_run(config, overrides)).name == "forge"
     for name in ("forge", "forge-2"):
         (tmp_path / name).mkdir()
@@ -106,7 +110,7 @@ async def test_a_run_without_a_name_gets_an_unused_name(tmp_path: Path) -> None:
 
 
 async def test_keys_without_effect_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    await load_forge_run(tutorial_config(), [GRPC_ADDRESS])
+    await load_forge_run(tutorial_config(), [GRPC_ADDRESS_OVERRIDE])
     error_output = capsys.readouterr().err
     assert "have no effect: metric_logging.wandb.group" in error_output
     assert "actors.compute_advantages.mesh_name" in error_output
@@ -138,6 +142,8 @@ async def test_baselines_come_from_the_server(
         await add_baselines(dict(section), "blackjack")
 
 
-@pytest.mark.parametrize("file", ["_grpo.yaml", "a" * 90 + ".yaml", "my file (2).yaml", "...yaml"])
-def test_every_file_name_gives_a_valid_run_name(file: str) -> None:
-    assert LanguageModelRun(name=make_run_name(Path(file).stem, "forge")).name
+@pytest.mark.parametrize(
+    "file_name", ["_grpo.yaml", "a" * 90 + ".yaml", "my file (2).yaml", "...yaml"]
+)
+def test_every_file_name_gives_a_valid_run_name(file_name: str) -> None:
+    assert LanguageModelRun(name=make_run_name(Path(file_name).stem, "forge")).name
