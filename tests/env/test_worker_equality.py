@@ -1,4 +1,4 @@
-"""Equal behavior of sessions in worker_server and in the server's process."""
+"""Equal behavior of sessions in workers and in the server's process."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""The tutorial's functions; those that play use a real server."""
+"""Functions, notebook and server commands of the tutorial."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.learner.tiny_policy import make_policy_folder
 from tests.openspiel.test_server import RunningServer, serving
 
 ROOT = Path(__file__).parents[2]
-TUTORIAL = ROOT / "examples" / "tutorial"
+TUTORIAL_FOLDER = ROOT / "examples" / "tutorial"
 
 
 @pytest.fixture(scope="module")
@@ -31,28 +31,33 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def grpo_utils() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(TUTORIAL))
+    sys.path.insert(0, str(TUTORIAL_FOLDER))
     import grpo_utils
 
     yield grpo_utils
-    sys.path.remove(str(TUTORIAL))
+    sys.path.remove(str(TUTORIAL_FOLDER))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("play", "lowest", "highest"),
+    ("function_name", "min_rate", "max_rate"),
     [("play_random_policy", 0.226, 0.340), ("play_heuristic_policy", 0.347, 0.471)],
 )
 async def test_measured_baselines_match_the_computed_rates(
-    grpo_utils: ModuleType, server: RunningServer, play: str, lowest: float, highest: float
+    grpo_utils: ModuleType,
+    server: RunningServer,
+    function_name: str,
+    min_rate: float,
+    max_rate: float,
 ) -> None:
-    # The bounds are four standard errors of 1,000 games around 28.28 % and 40.88 %.
-    stats = getattr(grpo_utils, play)(server.http, num_games=1000)
+    # The bounds are 28.28 % and 40.88 %, plus or minus four standard errors for 1,000 games.
+    play = getattr(grpo_utils, function_name)
+    stats = play(server.http, num_games=1000)
     assert stats["total_games"] == 1000 == stats["wins"] + stats["losses"] + stats["pushes"]
-    assert lowest < stats["win_rate"] == stats["wins"] / 1000 < highest
-    low, high = stats["win_rate_ci95"]
-    assert low < stats["win_rate"] < high
-    assert getattr(grpo_utils, play)(server.http, num_games=100, seed=0)["total_games"] == 100
+    assert min_rate < stats["win_rate"] == stats["wins"] / 1000 < max_rate
+    lower_bound, upper_bound = stats["win_rate_ci95"]
+    assert lower_bound < stats["win_rate"] < upper_bound
+    assert play(server.http, num_games=100, seed=0)["total_games"] == 100
 
 
 @pytest.mark.slow
@@ -84,7 +89,7 @@ def test_unknown_policy_is_refused_with_the_known_policies(
 
 def read_server_variables() -> list[dict[str, str]]:
     """Return the environment variables of each server command in the notebook."""
-    cells = json.loads((TUTORIAL / "blackjack.ipynb").read_text(encoding="utf-8"))["cells"]
+    cells = json.loads((TUTORIAL_FOLDER / "blackjack.ipynb").read_text(encoding="utf-8"))["cells"]
     text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     commands = re.findall(
         r"(OPENSPIEL_GAME=[^`\n]*) python -m envs\.openspiel_env\.server\.app", text
@@ -144,7 +149,7 @@ def test_prompt_uses_the_chat_template_of_the_model(grpo_utils: ModuleType, tmp_
 
 
 def test_the_notebook_has_outputs_and_no_errors() -> None:
-    notebook = nbformat.read(TUTORIAL / "blackjack.ipynb", as_version=4)
+    notebook = nbformat.read(TUTORIAL_FOLDER / "blackjack.ipynb", as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]

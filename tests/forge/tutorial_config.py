@@ -1,4 +1,4 @@
-"""The configuration of Forge's blackjack tutorial, as users write it."""
+"""Configuration of Forge's blackjack tutorial."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NO_PARALLELISM = {
     )
 }
 _QWEN = {"name": "qwen3", "flavor": "1.7B", "hf_assets_path": "hf://${model}"}
-_FROM_HUB = {"enable": True, "initial_load_path": "hf://${model}", "initial_load_in_hf": True}
+_HUB_CHECKPOINT = {"enable": True, "initial_load_path": "hf://${model}", "initial_load_in_hf": True}
 
 
-def _make_processes(name: str, *, gpu: bool = False) -> dict[str, Any]:
+def _make_process_options(name: str, *, gpu: bool = False) -> dict[str, Any]:
     return {"procs": 1, "num_replicas": 1, "mesh_name": name, "with_gpus": gpu}
 
 
@@ -39,7 +39,7 @@ def _make_trainer() -> dict[str, Any]:
         "compile": {"enable": False},
         "parallelism": {**_NO_PARALLELISM, "disable_loss_parallel": True},
         "checkpoint": {
-            **_FROM_HUB,
+            **_HUB_CHECKPOINT,
             "last_save_in_hf": True,
             "interval": 500,
             "async_mode": "disabled",
@@ -58,12 +58,12 @@ def _make_reference() -> dict[str, Any]:
         },
         "compile": {"enable": False},
         "parallelism": dict(_NO_PARALLELISM),
-        "checkpoint": dict(_FROM_HUB),
+        "checkpoint": dict(_HUB_CHECKPOINT),
     }
 
 
 def tutorial_config() -> dict[str, Any]:
-    """Return the configuration; numbers in scientific notation are texts, as YAML reads them."""
+    """Return the configuration. Numbers like `1e-5` are strings, as YAML loads them."""
     return {
         "group_size": 4,
         "local_batch_size": 8,
@@ -104,11 +104,11 @@ def tutorial_config() -> dict[str, Any]:
         "ref_model": _make_reference(),
         "services": {
             "policy": {
-                **_make_processes("policy", gpu=True),
+                **_make_process_options("policy", gpu=True),
                 "procs": "${policy.engine_args.tensor_parallel_size}",
             },
-            "ref_model": _make_processes("ref_model", gpu=True),
-            "reward_actor": _make_processes("reward_actor"),
+            "ref_model": _make_process_options("ref_model", gpu=True),
+            "reward_actor": _make_process_options("reward_actor"),
         },
         "actors": {
             name: {"procs": 1, "with_gpus": name == "trainer", "mesh_name": name}

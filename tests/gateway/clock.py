@@ -1,4 +1,4 @@
-"""A clock that tests set."""
+"""A fake clock."""
 
 
 class Clock:

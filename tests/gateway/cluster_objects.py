@@ -1,4 +1,4 @@
-"""Kubernetes objects, and clients of the fake cluster."""
+"""Kubernetes objects for tests, and a client of the fake cluster."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ def make_api_client(cluster: FakeKubernetes, token: str = "a-token") -> Kubernet
     return KubernetesApi(lambda: ApiAccess(cluster.url, lambda: f"Bearer {token}"), timeout_s=60.0)
 
 
-def pod_uid(pod: str) -> str:
+def make_pod_uid(pod: str) -> str:
     return str(uuid5(NAMESPACE_DNS, pod))
 
 
 def named_server_id(pod: str) -> str:
-    return pod_uid(pod).replace("-", "")
+    return make_pod_uid(pod).replace("-", "")
 
 
 def member(pod: str, address: str = "10.0.0.1", **conditions: bool | None) -> dict[str, Any]:
-    """Build one endpoint of a slice; ready by default."""
+    """Return an endpoint of an EndpointSlice, ready by default."""
     return {
         "addresses": [address],
         "conditions": {"ready": True, "serving": True, "terminating": False, **conditions},
-        "targetRef": {"kind": "Pod", "name": pod, "namespace": NAMESPACE, "uid": pod_uid(pod)},
+        "targetRef": {"kind": "Pod", "name": pod, "namespace": NAMESPACE, "uid": make_pod_uid(pod)},
     }
 
 
 def endpoint_slice(
     name: str,
-    *members: dict[str, Any],
+    *endpoints: dict[str, Any],
     service: str = "blackjack",
     family: str = "IPv4",
     ports: dict[str, int] | None = None,
@@ -51,6 +51,6 @@ def endpoint_slice(
             "labels": {"kubernetes.io/service-name": service},
         },
         "addressType": family,
-        "endpoints": list(members),
+        "endpoints": list(endpoints),
         "ports": [{"name": name, "port": port, "protocol": "TCP"} for name, port in ports.items()],
     }

@@ -1,14 +1,17 @@
-"""A fake Kubernetes API server with real HTTP, any kind of object and injected failures.
+"""A fake Kubernetes API server that speaks HTTP, stores any kind of object and injects failures.
 
     async with FakeKubernetes() as cluster:
-        cluster.put(pod("a"))                       # what kubectl or a controller would do
-        api = make_api_client(cluster)              # what is tested
-        cluster.cut_watches()                       # what goes wrong
+        cluster.put(pod("a"))                       # simulate kubectl or a controller
+        api = make_api_client(cluster)              # connect the client under test
+        cluster.cut_watches()                       # inject a failure
 
-It follows the rules that clients rely on: one revision for the whole store, updates checked
-against resourceVersion, watches that continue after a revision or end with 410 once the history
-was compacted, label and field selectors, merge patches, a separate status, finalizers. Objects
-are stored by path, so no list of kinds is needed.
+The server implements the behavior that clients depend on:
+
+- one revision for the whole store, and updates checked against resourceVersion
+- watches that resume from a revision, or end with 410 after the history was compacted
+- label and field selectors, merge patches, the status subresource and finalizers
+
+Objects are stored by path, so the server needs no list of kinds.
 """
 
 from __future__ import annotations
@@ -35,13 +38,13 @@ from tests.gateway.fake_kubernetes_store import (
     Selection,
     StatusError,
     Target,
-    current_time,
+    get_current_time,
     make_event,
     make_too_old_error,
     merge_patch,
 )
 
-_PATH = re.compile(
+_PATH_PATTERN = re.compile(
     r"/(?:api|apis)/(?P<api_version>v1|[^/]+/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?"
     r"/(?P<plural>[a-z0-9]+)(?:/(?P<name>[^/]+))?(?:/(?P<subresource>status|log|exec))?"
 )
@@ -49,7 +52,7 @@ _PATH = re.compile(
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A received request."""
+    """A request that the server received."""
 
     verb: str
     """RBAC verb: get, list, watch, create, update, patch or delete."""
@@ -61,18 +64,18 @@ class ApiRequest:
 
 @dataclass
 class InjectedFailure:
-    """A failure of the next matching requests; status 0 only loses the response."""
+    """A failure of the next matching requests. With status 0, only the response is lost."""
 
     status: int
     verb: str
     plural: str
-    times: int
+    num_remaining: int
     retry_after: str = ""
 
 
 @dataclass(eq=False)
 class Watch:
-    """An open stream."""
+    """An open watch stream."""
 
     target: Target
     selection: Selection
@@ -81,21 +84,21 @@ class Watch:
 
 
 class FakeKubernetes:
-    """The server, used with `async with`; call its methods in its event loop."""
+    """The server. Its methods must be called in the event loop that runs the server."""
 
     def __init__(self, *, tls: ssl.SSLContext | None = None, revision: int = 100) -> None:
         self.requests: list[ApiRequest] = []
         self.pods = FakePods()
         self.groups: dict[str, Json] = {}
-        """Discovery response by path, for example /apis/ray.io/v1."""
+        """Discovery responses by path, for example /apis/ray.io/v1."""
         self.tokens: set[str] | None = None
-        """Accepted tokens; None accepts every client."""
+        """Accepted tokens, or None to accept every client."""
         self.refuses_old_watches = False
-        """If True, a watch from a too old version is refused instead of failing after it opened."""
+        """If True, a watch of an expired version gets status 410 instead of an error event."""
         self.delay_s = 0.0
         """Delay before each response, in seconds."""
         self.bytes_per_write = 0
-        """Size of the pieces of a stream in bytes; 0 sends whole lines."""
+        """Maximum number of bytes per write to a watch. 0 writes whole lines."""
         self._tls = tls
         self._store = ObjectStore(revision, self._notify_watches)
         self._watches: set[Watch] = set()
@@ -127,7 +130,7 @@ class FakeKubernetes:
     # Actions of other clients.
 
     def put(self, json_object: Json, plural: str = "") -> Json:
-        """Create or replace an object with its status, without a check of its version."""
+        """Create or replace an object, including its status, without a version check."""
         metadata = {"namespace": "default", **json_object["metadata"]}
         plural = plural or json_object["kind"].lower() + "s"
         target = Target(json_object["apiVersion"], plural, metadata["namespace"], metadata["name"])
@@ -151,7 +154,7 @@ class FakeKubernetes:
         times: int = 1,
         retry_after: str = "",
     ) -> None:
-        """Refuse the next requests; status 0 performs them and cuts the connection."""
+        """Fail the next matching requests. With status 0, only the response is lost."""
         self._failures.append(InjectedFailure(status, verb, plural, times, retry_after))
 
     def clear_failures(self) -> None:
@@ -162,7 +165,7 @@ class FakeKubernetes:
         self._store.compact()
 
     def expire_watches(self) -> None:
-        """Compact, and fail the open watches as too old."""
+        """Compact the history, and end the open watches with an expiry error."""
         self.compact()
         for watch in self._watches:
             watch.lines.put_nowait(make_event("ERROR", make_too_old_error().body))
@@ -170,14 +173,14 @@ class FakeKubernetes:
 
     def send_bookmarks(self) -> None:
         for watch in self._watches:
-            watch.lines.put_nowait(self._bookmark(watch.target))
+            watch.lines.put_nowait(self._make_bookmark(watch.target))
 
     def send_raw(self, line: bytes) -> None:
         for watch in self._watches:
             watch.lines.put_nowait(line)
 
     def end_watches(self) -> None:
-        """End all watches, as after timeoutSeconds."""
+        """End all watches without an error, as the server does after timeoutSeconds."""
         for watch in self._watches:
             watch.lines.put_nowait(None)
 
@@ -186,7 +189,7 @@ class FakeKubernetes:
             watch.transport.abort()
 
     async def go_down(self) -> None:
-        """Refuse new connections and cut open ones."""
+        """Refuse new connections and abort open connections."""
         await self._site.stop()
         for connection in list(self._runner.server.connections):
             if connection.transport is not None:
@@ -217,14 +220,12 @@ class FakeKubernetes:
         try:
             if request.path in self.groups:
                 return web.json_response(self.groups[request.path])
-            api_request = await self._read(request)
+            api_request = await self._read_request(request)
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
             failure = self._take_failure(api_request)
             if failure is not None and failure.status:
-                message = (
-                    f"cannot {api_request.verb} {api_request.target.plural}: as the test wants it"
-                )
+                message = f"cannot {api_request.verb} {api_request.target.plural}: failure injected"
                 raise StatusError(failure.status, message, retry_after=failure.retry_after)
             if api_request.verb == "watch":
                 return await self._stream(request, api_request)
@@ -247,8 +248,8 @@ class FakeKubernetes:
         except StatusError as error:
             return web.json_response(error.body, status=error.status, headers=error.headers)
 
-    async def _read(self, request: web.Request) -> ApiRequest:
-        match = _PATH.fullmatch(request.path)
+    async def _read_request(self, request: web.Request) -> ApiRequest:
+        match = _PATH_PATTERN.fullmatch(request.path)
         if match is None:
             raise StatusError(404, f"the server could not find {request.path}")
         target = Target(**{key: value or "" for key, value in match.groupdict().items()})
@@ -256,7 +257,7 @@ class FakeKubernetes:
         try:
             content = json.loads(body) if body else None
         except ValueError as error:
-            raise StatusError(400, f"the body is no JSON: {error}") from error
+            raise StatusError(400, f"the body is not valid JSON: {error}") from error
         verb = {"POST": "create", "PUT": "update"}.get(request.method, request.method.lower())
         if request.method == "GET" and not target.name:
             verb = "watch" if request.query.get("watch") in ("true", "1") else "list"
@@ -273,8 +274,8 @@ class FakeKubernetes:
                 "",
                 api_request.target.plural,
             ):
-                failure.times -= 1
-                if not failure.times:
+                failure.num_remaining -= 1
+                if not failure.num_remaining:
                     self._failures.remove(failure)
                 return failure
         return None
@@ -329,12 +330,14 @@ class FakeKubernetes:
         old_object = self._store.require(api_request.target)
         required_uid = ((api_request.body or {}).get("preconditions") or {}).get("uid")
         if required_uid not in (None, old_object["metadata"]["uid"]):
-            raise StatusError(409, "the uid in the precondition is another one")
+            raise StatusError(
+                409, "the uid in the precondition does not match the uid of the object"
+            )
         if not old_object["metadata"].get("finalizers"):
             self._store.store(api_request.target, old_object, None)
             return {"apiVersion": "v1", "kind": "Status", "status": "Success"}
         deleted_object = copy.deepcopy(old_object)
-        deleted_object["metadata"].setdefault("deletionTimestamp", current_time())
+        deleted_object["metadata"].setdefault("deletionTimestamp", get_current_time())
         return self._store.store(api_request.target, old_object, deleted_object)
 
     async def _stream(self, request: web.Request, api_request: ApiRequest) -> web.StreamResponse:
@@ -352,23 +355,23 @@ class FakeKubernetes:
             return response
         for line in self._store.list_backlog(api_request.target, version, selection):
             watch.lines.put_nowait(line)
-        self._watches.add(watch)  # no await after the backlog, so no change is missed
+        self._watches.add(watch)  # no await since the backlog was read, so no change is missed
         try:
             async with asyncio.timeout(int(api_request.query.get("timeoutSeconds", "1800"))):
                 while (line := await watch.lines.get()) is not None:
-                    await self._write_in_pieces(response, line)
+                    await self._write_in_chunks(response, line)
         except TimeoutError:
-            await response.write(self._bookmark(api_request.target))
+            await response.write(self._make_bookmark(api_request.target))
         except ConnectionError:
             pass
         finally:
             self._watches.discard(watch)
         return response
 
-    async def _write_in_pieces(self, response: web.StreamResponse, line: bytes) -> None:
-        piece_size = self.bytes_per_write or len(line)
-        for start in range(0, len(line), piece_size):
-            await response.write(line[start : start + piece_size])
+    async def _write_in_chunks(self, response: web.StreamResponse, line: bytes) -> None:
+        chunk_size = self.bytes_per_write or len(line)
+        for start in range(0, len(line), chunk_size):
+            await response.write(line[start : start + chunk_size])
             if self.bytes_per_write:
                 await asyncio.sleep(0.001)
 
@@ -380,9 +383,9 @@ class FakeKubernetes:
             raise StatusError(400, f"expected an object of {target.api_version}")
         metadata = json_object["metadata"]
         if metadata.setdefault("namespace", target.namespace) != target.namespace:
-            raise StatusError(400, "the namespace of the object is not that of the request")
+            raise StatusError(400, "the namespace of the object does not match the request")
         if target.name and metadata.get("name") != target.name:
-            raise StatusError(400, "the name of the object is not that of the request")
+            raise StatusError(400, "the name of the object does not match the request")
         return json_object
 
     def _notify_watches(self, change: Change) -> None:
@@ -391,7 +394,7 @@ class FakeKubernetes:
             if line is not None:
                 watch.lines.put_nowait(line)
 
-    def _bookmark(self, target: Target) -> bytes:
+    def _make_bookmark(self, target: Target) -> bytes:
         metadata = {"resourceVersion": str(self._store.revision)}
         return make_event("BOOKMARK", {"apiVersion": target.api_version, "metadata": metadata})
 
@@ -402,7 +405,7 @@ Call = Callable[[Callable[[FakeKubernetes], T]], T]
 
 @contextmanager
 def cluster_in_thread() -> Iterator[tuple[str, Call]]:
-    """Run a server with a separate event loop; yield its address and a function to call it.
+    """Run a server in a thread; yield its URL and a function that runs code in its event loop.
 
     with cluster_in_thread() as (url, call):
         call(lambda cluster: cluster.put(pod("a")))
@@ -437,7 +440,7 @@ def _make_selection(api_request: ApiRequest) -> Selection:
 
 
 def _parse_selector(selector: str) -> Iterator[tuple[str, str | None]]:
-    """Parse a selector into names and required values; None means any value."""
+    """Yield the key and the required value of each term. The value None means any value."""
     for term in selector.replace("==", "=").split(","):
         key, separator, value = term.partition("=")
         if key:

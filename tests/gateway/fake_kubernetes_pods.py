@@ -1,4 +1,4 @@
-"""Logs of the fake cluster's pods, and commands in them."""
+"""Logs of the pods in the fake cluster, and commands that run in the pods."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ class CommandResult:
 
 
 CommandRunner = Callable[[str, list[str]], CommandResult]
-"""Function that runs a command in a pod."""
+"""Function that runs a command in the named pod and returns its result."""
 
 
 @dataclass
 class FakePods:
-    """Logs and commands by pod name."""
+    """Pods that have a log and can run commands."""
 
     run: CommandRunner = lambda pod, command: CommandResult(
         error_output="no such command", exit_code=127
     )
     logs: dict[str, list[str]] = field(default_factory=dict)
-    """Log lines with their times."""
+    """Log lines with timestamps, by pod name."""
     num_cut_logs: int = 0
-    """Number of streams that end after their first line, as when a connection breaks."""
+    """Number of remaining log streams that end after one line, like a broken connection."""
     num_silent_logs: int = 0
-    """Number of streams that send nothing and never end."""
+    """Number of remaining log streams that send nothing and never end."""
     unreadable_log: str = ""
-    """Text instead of the log, as if the node could not open the file and responded with 200."""
+    """Error text that is sent with status 200 instead of the log, as by a node without the file."""
     num_log_requests: int = 0
 
     def append_log(self, pod: str, *lines: str) -> None:
-        """Append lines to a log, three per second."""
+        """Append lines to a log. Three lines have the same timestamp in seconds."""
         log = self.logs.setdefault(pod, [])
         for line in lines:
             time = _LOG_START + timedelta(seconds=len(log) // 3)
@@ -80,7 +80,7 @@ class FakePods:
             await asyncio.sleep(0.01)
 
     async def send_exec(self, request: web.Request, pod: str) -> web.StreamResponse:
-        """Send the output of a command in pieces, and its status."""
+        """Run a command; send its output in chunks, and then its status."""
         result = self.run(pod, request.query.getall("command"))
         socket = web.WebSocketResponse(protocols=(PROTOCOL,))
         await socket.prepare(request)

@@ -1,4 +1,4 @@
-"""The objects of the fake API server: one revision, a history, and the rules of updates."""
+"""Object store of the fake API server, with revisions, a history and update rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 Json = dict[str, Any]
 
-_REASONS = {
+_REASON_BY_STATUS = {
     400: "BadRequest", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound",
     405: "MethodNotAllowed", 409: "Conflict", 410: "Expired", 415: "UnsupportedMediaType",
     429: "TooManyRequests", 500: "InternalError", 503: "ServiceUnavailable",
@@ -21,7 +21,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Target:
-    """The object or list of a request."""
+    """The object or list that a request addresses."""
 
     api_version: str
     plural: str
@@ -67,14 +67,17 @@ class Change:
     new_object: Json | None
 
     def make_line(self, selection: Selection) -> bytes | None:
-        """Return the line of a watch with this selection, or None if it does not match."""
+        """Return the watch event for a selection, or None if neither object is selected."""
         was_selected, is_selected = self.old_object in selection, self.new_object in selection
         if not was_selected and not is_selected:
             return None
-        kind = "MODIFIED" if was_selected and is_selected else "ADDED" if is_selected else "DELETED"
+        if was_selected and is_selected:
+            event_type = "MODIFIED"
+        else:
+            event_type = "ADDED" if is_selected else "DELETED"
         event_object = copy.deepcopy(self.new_object if is_selected else self.old_object)
         event_object["metadata"]["resourceVersion"] = str(self.revision)
-        return make_event(kind, event_object)
+        return make_event(event_type, event_object)
 
 
 class StatusError(Exception):
@@ -89,18 +92,18 @@ class StatusError(Exception):
             "kind": "Status",
             "status": "Failure",
             "message": message,
-            "reason": reason or _REASONS.get(status, "Unknown"),
+            "reason": reason or _REASON_BY_STATUS.get(status, "Unknown"),
             "code": status,
         }
 
 
 class ObjectStore:
-    """Objects of any kind by path; `on_change` is called with each change."""
+    """Objects by kind, namespace and name. `on_change` is called with each change."""
 
     def __init__(self, revision: int, on_change: Callable[[Change], None]) -> None:
         self.revision = revision
         self.oldest_revision = revision
-        """Oldest version from which a watch can start."""
+        """Oldest revision from which a watch can start."""
         self._on_change = on_change
         self._objects: dict[tuple[str, str], dict[tuple[str, str], Json]] = {}
         self._history: list[Change] = []
@@ -110,7 +113,7 @@ class ObjectStore:
         self._history.clear()
 
     def list_backlog(self, target: Target, version: str, selection: Selection) -> Iterator[bytes]:
-        """Return the events that a watch from a version receives immediately."""
+        """Yield the events that a watch from the version receives immediately."""
         if version in ("", "0"):
             yield from (
                 make_event("ADDED", json_object)
@@ -137,7 +140,7 @@ class ObjectStore:
         return existing_object
 
     def change(self, target: Target, old_object: Json, update: Json) -> Json:
-        """Store a client's update of the status, or of everything except the status."""
+        """Apply a client's update to the status, or to everything except the status."""
         version = update["metadata"].get("resourceVersion")
         if version not in (None, "", old_object["metadata"]["resourceVersion"]):
             raise StatusError(
@@ -149,7 +152,7 @@ class ObjectStore:
             update["metadata"].get("uid", old_object["metadata"]["uid"])
             != old_object["metadata"]["uid"]
         ):
-            raise StatusError(409, "the uid of an object does not change")
+            raise StatusError(409, "the uid of an object is immutable")
         spec_source, status_source = (
             (old_object, update) if target.subresource == "status" else (update, old_object)
         )
@@ -164,7 +167,7 @@ class ObjectStore:
         return self.store(target, old_object, new_object)
 
     def store(self, target: Target, old_object: Json | None, new_object: Json | None) -> Json:
-        """Store an object (None removes it), notify the watches and return a copy."""
+        """Store an object, or remove it if `new_object` is None; return a copy of `new_object`."""
         self.revision += 1
         objects = self._objects.setdefault(target.kind, {})
         if new_object is None:
@@ -180,7 +183,9 @@ class ObjectStore:
             metadata = new_object["metadata"]
             metadata["namespace"] = target.namespace
             metadata.setdefault("uid", old_metadata["uid"])
-            metadata["creationTimestamp"] = old_metadata.get("creationTimestamp", current_time())
+            metadata["creationTimestamp"] = old_metadata.get(
+                "creationTimestamp", get_current_time()
+            )
             metadata["generation"] = old_metadata["generation"] + is_new_spec
             metadata["resourceVersion"] = str(self.revision)
             if "deletionTimestamp" in old_metadata:
@@ -198,9 +203,9 @@ def _get_field(node: Any, path: str) -> Any:
     return node
 
 
-def make_event(kind: str, json_object: Json) -> bytes:
-    """Build a line of a watch."""
-    return json.dumps({"type": kind, "object": json_object}).encode() + b"\n"
+def make_event(event_type: str, json_object: Json) -> bytes:
+    """Return an event as a line of a watch stream."""
+    return json.dumps({"type": event_type, "object": json_object}).encode() + b"\n"
 
 
 def merge_patch(document: Any, patch: Any) -> Any:
@@ -220,5 +225,5 @@ def make_too_old_error() -> StatusError:
     return StatusError(410, "too old resource version", "Expired")
 
 
-def current_time() -> str:
+def get_current_time() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

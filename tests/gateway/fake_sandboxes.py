@@ -18,7 +18,7 @@ from tests.gateway.gateways import make_server
 POOL = "code"
 CLAIMS = (API_VERSION, "sandboxclaims")
 POOLS = (API_VERSION, "sandboxwarmpools")
-_ADDRESSES = (f"127.0.{high}.{low}" for high in itertools.count(7) for low in range(1, 250))
+_ADDRESSES = (f"127.0.{i}.{j}" for i in itertools.count(7) for j in range(1, 250))
 
 
 def find_free_port() -> int:
@@ -29,10 +29,10 @@ def find_free_port() -> int:
 
 
 class FakeSandboxes:
-    """The controller of agent-sandbox, used with `async with`.
+    """A fake of the agent-sandbox controller.
 
     Args:
-        has_pool: False for a cluster without a warm pool.
+        has_pool: If False, the cluster has no warm pool.
     """
 
     def __init__(self, cluster: FakeKubernetes, *, has_pool: bool = True) -> None:
@@ -56,7 +56,7 @@ class FakeSandboxes:
         return sum(server.core.load.num_sessions for server in self.servers.values())
 
     async def replace(self, claim: str) -> None:
-        """Delete the claim's pod; the controller creates a new one."""
+        """Replace the pod of a claim, as the controller does after the pod was deleted."""
         old_server = self.servers.pop(claim)
         claim_object = self.cluster.get(*CLAIMS, NAMESPACE, claim)
         assert claim_object is not None
@@ -106,7 +106,7 @@ class FakeSandboxes:
 
 
 def write_kubeconfig(path: Path, cluster: FakeKubernetes) -> Path:
-    """Write a kubeconfig for the fake cluster."""
+    """Write a kubeconfig for the fake cluster; return its path."""
     path.write_text(
         f"""
 apiVersion: v1
@@ -123,7 +123,7 @@ current-context: fake
 
 @asynccontextmanager
 async def run_sandboxes(*, has_pool: bool = True) -> AsyncIterator[FakeSandboxes]:
-    """Run a cluster with agent-sandbox."""
+    """Run a fake cluster with agent-sandbox; yield the controller."""
     async with (
         FakeKubernetes() as cluster,
         FakeSandboxes(cluster, has_pool=has_pool) as fake_sandboxes,

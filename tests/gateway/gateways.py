@@ -1,4 +1,4 @@
-"""Gateways and environment servers for tests, in this event loop or in separate processes."""
+"""Gateways, environment servers and clients for the gateway tests."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ KEY_VARIABLE = "LUDUS_TEST_SESSION_KEY"
 os.environ[KEY_VARIABLE] = KEY
 NAME = "counting"
 FAST_POLLING = {"poll_interval_s": 0.1, "unreachable_after_s": 60.0, "retry_within_s": 60.0}
-"""Server options that poll often and tolerate pauses of seconds on a busy machine."""
+"""Gateway settings that poll servers often and tolerate long pauses on a busy machine."""
 
 
 def make_server(factory: Callable[[], Any] = CountingEnv, **options: Any) -> EnvServer:
-    """Build a server with the tests' session key, used with `async with`."""
+    """Return a server that uses the session key of the tests."""
     return EnvServer(factory, ServerOptions(**{"port": 0, "session_key": KEY, **options}))
 
 
 def make_config(*addresses: str, **fields: Any) -> GatewayConfig:
-    """Return the configuration of a gateway on free ports with servers at fixed addresses."""
+    """Return a gateway configuration with free ports and fixed server addresses."""
     config = {
         "environments": {NAME: {"addresses": list(addresses), "kind": "static"}},
         "port": 0,
@@ -47,12 +47,12 @@ def make_config(*addresses: str, **fields: Any) -> GatewayConfig:
 
 
 def make_gateway(*servers: Any, **fields: Any) -> Gateway:
-    """Build a gateway to running servers, used with `async with`."""
+    """Return a gateway for running servers."""
     return Gateway(make_config(*(server.grpc_address for server in servers), **fields))
 
 
 class ListedServers:
-    """A source with the servers that a test lists."""
+    """A server source whose list of endpoints is set by the test."""
 
     def __init__(self, *endpoints: ServerEndpoint) -> None:
         self._endpoints = list(endpoints)
@@ -64,8 +64,8 @@ class ListedServers:
         await asyncio.Event().wait()
 
     def list(self, *endpoints: ServerEndpoint) -> None:
-        """Replace the list."""
-        assert self._publish is not None, "it is not watched yet"
+        """Publish a new list of endpoints."""
+        assert self._publish is not None, "the gateway does not watch this source yet"
         self._publish(list(endpoints))
 
     async def close(self) -> None:
@@ -79,9 +79,10 @@ def make_endpoint(server: Any, **fields: Any) -> ServerEndpoint:
 
 @asynccontextmanager
 async def run_gateway(num_servers: int = 1, **fields: Any) -> AsyncIterator[tuple[Gateway, list]]:
-    """Run a gateway and its servers in this event loop.
+    """Run a gateway and its servers in the event loop of the test; yield both.
 
-    `server_options` go to the servers, `clock` to the gateway, other options to its configuration.
+    `factory` and `server_options` configure the servers. `clock` is passed to the gateway,
+    and all other options are fields of the gateway's configuration.
     """
     clock = fields.pop("clock", time.monotonic)
     server_options = fields.pop("server_options", {})
@@ -100,19 +101,19 @@ async def run_gateway(num_servers: int = 1, **fields: Any) -> AsyncIterator[tupl
 
 @asynccontextmanager
 async def connect_client(target: Gateway | str, **options: Any) -> AsyncIterator[AsyncEnvClient]:
-    """Connect a client to a gateway's gRPC port or to an address."""
+    """Connect a client to the gRPC port of a gateway, or to an address."""
     address = target if isinstance(target, str) else target.grpc_address
     async with await AsyncEnvClient.connect(address, ConnectOptions(**options)) as client:
         yield client
 
 
 def make_http_client(gateway: Gateway) -> httpx.AsyncClient:
-    """Build a client of a gateway's HTTP port, used with `async with`."""
+    """Return an HTTP client for a gateway."""
     return httpx.AsyncClient(base_url=gateway.http_address, timeout=60)
 
 
 def get_sessions(gateway: Gateway) -> GatewaySessions:
-    """Return a gateway's sessions, and make the test an anonymous tenant."""
+    """Set the anonymous tenant as the current tenant; return the sessions of a gateway."""
     set_current_tenant(ANONYMOUS)
     return gateway.environments[NAME]
 

@@ -1,4 +1,4 @@
-"""A real HTTP server for an ASGI application, in this event loop."""
+"""An HTTP server for ASGI applications, in the event loop of the test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludus.env.asgi.uvicorn_protocols import BoundedHttpProtocol
 
 @asynccontextmanager
 async def serve_app(app: ASGIApp, **config: object) -> AsyncIterator[int]:
-    """Serve an application with the settings of Ludus, and yield the port."""
+    """Serve an application with the uvicorn settings of Ludus; yield the port."""
     server = uvicorn.Server(
         uvicorn.Config(
             app,

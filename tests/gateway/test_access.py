@@ -1,4 +1,4 @@
-"""Admission by token, messages of refusals, and absence of tokens in logs."""
+"""Authentication by token, the tenants file, and the absence of tokens in errors and logs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALICE = "a11ce-a11ce-a11ce-a11ce"
 BOB = "b0b-b0b-b0b-b0b-b0b-b0b"
 
 
-def sha256(token: str) -> str:
+def compute_sha256(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -46,14 +46,14 @@ def write_tenants_file(folder: Path, text: str | None = None) -> Path:
         else f"""
         [[tenants]]
         name = "alice"
-        token_sha256 = "{sha256(ALICE)}"
+        token_sha256 = "{compute_sha256(ALICE)}"
         max_sessions = 8
         opens_per_s = 4
         steps_per_s = 1000.5
 
         [[tenants]]
         name = "bob"
-        token_sha256 = ["{sha256(BOB)}", "{sha256(BOB + "-next")}"]
+        token_sha256 = ["{compute_sha256(BOB)}", "{compute_sha256(BOB + "-next")}"]
         scopes = ["step", "admin"]
         """
     )
@@ -105,7 +105,7 @@ def test_tenant_can_have_two_tokens_during_rotation(access: TenantAccess) -> Non
         "Basic " + base64.b64encode(ALICE.encode()).decode(),
         "Basic =",
         "Basic ñ",
-        f"Bearer {sha256(ALICE)}",
+        f"Bearer {compute_sha256(ALICE)}",
     ],
 )
 def test_malformed_authorization_is_refused(access: TenantAccess, authorization: str) -> None:
@@ -134,7 +134,7 @@ def test_missing_scope_error_lists_granted_scopes(access: TenantAccess) -> None:
     assert failures == [AuthFailure.SCOPE]
 
 
-# -- without tenants, and with one token -----------------------------------------------
+# -- no tenants, or a single token -----------------------------------------------------
 
 
 def test_gateway_without_tokens_can_listen_only_on_loopback() -> None:
@@ -233,7 +233,7 @@ def test_tenants_file_error_has_location_and_remedy_but_no_token(
 
 
 def test_two_tenants_cannot_share_a_token(tmp_path: Path) -> None:
-    entry = '[[tenants]]\nname = "{}"\ntoken_sha256 = "' + sha256(ALICE) + '"\n'
+    entry = '[[tenants]]\nname = "{}"\ntoken_sha256 = "' + compute_sha256(ALICE) + '"\n'
     path = write_tenants_file(tmp_path, entry.format("a") + entry.format("b"))
     with pytest.raises(ConfigError, match="the token also belongs to tenant 'a'"):
         TenantAccess.from_file(path)
@@ -247,12 +247,14 @@ def test_missing_tenants_file_is_reported(tmp_path: Path) -> None:
 def test_changed_tenants_file_is_reloaded_after_the_interval(
     access: TenantAccess, clock: Clock, tmp_path: Path
 ) -> None:
-    carol = "ca401-ca401-ca401-ca401"
+    carol_token = "ca401-ca401-ca401-ca401"
     removed_tenant = access.authenticate(f"Bearer {ALICE}")
-    write_tenants_file(tmp_path, f'[[tenants]]\nname = "carol"\ntoken_sha256 = "{sha256(carol)}"\n')
-    assert access.authenticate(f"Bearer {ALICE}") is removed_tenant  # not checked yet
+    write_tenants_file(
+        tmp_path, f'[[tenants]]\nname = "carol"\ntoken_sha256 = "{compute_sha256(carol_token)}"\n'
+    )
+    assert access.authenticate(f"Bearer {ALICE}") is removed_tenant  # the file is not checked yet
     clock.now_s += 1.0
-    assert access.authenticate(f"Bearer {carol}").name == "carol"
+    assert access.authenticate(f"Bearer {carol_token}").name == "carol"
     with pytest.raises(AuthenticationError):
         access.authenticate(f"Bearer {ALICE}")
     with pytest.raises(AuthenticationError, match="'alice' was removed"):
@@ -296,7 +298,7 @@ def test_invalid_change_keeps_the_previous_tenants_and_is_logged_once(
     assert access.authenticate(f"Bearer {BOB}").name == "bob"
 
 
-# -- garbage --------------------------------------------------------------------------------
+# -- random input ---------------------------------------------------------------------------
 
 SINGLE_TOKEN_ACCESS = TenantAccess.from_token(ALICE)
 
@@ -325,8 +327,7 @@ def test_random_credentials_with_known_scheme_never_authenticate(
 @given(
     st.text(st.characters(blacklist_characters=":", blacklist_categories=["Cs"])), st.text("ab:")
 )
-def test_basic_header_is_read_as_password_or_else_as_user(user: str, password: str) -> None:
-    expected = (password or user).encode() or None
-    assert (
-        read_authorization(make_basic_header(user, password)[:4090]) == expected or len(user) > 800
-    )
+def test_basic_header_token_is_the_password_or_otherwise_the_user(user: str, password: str) -> None:
+    expected_token = (password or user).encode() or None
+    token = read_authorization(make_basic_header(user, password)[:4090])
+    assert token == expected_token or len(user) > 800

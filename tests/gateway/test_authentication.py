@@ -1,4 +1,4 @@
-"""Tokens over HTTP, WebSocket and gRPC: refusals and logs."""
+"""Token authentication over HTTP, WebSocket and gRPC."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_headers(token: str) -> dict[str, str]:
 
 
 def build_app() -> FastAPI:
-    """Build an application that mounts environments below /envs, as a gateway does."""
+    """Return an application that mounts an environment below /envs, like a gateway."""
     app = FastAPI()
     environment = FastAPI()
 
@@ -206,7 +206,7 @@ async def test_proxy_prefix_does_not_change_path_permissions(access: TenantAcces
         messages.append(message)
 
     async def receive() -> Any:
-        raise AssertionError("it is not read")
+        raise AssertionError("the middleware read the request body")
 
     headers = [(b"authorization", f"Bearer {ALICE}".encode())]
     for path in ("/proxy/health", "/proxy/drain", "/proxy/envs/cards"):
@@ -228,8 +228,8 @@ async def write_caller(requests: Any, context: grpc.aio.ServicerContext) -> None
         await context.write(request + get_current_tenant().name.encode())
 
 
-class Service(grpc.GenericRpcHandler):
-    """A service that returns the caller."""
+class CallerService(grpc.GenericRpcHandler):
+    """A gRPC service that returns the tenant name of the caller."""
 
     def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         return {
@@ -239,9 +239,9 @@ class Service(grpc.GenericRpcHandler):
 
 
 @asynccontextmanager
-async def grpc_channel(access: TenantAccess) -> AsyncIterator[grpc.aio.Channel]:
+async def open_grpc_channel(access: TenantAccess) -> AsyncIterator[grpc.aio.Channel]:
     server = grpc.aio.server(interceptors=[AuthenticationInterceptor(access)])
-    server.add_generic_rpc_handlers((Service(),))
+    server.add_generic_rpc_handlers((CallerService(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -253,7 +253,7 @@ async def grpc_channel(access: TenantAccess) -> AsyncIterator[grpc.aio.Channel]:
 
 @pytest.fixture
 async def channel(access: TenantAccess) -> AsyncIterator[grpc.aio.Channel]:
-    async with grpc_channel(access) as channel:
+    async with open_grpc_channel(access) as channel:
         yield channel
 
 
@@ -331,7 +331,7 @@ async def test_logs_contain_no_token_at_any_level(
         caplog.set_level(logging.DEBUG, name)
     # Logs of the clients httpx and websockets.client are not checked.
     app = AuthenticationMiddleware(build_app(), access)
-    async with serve_app(app, log_level="trace") as port, grpc_channel(access) as channel:
+    async with serve_app(app, log_level="trace") as port, open_grpc_channel(access) as channel:
         for token in (ALICE, wrong_token):
             await send_raw_request(
                 port, f"GET /envs/cards/who HTTP/1.1\r\nauthorization: Bearer {token}"
@@ -345,7 +345,7 @@ async def test_logs_contain_no_token_at_any_level(
                 await call_service(channel, f"Bearer {token}")
             except grpc.aio.AioRpcError as error:
                 assert wrong_token not in str(error)
-    assert "WebSocket /envs/cards/ws" in caplog.text  # the server logged connections
+    assert "WebSocket /envs/cards/ws" in caplog.text  # connections are logged
     for secret in (ALICE, wrong_token, basic_credentials):
         assert secret not in caplog.text
 
@@ -359,7 +359,7 @@ async def send_raw_request(port: int, head: str) -> None:
     writer.close()
 
 
-# -- garbage ---------------------------------------------------------------------------------
+# -- random input ----------------------------------------------------------------------------
 
 SINGLE_TOKEN_ACCESS = TenantAccess.from_token(ALICE)
 HEADERS = st.lists(

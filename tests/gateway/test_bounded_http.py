@@ -1,4 +1,4 @@
-"""Limits of the size and duration of request heads."""
+"""Size and time limits of HTTP request heads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ludus.env.asgi.uvicorn_protocols import BoundedHttpProtocol
 from tests.gateway.http_server import serve_app
 
 
-class SmallHttp(BoundedHttpProtocol):
-    """HTTP limits small enough for tests."""
+class SmallHeadProtocol(BoundedHttpProtocol):
+    """An HTTP protocol with a low size limit for request heads."""
 
     max_head_bytes = 10_000
     head_timeout_s = 60.0
@@ -44,18 +44,18 @@ def build_app() -> FastAPI:
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    async with serve_app(build_app(), http=SmallHttp) as port:
+    async with serve_app(build_app(), http=SmallHeadProtocol) as port:
         yield port
 
 
 @pytest.fixture
 def shorten_head_timeout(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Set the timeout of later request heads to a tenth of a second."""
-    return lambda: monkeypatch.setattr(SmallHttp, "head_timeout_s", 0.1)
+    """Return a function that sets the timeout of later request heads to 0.1 s."""
+    return lambda: monkeypatch.setattr(SmallHeadProtocol, "head_timeout_s", 0.1)
 
 
 class RawConnection:
-    """A connection that sends raw bytes."""
+    """A TCP connection that sends raw bytes and reads JSON responses."""
 
     @classmethod
     async def connect(cls, port: int) -> RawConnection:
@@ -100,13 +100,13 @@ async def test_endless_headers_are_refused(port: int) -> None:
     connection = await RawConnection.connect(port)
     await connection.send(b"GET / HTTP/1.1\r\nhost: x\r\n")
     response_task = asyncio.create_task(connection.read_response())
-    num_sent = 0
+    num_headers = 0
     while not response_task.done():
-        connection.writer.write(b"x-%d: y\r\n" % num_sent)
-        num_sent += 1
+        connection.writer.write(b"x-%d: y\r\n" % num_headers)
+        num_headers += 1
         await asyncio.sleep(0)
     assert (await response_task)[0] == 431
-    assert num_sent < 50_000
+    assert num_headers < 50_000
 
 
 async def test_slow_or_missing_head_is_refused(
@@ -146,7 +146,7 @@ async def test_second_head_on_a_connection_is_limited(
 async def test_head_timeout_does_not_apply_to_bodies_and_sockets(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SmallHttp, "head_timeout_s", 1.0)
+    monkeypatch.setattr(SmallHeadProtocol, "head_timeout_s", 1.0)
     connection = await RawConnection.connect(port)
     await connection.send(b"POST /count HTTP/1.1\r\nhost: x\r\ncontent-length: 20000\r\n\r\n")
     async with websockets.connect(f"ws://127.0.0.1:{port}/ws") as socket:

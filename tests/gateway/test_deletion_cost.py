@@ -1,4 +1,4 @@
-"""Deletion costs: pods with the fewest sessions go first, with few writes to the API server."""
+"""Deletion costs of pods, which must be lowest for pods with the fewest sessions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.gateway.fake_kubernetes import FakeKubernetes
 
 @dataclass
 class WriterSetup:
-    """A writer with loads, leadership and a clock set by the test."""
+    """A deletion cost writer whose loads, leadership and clock are set by the test."""
 
     cluster: FakeKubernetes
     writer: DeletionCostWriter = field(init=False)
@@ -139,7 +139,7 @@ async def test_missing_pod_is_skipped(setup: WriterSetup, caplog: pytest.LogCapt
     assert setup.read_cost("b") == "25"
     assert caplog.text == ""
     setup.now_s += 100
-    assert await setup.writer.sweep() == 0, "it is not tried again"
+    assert await setup.writer.sweep() == 0, "the missing pod was tried again"
 
 
 async def test_refused_write_does_not_block_other_writes(

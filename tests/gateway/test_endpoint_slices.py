@@ -1,4 +1,4 @@
-"""Parsing of EndpointSlices into endpoints of servers."""
+"""Parsing of EndpointSlices into server endpoints."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_pod_terminating_in_any_slice_gets_no_new_sessions() -> None:
     assert (endpoint.is_ready, endpoint.is_terminating) == (False, True)
 
 
-def test_an_ipv6_address_is_bracketed_and_ipv4_preferred() -> None:
+def test_ipv6_address_is_bracketed_and_ipv4_is_preferred() -> None:
     ipv6_slice = endpoint_slice("six", member("a", "fd00::7"), family="IPv6")
     ipv4_slice = endpoint_slice("four", member("a", "10.0.0.7"), family="IPv4")
     assert merge_objects(ipv6_slice)[named_server_id("a")].grpc_address == "grpc://[fd00::7]:18000"
@@ -123,11 +123,10 @@ def test_unusable_ports_error_lists_the_ports(
 
 
 def test_slice_change_parses_only_that_slice() -> None:
-    pods = [[f"pod-{slice_index}-{number}" for number in range(100)] for slice_index in range(20)]
-    slices = [
-        set_version(endpoint_slice(f"s{slice_index}", *map(member, names)), slice_index)
-        for slice_index, names in enumerate(pods)
-    ]
+    slices = []
+    for slice_index in range(20):
+        members = [member(f"pod-{slice_index}-{pod_index}") for pod_index in range(100)]
+        slices.append(set_version(endpoint_slice(f"s{slice_index}", *members), slice_index))
     parsed_slices = [parse_slice(slice_object) for slice_object in slices]
     num_calls = 0
 

@@ -1,4 +1,4 @@
-"""Admission, waiting and refusal of opens, and release of everything they used."""
+"""Admission, waiting and refusal of opens, and the release of sessions."""
 
 import asyncio
 import dataclasses
@@ -40,7 +40,7 @@ from tests.gateway.gateways import (
 pytestmark = pytest.mark.asyncio
 
 OPEN_ARGS = OpenArgs(ResetArgs(seed=1))
-SMALL_SERVER = {"max_sessions": 2}
+SMALL_SERVER_OPTIONS = {"max_sessions": 2}
 
 
 def get_capacity(gateway: Gateway) -> int:
@@ -49,7 +49,10 @@ def get_capacity(gateway: Gateway) -> int:
 
 async def test_full_fleet_without_queue_refuses_with_a_retry_delay():
     limits = {"queue_timeout_s": 0.0}
-    async with run_gateway(2, server_options=SMALL_SERVER, sessions=limits) as (gateway, servers):
+    async with run_gateway(2, server_options=SMALL_SERVER_OPTIONS, sessions=limits) as (
+        gateway,
+        servers,
+    ):
         sessions = get_sessions(gateway)
         for _ in range(4):
             await sessions.open(OPEN_ARGS)
@@ -64,7 +67,7 @@ async def test_full_fleet_without_queue_refuses_with_a_retry_delay():
 
 
 async def test_waiting_opens_are_admitted_in_order_of_arrival():
-    async with run_gateway(server_options=SMALL_SERVER) as (gateway, _):
+    async with run_gateway(server_options=SMALL_SERVER_OPTIONS) as (gateway, _):
         sessions = get_sessions(gateway)
         held_sessions = [await sessions.open(OPEN_ARGS) for _ in range(2)]
         admission_order: list[int] = []
@@ -85,7 +88,10 @@ async def test_waiting_opens_are_admitted_in_order_of_arrival():
 
 async def test_queue_length_is_limited():
     limits = {"queue_size": 2, "queue_timeout_s": 600}
-    async with run_gateway(server_options=SMALL_SERVER, sessions=limits) as (gateway, servers):
+    async with run_gateway(server_options=SMALL_SERVER_OPTIONS, sessions=limits) as (
+        gateway,
+        servers,
+    ):
         sessions = get_sessions(gateway)
         for _ in range(2):
             await sessions.open(OPEN_ARGS)
@@ -102,22 +108,25 @@ async def test_queue_length_is_limited():
 
 async def test_queue_time_is_limited():
     limits = {"queue_timeout_s": 0.3}
-    async with run_gateway(server_options=SMALL_SERVER, sessions=limits) as (gateway, servers):
+    async with run_gateway(server_options=SMALL_SERVER_OPTIONS, sessions=limits) as (
+        gateway,
+        servers,
+    ):
         sessions = get_sessions(gateway)
         for _ in range(2):
             await sessions.open(OPEN_ARGS)
         loop = asyncio.get_running_loop()
-        started_s = loop.time()
+        start_s = loop.time()
         with pytest.raises(CapacityError):
             await asyncio.wait_for(sessions.open(OPEN_ARGS), 60)
-        assert loop.time() - started_s > 0.25
+        assert loop.time() - start_s > 0.25
         assert sessions.load.num_waiting == 0
         assert count_sessions(servers) == 2
 
 
 async def test_waiting_group_counts_all_sessions_as_demand():
-    """A group counts with all its sessions, so that autoscaling adds enough servers."""
-    async with run_gateway(server_options=SMALL_SERVER) as (gateway, _):
+    """The demand includes each session of the group, so that autoscaling adds enough servers."""
+    async with run_gateway(server_options=SMALL_SERVER_OPTIONS) as (gateway, _):
         sessions = get_sessions(gateway)
         open_task = asyncio.create_task(sessions.open_group(OPEN_ARGS, 5))
         await wait_until(lambda: sessions.load.num_waiting == 5)
@@ -127,7 +136,7 @@ async def test_waiting_group_counts_all_sessions_as_demand():
 
 
 async def test_session_closed_on_the_server_admits_a_waiting_open():
-    async with run_gateway(server_options=SMALL_SERVER) as (gateway, servers):
+    async with run_gateway(server_options=SMALL_SERVER_OPTIONS) as (gateway, servers):
         sessions = get_sessions(gateway)
         held_sessions = [await sessions.open(OPEN_ARGS) for _ in range(2)]
         open_task = asyncio.create_task(sessions.open(OPEN_ARGS))
@@ -153,7 +162,7 @@ async def test_slow_opening_session_is_counted_once():
         open_tasks = [asyncio.create_task(sessions.open(OPEN_ARGS)) for _ in range(4)]
         try:
             await wait_until(lambda: count_sessions(servers) == 4)
-            # The gateway learns only from a poll about a session that it did not open.
+            # This session is not opened by the gateway, which finds it when it polls the server.
             await servers[0].core.open(OpenArgs(ResetArgs(options={"start": 1})))
             await wait_until(lambda: sessions.environment_load.num_active != 4)
             assert sessions.environment_load.num_active == 5
@@ -207,18 +216,18 @@ async def test_open_refused_by_full_servers_waits_for_capacity():
     rare_polling = FAST_POLLING | {"poll_interval_s": 3600.0}
     async with (
         run_gateway(10, server_options=options, sessions=limits, servers=rare_polling) as (
-            unaware_gateway,
+            first_gateway,
             servers,
         ),
-        make_gateway(*servers) as other_gateway,
+        make_gateway(*servers) as second_gateway,
     ):
-        opened_sessions = [await get_sessions(other_gateway).open(OPEN_ARGS) for _ in servers]
-        open_task = asyncio.create_task(get_sessions(unaware_gateway).open(OPEN_ARGS))
+        opened_sessions = [await get_sessions(second_gateway).open(OPEN_ARGS) for _ in servers]
+        open_task = asyncio.create_task(get_sessions(first_gateway).open(OPEN_ARGS))
         await wait_until(
-            lambda: open_task.done() or get_sessions(unaware_gateway).admission.num_waiting
+            lambda: open_task.done() or get_sessions(first_gateway).admission.num_waiting
         )
         assert not open_task.done()
-        await get_sessions(other_gateway).close(opened_sessions[0].session_id)
+        await get_sessions(second_gateway).close(opened_sessions[0].session_id)
         assert (await open_task).first_result is not None
         assert count_sessions(servers) == 10
 
@@ -262,7 +271,7 @@ async def test_group_opens_all_sessions_or_none():
 
 
 class OffsetEnv(CountingEnv):
-    """An environment whose first observation differs for the same seed."""
+    """An environment that adds an offset to the seed."""
 
     seed_offset = 0
 
@@ -331,7 +340,7 @@ async def test_terminating_endpoint_keeps_sessions_but_gets_no_new_sessions():
 
 
 async def test_draining_gateway_refuses_waiting_opens_and_finishes_sessions():
-    async with run_gateway(server_options=SMALL_SERVER) as (gateway, _):
+    async with run_gateway(server_options=SMALL_SERVER_OPTIONS) as (gateway, _):
         sessions = get_sessions(gateway)
         held_sessions = [await sessions.open(OPEN_ARGS) for _ in range(2)]
         open_task = asyncio.create_task(sessions.open(OPEN_ARGS))
@@ -352,7 +361,7 @@ async def test_draining_gateway_refuses_waiting_opens_and_finishes_sessions():
         await wait_until(lambda: gateway.num_sessions == 0)
 
 
-# -- leaving nothing behind --------------------------------------------------------------
+# -- release of sessions -----------------------------------------------------------------
 
 
 async def test_sessions_of_a_lost_client_end_after_the_linger_time():
@@ -370,24 +379,26 @@ async def test_sessions_of_a_lost_client_end_after_the_linger_time():
 
 async def test_session_is_removed_when_the_server_closes_it_as_idle():
     async with (
-        make_server(idle_timeout_s=3600) as patient_server,
-        make_server(idle_timeout_s=60) as other_server,
+        make_server(idle_timeout_s=3600) as long_timeout_server,
+        make_server(idle_timeout_s=60) as short_timeout_server,
     ):
-        source = ListedServers(make_endpoint(patient_server), make_endpoint(other_server))
+        source = ListedServers(
+            make_endpoint(long_timeout_server), make_endpoint(short_timeout_server)
+        )
         config = make_config("grpc://unused:1", sessions={"linger_s": 0.3})
         async with Gateway(config, {NAME: source}) as gateway:
             sessions = get_sessions(gateway)
             await wait_until(lambda: sessions.environment_load.num_servers == 2)
             opened_sessions = [await sessions.open(OPEN_ARGS) for _ in range(10)]
-            num_patient_sessions = patient_server.core.load.num_sessions
-            assert 0 < num_patient_sessions < 10
+            num_long_timeout_sessions = long_timeout_server.core.load.num_sessions
+            assert 0 < num_long_timeout_sessions < 10
             for session in opened_sessions:
                 sessions.tracked_sessions.get(session.session_id).last_used_s -= 700
             await wait_until(lambda: gateway.num_sessions < 10)
-            assert gateway.num_sessions == num_patient_sessions
+            assert gateway.num_sessions == num_long_timeout_sessions
 
 
-async def test_gateway_limit_applies_without_idle_timeout_of_the_server():
+async def test_gateway_idle_limit_applies_if_the_server_has_no_idle_limit():
     limits = {"linger_s": 0.3, "idle_timeout_s": 1000.0}
     async with run_gateway(1, sessions=limits) as (gateway, _):
         sessions = get_sessions(gateway)
@@ -453,7 +464,7 @@ async def test_thousand_lost_clients_leave_no_sessions():
                 await asyncio.gather(*open_tasks)
             else:
                 await asyncio.wait(open_tasks, timeout=0.01)
-            client.transport.surviving_sessions.clear()  # closes no session
+            client.transport.surviving_sessions.clear()  # so that close() closes no session
             await client.close()
             for task in open_tasks:
                 task.cancel()
