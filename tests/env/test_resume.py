@@ -1,4 +1,4 @@
-"""Replay of the calls of lost sessions in replacement sessions."""
+"""Resuming lost sessions by replaying their calls in new sessions."""
 
 import asyncio
 import itertools
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.asyncio
 ACTIONS = [{"add": 1}, "ADD 2", {"add": 8}, {"add": 3}, {"add": 4}]
 
 
-class UnrepeatableEnv(CountingEnv):
+class NondeterministicEnv(CountingEnv):
     """An environment whose reset ignores the seed."""
 
     seeds = itertools.count()
@@ -156,7 +156,7 @@ async def test_failed_actions_are_replayed_only_if_state_may_have_changed() -> N
 
 
 async def test_nondeterministic_environment_fails_with_replay_mismatch() -> None:
-    async with serve_behind_proxy(UnrepeatableEnv) as (server, _, client):
+    async with serve_behind_proxy(NondeterministicEnv) as (server, _, client):
         session, _ = await client.open(seed=1, resume=True)
         await session.step({"add": 1})
         await close_all_sessions(server)
@@ -191,7 +191,7 @@ async def test_lost_session_resumes_over_websocket() -> None:
         assert session.num_resumes == len(ACTIONS)
 
 
-class UnrepeatableToolEnv(ToolEnv):
+class NondeterministicToolEnv(ToolEnv):
     """An environment whose tools return a different result each time."""
 
     calls = itertools.count()
@@ -229,7 +229,7 @@ async def test_tool_calls_are_replayed_in_the_replacement_session(
 
 
 async def test_nondeterministic_tool_fails_with_replay_mismatch() -> None:
-    async with serve_behind_proxy(UnrepeatableToolEnv) as (server, _, client):
+    async with serve_behind_proxy(NondeterministicToolEnv) as (server, _, client):
         session, _ = await client.open(seed=1, resume=True)
         await session.call_tool("note", {"text": "a"})
         await close_all_sessions(server)
@@ -271,7 +271,7 @@ async def test_resume_attempts_are_limited_in_number_and_time(gate) -> None:
         assert time.monotonic() - start_s < 30
 
 
-async def test_reconnected_client_resends_a_call_and_resumes_only_a_lost_session() -> None:
+async def test_interrupted_call_is_resent_without_resuming_a_live_session() -> None:
     async with serve_behind_proxy() as (server, proxy, client):
         session, _ = await client.open(seed=1, resume=True, linger_s=30)
         await session.step({"add": 1})

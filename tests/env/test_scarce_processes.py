@@ -1,4 +1,4 @@
-"""Failed forks, for example without free process ids: opens are refused, sessions continue."""
+"""Effects of failed forks, for example when no process id is free, on opens and sessions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_opens_are_refused_after_a_failed_fork_until_a_fork_succeeds(
     options = {"isolation": isolation, "pass_env": (FOLDER_VARIABLE,)}
     async with (
         serve(ScarceEnv, **options, **POOL_OPTIONS.get(isolation, {})) as server,
-        httpx.AsyncClient(base_url=server.http_address) as http,
+        httpx.AsyncClient(base_url=server.http_address) as http_client,
         asyncio.timeout(120),
     ):
         host = server.core.host
@@ -47,16 +47,16 @@ async def test_opens_are_refused_after_a_failed_fork_until_a_fork_succeeds(
         fork_server_pid = host.fork_server.pid
         (tmp_path / NO_FORK_FILE).write_text(process_name)
         if isolation == "pool":
-            await wait_until(lambda: host.pids)  # pids are reported separately from readiness
+            await wait_until(lambda: host.pids)  # pids may be reported later than readiness
             os.kill(host.pids[0], signal.SIGKILL)
             await wait_until(lambda: not server.core.load.num_sessions)
         with pytest.raises(EnvError) as exc_info:
-            while True:  # the first opens may use workers that already run
+            while True:  # the first opens may get workers that are already running
                 await open_session()
         assert exc_info.value.code == "UNAVAILABLE"
         assert "Resource temporarily unavailable" in exc_info.value.message
         if isolation == "pool":
-            response = await http.get("/readyz")
+            response = await http_client.get("/readyz")
             assert response.status_code == 503
             assert "Resource temporarily unavailable" in response.json()["status"]
         else:

@@ -379,7 +379,7 @@ async def test_requested_episode_id_is_in_the_state(factory) -> None:
     assert await core.state(session_id) == b'{"episode_id":"E","step_count":0,"total":0}'
 
 
-class DyingHost(LocalHost):
+class SessionLosingHost(LocalHost):
     """A host that loses each session after the reset, before the client receives the session id."""
 
     async def open(self, session_id, *, with_text, on_lost):
@@ -404,7 +404,9 @@ class DyingHost(LocalHost):
 @pytest.mark.slow
 async def test_session_lost_during_open_frees_its_slot() -> None:
     spec = make_local_host(ThreadedCountingEnv).description
-    core = SessionCore(DyingHost(ThreadedCountingEnv, spec, 4), ServerOptions(max_sessions=1))
+    core = SessionCore(
+        SessionLosingHost(ThreadedCountingEnv, spec, 4), ServerOptions(max_sessions=1)
+    )
     for _ in range(MAX_REMEMBERED_SESSIONS + 3):
         with pytest.raises(SessionLostError, match="killed by SIGKILL"):
             await open_session(core, ResetArgs())

@@ -14,7 +14,7 @@ from tests.env.polling import wait_until
 
 
 class BlockingCall:
-    """A call that returns on request."""
+    """A call that blocks until `return_event` is set."""
 
     def __init__(self) -> None:
         self.start_event, self.return_event = threading.Event(), threading.Event()
@@ -94,7 +94,7 @@ async def test_calls_fail_while_all_threads_hang_and_succeed_afterwards() -> Non
 
 
 class FailingCall(BlockingCall):
-    """A call that raises an error on request."""
+    """A call that blocks until `return_event` is set, and then raises an error."""
 
     def __call__(self) -> str:
         super().__call__()

@@ -1,4 +1,4 @@
-"""Success reported by environments, over every wire and in recordings."""
+"""Success reports of environments over every wire and in recordings."""
 
 import json
 from pathlib import Path
@@ -76,11 +76,12 @@ async def test_upstream_clients_read_success_in_metadata() -> None:
 async def test_http_reports_success_in_metadata() -> None:
     async with (
         serve(GoalEnv) as server,
-        httpx.AsyncClient(base_url=server.http_address) as http,
+        httpx.AsyncClient(base_url=server.http_address) as http_client,
     ):
-        await http.post("/reset", json={"seed": 3})
+        await http_client.post("/reset", json={"seed": 3})
         replies = [
-            (await http.post("/step", json={"action": action})).json() for action in LOSING_ACTIONS
+            (await http_client.post("/step", json={"action": action})).json()
+            for action in LOSING_ACTIONS
         ]
         assert [reply.get("metadata") for reply in replies] == [*[None] * 4, {"success": False}]
 

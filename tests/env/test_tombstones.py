@@ -71,7 +71,7 @@ def test_memory_of_a_kept_result_is_close_to_the_encoded_size() -> None:
     initial_bytes = read_resident_bytes()
     results = [encode_transition(transition, _Renderer(), index) for index in range(10_000)]
     bytes_per_result = (read_resident_bytes() - initial_bytes) / len(results)
-    # Python objects add some overhead. orjson's oversized buffers would take 20 times the size.
+    # Python objects add overhead. Keeping orjson's oversized buffers would take 20 times the size.
     assert bytes_per_result < 4 * results[0].num_bytes
 
 

@@ -37,11 +37,16 @@ pytestmark = pytest.mark.slow
 
 WORKER_HOSTS = [host for host in HOSTS if "isolation" in HOSTS[host][1]]
 PHASES = [phase for phase in Phase if phase is not Phase.BUILD]
-CODES = {HANG: "TIMEOUT", EXIT: "SESSION_LOST", CRASH: "SESSION_LOST", FILL_DISK: "SESSION_LOST"}
+CODE_BY_MISBEHAVIOR = {
+    HANG: "TIMEOUT",
+    EXIT: "SESSION_LOST",
+    CRASH: "SESSION_LOST",
+    FILL_DISK: "SESSION_LOST",
+}
 STEP_LIMIT_S = 2.0
 DEFAULT_STEP_LIMIT_S = 60.0
 MAX_CALL_S = 60.0
-"""Maximum duration of a call, including calls without a step limit."""
+"""Maximum duration of a call in seconds, including calls without a step limit."""
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +88,7 @@ def get_expected_code(phase: Phase, misbehavior: str, wire: str) -> str:
         return NO_ERROR
     if (phase, misbehavior, wire) == (Phase.TOOL, HANG, "http"):
         return "TOOL_ERROR"  # OpenEnv's observation of a timed-out tool has no code
-    return CODES[misbehavior]
+    return CODE_BY_MISBEHAVIOR[misbehavior]
 
 
 async def collect_codes(
@@ -135,7 +140,7 @@ async def test_call_that_ends_a_worker_returns_an_error_code(
     host: str, wire: str, tmp_path: Path
 ) -> None:
     async with open_with_neighbor(host, wire, tmp_path) as (server, client, neighbor):
-        for misbehavior in CODES:
+        for misbehavior in CODE_BY_MISBEHAVIOR:
             codes = await collect_codes(server, client, misbehavior)
             assert (misbehavior, codes) == (
                 misbehavior,
@@ -152,7 +157,7 @@ async def test_open_fails_if_the_worker_ends_during_build(
     host: str, wire: str, tmp_path: Path
 ) -> None:
     async with open_with_neighbor(host, wire, tmp_path) as (server, client, neighbor):
-        for misbehavior, code in CODES.items():
+        for misbehavior, code in CODE_BY_MISBEHAVIOR.items():
             await wait_for_workers(server)
             limit_steps(server.core, STEP_LIMIT_S if misbehavior == HANG else DEFAULT_STEP_LIMIT_S)
             (tmp_path / "build").write_text(misbehavior)
@@ -171,11 +176,11 @@ async def test_http_and_mcp_return_the_same_code(host: str, tmp_path: Path) -> N
     statuses = {"TIMEOUT": 504, "SESSION_LOST": 410}
     async with (
         open_server(host, tmp_path) as server,
-        httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
+        httpx.AsyncClient(base_url=server.http_address, timeout=60) as http_client,
     ):
-        for misbehavior, code in CODES.items():
+        for misbehavior, code in CODE_BY_MISBEHAVIOR.items():
             limit_steps(server.core, STEP_LIMIT_S if misbehavior == HANG else DEFAULT_STEP_LIMIT_S)
-            status, reply_code, mcp_reply = await get_http_outcome(http, misbehavior)
+            status, reply_code, mcp_reply = await get_http_outcome(http_client, misbehavior)
             assert (misbehavior, status, reply_code) == (misbehavior, statuses[code], code)
             assert mcp_reply["error"]["data"]["code"] == code
 
@@ -199,16 +204,16 @@ async def test_server_with_failing_workers_is_not_ready_until_recovery(tmp_path:
     async with (
         serve(factory, **options) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
-        httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
+        httpx.AsyncClient(base_url=server.http_address, timeout=60) as http_client,
         asyncio.timeout(120),
     ):
         (tmp_path / "build").write_text(EXIT)
-        while (response := await http.get("/readyz")).status_code == 200:
+        while (response := await http_client.get("/readyz")).status_code == 200:
             with contextlib.suppress(EnvError):
                 await client.open(seed=1)
         assert response.status_code == 503 and "exited with code 7" in response.json()["status"]
         (tmp_path / "build").unlink()
-        while (await http.get("/readyz")).status_code == 503:
+        while (await http_client.get("/readyz")).status_code == 503:
             await asyncio.sleep(0.05)
         session, _ = await client.open(seed=1)
         assert (await session.step({"add": 2})).observation["total"] == 2

@@ -1,6 +1,6 @@
 """Misbehavior of environments in every phase, on every host and over every wire.
 
-Only the misbehaving session gets an error, and its next episode works.
+Only the misbehaving session gets an error, and it can play another episode.
 Another session on the same server is not affected.
 """
 
@@ -102,7 +102,7 @@ class Neighbour:
 async def play_misbehavior(
     client: AsyncEnvClient, neighbor: Neighbour, phase: Phase, misbehavior: str
 ) -> tuple[str, str, bool]:
-    """Misbehave; return the error code, the next episode's total, and the neighbor's state."""
+    """Misbehave; return the code, the next episode's total, and whether the neighbor can step."""
     session, _ = await client.open(seed=1)
     code = NO_ERROR
     try:
@@ -172,24 +172,28 @@ async def test_failed_build_fails_only_the_open_call(host: str, wire: str, tmp_p
     assert outcomes == dict.fromkeys(RAISING_DEEDS, ("FACTORY_ERROR", True))
 
 
-async def get_http_outcome(http: httpx.AsyncClient, misbehavior: str) -> tuple[int, str, Any]:
+async def get_http_outcome(
+    http_client: httpx.AsyncClient, misbehavior: str
+) -> tuple[int, str, Any]:
     """Misbehave in a step; return the status and code over HTTP, and the reply over MCP."""
     action = {"add": 1, "deed": misbehavior, "phase": Phase.STEP}
-    http_session_id = (await http.post("/reset", json={"seed": 1})).headers["x-session-id"]
-    response = await http.post(
+    http_session_id = (await http_client.post("/reset", json={"seed": 1})).headers["x-session-id"]
+    response = await http_client.post(
         "/step", json={"action": action}, headers={"x-session-id": http_session_id}
     )
     initialize_message = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
-    mcp_session_id = (await http.post("/mcp", json=initialize_message)).headers["mcp-session-id"]
+    mcp_session_id = (await http_client.post("/mcp", json=initialize_message)).headers[
+        "mcp-session-id"
+    ]
     reply: Any = None
     for name, arguments in (("start_episode", {}), ("take_action", action)):
         params = {"name": name, "arguments": arguments}
         request = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": params}
         reply = (
-            await http.post("/mcp", json=request, headers={"mcp-session-id": mcp_session_id})
+            await http_client.post("/mcp", json=request, headers={"mcp-session-id": mcp_session_id})
         ).json()
-    await http.delete("/mcp", headers={"mcp-session-id": mcp_session_id})
-    await http.post("/close", headers={"x-session-id": http_session_id})
+    await http_client.delete("/mcp", headers={"mcp-session-id": mcp_session_id})
+    await http_client.post("/close", headers={"x-session-id": http_session_id})
     return response.status_code, response.json()["detail"]["code"], reply
 
 
@@ -198,10 +202,10 @@ async def test_misbehavior_has_the_same_code_over_http_and_mcp(host: str, tmp_pa
     factory, options = get_factory_and_options(tmp_path, host)
     async with (
         serve(factory, **options) as server,
-        httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
+        httpx.AsyncClient(base_url=server.http_address, timeout=60) as http_client,
     ):
         for misbehavior in (*RAISING_DEEDS, *WRONG_VALUES[Phase.STEP]):
-            status, code, reply = await get_http_outcome(http, misbehavior)
+            status, code, reply = await get_http_outcome(http_client, misbehavior)
             assert (misbehavior, status, code) == (misbehavior, 500, "EXECUTION_ERROR")
             result = reply["result"]
             assert result["isError"] and "EXECUTION_ERROR" in result["content"][0]["text"]

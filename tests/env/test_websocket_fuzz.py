@@ -261,7 +261,7 @@ async def test_unclean_disconnects_leave_no_sessions(num_drops) -> None:
             await asyncio.gather(*(drop_many() for _ in range(num_tasks)))
             await wait_for_sessions(server.core, 0)
         assert server.core.counts.num_opens > num_drops / 3
-        await wait_until(lambda: count_connections() < 50)  # connections end after their clients
+        await wait_until(lambda: count_connections() < 50)  # the server closes connections later
 
 
 def count_connections() -> int:

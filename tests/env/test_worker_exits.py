@@ -19,7 +19,7 @@ async def test_exit_reason_is_reported_even_if_the_report_is_late() -> None:
     async with serve(UnrulyEnv, isolation="pool", num_workers=1) as server:
         core = server.core
         session_id = (await core.open(OpenArgs(ResetArgs()))).session_id
-        os.kill(core.host.fork_server.pid, signal.SIGSTOP)  # delays its report
+        os.kill(core.host.fork_server.pid, signal.SIGSTOP)  # delays the report
         step_task = asyncio.create_task(core.step(session_id, b'{"add": %d}' % Deed.EXIT))
         await asyncio.sleep(1)
         os.kill(core.host.fork_server.pid, signal.SIGCONT)

@@ -11,7 +11,7 @@ TOKENS_ENV_ID = "ludus-tests/Tokens-v0"
 
 
 class CountingTokens(gymnasium.Env):
-    """An environment that gives reward 1 for the previous token plus 1.
+    """An environment whose reward is 1 if the action is the previous token plus 1.
 
     Token 9 ends the episode, and the environment inserts token 50 after each token 5.
     """

@@ -296,7 +296,7 @@ def test_environment_variable_is_read_only_if_the_key_is_used(
     assert map_tutorial(project).sections["metrics"]["wandb"]["project"] == "of-me"
 
 
-def test_overrides_do_not_change_the_callers_mapping() -> None:
+def test_overrides_do_not_modify_the_input_mapping() -> None:
     config = tutorial_config()
     load_forge_config(config, ["policy.sampling_params.temperature=0.5"])
     assert config == tutorial_config()

@@ -166,7 +166,9 @@ async def test_buffer_returns_none_with_too_few_episodes() -> None:
     assert await buffer.sample.call_one(curr_policy_version=3) is None
     await buffer.add.call_one(VersionedEpisode(3))
     assert await buffer.sample.call_one(curr_policy_version=3, batch_size=3) is None
-    assert await buffer.sample.call_one(curr_policy_version=3) == 1, "expected one collated batch"
+    assert await buffer.sample.call_one(curr_policy_version=3) == 1, (
+        "sample did not return one collated batch"
+    )
     assert await buffer.size.call_one() == 0
     with pytest.raises(ConfigError, match="policy_version must be a whole number, got None"):
         await buffer.add.call_one(object())

@@ -60,7 +60,7 @@ async def test_repeated_run_continues_and_returns_one_value_per_step(
     results = await trainer.run(steps=3)
     assert results["iterations"] == [1, 2, 3]
     assert results["losses"] == [-1, -2, -3]
-    assert results["win_rates"] == [0.1, 0.2, 0.2], "step 3 must repeat the win rate"
+    assert results["win_rates"] == [0.1, 0.2, 0.2], "step 3 did not repeat the win rate"
     assert results["rewards"] == [0.01, 0.02, 0.02]
     assert (results["run_dir"], trainer.summary, fake_trainer.num_train_calls) == (
         "runs/run",

@@ -43,11 +43,11 @@ class FakePods:
     num_silent_logs: int = 0
     """Number of remaining log streams that send nothing and never end."""
     unreadable_log: str = ""
-    """Error text that is sent with status 200 instead of the log, as by a node without the file."""
+    """Error text sent instead of the log, with status 200, as if the node could not read it."""
     num_log_requests: int = 0
 
     def append_log(self, pod: str, *lines: str) -> None:
-        """Append lines to a log. Three lines have the same timestamp in seconds."""
+        """Append lines to a log, three per second of log time."""
         log = self.logs.setdefault(pod, [])
         for line in lines:
             time = _LOG_START + timedelta(seconds=len(log) // 3)

@@ -11,7 +11,7 @@ from ludus.env.sessions.admission_queue import AdmissionQueue
 
 
 class FakeCapacity:
-    """A fixed number of slots with an admission queue."""
+    """Slots with an admission queue."""
 
     def __init__(self) -> None:
         self.num_slots = self.num_used_slots = 0

@@ -59,8 +59,8 @@ async def test_full_fleet_without_queue_refuses_with_a_retry_delay():
         with pytest.raises(CapacityError, match="4/4") as error:
             await sessions.open(OPEN_ARGS)
         assert error.value.retry_after_s > 0
-        async with httpx.AsyncClient(timeout=60) as http:
-            response = await http.post(f"{gateway.http_address}/envs/{NAME}/reset", json={})
+        async with httpx.AsyncClient(timeout=60) as http_client:
+            response = await http_client.post(f"{gateway.http_address}/envs/{NAME}/reset", json={})
             assert response.status_code == 503
             assert int(response.headers["retry-after"]) >= 1
         assert count_sessions(servers) == 4
@@ -162,7 +162,7 @@ async def test_slow_opening_session_is_counted_once():
         open_tasks = [asyncio.create_task(sessions.open(OPEN_ARGS)) for _ in range(4)]
         try:
             await wait_until(lambda: count_sessions(servers) == 4)
-            # This session is not opened by the gateway, which finds it when it polls the server.
+            # The gateway did not open this session, so only a poll can report it.
             await servers[0].core.open(OpenArgs(ResetArgs(options={"start": 1})))
             await wait_until(lambda: sessions.environment_load.num_active != 4)
             assert sessions.environment_load.num_active == 5
@@ -345,11 +345,11 @@ async def test_draining_gateway_refuses_waiting_opens_and_finishes_sessions():
         held_sessions = [await sessions.open(OPEN_ARGS) for _ in range(2)]
         open_task = asyncio.create_task(sessions.open(OPEN_ARGS))
         await wait_until(lambda: sessions.load.num_waiting == 1)
-        async with httpx.AsyncClient(timeout=60) as http:
-            assert (await http.get(f"{gateway.http_address}/drain")).status_code == 405
-            drain_response = await http.post(f"{gateway.http_address}/drain")
+        async with httpx.AsyncClient(timeout=60) as http_client:
+            assert (await http_client.get(f"{gateway.http_address}/drain")).status_code == 405
+            drain_response = await http_client.post(f"{gateway.http_address}/drain")
             assert drain_response.json() == {"is_draining": True, "num_sessions": 2}
-            assert (await http.get(f"{gateway.http_address}/readyz")).status_code == 200
+            assert (await http_client.get(f"{gateway.http_address}/readyz")).status_code == 200
         for task in (open_task, sessions.open(OPEN_ARGS)):
             with pytest.raises(UnavailableError) as error:
                 await task
