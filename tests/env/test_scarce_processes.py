@@ -1,4 +1,4 @@
-"""Effects of failed forks, for example when no process id is free, on opens and sessions."""
+"""Effects of failed forks on opens and on running sessions."""
 
 from __future__ import annotations
 

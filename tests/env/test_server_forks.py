@@ -1,4 +1,4 @@
-"""Server ports of an environment that forks child processes."""
+"""Closing of the server ports when the environment has forked child processes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_forked_child_does_not_keep_server_ports_open(wire: str) -> None:
         for address in (addresses.http, addresses.grpc, addresses.admin):
             # gRPC's threads may close a port shortly after the server has stopped.
             await wait_until(partial(is_port_free, urlsplit(address).port))
-        # gRPC does not support forks while its threads run, so such a process may crash.
+        # gRPC does not support forks while its threads run, so a forked child may crash.
         live_pids = [child_pid for child_pid in child_pids if is_alive(child_pid)]
         assert len(child_pids) == 2 and (live_pids == child_pids or wire == "grpc")
     finally:

@@ -29,7 +29,7 @@ def find_free_port() -> int:
 
 
 class FakeSandboxes:
-    """A fake of the agent-sandbox controller.
+    """A fake agent-sandbox controller.
 
     Args:
         has_pool: If False, the cluster has no warm pool.
