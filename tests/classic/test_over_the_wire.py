@@ -1,4 +1,4 @@
-"""Training on a server learns the same weights as training in process."""
+"""Equality of the weights learned from a remote and a local environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludus.trainer.classic.run import train
 
 
 def make_run(folder: Path, environment: dict[str, str]) -> NetworkRun:
-    """Return a short run in the environment."""
+    """Return the configuration of a short run in `environment`."""
     return make_run_config(
         {
             "name": "short",
@@ -34,11 +34,11 @@ def make_run(folder: Path, environment: dict[str, str]) -> NetworkRun:
 def test_remote_and_local_environments_produce_identical_weights(
     tmp_path: Path, env_id: str
 ) -> None:
-    package = f"gymnasium:{env_id}"
+    target = f"gymnasium:{env_id}"
     local_folder = train(
-        make_run(tmp_path / "local", {"package": package}), resume=Resume.NEVER, overwrite=False
+        make_run(tmp_path / "local", {"package": target}), resume=Resume.NEVER, overwrite=False
     )
-    with LocalServer(package) as server:
+    with LocalServer(target) as server:
         assert server.addresses is not None
         remote_environment = {"kind": "remote", "address": server.addresses.grpc}
         remote_folder = train(
@@ -50,4 +50,4 @@ def test_remote_and_local_environments_produce_identical_weights(
     )
     assert local_policy.keys() == remote_policy.keys()
     for name, values in local_policy.items():
-        assert torch.equal(values, remote_policy[name]), name
+        assert torch.equal(values, remote_policy[name]), f"different weights: {name}"

@@ -26,7 +26,8 @@ from tests.runs.cluster import (
 )
 from tests.runs.release import NAMESPACE, Json
 
-DOCS = Path(__file__).parents[2] / "docs" / "submit.md"
+SUBMIT_PAGE = Path(__file__).parents[2] / "docs" / "submit.md"
+POLL_TIMEOUT_S = 120
 CONFIG = """
 name = "demo"
 [environment]
@@ -38,25 +39,27 @@ num_steps = 3
 
 
 def find_requests_beyond_role(cluster: FakeKubernetes) -> set[tuple[str, str]]:
-    """Return the API requests that the Role in the documentation does not allow."""
-    (text,) = re.findall(r"```yaml\n(apiVersion: rbac.*?)```", DOCS.read_text(), re.DOTALL)
+    """Return the API requests that the Role in docs/submit.md does not allow."""
+    (role_yaml,) = re.findall(
+        r"```yaml\n(apiVersion: rbac.*?)```", SUBMIT_PAGE.read_text(), re.DOTALL
+    )
     allowed_requests = {
         (verb, resource)
-        for rule in yaml.safe_load(text)["rules"]
+        for rule in yaml.safe_load(role_yaml)["rules"]
         for verb in rule["verbs"]
         for resource in rule["resources"]
     } | {("list", "nodes")}
     namespace_requests = [r for r in cluster.requests if r.target.namespace == NAMESPACE]
-    pairs = [
+    used_requests = {
         (r.verb, f"{r.target.plural}/{r.target.subresource}".rstrip("/"))
         for r in namespace_requests
-    ]
-    return set(pairs) - allowed_requests
+    }
+    return used_requests - allowed_requests
 
 
 @contextmanager
-def run_meanwhile(function: Callable[[], None]) -> Iterator[None]:
-    """Run `function` in a thread inside the context, and wait for it on exit."""
+def run_in_background(function: Callable[[], None]) -> Iterator[None]:
+    """Run `function` in a thread, and wait for the thread on exit from the context."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(function)
         yield
@@ -64,9 +67,9 @@ def run_meanwhile(function: Callable[[], None]) -> Iterator[None]:
 
 
 def poll(call: Call, condition: Callable[[FakeKubernetes], Any]) -> Any:
-    deadline_s = time.monotonic() + 120
+    deadline = time.monotonic() + POLL_TIMEOUT_S
     while not (result := call(condition)):
-        assert time.monotonic() < deadline_s, "the condition was not met in time"
+        assert time.monotonic() < deadline, f"condition not met within {POLL_TIMEOUT_S} s"
         time.sleep(0.02)
     return result
 
@@ -79,21 +82,21 @@ def get_config_map(cluster: FakeKubernetes) -> Json | None:
     return cluster.get("v1", "configmaps", NAMESPACE, "demo-config")
 
 
-def write_log(call: Call, *lines: str) -> None:
+def append_log(call: Call, *lines: str) -> None:
     call(lambda cluster: cluster.pods.append_log(HEAD, *lines))
 
 
 def submit_run(ludus: RunCli, call: Call) -> None:
-    """Submit a run that waits for KubeRay."""
+    """Submit a run without waiting for it to start."""
     assert ludus("submit", "run.toml", "--detach").code == 0
     assert call(get_job) is not None
 
 
 def start_run(ludus: RunCli, call: Call, *lines: str) -> None:
-    """Start a run whose driver has logged these lines."""
+    """Submit a run, start its cluster and write `lines` to the driver log."""
     submit_run(ludus, call)
     call(start_cluster)
-    write_log(call, phase_row(), *lines)
+    append_log(call, phase_row(), *lines)
 
 
 def finish_run(
@@ -103,7 +106,7 @@ def finish_run(
 
 
 def pack_folder(folder: Path) -> bytes:
-    """Return a run folder as the archive that is read from the volume."""
+    """Return the contents of a run folder as a tar.gz archive."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for path in folder.iterdir():
@@ -112,20 +115,20 @@ def pack_folder(folder: Path) -> bytes:
 
 
 def add_results(call: Call, tmp_path: Path) -> list[list[str]]:
-    """Add the results of a finished run to the volume; return the list of commands run there."""
+    """Make pods output the folder of a finished run; return the list of commands they receive."""
     build_run(tmp_path / "volume")
     content, commands = pack_folder(tmp_path / "volume"), []
 
-    def run(pod: str, command: list[str]) -> CommandResult:
+    def run_command(pod: str, command: list[str]) -> CommandResult:
         commands.append(command)
         return CommandResult(output=content)
 
-    call(lambda cluster: setattr(cluster.pods, "run", run))
+    call(lambda cluster: setattr(cluster.pods, "run", run_command))
     return commands
 
 
 def read_error(outcome: Outcome, code: int = 2) -> str:
-    """Return the only error message of a command."""
+    """Assert that a command printed exactly one error; return the message."""
     assert outcome.code == code, outcome
     errors = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, outcome.err

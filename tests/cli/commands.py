@@ -1,4 +1,4 @@
-"""The path of the fake trainer and the outcome of a command, for the tests of the command line."""
+"""Path of the fake trainer and types shared by the command-line tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-FAKE_TRAINER = Path(__file__).with_name("fake_trainer.py")
+FAKE_TRAINER_PATH = Path(__file__).with_name("fake_trainer.py")
 
 
 @dataclass(frozen=True)

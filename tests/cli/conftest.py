@@ -12,7 +12,7 @@ import yaml
 from ludus.services.cli import app, trainer_process
 from ludus.services.runs import follow
 from tests.cli.cluster_runs import CONFIG, find_requests_beyond_role
-from tests.cli.commands import FAKE_TRAINER, Outcome, RunCli
+from tests.cli.commands import FAKE_TRAINER_PATH, Outcome, RunCli
 from tests.gateway.fake_kubernetes import Call, cluster_in_thread
 from tests.runs.cluster import install
 from tests.runs.release import NAMESPACE
@@ -42,11 +42,11 @@ def ludus(
 
 
 @pytest.fixture
-def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that replaces the trainer by the fake trainer in a scenario."""
+def use_fake_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that replaces the trainer with a scenario of the fake trainer."""
 
     def use_scenario(scenario: str) -> None:
-        command = [sys.executable, str(FAKE_TRAINER), scenario]
+        command = [sys.executable, str(FAKE_TRAINER_PATH), scenario]
         monkeypatch.setattr(
             trainer_process, "build_trainer_command", lambda arguments: [*command, *arguments]
         )
@@ -56,7 +56,7 @@ def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
-    """Start a fake cluster with a release; the kubeconfig names it."""
+    """Start a fake cluster with a Ludus release, and make it the current kubectl context."""
     monkeypatch.setattr(follow, "POLL_INTERVAL_S", 0.05)
     with cluster_in_thread() as (url, call):
         call(install)

@@ -1,4 +1,7 @@
-"""Fake of `python -m ludus.trainer`: `fake_trainer.py SCENARIO train|eval ...`."""
+"""Fake of `python -m ludus.trainer`.
+
+Usage: `fake_trainer.py SCENARIO train|check|eval ...`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ FLAGS = ("--resume", "--overwrite")
 
 def main() -> int:
     scenario = sys.argv[1]
-    args = parse(sys.argv[2:])
+    args = parse_arguments(sys.argv[2:])
     match scenario:
         case "refuses":
             sys.stderr.write(
@@ -55,11 +58,11 @@ def main() -> int:
     (folder / LOG_FILE).write_text("started\n")
     (folder / "flags").write_text(json.dumps([a for a in sys.argv if a.startswith(FLAGS)]))
     if scenario in ("waits", "never_stops"):
-        return wait(folder, stops_on_signal=scenario == "waits")
+        return wait_for_signal(folder, stops_on_signal=scenario == "waits")
     return train(run, folder)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("command", choices=["train", "check", "eval"])
     for name in ("--config", "--run-dir", "--output", "--checkpoint"):
@@ -82,13 +85,16 @@ def train(run: LanguageModelRun, folder: Path) -> int:
     return 0
 
 
-def wait(folder: Path, *, stops_on_signal: bool) -> int:
-    """Wait for a stop signal; write the received signals to a file."""
+def wait_for_signal(folder: Path, *, stops_on_signal: bool) -> int:
+    """Wait for a signal, write all received signals to a file and return the exit code.
+
+    If `stops_on_signal` is false, never return.
+    """
     signals: list[int] = []
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, lambda received_signal, _: signals.append(received_signal))
-    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    (folder / "pids").write_text(f"{subprocess.os.getpid()} {helper.pid}")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    (folder / "pids").write_text(f"{subprocess.os.getpid()} {child.pid}")
     while not signals or not stops_on_signal:
         time.sleep(0.02)
     time.sleep(0.3)
@@ -154,9 +160,11 @@ def build_report(num_games: int, temperature: float) -> EvalReport:
 
 def build_summary(run: LanguageModelRun) -> Summary:
     final_report = build_report(1000, 1.0)
-    start = build_result(0.281)
+    start_result = build_result(0.281)
     results = {
-        name: EnvironmentResult(environment="openspiel_env", start=start, report=final_report)
+        name: EnvironmentResult(
+            environment="openspiel_env", start=start_result, report=final_report
+        )
         for name in run.environments
     }
     return Summary(
@@ -174,7 +182,7 @@ def build_summary(run: LanguageModelRun) -> Summary:
         gap_closed_ci95=final_report.gap_closed_ci95,
         eval_num_games=1000,
         eval_temperature=1.0,
-        start=start,
+        start=start_result,
         baselines=final_report.baselines,
         games_trained=GAMES_PER_STEP * run.training.num_steps,
         games_played=5000,

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def catch_address() -> Iterator[str]:
+def catch_server_address() -> Iterator[str]:
     server = LocalServer("openspiel_env", {"game": "catch"}, max_sessions=300)
     yield server.start().grpc
     server.stop()
@@ -58,20 +58,20 @@ def test_bench_starts_a_server_for_every_policy(ludus: RunCli) -> None:
     assert result.code == 0, result.err
     for policy in ("random", "always stand", "dealer rule", "basic strategy"):
         assert policy in result.out
-    # Exact returns are next to the measured returns.
+    # The table shows exact returns next to measured returns.
     assert "−0.3927" in result.out
     assert "−0.0428" in result.out
 
 
-def test_result_without_success_has_dashes_and_a_return() -> None:
+def test_unreported_success_is_printed_as_dashes() -> None:
     unreported_result = summarize([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
     assert format_result_cells(unreported_result) == ["4", "–", "–", "–", "17.000", "0.000"]
     failed_result = summarize([EpisodeOutcome(seed, 17.0, 17, success=False) for seed in range(4)])
     assert format_result_cells(failed_result)[1] == "0.0%"
 
 
-def test_bench_results_agree_with_exact_values(ludus: RunCli, catch_address: str) -> None:
-    arguments = ("--address", catch_address, "--policy", "follow_ball", "--games", "60")
+def test_bench_results_agree_with_exact_values(ludus: RunCli, catch_server_address: str) -> None:
+    arguments = ("--address", catch_server_address, "--policy", "follow_ball", "--games", "60")
     result = ludus("env", "bench", *arguments)
     assert result.code == 0, result.err
     row = next(line.split() for line in result.out.splitlines() if "follow ball" in line)
@@ -84,18 +84,18 @@ def guess(observation, rng):
     return {"number": rng.choice(observation["legal_actions"])}
 
 
-def guess_policies(options):
+def make_policies(options):
     return {"guesser": guess}
 
 
-def no_policies(options):
+def make_policy_list(options):
     return [guess]
 """
 
 
 @pytest.fixture
 def guessing_modules(tmp_path: Path) -> None:
-    """Write the environment of docs/environments.md to one module, and policies to another."""
+    """Write one module with the environment of docs/environments.md and one with policies."""
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text("utf-8")
     example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     (tmp_path / "guessing.py").write_text(example)
@@ -105,37 +105,37 @@ def guessing_modules(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("guessing_modules")
 def test_custom_policies_are_compared_with_random_play(ludus: RunCli) -> None:
     bench_command = ("env", "bench", "guessing:GuessEnvironment", "--games", "60")
-    result = ludus(*bench_command, "--policies", "guesses:guess_policies")
+    result = ludus(*bench_command, "--policies", "guesses:make_policies")
     assert result.code == 0, result.err
     assert "random" in result.out and "guesser" in result.out
-    result = ludus(*bench_command, "--policies", "guesses:no_policies")
+    result = ludus(*bench_command, "--policies", "guesses:make_policy_list")
     assert result.code == 2
-    assert "guesses:no_policies(options) must return policies by name" in result.err
-    result = ludus(*bench_command, "--policies", "guesses:gess_policies")
+    assert "guesses:make_policy_list(options) must return policies by name" in result.err
+    result = ludus(*bench_command, "--policies", "guesses:make_polices")
     assert result.code == 2
-    assert "did you mean 'guess_policies'?" in result.err
+    assert "did you mean 'make_policies'?" in result.err
 
 
-def test_unknown_policy_is_refused_with_the_known_policies(
-    ludus: RunCli, catch_address: str
+def test_unknown_policy_error_lists_known_policies(
+    ludus: RunCli, catch_server_address: str
 ) -> None:
-    result = ludus("env", "bench", "--address", catch_address, "--policy", "follow_bal")
+    result = ludus("env", "bench", "--address", catch_server_address, "--policy", "follow_bal")
     assert result.code == 2
     assert "--policy must be one of random, follow_ball, got 'follow_bal'" in result.err
 
 
 @pytest.mark.parametrize("command", ["serve", "bench", "check"])
-def test_unknown_package_is_refused_with_the_closest_name(ludus: RunCli, command: str) -> None:
+def test_unknown_package_error_suggests_closest_name(ludus: RunCli, command: str) -> None:
     result = ludus("env", command, "openspeil_env")
     assert result.code == 2
     *fork_warnings, message = result.err.splitlines()
     assert message == "error: no environment package 'openspeil_env'; did you mean 'openspiel_env'?"
-    # gRPC warns when `check` forks, because earlier tests have used gRPC in this process.
+    # gRPC warns about the fork of `check`, because earlier tests used gRPC in this process.
     assert all("fork_posix.cc" in line for line in fork_warnings)
 
 
 @pytest.mark.parametrize("command", ["serve", "bench", "check"])
-def test_unknown_game_is_refused_with_the_closest_name(ludus: RunCli, command: str) -> None:
+def test_unknown_game_error_suggests_closest_name(ludus: RunCli, command: str) -> None:
     result = ludus("env", command, "openspiel_env", "--option", "game=blackjak")
     assert result.code == 2
     assert "'blackjak'" in result.err
@@ -143,7 +143,7 @@ def test_unknown_game_is_refused_with_the_closest_name(ludus: RunCli, command: s
     assert "Traceback" not in result.err
 
 
-def test_unknown_option_of_a_package_is_refused_by_name(ludus: RunCli) -> None:
+def test_unknown_package_option_is_named_in_the_error(ludus: RunCli) -> None:
     result = ludus("env", "serve", "openspiel_env", "--option", "gaem=catch")
     assert result.code == 2
     assert "gaem" in result.err
@@ -155,7 +155,7 @@ def test_an_option_without_a_value_is_refused(ludus: RunCli) -> None:
     assert "--option must be KEY=VALUE, got 'game'" in result.err
 
 
-def test_port_in_use_is_refused_with_the_port_number(ludus: RunCli) -> None:
+def test_port_in_use_error_contains_the_port_number(ludus: RunCli) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         result = ludus(
@@ -167,12 +167,12 @@ def test_port_in_use_is_refused_with_the_port_number(ludus: RunCli) -> None:
     assert "Traceback" not in result.err
 
 
-def test_address_without_a_server_is_refused_with_a_remedy(
+def test_unreachable_address_error_suggests_starting_a_server(
     ludus: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ludus.services.cli.env_targets.CONNECT_TIMEOUT_S", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as free_listener:
-        address = f"grpc://127.0.0.1:{free_listener.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as closed_listener:
+        address = f"grpc://127.0.0.1:{closed_listener.getsockname()[1]}"
     result = ludus("env", "bench", "--address", address)
     assert result.code == 2
     assert result.err.startswith("error: ")
@@ -192,7 +192,7 @@ def test_bench_needs_a_target(ludus: RunCli) -> None:
     assert "TARGET or --address is required" in result.err
 
 
-def test_options_and_an_address_exclude_each_other(ludus: RunCli) -> None:
+def test_options_and_address_are_mutually_exclusive(ludus: RunCli) -> None:
     result = ludus("env", "bench", "--address", "grpc://127.0.0.1:1", "--option", "game=catch")
     assert result.code == 2
     assert "cannot be combined" in result.err
@@ -205,7 +205,7 @@ def test_list_shows_installed_packages(ludus: RunCli) -> None:
     assert "OpenSpiel game" in result.out
 
 
-def test_check_prints_the_rules(ludus: RunCli) -> None:
+def test_check_prints_every_rule(ludus: RunCli) -> None:
     result = ludus("env", "check", "openspiel_env", "--option", "game=catch")
     assert result.code == 0, result.out
     assert "same_seed_and_actions_give_the_same_episode" in result.out
@@ -217,9 +217,9 @@ def test_a_broken_rule_makes_check_exit_with_1(
 ) -> None:
     from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
-    reset = OpenSpielEnvironment.reset
+    original_reset = OpenSpielEnvironment.reset
     monkeypatch.setattr(
-        OpenSpielEnvironment, "reset", lambda self, *, seed=None, **options: reset(self)
+        OpenSpielEnvironment, "reset", lambda self, *, seed=None, **options: original_reset(self)
     )
     result = ludus("env", "check", "openspiel_env", "--option", "game=blackjack")
     assert result.code == 1

@@ -46,7 +46,7 @@ UNSEEDED_MODULE = """
 from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
 
-class Unseeded(OpenSpielEnvironment):
+class UnseededEnvironment(OpenSpielEnvironment):
     def reset(self, *, seed=None, **options):
         return super().reset()
 """
@@ -54,7 +54,14 @@ class Unseeded(OpenSpielEnvironment):
 
 def test_json_output_contains_broken_rules(ludus: RunCli, tmp_path: Path) -> None:
     (tmp_path / "unseeded.py").write_text(UNSEEDED_MODULE)
-    arguments = ("unseeded:Unseeded", "--option", "game=blackjack", "--json", "--seeds", "3")
+    arguments = (
+        "unseeded:UnseededEnvironment",
+        "--option",
+        "game=blackjack",
+        "--json",
+        "--seeds",
+        "3",
+    )
     result = ludus("env", "check", *arguments)
     assert result.code == 1
     report = json.loads(result.out)
@@ -64,7 +71,7 @@ def test_json_output_contains_broken_rules(ludus: RunCli, tmp_path: Path) -> Non
     assert ("wire", "same_seed_and_actions_give_the_same_episode") in broken_rules
 
 
-def test_address_without_a_server_is_refused_with_a_remedy(ludus: RunCli) -> None:
+def test_unreachable_address_error_suggests_starting_a_server(ludus: RunCli) -> None:
     result = ludus("env", "check", "grpc://127.0.0.1:1", "--wait", "0.2")
     assert result.code == 2
     assert result.err.startswith("error: ")
@@ -86,12 +93,12 @@ def test_options_cannot_be_combined_with_an_address(ludus: RunCli) -> None:
         ("no_such_module:Class", "no module 'no_such_module'"),
     ],
 )
-def test_every_command_reports_the_problem_of_an_invalid_target(
+def test_every_command_explains_an_invalid_target(
     ludus: RunCli, command: str, target: str, message: str
 ) -> None:
     result = ludus("env", command, target)
     assert result.code == 2
-    # gRPC may warn first: `check` forks, and other tests have used gRPC in this process.
+    # gRPC may first warn about the fork of `check`, because other tests used gRPC in this process.
     assert "error: " in [line[:7] for line in result.err.splitlines()]
     assert message in result.err
 
@@ -109,23 +116,23 @@ from ludus.env import Tool
 from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
 
-class Catch(OpenSpielEnvironment):
+class CatchEnvironment(OpenSpielEnvironment):
     def __init__(self):
         super().__init__(game="catch")
 
 
-class NamelessTool(Catch):
+class UndescribedTool(CatchEnvironment):
     @property
     def tools(self):
         return [Tool("look")]
 
 
-class FailsToClose(Catch):
+class FailingClose(CatchEnvironment):
     def close(self):
-        raise OSError("it is stuck")
+        raise OSError("the device is busy")
 
 
-class HangsInAStep(Catch):
+class HangingStep(CatchEnvironment):
     def step(self, action):
         threading.Event().wait()
 """
@@ -134,8 +141,8 @@ class HangsInAStep(Catch):
 @pytest.mark.parametrize(
     ("name", "rule", "detail"),
     [
-        ("NamelessTool", "a_server_of_it_starts", "'description'"),
-        ("FailsToClose", "it_can_be_created_and_closed", "it is stuck"),
+        ("UndescribedTool", "a_server_of_it_starts", "'description'"),
+        ("FailingClose", "it_can_be_created_and_closed", "the device is busy"),
     ],
 )
 def test_environment_error_is_reported_as_a_broken_rule(
@@ -156,7 +163,7 @@ def test_hanging_environment_is_detected_in_process_and_over_the_wire(
 ) -> None:
     (tmp_path / "broken_hanging.py").write_text(BROKEN_MODULE)
     arguments = ("--json", "--seeds", "2", "--steps", "3", "--timeout", "1")
-    result = ludus("env", "check", "broken_hanging:HangsInAStep", *arguments)
+    result = ludus("env", "check", "broken_hanging:HangingStep", *arguments)
     assert result.code == 1, result.err
     checks = json.loads(result.out)["checks"]
     for subject in ("environment", "wire"):

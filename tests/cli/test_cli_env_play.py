@@ -18,8 +18,8 @@ GOAL_ACTIONS = ["RIGHT", "RIGHT", "DOWN", "DOWN", "DOWN", "RIGHT"]
 PlayFunction = Callable[..., Outcome]
 
 
-class _Typist(io.StringIO):
-    """Input lines, followed by Ctrl-C."""
+class _InterruptedInput(io.StringIO):
+    """Standard input that raises KeyboardInterrupt after the last line."""
 
     def readline(self, size: int | None = -1) -> str:
         line = super().readline()
@@ -59,7 +59,7 @@ def test_text_numbers_and_json_are_accepted(play: PlayFunction) -> None:
     assert ":quit quits" in result.out
 
 
-@pytest.mark.parametrize("stdin", [io.StringIO, _Typist])
+@pytest.mark.parametrize("stdin", [io.StringIO, _InterruptedInput])
 def test_end_of_input_and_interrupt_quit_without_a_traceback(
     play: PlayFunction, stdin: type[io.StringIO]
 ) -> None:
@@ -71,18 +71,18 @@ def test_end_of_input_and_interrupt_quit_without_a_traceback(
     assert "-- episode 2, seed 4" in result.out
 
 
-def test_without_text_renderer_bare_value_fills_the_only_required_field(
+def test_bare_value_fills_the_required_field_without_a_renderer(
     play: PlayFunction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "wordless.py").write_text(
+    (tmp_path / "no_renderer.py").write_text(
         "from openspiel_env.server.openspiel_environment import OpenSpielEnvironment\n"
-        "class Wordless(OpenSpielEnvironment):\n"
+        "class NoRendererEnvironment(OpenSpielEnvironment):\n"
         "    def __init__(self):\n"
         "        super().__init__(game='catch')\n"
         "        self.text_renderer = None\n"
     )
-    monkeypatch.delitem(sys.modules, "wordless", raising=False)
-    result = play(["1", "1", "7", ":quit"], "wordless:Wordless", "--seed", "1")
+    monkeypatch.delitem(sys.modules, "no_renderer", raising=False)
+    result = play(["1", "1", "7", ":quit"], "no_renderer:NoRendererEnvironment", "--seed", "1")
     assert result.code == 0, result.err
     assert "legal: 0, 1, 2" in result.out
     assert '"legal_actions"' in result.out
@@ -94,38 +94,38 @@ from ludus.env import Tool, ToolError
 from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
 
-class WithTools(OpenSpielEnvironment):
+class ToolEnvironment(OpenSpielEnvironment):
     def __init__(self):
         super().__init__(game="catch")
 
     @property
     def tools(self):
-        return [Tool("echo", "Says it again.", {"properties": {"text": {"type": "string"}}})]
+        return [Tool("echo", "Repeat the text.", {"properties": {"text": {"type": "string"}}})]
 
     def call_tool(self, name, arguments):
         if name != "echo":
             return super().call_tool(name, arguments)
         if "text" not in arguments:
-            raise ToolError("expected a text")
-        return {"said": arguments["text"]}
+            raise ToolError("text is required")
+        return {"reply": arguments["text"]}
 """
 
 
 def test_tool_calls_do_not_end_the_interactive_episode(play: PlayFunction, tmp_path: Path) -> None:
-    (tmp_path / "talking.py").write_text(TOOLS_MODULE)
+    (tmp_path / "tool_environment.py").write_text(TOOLS_MODULE)
     lines = [
         *(":tools", ':call echo {"text": "hello"}', ":call echo", ":call", ":call shout {}"),
         *(':call echo ["hello"]', "STAY", ":quit"),
     ]
-    result = play(lines, "talking:WithTools", "--seed", "1")
+    result = play(lines, "tool_environment:ToolEnvironment", "--seed", "1")
     assert result.code == 0, result.err
     assert ":call NAME {...}" in result.out
-    assert "tool echo: Says it again." in result.out
-    assert '"said": "hello"' in result.out
-    assert "refused: expected a text" in result.out
+    assert "tool echo: Repeat the text." in result.out
+    assert '"reply": "hello"' in result.out
+    assert "refused: text is required" in result.out
     assert "refused: this environment has no tool 'shout'; its tools are: echo" in result.out
     assert "refused: :call NAME needs a JSON object, got '[\"hello\"]'" in result.out
-    assert "reward 0, score 0" in result.out, "the episode has not ended"
+    assert "reward 0, score 0" in result.out, "a tool call ended the episode"
     frozen_lake_result = play([":tools", ":quit"], *FROZEN_LAKE)
     assert "this environment has no tools" in frozen_lake_result.out
 
@@ -133,25 +133,25 @@ def test_tool_calls_do_not_end_the_interactive_episode(play: PlayFunction, tmp_p
 def test_replay_accepts_a_recorded_episode_and_detects_changes(
     play: PlayFunction, ludus: RunCli, tmp_path: Path
 ) -> None:
-    file = tmp_path / "games.jsonl"
-    record_option = ("--record", str(file))
+    recording_path = tmp_path / "games.jsonl"
+    record_option = ("--record", str(recording_path))
     play([*GOAL_ACTIONS, "y", "LEFT", ":new", "y", "UP"], *FROZEN_LAKE, *record_option)
-    episodes = list(read_recording(file))
+    episodes = list(read_recording(recording_path))
     assert [(e.seed, e.end_reason) for e in episodes] == [
         (3, "terminated"),
         (4, "the player quit"),
         (5, "the player quit"),
     ]
 
-    result = ludus("env", "replay", str(file))
+    result = ludus("env", "replay", str(recording_path))
     assert result.code == 0, result.out
     assert "3 of 3 episodes are the same" in result.out
-    assert len(ludus("env", "replay", str(file), "--limit", "1").out.splitlines()) < len(
+    assert len(ludus("env", "replay", str(recording_path), "--limit", "1").out.splitlines()) < len(
         result.out.splitlines()
     )
 
     other_target = ("gymnasium:FrozenLake-v1", "--option", "map_name=8x8")
-    result = ludus("env", "replay", str(file), *other_target)
+    result = ludus("env", "replay", str(recording_path), *other_target)
     assert result.code == 1
     assert "0 of 3 episodes are the same" in result.out
     assert "first difference: episode 1, reset: expected observation" in result.out
@@ -160,7 +160,7 @@ def test_replay_accepts_a_recorded_episode_and_detects_changes(
     try:
         addresses = server.start()
         for address in (addresses.http, addresses.grpc):
-            result = ludus("env", "replay", str(file), "--address", address)
+            result = ludus("env", "replay", str(recording_path), "--address", address)
             assert result.code == 0, result.out
     finally:
         server.stop()
@@ -169,12 +169,12 @@ def test_replay_accepts_a_recorded_episode_and_detects_changes(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nothing.jsonl",), "no recording 'nothing.jsonl'"),
+        (("missing.jsonl",), "no recording 'missing.jsonl'"),
         (("x", "openspiel_env", "--address", "grpc://127.0.0.1:1"), "cannot be combined"),
         (("x", "--option", "game=catch"), "name the target"),
     ],
 )
-def test_an_impossible_replay_is_refused_with_a_reason(
+def test_invalid_replay_arguments_are_refused(
     ludus: RunCli, arguments: tuple[str, ...], message: str
 ) -> None:
     result = ludus("env", "replay", *arguments)

@@ -26,14 +26,16 @@ def test_serve_command_has_every_server_option(ludus: RunCli) -> None:
     flags = set(re.findall(r"--[a-z][a-z-]*", parser.format_usage())) | {"--help"}
     help_text = ludus("env", "serve", "--help").out
     assert {flag for flag in flags if flag not in help_text} == set()
-    assert len(inspect.signature(serve).parameters) == len(flags) + 1  # without --help
+    assert (
+        len(inspect.signature(serve).parameters) == len(flags) + 1
+    )  # --help is no parameter; `target` and `options` are no server flags
 
 
 def test_serve_command_records_episodes_with_process_isolation(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-c", "from ludus.services.cli.app import main; main()"),
         *("env", "serve", "gymnasium:FrozenLake-v1", "--port=0", "--isolation=process"),
-        *("--step-timeout-s=20", "--max-sessions=2", "--record", str(tmp_path / "kept.jsonl")),
+        *("--step-timeout-s=20", "--max-sessions=2", "--record", str(tmp_path / "episodes.jsonl")),
         *("--first-seed=40", "--no-determinism-check"),
     ]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -46,12 +48,12 @@ def test_serve_command_records_episodes_with_process_isolation(tmp_path: Path) -
     server.send_signal(signal.SIGINT)
     server.communicate(timeout=60)
     assert server.returncode == 0
-    (episode,) = read_recording(tmp_path / "kept.jsonl")
+    (episode,) = read_recording(tmp_path / "episodes.jsonl")
     assert (episode.seed, len(episode.steps)) == (40, 1)
     assert episode.environment.target == "gymnasium:FrozenLake-v1"
 
 
-def test_limits_that_need_workers_are_refused(ludus: RunCli) -> None:
+def test_memory_limit_without_process_isolation_is_refused(ludus: RunCli) -> None:
     result = ludus("env", "serve", "openspiel_env", "--port", "0", "--memory-limit-mb", "100")
     assert result.code == 2
     assert "isolation" in result.err

@@ -1,4 +1,4 @@
-"""`ludus init` copies an example that can be trained as it is."""
+"""`ludus init`, which copies an example run configuration."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def test_data_is_copied_next_to_the_configuration(ludus: RunCli) -> None:
 
 
 def test_init_does_not_overwrite_an_existing_file(ludus: RunCli) -> None:
-    Path("blackjack.toml").write_text("mine", encoding="utf-8")
+    Path("blackjack.toml").write_text("original text", encoding="utf-8")
     result = ludus("init", "blackjack")
     assert result.code == 2
     assert "'blackjack.toml' exists; remove it" in result.err
-    assert Path("blackjack.toml").read_text(encoding="utf-8") == "mine"
+    assert Path("blackjack.toml").read_text(encoding="utf-8") == "original text"
 
 
-def test_unknown_example_is_refused_with_the_known_examples(ludus: RunCli) -> None:
+def test_unknown_example_error_lists_known_examples(ludus: RunCli) -> None:
     result = ludus("init", "blackjak")
     assert result.code == 2
     assert "no example is named 'blackjak'" in result.err
     assert "blackjack" in result.err
 
 
-def test_the_version_is_printed(ludus: RunCli) -> None:
+def test_version_option_prints_the_version(ludus: RunCli) -> None:
     result = ludus("--version")
     assert result.code == 0
     assert result.out.startswith("ludus ")

@@ -28,7 +28,7 @@ HEAVY_PACKAGES = ("torch", "ray", "vllm", "transformers", "pyspiel", "numpy", "g
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_of_every_command_has_an_example(ludus: RunCli, command: tuple[str, ...]) -> None:
+def test_help_of_every_command_shows_an_example(ludus: RunCli, command: tuple[str, ...]) -> None:
     result = ludus(*command, "--help")
     assert result.code == 0
     assert f"Example: ludus {' '.join(command)}" in result.out

@@ -30,11 +30,11 @@ PACKAGE_FILES = {
 }
 
 
-def run_python(*command: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
+def run_python(*command: str, cwd: Path, python_path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(path)},
+        env={**os.environ, "PYTHONPATH": str(python_path)},
         capture_output=True,
         text=True,
         timeout=290,
@@ -44,7 +44,7 @@ def run_python(*command: str, cwd: Path, path: Path) -> subprocess.CompletedProc
 
 @pytest.fixture
 def grid_maze(ludus: RunCli, tmp_path: Path) -> Path:
-    """Return the folder that `ludus env init grid_maze` writes."""
+    """Run `ludus env init grid_maze`; return the new folder."""
     result = ludus("env", "init", "grid_maze")
     assert result.code == 0, result.err
     assert "ludus env check grid_maze_env" in result.out
@@ -59,8 +59,8 @@ def test_new_package_has_the_openenv_layout(grid_maze: Path) -> None:
     manifest = yaml.safe_load((grid_maze / "openenv.yaml").read_text())
     assert manifest["name"] == "grid_maze_env"
     assert manifest["app"] == "server.app:app"
-    image = (grid_maze / "server" / "Dockerfile").read_text()
-    assert "USER 10001" in image and "HEALTHCHECK" in image and '"8000"' in image
+    dockerfile = (grid_maze / "server" / "Dockerfile").read_text()
+    assert "USER 10001" in dockerfile and "HEALTHCHECK" in dockerfile and '"8000"' in dockerfile
     for path in grid_maze.rglob("*"):
         if path.is_file():
             assert not any(token in path.read_text() for token in ("__NAME__", "__CLASS__"))
@@ -71,24 +71,29 @@ def test_new_package_passes_lint_tests_and_env_check(grid_maze: Path) -> None:
     for command in (("check",), ("format", "--check")):
         ruff_result = subprocess.run([ruff, *command, "."], cwd=grid_maze, capture_output=True)
         assert ruff_result.returncode == 0, ruff_result.stdout
-    pytest_result = run_python("-m", "pytest", "-q", "tests", cwd=grid_maze, path=grid_maze.parent)
+    pytest_result = run_python(
+        "-m", "pytest", "-q", "tests", cwd=grid_maze, python_path=grid_maze.parent
+    )
     assert pytest_result.returncode == 0, pytest_result.stdout
     check_program = "import sys; sys.argv[1:] = ['env', 'check', 'grid_maze_env']\n"
     check_program += "from ludus.services.cli.app import main; main()"
-    check_result = run_python("-c", check_program, cwd=grid_maze.parent, path=grid_maze.parent)
+    check_result = run_python(
+        "-c", check_program, cwd=grid_maze.parent, python_path=grid_maze.parent
+    )
     assert check_result.returncode == 0, check_result.stdout + check_result.stderr
     assert "broken" not in check_result.stdout
 
 
 def test_new_package_works_after_pip_install(grid_maze: Path, tmp_path: Path) -> None:
-    target = tmp_path / "site"
+    site_folder = tmp_path / "site"
     install_arguments = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
     install_result = run_python(
-        *install_arguments, "--disable-pip-version-check", "--target", str(target), str(grid_maze),
-        cwd=tmp_path, path=tmp_path,
+        *install_arguments, "--disable-pip-version-check",
+        "--target", str(site_folder), str(grid_maze),
+        cwd=tmp_path, python_path=tmp_path,
     )  # fmt: skip
     assert install_result.returncode == 0, install_result.stderr
-    work_folder = tmp_path / "elsewhere"
+    work_folder = tmp_path / "work"
     work_folder.mkdir()
     program = (
         "from ludus.env.targets.targets import environment_factory, list_installed_packages\n"
@@ -97,7 +102,7 @@ def test_new_package_works_after_pip_install(grid_maze: Path, tmp_path: Path) ->
         "from grid_maze_env.server.app import app\n"
         "print(app.title)"
     )
-    import_result = run_python("-c", program, cwd=work_folder, path=target)
+    import_result = run_python("-c", program, cwd=work_folder, python_path=site_folder)
     assert import_result.returncode == 0, import_result.stderr
     assert import_result.stdout.splitlines() == [
         "{'highest': 5, 'max_tries': 3}",
@@ -107,11 +112,11 @@ def test_new_package_works_after_pip_install(grid_maze: Path, tmp_path: Path) ->
 
 
 def test_init_does_not_overwrite_existing_files(ludus: RunCli, grid_maze: Path) -> None:
-    (grid_maze / "models.py").write_text("mine")
+    (grid_maze / "models.py").write_text("original text")
     result = ludus("env", "init", "grid_maze_env")
     assert result.code == 2
     assert "grid_maze_env' contains README.md" in result.err
-    assert (grid_maze / "models.py").read_text() == "mine"
+    assert (grid_maze / "models.py").read_text() == "original text"
 
 
 @pytest.mark.parametrize("name", ["Maze", "2048", "../up", "a-b", "class", "_x", "x" * 60, "é"])

@@ -16,7 +16,7 @@ from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.trainer_process import NUM_LAST_LINES, TrainerOutput
 
 
-def train_row(step: int, elapsed_s: float, **values: float) -> MetricsRow:
+def make_train_row(step: int, elapsed_s: float, **values: float) -> MetricsRow:
     return MetricsRow(
         kind="train",
         step=step,
@@ -26,11 +26,11 @@ def train_row(step: int, elapsed_s: float, **values: float) -> MetricsRow:
     )
 
 
-def phase_row(phase: Phase) -> MetricsRow:
+def make_phase_row(phase: Phase) -> MetricsRow:
     return MetricsRow(kind="phase", step=0, phase=phase, elapsed_s=0, num_games_trained=0)
 
 
-def eval_row(step: int, win_rate: float, environment: str = "blackjack") -> MetricsRow:
+def make_eval_row(step: int, win_rate: float, environment: str = "blackjack") -> MetricsRow:
     values = {
         EvalMetric.WIN_RATE: win_rate,
         EvalMetric.WIN_RATE_CI95_LOW: win_rate - 0.02,
@@ -51,7 +51,7 @@ def encode_rows(*rows: MetricsRow) -> bytes:
     return b"".join(row.model_dump_json(exclude_defaults=True).encode() + b"\n" for row in rows)
 
 
-def unlock_row(step: int, environment: str) -> MetricsRow:
+def make_unlock_row(step: int, environment: str) -> MetricsRow:
     return MetricsRow(
         kind="event",
         step=step,
@@ -67,36 +67,38 @@ def test_progress_shows_the_open_environments_of_the_curriculum() -> None:
     open_environments = []
     for num_open, names in ((1, []), (2, ["hard"]), (2, []), (1, []), (2, ["hard"])):
         values = {TrainMetric.NUM_ENVIRONMENTS_OPEN.value: float(num_open)}
-        progress.update([train_row(1, 1.0, **values), *(unlock_row(1, name) for name in names)])
+        progress.update(
+            [make_train_row(1, 1.0, **values), *(make_unlock_row(1, name) for name in names)]
+        )
         open_environments.append(progress.list_facts()["open environments"])
     assert open_environments == ["1", "2, newest hard", "2, newest hard", "1", "2, newest hard"]
 
 
 def test_a_run_without_a_curriculum_shows_no_open_environments() -> None:
     progress = RunProgress(num_steps=100)
-    progress.update([train_row(1, 1.0)])
+    progress.update([make_train_row(1, 1.0)])
     assert "open environments" not in progress.list_facts()
 
 
-def test_time_left_follows_the_pace_of_recent_steps() -> None:
+def test_remaining_time_uses_the_rate_of_recent_steps() -> None:
     progress = RunProgress(num_steps=100)
     assert progress.remaining_s is None
-    progress.update([train_row(1, 50.0)])
+    progress.update([make_train_row(1, 50.0)])
     assert progress.remaining_s is None
-    # A slow start, then half a second per step.
-    progress.update([train_row(step, 50.0 + 0.5 * (step - 1)) for step in range(2, 41)])
+    # After a slow first step, each step takes half a second.
+    progress.update([make_train_row(step, 50.0 + 0.5 * (step - 1)) for step in range(2, 41)])
     assert progress.remaining_s == 30.0
 
 
-def test_progress_has_latest_evaluation_mean_reward_and_void_episodes() -> None:
+def test_progress_shows_evaluation_mean_reward_and_void_episodes() -> None:
     progress = RunProgress(num_steps=100)
     rewards = {
         TrainMetric.REWARD_MEAN.value: 0.5,
         TrainMetric.NUM_EPISODES_LOST.value: 2.0,
         TrainMetric.NUM_EPISODES_FAILED.value: 3.0,
     }
-    progress.update([phase_row(Phase.TRAIN), eval_row(0, 0.28), eval_row(10, 0.4)])
-    progress.update([train_row(step, step, **rewards) for step in range(8, 11)])
+    progress.update([make_phase_row(Phase.TRAIN), make_eval_row(0, 0.28), make_eval_row(10, 0.4)])
+    progress.update([make_train_row(step, step, **rewards) for step in range(8, 11)])
     facts = progress.list_facts()
     assert facts["wins"] == "40.0% (38.0 to 42.0%)"
     assert facts["return"] == "−0.200"
@@ -109,16 +111,18 @@ def test_progress_has_latest_evaluation_mean_reward_and_void_episodes() -> None:
 def test_a_resumed_run_counts_each_step_once() -> None:
     progress = RunProgress(num_steps=100)
     lost_episodes = {TrainMetric.NUM_EPISODES_LOST.value: 2.0}
-    progress.update([train_row(step, step, **lost_episodes) for step in range(1, 6)])
-    # The file is rewritten up to the checkpoint, and its follower reads it from the start.
-    progress.update([train_row(step, step, **lost_episodes) for step in range(1, 4)])
+    progress.update([make_train_row(step, step, **lost_episodes) for step in range(1, 6)])
+    # A resume rewrites the metrics file, and the follower reads the new file from the start.
+    progress.update([make_train_row(step, step, **lost_episodes) for step in range(1, 4)])
     assert (progress.step, progress.num_games_trained) == (3, 3 * 512)
     assert progress.list_facts()["lost episodes"] == "10"
 
 
 def test_progress_of_a_mixed_run_shows_every_environment() -> None:
     progress = RunProgress(num_steps=100)
-    progress.update([eval_row(0, 0.28), eval_row(0, 0.2, "catch"), eval_row(10, 0.9, "catch")])
+    progress.update(
+        [make_eval_row(0, 0.28), make_eval_row(0, 0.2, "catch"), make_eval_row(10, 0.9, "catch")]
+    )
     facts = progress.list_facts()
     assert facts["wins in blackjack"] == "28.0% (26.0 to 30.0%)"
     assert facts["wins in catch"] == "90.0% (88.0 to 92.0%)"
@@ -126,10 +130,10 @@ def test_progress_of_a_mixed_run_shows_every_environment() -> None:
 
 
 def test_progress_shows_the_return_of_an_environment_without_success() -> None:
-    pole_row = eval_row(0, 0.9, "pole")
+    pole_row = make_eval_row(0, 0.9, "pole")
     values = {EvalMetric.RETURN_MEAN.value: 17.0}
     progress = RunProgress(num_steps=100)
-    progress.update([eval_row(0, 0.28), pole_row.model_copy(update={"values": values})])
+    progress.update([make_eval_row(0, 0.28), pole_row.model_copy(update={"values": values})])
     facts = progress.list_facts()
     assert (facts["wins in blackjack"], facts["return in pole"]) == (
         "28.0% (26.0 to 30.0%)",
@@ -142,7 +146,7 @@ def test_step_means_are_weighted_by_the_number_of_episodes() -> None:
     progress = RunProgress(num_steps=100)
     values_1 = {"reward_mean": 1.0, "num_episodes_scored": 10.0, "canary_error": 0.25}
     values_2 = {"reward_mean": 0.0, "num_episodes_scored": 30.0, "canary_error": 0.125}
-    partial_row = MetricsRow(
+    environment_row = MetricsRow(
         kind="environment",
         step=2,
         environment="catch",
@@ -150,14 +154,16 @@ def test_step_means_are_weighted_by_the_number_of_episodes() -> None:
         num_games_trained=0,
         values={"reward_mean": 100.0, "num_episodes_scored": 1000.0},
     )
-    progress.update([train_row(1, 1, **values_1), train_row(2, 2, **values_2), partial_row])
+    progress.update(
+        [make_train_row(1, 1, **values_1), make_train_row(2, 2, **values_2), environment_row]
+    )
     assert progress.list_facts()["reward"] == "0.250"
     assert progress.list_facts()["canary error"] == "0.25"
 
 
 def test_phase_name_of_a_stopping_run_is_stopping() -> None:
     progress = RunProgress(num_steps=10)
-    progress.update([phase_row(Phase.EVALUATE)])
+    progress.update([make_phase_row(Phase.EVALUATE)])
     assert progress.phase_name == "evaluating"
     progress.is_stopping = True
     assert progress.phase_name == "stopping, writing a checkpoint"
@@ -167,7 +173,7 @@ def test_follower_waits_for_whole_lines_and_returns_each_row_once(tmp_path: Path
     path = tmp_path / METRICS_FILE
     follower = RecordsFollower(path, MetricsRow, skips_old_file=True)
     assert follower.read_new() == []
-    content = encode_rows(train_row(1, 1.0), train_row(2, 2.0))
+    content = encode_rows(make_train_row(1, 1.0), make_train_row(2, 2.0))
     path.write_bytes(content[:-10])
     assert [row.step for row in follower.read_new()] == [1]
     assert follower.read_new() == []
@@ -177,29 +183,29 @@ def test_follower_waits_for_whole_lines_and_returns_each_row_once(tmp_path: Path
 
 def test_follower_ignores_the_rows_of_a_replaced_run(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    path.write_bytes(encode_rows(*(train_row(step, step) for step in range(1, 50))))
+    path.write_bytes(encode_rows(*(make_train_row(step, step) for step in range(1, 50))))
     os.utime(path, ns=(1, 1))
     follower = RecordsFollower(path, MetricsRow, skips_old_file=True)
     assert follower.read_new() == []
     path.unlink()
     assert follower.read_new() == []
-    path.write_bytes(encode_rows(train_row(1, 1.0)))
+    path.write_bytes(encode_rows(make_train_row(1, 1.0)))
     assert [row.step for row in follower.read_new()] == [1]
 
 
 def test_follower_restarts_on_a_replaced_file(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     follower = RecordsFollower(path, MetricsRow, skips_old_file=True)
-    path.write_bytes(encode_rows(*(train_row(step, step) for step in range(1, 6))))
+    path.write_bytes(encode_rows(*(make_train_row(step, step) for step in range(1, 6))))
     assert len(follower.read_new()) == 5
-    # Resuming drops the rows after the checkpoint, but the new file may be longer.
-    replacement = tmp_path / "aside"
+    # The new file has fewer rows but may contain more bytes.
+    replacement = tmp_path / "replacement"
     replacement.write_bytes(
-        encode_rows(*(train_row(step, step, loss=0.12345678) for step in range(1, 5)))
+        encode_rows(*(make_train_row(step, step, loss=0.12345678) for step in range(1, 5)))
     )
     replacement.replace(path)
     assert [row.step for row in follower.read_new()] == [1, 2, 3, 4]
-    path.write_bytes(encode_rows(train_row(1, 1.0)))
+    path.write_bytes(encode_rows(make_train_row(1, 1.0)))
     assert [row.step for row in follower.read_new()] == [1]
     assert follower.num_unreadable == 0
 
@@ -207,25 +213,25 @@ def test_follower_restarts_on_a_replaced_file(tmp_path: Path) -> None:
 def test_an_invalid_line_is_counted_and_skipped(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     follower = RecordsFollower(path, MetricsRow, skips_old_file=True)
-    path.write_bytes(b'{"kind": "rumour"}\n' + encode_rows(train_row(1, 1.0)))
+    path.write_bytes(b'{"kind": "unknown"}\n' + encode_rows(make_train_row(1, 1.0)))
     assert [row.step for row in follower.read_new()] == [1]
     assert follower.num_unreadable == 1
 
 
 @pytest.fixture
-def no_timed_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable the time limit between plain lines."""
+def no_interval_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep PlainView from printing lines because of elapsed time."""
     monkeypatch.setattr(progress_module, "PLAIN_INTERVAL_S", 3600.0)
 
 
-@pytest.mark.usefixtures("no_timed_lines")
+@pytest.mark.usefixtures("no_interval_lines")
 def test_plain_view_prints_one_line_per_phase_and_the_final_state() -> None:
     output_buffer = io.StringIO()
     view = PlainView(Console(file=output_buffer, width=120))
     progress = RunProgress(num_steps=3)
-    progress.update([phase_row(Phase.TRAIN)])
+    progress.update([make_phase_row(Phase.TRAIN)])
     for step in (1, 2, 3):
-        progress.update([train_row(step, step)])
+        progress.update([make_train_row(step, step)])
         view.refresh(progress)
     view.finish(progress)
     lines = output_buffer.getvalue().splitlines()
@@ -234,21 +240,21 @@ def test_plain_view_prints_one_line_per_phase_and_the_final_state() -> None:
     assert lines[1].startswith("step 3/3 · training")
 
 
-@pytest.mark.usefixtures("no_timed_lines")
+@pytest.mark.usefixtures("no_interval_lines")
 def test_plain_view_skips_lines_of_frequent_phase_changes() -> None:
     output_buffer = io.StringIO()
     view = PlainView(Console(file=output_buffer, width=120))
     progress = RunProgress(num_steps=30)
     for step in range(1, 31):
         for phase in (Phase.SAVE_CHECKPOINT, Phase.EVALUATE, Phase.TRAIN):
-            progress.update([phase_row(phase), train_row(step, step)])
+            progress.update([make_phase_row(phase), make_train_row(step, step)])
             view.refresh(progress)
     view.finish(progress)
     phases = [line.split(" · ")[1] for line in output_buffer.getvalue().splitlines()]
     assert phases == ["saving a checkpoint", "evaluating", "training", "training"]
 
 
-def test_follower_waits_for_an_unreadable_folder(tmp_path: Path) -> None:
+def test_follower_returns_no_rows_if_the_folder_is_unreadable(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     assert RecordsFollower(tmp_path / "runs" / METRICS_FILE, MetricsRow).read_new() == []
 
@@ -258,8 +264,8 @@ def test_terminal_view_shows_phase_bar_and_facts() -> None:
     console = Console(file=output_buffer, width=100, force_terminal=True, color_system=None)
     live = Live(console=console, auto_refresh=False)
     progress = RunProgress(num_steps=20)
-    progress.update([phase_row(Phase.TRAIN), eval_row(0, 0.3)])
-    progress.update([train_row(step, step, tokens_per_second=2000.0) for step in range(1, 11)])
+    progress.update([make_phase_row(Phase.TRAIN), make_eval_row(0, 0.3)])
+    progress.update([make_train_row(step, step, tokens_per_second=2000.0) for step in range(1, 11)])
     TerminalView(console, live).refresh(progress)
     console.print(live.get_renderable())
     output_text = output_buffer.getvalue()
@@ -271,18 +277,18 @@ def test_trainer_output_is_split_into_errors_warnings_and_last_lines() -> None:
     output = TrainerOutput()
     for line in (
         "error: first",
-        "  more of it",
+        "  more detail",
         "plain",
         "  indented",
         "warning: slow",
         "error: b",
     ):
         output.add_line(line)
-    assert output.errors == ["first\n  more of it", "b"]
+    assert output.errors == ["first\n  more detail", "b"]
     assert list(output.warnings) == ["slow"]
-    tail = list(output.last_lines)
+    previous_lines = list(output.last_lines)
     output.add_line(f"{LOG_ROW_PREFIX}{{}}")
-    assert list(output.last_lines) == tail, "a metrics row is no output of the trainer"
+    assert list(output.last_lines) == previous_lines, "a metrics row was added to the last lines"
     for index in range(100):
         output.add_line(str(index))
     assert len(output.last_lines) == NUM_LAST_LINES

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def demo_folder(ludus: RunCli, fake_trainer: Callable[[str], None], tmp_path: Path) -> Path:
+def demo_folder(ludus: RunCli, use_fake_trainer: Callable[[str], None], tmp_path: Path) -> Path:
     """Return the folder of a finished run."""
-    fake_trainer("goes_well")
+    use_fake_trainer("succeeds")
     assert ludus("train", "--set", "training.num_steps=2", "--set", "name=demo").code == 0
     return tmp_path / "runs/demo"
 
@@ -27,7 +27,7 @@ def test_report_prints_the_path_of_the_page(ludus: RunCli, demo_folder: Path) ->
     assert (demo_folder / "report.html").is_file()
 
 
-def test_report_writes_to_a_path_and_opens_the_page(
+def test_report_writes_and_opens_the_page_at_the_output_path(
     ludus: RunCli, demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened_urls: list[str] = []

@@ -1,4 +1,4 @@
-"""The commands that query, stop, resume and fetch existing runs on a cluster."""
+"""Commands that list, inspect, stop, resume and fetch runs on a cluster."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 
 from tests.cli.cluster_runs import (
     add_results,
+    append_log,
     finish_run,
     get_config_map,
     get_job,
     poll,
     read_error,
-    run_meanwhile,
+    run_in_background,
     start_run,
     submit_run,
-    write_log,
 )
 from tests.cli.commands import RunCli
 from tests.gateway.fake_kubernetes import Call, FakeKubernetes
@@ -46,7 +46,7 @@ def test_list_contains_all_runs(ludus: RunCli, cluster: Call) -> None:
     assert ["second", "submitted"] in [row[:2] for row in rows]
 
 
-def test_a_status_shows_progress_nodes_and_problems(ludus: RunCli, cluster: Call) -> None:
+def test_status_shows_progress_nodes_and_problems(ludus: RunCli, cluster: Call) -> None:
     start_run(ludus, cluster, step_row(1), step_row(2))
     learner = head_pod()
     learner["metadata"].update(name="demo-learner")
@@ -75,7 +75,7 @@ def test_logs_without_a_head_pod_come_from_the_run_folder(ludus: RunCli, cluster
             c.pods, "run", lambda pod, command: CommandResult(output=b"from the folder\n")
         )
     )
-    with start_reader_pods(cluster):
+    with start_reader_pod(cluster):
         outcome = ludus("logs", "demo")
     assert outcome.out == "from the folder\n", outcome.err
     assert cluster(list_reader_pods) == []  # the reader pod has been deleted
@@ -89,27 +89,27 @@ def list_reader_pods(cluster: FakeKubernetes) -> list[Json]:
 
 
 @contextmanager
-def start_reader_pods(call: Call) -> Iterator[None]:
-    """Start the pod that reads the volume as a node does."""
+def start_reader_pod(call: Call) -> Iterator[None]:
+    """Mark the pod that reads the volume as running, in a background thread."""
 
-    def start() -> None:
+    def mark_running() -> None:
         (pod,) = poll(call, list_reader_pods)
         call(lambda c: c.put({**pod, "status": {"phase": "Running"}}))
 
-    with run_meanwhile(start):
+    with run_in_background(mark_running):
         yield
 
 
 def test_stop_makes_the_driver_write_a_checkpoint_and_exit(ludus: RunCli, cluster: Call) -> None:
     start_run(ludus, cluster, step_row(1))
 
-    def operate() -> None:
+    def simulate_cluster() -> None:
         poll(cluster, lambda c: "control.json" in get_config_map(c)["data"])
-        write_log(cluster, step_row(2), "stopped after step 2")
+        append_log(cluster, step_row(2), "stopped after step 2")
         time.sleep(0.2)
         finish_run(cluster)
 
-    with run_meanwhile(operate):
+    with run_in_background(simulate_cluster):
         outcome = ludus("stop", "demo")
     assert outcome.code == 0, outcome.err
     assert "stopped with a checkpoint; continue with: ludus resume demo" in outcome.err
@@ -120,7 +120,7 @@ def test_stop_makes_the_driver_write_a_checkpoint_and_exit(ludus: RunCli, cluste
     assert "has already ended" in ludus("stop", "demo").err
 
 
-def test_a_slow_stop_is_reported(ludus: RunCli, cluster: Call) -> None:
+def test_stop_timeout_is_reported(ludus: RunCli, cluster: Call) -> None:
     start_run(ludus, cluster)
     outcome = ludus("stop", "demo", "--timeout", "1")
     assert outcome.code != 0
@@ -185,11 +185,11 @@ def test_fetch_copies_the_run_folder_and_writes_the_report(
 ) -> None:
     commands = add_results(cluster, tmp_path)
     start_run(ludus, cluster)
-    outcome = ludus("fetch", "demo", "--folder", "there")
+    outcome = ludus("fetch", "demo", "--folder", "results")
     assert outcome.code == 0, outcome.err
-    assert Path("there/report.html").exists()
+    assert Path("results/report.html").exists()
     assert commands[0][3:] == ["/runs/demo", "checkpoints", "initial_model", "weights"]
-    ludus("fetch", "demo", "--folder", "there", "--all")
+    ludus("fetch", "demo", "--folder", "results", "--all")
     assert commands[1][3:] == ["/runs/demo"]
 
 

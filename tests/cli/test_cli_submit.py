@@ -1,4 +1,4 @@
-"""`ludus submit` and `ludus logs -f`, and common mistakes with them."""
+"""`ludus submit` and `ludus logs -f`, including common user errors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ludus.services.runs import follow
 from tests.cli.cluster_runs import (
     CONFIG,
     add_results,
+    append_log,
     finish_run,
     get_config_map,
     get_job,
     poll,
     read_error,
-    run_meanwhile,
+    run_in_background,
     start_run,
     submit_run,
-    write_log,
 )
 from tests.cli.commands import RunCli
 from tests.gateway.fake_kubernetes import Call
@@ -70,21 +70,21 @@ def test_run_is_followed_to_the_end_and_fetched(
 ) -> None:
     add_results(cluster, tmp_path)
 
-    def operate() -> None:
+    def simulate_cluster() -> None:
         poll(cluster, get_job)
         cluster(start_cluster)
-        write_log(cluster, phase_row(), "warning: something odd", step_row(1), step_row(2))
+        append_log(cluster, phase_row(), "warning: slow step", step_row(1), step_row(2))
         poll(cluster, lambda c: c.pods.num_log_requests)
-        write_log(cluster, step_row(3))
+        append_log(cluster, step_row(3))
         time.sleep(0.3)
         finish_run(cluster)
 
-    with run_meanwhile(operate):
+    with run_in_background(simulate_cluster):
         outcome = ludus("submit", "run.toml")
     assert outcome.code == 0, outcome.err
     assert "run 'demo' submitted to namespace 'arena'" in outcome.err
     assert "step 3/3 · training" in outcome.err
-    assert outcome.err.count("warning: something odd") == 1
+    assert outcome.err.count("warning: slow step") == 1
     assert "report      runs/demo/report.html" in outcome.out + outcome.err
     assert "ludus resume demo --set training.num_steps=" in outcome.out + outcome.err
     owner = cluster(get_config_map)["metadata"]["ownerReferences"][0]
@@ -113,7 +113,7 @@ def test_pod_problems_are_reported_during_the_wait(ludus: RunCli, cluster: Call)
     state = {"waiting": {"reason": "ImagePullBackOff", "message": "not found: trainer:dev"}}
     pod_status = {"containerStatuses": [{"image": "trainer:dev", "state": state}]}
 
-    def operate() -> None:
+    def simulate_cluster() -> None:
         poll(cluster, get_job)
         cluster(
             lambda c: set_status(c, jobDeploymentStatus="Initializing", rayClusterName="demo-abcde")
@@ -123,7 +123,7 @@ def test_pod_problems_are_reported_during_the_wait(ludus: RunCli, cluster: Call)
         poll(cluster, lambda c: c.num_requests("list", "pods") > num_requests + 1)
         finish_run(cluster, "FAILED", "Failed", reason="PreRunningDeadlineExceeded")
 
-    with run_meanwhile(operate):
+    with run_in_background(simulate_cluster):
         outcome = ludus("submit", "run.toml")
     assert outcome.code == 1
     assert "waiting for pods" in outcome.err
@@ -136,19 +136,19 @@ def test_log_interruptions_and_api_errors_lose_no_line(ludus: RunCli, cluster: C
     start_run(ludus, cluster, *map(step_row, (1, 2)))
     cluster(lambda c: setattr(c.pods, "num_cut_logs", 2))
 
-    def operate() -> None:
+    def simulate_cluster() -> None:
         poll(cluster, lambda c: c.pods.num_log_requests)
         cluster(lambda c: c.fail(503, verb="get", plural="rayjobs", times=2))
         poll(cluster, lambda c: c.pods.num_log_requests > 2)
-        write_log(cluster, step_row(3), "warning: the last one")
+        append_log(cluster, step_row(3), "warning: last line")
         time.sleep(0.3)
         finish_run(cluster, "STOPPED")
 
-    with run_meanwhile(operate):
+    with run_in_background(simulate_cluster):
         outcome = ludus("logs", "-f", "demo")
     assert outcome.code == 130
     assert "step 3/3" in outcome.err
-    assert outcome.err.count("the last one") == 1
+    assert outcome.err.count("last line") == 1
 
 
 def test_a_silent_log_is_requested_again(
@@ -158,11 +158,11 @@ def test_a_silent_log_is_requested_again(
     start_run(ludus, cluster, *map(step_row, (1, 2)))
     cluster(lambda c: setattr(c.pods, "num_silent_logs", 2))
 
-    def operate() -> None:
+    def simulate_cluster() -> None:
         poll(cluster, lambda c: c.pods.num_log_requests > 2)
         finish_run(cluster, "STOPPED")
 
-    with run_meanwhile(operate):
+    with run_in_background(simulate_cluster):
         outcome = ludus("logs", "-f", "demo")
     assert "step 2/3" in outcome.err
     assert "warning" not in outcome.err
@@ -173,14 +173,14 @@ def test_unreadable_log_is_reported_and_read_later(ludus: RunCli, cluster: Call)
     start_run(ludus, cluster, *map(step_row, (1, 2, 3)))
     cluster(lambda c: setattr(c.pods, "unreadable_log", 'lstat "0.log": no such file'))
 
-    def operate() -> None:
+    def simulate_cluster() -> None:
         poll(cluster, lambda c: c.pods.num_log_requests > 1)
         num_requests = cluster(lambda c: c.num_requests("get", "rayjobs"))
         poll(cluster, lambda c: c.num_requests("get", "rayjobs") > num_requests + 1)
         cluster(lambda c: setattr(c.pods, "unreadable_log", ""))
         finish_run(cluster, "STOPPED")
 
-    with run_meanwhile(operate):
+    with run_in_background(simulate_cluster):
         outcome = ludus("logs", "-f", "demo")
     assert (
         outcome.err.count('steps are not shown, because the log cannot be read: lstat "0.log"') == 1
@@ -189,32 +189,30 @@ def test_unreadable_log_is_reported_and_read_later(ludus: RunCli, cluster: Call)
 
 
 def test_deleted_run_makes_submit_exit_with_an_error(ludus: RunCli, cluster: Call) -> None:
-    def operate() -> None:
+    def simulate_cluster() -> None:
         poll(cluster, get_job)
         cluster(start_cluster)
-        write_log(cluster, step_row(1))
+        append_log(cluster, step_row(1))
         poll(cluster, lambda c: c.pods.num_log_requests)
         cluster(lambda c: c.remove("ray.io/v1", "rayjobs", NAMESPACE, "demo"))
 
-    with run_meanwhile(operate):
+    with run_in_background(simulate_cluster):
         outcome = ludus("submit", "run.toml")
     assert "there is no run 'demo' in namespace 'arena'" in read_error(outcome)
     assert "the run continues" not in outcome.err
 
 
-# Mistakes.
+# User errors.
 
 
-def test_a_failed_check_stops_the_command_before_anything_is_created(
-    ludus: RunCli, cluster: Call
-) -> None:
+def test_failed_check_prevents_the_creation_of_objects(ludus: RunCli, cluster: Call) -> None:
     cluster(lambda c: c.remove("v1", "secrets", NAMESPACE, "ludus-auth"))
     assert "there is no Secret 'ludus-auth'" in read_error(ludus("submit", "run.toml"))
     assert cluster(get_config_map) is None
     assert ludus("submit", "run.toml", "--detach", "--ignore", "secrets").code == 0
 
 
-def test_submit_without_a_cluster_advises_to_train_locally(
+def test_submit_without_a_cluster_suggests_local_training(
     ludus: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run.toml").write_text(CONFIG)
@@ -258,9 +256,7 @@ def test_unknown_context_is_refused_with_a_remedy(ludus: RunCli, cluster: Call) 
     assert "kubectl config get-contexts" in message
 
 
-def test_submit_without_a_release_advises_to_install_a_release(
-    ludus: RunCli, cluster: Call
-) -> None:
+def test_submit_without_a_release_suggests_an_installation(ludus: RunCli, cluster: Call) -> None:
     message = read_error(ludus("submit", "run.toml", "-n", "elsewhere"))
     assert "there is no Ludus release in namespace 'elsewhere'; install one with" in message
     assert "--namespace" in message

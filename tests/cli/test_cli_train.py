@@ -15,17 +15,17 @@ import pytest
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.runs import Evaluation
 from ludus.services.cli import train_command, trainer_process
-from tests.cli.commands import FAKE_TRAINER, RunCli
+from tests.cli.commands import FAKE_TRAINER_PATH, RunCli
 
 pytestmark = pytest.mark.slow
 
-UseFake = Callable[[str], None]
+UseFakeTrainer = Callable[[str], None]
 
 
 def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
-    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer, tmp_path: Path
 ) -> None:
-    fake_trainer("goes_well")
+    use_fake_trainer("succeeds")
     result = ludus("train", "--dry-run", "--set", "training.num_steps=7", "--set", "name=mine")
     config = LanguageModelRun.model_validate(json.loads(result.out))
     assert result.code == 0
@@ -44,9 +44,13 @@ def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
     ],
 )
 def test_invalid_configuration_is_refused_with_field_value_and_remedy(
-    ludus: RunCli, fake_trainer: UseFake, override: str, expected: list[str], tmp_path: Path
+    ludus: RunCli,
+    use_fake_trainer: UseFakeTrainer,
+    override: str,
+    expected: list[str],
+    tmp_path: Path,
 ) -> None:
-    fake_trainer("crashes")
+    use_fake_trainer("crashes")
     result = ludus("train", "--set", override)
     assert result.code == 2
     assert result.err.startswith("error: ")
@@ -64,9 +68,9 @@ def test_invalid_configuration_is_refused_with_field_value_and_remedy(
     ],
 )
 def test_invalid_environment_is_refused_before_the_trainer_starts(
-    ludus: RunCli, fake_trainer: UseFake, override: str, expected: str, tmp_path: Path
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer, override: str, expected: str, tmp_path: Path
 ) -> None:
-    fake_trainer("crashes")
+    use_fake_trainer("crashes")
     result = ludus("train", "--set", override)
     assert result.code == 2
     assert result.err.startswith("error: ") and expected in result.err
@@ -87,7 +91,7 @@ def test_resume_and_overwrite_exclude_each_other(ludus: RunCli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "passed_on"),
+    ("flags", "trainer_flags"),
     [
         (["--resume"], ["--resume=always"]),
         (["--resume=auto"], ["--resume=auto"]),
@@ -96,15 +100,19 @@ def test_resume_and_overwrite_exclude_each_other(ludus: RunCli) -> None:
     ],
 )
 def test_resume_and_overwrite_flags_are_passed_to_the_trainer(
-    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path, flags: list[str], passed_on: list[str]
+    ludus: RunCli,
+    use_fake_trainer: UseFakeTrainer,
+    tmp_path: Path,
+    flags: list[str],
+    trainer_flags: list[str],
 ) -> None:
-    fake_trainer("goes_well")
-    # The flag does not consume the next argument.
-    config = tmp_path / "run.json"
-    config.write_text(json.dumps({"name": "demo", "training": {"num_steps": 1}}))
-    result = ludus("train", *flags, str(config))
+    use_fake_trainer("succeeds")
+    # The path follows --resume, which must not parse it as a value.
+    config_path = tmp_path / "run.json"
+    config_path.write_text(json.dumps({"name": "demo", "training": {"num_steps": 1}}))
+    result = ludus("train", *flags, str(config_path))
     assert result.code == 0, result.err
-    assert json.loads((tmp_path / "runs/demo/flags").read_text()) == passed_on
+    assert json.loads((tmp_path / "runs/demo/flags").read_text()) == trainer_flags
 
 
 def test_invalid_value_of_resume_is_refused(ludus: RunCli) -> None:
@@ -114,12 +122,12 @@ def test_invalid_value_of_resume_is_refused(ludus: RunCli) -> None:
 
 
 def test_successful_run_prints_progress_and_one_table_and_writes_a_report(
-    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer, tmp_path: Path
 ) -> None:
-    fake_trainer("goes_well")
+    use_fake_trainer("succeeds")
     result = ludus("train", "--set", "training.num_steps=3", "--set", "name=demo")
     assert result.code == 0, result.err
-    # stderr has progress and the warnings of the child, but not its other output.
+    # stderr contains progress and the warnings of the trainer, but not its other output.
     assert "step 3/3" in result.err
     assert "wins 40.1% (39.1 to 41.1%)" in result.err
     assert "lost episodes 3" in result.err
@@ -141,9 +149,9 @@ def test_successful_run_prints_progress_and_one_table_and_writes_a_report(
 
 
 def test_error_of_the_trainer_is_printed_once_and_in_full(
-    ludus: RunCli, fake_trainer: UseFake
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer
 ) -> None:
-    fake_trainer("refuses")
+    use_fake_trainer("refuses")
     result = ludus("train")
     assert result.code == 2
     assert (
@@ -154,43 +162,45 @@ def test_error_of_the_trainer_is_printed_once_and_in_full(
 
 
 def test_trainer_crash_prints_the_last_output_and_the_exit_code(
-    ludus: RunCli, fake_trainer: UseFake
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer
 ) -> None:
-    fake_trainer("crashes")
+    use_fake_trainer("crashes")
     result = ludus("train")
     assert result.code == 1
     assert "ValueError: no gradient" in result.err
     assert "the trainer exited with exit code 1" in result.err
 
 
-def test_trainer_output_is_printed_even_if_collected_late(
-    ludus: RunCli, fake_trainer: UseFake, monkeypatch: pytest.MonkeyPatch
+def test_slowly_collected_trainer_output_is_printed(
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collect_output = trainer_process.collect_output
 
-    def collect_late(*arguments: Any) -> None:
+    def collect_slowly(*arguments: Any) -> None:
         time.sleep(1.2)
         collect_output(*arguments)
 
-    monkeypatch.setattr(trainer_process, "collect_output", collect_late)
+    monkeypatch.setattr(trainer_process, "collect_output", collect_slowly)
     monkeypatch.setattr(trainer_process, "POLL_INTERVAL_S", 0.01)
-    fake_trainer("refuses")
+    use_fake_trainer("refuses")
     result = ludus("train")
     assert result.code == 2
     assert "continue with --resume" in result.err
 
 
-def test_a_killed_trainer_is_reported_as_killed(ludus: RunCli, fake_trainer: UseFake) -> None:
-    fake_trainer("dies")
+def test_a_killed_trainer_is_reported_as_killed(
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer
+) -> None:
+    use_fake_trainer("dies")
     result = ludus("train")
     assert result.code == 1
     assert "the trainer exited with signal 9" in result.err
 
 
 def test_eval_passes_options_to_the_trainer_and_prints_the_report(
-    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer, tmp_path: Path
 ) -> None:
-    fake_trainer("goes_well")
+    use_fake_trainer("succeeds")
     ludus("train", "--set", "training.num_steps=1", "--set", "name=demo")
     result = ludus("eval", "runs/demo", "--games", "4321", "--temperature", "0")
     assert result.code == 0, result.err
@@ -202,14 +212,14 @@ def test_eval_passes_options_to_the_trainer_and_prints_the_report(
 
 
 def test_mixed_run_and_eval_print_a_table_for_every_environment(
-    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer, tmp_path: Path
 ) -> None:
-    fake_trainer("goes_well")
-    games = {"easy": {"game": "catch"}, "hard": {"game": "blackjack"}}
-    config = tmp_path / "mixed.json"
-    environments = {name: {"options": options} for name, options in games.items()}
-    config.write_text(json.dumps({"name": "mixed", "environments": environments}))
-    train_result = ludus("train", str(config), "--set", "training.num_steps=1")
+    use_fake_trainer("succeeds")
+    options_by_environment = {"easy": {"game": "catch"}, "hard": {"game": "blackjack"}}
+    config_path = tmp_path / "mixed.json"
+    environments = {name: {"options": options} for name, options in options_by_environment.items()}
+    config_path.write_text(json.dumps({"name": "mixed", "environments": environments}))
+    train_result = ludus("train", str(config_path), "--set", "training.num_steps=1")
     assert train_result.code == 0, train_result.err
     eval_result = ludus("eval", "runs/mixed")
     assert eval_result.code == 0, eval_result.err
@@ -220,7 +230,9 @@ def test_mixed_run_and_eval_print_a_table_for_every_environment(
         assert all(title in out for title in titles)
         assert out.count("gap closed  91.2% (88.1 to 94.3%, 95%)") == 2
     # An invalid option of any environment is reported before anything starts.
-    result = ludus("train", str(config), "--set", 'environments.hard.options={"gaem": "catch"}')
+    result = ludus(
+        "train", str(config_path), "--set", 'environments.hard.options={"gaem": "catch"}'
+    )
     assert result.code == 2
     assert "gaem" in result.err
 
@@ -232,8 +244,8 @@ def test_eval_of_a_folder_without_a_run_is_refused(ludus: RunCli, tmp_path: Path
 
 
 def start_cli(folder: Path, scenario: str, grace_s: float = 15.0) -> subprocess.Popen[str]:
-    """Start `ludus train` in a process with the fake trainer; return it once the trainer waits."""
-    command = [sys.executable, str(FAKE_TRAINER), scenario]
+    """Start `ludus train` in a child process, and wait until the fake trainer runs."""
+    command = [sys.executable, str(FAKE_TRAINER_PATH), scenario]
     program = (
         "from ludus.services.cli import app, trainer_process as t\n"
         f"t.build_trainer_command = lambda arguments: [*{command!r}, *arguments]\n"
@@ -264,26 +276,26 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+@pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc")
 @pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGTERM])
 def test_stop_signal_reaches_the_trainer_once_and_leaves_no_process(
     tmp_path: Path, stop_signal: signal.Signals
 ) -> None:
     cli = start_cli(tmp_path, "waits", grace_s=600.0)
     trainer_pids = read_pids(tmp_path)
-    # A terminal signals the whole foreground group, which does not include the trainer.
+    # A terminal signals its foreground process group, which does not include the trainer.
     cli.send_signal(stop_signal)
     _, err = cli.communicate(timeout=120)
     assert cli.returncode == 130
     assert "stopping, writing a checkpoint" in err
-    # The fake has written no checkpoint.
+    # The fake trainer has written no checkpoint.
     assert "no checkpoint was written yet; the same command starts again" in err
     assert "Traceback" not in err
     assert (tmp_path / "runs/demo/signals").read_text() == str(int(stop_signal))
     assert not any(is_running(pid) for pid in trainer_pids)
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+@pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc")
 def test_trainer_that_ignores_a_stop_is_killed_with_its_process_group(tmp_path: Path) -> None:
     cli = start_cli(tmp_path, "never_stops", grace_s=0.5)
     trainer_pids = read_pids(tmp_path)

@@ -1,4 +1,4 @@
-"""`ludus watch`: past episodes, new episodes, and the end of a run."""
+"""`ludus watch` on finished and running runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_run(folder: Path, *transcripts: Transcript) -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Return the folder in which `ludus` finds the run `demo`."""
+    """Return the folder of the run `demo`."""
     return tmp_path / "runs" / "demo"
 
 
