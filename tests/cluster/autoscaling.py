@@ -1,6 +1,6 @@
-"""Players on an environment that scales, and a record of its pods during play.
+"""Players of an autoscaled environment, and a recorder of its pods.
 
-    Crowd --sessions--> gateway --> pods
+    LoadGenerator --sessions--> gateway --> pods
     Recorder --each second--> a row of numbers, and a Removal for each pod that starts to terminate
 
 The players connect through `kubectl port-forward`, which works on every cluster and bypasses every
@@ -34,14 +34,14 @@ COLUMNS = (
     *("pending", "active", "draining"),
     *("replicas", "ready", "terminating", "void"),
 )
-"""Columns of a row. The gateway counts pending and active sessions, and those on draining pods."""
+"""Column names of a row. `pending`, `active` and `draining` count sessions in the gateway."""
 _STEP_S = 0.5
 _FORWARDING_PATTERN = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+) -> (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A pod that a scale-in removes, and the pods that it keeps."""
+    """A pod removed by a scale-in, with the sessions and deletion costs of the remaining pods."""
 
     at_s: float
     num_sessions: int
@@ -51,34 +51,34 @@ class Removal:
 
 
 @dataclass(slots=True)
-class Crowd:
-    """A number of concurrent players, each with a session for a few seconds."""
+class LoadGenerator:
+    """A variable number of concurrent players, each with a session of a few seconds."""
 
     client: AsyncEnvClient
     min_session_s: float = 4.0
     max_session_s: float = 12.0
-    size: int = 0
-    """Number of concurrent players. A new player replaces each player who leaves."""
-    servers: Counter[str] = field(default_factory=Counter)
-    """Open sessions by server."""
+    target_players: int = 0
+    """Target number of concurrent players. A new player replaces each player who finishes."""
+    sessions_by_server: Counter[str] = field(default_factory=Counter)
+    """Number of open sessions of each server."""
     num_finished: int = 0
-    num_moved: int = 0
-    """Number of sessions that ended normally on a pod that was being removed."""
+    num_drained: int = 0
+    """Number of sessions that ended normally on a terminating pod."""
     lost_errors: list[str] = field(default_factory=list)
-    """Errors of the sessions that were lost."""
+    """Errors of lost sessions."""
     refusals: list[str] = field(default_factory=list)
-    """Errors of the players who got no session."""
+    """Errors of sessions that could not be opened."""
     max_wait_s: float = 0.0
-    leaving_servers: set[str] = field(default_factory=set)
-    """Servers whose pods are being removed."""
+    terminating_servers: set[str] = field(default_factory=set)
+    """Servers whose pods are terminating."""
     _rng: random.Random = field(default_factory=lambda: random.Random(11))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def run(self) -> None:
-        """Keep `size` players in play until canceled."""
+        """Run `target_players` concurrent players until canceled."""
         try:
             while True:
-                for _ in range(self.size - len(self._tasks)):
+                for _ in range(self.target_players - len(self._tasks)):
                     task = asyncio.create_task(self._play())
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
@@ -90,7 +90,7 @@ class Crowd:
 
     @property
     def num_players(self) -> int:
-        """Number of players who play or wait."""
+        """Number of players with an open or a pending session."""
         return len(self._tasks)
 
     async def _play(self) -> None:
@@ -103,17 +103,17 @@ class Crowd:
             return
         self.max_wait_s = max(self.max_wait_s, time.monotonic() - start_s)
         server = session.id.split("~")[1]
-        self.servers[server] += 1
+        self.sessions_by_server[server] += 1
         try:
             await self._take_steps(session, time.monotonic() + duration_s)
         except InfrastructureError as error:
-            pod_state = "that is removed" if server in self.leaving_servers else "that stays"
-            self.lost_errors.append(f"on a pod {pod_state}: {error}")
+            pod_state = "terminating" if server in self.terminating_servers else "running"
+            self.lost_errors.append(f"on a {pod_state} pod: {error}")
         else:
             self.num_finished += 1
-            self.num_moved += server in self.leaving_servers
+            self.num_drained += server in self.terminating_servers
         finally:
-            self.servers[server] -= 1
+            self.sessions_by_server[server] -= 1
 
     async def _take_steps(self, session: AsyncSession, deadline_s: float) -> None:
         async with session:
@@ -125,28 +125,33 @@ class Crowd:
 
 
 class Recorder:
-    """A recorder of an environment's state, once per second.
+    """A recorder of an environment's pods and sessions, with one row per second.
 
     Args:
-        environment: name of the environment's Deployment.
-        metrics: metrics address of the gateway that the players use.
+        deployment: name of the environment's Deployment.
+        metrics_url: metrics address of the gateway that the players use.
     """
 
     def __init__(
-        self, api: KubernetesApi, namespace: str, environment: str, metrics_url: str, crowd: Crowd
+        self,
+        api: KubernetesApi,
+        namespace: str,
+        deployment: str,
+        metrics_url: str,
+        generator: LoadGenerator,
     ) -> None:
-        self._api, self._namespace, self._name = api, namespace, environment
-        self._metrics_url, self._crowd = metrics_url, crowd
+        self._api, self._namespace, self._deployment = api, namespace, deployment
+        self._metrics_url, self._generator = metrics_url, generator
         self._start_s = time.monotonic()
         self.rows: list[tuple[float, ...]] = []
         self.removals: list[Removal] = []
         self.failures: list[str] = []
-        """Errors of the observations that failed."""
+        """Errors of failed observations."""
         self.num_ready = self.num_replicas = 0
 
     @property
     def now_s(self) -> float:
-        """Seconds since the first observation."""
+        """Seconds since the recorder was created."""
         return time.monotonic() - self._start_s
 
     async def run(self) -> None:
@@ -154,7 +159,7 @@ class Recorder:
         async with aiohttp.ClientSession() as http:
             while True:
                 start_s = time.monotonic()
-                # A failed observation leaves out one row.
+                # A failed observation adds no row.
                 try:
                     await self._observe(http)
                 except (ClusterError, aiohttp.ClientError, TimeoutError) as error:
@@ -165,7 +170,9 @@ class Recorder:
         at_s = round(self.now_s, 1)
         query = {"labelSelector": "app.kubernetes.io/component=environment"}
         pods_path = make_resource_path("v1", self._namespace, "pods")
-        deployment_path = make_resource_path("apps/v1", self._namespace, "deployments", self._name)
+        deployment_path = make_resource_path(
+            "apps/v1", self._namespace, "deployments", self._deployment
+        )
         pods, deployment, session_counts = await asyncio.gather(
             self._api.read(pods_path, query),
             self._api.read(deployment_path),
@@ -176,36 +183,40 @@ class Recorder:
         self._record_removals(at_s, pods["items"])
         self.rows.append(
             (
-                *(at_s, self._crowd.num_players, sum(self._crowd.servers.values())),
+                *(
+                    at_s,
+                    self._generator.num_players,
+                    sum(self._generator.sessions_by_server.values()),
+                ),
                 *(session_counts.get(state, 0) for state in ("pending", "active", "draining")),
-                *(self.num_replicas, self.num_ready, len(self._crowd.leaving_servers)),
-                len(self._crowd.lost_errors),
+                *(self.num_replicas, self.num_ready, len(self._generator.terminating_servers)),
+                len(self._generator.lost_errors),
             )
         )
 
     async def _read_session_counts(self, http: aiohttp.ClientSession) -> dict[str, int]:
         async with http.get(self._metrics_url) as response:
-            text = await response.text()
+            metrics_text = await response.text()
         samples = re.findall(
-            r'^ludus_gateway_sessions\{.*state="(\w+)"\} (\S+)$', text, re.MULTILINE
+            r'^ludus_gateway_sessions\{.*state="(\w+)"\} (\S+)$', metrics_text, re.MULTILINE
         )
         return {state: int(float(value)) for state, value in samples}
 
     def _record_removals(self, at_s: float, pods: list[dict[str, Any]]) -> None:
-        kept_loads, removed_loads, leaving_servers = [], [], set()
+        kept_loads, removed_loads, terminating_servers = [], [], set()
         for pod in pods:
             metadata = pod["metadata"]
             server = make_pod_server_id(metadata["uid"])
             cost = int(metadata.get("annotations", {}).get(COST_ANNOTATION, 0))
-            load = (self._crowd.servers[server], cost)
+            load = (self._generator.sessions_by_server[server], cost)
             if "deletionTimestamp" not in metadata:
                 kept_loads.append(load)
                 continue
-            leaving_servers.add(server)
-            if server not in self._crowd.leaving_servers:
+            terminating_servers.add(server)
+            if server not in self._generator.terminating_servers:
                 removed_loads.append(load)
-        self._crowd.leaving_servers.clear()
-        self._crowd.leaving_servers.update(leaving_servers)
+        self._generator.terminating_servers.clear()
+        self._generator.terminating_servers.update(terminating_servers)
         sessions, costs = (
             (tuple(column) for column in zip(*kept_loads, strict=True)) if kept_loads else ((), ())
         )
@@ -231,9 +242,9 @@ async def forward_ports(namespace: str, pod: str, *ports: int) -> AsyncIterator[
         nonlocal process
         while True:
             assert process.stdout is not None
-            await process.stdout.read()  # one line per connection, until kubectl exits
+            await process.stdout.read()  # kubectl prints one line per connection until it exits
             await process.wait()
-            sys.stderr.write("kubectl port-forward has ended; it is started again\n")
+            sys.stderr.write("kubectl port-forward exited; restarting it\n")
             process, _ = await _open_tunnel(namespace, pod, port_pairs)
 
     reopen_task = asyncio.create_task(reopen_forever())
@@ -251,7 +262,7 @@ async def forward_ports(namespace: str, pod: str, *ports: int) -> AsyncIterator[
 async def _open_tunnel(
     namespace: str, pod: str, ports: Sequence[str]
 ) -> tuple[asyncio.subprocess.Process, dict[int, int]]:
-    """Start kubectl; return it once it forwards, and the local port for each port of the pod."""
+    """Start kubectl port-forward; return the process and the local port of each pod port."""
     process = await asyncio.create_subprocess_exec(
         *("kubectl", "-n", namespace, "port-forward", pod, *ports),
         stdout=asyncio.subprocess.PIPE,
@@ -261,7 +272,7 @@ async def _open_tunnel(
     assigned_ports: dict[int, int] = {}
     while len(assigned_ports) < len(ports):
         line = await asyncio.wait_for(process.stdout.readline(), 30)
-        assert line, "kubectl port-forward has ended"
+        assert line, "kubectl port-forward exited before it forwarded all ports"
         if match := _FORWARDING_PATTERN.search(line):
             assigned_ports[int(match[2])] = int(match[1])
     return process, assigned_ports

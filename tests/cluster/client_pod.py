@@ -1,4 +1,4 @@
-"""A pod like that of `helm test` that runs a program of a test."""
+"""A pod that runs a test's client program, with the specification of the `helm test` pod."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ POD_NAME = "player"
 def run_client_pod(
     release: Release, environment: str, program: Path, *arguments: str
 ) -> Iterator[tuple[str, ...]]:
-    """Run `program ADDRESS WORDS` in a pod; yield the start of a kubectl command for that pod.
+    """Run `program ADDRESS ARGUMENTS` in a pod; yield the kubectl arguments of an exec in the pod.
 
-    ADDRESS is the gateway's address for the environment. LUDUS_ENV_TOKEN contains its token.
+    ADDRESS is the gateway's address for the environment. LUDUS_ENV_TOKEN contains the gateway's
+    token.
     """
     namespace_options = ("--namespace", release.namespace)
     hooks = yaml.safe_load_all(helm("get", "hooks", release.name, *namespace_options))

@@ -1,7 +1,7 @@
-"""Hooks of the cluster tests: `make cluster-test ARGS=--all` adds the tests marked `long`.
+"""Pytest hooks and fixtures of the cluster tests.
 
-The outcome, commit and duration of each cluster test are added to
-runs/cluster-test/results.json. This folder contains a copy.
+`make cluster-test ARGS=--all` also runs the tests marked `long`. The outcome, commit and duration
+of each test are added to runs/cluster-test/results.json. tests/cluster/results.json is a copy.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from tests.cluster.installed import (
 )
 from tests.cluster.prometheus import has_prometheus
 
-RESULTS = ROOT / "runs" / "cluster-test" / "results.json"
+RESULTS_PATH = ROOT / "runs" / "cluster-test" / "results.json"
 _outcomes: dict[str, dict[str, object]] = {}
 _durations_s: dict[str, float] = {}
-"""Seconds of each test, including its fixtures."""
+"""Duration of each test in seconds, including fixtures."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option --all."""
-    parser.addoption("--all", action="store_true", help="run the long cluster tests, too")
+    parser.addoption("--all", action="store_true", help="also run cluster tests marked `long`")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip long tests unless --all is set; run the tests of the autoscaled release last."""
     items.sort(key=needs_autoscaled_release)
     if not config.getoption("--all", default=False):
-        reason = "a long form; `make cluster-test ARGS=--all`"
+        reason = "long test; run it with `make cluster-test ARGS=--all`"
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason=reason))
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def autoscaled_release() -> Iterator[Release]:
-    """Install a release that KEDA scales by Prometheus metrics."""
+    """Install a release whose environments KEDA scales by Prometheus metrics."""
     if not has_keda():
         pytest.skip("SKIPPED, NOT PASSED: KEDA or the Prometheus operator is not installed")
     with install(AUTOSCALING_VALUES) as release:
@@ -68,7 +68,7 @@ def has_keda() -> bool:
 
 
 def needs_autoscaled_release(item: pytest.Item) -> bool:
-    """Return True if a test needs the release that KEDA scales."""
+    """Return True if a test uses the fixture autoscaled_release."""
     return "autoscaled_release" in getattr(item, "fixturenames", ())
 
 
@@ -88,7 +88,9 @@ def pytest_sessionfinish() -> None:
         return
     git_command = ("git", "describe", "--always", "--dirty")
     commit = subprocess.run(git_command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    results = json.loads(RESULTS_PATH.read_text(encoding="utf-8")) if RESULTS_PATH.exists() else {}
     results |= {name: outcome | {"commit": commit} for name, outcome in _outcomes.items()}
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
+    RESULTS_PATH.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS_PATH.write_text(
+        json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8"
+    )

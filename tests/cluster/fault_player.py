@@ -1,6 +1,6 @@
-"""Players that cause trouble for a fleet, in a pod of a test, until the pod is deleted.
+"""Players that cause a problem on a fleet of servers until their pod is deleted.
 
-python fault_player.py ADDRESS TROUBLE NUM_PLAYERS
+Usage: python fault_player.py ADDRESS BEHAVIOR NUM_PLAYERS
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ PAUSE_S = 0.3
 
 
 async def _occupy(session: AsyncSession) -> None:
-    """Keep a session for a while, then close it for the next player."""
+    """Keep the session busy for SESSION_S seconds."""
     for _ in range(round(SESSION_S)):
         await session.step({})
         await asyncio.sleep(1.0)
 
 
 async def _play_forever(session: AsyncSession) -> None:
-    """Play without end."""
     while True:
         await session.step({})
         await asyncio.sleep(PAUSE_S)
@@ -42,20 +41,20 @@ async def _cause_error(session: AsyncSession) -> None:
 
 
 async def _exit_worker(session: AsyncSession) -> None:
-    await session.step({"dies": True})
+    await session.step({"exits": True})
 
 
 BEHAVIORS = {
-    "crowd": _occupy,
+    "occupy": _occupy,
     "hold": _play_forever,
     "slow": _step_slowly,
     "raise": _cause_error,
-    "die": _exit_worker,
+    "exit": _exit_worker,
 }
 
 
-async def _play_sessions(address: str, trouble: str) -> None:
-    """Open session after session."""
+async def _play_sessions(address: str, behavior: str) -> None:
+    """Open sessions one after another, and run the behavior in each session."""
     async with await AsyncEnvClient.connect(
         address, ConnectOptions(token=os.environ["LUDUS_ENV_TOKEN"])
     ) as client:
@@ -63,14 +62,14 @@ async def _play_sessions(address: str, trouble: str) -> None:
             try:
                 session, _ = await client.open()
                 async with session:
-                    await BEHAVIORS[trouble](session)
+                    await BEHAVIORS[behavior](session)
             except EnvError as error:
                 sys.stdout.write(f"{type(error).__name__}: {error}\n")
                 await asyncio.sleep(PAUSE_S)
 
 
 async def _connect_without_access(address: str) -> None:
-    """Connect again and again with an invalid token."""
+    """Connect repeatedly with an invalid token."""
     while True:
         try:
             await AsyncEnvClient.connect(
@@ -81,13 +80,13 @@ async def _connect_without_access(address: str) -> None:
         await asyncio.sleep(PAUSE_S)
 
 
-async def _main(address: str, trouble: str, num_players: int) -> None:
+async def _main(address: str, behavior: str, num_players: int) -> None:
     async with asyncio.TaskGroup() as group:
         for _ in range(num_players):
             group.create_task(
                 _connect_without_access(address)
-                if trouble == "refused"
-                else _play_sessions(address, trouble)
+                if behavior == "unauthorized"
+                else _play_sessions(address, behavior)
             )
 
 

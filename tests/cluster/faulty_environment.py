@@ -1,4 +1,4 @@
-"""An environment that waits, raises or exits its process when an action requests it.
+"""An environment whose actions can make it wait, raise an error or exit its process.
 
 A pod receives this file as text and serves it, so the file imports no test code.
 """
@@ -14,11 +14,11 @@ from ludus.env import Action, Environment, Observation, State, Transition
 class FaultAction(Action):
     wait_s: float = 0.0
     raises: bool = False
-    dies: bool = False
+    exits: bool = False
 
 
 class FaultyEnvironment(Environment[FaultAction, Observation, State]):
-    """An environment without rules that never terminates."""
+    """An environment with faults on request, whose episodes never terminate."""
 
     action_type = FaultAction
     observation_type = Observation
@@ -35,7 +35,7 @@ class FaultyEnvironment(Environment[FaultAction, Observation, State]):
         time.sleep(action.wait_s)
         if action.raises:
             raise RuntimeError("the action requested an error")
-        if action.dies:
+        if action.exits:
             os._exit(1)
         return Transition(Observation(), reward=0.0)
 

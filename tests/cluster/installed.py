@@ -1,4 +1,4 @@
-"""Releases of the chart for tests, each in a new namespace that enforces Pod Security."""
+"""Chart releases for tests, each in a new namespace that enforces Pod Security."""
 
 from __future__ import annotations
 
@@ -24,25 +24,31 @@ TIMEOUT_S = 300.0
 def find_skip_reason() -> str:
     """Return the reason to skip cluster tests on this machine, or '' if they can run."""
     if not os.environ.get("KUBECONFIG"):
-        return "SKIPPED, NOT PASSED: no cluster; set KUBECONFIG, and `make cluster-test`"
-    missing = [program for program in ("kubectl", "helm") if _find_program(program) is None]
-    return f"SKIPPED, NOT PASSED: {', '.join(missing)} not found in PATH" if missing else ""
+        return "SKIPPED, NOT PASSED: no cluster; set KUBECONFIG and run `make cluster-test`"
+    missing_programs = [
+        program for program in ("kubectl", "helm") if _find_program(program) is None
+    ]
+    return (
+        f"SKIPPED, NOT PASSED: {', '.join(missing_programs)} not found in PATH"
+        if missing_programs
+        else ""
+    )
 
 
 def kubectl(*arguments: str, stdin: str | None = None) -> str:
-    """Run kubectl and return its output; a failure raises its error message."""
-    return _run([str(_find_program("kubectl")), *arguments], stdin)
+    """Run kubectl and return its output; raise AssertionError with its stderr if it fails."""
+    return _run_command([str(_find_program("kubectl")), *arguments], stdin)
 
 
 def helm(*arguments: str) -> str:
-    """Run helm and return its output; a failure raises its error message."""
-    return _run([str(_find_program("helm")), *arguments])
+    """Run helm and return its output; raise AssertionError with its stderr if it fails."""
+    return _run_command([str(_find_program("helm")), *arguments])
 
 
 def create_object(
     api_version: str, kind: str, name: str, namespace: str = "default", **fields: Any
 ) -> None:
-    """Create an object; Kubernetes ignores the namespace of a cluster-wide kind."""
+    """Create an object. Kubernetes ignores `namespace` for cluster-wide kinds."""
     metadata = {"name": name, "namespace": namespace}
     manifest = {"apiVersion": api_version, "kind": kind, "metadata": metadata, **fields}
     kubectl("create", "-f", "-", stdin=json.dumps(manifest))
@@ -50,13 +56,13 @@ def create_object(
 
 @dataclass(frozen=True)
 class Release:
-    """A release in its namespace."""
+    """An installed Helm release."""
 
     name: str
     namespace: str
 
     def get(self, kind: str, *options: str) -> Any:
-        """Return objects of the namespace as `kubectl get -o json` outputs them."""
+        """Return the parsed output of `kubectl get KIND -o json` in the namespace."""
         return json.loads(kubectl("-n", self.namespace, "get", kind, *options, "-o", "json"))
 
     def upgrade(self, values: Sequence[Path], settings: Mapping[str, str] | None = None) -> None:
@@ -69,30 +75,30 @@ class Release:
         self.wait_until_ready()
 
     def wait_until_ready(self) -> None:
-        """Return once every pod is the newest and ready.
+        """Wait until every Deployment has finished its rollout.
 
         `helm --wait` would also wait for the runs' volume, which many clusters bind only when a pod
         first needs it.
         """
         for deployment in self.get("deployments")["items"]:
             name = f"deployment/{deployment['metadata']['name']}"
-            limit = f"--timeout={TIMEOUT_S:.0f}s"
-            kubectl("-n", self.namespace, "rollout", "status", name, limit)
+            timeout_option = f"--timeout={TIMEOUT_S:.0f}s"
+            kubectl("-n", self.namespace, "rollout", "status", name, timeout_option)
 
 
 @contextmanager
-def namespace() -> Iterator[str]:
-    """Create a namespace with Pod Security and the Secrets that values-cpu.yaml names."""
+def create_namespace() -> Iterator[str]:
+    """Create a namespace that enforces Pod Security and has the Secrets of values-cpu.yaml."""
     name = f"ludus-test-{secrets.token_hex(3)}"
     kubectl("create", "namespace", name)
     try:
         kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
-        for secret, keys in (
+        for secret_name, keys in (
             ("ludus-auth", ("session-key", "gateway-token", "environment-token")),
             ("ludus-s3", ("access-key-id", "secret-access-key")),
         ):
             literals = [f"--from-literal={key}={secrets.token_hex(32)}" for key in keys]
-            kubectl("-n", name, "create", "secret", "generic", secret, *literals)
+            kubectl("-n", name, "create", "secret", "generic", secret_name, *literals)
         yield name
     except BaseException:
         sys.stderr.write(_describe_namespace(name))
@@ -106,22 +112,22 @@ def install(
     values: Sequence[Path], settings: Mapping[str, str] | None = None, name: str = "ludus"
 ) -> Iterator[Release]:
     """Install a release and yield it when its pods are ready; delete its namespace afterwards."""
-    with namespace() as target_namespace:
+    with create_namespace() as target_namespace:
         release = Release(name, target_namespace)
         release.upgrade(values, settings)
         yield release
 
 
 def wait_until(condition: Any, goal: str, timeout_s: float = TIMEOUT_S) -> None:
-    """Return once `condition()` holds."""
-    deadline_s = time.monotonic() + timeout_s
+    """Wait until `condition()` is true."""
+    deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, f"waited {timeout_s:.0f} s for {goal}"
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {goal}"
         time.sleep(1)
 
 
 def _describe_namespace(namespace: str) -> str:
-    """Return a description of the namespace's pods and events for an error message."""
+    """Return the pods and recent events of a namespace as text."""
     report = ""
     for query in (("get", "pods", "-o", "wide"), ("get", "events", "--sort-by=.lastTimestamp")):
         report += subprocess.run(
@@ -135,7 +141,7 @@ def _find_program(name: str) -> str | None:
     return str(packaged_path) if packaged_path.exists() else shutil.which(name)
 
 
-def _run(command: list[str], stdin: str | None = None) -> str:
+def _run_command(command: list[str], stdin: str | None = None) -> str:
     result = subprocess.run(command, capture_output=True, text=True, input=stdin)
     assert result.returncode == 0, f"{' '.join(command[1:6])} ...: {result.stderr.strip()}"
     return result.stdout

@@ -1,4 +1,7 @@
-"""Slow players in a pod of a test; they write their results once /tmp/stop exists."""
+"""Slow players in a test pod, which write their results when /tmp/stop exists.
+
+Usage: python player.py ADDRESS NUM_PLAYERS MAX_SESSION_S
+"""
 
 from __future__ import annotations
 
@@ -17,35 +20,31 @@ from ludus.proto.errors import EnvError
 STOP_PATH, RESULT_PATH = Path("/tmp/stop"), Path("/tmp/result.json")
 
 
-async def _play_session(
-    client: AsyncEnvClient, generator: random.Random, duration_s: float
-) -> float:
-    """Play one session for a while; return the duration of its slowest call."""
+async def _play_session(client: AsyncEnvClient, rng: random.Random, duration_s: float) -> float:
+    """Play one session for `duration_s` seconds; return the duration of its slowest call."""
     max_call_s, start_s = 0.0, time.monotonic()
-    session, state = await client.open(wait_s=30.0)
+    session, transition = await client.open(wait_s=30.0)
     while time.monotonic() - start_s < duration_s and not STOP_PATH.exists():
-        await asyncio.sleep(generator.uniform(0.2, 1.0))
+        await asyncio.sleep(rng.uniform(0.2, 1.0))
         call_start_s = time.monotonic()
-        if state.terminated or state.truncated:
-            state = await session.reset()
+        if transition.terminated or transition.truncated:
+            transition = await session.reset()
         else:
-            state = await session.step({"action_id": generator.randrange(2)})
+            transition = await session.step({"action_id": rng.randrange(2)})
         max_call_s = max(max_call_s, time.monotonic() - call_start_s)
     await session.close()
     return max_call_s
 
 
 async def _play_sessions(address: str, seed: int, max_duration_s: float) -> list[dict[str, object]]:
-    """Play session after session; return the result of each."""
-    generator, results = random.Random(seed), list[dict[str, object]]()
+    """Play sessions one after another; return the result of each session."""
+    rng, results = random.Random(seed), list[dict[str, object]]()
     async with await AsyncEnvClient.connect(
         address, ConnectOptions(token=os.environ["LUDUS_ENV_TOKEN"])
     ) as client:
         while not STOP_PATH.exists():
             try:
-                max_call_s = await _play_session(
-                    client, generator, generator.uniform(2.0, max_duration_s)
-                )
+                max_call_s = await _play_session(client, rng, rng.uniform(2.0, max_duration_s))
                 results.append({"lost": "", "slowest_s": max_call_s})
             except EnvError as error:
                 results.append({"lost": f"{type(error).__name__}: {error}", "slowest_s": 0.0})

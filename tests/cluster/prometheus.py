@@ -1,6 +1,7 @@
-"""Queries of the cluster's Prometheus through the API server.
+"""Queries to the cluster's Prometheus through the Kubernetes API server.
 
-LUDUS_PROMETHEUS is its address in the cluster. Default: the chart's default address.
+LUDUS_PROMETHEUS is the address of Prometheus in the cluster. Default: the address in the chart's
+values.yaml.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import yaml
 
 from tests.cluster.installed import CHART, kubectl
 
-POD_MONITORS = "podmonitors.monitoring.coreos.com"
+POD_MONITOR_CRD = "podmonitors.monitoring.coreos.com"
 
 
 def has_prometheus() -> bool:
     """Return True if the cluster has a Prometheus operator."""
-    return POD_MONITORS in kubectl("get", "crd", "-o", "name")
+    return POD_MONITOR_CRD in kubectl("get", "crd", "-o", "name")
 
 
 def list_firing_alerts(namespace: str) -> set[str]:
-    """Return the firing alerts of a namespace."""
+    """Return the names of the alerts that fire in a namespace."""
     series_list = fetch_series(
         f'ALERTS{{alertname=~"Ludus.+",namespace="{namespace}",alertstate="firing"}}'
     )
@@ -31,12 +32,12 @@ def list_firing_alerts(namespace: str) -> set[str]:
 
 
 def has_data(expression: str) -> bool:
-    """Return True if any series of the response has a number."""
+    """Return True if any series of the expression has a value other than NaN."""
     return any(series["value"][1] != "NaN" for series in fetch_series(expression))
 
 
 def fetch_series(query: str) -> list[dict[str, Any]]:
-    """Return the series of Prometheus' response."""
+    """Run an instant query; return the series of the result."""
     default_address = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"][
         "prometheusAddress"
     ]

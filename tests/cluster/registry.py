@@ -1,6 +1,6 @@
-"""An image registry for tests that accepts pushes but stores only manifests.
+"""An image registry for tests, which accepts pushes but stores only manifests.
 
-The nodes receive images another way.
+The nodes do not pull from this registry. LUDUS_IMAGE_LOADER copies images to the nodes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from urllib.parse import parse_qs, urlsplit
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """The part of the distribution protocol for pushes and digest queries."""
+    """A request handler for pushes and digest queries of the distribution protocol."""
 
     protocol_version = "HTTP/1.1"
     server: _Registry
 
     def do_GET(self) -> None:
-        """Respond whether the registry, a blob or a manifest exists."""
+        """Respond with 200 if the registry, blob or manifest exists."""
         if self.path == "/v2/":
             self._respond(200)
         elif "/manifests/" in self.path and self.path in self.server.manifests:
             content_type, body = self.server.manifests[self.path]
             self._respond(
-                200, {"Content-Type": content_type, "Docker-Content-Digest": _digest(body)}, body
+                200,
+                {"Content-Type": content_type, "Docker-Content-Digest": _compute_digest(body)},
+                body,
             )
         else:
             self._respond(200 if self.path.rpartition("/")[2] in self.server.blobs else 404)
@@ -39,7 +41,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._respond(202, {"Location": f"{self.path.rstrip('/')}/upload", "Range": "0-0"})
 
     def do_PATCH(self) -> None:
-        """Receive a part of an upload."""
+        """Receive and discard a chunk of an upload."""
         size = len(self._read_body())
         self._respond(202, {"Location": self.path, "Range": f"0-{size}"})
 
@@ -47,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Finish an upload, or store a manifest."""
         body, url = self._read_body(), urlsplit(self.path)
         if "/manifests/" in url.path:
-            digest = _digest(body)
+            digest = _compute_digest(body)
             self.server.manifests[url.path] = (self.headers["Content-Type"], body)
         else:
             (digest,) = parse_qs(url.query)["digest"]
@@ -55,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._respond(201, {"Location": url.path, "Docker-Content-Digest": digest})
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing."""
+        """Suppress the log entry."""
 
     def _read_body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
@@ -89,7 +91,7 @@ class _Registry(ThreadingHTTPServer):
 
 @contextmanager
 def run_registry() -> Iterator[str]:
-    """Start a registry; yield its host and port, the prefix of its image names."""
+    """Start a registry; yield its address, which is the prefix of its image names."""
     server = _Registry()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -101,5 +103,5 @@ def run_registry() -> Iterator[str]:
         thread.join()
 
 
-def _digest(body: bytes) -> str:
+def _compute_digest(body: bytes) -> str:
     return f"sha256:{hashlib.sha256(body).hexdigest()}"

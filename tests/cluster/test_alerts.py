@@ -1,7 +1,7 @@
-"""Alerts of the real Prometheus, for conditions that the tests cause on the cluster.
+"""Alerts of a real Prometheus for problems that the tests cause on the cluster.
 
-The rules use a faster clock (faster_rules.py). LudusCanaryFailed and LudusWeightsDiffer are not
-tested, because no outside action gives a worker different weights than it reports.
+The rules use shorter durations (faster_rules.py). LudusCanaryFailed and LudusWeightsDiffer are not
+tested, because no outside action makes a worker report weights that it does not use.
 LudusEpisodesFailed is not tested, because the run here trains in an environment without faults.
 """
 
@@ -44,45 +44,45 @@ pytestmark = [
 ]
 ALERT_TIMEOUT_S = 180.0
 CAPACITY = 4
-FAULTY, BLACKJACK = "faulty", "blackjack"
+FAULTY_ENVIRONMENT, BLACKJACK_ENVIRONMENT = "faulty", "blackjack"
 PLAYER_PROGRAM = Path(fault_player.__file__)
 SERVER_DEPLOYMENT = "deployment/ludus-env-{}"
 STORE_DEPLOYMENT = "deployment/ludus-store"
 STORE_OUTAGE_S = 25.0
 DASHBOARDS_PAGE = ROOT / "docs" / "dashboards.md"
 TARGET_MEMORY_SHARE = 0.93
-"""Share of memory to use; Ray starts to kill workers at 0.95."""
+"""Target share of used memory. Ray kills workers from a share of 0.95."""
 
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
     if not has_prometheus():
         pytest.skip("SKIPPED, NOT PASSED: no Prometheus operator is installed")
-    values = tmp_path_factory.mktemp("values") / "faulty.yaml"
-    values.write_text(yaml.safe_dump(make_faulty_values()), encoding="utf-8")
-    with install([CHART / "values-cpu.yaml", values]) as release:
+    values_path = tmp_path_factory.mktemp("values") / "faulty.yaml"
+    values_path.write_text(yaml.safe_dump(make_faulty_values()), encoding="utf-8")
+    with install([CHART / "values-cpu.yaml", values_path]) as release:
         apply_faster_rules(release)
         yield release
 
 
 def make_faulty_values() -> dict[str, object]:
-    """Return values that add an environment from this folder and scrape at the rules' interval."""
-    program = Path(faulty_environment.__file__)
+    """Return chart values that add FaultyEnvironment and set the scrape interval."""
+    program_path = Path(faulty_environment.__file__)
     serve_command = (
-        f'printf %s "$PROGRAM" > {program.name}; exec dumb-init -- python -m ludus.env "$@"'
+        f'printf %s "$PROGRAM" > {program_path.name}; exec dumb-init -- python -m ludus.env "$@"'
     )
     environment = {
         "image": {"repository": "ludus/env-openspiel"},
         "command": ["sh", "-c", serve_command, "sh"],
-        "package": f"{program.stem}:FaultyEnvironment",
-        "env": [{"name": "PROGRAM", "value": program.read_text(encoding="utf-8")}],
+        "package": f"{program_path.stem}:FaultyEnvironment",
+        "env": [{"name": "PROGRAM", "value": program_path.read_text(encoding="utf-8")}],
         "capacity": CAPACITY,
         "drainSeconds": 1,
         "server": {"isolation": "process"},
         "resources": {"requests": {"cpu": "50m", "memory": "192Mi"}, "limits": {"memory": "1Gi"}},
     }
     return {
-        "environments": {FAULTY: environment},
+        "environments": {FAULTY_ENVIRONMENT: environment},
         "gateway": {"drainSeconds": 1, "sessions": {"queueTimeoutSeconds": 20}},
         "monitoring": {"monitors": {"enabled": True, "interval": SCRAPE_INTERVAL}},
     }
@@ -91,115 +91,122 @@ def make_faulty_values() -> dict[str, object]:
 def wait_for_alerts(
     release: Release, *alerts: str, callback: Callable[[], object] = lambda: None
 ) -> None:
-    """Wait until each of the alerts has fired; call `callback` each second."""
-    missing, deadline_s = set(alerts), time.monotonic() + ALERT_TIMEOUT_S
-    while missing:
+    """Wait until all alerts have fired; call `callback` once per second."""
+    missing_alerts, deadline = set(alerts), time.monotonic() + ALERT_TIMEOUT_S
+    while missing_alerts:
         time.sleep(1)
         callback()
         firing_alerts = list_firing_alerts(release.namespace)
-        assert time.monotonic() < deadline_s, f"{missing} did not fire; firing: {firing_alerts}"
-        for alert in missing & firing_alerts:
-            missing.remove(alert)
+        assert time.monotonic() < deadline, (
+            f"{missing_alerts} did not fire; firing: {firing_alerts}"
+        )
+        for alert in missing_alerts & firing_alerts:
+            missing_alerts.remove(alert)
             sys.stderr.write(f"{time.strftime('%H:%M:%S')} {alert}\n")
 
 
-def scale(release: Release, deployment: str, replicas: int) -> None:
-    """Set the number of pods of a Deployment and wait for them."""
+def scale_deployment(release: Release, deployment: str, replicas: int) -> None:
+    """Set the number of pods of a Deployment, and wait until they are ready."""
     arguments = (deployment, f"--replicas={replicas}")
     kubectl("-n", release.namespace, "scale", *arguments)
     if replicas:
         release.wait_until_ready()
 
 
-def make_server_labels(environment: str) -> str:
-    """Return the label selector of an environment's servers; players have only the second label."""
+def make_server_selector(environment: str) -> str:
+    """Return the label selector of an environment's servers.
+
+    Client pods have only the second label.
+    """
     return f"app.kubernetes.io/component=environment,ludus.dev/environment={environment}"
 
 
-def kill_pods(release: Release, labels: str) -> None:
-    """Kill all pods with these labels at once."""
-    arguments = ("delete", "pods", "-l", labels, "--grace-period=0", "--force")
+def kill_pods(release: Release, selector: str) -> None:
+    """Kill all pods that match a label selector."""
+    arguments = ("delete", "pods", "-l", selector, "--grace-period=0", "--force")
     kubectl("-n", release.namespace, *arguments)
 
 
-def kill_if_ready(release: Release, environment: str) -> None:
-    """Kill all servers of an environment if all of them are ready."""
+def kill_ready_servers(release: Release, environment: str) -> None:
+    """Kill the servers of an environment if all of them are ready."""
     deployment = release.get("deployment", f"ludus-env-{environment}")
     if deployment["status"].get("readyReplicas", 0) == deployment["spec"]["replicas"]:
-        kill_pods(release, make_server_labels(environment))
+        kill_pods(release, make_server_selector(environment))
 
 
 # The fleet.
 
 
 @pytest.mark.parametrize(
-    ("trouble", "num_players", "alerts"),
+    ("behavior", "num_players", "alerts"),
     [
-        ("crowd", 6 * CAPACITY, ("LudusFleetSaturated", "LudusOpensWait", "LudusOpensFail")),
+        ("occupy", 6 * CAPACITY, ("LudusFleetSaturated", "LudusOpensWait", "LudusOpensFail")),
         ("slow", CAPACITY, ("LudusStepsSlow",)),
         ("raise", 1, ("LudusCallsFail",)),
-        ("die", 2, ("LudusWorkersDie",)),
-        ("refused", 2, ("LudusTokensRefused",)),
+        ("exit", 2, ("LudusWorkersDie",)),
+        ("unauthorized", 2, ("LudusTokensRefused",)),
     ],
 )
 def test_client_problems_fire_alerts(
-    release: Release, trouble: str, num_players: int, alerts: tuple[str, ...]
+    release: Release, behavior: str, num_players: int, alerts: tuple[str, ...]
 ) -> None:
-    with run_client_pod(release, FAULTY, PLAYER_PROGRAM, trouble, str(num_players)):
+    with run_client_pod(release, FAULTY_ENVIRONMENT, PLAYER_PROGRAM, behavior, str(num_players)):
         wait_for_alerts(release, *alerts)
 
 
 def test_killed_server_fires_sessions_lost_alert(release: Release) -> None:
-    with run_client_pod(release, FAULTY, PLAYER_PROGRAM, "hold", str(CAPACITY)):
+    with run_client_pod(release, FAULTY_ENVIRONMENT, PLAYER_PROGRAM, "hold", str(CAPACITY)):
         time.sleep(5)
-        kill_pods(release, make_server_labels(FAULTY))
+        kill_pods(release, make_server_selector(FAULTY_ENVIRONMENT))
         wait_for_alerts(release, "LudusSessionsLost")
 
 
 def test_missing_servers_fire_no_servers_alert(release: Release) -> None:
-    scale(release, SERVER_DEPLOYMENT.format(FAULTY), 0)
-    with run_client_pod(release, FAULTY, PLAYER_PROGRAM, "hold", "1"):
+    scale_deployment(release, SERVER_DEPLOYMENT.format(FAULTY_ENVIRONMENT), 0)
+    with run_client_pod(release, FAULTY_ENVIRONMENT, PLAYER_PROGRAM, "hold", "1"):
         wait_for_alerts(release, "LudusNoServers")
-    scale(release, SERVER_DEPLOYMENT.format(FAULTY), 1)
+    scale_deployment(release, SERVER_DEPLOYMENT.format(FAULTY_ENVIRONMENT), 1)
 
 
 def test_blocked_server_fires_unreachable_alerts(release: Release) -> None:
-    policy = ("networkpolicy", f"ludus-env-{FAULTY}")
+    policy = ("networkpolicy", f"ludus-env-{FAULTY_ENVIRONMENT}")
     ingress_rules = release.get(*policy)["spec"]["ingress"]
     try:
-        patch(release, policy, [])
-        # Existing connections may survive the policy.
-        kill_pods(release, make_server_labels(FAULTY))
+        patch_ingress_rules(release, policy, [])
+        # The policy may not close existing connections, so kill the servers.
+        kill_pods(release, make_server_selector(FAULTY_ENVIRONMENT))
         wait_for_alerts(release, "LudusTargetDown", "LudusServersUnreachable")
     finally:
-        patch(release, policy, ingress_rules)
+        patch_ingress_rules(release, policy, ingress_rules)
 
 
-def patch(release: Release, policy: tuple[str, ...], ingress: Iterable[object]) -> None:
-    """Replace the ingress rules of a policy."""
+def patch_ingress_rules(
+    release: Release, policy: tuple[str, ...], ingress: Iterable[object]
+) -> None:
+    """Replace the ingress rules of a network policy."""
     json_patch = [{"op": "replace", "path": "/spec/ingress", "value": ingress}]
     arguments = ("--type=json", "-p", json.dumps(json_patch))
     kubectl("-n", release.namespace, "patch", *policy, *arguments)
 
 
 def test_missing_gateways_fire_alert(release: Release) -> None:
-    scale(release, "deployment/ludus-gateway", 0)
+    scale_deployment(release, "deployment/ludus-gateway", 0)
     wait_for_alerts(release, "LudusGatewayMissing")
-    scale(release, "deployment/ludus-gateway", 2)
+    scale_deployment(release, "deployment/ludus-gateway", 2)
 
 
 # KubeRay.
 
 
 @pytest.fixture(autouse=True)
-def no_run_afterwards(release: Release) -> Iterator[None]:
+def end_runs_after_test(release: Release) -> Iterator[None]:
     yield
     end_runs(release)
 
 
 @pytest.fixture
 def kuberay_monitor() -> Iterator[None]:
-    """Apply the monitor of docs/dashboards.md."""
+    """Apply the monitor of docs/dashboards.md during a test."""
     page = DASHBOARDS_PAGE.read_text(encoding="utf-8")
     (manifest,) = re.findall(r"```yaml\n(apiVersion.*?)```", page, re.DOTALL)
     kubectl("apply", "-f", "-", stdin=manifest)
@@ -212,19 +219,19 @@ def test_failed_and_waiting_runs_fire_alerts(release: Release, kuberay_monitor: 
     head_group = {"rayStartParams": {}, "template": {"spec": {"containers": [container]}}}
     run_spec = {"suspend": True, "rayClusterSpec": {"headGroupSpec": head_group}}
     namespace = release.namespace
-    # KubeRay can suspend only a job that it shuts down, and reports that after admission.
-    create_object("ray.io/v1", "RayJob", "fails", namespace, spec=run_spec)
+    # A suspended job without shutdownAfterJobFinishes is admitted, and KubeRay then fails it.
+    create_object("ray.io/v1", "RayJob", "failing", namespace, spec=run_spec)
     create_object(
         "ray.io/v1",
         "RayJob",
-        "waits",
+        "waiting",
         namespace,
         spec=run_spec | {"shutdownAfterJobFinishes": True},
     )
     try:
         wait_until(
             lambda: fetch_series(f'kuberay_job_deployment_status{{namespace="{namespace}"}}'),
-            "metrics",
+            "KubeRay metrics",
             ALERT_TIMEOUT_S,
         )
     except AssertionError:
@@ -245,20 +252,22 @@ def test_training_problems_fire_alerts(release: Release, tmp_path: Path) -> None
     )
     with submit(release, tmp_path / "results", *settings) as training:
         training.wait_for_steps(3)
-        # Sessions are not open at every moment.
-        kill_server = partial(kill_if_ready, release, BLACKJACK)
-        wait_for_alerts(release, "LudusEpisodesVoided", callback=kill_server)
+        # A kill loses episodes only while sessions are open, so kill repeatedly.
+        kill_servers = partial(kill_ready_servers, release, BLACKJACK_ENVIRONMENT)
+        wait_for_alerts(release, "LudusEpisodesVoided", callback=kill_servers)
         with fill_memory(release, training.find_pod("head")):
             wait_for_alerts(release, "LudusHeadMemoryHigh")
-        scale(release, STORE_DEPLOYMENT, 0)
+        scale_deployment(release, STORE_DEPLOYMENT, 0)
         time.sleep(STORE_OUTAGE_S)
-        scale(release, STORE_DEPLOYMENT, 1)
+        scale_deployment(release, STORE_DEPLOYMENT, 1)
         wait_for_alerts(release, "LudusWeightSyncSlow")
-        with pause_repeatedly(release, make_server_labels(BLACKJACK), pause_s=2.5, run_s=0.3):
+        with pause_repeatedly(
+            release, make_server_selector(BLACKJACK_ENVIRONMENT), pause_s=2.5, run_s=0.3
+        ):
             wait_for_alerts(release, "LudusLearnerIdle", "LudusCheckpointOld")
-        scale(release, SERVER_DEPLOYMENT.format(BLACKJACK), 0)
+        scale_deployment(release, SERVER_DEPLOYMENT.format(BLACKJACK_ENVIRONMENT), 0)
         wait_for_alerts(release, "LudusTrainingStalled")
-        scale(release, SERVER_DEPLOYMENT.format(BLACKJACK), 2)
+        scale_deployment(release, SERVER_DEPLOYMENT.format(BLACKJACK_ENVIRONMENT), 2)
         kubectl("-n", release.namespace, "delete", "pod", training.find_pod("learner"), "--force")
         wait_for_alerts(release, "LudusLearnerRestarted")
         kubectl("-n", release.namespace, "delete", "pod", training.find_pod("head"), "--force")
@@ -272,11 +281,11 @@ def test_long_baseline_evaluation_fires_alert(release: Release, tmp_path: Path) 
 
 def test_declining_policy_fires_alerts(release: Release, tmp_path: Path) -> None:
     settings = (
-        "name=wild",
+        "name=declining",
         "training.num_steps=100000",
         "training.groups_per_step=4",
         "training.max_staleness=24",
-        # A higher rate makes the policy deterministic before the mismatch lasts long enough.
+        # A higher rate makes the policy deterministic before the mismatch alert can fire.
         "learner.learning_rate=0.03",
         "learner.warmup_steps=0",
         "eval.num_games=200",
@@ -294,16 +303,16 @@ def test_declining_policy_fires_alerts(release: Release, tmp_path: Path) -> None
 
 @contextlib.contextmanager
 def pause_repeatedly(
-    release: Release, labels: str, *, pause_s: float, run_s: float
+    release: Release, selector: str, *, pause_s: float, run_s: float
 ) -> Iterator[None]:
-    """Pause and continue the program of the pods repeatedly; replace the pods afterwards."""
-    # The program is the child of the container's init.
+    """Pause and continue the main process of each pod repeatedly; kill the pods on exit."""
+    # The main process is the child of the container's init process.
     shell_loop = (
         "for p in /proc/[0-9]*; do read -r _ _ _ parent _ < $p/stat;"
         ' [ "$parent" = 1 ] && n=${p#/proc/}; done;'
         f" while true; do kill -STOP $n; sleep {pause_s}; kill -CONT $n; sleep {run_s}; done"
     )
-    pods = [pod["metadata"]["name"] for pod in release.get("pods", "-l", labels)["items"]]
+    pods = [pod["metadata"]["name"] for pod in release.get("pods", "-l", selector)["items"]]
     command = ("kubectl", "-n", release.namespace, "exec")
     processes = [subprocess.Popen([*command, pod, "--", "sh", "-c", shell_loop]) for pod in pods]
     try:
@@ -312,21 +321,21 @@ def pause_repeatedly(
         for process in processes:
             process.kill()
             process.wait()
-        kill_pods(release, labels)
+        kill_pods(release, selector)
 
 
 @contextlib.contextmanager
 def fill_memory(release: Release, pod: str) -> Iterator[None]:
-    """Run a process that uses nearly all free memory of a pod."""
+    """Run a process that fills the memory of a pod up to TARGET_MEMORY_SHARE."""
     program = (
         "import select, sys\n"
         "from ray._private.utils import get_system_memory, get_used_memory\n"
-        "taken = []\n"
+        "blocks = []\n"
         "while not select.select([sys.stdin], [], [], 0.02)[0]:\n"
         f"    if get_used_memory() < get_system_memory() * {TARGET_MEMORY_SHARE}:\n"
-        "        taken.append(b'1' * 2**24)\n"
+        "        blocks.append(b'1' * 2**24)\n"
     )
     command = ("kubectl", "-n", release.namespace, "exec", "-i", pod, "--", "python", "-c", program)
-    # The process exits at the end of its input.
+    # The process exits when its standard input is closed.
     with subprocess.Popen(command, stdin=subprocess.PIPE):
         yield

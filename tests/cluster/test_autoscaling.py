@@ -1,8 +1,8 @@
-"""The real KEDA and Kubernetes autoscaler with a varying number of players.
+"""Autoscaling with KEDA and the Kubernetes autoscaler for a varying number of players.
 
-Recordings go to runs/cluster-test/autoscaling*.json. This folder contains a copy of one recording,
-which tests/charts/test_autoscaling.py compares with the simulation and
-dev/autoscaling_picture.py draws.
+Recordings are written to runs/cluster-test/autoscaling*.json. tests/cluster/autoscaling.json is a
+copy of one recording. tests/charts/test_autoscaling.py compares the copy with a simulation, and
+dev/autoscaling_picture.py draws it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 from ludus.env.client import AsyncEnvClient
 from ludus.env.transports.address import ConnectOptions
 from ludus.services.kubernetes.api import KubernetesApi
-from tests.cluster.autoscaling import COLUMNS, Crowd, Recorder, Removal, forward_ports
+from tests.cluster.autoscaling import COLUMNS, LoadGenerator, Recorder, Removal, forward_ports
 from tests.cluster.installed import (
     AUTOSCALING_VALUES,
     ROOT,
@@ -37,15 +37,15 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(bool(find_skip_reason()), reason=find_skip_reason()),
 ]
-RESULTS = ROOT / "runs" / "cluster-test"
+RESULTS_FOLDER = ROOT / "runs" / "cluster-test"
 DEPLOYMENT = "ludus-env-blackjack"
 MANY_PLAYERS, FEW_PLAYERS = 36, 10
 MANY_PODS, FEW_PODS = 6, 2
-"""Number of pods for the many and the few players; six sessions fit on a pod."""
+"""Number of pods for MANY_PLAYERS and FEW_PLAYERS, at six sessions per pod."""
 MIN_SCALE_INS = 200
 LONG_TEST_PLAYERS, LONG_TEST_PODS = 54, 9
 GROUP_SIZE, GROUP_PODS = 20, 3
-"""Size of the group and number of its pods; eight sessions fit on a pod."""
+"""Group size and the number of pods that the group needs, at eight sessions per pod."""
 DRAIN_S = 60
 CLIENT_TIMEOUT_S = 180.0
 SERVER_SELECTOR = "app.kubernetes.io/component=environment"
@@ -55,14 +55,14 @@ SERVER_SELECTOR = "app.kubernetes.io/component=environment"
 def release(autoscaled_release: Release) -> Release:
     """Return the release after it has scaled to zero pods."""
     wait_until(
-        lambda: _read_replicas(autoscaled_release) == 0, "KEDA to ask Prometheus", 2 * TIMEOUT_S
+        lambda: _read_replicas(autoscaled_release) == 0, "KEDA to scale to zero pods", 2 * TIMEOUT_S
     )
     return autoscaled_release
 
 
 @asynccontextmanager
-async def run_players(release: Release) -> AsyncIterator[tuple[Crowd, Recorder]]:
-    """Start a recorder and a crowd without players; stop both when the context exits."""
+async def run_players(release: Release) -> AsyncIterator[tuple[LoadGenerator, Recorder]]:
+    """Start a recorder and a load generator without players; stop both on exit."""
     secret = release.get("secret", "ludus-auth")["data"]["gateway-token"]
     token = base64.b64decode(secret).decode()
     gateways = release.get("pods", "-l", "app.kubernetes.io/component=gateway")["items"]
@@ -71,26 +71,26 @@ async def run_players(release: Release) -> AsyncIterator[tuple[Crowd, Recorder]]
         forward_ports(release.namespace, pod, 18000, 9000) as (grpc_port, admin_port),
         KubernetesApi() as api,
     ):
-        crowd = Crowd(
+        generator = LoadGenerator(
             await AsyncEnvClient.connect(
                 f"grpc://127.0.0.1:{grpc_port}/blackjack",
                 ConnectOptions(token=token, timeout_s=CLIENT_TIMEOUT_S),
             )
         )
         metrics_url = f"http://127.0.0.1:{admin_port}/metrics"
-        recorder = Recorder(api, release.namespace, DEPLOYMENT, metrics_url, crowd)
-        tasks = [asyncio.create_task(crowd.run()), asyncio.create_task(recorder.run())]
+        recorder = Recorder(api, release.namespace, DEPLOYMENT, metrics_url, generator)
+        tasks = [asyncio.create_task(generator.run()), asyncio.create_task(recorder.run())]
         try:
-            yield crowd, recorder
+            yield generator, recorder
         finally:
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
-            await crowd.client.close()
+            await generator.client.close()
             if recorder.failures:
                 last_failures = "\n".join(recorder.failures[-3:])
                 sys.stderr.write(
-                    f"{len(recorder.failures)} observations failed, at last:\n{last_failures}\n"
+                    f"{len(recorder.failures)} observations failed. Last errors:\n{last_failures}\n"
                 )
         for result in results:
             assert isinstance(result, asyncio.CancelledError), result
@@ -100,20 +100,20 @@ async def run_players(release: Release) -> AsyncIterator[tuple[Crowd, Recorder]]
 async def test_pods_scale_from_zero_and_back_without_lost_sessions(
     release: Release,
 ) -> None:
-    async with run_players(release) as (crowd, recorder):
-        crowd.size = 1
-        await wait_until_true(lambda: crowd.num_finished, "the first player, who waits for a pod")
-        crowd.size = MANY_PLAYERS
-        await wait_until_true(lambda: recorder.num_ready >= MANY_PODS, "pods for many")
+    async with run_players(release) as (generator, recorder):
+        generator.target_players = 1
+        await wait_until_true(lambda: generator.num_finished, "the first finished session")
+        generator.target_players = MANY_PLAYERS
+        await wait_until_true(lambda: recorder.num_ready >= MANY_PODS, f"{MANY_PODS} ready pods")
         await asyncio.sleep(10)
-        crowd.size = FEW_PLAYERS
-        await wait_until_true(lambda: recorder.num_replicas == FEW_PODS, "pods for few")
+        generator.target_players = FEW_PLAYERS
+        await wait_until_true(lambda: recorder.num_replicas == FEW_PODS, f"{FEW_PODS} pods")
         await asyncio.sleep(15)
-        crowd.size = 0
-        await wait_until_true(lambda: recorder.num_replicas == recorder.num_ready == 0, "no pod")
-    _write_recording("autoscaling", release, crowd, recorder)
-    assert crowd.lost_errors == crowd.refusals == []
-    assert count_turns(recorder) == 1
+        generator.target_players = 0
+        await wait_until_true(lambda: recorder.num_replicas == recorder.num_ready == 0, "zero pods")
+    _write_recording("autoscaling", release, generator, recorder)
+    assert generator.lost_errors == generator.refusals == []
+    assert count_direction_changes(recorder) == 1
     assert compute_lowest_cost_share(recorder.removals) >= 0.9
 
 
@@ -123,19 +123,21 @@ async def test_two_hundred_scale_ins_lose_no_session(release: Release) -> None:
     release.upgrade(
         AUTOSCALING_VALUES, {"environments.blackjack.autoscaling.max": str(LONG_TEST_PODS + 1)}
     )
-    async with run_players(release) as (crowd, recorder):
+    async with run_players(release) as (generator, recorder):
         while len(recorder.removals) < MIN_SCALE_INS:
-            crowd.size = LONG_TEST_PLAYERS
-            await wait_until_true(lambda: recorder.num_ready >= LONG_TEST_PODS, "pods for many")
-            crowd.size = FEW_PLAYERS
-            await wait_until_true(lambda: recorder.num_replicas == FEW_PODS, "pods for few")
-            _write_recording("autoscaling-long", release, crowd, recorder)
+            generator.target_players = LONG_TEST_PLAYERS
+            await wait_until_true(
+                lambda: recorder.num_ready >= LONG_TEST_PODS, f"{LONG_TEST_PODS} ready pods"
+            )
+            generator.target_players = FEW_PLAYERS
+            await wait_until_true(lambda: recorder.num_replicas == FEW_PODS, f"{FEW_PODS} pods")
+            _write_recording("autoscaling-long", release, generator, recorder)
             sys.stderr.write(
                 f"{recorder.now_s:.0f} s: {len(recorder.removals)} pods removed, "
-                f"{crowd.num_finished} sessions, {len(crowd.lost_errors)} lost, "
+                f"{generator.num_finished} sessions, {len(generator.lost_errors)} lost, "
                 f"{len(recorder.failures)} observations failed\n"
             )
-    assert crowd.lost_errors == []
+    assert generator.lost_errors == []
     assert compute_lowest_cost_share(recorder.removals) >= 0.9
 
 
@@ -144,29 +146,29 @@ async def test_two_hundred_scale_ins_lose_no_session(release: Release) -> None:
 async def test_group_larger_than_a_pod_waits_for_enough_pods(
     release: Release,
 ) -> None:
-    async with run_players(release) as (crowd, recorder):
-        members = await crowd.client.open_group(GROUP_SIZE)
-        await wait_until_true(lambda: recorder.num_ready >= GROUP_PODS, "what was ready to be seen")
-        for session, _ in members:
+    async with run_players(release) as (generator, recorder):
+        group_sessions = await generator.client.open_group(GROUP_SIZE)
+        await wait_until_true(lambda: recorder.num_ready >= GROUP_PODS, f"{GROUP_PODS} ready pods")
+        for session, _ in group_sessions:
             await session.close()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_session_that_outlasts_the_drain_is_notified_and_lost(release: Release) -> None:
-    async with run_players(release) as (crowd, recorder):
-        crowd.min_session_s = crowd.max_session_s = 1000.0
-        crowd.size = 1
-        await wait_until_true(lambda: crowd.servers.total(), "a session")
+    async with run_players(release) as (generator, recorder):
+        generator.min_session_s = generator.max_session_s = 1000.0
+        generator.target_players = 1
+        await wait_until_true(lambda: generator.sessions_by_server.total(), "a session")
         kubectl("-n", release.namespace, "delete", "pods", "--wait=false", "-l", SERVER_SELECTOR)
-        await wait_until_true(lambda: crowd.leaving_servers, "its pod to be notified")
+        await wait_until_true(lambda: generator.terminating_servers, "the pod to start terminating")
         deletion_s = recorder.now_s
-        await wait_until_true(lambda: crowd.lost_errors, "the end of its drain")
+        await wait_until_true(lambda: generator.lost_errors, "the session to be lost")
         assert recorder.now_s - deletion_s > 0.9 * DRAIN_S
-    assert "session lost" in crowd.lost_errors[0]
+    assert "session lost" in generator.lost_errors[0]
 
 
-def count_turns(recorder: Recorder) -> int:
+def count_direction_changes(recorder: Recorder) -> int:
     """Count how often the target number of pods switches between rising and falling."""
     replicas = [int(row[COLUMNS.index("replicas")]) for row in recorder.rows]
     changes = [
@@ -180,7 +182,7 @@ def count_turns(recorder: Recorder) -> int:
 
 
 def compute_lowest_cost_share(removals: list[Removal]) -> float:
-    """Return the share of removals that removed a pod of the lowest cost."""
+    """Return the share of removals that removed a pod with the lowest deletion cost."""
     has_lowest_cost = [
         removal.cost <= min(removal.kept_costs, default=removal.cost) for removal in removals
     ]
@@ -188,7 +190,7 @@ def compute_lowest_cost_share(removals: list[Removal]) -> float:
 
 
 async def wait_until_true(condition: Callable[[], Any], goal: str) -> None:
-    """Return once `condition()` holds."""
+    """Wait until `condition()` is true."""
     try:
         async with asyncio.timeout(TIMEOUT_S):
             while not condition():
@@ -201,17 +203,19 @@ def _read_replicas(release: Release) -> int:
     return int(release.get("deployment", DEPLOYMENT)["spec"]["replicas"])
 
 
-def _write_recording(name: str, release: Release, crowd: Crowd, recorder: Recorder) -> None:
-    RESULTS.mkdir(parents=True, exist_ok=True)
+def _write_recording(
+    name: str, release: Release, generator: LoadGenerator, recorder: Recorder
+) -> None:
+    RESULTS_FOLDER.mkdir(parents=True, exist_ok=True)
     recording = {
         "namespace": release.namespace,
         "scaled_object": release.get("scaledobject", DEPLOYMENT)["spec"],
         "sessions": {
-            "finished": crowd.num_finished,
-            "void": crowd.lost_errors,
-            "refused": len(crowd.refusals),
-            "moved": crowd.num_moved,
-            "longest_wait_s": round(crowd.max_wait_s, 1),
+            "finished": generator.num_finished,
+            "void": generator.lost_errors,
+            "refused": len(generator.refusals),
+            "moved": generator.num_drained,
+            "longest_wait_s": round(generator.max_wait_s, 1),
         },
         "emptiest_first": round(compute_lowest_cost_share(recorder.removals), 3),
         "removals": [dataclasses.asdict(removal) for removal in recorder.removals],
@@ -219,4 +223,4 @@ def _write_recording(name: str, release: Release, crowd: Crowd, recorder: Record
     }
     header = json.dumps(recording, indent=1)[:-2]
     rows = ",\n".join(json.dumps(row) for row in recorder.rows)
-    (RESULTS / f"{name}.json").write_text(f'{header},\n "seconds": [\n{rows}\n ]\n}}\n')
+    (RESULTS_FOLDER / f"{name}.json").write_text(f'{header},\n "seconds": [\n{rows}\n ]\n}}\n')

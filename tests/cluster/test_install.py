@@ -1,4 +1,4 @@
-"""The chart with values-cpu.yaml on a real cluster, under Pod Security `restricted`."""
+"""Installation with values-cpu.yaml on a real cluster, under Pod Security `restricted`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ pytestmark = [
 MAX_SESSION_S = 10.0
 NUM_PLAYERS = 24
 SETTINGS = {
-    # Longer than the longest session, so that no drain cuts off a session.
+    # The drain is longer than any session, so it cuts off no session.
     "gateway.drainSeconds": "20",
     "environments.blackjack.drainSeconds": "20",
     "storage.runs.keep": "true",
@@ -43,13 +43,13 @@ REMAINING_OBJECTS = {
     "secret/ludus-auth",
     "secret/ludus-s3",
     "persistentvolumeclaim/ludus-runs",
-    # Objects of every namespace.
+    # Kubernetes creates these objects in every namespace.
     "configmap/kube-root-ca.crt",
     "serviceaccount/default",
 }
 
 
-def read_sessions(exec_command: tuple[str, ...]) -> list[dict[str, Any]]:
+def stop_players(exec_command: tuple[str, ...]) -> list[dict[str, Any]]:
     """Stop the players in the pod; return the result of each session."""
     kubectl(*exec_command, "touch", str(player.STOP_PATH))
     read_command = (
@@ -74,25 +74,25 @@ def list_pods(release: Release, component: str) -> set[str]:
 
 
 def list_object_names(release: Release) -> set[str]:
-    """Return all objects of the namespace except events, which expire automatically."""
+    """Return the names of all objects of the namespace, except events and pod metrics."""
     kinds = kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
     kinds = [kind for kind in kinds if not kind.startswith(("events", "pods.metrics"))]
     return set(kubectl("-n", release.namespace, "get", ",".join(kinds), "-o", "name").split())
 
 
 def replace_pods(release: Release, change: Callable[[], object]) -> None:
-    """Make a change, and wait until it has replaced every gateway and environment pod."""
+    """Call `change`, and wait until every gateway and environment pod has been replaced."""
     previous_pods = {
         component: list_pods(release, component) for component in ("gateway", "environment")
     }
     change()
     release.wait_until_ready()
-    for component, previous in previous_pods.items():
+    for component, pod_names in previous_pods.items():
         wait_until(
-            lambda component=component, previous=previous: (
-                not list_pods(release, component) & previous
+            lambda component=component, pod_names=pod_names: (
+                not list_pods(release, component) & pod_names
             ),
-            f"the old {component} pods' end",
+            f"the previous {component} pods to terminate",
         )
 
 
@@ -102,7 +102,7 @@ def test_upgrade_and_rollback_lose_no_session(release: Release) -> None:
     with run_client_pod(release, "blackjack", program, *arguments) as exec_command:
         replace_pods(release, lambda: release.upgrade(values, SETTINGS | ROLLOUT_SETTINGS))
         replace_pods(release, lambda: helm("rollback", release.name, "1", "-n", release.namespace))
-        session_results = read_sessions(exec_command)
+        session_results = stop_players(exec_command)
     errors = [session["lost"] for session in session_results if session["lost"]]
     max_call_s = max(session["slowest_s"] for session in session_results)
     sys.stdout.write(
@@ -116,6 +116,6 @@ def test_uninstall_keeps_objects_outside_the_release(release: Release) -> None:
     helm("uninstall", release.name, "--namespace", release.namespace)
     wait_until(
         lambda: list_object_names(release) <= REMAINING_OBJECTS,
-        "everything of the release to be gone",
+        "the release's objects to be deleted",
     )
     assert list_object_names(release) == REMAINING_OBJECTS

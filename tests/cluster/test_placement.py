@@ -1,4 +1,4 @@
-"""The resources of a run, and whether nodes have room for them, without starting Ray."""
+"""Resource requests of a run and their placement on nodes, without starting Ray."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def make_config(**sections: object) -> LanguageModelRun:
 
 def make_demand(
     num_ranks: int,
-    rank: Resources,
+    rank_resources: Resources,
     num_workers: int,
-    worker: Resources,
+    worker_resources: Resources,
     *,
     must_share_node: bool = False,
 ) -> RunDemand:
     return RunDemand(
-        ActorRequest("learner rank", num_ranks, rank, must_share_node),
-        ActorRequest("rollout worker", num_workers, worker),
+        ActorRequest("learner rank", num_ranks, rank_resources, must_share_node),
+        ActorRequest("rollout worker", num_workers, worker_resources),
     )
 
 
@@ -72,7 +72,7 @@ def test_actors_in_a_cluster_request_cpus_and_gpus() -> None:
 
 
 def test_actors_request_node_group_resources_if_node_groups_exist() -> None:
-    # A node group that scales from zero has no node yet.
+    # No node has `rollout`, because that node group scales from zero.
     nodes: list[Resources] = [{"head": 1000.0}, {"CPU": 4.0, "learner": 1.0}, {"CPU": 4.0}]
     run_demand = place_in_cluster(make_config(), nodes, DRIVER_NODE).demand
     assert run_demand.ranks.resources == {"CPU": 1.0, "learner": 1.0}
@@ -94,12 +94,12 @@ def test_demand_includes_min_workers_and_optionally_the_learner() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run_demand", "nodes", "fits"),
+    ("run_demand", "nodes", "expected_fit"),
     [
         (make_demand(1, {"CPU": 1}, 1, {"CPU": 1}), [{"CPU": 2}], True),
         (make_demand(1, {"CPU": 1}, 1, {"CPU": 1}), [{"CPU": 1}], False),
         (make_demand(1, {"CPU": 1}, 1, {"CPU": 1}), [], False),
-        # The rank must leave the large node to the worker.
+        # Only the large node has enough CPUs for the worker, so the rank must use the small node.
         (make_demand(1, {"CPU": 2}, 1, {"CPU": 4}), [{"CPU": 4}, {"CPU": 2}], True),
         (make_demand(2, {"CPU": 2}, 0, {}), [{"CPU": 3}, {"CPU": 1}], False),
         (make_demand(2, {"CPU": 2}, 0, {}), [{"CPU": 2}, {"CPU": 2}], True),
@@ -115,9 +115,9 @@ def test_demand_includes_min_workers_and_optionally_the_learner() -> None:
     ],
 )
 def test_demand_fits_if_nodes_have_enough_resources(
-    run_demand: RunDemand, nodes: list[Resources], fits: bool
+    run_demand: RunDemand, nodes: list[Resources], expected_fit: bool
 ) -> None:
-    assert run_demand.fits(nodes) is fits
+    assert run_demand.fits(nodes) is expected_fit
 
 
 CPU_COUNTS = st.integers(min_value=1, max_value=3)
@@ -126,43 +126,47 @@ CPU_COUNTS = st.integers(min_value=1, max_value=3)
 @given(
     num_ranks=st.integers(0, 3),
     num_workers=st.integers(0, 3),
-    rank=CPU_COUNTS,
-    worker=CPU_COUNTS,
-    nodes=st.lists(st.integers(0, 5), max_size=3),
+    cpus_per_rank=CPU_COUNTS,
+    cpus_per_worker=CPU_COUNTS,
+    node_cpus=st.lists(st.integers(0, 5), max_size=3),
     must_share_node=st.booleans(),
 )
 def test_demand_fits_iff_a_valid_assignment_exists(
     num_ranks: int,
     num_workers: int,
-    rank: int,
-    worker: int,
-    nodes: list[int],
+    cpus_per_rank: int,
+    cpus_per_worker: int,
+    node_cpus: list[int],
     must_share_node: bool,
 ) -> None:
     def is_valid(assignment: tuple[int, ...]) -> bool:
-        free_amounts = list(nodes)
+        free_cpus = list(node_cpus)
         for actor, node in enumerate(assignment):
-            free_amounts[node] -= rank if actor < num_ranks else worker
+            free_cpus[node] -= cpus_per_rank if actor < num_ranks else cpus_per_worker
         shares_node = not must_share_node or len(set(assignment[:num_ranks])) <= 1
-        return shares_node and all(amount >= 0 for amount in free_amounts)
+        return shares_node and all(count >= 0 for count in free_cpus)
 
-    assignments = itertools.product(range(len(nodes)), repeat=num_ranks + num_workers)
+    assignments = itertools.product(range(len(node_cpus)), repeat=num_ranks + num_workers)
     run_demand = make_demand(
-        num_ranks, {"CPU": rank}, num_workers, {"CPU": worker}, must_share_node=must_share_node
+        num_ranks,
+        {"CPU": cpus_per_rank},
+        num_workers,
+        {"CPU": cpus_per_worker},
+        must_share_node=must_share_node,
     )
-    resources: list[Resources] = [{"CPU": float(amount)} for amount in nodes]
-    assert run_demand.fits(resources) is any(map(is_valid, assignments))
-    if run_demand.fits(resources):
-        max_workers = run_demand.count_max_workers(resources)
+    nodes: list[Resources] = [{"CPU": float(count)} for count in node_cpus]
+    assert run_demand.fits(nodes) is any(map(is_valid, assignments))
+    if run_demand.fits(nodes):
+        max_workers = run_demand.count_max_workers(nodes)
         largest_request = replace(run_demand.workers, num_actors=max_workers)
-        assert replace(run_demand, workers=largest_request).fits(resources)
+        assert replace(run_demand, workers=largest_request).fits(nodes)
         too_large_request = replace(run_demand.workers, num_actors=max_workers + 1)
-        assert not replace(run_demand, workers=too_large_request).fits(resources)
+        assert not replace(run_demand, workers=too_large_request).fits(nodes)
 
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a machine with two GPUs that starts its own Ray."""
+    """Simulate a machine with two GPUs and without a running Ray cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster, "start_ray", lambda: None)
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
@@ -179,9 +183,9 @@ async def make_placement(run: LanguageModelRun) -> Placement:
 async def test_workers_without_free_resources_are_not_started(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rank = {"num_gpus_per_rank": 1}
+    learner_settings = {"num_gpus_per_rank": 1}
     placement = await make_placement(
-        make_config(learner=rank, rollout={"num_workers": 3, "num_gpus_per_worker": 1})
+        make_config(learner=learner_settings, rollout={"num_workers": 3, "num_gpus_per_worker": 1})
     )
     assert placement.max_workers == 1
     message = "warning: rollout.num_workers = 3, but this machine has room for 1, each with 1 GPU"
@@ -189,7 +193,7 @@ async def test_workers_without_free_resources_are_not_started(
     with pytest.raises(ConfigError, match=r"no room.*2 rollout workers with 1 GPU"):
         await make_placement(
             make_config(
-                learner=rank,
+                learner=learner_settings,
                 rollout={"num_workers": 2, "min_workers": 2, "num_gpus_per_worker": 1},
             )
         )

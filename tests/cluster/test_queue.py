@@ -1,4 +1,4 @@
-"""Runs that share a quota of the real Kueue."""
+"""Runs that share a quota in a real Kueue."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def test_queued_run_waits_until_the_previous_run_ends(tmp_path: Path) -> None:
             wait_until(lambda: first_run.find_pods(), "the first run's pods")
             with second_submission as second_run:
                 wait_until(
-                    lambda: f"waits in queue '{QUEUE}'" in second_run.output, "the second to wait"
+                    lambda: f"waits in queue '{QUEUE}'" in second_run.output,
+                    "the second run to wait",
                 )
                 clusters = {
                     pod["metadata"]["labels"]["ray.io/cluster"]

@@ -22,20 +22,22 @@ pytestmark = [
     pytest.mark.skipif(bool(find_skip_reason()), reason=find_skip_reason()),
 ]
 PAGE = ROOT / "docs/kubernetes-quickstart.md"
-BLOCKS = re.findall(r"^```bash *(\w*)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+CODE_BLOCKS = re.findall(
+    r"^```bash *(\w*)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S
+)
 NUM_STEPS = 10
 """Number of training steps; test_run.py trains a full run."""
 
 
 @dataclass
 class Walkthrough:
-    """The namespace of the page's commands, and the command that failed."""
+    """The namespace of the page's commands and the first command that failed."""
 
     namespace: str = field(default_factory=lambda: f"ludus-test-{secrets.token_hex(3)}")
     failed_block: str = ""
 
     def run(self, block: str) -> None:
-        """Run a command of the page in a shell."""
+        """Run a code block of the page in a shell, with the namespace in place of `arena`."""
         search_path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         start_s = time.monotonic()
         result = subprocess.run(
@@ -59,11 +61,11 @@ def walkthrough() -> Iterator[Walkthrough]:
 
 
 def find_block_skip_reason(kind: str, block: str) -> str:
-    """Return the reason to skip a command of this kind, or '' if it runs."""
+    """Return the reason to skip a code block, or '' if the test can run it."""
     if kind == "setup":
-        return "SKIPPED, NOT PASSED: `make cluster-test` has begun with it"
+        return "SKIPPED, NOT PASSED: `make cluster-test` has run the setup"
     if kind == "cluster":
-        return "SKIPPED, NOT PASSED: the cluster is there already"
+        return "SKIPPED, NOT PASSED: the cluster exists already"
     if kind == "operator" and "rayjobs.ray.io" in kubectl("get", "crd", "-o", "name"):
         return "SKIPPED, NOT PASSED: the cluster has KubeRay already"
     if kind == "images":
@@ -71,23 +73,25 @@ def find_block_skip_reason(kind: str, block: str) -> str:
         assert arguments and arguments[1] in (ROOT / "dev/cluster_test.sh").read_text(
             encoding="utf-8"
         )
-        return "SKIPPED, NOT PASSED: dev/cluster_test.sh has run it before the tests"
+        return "SKIPPED, NOT PASSED: dev/cluster_test.sh has loaded the images"
     return ""
 
 
 @pytest.mark.parametrize(
-    ("kind", "block"), BLOCKS, ids=[f"{index}-{kind}" for index, (kind, _) in enumerate(BLOCKS, 1)]
+    ("kind", "block"),
+    CODE_BLOCKS,
+    ids=[f"{index}-{kind}" for index, (kind, _) in enumerate(CODE_BLOCKS, 1)],
 )
 def test_quickstart_command_succeeds(
     walkthrough: Walkthrough, kind: str, block: str, tmp_path: Path
 ) -> None:
-    assert not walkthrough.failed_block, f"failed before: {walkthrough.failed_block}"
+    assert not walkthrough.failed_block, f"an earlier command failed: {walkthrough.failed_block}"
     if reason := find_block_skip_reason(kind, block):
         pytest.skip(reason)
-    results = f"--folder {tmp_path}/results\n"
+    folder_option = f"--folder {tmp_path}/results\n"
     if kind == "submit":
         walkthrough.run(f"{block.rstrip()} --dry-run > {tmp_path}/run.yaml\n")
-        block = f"{block.rstrip()} --set training.num_steps={NUM_STEPS} {results}"
+        block = f"{block.rstrip()} --set training.num_steps={NUM_STEPS} {folder_option}"
     if kind in ("logs", "fetch"):
-        block = f"{block.rstrip()} {results}"
+        block = f"{block.rstrip()} {folder_option}"
     walkthrough.run(block)

@@ -1,8 +1,8 @@
-"""Sessions from outside the cluster's network, with TLS that terminates at a real edge.
+"""Sessions from outside the cluster's network, through a real edge proxy that terminates TLS.
 
-LUDUS_EDGE is NAMESPACE/SERVICE/CLASS/PORT of an edge that serves Ingress and the Gateway API: the
-common name of its classes, and the TLS port of its Gateway listener. Default: a Traefik service in
-the cluster.
+LUDUS_EDGE is NAMESPACE/SERVICE/CLASS/PORT of an edge proxy for Ingress and the Gateway API. CLASS
+is the name of both its ingress class and its gateway class. PORT is the TLS port of its Gateway
+listener. Default: a Traefik service in the cluster.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from tests.cluster.installed import (
 
 DEFAULT_EDGE = "traefik/traefik/traefik/8443"
 NAMESPACE, SERVICE, CLASS_NAME, PORT = os.environ.get("LUDUS_EDGE", DEFAULT_EDGE).split("/")
-HOST, SECRET, GATEWAY = "localhost", "edge-tls", "edge"
-ROUTE_VALUES = {"enabled": True, "parentRefs": [{"name": GATEWAY}], "hostnames": [HOST]}
-PATIENT_ENVIRONMENTS = {"blackjack": {"server": {"idleTimeoutSeconds": 1800}}}
+HOST, SECRET_NAME, GATEWAY_NAME = "localhost", "edge-tls", "edge"
+ROUTE_VALUES = {"enabled": True, "parentRefs": [{"name": GATEWAY_NAME}], "hostnames": [HOST]}
+LONG_IDLE_ENVIRONMENTS = {"blackjack": {"server": {"idleTimeoutSeconds": 1800}}}
 EDGE_SELECTOR = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": NAMESPACE}}}
 INGRESS_VALUES = {
     "enabled": True,
     "className": CLASS_NAME,
     "host": HOST,
-    "tlsSecret": SECRET,
-    # Otherwise, Traefik accepts a certificate and responds to its users with 404.
+    "tlsSecret": SECRET_NAME,
+    # Without this annotation, Traefik completes the TLS handshake but responds with 404.
     "annotations": {"traefik.ingress.kubernetes.io/router.tls": "true"},
 }
 
@@ -67,14 +67,14 @@ def release() -> Iterator[Release]:
 
 @pytest.fixture(scope="module")
 def ca_file(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create the edge's certificate; return the file with its certificate authority."""
+    """Create the edge's TLS Secret; return the path of the certificate of its authority."""
     authority = trustme.CA()
     certificate = authority.issue_cert(HOST)
     chain = b"".join(pem.bytes() for pem in certificate.cert_chain_pems)
     files = {"tls.crt": chain, "tls.key": certificate.private_key_pem.bytes()}
     encoded_files = {name: base64.b64encode(content).decode() for name, content in files.items()}
     create_object(
-        "v1", "Secret", SECRET, release.namespace, type="kubernetes.io/tls", data=encoded_files
+        "v1", "Secret", SECRET_NAME, release.namespace, type="kubernetes.io/tls", data=encoded_files
     )
     path = tmp_path_factory.mktemp("edge") / "ca.pem"
     authority.cert_pem.write_to_path(str(path))
@@ -83,14 +83,14 @@ def ca_file(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def idle_s(request: pytest.FixtureRequest) -> float:
-    """Idle seconds of a session; edges close idle connections."""
+    """Return the idle time of a session. Edge proxies close idle connections."""
     return 620.0 if request.config.getoption("--all", default=False) else 30.0
 
 
 async def test_websocket_sessions_work_through_an_ingress(
     release: Release, ca_file: Path, tmp_path: Path, idle_s: float
 ) -> None:
-    reinstall(release, tmp_path, ingress=INGRESS_VALUES)
+    upgrade_release(release, tmp_path, ingress=INGRESS_VALUES)
     with forward_edge_port() as port:
         await play_with_pause(f"https://{HOST}:{port}/envs/blackjack", release, ca_file, idle_s)
 
@@ -98,11 +98,13 @@ async def test_websocket_sessions_work_through_an_ingress(
 async def test_websocket_and_grpc_sessions_work_through_routes(
     release: Release, ca_file: Path, tmp_path: Path, idle_s: float
 ) -> None:
-    certificate = {"certificateRefs": [{"name": SECRET}]}
+    certificate = {"certificateRefs": [{"name": SECRET_NAME}]}
     listener = {"name": "tls", "protocol": "HTTPS", "port": int(PORT), "tls": certificate}
     spec = {"gatewayClassName": CLASS_NAME, "listeners": [listener]}
-    create_object("gateway.networking.k8s.io/v1", "Gateway", GATEWAY, release.namespace, spec=spec)
-    reinstall(release, tmp_path, httpRoute=ROUTE_VALUES, grpcRoute=ROUTE_VALUES)
+    create_object(
+        "gateway.networking.k8s.io/v1", "Gateway", GATEWAY_NAME, release.namespace, spec=spec
+    )
+    upgrade_release(release, tmp_path, httpRoute=ROUTE_VALUES, grpcRoute=ROUTE_VALUES)
     with forward_edge_port() as port:
         async with asyncio.TaskGroup() as group:
             for address in (
@@ -113,7 +115,7 @@ async def test_websocket_and_grpc_sessions_work_through_routes(
 
 
 async def play_with_pause(address: str, release: Release, ca_file: Path, idle_s: float) -> None:
-    """Play a session that is idle for a while during an episode."""
+    """Play an episode with a pause of `idle_s` seconds."""
     secret = release.get("secret", "ludus-auth")["data"]["gateway-token"]
     token = base64.b64decode(secret).decode()
     client = await AsyncEnvClient.connect(
@@ -148,11 +150,11 @@ async def wait_for_route(client: AsyncEnvClient) -> None:
 # Cluster setup.
 
 
-def reinstall(release: Release, folder: Path, **values: Any) -> None:
-    """Install the release again with these values and network access for the edge."""
+def upgrade_release(release: Release, folder: Path, **values: Any) -> None:
+    """Upgrade the release to `values`, with network access for the edge proxy."""
     values_path = folder / "values.yaml"
     base_values = {
-        "environments": PATIENT_ENVIRONMENTS,
+        "environments": LONG_IDLE_ENVIRONMENTS,
         "networkPolicy": {"clients": [EDGE_SELECTOR]},
     }
     values_path.write_text(yaml.safe_dump(base_values | values))
@@ -173,7 +175,7 @@ def forward_edge_port() -> Iterator[int]:
         assert process.stdout is not None
         output = process.stdout.readline()
         match = re.search(r"127\.0\.0\.1:(\d+)", output)
-        assert match, f"kubectl {' '.join(arguments)} said {output!r}"
+        assert match, f"kubectl {' '.join(arguments)} printed {output!r}"
         yield int(match[1])
     finally:
         process.kill()

@@ -1,4 +1,4 @@
-"""A run through `ludus submit` and KubeRay, with its data in Prometheus and every dashboard."""
+"""A run through `ludus submit` and KubeRay, and its metrics in Prometheus and the dashboards."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """Observations of a run."""
+    """The summary of a run and observations from the cluster during the run."""
 
     summary: Summary
     nodes: Mapping[str, str]
-    """Node of each role."""
+    """Name of the node of each role."""
     has_monitoring: bool
     missing_data: Mapping[str, str]
     """Dashboard expressions without data, each with its legend."""
@@ -55,7 +55,9 @@ def observed_run(tmp_path_factory: pytest.TempPathFactory) -> ObservedRun:
         submit(release, folder) as training,
     ):
         wait_until(
-            lambda: set(training.find_pods()) == set(ROLES), "head, learner, rollout", TIMEOUT_S
+            lambda: set(training.find_pods()) == set(ROLES),
+            "the head, learner and rollout pods",
+            TIMEOUT_S,
         )
         nodes = {role: training.find_node(role) for role in ROLES}
         training.wait_for_steps(25)
@@ -67,7 +69,7 @@ def observed_run(tmp_path_factory: pytest.TempPathFactory) -> ObservedRun:
 
 
 def find_missing_data(namespace: str) -> Mapping[str, str]:
-    """Return the expressions that have no data at the end of the wait."""
+    """Wait until all dashboard expressions have data; return those without data at the timeout."""
     values = VARIABLE_VALUES | {"namespace": namespace}
     missing_data = {
         fill_variables(query.expr, values): f"{board.uid}: {query.legend}"
@@ -75,8 +77,8 @@ def find_missing_data(namespace: str) -> Mapping[str, str]:
         for query in board.queries
         if query.empty_unless is None
     }
-    deadline_s = time.monotonic() + DATA_TIMEOUT_S
-    while missing_data and time.monotonic() < deadline_s:
+    deadline = time.monotonic() + DATA_TIMEOUT_S
+    while missing_data and time.monotonic() < deadline:
         missing_data = {
             expression: legend
             for expression, legend in missing_data.items()

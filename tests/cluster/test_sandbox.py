@@ -1,4 +1,4 @@
-"""Sandboxes on a real cluster: one per session, from a warm pool, and isolated."""
+"""Sandboxes on a real cluster: the warm pool, one session per sandbox, and isolation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ludus.env.security.session_ids import make_pod_server_id
 from ludus.proto.errors import SessionLostError, UnavailableError
 from tests.cluster.installed import (
     Release,
+    create_namespace,
     create_object,
     find_skip_reason,
     install,
     kubectl,
-    namespace,
     wait_until,
 )
 
@@ -35,7 +35,7 @@ pytestmark = [
 ]
 WARM_POOL_SIZE = 4
 NUM_OPENS = int(os.environ.get("LUDUS_SANDBOX_OPENS", "10"))
-POOL = "ludus-env-code"
+POOL_NAME = "ludus-env-code"
 KUBELET_PORT = "10250"
 PUBLIC_ADDRESS = ("1.1.1.1", "443")
 VALUES = {
@@ -76,7 +76,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
 
 
 def wait_until_warm(release: Release, num_sandboxes: int = 1) -> None:
-    """Wait until this number of sandboxes is ready to be claimed."""
+    """Wait until the warm pool has at least `num_sandboxes` ready sandboxes."""
 
     def is_warm() -> bool:
         (pool,) = release.get("sandboxwarmpools")["items"]
@@ -108,12 +108,12 @@ async def connect_client(
 
 
 def find_pod(release: Release, session: AsyncSession) -> str:
-    """Return the name of the pod of a session's sandbox."""
+    """Return the name of the pod that runs a session."""
     server_id = session.id.split("~")[1]
     for pod in release.get("pods", "-l", "app.kubernetes.io/component=environment")["items"]:
         if make_pod_server_id(pod["metadata"]["uid"]) == server_id:
             return str(pod["metadata"]["name"])
-    raise AssertionError(f"no pod has the server {server_id}")
+    raise AssertionError(f"no pod runs server {server_id}")
 
 
 async def test_sandbox_pool_is_refilled_after_claims(release: Release) -> None:
@@ -130,7 +130,7 @@ async def test_sandbox_pool_is_refilled_after_claims(release: Release) -> None:
                 if "deletionTimestamp" not in claim["metadata"]
                 and claim["status"]["sandbox"]["name"] == find_pod(release, session)
             ]
-            assert claim["metadata"]["labels"]["ludus.dev/warm-pool"] == POOL
+            assert claim["metadata"]["labels"]["ludus.dev/warm-pool"] == POOL_NAME
             await session.close()
     durations_s.sort()
     sys.stdout.write(
@@ -139,7 +139,7 @@ async def test_sandbox_pool_is_refilled_after_claims(release: Release) -> None:
         f" p99 {durations_s[int(0.99 * len(durations_s))]:.2f} s\n"
     )
     await asyncio.to_thread(wait_until_warm, release, WARM_POOL_SIZE)
-    wait_until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
+    wait_until(lambda: not release.get("sandboxclaims")["items"], "all claims to be deleted")
 
 
 async def test_concurrent_gateways_claim_different_sandboxes(release: Release) -> None:
@@ -159,7 +159,7 @@ async def test_concurrent_gateways_claim_different_sandboxes(release: Release) -
         assert len({find_pod(release, session) for session in sessions}) == 2 * WARM_POOL_SIZE
         for session in sessions:
             await session.close()
-    wait_until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
+    wait_until(lambda: not release.get("sandboxclaims")["items"], "all claims to be deleted")
 
 
 async def test_a_dead_sandbox_ends_only_its_session(release: Release) -> None:
@@ -176,11 +176,11 @@ async def test_a_dead_sandbox_ends_only_its_session(release: Release) -> None:
         for session in sessions[1:]:
             await session.state()
             await session.close()
-    wait_until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
+    wait_until(lambda: not release.get("sandboxclaims")["items"], "all claims to be deleted")
 
 
 def list_node_addresses() -> list[str]:
-    """Return the addresses of the nodes, which are outside the pods' network."""
+    """Return the internal IP addresses of the nodes."""
     address_path = '{.items[*].status.addresses[?(@.type=="InternalIP")].address}'
     return kubectl("get", "nodes", "-o", f"jsonpath={address_path}").split()
 
@@ -188,7 +188,7 @@ def list_node_addresses() -> list[str]:
 def try_without_policy(*targets: str) -> list[str]:
     """Try connections from a pod in a namespace without policies; return each result.
 
-    A node may briefly report that it cannot open a log.
+    The log is read repeatedly, because it can be unavailable for a short time.
     """
     results: list[str] = []
 
@@ -207,12 +207,12 @@ def try_without_policy(*targets: str) -> list[str]:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
     }
-    with namespace() as test_namespace:
+    with create_namespace() as test_namespace:
         spec = {"restartPolicy": "Never", "containers": [container]}
         create_object("v1", "Pod", "try", test_namespace, spec=spec)
         condition = "--for=jsonpath={.status.phase}=Succeeded"
         kubectl("-n", test_namespace, "wait", "pod/try", condition, "--timeout=120s")
-        wait_until(is_log_complete, "the log of the connections", 60)
+        wait_until(is_log_complete, "the complete log of the connection test", 60)
     return results
 
 
@@ -242,34 +242,41 @@ async def test_a_sandbox_cannot_open_connections(release: Release) -> None:
     results = try_without_policy(*(word for target in outside_targets for word in target))
     assert results[:-1] == ["reached"] * (len(outside_targets) - 1)
     if results[-1] == "denied":
-        sys.stderr.write("SKIPPED, NOT PASSED: no pod of this cluster reaches the Internet\n")
+        sys.stderr.write("SKIPPED, NOT PASSED: pods of this cluster cannot reach the Internet\n")
     async with connect_client(release) as client:
         session, _ = await client.open(seed=1)
         pod = find_pod(release, session)
-        own_address = next(
+        sandbox_address = next(
             pod_object["status"]["podIP"]
             for pod_object in pods
             if pod_object["metadata"]["name"] == pod
         )
-        other_address = next(
-            address for address in addresses["environment"] if address != own_address
+        other_sandbox_address = next(
+            address for address in addresses["environment"] if address != sandbox_address
         )
-        inside_targets = [api_address, (other_address, "18000"), (addresses["gateway"][0], "8000")]
+        inside_targets = [
+            api_address,
+            (other_sandbox_address, "18000"),
+            (addresses["gateway"][0], "8000"),
+        ]
         targets = [word for target in (*inside_targets, *outside_targets) for word in target]
 
-        def try_connections(name: str, *endpoints: str) -> list[str]:
-            exec_command = ("exec", name, "--", "python", "-c", CONNECTION_PROGRAM, *endpoints)
+        def try_connections(pod_name: str, *endpoints: str) -> list[str]:
+            exec_command = ("exec", pod_name, "--", "python", "-c", CONNECTION_PROGRAM, *endpoints)
             return kubectl("-n", release.namespace, *exec_command).split()
 
         assert try_connections(pod, *targets) == ["denied"] * len(
             (*inside_targets, *outside_targets)
         )
-        # The gateway can open the same connections, so the method works.
+        # The gateway can open these connections, so the denials above are due to the policy.
         gateway = next(
             gateway_pod
             for gateway_pod in pods
             if gateway_pod["status"]["podIP"] == addresses["gateway"][0]
         )
-        name = gateway["metadata"]["name"]
-        assert try_connections(name, *api_address, other_address, "18000") == ["reached"] * 2
+        gateway_name = gateway["metadata"]["name"]
+        assert (
+            try_connections(gateway_name, *api_address, other_sandbox_address, "18000")
+            == ["reached"] * 2
+        )
         await session.close()

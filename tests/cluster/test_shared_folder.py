@@ -1,4 +1,4 @@
-"""The check that a folder is shared by all nodes."""
+"""The check that all nodes share the run folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ludus.trainer.setup.shared_folder import FolderToken
 
 
 @pytest.fixture(autouse=True)
-def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_folder, "VISIBLE_TIMEOUT_S", 0.2)
 
 
@@ -31,7 +31,7 @@ def test_different_folder_with_the_same_path_fails_the_check(tmp_path: Path) -> 
     token = FolderToken.write(tmp_path)
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
-    FolderToken.write(tmp_path)  # the token of another run
+    FolderToken.write(tmp_path)  # token of another run
     with pytest.raises(ConfigError, match=r"does not see the run's folder .* all nodes share"):
         token.check()
     with pytest.raises(ConfigError, match="does not see"):

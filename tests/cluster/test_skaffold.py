@@ -1,4 +1,4 @@
-"""`skaffold run` with a custom builder: it builds, pushes and installs gateway and environment."""
+"""`skaffold run`, which builds, pushes and installs the gateway and an environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.installed import ROOT, Release, find_skip_reason, helm, namespace
+from tests.cluster.installed import ROOT, Release, create_namespace, find_skip_reason, helm
 from tests.cluster.registry import run_registry
 
 
@@ -20,9 +20,9 @@ def _find_skip_reason() -> str:
     if shutil.which("skaffold") is None:
         return "SKIPPED, NOT PASSED: skaffold not found in PATH"
     if not any(map(shutil.which, ("buildah", "podman"))):
-        return "SKIPPED, NOT PASSED: neither buildah nor podman builds images here"
+        return "SKIPPED, NOT PASSED: neither buildah nor podman found in PATH"
     if not os.environ.get("LUDUS_IMAGE_LOADER"):
-        return "SKIPPED, NOT PASSED: set LUDUS_IMAGE_LOADER to what brings an image to the nodes"
+        return "SKIPPED, NOT PASSED: set LUDUS_IMAGE_LOADER to the command that loads images"
     return ""
 
 
@@ -35,7 +35,7 @@ pytestmark = [
 
 
 def test_skaffold_builds_and_installs_servers(tmp_path: Path) -> None:
-    with namespace() as target_namespace, run_registry() as registry:
+    with create_namespace() as target_namespace, run_registry() as registry:
         target_options = (
             "--profile",
             "buildah,serving",
@@ -44,21 +44,21 @@ def test_skaffold_builds_and_installs_servers(tmp_path: Path) -> None:
             "--namespace",
             target_namespace,
         )
-        environment = os.environ | {
+        variables = os.environ | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SKAFFOLD_UPDATE_CHECK": "false",
         }
         cache_options = ("--config", str(tmp_path / "config"), "--cache-artifacts=false")
-        log_file = tmp_path / "skaffold.log"
-        with log_file.open("wb") as log:
+        log_path = tmp_path / "skaffold.log"
+        with log_path.open("wb") as log:
             result = subprocess.run(
                 ["skaffold", "run", *target_options, *cache_options],
                 cwd=ROOT,
-                env=environment,
+                env=variables,
                 stdout=log,
                 stderr=log,
             )
-        assert result.returncode == 0, log_file.read_text(encoding="utf-8", errors="replace")[
+        assert result.returncode == 0, log_path.read_text(encoding="utf-8", errors="replace")[
             -4000:
         ]
         release = Release("ludus", target_namespace)

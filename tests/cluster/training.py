@@ -1,4 +1,4 @@
-"""A run that `ludus submit` follows, as its user sees it."""
+"""A run that `ludus submit` starts and follows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from ludus.proto.runs import METRICS_FILE, SUMMARY_FILE, MetricsRow, Summary
 from tests.cluster.installed import ROOT, Release, kubectl, wait_until
 
-EXAMPLE = "examples/blackjack/tiny.toml"
+EXAMPLE_CONFIG = "examples/blackjack/tiny.toml"
 ROLES = ("head", "learner", "rollout")
 STALL_TIMEOUT_S = 420.0
-"""Maximum seconds without a step: a node must be given up and its pods replaced in this time."""
+"""Maximum time without a step, in seconds. Includes the replacement of a failed node's pods."""
 
 
 class Training:
-    """A run of the release, with its progress from the output of `ludus submit`."""
+    """A run whose progress is read from the output of `ludus submit`."""
 
     def __init__(self, release: Release, folder: Path, process: subprocess.Popen[bytes]) -> None:
         self._release = release
@@ -34,16 +34,16 @@ class Training:
 
     @property
     def step(self) -> int:
-        """The last reported step."""
+        """The highest reported step."""
         return max(map(int, re.findall(r"step (\d+)/", self.output)), default=0)
 
     @property
     def has_exited(self) -> bool:
-        """True after the command has exited."""
+        """True if `ludus submit` has exited."""
         return self._process.poll() is not None
 
     def find_pods(self) -> dict[str, Any]:
-        """Return the pod of each role that runs and is not terminating."""
+        """Return the running pod of each role; terminating pods are left out."""
         return {
             pod["metadata"]["labels"]["ludus.dev/group"]: pod
             for pod in self._release.get("pods", "-l", "ludus.dev/group")["items"]
@@ -51,57 +51,57 @@ class Training:
         }
 
     def find_pod(self, role: str) -> str:
-        """Wait for the pod of this role; return its name."""
+        """Wait for the pod of a role; return its name."""
         wait_until(lambda: role in self.find_pods(), f"a {role} pod", STALL_TIMEOUT_S)
         return str(self.find_pods()[role]["metadata"]["name"])
 
     def find_node(self, role: str) -> str:
-        """Wait for the pod of this role; return the name of its node."""
+        """Wait for the pod of a role; return the name of its node."""
         wait_until(lambda: role in self.find_pods(), f"a {role} pod", STALL_TIMEOUT_S)
         return str(self.find_pods()[role]["spec"]["nodeName"])
 
     def wait_for_steps(self, num_steps: int = 2) -> None:
-        """Wait until this number of additional steps is reported."""
-        goal = self.step + num_steps
+        """Wait until `num_steps` more steps have been reported."""
+        target_step = self.step + num_steps
 
-        def has_reached_goal() -> bool:
+        def has_reached_target() -> bool:
             assert not self.has_exited, self.output[-3000:]
-            return self.step >= goal
+            return self.step >= target_step
 
-        wait_until(has_reached_goal, f"step {goal}", STALL_TIMEOUT_S)
+        wait_until(has_reached_target, f"step {target_step}", STALL_TIMEOUT_S)
 
     def finish(self) -> Summary:
-        """Wait for the end of the command; return the fetched summary."""
-        wait_until(lambda: self.has_exited, "the run's end", 1500)
+        """Wait until `ludus submit` exits; return the fetched summary."""
+        wait_until(lambda: self.has_exited, "the run to end", 1500)
         assert self._process.returncode == 0, self.output[-4000:]
         return Summary.model_validate_json((self._folder / SUMMARY_FILE).read_bytes())
 
     @property
     def rows(self) -> list[MetricsRow]:
-        """Return the fetched metrics."""
+        """Rows of the fetched metrics file."""
         lines = (self._folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         return [MetricsRow.model_validate_json(line) for line in lines]
 
 
 def end_runs(release: Release) -> None:
-    """Delete all runs and wait for their pods, because runs outlive `ludus submit`."""
+    """Delete all runs, because a run continues after `ludus submit` exits."""
     kubectl("-n", release.namespace, "delete", "rayjobs", "--all")
 
 
 def make_log_path(folder: Path) -> Path:
-    """Return the path of the command's output."""
+    """Return the path of the file with the output of `ludus submit`."""
     return folder.with_suffix(".log")
 
 
 @contextmanager
 def submit(release: Release, folder: Path, *settings: str) -> Iterator[Training]:
-    """Submit a run that fetches its results to `folder`; stop following it on exit."""
+    """Submit a run whose results are fetched to `folder`; kill `ludus submit` on exit."""
     options = ("--namespace", release.namespace, "--folder", str(folder))
     set_options = [option for setting in settings for option in ("--set", setting)]
     command = [
         str(Path(sys.executable).with_name("ludus")),
         "submit",
-        EXAMPLE,
+        EXAMPLE_CONFIG,
         *options,
         *set_options,
     ]
