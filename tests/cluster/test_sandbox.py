@@ -185,7 +185,7 @@ def list_node_addresses() -> list[str]:
     return kubectl("get", "nodes", "-o", f"jsonpath={address_path}").split()
 
 
-def try_without_policy(*targets: str) -> list[str]:
+def connect_without_policy(*targets: str) -> list[str]:
     """Try connections from a pod in a namespace without policies; return each result.
 
     The log is read repeatedly, because it can be unavailable for a short time.
@@ -230,16 +230,16 @@ async def test_a_sandbox_cannot_open_connections(release: Release) -> None:
     endpoint_slices = json.loads(kubectl("-n", "default", "get", "endpointslices", "-o", "json"))[
         "items"
     ]
-    (api,) = [
+    (api_slice,) = [
         endpoint_slice
         for endpoint_slice in endpoint_slices
         if endpoint_slice["metadata"]["name"].startswith("kubernetes")
     ]
-    api_address = (api["endpoints"][0]["addresses"][0], str(api["ports"][0]["port"]))
+    api_address = (api_slice["endpoints"][0]["addresses"][0], str(api_slice["ports"][0]["port"]))
     outside_targets = [(address, KUBELET_PORT) for address in list_node_addresses()] + [
         PUBLIC_ADDRESS
     ]
-    results = try_without_policy(*(word for target in outside_targets for word in target))
+    results = connect_without_policy(*(word for target in outside_targets for word in target))
     assert results[:-1] == ["reached"] * (len(outside_targets) - 1)
     if results[-1] == "denied":
         sys.stderr.write("SKIPPED, NOT PASSED: pods of this cluster cannot reach the Internet\n")
@@ -251,14 +251,10 @@ async def test_a_sandbox_cannot_open_connections(release: Release) -> None:
             for pod_object in pods
             if pod_object["metadata"]["name"] == pod
         )
-        other_sandbox_address = next(
+        peer_address = next(
             address for address in addresses["environment"] if address != sandbox_address
         )
-        inside_targets = [
-            api_address,
-            (other_sandbox_address, "18000"),
-            (addresses["gateway"][0], "8000"),
-        ]
+        inside_targets = [api_address, (peer_address, "18000"), (addresses["gateway"][0], "8000")]
         targets = [word for target in (*inside_targets, *outside_targets) for word in target]
 
         def try_connections(pod_name: str, *endpoints: str) -> list[str]:
@@ -275,8 +271,5 @@ async def test_a_sandbox_cannot_open_connections(release: Release) -> None:
             if gateway_pod["status"]["podIP"] == addresses["gateway"][0]
         )
         gateway_name = gateway["metadata"]["name"]
-        assert (
-            try_connections(gateway_name, *api_address, other_sandbox_address, "18000")
-            == ["reached"] * 2
-        )
+        assert try_connections(gateway_name, *api_address, peer_address, "18000") == ["reached"] * 2
         await session.close()

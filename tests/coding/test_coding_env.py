@@ -1,4 +1,4 @@
-"""Tests of programming tasks: tasks, rewards, feedback and the sandbox of programs."""
+"""Programming tasks: seeds, rewards, feedback and the sandbox of programs."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from ludus.proto.errors import ActionParseError, ConfigError, EpisodeStateError,
 from ludus.trainer.models.tiny import make_tokenizer
 
 pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="programs need the sandbox of Linux"
+    not sys.platform.startswith("linux"), reason="the program sandbox needs Linux"
 )
 ROOT = Path(__file__).parents[2]
 LIMITS = ProgramLimits(cpu_s=1, memory_bytes=256 << 20, output_bytes=1000)
-IDENTITY = "def solve(x):\n    return x\n"
+IDENTITY_PROGRAM = "def solve(x):\n    return x\n"
 
 
 def run(code: str, num_calls: int = 2, cpu_s: int = LIMITS.cpu_s) -> ProgramResult:
-    """Run a program whose function is called with 0, 1, ..."""
+    """Run a program, and call its function `solve` with 0, 1, ..., `num_calls` - 1."""
     limits = replace(LIMITS, cpu_s=cpu_s)
     return run_program(code, [[number] for number in range(num_calls)], limits)
 
@@ -46,7 +46,7 @@ def list_values(result: ProgramResult) -> list[object]:
 
 
 def play_episode(policy: str, seed: int, **options: int) -> list[tuple[float | None, bool | None]]:
-    """Return the reward and the success of each step."""
+    """Play an episode with a baseline policy; return the reward and success of each step."""
     environment = make_environment(**options)
     player = fixed_policies({})[policy]
     transition = environment.reset(seed=seed)
@@ -68,11 +68,11 @@ def write_looping_program(observation: CodeObservation) -> str:
 
 
 @pytest.mark.slow
-def test_environment_contract() -> None:
+def test_environment_follows_the_contract() -> None:
     check_environment(make_environment, seeds=range(2), num_steps=3).raise_if_failed()
 
 
-def test_package_is_importable_as_in_openenv_docs() -> None:
+def test_package_is_importable_under_its_openenv_path() -> None:
     package = importlib.import_module("envs.coding_env")
     assert package.CodeAction(code="print(1)").code == "print(1)"
     assert package.CodingEnv.default_url == "http://localhost:8008"
@@ -105,7 +105,7 @@ def test_tests_passed_before_an_endless_loop_are_rewarded() -> None:
     assert (environment.state.num_passed, environment.state.last_exit_code) == (1, -9)
 
 
-def test_feedback_reveals_shown_tests_only() -> None:
+def test_feedback_contains_only_shown_tests() -> None:
     environment = make_environment(num_shown=1, num_tests=3)
     environment.reset(seed=1)
     result = environment.step(CodeAction(code="print('so')\ndef solve(x):\n    return [None]\n"))
@@ -117,14 +117,14 @@ def test_feedback_reveals_shown_tests_only() -> None:
 
 def test_program_outside_an_episode_is_refused() -> None:
     environment = make_environment(max_turns=1, num_tests=1)
-    with pytest.raises(EpisodeStateError) as refusal:
+    with pytest.raises(EpisodeStateError) as error_info:
         environment.step(CodeAction(code=""))
-    assert refusal.value.code == ErrorCode.NOT_RESET
+    assert error_info.value.code == ErrorCode.NOT_RESET
     environment.reset(seed=1)
     assert environment.step(CodeAction(code="")).terminated
-    with pytest.raises(EpisodeStateError) as refusal:
+    with pytest.raises(EpisodeStateError) as error_info:
         environment.step(CodeAction(code=""))
-    assert refusal.value.code == ErrorCode.EPISODE_OVER
+    assert error_info.value.code == ErrorCode.EPISODE_OVER
 
 
 def test_kinds_limit_the_tasks() -> None:
@@ -147,11 +147,11 @@ def test_legal_responses_are_empty_with_many_solutions() -> None:
 @pytest.mark.parametrize("kind", ["add", "subtract", "multiply"])
 def test_one_line_solution_requires_the_correct_number(kind: str) -> None:
     environment = make_environment(kinds=[kind], max_turns=1, num_shown=0)
-    right_number = environment.reset(seed=1).observation.parameters["k"]
-    for number in (right_number, right_number % 9 + 1):
+    correct_number = environment.reset(seed=1).observation.parameters["k"]
+    for number in (correct_number, correct_number % 9 + 1):
         environment.reset(seed=1)
         code = write_solution(kind, {"k": number})
-        assert environment.step(CodeAction(code=code)).success is (number == right_number)
+        assert environment.step(CodeAction(code=code)).success is (number == correct_number)
 
 
 def test_tiny_example_allows_every_legal_response() -> None:
@@ -259,7 +259,7 @@ def test_program_is_deterministic() -> None:
 
 @pytest.mark.parametrize("statement", ["import sys; sys.exit(7)\n", "import os; os._exit(7)\n"])
 def test_exit_code_is_reported(statement: str) -> None:
-    result = run(statement + IDENTITY)
+    result = run(statement + IDENTITY_PROGRAM)
     assert (result.exit_code, result.outcomes, result.timed_out) == (7, (), False)
 
 
@@ -281,7 +281,8 @@ def test_sleeping_program_exceeds_the_wall_clock_limit() -> None:
 
 def test_output_is_truncated_at_the_limit() -> None:
     result = run(
-        "import sys\nfor f in (sys.stdout, sys.stderr): f.write('é' * 3_000_000)\n" + IDENTITY
+        "import sys\nfor f in (sys.stdout, sys.stderr): f.write('é' * 3_000_000)\n"
+        + IDENTITY_PROGRAM
     )
     assert result.stdout == result.stderr == "é" * 500
     assert list_values(result) == [0, 1]
@@ -316,18 +317,18 @@ def test_memory_limit_raises_memory_error() -> None:
 def test_sandbox_blocks_forbidden_operations(statement: str, tmp_path: Path) -> None:
     existing_file = tmp_path / "existing"
     existing_file.write_text("x")
-    old_status = existing_file.stat()
+    initial_status = existing_file.stat()
     imports = "import os, resource, socket, subprocess, threading\n"
-    names = f"FOLDER = {str(tmp_path)!r}\n"
+    constants = f"FOLDER = {str(tmp_path)!r}\n"
     function = f"def solve(x):\n    if x: return 'alive'\n    {statement}\n    return 'done'\n"
-    result = run(imports + names + function)
+    result = run(imports + constants + function)
     assert not result.outcomes[0].has_returned, result
     assert result.outcomes[0].error.split(":")[0] in {
         *("PermissionError", "RuntimeError", "ValueError", "OSError", "ModuleNotFoundError"),
     }
     assert result.outcomes[1].value == "alive"
     assert [path.name for path in tmp_path.iterdir()] == ["existing"]
-    assert existing_file.stat() == old_status
+    assert existing_file.stat() == initial_status
 
 
 def test_forged_outcomes_earn_no_reward() -> None:

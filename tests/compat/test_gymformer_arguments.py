@@ -1,4 +1,4 @@
-"""Invalid arguments of Gymformer's functions: errors start with the argument's name."""
+"""Errors of Gymformer's functions for invalid arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_model(tmp_path_factory.mktemp("tiny") / "model", ["a b c 0 1 2 3"])
 
 
-def check_error(function: Callable[..., Any], message: str, **arguments: Any) -> None:
+def assert_error(function: Callable[..., Any], message: str, **arguments: Any) -> None:
     with pytest.raises((ConfigError, NotFoundError), match=message):
         function(**arguments)
 
@@ -53,13 +53,13 @@ def test_invalid_arguments_of_the_rlhf_environment_are_refused(
     model: str, changes: dict[str, Any], message: str
 ) -> None:
     arguments = {"ref_model_name": model, "reward_model": score_zero, "dataset": ["a b"]}
-    check_error(RLHFEnv, message, **{**arguments, **changes})
+    assert_error(RLHFEnv, message, **{**arguments, **changes})
 
 
-def test_error_of_an_invalid_reward_model_starts_with_the_argument(model: str) -> None:
+def test_error_of_an_invalid_reward_model_starts_with_the_argument_name(model: str) -> None:
     environment = RLHFEnv(model, Path(model), ["a b"], max_generation=1)
     environment.reset(seed=0)
-    check_error(environment.step, "^reward_model = .*must be a reward model", action=5)
+    assert_error(environment.step, "^reward_model = .*must be a reward model", action=5)
 
 
 @pytest.mark.parametrize(
@@ -75,30 +75,32 @@ def test_error_of_an_invalid_reward_model_starts_with_the_argument(model: str) -
 def test_invalid_arguments_of_the_cot_environment_are_refused(
     model: str, changes: dict[str, Any], message: str
 ) -> None:
-    check_error(CoTEnv, message, **{"model_name": model, **changes})
+    assert_error(CoTEnv, message, **{"model_name": model, **changes})
 
 
 @pytest.mark.parametrize("action", ["x", -1, 10**6, None])
 def test_action_outside_the_vocabulary_is_refused(model: str, action: Any) -> None:
     environment = CoTEnv(model, seed=np.int64(3), max_generation=np.int64(2))
     environment.reset()
-    check_error(environment.step, "^action must be a token id from 0 to", action=action)
+    assert_error(environment.step, "^action must be a token id from 0 to", action=action)
     environment.step(torch.tensor(5))
-    check_error(environment.reset, "^options must be a dictionary or None, got 5", options=5)
+    assert_error(environment.reset, "^options must be a dictionary or None, got 5", options=5)
 
 
 @pytest.mark.parametrize("network", [LMActorNetwork, LMCriticNetwork])
-def test_errors_of_networks_start_with_the_argument(network: type[nn.Module], model: str) -> None:
-    check_error(network, "^model_name = 5 must be a path", model_name=5, pad_token_id=0)
-    check_error(network, "^model_name = './none'", model_name="./none", pad_token_id=0)
-    check_error(
+def test_errors_of_networks_start_with_the_argument_name(
+    network: type[nn.Module], model: str
+) -> None:
+    assert_error(network, "^model_name = 5 must be a path", model_name=5, pad_token_id=0)
+    assert_error(network, "^model_name = './none'", model_name="./none", pad_token_id=0)
+    assert_error(
         network,
         "^pad_token_id = 'x' must be a whole number of 0 or more",
         model_name=model,
         pad_token_id="x",
     )
-    instance = network(Path(model), np.int64(0))
-    check_error(instance, "^state must contain at least one token", state=torch.tensor([]))
+    valid_network = network(Path(model), np.int64(0))
+    assert_error(valid_network, "^state must contain at least one token", state=torch.tensor([]))
 
 
 @pytest.mark.parametrize(
@@ -121,25 +123,29 @@ def test_invalid_arguments_of_train_reward_are_refused(
     model: str, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     rows = [{"prompt": f"p{n}", "chosen": "a", "rejected": "b"} for n in range(8)]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    arguments = {"model_name": model, "datasets_path": file, "reward_model_path": tmp_path / "rm"}
-    check_error(train_reward, message, **{**arguments, "dry_run": True, **changes})
+    dataset_path = tmp_path / "rows.jsonl"
+    dataset_path.write_text("\n".join(map(json.dumps, rows)))
+    arguments = {
+        "model_name": model,
+        "datasets_path": dataset_path,
+        "reward_model_path": tmp_path / "rm",
+    }
+    assert_error(train_reward, message, **{**arguments, "dry_run": True, **changes})
 
 
 def test_an_invalid_agent_file_is_refused(tmp_path: Path) -> None:
-    actor, critic, file = nn.Linear(4, 2), nn.Linear(4, 1), tmp_path / "agent.pth"
+    actor, critic, agent_path = nn.Linear(4, 2), nn.Linear(4, 1), tmp_path / "agent.pth"
     weights = {"actor": actor.state_dict(), "critic": critic.state_dict()}
-    torch.save({"actor": weights["actor"]}, file)
-    arguments = {"path": file, "actor": actor, "critic": critic}
-    check_error(load_ppo_agent, "the file lacks 'critic'", **arguments)
-    torch.save(weights, file)
+    torch.save({"actor": weights["actor"]}, agent_path)
+    arguments = {"path": agent_path, "actor": actor, "critic": critic}
+    assert_error(load_ppo_agent, "the file lacks 'critic'", **arguments)
+    torch.save(weights, agent_path)
     for changes, message in (
         ({"path": None}, "^path = None must be a path"),
         ({"actor": "x"}, "^actor = 'x' must be a torch module"),
         ({"device": "abacus"}, "^device = 'abacus' cannot be used"),
         ({"actor": nn.Linear(4, 3)}, "size mismatch"),
     ):
-        check_error(load_ppo_agent, message, **{**arguments, **changes})
-    file.write_text("hello world")
-    check_error(load_ppo_agent, "torch.save did not write the file", **arguments)
+        assert_error(load_ppo_agent, message, **{**arguments, **changes})
+    agent_path.write_text("hello world")
+    assert_error(load_ppo_agent, "torch.save did not write the file", **arguments)

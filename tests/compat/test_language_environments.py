@@ -1,4 +1,4 @@
-"""Gymformer's language environments: seeds, ends of episodes, and rewards."""
+"""Seeds, rewards and the end of an episode in Gymformer's language environments."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_model(folder, [WORDS, "<final_answer> </final_answer> 0 1 2 3 4 5 6 7 8 9"])
 
 
-def play(environment: TokenEnv, text: str, *, ends: bool = True) -> tuple[float, bool, bool, dict]:
-    """Play a completion and return the result of its last step."""
+def play(environment: TokenEnv, text: str) -> tuple[float, bool, bool, dict]:
+    """Play the tokens of `text` and an end token; return the result of the last step."""
     token_ids = environment.tokenizer.encode(text, add_special_tokens=False)
-    for token_id in [*token_ids, environment.tokenizer.eos_token_id][: None if ends else -1]:
+    for token_id in [*token_ids, environment.tokenizer.eos_token_id]:
         _, reward, terminated, truncated, info = environment.step(token_id)
         if terminated or truncated:
             break
@@ -87,10 +87,10 @@ def test_the_best_summary_has_ten_words_and_all_terms() -> None:
     for article, best_reward in zip(ARTICLES, (1.6, 1.4), strict=True):
         terms = article.key_terms
         rewards = {
-            summary_reward(" ".join([*words, *["so"] * (score_length - len(words))]), terms)
+            summary_reward(" ".join([*words, *["so"] * (length - len(words))]), terms)
             for size in range(len(terms) + 1)
             for words in itertools.combinations(terms, size)
-            for score_length in range(size, 61)
+            for length in range(size, 61)
         }
         assert max(rewards) == pytest.approx(best_reward)
 
@@ -124,9 +124,13 @@ def test_same_seed_selects_the_same_article(model: str) -> None:
     assert initial_states == [environment.reset(seed=seed)[0] for seed in range(8)]
     assert len(set(initial_states)) == 2
     assert all(tokens in environment.observation_space for tokens in initial_states)
-    first_states = [SummarizationEnv(model, seed=seed).reset()[0] for seed in range(8)]
-    assert first_states == [SummarizationEnv(model, seed=seed).reset()[0] for seed in range(8)]
-    assert len(set(first_states)) == 2
+    states_by_constructor_seed = [
+        SummarizationEnv(model, seed=seed).reset()[0] for seed in range(8)
+    ]
+    assert states_by_constructor_seed == [
+        SummarizationEnv(model, seed=seed).reset()[0] for seed in range(8)
+    ]
+    assert len(set(states_by_constructor_seed)) == 2
 
 
 def test_a_returned_state_does_not_change(model: str) -> None:
@@ -219,7 +223,7 @@ def test_reward_model_scores_the_whole_completion_at_the_last_token(model: str) 
     assert reward > 0 and terminated
 
 
-def test_the_reference_policy_has_no_kl_penalty(model: str) -> None:
+def test_reference_policy_gets_no_kl_penalty(model: str) -> None:
     environment = RLHFEnv(model, lambda prompts, completions: [0.0], ["fish"], kl_coef=2.0)
     actor = LMActorNetwork(model, pad_token_id=0)
     state, _ = environment.reset(seed=0)
@@ -258,9 +262,9 @@ def test_a_reward_function_without_a_finite_score_is_refused(model: str, scores:
 def test_an_invalid_reward_model_or_data_set_is_refused(
     model: str, changes: dict[str, Any], message: str
 ) -> None:
-    valid = {"reward_model": lambda prompts, completions: [0.0], "dataset": ["fish"]}
+    arguments = {"reward_model": lambda prompts, completions: [0.0], "dataset": ["fish"]}
     with pytest.raises(ConfigError, match=message):
-        RLHFEnv(model, **{**valid, **changes})
+        RLHFEnv(model, **{**arguments, **changes})
 
 
 def test_an_unknown_option_is_refused(model: str) -> None:
@@ -277,7 +281,7 @@ def test_an_environment_without_prompts_is_refused(model: str) -> None:
 
 @pytest.mark.slow
 def test_language_environments_pass_all_checks(model: str) -> None:
-    import ludus.trainer.compat.gymformer.env  # noqa: F401 - registers them
+    import ludus.trainer.compat.gymformer.env  # noqa: F401 - registers the environments
 
     for name in ("SummarizationEnv-v0", "CoTEnv-v0"):
         factory = environment_factory(f"gymnasium:{name}", {"model_name": model})
@@ -285,7 +289,7 @@ def test_language_environments_pass_all_checks(model: str) -> None:
 
 
 class SeededReadmeEnvironment(ReadmeEnvironment):
-    """The README's environment with randomness from the seed."""
+    """The README's environment with a `reset` that seeds `random`."""
 
     def reset(self, *, seed=None, options=None):
         random.seed(seed)

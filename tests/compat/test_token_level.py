@@ -1,4 +1,4 @@
-"""Episodes of token-level environments: exact tokens, with a reward for each token."""
+"""Episodes of token-level environments, with exact tokens and a reward per token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS = RolloutConfig(max_completion_tokens=4, max_tokens=32)
 
 
 class ScriptedTokenPolicy:
-    """A policy that returns the next tokens of its script."""
+    """A policy that returns scripted completions in order."""
 
     def __init__(self, script: Iterator[list[int]]) -> None:
         self._script = script
@@ -42,7 +42,9 @@ class ScriptedTokenPolicy:
     ) -> SampledCompletion:
         self.prompts.append(list(prompt_ids))
         token_ids = next(self._script)
-        return SampledCompletion(token_ids, [-1.0 - t for t in token_ids], 0, has_end_token=False)
+        return SampledCompletion(
+            token_ids, [-1.0 - token_id for token_id in token_ids], 0, has_end_token=False
+        )
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ async def test_rewards_are_assigned_per_token(client: AsyncEnvClient, chat: Chat
     assert rollout.episode_return == sum(rewards)
 
 
-async def test_tokens_after_the_end_are_not_trained_on(
+async def test_tokens_after_the_end_token_are_not_trained_on(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     rollout, _ = await play(client, chat, [8, END_TOKEN, 10, 11])

@@ -1,4 +1,4 @@
-"""`train_agent` with a language model: the settings of its run, and a short training."""
+"""`train_agent` with a language model: run settings and a short run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gymnasium
 import pytest
 import torch
 
-import ludus.trainer.compat.gymformer.env  # noqa: F401 - registers its environments
+import ludus.trainer.compat.gymformer.env  # noqa: F401 - registers the environments
 from ludus.env.targets.targets import environment_factory
 from ludus.proto.config import LanguageModelRun, LocalEnvironment, PpoConfig
 from ludus.proto.errors import ConfigError, NotFoundError
@@ -75,7 +75,9 @@ def test_update_interval_sets_the_groups_per_step(model: str, tmp_path: Path) ->
     assert run.rollout.group_size * run.training.groups_per_step == 100
     assert run.training.max_staleness == 0
     small_run = make_test_run(make_request(model, tmp_path, max_episodes=3), model)
-    assert small_run.training.num_steps == 1, "fewer episodes than an update needs are one update"
+    assert small_run.training.num_steps == 1, (
+        "wrong number of steps for fewer episodes than one update"
+    )
     assert small_run.rollout.group_size * small_run.training.groups_per_step == 3
 
 
@@ -87,7 +89,7 @@ def test_ppo_config_is_mapped_to_run_settings(model: str, tmp_path: Path) -> Non
     assert run.algorithm.loss.clip_low == run.algorithm.loss.clip_high == 0.1
     assert (run.learner.learning_rate, run.learner.num_minibatches) == (1e-4, 2)
     assert (run.algorithm.critic.learning_rate, run.learner.update_epochs) == (1e-3, 10)
-    assert run.algorithm.kl_coef == 0, "the environment sets no KL coefficient"
+    assert run.algorithm.kl_coef == 0, "KL coefficient set although the environment has none"
 
 
 def test_a_missing_device_is_refused(model: str, tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def test_environment_can_be_created_from_options_in_another_process(model: str) 
     assert task.options["import_from"] == str(Path(__file__).parents[2])
 
 
-def test_an_unknown_id_is_refused_with_a_similar_id(model: str) -> None:
+def test_unknown_id_error_suggests_a_similar_id(model: str) -> None:
     with pytest.raises(NotFoundError, match="CoTEnv-v0"):
         TokenTask.inspect("CotEnv-v0", model, 100, 0)
 
@@ -153,12 +155,12 @@ def test_local_class_is_refused(model: str) -> None:
 def test_non_json_arguments_are_refused(model: str) -> None:
     kwargs = {"reward_model": lambda prompts, completions: [0.0], "dataset": ["fish?"]}
     gymnasium.register(
-        "ludus-tests/Unsendable-v0",
+        "ludus-tests/NonJson-v0",
         "ludus.trainer.compat.gymformer.env.rlhf_env:RLHFEnv",
         kwargs=kwargs,
     )
     with pytest.raises(ConfigError, match="as JSON"):
-        TokenTask.inspect("ludus-tests/Unsendable-v0", model, 100, 0)
+        TokenTask.inspect("ludus-tests/NonJson-v0", model, 100, 0)
 
 
 def test_critic_without_token_input_is_refused(model: str, tmp_path: Path) -> None:
@@ -181,12 +183,14 @@ async def test_training_inside_an_event_loop_changes_the_models_in_place(
         callback=lambda *arguments: calls.append(arguments),
     )
     models = torch.nn.ModuleList([request.actor.model, request.critic.model])
-    initial = {name: weight.clone() for name, weight in models.named_parameters()}
+    initial_weights = {name: weight.clone() for name, weight in models.named_parameters()}
     returns = request.actor.train_as_agent(request)
     assert len(returns) == 24
     assert all(0 <= value <= 1.6 for value in returns) and len(set(returns)) > 1
-    changes = [not torch.equal(initial[name], weight) for name, weight in models.named_parameters()]
-    assert all(changes)
+    has_changed = [
+        not torch.equal(initial_weights[name], weight) for name, weight in models.named_parameters()
+    ]
+    assert all(has_changed)
     state, completion, _, done, truncated, episode, running_return = calls[0]
     assert state.startswith("Article: ") and completion
     assert done != truncated and episode == 10

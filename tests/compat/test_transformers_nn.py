@@ -1,4 +1,4 @@
-"""Language models as actor and critic: padding on either side does not change their outputs."""
+"""Language models as actor and critic networks, with padding on either side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAD_ID = 0
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of a model with rotary positions or with position embeddings."""
+    """Return the folder of a model with rotary or with learned position embeddings."""
     path = tmp_path_factory.mktemp("model")
     if request.param == "llama":
         return tiny_model(path / "model", ["one two three"])

@@ -1,4 +1,4 @@
-"""GRPOConfig: every field of TRL sets a field of the run, is noted as unused, or is refused."""
+"""Mapping of the fields of TRL's GRPOConfig to run settings, and errors for unsupported fields."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENVIRONMENT = {
 
 
 def make_run(num_prompts: int = 64, **fields: Any) -> Any:
-    """Return the run that the fields configure, on a machine without a GPU."""
+    """Return the run configuration for a GRPOConfig with these fields, without a GPU."""
     args = GRPOConfig("out/echo", **{"use_cpu": True, **fields})
     settings = make_run_settings(args, make_batches(args, num_prompts), 1024)
     return make_run_config(
@@ -42,7 +42,7 @@ def make_run(num_prompts: int = 64, **fields: Any) -> Any:
 
 
 def get_value(run: Any, path: str) -> Any:
-    """Return the value at a dotted path of the run."""
+    """Return the value at a dotted path in the run configuration."""
     for name in path.split("."):
         run = getattr(run, name)
     return run
@@ -121,25 +121,25 @@ def test_field_is_mapped_to_a_run_setting(fields: dict[str, Any], path: str, val
 @pytest.mark.parametrize(
     ("fields", "num_prompts", "expected"),
     [
-        # 32 rows of 8 generations are 4 prompts: one optimizer step.
+        # A batch of 32 rows has 4 prompts with 8 generations each, for one optimizer step.
         (
             {"gradient_accumulation_steps": 4, "num_train_epochs": 1},
             64,
             Batches(num_groups=4, num_minibatches=1, num_steps=16, num_prompts=64),
         ),
-        # Two optimizer steps for each batch that is generated; TRL counts optimizer steps.
+        # Each generated batch has two optimizer steps. max_steps counts optimizer steps.
         (
             {"steps_per_generation": 2, "max_steps": 10},
             64,
             Batches(num_groups=2, num_minibatches=2, num_steps=5, num_prompts=64),
         ),
-        # Twice over each batch: 20 optimizer steps.
+        # Two passes over each batch give four optimizer steps.
         (
             {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 20},
             64,
             Batches(num_groups=2, num_minibatches=2, num_steps=5, num_prompts=64, num_passes=2),
         ),
-        # An optimizer step over four batches that were generated with the same weights.
+        # One optimizer step uses four batches that were generated with the same weights.
         (
             {
                 "gradient_accumulation_steps": 4,
@@ -220,7 +220,7 @@ def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], message:
         ({"output_dir": 5}, "output_dir = 5 must be a path"),
     ],
 )
-def test_a_value_of_another_type_is_refused_in_the_constructor(
+def test_value_of_the_wrong_type_is_refused_in_the_constructor(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -259,7 +259,7 @@ def test_save_total_limit_of_0_or_less_disables_the_limit() -> None:
     assert limits.pop() > 1000
 
 
-def test_every_default_has_the_type_of_the_field() -> None:
+def test_every_default_is_accepted() -> None:
     assert vars(GRPOConfig(**{**DEFAULTS, "output_dir": "out"}))["output_dir"] == "out"
 
 
@@ -271,7 +271,7 @@ def test_last_part_of_output_dir_is_the_run_name(monkeypatch: pytest.MonkeyPatch
             find_run_folder(GRPOConfig(name))
 
 
-def test_missing_engine_is_reported(
+def test_missing_vllm_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ludus.trainer.compat.trl.run_settings.is_vllm_installed", lambda: False)
@@ -281,9 +281,9 @@ def test_missing_engine_is_reported(
 
 def test_field_without_effect_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     args = GRPOConfig(dataloader_num_workers=4, bf16=True)
-    errors = capsys.readouterr().err
-    assert errors.count("\n") == 1
-    assert "note: GRPOConfig.dataloader_num_workers has no effect here" in errors
+    notes = capsys.readouterr().err
+    assert notes.count("\n") == 1
+    assert "note: GRPOConfig.dataloader_num_workers has no effect here" in notes
     assert args.dataloader_num_workers == 4
     args.use_liger_kernel = True
     assert "GRPOConfig.use_liger_kernel has no effect here" in capsys.readouterr().err

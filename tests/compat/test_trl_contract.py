@@ -1,4 +1,4 @@
-"""Tests of the signatures of TRL's rollout functions, and of the checks of their rows."""
+"""Signatures of TRL's rollout functions, and checks of the rows that they return."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROW_RULES = RowRules("m:f", num_prompts=2, num_generations=2, vocab_size=100, ma
 
 
 def make_columns(**changes: Any) -> dict[str, Any]:
-    """Return four valid rows of two prompts, with `changes`."""
+    """Return the columns of four valid rows for two prompts, updated with `changes`."""
     columns = {
         "prompt_ids": [[1, 2], [1, 2], [3], [3]],
         "completion_ids": [[4], [5, 6], [7], [8, 9, 10]],
@@ -38,7 +38,7 @@ def make_columns(**changes: Any) -> dict[str, Any]:
             lambda prompts, images, args, processing_class: None,
             RolloutSignature.ONCE_WITH_IMAGES,
         ),
-        (lambda prompts, trainer, **rest: None, RolloutSignature.REPEATED),
+        (lambda prompts, trainer, **kwargs: None, RolloutSignature.REPEATED),
         (lambda prompts, trainer=None: None, RolloutSignature.REPEATED),
     ],
 )
@@ -135,7 +135,7 @@ def test_mask_separates_sampled_tokens() -> None:
         ),
     ],
 )
-def test_invalid_value_is_refused_with_the_row(changes: dict[str, Any], message: str) -> None:
+def test_error_of_an_invalid_value_names_the_row(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RolloutFunctionError, match=f"rollout function 'm:f' .*{message}"):
         read_rows(make_columns(**changes), ROW_RULES)
 

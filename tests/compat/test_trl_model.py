@@ -1,4 +1,4 @@
-"""A script's models and tokenizers become the model of a run."""
+"""Conversion of a script's model and tokenizer to the model settings of a run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_model_folder_is_not_changed(folder: str, tmp_path: Path) -> None:
-    section = make_model_section(folder, load_tokenizer(folder), None, ARGS, tmp_path / "own")
+    section = make_model_section(folder, load_tokenizer(folder), None, ARGS, tmp_path / "saved")
     assert (section.settings["path"], section.settings["lora"]) == (folder, None)
-    assert not (tmp_path / "own").exists(), "the model's own tokenizer is not saved again"
+    assert not (tmp_path / "saved").exists(), "an unchanged tokenizer was saved again"
     short_limit, long_limit = (
         section.find_max_tokens([text], ARGS, uses_tools=False) for text in ("a", "a" * 9)
     )
@@ -37,14 +37,14 @@ def test_a_model_folder_is_not_changed(folder: str, tmp_path: Path) -> None:
 
 def test_model_objects_are_saved(folder: str, tmp_path: Path) -> None:
     model, tokenizer = (AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder))
-    saved_folder = tmp_path / "own"
+    saved_folder = tmp_path / "saved"
     section = make_model_section(model, tokenizer, None, ARGS, saved_folder)
     assert section.settings["path"] == str(saved_folder)
     assert load_tokenizer(str(saved_folder)).get_vocab() == tokenizer.get_vocab()
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    section = make_model_section(folder, tokenizer, None, ARGS, tmp_path / "other")
-    assert section.settings["path"] == str(tmp_path / "other")
-    assert load_tokenizer(str(tmp_path / "other")).chat_template == tokenizer.chat_template
+    section = make_model_section(folder, tokenizer, None, ARGS, tmp_path / "template")
+    assert section.settings["path"] == str(tmp_path / "template")
+    assert load_tokenizer(str(tmp_path / "template")).chat_template == tokenizer.chat_template
 
 
 def test_lora_and_thinking_become_model_settings(folder: str, tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_lora_and_thinking_become_model_settings(folder: str, tmp_path: Path) ->
     assert (
         make_model_section(settings, None, None, args, tmp_path).settings["enable_thinking"] is True
     )
-    other_args = GRPOConfig(chat_template_kwargs={"date": "today"})
+    date_args = GRPOConfig(chat_template_kwargs={"date": "today"})
     with pytest.raises(ConfigError, match=r"only enable_thinking, but has \['date'\]"):
-        make_model_section(folder, None, None, other_args, tmp_path)
+        make_model_section(folder, None, None, date_args, tmp_path)
     with pytest.raises(ConfigError, match="brings its own tokenizer"):
         make_model_section({"kind": "tiny"}, load_tokenizer(folder), None, ARGS, tmp_path)

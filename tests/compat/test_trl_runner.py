@@ -1,4 +1,4 @@
-"""Tests of TRL's rollout functions with a real engine, a real server and a real port."""
+"""TRL's rollout functions with a real engine, environment server and generation port."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ from tests.compat import trl_functions
 from tests.rollout.engine_pair import TOLERANCE, make_folder, make_transformers_engine
 
 GROUP_SIZE = 4
-SPECS = [GroupSpec(0, "blackjack", (5,) * GROUP_SIZE), GroupSpec(1, "blackjack", (6,) * GROUP_SIZE)]
+GROUP_SPECS = [
+    GroupSpec(0, "blackjack", (5,) * GROUP_SIZE),
+    GroupSpec(1, "blackjack", (6,) * GROUP_SIZE),
+]
 
 
 @pytest.fixture(scope="module")
@@ -88,30 +91,32 @@ def make_config(function: str, environment: Any = (), **rollout: Any) -> Any:
 
 
 @dataclass
-class WorkerParts:
-    """The parts of a rollout worker that one environment needs."""
+class WorkerComponents:
+    """Components of a rollout worker for one environment."""
 
     run: LanguageModelRun
     player: GroupPlayer
     engine: AsyncEngine
 
     async def play_groups(self) -> list[RolloutGroup]:
-        """Play two groups with one call."""
+        """Play all groups of GROUP_SPECS in one call."""
         sampling = sampling_settings(self.run.rollout)
-        return await self.player.play_groups(SPECS, sampling, [2, 0])
+        return await self.player.play_groups(GROUP_SPECS, sampling, [2, 0])
 
 
 @pytest.fixture
 def start_worker(model_path: str, client: AsyncEnvClient) -> Any:
     @asynccontextmanager
-    async def start(function: str, **rollout: Any) -> AsyncIterator[WorkerParts]:
+    async def start(function: str, **rollout: Any) -> AsyncIterator[WorkerComponents]:
         run = make_config(function, **rollout)
         chat = ChatTokenizer(load_tokenizer(model_path))
         engine = AsyncEngine(make_transformers_engine(model_path))
         try:
             async with AsyncExitStack() as stack:
                 components = RunnerComponents(run, "blackjack", client, engine, chat, stack)
-                yield WorkerParts(run, await GroupPlayer.start(components, RewardModels()), engine)
+                yield WorkerComponents(
+                    run, await GroupPlayer.start(components, RewardModels()), engine
+                )
         finally:
             engine.close()
 
@@ -125,7 +130,7 @@ async def play_groups(start_worker: Any, function: str, **rollout: Any) -> list[
 
 
 async def find_failure(start_worker: Any, function: str, **rollout: Any) -> str:
-    """Return the reason why all episodes failed."""
+    """Assert that all episodes failed for the same reason; return the reason."""
     groups = await play_groups(start_worker, function, **rollout)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert {rollout.status for rollout in rollouts} == {RolloutStatus.FAILED}
@@ -136,7 +141,7 @@ async def find_failure(start_worker: Any, function: str, **rollout: Any) -> str:
 
 @asynccontextmanager
 async def open_port(model_path: str) -> AsyncIterator[str]:
-    """Yield the URL of a port that samples with a real engine."""
+    """Start a generation port with a real engine; yield its URL."""
     engine = AsyncEngine(make_transformers_engine(model_path))
     chat = ChatTokenizer(load_tokenizer(model_path))
     port = GeneratePort(CompletionService(engine, chat, 64, 0, 0), 0)
@@ -173,9 +178,9 @@ async def test_all_sampled_tokens_are_trained_on_with_the_engines_logprobs(
                 assert turn.end == len(sequence.token_ids)
                 ids = sequence.token_ids.tolist()
                 request = ScoringRequest(ids[: turn.start], ids[turn.start :])
-                [expected] = await worker.engine.score([request])
+                [expected_logprobs] = await worker.engine.score([request])
                 logprobs = sequence.logprobs[turn.start :].tolist()
-                assert logprobs == pytest.approx(expected, abs=TOLERANCE)
+                assert logprobs == pytest.approx(expected_logprobs, abs=TOLERANCE)
 
 
 async def test_environment_tokens_are_not_trained_on(start_worker: Any) -> None:
@@ -340,9 +345,9 @@ def test_overrides_are_checked() -> None:
 def test_prompts_are_checked(model_path: str) -> None:
     chat = ChatTokenizer(load_tokenizer(model_path))
     engine: Any = None
-    completions = CompletionService(engine, chat, 64, 0, 0)
+    service = CompletionService(engine, chat, 64, 0, 0)
     with pytest.raises(RolloutFunctionError, match=r"as_chat = False needs a prompt of text"):
-        completions.encode_prompt([{"role": "user", "content": "a"}], as_chat=False)
+        service.encode_prompt([{"role": "user", "content": "a"}], as_chat=False)
     args = SimpleNamespace(num_generations=1, max_completion_length=8)
     trainer = RolloutTrainer(
         args,
@@ -350,7 +355,7 @@ def test_prompts_are_checked(model_path: str) -> None:
         RolloutTrainerState(0),
         [],
         Sampling(1.0, 8),
-        completions,
+        service,
         RolloutCall([0]),
         engine,
     )
@@ -358,11 +363,11 @@ def test_prompts_are_checked(model_path: str) -> None:
         generate_rollout_completions(trainer, "hard 16")
 
 
-async def test_port_in_use_is_replaced_by_a_free_one(model_path: str) -> None:
+async def test_port_in_use_is_replaced_by_a_free_port(model_path: str) -> None:
     engine: Any = None
-    completions = CompletionService(engine, ChatTokenizer(load_tokenizer(model_path)), 64, 0, 0)
-    first_port = GeneratePort(completions, 0)
-    second_port = GeneratePort(completions, first_port.port)
+    service = CompletionService(engine, ChatTokenizer(load_tokenizer(model_path)), 64, 0, 0)
+    first_port = GeneratePort(service, 0)
+    second_port = GeneratePort(service, first_port.port)
     assert second_port.port not in (0, first_port.port)
 
 

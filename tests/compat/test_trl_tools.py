@@ -1,4 +1,4 @@
-"""TRL's tools and environments: scripted completions, real methods, exact tokens."""
+"""TRL's tools and environments, with scripted completions and real methods."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ludus.trainer.compat.trl.tools import REWARD_COLUMN, ToolRollout, environme
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 
-CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+TOOL_CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 
 
 class Counter:
-    """Counts to a target."""
+    """An environment with a running total."""
 
     def reset(self, start: int = 0, **columns: Any) -> str:
-        """Return the text that starts the episode."""
+        """Set the total to `start`; return the initial text."""
         self.total = start
         self.columns = columns
         return f" from {start}"
@@ -41,7 +41,7 @@ class Counter:
         return self.total
 
     async def double(self) -> str:
-        """Double it."""
+        """Double the total."""
         await asyncio.sleep(0)
         self.total *= 2
         return str(self.total)
@@ -57,7 +57,11 @@ def chat() -> ChatTokenizer:
 
 
 class ScriptTrainer(RolloutTrainer):
-    """A trainer that samples from a script: one list per episode, log-prob -1 for each token."""
+    """A trainer that samples scripted responses, with a log-prob of -1 for each token.
+
+    Args:
+        script: responses of each episode.
+    """
 
     def __init__(self, chat: ChatTokenizer, rows: list[dict[str, Any]], script: list[list[str]]):
         self._chat = chat
@@ -76,7 +80,9 @@ class ScriptTrainer(RolloutTrainer):
         self.calls.append([list(prompt) for prompt in prompts])
         outputs = []
         for prompt in prompts:
-            row = next(n for n, start in enumerate(self._prefixes) if prompt[: len(start)] == start)
+            row = next(
+                n for n, prefix in enumerate(self._prefixes) if prompt[: len(prefix)] == prefix
+            )
             ids = self._chat.encode_completion(next(self._script[row]))[: overrides["max_tokens"]]
             outputs.append(
                 {
@@ -99,8 +105,8 @@ def test_tools_are_called_until_a_response_has_no_call(chat: ChatTokenizer) -> N
         chat,
         rows,
         [
-            [CALL % ("add", '{"n": 2}'), CALL % ("double", "{}"), "done"],
-            [CALL % ("add", '{"n": -1}') + CALL % ("fly", "{}"), "give up"],
+            [TOOL_CALL % ("add", '{"n": 2}'), TOOL_CALL % ("double", "{}"), "done"],
+            [TOOL_CALL % ("add", '{"n": -1}') + TOOL_CALL % ("fly", "{}"), "give up"],
         ],
     )
     columns = ToolRollout([], {None: Counter}, None)(make_prompts(rows), trainer)
@@ -117,7 +123,7 @@ def test_tools_are_called_until_a_response_has_no_call(chat: ChatTokenizer) -> N
         assert len(ids) == len(logprobs) == len(mask)
         assert {1: -1.0, 0: 0.0}[mask[0]] == logprobs[0]
         assert [-1.0 if is_sampled else 0.0 for is_sampled in mask] == logprobs
-    # Every prompt begins with the earlier tokens, so no text is encoded twice.
+    # Every prompt starts with an earlier prompt, so no text is encoded twice.
     for previous, current in zip(trainer.calls, trainer.calls[1:], strict=False):
         assert any(current[0][: len(prompt)] == prompt for prompt in previous)
     assert "from 1" in chat.decode(columns["prompt_ids"][0])
@@ -127,22 +133,24 @@ def test_tools_are_called_until_a_response_has_no_call(chat: ChatTokenizer) -> N
 def test_tool_error_becomes_the_tool_result(
     chat: ChatTokenizer,
 ) -> None:
-    def leave(code: int) -> str:
+    def exit_program(code: int) -> str:
         """
-        Leave.
+        Exit the program.
 
         Args:
-            code: with what.
+            code: the exit code.
         """
         raise SystemExit(code)
 
-    def circle() -> list[Any]:
-        """Return a circle."""
+    def make_circle() -> list[Any]:
+        """Return a list that contains itself."""
         circular: list[Any] = []
         return [*circular, circular.append(circular) or circular]
 
-    script = [[CALL % ("leave", '{"code": 3}'), CALL % ("circle", "{}"), "done"]]
-    columns = ToolRollout([leave, circle], {}, None)(
+    script = [
+        [TOOL_CALL % ("exit_program", '{"code": 3}'), TOOL_CALL % ("make_circle", "{}"), "done"]
+    ]
+    columns = ToolRollout([exit_program, make_circle], {}, None)(
         make_prompts([{}]), ScriptTrainer(chat, [{}], script)
     )
     text = chat.decode(columns["completion_ids"][0])
@@ -152,11 +160,11 @@ def test_tool_error_becomes_the_tool_result(
 
 def test_limits_on_calls_and_length_end_an_episode(chat: ChatTokenizer) -> None:
     rows: list[dict[str, Any]] = [{}]
-    script = [[CALL % ("add", '{"n": 1}')] * 50]
+    script = [[TOOL_CALL % ("add", '{"n": 1}')] * 50]
     columns = ToolRollout([], {None: Counter}, 2)(
         make_prompts(rows), ScriptTrainer(chat, rows, script)
     )
-    assert columns[REWARD_COLUMN] == [3.0], "three calls, and no completion after the last"
+    assert columns[REWARD_COLUMN] == [3.0], "wrong number of tool calls"
     assert columns["env_mask"][0][-1] == 1
     trainer = ScriptTrainer(chat, rows, script)
     trainer.max_completion_length = 90
@@ -166,16 +174,19 @@ def test_limits_on_calls_and_length_end_an_episode(chat: ChatTokenizer) -> None:
 
 
 def test_rows_select_environments_by_name(chat: ChatTokenizer) -> None:
-    class Silent(Counter):
+    class SilentCounter(Counter):
         pass
 
     rows: list[dict[str, Any]] = [
         {"environment": "silent", "start": 1},
         {"environment": "loud", "start": 2},
     ]
-    rollout = ToolRollout([], {"loud": Counter, "silent": Silent}, None)
+    rollout = ToolRollout([], {"loud": Counter, "silent": SilentCounter}, None)
     columns = rollout(make_prompts(rows), ScriptTrainer(chat, rows, [["done"], ["done"]]))
-    assert [type(environment) for environment in columns["environments"]] == [Silent, Counter]
+    assert [type(environment) for environment in columns["environments"]] == [
+        SilentCounter,
+        Counter,
+    ]
     messages = {"prompt": [{"role": "user", "content": "count"}]}
     with pytest.raises(ConfigError, match="row 0 has environment = None"):
         rollout.check_rows([messages], "train_dataset")
@@ -188,11 +199,11 @@ def test_a_pickled_rollout_has_no_tool_instances(chat: ChatTokenizer) -> None:
 
 
 def test_invalid_tools_are_refused_before_the_start(tmp_path: Any) -> None:
-    class Untyped(Counter):
+    class UntypedCounter(Counter):
         def guess(self, number):  # type: ignore[no-untyped-def]
             """Guess."""
 
-    class Unresettable:
+    class CounterWithoutReset:
         def add(self, n: int) -> int:
             return n
 
@@ -200,22 +211,22 @@ def test_invalid_tools_are_refused_before_the_start(tmp_path: Any) -> None:
     rows = [{"prompt": [{"role": "user", "content": "count"}]}] * 8
     model_config = {"kind": "tiny"}
     for factory, message in (
-        (Untyped, "tool 'guess' needs typed arguments"),
-        (Unresettable, "a `reset` method"),
+        (UntypedCounter, "tool 'guess' needs typed arguments"),
+        (CounterWithoutReset, "a `reset` method"),
     ):
         with pytest.raises(ConfigError, match=message):
             GRPOTrainer(model_config, args=args, train_dataset=rows, environment_factory=factory)
 
-    def wise(completions: list[Any], wisdom: list[Any]) -> list[float]:
+    def score_wisdom(completions: list[Any], wisdom: list[Any]) -> list[float]:
         return [0.0 for _ in completions]
 
-    def counts(completions: list[Any], num_tool_calls: list[int]) -> list[float]:
+    def score_calls(completions: list[Any], num_tool_calls: list[int]) -> list[float]:
         return [float(number) for number in num_tool_calls]
 
     for fields, message in (
         (
-            {"reward_funcs": [counts, wise]},
-            "'wise' requires 'wisdom', which train_dataset",
+            {"reward_funcs": [score_calls, score_wisdom]},
+            "'score_wisdom' requires 'wisdom', which train_dataset",
         ),
         ({"train_dataset": [{"prompt": "count"}] * 8}, "train_dataset: row 0 has a prompt of text"),
     ):

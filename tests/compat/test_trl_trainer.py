@@ -1,4 +1,4 @@
-"""GRPOTrainer: a script's arguments become the settings of a run."""
+"""Conversion of GRPOTrainer's arguments to the settings of a run."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ ROWS = [{"prompt": f"word {n}", "answer": n} for n in range(16)]
 TINY_MODEL = {"kind": "tiny", "max_tokens": 128}
 
 
-def by_answer(completions: list[str], answer: list[int], **_: Any) -> list[float]:
+def score_answer(completions: list[str], answer: list[int], **_: Any) -> list[float]:
     return [float(value) for value in answer]
 
 
-def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+def run_rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return {}
 
 
 def make_trainer(tmp_path: Path, **fields: Any) -> GRPOTrainer:
     config_fields = {"use_cpu": True, "max_completion_length": 8}
     args = fields.pop("args", None) or GRPOConfig(str(tmp_path / "run"), **config_fields)
-    arguments = {"model": TINY_MODEL, "reward_funcs": by_answer, "train_dataset": ROWS, **fields}
+    arguments = {"model": TINY_MODEL, "reward_funcs": score_answer, "train_dataset": ROWS, **fields}
     return GRPOTrainer(args=args, **arguments)
 
 
 def test_trainer_arguments_become_a_run_configuration(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, rollout_func=rollout)
+    trainer = make_trainer(tmp_path, rollout_func=run_rollout)
     run = trainer.run
     [name] = run.environments
     environment = run.environments[name]
     assert (run.name, run.output_dir, run.model.kind) == ("run", str(tmp_path), "tiny")
     assert environment.package == "prompts_env"
     [term] = environment.rewards
-    assert (term.name, term.weight) == ("by_answer", 1.0)
-    assert import_callable(term.function, "x") is by_answer
+    assert (term.name, term.weight) == ("score_answer", 1.0)
+    assert import_callable(term.function, "x") is score_answer
     function_object = import_callable(environment.rollout_function, "x")
-    assert (function_object.function, function_object.args) == (rollout, trainer.args)
+    assert (function_object.function, function_object.args) == (run_rollout, trainer.args)
     assert trainer.state.max_steps == 16 * 3
-    assert not (tmp_path / "run").exists(), "nothing is started"
+    assert not (tmp_path / "run").exists(), "the constructor created the run folder"
 
 
 def test_large_batch_has_one_session_per_row(tmp_path: Path) -> None:
@@ -91,12 +91,12 @@ def test_rows_are_written_to_the_paths_of_the_environment(tmp_path: Path) -> Non
         ({"train_dataset": "rows.jsonl"}, "load a file with datasets.load_dataset"),
         (
             {"train_dataset": [{"prompt": "a"}] * 4},
-            "'by_answer' requires 'answer', which train_dataset does not",
+            "'score_answer' requires 'answer', which train_dataset does not",
         ),
         ({"eval_dataset": {"prompt": ["a"], "n": [1, 2]}}, "columns of one length"),
         (
             {"eval_dataset": [{"prompt": "a"}]},
-            "'by_answer' requires 'answer', which eval_dataset does not",
+            "'score_answer' requires 'answer', which eval_dataset does not",
         ),
         (
             {"train_dataset": {"prompt": "abcdefgh"}},
@@ -136,9 +136,9 @@ def test_invalid_arguments_are_refused_before_the_start(
 
 
 def test_functions_with_the_same_name_get_distinct_names(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, reward_funcs=[by_answer, by_answer, by_answer])
+    trainer = make_trainer(tmp_path, reward_funcs=[score_answer, score_answer, score_answer])
     names = [term.name for term in trainer.run.environment.rewards]
-    assert names == ["by_answer", "by_answer_2", "by_answer_3"]
+    assert names == ["score_answer", "score_answer_2", "score_answer_3"]
 
 
 def test_empty_callbacks_and_optimizers_are_accepted(tmp_path: Path) -> None:
@@ -148,18 +148,23 @@ def test_empty_callbacks_and_optimizers_are_accepted(tmp_path: Path) -> None:
 
 
 def test_reward_weights_follow_the_order_of_reward_functions(tmp_path: Path) -> None:
-    def brief(completions: list[str], **_: Any) -> list[float]:
+    def score_brevity(completions: list[str], **_: Any) -> list[float]:
         return [-float(len(completion)) for completion in completions]
 
     def make_config(weights: list[float]) -> GRPOConfig:
         path, length = str(tmp_path / "run"), 8
         return GRPOConfig(path, max_completion_length=length, reward_weights=weights)
 
-    trainer = make_trainer(tmp_path, reward_funcs=[by_answer, brief], args=make_config([1.0, 0.5]))
+    trainer = make_trainer(
+        tmp_path, reward_funcs=[score_answer, score_brevity], args=make_config([1.0, 0.5])
+    )
     terms = trainer.run.environment.rewards
-    assert [(term.name, term.weight) for term in terms] == [("by_answer", 1.0), ("brief", 0.5)]
+    assert [(term.name, term.weight) for term in terms] == [
+        ("score_answer", 1.0),
+        ("score_brevity", 0.5),
+    ]
     with pytest.raises(ConfigError, match="reward_weights has 1 numbers, but there are 2"):
-        make_trainer(tmp_path, reward_funcs=[by_answer, brief], args=make_config([1.0]))
+        make_trainer(tmp_path, reward_funcs=[score_answer, score_brevity], args=make_config([1.0]))
 
 
 def test_nan_in_a_column_is_a_missing_value(tmp_path: Path) -> None:
