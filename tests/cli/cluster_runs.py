@@ -59,7 +59,7 @@ def find_requests_beyond_role(cluster: FakeKubernetes) -> set[tuple[str, str]]:
 
 @contextmanager
 def run_in_background(function: Callable[[], None]) -> Iterator[None]:
-    """Run `function` in a thread, and wait for the thread on exit from the context."""
+    """Run `function` in a background thread, and join the thread on exit."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(function)
         yield
@@ -115,7 +115,7 @@ def pack_folder(folder: Path) -> bytes:
 
 
 def add_results(call: Call, tmp_path: Path) -> list[list[str]]:
-    """Make pods output the folder of a finished run; return the list of commands they receive."""
+    """Make pod commands output a packed run folder; return the list that records the commands."""
     build_run(tmp_path / "volume")
     content, commands = pack_folder(tmp_path / "volume"), []
 

@@ -28,7 +28,7 @@ def test_serve_command_has_every_server_option(ludus: RunCli) -> None:
     assert {flag for flag in flags if flag not in help_text} == set()
     assert (
         len(inspect.signature(serve).parameters) == len(flags) + 1
-    )  # --help is no parameter; `target` and `options` are no server flags
+    )  # minus --help, plus `target` and `options`
 
 
 def test_serve_command_records_episodes_with_process_isolation(tmp_path: Path) -> None:

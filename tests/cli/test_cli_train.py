@@ -107,7 +107,7 @@ def test_resume_and_overwrite_flags_are_passed_to_the_trainer(
     trainer_flags: list[str],
 ) -> None:
     use_fake_trainer("succeeds")
-    # The path follows --resume, which must not parse it as a value.
+    # --resume must not consume the path that follows it as a value.
     config_path = tmp_path / "run.json"
     config_path.write_text(json.dumps({"name": "demo", "training": {"num_steps": 1}}))
     result = ludus("train", *flags, str(config_path))

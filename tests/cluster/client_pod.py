@@ -18,7 +18,7 @@ POD_NAME = "player"
 def run_client_pod(
     release: Release, environment: str, program: Path, *arguments: str
 ) -> Iterator[tuple[str, ...]]:
-    """Run `program ADDRESS ARGUMENTS` in a pod; yield the kubectl arguments of an exec in the pod.
+    """Run `program ADDRESS ARGUMENTS` in a pod; yield the kubectl arguments for `exec` in it.
 
     ADDRESS is the gateway's address for the environment. LUDUS_ENV_TOKEN contains the gateway's
     token.

@@ -51,7 +51,7 @@ STORE_DEPLOYMENT = "deployment/ludus-store"
 STORE_OUTAGE_S = 25.0
 DASHBOARDS_PAGE = ROOT / "docs" / "dashboards.md"
 TARGET_MEMORY_SHARE = 0.93
-"""Target share of used memory. Ray kills workers from a share of 0.95."""
+"""Target share of used memory. Ray kills workers at 0.95."""
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def test_blocked_server_fires_unreachable_alerts(release: Release) -> None:
     ingress_rules = release.get(*policy)["spec"]["ingress"]
     try:
         patch_ingress_rules(release, policy, [])
-        # The policy may not close existing connections, so kill the servers.
+        # Existing connections can survive the policy, so kill the servers.
         kill_pods(release, make_server_selector(FAULTY_ENVIRONMENT))
         wait_for_alerts(release, "LudusTargetDown", "LudusServersUnreachable")
     finally:

@@ -1,4 +1,4 @@
-"""Runs that finish, learn and report lost episodes although each component fails once.
+"""Runs that finish, learn and report lost episodes even if each component fails once.
 
 LUDUS_NODE_KILL and LUDUS_NODE_START contain the commands that stop and start a node, without the
 node's name. For kind, they are `docker kill` and `docker start`.

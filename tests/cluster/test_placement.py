@@ -72,7 +72,7 @@ def test_actors_in_a_cluster_request_cpus_and_gpus() -> None:
 
 
 def test_actors_request_node_group_resources_if_node_groups_exist() -> None:
-    # No node has `rollout`, because that node group scales from zero.
+    # No node provides `rollout`, because the rollout node group scales from zero.
     nodes: list[Resources] = [{"head": 1000.0}, {"CPU": 4.0, "learner": 1.0}, {"CPU": 4.0}]
     run_demand = place_in_cluster(make_config(), nodes, DRIVER_NODE).demand
     assert run_demand.ranks.resources == {"CPU": 1.0, "learner": 1.0}

@@ -1,4 +1,4 @@
-"""Runs that share a quota in a real Kueue."""
+"""Runs that share a quota of a real Kueue installation."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Walkthrough:
     failed_block: str = ""
 
     def run(self, block: str) -> None:
-        """Run a code block of the page in a shell, with the namespace in place of `arena`."""
+        """Run a code block of the page in a shell, in this namespace instead of `arena`."""
         search_path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         start_s = time.monotonic()
         result = subprocess.run(

@@ -43,7 +43,7 @@ class Training:
         return self._process.poll() is not None
 
     def find_pods(self) -> dict[str, Any]:
-        """Return the running pod of each role; terminating pods are left out."""
+        """Return the running pod of each role, excluding terminating pods."""
         return {
             pod["metadata"]["labels"]["ludus.dev/group"]: pod
             for pod in self._release.get("pods", "-l", "ludus.dev/group")["items"]
