@@ -26,9 +26,8 @@ def test_serve_command_has_every_server_option(ludus: RunCli) -> None:
     flags = set(re.findall(r"--[a-z][a-z-]*", parser.format_usage())) | {"--help"}
     help_text = ludus("env", "serve", "--help").out
     assert {flag for flag in flags if flag not in help_text} == set()
-    assert (
-        len(inspect.signature(serve).parameters) == len(flags) + 1
-    )  # minus --help, plus `target` and `options`
+    # `serve` has the parameters `target` and `options`, but none for --help.
+    assert len(inspect.signature(serve).parameters) == len(flags) + 1
 
 
 def test_serve_command_records_episodes_with_process_isolation(tmp_path: Path) -> None:
