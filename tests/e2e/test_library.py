@@ -1,4 +1,4 @@
-"""A run as an object, in a program with a thread, its own Ray and its own logging."""
+"""`Trainer` in a program that starts Ray, configures logging and uses a thread itself."""
 
 from __future__ import annotations
 

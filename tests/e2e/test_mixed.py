@@ -1,4 +1,4 @@
-"""One run in several environments, each with a separate server."""
+"""A run that trains in several environments, each with a separate server."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GAMES = {
 
 
 @pytest.fixture
-def mixed_config(tmp_path: Path) -> Path:
-    """Write a configuration of two games, one of which is played three times as often."""
+def mixed_config_path(tmp_path: Path) -> Path:
+    """Write a configuration with two games of weight 3 and 1, and return its path."""
     path = tmp_path / "mixed.json"
     config_fields = {
         "environments": GAMES,
@@ -35,19 +35,19 @@ def mixed_config(tmp_path: Path) -> Path:
     return path
 
 
-def test_mixed_run_uses_weights_and_restarts_only_the_dead_server(
-    mixed_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_mixed_run_follows_game_weights_and_restarts_only_the_dead_server(
+    mixed_config_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
-    with start_run(tmp_path, config=mixed_config) as run:
+    with start_run(tmp_path, config=mixed_config_path) as run:
         run.wait_until(lambda: run.last_step >= 2)
-        servers = {
+        server_pids = {
             name: pid
             for pid, command in find_processes(str(tmp_path)).items()
             for name, game in (("cards", "blackjack"), ("ball", "catch"))
             if " ludus.env " in command and game in command
         }
-        os.kill(servers["ball"], signal.SIGKILL)
+        os.kill(server_pids["ball"], signal.SIGKILL)
         run.wait_until(lambda: count_restarts(run) > 0)
         kill_step = run.last_step
         run.wait_until(lambda: run.last_step >= kill_step + 4)
@@ -55,14 +55,15 @@ def test_mixed_run_uses_weights_and_restarts_only_the_dead_server(
     assert {row.environment for row in run.rows if row.kind == "eval"} == {"cards", "ball"}
     assert count_restarts(run) == 1
     rows = [row for row in run.rows if row.kind == "environment"]
-    groups = {
+    num_groups_by_game = {
         name: sum(
             row.values.get("num_groups_trained", 0) for row in rows if row.environment == name
         )
         for name in GAMES
     }
-    assert sum(groups.values()) == 16 * run.last_step
-    assert groups["cards"] == pytest.approx(12 * run.last_step, abs=8), groups
+    assert sum(num_groups_by_game.values()) == 16 * run.last_step
+    num_card_groups = num_groups_by_game["cards"]
+    assert num_card_groups == pytest.approx(12 * run.last_step, abs=8), num_groups_by_game
     for name in GAMES:
         assert (run.folder / f"environment-{name}.log").exists()
     wait_until_gone(str(tmp_path))

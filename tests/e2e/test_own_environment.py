@@ -1,4 +1,4 @@
-"""The commands of docs/your-environment.md lead from `ludus env init` to a trained policy."""
+"""The commands in docs/your-environment.md create an environment and train a policy in it."""
 
 from __future__ import annotations
 
@@ -18,23 +18,28 @@ pytestmark = [
     pytest.mark.usefixtures("shared_ray"),
 ]
 
-PAGE = Path(__file__).parents[2] / "docs" / "your-environment.md"
-LUDUS = (sys.executable, "-c", "from ludus.services.cli.app import main; main()")
+PAGE_PATH = Path(__file__).parents[2] / "docs" / "your-environment.md"
+LUDUS_COMMAND = (sys.executable, "-c", "from ludus.services.cli.app import main; main()")
 SHORT_RUN = ("--set", "training.num_steps=25", "--set", "eval.num_games=1000")
 """Overrides that shorten the run: fewer training steps and evaluation episodes."""
 
 
 def run_ludus(cwd: Path, *arguments: str) -> str:
-    """Run the command and return its output."""
+    """Run a `ludus` command and return its standard output."""
     completed = subprocess.run(
-        [*LUDUS, *arguments], cwd=cwd, env=os.environ, capture_output=True, text=True, check=False
+        [*LUDUS_COMMAND, *arguments],
+        cwd=cwd,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
     return completed.stdout
 
 
 def test_policy_learns_the_environment_created_by_init(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```bash\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    (block,) = re.findall(r"```bash\n(.*?)```", PAGE_PATH.read_text("utf-8"), re.DOTALL)
     commands = [line.split()[1:] for line in block.splitlines()]
     assert commands[0] == ["env", "init", "number_guess"]
     for command in commands:

@@ -1,4 +1,4 @@
-"""Resuming is exact: a run that stops after one of two steps ends with the same weights."""
+"""A run that resumes after its first step ends with the weights of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ EXACT_SETTINGS = (
     "algorithm.correction.kind=off",
     "algorithm.geometric_mask=null",
 )
-"""Settings for on-policy training, in which the data do not depend on timing. The batches of the
-sampler do depend on timing and change the last bit of its log-probs, so the loss does not use
-these log-probs."""
-TIME_SUFFIXES = ("_s", "_per_second", "mfu", "mismatch_kl", "canary_error")
+"""Settings for on-policy training, whose data do not depend on timing. The sampler's batches depend
+on timing and change the last bit of its log-probs, so the loss does not use these log-probs."""
+TIMING_SUFFIXES = ("_s", "_per_second", "mfu", "mismatch_kl", "canary_error")
 
 
 def load_weights(run: Run, step: int) -> dict[str, torch.Tensor]:
@@ -43,22 +42,26 @@ def load_weights(run: Run, step: int) -> dict[str, torch.Tensor]:
     return load_file(run.folder / "checkpoints" / f"step-{step:08d}" / "model/model.safetensors")
 
 
-def select_trained_rows(run: Run) -> list[tuple[str, int, str | None, dict[str, float]]]:
-    """Return the rows of the steps without values that depend on time."""
+def list_training_rows(run: Run) -> list[tuple[str, int, str | None, dict[str, float]]]:
+    """Return the training and environment rows, without values that depend on timing."""
     return [
         (
             row.kind,
             row.step,
             row.environment,
-            {name: value for name, value in row.values.items() if not name.endswith(TIME_SUFFIXES)},
+            {
+                name: value
+                for name, value in row.values.items()
+                if not name.endswith(TIMING_SUFFIXES)
+            },
         )
         for row in run.rows
         if row.kind in ("train", "environment")
     ]
 
 
-def list_evaluations(run: Run) -> list[MetricsRow]:
-    """Return the rows of the evaluations, without their time."""
+def list_evaluation_rows(run: Run) -> list[MetricsRow]:
+    """Return the evaluation rows, with their elapsed time set to 0."""
     rows = [row for row in run.rows if row.kind == "eval"]
     return [row.model_copy(update={"elapsed_s": 0.0}) for row in rows]
 
@@ -68,19 +71,21 @@ def test_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, num_ranks: int)
     settings = (*EXACT_SETTINGS, f"learner.num_ranks={num_ranks}", "training.num_steps=2")
     with start_run(tmp_path / "whole", *settings) as full_run:
         full_run.finish()
-    # Copy the run without its second step, as it was when its first step was saved.
+    # Copy the run without its second checkpoint, so that the copy resumes after the first step.
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "run" / "checkpoints" / "step-00000002")
     with start_run(tmp_path / "parts", *settings, flags=("--resume",)) as resumed_run:
-        start = load_weights(resumed_run, 1)
+        first_weights = load_weights(resumed_run, 1)
         resumed_run.finish()
 
     full_weights, resumed_weights = load_weights(full_run, 2), load_weights(resumed_run, 2)
     assert full_weights.keys() == resumed_weights.keys()
-    assert any(not torch.equal(start[name], resumed_weights[name]) for name in start), "changed"
+    assert any(
+        not torch.equal(first_weights[name], resumed_weights[name]) for name in first_weights
+    ), "the second step did not change the weights"
     largest_difference = max(
         float((full_weights[name] - resumed_weights[name]).abs().max()) for name in full_weights
     )
     assert largest_difference == 0.0
-    assert select_trained_rows(full_run) == select_trained_rows(resumed_run)
-    assert list_evaluations(full_run)[-1] == list_evaluations(resumed_run)[-1]
+    assert list_training_rows(full_run) == list_training_rows(resumed_run)
+    assert list_evaluation_rows(full_run)[-1] == list_evaluation_rows(resumed_run)[-1]

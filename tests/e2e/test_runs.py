@@ -1,4 +1,4 @@
-"""Whole runs: real server, real Ray, real gloo; killed, stopped, resumed."""
+"""Complete runs with a real server, Ray and gloo: interrupted, resumed and refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_run_resumes(
         start_s = time.monotonic()
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(300) == 130
-        assert time.monotonic() - start_s < STOP_GRACE_S, "later, the command line kills it"
+        assert time.monotonic() - start_s < STOP_GRACE_S, "the run did not stop within STOP_GRACE_S"
         last_step = run.last_step
     wait_until_gone(str(tmp_path))
     checkpoints = list((run.folder / "checkpoints").iterdir())
@@ -36,9 +36,9 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_run_resumes(
         summary = run.finish()
     assert (summary.num_steps, summary.num_learner_ranks) == (last_step + 3, 2)
     steps = [row.step for row in run.rows if row.kind == "train"]
-    assert steps == list(range(1, last_step + 4)), "each step is recorded once"
-    games = [row.num_games_trained for row in run.rows if row.kind == "train"]
-    assert games == sorted(set(games))
+    assert steps == list(range(1, last_step + 4)), "a step is missing or repeated"
+    num_games_trained = [row.num_games_trained for row in run.rows if row.kind == "train"]
+    assert num_games_trained == sorted(set(num_games_trained))
     wait_until_gone(str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""The tutorial's notebook, executed in a short form."""
+"""The tutorial notebook, executed with settings for a short run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from nbclient import NotebookClient
 
 from tests.openspiel.test_server import RunningServer, serving
 
-TUTORIAL = Path(__file__).parents[2] / "examples" / "tutorial"
-NOTEBOOK = TUTORIAL / "blackjack.ipynb"
-SHORT_RUN = (
+TUTORIAL_FOLDER = Path(__file__).parents[2] / "examples" / "tutorial"
+NOTEBOOK_PATH = TUTORIAL_FOLDER / "blackjack.ipynb"
+SHORT_RUN_OVERRIDES = (
     "local_batch_size=64",
     "rollout_threads=16",
     "ludus.model.warm_start_games=256",
@@ -50,13 +50,18 @@ def test_tutorial_notebook_runs_from_first_to_last_cell(
     monkeypatch.setenv("TUTORIAL_STEPS", "2")
     monkeypatch.setenv("TUTORIAL_GAMES", "200")
     monkeypatch.setenv("TUTORIAL_RUNS", str(tmp_path))
-    monkeypatch.setenv("TUTORIAL_OVERRIDES", " ".join(SHORT_RUN))
+    monkeypatch.setenv("TUTORIAL_OVERRIDES", " ".join(SHORT_RUN_OVERRIDES))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(NOTEBOOK_PATH, as_version=4)
     NotebookClient(
-        notebook, timeout=540, kernel_name="python3", resources={"metadata": {"path": TUTORIAL}}
+        notebook,
+        timeout=540,
+        kernel_name="python3",
+        resources={"metadata": {"path": TUTORIAL_FOLDER}},
     ).execute()
     assert (tmp_path / "blackjack" / "summary.json").is_file()
     transcripts = (tmp_path / "blackjack" / "transcripts.jsonl").read_text().splitlines()
-    terms = {name for transcript in transcripts for name in json.loads(transcript)["terms"]}
-    assert terms == {"evaluate_response"}
+    term_names = {
+        name for transcript in transcripts for name in json.loads(transcript)["term_names"]
+    }
+    assert term_names == {"evaluate_response"}

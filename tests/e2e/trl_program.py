@@ -1,8 +1,8 @@
-"""A TRL script with changed imports that trains for one epoch.
+"""A TRL script that trains for one epoch, with its imports changed to Ludus.
 
-Its arguments are a folder and the form of the rollout function: `http` or `call`.
-Other programs cannot import its functions. The reward function appends the number of each row to
-a file, and the script prints the result of `train` as JSON.
+The arguments are a folder and the form of the rollout function: `http` or `call`. Other processes
+cannot import the functions of a script. The reward function appends the number of each row to a
+file, and the script prints the result of `train` as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REWARDED_ROWS_FILE = "rewarded.txt"
 
 
 def complete_over_http(prompts: list[str], args: Any, processing_class: Any) -> dict[str, Any]:
-    """Complete the prompts over HTTP, as scripts of late 2025 do."""
+    """Complete the prompts over HTTP, as TRL scripts from late 2025 do."""
     payload = {
         "prompts": prompts,
         "n": args.num_generations,
@@ -34,7 +34,7 @@ def complete_over_http(prompts: list[str], args: Any, processing_class: Any) -> 
 
 
 def complete_by_call(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Complete the prompts with a function call, as later scripts do."""
+    """Complete the prompts with a function call, as newer TRL scripts do."""
     outputs = generate_rollout_completions(trainer, prompts)
     columns = {
         key: [output[key] for output in outputs]
@@ -46,7 +46,7 @@ def complete_by_call(prompts: list[str], trainer: Any) -> dict[str, Any]:
 def reward_from_env(
     completions: list[str], env_reward: list[float], number: list[int], folder: list[str], **_: Any
 ) -> list[float]:
-    """Return the rewards of the rollout function; record the rows in a file."""
+    """Append the row numbers to a file, and return the rewards of the rollout function."""
     assert all(isinstance(completion, str) for completion in completions)
     with (Path(folder[0]) / REWARDED_ROWS_FILE).open("a", encoding="utf-8") as file:
         file.writelines(f"{row_number}\n" for row_number in number)
@@ -54,8 +54,8 @@ def reward_from_env(
 
 
 def main(folder: str, form: str) -> None:
-    """Train, and print the result."""
-    rows = [{"prompt": f"word {n}", "number": n, "folder": folder} for n in range(NUM_ROWS)]
+    """Train and print the result as JSON."""
+    rows = [{"prompt": f"word {i}", "number": i, "folder": folder} for i in range(NUM_ROWS)]
     trainer = GRPOTrainer(
         model={"kind": "tiny", "width": 64, "num_heads": 2, "max_tokens": 64},
         reward_funcs=reward_from_env,

@@ -14,7 +14,7 @@ from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.errors import ConfigError, EpisodeStateError, ErrorCode, ToolError
 
 
-def test_environment_contract() -> None:
+def test_environment_passes_every_check() -> None:
     check_environment(make_environment, seeds=range(3), num_steps=5).raise_if_failed()
 
 
@@ -28,19 +28,19 @@ def test_package_is_importable_as_in_openenv_docs() -> None:
 def test_reward_is_a_tenth_of_the_message_length(message: str, reward: float) -> None:
     environment = make_environment()
     environment.reset(seed=1, episode_id="e")
-    for number in range(1, 4):
+    for step_count in range(1, 4):
         transition = environment.step(EchoAction(message=message))
         assert transition.reward == reward
         assert not (transition.terminated or transition.truncated)
         assert transition.observation.echoed_message == message
         assert transition.observation.message_length == len(message)
-        assert environment.state == EchoState(episode_id="e", step_count=number)
+        assert environment.state == EchoState(episode_id="e", step_count=step_count)
 
 
 def test_message_before_reset_is_refused() -> None:
-    with pytest.raises(EpisodeStateError) as refusal:
+    with pytest.raises(EpisodeStateError) as error_info:
         make_environment().step(EchoAction(message="hi"))
-    assert refusal.value.code == ErrorCode.NOT_RESET
+    assert error_info.value.code == ErrorCode.NOT_RESET
 
 
 def test_unknown_option_is_refused() -> None:

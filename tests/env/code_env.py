@@ -11,13 +11,13 @@ from ludus.env.sandbox.seccomp import refuse_system_calls
 
 
 class CodeAction(Action):
-    """Code that sets `result`."""
+    """Python code that may set the variable `result`."""
 
     code: str
 
 
 class CodeEnv(Environment[CodeAction, Observation, State]):
-    """Runs the action's code; the info of the step contains `result` or the error."""
+    """An environment that runs the action's code and returns `result` or the error in `info`."""
 
     action_type = CodeAction
     observation_type = Observation
@@ -35,8 +35,8 @@ class CodeEnv(Environment[CodeAction, Observation, State]):
         scope: dict[str, Any] = {"notes": self._notes}
         try:
             exec(action.code, scope)
-        except BaseException as error:  # noqa: BLE001 - any code may be tried
-            report = {"error": type(error).__name__, "said": str(error)}
+        except BaseException as error:  # noqa: BLE001 - the code may raise anything
+            report = {"error": type(error).__name__, "message": str(error)}
         else:
             report = {"result": scope.get("result")}
         return Transition(Observation(), reward=0.0, info=report)
@@ -49,11 +49,13 @@ class CodeEnv(Environment[CodeAction, Observation, State]):
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     if "--restricted" in arguments:
-        # As in a pod without capabilities, whose runtime forbids namespaces. This must come first,
-        # because it applies to one thread and the threads that it starts.
+        # Simulate a pod without capabilities, whose runtime forbids namespaces. Do this first,
+        # because the limits apply only to this thread and the threads that it starts later.
         give_up_privileges()
         refuse_system_calls(shares_processes=False)
 
     from ludus.env.serving.application import ServerApplication
 
-    ServerApplication(CodeEnv).main([name for name in arguments if name != "--restricted"])
+    ServerApplication(CodeEnv).main(
+        [argument for argument in arguments if argument != "--restricted"]
+    )

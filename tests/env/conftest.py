@@ -1,4 +1,4 @@
-"""Fixtures of the SDK's tests."""
+"""Fixtures for the tests of the environment SDK."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.env.served import WIRES
 
 @pytest.fixture(params=WIRES)
 def wire(request: pytest.FixtureRequest) -> str:
-    """Return each wire of the client, for `served.server_address`."""
+    """Return the name of a wire. Each test runs once per wire."""
     return request.param
 
 
@@ -24,7 +24,7 @@ def core_clock(monkeypatch: pytest.MonkeyPatch) -> CoreClock:
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Gate]:
-    """Yield a closed gate, which is opened at the latest after the test."""
+    """Yield a closed gate, and open it after the test so that no step keeps waiting."""
     folder = tmp_path / "gate"
     folder.mkdir()
     gate = Gate(folder)

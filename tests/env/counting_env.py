@@ -1,4 +1,4 @@
-"""The fake environment of these tests: it counts, and misbehaves on request."""
+"""Counting environments for tests, some of which misbehave on request."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CountState(State):
 
 
 class CountingRenderer:
-    """Shows the sum; parses ADD 1, ADD 2 or ADD 3."""
+    """A renderer that shows the sum and parses ADD and a number."""
 
     def render(self, observation: CountObservation, *, first: bool) -> list[Message]:
         intro = "Count to the end. " if first else ""
@@ -60,7 +60,10 @@ class CountingRenderer:
 
 
 class CountingEnv(Environment[CountAction, CountObservation, CountState]):
-    """Adds numbers for five steps; 0 is illegal, 13 raises, 99 sleeps, 7 truncates."""
+    """An environment that adds numbers for five steps.
+
+    0 is illegal, 7 truncates the episode, 8 returns a tensor, 13 raises an error and 99 sleeps.
+    """
 
     action_type = CountAction
     observation_type = CountObservation
@@ -126,13 +129,13 @@ class CountingEnv(Environment[CountAction, CountObservation, CountState]):
 
 
 class ThreadedCountingEnv(CountingEnv):
-    """The counting environment in the server's threads."""
+    """A counting environment that steps in the server's threads."""
 
     steps_on_event_loop = False
 
 
 class GatedCountingEnv(ThreadedCountingEnv):
-    """The counting environment in threads; a step that adds 98 waits for the gate in the folder."""
+    """A threaded counting environment in which a step that adds 98 waits for a gate."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -147,7 +150,7 @@ class GatedCountingEnv(ThreadedCountingEnv):
 
 
 class Gate:
-    """A gate that delays steps of its environments, in any process, until it is opened."""
+    """A gate that blocks steps of its environments, in any process, until it is opened."""
 
     def __init__(self, folder: Path) -> None:
         self.factory = partial(GatedCountingEnv, folder=str(folder))
@@ -163,13 +166,13 @@ class Gate:
 
 
 class LonelyCountingEnv(CountingEnv):
-    """The counting environment, of which a process can have only one."""
+    """A counting environment that allows one instance per process."""
 
     one_per_process = True
 
 
 class Deed(IntEnum):
-    """Misbehavior of an unruly environment when this number is added."""
+    """A misbehavior of an unruly environment, requested by adding this number."""
 
     REPORT = -1_000_001
     HANG = -1_000_002
@@ -182,7 +185,7 @@ class Deed(IntEnum):
 
 
 class UnrulyEnv(CountingEnv):
-    """Misbehaves as the action requests."""
+    """A counting environment that misbehaves when the action or the reset requests a deed."""
 
     name = "unruly"
 
@@ -201,7 +204,7 @@ class UnrulyEnv(CountingEnv):
 
 
 class UnrulyThreadedEnv(UnrulyEnv):
-    """The unruly environment in threads."""
+    """An unruly environment that steps in the server's threads."""
 
     steps_on_event_loop = False
 
@@ -213,13 +216,16 @@ class GloballyRandomEnv(CountingEnv):
         return CountObservation(total=self._state.total, luck=random.SystemRandom().getrandbits(40))
 
 
-def die_while_being_built() -> CountingEnv:
-    """A factory that exits its process."""
+def exit_during_creation() -> CountingEnv:
+    """Exit the process instead of creating an environment."""
     os._exit(3)
 
 
-def die_on_second_build(folder: str) -> CountingEnv:
-    """A factory that works only once, for the server's description."""
+def exit_on_second_creation(folder: str) -> CountingEnv:
+    """Create an environment on the first call only; exit the process on later calls.
+
+    A server makes the first call for its description.
+    """
     marker_path = os.path.join(folder, "built")
     if os.path.exists(marker_path):
         os._exit(3)
@@ -228,7 +234,7 @@ def die_on_second_build(folder: str) -> CountingEnv:
 
 
 def fail_to_be_built(reason: str = "no luck") -> CountingEnv:
-    """A factory that raises."""
+    """Raise an error with this reason instead of creating an environment."""
     raise RuntimeError(reason)
 
 

@@ -1,5 +1,7 @@
-"""A TCP proxy for tests that delays, cuts, drops and half-closes connections;
-it can also put TLS before a server that has none."""
+"""A TCP proxy that delays, cuts, blocks and half-closes connections.
+
+It can also add TLS in front of a server without TLS.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from ssl import SSLContext
 
 
 class FlakyProxy:
-    """A proxy between a client and a server: `async with FlakyProxy(server.grpc_address) as p`."""
+    """A proxy between a client and a server: `async with FlakyProxy(server.address) as proxy`."""
 
     def __init__(self, upstream: str, ssl: SSLContext | None = None) -> None:
         self._ssl = ssl
@@ -20,9 +22,9 @@ class FlakyProxy:
         self._port = int(port)
         self.address = ""
         self.delay_s: Callable[[], float] = lambda: 0.0
-        """Time by which the next chunk to the client is delayed."""
+        """Function that returns the delay of the next chunk to the client, in seconds."""
         self.refuses_connections = False
-        """New connections are closed at once."""
+        """True if new connections are closed immediately."""
         self.num_connections = 0
         self._links: set[_Link] = set()
         self._server: asyncio.Server | None = None
@@ -42,17 +44,17 @@ class FlakyProxy:
         self._port = int(upstream.rpartition(":")[2])
 
     def cut(self) -> None:
-        """Reset every connection, like a killed process or a dropped route."""
+        """Abort every connection, as if the server had been killed."""
         for link in list(self._links):
             link.abort()
 
     def blackhole(self) -> None:
-        """Keep existing connections open and stop forwarding, without notifying either side."""
+        """Stop forwarding data, but keep the existing connections open."""
         for link in self._links:
             link.discards_data = True
 
     def half_close(self) -> None:
-        """Close the server's direction; still accept data from the client."""
+        """Close the direction to the client, and discard data from the client."""
         for link in self._links:
             link.half_close()
 
@@ -89,15 +91,17 @@ class _Link:
         self.discards_data = False
 
     async def run(self) -> None:
-        directions = [
+        pump_tasks = [
             asyncio.create_task(
-                self._pump(self._client_reader, self._server_writer, delayed=False)
+                self._pump(self._client_reader, self._server_writer, is_delayed=False)
             ),
-            asyncio.create_task(self._pump(self._server_reader, self._client_writer, delayed=True)),
+            asyncio.create_task(
+                self._pump(self._server_reader, self._client_writer, is_delayed=True)
+            ),
         ]
-        await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(pump_tasks, return_when=asyncio.FIRST_COMPLETED)
         self.abort()
-        await asyncio.wait(directions)
+        await asyncio.wait(pump_tasks)
 
     def abort(self) -> None:
         self._client_writer.transport.abort()
@@ -109,11 +113,11 @@ class _Link:
             self._client_writer.write_eof()
 
     async def _pump(
-        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, delayed: bool
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_delayed: bool
     ) -> None:
         with contextlib.suppress(OSError):
             while chunk := await source.read(65536):
-                if delayed and (delay_s := self._proxy.delay_s()):
+                if is_delayed and (delay_s := self._proxy.delay_s()):
                     await asyncio.sleep(delay_s)
                 if not self.discards_data:
                     sink.write(chunk)

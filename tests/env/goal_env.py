@@ -1,4 +1,4 @@
-"""A counting environment that reports success or failure."""
+"""A counting environment that reports success or failure, and actions for each outcome."""
 
 from __future__ import annotations
 

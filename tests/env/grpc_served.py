@@ -1,7 +1,4 @@
-"""A gRPC server around a SessionCore with any of the core's options.
-
-For tests of options that `EnvServer` does not expose.
-"""
+"""A gRPC server for tests of options that `EnvServer` does not expose."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ from tests.env.counting_env import CountingEnv
 
 @dataclass
 class GrpcServer:
-    """A running server."""
+    """A running gRPC server and its session core."""
 
     core: SessionCore
     server: grpc.aio.Server
     address: str
 
     async def kill(self) -> None:
-        """Stop the server like a crash: connections break and sessions are lost."""
+        """Stop the server without a grace period, so that connections and sessions are lost."""
         await self.server.stop(grace=None)
         await self.core.shut_down()
 

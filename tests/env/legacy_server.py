@@ -1,7 +1,7 @@
-"""A counting server in a thread with the HTTP interface of OpenEnv 0.1.
+"""A counting server with the HTTP interface of OpenEnv 0.1.
 
-It copies the behavior of the real server: one environment for all callers, bodies whose
-unknown keys are ignored, a bare 500 for every fault, no /schema and no /metadata.
+Like the real server, it has one environment for all clients, ignores unknown keys in bodies,
+responds to every error with a bare 500, and has neither /schema nor /metadata.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass
 class Counter:
-    """The only environment of the server."""
+    """The server's only environment, and the requests that the server received."""
 
     total: int = 0
     step_count: int = 0
@@ -25,7 +25,7 @@ class Counter:
     headers: list[dict[str, str]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     may_step: threading.Event = field(default_factory=threading.Event)
-    """Event that a step with the action 98 waits for."""
+    """Event that a step with the action 98 waits for before it returns."""
 
     def reset(self) -> dict[str, Any]:
         self.total = self.step_count = 0
@@ -42,7 +42,7 @@ class Counter:
 
 @contextmanager
 def legacy_server() -> Iterator[tuple[str, Counter]]:
-    """Yield the server's address and its environment."""
+    """Run the server in a thread, and yield its address and environment."""
     counter = Counter()
 
     class Handler(BaseHTTPRequestHandler):
@@ -65,7 +65,7 @@ def legacy_server() -> Iterator[tuple[str, Counter]]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             counter.bodies.append(body)
-            counter.headers.append({k.lower(): v for k, v in self.headers.items()})
+            counter.headers.append({name.lower(): value for name, value in self.headers.items()})
             with counter.lock:
                 try:
                     if self.path == "/reset":

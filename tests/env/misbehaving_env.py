@@ -25,7 +25,7 @@ from ludus.proto.errors import EnvError
 
 
 class Phase(StrEnum):
-    """The phase in which an environment misbehaves."""
+    """Phase of a session in which an environment can misbehave."""
 
     BUILD = "build"
     RESET = "reset"
@@ -39,7 +39,7 @@ class Phase(StrEnum):
 
 
 class ErrorWithoutCode(EnvError):
-    """An EnvError without code and message."""
+    """An EnvError without a code or a message."""
 
     def __init__(self) -> None:
         pass
@@ -49,7 +49,7 @@ class UnprintableError(Exception):
     """An error whose text cannot be read."""
 
     def __str__(self) -> str:
-        raise RuntimeError("no words")
+        raise RuntimeError("the text of this error cannot be read")
 
 
 def _raise(error: BaseException) -> Any:
@@ -63,9 +63,9 @@ RAISING_DEEDS: dict[str, Callable[[], Any]] = {
     "GeneratorExit": lambda: _raise(GeneratorExit()),
     "CancelledError": lambda: _raise(asyncio.CancelledError()),
     "StopIteration": lambda: _raise(StopIteration()),
-    "a surrogate": lambda: _raise(ValueError("\ud800 is no text")),
+    "a surrogate": lambda: _raise(ValueError("\ud800 is not valid text")),
     "a long message": lambda: _raise(ValueError("long " * 50_000)),
-    "an error without words": lambda: _raise(UnprintableError()),
+    "an error without text": lambda: _raise(UnprintableError()),
     "an error without code": lambda: _raise(ErrorWithoutCode()),
     "recursion": lambda: RAISING_DEEDS["recursion"](),
 }
@@ -83,15 +83,15 @@ def _fill_disk() -> None:
 
 def _print() -> None:
     for stream in (sys.stdout, sys.stderr):
-        stream.write("said by an environment\n" * 10_000)
+        stream.write("output of an environment\n" * 10_000)
         stream.flush()
 
 
-def _fork(run_in_copy: Callable[[], Any]) -> None:
-    """Return in a forked copy, and in the process itself after the copy has exited."""
+def _fork(run_in_child: Callable[[], Any]) -> None:
+    """Fork; return in the child, and in the parent after the child has exited."""
     pid = os.fork()
     if pid == 0:
-        run_in_copy()
+        run_in_child()
         return
     for _ in range(1000):
         if os.waitpid(pid, os.WNOHANG)[0]:
@@ -99,7 +99,7 @@ def _fork(run_in_copy: Callable[[], Any]) -> None:
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    raise RuntimeError("a copy has gone on")
+    raise RuntimeError("the forked child did not exit within 10 s")
 
 
 FATAL_DEEDS: dict[str, Callable[[], Any]] = {
@@ -107,10 +107,10 @@ FATAL_DEEDS: dict[str, Callable[[], Any]] = {
     CRASH: lambda: ctypes.string_at(0),
     FILL_DISK: _fill_disk,
 }
-"""Deeds that end the process, immediately or at a limit."""
+"""Deeds that end the process, either immediately or when a limit is exceeded."""
 HARMLESS_DEEDS: dict[str, Callable[[], Any]] = {
     "fork": lambda: _fork(lambda: None),
-    "fork, and raise in the copy": lambda: _fork(RAISING_DEEDS["SystemExit"]),
+    "fork, and raise in the child": lambda: _fork(RAISING_DEEDS["SystemExit"]),
     "print": _print,
 }
 """Deeds that must not affect other sessions."""
@@ -118,21 +118,21 @@ _WRONG_TRANSITIONS: dict[str, Callable[[Transition[Any]], Any]] = {
     "None": lambda step: None,
     "a reward of NaN": lambda step: Transition(step.observation, reward=float("nan")),
     "an infinite reward": lambda step: Transition(step.observation, reward=float("-inf")),
-    "a reward that is a word": lambda step: Transition(step.observation, reward="much"),
+    "a reward that is a string": lambda step: Transition(step.observation, reward="much"),
     "a tensor that is a list": lambda step: Transition(step.observation, tensors={"a": [1, 2]}),
     "a tensor of objects": lambda step: Transition(
         step.observation, tensors={"a": np.array([object()])}
     ),
     "a tensor without a name": lambda step: Transition(step.observation, tensors={3: np.zeros(2)}),
-    "info that is no JSON": lambda step: Transition(step.observation, info={"what": object()}),
-    "info with a surrogate": lambda step: Transition(step.observation, info={"what": "\ud800"}),
-    "too much": lambda step: Transition(
+    "info that is not JSON": lambda step: Transition(step.observation, info={"value": object()}),
+    "info with a surrogate": lambda step: Transition(step.observation, info={"value": "\ud800"}),
+    "a result that is too large": lambda step: Transition(
         step.observation, tensors={"a": np.zeros(MAX_RESULT_BYTES + 1, np.uint8)}
     ),
 }
 _WRONG_LEGAL_ANSWERS: dict[str, Any] = {
     "integers": [1, 2],
-    "a word": "ADD",
+    "a string": "ADD",
     "a surrogate": ["\ud800"],
     "None": None,
 }
@@ -141,26 +141,26 @@ WRONG_VALUES: dict[Phase, dict[str, Any]] = {
     Phase.STEP: _WRONG_TRANSITIONS,
     Phase.RENDER: {"a surrogate": [{"role": "user", "content": "\ud800"}], "a set": {1}},
     Phase.ANSWERS: _WRONG_LEGAL_ANSWERS,
-    Phase.STATE: {"None": None, "a word": "state"},
-    Phase.TOOL: {"a set": {1}, "a surrogate": {"what": "\ud800"}},
+    Phase.STATE: {"None": None, "a string": "state"},
+    Phase.TOOL: {"a set": {1}, "a surrogate": {"value": "\ud800"}},
 }
 
 
-class MoveAction(Action):
-    """Add a number; `deed` is the misbehavior of this step."""
+class AddAction(Action):
+    """A number to add, and a deed for a phase of this step or of a later call."""
 
     add: int = 1
     deed: str = ""
     phase: Phase = Phase.STEP
 
 
-class MoveObservation(Observation):
+class TotalObservation(Observation):
     """The sum so far."""
 
     total: int
 
 
-class MoveState(State):
+class TotalState(State):
     """The sum so far."""
 
     total: int = 0
@@ -170,27 +170,27 @@ class _Renderer:
     def __init__(self, environment: MisbehavingEnv) -> None:
         self._environment = environment
 
-    def render(self, observation: MoveObservation, *, first: bool) -> list[Message]:
+    def render(self, observation: TotalObservation, *, first: bool) -> list[Message]:
         messages: list[Message] = [{"role": "user", "content": f"Total {observation.total}."}]
         return self._environment.run_phase(Phase.RENDER, messages)
 
-    def parse(self, text: str, observation: MoveObservation) -> MoveAction:
-        return self._environment.run_phase(Phase.PARSE, MoveAction())
+    def parse(self, text: str, observation: TotalObservation) -> AddAction:
+        return self._environment.run_phase(Phase.PARSE, AddAction())
 
-    def legal_answers(self, observation: MoveObservation) -> list[str]:
+    def legal_answers(self, observation: TotalObservation) -> list[str]:
         return self._environment.run_phase(Phase.ANSWERS, ["ADD"])
 
 
-class MisbehavingEnv(Environment[MoveAction, MoveObservation, MoveState]):
-    """Adds numbers without end.
+class MisbehavingEnv(Environment[AddAction, TotalObservation, TotalState]):
+    """An environment that adds numbers forever and misbehaves on request.
 
     Args:
-        folder: if it contains a file `build`, building does the deed that the file names.
+        folder: Folder for marker files. The constructor does the deed that a file `build` contains.
     """
 
-    action_type = MoveAction
-    observation_type = MoveObservation
-    state_type = MoveState
+    action_type = AddAction
+    observation_type = TotalObservation
+    state_type = TotalState
     name = "misbehaving"
 
     def __init__(self, folder: str) -> None:
@@ -205,7 +205,7 @@ class MisbehavingEnv(Environment[MoveAction, MoveObservation, MoveState]):
 
     @property
     def tools(self) -> list[Tool]:
-        return [Tool("look", "Looks.", {"type": "object"})]
+        return [Tool("look", "Returns the total.", {"type": "object"})]
 
     def run_phase(self, phase: Phase, correct_value: Any) -> Any:
         """Misbehave if a deed is set for this phase; otherwise return the correct value."""
@@ -226,33 +226,33 @@ class MisbehavingEnv(Environment[MoveAction, MoveObservation, MoveState]):
 
     def reset(
         self, *, seed: int | None = None, deed: str = "", phase: str = ""
-    ) -> Transition[MoveObservation]:
+    ) -> Transition[TotalObservation]:
         self._total = 0
         if deed:
             self._deeds = {Phase(phase): deed}
-        return self.run_phase(Phase.RESET, Transition(MoveObservation(total=0)))
+        return self.run_phase(Phase.RESET, Transition(TotalObservation(total=0)))
 
-    def step(self, action: MoveAction) -> Transition[MoveObservation]:
+    def step(self, action: AddAction) -> Transition[TotalObservation]:
         if action.deed:
             self._deeds = {action.phase: action.deed}
         self._total += action.add
         return self.run_phase(
-            Phase.STEP, Transition(MoveObservation(total=self._total), reward=1.0)
+            Phase.STEP, Transition(TotalObservation(total=self._total), reward=1.0)
         )
 
     @property
-    def state(self) -> MoveState:
-        return self.run_phase(Phase.STATE, MoveState(total=self._total))
+    def state(self) -> TotalState:
+        return self.run_phase(Phase.STATE, TotalState(total=self._total))
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        return self.run_phase(Phase.TOOL, {"seen": self._total})
+        return self.run_phase(Phase.TOOL, {"total": self._total})
 
     def close(self) -> None:
         self.run_phase(Phase.CLOSE, None)
 
 
 class MisbehavingOnLoopEnv(MisbehavingEnv):
-    """The misbehaving environment on the server's event loop."""
+    """A misbehaving environment that steps on the server's event loop."""
 
     steps_on_event_loop = True
 

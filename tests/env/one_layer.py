@@ -1,7 +1,8 @@
-"""`python one_layer.py LAYER FOLDER SECRET_FILE PID DEED...`: deeds that a single layer denies.
+"""A program that applies one layer of the sandbox and tries to do forbidden deeds.
 
-Writes a JSON object: the name of the error or "done" for each deed, or why the layer is
-unavailable.
+Usage: `python one_layer.py LAYER FOLDER SECRET_FILE PID DEED...`. The program prints a JSON object
+with "done" or the name of the error for each deed. If the layer is unavailable, the object contains
+the reason instead.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PTRACE_SEIZE = 0x4206
 def main(
     layer: str, folder: Path, secret_file: Path, pid: int, deed_names: list[str]
 ) -> dict[str, Any]:
-    """Return the outcome of each deed."""
+    """Apply the layer, try the deeds, and return the outcome of each deed."""
     (folder / "own").mkdir(mode=0o700)
     own_folder = folder / "own"
     try:
@@ -43,8 +44,8 @@ def main(
         "write own": lambda: (own_folder / "file").write_text("x"),
         "environ": lambda: Path(f"/proc/{pid}/environ").read_bytes(),
         "signal": lambda: os.kill(pid, 0),
-        "trace": lambda: c_call("ptrace", _PTRACE_SEIZE, pid, 0, 0),
-        "unshare": lambda: c_call("unshare", _CLONE_NEWUSER),
+        "trace": lambda: call_libc("ptrace", _PTRACE_SEIZE, pid, 0, 0),
+        "unshare": lambda: call_libc("unshare", _CLONE_NEWUSER),
         "regain": lambda: os.setuid(0),
         "be looked into": lambda: read_parent_from_child(),
     }
@@ -87,7 +88,7 @@ def run_in_namespaces(pid: int) -> dict[str, Any]:
     with open(reader) as report_file:
         report = json.load(report_file)
     report["exit code"] = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
-    os.waitpid(worker.keeper_pid, 0)  # it exits with the worker
+    os.waitpid(worker.keeper_pid, 0)  # the keeper exits with the worker
     return dict(report)
 
 
@@ -99,14 +100,14 @@ def try_deed(deed: Callable[[], object]) -> str:
     return "done"
 
 
-def c_call(name: str, *arguments: int) -> None:
+def call_libc(name: str, *arguments: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc[name](*arguments) < 0:
         raise OSError(ctypes.get_errno(), name)
 
 
 def read_parent_from_child() -> None:
-    """Let a child of the same user read this process's variables."""
+    """Fork a child that reads this process's variables; raise PermissionError if it cannot."""
     child_pid = os.fork()
     if child_pid == 0:
         try:

@@ -1,4 +1,4 @@
-"""Helpers that wait for conditions in tests, and clocks that tests advance."""
+"""Functions that wait for conditions, and clocks that tests advance."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ludus.env.workers.host import WorkerHost
 
 
 async def wait_until(condition: Callable[[], object], within_s: float = 60.0) -> None:
-    """Wait until the condition is true; fail the test if it takes too long."""
+    """Wait until the condition is true; fail the test after `within_s` seconds."""
     deadline_s = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < deadline_s, "it did not come true in time"
+        assert time.monotonic() < deadline_s, f"the condition was not true within {within_s} s"
         await asyncio.sleep(0.005)
 
 
 async def wait_for_sessions(core: SessionCore, num_sessions: int) -> None:
-    """Wait until `num_sessions` are open, because connections take a moment to end."""
+    """Wait until `num_sessions` sessions are open. Closing a connection takes a moment."""
     deadline_s = time.monotonic() + 60.0
     while core.load.num_sessions != num_sessions:
         num_open = core.load.num_sessions
@@ -31,30 +31,30 @@ async def wait_for_sessions(core: SessionCore, num_sessions: int) -> None:
 
 
 async def run_pending_tasks(num_turns: int = 20) -> None:
-    """Let all runnable tasks run."""
+    """Yield to the event loop often enough for all runnable tasks to run."""
     for _ in range(num_turns):
         await asyncio.sleep(0)
 
 
 def limit_steps(core: SessionCore, limit_s: float) -> None:
-    """Limit steps from now on, so that the limit does not apply to a test's preparation."""
+    """Set the time limit of later steps, so that it does not apply to the test's setup."""
     core.options = core.options.model_copy(update={"step_timeout_s": limit_s})
     if isinstance(core.host, WorkerHost):
         core.host.step_timeout_s = limit_s
 
 
 def detached_sessions(core: SessionCore) -> set[str]:
-    """Return the sessions that linger after their connections ended."""
+    """Return the ids of lingering sessions without a connection."""
     return {session.id for session in core.open_sessions.values() if session.detached_s is not None}
 
 
-def busy_sessions(core: SessionCore) -> set[str]:
-    """Return the sessions with a call under way off the event loop."""
+def find_busy_sessions(core: SessionCore) -> set[str]:
+    """Return the ids of sessions with a running call outside the event loop."""
     return {session.id for session in core.open_sessions.values() if session.lock.locked()}
 
 
 class CoreClock:
-    """The clock by which every core of this process closes expired sessions."""
+    """A clock for the expiry of sessions, used by every session core in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._offset_s = 0.0
@@ -69,7 +69,7 @@ class CoreClock:
 
 
 def move_loop_clock(span_s: float) -> None:
-    """Advance this event loop's clock, and no other clock."""
+    """Advance only this event loop's clock."""
     loop = asyncio.get_running_loop()
     original_time = loop.time
     loop.time = lambda: original_time() + span_s

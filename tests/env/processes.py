@@ -1,4 +1,4 @@
-"""Processes as /proc shows them to tests."""
+"""Functions that read processes from /proc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def list_pids() -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return False for a process that is gone, or a zombie."""
+    """Return True if the process exists and is not a zombie."""
     return _read_stat(pid)[:1] not in ([], ["Z"])
 
 
@@ -21,15 +21,15 @@ def child_processes(pid: int) -> list[int]:
     return [child_pid for child_pid in list_pids() if _read_stat(child_pid)[1:2] == [str(pid)]]
 
 
-def command_line(pid: int) -> str:
-    """Return the command line of a process; empty if the process is gone."""
+def read_command_line(pid: int) -> str:
+    """Return the command line of a process, or an empty string if it has exited."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     return ""
 
 
 def _read_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; empty if the process is gone."""
+    """Return the fields of /proc/PID/stat from the state on, or [] if the process has exited."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return []

@@ -1,4 +1,4 @@
-"""A gRPC proxy for tests that reports a stream's end only when the client sends something."""
+"""A gRPC proxy that reports the end of a stream only when the client sends a message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class QuietEdge(env_pb2_grpc.EnvServiceServicer):
     def __init__(self, upstream: str) -> None:
         self.address = ""
         self.upstreams: list[Any] = []
-        """Streams to the server; a cancelled stream ends on the server."""
+        """Streams to the server. Cancelling a stream ends it without notifying the client."""
         self._channel = grpc.aio.insecure_channel(upstream.removeprefix("grpc://"))
         self._stub = env_pb2_grpc.EnvServiceStub(self._channel)
         self._server = grpc.aio.server()
@@ -43,7 +43,7 @@ class QuietEdge(env_pb2_grpc.EnvServiceServicer):
         forward_task = asyncio.create_task(_forward_replies(upstream, context))
         async for batch in batches:
             if forward_task.done():
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "it has ended before")
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream has ended")
             await upstream.write(batch)
         upstream.cancel()
 

@@ -1,4 +1,4 @@
-"""One Connect stream, call by call, with any session id."""
+"""A Connect stream for single calls with any session id."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ludus.proto.env.v1 import env_pb2_grpc
 
 
 class RawStream:
-    """A stream to a gRPC address; sessions opened on it end with it, unless they linger."""
+    """A stream to a gRPC address. Its sessions end with the stream unless they linger."""
 
     def __init__(self, address: str, token: str = "") -> None:
         self.channel = grpc.aio.insecure_channel(address.removeprefix("grpc://"))
@@ -17,14 +17,14 @@ class RawStream:
         self.call = env_pb2_grpc.EnvServiceStub(self.channel).Connect(metadata=metadata)
 
     async def ask(self, call: pb.Call) -> pb.Reply:
-        """Send a call; return its result or error."""
+        """Send a call and return its reply."""
         await self.call.write(pb.CallBatch(calls=[call]))
         (reply,) = (await self.call.read()).replies
         assert reply.call_id == call.call_id
         return reply
 
     async def open(self, **fields) -> str:
-        """Open a session; return its id."""
+        """Open a session and return its id."""
         reply = await self.ask(pb.Call(open=pb.OpenRequest(**fields)))
         assert not reply.HasField("error"), reply.error
         return reply.open.session_id

@@ -1,8 +1,8 @@
-"""The counting environment, in a process whose forks can fail on request.
+"""A counting environment in a process whose forks fail on request.
 
-While the folder named by the variable contains a file `no-fork`, forks fail in the fork server
-or in its copies that become workers; the file says in which. Without the variable, importing
-this module changes nothing.
+Importing this module replaces `os.fork` if the environment variable names a folder. While this
+folder contains a file `no-fork`, forks fail in the fork server or in its children that become
+workers. The content of the file selects one of the two.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from tests.env.counting_env import CountingEnv
 
 FOLDER_VARIABLE = "LUDUS_TEST_NO_FORK_IN"
 NO_FORK_FILE = "no-fork"
-FORK_SERVER, FORKED_COPY = "itself", "its copy"
+FORK_SERVER, FORKED_COPY = "fork server", "forked copy"
 
 
 class ScarceEnv(CountingEnv):
-    """The counting environment, in a process whose forks can fail."""
+    """A counting environment whose import replaces `os.fork`."""
 
 
 def _refuse_forks(folder: Path) -> None:
     original_fork, importing_pid = os.fork, os.getpid()
 
     def fork_or_refuse() -> int:
-        order_file = folder / NO_FORK_FILE
+        no_fork_file = folder / NO_FORK_FILE
         process_name = FORK_SERVER if os.getpid() == importing_pid else FORKED_COPY
-        if order_file.exists() and order_file.read_text() == process_name:
+        if no_fork_file.exists() and no_fork_file.read_text() == process_name:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return original_fork()
 

@@ -1,4 +1,4 @@
-"""Servers for tests: in this event loop, or in a process that can be killed."""
+"""Servers for tests, in this event loop or in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIRES = ("grpc", "http")
 
 
 def serve(factory: EnvironmentFactory = CountingEnv, **options: Any) -> EnvServer:
-    """Make a server on free ports, for `async with`."""
+    """Return a server that uses free ports. Start it with `async with`."""
     return EnvServer(factory, ServerOptions(**{"port": 0, **options}))
 
 
@@ -34,14 +34,14 @@ def server_address(server: EnvServer | ServerProcess, wire: str) -> str:
 
 @contextmanager
 def reserve_port() -> Iterator[int]:
-    """Reserve a port without a listener."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        yield listener.getsockname()[1]
+    """Yield a reserved port that refuses connections."""
+    with socket.socket() as bound_socket:
+        bound_socket.bind(("127.0.0.1", 0))
+        yield bound_socket.getsockname()[1]
 
 
 def fixed_port_arguments() -> list[str]:
-    """Return arguments for ports that a server can use again after it stopped."""
+    """Return arguments that fix the ports, so that a restarted server uses the same ones."""
     http_port, grpc_port = quiet_ports(2)
     return ["--port", str(http_port), "--grpc-port", str(grpc_port)]
 
@@ -87,7 +87,7 @@ def _read_when_ready(ready_file: Path, process: subprocess.Popen[str]) -> dict[s
     deadline_s = time.monotonic() + 120.0
     while not ready_file.exists():
         if process.poll() is not None:
-            raise AssertionError(f"the server ended: {process.communicate()[1]}")
-        assert time.monotonic() < deadline_s, "the server did not get ready"
+            raise AssertionError(f"server exited before it was ready: {process.communicate()[1]}")
+        assert time.monotonic() < deadline_s, "server was not ready within 120 s"
         time.sleep(0.02)
     return json.loads(ready_file.read_text())

@@ -1,4 +1,4 @@
-"""An ASGI application on a real port in this event loop, with the test's sessions."""
+"""An ASGI application that is served on a real port in this event loop."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from tests.env.counting_env import CountingEnv
 
 
 def make_core(factory=CountingEnv, **options) -> SessionCore:
-    """Return the sessions of a server with these options."""
+    """Return a session core with these server options."""
     return SessionCore(make_local_host(factory), ServerOptions(**options))
 
 

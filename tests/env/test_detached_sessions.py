@@ -15,8 +15,8 @@ from ludus.proto.env.v1 import env_pb2_grpc
 from tests.env.counting_env import CountingEnv, Gate, ThreadedCountingEnv
 from tests.env.polling import (
     CoreClock,
-    busy_sessions,
     detached_sessions,
+    find_busy_sessions,
     wait_for_sessions,
     wait_until,
 )
@@ -88,7 +88,7 @@ async def test_running_step_of_a_dead_client_does_not_keep_its_session(
         await wait_until(lambda: detached_sessions(server.core))
         core_clock.move_on(1)
         gate.open()
-        await wait_until(lambda: not busy_sessions(server.core))
+        await wait_until(lambda: not find_busy_sessions(server.core))
         core_clock.move_on(60)
         await wait_for_sessions(server.core, 0)
         assert "60 s ago" in server.core.tombstones.find(session_id).reason

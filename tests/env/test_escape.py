@@ -27,7 +27,7 @@ from ludus.env.workers.describe import require_layers
 from ludus.proto.errors import ConfigError, SessionLostError
 from tests.env.code_env import CodeEnv
 from tests.env.polling import wait_until
-from tests.env.processes import child_processes, command_line, is_alive, list_pids
+from tests.env.processes import child_processes, is_alive, list_pids, read_command_line
 from tests.env.served import ServerProcess, serve, server_process
 
 pytestmark = [
@@ -62,7 +62,7 @@ class Target:
         (pid,) = (
             child_pid
             for child_pid in child_processes(self.pid)
-            if "forkserver" in command_line(child_pid)
+            if "forkserver" in read_command_line(child_pid)
         )
         return pid
 
@@ -357,7 +357,7 @@ async def test_background_processes_end_when_the_worker_is_killed(target) -> Non
     mark = f"left-behind-{os.urandom(8).hex()}"
 
     def marked_pids() -> list[int]:
-        return [pid for pid in list_pids() if mark in command_line(pid) and is_alive(pid)]
+        return [pid for pid in list_pids() if mark in read_command_line(pid) and is_alive(pid)]
 
     async with open_session(target) as session:
         await run_for_result(session, f"import sys\n{textwrap.dedent(code)}\nresult = 1", mark=mark)

@@ -17,7 +17,7 @@ from ludus.env.serving.server import EnvServer
 from ludus.proto.errors import CallTimeoutError, EnvError, UnavailableError
 from tests.env.counting_env import Deed
 from tests.env.misbehaving_env import HANG, Phase, get_factory_and_options
-from tests.env.polling import busy_sessions, move_loop_clock, wait_for_sessions, wait_until
+from tests.env.polling import find_busy_sessions, move_loop_clock, wait_for_sessions, wait_until
 from tests.env.served import serve, server_process
 from tests.env.test_unruly_table import Neighbour, do_deed
 
@@ -96,7 +96,7 @@ async def test_call_waiting_behind_hanging_calls_does_not_time_out(tmp_path: Pat
         await wait_until(lambda: setup.num_hung)
         waiting_step = asyncio.create_task(waiting_session.step({"add": 1}))
         core = setup.server.core
-        await wait_until(lambda: waiting_session.id in busy_sessions(core))
+        await wait_until(lambda: waiting_session.id in find_busy_sessions(core))
         (error,) = await setup.hang(hanging_call)
         assert isinstance(error, CallTimeoutError)
         assert (await waiting_step).observation["total"] == 1

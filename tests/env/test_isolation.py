@@ -34,8 +34,8 @@ from tests.env.counting_env import (
     Gate,
     UnrulyEnv,
     UnrulyThreadedEnv,
-    die_on_second_build,
-    die_while_being_built,
+    exit_during_creation,
+    exit_on_second_creation,
     fail_to_be_built,
 )
 from tests.env.polling import limit_steps, move_loop_clock, wait_until
@@ -339,7 +339,7 @@ async def test_no_slot_leaks_after_200_opens_and_kills(isolation: str) -> None:
 async def test_factory_that_kills_its_worker_is_reported_and_retried_slowly(
     isolation: str, tmp_path: Path
 ) -> None:
-    factory = partial(die_on_second_build, folder=str(tmp_path))
+    factory = partial(exit_on_second_creation, folder=str(tmp_path))
     async with (
         serve_workers(factory, isolation, allow_write=(tmp_path,)) as server,
         connect_to(server) as client,
@@ -366,7 +366,7 @@ async def test_factory_that_kills_its_worker_is_reported_and_retried_slowly(
     ("factory", "message"),
     [
         (fail_to_be_built, "RuntimeError: no luck"),
-        (die_while_being_built, "its worker exited with code 3"),
+        (exit_during_creation, "its worker exited with code 3"),
     ],
 )
 async def test_server_does_not_start_if_the_environment_cannot_be_created(
