@@ -1,4 +1,4 @@
-"""Limits on the pending calls and replies of one stream, which do not affect other streams."""
+"""Limits on the pending calls and replies of a stream, which do not affect other streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FACTORIES = [CountingEnv, ThreadedCountingEnv]
 
 def make_state_calls(session_id: str, num_calls: int) -> pb.CallBatch:
     request = pb.StateRequest(session_id=session_id)
-    return pb.CallBatch(calls=[pb.Call(call_id=n + 1, state=request) for n in range(num_calls)])
+    return pb.CallBatch(calls=[pb.Call(call_id=i + 1, state=request) for i in range(num_calls)])
 
 
 async def count_results(stream: RawStream, num_calls: int) -> int:
@@ -35,7 +35,7 @@ async def count_results(stream: RawStream, num_calls: int) -> int:
     return sum(reply.HasField("state") for reply in replies)
 
 
-async def check_message_limit(address: str) -> None:
+async def assert_message_limit(address: str) -> None:
     async with RawStream(address) as stream, RawStream(address) as other_stream:
         session_id, other_id = await stream.open(), await other_stream.open()
         await stream.call.write(make_state_calls(session_id, MAX_CALLS_PER_MESSAGE))
@@ -51,26 +51,26 @@ async def check_message_limit(address: str) -> None:
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
-async def test_too_many_calls_in_a_message_end_only_that_stream_at_a_server(factory) -> None:
+async def test_server_ends_only_the_stream_with_too_many_calls_in_a_message(factory) -> None:
     async with serve(factory) as server:
-        await check_message_limit(server.grpc_address)
+        await assert_message_limit(server.grpc_address)
 
 
-async def test_too_many_calls_in_a_message_end_only_that_stream_at_a_gateway() -> None:
+async def test_gateway_ends_only_the_stream_with_too_many_calls_in_a_message() -> None:
     async with run_gateway() as (gateway, _):
-        await check_message_limit(gateway.grpc_address)
+        await assert_message_limit(gateway.grpc_address)
 
 
-async def test_large_message_of_cheap_calls_does_not_block_other_tasks(
+async def test_many_calls_in_one_message_do_not_block_other_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(call_server_module, "MAX_TURN_S", 0.0)
-    num_turns, call_turns = 0, []
+    num_turns, turns_of_calls = 0, []
 
     class RecordingEnv(CountingEnv):
         @property
         def state(self):
-            call_turns.append(num_turns)
+            turns_of_calls.append(num_turns)
             return super().state
 
     async def take_turns() -> None:
@@ -81,33 +81,33 @@ async def test_large_message_of_cheap_calls_does_not_block_other_tasks(
 
     async with serve(RecordingEnv) as server, RawStream(server.grpc_address) as stream:
         session_id = await stream.open(reset=pb.ResetArgs(seed=1))
-        other_task = asyncio.create_task(take_turns())
+        counter_task = asyncio.create_task(take_turns())
         await stream.call.write(make_state_calls(session_id, 100))
         assert await count_results(stream, 100) == 100
-        other_task.cancel()
-    assert call_turns == sorted(set(call_turns)), "another task ran between any two calls"
+        counter_task.cancel()
+    assert turns_of_calls == sorted(set(turns_of_calls)), "no other task ran between two calls"
 
 
-async def test_read_ahead_of_a_stream_is_limited_in_bytes(
+async def test_number_of_bytes_read_ahead_is_limited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backlog_module, "MAX_BYTES_AHEAD", 100)
-    num_read = 0
+    num_batches_read = 0
 
-    async def batches():
-        nonlocal num_read
+    async def generate_batches():
+        nonlocal num_batches_read
         for _ in range(10):
-            num_read += 1
+            num_batches_read += 1
             call = pb.Call(step=pb.StepRequest(action_text="x" * 60))
             yield pb.CallBatch(calls=[call])
 
-    call_reader = CallReader(batches())
+    call_reader = CallReader(generate_batches())
     read_task = asyncio.create_task(call_reader.read())
     await run_pending_tasks()
-    assert num_read == 2
+    assert num_batches_read == 2
     assert len(await call_reader.take_calls(waits_for_more=False)) == 2
     await run_pending_tasks()
-    assert num_read == 4
+    assert num_batches_read == 4
     read_task.cancel()
 
 
@@ -164,8 +164,8 @@ async def test_backlog_has_room_again_after_calls_are_removed(
     await wait_task
 
 
-def embed(field: int, content: bytes) -> bytes:
-    """Return a field of protobuf's wire format that contains a message."""
+def encode_field(field: int, content: bytes) -> bytes:
+    """Return a length-delimited field in protobuf's wire format."""
     size, header = len(content), bytes([field << 3 | 2])
     while size >= 0x80:
         header, size = header + bytes([size & 0x7F | 0x80]), size >> 7
@@ -176,15 +176,17 @@ NUM_FIELDS = 300_000
 STEP_FIELD = pb.Call.DESCRIPTOR.fields_by_name["step"].number
 TENSORS_FIELD = pb.StepRequest.DESCRIPTOR.fields_by_name["tensors"].number
 LARGE_MESSAGES = {
-    "calls": embed(1, b"") * NUM_FIELDS,
-    "tensors": embed(1, embed(STEP_FIELD, embed(TENSORS_FIELD, b"") * NUM_FIELDS)),
-    "oneofs": embed(1, (embed(2, b"") + embed(3, b"")) * NUM_FIELDS),
-    "numbers": embed(1, b"\x08\x01" * NUM_FIELDS),
+    "calls": encode_field(1, b"") * NUM_FIELDS,
+    "tensors": encode_field(
+        1, encode_field(STEP_FIELD, encode_field(TENSORS_FIELD, b"") * NUM_FIELDS)
+    ),
+    "oneofs": encode_field(1, (encode_field(2, b"") + encode_field(3, b"")) * NUM_FIELDS),
+    "numbers": encode_field(1, b"\x08\x01" * NUM_FIELDS),
 }
 
 
 async def send_refused_message(message: bytes, address: str) -> grpc.aio.AioRpcError:
-    """Send a message and return the error that ends its stream."""
+    """Send a message on a new stream, and return the error that ends the stream."""
     async with grpc.aio.insecure_channel(address.removeprefix("grpc://")) as channel:
         stream = channel.stream_stream("/ludus.env.v1.EnvService/Connect")()
         await stream.write(message)
@@ -221,7 +223,11 @@ def test_field_count_includes_nested_fields(name: str) -> None:
 
 def test_malformed_messages_raise_value_error() -> None:
     padding = b"\0" * 300_000
-    for message in (embed(1, padding)[:-1], embed(1, b"\x80" * 300_000), b"\x0b" + padding):
+    for message in (
+        encode_field(1, padding)[:-1],
+        encode_field(1, b"\x80" * 300_000),
+        b"\x0b" + padding,
+    ):
         with pytest.raises(ValueError, match=r"incomplete|64 bits|groups"):
             check_num_fields(pb.CallBatch, message, NUM_FIELDS * 10)
             pb.CallBatch.FromString(message)

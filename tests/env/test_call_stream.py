@@ -1,4 +1,4 @@
-"""The batches of a call stream, and the calls that it refuses."""
+"""Batches that a call stream sends, and calls that it refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.env.polling import run_pending_tasks
 
 
 class RecordingStream:
-    """A stream that records its input and never replies."""
+    """A stream that records the batches that it receives, and never replies."""
 
     def __init__(self) -> None:
         self.batches: list[pb.CallBatch] = []
@@ -33,19 +33,21 @@ class RecordingStream:
         self._ended.set()
 
 
-def make_text_call(num_chars: int):
-    def fill(call: pb.Call) -> None:
+def make_call_filler(num_chars: int):
+    """Return a function that fills a call with a text of `num_chars` characters."""
+
+    def fill_call(call: pb.Call) -> None:
         call.step.action_text = "x" * num_chars
 
-    return fill
+    return fill_call
 
 
-async def write_calls(fills, **options) -> tuple[list[pb.CallBatch], list[Exception]]:
+async def write_calls(call_fillers, **options) -> tuple[list[pb.CallBatch], list[Exception]]:
     recorder, errors = RecordingStream(), []
     stream = CallStream(recorder, "a server", timeout_s=600.0, **options)
-    for fill in fills:
+    for fill_call in call_fillers:
         try:
-            stream.ignore_failure(stream.start_call(fill))
+            stream.ignore_failure(stream.start_call(fill_call))
         except (InvalidCallError, ValueError) as error:
             errors.append(error)
     await run_pending_tasks()
@@ -54,31 +56,31 @@ async def write_calls(fills, **options) -> tuple[list[pb.CallBatch], list[Except
 
 
 async def test_calls_are_split_into_batches_below_the_size_limit() -> None:
-    batches, _ = await write_calls([make_text_call(MAX_BATCH_BYTES // 3)] * 7)
+    batches, _ = await write_calls([make_call_filler(MAX_BATCH_BYTES // 3)] * 7)
     assert [len(batch.calls) for batch in batches] == [2, 2, 2, 1]
     assert all(batch.ByteSize() <= MAX_BATCH_BYTES for batch in batches)
     assert [call.call_id for batch in batches for call in batch.calls] == list(range(1, 8))
 
 
 async def test_large_call_gets_a_separate_batch() -> None:
-    small_call, large_call = make_text_call(1), make_text_call(2 * MAX_BATCH_BYTES)
-    batches, _ = await write_calls([small_call, large_call, small_call])
+    fill_small_call, fill_large_call = make_call_filler(1), make_call_filler(2 * MAX_BATCH_BYTES)
+    batches, _ = await write_calls([fill_small_call, fill_large_call, fill_small_call])
     assert [len(batch.calls) for batch in batches] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("num_extra", [0, 1])
 async def test_number_of_calls_per_message_is_limited(num_extra: int) -> None:
-    batches, _ = await write_calls([make_text_call(1)] * (MAX_CALLS_PER_MESSAGE + num_extra))
+    batches, _ = await write_calls([make_call_filler(1)] * (MAX_CALLS_PER_MESSAGE + num_extra))
     assert [len(batch.calls) for batch in batches] == [MAX_CALLS_PER_MESSAGE, *[1] * num_extra]
 
 
-async def test_calls_that_are_too_large_or_fail_leave_nothing_in_the_batch() -> None:
-    def fail(call: pb.Call) -> None:
-        call.step.action_text = "half"
+async def test_refused_calls_leave_no_data_in_the_batch() -> None:
+    def fill_and_raise(call: pb.Call) -> None:
+        call.step.action_text = "incomplete"
         raise ValueError("no action")
 
-    fills = [make_text_call(1), make_text_call(200), fail, make_text_call(2)]
-    batches, errors = await write_calls(fills, max_call_bytes=100)
+    call_fillers = [make_call_filler(1), make_call_filler(200), fill_and_raise, make_call_filler(2)]
+    batches, errors = await write_calls(call_fillers, max_call_bytes=100)
     assert [call.step.action_text for batch in batches for call in batch.calls] == ["x", "xx"]
     assert [type(error) for error in errors] == [InvalidCallError, ValueError]
     assert "a call to a server must have at most 100 bytes, got" in str(errors[0])

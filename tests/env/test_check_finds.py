@@ -1,4 +1,4 @@
-"""`check_environment` names the faults of bad environments, and always finishes."""
+"""`check_environment` reports the faults of bad environments, and always finishes."""
 
 from __future__ import annotations
 
@@ -42,67 +42,67 @@ def raise_error(error) -> None:
 
 
 class FaultyRenderer(CountingRenderer):
-    """A counting renderer with configurable faults."""
+    """A counting renderer whose methods can be replaced."""
 
-    def __init__(self, deeds) -> None:
-        self._deeds = deeds
+    def __init__(self, overrides) -> None:
+        self._overrides = overrides
 
     def render(self, observation, *, first):
         messages = super().render(observation, first=first)
-        return self._deeds.get("render", lambda value: value)(messages)
+        return self._overrides.get("render", lambda value: value)(messages)
 
     def parse(self, text, observation):
-        if "parse" in self._deeds:
-            self._deeds["parse"](text)
+        if "parse" in self._overrides:
+            self._overrides["parse"](text)
         return super().parse(str(text), observation)
 
     def legal_answers(self, observation):
         answers = super().legal_answers(observation)
-        return self._deeds.get("answers", lambda value: value)(answers)
+        return self._overrides.get("answers", lambda value: value)(answers)
 
 
 class BadEnv(CountingEnv):
-    """A counting environment with configurable faults; each maps a correct value to a wrong one."""
+    """A counting environment with overrides, which map a method's correct result to another."""
 
     steps_on_event_loop = False
 
-    def __init__(self, **deeds) -> None:
+    def __init__(self, **overrides) -> None:
         super().__init__()
-        self._deeds = deeds
-        self.text_renderer = FaultyRenderer(deeds)
-        self._apply("init", None)
+        self._overrides = overrides
+        self.text_renderer = FaultyRenderer(overrides)
+        self._override("init", None)
 
-    def _apply(self, part, correct_value):
-        return self._deeds.get(part, lambda value: value)(correct_value)
+    def _override(self, method_key, correct_value):
+        return self._overrides.get(method_key, lambda value: value)(correct_value)
 
     def reset(self, *, seed=None):
-        return self._apply("reset", super().reset(seed=seed))
+        return self._override("reset", super().reset(seed=seed))
 
     def step(self, action):
-        return self._apply("step", super().step(action))
+        return self._override("step", super().step(action))
 
     @property
     def state(self):
-        return self._apply("state", super().state)
+        return self._override("state", super().state)
 
     @property
     def tools(self):
         schema = {"type": "object", "properties": {"text": {"type": "string"}}}
-        return self._apply("tools", [Tool("note", "Keeps a note.", schema)])
+        return self._override("tools", [Tool("note", "Keeps a note.", schema)])
 
     def call_tool(self, name, arguments):
         if name != "note":
             raise ToolError("expected note")
-        return self._apply("call", {"kept": arguments})
+        return self._override("call", {"kept": arguments})
 
     def close(self) -> None:
-        self._apply("close", None)
+        self._override("close", None)
 
 
-def find_faults(timeout_s: float = RULE_TIMEOUT_S, **deeds):
-    """Check an environment with the faults, and return the details of broken rules by name."""
+def find_faults(timeout_s: float = RULE_TIMEOUT_S, **overrides):
+    """Check an environment with overrides, and return the details of broken rules by name."""
     report = check_environment(
-        partial(BadEnv, **deeds), seeds=range(2), num_steps=5, timeout_s=timeout_s
+        partial(BadEnv, **overrides), seeds=range(2), num_steps=5, timeout_s=timeout_s
     )
     return {check.name: check.detail for check in report.checks if check.verdict == "broken"}
 
@@ -111,42 +111,49 @@ def test_correct_environment_passes() -> None:
     assert find_faults() == {}
 
 
-def set_reward(reward):
-    return lambda step: Transition(step.observation, reward=reward, terminated=step.terminated)
+def make_reward_override(reward):
+    def replace_reward(transition):
+        return Transition(transition.observation, reward, terminated=transition.terminated)
+
+    return replace_reward
 
 
-def set_tensors(tensors):
-    return lambda step: Transition(step.observation, tensors=tensors)
+def make_tensors_override(tensors):
+    return lambda transition: Transition(transition.observation, tensors=tensors)
 
 
-def set_metadata(num_bytes: int):
-    def add_metadata(step):
-        metadata = {"shown": "x" * num_bytes}
-        return Transition(step.observation.model_copy(update={"metadata": metadata}))
+def make_metadata_override(num_bytes: int):
+    def add_metadata(transition):
+        metadata = {"padding": "x" * num_bytes}
+        return Transition(transition.observation.model_copy(update={"metadata": metadata}))
 
     return add_metadata
 
 
 @pytest.mark.parametrize(
-    ("deeds", "rule", "message"),
+    ("overrides", "rule", "message"),
     [
         ({"answers": lambda _: [1, 2]}, ENCODING, "legal_answers must be a list of strings"),
         ({"answers": lambda _: ["\ud800"]}, ENCODING, "legal_answers must be a list of strings"),
-        ({"step": set_tensors({"a": [1, 2]})}, ENCODING, "tensor 'a' must be a NumPy array"),
-        ({"step": set_tensors({"a": np.array([object()])})}, ENCODING, "dtype object"),
+        (
+            {"step": make_tensors_override({"a": [1, 2]})},
+            ENCODING,
+            "tensor 'a' must be a NumPy array",
+        ),
+        ({"step": make_tensors_override({"a": np.array([object()])})}, ENCODING, "dtype object"),
         pytest.param(
-            {"reset": set_metadata(MAX_RESULT_BYTES)},
+            {"reset": make_metadata_override(MAX_RESULT_BYTES)},
             ENCODING,
             f"more than {MAX_RESULT_BYTES} bytes",
             marks=pytest.mark.slow,
         ),
         ({"render": lambda _: [{"role": "user", "content": 1}]}, "text_is_chat_messages", "1"),
-        ({"step": set_reward(float("nan"))}, TYPES, "finite number or None, got nan"),
-        ({"step": set_reward(float("inf"))}, TYPES, "finite number or None, got inf"),
-        ({"step": set_reward("much")}, TYPES, "a float or None, got 'much'"),
-        ({"step": set_reward(True)}, TYPES, "a float or None, got True"),
+        ({"step": make_reward_override(float("nan"))}, TYPES, "finite number or None, got nan"),
+        ({"step": make_reward_override(float("inf"))}, TYPES, "finite number or None, got inf"),
+        ({"step": make_reward_override("much")}, TYPES, "a float or None, got 'much'"),
+        ({"step": make_reward_override(True)}, TYPES, "a float or None, got True"),
         (
-            {"step": lambda step: set_reward(random.random())(step)},
+            {"step": lambda transition: make_reward_override(random.random())(transition)},
             SAME_EPISODE,
             "the same episode",
         ),
@@ -160,15 +167,15 @@ def set_metadata(num_bytes: int):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_wrong_result_breaks_the_expected_rule(deeds, rule: str, message) -> None:
-    faults = find_faults(**deeds)
+def test_wrong_result_breaks_the_expected_rule(overrides, rule: str, message) -> None:
+    faults = find_faults(**overrides)
     assert message in faults[rule]
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        ValueError("\ud800 is no text"),
+        ValueError("\ud800 is not valid text"),
         GeneratorExit(),
         asyncio.CancelledError(),
         SystemExit(7),
@@ -178,7 +185,7 @@ def test_wrong_result_breaks_the_expected_rule(deeds, rule: str, message) -> Non
     ids=repr,
 )
 @pytest.mark.parametrize(
-    ("part", "rule"),
+    ("method_key", "rule"),
     [
         ("init", CREATION),
         ("close", CREATION),
@@ -188,15 +195,15 @@ def test_wrong_result_breaks_the_expected_rule(deeds, rule: str, message) -> Non
         ("call", "tools_return_json_objects"),
     ],
 )
-def test_any_raised_error_breaks_the_expected_rule(part: str, rule: str, error) -> None:
-    faults = find_faults(**{part: lambda _: raise_error(error)})
+def test_raised_error_breaks_the_expected_rule(method_key: str, rule: str, error) -> None:
+    faults = find_faults(**{method_key: lambda _: raise_error(error)})
     assert f"expected no error, got {type(error).__name__}" in faults[rule]
     assert "".join(faults.values()).isprintable()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("part", "rule", "method"),
+    ("method_key", "rule", "method"),
     [
         ("init", CREATION, "__init__"),
         ("close", CREATION, "close"),
@@ -210,8 +217,10 @@ def test_any_raised_error_breaks_the_expected_rule(part: str, rule: str, error) 
         ("call", "tools_return_json_objects", "call_tool"),
     ],
 )
-def test_method_that_never_returns_is_reported_by_name(part: str, rule: str, method: str) -> None:
-    faults = find_faults(**{part: lambda _: hang()})
+def test_method_that_never_returns_is_reported_by_name(
+    method_key: str, rule: str, method: str
+) -> None:
+    faults = find_faults(**{method_key: lambda _: hang()})
     assert f"the rule did not end within {RULE_TIMEOUT_S:g} s: {method} (" in faults[rule]
     assert f"{__file__}, line " in faults[rule]
     assert len(faults) <= MAX_TIMEOUTS
@@ -226,16 +235,16 @@ def test_remaining_rules_are_not_tried_after_the_maximum_of_timeouts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("deed", "message"),
+    ("exit_process", "message"),
     [
         (lambda: os._exit(3), "exit code 3"),
         (os.abort, "SIGABRT"),
         (lambda: os.write(1, b"out of luck") and os._exit(4), "'out of luck'"),
     ],
 )
-def test_process_exit_breaks_only_one_rule(deed, message) -> None:
+def test_process_exit_breaks_only_one_rule(exit_process, message) -> None:
     # A busy machine may take seconds to stop a process of this size.
-    faults = find_faults(timeout_s=60.0, call=lambda _: deed())
+    faults = find_faults(timeout_s=60.0, call=lambda _: exit_process())
     assert list(faults) == ["tools_return_json_objects"]
     assert message in faults["tools_return_json_objects"]
 
@@ -285,7 +294,7 @@ def test_endless_output_flood_is_stopped() -> None:
 
 PROGRAM = """
 import asyncio, gc, sys
-gc.disable()  # what playing leaves is still there when the copy is made
+gc.disable()  # keep the session's garbage until the process forks
 from ludus.env.check.forked_rules import run_forked
 from ludus.env.serving.loopback import open_client
 from tests.env.counting_env import CountingEnv
@@ -307,7 +316,7 @@ sys.exit(outcome.fault or 0)
 
 @pytest.mark.slow
 def test_forked_rule_survives_garbage_of_earlier_grpc_sessions() -> None:
-    # In a program, because the tests' own process never lets gRPC's engine end.
+    # Run a separate program, because gRPC's engine never stops in the process of the tests.
     command = [sys.executable, "-c", PROGRAM]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert process.returncode == 0, process.stderr

@@ -1,4 +1,4 @@
-"""Addresses, TLS, and credentials that are never shown."""
+"""Server addresses, TLS, and credentials, which no error message contains."""
 
 import asyncio
 import ssl
@@ -31,14 +31,14 @@ pytestmark = pytest.mark.asyncio
 
 
 @pytest.fixture(scope="module")
-def authority():
+def certificate_authority():
     return trustme.CA()
 
 
 @pytest.fixture
-def ca_file(authority, tmp_path):
+def ca_file(certificate_authority, tmp_path):
     path = tmp_path / "ca.pem"
-    authority.cert_pem.write_to_path(str(path))
+    certificate_authority.cert_pem.write_to_path(str(path))
     return str(path)
 
 
@@ -95,8 +95,8 @@ async def test_repr_of_options_contains_no_credentials() -> None:
         await AsyncEnvClient.connect("http://ann:hunter2@host:1", ConnectOptions(token="hunter3"))
 
 
-async def test_grpc_works_over_tls(authority, ca_file) -> None:
-    certificate = authority.issue_cert("localhost")
+async def test_grpc_works_over_tls(certificate_authority, ca_file) -> None:
+    certificate = certificate_authority.issue_cert("localhost")
     chain = b"".join(part.bytes() for part in certificate.cert_chain_pems)
     credentials = grpc.ssl_server_credentials([(certificate.private_key_pem.bytes(), chain)])
     async with serve_grpc(credentials=credentials) as server:
@@ -116,7 +116,7 @@ async def test_connect_retries_describe_while_the_server_restarts() -> None:
         async def Describe(self, request, context):
             self.num_requests += 1
             if self.num_requests == 1:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "it restarts")
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is restarting")
             return await super().Describe(request, context)
 
     async with (
@@ -127,9 +127,9 @@ async def test_connect_retries_describe_while_the_server_restarts() -> None:
         assert (edge.num_requests, (await client.describe()).name) == (2, "counting")
 
 
-async def test_http_and_websocket_work_over_tls(authority, ca_file) -> None:
+async def test_http_and_websocket_work_over_tls(certificate_authority, ca_file) -> None:
     server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("127.0.0.1").configure_cert(server_context)
+    certificate_authority.issue_cert("127.0.0.1").configure_cert(server_context)
     async with serve() as server, FlakyProxy(server.http_address, ssl=server_context) as proxy:
         for scheme in ("https", "wss"):
             address = proxy.address.replace("http://", f"{scheme}://")
@@ -167,7 +167,7 @@ async def test_wrong_password_fails_and_token_works_on_every_wire() -> None:
 
 @asynccontextmanager
 async def respond_with(status_line: str, headers: str = "", body: str = "") -> AsyncIterator[str]:
-    """Start a server that sends the same response to every request."""
+    """Start a server that sends this response to every request, and yield its address."""
 
     async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -201,7 +201,7 @@ async def test_http_errors_preserve_the_retry_delay() -> None:
 
 
 async def test_client_preserves_the_path_before_the_endpoints() -> None:
-    """A gateway serves an environment at http://gateway/envs/NAME."""
+    """Gateways serve an environment below a path: http://gateway/envs/NAME."""
     async with serve() as server:
         outer_app = FastAPI()
         outer_app.mount("/envs/counting", build_app(server.core))

@@ -1,4 +1,4 @@
-"""Clients that start their server in a container: started, awaited, and always removed."""
+"""Clients that start a server in a container, wait for it, and always remove it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ludus.proto.errors import ConfigError, UnavailableError
 
 @dataclass
 class FakeProvider:
-    """A provider whose container is a server in this process, or no server."""
+    """A provider of containers that records calls and always returns the same address."""
 
     address: str
     is_ready: bool = True
@@ -40,20 +40,20 @@ class FakeProvider:
     def wait_for_ready(self, base_url: str, timeout_s: float = 30.0) -> None:
         self.calls.append(("wait", base_url, timeout_s))
         if not self.is_ready:
-            raise UnavailableError("it ended while it started")
+            raise UnavailableError("the container exited before it was ready")
 
     def stop_container(self) -> None:
         self.calls.append("stop")
 
 
-# -- the client and any provider -------------------------------------------------------
+# -- the client with a fake provider ------------------------------------------------------
 
 
 async def test_client_uses_a_container_and_stops_it_on_close() -> None:
     token = "a token of 16 characters or more"
     async with EnvServer(make_environment, ServerOptions(port=0, token=token)) as server:
         provider = FakeProvider(server.http_address)
-        assert await asyncio.to_thread(play_and_get_reward, provider, token) == 1.3
+        assert await asyncio.to_thread(play_one_step, provider, token) == 1.3
     assert provider.calls == [
         ("start", "echo-env:latest", 8123, {"LEVEL": "3", "LUDUS_ENV_TOKEN": token}),
         ("wait", server.http_address, 30.0),
@@ -61,7 +61,7 @@ async def test_client_uses_a_container_and_stops_it_on_close() -> None:
     ]
 
 
-def play_and_get_reward(provider: FakeProvider, token: str) -> float | None:
+def play_one_step(provider: FakeProvider, token: str) -> float | None:
     variables = {"LEVEL": "3", "LUDUS_ENV_TOKEN": token}
     client = EchoEnv.from_docker_image("echo-env:latest", provider, variables, 8123)
     with client:
@@ -75,10 +75,10 @@ def play_and_get_reward(provider: FakeProvider, token: str) -> float | None:
 def test_container_is_stopped_if_the_connection_fails(
     is_ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(address: str, options: ConnectOptions) -> EnvClient:
-        raise UnavailableError(f"nothing at {address}")
+    def refuse_connection(address: str, options: ConnectOptions) -> EnvClient:
+        raise UnavailableError(f"no server at {address}")
 
-    monkeypatch.setattr(EnvClient, "connect", refuse)
+    monkeypatch.setattr(EnvClient, "connect", refuse_connection)
     provider = FakeProvider("http://127.0.0.1:9", is_ready)
     with pytest.raises(UnavailableError):
         EchoEnv.from_docker_image("echo-env:latest", provider)
@@ -164,11 +164,11 @@ class FakeEngine:
 
     @property
     def commands(self) -> list[str]:
-        """Arguments of each call of the engine."""
+        """Arguments of each engine call, as one string per call."""
         return (self.folder / "commands").read_text().splitlines()
 
-    def set_output(self, name: str, text: str = "") -> None:
-        """Make the program print `text` for the command of this name."""
+    def write_file(self, name: str, text: str = "") -> None:
+        """Write a file that controls the output of the program."""
         (self.folder / name).write_text(text)
 
 
@@ -177,12 +177,12 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake_engine = FakeEngine(tmp_path)
     Path(fake_engine.path).write_text(ENGINE_SCRIPT)
     Path(fake_engine.path).chmod(0o755)
-    fake_engine.set_output("address", "127.0.0.1:9\n")
+    fake_engine.write_file("address", "127.0.0.1:9\n")
     tools_folder = tmp_path / "tools"
     tools_folder.mkdir()
     for name in ("cat", "dirname", "env", "grep", "rm", "touch"):
         (tools_folder / name).symlink_to(shutil.which(name) or name)
-    # PATH contains nothing else, because this machine may have docker.
+    # PATH contains no other folders, because this machine may have docker.
     monkeypatch.setenv("PATH", f"{tmp_path}:{tools_folder}")
     return fake_engine
 
@@ -191,7 +191,7 @@ async def test_container_port_is_local_and_stop_removes_the_container(
     engine: FakeEngine,
 ) -> None:
     async with EnvServer(make_environment, ServerOptions(port=0)) as server:
-        engine.set_output("address", server.http_address.removeprefix("http://"))
+        engine.write_file("address", server.http_address.removeprefix("http://"))
         provider = LocalContainers()
         base_url = await asyncio.to_thread(
             provider.start_container, "echo-env:latest", env_vars={"LEVEL": "secret"}
@@ -217,7 +217,7 @@ def test_host_port_of_a_container_can_be_set(engine: FakeEngine) -> None:
 
 
 def test_container_exit_during_start_is_reported_with_the_log(engine: FakeEngine) -> None:
-    engine.set_output("dead")
+    engine.write_file("dead")
     with pytest.raises(
         UnavailableError,
         match="its log: first word\nlast word",
@@ -233,7 +233,7 @@ def test_container_that_is_not_ready_in_time_is_removed(engine: FakeEngine) -> N
 
 
 def test_missing_image_is_reported_with_the_engine_message(engine: FakeEngine) -> None:
-    engine.set_output("refusal", "trying to pull\nError: no such image\n")
+    engine.write_file("refusal", "trying to pull\nError: no such image\n")
     with pytest.raises(ConfigError, match="docker run' failed: Error: no such image"):
         EchoEnv.from_docker_image("nowhere:latest")
     assert not engine.is_running
@@ -242,7 +242,7 @@ def test_missing_image_is_reported_with_the_engine_message(engine: FakeEngine) -
 def test_missing_container_engine_is_reported_with_a_remedy(
     engine: FakeEngine,
 ) -> None:
-    engine.set_output("info", "1")
+    engine.write_file("info", "1")
     with pytest.raises(ConfigError) as error_info:
         EchoEnv.from_docker_image("echo-env:latest")
     assert str(error_info.value) == (
@@ -256,16 +256,18 @@ def test_missing_container_engine_is_reported_with_a_remedy(
 
 @pytest.mark.slow
 def test_container_is_removed_when_the_owner_process_is_killed(engine: FakeEngine) -> None:
-    code = (
+    owner_code = (
         "from ludus.env.client.containers import LocalContainers; import time\n"
         f"LocalContainers({engine.path!r}).start_container('echo-env:latest')\n"
         "print('started', flush=True); time.sleep(600)"
     )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None and owner.stdout.readline() == "started\n"
+    owner_process = subprocess.Popen(
+        [sys.executable, "-c", owner_code], stdout=subprocess.PIPE, text=True
+    )
+    assert owner_process.stdout is not None and owner_process.stdout.readline() == "started\n"
     assert engine.is_running
-    os.kill(owner.pid, signal.SIGKILL)
-    owner.communicate()
+    os.kill(owner_process.pid, signal.SIGKILL)
+    owner_process.communicate()
     deadline_s = time.monotonic() + 30
     while engine.is_running and time.monotonic() < deadline_s:
         time.sleep(0.02)

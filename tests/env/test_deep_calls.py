@@ -1,4 +1,4 @@
-"""Calls nested too deep to be written as JSON are refused, and the next call succeeds."""
+"""Calls with JSON that is nested too deeply are refused, and the next call succeeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEEP_JSON = b'{"text":' + b"[" * NUM_LEVELS + b"]" * NUM_LEVELS + b"}"
 HOST_OPTIONS: list[dict[str, Any]] = [{}, {"isolation": "pool", "num_workers": 1}]
 
 
-async def check_grpc(address: str) -> None:
+async def assert_deep_calls_are_refused(address: str) -> None:
     async with RawStream(address) as stream:
         session_id = await stream.open(reset=pb.ResetArgs(seed=1))
 
@@ -42,12 +42,12 @@ async def test_deeply_nested_calls_are_refused_over_grpc(
     options: dict[str, Any],
 ) -> None:
     async with serve(ToolEnv, **options) as server:
-        await check_grpc(server.grpc_address)
+        await assert_deep_calls_are_refused(server.grpc_address)
 
 
 async def test_deeply_nested_calls_are_refused_through_a_gateway() -> None:
     async with run_gateway(factory=ToolEnv) as (gateway, _):
-        await check_grpc(gateway.grpc_address)
+        await assert_deep_calls_are_refused(gateway.grpc_address)
 
 
 @pytest.mark.slow

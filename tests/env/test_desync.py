@@ -1,4 +1,4 @@
-"""Every reply belongs to its call, even on a faulty connection."""
+"""Every reply is matched to the correct call, even on a faulty connection."""
 
 import asyncio
 import dataclasses
@@ -27,11 +27,11 @@ from tests.env.served import serve, server_address
 
 pytestmark = pytest.mark.asyncio
 
-TIMEOUT_S = 0.1
+CALL_TIMEOUT_S = 0.1
 
 
 class Player:
-    """Plays episodes and checks that each response belongs to its call."""
+    """A player that checks that each reply belongs to the correct call."""
 
     def __init__(
         self, client: AsyncEnvClient, seed: int, on_reply: Callable[[], None] = lambda: None
@@ -70,9 +70,9 @@ class Player:
 async def test_no_reply_is_matched_to_the_wrong_call_after_timeouts(wire: str, factory) -> None:
     generator = random.Random(0)
     async with serve(factory) as server, FlakyProxy(server_address(server, wire)) as proxy:
-        async with await connect_hasty_client(proxy.address) as client:
+        async with await connect_client_with_short_timeout(proxy.address) as client:
             proxy.delay_s = lambda: generator.choice(
-                [0, 0, 0, 0, TIMEOUT_S * generator.uniform(0.6, 1.4)]
+                [0, 0, 0, 0, CALL_TIMEOUT_S * generator.uniform(0.6, 1.4)]
             )
             players = [Player(client, seed) for seed in range(8)]
             num_calls, num_replies, num_lost = 60, 0, 0
@@ -85,32 +85,32 @@ async def test_no_reply_is_matched_to_the_wrong_call_after_timeouts(wire: str, f
         await wait_for_sessions(server.core, 0)
 
 
-async def connect_hasty_client(address: str) -> AsyncEnvClient:
-    """Connect with the usual time limit, and return a client with a short one for calls."""
+async def connect_client_with_short_timeout(address: str) -> AsyncEnvClient:
+    """Connect with the default time limit; return a client with a short limit for calls."""
     client = await AsyncEnvClient.connect(address)
     transport = client.transport
-    options = dataclasses.replace(transport.server.options, timeout_s=TIMEOUT_S)
+    options = dataclasses.replace(transport.server.options, timeout_s=CALL_TIMEOUT_S)
     transport.server = dataclasses.replace(transport.server, options=options)
     if isinstance(transport, grpc_transport.GrpcTransport):
         await transport.stream.close()  # the next stream has the new limit
     return client
 
 
-async def test_lingering_sessions_survive_cuts_without_duplicate_steps() -> None:
+async def test_lingering_sessions_survive_lost_connections_without_duplicate_steps() -> None:
     reply_numbers = itertools.count(1)
     async with serve() as server, FlakyProxy(server.grpc_address) as proxy:
 
-        def cut_sometimes() -> None:
+        def cut_after_every_ninth_reply() -> None:
             if next(reply_numbers) % 9 == 0:
                 proxy.cut()
 
         async with await AsyncEnvClient.connect(proxy.address) as client:
             results = [await client.open(options={"start": 7}, linger_s=20) for _ in range(16)]
-            players = [Player(client, seed, cut_sometimes) for seed in range(16)]
+            players = [Player(client, seed, cut_after_every_ninth_reply) for seed in range(16)]
             await asyncio.gather(
                 *(
-                    player.play_episode(s, 7)
-                    for player, (s, _) in zip(players, results, strict=True)
+                    player.play_episode(session, 7)
+                    for player, (session, _) in zip(players, results, strict=True)
                 )
             )
             assert proxy.num_connections > 1
@@ -131,7 +131,7 @@ async def test_high_latency_server_is_reached_over_the_first_connection() -> Non
 
 
 @pytest.mark.slow
-async def test_idle_sessions_survive_repeated_cuts(
+async def test_idle_sessions_survive_repeated_connection_losses(
     monkeypatch: pytest.MonkeyPatch, core_clock
 ) -> None:
     monkeypatch.setattr(grpc_transport, "KEEP_ALIVE_FRACTION", 0.01)
@@ -166,10 +166,10 @@ async def test_a_session_without_calls_outlives_an_unnoticed_disconnect(
         await AsyncEnvClient.connect(edge.address) as client,
     ):
         idle_session, _ = await client.open(options={"start": 7}, linger_s=20)
-        [entry] = server.core.open_sessions.values()
-        [first_connection] = entry.connections
+        [server_session] = server.core.open_sessions.values()
+        [first_connection] = server_session.connections
         edge.upstreams[0].cancel()
-        await wait_until(lambda: entry.connections - {first_connection})
+        await wait_until(lambda: server_session.connections - {first_connection})
         assert (await idle_session.step({"add": 2})).observation["total"] == 9
         assert len(edge.upstreams) == 2
 

@@ -1,4 +1,4 @@
-"""Lingering sessions belong to the next connection that calls them."""
+"""Detached sessions are attached to the next connection that calls them."""
 
 from pathlib import Path
 
@@ -25,29 +25,32 @@ from tests.env.served import serve
 
 async def test_calls_attach_a_detached_session() -> None:
     core = SessionCore(make_local_host(CountingEnv))
-    opener, caller = Connection(), Connection()
-    kinds = ("step", "reset", "state", "call_tool", "close")
+    opening_connection, calling_connection = Connection(), Connection()
+    attaching_kinds = ("step", "reset", "state", "call_tool", "close")
     open_args = OpenArgs(ResetArgs(seed=1), linger_s=9)
-    ids = [(await core.open(open_args, opener)).session_id for _ in (*kinds, "detach", "open")]
-    core.release(opener)
-    assert detached_sessions(core) == set(ids)
+    session_ids = [
+        (await core.open(open_args, opening_connection)).session_id
+        for _ in (*attaching_kinds, "detach", "open")
+    ]
+    core.release(opening_connection)
+    assert detached_sessions(core) == set(session_ids)
     calls = [pb.Call()]
-    for kind, session_id in zip((*kinds, "detach", "open"), ids, strict=True):
+    for kind, session_id in zip((*attaching_kinds, "detach", "open"), session_ids, strict=True):
         calls.append(pb.Call())
         getattr(calls[-1], kind).session_id = session_id
-    core.attach(find_called_sessions(calls), caller)
-    assert caller.session_ids == set(ids[:-2])
-    assert detached_sessions(core) == set(ids[-2:])
+    core.attach(find_called_sessions(calls), calling_connection)
+    assert calling_connection.session_ids == set(session_ids[:-2])
+    assert detached_sessions(core) == set(session_ids[-2:])
 
 
 class RawConnection:
-    """A Connect stream."""
+    """A Connect stream to a server."""
 
     def __init__(self, server):
         self.channel = grpc.aio.insecure_channel(server.grpc_address.removeprefix("grpc://"))
         self.stream = env_pb2_grpc.EnvServiceStub(self.channel).Connect()
 
-    async def ask(self, call: pb.Call) -> pb.Reply:
+    async def send_call(self, call: pb.Call) -> pb.Reply:
         await self.stream.write(pb.CallBatch(calls=[call]))
         (reply,) = (await self.stream.read()).replies
         assert not reply.HasField("error"), reply.error
@@ -59,27 +62,31 @@ async def test_lingering_session_ends_after_its_second_connection(
     factory, core_clock: CoreClock
 ) -> None:
     async with serve(factory) as server:
-        opener, caller = RawConnection(server), RawConnection(server)
-        reply = await opener.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60)))
+        opening_connection, calling_connection = RawConnection(server), RawConnection(server)
+        reply = await opening_connection.send_call(
+            pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60))
+        )
         session_id = reply.open.session_id
-        await opener.channel.close()
+        await opening_connection.channel.close()
         await wait_until(lambda: detached_sessions(server.core))
         step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 1}', step_index=1)
-        await caller.ask(pb.Call(step=step))
-        await caller.channel.close()
+        await calling_connection.send_call(pb.Call(step=step))
+        await calling_connection.channel.close()
         await wait_until(lambda: detached_sessions(server.core))
         core_clock.move_on(60)
         await wait_for_sessions(server.core, 0)
         assert "60 s ago" in server.core.tombstones.find(session_id).reason
 
 
-async def test_running_step_of_a_dead_client_does_not_keep_its_session(
+async def test_running_step_of_a_dead_client_does_not_keep_its_session_open(
     tmp_path: Path, core_clock: CoreClock
 ) -> None:
     gate = Gate(tmp_path)
     async with serve(gate.factory) as server:
         client = RawConnection(server)
-        reply = await client.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60)))
+        reply = await client.send_call(
+            pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60))
+        )
         session_id = reply.open.session_id
         step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 98}', step_index=1)
         await client.stream.write(pb.CallBatch(calls=[pb.Call(step=step)]))

@@ -1,4 +1,4 @@
-"""The client: the same behaviour over every wire."""
+"""The client behaves the same over every wire."""
 
 import asyncio
 
@@ -135,7 +135,7 @@ async def test_closing_a_client_closes_every_session(wire: str, factory) -> None
 
 
 @pytest.mark.slow
-async def test_256_concurrent_sessions_finish_correctly(wire: str, factory) -> None:
+async def test_256_concurrent_sessions_play_complete_episodes(wire: str, factory) -> None:
     async with serve(factory) as server, await connect_client(server, wire) as client:
         episodes = await asyncio.gather(*(play(client, seed) for seed in range(256)))
         assert all(len(episode) == 6 and episode[-1].terminated for episode in episodes)
@@ -163,11 +163,11 @@ async def test_late_reply_is_never_matched_to_a_later_call(wire: str, gate) -> N
     async with serve(gate.factory) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
         other_session, _ = await client.open()
-        late_step = asyncio.create_task(session.step({"add": 98}))
+        step_task = asyncio.create_task(session.step({"add": 98}))
         await wait_until(lambda: gate.num_entered)
         move_loop_clock(61)
         with pytest.raises(CallTimeoutError, match="within 60 s"):
-            await late_step
+            await step_task
         with pytest.raises(SessionLostError):
             await session.step({"add": 1})
         gate.open()

@@ -1,4 +1,4 @@
-"""`check_environment` passes correct environments and names the faults of others."""
+"""`check_environment` accepts correct environments and reports the faults of others."""
 
 import random
 
@@ -21,17 +21,17 @@ def test_correct_environment_passes_every_check(factory) -> None:
     assert len(report.checks) == 20
 
 
-class IgnoresItsSeed(CountingEnv):
+class SeedIgnoringEnv(CountingEnv):
     def reset(self, *, seed=None):
         return super().reset(seed=random.SystemRandom().randrange(2**32))
 
 
-class KnowsOneSeed(CountingEnv):
+class SingleSeedEnv(CountingEnv):
     def reset(self, *, seed=None):
         return super().reset(seed=None if seed is None else 1)
 
 
-class UsesGlobalRandomness(CountingEnv):
+class GlobalRandomnessEnv(CountingEnv):
     def reset(self, *, seed=None):
         random.seed(seed)
         return super().reset(seed=seed)
@@ -41,34 +41,34 @@ class UsesGlobalRandomness(CountingEnv):
         return observation.model_copy(update={"luck": random.randrange(1_000_000)})
 
 
-class RewardsAReset(CountingEnv):
+class RewardedResetEnv(CountingEnv):
     def reset(self, *, seed=None):
         return Transition(super().reset(seed=seed).observation, reward=0.0)
 
 
-class EndsWithAnInteger(CountingEnv):
+class IntegerTerminatedEnv(CountingEnv):
     def step(self, action: CountAction):
         return Transition(super().step(action).observation, reward=1.0, terminated=0)
 
 
-class RewardsWithNaN(CountingEnv):
+class NanRewardEnv(CountingEnv):
     def step(self, action: CountAction):
         return Transition(super().step(action).observation, reward=float("nan"))
 
 
-class NeverEnds(CountingEnv):
+class EndlessEnv(CountingEnv):
     def step(self, action: CountAction):
         self._is_over = False
         return super().step(action)
 
 
-class ObservesTheWrongType(CountingEnv):
+class WrongObservationTypeEnv(CountingEnv):
     def reset(self, *, seed=None):
         observation = super().reset(seed=seed).observation
         return Transition(observation.model_copy(update={"total": "many"}))
 
 
-class RemembersTheLastEpisode(CountingEnv):
+class ResetCountingEnv(CountingEnv):
     _num_resets = 0
 
     def reset(self, *, seed=None):
@@ -76,18 +76,18 @@ class RemembersTheLastEpisode(CountingEnv):
         return super().reset(seed=seed, start=self._num_resets)
 
 
-class ReadsMetadata(CountingEnv):
+class MetadataReadingEnv(CountingEnv):
     def step(self, action: CountAction):
         return super().step(action.model_copy(update={"add": action.add + len(action.metadata)}))
 
 
-class IllegalRenderer(CountingRenderer):
+class IllegalAnswersRenderer(CountingRenderer):
     def legal_answers(self, observation):
         return ["ADD 0"]
 
 
-class OffersIllegalAnswers(CountingEnv):
-    text_renderer = IllegalRenderer()
+class IllegalAnswersEnv(CountingEnv):
+    text_renderer = IllegalAnswersRenderer()
 
 
 class GuessingRenderer(CountingRenderer):
@@ -98,11 +98,11 @@ class GuessingRenderer(CountingRenderer):
             return CountAction(add=1)
 
 
-class GuessesActions(CountingEnv):
+class GuessingEnv(CountingEnv):
     text_renderer = GuessingRenderer()
 
 
-class ConvertingRenderer(CountingRenderer):
+class UnicodeDigitsRenderer(CountingRenderer):
     def parse(self, text, observation):
         verb, _, number = text.strip().partition(" ")
         if verb != "ADD" or not number.isdigit():
@@ -110,11 +110,11 @@ class ConvertingRenderer(CountingRenderer):
         return CountAction(add=int(number))
 
 
-class ConvertsWhatIsNoNumber(CountingEnv):
-    text_renderer = ConvertingRenderer()
+class UnicodeDigitsEnv(CountingEnv):
+    text_renderer = UnicodeDigitsRenderer()
 
 
-class NotesEnv(CountingEnv):
+class NoteToolEnv(CountingEnv):
     tool_list = (Tool("note", "Keeps a note."),)
 
     @property
@@ -125,31 +125,31 @@ class NotesEnv(CountingEnv):
         return {"kept": arguments} if name == "note" else super().call_tool(name, arguments)
 
 
-class NamesTwoToolsAlike(NotesEnv):
+class DuplicateToolEnv(NoteToolEnv):
     tool_list = (Tool("note", "Keeps a note."), Tool("note", "Keeps another."))
 
 
-class DescribesArgumentsWithoutASchema(NotesEnv):
+class InvalidToolSchemaEnv(NoteToolEnv):
     tool_list = (Tool("note", "Keeps a note.", {"type": "text"}),)
 
 
-class TakesAnyTool(NotesEnv):
+class AnyToolEnv(NoteToolEnv):
     def call_tool(self, name, arguments):
         return {}
 
 
-class ReturnsAList(NotesEnv):
+class ListResultEnv(NoteToolEnv):
     def call_tool(self, name, arguments):
         return ["kept"] if name == "note" else super().call_tool(name, arguments)
 
 
-class FailsWithAKeyError(NotesEnv):
+class KeyErrorEnv(NoteToolEnv):
     def call_tool(self, name, arguments):
         return super().call_tool(name, arguments) if name != "note" else {"is": arguments["text"]}
 
 
 class SecretEnv(CountingEnv):
-    """Ends with the first correct guess of a number drawn by random.Random(seed)."""
+    """An environment that ends when an action equals a number drawn by random.Random(seed)."""
 
     text_renderer = None
 
@@ -167,24 +167,24 @@ class SecretEnv(CountingEnv):
 @pytest.mark.parametrize(
     ("factory", "rule"),
     [
-        (IgnoresItsSeed, "same_seed_and_actions_give_the_same_episode"),
-        (KnowsOneSeed, "seeds_are_not_ignored"),
-        (UsesGlobalRandomness, "parallel_episodes_are_independent"),
-        (RewardsAReset, "reset_has_no_reward"),
-        (EndsWithAnInteger, "flags_and_rewards_have_their_types"),
-        (RewardsWithNaN, "flags_and_rewards_have_their_types"),
-        (NeverEnds, "a_step_after_the_end_is_refused"),
-        (ObservesTheWrongType, "observations_fit_their_schema"),
-        (RemembersTheLastEpisode, "a_second_reset_starts_again"),
-        (ReadsMetadata, "action_metadata_changes_nothing"),
-        (OffersIllegalAnswers, "every_legal_answer_is_a_legal_action"),
-        (GuessesActions, "garbage_is_refused"),
-        (ConvertsWhatIsNoNumber, "odd_texts_are_parsed_or_refused"),
-        (NamesTwoToolsAlike, "tools_are_described"),
-        (DescribesArgumentsWithoutASchema, "tools_are_described"),
-        (TakesAnyTool, "an_unknown_tool_is_refused"),
-        (ReturnsAList, "tools_return_json_objects"),
-        (FailsWithAKeyError, "tools_return_json_objects"),
+        (SeedIgnoringEnv, "same_seed_and_actions_give_the_same_episode"),
+        (SingleSeedEnv, "seeds_are_not_ignored"),
+        (GlobalRandomnessEnv, "parallel_episodes_are_independent"),
+        (RewardedResetEnv, "reset_has_no_reward"),
+        (IntegerTerminatedEnv, "flags_and_rewards_have_their_types"),
+        (NanRewardEnv, "flags_and_rewards_have_their_types"),
+        (EndlessEnv, "a_step_after_the_end_is_refused"),
+        (WrongObservationTypeEnv, "observations_fit_their_schema"),
+        (ResetCountingEnv, "a_second_reset_starts_again"),
+        (MetadataReadingEnv, "action_metadata_changes_nothing"),
+        (IllegalAnswersEnv, "every_legal_answer_is_a_legal_action"),
+        (GuessingEnv, "garbage_is_refused"),
+        (UnicodeDigitsEnv, "odd_texts_are_parsed_or_refused"),
+        (DuplicateToolEnv, "tools_are_described"),
+        (InvalidToolSchemaEnv, "tools_are_described"),
+        (AnyToolEnv, "an_unknown_tool_is_refused"),
+        (ListResultEnv, "tools_return_json_objects"),
+        (KeyErrorEnv, "tools_return_json_objects"),
     ],
 )
 def test_broken_rule_is_reported_by_name(factory, rule: str) -> None:
@@ -205,8 +205,11 @@ def test_policy_and_environment_use_different_random_numbers() -> None:
     assert max(lengths) > 1
 
 
-class LateSeedEnv(CountingEnv):
-    """A first action of 1 gives the same observation for every seed, but not without a seed."""
+class HiddenSeedEnv(CountingEnv):
+    """An environment in which an action of 1 gives the same observation for every seed.
+
+    The observation differs for larger actions, and for episodes without a seed.
+    """
 
     text_renderer = None
 
@@ -230,7 +233,7 @@ def test_seed_check_tries_several_policies() -> None:
         return CountAction(add=1 if first_draws[-1] == first_draws[0] else 12)
 
     report = check_environment(
-        LateSeedEnv,
+        HiddenSeedEnv,
         num_steps=1,
         choose_action=choose,
         on_check=lambda check: first_draws.clear(),

@@ -12,16 +12,18 @@ from ludus.env.check import check_environment
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.errors import ToolError
 
-PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
-COMMAND = f"{shlex.quote(sys.executable)} -c 'from ludus.services.cli.app import main; main()'"
+PAGE_TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+LUDUS_COMMAND = (
+    f"{shlex.quote(sys.executable)} -c 'from ludus.services.cli.app import main; main()'"
+)
 
 
 def find_blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", PAGE_TEXT, re.DOTALL)
 
 
 def load_examples() -> dict:
-    """Return the namespace of the page's two examples."""
+    """Run the page's two environment examples and return their namespace."""
     namespace: dict = {"__name__": "guessing"}
     for example in find_blocks("python")[:2]:
         exec(example, namespace)
@@ -33,7 +35,7 @@ def test_example_environments_pass_every_check():
         check_environment(load_examples()[name]).raise_if_failed()
 
 
-def test_example_tool_accepts_valid_and_refuses_invalid_arguments():
+def test_example_tool_refuses_invalid_arguments():
     environment = load_examples()["GuessWithTool"]()
     environment.reset(seed=7)
     assert environment.call_tool("divides", {"by": 1}) == {"divides": True}
@@ -47,20 +49,20 @@ def test_example_tool_accepts_valid_and_refuses_invalid_arguments():
 @pytest.mark.slow
 def test_python_examples_play_over_every_wire(tmp_path, monkeypatch, capsys):
     environment_code, tool_code, *other_blocks = find_blocks("python")
-    clients = [block for block in other_blocks if "from_docker_image" not in block]
-    assert len(clients) == 2
+    client_examples = [block for block in other_blocks if "from_docker_image" not in block]
+    assert len(client_examples) == 2
     (tmp_path / "guessing.py").write_text(environment_code + tool_code)
     monkeypatch.chdir(tmp_path)
     server = LocalServer("guessing:GuessWithTool", {})
     try:
         addresses = server.start()
         for address in (addresses.http, addresses.grpc):
-            for client in clients:
-                exec(client.replace("http://127.0.0.1:8000", address), {})
-            tool_line, step_line, mean = capsys.readouterr().out.splitlines()
+            for client_example in client_examples:
+                exec(client_example.replace("http://127.0.0.1:8000", address), {})
+            tool_line, step_line, mean_return = capsys.readouterr().out.splitlines()
             assert tool_line.startswith("{'divides': ")
             assert "'word': " in step_line
-            assert float(mean) == 1.0, "every game ends with the right number"
+            assert float(mean_return) == 1.0, "an example did not guess the number in every episode"
     finally:
         server.stop()
 
@@ -71,7 +73,7 @@ def test_every_documented_command_except_serve_works(tmp_path):
     commands = [line for block in find_blocks("bash") for line in block.splitlines()]
     assert len(commands) > 10
     script = "set -e\n" + "\n".join(
-        command.replace("ludus env", f"{COMMAND} env")
+        command.replace("ludus env", f"{LUDUS_COMMAND} env")
         + (" < /dev/null" if "|" not in command else "")
         for command in commands
         if "env serve" not in command

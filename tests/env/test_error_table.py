@@ -1,4 +1,4 @@
-"""docs/errors.md, the error codes, and their form on each wire agree."""
+"""The table in docs/errors.md matches the error codes and their statuses on each wire."""
 
 import re
 from pathlib import Path
@@ -7,11 +7,13 @@ from ludus.env.messages.status import STATUSES_BY_CODE
 from ludus.proto.errors import ErrorCode, make_wire_error
 
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
-ROW = re.compile(r"^\| `([A-Z_]+)` \| (.+) \| (\d+) \| `([A-Z_]+)` \| (.+) \| (yes|no|none) \|$")
+ROW_PATTERN = re.compile(
+    r"^\| `([A-Z_]+)` \| (.+) \| (\d+) \| `([A-Z_]+)` \| (.+) \| (yes|no|none) \|$"
+)
 
 
 def read_rows() -> dict[str, tuple[str, ...]]:
-    matches = [ROW.match(line) for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    matches = [ROW_PATTERN.match(line) for line in PAGE.read_text(encoding="utf-8").splitlines()]
     return {match[1]: match.groups()[1:] for match in matches if match}
 
 
@@ -33,8 +35,8 @@ def test_docs_page_has_the_correct_status_of_every_code_on_each_wire() -> None:
         )
 
 
-def test_docs_page_marks_only_session_ending_errors_as_such() -> None:
+def test_docs_page_lists_the_errors_that_end_a_session() -> None:
     ending_codes = {code for code, row in read_rows().items() if row[-1] == "no"}
     assert ending_codes == {"SESSION_ERROR", "SESSION_LOST", "TIMEOUT", "REPLAY_MISMATCH"}
     for code in ErrorCode:
-        assert make_wire_error(code, "said").code is code
+        assert make_wire_error(code, "message").code is code
