@@ -32,10 +32,10 @@ from tests.env.served import ServerProcess, serve, server_process
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the layers are Linux's"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux"),
 ]
 
-PROGRAM = str(Path(__file__).with_name("code_env.py"))
+PROGRAM_PATH = str(Path(__file__).with_name("code_env.py"))
 SECRETS = {
     "LUDUS_SESSION_KEY": "the-fleets-key-" + "k" * 32,
     "LUDUS_ENV_TOKEN": "the-servers-token-" + "t" * 32,
@@ -43,12 +43,12 @@ SECRETS = {
     "TEAM_A_TOKEN": "a-tenants-token-" + "a" * 32,
     "AWS_SECRET_ACCESS_KEY": "a-clouds-key-" + "c" * 32,
 }
-DENIED = {"PermissionError", "FileNotFoundError", "ProcessLookupError"}
+DENIED_ERRORS = {"PermissionError", "FileNotFoundError", "ProcessLookupError"}
 
 
 @dataclass
 class Target:
-    """The attacked server and its other processes."""
+    """The attacked server, and a secret file outside the sandbox."""
 
     server: ServerProcess
     secret_file: Path
@@ -80,14 +80,14 @@ def target(request, tmp_path_factory) -> Iterator[Target]:
         case "process":
             arguments += ["--isolation", "process"]
         case "restricted":
-            require_signal_scope_or_skip()
+            skip_without_signal_scope()
             arguments += ["--isolation", "pool", "--num-workers", "2", "--restricted"]
-    with server_process(folder, *arguments, module=PROGRAM, env=SECRETS) as server:
+    with server_process(folder, *arguments, module=PROGRAM_PATH, env=SECRETS) as server:
         yield Target(server, secret_file)
 
 
-def require_signal_scope_or_skip() -> None:
-    """Skip without namespaces and signal scope, because then signals are not confined."""
+def skip_without_signal_scope() -> None:
+    """Skip the test if the machine cannot confine signals without namespaces."""
     try:
         require_signal_scope()
     except LayerUnavailableError as error:
@@ -95,13 +95,13 @@ def require_signal_scope_or_skip() -> None:
 
 
 async def run(session: Any, code: str, **values: Any) -> dict[str, Any]:
-    """Run code in a session's worker and return its report."""
+    """Run code in a session's worker and return the report of the step."""
     assignments = "\n".join(f"{name} = {value!r}" for name, value in values.items())
     code = f"import os\n{assignments}\n{textwrap.dedent(code)}"
     return (await session.step({"code": code})).info
 
 
-async def run_for_result(session: Any, code: str, **values: Any) -> Any:
+async def run_and_get_result(session: Any, code: str, **values: Any) -> Any:
     report = await run(session, code, **values)
     assert "result" in report, report
     return report["result"]
@@ -120,9 +120,9 @@ async def connect_to(target: Target | EnvServer) -> AsyncIterator[AsyncEnvClient
 
 
 @asynccontextmanager
-async def open_sessions(target: Target | EnvServer, count: int) -> AsyncIterator[list[Any]]:
+async def open_sessions(target: Target | EnvServer, num_sessions: int) -> AsyncIterator[list[Any]]:
     async with connect_to(target) as client:
-        sessions = [(await client.open())[0] for _ in range(count)]
+        sessions = [(await client.open())[0] for _ in range(num_sessions)]
         yield sessions
         for session in sessions:
             with contextlib.suppress(SessionLostError):
@@ -135,8 +135,8 @@ async def open_session(target: Target | EnvServer) -> AsyncIterator[Any]:
         yield session
 
 
-async def get_pid(session: Any) -> int:
-    return int(await run_for_result(session, "result = os.environ['LUDUS_WORKER_PID']"))
+async def get_worker_pid(session: Any) -> int:
+    return int(await run_and_get_result(session, "result = os.environ['LUDUS_WORKER_PID']"))
 
 
 # -- secrets ---------------------------------------------------------------------------
@@ -154,8 +154,8 @@ async def test_environment_variables_of_other_processes_cannot_be_read(target) -
     """
     async with open_session(target) as session:
         other_pids = [target.pid, target.fork_server, os.getpid(), 1]
-        variables = await run_for_result(session, code, other_pids=other_pids)
-        variables += str(await run_for_result(session, "result = dict(os.environ)"))
+        variables = await run_and_get_result(session, code, other_pids=other_pids)
+        variables += str(await run_and_get_result(session, "result = dict(os.environ)"))
         assert [name for name, secret in SECRETS.items() if secret in variables] == []
         assert "PATH" in variables
 
@@ -163,11 +163,11 @@ async def test_environment_variables_of_other_processes_cannot_be_read(target) -
 @pytest.mark.parametrize("entry", ["mem", "maps", "fd/1", "root/etc/passwd", "cwd/pyproject.toml"])
 async def test_other_processes_cannot_be_inspected(target, entry) -> None:
     async with open_sessions(target, 2) as (session, peer):
-        for pid in (target.pid, target.fork_server, await get_pid(peer), os.getpid()):
+        for pid in (target.pid, target.fork_server, await get_worker_pid(peer), os.getpid()):
             report = await run(
                 session, "result = open(path, 'rb').read(1)", path=f"/proc/{pid}/{entry}"
             )
-            assert report.get("error") in DENIED, (pid, report)
+            assert report.get("error") in DENIED_ERRORS, (pid, report)
 
 
 async def test_no_process_can_be_traced(target) -> None:
@@ -185,7 +185,7 @@ async def test_no_process_can_be_traced(target) -> None:
     """
     async with open_session(target) as session:
         other_pids = [target.pid, target.fork_server, 1]
-        assert set(await run_for_result(session, code, other_pids=other_pids)) == {-1}
+        assert set(await run_and_get_result(session, code, other_pids=other_pids)) == {-1}
 
 
 # -- files -----------------------------------------------------------------------------
@@ -193,23 +193,23 @@ async def test_no_process_can_be_traced(target) -> None:
 
 async def test_files_outside_the_sandbox_cannot_be_read_or_written(target) -> None:
     async with open_sessions(target, 2) as (session, peer):
-        other_folder = await run_for_result(peer, "result = os.environ['TMPDIR']")
-        own_folder = await run_for_result(session, "result = os.environ['TMPDIR']")
+        other_folder = await run_and_get_result(peer, "result = os.environ['TMPDIR']")
+        own_folder = await run_and_get_result(session, "result = os.environ['TMPDIR']")
         private_paths = [str(target.secret_file), "/etc/shadow", str(Path.home() / ".bashrc")]
         if other_folder != own_folder:
-            await run_for_result(peer, "open(os.environ['TMPDIR'] + '/own', 'w').write('x')")
+            await run_and_get_result(peer, "open(os.environ['TMPDIR'] + '/own', 'w').write('x')")
             private_paths.append(f"{other_folder}/own")
         for path in private_paths:
             report = await run(session, "result = open(path).read(1)", path=path)
-            assert report.get("error") in DENIED, (path, report)
+            assert report.get("error") in DENIED_ERRORS, (path, report)
         paths = [target.secret_file.parent / "new", Path("/tmp/new"), Path(__file__), "/etc/new"]
         for path in map(str, paths):
             report = await run(session, "result = open(path, 'a').write('x')", path=path)
-            assert report.get("error") in {*DENIED, "OSError"}, (path, report)
+            assert report.get("error") in {*DENIED_ERRORS, "OSError"}, (path, report)
         report = await run(session, "os.unlink(path)", path=str(target.secret_file))
-        assert report.get("error") in {*DENIED, "OSError"} and target.secret_file.exists()
+        assert report.get("error") in {*DENIED_ERRORS, "OSError"} and target.secret_file.exists()
         report = await run(session, "os.listdir(path)", path=str(target.secret_file.parent))
-        assert report.get("error") in DENIED
+        assert report.get("error") in DENIED_ERRORS
 
 
 async def test_child_processes_of_a_worker_are_confined(target) -> None:
@@ -226,7 +226,7 @@ async def test_child_processes_of_a_worker_are_confined(target) -> None:
         ]
     """
     async with open_session(target) as session:
-        outputs = await run_for_result(
+        outputs = await run_and_get_result(
             session, code, secret=str(target.secret_file), server=target.pid
         )
         assert outputs == ["", "", "", "", "alive\n"]
@@ -242,22 +242,22 @@ async def test_worker_folder_is_removed_with_the_worker(target) -> None:
         result = [open(file.name).read(), tempfile.gettempdir()]
     """
     async with open_session(target) as session:
-        text, folder = await run_for_result(session, code)
+        text, folder = await run_and_get_result(session, code)
         assert text == "mine" and Path(folder, "more").exists()
-        pid = await get_pid(session)
+        pid = await get_worker_pid(session)
         os.kill(pid, signal.SIGKILL)
         await wait_until(lambda: not Path(folder).exists())
 
 
 def lacks_layer(target: Target, layer: Layer) -> bool:
-    """Return True if the machine does not support the layer."""
-    token = {"authorization": f"Bearer {SECRETS['LUDUS_ENV_TOKEN']}"}
-    text = httpx.get(f"{target.server.http_address}/metrics", headers=token, timeout=60).text
+    """Return True if this machine does not support the layer of the sandbox."""
+    headers = {"authorization": f"Bearer {SECRETS['LUDUS_ENV_TOKEN']}"}
+    text = httpx.get(f"{target.server.http_address}/metrics", headers=headers, timeout=60).text
     return f'layer="{layer}"}} 0.0' in text
 
 
 @pytest.mark.parametrize(
-    "change",
+    "statement",
     [
         "os.chmod(path, 0o666)",
         "os.utime(path, (1, 1))",
@@ -266,16 +266,16 @@ def lacks_layer(target: Target, layer: Layer) -> bool:
         "os.chmod(os.path.dirname(os.environ['TMPDIR']), 0)",
     ],
 )
-async def test_metadata_of_files_outside_the_sandbox_cannot_be_changed(target, change) -> None:
+async def test_metadata_of_files_outside_the_sandbox_cannot_be_changed(target, statement) -> None:
     if lacks_layer(target, Layer.READ_ONLY):
-        pytest.skip("mounts are shared here")
+        pytest.skip("this machine does not support read-only mounts")
     async with open_session(target) as session:
-        report = await run(session, change, path=str(target.secret_file))
-        assert report.get("error") in {*DENIED, "OSError"}, report
+        report = await run(session, statement, path=str(target.secret_file))
+        assert report.get("error") in {*DENIED_ERRORS, "OSError"}, report
         own_folder_code = (
             "path = os.environ['TMPDIR'] + '/own'; open(path, 'w').close(); os.chmod(path, 0o700)"
         )
-        await run_for_result(session, f"{own_folder_code}; result = 1")
+        await run_and_get_result(session, f"{own_folder_code}; result = 1")
 
 
 async def test_worker_inherits_only_the_connection_socket(target) -> None:
@@ -288,7 +288,7 @@ async def test_worker_inherits_only_the_connection_socket(target) -> None:
                 pass
     """
     async with open_session(target) as session:
-        assert await run_for_result(session, code) == ["socket"]
+        assert await run_and_get_result(session, code) == ["socket"]
 
 
 async def test_shared_memory_of_a_worker_is_hidden_from_other_workers(target) -> None:
@@ -298,14 +298,14 @@ async def test_shared_memory_of_a_worker_is_hidden_from_other_workers(target) ->
         result = libc.shmget(0x1DD5, 4096, flags)
     """
     async with open_sessions(target, 2) as (session, peer):
-        await run_for_result(session, code, flags=0o1600)
-        assert await run_for_result(peer, code, flags=0) == -1
+        await run_and_get_result(session, code, flags=0o1600)
+        assert await run_and_get_result(peer, code, flags=0) == -1
 
 
 async def test_vsock_sockets_cannot_be_opened(target) -> None:
     code = "import socket; socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"
     async with open_session(target) as session:
-        assert (await run(session, code)).get("error") in {*DENIED, "OSError"}
+        assert (await run(session, code)).get("error") in {*DENIED_ERRORS, "OSError"}
 
 
 # -- signals and children --------------------------------------------------------------
@@ -313,19 +313,19 @@ async def test_vsock_sockets_cannot_be_opened(target) -> None:
 
 async def test_no_signal_reaches_another_process(target) -> None:
     async with open_sessions(target, 2) as (session, peer):
-        other_pid, own_pid = await get_pid(peer), await get_pid(session)
+        other_pid, own_pid = await get_worker_pid(peer), await get_worker_pid(session)
         other_pids = {target.pid, target.fork_server, os.getpid(), other_pid, os.getppid()} - {
             own_pid
         }
         for pid in other_pids:
             for number in (0, int(signal.SIGTERM)):
                 report = await run(session, "os.kill(pid, number)", pid=pid, number=number)
-                assert report.get("error") in DENIED, (pid, report)
-        assert await run_for_result(peer, "result = 1 + 1") == 2
+                assert report.get("error") in DENIED_ERRORS, (pid, report)
+        assert await run_and_get_result(peer, "result = 1 + 1") == 2
 
 
 @pytest.mark.parametrize(
-    "deed",
+    "statement",
     [
         "resource.prlimit(pid, resource.RLIMIT_CPU, (1, 1))",
         "os.setpriority(os.PRIO_PROCESS, pid, 19)",
@@ -333,7 +333,7 @@ async def test_no_signal_reaches_another_process(target) -> None:
         "os.sched_setaffinity(pid, {0})",
     ],
 )
-async def test_limits_of_other_processes_cannot_be_set(target, deed) -> None:
+async def test_limits_of_other_processes_cannot_be_set(target, statement) -> None:
     own_limits_code = """
         import resource
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -342,10 +342,10 @@ async def test_limits_of_other_processes_cannot_be_set(target, deed) -> None:
         result = 1
     """
     async with open_sessions(target, 2) as (session, peer):
-        other_pid = await get_pid(peer)
-        report = await run(session, f"import resource; {deed}", pid=other_pid)
-        assert report.get("error") in DENIED, report
-        await run_for_result(session, own_limits_code)
+        other_pid = await get_worker_pid(peer)
+        report = await run(session, f"import resource; {statement}", pid=other_pid)
+        assert report.get("error") in DENIED_ERRORS, report
+        await run_and_get_result(session, own_limits_code)
 
 
 async def test_background_processes_end_when_the_worker_is_killed(target) -> None:
@@ -356,14 +356,16 @@ async def test_background_processes_end_when_the_worker_is_killed(target) -> Non
     """
     mark = f"left-behind-{os.urandom(8).hex()}"
 
-    def marked_pids() -> list[int]:
+    def list_marked_pids() -> list[int]:
         return [pid for pid in list_pids() if mark in read_command_line(pid) and is_alive(pid)]
 
     async with open_session(target) as session:
-        await run_for_result(session, f"import sys\n{textwrap.dedent(code)}\nresult = 1", mark=mark)
-        assert len(marked_pids()) == 1
-        os.kill(await get_pid(session), signal.SIGKILL)
-        await wait_until(lambda: not marked_pids())
+        await run_and_get_result(
+            session, f"import sys\n{textwrap.dedent(code)}\nresult = 1", mark=mark
+        )
+        assert len(list_marked_pids()) == 1
+        os.kill(await get_worker_pid(session), signal.SIGKILL)
+        await wait_until(lambda: not list_marked_pids())
 
 
 async def test_privileges_cannot_be_gained(target) -> None:
@@ -373,7 +375,7 @@ async def test_privileges_cannot_be_gained(target) -> None:
         result = dict(line.split(":\\t", 1) for line in status.splitlines())
     """
     async with open_session(target) as session:
-        status = await run_for_result(session, code)
+        status = await run_and_get_result(session, code)
         assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == 0
         assert int(status["NoNewPrivs"]) == 1
 
@@ -387,10 +389,10 @@ async def test_usual_libraries_work_in_the_sandbox(target) -> None:
         result += len(os.urandom(4)) + open("/dev/null", "w").write("x")
     """
     async with open_session(target) as session:
-        assert await run_for_result(session, code) == 11
+        assert await run_and_get_result(session, code) == 11
 
 
-# -- options of operators -------------------------------------------------------------
+# -- operator options -----------------------------------------------------------------
 
 
 def make_code_server(isolation: str = "pool", **options: Any) -> EnvServer:
@@ -400,26 +402,28 @@ def make_code_server(isolation: str = "pool", **options: Any) -> EnvServer:
 
 
 async def test_allowed_paths_are_accessible(tmp_path: Path) -> None:
-    notes, inputs, outputs = (tmp_path / name for name in ("notes.txt", "data", "results"))
-    notes.write_text("by an option")
-    inputs.mkdir()
-    (inputs / "one").write_text("by a flag")
-    outputs.mkdir()
-    factory = partial(CodeEnv, notes=str(notes))
-    options = {"allow_read": (inputs,), "allow_write": (outputs,), "num_workers": 1}
+    notes_file, input_folder, output_folder = (
+        tmp_path / name for name in ("notes.txt", "data", "results")
+    )
+    notes_file.write_text("by an option")
+    input_folder.mkdir()
+    (input_folder / "one").write_text("by a flag")
+    output_folder.mkdir()
+    factory = partial(CodeEnv, notes=str(notes_file))
+    options = {"allow_read": (input_folder,), "allow_write": (output_folder,), "num_workers": 1}
     async with (
         serve(factory, isolation="pool", **options) as server,
         open_session(server) as session,
     ):
         code = "result = open(notes).read(), open(path).read()"
-        texts = await run_for_result(session, code, path=str(inputs / "one"))
+        texts = await run_and_get_result(session, code, path=str(input_folder / "one"))
         assert texts == ["by an option", "by a flag"]
         write_code = "open(path, 'w').write('kept')"
-        await run_for_result(session, write_code, path=str(outputs / "one"))
-        assert (outputs / "one").read_text() == "kept"
-        for path in (notes, inputs / "one"):
+        await run_and_get_result(session, write_code, path=str(output_folder / "one"))
+        assert (output_folder / "one").read_text() == "kept"
+        for path in (notes_file, input_folder / "one"):
             report = await run(session, write_code, path=str(path))
-            assert report.get("error") in {*DENIED, "OSError"}
+            assert report.get("error") in {*DENIED_ERRORS, "OSError"}
 
 
 async def test_exceeding_the_disk_limit_ends_the_worker() -> None:
@@ -438,18 +442,18 @@ async def test_exceeding_the_disk_limit_ends_the_worker() -> None:
 
 async def test_workers_have_a_network_unless_disabled() -> None:
     code = "import socket; socket.create_connection(('127.0.0.1', port), 5)"
-    for is_open, options in ((True, {}), (False, {"no_network": True})):
+    for has_network, options in ((True, {}), (False, {"no_network": True})):
         server = make_code_server(**options)
         try:
             await server.start()
         except ConfigError as error:
-            assert not is_open and re.search("need namespaces", str(error))
+            assert not has_network and re.search("need namespaces", str(error))
             continue
         try:
             async with open_session(server) as session:
                 port = int(server.http_address.rpartition(":")[2])
                 report = await run(session, code, port=port)
-                assert ("result" in report) is is_open
+                assert ("result" in report) is has_network
         finally:
             await server.stop()
 
@@ -469,11 +473,11 @@ async def test_layers_are_reported_as_metrics_and_can_be_required() -> None:
             await strict_server.start()
     else:
         async with strict_server, open_session(strict_server) as session:
-            assert await run_for_result(session, "result = 1") == 1
+            assert await run_and_get_result(session, "result = 1") == 1
 
 
 def test_server_without_a_required_sandbox_exits_with_2() -> None:
-    command = [sys.executable, PROGRAM, "--restricted", "--port", "0", "--isolation", "pool"]
+    command = [sys.executable, PROGRAM_PATH, "--restricted", "--port", "0", "--isolation", "pool"]
     process = subprocess.run(
         [*command, "--require-sandbox"], capture_output=True, text=True, timeout=300
     )

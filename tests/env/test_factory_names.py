@@ -1,4 +1,4 @@
-"""Names of factories that another process can import, and factories without a name."""
+"""Factories that another process can import by name, and factories that it cannot import."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from ludus.env.targets.targets import TargetFactory, make_importable_factory
 from ludus.proto.errors import ConfigError
 from tests.env.counting_env import CountingEnv, fail_to_be_built
 
-ROOT = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 import orjson
@@ -27,8 +27,8 @@ if __name__ == "__main__":
 """
 
 
-def send(factory) -> TargetFactory:
-    """Return the factory as another process decodes it."""
+def encode_and_decode(factory) -> TargetFactory:
+    """Encode a factory and return it as another process decodes it."""
     return TargetFactory(**orjson.loads(orjson.dumps(make_importable_factory(factory))))
 
 
@@ -40,26 +40,26 @@ def send(factory) -> TargetFactory:
         partial(partial(CountingEnv)),
     ],
 )
-def test_named_factory_is_resolved(factory) -> None:
-    decoded_factory = send(factory)
+def test_importable_factory_is_decoded(factory) -> None:
+    decoded_factory = encode_and_decode(factory)
     assert decoded_factory == TargetFactory("tests.env.counting_env:CountingEnv")
     assert isinstance(decoded_factory(), CountingEnv)
 
 
-def test_name_contains_options_and_outer_options_win() -> None:
+def test_outer_options_of_a_partial_factory_win() -> None:
     factory = partial(partial(fail_to_be_built, reason="inner"), reason="outer")
     with pytest.raises(RuntimeError, match="outer"):
-        send(factory)()
+        encode_and_decode(factory)()
 
 
 class Outer:
-    """Contains a class that can be imported through this one."""
+    """A class that contains an environment class."""
 
     class InnerEnv(CountingEnv):
-        """A nested class, whose qualified name can be imported."""
+        """A nested class that can be imported by its qualified name."""
 
 
-def test_nested_class_is_named_by_qualified_name() -> None:
+def test_nested_class_is_encoded_by_its_qualified_name() -> None:
     assert make_importable_factory(Outer.InnerEnv).target.endswith(
         "test_factory_names:Outer.InnerEnv"
     )
@@ -75,21 +75,21 @@ def test_nested_class_is_named_by_qualified_name() -> None:
         (partial(fail_to_be_built, reason=(1, 2)), "must be JSON values"),
     ],
 )
-def test_factory_without_a_name_is_refused_with_a_remedy(factory, message: str) -> None:
+def test_factory_that_cannot_be_imported_is_refused_with_a_remedy(factory, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_importable_factory(factory)
 
 
 @pytest.mark.slow
 def test_environment_defined_in_a_script_loads_without_running_main(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
+    script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     process = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONPATH": str(ROOT)},
+        env={"PYTHONPATH": str(REPOSITORY)},
         timeout=60,
     )
     try:

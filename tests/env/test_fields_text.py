@@ -1,4 +1,4 @@
-"""Text for environments without a renderer: shown fields and parsed actions."""
+"""Text for environments without a renderer: rendered fields and parsed actions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ACTION_SCHEMA = {
 FIELDS = {"board": "x.o", "turn": 3, "note": None, "legal_actions": [1, 4], "metadata": {"a": 1}}
 
 
-def make_text(kind: str, **field: Any) -> FieldsText:
-    schema = {"properties": {"said": {"type": kind, **field}}, "required": ["said"]}
+def make_one_field_text(kind: str, **field: Any) -> FieldsText:
+    schema = {"properties": {"reply": {"type": kind, **field}}, "required": ["reply"]}
     return FieldsText("talk", schema)
 
 
-def test_fields_render_on_separate_lines_and_instructions_only_first() -> None:
+def test_only_the_first_text_contains_instructions_before_the_fields() -> None:
     text = FieldsText("Row", ACTION_SCHEMA)
     assert text.render(FIELDS, first=False) == "board: x.o\nturn: 3"
     first_line, *other_lines = text.render(FIELDS, first=True).splitlines()
@@ -38,16 +38,18 @@ def test_only_legal_actions_are_parsed() -> None:
     for message in ("2", "four", '{"action": 4}', "[" * 100_000):
         with pytest.raises(ActionParseError):
             text.parse(message, FIELDS)
-    assert text.parse("2", {}) == {"action_id": 2}, "if no actions are listed, any may be tried"
+    assert text.parse("2", {}) == {"action_id": 2}, (
+        "an action was refused although the legal actions are unknown"
+    )
 
 
-def test_text_field_accepts_any_text_and_enum_only_its_values() -> None:
-    free_text = make_text("string")
-    assert free_text.parse("Hello, 4!", {}) == {"said": "Hello, 4!"}
-    assert free_text.legal_answers({}) == []
+def test_string_field_accepts_any_text_unless_it_has_an_enum() -> None:
+    unrestricted_text = make_one_field_text("string")
+    assert unrestricted_text.parse("Hello, 4!", {}) == {"reply": "Hello, 4!"}
+    assert unrestricted_text.legal_answers({}) == []
     with pytest.raises(ActionParseError, match="expected some text"):
-        free_text.parse(" ", {})
-    choice_text = make_text("string", enum=["left", "right"])
+        unrestricted_text.parse(" ", {})
+    choice_text = make_one_field_text("string", enum=["left", "right"])
     assert choice_text.legal_answers({}) == ["left", "right"]
     with pytest.raises(ActionParseError, match=r"expected one of \['left', 'right'\]"):
         choice_text.parse("up", {})

@@ -1,4 +1,4 @@
-"""Groups on one seed, mixed steps and resets, and waiting for a full server."""
+"""Groups of sessions with the same seed, and opens that wait for a full server."""
 
 import asyncio
 import itertools
@@ -23,13 +23,13 @@ from tests.env.served import serve, server_address
 pytestmark = pytest.mark.asyncio
 
 
-class MoodyEnv(CountingEnv):
-    """An environment whose start ignores the seed."""
+class SeedIgnoringEnv(CountingEnv):
+    """A counting environment that ignores the seed of a reset."""
 
-    moods = itertools.count()
+    seeds = itertools.count()
 
     def reset(self, *, seed=None, start=0, note=""):
-        return super().reset(seed=next(self.moods), start=start, note=note)
+        return super().reset(seed=next(self.seeds), start=start, note=note)
 
 
 async def connect_client(server, wire: str, **options) -> AsyncEnvClient:
@@ -42,26 +42,28 @@ async def test_sessions_of_a_group_start_identically_and_are_independent(
 ) -> None:
     async with serve(factory) as server, await connect_client(server, wire) as client:
         group = await client.open_group(8, seed=5, options={"start": 3})
-        lone_session, first_result = await client.open(seed=5, options={"start": 3})
+        single_session, first_result = await client.open(seed=5, options={"start": 3})
         assert all(result == first_result for _, result in group)
-        assert len({session.id for session, _ in [*group, (lone_session, first_result)]}) == 9
+        assert len({session.id for session, _ in [*group, (single_session, first_result)]}) == 9
         results = await asyncio.gather(
             *(session.step({"add": number}) for number, (session, _) in enumerate(group, start=1))
         )
-        assert [r.observation["total"] for r in results] == [3 + number for number in range(1, 9)]
+        assert [result.observation["total"] for result in results] == [
+            3 + number for number in range(1, 9)
+        ]
 
 
 async def test_sessions_of_a_group_without_a_seed_start_identically(wire: str) -> None:
     async with serve() as server, await connect_client(server, wire) as client:
-        lucks = [
+        luck_values = [
             {start.observation["luck"] for _, start in await client.open_group(4)} for _ in range(2)
         ]
-        assert len(lucks[0]) == len(lucks[1]) == 1
-        assert lucks[0] != lucks[1]
+        assert len(luck_values[0]) == len(luck_values[1]) == 1
+        assert luck_values[0] != luck_values[1]
 
 
 async def test_group_with_different_starts_is_refused_and_leaves_no_sessions(wire: str) -> None:
-    async with serve(MoodyEnv) as server, await connect_client(server, wire) as client:
+    async with serve(SeedIgnoringEnv) as server, await connect_client(server, wire) as client:
         with pytest.raises(GroupMismatchError, match="seed 7"):
             await client.open_group(3, seed=7)
         await wait_for_sessions(server.core, 0)

@@ -1,4 +1,4 @@
-"""Properties of the gRPC wire: batches, the life of streams, errors and ownership."""
+"""The gRPC wire: batches, errors, and the sessions of a stream."""
 
 import asyncio
 
@@ -38,45 +38,46 @@ async def test_simultaneous_calls_are_sent_in_one_message(factory) -> None:
 
 
 async def test_failed_calls_have_an_error_code_and_describe_needs_no_stream(factory) -> None:
-    async with serve(factory) as server, RawStream(server.grpc_address) as raw:
-        stub = env_pb2_grpc.EnvServiceStub(raw.channel)
+    async with serve(factory) as server, RawStream(server.grpc_address) as stream:
+        stub = env_pb2_grpc.EnvServiceStub(stream.channel)
         assert (await stub.Describe(pb.DescribeRequest())).name == "counting"
-        session_id = await raw.open(reset=pb.ResetArgs(seed=1))
+        session_id = await stream.open(reset=pb.ResetArgs(seed=1))
         illegal_step = pb.StepRequest(session_id=session_id, action_json=b'{"add":0}')
-        assert (await raw.ask(pb.Call(step=illegal_step))).error.code == "ILLEGAL_ACTION"
-        unknown_call = pb.StateRequest(session_id="nobody")
-        assert (await raw.ask(pb.Call(state=unknown_call))).error.code == "SESSION_LOST"
+        assert (await stream.ask(pb.Call(step=illegal_step))).error.code == "ILLEGAL_ACTION"
+        unknown_request = pb.StateRequest(session_id="nobody")
+        assert (await stream.ask(pb.Call(state=unknown_request))).error.code == "SESSION_LOST"
 
 
 async def test_all_calls_work_and_a_repeated_step_gets_the_same_reply(factory) -> None:
-    async with serve(factory) as server, RawStream(server.grpc_address) as raw:
-        session_id = await raw.open()
+    async with serve(factory) as server, RawStream(server.grpc_address) as stream:
+        session_id = await stream.open()
         reset = pb.ResetRequest(session_id=session_id, args=pb.ResetArgs(seed=0))
-        assert (await raw.ask(pb.Call(call_id=7, reset=reset))).result.step_index == 0
+        assert (await stream.ask(pb.Call(call_id=7, reset=reset))).result.step_index == 0
         step = pb.StepRequest(session_id=session_id, step_index=1, action_text="ADD 2")
-        reply = await raw.ask(pb.Call(step=step))
-        assert await raw.ask(pb.Call(step=step)) == reply
-        state = await raw.ask(pb.Call(state=pb.StateRequest(session_id=session_id)))
+        reply = await stream.ask(pb.Call(step=step))
+        assert await stream.ask(pb.Call(step=step)) == reply
+        state = await stream.ask(pb.Call(state=pb.StateRequest(session_id=session_id)))
         assert state.state.state_json == b'{"episode_id":null,"step_count":1,"total":2}'
-        await raw.ask(pb.Call(close=pb.CloseRequest(session_id=session_id)))
+        await stream.ask(pb.Call(close=pb.CloseRequest(session_id=session_id)))
         assert server.core.load.num_sessions == 0
 
 
 async def test_closing_a_stream_ends_only_sessions_of_that_stream(factory) -> None:
-    async with serve(factory) as server, RawStream(server.grpc_address) as raw:
-        kept_id = await raw.open()
+    async with serve(factory) as server, RawStream(server.grpc_address) as stream:
+        kept_id = await stream.open()
         async with RawStream(server.grpc_address) as other_stream:
             lost_id = await other_stream.open()
             assert server.core.load.num_sessions == 2
         await wait_for_sessions(server.core, 1)
-        assert (await raw.ask(pb.Call(state=pb.StateRequest(session_id=kept_id)))).HasField("state")
-        reply = await raw.ask(pb.Call(state=pb.StateRequest(session_id=lost_id)))
+        reply = await stream.ask(pb.Call(state=pb.StateRequest(session_id=kept_id)))
+        assert reply.HasField("state")
+        reply = await stream.ask(pb.Call(state=pb.StateRequest(session_id=lost_id)))
         assert "connection that opened it ended" in reply.error.message
 
 
 async def test_malformed_calls_do_not_affect_other_sessions(factory) -> None:
-    async with serve(factory) as server, RawStream(server.grpc_address) as raw:
-        session_id = await raw.open(reset=pb.ResetArgs())
+    async with serve(factory) as server, RawStream(server.grpc_address) as stream:
+        session_id = await stream.open(reset=pb.ResetArgs())
         valid_step = pb.StepRequest(session_id=session_id, action_json=b'{"add":1}')
         bad_reset = pb.ResetRequest(session_id=session_id, args=pb.ResetArgs(options_json=b"["))
         empty_step = pb.StepRequest(session_id=session_id)
@@ -86,10 +87,10 @@ async def test_malformed_calls_do_not_affect_other_sessions(factory) -> None:
             pb.Call(call_id=3, step=empty_step),
             pb.Call(call_id=4, step=valid_step),
         ]
-        await raw.call.write(pb.CallBatch(calls=calls))
+        await stream.call.write(pb.CallBatch(calls=calls))
         replies = {}
         while len(replies) < 4:
-            replies |= {reply.call_id: reply for reply in (await raw.call.read()).replies}
+            replies |= {reply.call_id: reply for reply in (await stream.call.read()).replies}
         codes = [replies[call_id].error.code for call_id in (1, 2, 3)]
         assert codes == ["UNKNOWN_TYPE", "INVALID_JSON", "VALIDATION_ERROR"]
         assert replies[4].result.reward == 1.0

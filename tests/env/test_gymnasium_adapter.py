@@ -1,4 +1,4 @@
-"""Any `gymnasium.make` id is a typed, seeded environment that language models can read."""
+"""The Gymnasium adapter: typed spaces, seeds, success, and text for language models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SPACES = {
 
 
 class MirrorEnv(gymnasium.Env):
-    """An environment that shows the last action; actions and observations share a space."""
+    """An environment whose observation is the last action, so that both have the same space."""
 
     def __init__(self, space: str, mask: bool = False) -> None:
         self.action_space = self.observation_space = SPACES[space]
@@ -86,14 +86,14 @@ class CameraEnv(gymnasium.Env):
 
 
 class RoboticEnv(CameraEnv):
-    """An environment that reports success in `info`, whatever the reward."""
+    """An environment that reports success in `info`, independently of the reward."""
 
     def step(self, action):
         return self._observe(), -1.0, False, True, {"is_success": np.float32(action)}
 
 
 class StillEnv(CameraEnv):
-    """An environment with reward 0.1 for each of nine idle steps; its reward threshold is 0.9."""
+    """An environment of nine steps with a reward of 0.1 for each step whose action is 0."""
 
     def reset(self, *, seed=None, options=None):
         self._num_steps = 0
@@ -110,7 +110,7 @@ gymnasium.register("ludus-tests/Robotic-v0", RoboticEnv, reward_threshold=0.0)
 gymnasium.register("ludus-tests/Camera-v0", CameraEnv)
 
 
-def make(env_id: str, **options):
+def make_factory(env_id: str, **options):
     return environment_factory(f"gymnasium:{env_id}", options)
 
 
@@ -129,12 +129,12 @@ def make(env_id: str, **options):
     ],
 )
 def test_gymnasium_environments_pass_every_check(env_id: str) -> None:
-    check_environment(make(env_id), num_steps=12, seeds=range(4)).raise_if_failed()
+    check_environment(make_factory(env_id), num_steps=12, seeds=range(4)).raise_if_failed()
 
 
 @pytest.mark.parametrize("space", SPACES)
 def test_actions_and_observations_support_every_space(space) -> None:
-    factory = make("ludus-tests/Mirror-v0", space=space)
+    factory = make_factory("ludus-tests/Mirror-v0", space=space)
     check_environment(factory, num_steps=4, seeds=range(6)).raise_if_failed()
     environment = factory()
     environment.reset(seed=1)
@@ -168,13 +168,13 @@ def test_actions_and_observations_support_every_space(space) -> None:
     ],
 )
 def test_action_outside_the_space_fails_validation(space, action) -> None:
-    environment = make("ludus-tests/Mirror-v0", space=space)()
+    environment = make_factory("ludus-tests/Mirror-v0", space=space)()
     with pytest.raises(ValidationError):
         environment.action_type(action=action)
 
 
 def test_action_that_only_the_space_rejects_is_illegal() -> None:
-    environment = make("ludus-tests/Mirror-v0", space="Text")()
+    environment = make_factory("ludus-tests/Mirror-v0", space="Text")()
     environment.reset(seed=1)
     with pytest.raises(IllegalActionError, match="expected an action in Text"):
         environment.step(environment.action_type(action="!!!!"))
@@ -182,13 +182,13 @@ def test_action_that_only_the_space_rejects_is_illegal() -> None:
 
 
 def test_error_about_an_invalid_json_action_names_the_field() -> None:
-    environment = make("CartPole-v1")()
+    environment = make_factory("CartPole-v1")()
     with pytest.raises(InvalidCallError, match="action: Input should be less than or equal to 1"):
         decode_action(environment.action_type, b'{"action": 2}')
 
 
 def test_non_json_values_in_info_become_text() -> None:
-    environment = make("ludus-tests/Mirror-v0", space="Discrete")()
+    environment = make_factory("ludus-tests/Mirror-v0", space="Discrete")()
     info = environment.reset(seed=1, low=3).info
     assert info["at"] == 0.5
     assert info["options"] == {"low": 3}
@@ -197,7 +197,7 @@ def test_non_json_values_in_info_become_text() -> None:
 
 
 def test_legal_actions_match_the_mask_and_are_empty_after_the_episode() -> None:
-    environment = make("ludus-tests/Mirror-v0", space="Discrete", mask=True)()
+    environment = make_factory("ludus-tests/Mirror-v0", space="Discrete", mask=True)()
     observation = environment.reset(seed=1).observation
     assert observation.legal_actions == [0, 1]
     assert environment.text_renderer.legal_answers(observation) == ["0", "1"]
@@ -205,7 +205,7 @@ def test_legal_actions_match_the_mask_and_are_empty_after_the_episode() -> None:
 
 
 def test_truncated_is_not_terminated_and_step_after_the_end_fails() -> None:
-    environment = make("FrozenLake-v1", max_episode_steps=2)()
+    environment = make_factory("FrozenLake-v1", max_episode_steps=2)()
     environment.reset(seed=1)
     action = environment.action_type(action=0)
     environment.step(action)
@@ -215,16 +215,16 @@ def test_truncated_is_not_terminated_and_step_after_the_end_fails() -> None:
         environment.step(action)
 
 
-def make_final_step(env_id: str, actions: list, **options) -> Transition:
-    """Return the last step of an episode that repeats the actions."""
-    environment = make(env_id, **options)()
+def play_to_final_step(env_id: str, actions: list, **options) -> Transition:
+    """Play an episode that repeats the actions, and return its last transition."""
+    environment = make_factory(env_id, **options)()
     environment.reset(seed=3)
     for action in itertools.cycle(actions):
         transition = environment.step(environment.action_type(action=action))
         if transition.terminated or transition.truncated:
             return transition
         assert transition.success is None
-    raise AssertionError("an endless cycle has ended")
+    raise AssertionError("the infinite cycle of actions ended")
 
 
 LEFT, DOWN, RIGHT, UP = range(4)
@@ -240,32 +240,32 @@ LEFT, DOWN, RIGHT, UP = range(4)
     ],
 )
 def test_reaching_the_goal_is_success_with_any_reward(actions, options, success) -> None:
-    transition = make_final_step("FrozenLake-v1", actions, is_slippery=False, **options)
+    transition = play_to_final_step("FrozenLake-v1", actions, is_slippery=False, **options)
     assert transition.success is success
 
 
 def test_cliff_walking_goal_is_success_despite_negative_rewards() -> None:
     up, right, down = 0, 1, 2
-    transition = make_final_step("CliffWalking-v1", [up, *[right] * 11, down])
+    transition = play_to_final_step("CliffWalking-v1", [up, *[right] * 11, down])
     assert (transition.terminated, transition.success) == (True, True)
-    assert make_final_step("CliffWalking-v1", [up], max_episode_steps=5).success is False
+    assert play_to_final_step("CliffWalking-v1", [up], max_episode_steps=5).success is False
 
 
 def test_taxi_episode_that_is_truncated_is_not_a_success() -> None:
-    assert make_final_step("Taxi-v4", [0], max_episode_steps=5).success is False
+    assert play_to_final_step("Taxi-v4", [0], max_episode_steps=5).success is False
 
 
 def test_success_requires_a_return_of_at_least_the_reward_threshold() -> None:
-    assert make_final_step("CartPole-v1", [0, 1]).success is False
-    assert make_final_step("CartPole-v1", [0, 1], max_episode_steps=9).success is False
-    transition = make_final_step("ludus-tests/Still-v0", [0])
+    assert play_to_final_step("CartPole-v1", [0, 1]).success is False
+    assert play_to_final_step("CartPole-v1", [0, 1], max_episode_steps=9).success is False
+    transition = play_to_final_step("ludus-tests/Still-v0", [0])
     assert (transition.reward, transition.success) == (0.1, True)
-    assert make_final_step("ludus-tests/Still-v0", [1]).success is False
+    assert play_to_final_step("ludus-tests/Still-v0", [1]).success is False
 
 
 @pytest.mark.parametrize("action", [0, 1])
 def test_success_reported_by_the_environment_takes_precedence(action) -> None:
-    assert make_final_step("ludus-tests/Robotic-v0", [action]).success is bool(action)
+    assert play_to_final_step("ludus-tests/Robotic-v0", [action]).success is bool(action)
 
 
 @pytest.mark.parametrize(
@@ -278,11 +278,11 @@ def test_success_reported_by_the_environment_takes_precedence(action) -> None:
 def test_success_is_unknown_if_the_environment_does_not_define_it(
     env_id: str, action, options
 ) -> None:
-    assert make_final_step(env_id, [action], **options).success is None
+    assert play_to_final_step(env_id, [action], **options).success is None
 
 
 def test_reset_without_seed_is_random_even_after_a_seeded_reset() -> None:
-    environment = make("CartPole-v1")()
+    environment = make_factory("CartPole-v1")()
     observations = set()
     for _ in range(4):
         environment.reset(seed=3)
@@ -291,7 +291,7 @@ def test_reset_without_seed_is_random_even_after_a_seeded_reset() -> None:
 
 
 NON_NUMBERS = ("--1", "-", "1-", "²", "٣", "1\x1e2", "1" * 5000, "-" + "9" * 5000, "[" * 100_000)
-"""Texts of a policy that some of Python's functions accept as numbers."""
+"""Completions that are not numbers. Python's number functions would accept some of them."""
 
 
 @pytest.mark.parametrize(
@@ -305,19 +305,19 @@ NON_NUMBERS = ("--1", "-", "1-", "²", "٣", "1\x1e2", "1" * 5000, "-" + "9" * 5
     ],
 )
 def test_text_actions_are_parsed_from_names_numbers_or_json(env_id: str, answers) -> None:
-    environment = make(env_id)()
+    environment = make_factory(env_id)()
     observation = environment.reset(seed=7).observation
     (message,) = environment.text_renderer.render(observation, first=True)
     assert env_id in message["content"]
     for text in answers:
         environment.text_renderer.parse(text, observation)
-    for nonsense in ("", "left and right", "7000", "[1, 2, 3]", "[" * 5000, *NON_NUMBERS):
+    for invalid_text in ("", "left and right", "7000", "[1, 2, 3]", "[" * 5000, *NON_NUMBERS):
         with pytest.raises(ActionParseError, match="expected "):
-            environment.text_renderer.parse(nonsense, observation)
+            environment.text_renderer.parse(invalid_text, observation)
 
 
 def test_rendered_board_marks_the_player() -> None:
-    environment = make("FrozenLake-v1")()
+    environment = make_factory("FrozenLake-v1")()
     observation = environment.reset(seed=7).observation
     assert observation.rendered.splitlines()[0] == "[S]FFF"
     content = environment.text_renderer.render(observation, first=False)[0]["content"]
@@ -327,7 +327,7 @@ def test_rendered_board_marks_the_player() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env_id", "options", "slips"),
+    ("env_id", "options", "may_slip"),
     [
         ("FrozenLake-v1", {}, True),
         ("FrozenLake-v1", {"is_slippery": False}, False),
@@ -336,15 +336,17 @@ def test_rendered_board_marks_the_player() -> None:
         ("CartPole-v1", {}, False),
     ],
 )
-def test_the_rules_mention_slipping_if_actions_may_slip(env_id: str, options, slips) -> None:
-    environment = make(env_id, **options)()
+def test_the_rules_mention_slipping_if_actions_may_slip(env_id: str, options, may_slip) -> None:
+    environment = make_factory(env_id, **options)()
     observation = environment.reset(seed=7).observation
     content = environment.text_renderer.render(observation, first=True)[0]["content"]
-    assert ("You may slip sideways." in content) == slips
+    assert ("You may slip sideways." in content) == may_slip
 
 
 def test_action_names_and_instructions_can_be_set() -> None:
-    environment = make("CartPole-v1", action_names=["WEST", "EAST"], instructions="Balance.")()
+    environment = make_factory(
+        "CartPole-v1", action_names=["WEST", "EAST"], instructions="Balance."
+    )()
     observation = environment.reset(seed=1).observation
     assert environment.text_renderer.legal_answers(observation) == ["WEST", "EAST"]
     assert "Balance." in environment.text_renderer.render(observation, first=True)[0]["content"]
@@ -353,7 +355,7 @@ def test_action_names_and_instructions_can_be_set() -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 async def test_large_box_is_sent_as_a_tensor_and_described_in_the_schema(wire: str) -> None:
-    factory = make("ludus-tests/Camera-v0")
+    factory = make_factory("ludus-tests/Camera-v0")
     async with EnvServer(factory, ServerOptions(port=0)) as server:
         address = server.grpc_address if wire == "grpc" else server.http_address
         async with await AsyncEnvClient.connect(address) as client:
@@ -362,8 +364,8 @@ async def test_large_box_is_sent_as_a_tensor_and_described_in_the_schema(wire: s
     camera = first_result.tensors["observation.camera"]
     assert (camera.shape, camera.dtype) == ((32, 40, 3), np.uint8)
     assert first_result.observation["observation"] == {"camera": None, "speed": [0.5]}
-    expected_observation, _ = gymnasium.make("ludus-tests/Camera-v0").reset(seed=3)
-    assert np.array_equal(camera, expected_observation["camera"])
+    original_observation, _ = gymnasium.make("ludus-tests/Camera-v0").reset(seed=3)
+    assert np.array_equal(camera, original_observation["camera"])
     assert "tensor 'observation.camera', uint8, shape [32, 40, 3]" in str(
         description.observation_schema
     )
@@ -372,7 +374,7 @@ async def test_large_box_is_sent_as_a_tensor_and_described_in_the_schema(wire: s
 @pytest.mark.slow
 def test_server_passes_all_protocol_checks() -> None:
     async def find_broken_checks() -> list[str]:
-        async with open_client(make("Taxi-v4"), PlayOptions(max_sessions=4)) as client:
+        async with open_client(make_factory("Taxi-v4"), PlayOptions(max_sessions=4)) as client:
             report = await check_server(client, num_steps=8, seeds=range(3))
             broken_checks = [check for check in report.checks if check.verdict == "broken"]
             return [f"{check.name}: {check.detail}" for check in broken_checks]
@@ -389,7 +391,7 @@ def test_server_passes_all_protocol_checks() -> None:
 )
 def test_invalid_options_raise_config_error(options, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        make("FrozenLake-v1", **options)()
+        make_factory("FrozenLake-v1", **options)()
 
 
 def test_module_prefix_of_the_id_is_imported(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,10 +399,10 @@ def test_module_prefix_of_the_id_is_imported(tmp_path, monkeypatch: pytest.Monke
         "import gymnasium\ngymnasium.register('Own-v0', 'gymnasium.envs.toy_text:FrozenLakeEnv')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    environment = make("registers:Own-v0", is_slippery=False)()
+    environment = make_factory("registers:Own-v0", is_slippery=False)()
     assert environment.reset(seed=1).observation.legal_actions == [0, 1, 2, 3]
     with pytest.raises(NotFoundError, match="needs the module 'no_such_module'"):
-        make("no_such_module:Own-v0")
+        make_factory("no_such_module:Own-v0")
 
 
 def test_unsupported_space_raises_config_error() -> None:

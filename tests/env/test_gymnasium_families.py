@@ -1,4 +1,4 @@
-"""The text for Gymnasium's pictures, named numbers, missions and large action spaces."""
+"""Text for Gymnasium environments with images, labeled numbers, or large action spaces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PICTURE = np.arange(32 * 40 * 3, dtype=np.uint8).reshape(32, 40, 3)
 
 
 class MissionSpace(spaces.Space):
-    """A custom space of text, like the space of MiniGrid."""
+    """A custom space of strings, like the mission space of MiniGrid."""
 
     def sample(self, mask=None, probability=None):
         return "go to the red ball"
@@ -37,14 +37,15 @@ class MissionSpace(spaces.Space):
 
 
 class FixedEnv(gymnasium.Env):
-    """Shows a fixed element of a space."""
+    """An environment whose observation is a fixed element of a space."""
 
-    def __init__(self, space, element, num_actions=2, mask=None, missing="") -> None:
+    def __init__(self, space, element, num_actions=2, mask=None, missing_module="") -> None:
         self.observation_space = space
         self.action_space = spaces.Discrete(num_actions, start=3)
         self._element, self._mask = element, mask
-        if missing:
-            raise ModuleNotFoundError(f"No module named '{missing}'", name=missing)
+        if missing_module:
+            message = f"No module named '{missing_module}'"
+            raise ModuleNotFoundError(message, name=missing_module)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -82,29 +83,29 @@ for env in (PictureEnv, PairOfPicturesEnv, MissionEnv, ManyActionsEnv):
     gymnasium.register(f"ludus-families/{env.__name__}-v0", env)
 
 
-def make(name: str, **options):
+def make_factory(name: str, **options):
     return environment_factory(f"gymnasium:{name}", options)
 
 
-def make_own(env, **options):
-    return make(f"ludus-families/{env.__name__}-v0", **options)
+def make_test_factory(env, **options):
+    return make_factory(f"ludus-families/{env.__name__}-v0", **options)
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test in its own folder, because MuJoCo writes a log into the working folder."""
+def use_temporary_folder(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test in a temporary folder, because MuJoCo writes a log into the working folder."""
     monkeypatch.chdir(tmp_path)
 
 
 def test_environment_with_image_observations_has_no_text_view() -> None:
-    environment = make_own(PictureEnv)()
+    environment = make_test_factory(PictureEnv)()
     assert environment.text_renderer is None
     assert not describe_environment(environment).has_text_view
-    assert describe_environment(make_own(PairOfPicturesEnv)()).has_text_view
+    assert describe_environment(make_test_factory(PairOfPicturesEnv)()).has_text_view
 
 
 def test_picture_columns_option_renders_images_as_digits() -> None:
-    environment = make_own(PictureEnv, picture_columns=10)()
+    environment = make_test_factory(PictureEnv, picture_columns=10)()
     observation = environment.reset(seed=1).observation
     (first_message,) = environment.text_renderer.render(observation, first=True)
     assert "from 0 for black to 9 for white" in first_message["content"]
@@ -114,7 +115,7 @@ def test_picture_columns_option_renders_images_as_digits() -> None:
     assert rows == observation.picture.splitlines()
 
 
-def test_each_digit_is_the_mean_brightness_of_a_cell() -> None:
+def test_digit_of_a_picture_is_the_mean_brightness_of_its_cell() -> None:
     picture = np.zeros((4, 6, 3), np.uint8)
     picture[:2, 2:4] = 255
     picture[2:, 4:] = 128
@@ -136,12 +137,12 @@ def test_each_digit_is_the_mean_brightness_of_a_cell() -> None:
 )
 def test_invalid_picture_columns_raise_config_error(target: str, num_columns: int, content) -> None:
     with pytest.raises(ConfigError, match=content):
-        make(target, picture_columns=num_columns)()
+        make_factory(target, picture_columns=num_columns)()
 
 
 async def test_upstream_clients_get_the_image_in_the_observation() -> None:
     async with (
-        EnvServer(make_own(PictureEnv), ServerOptions(port=0)) as server,
+        EnvServer(make_test_factory(PictureEnv), ServerOptions(port=0)) as server,
         httpx.AsyncClient(base_url=server.http_address) as client,
     ):
         observation = (await client.post("/reset", json={"seed": 1})).json()["observation"]
@@ -153,7 +154,7 @@ async def test_upstream_clients_get_the_image_in_the_observation() -> None:
 
 
 def test_upstream_payload_contains_nested_images() -> None:
-    environment = make_own(PairOfPicturesEnv)()
+    environment = make_test_factory(PairOfPicturesEnv)()
     encoded = encode_transition(environment.reset(seed=1), None, 0)
     payload = orjson.loads(orjson.dumps(make_upstream_payload(encoded)))
     eyes = payload["observation"]["observation"]["eyes"]
@@ -181,17 +182,17 @@ SIZES_BY_ID = {
     "Swimmer-v5": (8, (2,)),
     "Walker2d-v5": (17, (6,)),
 }
-"""Numbers of values in an observation and in an action, from Gymnasium's documentation."""
+"""Size of an observation and shape of an action, from Gymnasium's documentation."""
 
 
 @pytest.mark.parametrize("env_id", SIZES_BY_ID)
 def test_known_environments_have_labels_for_observations_and_actions(env_id: str) -> None:
-    num_numbers, action_shape = SIZES_BY_ID[env_id]
+    num_observed_values, action_shape = SIZES_BY_ID[env_id]
     guide = GUIDES[env_id.rpartition("-")[0]]
     assert guide.instructions
     assert (
-        len(guide.find_observation_labels(num_numbers))
-        == min(num_numbers, len(guide.observation_labels))
+        len(guide.find_observation_labels(num_observed_values))
+        == min(num_observed_values, len(guide.observation_labels))
         > 0
     )
     assert len(set(guide.observation_labels)) == len(guide.observation_labels)
@@ -203,7 +204,7 @@ def test_expected_sizes_match_the_installed_environments(env_id: str) -> None:
     try:
         environment = gymnasium.make(env_id)
     except gymnasium.error.DependencyNotInstalled:
-        pytest.skip("its library is not installed")
+        pytest.skip("the library of the environment is not installed")
     with environment:
         shapes = (environment.observation_space.shape[0], environment.action_space.shape)
     assert shapes == SIZES_BY_ID[env_id]
@@ -222,7 +223,7 @@ def test_expected_sizes_match_the_installed_environments(env_id: str) -> None:
     ],
 )
 def test_numbers_are_rendered_with_labels(env_id: str, instructions: str, label) -> None:
-    environment = make(env_id)()
+    environment = make_factory(env_id)()
     observation = environment.reset(seed=1).observation
     (first_message,) = environment.text_renderer.render(observation, first=True)
     (later_message,) = environment.text_renderer.render(observation, first=False)
@@ -251,8 +252,8 @@ def test_guide_covers_all_minigrid_ids_but_not_ids_with_a_similar_prefix() -> No
     assert find_guide("Ant-Own") == Guide()
 
 
-def test_a_custom_space_with_text_samples_is_text() -> None:
-    environment = make_own(MissionEnv)()
+def test_custom_space_with_string_samples_is_rendered_as_text() -> None:
+    environment = make_test_factory(MissionEnv)()
     observation = environment.reset(seed=1).observation
     assert observation.model_dump()["observation"]["mission"] == "go to the red ball"
     (message,) = environment.text_renderer.render(observation, first=False)
@@ -260,7 +261,7 @@ def test_a_custom_space_with_text_samples_is_text() -> None:
 
 
 def test_many_actions_are_described_by_their_range() -> None:
-    environment = make_own(ManyActionsEnv)()
+    environment = make_test_factory(ManyActionsEnv)()
     observation = environment.reset(seed=1).observation
     assert (observation.legal_actions, observation.num_legal_actions) == (None, 50_257)
     assert environment.text_renderer.legal_answers(observation) == []
@@ -278,11 +279,11 @@ def test_many_actions_are_described_by_their_range() -> None:
 
 
 def test_few_legal_actions_of_a_large_space_are_listed() -> None:
-    environment = make_own(ManyActionsEnv, mask=[0, 50_256])()
+    environment = make_test_factory(ManyActionsEnv, mask=[0, 50_256])()
     start = environment.reset(seed=1).observation
     assert (start.legal_actions, start.num_legal_actions) == ([3, 50_259], 2)
     assert environment.text_renderer.legal_answers(start) == ["3", "50259"]
-    environment = make_own(ManyActionsEnv, mask=list(range(MAX_LISTED_ACTIONS + 1)))()
+    environment = make_test_factory(ManyActionsEnv, mask=list(range(MAX_LISTED_ACTIONS + 1)))()
     start = environment.reset(seed=1).observation
     assert (start.legal_actions, start.num_legal_actions) == (None, MAX_LISTED_ACTIONS + 1)
 
@@ -302,13 +303,13 @@ def test_missing_library_error_names_the_package_to_install(
     monkeypatch.setattr(gymnasium.envs.registration, "registry", dict(gymnasium.registry))
     gymnasium.register("ludus-families/Lacking-v0", "lacks_a_library:Env")
     with pytest.raises(ConfigError, match=r"needs a library: .*gymnasium\[box2d\]"):
-        make("ludus-families/Lacking-v0")()
+        make_factory("ludus-families/Lacking-v0")()
     with pytest.raises(ConfigError, match=r"needs a library: No module.*; pip install mujoco"):
-        make_own(PictureEnv, missing="mujoco.bindings")()
+        make_test_factory(PictureEnv, missing_module="mujoco.bindings")()
 
 
 def test_warning_about_a_slow_determinism_check_names_the_remedy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert not is_deterministic(make("CartPole-v1"), budget_s=0.0)
+    assert not is_deterministic(make_factory("CartPole-v1"), budget_s=0.0)
     assert "serve it with --deterministic" in caplog.text

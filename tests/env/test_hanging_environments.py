@@ -1,4 +1,4 @@
-"""Code that never returns: its call times out, its slot is freed, and other sessions continue."""
+"""Calls that never return time out and free their slots, and other sessions continue."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tests.env.polling import find_busy_sessions, move_loop_clock, wait_for_sess
 from tests.env.served import serve, server_process
 from tests.env.test_unruly_table import Neighbour, do_deed
 
-LONG_WAIT_S = 61.0
+CLOCK_ADVANCE_S = 61.0
 PHASES = [Phase.RESET, Phase.STEP, Phase.RENDER, Phase.STATE, Phase.TOOL]
 
 
 class HangingServer:
-    """A server whose environments hang in its threads."""
+    """A server whose environments hang in the server's threads, and a client."""
 
     def __init__(self, folder: Path, server: EnvServer, client: AsyncEnvClient) -> None:
         self.folder, self.server, self.client = folder, server, client
 
-    async def hang(self, *calls: asyncio.Task) -> list[EnvError]:
-        """Return the errors of the calls after their time limit."""
+    async def time_out_calls(self, *calls: asyncio.Task) -> list[EnvError]:
+        """Wait until the calls hang, move the clock past their limit, and return their errors."""
         await wait_until(lambda: self.num_hung == len(calls))
-        move_loop_clock(LONG_WAIT_S)
+        move_loop_clock(CLOCK_ADVANCE_S)
         return await asyncio.gather(*calls, return_exceptions=True)
 
     @property
@@ -43,7 +43,7 @@ class HangingServer:
 
 
 @asynccontextmanager
-async def serve_hanging(folder: Path, **options) -> AsyncIterator[HangingServer]:
+async def serve_hanging_env(folder: Path, **options) -> AsyncIterator[HangingServer]:
     factory, host_options = get_factory_and_options(folder, "threads")
     async with (
         serve(factory, **{**host_options, **options}) as server,
@@ -58,10 +58,10 @@ async def serve_hanging(folder: Path, **options) -> AsyncIterator[HangingServer]
 async def test_hanging_call_ends_the_session_and_frees_the_slot(
     phase: Phase, tmp_path: Path
 ) -> None:
-    async with serve_hanging(tmp_path, num_threads=1, max_sessions=2) as setup:
+    async with serve_hanging_env(tmp_path, num_threads=1, max_sessions=2) as setup:
         neighbour = Neighbour((await setup.client.open(seed=0))[0])
         session, _ = await setup.client.open(seed=1)
-        (error,) = await setup.hang(asyncio.create_task(do_deed(session, phase, HANG)))
+        (error,) = await setup.time_out_calls(asyncio.create_task(do_deed(session, phase, HANG)))
         assert isinstance(error, CallTimeoutError)
         await wait_for_sessions(setup.server.core, 1)
         assert await neighbour.can_step()
@@ -70,17 +70,19 @@ async def test_hanging_call_ends_the_session_and_frees_the_slot(
 
 
 async def test_hanging_close_frees_the_slot(tmp_path: Path) -> None:
-    async with serve_hanging(tmp_path, num_threads=1, max_sessions=1) as setup:
+    async with serve_hanging_env(tmp_path, num_threads=1, max_sessions=1) as setup:
         session, _ = await setup.client.open(seed=1)
-        assert await setup.hang(asyncio.create_task(do_deed(session, Phase.CLOSE, HANG))) == [None]
+        assert await setup.time_out_calls(
+            asyncio.create_task(do_deed(session, Phase.CLOSE, HANG))
+        ) == [None]
         next_session, _ = await setup.client.open(seed=2)
         assert (await next_session.step({"add": 1})).observation["total"] == 1
 
 
 async def test_environment_that_hangs_during_creation_frees_the_slot(tmp_path: Path) -> None:
-    async with serve_hanging(tmp_path, num_threads=1, max_sessions=1) as setup:
+    async with serve_hanging_env(tmp_path, num_threads=1, max_sessions=1) as setup:
         (tmp_path / "build").write_text(HANG)
-        (error,) = await setup.hang(asyncio.create_task(setup.client.open(seed=1)))
+        (error,) = await setup.time_out_calls(asyncio.create_task(setup.client.open(seed=1)))
         assert isinstance(error, CallTimeoutError)
         assert "not built within 60 s" in str(error)
         (tmp_path / "build").unlink()
@@ -89,7 +91,7 @@ async def test_environment_that_hangs_during_creation_frees_the_slot(tmp_path: P
 
 
 async def test_call_waiting_behind_hanging_calls_does_not_time_out(tmp_path: Path) -> None:
-    async with serve_hanging(tmp_path, num_threads=1) as setup:
+    async with serve_hanging_env(tmp_path, num_threads=1) as setup:
         waiting_session, _ = await setup.client.open(seed=0)
         hanging_session, _ = await setup.client.open(seed=1)
         hanging_call = asyncio.create_task(do_deed(hanging_session, Phase.STEP, HANG))
@@ -97,14 +99,16 @@ async def test_call_waiting_behind_hanging_calls_does_not_time_out(tmp_path: Pat
         waiting_step = asyncio.create_task(waiting_session.step({"add": 1}))
         core = setup.server.core
         await wait_until(lambda: waiting_session.id in find_busy_sessions(core))
-        (error,) = await setup.hang(hanging_call)
+        (error,) = await setup.time_out_calls(hanging_call)
         assert isinstance(error, CallTimeoutError)
         assert (await waiting_step).observation["total"] == 1
 
 
-async def test_server_without_free_threads_is_not_ready_and_reports_why(tmp_path: Path) -> None:
+async def test_server_without_free_threads_is_not_ready_and_reports_the_reason(
+    tmp_path: Path,
+) -> None:
     async with (
-        serve_hanging(tmp_path, num_threads=1) as setup,
+        serve_hanging_env(tmp_path, num_threads=1) as setup,
         httpx.AsyncClient(base_url=setup.server.http_address, timeout=3600) as http,
     ):
         assert (await http.get("/readyz")).status_code == 200
@@ -112,7 +116,7 @@ async def test_server_without_free_threads_is_not_ready_and_reports_why(tmp_path
             session, _ = await setup.client.open(seed=1)
             call = asyncio.create_task(do_deed(session, Phase.STEP, HANG))
             await wait_until(lambda num_expected=num_hung: setup.num_hung == num_expected)
-            move_loop_clock(LONG_WAIT_S)
+            move_loop_clock(CLOCK_ADVANCE_S)
             with pytest.raises(CallTimeoutError):
                 await call
         response = await http.get("/readyz")
@@ -128,11 +132,11 @@ async def test_watchdog_stops_a_stuck_process() -> None:
     end_event, unavailable_reason = threading.Event(), [""]
     reasons: list[str] = []
 
-    def end_process(reason: str) -> None:
+    def record_end(reason: str) -> None:
         reasons.append(reason)
         end_event.set()
 
-    Watchdog(0.0, lambda: unavailable_reason[0], end_process, tick_s=0.01)
+    Watchdog(0.0, lambda: unavailable_reason[0], record_end, tick_s=0.01)
     await asyncio.sleep(0.05)
     assert reasons == []
     unavailable_reason[0] = "no thread is left"
@@ -150,4 +154,4 @@ async def test_step_that_blocks_the_event_loop_stops_the_server(tmp_path: Path) 
         assert await asyncio.to_thread(server.process.wait) == STUCK_EXIT_CODE
         output = await asyncio.to_thread(server.process.stderr.read)
         assert "has blocked the event loop for more than 1 s" in output
-        assert "in _misbehave" in output, "it shows where"
+        assert "in _misbehave" in output, "the output does not contain the blocking function"

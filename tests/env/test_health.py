@@ -1,4 +1,4 @@
-"""Health, readiness, drain and metrics, as Kubernetes and Prometheus request them."""
+"""Health, readiness, drain and metrics requests of Kubernetes and Prometheus."""
 
 import asyncio
 import contextlib
@@ -26,8 +26,8 @@ from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.polling import limit_steps, wait_for_sessions
 from tests.env.served import serve
 
-WORKERS = "env_server_workers"
-WORKER_ENDS = "env_server_worker_ends_total"
+WORKERS_METRIC = "env_server_workers"
+WORKER_ENDS_METRIC = "env_server_worker_ends_total"
 WORKER_METRICS = {
     EnvServerMetric.WORKERS,
     EnvServerMetric.WORKER_ENDS,
@@ -44,11 +44,11 @@ def open_client(app) -> httpx.AsyncClient:
 
 
 async def read_series(client, headers=None) -> dict[tuple[str, str], float]:
-    """Return the values by name and by the label next to the environment's label."""
-    reply = await client.get("/metrics", headers=headers)
-    assert reply.status_code == 200
+    """Return the values by metric name and by the value of the label other than `env`."""
+    response = await client.get("/metrics", headers=headers)
+    assert response.status_code == 200
     values_by_series = {}
-    for family in text_string_to_metric_families(reply.text):
+    for family in text_string_to_metric_families(response.text):
         for sample in family.samples:
             labels = {**sample.labels}
             assert labels.pop("env") == "counting"
@@ -120,7 +120,7 @@ async def test_live_and_ended_workers_are_counted() -> None:
 
         async def read_worker_counts() -> tuple[float, float]:
             series = await read_series(client)
-            return series[WORKERS, ""], series[WORKER_ENDS, ""]
+            return series[WORKERS_METRIC, ""], series[WORKER_ENDS_METRIC, ""]
 
         async with asyncio.timeout(60):
             while await read_worker_counts() != (2, 0) or len(server.core.host.pids) < 2:
@@ -130,7 +130,7 @@ async def test_live_and_ended_workers_are_counted() -> None:
                 await asyncio.sleep(0.02)
 
 
-async def test_two_applications_have_separate_metrics() -> None:
+async def test_applications_have_separate_metrics() -> None:
     first_core, second_core = make_core(), make_core()
     await first_core.open(OpenArgs())
     async with (
@@ -161,10 +161,10 @@ async def test_draining_server_stays_ready_and_reports_remaining_sessions() -> N
         assert drain_status == {"is_draining": True, "num_sessions": 1, "num_waiting": 0}
         assert (await client.get("/readyz")).status_code == 200
         assert (await read_series(client))["env_server_draining", ""] == 1
-        reply = await client.post("/reset")
-        assert (reply.status_code, reply.json()["detail"]["code"]) == (503, "DRAINING")
-        reply = await client.post("/step", json={"add": 1}, headers={"x-session-id": session_id})
-        assert reply.json()["observation"]["total"] == 1
+        response = await client.post("/reset")
+        assert (response.status_code, response.json()["detail"]["code"]) == (503, "DRAINING")
+        response = await client.post("/step", json={"add": 1}, headers={"x-session-id": session_id})
+        assert response.json()["observation"]["total"] == 1
 
 
 async def test_drain_waits_for_the_last_session_until_the_timeout() -> None:
@@ -190,9 +190,9 @@ async def test_drain_and_metrics_need_the_token_except_on_the_admin_port() -> No
                 assert (await client.get(path)).status_code == 401
             assert not server.core.load.is_draining
             for path in ("/health", "/healthz", "/readyz"):
-                reply = await client.get(path)
-                assert reply.status_code == 200
-                assert not re.search("counting|session|ludus", reply.text)
+                response = await client.get(path)
+                assert response.status_code == 200
+                assert not re.search("counting|session|ludus", response.text)
             await read_series(client, {"authorization": "Bearer hush"})
         async with open_client(build_admin_app(server.core)) as client:
             for path in ("/healthz", "/readyz", "/metrics", "/drain"):
@@ -213,7 +213,7 @@ async def test_admin_port_needs_no_token_and_serves_no_environment_calls() -> No
             assert server.core.load.is_draining
 
 
-async def test_every_session_end_is_counted_by_kind(core_clock) -> None:
+async def test_ended_sessions_are_counted_by_kind(core_clock) -> None:
     core = make_core(ThreadedCountingEnv)
     closed_session = await core.open(OpenArgs())
     await core.close(closed_session.session_id)
@@ -241,7 +241,7 @@ async def test_every_session_end_is_counted_by_kind(core_clock) -> None:
 async def test_session_on_the_worker_of_a_hanging_session_counts_as_lost() -> None:
     async with serve(isolation="pool", num_workers=1) as server:
         core = server.core
-        hung_id, peer_id = [(await core.open(OpenArgs(ResetArgs()))).session_id for _ in "12"]
+        hung_id, peer_id = [(await core.open(OpenArgs(ResetArgs()))).session_id for _ in range(2)]
         limit_steps(core, 0.3)
         with pytest.raises(EnvError):
             await core.step(hung_id, b'{"add":99}')

@@ -30,7 +30,7 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", app)
 
 @schema.parametrize()
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-def test_no_request_breaks_the_server(case) -> None:
+def test_requests_from_the_schema_cause_no_server_error(case) -> None:
     response = case.call()
     case.validate_response(response, checks=[not_a_server_error])
     if response.status_code >= 400 and response.status_code not in (404, 405):
@@ -69,8 +69,8 @@ headers = st.dictionaries(
 def client():
     core = make_core(ToolEnv, max_sessions=3)
     app = build_app(core)
-    with pytest.MonkeyPatch.context() as patch, TestClient(app) as client:
-        patch.setattr(core, "drain", lambda: None)  # /drain is among the paths
+    with pytest.MonkeyPatch.context() as monkeypatch, TestClient(app) as client:
+        monkeypatch.setattr(core, "drain", lambda: None)  # /drain is one of the paths
         yield client, core
 
 
@@ -78,16 +78,16 @@ def client():
     path=st.sampled_from(PATHS),
     method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD"]),
     body=bodies,
-    given_headers=headers,
+    random_headers=headers,
 )
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 def test_random_requests_cause_no_internal_error(
-    client, path: str, method: str, body, given_headers
+    client, path: str, method: str, body, random_headers
 ) -> None:
     http_client, core = client
-    given_headers = {"content-type": "application/json", **given_headers}
-    reply = http_client.request(method, path, content=body, headers=given_headers)
-    assert reply.status_code not in (500, 502), reply.text
+    random_headers = {"content-type": "application/json", **random_headers}
+    response = http_client.request(method, path, content=body, headers=random_headers)
+    assert response.status_code not in (500, 502), response.text
     assert core.load.num_sessions <= 3
     http_client.cookies.clear()
 

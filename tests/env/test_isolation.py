@@ -76,24 +76,26 @@ def get_host(server: EnvServer) -> WorkerHost:
     return host
 
 
-async def open_many(client: AsyncEnvClient, count: int) -> list[Any]:
-    results = await asyncio.gather(*(client.open(seed=seed) for seed in range(count)))
+async def open_sessions(client: AsyncEnvClient, num_sessions: int) -> list[Any]:
+    results = await asyncio.gather(*(client.open(seed=seed) for seed in range(num_sessions)))
     return [session for session, _ in results]
 
 
-async def read_pid(session: Any) -> int:
+async def read_worker_pid(session: Any) -> int:
     return (await session.step(REPORT_ACTION)).info["pid"]
 
 
 async def group_by_worker(sessions: list[Any]) -> dict[int, list[Any]]:
     """Group the sessions by the process id of their worker."""
     sessions_by_pid: dict[int, list[Any]] = {}
-    for session, pid in zip(sessions, await asyncio.gather(*map(read_pid, sessions)), strict=True):
+    for session, pid in zip(
+        sessions, await asyncio.gather(*map(read_worker_pid, sessions)), strict=True
+    ):
         sessions_by_pid.setdefault(pid, []).append(session)
     return sessions_by_pid
 
 
-async def expect_only_lost(
+async def assert_only_lost(
     lost_sessions: list[Any],
     other_sessions: list[Any],
     message: str,
@@ -107,7 +109,7 @@ async def expect_only_lost(
     assert [result.reward for result in results] == [1.0] * len(other_sessions)
 
 
-# -- deaths ----------------------------------------------------------------------------
+# -- exits and limits ------------------------------------------------------------------
 
 
 async def test_killed_worker_loses_only_sessions_on_that_worker_and_is_replaced(
@@ -117,15 +119,15 @@ async def test_killed_worker_loses_only_sessions_on_that_worker_and_is_replaced(
         serve_workers(isolation=isolation, max_sessions=33) as server,
         connect_to(server) as client,
     ):
-        sessions = await open_many(client, 33)
+        sessions = await open_sessions(client, 33)
         sessions_by_pid = await group_by_worker(sessions)
         assert len(sessions_by_pid) == (NUM_WORKERS if isolation == "pool" else 33)
         pid, lost_sessions = next(iter(sessions_by_pid.items()))
         os.kill(pid, signal.SIGKILL)
         await wait_until(lambda: server.core.load.num_sessions == 33 - len(lost_sessions))
         other_sessions = [candidate for candidate in sessions if candidate not in lost_sessions]
-        await expect_only_lost(lost_sessions, other_sessions, "its worker was killed by SIGKILL")
-        new_sessions = await open_many(client, len(lost_sessions))
+        await assert_only_lost(lost_sessions, other_sessions, "its worker was killed by SIGKILL")
+        new_sessions = await open_sessions(client, len(lost_sessions))
         assert pid not in await group_by_worker(new_sessions)
         with pytest.raises(CapacityError):
             await client.open()
@@ -148,18 +150,20 @@ async def test_step_that_ends_the_worker_process_reports_the_cause(
         serve_workers(isolation=isolation, memory_limit_mb=300) as server,
         connect_to(server) as client,
     ):
-        sessions_by_pid = await group_by_worker(await open_many(client, 6))
-        culprit, *neighbours = next(iter(sessions_by_pid.values()))
+        sessions_by_pid = await group_by_worker(await open_sessions(client, 6))
+        faulty_session, *peer_sessions = next(iter(sessions_by_pid.values()))
         other_sessions = [
             candidate for pid, group in sessions_by_pid.items() for candidate in group
         ]
         other_sessions = [
-            candidate for candidate in other_sessions if candidate not in (culprit, *neighbours)
+            candidate
+            for candidate in other_sessions
+            if candidate not in (faulty_session, *peer_sessions)
         ]
         with pytest.raises(SessionLostError, match=message) as error_info:
-            await culprit.step({"add": int(deed)})
+            await faulty_session.step({"add": int(deed)})
         assert isinstance(error_info.value, InfrastructureError)
-        await expect_only_lost(neighbours, other_sessions, message)
+        await assert_only_lost(peer_sessions, other_sessions, message)
         assert (await (await client.open(seed=1))[0].step(ADD_1)).reward == 1.0
 
 
@@ -168,18 +172,18 @@ async def test_hanging_step_ends_only_the_worker_that_runs_the_step(
     isolation: str, factory
 ) -> None:
     async with serve_workers(factory, isolation) as server, connect_to(server) as client:
-        sessions_by_pid = await group_by_worker(await open_many(client, 6))
-        culprit, *neighbours = next(iter(sessions_by_pid.values()))
+        sessions_by_pid = await group_by_worker(await open_sessions(client, 6))
+        faulty_session, *peer_sessions = next(iter(sessions_by_pid.values()))
         other_sessions = [
             candidate for group in list(sessions_by_pid.values())[1:] for candidate in group
         ]
         limit_steps(server.core, 0.5)
         with pytest.raises(CallTimeoutError, match=r"longer than 0\.5 s") as error_info:
-            await culprit.step({"add": int(Deed.HANG)})
+            await faulty_session.step({"add": int(Deed.HANG)})
         assert error_info.value.code is ErrorCode.TIMEOUT
         limit_steps(server.core, 60)
         await wait_until(lambda: server.core.load.num_sessions == len(other_sessions))
-        await expect_only_lost(neighbours, other_sessions, r"a step took longer than 0\.5 s")
+        await assert_only_lost(peer_sessions, other_sessions, r"a step took longer than 0\.5 s")
         await wait_until(lambda: not is_alive(next(iter(sessions_by_pid))))
 
 
@@ -202,15 +206,15 @@ async def test_cpu_time_beyond_the_limit_ends_the_session() -> None:
         serve_workers(isolation="process", cpu_limit_s=1) as server,
         connect_to(server) as client,
     ):
-        culprit, other_session = await open_many(client, 2)
+        faulty_session, other_session = await open_sessions(client, 2)
         with pytest.raises(SessionLostError, match="used up its 1 s of CPU time"):
-            await culprit.step({"add": int(Deed.SPIN)})
+            await faulty_session.step({"add": int(Deed.SPIN)})
         assert (await other_session.step(ADD_1)).reward == 1.0
 
 
 async def test_sys_exit_in_a_step_raises_execution_error(isolation: str) -> None:
     async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
-        (session,) = await open_many(client, 1)
+        (session,) = await open_sessions(client, 1)
         with pytest.raises(ExecutionError, match="SystemExit"):
             await session.step({"add": int(Deed.SYS_EXIT)})
         assert (await session.step(ADD_1)).reward == 1.0
@@ -218,8 +222,8 @@ async def test_sys_exit_in_a_step_raises_execution_error(isolation: str) -> None
 
 async def test_child_processes_end_when_the_worker_is_killed(isolation: str) -> None:
     async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
-        (session,) = await open_many(client, 1)
-        worker_pid = await read_pid(session)
+        (session,) = await open_sessions(client, 1)
+        worker_pid = await read_worker_pid(session)
         await session.step({"add": int(Deed.START_CHILD)})
         (child_pid,) = child_processes(worker_pid)
         assert is_alive(child_pid)
@@ -234,7 +238,7 @@ async def test_client_time_limit_ends_only_the_session_that_exceeds_the_limit() 
         serve_workers(UnrulyThreadedEnv, num_workers=1, step_timeout_s=30) as server,
         connect_to(server) as client,
     ):
-        (other_session,) = await open_many(client, 1)
+        (other_session,) = await open_sessions(client, 1)
         core = server.core
         hasty_session = await core.open(OpenArgs(ResetArgs()))
         with pytest.raises(CallTimeoutError):
@@ -248,7 +252,7 @@ async def test_slow_environment_in_a_pool_delays_no_other_session(gate: Gate) ->
         serve_workers(gate.factory, num_workers=1, allow_write=(gate.folder,)) as server,
         connect_to(server) as client,
     ):
-        slow_session, quick_session = await open_many(client, 2)
+        slow_session, quick_session = await open_sessions(client, 2)
         slow_step = asyncio.create_task(slow_session.step({"add": 98}))
         await wait_until(lambda: gate.num_entered)
         for _ in range(3):
@@ -260,17 +264,17 @@ async def test_slow_environment_in_a_pool_delays_no_other_session(gate: Gate) ->
 
 async def test_sessions_survive_the_death_of_the_fork_server(isolation: str) -> None:
     async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
-        sessions = await open_many(client, 4)
+        sessions = await open_sessions(client, 4)
         fork_server_pid = get_host(server).fork_server.pid
         os.kill(fork_server_pid, signal.SIGKILL)
         await wait_until(lambda: not is_alive(fork_server_pid))
         results = await asyncio.gather(*(session.step(ADD_1) for session in sessions))
         assert [result.reward for result in results] == [1.0] * 4
-        orphan_pid = await read_pid(sessions[0])
+        orphan_pid = await read_worker_pid(sessions[0])
         os.kill(orphan_pid, signal.SIGKILL)
         with pytest.raises(SessionLostError, match="its worker ended"):
             await sessions[0].step(ADD_1)
-        new_sessions = await open_many(client, 8)
+        new_sessions = await open_sessions(client, 8)
         assert orphan_pid not in await group_by_worker(new_sessions)
         pids = get_host(server).pids
     await wait_until(lambda: not any(map(is_alive, pids)))
@@ -279,14 +283,14 @@ async def test_sessions_survive_the_death_of_the_fork_server(isolation: str) -> 
 async def test_open_succeeds_when_the_fork_server_dies(isolation: str) -> None:
     async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
         host = get_host(server)
-        await open_many(client, 1)
+        await open_sessions(client, 1)
         fork_server_pid = host.fork_server.pid
-        os.kill(fork_server_pid, signal.SIGSTOP)  # it gets orders but ignores them
-        killed_pids = host.pids if isolation == "pool" else []  # warm workers would suffice
+        os.kill(fork_server_pid, signal.SIGSTOP)  # it cannot process requests
+        killed_pids = host.pids if isolation == "pool" else []  # idle workers could serve the opens
         for pid in killed_pids:
             os.kill(pid, signal.SIGKILL)
         await wait_until(lambda: host.worker_counts.num_ended_workers == len(killed_pids))
-        open_task = asyncio.create_task(open_many(client, 8))
+        open_task = asyncio.create_task(open_sessions(client, 8))
         await wait_until(lambda: any(worker.sessions for worker in host.live_workers))
         os.kill(fork_server_pid, signal.SIGKILL)
         sessions = await asyncio.wait_for(open_task, 60)
@@ -297,7 +301,7 @@ async def test_open_succeeds_when_the_fork_server_dies(isolation: str) -> None:
 # -- slots -----------------------------------------------------------------------------
 
 
-async def test_no_slot_leaks_after_200_opens_and_kills(isolation: str) -> None:
+async def test_all_slots_are_free_after_200_opens_and_killed_workers(isolation: str) -> None:
     generator = random.Random(0)
     max_sessions = 12
     async with (
@@ -330,8 +334,9 @@ async def test_no_slot_leaks_after_200_opens_and_kills(isolation: str) -> None:
         await wait_until(lambda: all(not worker.sessions for worker in host.live_workers))
         sessions: list[Any] = []
         while len(sessions) < max_sessions:
-            with contextlib.suppress(InfrastructureError, ExecutionError):  # the kill may be late
-                sessions += await open_many(client, 1)
+            # A worker that was killed last may still be listed.
+            with contextlib.suppress(InfrastructureError, ExecutionError):
+                sessions += await open_sessions(client, 1)
         assert server.core.load.num_sessions == max_sessions
         await asyncio.gather(*(session.step(ADD_1) for session in sessions))
 
@@ -345,7 +350,7 @@ async def test_factory_that_kills_its_worker_is_reported_and_retried_slowly(
         connect_to(server) as client,
     ):
         host = get_host(server)
-        seen_pids: set[int] = set()
+        worker_pids: set[int] = set()
         factory_errors: list[EnvError] = []
         deadline_s = time.monotonic() + 1.5
         # The first worker may take longer on a busy machine.
@@ -355,11 +360,11 @@ async def test_factory_that_kills_its_worker_is_reported_and_retried_slowly(
                     await client.open(seed=1)
                 if error_info.value.code is ErrorCode.FACTORY_ERROR:
                     factory_errors.append(error_info.value)
-            seen_pids.update(host.pids)
+            worker_pids.update(host.pids)
             await asyncio.sleep(0.005)
         assert server.core.load.num_sessions == 0
         assert "exited with code 3" in factory_errors[-1].message
-        assert len(seen_pids) < 40
+        assert len(worker_pids) < 40
 
 
 @pytest.mark.parametrize(
@@ -381,14 +386,14 @@ async def test_memory_limit_below_initial_memory_is_refused() -> None:
         await serve_workers(memory_limit_mb=20).start()
 
 
-# -- the end ---------------------------------------------------------------------------
+# -- shutdown --------------------------------------------------------------------------
 
 
 async def test_stopped_server_leaves_no_process_even_if_a_step_hangs(isolation: str) -> None:
     server = serve_workers(isolation=isolation)
     await server.start()
     async with connect_to(server) as client:
-        sessions = await open_many(client, 4)
+        sessions = await open_sessions(client, 4)
         host = get_host(server)
         pids = [host.fork_server.pid, *host.pids]
         hanging_step = asyncio.create_task(sessions[0].step({"add": int(Deed.HANG)}))
@@ -405,8 +410,8 @@ async def test_a_killed_server_leaves_no_process(isolation: str, tmp_path: Path)
     arguments = ("--unruly", "--isolation", isolation, "--no-determinism-check")
     with server_process(tmp_path, *arguments) as server:
         client = await AsyncEnvClient.connect(server.grpc_address)
-        sessions = await open_many(client, 3)
-        pids = [await read_pid(session) for session in sessions]
+        sessions = await open_sessions(client, 3)
+        pids = [await read_worker_pid(session) for session in sessions]
         hanging_step = asyncio.create_task(sessions[0].step({"add": int(Deed.HANG)}))
         await asyncio.sleep(0.05)
         server.process.kill()
@@ -421,8 +426,8 @@ async def test_terminal_interrupt_does_not_reach_workers(isolation: str, tmp_pat
     arguments = ("--unruly", "--isolation", isolation)
     with server_process(tmp_path, *arguments) as server:
         client = await AsyncEnvClient.connect(server.grpc_address)
-        (session,) = await open_many(client, 1)
-        pid = await read_pid(session)
+        (session,) = await open_sessions(client, 1)
+        pid = await read_worker_pid(session)
         assert os.getpgid(pid) != os.getpgid(server.process.pid)
         assert os.getsid(pid) != os.getsid(server.process.pid)
         server.process.send_signal(signal.SIGINT)

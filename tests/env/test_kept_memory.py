@@ -1,6 +1,7 @@
-"""A server keeps no object that an environment returned, even without garbage collection.
+"""A server frees the objects that an environment returned, even without garbage collection.
 
-A quiet server creates too little garbage to start a collection, so cycles would stay in memory.
+An idle server creates too little garbage to trigger a collection, so reference cycles would stay in
+memory.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ MAX_RESULT_BYTES = 10_000
 TOO_LARGE_RESULT, STEP_ERROR, NORMAL_RESULT = 1, 2, 3
 
 
-class Remembered(CountingEnv):
-    """Records whether it and its results are still referenced."""
+class ReferenceRecordingEnv(CountingEnv):
+    """An environment that records weak references to all instances and their results."""
 
     references: ClassVar[list[weakref.ref[object]]] = []
 
@@ -36,36 +37,36 @@ class Remembered(CountingEnv):
         self.references.append(weakref.ref(self))
 
     @classmethod
-    def num_alive(cls) -> int:
+    def count_live_objects(cls) -> int:
         return sum(ref() is not None for ref in cls.references)
 
     def step(self, action: CountAction) -> Transition[CountObservation]:
         observation = super().step(action).observation
         self.references.append(weakref.ref(observation))
         if action.add == STEP_ERROR:
-            raise ValueError("after all that work")
+            raise ValueError("the step failed")
         if action.add == TOO_LARGE_RESULT:
             observation.metadata["pad"] = "x" * MAX_RESULT_BYTES
         return Transition(observation)
 
 
-class RememberedInThreads(Remembered):
-    """An environment of the same kind that steps in the server's threads."""
+class ThreadedReferenceRecordingEnv(ReferenceRecordingEnv):
+    """A `ReferenceRecordingEnv` that steps in the server's threads."""
 
     steps_on_event_loop = False
 
 
-@pytest.fixture(params=[Remembered, RememberedInThreads])
-def factory(request: pytest.FixtureRequest) -> type[Remembered]:
+@pytest.fixture(params=[ReferenceRecordingEnv, ThreadedReferenceRecordingEnv])
+def factory(request: pytest.FixtureRequest) -> type[ReferenceRecordingEnv]:
     return request.param
 
 
 @pytest.fixture(autouse=True)
 def disable_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Disable garbage collection, and make results of a few kilobytes too large."""
+    """Disable garbage collection, and lower the size limit of results."""
     logging.disable()  # pytest keeps captured log records with their frames
     monkeypatch.setattr(encoding, "MAX_RESULT_BYTES", MAX_RESULT_BYTES)
-    Remembered.references.clear()
+    ReferenceRecordingEnv.references.clear()
     gc.collect()
     gc.disable()
     yield
@@ -73,16 +74,18 @@ def disable_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("kind", [TOO_LARGE_RESULT, STEP_ERROR])
-async def test_error_objects_are_freed_after_the_error_is_sent(wire: str, factory, kind) -> None:
+@pytest.mark.parametrize("result_kind", [TOO_LARGE_RESULT, STEP_ERROR])
+async def test_error_objects_are_freed_after_the_error_is_sent(
+    wire: str, factory, result_kind
+) -> None:
     async with (
         serve(factory) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         session, _ = await client.open()
         with pytest.raises(ExecutionError):
-            await session.step({"add": kind})
-        *_, last_reference = Remembered.references
+            await session.step({"add": result_kind})
+        *_, last_reference = ReferenceRecordingEnv.references
         await wait_until(lambda: last_reference() is None, within_s=10.0)
 
 
@@ -91,11 +94,11 @@ async def test_environment_is_freed_when_the_session_closes(wire: str, factory) 
         serve(factory) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
-        for kind in (NORMAL_RESULT, STEP_ERROR, TOO_LARGE_RESULT):
+        for result_kind in (NORMAL_RESULT, STEP_ERROR, TOO_LARGE_RESULT):
             session, _ = await client.open()
             await session.step({"add": NORMAL_RESULT})
-            if kind != NORMAL_RESULT:
+            if result_kind != NORMAL_RESULT:
                 with pytest.raises(ExecutionError):
-                    await session.step({"add": kind})
+                    await session.step({"add": result_kind})
             await session.close()
-        await wait_until(lambda: Remembered.num_alive() == 0, within_s=10.0)
+        await wait_until(lambda: ReferenceRecordingEnv.count_live_objects() == 0, within_s=10.0)

@@ -1,4 +1,4 @@
-"""OpenEnv 0.1 servers: detected, used over HTTP, with clear errors for missing features."""
+"""OpenEnv 0.1 servers are detected and used over HTTP; missing features raise clear errors."""
 
 import asyncio
 
@@ -83,7 +83,7 @@ async def test_features_ignored_by_legacy_servers_raise_errors(
     assert server[1].bodies == [{}]
 
 
-async def test_an_ignored_seed_can_be_allowed(server) -> None:
+async def test_option_allows_a_seed_that_the_server_ignores(server) -> None:
     connection = AsyncEnvClient.connect(server[0], ConnectOptions(allow_ignored_seed=True))
     async with await connection as client:
         await client.open(seed=7)
@@ -103,11 +103,11 @@ async def test_late_response_is_not_mistaken_for_the_next_response(server) -> No
     address, counter = server
     async with await AsyncEnvClient.connect(address) as client:
         session, _ = await client.open()
-        late_step = asyncio.create_task(session.step({"add": 98}))
+        step_task = asyncio.create_task(session.step({"add": 98}))
         await wait_until(lambda: len(counter.bodies) == 2)
         move_loop_clock(61)
         with pytest.raises(CallTimeoutError, match="within 60 s"):
-            await late_step
+            await step_task
         with pytest.raises(SessionLostError):
             await session.step({"add": 1})
         counter.may_step.set()
@@ -116,14 +116,14 @@ async def test_late_response_is_not_mistaken_for_the_next_response(server) -> No
         assert (await new_session.step({"add": 1})).observation["total"] == 1
 
 
-async def test_address_credentials_are_sent_and_not_shown_in_errors(server) -> None:
+async def test_credentials_in_the_address_are_sent_but_not_shown_in_errors(server) -> None:
     address = server[0].replace("http://", "http://ann:hunter2@")
     async with await AsyncEnvClient.connect(address) as client:
         await client.open()
         assert server[1].headers[0]["authorization"] == "Basic YW5uOmh1bnRlcjI="
-        with pytest.raises(CapacityError) as exc_info:
+        with pytest.raises(CapacityError) as error_info:
             await client.open()
-    assert "hunter2" not in str(exc_info.value)
+    assert "hunter2" not in str(error_info.value)
 
 
 async def test_synchronous_client_plays_and_missing_server_is_unavailable() -> None:

@@ -1,4 +1,4 @@
-"""MCP endpoints, used by the standard client and by OpenEnv's clients."""
+"""MCP endpoints, as used by the standard client and by OpenEnv clients."""
 
 import asyncio
 import json
@@ -28,25 +28,25 @@ def make_client(core: SessionCore) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 
-def make_rpc(method: str, params=None, request_id: str = 1):
+def make_rpc(method: str, params=None, request_id: int = 1):
     message = {"jsonrpc": "2.0", "id": request_id, "method": method}
     return message if params is None else {**message, "params": params}
 
 
-async def post(client, method: str, params=None, **headers):
+async def post_rpc(client, method: str, params=None, **headers):
     response = await client.post("/mcp", json=make_rpc(method, params), headers=headers)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 async def initialize(client) -> dict[str, str]:
-    """Open a session as a client does; return its header."""
+    """Open a session with a handshake, and return the header with the session id."""
     message = make_rpc("initialize", {"protocolVersion": "2025-06-18", "capabilities": {}})
     response = await client.post("/mcp", json=message)
     return {"mcp-session-id": response.headers["mcp-session-id"]}
 
 
-def get_names(response) -> list[str]:
+def get_tool_names(response) -> list[str]:
     return [tool["name"] for tool in response["result"]["tools"]]
 
 
@@ -80,7 +80,7 @@ async def test_the_standard_client_plays_an_episode(factory) -> None:
         if factory is ToolEnv:
             note_result = await session.call_tool("note", {"text": "hi"})
             assert note_result.structured_content == {"notes": ["hi"]}
-    assert server.core.load.num_sessions == 0, "leaving ends the session"
+    assert server.core.load.num_sessions == 0, "the session outlived the client"
 
 
 async def test_two_standard_clients_have_separate_sessions() -> None:
@@ -103,9 +103,12 @@ async def test_two_standard_clients_have_separate_sessions() -> None:
 async def test_handshake_follows_streamable_http() -> None:
     core = make_core()
     async with make_client(core) as client:
-        for offer, version in (("2025-03-26", "2025-03-26"), ("1999-01-01", "2025-11-25")):
+        for offered_version, version in (
+            ("2025-03-26", "2025-03-26"),
+            ("1999-01-01", "2025-11-25"),
+        ):
             response = await client.post(
-                "/mcp", json=make_rpc("initialize", {"protocolVersion": offer})
+                "/mcp", json=make_rpc("initialize", {"protocolVersion": offered_version})
             )
             assert response.json()["result"]["protocolVersion"] == version
             assert response.json()["result"]["capabilities"] == {"tools": {"listChanged": False}}
@@ -113,7 +116,7 @@ async def test_handshake_follows_streamable_http() -> None:
         notification = {"jsonrpc": "2.0", "method": "notifications/initialized"}
         response = await client.post("/mcp", json=notification, headers=session_headers)
         assert (response.status_code, response.content) == (202, b"")
-        assert (await post(client, "ping", **session_headers))["result"] == {}
+        assert (await post_rpc(client, "ping", **session_headers))["result"] == {}
         assert (await client.get("/mcp")).status_code == 405
         assert (await client.delete("/mcp")).status_code == 400
         assert (await client.delete("/mcp", headers=session_headers)).status_code == 204
@@ -124,7 +127,7 @@ async def test_handshake_follows_streamable_http() -> None:
 
 async def test_forged_session_id_returns_404() -> None:
     async with make_client(make_core()) as client:
-        session_id = (await post(client, "openenv/session/create"))["result"]["session_id"]
+        session_id = (await post_rpc(client, "openenv/session/create"))["result"]["session_id"]
         for forged_id in (session_id, session_id + ".", session_id + ".AAAA", "x", "."):
             headers = {"mcp-session-id": forged_id}
             response = await client.post("/mcp", json=make_rpc("tools/list"), headers=headers)
@@ -150,7 +153,7 @@ async def test_forged_session_id_returns_404() -> None:
         (b'{"jsonrpc":"2.0","id":1,"method":"openenv/session/close"}', -32602),
     ],
 )
-async def test_bad_requests_return_json_rpc_error_codes_with_status_200(body, code: str) -> None:
+async def test_bad_requests_return_json_rpc_error_codes_with_status_200(body, code: int) -> None:
     async with make_client(make_core()) as client:
         response = await client.post("/mcp", content=body)
         assert response.status_code == 200
@@ -162,23 +165,24 @@ async def test_bad_requests_return_json_rpc_error_codes_with_status_200(body, co
 async def test_openenv_sessions_expose_only_environment_tools() -> None:
     core = make_core()
     async with make_client(core) as client:
-        session_id = (await post(client, "openenv/session/create"))["result"]["session_id"]
-        assert get_names(await post(client, "tools/list")) == ["note", "fail", "wrong"]
+        session_id = (await post_rpc(client, "openenv/session/create"))["result"]["session_id"]
+        assert get_tool_names(await post_rpc(client, "tools/list")) == ["note", "fail", "wrong"]
         arguments = {"name": "note", "arguments": {"text": "a"}, "session_id": session_id}
-        await post(client, "tools/call", arguments)
-        result = (await post(client, "tools/call", arguments))["result"]
+        await post_rpc(client, "tools/call", arguments)
+        result = (await post_rpc(client, "tools/call", arguments))["result"]
         assert result["structuredContent"] == result["data"] == {"notes": ["a", "a"]}
         assert (result["isError"], result["is_error"]) == (False, False)
         for name in PLAY_TOOLS:
-            error = (await post(client, "tools/call", {**arguments, "name": name}))["error"]
+            error = (await post_rpc(client, "tools/call", {**arguments, "name": name}))["error"]
             assert (error["code"], error["message"]) == (-32603, f"Unknown tool: {name!r}")
-        failure = (await post(client, "tools/call", {**arguments, "name": "fail"}))["result"]
-        assert failure["isError"] and "the tool is broken" in failure["content"][0]["text"]
-        close_result = (await post(client, "openenv/session/close", arguments))["result"]
+        fail_arguments = {**arguments, "name": "fail"}
+        fail_result = (await post_rpc(client, "tools/call", fail_arguments))["result"]
+        assert fail_result["isError"] and "the tool is broken" in fail_result["content"][0]["text"]
+        close_result = (await post_rpc(client, "openenv/session/close", arguments))["result"]
         assert close_result == {"session_id": session_id, "closed": True}
-        error = (await post(client, "tools/call", arguments))["error"]
+        error = (await post_rpc(client, "tools/call", arguments))["error"]
         assert error["code"] == -32602 and error["message"].startswith("Unknown session_id")
-        error = (await post(client, "openenv/session/close", arguments))["error"]
+        error = (await post_rpc(client, "openenv/session/close", arguments))["error"]
         assert error["message"] == f"Unknown session_id: {session_id}"
         assert core.load.num_sessions == 0
 
@@ -187,27 +191,29 @@ async def test_each_call_without_a_session_uses_a_separate_environment() -> None
     core = make_core()
     async with make_client(core) as client:
         for _ in range(2):
-            result = (await post(client, "tools/call", {"name": "note"}))["result"]
+            result = (await post_rpc(client, "tools/call", {"name": "note"}))["result"]
             assert result["data"] == {"notes": [""]}
         assert core.load.num_sessions == 0
 
 
 async def test_full_server_error_contains_session_counts() -> None:
     async with make_client(make_core(max_sessions=1)) as client:
-        await post(client, "openenv/session/create")
+        await post_rpc(client, "openenv/session/create")
         for method in ("openenv/session/create", "initialize"):
-            error = (await post(client, method))["error"]
+            error = (await post_rpc(client, method))["error"]
             assert error["code"] == -32000
             assert (error["data"]["active_sessions"], error["data"]["max_sessions"]) == (1, 1)
 
 
-async def test_openenv_client_gets_an_error_from_environment_without_tools() -> None:
+async def test_openenv_client_gets_an_error_if_the_environment_has_no_tools() -> None:
     async with make_client(make_core(CountingEnv)) as client:
         for method in ("tools/list", "tools/call"):
-            error = (await post(client, method, {"name": "x"}))["error"]
+            error = (await post_rpc(client, method, {"name": "x"}))["error"]
             assert error["code"] == -32603
             assert error["message"] == "Environment does not support MCP"
-        assert get_names(await post(client, "tools/list", **await initialize(client))) == PLAY_TOOLS
+        session_headers = await initialize(client)
+        tool_list = await post_rpc(client, "tools/list", **session_headers)
+        assert get_tool_names(tool_list) == PLAY_TOOLS
 
 
 async def test_player_errors_are_returned_as_tool_results() -> None:
@@ -224,7 +230,7 @@ async def test_player_errors_are_returned_as_tool_results() -> None:
             ("take_action", {"add": 1}, None),
         ):
             params = {"name": name, "arguments": arguments}
-            result = (await post(client, "tools/call", params, **session_headers))["result"]
+            result = (await post_rpc(client, "tools/call", params, **session_headers))["result"]
             assert result["isError"] == (code is not None)
             if code:
                 assert code in result["content"][0]["text"]
@@ -239,25 +245,25 @@ async def send(socket, message):
     return json.loads(await socket.recv())
 
 
-async def test_mcp_socket_opens_one_session_on_first_use_until_disconnect() -> None:
+async def test_mcp_socket_keeps_one_session_from_the_first_call_to_the_disconnect() -> None:
     async with serve(ToolEnv) as server:
         async with open_socket(server, "/mcp") as socket:
-            assert get_names(await send(socket, make_rpc("tools/list"))) == [
+            assert get_tool_names(await send(socket, make_rpc("tools/list"))) == [
                 "note",
                 "fail",
                 "wrong",
             ]
             assert server.core.load.num_sessions == 0
-            for count in (1, 2):
+            for num_notes in (1, 2):
                 result = await send(socket, make_rpc("tools/call", {"name": "note"}))
-                assert len(result["result"]["data"]["notes"]) == count
+                assert len(result["result"]["data"]["notes"]) == num_notes
             session_id = (await send(socket, make_rpc("openenv/session/create")))["result"]
             response = await send(socket, make_rpc("openenv/session/close", session_id))
             assert response["error"]["code"] == -32600
             await send(socket, make_rpc("initialize"))
             assert (await send(socket, "{"))["error"]["code"] == -32700
             assert server.core.load.num_sessions == 1
-        await asyncio.wait_for(_wait_until_empty(server), 60)
+        await asyncio.wait_for(wait_until_no_session_is_open(server), 60)
 
 
 async def test_mcp_socket_can_play_after_initialize() -> None:
@@ -277,13 +283,13 @@ async def test_mcp_socket_can_play_after_initialize() -> None:
 async def test_mcp_frames_on_the_environment_socket_share_one_session() -> None:
     async with serve(ToolEnv) as server, open_socket(server, "/ws") as socket:
         frame = {"type": "mcp", "data": make_rpc("tools/call", {"name": "note"}, 9)}
-        for count in (1, 2):
+        for num_notes in (1, 2):
             response = await send(socket, frame)
             assert (response["type"], response["data"]["id"]) == ("mcp", 9)
-            assert len(response["data"]["result"]["data"]["notes"]) == count
+            assert len(response["data"]["result"]["data"]["notes"]) == num_notes
         await send(socket, {"type": "mcp", "data": make_rpc("initialize")})
         response = await send(socket, {"type": "mcp", "data": make_rpc("tools/list")})
-        assert get_names(response["data"]) == ["note", "fail", "wrong"]
+        assert get_tool_names(response["data"]) == ["note", "fail", "wrong"]
         notification = {"jsonrpc": "2.0", "method": "notifications/initialized"}
         assert (await send(socket, {"type": "mcp", "data": notification}))["type"] == "mcp"
         assert server.core.load.num_sessions == 1
@@ -323,11 +329,11 @@ async def test_openenv_tool_actions_go_through_step() -> None:
         response = (await client.post("/step", json=body)).json()
         assert response["observation"]["result"]["data"] == {"notes": ["b"]}
         await client.post("/reset")
-        for count in (1, 2):
+        for num_notes in (1, 2):
             response = (await client.post("/step", json=body)).json()
-            assert len(response["observation"]["result"]["data"]["notes"]) == count
+            assert len(response["observation"]["result"]["data"]["notes"]) == num_notes
 
 
-async def _wait_until_empty(server) -> None:
+async def wait_until_no_session_is_open(server) -> None:
     while server.core.load.num_sessions:
         await asyncio.sleep(0.01)

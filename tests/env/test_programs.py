@@ -1,4 +1,4 @@
-"""Started programs: their output, their sandbox, and the end of all their processes."""
+"""Programs of a `ProgramHost`: output, sandbox, and termination of all processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def run(host: ProgramHost, script: str, *readable_paths: str) -> Completed
     )
 
 
-def list_commands() -> list[list[str]]:
+def list_running_commands() -> list[list[str]]:
     return [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
 
 
@@ -63,20 +63,20 @@ async def test_program_folder_is_removed_when_the_program_ends(host: ProgramHost
 async def test_descendants_end_with_the_program(host: ProgramHost) -> None:
     program = await asyncio.wait_for(run(host, "(setsid sleep 31337 &) ; sleep 31337 & exit 0"), 20)
     assert program.exit_code == 0
-    assert not [command for command in list_commands() if "31337" in command]
+    assert not [command for command in list_running_commands() if "31337" in command]
 
 
 async def test_cancelled_call_kills_the_program(host: ProgramHost) -> None:
-    task = asyncio.ensure_future(run(host, "(setsid sleep 31338 &) ; sleep 31338"))
-    while sum("31338" in command for command in list_commands()) < 2:
+    run_task = asyncio.ensure_future(run(host, "(setsid sleep 31338 &) ; sleep 31338"))
+    while sum("31338" in command for command in list_running_commands()) < 2:
         await asyncio.sleep(0.05)
-    task.cancel()
-    await asyncio.wait([task])
+    run_task.cancel()
+    await asyncio.wait([run_task])
     for _ in range(100):
-        if not [command for command in list_commands() if "31338" in command]:
+        if not [command for command in list_running_commands() if "31338" in command]:
             return
         await asyncio.sleep(0.05)
-    pytest.fail("a process outlives the call that started it")
+    pytest.fail("a process outlived the cancelled call")
 
 
 async def test_programs_end_when_the_calling_process_is_killed(tmp_path: Path) -> None:
@@ -90,15 +90,15 @@ async def test_programs_end_when_the_calling_process_is_killed(tmp_path: Path) -
         "asyncio.run(main())\n"
     )
     caller = await asyncio.create_subprocess_exec(sys.executable, str(script))
-    while ["sleep", "31339"] not in list_commands():
+    while ["sleep", "31339"] not in list_running_commands():
         await asyncio.sleep(0.05)
     caller.kill()
     await caller.wait()
     for _ in range(100):
-        if ["sleep", "31339"] not in list_commands():
+        if ["sleep", "31339"] not in list_running_commands():
             return
         await asyncio.sleep(0.05)
-    pytest.fail("a program outlives the process that wanted it")
+    pytest.fail("the program outlived the process that started it")
 
 
 async def test_failed_starts_and_a_dead_launcher_are_reported(
@@ -116,12 +116,12 @@ async def test_failed_starts_and_a_dead_launcher_are_reported(
 
 @pytest.mark.parametrize("confinement", ["offered"])
 async def test_program_reads_only_allowed_paths(confinement: Confinement, tmp_path: Path) -> None:
-    (tmp_path / "given").write_text("given\n")
-    (tmp_path / "kept").write_text("secret\n")
+    (tmp_path / "allowed").write_text("allowed\n")
+    (tmp_path / "private").write_text("secret\n")
     async with ProgramHost(confinement) as host:
-        script = f"cat {tmp_path}/given; cat {tmp_path}/kept; echo no > {tmp_path}/given"
-        program = await run(host, script, str(tmp_path / "given"))
+        script = f"cat {tmp_path}/allowed; cat {tmp_path}/private; echo no > {tmp_path}/allowed"
+        program = await run(host, script, str(tmp_path / "allowed"))
     if "secret" in program.output:
         pytest.skip("this machine has no Landlock")
-    assert program.output == "given\n"
-    assert (tmp_path / "given").read_text() == "given\n"
+    assert program.output == "allowed\n"
+    assert (tmp_path / "allowed").read_text() == "allowed\n"

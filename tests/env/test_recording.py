@@ -1,4 +1,4 @@
-"""Servers record episodes, and recordings can be replayed."""
+"""Servers record episodes, and recorded episodes can be replayed."""
 
 import asyncio
 import json
@@ -72,11 +72,11 @@ async def test_reset_without_a_seed_records_a_seed(tmp_path: Path) -> None:
     core, _ = make_recording_core(tmp_path / "r.jsonl", options=ServerOptions(first_seed=11))
     for _ in range(2):
         await play_episode(core, [FINAL_ACTION])
-    unseeded_core, _ = make_recording_core(tmp_path / "drawn.jsonl")
+    unseeded_core, _ = make_recording_core(tmp_path / "unseeded.jsonl")
     for _ in range(2):
         await play_episode(unseeded_core, [FINAL_ACTION])
     assert [episode.seed for episode in read_episodes(tmp_path / "r.jsonl")] == [11, 12]
-    first_episode, second_episode = read_episodes(tmp_path / "drawn.jsonl")
+    first_episode, second_episode = read_episodes(tmp_path / "unseeded.jsonl")
     assert first_episode.seed != second_episode.seed
     assert first_episode.first.observation_hash != second_episode.first.observation_hash
 
@@ -214,7 +214,7 @@ async def test_unknown_format_error_contains_the_line_number(tmp_path: Path) -> 
         read_episodes(path)
 
 
-async def replay_differences(path: Path) -> list[str]:
+async def find_replay_differences(path: Path) -> list[str]:
     episodes = read_episodes(path)
     async with open_client(make_recorded_factory(episodes[0])) as client:
         return [(await replay_episode(client, episode)).difference for episode in episodes]
@@ -233,7 +233,7 @@ async def test_replay_matches_the_recording_and_reports_changes(
         except EnvError as error:
             assert error.code in ("ILLEGAL_ACTION", "EXECUTION_ERROR")
     await core.close(session.session_id)
-    assert await replay_differences(path) == ["", ""]
+    assert await find_replay_differences(path) == ["", ""]
     assert [step.error for step in read_episodes(path)[1].steps] == [
         "ILLEGAL_ACTION",
         "EXECUTION_ERROR",
@@ -242,10 +242,10 @@ async def test_replay_matches_the_recording_and_reports_changes(
 
     changed_text = path.read_text().replace('{"text":"ADD 2"', '{"text":"ADD 1"', 1)
     path.write_text(changed_text)
-    assert await replay_differences(path) == ["step 1: expected reward 2.0, got 1.0", ""]
+    assert await find_replay_differences(path) == ["step 1: expected reward 2.0, got 1.0", ""]
 
 
-async def test_immediate_steps_are_recorded(tmp_path: Path) -> None:
+async def test_steps_of_immediate_calls_are_recorded(tmp_path: Path) -> None:
     core, _ = make_recording_core(tmp_path / "r.jsonl")
     immediate_calls = core.immediate_calls
     assert immediate_calls is not None
@@ -265,17 +265,15 @@ async def test_immediate_steps_are_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_recorded_episodes_replay_without_difference_over_every_wire(
-    tmp_path: Path, wire: str
-) -> None:
+async def test_replay_matches_the_recording_over_every_wire(tmp_path: Path, wire: str) -> None:
     path = tmp_path / "r.jsonl"
     async with serve(record=path, first_seed=3) as server:
         client = await AsyncEnvClient.connect(server_address(server, wire))
         session, _ = await client.open()
         await session.step(text="ADD 1")
         assert (await session.step(FINAL_ACTION)).truncated
-        for member, _ in await client.open_group(3, seed=9):
-            await member.step(FINAL_ACTION)
+        for group_session, _ in await client.open_group(3, seed=9):
+            await group_session.step(FINAL_ACTION)
         await client.close()
     episodes = read_episodes(path)
     assert [episode.seed for episode in episodes] == [3, 9, 9, 9]
@@ -321,20 +319,20 @@ async def test_replay_repeats_tool_calls_and_reports_changes(tmp_path: Path, wir
 
 @pytest.mark.slow
 def test_stopped_server_writes_running_episodes(tmp_path: Path) -> None:
-    async def leave_in_the_middle(address: str) -> None:
+    async def stop_server_during_episode(address: str) -> None:
         async with await AsyncEnvClient.connect(address) as client:
             await client.open(seed=8)
             server.process.terminate()
             await asyncio.to_thread(server.process.wait, 60)
 
     with server_process(tmp_path, "--record", str(tmp_path / "kept")) as server:
-        asyncio.run(leave_in_the_middle(server.grpc_address))
+        asyncio.run(stop_server_during_episode(server.grpc_address))
     (episode,) = read_episodes(tmp_path / "kept")
     assert episode.seed == 8
     assert episode.end_reason
 
 
-async def test_client_writes_the_same_format(tmp_path: Path) -> None:
+async def test_client_recording_can_be_replayed(tmp_path: Path) -> None:
     path = tmp_path / "played.jsonl"
     async with open_client(environment_factory(TARGET, {})) as client:
         writer = EpisodeWriter(path, await client.describe(), TARGET, {})
@@ -343,7 +341,7 @@ async def test_client_writes_the_same_format(tmp_path: Path) -> None:
         for action in ({"add": 1}, FINAL_ACTION):
             writer.add_step(action, await session.step(action))
         writer.end_episode("truncated")
-    assert await replay_differences(path) == [""]
+    assert await find_replay_differences(path) == [""]
 
 
 def test_hash_includes_tensors_and_ignores_key_order() -> None:
