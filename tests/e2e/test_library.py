@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.usefixtures("shared_ray")
-def test_a_program_trains_step_by_step_and_resumes_after_an_error(tmp_path: Path) -> None:
+def test_program_trains_step_by_step_and_resumes_after_an_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.e2e.library_program", str(tmp_path)]
     completed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert completed.returncode == 0, completed.stderr

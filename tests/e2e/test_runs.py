@@ -14,7 +14,7 @@ from tests.e2e.runs import start_run, wait_until_gone
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_run_resumes(
+def test_interrupted_run_saves_a_checkpoint_ends_all_processes_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))

@@ -198,9 +198,9 @@ class MisbehavingEnv(Environment[AddAction, TotalObservation, TotalState]):
         self._total = 0
         self._deeds: dict[Phase, str] = {}
         self.text_renderer = _Renderer(self)
-        build_deed = self._folder / "build"
-        if build_deed.exists():
-            self._deeds[Phase.BUILD] = build_deed.read_text()
+        build_deed_path = self._folder / "build"
+        if build_deed_path.exists():
+            self._deeds[Phase.BUILD] = build_deed_path.read_text()
         self.run_phase(Phase.BUILD, None)
 
     @property

@@ -1,8 +1,8 @@
 """A counting environment in a process whose forks fail on request.
 
 Importing this module replaces `os.fork` if the environment variable names a folder. While this
-folder contains a file `no-fork`, forks fail in the fork server or in its children that become
-workers. The content of the file selects one of the two.
+folder contains a file `no-fork`, forks fail in the kind of process that the file names: the fork
+server, or its children that become workers.
 """
 
 from __future__ import annotations

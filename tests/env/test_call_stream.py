@@ -15,7 +15,7 @@ from tests.env.polling import run_pending_tasks
 
 
 class RecordingStream:
-    """A stream that records the batches that it receives, and never replies."""
+    """A stream that records batches and never replies."""
 
     def __init__(self) -> None:
         self.batches: list[pb.CallBatch] = []

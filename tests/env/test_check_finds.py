@@ -24,11 +24,11 @@ from ludus.proto.errors import ConfigError
 from tests.env.counting_env import CountingEnv, CountingRenderer
 
 ROOT = Path(__file__).parents[2]
-CREATION = "it_can_be_created_and_closed"
-ENCODING = "results_can_be_encoded"
-TYPES = "flags_and_rewards_have_their_types"
-SAME_EPISODE = "same_seed_and_actions_give_the_same_episode"
-ODD_TEXTS = "odd_texts_are_parsed_or_refused"
+CREATION_RULE = "it_can_be_created_and_closed"
+ENCODING_RULE = "results_can_be_encoded"
+TYPES_RULE = "flags_and_rewards_have_their_types"
+SAME_EPISODE_RULE = "same_seed_and_actions_give_the_same_episode"
+ODD_TEXTS_RULE = "odd_texts_are_parsed_or_refused"
 RULE_TIMEOUT_S = 1.0
 
 
@@ -133,31 +133,47 @@ def make_metadata_override(num_bytes: int):
 @pytest.mark.parametrize(
     ("overrides", "rule", "message"),
     [
-        ({"answers": lambda _: [1, 2]}, ENCODING, "legal_answers must be a list of strings"),
-        ({"answers": lambda _: ["\ud800"]}, ENCODING, "legal_answers must be a list of strings"),
+        ({"answers": lambda _: [1, 2]}, ENCODING_RULE, "legal_answers must be a list of strings"),
+        (
+            {"answers": lambda _: ["\ud800"]},
+            ENCODING_RULE,
+            "legal_answers must be a list of strings",
+        ),
         (
             {"step": make_tensors_override({"a": [1, 2]})},
-            ENCODING,
+            ENCODING_RULE,
             "tensor 'a' must be a NumPy array",
         ),
-        ({"step": make_tensors_override({"a": np.array([object()])})}, ENCODING, "dtype object"),
+        (
+            {"step": make_tensors_override({"a": np.array([object()])})},
+            ENCODING_RULE,
+            "dtype object",
+        ),
         pytest.param(
             {"reset": make_metadata_override(MAX_RESULT_BYTES)},
-            ENCODING,
+            ENCODING_RULE,
             f"more than {MAX_RESULT_BYTES} bytes",
             marks=pytest.mark.slow,
         ),
         ({"render": lambda _: [{"role": "user", "content": 1}]}, "text_is_chat_messages", "1"),
-        ({"step": make_reward_override(float("nan"))}, TYPES, "finite number or None, got nan"),
-        ({"step": make_reward_override(float("inf"))}, TYPES, "finite number or None, got inf"),
-        ({"step": make_reward_override("much")}, TYPES, "a float or None, got 'much'"),
-        ({"step": make_reward_override(True)}, TYPES, "a float or None, got True"),
+        (
+            {"step": make_reward_override(float("nan"))},
+            TYPES_RULE,
+            "finite number or None, got nan",
+        ),
+        (
+            {"step": make_reward_override(float("inf"))},
+            TYPES_RULE,
+            "finite number or None, got inf",
+        ),
+        ({"step": make_reward_override("much")}, TYPES_RULE, "a float or None, got 'much'"),
+        ({"step": make_reward_override(True)}, TYPES_RULE, "a float or None, got True"),
         (
             {"step": lambda transition: make_reward_override(random.random())(transition)},
-            SAME_EPISODE,
+            SAME_EPISODE_RULE,
             "the same episode",
         ),
-        ({"parse": int}, ODD_TEXTS, "ValueError"),
+        ({"parse": int}, ODD_TEXTS_RULE, "ValueError"),
         ({"state": lambda _: None}, "the_state_fits_its_schema", "a state of type"),
         ({"tools": lambda _: [Tool("note", "", {"type": 3})]}, "tools_are_described", "schema"),
         ({"tools": lambda _: ["note"]}, "tools_are_described", "tools of type"),
@@ -187,10 +203,10 @@ def test_wrong_result_breaks_the_expected_rule(overrides, rule: str, message) ->
 @pytest.mark.parametrize(
     ("method_key", "rule"),
     [
-        ("init", CREATION),
-        ("close", CREATION),
-        ("reset", SAME_EPISODE),
-        ("step", SAME_EPISODE),
+        ("init", CREATION_RULE),
+        ("close", CREATION_RULE),
+        ("reset", SAME_EPISODE_RULE),
+        ("step", SAME_EPISODE_RULE),
         ("render", "text_is_chat_messages"),
         ("call", "tools_return_json_objects"),
     ],
@@ -205,13 +221,13 @@ def test_raised_error_breaks_the_expected_rule(method_key: str, rule: str, error
 @pytest.mark.parametrize(
     ("method_key", "rule", "method"),
     [
-        ("init", CREATION, "__init__"),
-        ("close", CREATION, "close"),
+        ("init", CREATION_RULE, "__init__"),
+        ("close", CREATION_RULE, "close"),
         ("reset", "reset_has_no_reward", "reset"),
-        ("step", TYPES, "step"),
-        ("render", ENCODING, "render"),
-        ("parse", TYPES, "parse"),
-        ("answers", TYPES, "legal_answers"),
+        ("step", TYPES_RULE, "step"),
+        ("render", ENCODING_RULE, "render"),
+        ("parse", TYPES_RULE, "parse"),
+        ("answers", TYPES_RULE, "legal_answers"),
         ("state", "the_state_fits_its_schema", "state"),
         ("tools", "tools_are_described", "tools"),
         ("call", "tools_return_json_objects", "call_tool"),
@@ -226,7 +242,7 @@ def test_method_that_never_returns_is_reported_by_name(
     assert len(faults) <= MAX_TIMEOUTS
 
 
-def test_remaining_rules_are_not_tried_after_the_maximum_of_timeouts() -> None:
+def test_remaining_rules_are_not_tried_after_too_many_timeouts() -> None:
     report = check_environment(partial(BadEnv, reset=lambda _: hang()), timeout_s=0.2)
     verdicts = [check.verdict for check in report.checks]
     assert verdicts[: 1 + MAX_TIMEOUTS] == ["ok"] + ["broken"] * MAX_TIMEOUTS
@@ -249,7 +265,7 @@ def test_process_exit_breaks_only_one_rule(exit_process, message) -> None:
     assert message in faults["tools_return_json_objects"]
 
 
-def test_output_flood_is_assigned_to_the_rule_that_caused_it() -> None:
+def test_excessive_output_is_assigned_to_the_rule_that_caused_it() -> None:
     end_reader, end_writer = os.pipe()
 
     def flood():
@@ -271,7 +287,7 @@ def test_output_flood_is_assigned_to_the_rule_that_caused_it() -> None:
     assert f"at most {MAX_OUTPUT_BYTES} bytes of output" in faults[2]
 
 
-def test_output_flood_is_reported_and_hidden(capfd: pytest.CaptureFixture[str]) -> None:
+def test_excessive_output_is_reported_and_hidden(capfd: pytest.CaptureFixture[str]) -> None:
     def flood(result):
         for _ in range(MAX_OUTPUT_BYTES // 1000 + 2):
             sys.stdout.write("flood" * 200)
@@ -284,15 +300,15 @@ def test_output_flood_is_reported_and_hidden(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr().out == ""
 
 
-def test_endless_output_flood_is_stopped() -> None:
+def test_endless_output_is_stopped() -> None:
     def flood(_) -> None:
         while True:
             os.write(1, b"flood" * 1000)
 
-    assert "bytes of output" in find_faults(init=flood)[CREATION]
+    assert "bytes of output" in find_faults(init=flood)[CREATION_RULE]
 
 
-PROGRAM = """
+PROGRAM_CODE = """
 import asyncio, gc, sys
 gc.disable()  # keep the session's garbage until the process forks
 from ludus.env.check.forked_rules import run_forked
@@ -317,7 +333,7 @@ sys.exit(outcome.fault or 0)
 @pytest.mark.slow
 def test_forked_rule_survives_garbage_of_earlier_grpc_sessions() -> None:
     # Run a separate program, because gRPC's engine never stops in the process of the tests.
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", PROGRAM_CODE]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert process.returncode == 0, process.stderr
 

@@ -1,4 +1,4 @@
-"""Server addresses, TLS, and credentials, which no error message contains."""
+"""Server addresses, TLS, and the secrecy of credentials."""
 
 import asyncio
 import ssl

@@ -58,7 +58,7 @@ class Target:
         return self.server.process.pid
 
     @property
-    def fork_server(self) -> int:
+    def fork_server_pid(self) -> int:
         (pid,) = (
             child_pid
             for child_pid in child_processes(self.pid)
@@ -153,7 +153,7 @@ async def test_environment_variables_of_other_processes_cannot_be_read(target) -
         result = "\\n".join(map(variables, [*os.listdir("/proc"), *other_pids]))
     """
     async with open_session(target) as session:
-        other_pids = [target.pid, target.fork_server, os.getpid(), 1]
+        other_pids = [target.pid, target.fork_server_pid, os.getpid(), 1]
         variables = await run_and_get_result(session, code, other_pids=other_pids)
         variables += str(await run_and_get_result(session, "result = dict(os.environ)"))
         assert [name for name, secret in SECRETS.items() if secret in variables] == []
@@ -163,7 +163,7 @@ async def test_environment_variables_of_other_processes_cannot_be_read(target) -
 @pytest.mark.parametrize("entry", ["mem", "maps", "fd/1", "root/etc/passwd", "cwd/pyproject.toml"])
 async def test_other_processes_cannot_be_inspected(target, entry) -> None:
     async with open_sessions(target, 2) as (session, peer):
-        for pid in (target.pid, target.fork_server, await get_worker_pid(peer), os.getpid()):
+        for pid in (target.pid, target.fork_server_pid, await get_worker_pid(peer), os.getpid()):
             report = await run(
                 session, "result = open(path, 'rb').read(1)", path=f"/proc/{pid}/{entry}"
             )
@@ -184,7 +184,7 @@ async def test_no_process_can_be_traced(target) -> None:
             result.append(libc.process_vm_readv(pid, span, 1, span, 1, 0))
     """
     async with open_session(target) as session:
-        other_pids = [target.pid, target.fork_server, 1]
+        other_pids = [target.pid, target.fork_server_pid, 1]
         assert set(await run_and_get_result(session, code, other_pids=other_pids)) == {-1}
 
 
@@ -314,7 +314,7 @@ async def test_vsock_sockets_cannot_be_opened(target) -> None:
 async def test_no_signal_reaches_another_process(target) -> None:
     async with open_sessions(target, 2) as (session, peer):
         other_pid, own_pid = await get_worker_pid(peer), await get_worker_pid(session)
-        other_pids = {target.pid, target.fork_server, os.getpid(), other_pid, os.getppid()} - {
+        other_pids = {target.pid, target.fork_server_pid, os.getpid(), other_pid, os.getppid()} - {
             own_pid
         }
         for pid in other_pids:
@@ -487,9 +487,9 @@ def test_server_without_a_required_sandbox_exits_with_2() -> None:
 
 
 def test_missing_required_layers_are_reported_with_the_reasons() -> None:
-    missing = {Layer.SECCOMP: "an odd machine", Layer.LANDLOCK: "an old kernel"}
-    require_layers(missing, Sandbox("/tmp"))
+    missing_layer_reasons = {Layer.SECCOMP: "an odd machine", Layer.LANDLOCK: "an old kernel"}
+    require_layers(missing_layer_reasons, Sandbox("/tmp"))
     with pytest.raises(ConfigError) as error_info:
-        require_layers(missing, Sandbox("/tmp", is_required=True))
+        require_layers(missing_layer_reasons, Sandbox("/tmp", is_required=True))
     assert "requires: seccomp (an odd machine); landlock (an old kernel)" in str(error_info.value)
     assert "--require-sandbox" in str(error_info.value)

@@ -52,7 +52,7 @@ def test_outer_options_of_a_partial_factory_win() -> None:
         encode_and_decode(factory)()
 
 
-class Outer:
+class OuterClass:
     """A class that contains an environment class."""
 
     class InnerEnv(CountingEnv):
@@ -60,8 +60,8 @@ class Outer:
 
 
 def test_nested_class_is_encoded_by_its_qualified_name() -> None:
-    assert make_importable_factory(Outer.InnerEnv).target.endswith(
-        "test_factory_names:Outer.InnerEnv"
+    assert make_importable_factory(OuterClass.InnerEnv).target.endswith(
+        "test_factory_names:OuterClass.InnerEnv"
     )
 
 

@@ -126,16 +126,18 @@ async def test_open_waits_for_a_draining_server_until_the_timeout() -> None:
 
 
 async def test_a_refused_open_is_retried_after_the_requested_pause() -> None:
-    loop, attempts_s = asyncio.get_running_loop(), []
+    loop, attempt_times_s = asyncio.get_running_loop(), []
 
     async def attempt() -> str:
-        attempts_s.append(loop.time())
-        if len(attempts_s) < 3:
+        attempt_times_s.append(loop.time())
+        if len(attempt_times_s) < 3:
             raise RateLimitError("one at a time", retry_after_s=0.1)
         return "opened"
 
     assert await retry_refused(attempt, 60) == "opened"
-    assert all(later_s - earlier_s >= 0.1 for earlier_s, later_s in itertools.pairwise(attempts_s))
+    assert all(
+        later_s - earlier_s >= 0.1 for earlier_s, later_s in itertools.pairwise(attempt_times_s)
+    )
 
 
 async def test_sync_client_opens_groups(wire: str) -> None:

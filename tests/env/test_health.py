@@ -142,12 +142,12 @@ async def test_applications_have_separate_metrics() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "methods"), [(build_app, {"POST"}), (build_admin_app, {"GET", "POST"})]
+    ("build_application", "methods"), [(build_app, {"POST"}), (build_admin_app, {"GET", "POST"})]
 )
-async def test_only_the_admin_port_accepts_get_drain(build, methods) -> None:
+async def test_only_the_admin_port_accepts_get_drain(build_application, methods) -> None:
     for method in ("GET", "POST", "PUT", "HEAD"):
         core = make_core()
-        async with open_client(build(core)) as client:
+        async with open_client(build_application(core)) as client:
             status = (await client.request(method, "/drain")).status_code
         should_drain = method in methods or (method == "HEAD" and "GET" in methods)
         assert (status, core.load.is_draining) == ((200, True) if should_drain else (405, False))

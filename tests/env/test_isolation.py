@@ -285,7 +285,7 @@ async def test_open_succeeds_when_the_fork_server_dies(isolation: str) -> None:
         host = get_host(server)
         await open_sessions(client, 1)
         fork_server_pid = host.fork_server.pid
-        os.kill(fork_server_pid, signal.SIGSTOP)  # it cannot process requests
+        os.kill(fork_server_pid, signal.SIGSTOP)  # it receives requests but cannot process them
         killed_pids = host.pids if isolation == "pool" else []  # idle workers could serve the opens
         for pid in killed_pids:
             os.kill(pid, signal.SIGKILL)
@@ -334,7 +334,7 @@ async def test_all_slots_are_free_after_200_opens_and_killed_workers(isolation: 
         await wait_until(lambda: all(not worker.sessions for worker in host.live_workers))
         sessions: list[Any] = []
         while len(sessions) < max_sessions:
-            # A worker that was killed last may still be listed.
+            # A killed worker may still count as available.
             with contextlib.suppress(InfrastructureError, ExecutionError):
                 sessions += await open_sessions(client, 1)
         assert server.core.load.num_sessions == max_sessions
