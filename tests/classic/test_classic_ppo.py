@@ -71,6 +71,12 @@ def make_agent(env_id: str, config: NetworkPpoConfig, seed: int = 0, **options: 
     return PpoAgent(policy, environments, config, seed=seed)
 
 
+def make_noisy_network(num_outputs: int) -> nn.Module:
+    """Return a network for CartPole whose output is random in training mode."""
+    layers = [nn.Linear(4, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.5)]
+    return nn.Sequential(*layers, nn.Linear(32, num_outputs))
+
+
 def make_run(folder: Path, **ppo: Any) -> NetworkRun:
     """Return a short run on CartPole."""
     return make_run_config(
@@ -301,3 +307,25 @@ def test_actor_with_a_wrong_input_or_output_shape_is_refused() -> None:
         NetworkPolicy(nn.Linear(4, 3), nn.Linear(4, 1), observations, actions)
     with pytest.raises(ConfigError, match="failed with observations of shape"):
         NetworkPolicy(nn.Linear(5, 2), nn.Linear(4, 1), observations, actions)
+
+
+def test_dropout_and_batch_statistics_are_disabled() -> None:
+    config = NetworkPpoConfig.model_validate({**SMALL_PPO, "learning_rate": 1e-12})
+    environments = GymnasiumEnvironments("CartPole-v1", config.num_environments, {})
+    actor, critic = make_noisy_network(2), make_noisy_network(1)
+    observations, actions = environments.observation_space, environments.action_space
+    policy = NetworkPolicy(actor, critic, observations, actions)
+    agent = PpoAgent(policy, environments, config)
+    statistics = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    metrics = agent.train().metrics
+    assert metrics[TrainMetric.POLICY_KL] == pytest.approx(0.0, abs=1e-6)
+    seeds = range(100, 104)
+    first, second = (
+        [
+            outcome.episode_return
+            for outcome in evaluate_policy(policy, environments, seeds, is_greedy=True)
+        ]
+        for _ in range(2)
+    )
+    assert first == second
+    assert all(torch.equal(statistics[name], buffer) for name, buffer in policy.named_buffers())

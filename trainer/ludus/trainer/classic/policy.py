@@ -39,7 +39,11 @@ _NUM_EXAMPLES = 2
 
 
 class NetworkPolicy(nn.Module):
-    """An actor, a critic, and the normalization of their observations."""
+    """An actor, a critic, and the normalization of their observations.
+
+    The modules stay in evaluation mode, also in updates: without dropout, old and new log-probs are
+    comparable, and BatchNorm keeps its statistics.
+    """
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class NetworkPolicy(nn.Module):
         self.device = choose_device(device)
         self._is_discrete = _is_discrete(observation_space)
         examples = self.to_tensor(np.stack([observation_space.sample()] * _NUM_EXAMPLES))
-        actor, self.critic = actor.to(self.device), critic.to(self.device)
+        actor, self.critic = actor.eval().to(self.device), critic.eval().to(self.device)
         self.actor = _call_module(
             lambda: _complete_actor(actor, self.head, action_space, examples), "actor", examples
         ).to(self.device)

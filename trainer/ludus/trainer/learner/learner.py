@@ -135,7 +135,6 @@ class Learner:
 
         An update whose gradient is not finite on any rank is skipped on all ranks.
         """
-        self.model.train()
         for group, rate_scale in zip(self._optimizer.param_groups, self._rate_scales, strict=True):
             group["lr"] = coefficients.learning_rate * rate_scale
         config = self._config
@@ -159,7 +158,6 @@ class Learner:
 
         The configured algorithm is not used. An update whose gradient is not finite is skipped.
         """
-        self._policy.train()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         mean_loss = 0.0
@@ -186,7 +184,6 @@ class Learner:
     @torch.no_grad()
     def score_completions(self, requests: Sequence[ScoringRequest]) -> list[list[float]]:
         """Return the log-probs of each completion under the policy, at temperature 1."""
-        self._policy.eval()
         samples = list(map(_make_scoring_sample, requests))
         scores: list[list[float]] = []
         for start in range(0, len(samples), _REQUESTS_PER_PASS):
@@ -276,15 +273,18 @@ class Learner:
         language_model = load_language_model(self._model_path)
         if self._lora_config is not None:
             lora.add_adapters(language_model, self._lora_config)
-        policy = PolicyModel(language_model, has_value_head=has_value_head).to(self._device)
+        # With dropout, the learner would train a different policy than the sampler plays.
+        policy = PolicyModel(language_model, has_value_head=has_value_head).eval()
         offloads = offloads_parameters and self._device.type != "cpu"
-        return prepare_model(policy, self._config, self._mesh, offloads_parameters=offloads)
+        return prepare_model(
+            policy.to(self._device), self._config, self._mesh, offloads_parameters=offloads
+        )
 
     def _load_critic(self, config: CriticConfig | None) -> Critic | None:
         if not isinstance(config, ModelCritic):
             return None
         critic = load_critic(config.path or self._model_path, self._model_path)
-        return prepare_model(critic.to(self._device), self._config, self._mesh)
+        return prepare_model(critic.eval().to(self._device), self._config, self._mesh)
 
     @torch.no_grad()
     def _gather_parameters(self, module: nn.Module | None) -> dict[str, Tensor]:

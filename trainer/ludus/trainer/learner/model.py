@@ -227,7 +227,6 @@ def _find_packing_fault(policy: PolicyModel, dtype: torch.dtype, device: torch.d
     batch = collate(
         [make_unscored_sample(ids, [False] + [True] * (len(ids) - 1)) for ids in _TEST_SEQUENCES]
     )
-    policy.eval()
     logprobs = []
     for costs in (None, _SINGLE_ROW_COSTS):
         settings = MicroBatchConfig(_MAX_TOKENS, costs)

@@ -42,7 +42,7 @@ def warm_start(
     model: LlamaForCausalLM, samples: Sequence[TrainingSample], config: TinyModel, seed: int
 ) -> float:
     """Train on `samples`; return the mean cross-entropy per sampled token in the last epoch."""
-    policy = PolicyModel(model).train()
+    policy = PolicyModel(model)
     trains_head_only = config.warm_start_layers == "head"
     trained_module = model.get_output_embeddings() if trains_head_only else model
     optimizer = torch.optim.AdamW(

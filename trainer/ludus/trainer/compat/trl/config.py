@@ -163,7 +163,7 @@ _IGNORED_BY_REASON = {
     "train() trains": "do_train=False do_predict=False",
     "eval_strategy sets when the policy is evaluated": "do_eval=False",
     "float32 products use the settings of torch": "tf32=None",
-    "models without dropout are trained unchanged": "disable_dropout=False",
+    "dropout is always disabled": "disable_dropout=False",
     "there is no DeepSpeed": "ds3_gather_for_generation=True",
     "the run starts its rollout workers and waits for them": "vllm_server_timeout=240.0",
     "the run's weight store transfers the weights": "vllm_group_port=51216",
