@@ -104,6 +104,9 @@ def test_every_field_is_in_exactly_one_table() -> None:
         ({"lr_scheduler_type": "cosine"}, "learner.schedule", "cosine"),
         ({"adam_beta2": 0.95}, "learner.betas", (0.9, 0.95)),
         ({"warmup_steps": 0.1}, "learner.warmup_steps", 20),
+        # A batch has four optimizer steps, and its steps have the same learning rate.
+        ({"warmup_steps": 100, "num_iterations": 4}, "learner.warmup_steps", 25),
+        ({"warmup_steps": 0.1, "num_iterations": 4}, "learner.warmup_steps", 20),
         ({"bf16": True}, "learner.dtype", "bfloat16"),
         ({}, "learner.dtype", "float32"),
         ({"gradient_checkpointing": False}, "learner.activation_checkpointing", False),

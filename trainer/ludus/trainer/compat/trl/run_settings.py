@@ -271,7 +271,7 @@ def _make_learner(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
         "learning_rate": args.learning_rate,
         "schedule": args.lr_scheduler_type.removesuffix("_with_warmup"),
         "learning_rate_final": 0.0,
-        "warmup_steps": int(num_warmup_steps),
+        "warmup_steps": math.ceil(num_warmup_steps / batches.num_updates),
         "weight_decay": args.weight_decay,
         "betas": [args.adam_beta1, args.adam_beta2],
         "eps": args.adam_epsilon,
