@@ -24,6 +24,7 @@ from ludus.proto.errors import (
 )
 from tests.env.flaky_proxy import FlakyProxy
 from tests.env.grpc_served import serve_grpc
+from tests.env.polling import wait_until
 from tests.env.quiet_edge import QuietEdge
 from tests.env.served import serve
 
@@ -179,6 +180,26 @@ async def respond_with(status_line: str, headers: str = "", body: str = "") -> A
     server = await asyncio.start_server(respond, "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("status_line", ["500 Error", "502 Bad Gateway", "504 Gateway Timeout"])
+async def test_error_of_a_proxy_does_not_count_as_a_missing_path(status_line: str) -> None:
+    async with respond_with(status_line) as address:
+        with pytest.raises(UnavailableError, match=f"got HTTP status {status_line[:3]}"):
+            await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.2))
+
+
+async def test_client_waits_until_a_proxy_reaches_its_server() -> None:
+    async with (
+        serve() as server,
+        respond_with("502 Bad Gateway") as address,
+        FlakyProxy(address) as proxy,
+    ):
+        connect_task = asyncio.create_task(AsyncEnvClient.connect(proxy.address))
+        await wait_until(lambda: proxy.num_connections >= 3)
+        proxy.lead_to(server.http_address)
+        async with await connect_task as client:
+            assert client.transport.has_extensions
 
 
 async def test_redirect_is_reported_and_not_followed() -> None:

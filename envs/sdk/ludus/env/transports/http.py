@@ -34,6 +34,8 @@ from ludus.proto.errors import (
 
 _DISCOVERY_TIMEOUT_S = 10.0
 _MAX_BODY_BYTES = 64 * 1024 * 1024
+_ABSENT_STATUSES = (404, 405, 501)
+"""Statuses of a server that has no such path."""
 
 
 class DiscoveredServer(NamedTuple):
@@ -106,7 +108,9 @@ class HttpClient:
             reply = await self.request("GET", path, None, timeout_s)
         except TimeoutError as error:
             raise make_unreachable_error(address, error) from error
-        if reply.status in (401, 403, 429, 503):
+        if reply.status in _ABSENT_STATUSES:
+            return None
+        if reply.status >= 400:  # an ingress without a ready server also returns 500, 502 or 504
             retry_after = reply.headers.get("retry-after")
             raise make_refusal_error(address, reply.status, retry_after, reply.body)
         if 300 <= reply.status < 400:
@@ -114,8 +118,6 @@ class HttpClient:
                 f"expected an environment server at {address}, got a redirect to"
                 f" {reply.headers.get('location', '')}; connect to that address"
             )
-        if reply.status >= 400:
-            return None
         reply_json = _parse_json(address, reply.body)
         return reply_json if isinstance(reply_json, dict) else {}
 
