@@ -1,4 +1,4 @@
-"""A gateway with the pods of a fake cluster."""
+"""Routing, draining and deletion costs of pods in a fake Kubernetes cluster."""
 
 import pytest
 
@@ -24,7 +24,7 @@ from tests.gateway.gateways import NAME, get_sessions, make_config, make_server
 pytestmark = pytest.mark.slow
 
 OPEN_ARGS = OpenArgs(ResetArgs(seed=1))
-FLEET = KubernetesEnvironment(namespace=NAMESPACE, service="blackjack", lease="gateway")
+ENVIRONMENT = KubernetesEnvironment(namespace=NAMESPACE, service="blackjack", lease="gateway")
 
 
 def make_slice(pod: str, server, **conditions):
@@ -35,13 +35,13 @@ def make_slice(pod: str, server, **conditions):
     return endpoint_slice(f"slice-{pod}", member(pod, "127.0.0.1", **conditions), ports=ports)
 
 
-async def test_pods_get_sessions_drain_and_receive_deletion_costs():
+async def test_draining_pod_keeps_sessions_but_receives_no_new_sessions():
     server_a, server_b = (
         make_server(server_id=named_server_id("a")),
         make_server(server_id=named_server_id("b")),
     )
     async with FakeKubernetes() as cluster, server_a, server_b:
-        pods = ("v1", "pods", NAMESPACE)
+        pod_resource = ("v1", "pods", NAMESPACE)
         for pod, server in (("a", server_a), ("b", server_b)):
             cluster.put(make_slice(pod, server))
             cluster.put(
@@ -52,7 +52,7 @@ async def test_pods_get_sessions_drain_and_receive_deletion_costs():
                 }
             )
         loads: dict = {}
-        source = EndpointSliceSource(make_api_client(cluster), FLEET, lambda: loads)
+        source = EndpointSliceSource(make_api_client(cluster), ENVIRONMENT, lambda: loads)
         async with Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway:
             sessions = get_sessions(gateway)
             opened_sessions = [await sessions.open(OPEN_ARGS) for _ in range(8)]
@@ -64,7 +64,7 @@ async def test_pods_get_sessions_drain_and_receive_deletion_costs():
             assert 0 < len(sessions_on_a) < 8
             loads.update(sessions.fleet.read_pod_loads())
             assert set(loads) == {"a", "b"}
-            await wait_until(lambda: COST_ANNOTATION in str(cluster.get(*pods, "a")))
+            await wait_until(lambda: COST_ANNOTATION in str(cluster.get(*pod_resource, "a")))
 
             cluster.put(make_slice("a", server_a, ready=False, terminating=True))
             await wait_until(lambda: sessions.environment_load.num_draining_servers == 1)

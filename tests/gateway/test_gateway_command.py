@@ -1,4 +1,4 @@
-"""The process `ludus gateway`: addresses, episodes and its servers."""
+"""The `ludus gateway` process: command line, configuration file, server processes and signals."""
 
 import asyncio
 import os
@@ -18,28 +18,28 @@ from tests.env.polling import wait_until
 
 pytestmark = pytest.mark.slow
 
-LUDUS = str(Path(sys.executable).with_name("ludus"))
-BLACKJACK = ("--env", "blackjack=openspiel_env", "--option", "blackjack.game=blackjack")
+LUDUS_PROGRAM = str(Path(sys.executable).with_name("ludus"))
+BLACKJACK_ARGUMENTS = ("--env", "blackjack=openspiel_env", "--option", "blackjack.game=blackjack")
 
 
-def make_environ() -> dict[str, str]:
+def copy_environ_without_ludus_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("LUDUS_")}
 
 
 @contextmanager
 def run_gateway_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start a gateway; yield its process and its gRPC address."""
+    """Start a gateway, and yield its process and gRPC address."""
     process = subprocess.Popen(
-        [LUDUS, "gateway", *arguments, "--port", "0"],
+        [LUDUS_PROGRAM, "gateway", *arguments, "--port", "0"],
         stdout=subprocess.PIPE,
         text=True,
-        env=make_environ(),
+        env=copy_environ_without_ludus_variables(),
     )
     try:
         output = ""
         while "all environments" not in output:
             line = process.stdout.readline()
-            assert line, output
+            assert line, f"gateway exited during its start: {output}"
             output += line
         yield process, re.search(r"(grpc://[0-9.:]+)", output)[1]
     finally:
@@ -48,19 +48,19 @@ def run_gateway_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str]
         process.stdout.close()
 
 
-def find_children(pid: int) -> list[int]:
+def list_child_pids(pid: int) -> list[int]:
     return [
-        int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        int(pid_text) for pid_text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     ] or [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and _read_parent(entry) == pid
+        int(process_folder.name)
+        for process_folder in Path("/proc").iterdir()
+        if process_folder.name.isdigit() and _read_parent_pid(process_folder) == pid
     ]
 
 
-def _read_parent(entry: Path) -> int:
+def _read_parent_pid(process_folder: Path) -> int:
     try:
-        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        return int((process_folder / "stat").read_text().rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
         return 0
 
@@ -74,9 +74,9 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("end_signal", [signal.SIGTERM, signal.SIGKILL])
 async def test_gateway_starts_and_stops_its_servers(end_signal):
-    with run_gateway_process(*BLACKJACK, "--servers", "2") as (process, address):
-        await wait_until(lambda: len(find_children(process.pid)) == 2)
-        children = find_children(process.pid)
+    with run_gateway_process(*BLACKJACK_ARGUMENTS, "--servers", "2") as (process, address):
+        await wait_until(lambda: len(list_child_pids(process.pid)) == 2)
+        child_pids = list_child_pids(process.pid)
         async with await AsyncEnvClient.connect(address) as client:
             session, first_result = await client.open(seed=3)
             assert first_result.text is not None
@@ -85,16 +85,16 @@ async def test_gateway_starts_and_stops_its_servers(end_signal):
         assert await asyncio.to_thread(process.wait, 60) == (
             0 if end_signal == signal.SIGTERM else -9
         )
-        await wait_until(lambda: not any(is_alive(pid) for pid in children))
+        await wait_until(lambda: not any(is_alive(pid) for pid in child_pids))
 
 
 async def test_second_signal_ends_the_wait_for_sessions():
-    with run_gateway_process(*BLACKJACK) as (process, address):
+    with run_gateway_process(*BLACKJACK_ARGUMENTS) as (process, address):
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open(seed=3)
             process.send_signal(signal.SIGINT)
             with pytest.raises(Exception, match="draining"):
-                while True:  # wait until the signal has arrived
+                while True:  # until the gateway has received the signal
                     await client.open(seed=4)
             assert (await session.step(text="STAND")).done
             assert process.poll() is None
@@ -119,11 +119,11 @@ async def test_second_signal_ends_the_wait_for_sessions():
 )
 def test_invalid_arguments_exit_with_an_error_and_no_traceback(arguments, expected):
     process = subprocess.run(
-        [LUDUS, "gateway", *arguments],
+        [LUDUS_PROGRAM, "gateway", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
-        env=make_environ(),
+        env=copy_environ_without_ludus_variables(),
     )
     assert process.returncode == 2
     assert expected in process.stderr

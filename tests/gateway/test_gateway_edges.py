@@ -1,4 +1,4 @@
-"""TLS, tenant scopes, connection ages and failed starts of a gateway."""
+"""TLS, tenant scopes, evictions, connection ages and failed starts of a gateway."""
 
 import asyncio
 from pathlib import Path
@@ -32,7 +32,7 @@ RED_TOKEN, BLUE_TOKEN, ROOT_TOKEN = (f"{name}-token-0123456789" for name in ("re
 
 
 @pytest.fixture
-def tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def tenants_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     lines = []
     for name, token, scope in (
         ("red", RED_TOKEN, "step"),
@@ -54,21 +54,24 @@ def make_headers(token: str) -> dict[str, str]:
 async def test_tls_works_on_both_ports(tmp_path):
     authority = trustme.CA()
     certificate = authority.issue_cert("127.0.0.1", "localhost")
-    cert, key, ca = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem"))
-    certificate.cert_chain_pems[0].write_to_path(cert)
-    certificate.private_key_pem.write_to_path(key)
-    authority.cert_pem.write_to_path(ca)
-    tls = {"cert": str(cert), "key": str(key)}
+    cert_file, key_file, ca_file = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem"))
+    certificate.cert_chain_pems[0].write_to_path(cert_file)
+    certificate.private_key_pem.write_to_path(key_file)
+    authority.cert_pem.write_to_path(ca_file)
+    tls = {"cert": str(cert_file), "key": str(key_file)}
     async with run_gateway(tls=tls) as (gateway, _):
         assert gateway.grpc_address.startswith("grpcs://")
         for address in (gateway.grpc_address, f"{gateway.http_address}/envs/{NAME}"):
-            async with connect_client(address, ca_file=str(ca)) as client:
+            async with connect_client(address, ca_file=str(ca_file)) as client:
                 session, _ = await client.open(seed=1)
                 assert (await session.step({"add": 2})).reward == 2.0
 
 
-async def test_admin_can_drain_but_not_play_and_tenant_can_play_but_not_drain(tenants):
-    async with run_gateway(tenants_file=tenants) as (gateway, _), make_http_client(gateway) as http:
+async def test_admin_can_drain_but_not_play_and_tenant_can_play_but_not_drain(tenants_file):
+    async with (
+        run_gateway(tenants_file=tenants_file) as (gateway, _),
+        make_http_client(gateway) as http,
+    ):
         assert (await http.get("/healthz")).status_code == 200
         assert (await http.get("/v1/envs")).status_code == 401
         assert (await http.post("/drain", headers=make_headers(RED_TOKEN))).status_code == 403
@@ -80,15 +83,15 @@ async def test_admin_can_drain_but_not_play_and_tenant_can_play_but_not_drain(te
             await http.post(reset_path, json={}, headers=make_headers(RED_TOKEN))
         ).status_code == 200
         assert (await http.post("/drain", headers=make_headers(ROOT_TOKEN))).status_code == 200
-        http.cookies.clear()  # otherwise it continues in its session
+        http.cookies.clear()  # without the cookie, the next reset opens a new session
         refusal = await http.post(reset_path, json={}, headers=make_headers(RED_TOKEN))
         assert refusal.json()["detail"]["code"] == "DRAINING"
 
 
-async def test_unused_session_is_evicted_for_another_tenant(tenants):
+async def test_unused_session_is_evicted_for_another_tenant(tenants_file):
     options = {"max_sessions": 1}
     async with (
-        run_gateway(tenants_file=tenants, server_options=options) as (gateway, servers),
+        run_gateway(tenants_file=tenants_file, server_options=options) as (gateway, servers),
         make_http_client(gateway) as red_client,
         make_http_client(gateway) as blue_client,
     ):
@@ -140,19 +143,19 @@ async def test_non_loopback_host_requires_a_token():
         Gateway(make_config("grpc://127.0.0.1:1", host="0.0.0.0"))
 
 
-@pytest.mark.parametrize("name", ["port", "grpc_port"])
-async def test_port_in_use_is_reported_and_nothing_starts(name):
+@pytest.mark.parametrize("field", ["port", "grpc_port"])
+async def test_gateway_start_reports_a_port_in_use(field):
     async with run_gateway() as (gateway, _):
-        address = gateway.http_address if name == "port" else gateway.grpc_address
-        ports = {"port": 0, "grpc_port": 0, name: int(address.rpartition(":")[2])}
-        with pytest.raises(PortInUseError, match=f"{name} .* is in use"):
+        address = gateway.http_address if field == "port" else gateway.grpc_address
+        ports = {"port": 0, "grpc_port": 0, field: int(address.rpartition(":")[2])}
+        with pytest.raises(PortInUseError, match=f"{field} .* is in use"):
             await Gateway(make_config("grpc://127.0.0.1:1", **ports)).start()
 
 
-async def test_opens_without_servers_wait_and_then_report_the_reason(monkeypatch):
+async def test_open_requests_without_servers_time_out_with_a_reason(monkeypatch):
     monkeypatch.setattr(admission, "MIN_DESCRIBE_TIMEOUT_S", 0.3)
-    sessions = {"queue_timeout_s": 0.3}
-    async with Gateway(make_config("grpc://127.0.0.1:1", sessions=sessions)) as gateway:
+    limits = {"queue_timeout_s": 0.3}
+    async with Gateway(make_config("grpc://127.0.0.1:1", sessions=limits)) as gateway:
         with pytest.raises(CapacityError, match="accepts sessions"):
             await get_sessions(gateway).open(OpenArgs(ResetArgs()))
         async with httpx.AsyncClient(timeout=60) as http:
@@ -161,7 +164,7 @@ async def test_opens_without_servers_wait_and_then_report_the_reason(monkeypatch
             assert response.json()["detail"]["code"] == "UNAVAILABLE"
 
 
-async def test_client_before_the_first_server_is_served_once_it_starts():
+async def test_early_client_is_served_once_a_server_starts():
     server = make_server()
     port = _find_free_port()
     async with Gateway(make_config(f"grpc://127.0.0.1:{port}")) as gateway:

@@ -1,4 +1,4 @@
-"""Servers that die, restart, break connections or have another key."""
+"""Gateway sessions when servers crash, restart, lose connections or have another session key."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ class BreakableProxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
         self.drops_responses = False
-        self.is_connected = True
+        self.accepts_connections = True
 
     @asynccontextmanager
     async def run(self):
@@ -50,15 +50,15 @@ class BreakableProxy:
         try:
             yield f"grpc://127.0.0.1:{port}"
         finally:
-            self.cut()
+            self.cut_connections()
             self._server.close()
 
-    def cut(self) -> None:
+    def cut_connections(self) -> None:
         for writer in list(self._writers):
             writer.transport.abort()
 
     async def _accept(self, reader, writer) -> None:
-        if not self.is_connected:
+        if not self.accepts_connections:
             writer.transport.abort()
             return
         upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self._port)
@@ -76,10 +76,6 @@ class BreakableProxy:
                 continue
             writer.write(chunk)
             await writer.drain()
-
-
-def error_code(error) -> str:
-    return str(error.value.code)
 
 
 @pytest.mark.slow
@@ -162,12 +158,12 @@ async def count_lost_sessions(gateway) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restarts", [False, True])
-async def test_sessions_without_calls_count_as_lost_with_the_server(restarts, caplog):
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_idle_sessions_of_a_stopped_server_count_as_lost(is_restarted, caplog):
     server, other_server = make_server(), make_server()
     await server.start()
     port = int(server.grpc_address.rpartition(":")[2])
-    limits = {"linger_s": 3600.0 if restarts else 0.3}
+    limits = {"linger_s": 3600.0 if is_restarted else 0.3}
     async with other_server, make_gateway(server, other_server, sessions=limits) as gateway:
         sessions = get_sessions(gateway)
         opened_sessions = [await sessions.open(OPEN_ARGS) for _ in range(10)]
@@ -175,7 +171,7 @@ async def test_sessions_without_calls_count_as_lost_with_the_server(restarts, ca
         assert 0 < num_other_sessions < 10
         sessions.tracked_sessions.sweep_interval_s = 0.1
         await server.stop()
-        async with make_server(grpc_port=port) if restarts else contextlib.nullcontext():
+        async with make_server(grpc_port=port) if is_restarted else contextlib.nullcontext():
             await wait_until(lambda: gateway.num_sessions == num_other_sessions)
             assert await count_lost_sessions(gateway) == 10 - num_other_sessions
         assert f"lost {10 - num_other_sessions} sessions: server" in caplog.text
@@ -205,7 +201,7 @@ async def test_step_is_applied_once_when_the_connection_breaks():
             step_task = asyncio.create_task(sessions.step(session.session_id, ADD_1, 1))
             await wait_until(lambda: b'"total":1' in read_state(server, session.session_id))
             proxy.drops_responses = False
-            proxy.cut()
+            proxy.cut_connections()
             result = await asyncio.wait_for(step_task, 60)
             assert (result.reward, result.step_index) == (1.0, 1)
             assert (await sessions.step(session.session_id, ADD_1, 2)).step_index == 2
@@ -221,7 +217,7 @@ async def test_step_without_an_index_is_never_sent_twice():
             step_task = asyncio.create_task(sessions.step(session.session_id, ADD_1))
             await wait_until(lambda: b'"total":1' in read_state(server, session.session_id))
             proxy.drops_responses = False
-            proxy.cut()
+            proxy.cut_connections()
             with pytest.raises(SessionLostError):
                 await asyncio.wait_for(step_task, 60)
             assert b'"total":1' in read_state(server, session.session_id)
@@ -248,8 +244,8 @@ async def test_idle_client_keeps_session_when_the_gateway_link_breaks(monkeypatc
                 detach_times_s.append(server_session.detached_s)
 
             monkeypatch.setattr(server.core, "detach", record_detach)
-            proxy.cut()
-            # The session lingers on the server; the gateway restarts the linger time repeatedly.
+            proxy.cut_connections()
+            # Each reconnection of the gateway restarts the linger time of the session.
             await wait_until(lambda: len(detach_times_s) >= 4)
             assert sorted(set(detach_times_s)) == detach_times_s
             assert (await sessions.step(session.session_id, ADD_1, 1)).step_index == 1
@@ -268,25 +264,27 @@ async def test_unreachable_server_gets_no_sessions_and_steps_fail():
             async with Gateway(config) as gateway:
                 sessions = get_sessions(gateway)
                 opened_sessions = [await sessions.open(OPEN_ARGS) for _ in range(10)]
-                proxy.is_connected = False
-                proxy.cut()
-                absent_sessions = [
+                proxy.accepts_connections = False
+                proxy.cut_connections()
+                unreachable_sessions = [
                     session
                     for session in opened_sessions
                     if session.session_id.split("~")[1] == read_server_id(first_server)
                 ]
-                assert absent_sessions
+                assert unreachable_sessions
                 with pytest.raises(UnavailableError) as error:
-                    await sessions.step(absent_sessions[0].session_id, ADD_1, 1)
-                assert error_code(error) == "UNAVAILABLE"
+                    await sessions.step(unreachable_sessions[0].session_id, ADD_1, 1)
+                assert str(error.value.code) == "UNAVAILABLE"
                 num_sessions = second_server.core.load.num_sessions
                 for _ in range(5):
                     await sessions.open(OPEN_ARGS)
                 assert second_server.core.load.num_sessions == num_sessions + 5
                 assert sessions.environment_load.num_unreachable_servers == 1
-                proxy.is_connected = True
+                proxy.accepts_connections = True
                 await wait_until(lambda: sessions.environment_load.num_servers == 2)
-                assert (await sessions.step(absent_sessions[0].session_id, ADD_1, 1)).reward == 1.0
+                assert (
+                    await sessions.step(unreachable_sessions[0].session_id, ADD_1, 1)
+                ).reward == 1.0
 
 
 @pytest.mark.slow
@@ -319,7 +317,7 @@ async def test_servers_with_another_session_key_are_reported_and_skipped(monkeyp
         async with make_gateway(wrong_key_server, keyless_server) as gateway:
             fleet = get_sessions(gateway).fleet
 
-            async def poll(size: int) -> None:  # a poll between two attempts
+            async def poll(size: int) -> None:  # runs between two attempts to open
                 for link in fleet.links:
                     await link.poll()
 
@@ -345,9 +343,9 @@ async def test_removed_server_is_used_after_being_listed_again():
                 assert (await sessions.step(session.session_id, ADD_1, 1)).reward == 1.0
 
 
-async def test_unreachable_address_does_not_block_the_start():
+async def test_unreachable_address_does_not_block_gateway_start():
     async with make_server() as server:
-        unreachable_endpoint = ServerEndpoint("nothing", "grpc://127.0.0.1:1", "")
+        unreachable_endpoint = ServerEndpoint("unreachable", "grpc://127.0.0.1:1", "")
         source = ListedServers(unreachable_endpoint, make_endpoint(server))
         async with Gateway(make_config("grpc://127.0.0.1:1"), {NAME: source}) as gateway:
             assert await get_sessions(gateway).open(OPEN_ARGS)

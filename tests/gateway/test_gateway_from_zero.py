@@ -19,13 +19,15 @@ from tests.gateway.gateways import (
 )
 
 
-@pytest.mark.parametrize("has_server", [False, True])
-async def test_waiting_opens_count_as_demand_and_succeed_once_a_server_starts(has_server):
+@pytest.mark.parametrize("has_initial_server", [False, True])
+async def test_waiting_requests_count_as_demand_and_succeed_once_a_server_starts(
+    has_initial_server,
+):
     async with make_server() as server:
-        source = ListedServers(*[make_endpoint(server)] * has_server)
+        source = ListedServers(*[make_endpoint(server)] * has_initial_server)
         async with Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway:
             admission = get_sessions(gateway).admission
-            await wait_until(lambda: bool(admission.fleet.description) == has_server)
+            await wait_until(lambda: bool(admission.fleet.description) == has_initial_server)
             source.list()
             describe_task = asyncio.create_task(describe(gateway.grpc_address, wait_s=60))
             await wait_until(lambda: admission.num_waiting == 1)
@@ -34,7 +36,7 @@ async def test_waiting_opens_count_as_demand_and_succeed_once_a_server_starts(ha
             assert count_sessions([server]) == 0
 
 
-async def test_timed_out_open_reports_its_waiting_time():
+async def test_timeout_error_contains_the_waiting_time():
     source = ListedServers()
     async with Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway:
         with pytest.raises(NotFoundError, match=r"did not open a session within 0\.1 s"):

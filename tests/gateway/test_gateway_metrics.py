@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import (
-    text_string_to_metric_families as openmetrics_families,
+    text_string_to_metric_families as parse_openmetrics_families,
 )
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -34,21 +34,24 @@ from ludus.services.gateway.tenancy.metrics import (
     OpenOutcome,
 )
 
-PROMETHEUS = os.environ.get("PROMETHEUS_BINARY") or shutil.which("prometheus") or ""
-PROMTOOL = os.environ.get("PROMTOOL_BINARY") or shutil.which("promtool") or ""
-LABELS = ("env", "state", "call", "outcome", "reason", "kind", "code", "le")
+PROMETHEUS_PROGRAM = os.environ.get("PROMETHEUS_BINARY") or shutil.which("prometheus") or ""
+PROMTOOL_PROGRAM = os.environ.get("PROMTOOL_BINARY") or shutil.which("promtool") or ""
+LABEL_NAMES = ("env", "state", "call", "outcome", "reason", "kind", "code", "le")
 
 
 def render(metrics: GatewayMetrics, accept_types: str = "") -> tuple[bytes, str]:
-    """Return the body and content type of a scrape, outside an event loop."""
+    """Render the metrics in a new event loop; return the body and its content type."""
     return asyncio.run(metrics.render(accept_types))
 
 
 def read_samples(metrics: GatewayMetrics) -> dict[tuple[str, ...], float]:
-    """Parse an exposition into values by (name, label values...)."""
+    """Return the value of each sample by (name, label values...)."""
     body, _ = render(metrics)
     return {
-        (sample.name, *(sample.labels[key] for key in LABELS if key in sample.labels)): sample.value
+        (
+            sample.name,
+            *(sample.labels[key] for key in LABEL_NAMES if key in sample.labels),
+        ): sample.value
         for family in text_string_to_metric_families(body.decode())
         for sample in family.samples
     }
@@ -120,7 +123,7 @@ def test_every_series_exists_from_the_start() -> None:
     assert ("ludus_gateway_calls_total", "chess", "step", "SESSION_LOST") in samples
 
 
-def test_every_declared_name_is_exported() -> None:
+def test_every_declared_metric_is_exported() -> None:
     exported_names = {
         family.name.removesuffix("_info")
         for family in text_string_to_metric_families(render(make_used_metrics())[0].decode())
@@ -132,7 +135,7 @@ def test_both_prometheus_parsers_read_the_metrics() -> None:
     metrics = make_used_metrics()
     body, content_type = render(metrics, "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
-    names = {family.name for family in openmetrics_families(body.decode())}
+    names = {family.name for family in parse_openmetrics_families(body.decode())}
     assert names == set(GatewayMetric)
     text_body, content_type = render(metrics, "text/plain")
     assert content_type.startswith("text/plain")
@@ -170,14 +173,16 @@ def test_refused_calls_are_counted_in_metrics() -> None:
         assert values["ludus_gateway_auth_failures_total", kind] == 1
 
 
-@pytest.mark.skipif(not PROMTOOL, reason="no promtool; set PROMTOOL_BINARY to one")
+@pytest.mark.skipif(not PROMTOOL_PROGRAM, reason="promtool not found; set PROMTOOL_BINARY")
 def test_promtool_check_reports_no_problems() -> None:
     body, _ = render(make_used_metrics(), "text/plain")
-    process = subprocess.run([PROMTOOL, "check", "metrics"], input=body, capture_output=True)
+    process = subprocess.run(
+        [PROMTOOL_PROGRAM, "check", "metrics"], input=body, capture_output=True
+    )
     assert (process.returncode, process.stdout, process.stderr) == (0, b"", b"")
 
 
-# -- a real Prometheus -----------------------------------------------------------------------
+# -- Prometheus process ----------------------------------------------------------------------
 
 
 @contextmanager
@@ -205,9 +210,9 @@ def serve_metrics(metrics: GatewayMetrics) -> Iterator[int]:
 
 
 @contextmanager
-def run_prometheus(folder: Path, targets: list[int]) -> Iterator[str]:
-    """Run Prometheus for the targets, and yield its address."""
-    addresses = ", ".join(f"'127.0.0.1:{port}'" for port in targets)
+def run_prometheus(folder: Path, target_ports: list[int]) -> Iterator[str]:
+    """Run a Prometheus that scrapes these ports, and yield its address."""
+    addresses = ", ".join(f"'127.0.0.1:{port}'" for port in target_ports)
     (folder / "prometheus.yml").write_text(
         "global: {scrape_interval: 1s, scrape_timeout: 1s}\n"
         f"scrape_configs: [{{job_name: gateway, static_configs: [{{targets: [{addresses}]}}]}}]\n"
@@ -216,7 +221,7 @@ def run_prometheus(folder: Path, targets: list[int]) -> Iterator[str]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             [
-                PROMETHEUS,
+                PROMETHEUS_PROGRAM,
                 f"--config.file={folder / 'prometheus.yml'}",
                 f"--storage.tsdb.path={folder / 'data'}",
                 "--web.listen-address=127.0.0.1:0",
@@ -232,7 +237,7 @@ def run_prometheus(folder: Path, targets: list[int]) -> Iterator[str]:
 
 
 def find_port(pid: int, log: Path) -> int:
-    """Return the port of the process from the kernel, because its log contains only port 0."""
+    """Find the port in the kernel's socket tables, because the log contains only port 0."""
     deadline_s = time.monotonic() + 120.0
     while time.monotonic() < deadline_s:
         sockets = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
@@ -242,33 +247,33 @@ def find_port(pid: int, log: Path) -> int:
                 if columns[3] == "0A" and f"socket:[{columns[9]}]" in sockets:
                     return int(columns[1].rpartition(":")[2], 16)
         time.sleep(0.05)
-    raise AssertionError(f"Prometheus does not listen: {log.read_text()}")
+    raise AssertionError(f"Prometheus did not open a port: {log.read_text()}")
 
 
 def query_prometheus(address: str, query: str) -> dict[str, float]:
-    """Query Prometheus; return values by environment."""
+    """Run a query, and return its values by environment."""
     encoded_query = urllib.parse.quote(query)
     try:
         with urllib.request.urlopen(f"{address}/api/v1/query?query={encoded_query}") as response:
             samples = json.load(response)["data"]["result"]
     except urllib.error.HTTPError as error:
-        assert error.code == 503, error  # it listens before it responds
+        assert error.code == 503, error  # Prometheus listens before it is ready
         return {}
     return {sample["metric"].get("env", ""): float(sample["value"][1]) for sample in samples}
 
 
-def wait_for(address: str, query: str, expected: dict[str, float]) -> None:
-    """Wait until a query has the expected result."""
+def wait_for_samples(address: str, query: str, expected: dict[str, float]) -> None:
+    """Wait until a query returns the expected values."""
     deadline_s = time.monotonic() + 120.0
     while (samples := query_prometheus(address, query)) != expected:
-        assert time.monotonic() < deadline_s, (query, samples)
+        assert time.monotonic() < deadline_s, f"query {query} returned {samples}"
         time.sleep(0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not PROMETHEUS or sys.platform != "linux",
-    reason="no Prometheus here; set PROMETHEUS_BINARY to one",
+    not PROMETHEUS_PROGRAM or sys.platform != "linux",
+    reason="Prometheus not found; set PROMETHEUS_BINARY",
 )
 def test_documented_queries_work_for_two_scraped_gateways(tmp_path: Path) -> None:
     with (
@@ -280,11 +285,11 @@ def test_documented_queries_work_for_two_scraped_gateways(tmp_path: Path) -> Non
             'max by (env) (ludus_gateway_sessions{state="active"})'
             ' + sum by (env) (ludus_gateway_sessions{state="pending"})'
         )
-        # A late scrape leaves a gap, so a result may need another scrape.
-        wait_for(address, demand_query, {"blackjack": 46.0, "chess": 0.0})
+        # A late scrape leaves a gap in the series, so the result may need another scrape.
+        wait_for_samples(address, demand_query, {"blackjack": 46.0, "chess": 0.0})
         saturation_query = (
             'max by (env) (ludus_gateway_sessions{state="active"})'
             " / max by (env) (ludus_gateway_session_capacity)"
         )
-        wait_for(address, f"{saturation_query} > 0", {"blackjack": 40 / 64})
-        wait_for(address, "sum(up)", {"": 2.0})
+        wait_for_samples(address, f"{saturation_query} > 0", {"blackjack": 40 / 64})
+        wait_for_samples(address, "sum(up)", {"": 2.0})

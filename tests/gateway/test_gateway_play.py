@@ -1,4 +1,4 @@
-"""Episodes through a gateway equal those on the servers, over every wire."""
+"""Episodes played through a gateway over every wire."""
 
 import asyncio
 import json
@@ -59,8 +59,8 @@ async def test_gateway_and_server_return_the_same_episode(wire):
 @pytest.mark.parametrize("wire", ["grpc", "http"])
 async def test_gateway_forwards_episode_success(wire):
     async with run_gateway(factory=GoalEnv) as (gateway, _):
-        address = {"grpc": gateway.grpc_address, "http": f"{gateway.http_address}/envs/{NAME}"}
-        async with await AsyncEnvClient.connect(address[wire]) as client:
+        addresses = {"grpc": gateway.grpc_address, "http": f"{gateway.http_address}/envs/{NAME}"}
+        async with await AsyncEnvClient.connect(addresses[wire]) as client:
             for actions, success in ((WINNING_ACTIONS, True), (LOSING_ACTIONS, False)):
                 session, first_result = await client.open(seed=7)
                 results = [first_result, *[await session.step(action) for action in actions]]
@@ -118,7 +118,7 @@ async def test_two_environments_share_the_ports():
     async with (
         first_server,
         second_server,
-        Gateway(configure_two_environments(first_server, second_server)) as gateway,
+        Gateway(make_two_environment_config(first_server, second_server)) as gateway,
     ):
         address = gateway.grpc_address
         async with (
@@ -138,7 +138,7 @@ async def test_two_environments_share_the_ports():
             await AsyncEnvClient.connect(f"{address}/third", ConnectOptions(connect_timeout_s=60))
 
 
-def configure_two_environments(first_server, second_server):
+def make_two_environment_config(first_server, second_server):
     return make_config(
         environments={
             "one": {"kind": "static", "addresses": [first_server.grpc_address]},
@@ -166,7 +166,7 @@ async def test_unknown_environment_returns_typed_404_with_known_names(path):
         assert NAME in response.json()["detail"]["message"]
 
 
-async def test_no_request_returns_a_redirect():
+async def test_paths_with_a_trailing_slash_are_not_redirected():
     async with run_gateway() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
         for path in (f"/envs/{NAME}/health/", f"/envs/{NAME}", "/v1/envs/", "/healthz/"):
             response = await http.get(gateway.http_address + path)

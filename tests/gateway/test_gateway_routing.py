@@ -1,4 +1,4 @@
-"""Routing by session id: through any gateway, after restarts, and only for the tenant."""
+"""Routing of calls by session id, across gateways, restarts and tenants."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ from tests.gateway.gateways import (
 
 
 class RawGatewayStream(RawStream):
-    """Raw calls to a gateway with any session id."""
+    """A raw gRPC stream to a gateway, for calls with arbitrary session ids."""
 
     def __init__(self, gateway: Gateway, token: str = "") -> None:
         super().__init__(gateway.grpc_address, token)
@@ -38,17 +38,17 @@ class RawGatewayStream(RawStream):
         return await super().open(reset=pb.ResetArgs(seed=1), **fields)
 
     async def step(self, session_id: str, step_index: int = 0) -> float:
-        reply = await self.ask(pb.Call(step=_step(session_id, step_index)))
+        reply = await self.ask(pb.Call(step=_make_step_request(session_id, step_index)))
         assert not reply.HasField("error"), reply.error
         return reply.result.reward
 
-    async def failing_step_code(self, session_id: str) -> str:
-        """Return the error code of a failing step."""
-        reply = await self.ask(pb.Call(step=_step(session_id)))
+    async def send_failing_step(self, session_id: str) -> str:
+        """Send a step that fails, and return the error code."""
+        reply = await self.ask(pb.Call(step=_make_step_request(session_id)))
         return reply.error.code
 
 
-def _step(session_id: str, step_index: int = 0) -> pb.StepRequest:
+def _make_step_request(session_id: str, step_index: int = 0) -> pb.StepRequest:
     action = b'{"add": 2}'
     return pb.StepRequest(session_id=session_id, action_json=action, step_index=step_index)
 
@@ -60,27 +60,27 @@ async def test_session_opened_through_one_gateway_works_through_another():
         RawGatewayStream(first_gateway) as first_stream,
         RawGatewayStream(second_gateway) as second_stream,
     ):
-        ids = [await first_stream.open() for _ in range(6)]
+        session_ids = [await first_stream.open() for _ in range(6)]
         for step_index, stream in ((1, second_stream), (2, first_stream), (3, second_stream)):
-            for session_id in ids:
+            for session_id in session_ids:
                 assert await stream.step(session_id, step_index) == 2.0
 
 
 @pytest.mark.slow
 async def test_call_to_an_unreachable_server_can_be_retried():
-    unreached_endpoint = ServerEndpoint("one", "grpc://127.0.0.1:1", "")
-    source = ListedServers(unreached_endpoint)
+    unreachable_endpoint = ServerEndpoint("one", "grpc://127.0.0.1:1", "")
+    source = ListedServers(unreachable_endpoint)
     async with (
         Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway,
         RawGatewayStream(gateway) as stream,
     ):
         session_id = SessionKey(KEY.encode()).sign(NAME, "some-server")
-        assert await stream.failing_step_code(session_id) == "UNAVAILABLE"
+        assert await stream.send_failing_step(session_id) == "UNAVAILABLE"
         source.list()
-        assert await stream.failing_step_code(session_id) == "SESSION_LOST"
+        assert await stream.send_failing_step(session_id) == "SESSION_LOST"
 
 
-async def test_forged_ids_are_refused():
+async def test_forged_and_malformed_session_ids_are_refused():
     async with run_gateway() as (gateway, _), RawGatewayStream(gateway) as stream:
         session_id = await stream.open()
         other_key = SessionKey(b"another-key-that-is-long-enough")
@@ -93,20 +93,20 @@ async def test_forged_ids_are_refused():
             "a~b~c~d~e~f~g",
             "~" * 500,
         ):
-            assert await stream.failing_step_code(bad_id) == "UNAUTHENTICATED"
+            assert await stream.send_failing_step(bad_id) == "UNAUTHENTICATED"
 
 
-async def test_expired_id_returns_session_lost():
+async def test_expired_session_id_returns_session_lost():
     key = SessionKey(KEY.encode())
     async with run_gateway() as (gateway, servers), RawGatewayStream(gateway) as stream:
         server_id = servers[0].core.options.server_id
         assert (
-            await stream.failing_step_code(key.sign(NAME, server_id, lifetime_s=-2))
+            await stream.send_failing_step(key.sign(NAME, server_id, lifetime_s=-2))
             == "SESSION_LOST"
         )
 
 
-async def test_verified_id_expires(monkeypatch: pytest.MonkeyPatch):
+async def test_verified_session_id_expires(monkeypatch: pytest.MonkeyPatch):
     async with run_gateway() as (gateway, _):
         sessions = get_sessions(gateway)
         session_id = SessionKey(KEY.encode()).sign(NAME, "a-server", lifetime_s=60)
@@ -118,10 +118,10 @@ async def test_verified_id_expires(monkeypatch: pytest.MonkeyPatch):
                 sessions.verify_id(session_id)
 
 
-async def test_id_of_another_environment_is_refused():
+async def test_session_id_of_another_environment_is_refused():
     async with run_gateway() as (gateway, servers), RawGatewayStream(gateway) as stream:
         signed_id = SessionKey(KEY.encode()).sign("cards", servers[0].core.options.server_id)
-        assert await stream.failing_step_code(signed_id) == "VALIDATION_ERROR"
+        assert await stream.send_failing_step(signed_id) == "VALIDATION_ERROR"
 
 
 async def test_session_id_cannot_be_opened_twice():
@@ -140,7 +140,7 @@ async def test_session_id_cannot_be_opened_twice():
 
 
 RED_TOKEN, BLUE_TOKEN = "red-token-0123456789", "blue-token-0123456789"
-TENANTS = """
+TENANTS_TOML = """
 [[tenants]]
 name = "red"
 token_env = "RED_TOKEN"
@@ -153,28 +153,31 @@ token_env = "BLUE_TOKEN"
 
 
 @pytest.fixture
-def tenants(tmp_path: Path, monkeypatch) -> str:
+def tenants_file(tmp_path: Path, monkeypatch) -> str:
     monkeypatch.setenv("RED_TOKEN", RED_TOKEN)
     monkeypatch.setenv("BLUE_TOKEN", BLUE_TOKEN)
     path = tmp_path / "tenants.toml"
-    path.write_text(TENANTS)
+    path.write_text(TENANTS_TOML)
     return str(path)
 
 
-async def test_tenant_cannot_use_sessions_of_other_tenants(tenants):
+async def test_tenant_cannot_use_sessions_of_other_tenants(tenants_file):
     async with (
-        run_gateway(tenants_file=tenants) as (gateway, _),
+        run_gateway(tenants_file=tenants_file) as (gateway, _),
         RawGatewayStream(gateway, RED_TOKEN) as red_stream,
     ):
         session_id = await red_stream.open()
         assert session_id.split("~")[2] == "red"
         async with RawGatewayStream(gateway, BLUE_TOKEN) as blue_stream:
-            assert await blue_stream.failing_step_code(session_id) == "PERMISSION_DENIED"
+            assert await blue_stream.send_failing_step(session_id) == "PERMISSION_DENIED"
         assert await red_stream.step(session_id) == 2.0
 
 
-async def test_every_kind_of_session_end_releases_quota(tenants):
-    async with run_gateway(tenants_file=tenants, sessions={"linger_s": 0.5}) as (gateway, servers):
+async def test_ended_sessions_release_the_quota(tenants_file):
+    async with run_gateway(tenants_file=tenants_file, sessions={"linger_s": 0.5}) as (
+        gateway,
+        servers,
+    ):
         address = gateway.grpc_address
         client = await AsyncEnvClient.connect(address, ConnectOptions(token=RED_TOKEN))
         await client.open(seed=1)
@@ -214,7 +217,7 @@ async def test_client_continues_after_gateway_restart(is_graceful):
             await gateway.stop()
         else:
             await gateway.grpc_server.stop(grace=0)
-            await get_sessions(gateway).fleet.close("it was killed")
+            await get_sessions(gateway).fleet.close("gateway was killed")
         await wait_until(lambda: server.core.load.num_sessions == 1)
         step_task = asyncio.create_task(session.step({"add": 2}))
         new_gateway = Gateway(make_config(server.grpc_address, grpc_port=port))
@@ -237,9 +240,9 @@ async def test_sessions_without_calls_end_after_gateway_stop_and_linger():
             make_gateway(server, sessions={"linger_s": 0.3}) as gateway,
             RawGatewayStream(gateway) as stream,
         ):
-            ids = [await stream.open() for _ in range(2)]
+            session_ids = [await stream.open() for _ in range(2)]
         await wait_until(lambda: server.core.load.num_sessions == 0)
-        for session_id in ids:
+        for session_id in session_ids:
             tombstone = server.core.tombstones.find(session_id)
             assert tombstone.reason == "the connection that opened it ended 0.3 s ago"
 

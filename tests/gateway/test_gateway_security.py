@@ -1,4 +1,4 @@
-"""A gateway with tenants and TLS: wires, revocation and metrics."""
+"""A gateway with tenants and TLS: authentication, quotas and the admin port."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ludus.services.gateway.gateway import Gateway
 from tests.gateway.clock import Clock
 from tests.gateway.gateways import FAST_POLLING, NAME, connect_client, make_config, run_gateway
 
-ALICE = "a11ce-a11ce-a11ce-a11ce"
-BOB = "b0b-b0b-b0b-b0b-b0b-b0b"
+ALICE_TOKEN = "a11ce-a11ce-a11ce-a11ce"
+BOB_TOKEN = "b0b-b0b-b0b-b0b-b0b-b0b"
 
 
 def write_tenants(path: Path, **limits: str) -> None:
-    """Write one tenant per keyword: its name and its table."""
-    tokens = {"alice": ALICE, "bob": BOB}
+    """Write a tenants file with one tenant per keyword and the given TOML limits."""
+    tokens = {"alice": ALICE_TOKEN, "bob": BOB_TOKEN}
     path.write_text(
         "".join(
-            f'[[tenants]]\nname = "{name}"\n{table}\n'
+            f'[[tenants]]\nname = "{name}"\n{limits_toml}\n'
             f'token_sha256 = "{hashlib.sha256(tokens[name].encode()).hexdigest()}"\n'
-            for name, table in limits.items()
+            for name, limits_toml in limits.items()
         )
     )
 
@@ -49,8 +49,8 @@ def ca_file(tmp_path: Path) -> Path:
 async def gateway(tmp_path: Path, ca_file: Path, clock: Clock) -> AsyncIterator[Gateway]:
     write_tenants(tmp_path / "tenants.toml", alice="", bob="")
     tls = {"cert": str(tmp_path / "tls.crt"), "key": str(tmp_path / "tls.key")}
-    tenants = str(tmp_path / "tenants.toml")
-    async with run_gateway(tenants_file=tenants, tls=tls, clock=clock) as (gateway, _):
+    tenants_file = str(tmp_path / "tenants.toml")
+    async with run_gateway(tenants_file=tenants_file, tls=tls, clock=clock) as (gateway, _):
         yield gateway
 
 
@@ -62,19 +62,19 @@ def make_http_client(gateway: Gateway, ca_file: Path) -> httpx.AsyncClient:
 async def test_every_protocol_requires_a_token_over_tls(gateway: Gateway, ca_file: Path) -> None:
     async with make_http_client(gateway, ca_file) as http:
         assert (await http.get("/v1/envs")).status_code == 401
-        assert (await http.get("/v1/envs", auth=("alice", ALICE))).status_code == 200
+        assert (await http.get("/v1/envs", auth=("alice", ALICE_TOKEN))).status_code == 200
     url = f"{gateway.http_address}/envs/{NAME}/ws".replace("https", "wss")
     context = build_client_context(ca_file)
     with pytest.raises(websockets.InvalidStatus):
         await websockets.connect(url, ssl=context)
-    url_with_token = url.replace("://", f"://alice:{ALICE}@")
+    url_with_token = url.replace("://", f"://alice:{ALICE_TOKEN}@")
     async with websockets.connect(url_with_token, ssl=context) as socket:
         await socket.send('{"type": "reset", "data": {}}')
         assert '"observation"' in str(await socket.recv())
     with pytest.raises(AuthenticationError):
         await AsyncEnvClient.connect(gateway.grpc_address, ConnectOptions(ca_file=str(ca_file)))
     async with await AsyncEnvClient.connect(
-        gateway.grpc_address, ConnectOptions(token=ALICE, ca_file=str(ca_file))
+        gateway.grpc_address, ConnectOptions(token=ALICE_TOKEN, ca_file=str(ca_file))
     ) as client:
         assert (await client.open(seed=1))[1].observation is not None
 
@@ -83,10 +83,10 @@ async def test_gateway_connects_to_servers_with_tls_and_token(
     ca_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKEN_OF_SERVERS", "hush")
-    tls = {"tls_cert": tmp_path / "tls.crt", "tls_key": tmp_path / "tls.key", "token": "hush"}
+    options = {"tls_cert": tmp_path / "tls.crt", "tls_key": tmp_path / "tls.key", "token": "hush"}
     server_config = {**FAST_POLLING, "ca_file": str(ca_file), "token_env": "TOKEN_OF_SERVERS"}
     async with (
-        run_gateway(2, server_options=tls, servers=server_config) as (gateway, servers),
+        run_gateway(2, server_options=options, servers=server_config) as (gateway, servers),
         connect_client(gateway) as client,
     ):
         assert servers[0].grpc_address.startswith("grpcs://")
@@ -97,29 +97,29 @@ async def test_gateway_connects_to_servers_with_tls_and_token(
 async def test_changed_tenants_file_applies_to_open_streams(
     gateway: Gateway, ca_file: Path, tmp_path: Path, clock: Clock
 ) -> None:
-    alice, bob = [
+    alice_client, bob_client = [
         await AsyncEnvClient.connect(
             gateway.grpc_address, ConnectOptions(token=token, ca_file=str(ca_file))
         )
-        for token in (ALICE, BOB)
+        for token in (ALICE_TOKEN, BOB_TOKEN)
     ]
-    session, _ = await alice.open(seed=1)
-    bob_session, _ = await bob.open(seed=1)
+    session, _ = await alice_client.open(seed=1)
+    bob_session, _ = await bob_client.open(seed=1)
     await session.step({"add": 1})
     write_tenants(tmp_path / "tenants.toml", bob="max_sessions = 1")
     clock.now_s += 1.0
     with pytest.raises(AuthenticationError, match="'alice' was removed"):
         await session.step({"add": 1})
     with pytest.raises(AuthenticationError, match="'alice' was removed"):
-        await alice.open(seed=1)
+        await alice_client.open(seed=1)
     await bob_session.step({"add": 1})
     with pytest.raises(RateLimitError, match="may have at most 1"):
-        await bob.open(seed=1)
-    await alice.close()
-    await bob.close()
+        await bob_client.open(seed=1)
+    await alice_client.close()
+    await bob_client.close()
 
 
-async def test_refused_steps_are_counted_on_every_protocol_without_secrets(
+async def test_metrics_count_refused_steps_of_every_protocol_and_contain_no_secrets(
     gateway: Gateway, ca_file: Path, tmp_path: Path, clock: Clock
 ) -> None:
     write_tenants(tmp_path / "tenants.toml", alice="steps_per_s = 0.001", bob="")
@@ -127,7 +127,7 @@ async def test_refused_steps_are_counted_on_every_protocol_without_secrets(
     async with (
         make_http_client(gateway, ca_file) as http,
         await AsyncEnvClient.connect(
-            gateway.grpc_address, ConnectOptions(token=ALICE, ca_file=str(ca_file))
+            gateway.grpc_address, ConnectOptions(token=ALICE_TOKEN, ca_file=str(ca_file))
         ) as client,
     ):
         session, _ = await client.open(seed=1)
@@ -141,19 +141,19 @@ async def test_refused_steps_are_counted_on_every_protocol_without_secrets(
             f"/envs/{NAME}/step",
             json={"action": {"add": 1}},
             headers={"x-session-id": session.id},
-            auth=("alice", ALICE),
+            auth=("alice", ALICE_TOKEN),
         )
         assert (refusal.status_code, refusal.json()["detail"]["code"]) == (429, "RATE_LIMITED")
         assert int(refusal.headers["retry-after"]) > 100
         headers = {"x-session-id": session.id}
         for method, path in (("GET", "state"), ("POST", "reset")):
             refusal = await http.request(
-                method, f"/envs/{NAME}/{path}", headers=headers, auth=("alice", ALICE)
+                method, f"/envs/{NAME}/{path}", headers=headers, auth=("alice", ALICE_TOKEN)
             )
             assert refusal.status_code == 429
-        text = (await http.get("/metrics", auth=("bob", BOB))).text
+        text = (await http.get("/metrics", auth=("bob", BOB_TOKEN))).text
     assert f'ludus_gateway_rate_limited_total{{env="{NAME}"}} 7.0' in text
-    for secret in (ALICE, BOB, "alice", "bob", session.id):
+    for secret in (ALICE_TOKEN, BOB_TOKEN, "alice", "bob", session.id):
         assert secret not in text
 
 

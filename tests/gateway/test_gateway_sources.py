@@ -66,25 +66,25 @@ async def test_environment_build_error_is_raised_by_gateway_start(monkeypatch):
 
 
 async def test_started_servers_do_not_inherit_gateway_secrets(tmp_path, monkeypatch):
-    variables = {
+    secrets = {
         "LUDUS_GATEWAY_TOKEN": "a-token-of-the-gateway-" + "g" * 32,
         "FLEET_TOKEN": "a-token-of-the-servers-" + "s" * 32,
         "LUDUS_SESSION_KEY": "a-key-of-the-gateway-" + "k" * 32,
         "TEAM_A_TOKEN": "a-token-of-a-tenant-" + "a" * 32,
         "FORGOTTEN_COPY": "a-token-of-a-tenant-" + "a" * 32,
     }
-    for name, text in {**variables, "HARMLESS": "1"}.items():
-        monkeypatch.setenv(name, text)
-    tenants = tmp_path / "tenants.toml"
-    tenants.write_text('[[tenants]]\nname = "team-a"\ntoken_env = "TEAM_A_TOKEN"\n')
+    for name, value in {**secrets, "HARMLESS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    tenants_file = tmp_path / "tenants.toml"
+    tenants_file.write_text('[[tenants]]\nname = "team-a"\ntoken_env = "TEAM_A_TOKEN"\n')
     config = make_config(target="tests.env.code_env:CodeEnv", options={}).model_dump()
     config["servers"]["token_env"] = "FLEET_TOKEN"
-    async with Gateway(GatewayConfig.parse({**config, "tenants_file": tenants})) as gateway:
-        address, token = gateway.grpc_address, variables["TEAM_A_TOKEN"]
+    async with Gateway(GatewayConfig.parse({**config, "tenants_file": tenants_file})) as gateway:
+        address, token = gateway.grpc_address, secrets["TEAM_A_TOKEN"]
         client = await AsyncEnvClient.connect(address, ConnectOptions(token=token))
         session, _ = await client.open()
         step_info = (await session.step({"code": "import os; result = dict(os.environ)"})).info
         await client.close()
         assert step_info["result"]["HARMLESS"] == "1"
-        # The servers must have the key that signs session ids.
-        assert set(variables) & set(step_info["result"]) == {"LUDUS_SESSION_KEY"}
+        # Servers need the key to verify session ids.
+        assert set(secrets) & set(step_info["result"]) == {"LUDUS_SESSION_KEY"}
