@@ -1,4 +1,4 @@
-"""Credentials of requests to the API server, and their absence from errors and logs."""
+"""Credentials, errors and watches of the Kubernetes API client."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture
 async def cluster(authority: trustme.CA) -> AsyncIterator[FakeKubernetes]:
-    """Run a TLS server that accepts one token."""
+    """Run a fake cluster with TLS that accepts one token."""
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1", "kubernetes.default.svc").configure_cert(tls)
     async with FakeKubernetes(tls=tls) as cluster:
@@ -58,13 +58,13 @@ def account_folder(tmp_path: Path, authority: trustme.CA) -> Path:
     return tmp_path
 
 
-def pod_environment(cluster: FakeKubernetes) -> dict[str, str]:
+def make_pod_environ(cluster: FakeKubernetes) -> dict[str, str]:
     port = cluster.url.rpartition(":")[2]
     return {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": port}
 
 
 def make_pod_client(cluster: FakeKubernetes, account_folder: Path) -> KubernetesApi:
-    return KubernetesApi(lambda: load_pod_access(account_folder, pod_environment(cluster)))
+    return KubernetesApi(lambda: load_pod_access(account_folder, make_pod_environ(cluster)))
 
 
 async def test_pod_service_account_is_accepted(
@@ -83,7 +83,7 @@ async def test_rotated_token_is_reloaded(cluster: FakeKubernetes, account_folder
     assert [request.token for request in cluster.requests] == [SECRET, "the.next.token"]
 
 
-async def test_temporarily_missing_service_account_is_a_temporary_failure(
+async def test_requests_succeed_after_missing_account_files_are_restored(
     cluster: FakeKubernetes, account_folder: Path
 ) -> None:
     async with make_pod_client(cluster, account_folder) as api:
@@ -110,16 +110,16 @@ async def test_rotated_ca_is_reloaded(account_folder: Path) -> None:
     async with FakeKubernetes(tls=tls) as cluster, make_pod_client(cluster, account_folder) as api:
         with pytest.raises(ClusterError, match="certificate verify failed"):
             await api.read(PODS_PATH)
-        assert cluster.requests == [], "the token is not sent to a stranger"
+        assert cluster.requests == [], "client sent a request to an unverified server"
         new_ca.cert_pem.write_to_path(account_folder / "ca.crt")
         await api.read(PODS_PATH)
 
 
-async def test_credentials_appear_in_no_error_log_or_repr(
+async def test_errors_logs_and_reprs_contain_no_credentials(
     cluster: FakeKubernetes, account_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    access = load_pod_access(account_folder, pod_environment(cluster))
+    access = load_pod_access(account_folder, make_pod_environ(cluster))
     texts = [repr(access)]
     cluster.tokens = {"another"}
     async with make_pod_client(cluster, account_folder) as api:
@@ -134,7 +134,7 @@ async def test_credentials_appear_in_no_error_log_or_repr(
     assert SECRET not in "".join(texts) + caplog.text
 
 
-async def test_redirect_is_not_followed_with_the_token() -> None:
+async def test_redirect_is_not_followed() -> None:
     async def redirect(request: web.Request) -> web.Response:
         raise web.HTTPTemporaryRedirect(other_cluster.url + request.path)
 
@@ -183,7 +183,7 @@ async def test_kubeconfig_works_outside_a_pod(
 async def test_kubeconfig_plugin_runs_again_after_a_refused_token(
     cluster: FakeKubernetes, account_folder: Path
 ) -> None:
-    response_file = account_folder / "answer.json"
+    response_file = account_folder / "response.json"
     plugin = account_folder / "plugin"
     plugin.write_text(f"#!/bin/sh\ncat {response_file}\n")
     plugin.chmod(plugin.stat().st_mode | stat.S_IXUSR)
@@ -217,19 +217,19 @@ def test_missing_service_account_error_has_a_remedy(
 
 def test_missing_kubeconfig_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kubectl config get-contexts"):
-        load_kubeconfig_access(tmp_path / "none")
+        load_kubeconfig_access(tmp_path / "missing")
     (tmp_path / "broken").write_text("{{{ token: sec.ret.token")
     with pytest.raises(ConfigError, match=": ParserError") as error:
         load_kubeconfig_access(tmp_path / "broken")
     assert error.value.__cause__ is None
 
 
-def test_an_ipv6_api_server_is_bracketed(account_folder: Path) -> None:
+def test_ipv6_address_in_url_has_brackets(account_folder: Path) -> None:
     environ = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
     assert load_pod_access(account_folder, environ).url == "https://[fd00::1]:443"
 
 
-def test_names_are_escaped_in_paths() -> None:
+def test_resource_names_are_escaped_in_paths() -> None:
     assert make_resource_path("v1", "a/b", "pods", "../x") == "/api/v1/namespaces/a%2Fb/pods/..%2Fx"
     assert make_resource_path("a.b/v1", "n", "leases") == "/apis/a.b/v1/namespaces/n/leases"
 
@@ -245,7 +245,7 @@ async def test_refusal_error_has_remedy_or_retry_delay() -> None:
         assert (error.value.status, error.value.retry_after_s) == (429, 7.0)
 
 
-async def test_too_large_response_or_event_is_refused(
+async def test_oversized_response_or_event_raises_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kubernetes_api, "MAX_RESPONSE_BYTES", 2_000)
@@ -261,7 +261,7 @@ async def test_too_large_response_or_event_is_refused(
                 await anext(events)
 
 
-async def test_closed_watch_ends_on_the_server() -> None:
+async def test_server_ends_the_watch_when_the_client_closes() -> None:
     path = make_resource_path("discovery.k8s.io/v1", NAMESPACE, "endpointslices")
     async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         cluster.put(endpoint_slice("s1"))
@@ -279,7 +279,7 @@ async def test_watch_ends_with_a_bookmark_at_the_timeout() -> None:
     assert events[0].object["metadata"]["resourceVersion"] == "500"
 
 
-async def test_unresponsive_server_is_abandoned() -> None:
+async def test_request_to_an_unresponsive_server_times_out() -> None:
     async with FakeKubernetes() as cluster:
         cluster.delay_s = 60.0
         access = ApiAccess(cluster.url, lambda: "")

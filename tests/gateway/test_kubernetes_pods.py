@@ -1,4 +1,4 @@
-"""Logs of pods, and commands in them, through the API server."""
+"""Pod logs and commands in pods, through the Kubernetes API."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ async def api(cluster: FakeKubernetes) -> AsyncIterator[KubernetesApi]:
 
 
 async def run_command(api: KubernetesApi) -> bytes:
-    async with aclosing(api.run_command(NAMESPACE, "head", "ray", ("ls", "/"))) as parts:
-        return b"".join([part async for part in parts])
+    async with aclosing(api.run_command(NAMESPACE, "head", "ray", ("ls", "/"))) as chunks:
+        return b"".join([chunk async for chunk in chunks])
 
 
 async def test_a_log_is_read_line_by_line(cluster: FakeKubernetes, api: KubernetesApi) -> None:
@@ -60,11 +60,11 @@ async def test_missing_log_is_reported(api: KubernetesApi) -> None:
 async def test_output_of_a_command_is_complete(cluster: FakeKubernetes, api: KubernetesApi) -> None:
     commands = []
 
-    def run(pod: str, command: list[str]) -> CommandResult:
+    def record_command(pod: str, command: list[str]) -> CommandResult:
         commands.append((pod, command))
-        return CommandResult(output=bytes(range(256)) * 40, error_output="by the way\n")
+        return CommandResult(output=bytes(range(256)) * 40, error_output="a warning\n")
 
-    cluster.pods.run = run
+    cluster.pods.run = record_command
     assert await run_command(api) == bytes(range(256)) * 40
     assert commands == [("head", ["ls", "/"])]
 

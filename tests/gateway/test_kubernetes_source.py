@@ -1,4 +1,4 @@
-"""Pods behind a Service, despite failures of the API server."""
+"""Discovery of a Service's pods, including recovery from API server failures."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.gateway.cluster_objects import (
 )
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
-SERVICE = KubernetesEnvironment(namespace=NAMESPACE, service="blackjack")
-SHORT_PAUSES_S = (0.01, 0.05)
-"""Short pauses before retries."""
+ENVIRONMENT = KubernetesEnvironment(namespace=NAMESPACE, service="blackjack")
+RETRY_PAUSES_S = (0.01, 0.05)
+"""First and longest pause before a retry."""
 
 
 @dataclass
 class Publications:
-    """The lists that a source published."""
+    """Server lists that a source has published."""
 
     lists: list[Sequence[ServerEndpoint]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
@@ -47,18 +47,18 @@ class Publications:
         await wait_until(
             lambda: self.task.done() or (self.lists and set(self.endpoints) == set(pods))
         )
-        assert not self.task.done(), self.task
+        assert not self.task.done(), f"the source stopped: {self.task}"
 
 
 @asynccontextmanager
 async def watch_service(cluster: FakeKubernetes) -> AsyncIterator[Publications]:
     publications = Publications()
     async with make_api_client(cluster) as api:
-        source = EndpointSliceSource(api, SERVICE, dict, pauses_s=SHORT_PAUSES_S)
+        source = EndpointSliceSource(api, ENVIRONMENT, dict, pauses_s=RETRY_PAUSES_S)
         publications.task = asyncio.create_task(source.watch(publications.lists.append))
         try:
             yield publications
-            assert not publications.task.done(), publications.task
+            assert not publications.task.done(), f"the source stopped: {publications.task}"
         finally:
             publications.task.cancel()
             await asyncio.gather(publications.task, return_exceptions=True)
@@ -121,20 +121,20 @@ async def test_service_with_wrong_ports_fails_at_the_start(
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80, "metrics": 90}))
     async with make_api_client(cluster) as api:
-        source = EndpointSliceSource(api, SERVICE, dict, pauses_s=SHORT_PAUSES_S)
+        source = EndpointSliceSource(api, ENVIRONMENT, dict, pauses_s=RETRY_PAUSES_S)
         with pytest.raises(ConfigError, match="got web=80, metrics=90"):
             await asyncio.wait_for(source.watch(lambda _: None), 60)
 
 
-@pytest.mark.parametrize("lists_again", [False, True])
+@pytest.mark.parametrize("is_relisted", [False, True])
 async def test_last_valid_state_of_an_invalid_slice_is_kept(
-    cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture, lists_again: bool
+    cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture, is_relisted: bool
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
     async with watch_service(cluster) as publications:
         await publications.wait_for_pods("a")
         cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80, "metrics": 90}))
-        if lists_again:
+        if is_relisted:
             cluster.expire_watches()
         cluster.put(endpoint_slice("s2", member("b")))
         await publications.wait_for_pods("a", "b")
@@ -169,7 +169,7 @@ async def test_interrupted_watch_continues_without_a_new_list(
 
 
 @pytest.mark.parametrize("refuses_old_watches", [False, True])
-async def test_outdated_watch_lists_again_and_misses_no_change(
+async def test_outdated_watch_causes_a_new_list_and_misses_no_change(
     cluster: FakeKubernetes, refuses_old_watches: bool
 ) -> None:
     cluster.refuses_old_watches = refuses_old_watches
@@ -186,7 +186,7 @@ async def test_outdated_watch_lists_again_and_misses_no_change(
     assert cluster.num_requests("list") == 2
 
 
-async def test_expired_watch_lists_again(cluster: FakeKubernetes) -> None:
+async def test_expired_watch_causes_a_new_list(cluster: FakeKubernetes) -> None:
     async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
         cluster.expire_watches()
@@ -196,7 +196,7 @@ async def test_expired_watch_lists_again(cluster: FakeKubernetes) -> None:
 
 
 @pytest.mark.parametrize(("status", "times"), [(504, 1), (400, 1), (500, 3)])
-async def test_unknown_version_after_a_restore_lists_again(
+async def test_unknown_version_after_a_restore_causes_a_new_list(
     cluster: FakeKubernetes, status: int, times: int
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
@@ -216,7 +216,7 @@ async def test_bookmark_avoids_a_new_list_for_an_unchanged_service(
     cluster.put(endpoint_slice("s1", member("a")))
     async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
-        for number in range(5):  # other clients change the cluster
+        for number in range(5):  # changes by other clients
             cluster.put(endpoint_slice(f"o{number}", service="chess"))
         cluster.send_bookmarks()
         cluster.compact()
@@ -243,7 +243,7 @@ async def test_outage_and_recovery_of_the_api_server_are_logged_once(
         await asyncio.sleep(0.001)
 
     async with make_api_client(cluster) as api:
-        source = EndpointSliceSource(api, SERVICE, dict, pauses_s=SHORT_PAUSES_S, sleep=sleep)
+        source = EndpointSliceSource(api, ENVIRONMENT, dict, pauses_s=RETRY_PAUSES_S, sleep=sleep)
         lists: list[Sequence[ServerEndpoint]] = []
         watch_task = asyncio.create_task(source.watch(lists.append))
         await wait_until(lambda: num_attempts > 3)
@@ -255,8 +255,8 @@ async def test_outage_and_recovery_of_the_api_server_are_logged_once(
         record for record in caplog.records if record.name.startswith("ludus.")
     ]
     assert (outage_record.levelname, recovery_record.levelname) == ("WARNING", "INFO")
-    for part in (cluster.url, "ConnectionRefusedError", "networkPolicy.apiServer"):
-        assert part in outage_record.getMessage()
+    for text in (cluster.url, "ConnectionRefusedError", "networkPolicy.apiServer"):
+        assert text in outage_record.getMessage()
     assert "responds again" in recovery_record.getMessage()
 
 
@@ -322,7 +322,7 @@ async def test_watches_that_end_immediately_are_retried_with_delays(
         pauses_s.append(pause_s)
 
     async with make_api_client(cluster) as api:
-        source = EndpointSliceSource(api, SERVICE, dict, pauses_s=(1.0, 4.0), sleep=sleep)
+        source = EndpointSliceSource(api, ENVIRONMENT, dict, pauses_s=(1.0, 4.0), sleep=sleep)
         watch_task = asyncio.create_task(source.watch(lambda _: None))
         while len(pauses_s) < 5:
             cluster.end_watches()
@@ -340,30 +340,30 @@ async def test_watches_request_bookmarks_and_varying_timeouts(cluster: FakeKuber
             await wait_until(lambda: cluster.num_watches)
             cluster.put(endpoint_slice("s1", member(f"pod-{number}")))
             cluster.end_watches()
-    requests = [request.query for request in cluster.requests if request.verb == "watch"]
-    assert {query["allowWatchBookmarks"] for query in requests} == {"true"}
-    timeouts_s = {int(query["timeoutSeconds"]) for query in requests}
+    queries = [request.query for request in cluster.requests if request.verb == "watch"]
+    assert {query["allowWatchBookmarks"] for query in queries} == {"true"}
+    timeouts_s = {int(query["timeoutSeconds"]) for query in queries}
     assert len(timeouts_s) > 1
     assert all(240 <= timeout_s <= 300 for timeout_s in timeouts_s)
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_list_matches_the_cluster_after_any_failures(
+async def test_list_matches_the_cluster_after_random_failures(
     cluster: FakeKubernetes, seed: int
 ) -> None:
     rng = random.Random(seed)
-    expected: dict[str, tuple[str, ...]] = {}
+    expected_pods: dict[str, tuple[str, ...]] = {}
 
-    def change() -> None:
+    def change_random_slice() -> None:
         name = f"s{rng.randrange(4)}"
-        if name in expected and rng.random() < 0.3:
+        if name in expected_pods and rng.random() < 0.3:
             cluster.remove(*SLICES, name)
-            del expected[name]
+            del expected_pods[name]
             return
-        expected[name] = tuple(rng.sample([f"pod-{n}" for n in range(8)], rng.randrange(4)))
-        cluster.put(endpoint_slice(name, *map(member, expected[name])))
+        expected_pods[name] = tuple(rng.sample([f"pod-{n}" for n in range(8)], rng.randrange(4)))
+        cluster.put(endpoint_slice(name, *map(member, expected_pods[name])))
 
-    failures = [
+    failure_functions = [
         cluster.cut_watches,
         cluster.end_watches,
         cluster.expire_watches,
@@ -375,8 +375,8 @@ async def test_list_matches_the_cluster_after_any_failures(
     async with watch_service(cluster) as publications:
         for _ in range(60):
             for _ in range(rng.randrange(3)):
-                change()
+                change_random_slice()
             if rng.random() < 0.5:
-                rng.choice(failures)()
+                rng.choice(failure_functions)()
             await asyncio.sleep(rng.choice([0, 0, 0.002, 0.02]))
-        await publications.wait_for_pods(*{pod for pods in expected.values() for pod in pods})
+        await publications.wait_for_pods(*{pod for pods in expected_pods.values() for pod in pods})

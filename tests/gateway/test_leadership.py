@@ -1,4 +1,4 @@
-"""At most one gateway leads, despite wrong clocks and failures of the API server."""
+"""Leader election between gateways, with wrong clocks and API server failures."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ async def api(cluster: FakeKubernetes) -> AsyncIterator[KubernetesApi]:
 def make_contender(
     api: KubernetesApi, name: str, clock: Clock, offset_s: float = 0.0
 ) -> Leadership:
-    """Build a contender for the Lease with a wrong clock."""
-    interval_s = 9.9  # also the maximum duration of an attempt
+    """Build a contender for the Lease whose clock is `offset_s` fast."""
+    interval_s = 9.9  # also limits the duration of an attempt
     return Leadership(
         api,
         NAMESPACE,
@@ -129,11 +129,11 @@ async def test_only_one_of_many_contenders_gets_the_lease(
         contenders = [make_contender(api, f"c{number}", clock) for number in range(8)]
         for wait_s in (0.0, 16.0):
             clock.now_s += wait_s
-            wins = await asyncio.gather(*(candidate.compete() for candidate in contenders))
-            if any(wins):
+            results = await asyncio.gather(*(contender.compete() for contender in contenders))
+            if any(results):
                 break
-        assert wins.count(True) == 1
-        assert sum(candidate.is_leader for candidate in contenders) == 1
+        assert results.count(True) == 1
+        assert sum(contender.is_leader for contender in contenders) == 1
     assert cluster.get(*LEASE)["spec"]["leaseTransitions"] == 4
 
 
@@ -146,12 +146,12 @@ async def test_leader_without_api_server_stops_before_another_leads(
     assert not await rival.compete()
     await cluster.go_down()
     clock.now_s += 5
-    assert await leader.compete(), "one failed renewal is no reason to stop"
+    assert await leader.compete(), "leader stopped after one failed renewal"
     clock.now_s += 5
     assert not await leader.compete()
     assert not await rival.compete()
     await cluster.come_up()
-    assert await leader.compete(), "its lease was not taken meanwhile"
+    assert await leader.compete(), "leader did not renew its lease after the outage"
     assert not await rival.compete()
 
 
@@ -186,8 +186,8 @@ async def test_leader_stops_when_its_lease_is_rewritten(
 
 async def test_contenders_with_the_same_name_do_not_both_lead(api: KubernetesApi) -> None:
     clock = Clock()
-    twins = [make_contender(api, "gateway-0", clock) for _ in range(2)]
-    assert [await twin.compete() for twin in twins] == [True, False]
+    contenders = [make_contender(api, "gateway-0", clock) for _ in range(2)]
+    assert [await contender.compete() for contender in contenders] == [True, False]
 
 
 async def test_lease_has_the_kubernetes_format(cluster: FakeKubernetes, api: KubernetesApi) -> None:
@@ -207,9 +207,9 @@ async def test_lease_has_the_kubernetes_format(cluster: FakeKubernetes, api: Kub
 
 
 async def test_existing_lease_keeps_its_labels(cluster: FakeKubernetes, api: KubernetesApi) -> None:
-    fixed_metadata = {"labels": {"app": "ludus"}, "annotations": {"made-by": "helm"}}
+    custom_metadata = {"labels": {"app": "ludus"}, "annotations": {"made-by": "helm"}}
     version, _, namespace, name = LEASE
-    metadata = {"name": name, "namespace": namespace, **fixed_metadata}
+    metadata = {"name": name, "namespace": namespace, **custom_metadata}
     cluster.put({"apiVersion": version, "kind": "Lease", "metadata": metadata})
     clock = Clock()
     leader = make_contender(api, "a", clock)
@@ -217,8 +217,8 @@ async def test_existing_lease_keeps_its_labels(cluster: FakeKubernetes, api: Kub
         assert await leader.compete()
         clock.now_s += 3
     await leader.release()
-    lease = cluster.get(*LEASE)["metadata"]
-    assert {field: lease[field] for field in fixed_metadata} == fixed_metadata
+    lease_metadata = cluster.get(*LEASE)["metadata"]
+    assert {field: lease_metadata[field] for field in custom_metadata} == custom_metadata
 
 
 @pytest.mark.slow
@@ -228,15 +228,15 @@ async def test_successive_gateways_can_lead(cluster: FakeKubernetes, api: Kubern
     def make_leadership(name: str) -> Leadership:
         return Leadership(api, NAMESPACE, "gateway", name, renew_interval_s=0.2, clock=clock)
 
-    async with make_leadership("b") as heir:
-        await wait_until(lambda: heir.is_leader)
+    async with make_leadership("b") as early_gateway:
+        await wait_until(lambda: early_gateway.is_leader)
         async with make_leadership("a") as late_gateway:
             await wait_until(lambda: cluster.num_requests("get") > 6)
-            assert heir.is_leader
+            assert early_gateway.is_leader
             assert not late_gateway.is_leader
-            await heir.__aexit__()
-            assert not heir.is_leader
-            clock.now_s += 15.1  # in case the release did not arrive in time
+            await early_gateway.__aexit__()
+            assert not early_gateway.is_leader
+            clock.now_s += 15.1  # in case the release did not reach the server
             await wait_until(lambda: late_gateway.is_leader)
             await cluster.go_down()
             clock.now_s += 10.1
@@ -253,16 +253,16 @@ async def test_dead_leader_is_replaced_when_the_lease_expires(
     dead_leader = make_contender(api, "dead", clock)
     assert await dead_leader.compete()
     async with Leadership(
-        api, NAMESPACE, "gateway", "heir", renew_interval_s=0.1, clock=clock
-    ) as heir:
-        for passed_s in (14.9, 0.2):
+        api, NAMESPACE, "gateway", "successor", renew_interval_s=0.1, clock=clock
+    ) as successor:
+        for elapsed_s in (14.9, 0.2):
             num_reads = cluster.num_requests("get")
             await wait_until(
                 lambda old_num_reads=num_reads: cluster.num_requests("get") > old_num_reads + 2
             )
-            assert not heir.is_leader
-            clock.now_s += passed_s
-        await wait_until(lambda: heir.is_leader)
+            assert not successor.is_leader
+            clock.now_s += elapsed_s
+        await wait_until(lambda: successor.is_leader)
     assert not dead_leader.is_leader
 
 
@@ -277,7 +277,7 @@ async def test_unresponsive_api_server_does_not_delay_the_shutdown(
     assert time.monotonic() - exit_start_s < 30.0
 
 
-async def test_gateway_without_lease_permission_does_not_lead_and_logs_it_once(
+async def test_gateway_without_lease_permission_does_not_lead_and_logs_one_error(
     cluster: FakeKubernetes, api: KubernetesApi, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.fail(403, times=10**6)
@@ -300,11 +300,11 @@ async def test_gateway_without_credentials_keeps_retrying() -> None:
         await wait_until(lambda: len(load_calls) >= 3)
 
 
-MOVES = st.lists(
+EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("compete"), st.sets(st.integers(0, 2), min_size=1)),
         st.tuples(st.just("wait"), st.sampled_from([0.5, 2.0, 5.0, 9.9, 14.0, 16.0])),
-        st.tuples(st.just("lose the answer of"), st.sampled_from(["get", "create", "update"])),
+        st.tuples(st.just("lose the response to"), st.sampled_from(["get", "create", "update"])),
         st.tuples(st.just("refuse"), st.sampled_from(["get", "create", "update"])),
         st.tuples(st.just("release"), st.integers(0, 2)),
     ),
@@ -313,34 +313,34 @@ MOVES = st.lists(
 
 
 @pytest.mark.slow
-@given(moves=MOVES)
+@given(events=EVENTS)
 @settings(
     max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-def test_random_events_never_cause_two_leaders(moves: list[tuple[str, object]]) -> None:
-    asyncio.run(_run_moves(moves))
+def test_random_events_never_cause_two_leaders(events: list[tuple[str, object]]) -> None:
+    asyncio.run(_run_events(events))
 
 
-async def _run_moves(moves: list[tuple[str, object]]) -> None:
+async def _run_events(events: list[tuple[str, object]]) -> None:
     async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         clock = Clock()
         contenders = [make_contender(api, f"c{n}", clock, offset_s=1000.0 * n) for n in range(3)]
-        for move, argument in moves:
-            if move == "compete":
+        for event, argument in events:
+            if event == "compete":
                 await asyncio.gather(*(contenders[number].compete() for number in argument))
-            elif move == "wait":
+            elif event == "wait":
                 clock.now_s += argument
-            elif move == "release":
+            elif event == "release":
                 await contenders[argument].release()
             else:
-                cluster.fail(0 if move.startswith("lose") else 500, verb=argument)
-            assert sum(candidate.is_leader for candidate in contenders) <= 1
+                cluster.fail(0 if event.startswith("lose") else 500, verb=argument)
+            assert sum(contender.is_leader for contender in contenders) <= 1
         cluster.clear_failures()
         clock.now_s += 16.0
-        for candidate in contenders:
-            await candidate.compete()
+        for contender in contenders:
+            await contender.compete()
         clock.now_s += 15.0
-        wins = [await candidate.compete() for candidate in contenders]
-        assert wins.count(True) == 1, "one contender leads after the failures"
+        results = [await contender.compete() for contender in contenders]
+        assert results.count(True) == 1, f"no single leader after the failures: {results}"

@@ -1,4 +1,4 @@
-"""Mutual TLS between client, gateway and servers, and server names of pods."""
+"""Mutual TLS between clients, gateways and servers, and server names in certificates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIRES = pytest.mark.parametrize("wire", ["grpc", "http"])
 
 @dataclass(frozen=True)
 class CertificateFiles:
-    """Certificates of one authority."""
+    """Paths of a certificate, its private key and the certificate of its authority."""
 
     ca: str
     cert: str
@@ -32,7 +32,7 @@ class CertificateFiles:
         return {"ca_file": self.ca, "cert_file": self.cert, "key_file": self.key}
 
 
-def issue_files(folder: Path, *names: str, ca: trustme.CA) -> CertificateFiles:
+def issue_certificate_files(folder: Path, *names: str, ca: trustme.CA) -> CertificateFiles:
     cert = ca.issue_cert(*names)
     stem = folder / names[0]
     ca.cert_pem.write_to_path(f"{folder}/ca.pem")
@@ -48,17 +48,17 @@ def ca() -> trustme.CA:
 
 @pytest.fixture
 def server_files(tmp_path: Path, ca: trustme.CA) -> CertificateFiles:
-    """Certificate for a name that is not an address, as for pods."""
-    return issue_files(tmp_path, "servers.example", ca=ca)
+    """Issue a certificate for a host name, as for pods, instead of an address."""
+    return issue_certificate_files(tmp_path, "servers.example", ca=ca)
 
 
 @pytest.fixture
 def client_files(tmp_path: Path, ca: trustme.CA) -> CertificateFiles:
-    return issue_files(tmp_path, "client.example", ca=ca)
+    return issue_certificate_files(tmp_path, "client.example", ca=ca)
 
 
 def make_server_options(files: CertificateFiles) -> dict[str, Path]:
-    """Return the options of a server that requires certificates."""
+    """Return the options of a server that requires client certificates."""
     return {
         "tls_cert": Path(files.cert),
         "tls_key": Path(files.key),
@@ -120,11 +120,11 @@ async def test_certificate_of_an_unknown_authority_is_refused(
     server_files: CertificateFiles, tmp_path: Path
 ) -> None:
     (tmp_path / "other").mkdir()
-    foreign_files = issue_files(tmp_path / "other", "client.example", ca=trustme.CA())
+    untrusted_files = issue_certificate_files(tmp_path / "other", "client.example", ca=trustme.CA())
     options = {
         "ca_file": server_files.ca,
-        "cert_file": foreign_files.cert,
-        "key_file": foreign_files.key,
+        "cert_file": untrusted_files.cert,
+        "key_file": untrusted_files.key,
     }
     async with serve(**make_server_options(server_files)) as server:
         with pytest.raises(EnvError):

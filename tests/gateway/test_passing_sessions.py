@@ -1,7 +1,6 @@
-"""A session stays on its new connection when the end of the old connection arrives late.
+"""Sessions that move to a new stream before the server or gateway detects the end of the old one.
 
-An edge ends a client's stream. The client quickly opens a new stream and calls its session on it,
-while the gateway or server of the old stream notices its end later.
+A proxy ends a client's stream, and the client opens a new stream and calls its session there.
 """
 
 import pytest
@@ -12,7 +11,7 @@ from tests.env.polling import detached_sessions, wait_until
 from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import get_sessions, make_gateway, make_server
 
-FACTORIES = pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
+parametrize_factory = pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 
 
 class ReleaseCounter:
@@ -30,17 +29,17 @@ class ReleaseCounter:
 
 
 async def call_session(stream: RawStream, session_id: str) -> None:
-    """Call a session on a stream; earlier messages have arrived when the call returns."""
+    """Call a session on a stream, which also waits for earlier messages of the stream."""
     reply = await stream.ask(pb.Call(state=pb.StateRequest(session_id=session_id)))
     assert not reply.HasField("error"), reply.error
 
 
 def is_lingering(server, session_id: str) -> bool:
-    """Return whether the session lingers without a connection."""
+    """Return whether the session is waiting for a new connection."""
     return session_id in detached_sessions(server.core)
 
 
-@FACTORIES
+@parametrize_factory
 async def test_late_detach_of_the_old_stream_keeps_the_session(factory, monkeypatch):
     async with make_server(factory) as server:
         release_counter = ReleaseCounter(server.core, monkeypatch)
@@ -53,10 +52,10 @@ async def test_late_detach_of_the_old_stream_keeps_the_session(factory, monkeypa
         await wait_until(lambda: is_lingering(server, session_id))
 
 
-@FACTORIES
-@pytest.mark.parametrize("uses_other_gateway", [False, True])
+@parametrize_factory
+@pytest.mark.parametrize("is_opened_elsewhere", [False, True])
 async def test_late_release_of_the_old_stream_keeps_the_session(
-    factory, uses_other_gateway, monkeypatch
+    factory, is_opened_elsewhere, monkeypatch
 ):
     async with (
         make_server(factory) as server,
@@ -69,21 +68,21 @@ async def test_late_release_of_the_old_stream_keeps_the_session(
             RawStream(other_gateway.grpc_address) as other_stream,
         ):
             old_stream = RawStream(gateway.grpc_address)
-            session_id = await (other_stream if uses_other_gateway else old_stream).open()
+            session_id = await (other_stream if is_opened_elsewhere else old_stream).open()
             await call_session(old_stream, session_id)
         await call_session(new_stream, session_id)
-        fence_id = await new_stream.open()
+        fence_session_id = await new_stream.open()
         old_stream.call.cancel()
         await wait_until(lambda: release_counter.count == 1)
-        await call_session(new_stream, fence_id)
+        await call_session(new_stream, fence_session_id)
         assert not is_lingering(server, session_id)
-        assert gateway.num_sessions == (1 if uses_other_gateway else 2)
+        assert gateway.num_sessions == (1 if is_opened_elsewhere else 2)
         new_stream.call.cancel()
         await wait_until(lambda: is_lingering(server, session_id))
         await old_stream.channel.close()
 
 
-@FACTORIES
+@parametrize_factory
 async def test_late_release_of_the_old_gateway_does_not_start_the_linger(factory, monkeypatch):
     async with (
         make_server(factory) as server,
@@ -96,15 +95,15 @@ async def test_late_release_of_the_old_gateway_does_not_start_the_linger(factory
             async with RawStream(first_gateway.grpc_address) as old_stream:
                 session_id = await old_stream.open()
                 await call_session(new_stream, session_id)
-                other_id = await fence_stream.open()
+                fence_session_id = await fence_stream.open()
             await wait_until(lambda: release_counter.count == 1)
-            await call_session(fence_stream, other_id)
+            await call_session(fence_stream, fence_session_id)
             assert not is_lingering(server, session_id)
         new_stream.call.cancel()
         await wait_until(lambda: is_lingering(server, session_id))
 
 
-@FACTORIES
+@parametrize_factory
 async def test_late_detach_of_a_dead_gateway_keeps_the_session(factory, monkeypatch):
     async with make_server(factory) as server, make_gateway(server) as second_gateway:
         release_counter = ReleaseCounter(server.core, monkeypatch)

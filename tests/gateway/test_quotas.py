@@ -1,4 +1,4 @@
-"""Quotas of tenants and the messages of refusals."""
+"""Session and rate quotas of tenants."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_refused_open_consumes_no_quota(quotas: Quotas) -> None:
         with pytest.raises(RateLimitError, match="requested 1 more sessions"):
             quotas.reserve(alice)
     quotas.release(alice)
-    quotas.reserve(alice)  # the second token of this second remains
+    quotas.reserve(alice)  # the rate limit allows a second open in this second
 
 
 def test_rate_below_one_allows_single_opens(quotas: Quotas, clock: Clock) -> None:
@@ -130,15 +130,15 @@ def test_rate_is_limited_for_groups_of_any_size(
     clock = Clock()
     quotas = Quotas(clock)
     alice = make_tenant(opens_per_s=rate_per_s)
-    started_s, num_opens, last_size = clock.now_s, 0, 0
+    start_s, num_opens, last_group_size = clock.now_s, 0, 0
     for pause_s, size in groups:
         clock.now_s += pause_s
         try:
             quotas.reserve(alice, size)
         except RateLimitError as error:
             clock.now_s += error.retry_after_s
-            quotas.reserve(alice, size)  # waiting for the retry delay is enough
-        num_opens, last_size = num_opens + size, size
-    burst = max(1.0, rate_per_s)
-    max_opens = (clock.now_s - started_s) * rate_per_s + burst + last_size
+            quotas.reserve(alice, size)  # succeeds after the retry delay
+        num_opens, last_group_size = num_opens + size, size
+    max_burst = max(1.0, rate_per_s)
+    max_opens = (clock.now_s - start_s) * rate_per_s + max_burst + last_group_size
     assert num_opens <= max_opens * (1 + 1e-6) + 1e-6

@@ -1,4 +1,4 @@
-"""Refused opens evict no session and use no quota."""
+"""Refused open requests, which must not evict sessions or use quota."""
 
 import httpx
 import pytest
@@ -17,10 +17,10 @@ pytestmark = pytest.mark.asyncio
 OPEN_ARGS = OpenArgs(ResetArgs(seed=1))
 
 
-async def open_idle_sessions(gateway: Gateway, num_opens: int) -> None:
-    """Open HTTP sessions without later calls, which a full fleet may evict."""
-    for _ in range(num_opens):
-        # An open during a poll counts twice until the next poll.
+async def open_idle_sessions(gateway: Gateway, num_sessions: int) -> None:
+    """Open HTTP sessions that are never called again, so that a full gateway may evict them."""
+    for _ in range(num_sessions):
+        # A session that opens during a poll is counted twice until the next poll.
         await wait_until(lambda: not gateway.environments[NAME].admission.count_missing(1))
         async with httpx.AsyncClient(base_url=gateway.http_address, timeout=60) as client:
             assert (await client.post(f"/envs/{NAME}/reset", json={})).status_code == 200
@@ -69,7 +69,7 @@ async def test_open_evicts_no_session_while_servers_are_unresponsive(monkeypatch
         assert count_sessions(servers) == gateway.num_sessions == 1
 
 
-async def test_refused_open_does_not_change_the_quota():
+async def test_refused_open_uses_no_quota():
     limits = {"queue_timeout_s": 0.0}
     async with run_gateway(server_options={"max_sessions": 1}, sessions=limits) as (gateway, _):
         sessions = get_sessions(gateway)
