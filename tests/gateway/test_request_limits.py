@@ -1,4 +1,4 @@
-"""Limits of request size and duration, and request ids."""
+"""Limits of request size and duration, and request ids, on the gateway's HTTP port."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ludus.services.gateway.wires.middleware import RequestIdMiddleware, choose_
 from tests.gateway.gateways import NAME, CountingEnv, make_http_client, run_gateway
 from tests.gateway.http_server import serve_app
 
-STEP = f"/envs/{NAME}/step"
+STEP_PATH = f"/envs/{NAME}/step"
 JSON_HEADERS = {"content-type": "application/json"}
 
 
-def error_code(response: httpx.Response) -> str:
+def read_error_code(response: httpx.Response) -> str:
     assert response.headers["connection"] == "close"
     return response.json()["detail"]["code"]
 
@@ -35,25 +35,25 @@ async def make_chunks(num_bytes: int, size: int) -> AsyncIterator[bytes]:
 
 
 async def start_request(
-    gateway: Gateway, header: str
+    gateway: Gateway, header_line: str
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect and send the head of a request with a body."""
+    """Connect, and send the head of a step request without its body."""
     host, port = gateway.http_address.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST {STEP} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{header}\r\n\r\n"
-    writer.write(head.encode())
+    lines = (f"POST {STEP_PATH} HTTP/1.1", "host: x", "content-type: application/json", header_line)
+    writer.write("".join(f"{line}\r\n" for line in (*lines, "")).encode())
     return reader, writer
 
 
 # -- bodies ----------------------------------------------------------------------------------
 
 
-async def test_too_large_body_is_refused_after_it_is_sent() -> None:
+async def test_oversized_body_is_refused_after_the_upload() -> None:
     num_bytes = MAX_MESSAGE_BYTES + 1
     async with run_gateway() as (gateway, _), make_http_client(gateway) as http:
         for content in (b" " * num_bytes, make_chunks(num_bytes, size=2**20)):
-            response = await http.post(STEP, content=content, headers=JSON_HEADERS)
-            assert (response.status_code, error_code(response)) == (413, "VALIDATION_ERROR")
+            response = await http.post(STEP_PATH, content=content, headers=JSON_HEADERS)
+            assert (response.status_code, read_error_code(response)) == (413, "VALIDATION_ERROR")
             assert f"at most {MAX_MESSAGE_BYTES} bytes" in response.text
         assert (await http.get("/healthz")).status_code == 200
 
@@ -83,13 +83,13 @@ async def test_slow_body_is_refused_after_the_timeout(monkeypatch: pytest.Monkey
     assert b"within 0.3 s" in response
 
 
-# -- ids -------------------------------------------------------------------------------------
+# -- request ids -----------------------------------------------------------------------------
 
 
 def build_app() -> RequestIdMiddleware:
     app = FastAPI()
 
-    @app.get("/who")
+    @app.get("/id")
     async def get_id(request: Request) -> dict[str, str]:
         return {"request_id": request.headers["x-request-id"]}
 
@@ -98,7 +98,7 @@ def build_app() -> RequestIdMiddleware:
         return Response(status_code=413)
 
     @app.websocket("/ws")
-    async def socket(websocket: WebSocket) -> None:
+    async def send_id(websocket: WebSocket) -> None:
         await websocket.accept()
         await websocket.send_text(websocket.headers["x-request-id"])
         await websocket.close()
@@ -119,11 +119,11 @@ async def client(port: int) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def test_request_id_is_forwarded_and_returned(client: httpx.AsyncClient) -> None:
-    response = await client.get("/who", headers={"x-request-id": "run-7.step_12"})
+    response = await client.get("/id", headers={"x-request-id": "run-7.step_12"})
     assert response.headers["x-request-id"] == response.json()["request_id"] == "run-7.step_12"
 
 
-async def test_request_id_is_passed_to_environment_sessions() -> None:
+async def test_environment_can_read_the_request_id() -> None:
     request_ids: list[str] = []
 
     class RequestIdEnv(CountingEnv):
@@ -144,8 +144,8 @@ async def test_request_id_is_passed_to_environment_sessions() -> None:
 
 async def test_request_without_a_valid_id_gets_a_new_id(client: httpx.AsyncClient) -> None:
     for headers in ({}, {"x-request-id": "a b"}, {"x-request-id": "a" * 129}):
-        first_response = await client.get("/who", headers=headers)
-        second_response = await client.get("/who", headers=headers)
+        first_response = await client.get("/id", headers=headers)
+        second_response = await client.get("/id", headers=headers)
         assert first_response.headers["x-request-id"] == first_response.json()["request_id"]
         assert first_response.headers["x-request-id"] != second_response.headers["x-request-id"]
         assert len(first_response.headers["x-request-id"]) == 32
@@ -165,7 +165,7 @@ async def test_refusals_and_websockets_include_the_request_id(
         assert socket.response.headers["x-request-id"] == "r2"
 
 
-HEADERS = st.lists(
+HEADER_LISTS = st.lists(
     st.tuples(
         st.sampled_from([b"x-request-id", b"content-length", b"expect"]),
         st.binary(max_size=200) | st.from_regex(rb"[0-9a-f-]{0,60}", fullmatch=True),
@@ -173,7 +173,7 @@ HEADERS = st.lists(
 )
 
 
-@given(HEADERS)
+@given(HEADER_LISTS)
 def test_random_headers_yield_a_log_safe_request_id(headers: list[tuple[bytes, bytes]]) -> None:
     request_id = choose_request_id(headers)
     assert re.fullmatch(r"[A-Za-z0-9._-]{1,128}", request_id)

@@ -1,4 +1,4 @@
-"""Revoking a tenant's rights also takes effect on open connections, on every wire."""
+"""Revocation of tenants, tokens and scopes on open connections of every wire."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.env.raw_stream import RawStream
 from tests.gateway.clock import Clock
 from tests.gateway.gateways import NAME, run_gateway
 
-ALICE = "a11ce-a11ce-a11ce-a11ce"
-SECOND_TOKEN = "a11ce-two-a11ce-two-a11ce"
-BOB = "b0b-b0b-b0b-b0b-b0b-b0b"
+ALICE_TOKEN = "a11ce-a11ce-a11ce-a11ce"
+ALICE_SECOND_TOKEN = "a11ce-two-a11ce-two-a11ce"
+BOB_TOKEN = "b0b-b0b-b0b-b0b-b0b-b0b"
 
 
 def write_tenants(path: Path, **entries: tuple[str, str]) -> None:
-    """Write one tenant per keyword, with its token and scope."""
+    """Write a tenants file with one tenant per keyword and the given (token, scope)."""
     path.write_text(
         "".join(
             f'[[tenants]]\nname = "{name}"\nscopes = ["{scope}"]\n'
@@ -38,29 +38,29 @@ def write_tenants(path: Path, **entries: tuple[str, str]) -> None:
 
 
 TENANT_CHANGES = {
-    "the tenant is removed": ({}, "UNAUTHENTICATED"),
-    "the token is replaced": ({"alice": (SECOND_TOKEN, "step")}, "UNAUTHENTICATED"),
-    "the token is another's now": ({"carol": (ALICE, "step")}, "UNAUTHENTICATED"),
-    "the scope is narrowed": ({"alice": (ALICE, "admin")}, "PERMISSION_DENIED"),
+    "tenant_removed": ({}, "UNAUTHENTICATED"),
+    "token_replaced": ({"alice": (ALICE_SECOND_TOKEN, "step")}, "UNAUTHENTICATED"),
+    "token_moved_to_another_tenant": ({"carol": (ALICE_TOKEN, "step")}, "UNAUTHENTICATED"),
+    "scope_changed_to_admin": ({"alice": (ALICE_TOKEN, "admin")}, "PERMISSION_DENIED"),
 }
-"""Changes to the tenant alice, and the resulting error codes."""
-REMOVALS = [name for name in TENANT_CHANGES if "another" not in name]
-"""Changes after which no tenant has the token, or its tenant cannot play."""
-EACH_CHANGE = pytest.mark.parametrize(
+"""New (token, scope) entries for the tenant alice, and the resulting error codes."""
+REVOCATIONS = [name for name in TENANT_CHANGES if "another" not in name]
+"""Names of the changes after which alice's first token cannot be used to play."""
+parametrize_change = pytest.mark.parametrize(
     ("entries", "code"), TENANT_CHANGES.values(), ids=TENANT_CHANGES
 )
 
 
 class RevocableGateway:
-    """A gateway for alice and bob whose tenants file can change."""
+    """A gateway whose tenants file, with alice and bob, can be replaced by a test."""
 
     def __init__(self, gateway: Gateway, path: Path, clock: Clock) -> None:
         self.gateway = gateway
         self._path = path
         self._clock = clock
 
-    def write(self, entries: dict[str, tuple[str, str]]) -> None:
-        write_tenants(self._path, bob=(BOB, "step"), **entries)
+    def replace_tenants(self, entries: dict[str, tuple[str, str]]) -> None:
+        write_tenants(self._path, bob=(BOB_TOKEN, "step"), **entries)
         self._clock.now_s += 1.0
 
     def make_stream(self, token: str) -> RawStream:
@@ -74,7 +74,7 @@ class RevocableGateway:
 @pytest.fixture
 async def revocable_gateway(tmp_path: Path, clock: Clock) -> AsyncIterator[RevocableGateway]:
     path = tmp_path / "tenants.toml"
-    write_tenants(path, alice=(ALICE, "step"), bob=(BOB, "step"))
+    write_tenants(path, alice=(ALICE_TOKEN, "step"), bob=(BOB_TOKEN, "step"))
     async with run_gateway(tenants_file=str(path), clock=clock) as (gateway, _):
         yield RevocableGateway(gateway, path, clock)
 
@@ -94,7 +94,7 @@ def make_all_calls(session_id: str) -> list[pb.Call]:
     ]
 
 
-@EACH_CHANGE
+@parametrize_change
 async def test_every_kind_of_call_on_an_open_stream_is_refused(
     revocable_gateway: RevocableGateway,
     entries: dict[str, tuple[str, str]],
@@ -102,50 +102,54 @@ async def test_every_kind_of_call_on_an_open_stream_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with (
-        revocable_gateway.make_stream(ALICE) as stream,
-        revocable_gateway.make_stream(ALICE) as second_stream,
+        revocable_gateway.make_stream(ALICE_TOKEN) as stream,
+        revocable_gateway.make_stream(ALICE_TOKEN) as second_stream,
     ):
-        # Calls are refused even before the stream is closed.
+        # The streams stay open, so that the calls on them are checked.
         access = revocable_gateway.gateway.access
         monkeypatch.setattr(access, "close_refused_connections", lambda: None)
         session_id = await stream.open(reset=pb.ResetArgs(seed=1))
         await second_stream.open()
-        revocable_gateway.write(entries)
+        revocable_gateway.replace_tenants(entries)
         for call in make_all_calls(session_id):
             reply = await second_stream.ask(call)
             assert reply.error.code == code, call.WhichOneof("call")
         assert revocable_gateway.gateway.num_sessions == 2
 
 
-@EACH_CHANGE
+@parametrize_change
 async def test_only_revoked_connections_are_closed(
     revocable_gateway: RevocableGateway,
     entries: dict[str, tuple[str, str]],
     code: str,
 ) -> None:
     async with (
-        revocable_gateway.make_stream(ALICE) as stream,
-        revocable_gateway.make_stream(BOB) as bob_stream,
+        revocable_gateway.make_stream(ALICE_TOKEN) as stream,
+        revocable_gateway.make_stream(BOB_TOKEN) as bob_stream,
     ):
         await stream.open()
         await bob_stream.open()
-        sockets = [await revocable_gateway.open_socket(path, ALICE) for path in ("/ws", "/mcp")]
-        other_sockets = [await revocable_gateway.open_socket(path, BOB) for path in ("/ws", "/mcp")]
-        revocable_gateway.write(entries)
+        sockets = [
+            await revocable_gateway.open_socket(path, ALICE_TOKEN) for path in ("/ws", "/mcp")
+        ]
+        bob_sockets = [
+            await revocable_gateway.open_socket(path, BOB_TOKEN) for path in ("/ws", "/mcp")
+        ]
+        revocable_gateway.replace_tenants(entries)
         async with asyncio.timeout(60):
             assert (await stream.call.code()).name == code
             for socket in sockets:
                 await socket.wait_closed()
         assert [socket.close_code for socket in sockets] == [1008, 1008]
-        words = ("removed", "revoked", "scope")
+        reason_words = ("removed", "revoked", "scope")
         reasons = [socket.close_reason or "" for socket in sockets]
-        assert all(any(word in reason for word in words) for reason in reasons)
+        assert all(any(word in reason for word in reason_words) for reason in reasons)
         await bob_stream.open()
-        await other_sockets[0].send('{"type": "reset", "data": {}}')
-        assert '"observation"' in str(await other_sockets[0].recv())
-        await other_sockets[1].send('{"jsonrpc": "2.0", "id": 1, "method": "ping"}')
-        assert json.loads(await other_sockets[1].recv())["result"] == {}
-        for socket in other_sockets:
+        await bob_sockets[0].send('{"type": "reset", "data": {}}')
+        assert '"observation"' in str(await bob_sockets[0].recv())
+        await bob_sockets[1].send('{"jsonrpc": "2.0", "id": 1, "method": "ping"}')
+        assert json.loads(await bob_sockets[1].recv())["result"] == {}
+        for socket in bob_sockets:
             await socket.close()
 
 
@@ -156,19 +160,19 @@ def test_revocation_check_interval_matches_the_documentation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "code"), [TENANT_CHANGES[name] for name in REMOVALS], ids=REMOVALS
+    ("entries", "code"), [TENANT_CHANGES[name] for name in REVOCATIONS], ids=REVOCATIONS
 )
 async def test_plain_http_and_mcp_requests_are_refused(
     revocable_gateway: RevocableGateway, entries: dict[str, tuple[str, str]], code: str
 ) -> None:
     base_url = f"{revocable_gateway.gateway.http_address}/envs/{NAME}"
-    headers = {"authorization": f"Bearer {ALICE}"}
+    headers = {"authorization": f"Bearer {ALICE_TOKEN}"}
     async with httpx.AsyncClient(headers=headers, timeout=60) as http:
         rpc_request = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
         initialize_response = await http.post(f"{base_url}/mcp", json=rpc_request)
         session_header = {"mcp-session-id": initialize_response.headers["mcp-session-id"]}
         await http.post(f"{base_url}/reset", json={})
-        revocable_gateway.write(entries)
+        revocable_gateway.replace_tenants(entries)
         responses = [
             await http.post(
                 f"{base_url}/mcp",
@@ -182,16 +186,18 @@ async def test_plain_http_and_mcp_requests_are_refused(
         assert {response.json()["detail"]["code"] for response in responses} == {code}
 
 
-async def test_connections_of_the_second_token_stay_open(
+async def test_revoking_one_token_keeps_connections_of_the_second_token_open(
     revocable_gateway: RevocableGateway, tmp_path: Path, clock: Clock
 ) -> None:
-    digests = [hashlib.sha256(token.encode()).hexdigest() for token in (ALICE, SECOND_TOKEN)]
+    digests = [
+        hashlib.sha256(token.encode()).hexdigest() for token in (ALICE_TOKEN, ALICE_SECOND_TOKEN)
+    ]
     tenants_text = f'[[tenants]]\nname = "alice"\ntoken_sha256 = {json.dumps(digests)}\n'
     (tmp_path / "tenants.toml").write_text(tenants_text)
     clock.now_s += 1.0
     async with (
-        revocable_gateway.make_stream(ALICE) as first_stream,
-        revocable_gateway.make_stream(SECOND_TOKEN) as second_stream,
+        revocable_gateway.make_stream(ALICE_TOKEN) as first_stream,
+        revocable_gateway.make_stream(ALICE_SECOND_TOKEN) as second_stream,
     ):
         await first_stream.open()
         session_id = await second_stream.open()
@@ -202,12 +208,12 @@ async def test_connections_of_the_second_token_stay_open(
         assert not reply.HasField("error")
 
 
-async def test_sessions_of_a_revoked_connection_linger_and_end(
+async def test_sessions_of_a_revoked_connection_linger(
     revocable_gateway: RevocableGateway,
 ) -> None:
-    async with revocable_gateway.make_stream(ALICE) as stream:
+    async with revocable_gateway.make_stream(ALICE_TOKEN) as stream:
         await stream.open()
-        revocable_gateway.write({})
+        revocable_gateway.replace_tenants({})
         assert await stream.call.code() is grpc.StatusCode.UNAUTHENTICATED
         sessions = revocable_gateway.gateway.environments[NAME]
-        await wait_until(lambda: all(tracked.detached_s for tracked in sessions.tracked_sessions))
+        await wait_until(lambda: all(session.detached_s for session in sessions.tracked_sessions))

@@ -1,4 +1,4 @@
-"""One sandbox per session, claimed by the open and deleted after the session."""
+"""Sandboxes from a Kubernetes warm pool: one claim per session, deleted with the session."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from tests.gateway.gateways import FAST_POLLING, NAME, get_sessions, make_config
 pytestmark = pytest.mark.slow
 
 OPEN_ARGS = OpenArgs(ResetArgs(seed=1))
-SHORT_UNUSED_S = 0.5
-"""Short time after which an unused claim is deleted."""
+MAX_UNUSED_S = 0.5
+"""Time after which an unused claim is deleted, short for the tests."""
 
 
 @asynccontextmanager
 async def run_gateway(
     cluster: FakeSandboxes, max_unused_s: float = 60.0, **limits: object
 ) -> AsyncIterator[GatewaySessions]:
-    """Run a gateway with the cluster's sandboxes; yield its sessions."""
+    """Run a gateway with the cluster's sandboxes, and yield its sessions."""
     environment = SandboxEnvironment(warm_pool=POOL, namespace=NAMESPACE, grpc_port=cluster.port)
     gateway_sessions: list[GatewaySessions] = []
     source = SandboxSource(
@@ -58,7 +58,7 @@ async def run_gateway(
 
 
 def are_connected(links, num_links: int) -> bool:
-    """Return whether the number of endpoints matches and each is connected."""
+    """Return whether there are `num_links` links and all of them are connected."""
     return len(links) == num_links and all(link.is_connected for link in links)
 
 
@@ -76,7 +76,7 @@ async def test_sessions_have_separate_sandboxes() -> None:
         await wait_until(lambda: len(cluster.claims) == 2)
         for session in other_sessions:
             await sessions.step(session.session_id, b'{"add": 1}', 1)
-        # No session sees data of another session.
+        # A new session gets a new sandbox, so it cannot read data of another session.
         first_claims = set(cluster.claims)
         await sessions.open(OPEN_ARGS)
         assert first_claims < set(cluster.claims)
@@ -102,7 +102,7 @@ async def test_claim_has_gateway_and_pool_labels_and_the_pool_as_owner() -> None
         assert claim["spec"]["lifecycle"]["shutdownPolicy"] == "Delete"
 
 
-async def test_gateways_claim_separately_and_serve_sessions_of_other_gateways() -> None:
+async def test_gateways_create_separate_claims_and_serve_sessions_of_other_gateways() -> None:
     async with (
         run_sandboxes() as cluster,
         run_gateway(cluster) as first_sessions,
@@ -131,7 +131,7 @@ async def test_sessions_of_a_dead_gateway_continue_and_unused_claims_are_deleted
         server = next(
             server for server in cluster.servers.values() if server.core.load.num_sessions
         )
-        async with run_gateway(cluster, SHORT_UNUSED_S) as sessions:
+        async with run_gateway(cluster, MAX_UNUSED_S) as sessions:
             await sessions.step(played_session.session_id, b'{"add": 1}', 1)
             for server in cluster.servers.values():
                 await server.core.close(unused_session.session_id)
@@ -150,20 +150,20 @@ async def test_dead_sandbox_loses_only_one_session() -> None:
         await sessions.step(other_session.session_id, b'{"add": 1}', 1)
 
 
-async def test_empty_pool_is_reported_within_the_timeout_and_leaves_no_claim() -> None:
+async def test_open_with_an_empty_pool_times_out_and_leaves_no_claim() -> None:
     async with (
         run_sandboxes() as cluster,
-        run_gateway(cluster, SHORT_UNUSED_S, queue_timeout_s=0.3) as sessions,
+        run_gateway(cluster, MAX_UNUSED_S, queue_timeout_s=0.3) as sessions,
     ):
         cluster.is_empty = True
-        while not cluster.claims:  # wait until an open has timed out
+        while not cluster.claims:  # until an open request has created a claim
             with pytest.raises(UnavailableError, match="warm pool 'code'") as error:
                 await sessions.open(OPEN_ARGS)
         assert error.value.retry_after_s > 0
         assert len(cluster.claims) == 1
         with pytest.raises(UnavailableError):
             await sessions.open(OPEN_ARGS)
-        assert len(cluster.claims) == 1, "the claim that waits serves the next one"
+        assert len(cluster.claims) == 1, "second open request did not reuse the pending claim"
         cluster.is_empty = False
         await wait_until(lambda: not cluster.claims)
 
@@ -176,14 +176,14 @@ async def test_empty_pool_is_reported_within_the_timeout_and_leaves_no_claim() -
         ("create", "sandboxclaims", 403, "grant it in the gateway's Role"),
     ],
 )
-async def test_client_gets_the_reason_of_a_failed_claim(
+async def test_client_receives_the_reason_for_a_failed_claim(
     verb: str, plural: str, status: int, message: str
 ) -> None:
     async with run_sandboxes() as cluster:
         cluster.cluster.fail(status, verb=verb, plural=plural, times=1000)
         async with run_gateway(cluster, queue_timeout_s=0.3) as sessions:
             error_message = ""
-            while message not in error_message:  # wait until an open has timed out
+            while message not in error_message:  # until the error contains the reason
                 with pytest.raises(UnavailableError) as error:
                     await sessions.open(OPEN_ARGS)
                 error_message = error.value.message
@@ -211,7 +211,7 @@ async def test_stopping_gateway_deletes_unused_claims(monkeypatch) -> None:
         assert not cluster.claims
 
 
-async def test_configuration_enables_sandboxes(tmp_path, monkeypatch) -> None:
+async def test_gateway_configuration_can_use_sandboxes(tmp_path, monkeypatch) -> None:
     async with run_sandboxes() as cluster:
         kubeconfig = write_kubeconfig(tmp_path / "config", cluster.cluster)
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
@@ -224,7 +224,7 @@ async def test_configuration_enables_sandboxes(tmp_path, monkeypatch) -> None:
         }
         async with Gateway(make_config(environments={NAME: environment})) as gateway:
             sessions = get_sessions(gateway)
-            # A description needs a sandbox, which the first open then uses.
+            # The gateway claims a sandbox for the description, and the first session reuses it.
             await sessions.admission.wait_until_described()
             session = await sessions.open(OPEN_ARGS)
             assert len(cluster.claims) == 1

@@ -1,4 +1,4 @@
-"""Statements of docs/security.md compared with the code."""
+"""Consistency of docs/security.md with the code."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ludus.proto.metrics import EnvServerMetric, GatewayMetric
 from ludus.services.gateway.config import GatewayConfig
 from ludus.services.gateway.tenancy.access import TenantAccess
 
-DOCS = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+PAGE_TEXT = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 
 
 def extract_file(name: str) -> str:
-    """Return a file that the page tells the reader to write."""
-    match = re.search(rf"cat > {re.escape(name)} <<'END'\n(.*?)\nEND", DOCS, re.DOTALL)
-    assert match, name
+    """Return the content of a file from its shell command on the page."""
+    match = re.search(rf"cat > {re.escape(name)} <<'END'\n(.*?)\nEND", PAGE_TEXT, re.DOTALL)
+    assert match, f"docs/security.md contains no file {name}"
     return match[1]
 
 
@@ -49,16 +49,16 @@ def test_documented_limits_match_the_code() -> None:
         f"| calls in one gRPC message | {MAX_CALLS_PER_MESSAGE:,} |",
         f"| steps in one call | {MAX_CALLS_PER_MESSAGE:,} |",
     ):
-        assert row in DOCS
+        assert row in PAGE_TEXT
 
 
 def test_documented_layers_match_the_sandbox() -> None:
-    section = DOCS.partition("## The workers' sandbox")[2].partition("\n## ")[0]
+    section = PAGE_TEXT.partition("## The workers' sandbox")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `([a-z-]+)` \|", section, re.MULTILINE) == list(Layer)
     assert str(EnvServerMetric.SANDBOX_LAYER) in section
 
 
 def test_documented_queries_use_exported_metrics() -> None:
-    metric_names = set(re.findall(r"ludus_gateway_[a-z_]+", DOCS))
+    metric_names = set(re.findall(r"ludus_gateway_[a-z_]+", PAGE_TEXT))
     assert metric_names
     assert {name.removesuffix("_total") for name in metric_names} <= set(GatewayMetric)

@@ -1,4 +1,4 @@
-"""Tools ids, which permit only calls of a session's tools."""
+"""Tools ids, which permit tool calls of a session and no other calls."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.gateway.gateways import NAME, connect_client, count_sessions, make_ga
 
 
 class ThreadedToolEnv(ToolEnv):
-    """The environment, run in threads."""
+    """ToolEnv with steps in threads."""
 
     steps_on_event_loop = False
 
 
 class Endpoint:
-    """An address of a server or a gateway."""
+    """The addresses of an environment on a server or a gateway."""
 
     def __init__(self, grpc_address: str, http_address: str, servers: list[Any]) -> None:
         self.grpc_address = grpc_address
@@ -45,7 +45,7 @@ class Endpoint:
 
 
 @pytest.fixture(params=["server", "threaded server", "gateway", "gateway to threads"])
-async def target(request: pytest.FixtureRequest) -> AsyncIterator[Endpoint]:
+async def endpoint(request: pytest.FixtureRequest) -> AsyncIterator[Endpoint]:
     factory = ThreadedToolEnv if "thread" in request.param else ToolEnv
     if "gateway" in request.param:
         async with run_gateway(1, factory=factory) as (gateway, servers):
@@ -63,50 +63,56 @@ def make_tool_call(session_id: str, name: str = "note") -> pb.Call:
     )
 
 
-async def test_every_protocol_returns_a_tools_id(target: Endpoint) -> None:
-    async with RawStream(target.grpc_address) as stream:
-        first_response = await target.open_session(stream)
+async def test_every_protocol_returns_a_unique_tools_id(endpoint: Endpoint) -> None:
+    async with RawStream(endpoint.grpc_address) as stream:
+        first_response = await endpoint.open_session(stream)
         group = (await stream.ask(pb.Call(open_group=pb.OpenGroupRequest(size=2)))).open_group
         tools_ids = {
             response.session_id: response.tools_session_id
             for response in (first_response, *group.sessions)
         }
     async with httpx.AsyncClient(timeout=60) as http:
-        headers = (await http.post(f"{target.http_address}/reset", json={})).headers
+        headers = (await http.post(f"{endpoint.http_address}/reset", json={})).headers
         tools_ids[headers["x-session-id"]] = headers["x-tools-session-id"]
-    created_session = (await target.call_mcp("openenv/session/create"))["result"]
+    created_session = (await endpoint.call_mcp("openenv/session/create"))["result"]
     tools_ids[created_session["session_id"]] = created_session["tools_session_id"]
     assert len(set(tools_ids) | set(tools_ids.values())) == 10
     assert not any(session_id in tools_id for session_id, tools_id in tools_ids.items())
-    for address in (target.grpc_address, target.http_address):
+    for address in (endpoint.grpc_address, endpoint.http_address):
         async with connect_client(address) as client:
             session, _ = await client.open(seed=1)
             assert session.tools_id and session.tools_id not in tools_ids.values()
 
 
-async def test_tools_id_calls_tools_without_revealing_the_session_id(target: Endpoint) -> None:
-    async with RawStream(target.grpc_address) as stream, RawStream(target.grpc_address) as agent:
-        session = await target.open_session(stream)
+async def test_tools_id_calls_tools_without_revealing_the_session_id(endpoint: Endpoint) -> None:
+    async with (
+        RawStream(endpoint.grpc_address) as stream,
+        RawStream(endpoint.grpc_address) as agent_stream,
+    ):
+        session = await endpoint.open_session(stream)
         tools_id = session.tools_session_id
-        reply = await agent.ask(make_tool_call(tools_id))
+        reply = await agent_stream.ask(make_tool_call(tools_id))
         assert orjson.loads(reply.call_tool.result_json) == {"notes": ["a"]}
         assert reply.call_tool.session_id == tools_id
-        tool_response = await target.call_mcp(
+        tool_response = await endpoint.call_mcp(
             "tools/call", name="note", arguments={"text": "b"}, session_id=tools_id
         )
         assert tool_response["result"]["structuredContent"] == {"notes": ["a", "b"]}
-        failed_reply = await agent.ask(make_tool_call(tools_id, "fail"))
+        failed_reply = await agent_stream.ask(make_tool_call(tools_id, "fail"))
         assert failed_reply.error.code == "TOOL_ERROR"
-        for server in target.servers:
+        for server in endpoint.servers:
             await server.core.close(session.session_id)
-        lost_reply = await agent.ask(make_tool_call(tools_id))
+        lost_reply = await agent_stream.ask(make_tool_call(tools_id))
         assert lost_reply.error.code == "SESSION_LOST"
         assert session.session_id not in f"{reply}{tool_response}{failed_reply}{lost_reply}"
 
 
-async def test_tools_id_permits_only_tool_calls(target: Endpoint) -> None:
-    async with RawStream(target.grpc_address) as stream, RawStream(target.grpc_address) as agent:
-        session = await target.open_session(stream)
+async def test_tools_id_permits_only_tool_calls(endpoint: Endpoint) -> None:
+    async with (
+        RawStream(endpoint.grpc_address) as stream,
+        RawStream(endpoint.grpc_address) as agent_stream,
+    ):
+        session = await endpoint.open_session(stream)
         tools_id = session.tools_session_id
         step = pb.StepRequest(session_id=tools_id, action_json=b'{"add": 1}', step_index=1)
         for call in (
@@ -116,21 +122,23 @@ async def test_tools_id_permits_only_tool_calls(target: Endpoint) -> None:
             pb.Call(close=pb.CloseRequest(session_id=tools_id)),
             pb.Call(detach=pb.DetachRequest(session_id=tools_id)),
         ):
-            assert (await agent.ask(call)).error.code == "PERMISSION_DENIED", call
-        open_reply = await agent.ask(pb.Call(open=pb.OpenRequest(session_id=tools_id)))
+            assert (await agent_stream.ask(call)).error.code == "PERMISSION_DENIED", call
+        open_reply = await agent_stream.ask(pb.Call(open=pb.OpenRequest(session_id=tools_id)))
         assert open_reply.HasField("error")
-        await check_http_refusals(target, tools_id)
-        agent.call.cancel()
+        await assert_http_requests_are_refused(endpoint, tools_id)
+        agent_stream.call.cancel()
         session_step = pb.StepRequest(
             session_id=session.session_id, action_json=b'{"add": 1}', step_index=1
         )
         assert (await stream.ask(pb.Call(step=session_step))).result.step_index == 1
-        assert count_sessions(target.servers) == 1
+        assert count_sessions(endpoint.servers) == 1
 
 
-async def check_http_refusals(target: Endpoint, tools_id: str) -> None:
+async def assert_http_requests_are_refused(endpoint: Endpoint, tools_id: str) -> None:
     headers = {"x-session-id": tools_id}
-    async with httpx.AsyncClient(base_url=target.http_address, headers=headers, timeout=60) as http:
+    async with httpx.AsyncClient(
+        base_url=endpoint.http_address, headers=headers, timeout=60
+    ) as http:
         for method, path in (
             ("POST", "/reset"),
             ("POST", "/step"),
@@ -141,9 +149,9 @@ async def check_http_refusals(target: Endpoint, tools_id: str) -> None:
             response = await http.request(method, path, json=None if method == "GET" else body)
             outcome = (response.status_code, response.json()["detail"]["code"])
             assert outcome == (403, "PERMISSION_DENIED"), path
-    close_response = await target.call_mcp("openenv/session/close", session_id=tools_id)
+    close_response = await endpoint.call_mcp("openenv/session/close", session_id=tools_id)
     assert close_response["error"]["data"]["code"] == "PERMISSION_DENIED"
-    address = target.http_address.replace("http", "ws", 1)
+    address = endpoint.http_address.replace("http", "ws", 1)
     async with connect(f"{address}/ws?session_id={tools_id}&ludus=1") as socket:
         response = orjson.loads(await socket.recv())
         assert response["data"]["code"] == "PERMISSION_DENIED"
@@ -154,10 +162,10 @@ async def test_every_gateway_accepts_a_tools_id() -> None:
         run_gateway(1, factory=ToolEnv) as (first_gateway, servers),
         make_gateway(*servers) as second_gateway,
         RawStream(first_gateway.grpc_address) as stream,
-        RawStream(second_gateway.grpc_address) as agent,
+        RawStream(second_gateway.grpc_address) as agent_stream,
     ):
         session = (await stream.ask(pb.Call(open=pb.OpenRequest()))).open
-        reply = await agent.ask(make_tool_call(session.tools_session_id))
+        reply = await agent_stream.ask(make_tool_call(session.tools_session_id))
         assert orjson.loads(reply.call_tool.result_json) == {"notes": ["a"]}
 
 
@@ -180,7 +188,7 @@ def test_tools_id_cannot_become_a_session_id_or_open_sessions() -> None:
         SessionIdIssuer("server", key).choose(tools_id)
 
 
-async def test_tool_calls_of_an_agent_are_recorded_in_the_episode(tmp_path: Path) -> None:
+async def test_tool_calls_with_a_tools_id_are_recorded_in_the_episode(tmp_path: Path) -> None:
     async with (
         serve(ToolEnv, record=tmp_path) as server,
         RawStream(server.grpc_address) as stream,
