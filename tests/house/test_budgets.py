@@ -1,4 +1,4 @@
-"""Size limits that keep the code readable; ruff checks complexity, nesting and print."""
+"""Size limits of files, functions, packages and configuration sections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 60
 MAX_FIELDS = 20
 MAX_MODULES = 8
 """Maximum number of modules directly in a package of the SDK or the gateway."""
-FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "manager", "misc"}
+FORBIDDEN_MODULE_NAMES = {"utils", "util", "common", "helpers", "manager", "misc"}
 
 
 def list_sources() -> list[Path]:
@@ -44,7 +44,7 @@ def find_functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDe
 
 def test_no_file_is_longer_than_the_budget() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in list_sources()}
-    assert lengths, "found no sources"
+    assert lengths, "git ls-files returned no Python files"
     assert {p: n for p, n in lengths.items() if n > MAX_FILE_LINES} == {}
 
 
@@ -72,7 +72,7 @@ def test_every_package_is_small_and_has_a_docstring(package: Path) -> None:
     modules = [path for path in package.glob("*.py") if path.stem not in ("__init__", "__main__")]
     assert len(modules) <= MAX_MODULES
     docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
-    assert docstring, "its __init__.py has no docstring"
+    assert docstring, f"{package}/__init__.py has no docstring"
     assert docstring.splitlines()[0].endswith(".")
 
 
@@ -84,24 +84,24 @@ def find_docstrings(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_docstrings_do_not_describe_a_missing_result() -> None:
-    production = ("proto", "envs", "services", "trainer")
+def test_docstrings_do_not_open_with_nothing_or_returns_when() -> None:
+    production_folders = ("proto", "envs", "services", "trainer")
     findings = [
         f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}"
         for path in list_sources()
-        if path.relative_to(ROOT).parts[0] in production
+        if path.relative_to(ROOT).parts[0] in production_folders
         for docstring in find_docstrings(path)
         if docstring.startswith(("Nothing", "Returns when"))
     ]
-    assert findings == [], "write an imperative: Open the sinks."
+    assert findings == [], "docstrings must start with an imperative verb, as in: Open the sinks."
 
 
 def test_no_module_has_a_catch_all_name() -> None:
-    assert [path for path in list_sources() if path.stem in FORBIDDEN_NAMES] == []
+    assert [path for path in list_sources() if path.stem in FORBIDDEN_MODULE_NAMES] == []
 
 
 def collect_sections(annotation: object) -> set[type[BaseModel]]:
-    """Return the configuration sections in a type, and the sections inside of them."""
+    """Return the configuration sections in a type, including nested sections."""
     sections: set[type[BaseModel]] = set()
     for section in find_sections(annotation):
         sections.add(section)
@@ -113,9 +113,11 @@ def collect_sections(annotation: object) -> set[type[BaseModel]]:
 @pytest.mark.parametrize("section", sorted(collect_sections(RunConfig), key=lambda s: s.__name__))
 def test_every_configuration_section_is_small_and_documented(section: type[BaseModel]) -> None:
     fields = section.model_fields
-    # A nested section is counted separately.
-    values = [name for name, field in fields.items() if not list(find_sections(field.annotation))]
-    assert len(values) <= MAX_FIELDS
+    # Fields of a nested section count toward that section only.
+    value_fields = [
+        name for name, field in fields.items() if not list(find_sections(field.annotation))
+    ]
+    assert len(value_fields) <= MAX_FIELDS
     undocumented_fields = [
         name
         for name, field in fields.items()

@@ -1,4 +1,4 @@
-"""The rule for commit subjects."""
+"""The checker of commit subjects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of recorded test durations."""
+"""The checker of test durations."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_short_test_slowdown_above_ten_seconds_is_reported() -> None:
 def test_limits_scale_with_the_speed_of_the_machine() -> None:
     old_durations = {"a": 10.0, "b": 10.0, "c": 10.0}
     durations = {"a": 20.0, "b": 21.0, "c": 42.0}
-    machine_factor = measure_slowdown(durations, old_durations)
-    assert machine_factor == pytest.approx(2.1)
-    assert list(find_slowed(durations, old_durations, machine_factor)) == ["c"]
+    slowdown = measure_slowdown(durations, old_durations)
+    assert slowdown == pytest.approx(2.1)
+    assert list(find_slowed(durations, old_durations, slowdown)) == ["c"]
 
 
 def test_a_faster_machine_does_not_tighten_the_limits() -> None:

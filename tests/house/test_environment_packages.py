@@ -1,4 +1,4 @@
-"""Tests that hold for every environment package in envs/."""
+"""Rules for all environment packages in envs/."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from option_tables import find_option_models, render_readme
 from ludus.env.options import EnvironmentOptions
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {folder.name for folder in ROOT.glob("envs/*_env")}
-PRODUCTION = ("proto", "envs", "services", "trainer")
+PACKAGE_NAMES = {folder.name for folder in ROOT.glob("envs/*_env")}
+PRODUCTION_FOLDERS = ("proto", "envs", "services", "trainer")
 
 
 def find_imports(path: Path) -> Iterator[str]:
@@ -25,15 +25,15 @@ def find_imports(path: Path) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-@pytest.mark.parametrize("part", PRODUCTION)
-def test_no_production_code_imports_an_environment(part: str) -> None:
-    """The import linter sees environments as `envs.NAME_env`, so it misses absolute imports."""
-    offenders = {
+@pytest.mark.parametrize("folder_name", PRODUCTION_FOLDERS)
+def test_no_production_code_imports_an_environment(folder_name: str) -> None:
+    """Find absolute imports of `NAME_env`; the import linter finds only `envs.NAME_env`."""
+    importing_paths = {
         str(path.relative_to(ROOT))
-        for path in (ROOT / part).rglob("*.py")
-        if PACKAGES.intersection(find_imports(path))
+        for path in (ROOT / folder_name).rglob("*.py")
+        if PACKAGE_NAMES.intersection(find_imports(path))
     }
-    assert not offenders
+    assert not importing_paths
 
 
 @pytest.mark.parametrize(

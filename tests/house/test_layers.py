@@ -1,4 +1,4 @@
-"""Light programs import no heavy packages, and generated files match their sources."""
+"""Heavy packages that light programs must not import, and generated files."""
 
 from __future__ import annotations
 
@@ -39,16 +39,19 @@ def test_the_environment_server_loads_no_heavy_package() -> None:
 
 
 def test_network_run_does_not_import_ray_vllm_or_transformers() -> None:
-    names = ("ray", "vllm", "transformers")
-    code = f"import sys, ludus.trainer.classic.run; print([m for m in {names} if m in sys.modules])"
+    packages = ("ray", "vllm", "transformers")
+    code = (
+        f"import sys, ludus.trainer.classic.run\nprint([m for m in {packages} if m in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(
-    "name", ["generate_proto.py", "configuration_docs.py", "metrics_docs.py", "chart_docs.py"]
+    "script_name",
+    ["generate_proto.py", "configuration_docs.py", "metrics_docs.py", "chart_docs.py"],
 )
-def test_generated_files_match_their_sources(name: str) -> None:
-    script = ROOT / "dev" / name
+def test_generated_files_match_their_sources(script_name: str) -> None:
+    script = ROOT / "dev" / script_name
     result = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""Every file that a docstring or a comment names exists."""
+"""Existence of the files that docstrings and comments name."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("bench", "dev", "envs", "examples", "proto", "services", "tests", "trainer")
+FOLDERS = ("bench", "dev", "envs", "examples", "proto", "services", "tests", "trainer")
 _PATH_PATTERN = re.compile(
     r"(?<![\w/.{}$-])((?:bench|charts|dev|docs|examples|tests|envs/sdk/ludus|proto/ludus"
     r"|services/ludus|trainer/ludus)/[\w./-]+\.(?:ipynb|json|jsonl|md|py|sh|toml|tpl))\b"
 )
 GENERATED_FILES = {"bench/results/transcripts.json", "tests/charts/crds/KIND.json"}
-"""Files that are written by the program that names them."""
+"""Paths that are not in the repository because a program generates the files."""
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_named_files_exist(part: str) -> None:
+@pytest.mark.parametrize("folder_name", FOLDERS)
+def test_named_files_exist(folder_name: str) -> None:
     missing_files = {
         f"{path.relative_to(ROOT)} names {name}"
-        for path in (ROOT / part).rglob("*.py")
-        # These names belong to a folder that the test creates.
+        for path in (ROOT / folder_name).rglob("*.py")
+        # test_cli_init.py names files in a folder that its tests create.
         if path.name != "test_cli_init.py" and ".venv" not in path.parts
         for name in _PATH_PATTERN.findall(path.read_text(encoding="utf-8"))
         if name not in GENERATED_FILES and not (ROOT / name).exists()

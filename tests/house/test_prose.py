@@ -1,4 +1,4 @@
-"""The English and the names of the repository follow the rules in AGENTS.md."""
+"""The checker of English and names, and its findings in the repository."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_plain_english_passes(text: str) -> None:
     assert find_broken_rules(text) == set()
 
 
-def test_code_in_markdown_is_not_prose() -> None:
+def test_code_in_markdown_is_not_checked() -> None:
     text = "Use `anew`.\n```\nnobody\n```\nNobody does.\n"
     assert [finding.line for finding in find_in_markdown("x.md", text)] == [5]
 

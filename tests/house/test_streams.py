@@ -1,4 +1,4 @@
-"""The trainer draws random numbers only from the streams of a run."""
+"""Random generators of the trainer, which only core/streams.py may create or seed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-TRAINER = Path(__file__).parents[2] / "trainer"
-STREAMS = TRAINER / "ludus" / "trainer" / "core" / "streams.py"
-SEEDERS = {
+TRAINER_FOLDER = Path(__file__).parents[2] / "trainer"
+STREAMS_PATH = TRAINER_FOLDER / "ludus" / "trainer" / "core" / "streams.py"
+SEEDING_CALLS = {
     "Random",
     "RandomState",
     "SeedSequence",
@@ -21,14 +21,16 @@ SEEDERS = {
     "set_seed",
     "torch.Generator",
 }
-"""Last names of seeding calls; a full name if Ludus has a different call with the last name."""
+"""Names of seeding calls, with the module only if Ludus has a different call of that name."""
 
 
-def find_seedings(text: str) -> list[str]:
-    """Return the calls that create or seed a generator."""
+def find_seeding_calls(text: str) -> list[str]:
+    """Return the names of the calls that create or seed a random generator."""
     calls = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     names = map(ast.unparse, calls)
-    return [name for name in names if name in SEEDERS or name.rpartition(".")[2] in SEEDERS]
+    return [
+        name for name in names if name in SEEDING_CALLS or name.rpartition(".")[2] in SEEDING_CALLS
+    ]
 
 
 @pytest.mark.parametrize(
@@ -45,12 +47,12 @@ def find_seedings(text: str) -> list[str]:
     ],
 )
 def test_a_seeding_call_is_detected(call: str) -> None:
-    assert find_seedings(f"draw = {call}")
+    assert find_seeding_calls(f"draw = {call}")
 
 
 def test_similar_names_are_not_seeding_calls() -> None:
     assert (
-        find_seedings(
+        find_seeding_calls(
             "Generator(engine)\nrandom_of(0, Stream.ANSWER)\nderive_training_seed(1, 2, 3)"
         )
         == []
@@ -59,9 +61,10 @@ def test_similar_names_are_not_seeding_calls() -> None:
 
 def test_the_trainer_seeds_generators_in_one_module() -> None:
     calls_by_path = {
-        path: find_seedings(path.read_text(encoding="utf-8")) for path in TRAINER.rglob("*.py")
+        path: find_seeding_calls(path.read_text(encoding="utf-8"))
+        for path in TRAINER_FOLDER.rglob("*.py")
     }
-    assert sorted(calls_by_path.pop(STREAMS)) == [
+    assert sorted(calls_by_path.pop(STREAMS_PATH)) == [
         "np.random.SeedSequence",
         "random.Random",
         "torch.default_generator.manual_seed",

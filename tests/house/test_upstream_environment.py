@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-DEV = Path(__file__).parents[2] / "dev"
+DEV_FOLDER = Path(__file__).parents[2] / "dev"
 
 
 @pytest.fixture
 def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Import the module, and make it build in the test's temporary folder."""
-    monkeypatch.syspath_prepend(str(DEV))
+    """Import dev/upstream_environment.py, and set its cache to a temporary folder."""
+    monkeypatch.syspath_prepend(str(DEV_FOLDER))
     import upstream_environment
 
     monkeypatch.setattr(upstream_environment, "CACHE", tmp_path / "cache")
@@ -24,17 +24,17 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def builds(upstream, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Replace builds by a fake, and return the requirements of each build."""
+    """Replace the build function with a fake, and return the requirements of each build."""
     requirement_lists: list[list[str]] = []
     barrier = threading.Barrier(2, timeout=0.2)
 
-    def build(folder: Path, python: Path, requirements: list[str]) -> None:
+    def record_build(folder: Path, python: Path, requirements: list[str]) -> None:
         with pytest.raises(threading.BrokenBarrierError):
-            barrier.wait()  # two simultaneous builds would meet here
+            barrier.wait()  # does not break if two builds run simultaneously
         folder.mkdir(exist_ok=True)
         requirement_lists.append(requirements)
 
-    monkeypatch.setattr(upstream, "_build_environment", build)
+    monkeypatch.setattr(upstream, "_build_environment", record_build)
     return requirement_lists
 
 
@@ -67,9 +67,9 @@ def test_extra_packages_make_a_separate_environment(upstream, builds) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("requirement", ["openenv", "openenv>=0.10", "-e .", "openenv==0.10 --pre"])
-def test_a_requirement_without_a_version_is_refused(requirement: str) -> None:
+def test_requirement_without_a_version_is_refused(requirement: str) -> None:
     process = subprocess.run(
-        [sys.executable, DEV / "upstream_environment.py", "--", requirement],
+        [sys.executable, DEV_FOLDER / "upstream_environment.py", "--", requirement],
         capture_output=True,
         text=True,
         check=False,

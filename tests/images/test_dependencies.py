@@ -1,4 +1,4 @@
-"""The programs of each image need only packages that the image has."""
+"""Programs of the images, run with only the packages that their image contains."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _RESTRICTED_PROGRAM = """
 import importlib, sys
 from importlib.machinery import PathFinder
 
-blocked, program, sys.argv[1:] = sys.argv[1].split(","), sys.argv[2], sys.argv[3:]
+blocked_modules, program, sys.argv[1:] = sys.argv[1].split(","), sys.argv[2], sys.argv[3:]
 
 class RestrictedPathFinder(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name in blocked:  # a package may contain it: Ray does
+        if name in blocked_modules:  # another package may bundle the module, as Ray does
             path = [folder for folder in sys.path if not folder.endswith("site-packages")]
         return super().find_spec(name, path, target)
 
@@ -37,16 +37,16 @@ getattr(importlib.import_module(module), function)()
 """
 
 
-def list_installed(dockerfile: str, **arguments: str) -> set[str]:
+def list_installed_packages(dockerfile: str, **arguments: str) -> set[str]:
     """Return the canonical names of the distributions in the image."""
     text = (ROOT / dockerfile).read_text(encoding="utf-8")
     for name, value in arguments.items():
         text = text.replace(f"${{{name}}}", value)
     words = _REQUIREMENTS_PATTERN.findall(text)[0].split()
-    excluded = {next_word for word, next_word in pairwise(words) if word == "--without"}
-    patterns = [word for word in words if not word.startswith("--") and word not in excluded]
+    excluded_names = {next_word for word, next_word in pairwise(words) if word == "--without"}
+    patterns = [word for word in words if not word.startswith("--") and word not in excluded_names]
     folders = [folder for pattern in patterns for folder in ROOT.glob(pattern)]
-    return set(_list_dependencies(list_requirements(folders, excluded), set()))
+    return set(_list_dependencies(list_requirements(folders, excluded_names), set()))
 
 
 def _list_dependencies(lines: Sequence[str], visited: set[tuple[str, str]]) -> Iterator[str]:
@@ -63,22 +63,22 @@ def _list_dependencies(lines: Sequence[str], visited: set[tuple[str, str]]) -> I
                 continue
             yield name
             yield from _list_dependencies(
-                [text for text in dependencies if _applies(Requirement(text), extra)], visited
+                [text for text in dependencies if _is_required(Requirement(text), extra)], visited
             )
 
 
-def _applies(requirement: Requirement, extra: str) -> bool:
+def _is_required(requirement: Requirement, extra: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
-def list_missing_modules(installed: set[str]) -> list[str]:
+def list_missing_modules(installed_packages: set[str]) -> list[str]:
     """Return the importable modules of this machine that the image does not have."""
     repository_modules = {"ludus", *(folder.name for folder in ROOT.glob("envs/*_env"))}
     return [
         module
         for module, distributions in importlib.metadata.packages_distributions().items()
         if module not in repository_modules
-        and not installed & {canonicalize_name(name) for name in distributions}
+        and not installed_packages & {canonicalize_name(name) for name in distributions}
     ]
 
 
@@ -95,7 +95,7 @@ CHECK_PROGRAM = ["ludus.trainer.__main__:main", "check", "--config", "examples/b
 
 def make_command(dockerfile: str, program: Sequence[str], **arguments: str) -> list[str]:
     """Return a command that runs the program with only the packages of the image."""
-    missing_modules = list_missing_modules(list_installed(dockerfile, **arguments))
+    missing_modules = list_missing_modules(list_installed_packages(dockerfile, **arguments))
     assert "pytest" in missing_modules and "grpc" not in missing_modules
     return [sys.executable, "-c", _RESTRICTED_PROGRAM, ",".join(missing_modules), *program]
 
@@ -122,7 +122,7 @@ def test_image_servers_start(dockerfile: str, program: list[str], expected: str)
         output = ""
         while expected not in output:
             line = process.stdout.readline()
-            assert line, output
+            assert line, f"program exited during its start: {output}"
             output += line
     finally:
         process.kill()

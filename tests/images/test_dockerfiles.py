@@ -1,4 +1,4 @@
-"""The rules of the images, read from their Dockerfiles; `make images` builds them."""
+"""Rules for Dockerfiles, and commands that build the images."""
 
 from __future__ import annotations
 
@@ -19,50 +19,49 @@ from images import (
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted({image.dockerfile for image in IMAGES.values()})
-SECRETS = ("id=pip.conf", "id=certificates")
+SECRET_MOUNTS = ("id=pip.conf", "id=certificates")
 
 
 def parse_instructions(name: str) -> list[tuple[str, str]]:
-    """Return the instructions of a Dockerfile with their arguments, continued lines joined."""
+    """Return the (keyword, arguments) of each instruction, with continuation lines joined."""
     text = re.sub(r"^#.*\n", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
     return [
-        (word, arguments.strip()) for word, _, arguments in (line.partition(" ") for line in lines)
+        (keyword, arguments.strip())
+        for keyword, _, arguments in (line.partition(" ") for line in lines)
     ]
 
 
 def parse_stages(name: str) -> list[list[tuple[str, str]]]:
-    """Return the instructions of each stage, FROM first."""
-    stage_list: list[list[tuple[str, str]]] = []
+    """Return the instructions of each stage, starting with FROM."""
+    stages: list[list[tuple[str, str]]] = []
     for instruction in parse_instructions(name):
         if instruction[0] == "FROM":
-            stage_list.append([])
-        if stage_list:
-            stage_list[-1].append(instruction)
-    return stage_list
+            stages.append([])
+        if stages:
+            stages[-1].append(instruction)
+    return stages
 
 
 def find_stage(name: str, stage_name: str) -> list[tuple[str, str]]:
-    """Return the stage with this name."""
-    return next(
-        candidate
-        for candidate in parse_stages(name)
-        if candidate[0][1].endswith(f" AS {stage_name}")
-    )
+    """Return the instructions of a named stage."""
+    return next(stage for stage in parse_stages(name) if stage[0][1].endswith(f" AS {stage_name}"))
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_image_runs_as_a_numeric_user_with_dumb_init(name: str) -> None:
     final_stage = parse_stages(name)[-1]
-    # `runAsNonRoot` cannot check a user name.
-    assert [arguments for word, arguments in final_stage if word == "USER"] == ["1000:1000"]
-    entrypoints = [arguments for word, arguments in final_stage if word == "ENTRYPOINT"]
+    # `runAsNonRoot` of Kubernetes requires a numeric user.
+    assert [arguments for keyword, arguments in final_stage if keyword == "USER"] == ["1000:1000"]
+    entrypoints = [arguments for keyword, arguments in final_stage if keyword == "ENTRYPOINT"]
     assert entrypoints and entrypoints[0].startswith('["dumb-init", "--single-child", "--"')
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_pip_installs_use_constraints_and_secret_mounts(name: str) -> None:
-    run_commands = [arguments for word, arguments in parse_instructions(name) if word == "RUN"]
+    run_commands = [
+        arguments for keyword, arguments in parse_instructions(name) if keyword == "RUN"
+    ]
     install_commands = [
         command
         for command in run_commands
@@ -71,7 +70,7 @@ def test_pip_installs_use_constraints_and_secret_mounts(name: str) -> None:
     assert install_commands
     for command in install_commands:
         assert command.count(" install ") == command.count("--constraint constraints.txt"), command
-        assert all(secret in command for secret in SECRETS), command
+        assert all(secret in command for secret in SECRET_MOUNTS), command
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
@@ -80,14 +79,14 @@ def test_dockerfile_contains_no_index_host_or_secret(name: str) -> None:
     assert (
         re.findall(r"https?://|--trusted-host|PIP_(?:EXTRA_)?INDEX|find-links (?!of)", text) == []
     )
-    # If the PyTorch index is an argument, its default is empty.
+    # The build argument for the PyTorch index has an empty default.
     assert all(
         arguments in ("TORCH_INDEX_URL=",)
-        for word, arguments in parse_instructions(name)
-        if "INDEX" in arguments and word == "ARG"
+        for keyword, arguments in parse_instructions(name)
+        if "INDEX" in arguments and keyword == "ARG"
     )
     copy_arguments = [
-        arguments for word, arguments in parse_instructions(name) if word in ("COPY", "ADD")
+        arguments for keyword, arguments in parse_instructions(name) if keyword in ("COPY", "ADD")
     ]
     assert not any(
         "pip.conf" in arguments or "certificates" in arguments for arguments in copy_arguments
@@ -96,30 +95,34 @@ def test_dockerfile_contains_no_index_host_or_secret(name: str) -> None:
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_last_stage_has_no_run_instruction(name: str) -> None:
-    assert all(word != "RUN" for word, _ in parse_stages(name)[-1])
+    assert all(keyword != "RUN" for keyword, _ in parse_stages(name)[-1])
 
 
 @pytest.mark.parametrize(
     "name", [name for name in DOCKERFILES if name != "charts/store.Dockerfile"]
 )
-def test_a_code_change_reinstalls_no_dependency(name: str) -> None:
+def test_code_change_reinstalls_no_dependency(name: str) -> None:
     dependency_copies = [
-        arguments for word, arguments in find_stage(name, "dependencies") if word == "COPY"
+        arguments for keyword, arguments in find_stage(name, "dependencies") if keyword == "COPY"
     ]
     assert dependency_copies
     for files in dependency_copies:
-        if files.startswith("--from=manifests "):  # pyproject.toml files alone
+        if files.startswith("--from=manifests "):  # contains only pyproject.toml files
             continue
         assert all(
             re.search(r"(pyproject\.toml|\.txt|image_requirements\.py|trim_packages\.sh)$", source)
             for source in files.split()[:-1]
         )
     # Packages built from code need no index and are copied last.
-    code_commands = [arguments for word, arguments in find_stage(name, "code") if word == "RUN"]
+    code_commands = [
+        arguments for keyword, arguments in find_stage(name, "code") if keyword == "RUN"
+    ]
     assert code_commands and all(
         "--mount" not in command and "--no-deps" in command for command in code_commands
     )
-    copy_arguments = [arguments for word, arguments in parse_stages(name)[-1] if word == "COPY"]
+    copy_arguments = [
+        arguments for keyword, arguments in parse_stages(name)[-1] if keyword == "COPY"
+    ]
     assert copy_arguments[-1] == "--from=code /opt/ludus /opt/ludus"
 
 
@@ -158,7 +161,7 @@ def test_image_pip_settings_match_the_local_pip_settings(tmp_path: Path) -> None
     assert "constraint" not in (secrets / "pip.conf").read_text(encoding="utf-8")
 
 
-def test_build_command_has_secrets_and_has_volumes_only_for_buildah(
+def test_build_command_mounts_secrets_and_mounts_volumes_only_for_buildah(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pip.conf").touch()

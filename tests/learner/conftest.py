@@ -1,4 +1,4 @@
-"""A tiny model on disk, and a process group of one rank."""
+"""Fixtures: a tiny model on disk, and a process group of one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def single_rank_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Create a gloo process group whose only rank is this process."""
     torch.set_num_threads(1)
     rendezvous = Path(tmp_path_factory.mktemp("ranks")) / "store"

@@ -1,4 +1,4 @@
-"""An independent computation of a training step: padded sequences and plain torch."""
+"""A reference implementation of a training step in plain torch, without packing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ludus.trainer.core.types import TrainingSample
 
 
 class PlainPolicy(nn.Module):
-    """A language model with a value head, under the parameter names of the learner's policy."""
+    """A language model with an optional value head and the learner's parameter names."""
 
-    def __init__(self, model_path: str, *, value_head: bool) -> None:
+    def __init__(self, model_path: str, *, has_value_head: bool) -> None:
         super().__init__()
         self.language_model = AutoModelForCausalLM.from_pretrained(model_path)
         self.value_head = None
-        if value_head:
+        if has_value_head:
             self.value_head = nn.Linear(self.language_model.config.hidden_size, 1)
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
@@ -46,8 +46,8 @@ def take_plain_step(
     config: LearnerConfig,
     learning_rate: float,
 ) -> dict[str, Tensor]:
-    """Return the weights after one step on `samples`, by the names of the policy's parameters."""
-    policy = PlainPolicy(model_path, value_head=isinstance(algorithm, PpoConfig))
+    """Take one training step on `samples`, and return the new weights by parameter name."""
+    policy = PlainPolicy(model_path, has_value_head=isinstance(algorithm, PpoConfig))
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=learning_rate,
@@ -68,11 +68,14 @@ def take_plain_step(
             old_logprobs = torch.cat([start_outputs[row][0] for row in minibatch])
             old_values = torch.cat([start_outputs[row][1] for row in minibatch])
             targets = torch.cat([advantages[row] for row in minibatch])
-            weights = targets
+            scaled_advantages = targets
             if isinstance(algorithm, PpoConfig):
-                weights = (targets - targets.mean()) / targets.std()
+                scaled_advantages = (targets - targets.mean()) / targets.std()
             loss = _compute_policy_loss(
-                torch.cat([output[0] for output in outputs]), old_logprobs, weights, algorithm
+                torch.cat([output[0] for output in outputs]),
+                old_logprobs,
+                scaled_advantages,
+                algorithm,
             )
             if isinstance(algorithm, PpoConfig):
                 errors = torch.cat([output[1] for output in outputs]) - (targets + old_values)
@@ -89,14 +92,14 @@ def _compute_advantages(
     start_output: tuple[Tensor, Tensor, Tensor],
     algorithm: GrpoConfig | PpoConfig,
 ) -> Tensor:
-    """Return the advantages of the sampled tokens; for PPO, returns minus values."""
+    """Return the advantages of the sampled tokens, which for PPO are returns minus values."""
     mask = np.asarray(sample.loss_mask)
     if isinstance(algorithm, GrpoConfig):
         return torch.tensor(np.asarray(sample.advantages)[mask], dtype=torch.float32)
     _, values, last_value = start_output
     rewards = np.asarray(sample.rewards)[mask]
-    bootstrap = 0.0 if sample.terminated else float(last_value)
-    returns = rewards[::-1].cumsum()[::-1] + bootstrap
+    bootstrap_value = 0.0 if sample.terminated else float(last_value)
+    returns = rewards[::-1].cumsum()[::-1] + bootstrap_value
     return torch.tensor(returns.copy(), dtype=torch.float32) - values
 
 

@@ -1,4 +1,4 @@
-"""Several passes over a batch, and critics with a separate learning rate or a separate model."""
+"""Multiple passes over a batch, and critics with a separate learning rate or a separate model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def get_critic(learner: Learner) -> torch.nn.Module:
 
 
 def train(learner: Learner, num_steps: int = 1) -> torch.Tensor:
-    """Train for some steps; return all weights."""
+    """Train for `num_steps` steps, and return all weights as one vector."""
     for seed in range(num_steps):
         learner.train_step(make_batch(seed=seed), NO_PENALTY)
     return flatten(learner.model)
@@ -67,7 +67,7 @@ def test_multiple_passes_train_more_tokens_with_the_same_old_policy(
     learner = make_learner(model_path, algorithm, update_epochs=3, num_minibatches=2)
     metrics = learner.train_step(make_batch(), NO_PENALTY)
     assert metrics.num_tokens_trained == 3 * single_pass_metrics.num_tokens_trained
-    # The policy moves out of the clip range, because the ratio starts at the same policy.
+    # Later passes leave the clip range, because all ratios compare with the initial policy.
     assert metrics.clip_ratio > 0
     assert single_pass_metrics.clip_ratio == 0
 
@@ -76,7 +76,7 @@ def test_multiple_passes_train_more_tokens_with_the_same_old_policy(
 def test_training_step_equals_a_reference_computation(
     model_path: str, algorithm: GrpoConfig | PpoConfig
 ) -> None:
-    """Each of two passes has two updates, whose ratios start at the policy before the step."""
+    """Compare a step of two passes with two updates each."""
     settings = {"update_epochs": 2, "num_minibatches": 2}
     learner = make_learner(model_path, algorithm, **settings)
     learner.train_step(make_batch(), NO_PENALTY)
@@ -89,8 +89,7 @@ def test_training_step_equals_a_reference_computation(
     errors = torch.cat(
         [(weights[name] - expected_weights[name]).flatten() for name in weights]
     ).abs()
-    # AdamW turns the rounding of a gradient near zero into a step of full size, so a few
-    # weights may differ.
+    # AdamW amplifies rounding errors of gradients near zero, so a few weights may differ.
     assert (errors < 1e-4).float().mean() > 0.99
 
 
@@ -111,7 +110,7 @@ def test_value_head_and_policy_have_separate_learning_rates(model_path: str) -> 
     train(default_learner)
     slow_head, fast_head = learner.model.policy.value_head, default_learner.model.policy.value_head
     assert slow_head is not None and fast_head is not None
-    # The first step of AdamW is as long as its learning rate, for any gradient.
+    # The first step of AdamW has the size of the learning rate, for any gradient.
     assert fast_head.weight.abs().max().item() == pytest.approx(1e-2, rel=0.01)
     assert slow_head.weight.abs().max().item() == pytest.approx(1e-5, rel=0.01)
     assert torch.equal(
@@ -125,7 +124,7 @@ def test_schedule_scales_both_learning_rates(model_path: str) -> None:
     learner = make_learner(model_path, PpoConfig(geometric_mask=None, critic=critic))
     start_model = copy.deepcopy(learner.model)
     learner.train_step(make_batch(), Coefficients(learning_rate=5e-3, entropy=0.0, kl=0.0))
-    # The first step of AdamW is as long as its learning rate, for any gradient.
+    # The first step of AdamW has the size of the learning rate, for any gradient.
     policy_step = flatten(learner.model.policy) - flatten(start_model.policy)
     assert policy_step.abs().max().item() == pytest.approx(5e-3, rel=0.01)
     assert start_model.critic is not None
@@ -169,7 +168,7 @@ def test_model_critic_learns_the_returns(model_path: str) -> None:
 def test_step_with_model_critic_does_not_depend_on_packing(
     model_path: str, config: dict[str, object]
 ) -> None:
-    batch = make_batch(num_samples=24, prefix_tokens=6)
+    batch = make_batch(num_samples=24, num_prefix_tokens=6)
     results = []
     for options in ({}, config):
         learner = make_learner(model_path, MODEL_PPO, num_minibatches=2, update_epochs=2, **options)
@@ -183,7 +182,7 @@ def test_step_with_model_critic_does_not_depend_on_packing(
     "algorithm",
     [HEAD_PPO, MODEL_PPO, PpoConfig(geometric_mask=None, critic=HeadCritic(learning_rate=0.1))],
 )
-def test_resume_with_passes_and_critic_is_bit_exact(
+def test_resume_with_multiple_passes_and_a_critic_is_bit_exact(
     model_path: str, algorithm: PpoConfig, tmp_path: Path
 ) -> None:
     settings = {"update_epochs": 2, "num_minibatches": 2}

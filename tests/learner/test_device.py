@@ -1,4 +1,4 @@
-"""A rank selects the GPU that Ray shows it before it connects to the other ranks."""
+"""Selection of a GPU by each rank, before the rank joins the process group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ludus.trainer.learner.process_group import select_device
 
 
 class FakeCuda:
-    """A simulation of torch.cuda in a process that sees `num_gpus` GPUs."""
+    """A fake of torch.cuda in a process with `num_gpus` visible GPUs."""
 
     def __init__(self, num_gpus: int) -> None:
         self.num_gpus = num_gpus
@@ -38,8 +38,8 @@ class FakeCuda:
         self.current_device = index
 
 
-def show_gpus(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> FakeCuda:
-    """Simulate this number of visible GPUs."""
+def replace_cuda(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> FakeCuda:
+    """Replace functions of torch.cuda with a fake that has `num_gpus` visible GPUs."""
     cuda = FakeCuda(num_gpus)
     for name in ("is_available", "device_count", "is_initialized", "set_device"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
@@ -51,14 +51,14 @@ def test_rank_selects_a_visible_gpu(
     monkeypatch: pytest.MonkeyPatch, rank: int, num_gpus: int, index: int
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "7")
-    cuda = show_gpus(monkeypatch, num_gpus)
+    cuda = replace_cuda(monkeypatch, num_gpus)
     assert select_device(rank) == torch.device("cuda", index)
     assert cuda.current_device == index
     assert "LOCAL_RANK" not in os.environ
 
 
 def test_rank_without_a_gpu_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = show_gpus(monkeypatch, 0)
+    cuda = replace_cuda(monkeypatch, 0)
     assert select_device(1) == torch.device("cpu")
     assert cuda.current_device is None
 
@@ -66,7 +66,7 @@ def test_rank_without_a_gpu_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_second_rank_joins_process_group_with_the_only_visible_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cuda = show_gpus(monkeypatch, 1)
+    cuda = replace_cuda(monkeypatch, 1)
     calls: list[tuple[object, object, int | None]] = []
 
     def record_call(backend: str, *, device_id: torch.device | None = None, **_: object) -> None:

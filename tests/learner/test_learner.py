@@ -1,4 +1,4 @@
-"""Training steps do not depend on micro-batches, and survive a restart."""
+"""Training steps, checkpoints, exports and scores of the learner."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ KL_PENALTY = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
 
 
 def train_one_step(learner: Learner, batch: Batch) -> torch.Tensor:
-    """Take one training step; return all weights as one vector."""
+    """Take one training step, and return all weights as one vector."""
     learner.train_step(batch, ENTROPY_BONUS)
     return torch.cat([tensor.flatten() for tensor in learner.gather_weights().values()])
 
 
 def set_advantages(batch: Batch, value: float) -> Batch:
-    """Return the batch with the same advantage for all sampled tokens."""
+    """Return a copy of the batch in which every sampled token has the advantage `value`."""
     masks = [batch.loss_masks[row] for row in batch.sequence_of_sample]
     advantages = RaggedArray.from_rows((np.where(mask, value, 0.0) for mask in masks), np.float32)
     return replace(batch, advantages=advantages)
@@ -67,26 +67,30 @@ def test_loss_and_update_do_not_depend_on_the_micro_batch_split(
 def test_tree_packing_reduces_work_without_changing_results(
     model_path: str, num_minibatches: int
 ) -> None:
-    batch = make_batch(num_samples=30, prefix_tokens=12)
+    batch = make_batch(num_samples=30, num_prefix_tokens=12)
     learners = [
         make_learner(model_path, packing=packing, num_minibatches=num_minibatches)
         for packing in ("tree", "pad")
     ]
-    tree, pad = (learner.train_step(batch, ENTROPY_BONUS) for learner in learners)
-    assert tree.loss == pytest.approx(pad.loss, rel=1e-5)
-    assert tree.grad_norm == pytest.approx(pad.grad_norm, rel=1e-5)
-    assert tree.entropy == pytest.approx(pad.entropy, rel=1e-5)
+    tree_metrics, pad_metrics = (learner.train_step(batch, ENTROPY_BONUS) for learner in learners)
+    assert tree_metrics.loss == pytest.approx(pad_metrics.loss, rel=1e-5)
+    assert tree_metrics.grad_norm == pytest.approx(pad_metrics.grad_norm, rel=1e-5)
+    assert tree_metrics.entropy == pytest.approx(pad_metrics.entropy, rel=1e-5)
     assert (
-        tree.num_tokens_trained
-        == pad.num_tokens_trained
+        tree_metrics.num_tokens_trained
+        == pad_metrics.num_tokens_trained
         == int(batch.num_sampled_tokens[batch.sequence_of_sample].sum())
     )
-    assert tree.num_tokens_forwarded < pad.num_tokens_forwarded < tree.num_tokens_in_batch
+    assert (
+        tree_metrics.num_tokens_forwarded
+        < pad_metrics.num_tokens_forwarded
+        < tree_metrics.num_tokens_in_batch
+    )
 
 
 @pytest.mark.slow
 def test_log_probs_of_unsampled_tokens_have_no_effect(model_path: str) -> None:
-    """The log-probs of the engine at unsampled positions do not reach the loss."""
+    """Change the engine's log-probs at unsampled positions only."""
     batch = make_batch()
     noisy_batch = replace(
         batch,
@@ -108,7 +112,7 @@ def test_log_probs_of_unsampled_tokens_have_no_effect(model_path: str) -> None:
 
 @pytest.mark.slow
 def test_counting_an_environment_token_as_sampled_changes_the_update(model_path: str) -> None:
-    """Control of the previous test: a wrong mask changes the update."""
+    """Verify that the previous test would detect a wrong mask."""
     batch = make_batch()
     leaky_masks = [mask.copy() for mask in batch.loss_masks]
     for mask in leaky_masks:
@@ -138,8 +142,8 @@ def test_all_minibatch_ratios_use_the_policy_before_the_step(
 ) -> None:
     whole_metrics = make_learner(model_path).train_step(make_batch(), NO_PENALTY)
     split_metrics = make_learner(model_path, num_minibatches=4).train_step(make_batch(), NO_PENALTY)
-    assert whole_metrics.clip_ratio == 0, "no ratio is clipped before the first update"
-    assert split_metrics.clip_ratio > 0, "later minibatches see changed weights"
+    assert whole_metrics.clip_ratio == 0, "ratios were clipped before the first update"
+    assert split_metrics.clip_ratio > 0, "no ratio was clipped after the first update"
 
 
 @pytest.mark.slow
@@ -206,14 +210,17 @@ def test_exported_model_and_tokenizer_work_in_transformers(model_path: str, tmp_
     learner = make_learner(model_path)
     learner.train_step(make_batch(), ENTROPY_BONUS)
     learner.export_model(tmp_path)
-    tokenizer, source = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(model_path)
-    assert tokenizer.chat_template == source.chat_template
+    tokenizer, source_tokenizer = (
+        AutoTokenizer.from_pretrained(tmp_path),
+        load_tokenizer(model_path),
+    )
+    assert tokenizer.chat_template == source_tokenizer.chat_template
     messages = [
         {"role": "user", "content": "hard 16 vs 10"},
         {"role": "assistant", "content": "HIT"},
     ]
     token_ids = tokenizer.apply_chat_template(messages)["input_ids"]
-    assert token_ids == source.apply_chat_template(messages)["input_ids"]
+    assert token_ids == source_tokenizer.apply_chat_template(messages)["input_ids"]
     tokens = torch.tensor([token_ids])
     logits = AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits
     logprobs = logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
@@ -223,7 +230,7 @@ def test_exported_model_and_tokenizer_work_in_transformers(model_path: str, tmp_
 
 @contextmanager
 def limit_file_size(num_bytes: int) -> Iterator[None]:
-    """Let this process fail to write larger files, as on a full disk."""
+    """Limit the size of each file that this process writes, to simulate a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:
@@ -267,13 +274,18 @@ def test_saving_tiny_model_on_full_disk_raises_error_and_leaves_no_file(
 def test_memory_saving_options_keep_parameter_names_and_update_direction(
     model_path: str, option: dict[str, object]
 ) -> None:
-    plain_learner, frugal_learner = make_learner(model_path), make_learner(model_path, **option)
-    origin = torch.cat([tensor.flatten() for tensor in plain_learner.gather_weights().values()])
+    plain_learner, memory_saving_learner = (
+        make_learner(model_path),
+        make_learner(model_path, **option),
+    )
+    start_weights = torch.cat(
+        [tensor.flatten() for tensor in plain_learner.gather_weights().values()]
+    )
     updates = [
-        train_one_step(learner, make_batch()) - origin
-        for learner in (plain_learner, frugal_learner)
+        train_one_step(learner, make_batch()) - start_weights
+        for learner in (plain_learner, memory_saving_learner)
     ]
-    assert plain_learner.gather_weights().keys() == frugal_learner.gather_weights().keys()
+    assert plain_learner.gather_weights().keys() == memory_saving_learner.gather_weights().keys()
     assert torch.cosine_similarity(*updates, dim=0) > 0.9
 
 

@@ -1,4 +1,4 @@
-"""Training of adapters: only adapters are trained and published; the base is the reference."""
+"""LoRA training, in which only the adapters are trained, published and saved."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.learner.tiny_policy import make_batch, make_learner
 
 pytestmark = pytest.mark.slow
 
-LORA = LoraConfig(rank=4, alpha=8.0)
+LORA_CONFIG = LoraConfig(rank=4, alpha=8.0)
 ALGORITHM = GrpoConfig(kl_coef=0.1, geometric_mask=None)
 KL_PENALTY = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_adapters_are_trained_and_published(model_path: str, dtype: str) -> None:
-    """In bfloat16, the model is sharded even on one rank."""
-    learner = make_learner(model_path, ALGORITHM, lora=LORA, dtype=dtype)
+    """Test bfloat16 as well, because it shards the model even on one rank."""
+    learner = make_learner(model_path, ALGORITHM, lora=LORA_CONFIG, dtype=dtype)
     start_weights = learner.gather_weights()
     learner.train_step(make_batch(), KL_PENALTY)
     end_weights = learner.gather_weights()
@@ -35,7 +35,7 @@ def test_only_adapters_are_trained_and_published(model_path: str, dtype: str) ->
 
 
 def test_reference_model_is_the_model_without_adapters(model_path: str) -> None:
-    learner = make_learner(model_path, ALGORITHM, lora=LORA)
+    learner = make_learner(model_path, ALGORITHM, lora=LORA_CONFIG)
     first_metrics = learner.train_step(make_batch(), KL_PENALTY)
     second_metrics = learner.train_step(make_batch(seed=1), KL_PENALTY)
     assert first_metrics.reference_kl == pytest.approx(0, abs=1e-6)
@@ -43,7 +43,7 @@ def test_reference_model_is_the_model_without_adapters(model_path: str) -> None:
 
 
 def test_exported_model_includes_the_adapters(model_path: str, tmp_path: Path) -> None:
-    learner = make_learner(model_path, ALGORITHM, lora=LORA)
+    learner = make_learner(model_path, ALGORITHM, lora=LORA_CONFIG)
     learner.train_step(make_batch(), KL_PENALTY)
     learner.export_model(tmp_path)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
@@ -60,11 +60,11 @@ def test_resume_with_adapters_is_exact_and_saves_no_base_weights(
     full_learner = make_learner(model_path, ALGORITHM)
     full_learner.train_step(make_batch(), KL_PENALTY)
     full_learner.save(tmp_path / "full_model")
-    learner = make_learner(model_path, ALGORITHM, lora=LORA)
+    learner = make_learner(model_path, ALGORITHM, lora=LORA_CONFIG)
     learner.train_step(make_batch(seed=1), KL_PENALTY)
     learner.save(tmp_path / "state")
     learner.train_step(make_batch(seed=2), KL_PENALTY)
-    resumed_learner = make_learner(model_path, ALGORITHM, lora=LORA)
+    resumed_learner = make_learner(model_path, ALGORITHM, lora=LORA_CONFIG)
     resumed_learner.load(tmp_path / "state")
     resumed_learner.train_step(make_batch(seed=2), KL_PENALTY)
     for name, tensor in learner.gather_weights().items():

@@ -1,4 +1,4 @@
-"""Prefix trees: each prefix is computed once, with the same log-probs as single sequences."""
+"""Packing of sequences into prefix trees, in which each prefix is computed once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ludus.trainer.models.load import load_language_model
 from tests.learner.tiny_policy import make_batch
 
 LINEAR_COSTS = RowCosts(per_token=1.0, per_pair=0.0)
-"""Costs without attention, so that the longest row is the cheapest."""
+"""Row costs without attention, so that long rows cost no more than short rows."""
 QUADRATIC_COSTS = RowCosts(per_token=100.0, per_pair=1.0)
 
 
 def make_sample(token_ids: list[int], mask: list[bool], tag: float = 0.0) -> TrainingSample:
-    """Return a sample whose first sampled token has `tag` as reward."""
+    """Return a sample whose first sampled token has the reward `tag`."""
     rewards = [tag * (index == mask.index(True)) for index in range(len(mask))]
     zeros = [0.0] * len(mask)
     return TrainingSample(token_ids, mask, zeros, zeros, rewards, terminated=True)
@@ -37,7 +37,7 @@ def make_sample(token_ids: list[int], mask: list[bool], tag: float = 0.0) -> Tra
 
 @st.composite
 def draw_batches(draw: st.DrawFn) -> Batch:
-    """Draw sequences of few distinct tokens, which share prefixes in many ways."""
+    """Draw sequences of only three distinct tokens, so that many of them share prefixes."""
     sequences = draw(st.lists(st.lists(st.integers(3, 5), min_size=2, max_size=9), min_size=1))
     masks = [
         [False, True, *draw(st.lists(st.booleans(), min_size=len(s) - 2, max_size=len(s) - 2))]
@@ -61,7 +61,7 @@ def pack_batch(batch: Batch, costs: RowCosts | None, max_tokens: int) -> list[Mi
 def compute_outputs(
     policy: PolicyModel, micro_batches: list[MicroBatch]
 ) -> dict[float, list[float]]:
-    """Return the log-probs and entropies of each sample, in the order of its tokens."""
+    """Return the log-probs and entropies of each sample's tokens by the sample's reward."""
     outputs: dict[float, list[float]] = {}
     for micro_batch in micro_batches:
         output = policy(micro_batch.rows, temperature=0.7, entropy_mode="value")
@@ -85,7 +85,7 @@ def list_prefixes(batch: Batch) -> set[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def policy(model_path: str) -> PolicyModel:
-    """Return a tiny policy."""
+    """Return a tiny policy in evaluation mode."""
     return PolicyModel(load_language_model(model_path)).eval()
 
 
@@ -124,9 +124,12 @@ def test_each_prefix_is_computed_once_without_attention_costs(batch: Batch) -> N
 
 
 def test_rows_are_longer_if_attention_is_cheaper() -> None:
-    batch = make_batch(num_samples=60, prefix_tokens=20)
+    batch = make_batch(num_samples=60, num_prefix_tokens=20)
     row_lengths = [
-        max(part.rows.token_ids.shape[1] for part in pack_batch(batch, costs, max_tokens=4096))
+        max(
+            micro_batch.rows.token_ids.shape[1]
+            for micro_batch in pack_batch(batch, costs, max_tokens=4096)
+        )
         for costs in (RowCosts(1.0, 1.0), RowCosts(100.0, 1.0), LINEAR_COSTS)
     ]
     assert row_lengths[0] < row_lengths[1] < row_lengths[2]
@@ -142,7 +145,7 @@ def test_packing_without_common_prefixes_costs_no_more_than_padding() -> None:
 
 
 def make_tiny_model(**config_changes: object) -> PolicyModel:
-    """A random policy of a few layers."""
+    """Build a random policy with two layers."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=40,
@@ -161,8 +164,10 @@ def test_model_with_a_sliding_window_does_not_pack_trees(
 ) -> None:
     cpu = torch.device("cpu")
     assert can_pack_trees(make_tiny_model(), torch.float32, cpu)
-    local_policy = make_tiny_model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    assert not can_pack_trees(local_policy, torch.float32, cpu)
+    sliding_window_policy = make_tiny_model(
+        use_sliding_window=True, sliding_window=8, max_window_layers=0
+    )
+    assert not can_pack_trees(sliding_window_policy, torch.float32, cpu)
     assert "sliding_attention" in caplog.text
 
 
@@ -186,28 +191,33 @@ def test_model_that_ignores_the_mask_does_not_pack_trees(
 def test_each_sample_is_on_one_rank_and_micro_batch_counts_are_equal(
     num_ranks: int, max_tokens: int, costs: RowCosts | None
 ) -> None:
-    batch = make_batch(num_samples=25, prefix_tokens=5)
-    for samples in split_samples(batch, 2):
+    batch = make_batch(num_samples=25, num_prefix_tokens=5)
+    for sample_indices in split_samples(batch, 2):
         micro_batches = [
-            make_micro_batches(batch, samples, MicroBatchConfig(max_tokens, costs, rank, num_ranks))
+            make_micro_batches(
+                batch, sample_indices, MicroBatchConfig(max_tokens, costs, rank, num_ranks)
+            )
             for rank in range(num_ranks)
         ]
         assert len({len(rank_batches) for rank_batches in micro_batches}) == 1
         rewards = [
             reward
             for rank_batches in micro_batches
-            for part in rank_batches
-            for reward in part.rewards.sum(1).tolist()
+            for micro_batch in rank_batches
+            for reward in micro_batch.rewards.sum(1).tolist()
         ]
-        expected_rewards = [batch.rewards[sample_index].sum() for sample_index in samples]
+        expected_rewards = [batch.rewards[sample_index].sum() for sample_index in sample_indices]
         assert sorted(rewards) == pytest.approx(sorted(expected_rewards))
 
 
 def test_ranks_share_work_that_would_fit_into_one_row() -> None:
-    batch = make_batch(num_samples=48, prefix_tokens=4)
-    samples = np.arange(48)
+    batch = make_batch(num_samples=48, num_prefix_tokens=4)
+    sample_indices = np.arange(48)
     token_counts = [
-        sum(part.rows.num_tokens for part in make_micro_batches(batch, samples, config))
+        sum(
+            micro_batch.rows.num_tokens
+            for micro_batch in make_micro_batches(batch, sample_indices, config)
+        )
         for config in (MicroBatchConfig(10_000, LINEAR_COSTS, rank, 2) for rank in range(2))
     ]
     assert max(token_counts) < 1.5 * min(token_counts)
@@ -220,7 +230,8 @@ def test_micro_batch_exceeds_max_tokens_only_for_a_single_sequence(
     micro_batches = pack_batch(make_batch(num_samples=25), costs, max_tokens=40)
     assert len(micro_batches) > 3
     assert all(
-        part.rows.num_tokens <= 40 or len(part.rows.token_ids) == 1 for part in micro_batches
+        micro_batch.rows.num_tokens <= 40 or len(micro_batch.rows.token_ids) == 1
+        for micro_batch in micro_batches
     )
 
 

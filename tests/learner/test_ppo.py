@@ -1,4 +1,4 @@
-"""PPO: values, targets and checkpoints of the critic, and divergence in the reward."""
+"""PPO: advantages, training and checkpoints of the critic, and the KL penalty in the reward."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def flatten(learner: Learner) -> torch.Tensor:
     return torch.cat([weight.detach().flatten() for weight in learner.model.policy.parameters()])
 
 
-def make_turns(terminated: bool) -> TrainingSample:
-    """Return a sample of two turns (p s p s s p), with rewards 1 and 2 on their last tokens."""
+def make_two_turn_sample(terminated: bool) -> TrainingSample:
+    """Return a sample of two turns, with rewards 1 and 2 at the last sampled token of each turn."""
     return TrainingSample(
         token_ids=[5, 6, 7, 8, 9, 10],
         loss_mask=[False, True, False, True, True, False],
@@ -47,7 +47,9 @@ def make_turns(terminated: bool) -> TrainingSample:
 
 
 def test_advantages_skip_unsampled_tokens_and_bootstrap_if_truncated() -> None:
-    samples = pack_one_micro_batch([make_turns(terminated=True), make_turns(terminated=False)])
+    samples = pack_one_micro_batch(
+        [make_two_turn_sample(terminated=True), make_two_turn_sample(terminated=False)]
+    )
     start_output = PolicyOutput(
         logprobs=torch.zeros(3),
         entropies=None,
@@ -56,7 +58,7 @@ def test_advantages_skip_unsampled_tokens_and_bootstrap_if_truncated() -> None:
     )
     algorithm = Algorithm(PpoConfig(gamma=0.5, lam=0.5), max_tokens=64)
     targets = algorithm.make_targets(samples, start_output, None, kl_coef=0.0)
-    # By hand, from the end: delta = r + 0.5 V' - V, A = delta + 0.25 A'.
+    # Computed by hand from the last token: delta = r + 0.5 V' - V, A = delta + 0.25 A'.
     terminated_advantages, truncated_advantages = (
         [1.0 - 0.5 + 0.25 * next_advantage + 0.5 * 1.0 for next_advantage in (-0.125, 0.375)],
         [2.0 - 1.5, 2.5],
@@ -75,7 +77,7 @@ def test_advantages_skip_unsampled_tokens_and_bootstrap_if_truncated() -> None:
 
 
 def test_all_passes_over_a_batch_use_the_same_targets(model_path: str) -> None:
-    batch = collate([make_turns(terminated=True)])
+    batch = collate([make_two_turn_sample(terminated=True)])
     single_pass_learner, triple_pass_learner = (
         make_learner(model_path, PPO, update_epochs=num_epochs) for num_epochs in (1, 3)
     )
@@ -88,26 +90,27 @@ def test_all_passes_over_a_batch_use_the_same_targets(model_path: str) -> None:
     assert triple_metrics.explained_variance == single_metrics.explained_variance
     for _ in range(2):
         single_pass_learner.train_step(batch, NO_PENALTY)
-    assert triple_metrics.clip_ratio > 0, "the third pass is far from the policy that sampled"
+    assert triple_metrics.clip_ratio > 0, "no ratio was clipped in later passes"
     assert not torch.allclose(flatten(single_pass_learner), flatten(triple_pass_learner)), (
-        "new targets give different weights"
+        "three passes gave the same weights as three steps with new targets"
     )
 
 
 def test_value_head_has_a_separate_learning_rate(model_path: str) -> None:
-    batch = collate([make_turns(terminated=True)])
+    batch = collate([make_two_turn_sample(terminated=True)])
     learners = {
-        rate: make_learner(
-            model_path, PpoConfig(geometric_mask=None, critic=HeadCritic(learning_rate=rate))
+        learning_rate: make_learner(
+            model_path,
+            PpoConfig(geometric_mask=None, critic=HeadCritic(learning_rate=learning_rate)),
         )
-        for rate in (None, 1e-2, 1e-4)
+        for learning_rate in (None, 1e-2, 1e-4)
     }
-    head = learners[None].model.policy.value_head.weight.detach().clone()
+    start_weight = learners[None].model.policy.value_head.weight.detach().clone()
     distances = {}
-    for rate, learner in learners.items():
+    for learning_rate, learner in learners.items():
         learner.train_step(batch, NO_PENALTY)
-        distances[rate] = (
-            (learner.model.policy.value_head.weight.detach() - head).abs().max().item()
+        distances[learning_rate] = (
+            (learner.model.policy.value_head.weight.detach() - start_weight).abs().max().item()
         )
     assert distances[None] == distances[1e-2] == pytest.approx(100 * distances[1e-4], rel=1e-3)
     assert torch.equal(
@@ -122,10 +125,13 @@ def test_critic_learns_the_returns(model_path: str) -> None:
     # The first token determines the reward of a sequence.
     batch = collate(
         [
-            replace(make_turns(terminated=True), token_ids=[first_token, 6, 7, 8, last_token, 10])
+            replace(
+                make_two_turn_sample(terminated=True),
+                token_ids=[first_token, 6, 7, 8, last_token, 10],
+            )
             if first_token == 5
             else replace(
-                make_turns(True),
+                make_two_turn_sample(True),
                 token_ids=[first_token, 6, 7, 8, last_token, 10],
                 rewards=[0.0] * 6,
             )
@@ -138,7 +144,7 @@ def test_critic_learns_the_returns(model_path: str) -> None:
     first_metrics, last_metrics = metrics[0], metrics[-1]
     assert first_metrics.value_loss is not None and last_metrics.value_loss is not None
     assert first_metrics.explained_variance == pytest.approx(0.0, abs=1e-6), (
-        "an untrained critic predicts 0"
+        "the untrained critic did not predict 0"
     )
     assert last_metrics.explained_variance is not None and last_metrics.explained_variance > 0.8
     assert last_metrics.value_loss < first_metrics.value_loss / 5
@@ -155,7 +161,7 @@ def test_critic_metrics_are_none_without_a_critic(model_path: str) -> None:
 def test_step_with_critic_does_not_depend_on_packing(
     model_path: str, config: dict[str, object]
 ) -> None:
-    batch = make_batch(num_samples=24, prefix_tokens=6)
+    batch = make_batch(num_samples=24, num_prefix_tokens=6)
     results = []
     for options in ({}, config):
         learner = make_learner(model_path, PPO, num_minibatches=2, **options)
@@ -204,7 +210,7 @@ def test_value_head_is_exported_but_not_published(model_path: str, tmp_path: Pat
 def test_kl_penalty_in_the_reward_changes_the_policy(
     model_path: str, algorithm: AlgorithmConfig
 ) -> None:
-    """The divergence is the only reward."""
+    """Train on samples without rewards, so that only the KL penalty changes the policy."""
     learner = make_learner(model_path, algorithm)
     unpenalized_coefficients = replace(KL_PENALTY, kl=0.0)
     learner.train_step(make_batch(num_samples=24), unpenalized_coefficients)
@@ -221,7 +227,7 @@ def test_kl_penalty_in_the_reward_changes_the_policy(
     assert not torch.equal(flatten(learner), start_weights)
 
 
-def test_whitened_advantages_have_mean_zero_and_deviation_one(model_path: str) -> None:
+def test_whitened_advantages_have_mean_zero_and_standard_deviation_one(model_path: str) -> None:
     learner = make_learner(model_path, PPO)
     config = MicroBatchConfig(max_tokens=64, costs=None)
     micro_batches = make_micro_batches(make_batch(num_samples=24), np.arange(24), config)

@@ -1,4 +1,4 @@
-"""A rank returns the files that it has written."""
+"""Lists of written files that the learner returns from save and export."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def test_save_and_export_return_every_written_file_with_size(
 ) -> None:
     learner = make_learner(model_path)
     saved_files = learner.save(tmp_path / "learner") + learner.export_model(tmp_path / "model")
-    paths = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert sorted(saved_file.path for saved_file in saved_files) == sorted(paths)
+    written_paths = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(saved_file.path for saved_file in saved_files) == sorted(written_paths)
     assert all(saved_file == SavedFile.from_path(saved_file.path) for saved_file in saved_files)
     assert any(
         saved_file.path.name == "model.safetensors" and saved_file.num_bytes

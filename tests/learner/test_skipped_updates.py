@@ -1,4 +1,4 @@
-"""An update whose gradient is not finite is skipped, on all ranks or on none."""
+"""Updates that all ranks skip because the gradient is not finite."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from tests.learner.tiny_policy import make_batch, make_learner, make_policy_fold
 NO_PENALTY = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.0)
 
 
-def make_infinite(batch: Batch) -> Batch:
-    """Return the batch with one infinite advantage."""
+def add_infinite_advantage(batch: Batch) -> Batch:
+    """Return a copy of the batch with one infinite advantage."""
     advantages = [row.copy() for row in batch.advantages]
     advantages[0][np.flatnonzero(advantages[0])[0]] = np.inf
     return replace(batch, advantages=RaggedArray.from_rows(advantages, np.float32))
 
 
 def flatten_weights(learner: Learner) -> torch.Tensor:
-    """Return all weights as one vector; a collective."""
-    state = gather_parameters(learner.model.named_parameters())
-    return torch.cat([tensor.flatten() for tensor in state.values()]).detach()
+    """Return all weights as one vector; all ranks must call this function together."""
+    weights = gather_parameters(learner.model.named_parameters())
+    return torch.cat([tensor.flatten() for tensor in weights.values()]).detach()
 
 
 def test_update_with_an_infinite_gradient_is_skipped_and_counted(model_path: str) -> None:
     learner = make_learner(model_path)
     start_weights = flatten_weights(learner)
-    first_metrics = learner.train_step(make_infinite(make_batch()), NO_PENALTY)
-    second_metrics = learner.train_step(make_infinite(make_batch()), NO_PENALTY)
+    first_metrics = learner.train_step(add_infinite_advantage(make_batch()), NO_PENALTY)
+    second_metrics = learner.train_step(add_infinite_advantage(make_batch()), NO_PENALTY)
     assert torch.equal(flatten_weights(learner), start_weights)
     assert first_metrics.grad_norm is None
     assert (first_metrics.num_skipped_updates, first_metrics.num_skipped_in_a_row) == (1, 1)
@@ -48,7 +48,7 @@ def test_update_with_an_infinite_gradient_is_skipped_and_counted(model_path: str
 
 def test_skipped_update_does_not_affect_later_updates(model_path: str) -> None:
     plain_learner, skipping_learner = make_learner(model_path), make_learner(model_path)
-    skipping_learner.train_step(make_infinite(make_batch(seed=1)), NO_PENALTY)
+    skipping_learner.train_step(add_infinite_advantage(make_batch(seed=1)), NO_PENALTY)
     plain_metrics, later_metrics = (
         learner.train_step(make_batch(), NO_PENALTY)
         for learner in (plain_learner, skipping_learner)
@@ -64,7 +64,7 @@ def test_skipped_update_does_not_affect_later_updates(model_path: str) -> None:
 def test_only_the_minibatch_with_an_infinite_gradient_is_skipped(model_path: str) -> None:
     learner = make_learner(model_path, num_minibatches=4)
     start_weights = flatten_weights(learner)
-    metrics = learner.train_step(make_infinite(make_batch()), NO_PENALTY)
+    metrics = learner.train_step(add_infinite_advantage(make_batch()), NO_PENALTY)
     assert metrics.num_skipped_updates == 1
     assert metrics.grad_norm is not None and np.isfinite(metrics.grad_norm)
     end_weights = flatten_weights(learner)
@@ -91,13 +91,13 @@ def test_all_ranks_skip_an_update_that_fails_on_one_rank(
 
 
 def train_rank(rank: int, folder: str) -> None:
-    """Take an infinite and a finite step as one of two ranks, and save the results."""
+    """Train one of two ranks on an infinite and a finite batch, and save the results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     learner = make_learner(f"{folder}/model", max_tokens_per_micro_batch=64)
     metrics = [
         learner.train_step(batch, NO_PENALTY)
-        for batch in (make_infinite(make_batch()), make_batch())
+        for batch in (add_infinite_advantage(make_batch()), make_batch())
     ]
     torch.save((metrics, flatten_weights(learner)), f"{folder}/rank-{rank}.pt")
     del learner

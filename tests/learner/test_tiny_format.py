@@ -1,4 +1,4 @@
-"""A tiny model learns its format from legal answers; an error explains why there are none."""
+"""Tokenizers of tiny models, and errors for environments without legal answers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.env.counting_env import CountingEnv, CountingRenderer, CountObservati
 from tests.rollout.calculator_env import CalculatorEnv
 
 
-class WithoutRenderer(CountingEnv):
+class EnvWithoutRenderer(CountingEnv):
     text_renderer = None
 
 
-class ListedObservation(CountObservation):
+class LegalActionsObservation(CountObservation):
     legal_actions: list[int] = [1, 2]  # noqa: RUF012 - pydantic copies defaults
 
 
-class WithPicture(WithoutRenderer):
+class PictureEnv(EnvWithoutRenderer):
     def reset(self, *, seed: int | None = None) -> Transition[CountObservation]:
         picture = np.zeros((4, 4), np.uint8)
         return Transition(super().reset(seed=seed).observation, tensors={"picture": picture})
@@ -39,21 +39,21 @@ class EmptyRenderer(CountingRenderer):
         return []
 
 
-class WithoutLegalAnswers(CountingEnv):
-    observation_type = ListedObservation
+class EnvWithoutLegalAnswers(CountingEnv):
+    observation_type = LegalActionsObservation
     text_renderer = EmptyRenderer()
 
-    def _observe(self, note: str = "") -> ListedObservation:
-        return ListedObservation(**super()._observe(note).model_dump())
+    def _observe(self, note: str = "") -> LegalActionsObservation:
+        return LegalActionsObservation(**super()._observe(note).model_dump())
 
 
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (WithoutRenderer, "'counting' has no text_renderer; define one"),
-        (WithPicture, "policies read text only"),
+        (EnvWithoutRenderer, "'counting' has no text_renderer; define one"),
+        (PictureEnv, "policies read text only"),
         (CalculatorEnv, "'calculator' has a text_renderer whose legal_answers() is empty; list"),
-        (WithoutLegalAnswers, "is empty, although the observation has legal_actions; list"),
+        (EnvWithoutLegalAnswers, "is empty, although the observation has legal_actions; list"),
     ],
 )
 async def test_environment_without_legal_answers_is_refused(
@@ -75,7 +75,7 @@ async def test_environment_without_legal_answers_is_refused(
 
 async def test_environment_with_pictures_only_is_refused() -> None:
     async with (
-        EnvServer(WithPicture, ServerOptions(port=0)) as server,
+        EnvServer(PictureEnv, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         _, step_result = await client.open(seed=1)

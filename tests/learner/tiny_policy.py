@@ -1,4 +1,4 @@
-"""A model folder, batches and learners for the tests of the learner."""
+"""Tiny models, batches and learners for the learner tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ludus.trainer.learner.learner import Learner
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 
 TEXTS = ["hard 16 vs 10", "HIT", "STAND", "soft 18 vs A"]
-VOCABULARY = 290
 
 
 def make_policy_folder(folder: Path, *, tie_embeddings: bool = False, num_layers: int = 2) -> str:
@@ -39,24 +38,26 @@ def make_policy_folder(folder: Path, *, tie_embeddings: bool = False, num_layers
     return str(folder)
 
 
-def make_samples(num_samples: int, seed: int = 0, prefix_tokens: int = 0) -> list[TrainingSample]:
-    """Return samples of different lengths and rewards, some with equal tokens.
+def make_samples(
+    num_samples: int, seed: int = 0, num_prefix_tokens: int = 0
+) -> list[TrainingSample]:
+    """Return samples of different lengths and rewards, some of them with the same tokens.
 
-    Groups of six start with the same `prefix_tokens` tokens.
+    Each group of six samples starts with the same `num_prefix_tokens` tokens.
     """
     generator = random.Random(seed)
     prefix: list[int] = []
     samples: list[TrainingSample] = []
     for index in range(num_samples):
         if index % 6 == 0:
-            prefix = [generator.randrange(3, 250) for _ in range(prefix_tokens)]
-        if index % 3 == 2:  # Equal tokens, but a different advantage.
+            prefix = [generator.randrange(3, 250) for _ in range(num_prefix_tokens)]
+        if index % 3 == 2:  # the same tokens with a different advantage
             previous_sample = samples[-1]
             token_ids, mask = previous_sample.token_ids, previous_sample.loss_mask
         else:
             num_turns = generator.randint(1, 3)
             token_ids = prefix + [generator.randrange(3, 250) for _ in range(7 * num_turns)]
-            mask = [False] * prefix_tokens
+            mask = [False] * num_prefix_tokens
             mask += [position % 7 in (4, 5) for position in range(7 * num_turns)]
         logprobs = [-generator.uniform(4.5, 6.5) if is_sampled else 0.0 for is_sampled in mask]
         reward = generator.uniform(-1, 1)
@@ -78,9 +79,9 @@ def _place_reward_at_end(reward: float, mask: list[bool]) -> list[float]:
     return [reward * (position == last_position) for position in range(len(mask))]
 
 
-def make_batch(num_samples: int = 24, seed: int = 0, prefix_tokens: int = 0) -> Batch:
-    """Return the batch of `make_samples`."""
-    return collate(make_samples(num_samples, seed, prefix_tokens))
+def make_batch(num_samples: int = 24, seed: int = 0, num_prefix_tokens: int = 0) -> Batch:
+    """Collate the samples of `make_samples` into a batch."""
+    return collate(make_samples(num_samples, seed, num_prefix_tokens))
 
 
 def make_learner(
@@ -89,7 +90,7 @@ def make_learner(
     lora: LoraConfig | None = None,
     **config: object,
 ) -> Learner:
-    """Return a learner of this rank; `config` overrides LearnerConfig's fields."""
+    """Build the learner of this rank; `config` sets fields of LearnerConfig."""
     fields = {"learning_rate": 1e-2, "max_tokens_per_micro_batch": 4096, **config}
     run = LanguageModelRun()
     settings = {

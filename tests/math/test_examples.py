@@ -1,4 +1,4 @@
-"""Tests that every example is a valid run, and that `make learn` measures its claims."""
+"""Configurations of the examples, and their measurement by `make learn`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ludus.proto.config.network import LocalNetworkEnvironment
 from ludus.proto.runs import EvalReport, PolicyResult
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted(
+EXAMPLE_PATHS = sorted(
     path for path in (ROOT / "examples").glob("*/*.toml") if path.parent.name != "reward_model"
 )
 
@@ -27,7 +27,7 @@ REQUIRED_LIBRARIES = {
     "inverted_pendulum/ppo.toml": ("mujoco", "imageio"),
     "inverted_pendulum/pybullet.toml": ("pybullet", "pybullet_envs_gymnasium"),
 }
-"""Libraries of an example that `make setup` does not install."""
+"""Libraries that an example needs but `make setup` does not install."""
 
 EXAMPLES_WITHOUT_CLAIM = {
     "atari/pong.toml",
@@ -38,7 +38,7 @@ EXAMPLES_WITHOUT_CLAIM = {
     "trading/tiny.toml",
     "uno/tiny.toml",
 }
-"""Examples that show an environment or rewards, without a claim about learning."""
+"""Examples that make no claim about learning."""
 
 
 def make_report(
@@ -61,12 +61,12 @@ def make_report(
     )
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("path", EXAMPLE_PATHS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_environments_and_baselines_of_examples_exist(path: Path) -> None:
     run = load_run_config(path)
     name = f"{path.parent.name}/{path.name}"
     if name in GENERATED_DATA:
-        pytest.skip("its data set is not in the repository")
+        pytest.skip("the data set of the example is not in the repository")
     for module in REQUIRED_LIBRARIES.get(name, ()):
         pytest.importorskip(module)
     for environment in run.environments.values():
@@ -80,19 +80,21 @@ def test_environments_and_baselines_of_examples_exist(path: Path) -> None:
         assert set(environment.baselines) <= set(policies)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("path", EXAMPLE_PATHS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_make_learn_measures_every_tiny_example(path: Path) -> None:
     run = load_run_config(path)
     if not isinstance(run, LanguageModelRun) or run.model.kind != "tiny":
-        pytest.skip("is not a tiny language model")
+        pytest.skip("the example does not train a tiny language model")
     name = f"{path.parent.name}/{path.name}"
     language_examples = {learn_language.COT, learn_language.SUMMARIZATION, learn_language.RLHF}
     agent_examples = {str(learn_agents.EXAMPLE.relative_to(ROOT / "examples"))}
-    examples = {case.example for case in learn.CASES.values()} | language_examples | agent_examples
-    assert (name in examples) != (name in EXAMPLES_WITHOUT_CLAIM)
+    measured_examples = (
+        {case.example for case in learn.CASES.values()} | language_examples | agent_examples
+    )
+    assert (name in measured_examples) != (name in EXAMPLES_WITHOUT_CLAIM)
 
 
-def test_targets_are_environments_of_the_example() -> None:
+def test_learning_targets_are_environments_of_the_example() -> None:
     for case in learn.CASES.values():
         run = load_run_config(ROOT / "examples" / case.example, list(case.overrides))
         assert set(case.targets) <= set(run.environments)

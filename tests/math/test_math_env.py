@@ -1,4 +1,4 @@
-"""Tests of the arithmetic environment."""
+"""The arithmetic environment."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ OPERATORS = {
 }
 
 
-def reset(seed: int, **options: object) -> MathObservation:
+def reset_environment(seed: int, **options: object) -> MathObservation:
     return make_environment(**options).reset(seed=seed).observation
 
 
-# -- the contract ----------------------------------------------------------------------
+# -- environment contract --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("operation", OPERATORS)
@@ -68,20 +68,25 @@ def test_only_the_solution_is_rewarded(operation: str) -> None:
 
 
 def test_seed_determines_the_question() -> None:
-    question = reset(5)
+    question = reset_environment(5)
     random.seed(1)
-    assert reset(5) == question
-    assert len({(reset(seed).left, reset(seed).right) for seed in range(50)}) > 40
+    assert reset_environment(5) == question
+    assert (
+        len({(reset_environment(seed).left, reset_environment(seed).right) for seed in range(50)})
+        > 40
+    )
 
 
 def test_numbers_are_below_the_limit() -> None:
-    questions = [reset(seed, limit=4) for seed in range(NUM_QUESTIONS)]
+    questions = [reset_environment(seed, limit=4) for seed in range(NUM_QUESTIONS)]
     assert {question.left for question in questions} == {0, 1, 2, 3}
     assert {question.right for question in questions} == {0, 1, 2, 3}
 
 
 def test_subtraction_has_no_negative_solution() -> None:
-    questions = [reset(seed, operation="subtract", limit=6) for seed in range(NUM_QUESTIONS)]
+    questions = [
+        reset_environment(seed, operation="subtract", limit=6) for seed in range(NUM_QUESTIONS)
+    ]
     assert all(question.left >= question.right for question in questions)
 
 
@@ -118,7 +123,7 @@ def test_random_generator_with_the_same_seed_cannot_predict_the_question() -> No
         rng = random.Random(seed)
         prediction = rng.randrange(20), rng.randrange(20)
         num_predicted += (question.left, question.right) == prediction
-    assert num_predicted < 8, "about one prediction in 400 is right by chance"
+    assert num_predicted < 8, f"{num_predicted} of 400 predictions were right, expected about 1"
 
 
 # -- text ------------------------------------------------------------------------------
@@ -181,7 +186,7 @@ async def test_typed_client_plays_over_http() -> None:
 
 
 def play_right_answer(address: str) -> float | None:
-    """Answer a question over HTTP and return the reward."""
+    """Play an episode over HTTP with the right answer, and return the reward."""
     with MathEnv(base_url=address) as env:
         question = env.reset(seed=7).observation
         result = env.step(MathAction(answer=question.left + question.right))
