@@ -1,4 +1,4 @@
-"""Tests that a tiny model tokenizes prompts in the same way as in its warm start."""
+"""Tests of the tokenizer of a tiny model after saving and loading."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ ANSWERS = [str(number) for number in range(39)] * 20
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a tiny model for sums, as a run writes it."""
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a tiny model that can tokenize sums; return its folder."""
     tokenizer = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
     config = TinyModel(width=32, num_heads=1, intermediate=32, max_tokens=32)
-    path = tmp_path_factory.mktemp("model")
-    save(make_model(config, tokenizer, seed=0), tokenizer, path)
-    return path
+    folder = tmp_path_factory.mktemp("model")
+    save(make_model(config, tokenizer, seed=0), tokenizer, folder)
+    return folder
 
 
-def test_saved_tokenizer_produces_the_same_tokens(folder: Path) -> None:
+def test_saved_tokenizer_produces_the_same_tokens(model_folder: Path) -> None:
     expected_tokenizer = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(model_folder)
     for text in (*QUESTIONS, *ANSWERS):
         assert tokenizer.encode(text) == expected_tokenizer.encode(text)
 
 
-def test_every_number_is_one_token(folder: Path) -> None:
-    tokenizer = load_tokenizer(folder)
+def test_every_number_is_one_token(model_folder: Path) -> None:
+    tokenizer = load_tokenizer(model_folder)
     assert {len(tokenizer.encode(question)) for question in QUESTIONS} == {5}
     assert {len(tokenizer.encode(answer)) for answer in ANSWERS} == {1}
 
 
-def test_tokenizer_saved_twice_produces_the_same_tokens(folder: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(folder)
+def test_tokenizer_saved_twice_produces_the_same_tokens(model_folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(model_folder)
     tokenizer.save_pretrained(tmp_path)
-    copy = load_tokenizer(tmp_path)
-    assert [copy.encode(text) for text in QUESTIONS] == [
+    reloaded_tokenizer = load_tokenizer(tmp_path)
+    assert [reloaded_tokenizer.encode(text) for text in QUESTIONS] == [
         tokenizer.encode(text) for text in QUESTIONS
     ]
 
 
-def test_auto_tokenizer_produces_the_same_tokens(folder: Path) -> None:
+def test_auto_tokenizer_produces_the_same_tokens(model_folder: Path) -> None:
     expected_tokenizer = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
     assert len(tokenizer) == len(expected_tokenizer)
     for text in (*QUESTIONS, *ANSWERS):
         assert tokenizer.encode(text) == expected_tokenizer.encode(text)
@@ -59,13 +59,13 @@ def test_auto_tokenizer_produces_the_same_tokens(folder: Path) -> None:
 
 
 def test_tokenizer_of_an_older_model_type_produces_the_same_tokens(
-    folder: Path, tmp_path: Path
+    model_folder: Path, tmp_path: Path
 ) -> None:
-    """Load a Qwen2, the type of tiny models in older runs."""
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
+    """Load a Qwen2 model, the model type that older runs used for tiny models."""
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((model_folder / "config.json").read_text())
     old_config = {**config, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(old_config))
-    original_tokenizer, tokenizer = load_tokenizer(folder), load_tokenizer(tmp_path)
+    original_tokenizer, tokenizer = load_tokenizer(model_folder), load_tokenizer(tmp_path)
     for text in QUESTIONS:
         assert tokenizer.encode(text) == original_tokenizer.encode(text)

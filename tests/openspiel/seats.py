@@ -1,4 +1,4 @@
-"""Functions that play games in process."""
+"""Helpers that play OpenSpiel games in process and render their states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 from openspiel_env.text import make_renderer
 
 RENDERED_GAMES = ("blackjack", "catch", "connect_four", "kuhn_poker", "tic_tac_toe")
-"""Games with a separate renderer."""
+"""Games with a game-specific renderer."""
 GENERIC_GAMES = ("backgammon", "chess", "goofspiel", "leduc_poker", "phantom_ttt")
 
 HIT, STAND = 0, 1
@@ -45,17 +45,17 @@ def play_episode(
     return list(play(make_environment(**options), seed, policy))
 
 
-def play_returns(options: dict[str, Any], num_games: int, policy: SeatPolicy) -> list[float]:
-    """Return the returns of seeds 0 to `num_games` - 1."""
+def compute_returns(options: dict[str, Any], num_episodes: int, policy: SeatPolicy) -> list[float]:
+    """Play seeds 0 to `num_episodes` - 1; return the sum of rewards of each episode."""
     environment = make_environment(**options)
     return [
         sum(transition.reward or 0.0 for transition in play(environment, seed, policy))
-        for seed in range(num_games)
+        for seed in range(num_episodes)
     ]
 
 
 def render_state(game: str, moves: list[int], player: int = 0, style: Any = "compact") -> list[str]:
-    """Return the messages to a player after these moves, including chance moves."""
+    """Return the messages that a player gets after these moves, which include chance moves."""
     loaded_game = load_game(game)
     state = loaded_game.game.new_initial_state()
     for action_id in moves:
@@ -68,7 +68,7 @@ def render_state(game: str, moves: list[int], player: int = 0, style: Any = "com
 def select_random_states(
     game: str, seed: int, is_selected: Callable[[pyspiel.State], bool]
 ) -> Iterator[pyspiel.State]:
-    """Yield the selected states of one game with random moves."""
+    """Play one game with random moves; yield the states for which `is_selected` is true."""
     rng = random.Random(seed)
     state = pyspiel.load_game(game).new_initial_state()
     while not state.is_terminal():

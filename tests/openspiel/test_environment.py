@@ -46,7 +46,7 @@ def read_cards(observation: OpenSpielObservation, hand: slice) -> set[int]:
 
 @pytest.mark.parametrize("text_style", ["compact", "rules"])
 @pytest.mark.parametrize("game", [*RENDERED_GAMES, *GENERIC_GAMES])
-def test_environment_contract(game: str, text_style: str) -> None:
+def test_environment_satisfies_the_contract(game: str, text_style: str) -> None:
     factory = functools.partial(make_environment, game=game, text_style=text_style)
     check_environment(factory, seeds=range(3), num_steps=12).raise_if_failed()
 
@@ -70,7 +70,7 @@ def test_episodes_without_a_seed_differ() -> None:
 
 def test_moves_do_not_change_the_cards() -> None:
     environment = make_environment(game="blackjack")
-    num_compared = 0
+    num_comparisons = 0
     for seed in range(60):
         deal = environment.reset(seed=seed).observation
         stand_observation = environment.step(make_action(STAND)).observation
@@ -78,24 +78,24 @@ def test_moves_do_not_change_the_cards() -> None:
         hit_observation = environment.step(make_action(HIT)).observation
         player_cards = read_cards(hit_observation, PLAYER_HAND) - read_cards(deal, PLAYER_HAND)
         dealer_cards = read_cards(stand_observation, DEALER_HAND)
-        if len(dealer_cards) == 3:  # the dealer drew the card that the player would have drawn
+        if len(dealer_cards) == 3:  # the dealer drew the card that the player draws after a hit
             assert player_cards < dealer_cards
-            num_compared += 1
-    assert num_compared > 10
+            num_comparisons += 1
+    assert num_comparisons > 10
 
 
 def test_opponents_do_not_change_the_cards() -> None:
-    def public_cards(opponent: str) -> dict[int, str]:
+    def read_public_cards(opponent: str) -> dict[int, str]:
         options = {"game": "leduc_poker", "opponent": opponent}
-        public_by_seed = {}
+        cards_by_seed = {}
         for seed in range(40):
-            end = play_episode(options, seed, lambda observation, rng: 1)[-1]  # call
-            _, _, public_card = end.observation.metadata["view"].partition("[Public: ")
+            last_transition = play_episode(options, seed, lambda observation, rng: 1)[-1]  # 1 calls
+            _, _, public_card = last_transition.observation.metadata["view"].partition("[Public: ")
             if public_card:
-                public_by_seed[seed] = public_card[0]
-        return public_by_seed
+                cards_by_seed[seed] = public_card[0]
+        return cards_by_seed
 
-    random_cards, last_cards = public_cards("random"), public_cards("last")
+    random_cards, last_cards = read_public_cards("random"), read_public_cards("last")
     seeds = random_cards.keys() & last_cards.keys()
     assert [random_cards[seed] for seed in seeds] == [last_cards[seed] for seed in seeds]
     assert len(seeds) > 15
@@ -116,14 +116,14 @@ def test_uniform_chance_games_have_equally_likely_events(game: str) -> None:
 
 def test_weighted_draws_follow_the_probabilities_of_the_game() -> None:
     state = load_game("2048").game.new_initial_state()
-    probability = dict(state.chance_outcomes())
-    assert len(set(probability.values())) > 1
+    probabilities = dict(state.chance_outcomes())
+    assert len(set(probabilities.values())) > 1
     rng = random.Random(0)
     draws = [draw_weighted(state, rng) for _ in range(20_000)]
-    for event in list(probability)[:4]:
-        expected = probability[event]
-        margin = 4 * (expected * (1 - expected) / len(draws)) ** 0.5
-        assert draws.count(event) / len(draws) == pytest.approx(expected, abs=margin)
+    for event in list(probabilities)[:4]:
+        probability = probabilities[event]
+        margin = 4 * (probability * (1 - probability) / len(draws)) ** 0.5
+        assert draws.count(event) / len(draws) == pytest.approx(probability, abs=margin)
 
 
 def test_weighted_draw_tolerates_rounding() -> None:
@@ -153,17 +153,17 @@ def test_reward_includes_points_from_opponent_moves() -> None:
 
 def test_seats_of_a_zero_sum_game_get_opposite_rewards() -> None:
     for seed in range(20):
-        first_seat = play_episode(
+        first_seat_transitions = play_episode(
             {"game": "tic_tac_toe", "opponent": "first"},
             seed,
             lambda observation, rng: observation.legal_actions[-1],
         )
-        second_seat = play_episode(
+        second_seat_transitions = play_episode(
             {"game": "tic_tac_toe", "opponent": "last", "agent_player": 1},
             seed,
             lambda observation, rng: observation.legal_actions[0],
         )
-        assert first_seat[-1].reward == -second_seat[-1].reward != 0
+        assert first_seat_transitions[-1].reward == -second_seat_transitions[-1].reward != 0
 
 
 def test_second_seat_sees_the_first_move() -> None:
@@ -174,28 +174,30 @@ def test_second_seat_sees_the_first_move() -> None:
     assert observation.game_phase == "initial"
 
 
-@pytest.mark.parametrize(("opponent", "reply"), [("first", 0), ("middle", 5), ("last", 8)])
-def test_simple_opponents_pick_the_expected_move(opponent: str, reply: int) -> None:
+@pytest.mark.parametrize(("opponent", "expected_move"), [("first", 0), ("middle", 5), ("last", 8)])
+def test_simple_opponents_pick_the_expected_move(opponent: str, expected_move: int) -> None:
     environment = make_environment(game="tic_tac_toe", opponent=opponent)
     environment.reset(seed=0)
     observation = environment.step(make_action(4)).observation
-    assert observation.opponent_last_action == reply  # free: 0 1 2 3 5 6 7 8
+    assert observation.opponent_last_action == expected_move  # legal: 0, 1, 2, 3, 5, 6, 7, 8
     assert observation.game_phase == "playing"
 
 
 def test_custom_policy_plays_the_opponent_seat() -> None:
     observations: list[OpenSpielObservation] = []
 
-    def spy(observation: OpenSpielObservation, rng: random.Random) -> int:
+    def record_and_play_first_move(observation: OpenSpielObservation, rng: random.Random) -> int:
         observations.append(observation)
         return observation.legal_actions[0]
 
-    environment = make_environment(game="kuhn_poker", opponent=functools.partial(spy))
+    environment = make_environment(
+        game="kuhn_poker", opponent=functools.partial(record_and_play_first_move)
+    )
     assert environment.state.opponent_policy == "partial"
-    environment = make_environment(game="kuhn_poker", opponent=spy)
+    environment = make_environment(game="kuhn_poker", opponent=record_and_play_first_move)
     for _ in play(environment, seed=1):
         pass
-    assert environment.state.opponent_policy == "spy"
+    assert environment.state.opponent_policy == "record_and_play_first_move"
     assert observations
     assert all(observation.info_state[:2] == [0.0, 1.0] for observation in observations)
 
@@ -240,23 +242,23 @@ def test_illegal_action_does_not_change_the_state() -> None:
         state = environment.state
         taken_cells = set(range(9)) - set(transition.observation.legal_actions)
         for action_id in [*taken_cells, -1, 9, 2**40]:
-            with pytest.raises(IllegalActionError, match=r"one of \d \(x\(") as refusal:
+            with pytest.raises(IllegalActionError, match=r"one of \d \(x\(") as exc_info:
                 environment.step(make_action(action_id))
-            assert str(action_id) in refusal.value.message
+            assert str(action_id) in exc_info.value.message
         assert environment.state == state
     assert transitions == expected
 
 
 def test_steps_outside_an_episode_are_refused() -> None:
     environment = make_environment(game="blackjack")
-    with pytest.raises(EpisodeStateError) as refusal:
+    with pytest.raises(EpisodeStateError) as exc_info:
         environment.step(make_action(STAND))
-    assert refusal.value.code == ErrorCode.NOT_RESET
+    assert exc_info.value.code == ErrorCode.NOT_RESET
     environment.reset(seed=0)
     environment.step(make_action(STAND))
-    with pytest.raises(EpisodeStateError, match="1 steps") as refusal:
+    with pytest.raises(EpisodeStateError, match="1 steps") as exc_info:
         environment.step(make_action(STAND))
-    assert refusal.value.code == ErrorCode.EPISODE_OVER
+    assert exc_info.value.code == ErrorCode.EPISODE_OVER
 
 
 def test_move_for_another_game_is_refused() -> None:
@@ -314,22 +316,24 @@ def test_success_is_a_positive_return(game: str) -> None:
     environment = make_environment(game=game)
     successes = set()
     for seed in range(60):
-        *transitions, end = play(environment, seed)
-        episode_return = sum(transition.reward or 0.0 for transition in (*transitions, end))
+        *transitions, last_transition = play(environment, seed)
+        episode_return = sum(
+            transition.reward or 0.0 for transition in (*transitions, last_transition)
+        )
         assert {transition.success for transition in transitions} == {None}
-        assert end.success is (episode_return > 0)
-        successes.add(end.success)
+        assert last_transition.success is (episode_return > 0)
+        successes.add(last_transition.success)
     assert successes == {True, False}
 
 
 @pytest.mark.parametrize("game", ["2048", "cliff_walking"])
 def test_game_without_losses_does_not_report_success(game: str) -> None:
-    *_, end = play_episode({"game": game}, seed=0)
-    assert (end.terminated, end.success) == (True, None)
+    *_, last_transition = play_episode({"game": game}, seed=0)
+    assert (last_transition.terminated, last_transition.success) == (True, None)
 
 
 def test_reset_redeals_until_the_agent_has_a_move() -> None:
-    environment = make_environment(game="euchre")  # all players may pass, or one may play alone
+    environment = make_environment(game="euchre")  # a deal may end before the agent's first move
     for seed in range(40):
         observation = environment.reset(seed=seed).observation
         assert observation.legal_actions
@@ -346,7 +350,7 @@ def test_registered_games_can_be_played() -> None:
     import pyspiel
 
     slow_games = {"bridge", "bridge_uncontested_bidding", "colored_trails"}
-    num_played = 0
+    num_games = 0
     for game_type in pyspiel.registered_games():
         if not game_type.default_loadable or game_type.short_name in slow_games:
             continue
@@ -362,5 +366,5 @@ def test_registered_games_can_be_played() -> None:
             action = environment.text_renderer.parse(answer, transition.observation)
             assert transition.observation.legal_actions[answers.index(answer)] == action.action_id
             transition, num_steps = environment.step(action), num_steps + 1
-        num_played += 1
-    assert num_played > 95
+        num_games += 1
+    assert num_games > 95

@@ -30,10 +30,10 @@ from openspiel_env.seat_view import SeatView
 from openspiel_env.solutions import load_blackjack_states, reference_returns
 from openspiel_env.solving import blackjack
 from openspiel_env.solving.small_games import solve_hidden_information, solve_perfect_information
-from tests.openspiel.seats import HIT, STAND, play_episode, play_returns, select_random_states
+from tests.openspiel.seats import HIT, STAND, compute_returns, play_episode, select_random_states
 
-NUM_GAMES = 4000
-BLACKJACK = {
+NUM_EPISODES = 4000
+BLACKJACK_POLICIES = {
     "random": play_random,
     "always_stand": play_always_stand,
     "dealer_rule": play_dealer_rule,
@@ -43,35 +43,40 @@ BLACKJACK = {
 
 @pytest.fixture(scope="module")
 def blackjack_returns() -> dict[str, list[float]]:
-    """Return the returns of each policy on the same deals."""
+    """Map the name of each policy to its returns on the same deals."""
     options = {"game": "blackjack"}
-    return {name: play_returns(options, NUM_GAMES, policy) for name, policy in BLACKJACK.items()}
+    return {
+        name: compute_returns(options, NUM_EPISODES, policy)
+        for name, policy in BLACKJACK_POLICIES.items()
+    }
 
 
 # -- blackjack -------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BLACKJACK)
+@pytest.mark.parametrize("name", BLACKJACK_POLICIES)
 def test_blackjack_returns_match_the_exact_values(
     name: str, blackjack_returns: dict[str, list[float]]
 ) -> None:
-    returns, exact = blackjack_returns[name], reference_returns("blackjack")[name]
-    margin = 3 * statistics.stdev(returns) / NUM_GAMES**0.5
-    assert statistics.mean(returns) == pytest.approx(exact.expected_return, abs=margin)
-    for rate, outcome in ((exact.win_rate, 1.0), (exact.draw_rate, 0.0)):
-        margin = 3 * (rate * (1 - rate) / NUM_GAMES) ** 0.5
-        assert returns.count(outcome) / NUM_GAMES == pytest.approx(rate, abs=margin)
+    returns, exact_result = blackjack_returns[name], reference_returns("blackjack")[name]
+    margin = 3 * statistics.stdev(returns) / NUM_EPISODES**0.5
+    assert statistics.mean(returns) == pytest.approx(exact_result.expected_return, abs=margin)
+    for rate, outcome in ((exact_result.win_rate, 1.0), (exact_result.draw_rate, 0.0)):
+        margin = 3 * (rate * (1 - rate) / NUM_EPISODES) ** 0.5
+        assert returns.count(outcome) / NUM_EPISODES == pytest.approx(rate, abs=margin)
 
 
 @pytest.mark.slow
 def test_blackjack_policies_rank_in_the_expected_order(
     blackjack_returns: dict[str, list[float]],
 ) -> None:
-    for lower_policy, higher_policy in itertools.pairwise(BLACKJACK):
+    for lower_policy, higher_policy in itertools.pairwise(BLACKJACK_POLICIES):
         pairs = zip(blackjack_returns[higher_policy], blackjack_returns[lower_policy], strict=True)
         differences = [high - low for high, low in pairs]
-        assert statistics.mean(differences) > 1.96 * statistics.stdev(differences) / NUM_GAMES**0.5
+        assert (
+            statistics.mean(differences) > 1.96 * statistics.stdev(differences) / NUM_EPISODES**0.5
+        )
 
 
 @pytest.mark.parametrize(
@@ -87,11 +92,11 @@ def test_blackjack_policies_rank_in_the_expected_order(
 def test_blackjack_reference_returns_have_known_values(
     policy: str, win_rate: float, draw_rate: float, expected_return: float
 ) -> None:
-    exact = reference_returns("blackjack")[policy]
-    assert exact.win_rate == pytest.approx(win_rate, abs=5.1e-5)
-    assert exact.draw_rate == pytest.approx(draw_rate, abs=5.1e-5)
-    assert exact.expected_return == pytest.approx(expected_return, abs=5.1e-5)
-    assert exact.expected_return == pytest.approx(2 * exact.win_rate + exact.draw_rate - 1)
+    result = reference_returns("blackjack")[policy]
+    assert result.win_rate == pytest.approx(win_rate, abs=5.1e-5)
+    assert result.draw_rate == pytest.approx(draw_rate, abs=5.1e-5)
+    assert result.expected_return == pytest.approx(expected_return, abs=5.1e-5)
+    assert result.expected_return == pytest.approx(2 * result.win_rate + result.draw_rate - 1)
 
 
 def test_chart_has_every_decision_once() -> None:
@@ -175,13 +180,13 @@ def read_cell(observation: OpenSpielObservation) -> tuple[int, bool, str]:
 def test_follow_ball_catches_every_ball(columns: int) -> None:
     options = {"game": "catch", "game_params": {"columns": columns}}
     policy = fixed_policies(options)["follow_ball"]
-    returns = play_returns(
+    returns = compute_returns(
         options, 40, lambda observation, rng: policy(observation.model_dump(), rng)["action_id"]
     )
     assert returns == [1.0] * 40
     assert reference_returns("catch")["optimal"].expected_return == 1.0
     if columns == 5:
-        assert play_returns(options, 5, follow_ball) == [1.0] * 5
+        assert compute_returns(options, 5, follow_ball) == [1.0] * 5
 
 
 @pytest.mark.parametrize("seat", [0, 1])
@@ -189,35 +194,37 @@ def test_minimax_never_loses(seat: int) -> None:
     loaded_game = load_game("tic_tac_toe")
     view = SeatView(loaded_game, seat)
 
-    def worst_return(state: pyspiel.State) -> float:
+    def find_worst_return(state: pyspiel.State) -> float:
         if state.is_terminal():
             return state.player_return(seat)
         actions = state.legal_actions()
         if state.current_player() == seat:
             actions = [play_minimax(view.observe(state), random.Random(0))]
-        return min(worst_return(state.child(action)) for action in actions)
+        return min(find_worst_return(state.child(action)) for action in actions)
 
-    assert worst_return(loaded_game.game.new_initial_state()) == 0
+    assert find_worst_return(loaded_game.game.new_initial_state()) == 0
 
 
 def test_baselines_can_play_the_opponent_seat() -> None:
     options = {"game": "tic_tac_toe", "opponent": "minimax"}
-    assert set(play_returns(options, 5, play_minimax)) == {0.0}
-    assert statistics.mean(play_returns(options, 60, play_random)) < -0.5
+    assert set(compute_returns(options, 5, play_minimax)) == {0.0}
+    assert statistics.mean(compute_returns(options, 60, play_random)) < -0.5
 
 
 @pytest.mark.parametrize("game", ["connect_four", "connect_four(rows=5,columns=6)"])
 def test_search_beats_random_moves(game: str) -> None:
     loaded_game = load_game(game)
-    search = make_seat_policies(loaded_game)["mcts"]
-    assert play_returns({"game": game, "opponent": "mcts(5)"}, 10, search) == [1.0] * 10
-    assert play_returns({"game": game, "opponent": search}, 10, play_random) == [-1.0] * 10
+    search_policy = make_seat_policies(loaded_game)["mcts"]
+    assert compute_returns({"game": game, "opponent": "mcts(5)"}, 10, search_policy) == [1.0] * 10
+    assert (
+        compute_returns({"game": game, "opponent": search_policy}, 10, play_random) == [-1.0] * 10
+    )
     for seat, view in enumerate([SeatView(loaded_game, 0), SeatView(loaded_game, 1)]):
         for state in select_random_states(
             game, 3, lambda state, seat=seat: state.current_player() == seat
         ):
             observation = view.observe(state)
-            moves = [search(observation, random.Random(seed)) for seed in (1, 1)]
+            moves = [search_policy(observation, random.Random(seed)) for seed in (1, 1)]
             assert moves[0] == moves[1] and moves[0] in state.legal_actions()
             winning_moves = [
                 action
@@ -231,25 +238,25 @@ def test_search_beats_random_moves(game: str) -> None:
 def test_best_response_earns_the_known_return_against_random_play(
     game: str, best_return: float
 ) -> None:
-    # Leduc's 2.0875 is the value of OpenSpiel's best response for the first seat.
+    # For Leduc poker, 2.0875 is the value of OpenSpiel's best response in the first seat.
     policy = make_best_response(load_game(game))
-    returns = play_returns({"game": game, "opponent": "random"}, NUM_GAMES, policy)
-    error = statistics.stdev(returns) / NUM_GAMES**0.5
-    assert abs(statistics.mean(returns) - best_return) < 3 * error
+    returns = compute_returns({"game": game, "opponent": "random"}, NUM_EPISODES, policy)
+    standard_error = statistics.stdev(returns) / NUM_EPISODES**0.5
+    assert abs(statistics.mean(returns) - best_return) < 3 * standard_error
     if game == "kuhn_poker":
         assert best_return == reference_returns(game)["optimal"].expected_return
 
 
 def test_best_response_plays_both_seats() -> None:
     options = {"game": "kuhn_poker", "opponent": "best_response"}
-    assert statistics.mean(play_returns(options, NUM_GAMES, play_random)) < -0.3
+    assert statistics.mean(compute_returns(options, NUM_EPISODES, play_random)) < -0.3
 
 
 def test_minimax_is_the_best_response_to_random_play() -> None:
-    returns = play_returns({"game": "tic_tac_toe"}, 1000, play_minimax)
-    exact = reference_returns("tic_tac_toe")["optimal"].expected_return
-    assert exact == pytest.approx(0.9948, abs=5e-5)
-    assert statistics.mean(returns) == pytest.approx(exact, abs=3 * (0.0052 / 1000) ** 0.5)
+    returns = compute_returns({"game": "tic_tac_toe"}, 1000, play_minimax)
+    exact_return = reference_returns("tic_tac_toe")["optimal"].expected_return
+    assert exact_return == pytest.approx(0.9948, abs=5e-5)
+    assert statistics.mean(returns) == pytest.approx(exact_return, abs=3 * (0.0052 / 1000) ** 0.5)
 
 
 @pytest.mark.parametrize(
@@ -264,18 +271,18 @@ def test_minimax_is_the_best_response_to_random_play() -> None:
 def test_small_games_have_known_reference_returns(
     game: str, seat: int, random_return: float, optimal_return: float
 ) -> None:
-    exact = reference_returns(game, seat)
-    assert exact["random"].expected_return == pytest.approx(random_return, abs=5e-5)
-    assert exact["optimal"].expected_return == pytest.approx(optimal_return, abs=5e-5)
+    results = reference_returns(game, seat)
+    assert results["random"].expected_return == pytest.approx(random_return, abs=5e-5)
+    assert results["optimal"].expected_return == pytest.approx(optimal_return, abs=5e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("game", ["catch", "tic_tac_toe", "kuhn_poker"])
 def test_random_play_matches_the_exact_values(game: str) -> None:
-    returns = play_returns({"game": game}, 1500, play_random)
+    returns = compute_returns({"game": game}, 1500, play_random)
     margin = 3 * statistics.stdev(returns) / len(returns) ** 0.5
-    exact = reference_returns(game)["random"].expected_return
-    assert statistics.mean(returns) == pytest.approx(exact, abs=margin)
+    exact_return = reference_returns(game)["random"].expected_return
+    assert statistics.mean(returns) == pytest.approx(exact_return, abs=margin)
 
 
 def test_unsolved_game_has_no_reference_returns() -> None:
@@ -284,7 +291,7 @@ def test_unsolved_game_has_no_reference_returns() -> None:
 
 def test_baselines_accept_and_return_json_data() -> None:
     policies = fixed_policies({"game": "blackjack", "text_style": "rules"})
-    assert set(policies) == set(BLACKJACK)
+    assert set(policies) == set(BLACKJACK_POLICIES)
     assert set(fixed_policies("chess")) == {"random"}
     observation = make_environment(game="blackjack").reset(seed=1).observation.model_dump()
     for policy in policies.values():
@@ -302,16 +309,16 @@ def test_baselines_accept_and_return_json_data() -> None:
 )
 def test_solver_reproduces_the_stored_returns(game: str, solve: Callable[..., Any]) -> None:
     values = solve(load_game(game).game, 0)
-    expected = reference_returns(game)
+    stored_results = reference_returns(game)
     for name, value in values.items():
-        assert value.expected_return == pytest.approx(expected[name].expected_return)
-        assert value.win == pytest.approx(expected[name].win_rate)
+        assert value.expected_return == pytest.approx(stored_results[name].expected_return)
+        assert value.win == pytest.approx(stored_results[name].win_rate)
 
 
-def test_value_of_standing_on_20_against_a_six() -> None:
+def test_standing_on_20_against_a_six_wins_four_times_in_five() -> None:
     hand = (0,) * 9 + (2,)
     value = blackjack.stand(hand, open_card=6)
-    # A dealer with a six exceeds 21 about two times in five, and rarely gets 21.
+    # A dealer who shows a six busts about two times in five and rarely reaches 21.
     assert value.win == pytest.approx(0.80, abs=0.02)
     assert 0.05 < value.draw < 0.15
     assert value.expected_return == pytest.approx(2 * value.win + value.draw - 1)
@@ -324,8 +331,9 @@ def test_blackjack_solver_reproduces_the_stored_chart() -> None:
         open_card = 1 if state.up_card == "A" else int(state.up_card)
         is_hit = (state.total, state.is_soft, open_card) in chart.hits
         assert is_hit == (state.best_move == "HIT"), state
-    optimal = blackjack.average_over_deals(blackjack.play_optimally)
-    expected = reference_returns("blackjack")
-    assert optimal.expected_return == pytest.approx(expected["optimal"].expected_return)
-    basic_return = blackjack.evaluate(chart.hit_probability)
-    assert basic_return.expected_return == pytest.approx(expected["basic_strategy"].expected_return)
+    stored_results = reference_returns("blackjack")
+    optimal_value = blackjack.average_over_deals(blackjack.play_optimally)
+    assert optimal_value.expected_return == pytest.approx(stored_results["optimal"].expected_return)
+    chart_value = blackjack.evaluate(chart.hit_probability)
+    expected_return = stored_results["basic_strategy"].expected_return
+    assert chart_value.expected_return == pytest.approx(expected_return)

@@ -1,4 +1,4 @@
-"""Tests of tree search as an opponent."""
+"""Tests of the opponent that uses Monte Carlo tree search."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ from ludus.proto.errors import ConfigError
 from openspiel_env import OpenSpielAction, make_environment
 
 
-def play_game(seed: int, **options: Any) -> tuple[list[int | None], float]:
-    """Return the opponent's moves against random moves, and the player's return."""
+def play_randomly(seed: int, **options: Any) -> tuple[list[int | None], float]:
+    """Play random moves; return the opponent's moves and the player's return."""
     environment = make_environment(**options)
     transition, rng = environment.reset(seed=seed), random.Random(f"player {seed}")
-    replies: list[int | None] = []
+    opponent_moves: list[int | None] = []
     episode_return = 0.0
     while not transition.terminated:
         action_id = rng.choice(transition.observation.legal_actions)
         transition = environment.step(OpenSpielAction(action_id=action_id))
-        replies.append(transition.observation.opponent_last_action)
+        opponent_moves.append(transition.observation.opponent_last_action)
         episode_return += transition.reward or 0.0
-    return replies, episode_return
+    return opponent_moves, episode_return
 
 
 def test_tree_search_beats_random_moves_in_connect_four() -> None:
-    returns = [play_game(seed, game="connect_four", opponent="mcts(50)")[1] for seed in range(12)]
+    returns = [
+        play_randomly(seed, game="connect_four", opponent="mcts(50)")[1] for seed in range(12)
+    ]
     assert returns == [-1.0] * 12
 
 
 def test_seed_determines_the_search() -> None:
     options = {"game": "tic_tac_toe", "opponent": "mcts(20)"}
-    episode = play_game(3, **options)
-    assert play_game(3, **options) == episode
-    replies_by_seed = [play_game(seed, **options)[0] for seed in range(8)]
-    assert len({tuple(replies) for replies in replies_by_seed}) > 1
+    episode = play_randomly(3, **options)
+    assert play_randomly(3, **options) == episode
+    moves_by_seed = [play_randomly(seed, **options)[0] for seed in range(8)]
+    assert len({tuple(moves) for moves in moves_by_seed}) > 1
 
 
 def test_search_runs_off_the_event_loop() -> None:

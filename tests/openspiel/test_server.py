@@ -32,12 +32,12 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class RunningServer:
-    http: str
-    grpc: str
+    http_address: str
+    grpc_address: str
 
 
 @contextmanager
-def serving(
+def run_server_program(
     folder: Path,
     *arguments: str,
     module: str = "envs.openspiel_env.server.app",
@@ -57,7 +57,7 @@ def serving(
         deadline_s = time.monotonic() + 120.0
         while not ready_file.exists():
             assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline_s, "the server did not start"
+            assert time.monotonic() < deadline_s, "the server did not start within 120 s"
             time.sleep(0.02)
         addresses = json.loads(ready_file.read_text())
         yield RunningServer(addresses["http"], addresses["grpc"])
@@ -68,7 +68,9 @@ def serving(
 
 @pytest.fixture(scope="module")
 def blackjack_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack") as server:
+    with run_server_program(
+        tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack"
+    ) as server:
         yield server
 
 
@@ -110,7 +112,9 @@ env.close()
 
 
 def test_tutorial_runs_from_the_repository_root(blackjack_server: RunningServer) -> None:
-    output = run_script(TUTORIAL_PROGRAM.replace("http://localhost:8004", blackjack_server.http))
+    output = run_script(
+        TUTORIAL_PROGRAM.replace("http://localhost:8004", blackjack_server.http_address)
+    )
     assert output.splitlines() == [
         "[0, 1] initial",
         "189 None False",
@@ -132,28 +136,32 @@ def test_remote_episode_equals_the_local_episode(
     protocol: str, blackjack_server: RunningServer
 ) -> None:
     for seed in range(3):
-        steps = play_episode({"game": "blackjack"}, seed)
+        transitions = play_episode({"game": "blackjack"}, seed)
         rng = random.Random(f"test {seed}")
-        with OpenSpielEnv(base_url=getattr(blackjack_server, protocol)) as env:
+        with OpenSpielEnv(base_url=getattr(blackjack_server, f"{protocol}_address")) as env:
             results = [env.reset(seed=seed)]
             while not results[-1].done:
                 action_id = rng.choice(results[-1].observation.legal_actions)
                 results.append(env.step(OpenSpielAction(action_id=action_id)))
-        assert [result.observation for result in results] == [step.observation for step in steps]
-        assert [result.reward for result in results] == [step.reward for step in steps]
+        assert [result.observation for result in results] == [
+            transition.observation for transition in transitions
+        ]
+        assert [result.reward for result in results] == [
+            transition.reward for transition in transitions
+        ]
         assert results[-1].terminated
         assert not results[-1].truncated
 
 
 def test_result_contains_messages_and_legal_responses(blackjack_server: RunningServer) -> None:
-    with OpenSpielEnv(base_url=blackjack_server.http) as env:
+    with OpenSpielEnv(base_url=blackjack_server.http_address) as env:
         result = env.reset(seed=1)
     assert result.text.legal_answers == ["HIT", "STAND"]
     assert " vs " in result.text.messages[0]["content"]
 
 
 def test_client_raises_the_original_error_types(blackjack_server: RunningServer) -> None:
-    with OpenSpielEnv(base_url=blackjack_server.http) as env:
+    with OpenSpielEnv(base_url=blackjack_server.http_address) as env:
         with pytest.raises(EpisodeStateError):
             env.step(OpenSpielAction(action_id=STAND))
         result = env.reset(seed=5)
@@ -169,14 +177,14 @@ def test_client_raises_the_original_error_types(blackjack_server: RunningServer)
 
 async def test_remote_baseline_returns_equal_local_returns(blackjack_server: RunningServer) -> None:
     policy = fixed_policies("blackjack")["basic_strategy"]
-    async with await AsyncEnvClient.connect(blackjack_server.grpc) as client:
+    async with await AsyncEnvClient.connect(blackjack_server.grpc_address) as client:
         outcomes = await play_policy(client, policy, range(50))
-    steps = make_environment(game="blackjack")
+    environment = make_environment(game="blackjack")
     for outcome in outcomes:
-        transition, episode_return = steps.reset(seed=outcome.seed), 0.0
+        transition, episode_return = environment.reset(seed=outcome.seed), 0.0
         while not transition.terminated:
             action = policy(transition.observation.model_dump(), random.Random(0))
-            transition = steps.step(OpenSpielAction(**action))
+            transition = environment.step(OpenSpielAction(**action))
             episode_return += transition.reward
         assert outcome.episode_return == episode_return
 
@@ -193,8 +201,10 @@ def test_options_override_environment_variables(tmp_path: Path) -> None:
         "MAX_CONCURRENT_ENVS": "3",
     }
     arguments = ("--game", "kuhn_poker", "--game-params", '{"players": 3}')
-    with serving(tmp_path, *arguments, module="openspiel_env.server.app", **variables) as server:
-        with OpenSpielEnv(base_url=server.http) as env:
+    with run_server_program(
+        tmp_path, *arguments, module="openspiel_env.server.app", **variables
+    ) as server:
+        with OpenSpielEnv(base_url=server.http_address) as env:
             assert "Kuhn poker with 3 players" in env.reset().text.messages[0]["content"]
             state = env.state()
         metadata = read_metadata(server)
@@ -206,7 +216,7 @@ def test_options_override_environment_variables(tmp_path: Path) -> None:
 
 def read_metadata(server: RunningServer) -> dict:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"{server.http}/metadata", timeout=60) as response:
+    with opener.open(f"{server.http_address}/metadata", timeout=60) as response:
         return json.load(response)
 
 

@@ -1,4 +1,4 @@
-"""Tests that optimized code gives the same results as the plain code."""
+"""Tests that optimized code gives the same results as straightforward code."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_seed_determines_the_chance_stream() -> None:
 def test_consecutive_seeds_pick_events_equally_often() -> None:
     events = list(range(13))
     num_draws = 13_000
-    for num_skipped in (0, 9):  # the first and the second block of numbers
+    for num_skipped in (0, 9):  # draws from the first and the second block of numbers
         counts: Counter[int] = Counter()
         for seed in range(num_draws):
             stream = ChanceStream(seed)
@@ -126,13 +126,13 @@ def test_consecutive_seeds_pick_events_equally_often() -> None:
                 stream.random()
             counts[stream.pick_event(events)] += 1
         chi_square = sum((counts[event] - 1000) ** 2 / 1000 for event in events)
-        assert chi_square < 32.9  # the 99.9 % quantile with 12 degrees of freedom
+        assert chi_square < 32.9  # 99.9th percentile with 12 degrees of freedom
 
 
 def test_pick_event_consumes_one_random_number() -> None:
-    event_stream, numbers = ChanceStream(5), ChanceStream(5)
+    event_stream, number_stream = ChanceStream(5), ChanceStream(5)
     for _ in range(20):
-        assert event_stream.pick_event(list(range(52))) == int(numbers.random() * 52)
+        assert event_stream.pick_event(list(range(52))) == int(number_stream.random() * 52)
 
 
 def test_dealt_cards_are_distinct() -> None:

@@ -1,4 +1,4 @@
-"""Tests of the text of OpenSpiel games."""
+"""Tests of the text renderers of OpenSpiel games: prompts and parsing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.openspiel.seats import (
     render_state,
 )
 
-# A card is suit * 13 + rank; suits are clubs, diamonds, hearts, spades; ranks start with the ace.
+# A card id is the sum of a suit offset and a rank.
 CLUBS, DIAMONDS, HEARTS, SPADES = 0, 13, 26, 39
 ACE, TWO, FIVE, SIX, SEVEN, NINE, TEN, KING = 0, 1, 4, 5, 6, 8, 9, 12
-FREE_ROW = ". . . . . . .\n"
+EMPTY_ROW = ". . . . . . .\n"
 
 
 def start_game(game: str, style: str, seed: int = 0) -> tuple[TextRenderer, OpenSpielObservation]:
@@ -74,8 +74,8 @@ def test_only_the_first_prompt_contains_the_rules(game: str) -> None:
 @pytest.mark.parametrize("game", [*RENDERED_GAMES, *GENERIC_GAMES])
 def test_compact_prompt_is_one_message(game: str) -> None:
     renderer, observation = start_game(game, "compact")
-    for first in (True, False):
-        assert [message["role"] for message in renderer.render(observation, first=first)] == [
+    for is_first in (True, False):
+        assert [message["role"] for message in renderer.render(observation, first=is_first)] == [
             "user"
         ]
 
@@ -94,11 +94,11 @@ def test_compact_prompt_is_one_message(game: str) -> None:
             [TWO, DIAMONDS + SIX, SPADES + TWO, HEARTS + KING, HIT, FIVE],
             {2: SPADES + ACE},
         ),
-        # the other player's card, before and after moves
+        # the opponent's card, before and after moves
         ("kuhn_poker", [1, 0], {1: 2}),
         ("kuhn_poker", [1, 0, 0, 1], {1: 2}),
         ("leduc_poker", [0, 1, 1], {1: 4}),
-        # the cell that the other player marked
+        # the cell that the opponent marked
         ("phantom_ttt", [4, 0], {1: 8}),
     ],
 )
@@ -171,7 +171,7 @@ def test_blackjack_total_matches_the_cards() -> None:
             if transition.terminated:
                 continue
             (message,) = environment.text_renderer.render(transition.observation, first=False)
-            hand, total, up_card = parse_situation(message["content"])
+            hand, total, up_card = parse_blackjack_prompt(message["content"])
             values = [{"A": 1, "J": 10, "Q": 10, "K": 10}.get(card) or int(card) for card in hand]
             is_soft = "A" in hand and sum(values) <= 11
             assert total == f"{'soft' if is_soft else 'hard'} {sum(values) + 10 * is_soft}"
@@ -180,8 +180,8 @@ def test_blackjack_total_matches_the_cards() -> None:
     assert num_soft > 10
 
 
-def parse_situation(text: str) -> tuple[list[str], str, str]:
-    """Return the hand, the total and the dealer's open card."""
+def parse_blackjack_prompt(text: str) -> tuple[list[str], str, str]:
+    """Return the hand, the total and the dealer's up card."""
     hand, description = text.removeprefix("Your hand: ").split(" (", 1)
     total, dealer = description.split("). The dealer shows: ", 1)
     return hand.split(", "), total, dealer.split(".")[0]
@@ -197,8 +197,8 @@ def test_prompt_after_a_hit_shows_the_complete_hand() -> None:
         if hit_observation.game_phase == "terminal":
             continue
         [message] = renderer.render(hit_observation, first=False)
-        first_hand = parse_situation(renderer.render(deal, first=False)[0]["content"])[0]
-        second_hand = parse_situation(message["content"])[0]
+        first_hand = parse_blackjack_prompt(renderer.render(deal, first=False)[0]["content"])[0]
+        second_hand = parse_blackjack_prompt(message["content"])[0]
         assert message["role"] == "user"
         assert len(second_hand) == 3
         assert set(first_hand) <= set(second_hand)
@@ -209,12 +209,13 @@ def test_prompt_after_a_hit_shows_the_complete_hand() -> None:
 def test_final_blackjack_text_shows_both_totals() -> None:
     environment = make_environment(game="blackjack")
     for seed in range(60):
-        *_, end = play(environment, seed)
-        text = environment.text_renderer.render(end.observation, first=False)[0]["content"]
-        player, dealer = (int(total) for total in text.removeprefix("over ").split(" vs "))
+        *_, last_transition = play(environment, seed)
+        [message] = environment.text_renderer.render(last_transition.observation, first=False)
+        totals = message["content"].removeprefix("over ").split(" vs ")
+        player, dealer = (int(total) for total in totals)
         is_win = player <= 21 and (dealer > 21 or player > dealer)
         is_draw = player == dealer and player <= 21
-        assert end.reward == (1.0 if is_win else 0.0 if is_draw else -1.0)
+        assert last_transition.reward == (1.0 if is_win else 0.0 if is_draw else -1.0)
 
 
 # -- other games -------------------------------------------------------------------
@@ -227,8 +228,8 @@ def test_final_blackjack_text_shows_both_totals() -> None:
         ("catch", [4, 0, 0], 0, "ball 5 up 7 paddle 1"),
         ("tic_tac_toe", [2, 3], 0, ". . x\no . .\n. . .\nyou x"),
         ("tic_tac_toe", [8], 1, ". . .\n. . .\n. . x\nyou o"),
-        ("connect_four", [0, 0], 0, FREE_ROW * 4 + "o . . . . . .\nx . . . . . .\nyou x"),
-        ("connect_four", [6], 1, FREE_ROW * 5 + ". . . . . . x\nyou o"),
+        ("connect_four", [0, 0], 0, EMPTY_ROW * 4 + "o . . . . . .\nx . . . . . .\nyou x"),
+        ("connect_four", [6], 1, EMPTY_ROW * 5 + ". . . . . . x\nyou o"),
         ("kuhn_poker", [2, 0], 0, "card K"),
         ("kuhn_poker", [2, 1, 1], 1, "card Q moves BET"),
         ("kuhn_poker(players=3)", [3, 0, 1, 0, 1], 2, "card 2 moves PASS BET"),
@@ -258,8 +259,8 @@ def test_rules_style_renders_the_expected_text(
 
 
 def test_prompt_includes_earlier_moves_and_public_cards() -> None:
-    calls_then_public_card = [0, 4, 1, 1, 2]
-    [text] = render_state("leduc_poker", calls_then_public_card)
+    moves_with_public_card = [0, 4, 1, 1, 2]
+    [text] = render_state("leduc_poker", moves_with_public_card)
     assert "[Public: 2][Round1: 1 1]" in text
     assert text.endswith("moves: Call | Raise")
 
