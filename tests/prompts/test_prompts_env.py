@@ -1,4 +1,4 @@
-"""Tests of data sets as environments: seeds and rows, episodes, and invalid options."""
+"""Tests of the environment for data sets: rows by seed, episodes and invalid options."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def path(tmp_path: Path) -> str:
     return str(write_rows(columns, tmp_path / "questions.jsonl"))
 
 
-def show_rows(environment: Any, seeds: range) -> list[int]:
-    """Return the row of each seed."""
+def list_rows(environment: Any, seeds: range) -> list[int]:
+    """Reset the environment with each seed; return the row numbers."""
     rows = []
     for seed in seeds:
         environment.reset(seed=seed)
@@ -52,7 +52,7 @@ def show_rows(environment: Any, seeds: range) -> list[int]:
     [{}, {"answer": "solution", "max_turns": 3}, {"test_size": 0.25, "template": "{prompt}!"}],
     ids=["plain", "with answers", "with a test split"],
 )
-def test_environment_contract(path: str, options: dict[str, Any]) -> None:
+def test_environment_satisfies_the_contract(path: str, options: dict[str, Any]) -> None:
     factory = functools.partial(make_environment, path=path, **options)
     check_environment(factory, seeds=range(4)).raise_if_failed()
 
@@ -64,12 +64,12 @@ def test_every_epoch_shows_every_row_once_in_a_different_order(
     path: str,
 ) -> None:
     environment = make_environment(path=path)
-    first_epoch = show_rows(environment, range(NUM_ROWS))
-    second_epoch = show_rows(environment, range(NUM_ROWS, 2 * NUM_ROWS))
+    first_epoch = list_rows(environment, range(NUM_ROWS))
+    second_epoch = list_rows(environment, range(NUM_ROWS, 2 * NUM_ROWS))
     assert sorted(first_epoch) == sorted(second_epoch) == list(range(NUM_ROWS))
     assert first_epoch != second_epoch and first_epoch != sorted(first_epoch)
-    assert show_rows(make_environment(path=path), range(NUM_ROWS)) == first_epoch
-    assert show_rows(make_environment(path=path, seed=1), range(NUM_ROWS)) != first_epoch
+    assert list_rows(make_environment(path=path), range(NUM_ROWS)) == first_epoch
+    assert list_rows(make_environment(path=path, seed=1), range(NUM_ROWS)) != first_epoch
 
 
 @pytest.mark.parametrize(("test_size", "num_test"), [(0.25, 16), (10, 10), (0.001, 1)])
@@ -77,26 +77,26 @@ def test_splits_partition_the_rows(path: str, test_size: float, num_test: int) -
     environment = make_environment(path=path, test_size=test_size)
     num_train = NUM_ROWS - num_test
     assert environment.tasks == TaskSet(num_train, num_test, ("prompt", "solution"))
-    train_rows = set(show_rows(environment, range(5 * num_train)))
+    train_rows = set(list_rows(environment, range(5 * num_train)))
     assert environment.state.split == "train"
-    test_rows = set(show_rows(environment, range(FIRST_EVAL_SEED, FIRST_EVAL_SEED + 5 * num_test)))
+    test_rows = set(list_rows(environment, range(FIRST_EVAL_SEED, FIRST_EVAL_SEED + 5 * num_test)))
     assert environment.state.split == "test"
     assert (len(train_rows), len(test_rows)) == (num_train, num_test)
     assert train_rows.isdisjoint(test_rows)
 
 
 def test_larger_test_split_contains_the_rows_of_a_smaller_split(path: str) -> None:
-    def show_test_rows(num_rows: int) -> set[int]:
+    def list_test_rows(num_rows: int) -> set[int]:
         environment = make_environment(path=path, test_size=num_rows)
-        return set(show_rows(environment, range(FIRST_EVAL_SEED, FIRST_EVAL_SEED + num_rows)))
+        return set(list_rows(environment, range(FIRST_EVAL_SEED, FIRST_EVAL_SEED + num_rows)))
 
-    assert show_test_rows(8) < show_test_rows(20)
+    assert list_test_rows(8) < list_test_rows(20)
 
 
 def test_evaluation_without_test_rows_uses_training_rows(path: str) -> None:
     environment = make_environment(path=path)
     seeds = range(FIRST_EVAL_SEED, FIRST_EVAL_SEED + NUM_ROWS)
-    assert sorted(show_rows(environment, seeds)) == list(range(NUM_ROWS))
+    assert sorted(list_rows(environment, seeds)) == list(range(NUM_ROWS))
 
 
 def test_separate_test_file_keeps_all_rows_for_training(path: str, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_permutation_contains_each_number_once(size: int) -> None:
 
 def test_elements_of_permutations_are_equally_likely() -> None:
     counts = Counter(Permutation(5, f"key {index}")[2] for index in range(2000))
-    assert all(330 < counts[value] < 470 for value in range(5)), "about 400 each"
+    assert all(330 < counts[value] < 470 for value in range(5)), f"frequencies are uneven: {counts}"
 
 
 # -- an episode ------------------------------------------------------------------------
@@ -253,7 +253,7 @@ async def test_every_protocol_provides_the_tasks_and_the_row(path: str) -> None:
 
 
 def read_prompt(address: str) -> str:
-    """Return the prompt of seed 5 over HTTP."""
+    """Play seed 5 over HTTP; return its prompt."""
     with PromptsEnv(base_url=address) as client:
         messages = client.reset(seed=5).observation.messages
         assert client.step(PromptsAction(text="x")).done
@@ -307,4 +307,4 @@ async def test_workers_show_the_same_rows(path: str) -> None:
             rows.append((await session.state())["row"])
             await session.close()
     assert description.tasks == TaskSet(NUM_ROWS, 0, ("prompt", "solution"))
-    assert rows == show_rows(make_environment(path=path), seeds)
+    assert rows == list_rows(make_environment(path=path), seeds)

@@ -1,4 +1,4 @@
-"""Tests of data set files: formats, invalid rows and memory."""
+"""Tests of data set files: formats, invalid rows and memory use."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def write_parquet(folder: Path) -> Path:
 
 
 def write_data_set(folder: Path) -> Path:
-    """Write a data set as `Dataset.save_to_disk` does, in two files."""
+    """Write the rows in the format of `Dataset.save_to_disk`, split over two files."""
     path = folder / "saved"
     path.mkdir()
     table = pyarrow.Table.from_pylist(ROWS)
@@ -78,7 +78,7 @@ def write_data_set(folder: Path) -> Path:
 
 
 def write_data_set_with_splits(folder: Path) -> Path:
-    path = folder / "both"
+    path = folder / "with_splits"
     path.mkdir()
     write_data_set(path).rename(path / "train")
     (path / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
@@ -166,7 +166,7 @@ ROWS_WITH_NAN = [
 ]
 
 
-def test_nan_is_a_missing_value(tmp_path: Path) -> None:
+def test_nan_is_read_as_a_missing_value(tmp_path: Path) -> None:
     import pyarrow.parquet
 
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS_WITH_NAN), tmp_path / "a.parquet")
@@ -215,10 +215,10 @@ def test_long_rows_stay_on_disk(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert len(data_set) == 500 and data_set[499] == rows[499]
-    assert num_bytes < 1_000_000, "the file has 10 MB"
+    assert num_bytes < 1_000_000, f"a file of 10 MB takes {num_bytes} bytes of memory"
 
 
-def test_modified_file_is_detected_and_replaced_file_has_no_effect(
+def test_open_rows_ignore_a_replaced_file_and_detect_a_modified_file(
     tmp_path: Path,
 ) -> None:
     path = write_json_lines(tmp_path)

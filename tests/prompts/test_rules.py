@@ -1,4 +1,4 @@
-"""Tests of the verifiable rewards, criterion by criterion."""
+"""Tests of the rule-based rewards for math problems and emails."""
 
 from __future__ import annotations
 
@@ -48,7 +48,12 @@ your invoice is attached.
 
 Best regards,
 Sam Lee"""
-ROW = {"keyword": ["invoice"], "ideal": [LETTER], "recipient": ["Rivera"], "max_words": [20]}
+LETTER_COLUMNS = {
+    "keyword": ["invoice"],
+    "ideal": [LETTER],
+    "recipient": ["Rivera"],
+    "max_words": [20],
+}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +70,7 @@ ROW = {"keyword": ["invoice"], "ideal": [LETTER], "recipient": ["Rivera"], "max_
     ],
 )
 def test_email_rule_returns_the_expected_reward(text: str, reward: float) -> None:
-    assert rules.email_rule([text], **ROW) == [reward]
+    assert rules.email_rule([text], **LETTER_COLUMNS) == [reward]
 
 
 @pytest.mark.parametrize(
@@ -85,8 +90,8 @@ def test_signature_requires_a_closing_and_a_name(closing: str, is_signed: bool) 
 
 
 def test_missing_values_add_zero_reward() -> None:
-    empty_row = {"keyword": [None], "ideal": [None], "recipient": [None]}
-    assert rules.email_rule(["word"], **empty_row) == [0.0]
+    empty_columns = {"keyword": [None], "ideal": [None], "recipient": [None]}
+    assert rules.email_rule(["word"], **empty_columns) == [0.0]
     assert rules.is_too_long(["word " * 150, "word " * 151]) == [0.0, -1.0]
     assert rules.is_too_long(["word " * 151], [None]) == [-1.0]
     assert rules.has_keyword(["a and b", "a"], [["a", "b"], ["a", "b"]]) == [1.0, 0.0]

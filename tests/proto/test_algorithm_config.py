@@ -1,4 +1,4 @@
-"""Messages about impossible combinations of algorithm settings."""
+"""Tests of algorithm settings: error messages, valid combinations and defaults."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ NO_CORRECTION = "algorithm.correction.kind=off"
 ROLLOUT_LOGPROBS = "algorithm.old_logprobs=rollout"
 
 
-def load(*overrides: str) -> LanguageModelRun:
+def load_algorithm(*overrides: str) -> LanguageModelRun:
     return load_run_config(None, [f"algorithm.{text}" for text in overrides])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "parts"),
+    ("overrides", "message_parts"),
     [
         (
             ["loss.kind=cispo", "old_logprobs=rollout"],
@@ -75,16 +75,16 @@ def load(*overrides: str) -> LanguageModelRun:
     ],
 )
 def test_invalid_algorithm_error_contains_field_value_and_remedy(
-    overrides: list[str], parts: list[str]
+    overrides: list[str], message_parts: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as exc_info:
-        load(*overrides)
-    for part in parts:
-        assert part in str(exc_info.value)
+        load_algorithm(*overrides)
+    for message_part in message_parts:
+        assert message_part in str(exc_info.value)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "comparison"),
+    ("overrides", "compared_setting"),
     [
         ([], "correction.kind = 'token_tis'"),
         ([NO_CORRECTION], "geometric_mask = [0.5, 2.0]"),
@@ -92,12 +92,12 @@ def test_invalid_algorithm_error_contains_field_value_and_remedy(
     ],
 )
 def test_cut_off_distribution_is_not_compared_with_the_learner(
-    overrides: list[str], comparison: str
+    overrides: list[str], compared_setting: str
 ) -> None:
     with pytest.raises(ConfigError) as exc_info:
         load_run_config(None, ["rollout.top_p=0.9", *overrides])
     assert "rollout.top_p = 0.9 samples from a cut-off distribution" in str(exc_info.value)
-    assert f"algorithm.{comparison}" in str(exc_info.value)
+    assert f"algorithm.{compared_setting}" in str(exc_info.value)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,13 @@ def test_only_ppo_has_a_critic() -> None:
     ],
 )
 def test_common_algorithms_are_accepted(overrides: list[str]) -> None:
-    load(*overrides)
+    load_algorithm(*overrides)
 
 
 def test_only_group_baselines_replace_zero_variance_groups_by_default() -> None:
     treatments = {
-        kind: load(f"kind={kind}").algorithm.zero_variance_groups for kind in ("reinforce", "ppo")
+        kind: load_algorithm(f"kind={kind}").algorithm.zero_variance_groups
+        for kind in ("reinforce", "ppo")
     }
     assert treatments == {"reinforce": "keep", "ppo": "keep"}
-    assert load().algorithm.zero_variance_groups == "replace"
+    assert load_algorithm().algorithm.zero_variance_groups == "replace"

@@ -1,4 +1,4 @@
-"""Errors keep their codes across wires and processes."""
+"""Tests that errors keep their codes when they are sent or pickled."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ludus.proto.errors import ErrorCode, ExecutionError, SessionLostError, make
 
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_code_and_message_are_preserved_over_the_wire(code: ErrorCode) -> None:
-    error = make_wire_error(code.value, "why")
-    assert (error.code, error.message) == (code, "why")
+    error = make_wire_error(code.value, "a reason")
+    assert (error.code, error.message) == (code, "a reason")
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_error_survives_pickling(code: ErrorCode) -> None:
-    error = make_wire_error(code.value, "why")
+    error = make_wire_error(code.value, "a reason")
     error_copy = pickle.loads(pickle.dumps(error))
-    assert (type(error_copy), error_copy.code, str(error_copy)) == (type(error), code, "why")
+    assert (type(error_copy), error_copy.code, str(error_copy)) == (type(error), code, "a reason")
 
 
 def test_unknown_code_becomes_an_execution_error() -> None:

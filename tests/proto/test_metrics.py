@@ -1,4 +1,4 @@
-"""Combination and names of metrics."""
+"""Tests of metrics: combination and Prometheus names."""
 
 from __future__ import annotations
 
@@ -86,14 +86,17 @@ def test_evaluation_means_are_weighted_by_num_games() -> None:
 
 
 @pytest.mark.parametrize("metric", ALL_METRICS, ids=str)
-def test_every_metric_has_help_text_and_a_sum_as_weight(metric: TrainMetric | EvalMetric) -> None:
+def test_every_metric_has_help_text_and_is_weighted_by_a_sum(
+    metric: TrainMetric | EvalMetric,
+) -> None:
     spec, metric_type = metric.spec, type(metric)
     assert spec.help.endswith(".")
     assert (spec.center is not None) == (spec.reduction is Reduction.DEVIATION)
-    for source in (spec.weight, spec.center):
-        if source is not None:
-            # A metric per environment needs a weight per environment.
-            assert metric_type(source).spec.is_per_environment or not spec.is_per_environment  # type: ignore[call-arg]
+    for related_metric in (spec.weight, spec.center):
+        if related_metric is not None:
+            # A per-environment metric needs a per-environment weight.
+            related_spec = metric_type(related_metric).spec  # type: ignore[call-arg]
+            assert related_spec.is_per_environment or not spec.is_per_environment
     if spec.weight is not None:
         assert metric_type(spec.weight).spec.reduction is Reduction.SUM  # type: ignore[call-arg]
 

@@ -1,4 +1,4 @@
-"""Presets set the fields that the run does not set, and no others."""
+"""Tests of presets: default values, and run settings that override them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ludus.proto.config.presets import PRESETS
 from ludus.proto.errors import ConfigError
 
 
-def load(preset: str, *overrides: str) -> LanguageModelRun:
+def load_preset(preset: str, *overrides: str) -> LanguageModelRun:
     return load_run_config(None, [f"preset={preset}", *overrides])
 
 
-def test_torchforge_preset() -> None:
-    run = load("torchforge")
+def test_torchforge_preset_has_the_settings_of_torchforge() -> None:
+    run = load_preset("torchforge")
     assert run.algorithm == GrpoConfig(
         baseline="mean",
         scale="group",
@@ -47,8 +47,8 @@ def test_torchforge_preset() -> None:
     assert training.checkpoint_every_steps == 500
 
 
-def test_trl_preset() -> None:
-    run = load("trl")
+def test_trl_preset_has_the_settings_of_trl() -> None:
+    run = load_preset("trl")
     assert run.algorithm == GrpoConfig(
         scale="group",
         zero_variance_groups="keep",
@@ -65,8 +65,8 @@ def test_trl_preset() -> None:
     assert (run.training.groups_per_step, run.training.max_staleness) == (1, 0)
 
 
-def test_dapo_preset() -> None:
-    run = load("dapo")
+def test_dapo_preset_has_the_settings_of_dapo() -> None:
+    run = load_preset("dapo")
     assert run.algorithm == GrpoConfig(
         scale="group",
         zero_variance_groups="replace",
@@ -101,7 +101,7 @@ def test_run_fields_override_the_preset(tmp_path: Path, preset: str) -> None:
         """
     )
     run = load_run_config(path, ["training.max_staleness=3"])
-    preset_run = load(preset)
+    preset_run = load_preset(preset)
     assert (run.rollout.group_size, run.training.max_staleness) == (6, 3)
     assert (run.learner.learning_rate, run.algorithm.kl_coef) == (3e-4, 0.03)
     assert run.algorithm.loss == ClipLoss(clip_low=0.2, clip_high=0.5, dual_clip=None)
@@ -110,19 +110,19 @@ def test_run_fields_override_the_preset(tmp_path: Path, preset: str) -> None:
 
 
 def test_section_of_another_kind_replaces_the_preset_section() -> None:
-    run = load("trl", "algorithm.correction.kind=token_tis")
+    run = load_preset("trl", "algorithm.correction.kind=token_tis")
     assert run.algorithm.correction.model_dump() == {"kind": "token_tis", "cap": 2.0}
     assert run.algorithm.aggregation == "token_mean"
-    assert load("torchforge", "algorithm.kind=ppo").algorithm == PpoConfig()
-    cap = load("trl", "algorithm.correction.cap=5")
-    assert cap.algorithm.correction == SequenceMask(cap=5.0), "the preset's kind is used"
+    assert load_preset("torchforge", "algorithm.kind=ppo").algorithm == PpoConfig()
+    run = load_preset("trl", "algorithm.correction.cap=5")
+    assert run.algorithm.correction == SequenceMask(cap=5.0), "the kind of the preset was lost"
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_resolved_configuration_can_be_read_again(tmp_path: Path, preset: str) -> None:
     changes = ["algorithm.loss.kind=cispo", "learner.warmup_steps=7", "algorithm.kl_coef=0"]
     for overrides in ([], changes):
-        run = load(preset, *overrides)
+        run = load_preset(preset, *overrides)
         path = tmp_path / "config.json"
         path.write_text(run.model_dump_json())
         assert load_run_config(path) == run
@@ -131,17 +131,17 @@ def test_resolved_configuration_can_be_read_again(tmp_path: Path, preset: str) -
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_every_field_of_a_preset_is_in_the_run(preset: str) -> None:
-    run_tree = json.loads(load(preset).model_dump_json())
+    run_tree = json.loads(load_preset(preset).model_dump_json())
     for section, fields in PRESETS[preset].items():
         assert run_tree[section] == {**run_tree[section], **fields}
 
 
 def test_unknown_preset_error_lists_the_known_presets() -> None:
     with pytest.raises(ConfigError, match=r"preset: .*'torchforge', 'trl' or 'dapo'.*'verl'"):
-        load("verl")
+        load_preset("verl")
 
 
 def test_reading_does_not_change_the_preset() -> None:
     presets_json = json.dumps({name: dict(tree) for name, tree in PRESETS.items()})
-    load("dapo", "algorithm.loss.clip_high=0.9", "rollout.group_size=2")
+    load_preset("dapo", "algorithm.loss.clip_high=0.9", "rollout.group_size=2")
     assert json.dumps({name: dict(tree) for name, tree in PRESETS.items()}) == presets_json

@@ -1,4 +1,4 @@
-"""Reading of configurations, and the messages about mistakes in them."""
+"""Tests of run configurations: parsing, defaults and error messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_reward_model_example_is_valid() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "parts"),
+    ("overrides", "message_parts"),
     [
         (["training.num_stesp=5"], ["training.num_stesp", "unknown key", "'num_steps'"]),
         (["model.widht=64"], ["model.widht", "did you mean 'width'"]),
@@ -92,16 +92,16 @@ def test_the_reward_model_example_is_valid() -> None:
     ],
 )
 def test_invalid_setting_error_contains_field_value_and_remedy(
-    overrides: list[str], parts: list[str]
+    overrides: list[str], message_parts: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as exc_info:
         load_run_config(None, overrides)
-    for part in parts:
-        assert part in str(exc_info.value)
+    for message_part in message_parts:
+        assert message_part in str(exc_info.value)
 
 
 @pytest.mark.parametrize(
-    ("field", "accepted", "refused"),
+    ("field", "valid_values", "invalid_values"),
     [
         ("ppo.clip", (1e-6, 0.2, 1), (0, -0.2, 1.01, "nan")),
         ("ppo.learning_rate", (1e-9, 1), (0, -1, 1.5, "inf")),
@@ -113,7 +113,7 @@ def test_invalid_setting_error_contains_field_value_and_remedy(
     ],
 )
 def test_lower_and_upper_bounds_are_checked(
-    field: str, accepted: tuple[object, ...], refused: tuple[object, ...]
+    field: str, valid_values: tuple[object, ...], invalid_values: tuple[object, ...]
 ) -> None:
     section, name = field.split(".")
 
@@ -123,9 +123,9 @@ def test_lower_and_upper_bounds_are_checked(
         network_overrides = ["kind=network", "environment.package=gymnasium:CartPole-v1"]
         return load_run_config(None, [*network_overrides, f"{field}={value}"])
 
-    for value in accepted:
+    for value in valid_values:
         assert load(value)
-    for value in refused:
+    for value in invalid_values:
         with pytest.raises(ConfigError, match=rf"{name}: .*got '?{value}'?$"):
             load(value)
 
@@ -161,10 +161,11 @@ def test_reward_model_error_suggests_the_train_reward_command() -> None:
 
 def test_section_is_cleared_only_if_the_kind_changes() -> None:
     path = EXAMPLES[-1].with_name("tiny.toml")
-    other_run = load_run_config(path, ["model.kind=pretrained", "model.path=x"])
-    assert (other_run.model.kind, other_run.environment.policies is None) == ("pretrained", False)
-    same_run = load_run_config(path, ["model.kind=tiny", "environment.kind=local"])
-    assert same_run == load_run_config(path)
+    changed_run = load_run_config(path, ["model.kind=pretrained", "model.path=x"])
+    assert changed_run.model.kind == "pretrained"
+    assert changed_run.environment.policies is not None
+    unchanged_run = load_run_config(path, ["model.kind=tiny", "environment.kind=local"])
+    assert unchanged_run == load_run_config(path)
 
 
 def test_section_without_kind_is_the_default_variant() -> None:
@@ -173,9 +174,13 @@ def test_section_without_kind_is_the_default_variant() -> None:
 
 
 def test_engine_that_fits_the_rollout_settings_is_accepted() -> None:
-    overrides = ["generator.max_model_tokens=512", "generator.tensor_parallel_size=2"]
-    gpus = "rollout.num_gpus_per_worker=2"
-    assert load_run_config(None, ["generator.kind=vllm", *overrides, gpus]).generator.kind == "vllm"
+    overrides = [
+        "generator.max_model_tokens=512",
+        "generator.tensor_parallel_size=2",
+        "rollout.num_gpus_per_worker=2",
+    ]
+    run = load_run_config(None, ["generator.kind=vllm", *overrides])
+    assert run.generator.kind == "vllm"
 
 
 @pytest.mark.parametrize(
@@ -198,8 +203,9 @@ def test_single_environment_name_comes_from_game_package_or_address(
     run = LanguageModelRun.model_validate({"environment": {**environment, "kind": kind}})
     assert list(run.environments) == [name]
     assert run.environment_section(name) == "environment"
-    pair = {name: run.environment, "other": run.environment}
-    assert LanguageModelRun(environments=pair).environment_section(name) == f"environments.{name}"
+    environments = {name: run.environment, "other": run.environment}
+    mixed_run = LanguageModelRun(environments=environments)
+    assert mixed_run.environment_section(name) == f"environments.{name}"
 
 
 def test_configuration_round_trips_through_json() -> None:
@@ -228,7 +234,7 @@ def test_override_without_a_value_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "rate"),
+    ("overrides", "learning_rate"),
     [
         ([], 2e-3),
         (["learner.num_minibatches=2"], 2e-3),
@@ -236,12 +242,12 @@ def test_override_without_a_value_fails() -> None:
         (['model={"kind": "pretrained", "path": "Qwen/Qwen3-1.7B"}'], 1e-5),
         (["preset=trl"], 1e-6),
     ],
-    ids=["default", "other field", "set", "pretrained", "preset"],
+    ids=["default", "unrelated override", "explicit rate", "pretrained", "preset"],
 )
 def test_default_learning_rate_depends_on_the_kind_of_model(
-    overrides: list[str], rate: float
+    overrides: list[str], learning_rate: float
 ) -> None:
-    assert load_run_config(None, overrides).learning_rate == rate
+    assert load_run_config(None, overrides).learning_rate == learning_rate
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The lock of a run folder: exclusive, and released when its process dies."""
+"""Tests of the lock of a run folder: exclusive use, and release when the owner exits."""
 
 from __future__ import annotations
 
