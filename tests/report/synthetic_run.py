@@ -1,4 +1,4 @@
-"""A run folder with values from formulas, in the form that a trainer writes."""
+"""Synthetic run folders with the files that a trainer writes."""
 
 from __future__ import annotations
 
@@ -30,29 +30,32 @@ from ludus.proto.runs import (
 )
 
 NUM_STEPS = 120
-GAMES_PER_STEP = 512
+EPISODES_PER_STEP = 512
 BASELINES = {
     "random": (0.2814, 0.0396, -0.3976),
     "always_stand": (0.3849, 0.0491, -0.1811),
     "dealer_rule": (0.4087, 0.1012, -0.0814),
     "basic_strategy": (0.4331, 0.0927, -0.0411),
 }
+"""Win rate, draw rate and expected return of each baseline."""
 
 
 def build_run(
     run_dir: Path,
     *,
     name: str = "demo",
-    finished: bool = True,
+    is_finished: bool = True,
     environments: Sequence[str] = ("blackjack",),
 ) -> Path:
     """Write the folder of a finished run, or of a run that stopped at step 47 without a summary."""
     run_dir.mkdir(parents=True)
-    num_steps = NUM_STEPS if finished else 47
+    num_steps = NUM_STEPS if is_finished else 47
     write_config(run_dir, name, environments)
-    rows = "".join(row.model_dump_json() + "\n" for row in metrics_rows(num_steps, environments))
+    rows = "".join(
+        row.model_dump_json() + "\n" for row in make_metrics_rows(num_steps, environments)
+    )
     (run_dir / METRICS_FILE).write_text(rows, encoding="utf-8")
-    if finished:
+    if is_finished:
         summary = build_summary(name, environments)
         (run_dir / SUMMARY_FILE).write_text(summary.model_dump_json(indent=2))
         (run_dir / CHART_FILE).write_text(build_chart().model_dump_json())
@@ -102,22 +105,28 @@ def write_config(run_dir: Path, name: str, environments: Sequence[str]) -> None:
     (run_dir / CONFIG_FILE).write_text(config.model_dump_json(indent=2), encoding="utf-8")
 
 
-def metrics_rows(num_steps: int, environments: Sequence[str] = ("blackjack",)) -> list[MetricsRow]:
-    noise = random.Random(3)
+def make_metrics_rows(
+    num_steps: int, environments: Sequence[str] = ("blackjack",)
+) -> list[MetricsRow]:
+    rng = random.Random(3)
 
-    def evaluation_rows(step: int) -> list[MetricsRow]:
-        return [row for name in environments for row in eval_rows(step, 2000, noise, name)]
+    def evaluate_environments(step: int) -> list[MetricsRow]:
+        return [row for name in environments for row in make_eval_rows(step, 2000, rng, name)]
 
-    rows = [phase_row(Phase.PREPARE_MODEL), *evaluation_rows(0), phase_row(Phase.TRAIN)]
+    rows = [
+        make_phase_row(Phase.PREPARE_MODEL),
+        *evaluate_environments(0),
+        make_phase_row(Phase.TRAIN),
+    ]
     for step in range(1, num_steps + 1):
-        rows.append(train_row(step, noise))
-        rows += [environment_row(step, noise, name) for name in environments]
+        rows.append(make_train_row(step, rng))
+        rows += [make_environment_row(step, rng, name) for name in environments]
         if step % 10 == 0 and step < NUM_STEPS:
-            rows += evaluation_rows(step)
+            rows += evaluate_environments(step)
     return rows
 
 
-def phase_row(phase: Phase) -> MetricsRow:
+def make_phase_row(phase: Phase) -> MetricsRow:
     return MetricsRow(kind="phase", step=0, phase=phase, elapsed_s=0, num_games_trained=0)
 
 
@@ -126,39 +135,43 @@ def compute_skill(step: int) -> float:
     return 0.97 / (1 + math.exp(-(step - 32) / 11)) - 0.05 * math.exp(-step / 20)
 
 
-def build_result(step: int, num_games: int, shift: float = 0.0) -> PolicyResult:
-    worst, best = BASELINES["random"], BASELINES["basic_strategy"]
-    win, draw, value = (a + compute_skill(step) * (b - a) for a, b in zip(worst, best, strict=True))
-    return make_result(num_games, win + shift, draw, value + 2 * shift)
-
-
-def make_result(num_games: int, win: float, draw: float, value: float) -> PolicyResult:
-    half_width = Z95 * 0.96 / math.sqrt(num_games)
-    return PolicyResult(
-        num_games=num_games,
-        win_rate=round(win * num_games) / num_games,
-        win_rate_ci95=wilson_interval(round(win * num_games), num_games),
-        draw_rate=draw,
-        expected_return=value,
-        expected_return_ci95=(value - half_width, value + half_width),
+def build_result(step: int, num_games: int, win_rate_shift: float = 0.0) -> PolicyResult:
+    pairs = zip(BASELINES["random"], BASELINES["basic_strategy"], strict=True)
+    win_rate, draw_rate, expected_return = (a + compute_skill(step) * (b - a) for a, b in pairs)
+    return make_result(
+        num_games, win_rate + win_rate_shift, draw_rate, expected_return + 2 * win_rate_shift
     )
 
 
-def eval_rows(
-    step: int, num_games: int, noise: random.Random, environment: str
+def make_result(
+    num_games: int, win_rate: float, draw_rate: float, expected_return: float
+) -> PolicyResult:
+    half_width = Z95 * 0.96 / math.sqrt(num_games)
+    return PolicyResult(
+        num_games=num_games,
+        win_rate=round(win_rate * num_games) / num_games,
+        win_rate_ci95=wilson_interval(round(win_rate * num_games), num_games),
+        draw_rate=draw_rate,
+        expected_return=expected_return,
+        expected_return_ci95=(expected_return - half_width, expected_return + half_width),
+    )
+
+
+def make_eval_rows(
+    step: int, num_games: int, rng: random.Random, environment: str
 ) -> list[MetricsRow]:
-    """Return the rows of an evaluation: the trained policy and the fixed policies."""
-    trained_result = build_result(step, num_games, noise.gauss(0, 0.006))
+    """Return the rows of one evaluation of the trained policy and the baselines."""
+    trained_result = build_result(step, num_games, rng.gauss(0, 0.006))
     return [
-        eval_row("eval", step, environment, trained_result),
+        make_eval_row("eval", step, environment, trained_result),
         *(
-            eval_row("baseline", step, environment, make_result(num_games, *rates), name)
+            make_eval_row("baseline", step, environment, make_result(num_games, *rates), name)
             for name, rates in BASELINES.items()
         ),
     ]
 
 
-def eval_row(
+def make_eval_row(
     kind: RowKind, step: int, environment: str, result: PolicyResult, policy: str | None = None
 ) -> MetricsRow:
     return MetricsRow(
@@ -167,7 +180,7 @@ def eval_row(
         environment=environment,
         policy=policy,
         elapsed_s=step * 0.78,
-        num_games_trained=step * GAMES_PER_STEP,
+        num_games_trained=step * EPISODES_PER_STEP,
         values={
             EvalMetric.NUM_GAMES: result.num_games,
             EvalMetric.WIN_RATE: result.win_rate,
@@ -182,21 +195,21 @@ def eval_row(
     )
 
 
-def environment_row(step: int, noise: random.Random, environment: str) -> MetricsRow:
-    result = build_result(step, GAMES_PER_STEP)
+def make_environment_row(step: int, rng: random.Random, environment: str) -> MetricsRow:
+    result = build_result(step, EPISODES_PER_STEP)
     return MetricsRow(
         kind="environment",
         step=step,
         environment=environment,
         elapsed_s=step * 0.78,
-        num_games_trained=step * GAMES_PER_STEP,
+        num_games_trained=step * EPISODES_PER_STEP,
         values={
-            TrainMetric.REWARD_MEAN: result.expected_return + noise.gauss(0, 0.04),
+            TrainMetric.REWARD_MEAN: result.expected_return + rng.gauss(0, 0.04),
             TrainMetric.WIN_RATE: result.win_rate,
-            TrainMetric.NUM_EPISODES: GAMES_PER_STEP,
-            TrainMetric.NUM_EPISODES_SCORED: GAMES_PER_STEP,
-            TrainMetric.NUM_EPISODES_FINISHED: GAMES_PER_STEP,
-            TrainMetric.NUM_EPISODES_INVALID: GAMES_PER_STEP // (4 + step),
+            TrainMetric.NUM_EPISODES: EPISODES_PER_STEP,
+            TrainMetric.NUM_EPISODES_SCORED: EPISODES_PER_STEP,
+            TrainMetric.NUM_EPISODES_FINISHED: EPISODES_PER_STEP,
+            TrainMetric.NUM_EPISODES_INVALID: EPISODES_PER_STEP // (4 + step),
             TrainMetric.NUM_EPISODES_TRUNCATED: 0,
             TrainMetric.NUM_TURNS_MEAN: 1.5 + compute_skill(step),
             TrainMetric.NUM_TOOL_CALLS: 0,
@@ -206,38 +219,38 @@ def environment_row(step: int, noise: random.Random, environment: str) -> Metric
     )
 
 
-def unlock_row(step: int, environment: str) -> MetricsRow:
-    """Return the row for an environment that the curriculum opens."""
+def make_unlock_row(step: int, environment: str) -> MetricsRow:
+    """Return the row for the step at which the curriculum opens an environment."""
     return MetricsRow(
         kind="event",
         step=step,
         environment=environment,
         elapsed_s=step * 0.78,
-        num_games_trained=step * GAMES_PER_STEP,
+        num_games_trained=step * EPISODES_PER_STEP,
         values={TrainMetric.NUM_UNLOCKS: 1},
     )
 
 
-def train_row(step: int, noise: random.Random) -> MetricsRow:
-    result = build_result(step, GAMES_PER_STEP)
+def make_train_row(step: int, rng: random.Random) -> MetricsRow:
+    result = build_result(step, EPISODES_PER_STEP)
     return MetricsRow(
         kind="train",
         step=step,
         elapsed_s=step * 0.78,
-        num_games_trained=step * GAMES_PER_STEP,
+        num_games_trained=step * EPISODES_PER_STEP,
         values={
-            TrainMetric.REWARD_MEAN: result.expected_return + noise.gauss(0, 0.04),
-            TrainMetric.ENTROPY: 0.65 * math.exp(-step / 60) + abs(noise.gauss(0, 0.01)),
-            TrainMetric.STALENESS_MEAN: noise.choice([0.0, 0.5, 1.0, 1.0]),
+            TrainMetric.REWARD_MEAN: result.expected_return + rng.gauss(0, 0.04),
+            TrainMetric.ENTROPY: 0.65 * math.exp(-step / 60) + abs(rng.gauss(0, 0.01)),
+            TrainMetric.STALENESS_MEAN: rng.choice([0.0, 0.5, 1.0, 1.0]),
             TrainMetric.STALENESS_MAX: 1.0,
-            TrainMetric.MISMATCH_KL: abs(noise.gauss(2e-8, 1e-8)),
-            TrainMetric.GRAD_NORM: 0.4 + abs(noise.gauss(0, 0.3)),
-            TrainMetric.TOKENS_PER_SECOND: 2600 + noise.gauss(0, 150),
-            TrainMetric.EPISODES_PER_SECOND: 660 + noise.gauss(0, 30),
+            TrainMetric.MISMATCH_KL: abs(rng.gauss(2e-8, 1e-8)),
+            TrainMetric.GRAD_NORM: 0.4 + abs(rng.gauss(0, 0.3)),
+            TrainMetric.TOKENS_PER_SECOND: 2600 + rng.gauss(0, 150),
+            TrainMetric.EPISODES_PER_SECOND: 660 + rng.gauss(0, 30),
             TrainMetric.ZERO_VARIANCE_GROUP_RATIO: 0.3,
             TrainMetric.NUM_EPISODES_LOST: 0,
             TrainMetric.CANARY_ERROR: 1e-7,
-            TrainMetric.MFU: 0.31 + noise.gauss(0, 0.01),
+            TrainMetric.MFU: 0.31 + rng.gauss(0, 0.01),
         },
     )
 
@@ -268,8 +281,8 @@ def build_summary(name: str = "demo", environments: Sequence[str] = ("blackjack"
         eval_temperature=1.0,
         start=first_result.start,
         baselines=report.baselines,
-        games_trained=NUM_STEPS * GAMES_PER_STEP,
-        games_played=NUM_STEPS * GAMES_PER_STEP + 3584,
+        games_trained=NUM_STEPS * EPISODES_PER_STEP,
+        games_played=NUM_STEPS * EPISODES_PER_STEP + 3584,
         episodes_lost=12,
         episodes_failed=5,
         wall_seconds_training=93.6,
@@ -300,10 +313,10 @@ def build_environment_result(environment: str) -> EnvironmentResult:
 
 
 def build_chart() -> PolicyChart:
-    """Return a chart of hard and soft hands; the policy errs in a few close decisions."""
-    noise = random.Random(5)
+    """Return a chart in which the policy makes mistakes in a few close decisions."""
+    rng = random.Random(5)
     cells = [
-        blackjack_cell(panel, total, dealer, noise)
+        make_blackjack_cell(panel, total, dealer, rng)
         for panel, totals in (("hard hands", range(4, 21)), ("soft hands", range(12, 22)))
         for total in totals
         for dealer in range(2, 12)
@@ -311,13 +324,15 @@ def build_chart() -> PolicyChart:
     return PolicyChart(environment="blackjack", answers=("HIT", "STAND"), cells=tuple(cells))
 
 
-def blackjack_cell(panel: str, total: int, dealer: int, noise: random.Random) -> ChartCell:
+def make_blackjack_cell(panel: str, total: int, dealer: int, rng: random.Random) -> ChartCell:
     if panel == "hard hands":
-        edge = 11.5 if total < 12 else 12.5 if dealer in (4, 5, 6) else 16.5 if dealer > 6 else 12.6
-        margin = edge - total if total != 12 or dealer not in (4, 5, 6) else -0.3
+        threshold = (
+            11.5 if total < 12 else 12.5 if dealer in (4, 5, 6) else 16.5 if dealer > 6 else 12.6
+        )
+        margin = threshold - total if total != 12 or dealer not in (4, 5, 6) else -0.3
     else:
         margin = (18.4 if dealer > 8 else 17.6) - total
-    hit_probability = 1 / (1 + math.exp(-2.2 * margin + noise.gauss(0, 0.8)))
+    hit_probability = 1 / (1 + math.exp(-2.2 * margin + rng.gauss(0, 0.8)))
     return ChartCell(
         panel=panel,
         row=str(total),

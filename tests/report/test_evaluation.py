@@ -1,3 +1,5 @@
+"""Tests of evaluation: confidence intervals, summaries and episodes of fixed policies."""
+
 from __future__ import annotations
 
 import asyncio
@@ -25,15 +27,15 @@ from ludus.proto.errors import (
 
 
 def make_outcomes(*returns: float | None, first_seed: int = 0) -> list[EpisodeOutcome]:
-    """Return outcomes of a game in which a positive return is a success."""
+    """Return outcomes in which a positive return is a success and None means void."""
     return [
         EpisodeOutcome(seed, value, num_steps=1, success=None if value is None else value > 0)
         for seed, value in enumerate(returns, start=first_seed)
     ]
 
 
-def make_unjudged(*returns: float) -> list[EpisodeOutcome]:
-    """Return outcomes without a statement of success."""
+def make_outcomes_without_success(*returns: float) -> list[EpisodeOutcome]:
+    """Return outcomes of an environment that does not report success."""
     return [EpisodeOutcome(seed, value, num_steps=1) for seed, value in enumerate(returns)]
 
 
@@ -59,7 +61,7 @@ def test_wilson_interval_stays_within_zero_and_one() -> None:
 
 
 def test_mean_interval_matches_known_values() -> None:
-    # Mean 3, sample variance 2.5: 3 -+ 1.959964 * sqrt(2.5 / 5).
+    # The mean is 3 and the sample variance 2.5. The bounds are 3 -+ 1.959964 * sqrt(2.5 / 5).
     low, high = compute_mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (low, high) == pytest.approx((1.614096, 4.385904), abs=1e-6)
     assert compute_mean_interval([0.25]) == (0.25, 0.25)
@@ -84,7 +86,7 @@ def test_summary_counts_outcomes_and_excludes_void_episodes() -> None:
 
 
 def test_result_without_success_has_no_win_rate() -> None:
-    result = summarize(make_unjudged(200.0, 17.0, 9.0))  # for example the returns of CartPole
+    result = summarize(make_outcomes_without_success(200.0, 17.0, 9.0))  # for example CartPole
     assert (result.win_rate, result.win_rate_ci95, result.draw_rate) == (None, None, None)
     assert result.expected_return == pytest.approx(226 / 3)
 
@@ -100,11 +102,14 @@ def test_success_does_not_depend_on_the_reward() -> None:
 
 
 def test_rounding_errors_are_not_a_win() -> None:
-    total = reduce(add, [-0.1] * 9 + [0.9])  # sum() corrects the rounding
-    assert total > 0
-    assert summarize([*make_unjudged(total), *make_outcomes(1.0)]).win_rate == 0.5
-    losses = [EpisodeOutcome(0, value, 10, success=False) for value in (total, -total)]
-    assert summarize(losses).draw_rate == 1.0
+    rounding_error = reduce(add, [-0.1] * 9 + [0.9])  # sum() would correct the rounding
+    assert rounding_error > 0
+    outcomes = [*make_outcomes_without_success(rounding_error), *make_outcomes(1.0)]
+    assert summarize(outcomes).win_rate == 0.5
+    failures = [
+        EpisodeOutcome(0, value, 10, success=False) for value in (rounding_error, -rounding_error)
+    ]
+    assert summarize(failures).draw_rate == 1.0
 
 
 def test_a_truncated_episode_is_not_a_success() -> None:
@@ -127,35 +132,39 @@ def test_void_episodes_are_counted_separately() -> None:
 
 
 def test_gap_closed_is_0_for_random_and_1_for_optimal_policy() -> None:
-    generator = random.Random(7)
-    worst = make_outcomes(*(generator.choice([-1.0, -1.0, 1.0]) for _ in range(999)))
-    best = make_outcomes(*(generator.choice([-1.0, 0.0, 1.0, 1.0]) for _ in range(999)))
-    assert measure_gap_closed(worst, worst, best) == (0.0, (0.0, 0.0))
-    assert measure_gap_closed(best, worst, best) == (1.0, (1.0, 1.0))
+    rng = random.Random(7)
+    random_outcomes = make_outcomes(*(rng.choice([-1.0, -1.0, 1.0]) for _ in range(999)))
+    optimal_outcomes = make_outcomes(*(rng.choice([-1.0, 0.0, 1.0, 1.0]) for _ in range(999)))
+    random_result = measure_gap_closed(random_outcomes, random_outcomes, optimal_outcomes)
+    assert random_result == (0.0, (0.0, 0.0))
+    optimal_result = measure_gap_closed(optimal_outcomes, random_outcomes, optimal_outcomes)
+    assert optimal_result == (1.0, (1.0, 1.0))
 
 
 def test_gap_closed_pairs_episodes_by_seed_and_excludes_void_episodes() -> None:
-    policy = make_outcomes(0.0, 1.0, None, 1.0)
-    worst = make_outcomes(-1.0, -1.0, -1.0, 1.0, 5.0)
-    best = list(reversed(make_outcomes(1.0, 1.0, 1.0, 1.0)))
-    result = measure_gap_closed(policy, worst, best)
+    policy_outcomes = make_outcomes(0.0, 1.0, None, 1.0)
+    random_outcomes = make_outcomes(-1.0, -1.0, -1.0, 1.0, 5.0)
+    optimal_outcomes = list(reversed(make_outcomes(1.0, 1.0, 1.0, 1.0)))
+    result = measure_gap_closed(policy_outcomes, random_outcomes, optimal_outcomes)
     assert result is not None
-    # Seeds 0, 1 and 3 count: mean(p - r) = (1 + 2 + 0) / 3, mean(o - r) = (2 + 2 + 0) / 3.
+    # Seeds 0, 1 and 3 have valid episodes of all three policies. The mean differences to the
+    # random policy are (1 + 2 + 0) / 3 for the policy and (2 + 2 + 0) / 3 for the optimal policy.
     assert result[0] == pytest.approx(0.75)
-    # e = (-0.5, 0.5, 0), sd 0.5: 1.959964 * 0.5 / (sqrt(3) * 4 / 3).
+    # The residuals (-0.5, 0.5, 0) have standard deviation 0.5. The half-width of the interval is
+    # 1.959964 * 0.5 / (sqrt(3) * 4 / 3).
     assert result[1] == pytest.approx((0.75 - 0.424344, 0.75 + 0.424344), abs=2e-6)
 
 
 @pytest.mark.slow
 def test_gap_interval_has_95_percent_coverage() -> None:
-    generator = random.Random(0)
+    rng = random.Random(0)
     num_repeats, num_covered = 400, 0
     for _ in range(num_repeats):
-        deals = [generator.gauss(0, 1) for _ in range(200)]
-        worst = make_outcomes(*(deal - 1 + generator.gauss(0, 0.5) for deal in deals))
-        best = make_outcomes(*(deal + 1 + generator.gauss(0, 0.5) for deal in deals))
-        policy = make_outcomes(*(deal + 0.5 + generator.gauss(0, 0.5) for deal in deals))
-        result = measure_gap_closed(policy, worst, best)
+        deals = [rng.gauss(0, 1) for _ in range(200)]
+        random_outcomes = make_outcomes(*(deal - 1 + rng.gauss(0, 0.5) for deal in deals))
+        optimal_outcomes = make_outcomes(*(deal + 1 + rng.gauss(0, 0.5) for deal in deals))
+        policy_outcomes = make_outcomes(*(deal + 0.5 + rng.gauss(0, 0.5) for deal in deals))
+        result = measure_gap_closed(policy_outcomes, random_outcomes, optimal_outcomes)
         assert result is not None
         num_covered += result[1][0] <= 0.75 <= result[1][1]
     assert 0.92 <= num_covered / num_repeats <= 0.98
@@ -176,12 +185,12 @@ def test_gap_closed_without_common_seeds_is_refused() -> None:
 
 
 class CoinSession:
-    """Session with two coin tosses; each correct guess has reward 1."""
+    """A session with two coin tosses, in which each correct guess has reward 1."""
 
     def __init__(self, client: CoinClient, seed: int) -> None:
         self._client, self._seed = client, seed
         self._tosses = [random.Random(seed * 2 + toss).random() < 0.5 for toss in range(2)]
-        self._num_steps = self._num_right = 0
+        self._num_steps = self._num_correct = 0
 
     async def step(self, action: JsonObject) -> StepResult:
         self._client.num_steps += 1
@@ -192,25 +201,25 @@ class CoinSession:
             raise IllegalActionError("expected heads to be true or false, got null")
         reward = float(action["heads"] == self._tosses[self._num_steps])
         self._num_steps += 1
-        self._num_right += int(reward)
-        is_over = self._num_steps == 2
-        self._client.num_open -= is_over
-        success = self._num_right == 2 if is_over else None
+        self._num_correct += int(reward)
+        is_last_step = self._num_steps == 2
+        self._client.num_sessions -= is_last_step
+        success = self._num_correct == 2 if is_last_step else None
         return StepResult(
-            {"toss": self._num_steps}, reward=reward, terminated=is_over, success=success
+            {"toss": self._num_steps}, reward=reward, terminated=is_last_step, success=success
         )
 
     async def close(self) -> None:
-        self._client.num_open -= 1
+        self._client.num_sessions -= 1
 
 
 class CoinClient:
-    def __init__(self, lost_seeds: tuple[int, ...] = (), max_open: int = 1000) -> None:
+    def __init__(self, lost_seeds: tuple[int, ...] = (), max_sessions: int = 1000) -> None:
         self.lost_seeds = lost_seeds
-        self.max_open = max_open
+        self.max_sessions = max_sessions
         self.num_steps = 0
-        self.num_open = 0
-        self.max_open_seen = 0
+        self.num_sessions = 0
+        self.max_concurrent_sessions = 0
 
     async def open(
         self, *, seed: int | None = None, close_when_done: bool = False, wait_s: float = 0.0
@@ -219,10 +228,10 @@ class CoinClient:
         assert close_when_done
         assert wait_s > 0
         await asyncio.sleep(0)
-        while self.num_open == self.max_open:
+        while self.num_sessions == self.max_sessions:
             await asyncio.sleep(0)
-        self.num_open += 1
-        self.max_open_seen = max(self.max_open_seen, self.num_open)
+        self.num_sessions += 1
+        self.max_concurrent_sessions = max(self.max_concurrent_sessions, self.num_sessions)
         return CoinSession(self, seed), StepResult({"toss": 0})
 
 
@@ -239,13 +248,13 @@ def test_outcomes_do_not_depend_on_concurrency() -> None:
     seeds = range(20, 0, -1)
     assert play(concurrent_client, seeds) == play(sequential_client, seeds, num_concurrent=1)
     assert [outcome.seed for outcome in play(CoinClient(), seeds)] == list(seeds)
-    assert concurrent_client.max_open_seen == 20
-    assert sequential_client.max_open_seen == 1
+    assert concurrent_client.max_concurrent_sessions == 20
+    assert sequential_client.max_concurrent_sessions == 1
 
 
 def test_policies_and_environments_use_different_random_streams() -> None:
-    # Coins use random.Random(2 * seed + toss). With the same stream, a policy would win too often.
-    returns = [o.episode_return or 0.0 for o in play(CoinClient(), range(500))]
+    # If policies used the same stream as the coins, they would guess correctly too often.
+    returns = [outcome.episode_return or 0.0 for outcome in play(CoinClient(), range(500))]
     assert 0.9 < sum(returns) / len(returns) < 1.1
 
 
@@ -254,7 +263,7 @@ def test_lost_session_voids_only_one_episode() -> None:
     results = play(client, range(6))
     assert [outcome.seed for outcome in results if outcome.episode_return is None] == [3]
     assert all(outcome.num_steps == 2 for outcome in results if outcome.seed != 3)
-    assert client.num_open == 0
+    assert client.num_sessions == 0
 
 
 def test_failed_episode_is_void_and_the_session_is_closed() -> None:
@@ -267,7 +276,7 @@ def test_failed_episode_is_void_and_the_session_is_closed() -> None:
     reasons = Counter(outcome.failure.partition(":")[0] for outcome in results)
     assert reasons.keys() == {"", "IllegalActionError", "ZeroDivisionError"}
     assert reasons[""] == sum(outcome.episode_return is not None for outcome in results)
-    assert client.num_open == 0
+    assert client.num_sessions == 0
 
 
 def test_config_error_of_a_policy_is_raised() -> None:
@@ -286,7 +295,7 @@ def test_turn_limit_preserves_earlier_rewards() -> None:
     )
     assert {outcome.num_steps for outcome in short_outcomes} == {1}
     assert client.num_steps == 50
-    assert client.num_open == 0
+    assert client.num_sessions == 0
     for full_outcome, short_outcome in zip(full_outcomes, short_outcomes, strict=True):
         assert short_outcome.episode_return in (0.0, 1.0)
         assert (
@@ -298,19 +307,19 @@ def test_turn_limit_preserves_earlier_rewards() -> None:
 
 def test_outcomes_contain_the_success_reported_by_the_environment() -> None:
     full_outcomes = play(CoinClient(lost_seeds=(3,)), range(50))
-    assert {(o.episode_return, o.success) for o in full_outcomes} == {
+    assert {(outcome.episode_return, outcome.success) for outcome in full_outcomes} == {
         (0.0, False),
         (1.0, False),
         (2.0, True),
         (None, None),
     }
-    assert {o.success for o in play(CoinClient(), range(50), max_turns=1)} == {None}
+    assert {outcome.success for outcome in play(CoinClient(), range(50), max_turns=1)} == {None}
 
 
 def test_episodes_wait_for_capacity_on_a_full_server() -> None:
-    client = CoinClient(max_open=3)
+    client = CoinClient(max_sessions=3)
     assert play(client, range(20)) == play(CoinClient(), range(20))
-    assert client.max_open_seen == 3
+    assert client.max_concurrent_sessions == 3
 
 
 def test_every_outcome_is_reported_once() -> None:

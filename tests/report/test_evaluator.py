@@ -1,3 +1,5 @@
+"""Tests of the evaluator: seeds, retries, void episodes and baselines."""
+
 from __future__ import annotations
 
 import random
@@ -30,14 +32,14 @@ def make_outcomes(seeds: Sequence[int], value: float | None) -> list[EpisodeOutc
 
 
 class FakeWorkers:
-    """Fake workers that win every second deal of blackjack and draw at catch.
+    """Fake workers that win every second episode of blackjack and draw every episode of catch.
 
-    The first `num_losing_calls` calls lose some games.
+    In each of the first `num_calls_with_losses` calls, all episodes after the first are lost.
     """
 
-    def __init__(self, num_losing_calls: int = 0) -> None:
+    def __init__(self, num_calls_with_losses: int = 0) -> None:
         self.calls: list[tuple[str, tuple[int, ...], float]] = []
-        self._num_losing_calls = num_losing_calls
+        self._num_calls_with_losses = num_calls_with_losses
 
     async def evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float
@@ -46,7 +48,7 @@ class FakeWorkers:
         if environment == "catch":
             return make_outcomes(seeds, 0.0)
         outcomes = [EpisodeOutcome(seed, seed % 2, 1, success=seed % 2 == 1) for seed in seeds]
-        if len(self.calls) <= self._num_losing_calls:
+        if len(self.calls) <= self._num_calls_with_losses:
             outcomes[1:] = make_outcomes(seeds[1:], None)
         return outcomes
 
@@ -62,17 +64,17 @@ def make_evaluator(workers: FakeWorkers) -> Evaluator:
 async def test_every_environment_is_evaluated_on_the_same_seeds() -> None:
     workers = FakeWorkers()
     reports = await make_evaluator(workers).evaluate(4)
-    deals = tuple(range(FIRST_SEED, FIRST_SEED + 4))
-    assert workers.calls == [("blackjack", deals, 0.5), ("catch", deals, 0.5)]
+    seeds = tuple(range(FIRST_SEED, FIRST_SEED + 4))
+    assert workers.calls == [("blackjack", seeds, 0.5), ("catch", seeds, 0.5)]
     blackjack, catch = reports["blackjack"], reports["catch"]
     assert blackjack.policy.win_rate == 0.5
     assert blackjack.gap_closed == pytest.approx(0.25)
-    assert {r.num_games for r in blackjack.baselines.values()} == {4}
+    assert {result.num_games for result in blackjack.baselines.values()} == {4}
     assert (catch.policy.draw_rate, catch.gap_closed, catch.baselines) == (1.0, None, {})
 
 
 async def test_lost_episodes_are_retried() -> None:
-    workers = FakeWorkers(num_losing_calls=1)
+    workers = FakeWorkers(num_calls_with_losses=1)
     reports = await make_evaluator(workers).evaluate(4)
     assert reports["blackjack"].policy.num_games == 4
     assert [call[:2] for call in workers.calls] == [
@@ -96,11 +98,11 @@ async def test_fixed_policy_without_valid_episodes_is_reported_with_the_reason()
 
 
 class FailingWorkers(FakeWorkers):
-    """Fake workers that fail in all games of catch, or only in the second."""
+    """Fake workers that fail in every episode of catch, or only in the second episode."""
 
-    def __init__(self, num_failing: int) -> None:
+    def __init__(self, num_failures: int) -> None:
         super().__init__()
-        self._num_failing = num_failing
+        self._num_failures = num_failures
 
     async def evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float
@@ -108,7 +110,7 @@ class FailingWorkers(FakeWorkers):
         outcomes = make_outcomes(seeds, 1.0)
         if environment == "catch":
             for index, seed in enumerate(seeds):
-                if seed == FIRST_SEED + 1 or self._num_failing > 1:
+                if seed == FIRST_SEED + 1 or self._num_failures > 1:
                     reason = "KeyError: 'ball'" if seed != FIRST_SEED else "SessionLostError: gone"
                     outcomes[index] = EpisodeOutcome(seed, None, 1, failure=reason)
         return outcomes
@@ -118,13 +120,13 @@ async def test_most_common_reason_is_reported_if_all_episodes_are_void() -> None
     with pytest.raises(
         EpisodesFailedError, match=r"all 4 episodes .* in 'catch'.*KeyError: 'ball'"
     ):
-        await make_evaluator(FailingWorkers(num_failing=4)).evaluate(4)
+        await make_evaluator(FailingWorkers(num_failures=4)).evaluate(4)
 
 
 async def test_repeatedly_failing_episode_is_counted_and_excluded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    reports = await make_evaluator(FailingWorkers(num_failing=1)).evaluate(4)
+    reports = await make_evaluator(FailingWorkers(num_failures=1)).evaluate(4)
     policy = reports["catch"].policy
     assert (policy.num_games, policy.num_void) == (3, 1)
     assert "1 of 4 episodes" in caplog.text

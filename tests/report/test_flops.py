@@ -1,3 +1,5 @@
+"""Tests of the FLOPs of training and the peak FLOP/s of devices."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -11,18 +13,18 @@ from ludus.trainer.learner.step_metrics import TrainingWork, find_gpu_peak_flops
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-LAYERS, WIDTH, VOCAB, INTERMEDIATE = 2, 32, 100, 64
+NUM_LAYERS, WIDTH, VOCAB_SIZE, INTERMEDIATE_SIZE = 2, 32, 100, 64
 
 
-def make_model(*, tied: bool = False) -> Qwen2ForCausalLM:
+def make_model(*, tie_embeddings: bool = False) -> Qwen2ForCausalLM:
     config = Qwen2Config(
-        vocab_size=VOCAB,
+        vocab_size=VOCAB_SIZE,
         hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,
         num_key_value_heads=4,
-        intermediate_size=INTERMEDIATE,
-        tie_word_embeddings=tied,
+        intermediate_size=INTERMEDIATE_SIZE,
+        tie_word_embeddings=tie_embeddings,
     )
     return Qwen2ForCausalLM(config)
 
@@ -32,10 +34,10 @@ def make_work(policy_model: Qwen2ForCausalLM, num_devices: int = 1) -> TrainingW
 
 
 def test_a_token_needs_six_flops_per_weight() -> None:
-    matrices = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * INTERMEDIATE) + WIDTH * VOCAB
-    # Biases and norms are a few percent of the weights of such narrow matrices.
-    assert make_work(make_model()).per_token == pytest.approx(6 * matrices, rel=0.03)
-    assert make_work(make_model(tied=True)).per_token == make_work(make_model()).per_token
+    num_weights = NUM_LAYERS * (4 * WIDTH**2 + 3 * WIDTH * INTERMEDIATE_SIZE) + WIDTH * VOCAB_SIZE
+    # The tolerance covers the biases and norms, which are a few percent of such a small model.
+    assert make_work(make_model()).per_token == pytest.approx(6 * num_weights, rel=0.03)
+    assert make_work(make_model(tie_embeddings=True)).per_token == make_work(make_model()).per_token
 
 
 def test_frozen_weights_need_no_gradient_flops() -> None:
@@ -49,11 +51,12 @@ def test_forward_flops_match_the_torch_flop_counter() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     num_tokens, model = 16, make_model()
-    # The counter does not see the products inside fused attention.
+    # The counter ignores the matrix products inside fused attention.
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, num_tokens, dtype=torch.int64))
-    # One third of training; torch counts the full square of attention, and no biases.
+    # A forward pass is one third of training. The counter includes masked attention scores and
+    # ignores biases.
     forward_work = dataclasses.replace(
         make_work(model), per_token_of_sequence=2 * make_work(model).per_token_of_sequence
     )
@@ -75,7 +78,7 @@ def test_long_sequences_need_more_flops_per_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tera"),
+    ("name", "teraflops"),
     [
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
@@ -86,8 +89,8 @@ def test_long_sequences_need_more_flops_per_token() -> None:
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
-def test_gpu_speed_is_looked_up_by_name(name: str, tera: float | None) -> None:
-    expected = None if tera is None else tera * 1e12
+def test_gpu_peak_flops_are_looked_up_by_name(name: str, teraflops: float | None) -> None:
+    expected = None if teraflops is None else teraflops * 1e12
     assert find_gpu_peak_flops(name, torch.bfloat16) == expected
 
 

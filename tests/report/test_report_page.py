@@ -1,3 +1,5 @@
+"""Tests of the report page and the figure of a run."""
+
 from __future__ import annotations
 
 import json
@@ -20,9 +22,9 @@ from tests.report.synthetic_run import (
     build_chart,
     build_run,
     build_summary,
-    metrics_rows,
+    make_metrics_rows,
+    make_unlock_row,
     transcript,
-    unlock_row,
 )
 
 pytestmark = pytest.mark.slow
@@ -65,14 +67,15 @@ def test_page_is_well_formed_and_has_no_external_resources(page: str) -> None:
 def test_headline_numbers_match_the_summary(page: str) -> None:
     summary = build_summary()
     tiles = [join_text(tile) for tile in find_all(parse(page), "tile")]
-    win_rate, expected_return, gap, games, time = tiles
-    assert f"{summary.win_rate:.1%}" in win_rate
-    low, high = (f"{end * 100:.1f}" for end in summary.win_rate_ci95)
-    assert f"{low} to {high}%" in win_rate
-    assert f"{summary.expected_return:.3f}".replace("-", "−") in expected_return
-    assert "96.1%" in gap and "93.5 to 98.8%" in gap and "random to basic strategy" in gap
-    assert "61,440" in games and "12 lost, 5 failed" in games
-    assert "94 s" in time
+    win_rate_tile, return_tile, gap_tile, episodes_tile, time_tile = tiles
+    assert f"{summary.win_rate:.1%}" in win_rate_tile
+    low, high = (f"{bound * 100:.1f}" for bound in summary.win_rate_ci95)
+    assert f"{low} to {high}%" in win_rate_tile
+    assert f"{summary.expected_return:.3f}".replace("-", "−") in return_tile
+    assert "96.1%" in gap_tile and "93.5 to 98.8%" in gap_tile
+    assert "random to basic strategy" in gap_tile
+    assert "61,440" in episodes_tile and "12 lost, 5 failed" in episodes_tile
+    assert "94 s" in time_tile
 
 
 def test_table_has_every_policy_with_summary_numbers(page: str) -> None:
@@ -88,16 +91,16 @@ def test_table_has_every_policy_with_summary_numbers(page: str) -> None:
 def test_learning_curves_end_at_the_summary_and_label_the_baselines(page: str) -> None:
     charts = parse(page).iter("svg")
     curves = [svg for svg in charts if "over episodes" in svg.get("aria-label", "")]
-    win_rate = curves[0]
-    labels = [join_text(label) for label in find_all(win_rate, "label")]
+    win_rate_chart = curves[0]
+    labels = [join_text(label) for label in find_all(win_rate_chart, "label")]
     assert {"28.1% random", "38.5% always stand", "43.3% basic strategy"} <= set(labels)
     assert f"{build_summary().win_rate:.1%} this policy" in labels
-    num_evals = sum(row.kind == "eval" for row in metrics_rows(NUM_STEPS))
-    assert len(find_all(win_rate, "dot")) == num_evals + 1
-    assert len(find_all(win_rate, "band")) == 1
-    # The goal is drawn separately from the other levels.
-    assert len(find_all(win_rate, "level")) == len(BASELINES)
-    assert [join_text(line) for line in find_all(win_rate, "goal") if line.tag == "text"] == [
+    num_evals = sum(row.kind == "eval" for row in make_metrics_rows(NUM_STEPS))
+    assert len(find_all(win_rate_chart, "dot")) == num_evals + 1
+    assert len(find_all(win_rate_chart, "band")) == 1
+    # The line of the goal has a different class from the lines of the other baselines.
+    assert len(find_all(win_rate_chart, "level")) == len(BASELINES)
+    assert [join_text(line) for line in find_all(win_rate_chart, "goal") if line.tag == "text"] == [
         "43.3% basic strategy"
     ]
 
@@ -117,12 +120,12 @@ def test_the_policy_chart_outlines_differences(page: str) -> None:
 
 def test_training_curves_are_small_multiples_with_units(page: str) -> None:
     captions = [join_text(caption) for caption in parse(page).iter("figcaption")]
-    # Eight curves of the run, and those of its environment.
+    # The run has eight curves, and its environment has three.
     assert len(captions) == 8 + 3
     assert any(caption.startswith("Generation tokens per second") for caption in captions)
 
 
-def test_problems_and_lengths_of_episodes_have_curves(page: str) -> None:
+def test_page_has_curves_of_invalid_answers_truncations_and_turns(page: str) -> None:
     captions = [join_text(caption) for caption in parse(page).iter("figcaption")]
     last_counts = [512 // (4 + step) for step in range(NUM_STEPS - 9, NUM_STEPS + 1)]
     share = format_compact(sum(last_counts) / (10 * 512))
@@ -131,11 +134,11 @@ def test_problems_and_lengths_of_episodes_have_curves(page: str) -> None:
     assert any(caption.startswith("Turns mean per episode 2.") for caption in captions)
 
 
-def test_terms_and_tools_have_curves_if_they_exist(tmp_path: Path) -> None:
+def test_page_has_curves_of_reward_terms_and_tool_calls_if_they_exist(tmp_path: Path) -> None:
     environments = ("blackjack", "catch")
     run_dir = build_run(tmp_path / "mixed", environments=environments)
     rows = []
-    for row in metrics_rows(NUM_STEPS, environments):
+    for row in make_metrics_rows(NUM_STEPS, environments):
         extra_values = {}
         if row.kind == "environment" and row.environment == "catch":
             extra_values = {
@@ -169,7 +172,7 @@ def test_terms_and_tools_have_curves_if_they_exist(tmp_path: Path) -> None:
 def test_curriculum_steps_are_marked_in_every_curve(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "mixed", environments=("easy", "hard"))
     with (run_dir / METRICS_FILE).open("a", encoding="utf-8") as file:
-        file.write(unlock_row(60, "hard").model_dump_json() + "\n")
+        file.write(make_unlock_row(60, "hard").model_dump_json() + "\n")
     root = parse(write_report(run_dir).read_text(encoding="utf-8"))
     curves = [svg for svg in root.iter("svg") if "over episodes" in svg.get("aria-label", "")]
     assert len(curves) > 4
@@ -185,7 +188,10 @@ def test_a_run_without_a_curriculum_has_no_marks(page: str) -> None:
 
 
 def test_configuration_and_versions_are_in_collapsed_sections(page: str) -> None:
-    details = {join_text(d.find("summary")): join_text(d) for d in parse(page).iter("details")}  # type: ignore[arg-type]
+    details = {
+        join_text(section.find("summary")): join_text(section)  # type: ignore[arg-type]
+        for section in parse(page).iter("details")
+    }
     assert '"groups_per_step": 32' in details["Configuration, resolved"]
     assert "2.13.0" in details["Package versions"]
 
@@ -216,7 +222,7 @@ def test_hostile_names_are_escaped(tmp_path: Path) -> None:
 
 
 def test_unfinished_run_has_a_notice_and_shows_available_data(tmp_path: Path) -> None:
-    page = write_report(build_run(tmp_path / "half", finished=False)).read_text()
+    page = write_report(build_run(tmp_path / "half", is_finished=False)).read_text()
     root = parse(page)
     (notices,) = find_all(root, "notices")
     assert "The run is not finished: step 47 of 120." in join_text(notices)
@@ -224,7 +230,7 @@ def test_unfinished_run_has_a_notice_and_shows_available_data(tmp_path: Path) ->
     assert "at step 40, the latest evaluation" in join_text(find_all(root, "tile")[0])
     assert find_all(root, "curve")
     assert not list(root.iter("table"))
-    # Past evaluations contain the fixed policies.
+    # Rows of earlier evaluations include the baselines.
     assert "43.3% basic strategy" in [join_text(label) for label in find_all(root, "label")]
 
 
@@ -233,7 +239,7 @@ def test_mixed_run_shows_every_environment_by_name(tmp_path: Path) -> None:
     page = write_report(build_run(tmp_path / "mixed", environments=names)).read_text()
     root = parse(page)
     assert [join_text(heading) for heading in find_all(root, "group")] == list(names)
-    # Win rate, return and gap of each environment; games and time of the run.
+    # Each environment has three tiles (win rate, return and gap), and the run has two.
     assert len(find_all(root, "tile")) == 2 * 3 + 2
     assert len(list(root.iter("table"))) == 2
     headings = [join_text(heading) for heading in find_all(root, "environment")]
@@ -244,14 +250,14 @@ def test_mixed_run_shows_every_environment_by_name(tmp_path: Path) -> None:
 
 
 def test_unfinished_mixed_run_shows_latest_evaluation_per_environment(tmp_path: Path) -> None:
-    run_dir = build_run(tmp_path / "half", finished=False, environments=("blackjack", "catch"))
+    run_dir = build_run(tmp_path / "half", is_finished=False, environments=("blackjack", "catch"))
     root = parse(write_report(run_dir).read_text())
     tiles = [tile for tile in find_all(root, "tile") if "the latest evaluation" in join_text(tile)]
     assert len(tiles) == 2
 
 
 def test_a_run_without_metrics_has_a_notice(tmp_path: Path) -> None:
-    run_dir = build_run(tmp_path / "empty", finished=False)
+    run_dir = build_run(tmp_path / "empty", is_finished=False)
     (run_dir / METRICS_FILE).write_text("")
     root = parse(write_report(run_dir).read_text())
     assert "No metrics were recorded" in join_text(find_all(root, "notices")[0])
@@ -309,19 +315,21 @@ def test_figure_of_a_mixed_run_uses_the_environment_with_a_chart(tmp_path: Path)
     page_text = join_text(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
     assert "basic strategy, hard hands" in page_text
     (run_dir / CHART_FILE).unlink()
-    other_text = join_text(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
-    assert "hard hands" not in other_text
+    text_without_chart = join_text(
+        ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot()
+    )
+    assert "hard hands" not in text_without_chart
 
 
 def remove_success(run_dir: Path) -> Path:
-    """Remove the success of all episodes from a run folder."""
+    """Remove all success fields from the files of a run; return the run folder."""
 
-    def remove_outcomes(value: Any) -> Any:
+    def clear_success_fields(value: Any) -> Any:
         if isinstance(value, dict):
             success_fields = {"win_rate", "win_rate_ci95", "draw_rate"} & value.keys()
-            return {name: remove_outcomes(item) for name, item in value.items()} | dict.fromkeys(
-                success_fields
-            )
+            return {
+                name: clear_success_fields(item) for name, item in value.items()
+            } | dict.fromkeys(success_fields)
         return value
 
     rows = [json.loads(line) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
@@ -332,30 +340,30 @@ def remove_success(run_dir: Path) -> Path:
         row["values"] = values
     (run_dir / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if (run_dir / SUMMARY_FILE).exists():
-        summary = remove_outcomes(json.loads((run_dir / SUMMARY_FILE).read_text()))
+        summary = clear_success_fields(json.loads((run_dir / SUMMARY_FILE).read_text()))
         (run_dir / SUMMARY_FILE).write_text(json.dumps(summary))
     return run_dir
 
 
-@pytest.mark.parametrize("finished", [True, False])
-def test_report_without_success_shows_the_return(tmp_path: Path, finished: bool) -> None:
-    run_dir = remove_success(build_run(tmp_path / "demo", finished=finished))
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_report_without_success_shows_the_return(tmp_path: Path, is_finished: bool) -> None:
+    run_dir = remove_success(build_run(tmp_path / "demo", is_finished=is_finished))
     root = parse(write_report(run_dir).read_text(encoding="utf-8"))
     assert "Win rate" not in join_text(root)
     [main] = find_all(root, "main")
     assert join_text(main).startswith("Expected return")
-    if finished:
+    if is_finished:
         row = next(
             join_text(node) for node in root.iter("tr") if "basic strategy" in join_text(node)
         )
-        assert "– – –" in row, "rate, interval and draws"
+        assert "– – –" in row, "the win rate, its interval or the draw rate is not a dash"
     figure = join_text(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
     assert "Expected return over episodes trained" in figure
     assert "wins" not in figure
 
 
 def test_a_figure_needs_an_evaluation(tmp_path: Path) -> None:
-    run_dir = build_run(tmp_path / "demo", finished=False)
+    run_dir = build_run(tmp_path / "demo", is_finished=False)
     (run_dir / METRICS_FILE).write_text("")
     with pytest.raises(ConfigError, match="has no evaluation yet"):
         write_figure(run_dir, tmp_path / "figure.svg")

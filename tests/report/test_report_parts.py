@@ -1,3 +1,5 @@
+"""Tests of the number formats and line charts of reports."""
+
 from __future__ import annotations
 
 import pytest
@@ -14,7 +16,7 @@ from ludus.services.report.line_chart import Scale, choose_ticks, pad_range, spr
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "num_wanted", "expected"),
+    ("low", "high", "num_ticks", "expected"),
     [
         (0, 60_000, 6, [0, 10_000, 20_000, 30_000, 40_000, 50_000, 60_000]),
         (0.27, 0.46, 5, [0.3, 0.35, 0.4, 0.45]),
@@ -23,9 +25,9 @@ from ludus.services.report.line_chart import Scale, choose_ticks, pad_range, spr
     ],
 )
 def test_ticks_are_round_and_within_the_range(
-    low: float, high: float, num_wanted: int, expected: list[float]
+    low: float, high: float, num_ticks: int, expected: list[float]
 ) -> None:
-    assert choose_ticks(low, high, num_wanted) == pytest.approx(expected, abs=1e-12)
+    assert choose_ticks(low, high, num_ticks) == pytest.approx(expected, abs=1e-12)
 
 
 def test_scale_maps_domain_ends_to_range_ends() -> None:
@@ -44,7 +46,7 @@ def test_labels_are_spread_minimally_and_stay_within_the_range() -> None:
     assert spread_positions([10, 40, 90], 15, 0, 100) == [10, 40, 90]
     positions = spread_positions([50, 52, 51], 15, 0, 100)
     assert sorted(positions) == [50, 65, 80]
-    # The labels are in the order of the values.
+    # The positions have the same order as the values.
     assert positions[0] < positions[2] < positions[1]
     assert spread_positions([95, 97], 15, 0, 100) == [85, 100]
 
