@@ -1,4 +1,4 @@
-"""Comparisons by a hidden rule, and tiny models of two families."""
+"""Fixtures: comparisons ranked by a hidden rule, and tiny models of two families."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/reward_model/make_preferences.py
 
 
 def load_example() -> ModuleType:
-    """Import the program that makes the example's data."""
+    """Import the example program that generates comparisons."""
     spec = importlib.util.spec_from_file_location("make_preferences", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -32,13 +32,13 @@ def use_one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def example() -> ModuleType:
-    """The program that makes the example's data."""
+    """Return the example program that generates comparisons."""
     return load_example()
 
 
 @pytest.fixture(scope="session")
 def model_path(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny Llama with a chat template."""
+    """Write a tiny Llama model with a chat template; return its folder."""
     config = example.MODEL.model_copy(
         update={"width": 32, "num_heads": 1, "intermediate": 32, "num_layers": 1}
     )
@@ -53,7 +53,7 @@ def model_path(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def gpt2_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny GPT-2: dropout, learned positions, no padding token, no chat template."""
+    """Write a tiny GPT-2 model without padding token or chat template; return its folder."""
     folder = tmp_path_factory.mktemp("gpt2") / "model"
     tokenizer = make_tokenizer(["Tell me about bread. good calm"] * 5, 300)
     tokenizer.chat_template = None
@@ -69,8 +69,8 @@ def gpt2_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def preferences(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with 64 comparisons of four answers."""
+def preferences_path(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a file with 64 comparisons of four answers each; return its path."""
     path = tmp_path_factory.mktemp("data") / "preferences.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in example.make_comparisons(64, seed=1)))
     return path

@@ -1,4 +1,4 @@
-"""Gymformer's `train_reward`, with a changed import line."""
+"""Tests of the drop-in replacement for Gymformer's `train_reward`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ludus.trainer.reward_model.model import make_reward_model
 
 
 def test_readme_call_writes_and_returns_a_reward_model(
-    gpt2_path: str, preferences: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gpt2_path: str, preferences_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = train_reward(
         model_name=gpt2_path,
-        datasets_path=str(preferences),
+        datasets_path=str(preferences_path),
         reward_model_path=str(tmp_path / "models/reward_model"),
         batch_size=32,
         epochs=3,
@@ -32,17 +32,17 @@ def test_readme_call_writes_and_returns_a_reward_model(
     assert {"accuracy", "mrr", "loss"} <= metrics.keys()
     assert "epoch 3/3: loss" in capsys.readouterr().err
     # A second call replaces the model, for example in a notebook.
-    assert train_reward(gpt2_path, preferences, tmp_path / "models/reward_model", epochs=1)
+    assert train_reward(gpt2_path, preferences_path, tmp_path / "models/reward_model", epochs=1)
 
 
 def test_dry_run_checks_the_data_and_writes_nothing(
-    gpt2_path: str, preferences: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gpt2_path: str, preferences_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train_reward(gpt2_path, preferences, tmp_path / "rm", dry_run=True) is None
+    assert train_reward(gpt2_path, preferences_path, tmp_path / "rm", dry_run=True) is None
     assert "51 training comparisons, 13 held out" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match=r"epochs: .*greater than or equal to 1, got 0"):
-        train_reward(gpt2_path, preferences, tmp_path / "rm", epochs=0)
+        train_reward(gpt2_path, preferences_path, tmp_path / "rm", epochs=0)
     with pytest.raises(ConfigError, match=r"datasets_path = \[{'chosen': 'a'}\] must be a path"):
         train_reward(gpt2_path, [{"chosen": "a"}], tmp_path / "rm")  # type: ignore[arg-type]
 

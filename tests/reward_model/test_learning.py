@@ -1,4 +1,4 @@
-"""A reward model learns preferences, and learns nothing from random ones."""
+"""Tests that a reward model learns a hidden rule and does not learn random preferences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_COMPARISONS = 400
 def test_reward_model_learns_a_hidden_rule(
     example: ModuleType, tmp_path: Path, is_shuffled: bool, min_accuracy: float, max_accuracy: float
 ) -> None:
-    """Train on few comparisons; `make learn-reward` uses 2,000 and three seeds."""
+    """Train on a few comparisons; `make learn-reward` uses 2,000 and three seeds."""
     example.write_model(tmp_path / "model", 0)
     rows = example.make_comparisons(NUM_COMPARISONS, seed=0, shuffled=is_shuffled)
     data_path = tmp_path / "preferences.jsonl"
@@ -56,4 +56,4 @@ def test_odd_completions_follow_the_same_hidden_rule(
         answer_lengths |= {len(answer.split()) for answer in answers}
         num_garbled += any(set(answer.split()) - vocabulary for answer in answers)
     assert answer_lengths >= set(range(1, example.MAX_WORDS + 1))
-    assert 50 < num_garbled < 200, "both kinds of answers must occur"
+    assert 50 < num_garbled < 200, f"{num_garbled} of 200 rows have garbled answers"

@@ -1,4 +1,4 @@
-"""Reading of preferences in all formats, and messages about invalid rows."""
+"""Tests of preference files: all formats, and error messages for invalid rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_parquet(path: Path) -> Path:
 
 
 def write_dataset_folder(path: Path, *, is_in_split: bool) -> Path:
-    """Write a folder in the format of `datasets`: Arrow streams and a file that lists them."""
+    """Write a folder in the format of `datasets`: an Arrow stream and a file that lists it."""
     folder = path / "train" if is_in_split else path
     folder.mkdir(parents=True)
     table = pa.Table.from_pylist(PAIRS)
@@ -59,7 +59,7 @@ def write_dataset_folder(path: Path, *, is_in_split: bool) -> Path:
     return path
 
 
-def to_tuples(comparisons: Iterator[Comparison]) -> list[tuple[Any, ...]]:
+def convert_to_tuples(comparisons: Iterator[Comparison]) -> list[tuple[Any, ...]]:
     return [
         (comparison.prompt, *comparison.answers, comparison.best_index)
         for comparison in comparisons
@@ -87,7 +87,7 @@ def test_all_file_formats_produce_the_same_comparisons(kind: str, tmp_path: Path
             (path / "README.md").write_text("no data")
         case _:
             write_dataset_folder(path, is_in_split=kind == "saved_splits")
-    rows = to_tuples(read_comparisons(path))
+    rows = convert_to_tuples(read_comparisons(path))
     assert rows == [(row["prompt"], row["chosen"], row["rejected"], 0) for row in PAIRS]
 
 
@@ -95,14 +95,14 @@ def test_all_file_formats_produce_the_same_comparisons(kind: str, tmp_path: Path
 def test_byte_order_mark_is_ignored(kind: str, tmp_path: Path) -> None:
     writers = {"jsonl": lambda path: write_jsonl(path, PAIRS), "json": write_json, "csv": write_csv}
     path = writers[kind](tmp_path / f"data.{kind}")
-    expected_tuples = to_tuples(read_comparisons(path))
+    expected_tuples = convert_to_tuples(read_comparisons(path))
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert to_tuples(read_comparisons(path)) == expected_tuples
+    assert convert_to_tuples(read_comparisons(path)) == expected_tuples
 
 
 def test_openai_format_with_four_samples_is_read(tmp_path: Path) -> None:
     row = {"query": "Q", "sample0": "a", "sample1": "b", "sample2": "c", "sample3": "d", "best": 2}
-    [comparison] = to_tuples(read_comparisons(write_jsonl(tmp_path / "data.jsonl", [row])))
+    [comparison] = convert_to_tuples(read_comparisons(write_jsonl(tmp_path / "data.jsonl", [row])))
     assert comparison == ("Q", "a", "b", "c", "d", 2)
 
 
@@ -115,7 +115,7 @@ def test_messages_and_token_ids_are_read_unchanged(tmp_path: Path) -> None:
         {"prompt": [user_message], "chosen": [assistant_message], "rejected": "Go"},
         {"prompt": [5, 6], "chosen": [7], "rejected": [8, 9]},
     ]
-    comparisons = to_tuples(read_comparisons(write_jsonl(tmp_path / "data.jsonl", rows)))
+    comparisons = convert_to_tuples(read_comparisons(write_jsonl(tmp_path / "data.jsonl", rows)))
     assert comparisons == [([user_message], [assistant_message], "Go", 0), ([5, 6], [7], [8, 9], 0)]
 
 

@@ -1,4 +1,4 @@
-"""Training of reward models: written files, resumed trainings and scores."""
+"""Tests of reward model training: output files, resumption and scores."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def make_config(model: str, data_path: Path, output: Path, **fields: Any) -> Rew
 
 
 class CountedStopRequest(StopRequest):
-    """A stop request that is set at a number of steps."""
+    """A stop request that is set at step `stop_step`."""
 
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
+    def __init__(self, stop_step: int) -> None:
+        self._num_remaining_steps = stop_step
 
     @property
     def is_set(self) -> bool:
-        """Count a step and return whether it is the last one."""
-        self.num_steps -= 1
-        return self.num_steps == 0
+        """Count one step; return True at step `stop_step`."""
+        self._num_remaining_steps -= 1
+        return self._num_remaining_steps == 0
 
 
 def copy_weights(model: RewardModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def assert_equal(model: RewardModel, expected_model: RewardModel) -> None:
+def assert_weights_equal(model: RewardModel, expected_model: RewardModel) -> None:
     actual_weights, expected_weights = copy_weights(model), copy_weights(expected_model)
     assert actual_weights.keys() == expected_weights.keys()
     for name, tensor in actual_weights.items():
@@ -50,12 +50,12 @@ def assert_equal(model: RewardModel, expected_model: RewardModel) -> None:
 
 
 def test_output_folder_contains_the_returned_model_and_metrics(
-    model_path: str, preferences: Path, tmp_path: Path
+    model_path: str, preferences_path: Path, tmp_path: Path
 ) -> None:
-    config = make_config(model_path, preferences, tmp_path / "rm")
-    progress: list[RewardModelProgress] = []
-    model, metrics = train_reward_model(config, on_progress=progress.append)
-    assert_equal(model, load_reward_model(tmp_path / "rm"))
+    config = make_config(model_path, preferences_path, tmp_path / "rm")
+    progress_records: list[RewardModelProgress] = []
+    model, metrics = train_reward_model(config, on_progress=progress_records.append)
+    assert_weights_equal(model, load_reward_model(tmp_path / "rm"))
     assert json.loads((tmp_path / "rm/config.json").read_text())["id2label"] == {"0": "LABEL_0"}
     saved_metrics = RewardModelMetrics.model_validate_json(
         (tmp_path / "rm/metrics.json").read_text()
@@ -71,7 +71,7 @@ def test_output_folder_contains_the_returned_model_and_metrics(
         last_evaluation.loss,
     )
     assert metrics.epochs[1].train_loss < metrics.epochs[0].train_loss
-    assert [record.finished.epoch for record in progress if record.finished] == [1, 2]
+    assert [record.finished.epoch for record in progress_records if record.finished] == [1, 2]
     assert not config.folder.exists()
 
 
@@ -81,20 +81,20 @@ def test_output_folder_contains_the_returned_model_and_metrics(
 def test_resumed_training_equals_an_uninterrupted_training(
     path_fixture: str,
     stop_step: int,
-    preferences: Path,
+    preferences_path: Path,
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
     path = request.getfixturevalue(path_fixture)
-    config = make_config(path, preferences, tmp_path / "uninterrupted")
+    config = make_config(path, preferences_path, tmp_path / "uninterrupted")
     expected_model, expected_metrics = train_reward_model(config)
-    config = make_config(path, preferences, tmp_path / "resumed")
+    config = make_config(path, preferences_path, tmp_path / "resumed")
     with pytest.raises(RunStopped, match=f"after step {stop_step} of 8"):
         train_reward_model(config, stop_request=CountedStopRequest(stop_step))
     assert not (tmp_path / "resumed").exists()
-    torch.manual_seed(5)  # other random numbers of the program have no effect
+    torch.manual_seed(5)  # the global random state must have no effect
     resumed_model, resumed_metrics = train_reward_model(config, resume=Resume.ALWAYS)
-    assert_equal(resumed_model, expected_model)
+    assert_weights_equal(resumed_model, expected_model)
     epoch_dumps = [
         [epoch.model_dump(exclude={"elapsed_s"}) for epoch in metrics.epochs]
         for metrics in (expected_metrics, resumed_metrics)
@@ -103,10 +103,10 @@ def test_resumed_training_equals_an_uninterrupted_training(
 
 
 def test_resume_with_changed_configuration_or_data_is_refused(
-    model_path: str, preferences: Path, tmp_path: Path
+    model_path: str, preferences_path: Path, tmp_path: Path
 ) -> None:
     data_path = tmp_path / "data.jsonl"
-    data_path.write_text(preferences.read_text())
+    data_path.write_text(preferences_path.read_text())
     config = make_config(model_path, data_path, tmp_path / "rm")
     with pytest.raises(RunStopped):
         train_reward_model(config, stop_request=CountedStopRequest(1))
@@ -115,10 +115,10 @@ def test_resume_with_changed_configuration_or_data_is_refused(
         train_reward_model(changed_config, resume=Resume.ALWAYS)
     with pytest.raises(ConfigError, match="already contains a run"):
         train_reward_model(config)
-    data_path.write_text("".join(preferences.read_text().splitlines(keepends=True)[1:]))
+    data_path.write_text("".join(preferences_path.read_text().splitlines(keepends=True)[1:]))
     with pytest.raises(ConfigError, match="has changed since the training started"):
         train_reward_model(config, resume=Resume.ALWAYS)
-    data_path.write_text(preferences.read_text())
+    data_path.write_text(preferences_path.read_text())
     [agent_file] = config.folder.glob("checkpoints/*/learner/agent.pt")
     agent_file.write_bytes(agent_file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -130,16 +130,16 @@ def test_resume_with_changed_configuration_or_data_is_refused(
 
 
 def test_frozen_backbone_does_not_change(
-    model_path: str, preferences: Path, tmp_path: Path
+    model_path: str, preferences_path: Path, tmp_path: Path
 ) -> None:
-    config = make_config(model_path, preferences, tmp_path / "rm", freeze_backbone=True)
+    config = make_config(model_path, preferences_path, tmp_path / "rm", freeze_backbone=True)
     frozen_model, _ = train_reward_model(config)
     initial_model = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1)
     initial_weights = dict(initial_model.base_model.named_parameters())
     frozen_weights = dict(frozen_model.classifier.base_model.named_parameters())
     assert all(torch.equal(initial_weights[name], frozen_weights[name]) for name in initial_weights)
     unfrozen_model, _ = train_reward_model(
-        make_config(model_path, preferences, tmp_path / "unfrozen")
+        make_config(model_path, preferences_path, tmp_path / "unfrozen")
     )
     trained_weights = dict(unfrozen_model.classifier.base_model.named_parameters())
     assert not any(
@@ -150,13 +150,13 @@ def test_frozen_backbone_does_not_change(
 
 
 def test_trained_weights_do_not_depend_on_micro_batch_size(
-    model_path: str, preferences: Path, tmp_path: Path
+    model_path: str, preferences_path: Path, tmp_path: Path
 ) -> None:
     expected_model, _ = train_reward_model(
-        make_config(model_path, preferences, tmp_path / "a", epochs=1)
+        make_config(model_path, preferences_path, tmp_path / "a", epochs=1)
     )
     config = make_config(
-        model_path, preferences, tmp_path / "b", epochs=1, max_tokens_per_micro_batch=64
+        model_path, preferences_path, tmp_path / "b", epochs=1, max_tokens_per_micro_batch=64
     )
     model, _ = train_reward_model(config)
     for name, tensor in copy_weights(expected_model).items():
@@ -165,10 +165,10 @@ def test_trained_weights_do_not_depend_on_micro_batch_size(
 
 @pytest.mark.parametrize("path_fixture", ["model_path", "gpt2_path"])
 def test_scores_do_not_depend_on_padding_or_loading_library(
-    path_fixture: str, preferences: Path, tmp_path: Path, request: pytest.FixtureRequest
+    path_fixture: str, preferences_path: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     path = request.getfixturevalue(path_fixture)
-    config = make_config(path, preferences, tmp_path / "rm", epochs=1)
+    config = make_config(path, preferences_path, tmp_path / "rm", epochs=1)
     model, _ = train_reward_model(config)
     prompts = ["Tell me about bread."] * 4
     answers = ["calm", "good good good", "never late and always early", "music"]
@@ -177,7 +177,7 @@ def test_scores_do_not_depend_on_padding_or_loading_library(
         model.score([prompt], [answer])[0] for prompt, answer in zip(prompts, answers, strict=True)
     ]
     assert batch_scores == pytest.approx(single_scores, abs=1e-5)
-    # transformers alone, with padding:
+    # Score the same rows as one padded batch with transformers only.
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
     rows = [model.encoder.encode(*texts) for texts in zip(prompts, answers, strict=True)]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "rm")
@@ -188,9 +188,11 @@ def test_scores_do_not_depend_on_padding_or_loading_library(
 
 
 def test_equal_completions_have_equal_scores_in_all_batches(
-    model_path: str, preferences: Path, tmp_path: Path, example: ModuleType
+    model_path: str, preferences_path: Path, tmp_path: Path, example: ModuleType
 ) -> None:
-    model, _ = train_reward_model(make_config(model_path, preferences, tmp_path / "rm", epochs=1))
+    model, _ = train_reward_model(
+        make_config(model_path, preferences_path, tmp_path / "rm", epochs=1)
+    )
     rows = list(example.make_comparisons(30, seed=3))
     answers = [row[f"sample{number}"] for row in rows for number in range(4)] * 2
     scores = model.score(["Tell me."] * len(answers), answers, max_tokens_per_batch=100)
@@ -212,7 +214,7 @@ def test_keep_best_saves_the_epoch_with_the_lowest_test_loss(
     losses = [epoch.test.loss for epoch in metrics.epochs if epoch.test]
     assert metrics.loss == min(losses) < losses[-1]
     assert metrics.kept_epoch == losses.index(min(losses)) + 1
-    assert_equal(model, load_reward_model(tmp_path / "rm"))
+    assert_weights_equal(model, load_reward_model(tmp_path / "rm"))
 
 
 def test_comparisons_of_one_prompt_are_in_the_same_split(
@@ -231,15 +233,15 @@ def test_comparisons_of_one_prompt_are_in_the_same_split(
     assert not (tmp_path / "rm").exists()
 
 
-def test_only_reward_model_folders_are_replaced_and_only_with_overwrite(
-    model_path: str, preferences: Path, tmp_path: Path
+def test_overwrite_is_required_and_replaces_only_reward_model_folders(
+    model_path: str, preferences_path: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("precious")
-    config = make_config(model_path, preferences, tmp_path / "mine", epochs=1)
+    config = make_config(model_path, preferences_path, tmp_path / "mine", epochs=1)
     with pytest.raises(ConfigError, match="is not the folder of a reward model"):
         train_reward_model(config, overwrite=True)
-    config = make_config(model_path, preferences, tmp_path / "rm", epochs=1)
+    config = make_config(model_path, preferences_path, tmp_path / "rm", epochs=1)
     train_reward_model(config)
     with pytest.raises(ConfigError, match="--overwrite"):
         train_reward_model(config)
@@ -247,27 +249,29 @@ def test_only_reward_model_folders_are_replaced_and_only_with_overwrite(
 
 
 def test_training_does_not_change_the_global_random_state(
-    model_path: str, preferences: Path, tmp_path: Path
+    model_path: str, preferences_path: Path, tmp_path: Path
 ) -> None:
     torch.manual_seed(3)
     expected_numbers = torch.rand(2)
     torch.manual_seed(3)
-    train_reward_model(make_config(model_path, preferences, tmp_path / "rm", epochs=1))
+    train_reward_model(make_config(model_path, preferences_path, tmp_path / "rm", epochs=1))
     assert torch.equal(torch.rand(2), expected_numbers)
 
 
 def test_failed_training_start_leaves_no_files(
-    model_path: str, preferences: Path, tmp_path: Path
+    model_path: str, preferences_path: Path, tmp_path: Path
 ) -> None:
     config = make_config(model_path, tmp_path / "missing.jsonl", tmp_path / "rm")
     with pytest.raises(NotFoundError, match="does not exist"):
         train_reward_model(config)
     with pytest.raises(NotFoundError, match="model = "):
-        train_reward_model(make_config(str(tmp_path), preferences, tmp_path / "rm"))
+        train_reward_model(make_config(str(tmp_path), preferences_path, tmp_path / "rm"))
     with pytest.raises(ConfigError, match="64 positions"):
-        train_reward_model(make_config(model_path, preferences, tmp_path / "rm", max_tokens=1000))
+        train_reward_model(
+            make_config(model_path, preferences_path, tmp_path / "rm", max_tokens=1000)
+        )
     with pytest.raises(ConfigError, match="device = 'tpu'"):
-        train_reward_model(make_config(model_path, preferences, tmp_path / "rm", device="tpu"))
+        train_reward_model(make_config(model_path, preferences_path, tmp_path / "rm", device="tpu"))
     assert list(tmp_path.iterdir()) == []
 
 
