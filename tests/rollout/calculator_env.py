@@ -1,4 +1,4 @@
-"""A small environment with tools: sums, with a calculator as an optional tool."""
+"""A small environment with tools: sums, and a calculator that the policy may call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ludus.proto.errors import ActionParseError, ToolError
 
 
 class Answer(Action):
-    """The sum."""
+    """The proposed sum."""
 
     value: int
 
@@ -37,7 +37,7 @@ class _Renderer:
 
 
 class CalculatorEnv(Environment[Answer, Question, State]):
-    """One sum; the correct answer has reward 1."""
+    """An environment that asks for one sum; the correct answer has reward 1."""
 
     action_type = Answer
     observation_type = Question

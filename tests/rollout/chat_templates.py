@@ -1,4 +1,4 @@
-"""Chat templates like those of model families, each with a matching byte-level tokenizer."""
+"""Chat templates that resemble those of well-known model families, and their tokenizers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class Family:
     bos: str | None = None
     has_tools: bool = False
     """True if the template lists the tools."""
-    ends_turns: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -102,7 +101,7 @@ LLAMA3 = Family(
     bos="<|begin_of_text|>",
 )
 
-# Accepts two alternating roles only; the model itself samples the space before its completion.
+# Accepts only alternating user and assistant roles, and starts each completion with a space.
 MISTRAL = Family(
     "mistral",
     "{{- bos_token }}"
@@ -137,14 +136,13 @@ GEMMA = Family(
     bos="<bos>",
 )
 
-# Uses plain words without an end token; a turn ends where the next turn starts.
+# Marks roles with plain words and has no end token: the next role marks the end of a turn.
 PLAIN = Family(
     "plain",
     "{%- for m in messages %}{{- m.role | capitalize + ': ' + m.content + '\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- 'Assistant: ' }}{%- endif %}",
     ("<|end|>",),
     eos="<|end|>",
-    ends_turns=False,
 )
 
 CHATML = Family("chatml", _CHATML_BODY, ("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
@@ -154,7 +152,7 @@ FAMILIES = (QWEN25, QWEN3, LLAMA3, MISTRAL, GEMMA, PLAIN, CHATML)
 
 @cache
 def make_family_tokenizer(family: Family) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes and the family's special tokens."""
+    """Return a byte-level tokenizer with the family's special tokens and chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: token_id for token_id, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

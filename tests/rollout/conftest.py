@@ -1,4 +1,4 @@
-"""Fixtures: the engines under test with untied and tied models, and the parts of an episode."""
+"""Fixtures: engines with untied and tied models, and a server, a client and a tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.rollout.engine_pair import TRANSFORMERS, VLLM, EnginePair, open_pair
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EnginePair]:
-    """Yield each kind of engine with its plain model."""
+    """Yield each kind of engine with a plain model of the same weights."""
     torch.set_num_threads(1)
     with open_pair(request.param, tmp_path_factory.mktemp("model")) as engine_pair:
         yield engine_pair
@@ -28,8 +28,10 @@ def pair(
 
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[EnvServer]:
-    async with EnvServer(lambda: make_environment(game="blackjack"), ServerOptions(port=0)) as env:
-        yield env
+    async with EnvServer(
+        lambda: make_environment(game="blackjack"), ServerOptions(port=0)
+    ) as env_server:
+        yield env_server
 
 
 @pytest_asyncio.fixture

@@ -1,4 +1,4 @@
-"""Helpers for the tests of engines: an engine and a plain model with the same weights."""
+"""Helpers for engine tests: an engine and a plain model with the same weights."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed, make_v
 MAX_TOKENS = 128
 END_TOKEN_ID = 1
 TOLERANCE = 1e-4
-"""Tolerance of a log-prob in float32."""
+"""Absolute tolerance of log-probs in float32."""
 CANARY_PROMPT = ScoringRequest([5, 9, 11, 40], [7, 30, 12])
 
 
 @dataclass(frozen=True)
 class EngineKind:
-    """An engine and its model."""
+    """The type of an engine, and whether its model ties the embeddings."""
 
     name: str
     tie_embeddings: bool
@@ -72,7 +72,7 @@ def open_pair(kind: EngineKind, folder: Path) -> Iterator[EnginePair]:
 
 
 def make_folder(folder: Path, *, tie_embeddings: bool) -> str:
-    """Write a tiny model with a far from uniform distribution; return its folder."""
+    """Write a tiny model whose distribution is far from uniform; return its folder."""
     config = TinyModel(
         width=64,
         num_heads=2,
@@ -97,7 +97,7 @@ def make_transformers_engine(path: str, *, max_batch_size: int = 1024) -> Engine
 
 
 def make_vllm_engine(path: str) -> Engine:
-    """Return a vLLM engine with the model in `path`; the process must be prepared for vLLM."""
+    """Return a vLLM engine with the model in `path`; call this inside `prepare_for_vllm`."""
     from ludus.trainer.rollout.engines.vllm_engine import VllmEngine
 
     return VllmEngine(
@@ -122,7 +122,7 @@ def prepare_for_vllm() -> Iterator[None]:
 
 @torch.no_grad()
 def add_noise(model: PreTrainedModel, seed: int, scale: float) -> None:
-    """Add noise to every parameter, as a training step would."""
+    """Add Gaussian noise to every parameter in place."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
@@ -150,14 +150,14 @@ def make_requests(
 
 
 def complete(engine: Engine, requests: Iterable[EngineRequest]) -> dict[int, EngineOutput]:
-    """Return the engine's output for each request, by request id."""
+    """Submit the requests and return their outputs by request id."""
     for request in requests:
         engine.submit(request)
     return drain(engine)
 
 
 def drain(engine: Engine) -> dict[int, EngineOutput]:
-    """Step the engine until it has no work; return its outputs by request id."""
+    """Step the engine until it has no work; return the outputs by request id."""
     outputs: dict[int, EngineOutput] = {}
     while engine.has_work:
         for output in engine.step():
@@ -170,7 +170,7 @@ def drain(engine: Engine) -> dict[int, EngineOutput]:
 def compute_logprobs(
     model: PreTrainedModel, prompt_ids: list[int], output_ids: list[int], temperature: float = 1.0
 ) -> list[float]:
-    """Return the completion's log-probs from one forward pass without a cache."""
+    """Return the log-probs of a completion from one forward pass without a cache."""
     logits = model(torch.tensor([prompt_ids + output_ids]), use_cache=False).logits[0]
     logprobs = torch.log_softmax(logits[len(prompt_ids) - 1 : -1] / temperature, dim=-1)
     return logprobs[range(len(output_ids)), output_ids].tolist()
@@ -179,12 +179,14 @@ def compute_logprobs(
 def compute_max_error(
     model: PreTrainedModel, requests: Iterable[EngineRequest], outputs: dict[int, EngineOutput]
 ) -> float:
-    """Return the largest difference of the outputs' log-probs to a full forward pass."""
+    """Return the largest log-prob error of the outputs, compared with a full forward pass."""
     errors = [0.0]
     for request in requests:
         output = outputs[request.request_id]
-        # Greedy completions report the log-probs of temperature 1.
+        # For greedy completions, engines report log-probs at temperature 1.
         temperature = request.sampling.temperature or 1.0
-        expected = compute_logprobs(model, request.prompt_ids, output.token_ids, temperature)
-        errors += [abs(a - b) for a, b in zip(output.logprobs, expected, strict=True)]
+        expected_logprobs = compute_logprobs(
+            model, request.prompt_ids, output.token_ids, temperature
+        )
+        errors += [abs(a - b) for a, b in zip(output.logprobs, expected_logprobs, strict=True)]
     return max(errors)

@@ -1,4 +1,4 @@
-"""An environment and functions of a run that fail on request."""
+"""An environment and functions for run configurations that fail on certain inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAN_REWARD_SEED = 668
 
 
 class FragileRenderer(CountingRenderer):
-    """A renderer that cannot show a total of -1 or 3, and a parser that accepts numbers only."""
+    """A renderer that fails for totals of -1 and 3 and cannot parse text without a number."""
 
     def render(self, observation: CountObservation, *, first: bool) -> list[Message]:
         if observation.total in (-1, 3):
@@ -34,7 +34,7 @@ class FragileRenderer(CountingRenderer):
 
 
 class FragileEnv(CountingEnv):
-    """A counting environment that fails on some seeds, on ADD 13, on a total of 3 and on words."""
+    """A counting environment that fails for certain seeds, actions and totals."""
 
     name = "fragile"
     text_renderer = FragileRenderer()
@@ -59,13 +59,13 @@ class FragileEnv(CountingEnv):
 
 
 def render(observation: dict[str, Any], first: bool) -> list[Message]:
-    """Return the total as a message; raise an error above 1."""
+    """Return the total as a message; raise an error if the total is above 1."""
     if observation["total"] > 1:
-        raise IndexError("I can count to 1")
+        raise IndexError("the total is above 1")
     return [{"role": "user", "content": f"Total {observation['total']}."}]
 
 
-def render_nonsense(observation: dict[str, Any], first: bool) -> str:
+def render_as_string(observation: dict[str, Any], first: bool) -> str:
     return "Total?"
 
 
@@ -77,7 +77,7 @@ def parse(text: str, observation: dict[str, Any]) -> dict[str, int]:
 async def play_and_divide_by_zero(
     session: AsyncSession, first_result: StepResult, conversation: Conversation
 ) -> EpisodeEnd:
-    """Raise an error in a separate task, after one completion."""
+    """Sample one completion, then raise an error in a separate task."""
     assert first_result.text is not None
     conversation.add(first_result.text.messages)
     await conversation.complete()

@@ -1,4 +1,4 @@
-"""Reward functions and a rollout function that tests name in configurations."""
+"""Reward and rollout functions for the configurations of tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludus.trainer.rollout.conversation import Conversation
 from ludus.trainer.rollout.episode import EpisodeEnd
 
 RECORDED_CALLS: list[dict[str, list[Any]]] = []
-"""Arguments of the calls of `remember`."""
+"""Arguments of each call of `remember`."""
 THREAD_IDS: set[int] = set()
 LOOP_EVENT = threading.Event()
 TEST_END_EVENT = threading.Event()
@@ -30,7 +30,11 @@ def remember(**columns: list[Any]) -> list[float]:
 def num_words(completions: list[list[Message]]) -> list[int]:
     """Return the number of words of each completion."""
     return [
-        sum(len(m["content"].split()) for m in messages if m["role"] == "assistant")
+        sum(
+            len(message["content"].split())
+            for message in messages
+            if message["role"] == "assistant"
+        )
         for messages in completions
     ]
 
@@ -38,10 +42,13 @@ def num_words(completions: list[list[Message]]) -> list[int]:
 async def return_if_finished(
     episode_return: list[float], *, terminated: list[bool], unknown: str = "default"
 ) -> list[float | None]:
-    """Return the returns of finished episodes, None for the others."""
+    """Return `episode_return` for each finished episode, otherwise None."""
     await asyncio.sleep(0)
     assert unknown == "default"
-    return [reward if end else None for reward, end in zip(episode_return, terminated, strict=True)]
+    return [
+        reward if is_finished else None
+        for reward, is_finished in zip(episode_return, terminated, strict=True)
+    ]
 
 
 def skip_first_score(completion_ids: list[list[int]]) -> list[float | None]:
@@ -49,7 +56,7 @@ def skip_first_score(completion_ids: list[list[int]]) -> list[float | None]:
 
 
 def read_added(added: list[int | None]) -> list[float]:
-    """Return a field of the environment's info."""
+    """Return the field `added` of the environment's info, or 0 if it is None."""
     return [float(number or 0) for number in added]
 
 
@@ -78,7 +85,7 @@ def fails(prompts: list[list[Message]]) -> list[float]:
 
 
 def exits(prompts: list[list[Message]]) -> list[float]:
-    """Exit, as code that a policy wrote may do when it is executed."""
+    """Exit the process, as code that a policy has written may do."""
     exec("exit(3)")
     return []
 
@@ -99,12 +106,12 @@ async def never_ends(prompts: list[list[Message]]) -> list[float]:
 
 
 def wait_for_loop(prompts: list[list[Message]]) -> list[float]:
-    """Return 1 for each episode if the event loop sets `LOOP_EVENT` within 20 s, or 0."""
+    """Return 1 for each episode if `LOOP_EVENT` is set within 20 s, otherwise 0."""
     return [float(LOOP_EVENT.wait(20))] * len(prompts)
 
 
 def wait_for_test_end(prompts: list[list[Message]]) -> list[float]:
-    """Block until the test ends."""
+    """Block until `TEST_END_EVENT` is set; return 0 for each episode."""
     TEST_END_EVENT.wait(60)
     return [0.0] * len(prompts)
 
@@ -116,7 +123,7 @@ def positional_only(prompts: list[list[Message]], /) -> list[float]:
 async def play_in_pairs(
     session: AsyncSession, first_result: StepResult, conversation: Conversation
 ) -> EpisodeEnd:
-    """Sample twice before each step; add the first completions to the episode's fields."""
+    """Sample a thought and an action per step; return the thoughts as a field of the episode."""
     assert first_result.text is not None
     conversation.add(first_result.text.messages)
     thoughts: list[str] = []
@@ -138,9 +145,9 @@ async def play_in_pairs(
 async def play_without_end(
     session: AsyncSession, first_result: StepResult, conversation: Conversation
 ) -> None:
-    """Return nothing instead of an `EpisodeEnd`."""
+    """Return None instead of an `EpisodeEnd`."""
 
 
 def num_thoughts(thoughts: list[list[str]]) -> list[float]:
     """Return the number of thoughts of each episode."""
-    return [float(len(thought)) for thought in thoughts]
+    return [float(len(episode_thoughts)) for episode_thoughts in thoughts]

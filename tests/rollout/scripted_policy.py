@@ -1,4 +1,4 @@
-"""A policy whose completions are scripted, and players that use it instead of an engine."""
+"""A policy with scripted completions, and players that use it instead of an engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMITS = RolloutConfig(max_completion_tokens=8, max_tokens=256)
 
 
 class ScriptedPolicy:
-    """Returns the next text of a script; a text that ends with "..." has no EOS token."""
+    """A policy that returns scripted texts. A text that ends with "..." has no EOS token."""
 
     def __init__(
         self, chat: ChatTokenizer, script: Iterator[str], on_call: Callable[[], None] | None = None
@@ -39,7 +39,7 @@ class ScriptedPolicy:
         self.script = script
         """Texts of the next completions."""
         self.replacement: GenerateFunction | None = None
-        """Function that is called instead of using the script."""
+        """Function to call instead of using the script."""
         self._on_call = on_call
         self.prompts: list[list[int]] = []
         self.seeds: list[int] = []
@@ -65,7 +65,7 @@ class ScriptedPolicy:
 
 @dataclass(frozen=True)
 class ScriptedPlayer:
-    """Plays groups and single episodes with one runner."""
+    """A player of groups and single episodes with one runner."""
 
     runner: SessionRunner[Any]
     reward: Reward = field(default_factory=Reward)
@@ -73,14 +73,16 @@ class ScriptedPlayer:
     environment_index: int = 0
 
     def replace_fields(self, **fields: Any) -> ScriptedPlayer:
-        """Return a player whose runner has these fields."""
+        """Return a copy of the player with these fields of its runner replaced."""
         return replace(self, runner=replace(self.runner, **fields))
 
     async def play_group(
         self, spec: GroupSpec, timeout_s: float = 60.0, num_transcripts: int = 0
     ) -> RolloutGroup:
         """Play one group within a time limit."""
-        [group] = await self._player(timeout_s).play_groups([spec], SAMPLING, [num_transcripts])
+        [group] = await self._make_player(timeout_s).play_groups(
+            [spec], SAMPLING, [num_transcripts]
+        )
         return group
 
     async def play_episode(self, seed: int, timeout_s: float = 60.0) -> Rollout:
@@ -89,10 +91,10 @@ class ScriptedPlayer:
         return rollout
 
     async def play_episodes(self, seeds: Sequence[int], timeout_s: float = 60.0) -> list[Rollout]:
-        """Play evaluation episodes within a time limit for each one."""
-        return await self._player(timeout_s).evaluate(seeds, SAMPLING)
+        """Play evaluation episodes, with a time limit for each episode."""
+        return await self._make_player(timeout_s).evaluate(seeds, SAMPLING)
 
-    def _player(self, timeout_s: float) -> GroupPlayer:
+    def _make_player(self, timeout_s: float) -> GroupPlayer:
         limits = self.runner.limits.model_copy(update={"group_timeout_s": timeout_s})
         return GroupPlayer(
             replace(self.runner, limits=limits),
@@ -112,7 +114,7 @@ def make_runner(
     function: RolloutFunction | None = None,
     **fields: Any,
 ) -> SessionRunner[Any]:
-    """Return a turn loop, or the runner of a rollout function; `fields` replace its fields."""
+    """Return a turn loop, or the runner of `function`; `fields` are more fields of the runner."""
     settings: dict[str, Any] = {
         "environment": "game",
         "client": client,
@@ -134,7 +136,7 @@ async def start_player(
     generate: Any,
     chat: ChatTokenizer,
 ) -> GroupPlayer:
-    """Return the player that the configuration of a run selects."""
+    """Return the player of the environment that the run configures."""
     components = RunnerComponents(run, environment, client, generate, chat, AsyncExitStack())
     return await GroupPlayer.start(components, RewardModels())
 
@@ -142,7 +144,7 @@ async def start_player(
 async def play_once(
     runner: SessionRunner[Any], seed: int, sampling: Sampling = SAMPLING
 ) -> PlayedEpisode:
-    """Play one episode with random numbers of key 0."""
+    """Play one evaluation episode, with sampling seeds derived from key 0."""
     episode_start = EpisodeStart(0, seed, key=0)
     [episode] = await runner.play_episodes([episode_start], sampling, is_evaluation=True)
     return episode
@@ -160,7 +162,7 @@ def make_player(
     environment_index: int = 0,
     **fields: Any,
 ) -> tuple[ScriptedPlayer, ScriptedPolicy]:
-    """Return a player and its scripted policy; `fields` are fields of the runner."""
+    """Return a player and its scripted policy; `fields` are more fields of the runner."""
     policy = ScriptedPolicy(chat, script, on_call)
     runner = make_runner(client, chat, policy, limits, **fields)
     player = ScriptedPlayer(runner, reward or Reward(), run_seed, environment_index)

@@ -1,4 +1,4 @@
-"""Canary prompts request legal answers of the policy, one at a time."""
+"""Tests of canary prompts: one for each legal completion of the first prompt."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.rollout.chat_templates import FAMILIES, QWEN3, Family, make_family_to
 
 
 async def make_environment(client: AsyncEnvClient) -> ConnectedEnvironment:
-    """Return the environment of the client."""
+    """Return a connected environment that uses the client."""
     config = LocalEnvironment()
     return ConnectedEnvironment(
-        config, "there", client, await client.describe(), make_renderer(config)
+        config, "address", client, await client.describe(), make_renderer(config)
     )
 
 
@@ -55,13 +55,13 @@ async def test_canary_uses_the_end_of_the_prompt_without_legal_completions(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = await make_environment(client)
-    [known_canary, _] = await first_prompts.make_canary_prompts(environment, chat)
+    [answer_canary, _] = await first_prompts.make_canary_prompts(environment, chat)
     monkeypatch.setattr(first_prompts, "list_legal_answers", lambda _: [])
     [canary] = await first_prompts.make_canary_prompts(environment, chat)
-    assert canary.prompt_ids + canary.completion_ids == known_canary.prompt_ids
+    assert canary.prompt_ids + canary.completion_ids == answer_canary.prompt_ids
     assert 0 < len(canary.completion_ids) <= 32
 
 
 def make_reply(text: str) -> dict[str, str]:
-    """Return a message of the policy."""
+    """Return an assistant message."""
     return {"role": "assistant", "content": text}

@@ -1,4 +1,4 @@
-"""A conversation is one growing token sequence, equal to the chat template's output."""
+"""Tests that a conversation, encoded turn by turn, equals the chat template's output."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer(TEXTS, vocab_size=320)
 
 
-def user(content: str) -> list[Message]:
-    """Return one message of the user."""
+def make_prompt(content: str) -> list[Message]:
+    """Return a prompt with one user message."""
     return [{"role": "user", "content": content}]
 
 
@@ -27,11 +27,15 @@ def test_two_turns_equal_the_full_chat_template(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)
-    token_ids = chat.encode_first_prompt(user("hard 16 vs 10"))
+    token_ids = chat.encode_first_prompt(make_prompt("hard 16 vs 10"))
     token_ids += chat.encode_completion("HIT")
-    token_ids += chat.encode_next_prompt(user("hard 19 vs 10"), has_end_token=True)
+    token_ids += chat.encode_next_prompt(make_prompt("hard 19 vs 10"), has_end_token=True)
     expected_ids = tokenizer.apply_chat_template(
-        [*user("hard 16 vs 10"), {"role": "assistant", "content": "HIT"}, *user("hard 19 vs 10")],
+        [
+            *make_prompt("hard 16 vs 10"),
+            {"role": "assistant", "content": "HIT"},
+            *make_prompt("hard 19 vs 10"),
+        ],
         add_generation_prompt=True,
         return_dict=False,
     )
@@ -42,8 +46,8 @@ def test_end_token_is_added_after_an_incomplete_completion(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)
-    next_ids = chat.encode_next_prompt(user("hard 19 vs 10"), has_end_token=True)
-    assert chat.encode_next_prompt(user("hard 19 vs 10"), has_end_token=False) == [
+    next_ids = chat.encode_next_prompt(make_prompt("hard 19 vs 10"), has_end_token=True)
+    assert chat.encode_next_prompt(make_prompt("hard 19 vs 10"), has_end_token=False) == [
         chat.end_token_id,
         *next_ids,
     ]
@@ -60,7 +64,9 @@ def test_frequent_words_are_one_token_and_any_text_is_encodable(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)
-    assert len(chat.encode_completion("HIT")) == 2, "the word and the end token"
+    assert len(chat.encode_completion("HIT")) == 2, (
+        "HIT is not encoded as one token and the end token"
+    )
     assert len(chat.encode_completion("xyzzy")) > 2
 
 
@@ -85,7 +91,7 @@ def test_tokenizer_without_chat_template_is_rejected(
 
 def test_caller_can_modify_the_returned_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = ChatTokenizer(tokenizer)
-    prompt_ids = chat.encode_first_prompt(user("hard 16 vs 10"))
+    prompt_ids = chat.encode_first_prompt(make_prompt("hard 16 vs 10"))
     expected_ids = list(prompt_ids)
     prompt_ids.append(0)
-    assert chat.encode_first_prompt(user("hard 16 vs 10")) == expected_ids
+    assert chat.encode_first_prompt(make_prompt("hard 16 vs 10")) == expected_ids

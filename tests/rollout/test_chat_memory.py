@@ -1,4 +1,4 @@
-"""The chat caches of a rollout worker stay small, however long it plays."""
+"""Tests that the chat caches of a rollout worker have bounded memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def measure_kept_bytes(function: Callable[[], None]) -> int:
-    """Return the bytes that are still allocated after the function returns."""
+    """Return the number of bytes that remain allocated after the function returns."""
     tracemalloc.start()
     try:
         function()
@@ -32,8 +32,8 @@ def measure_kept_bytes(function: Callable[[], None]) -> int:
         tracemalloc.stop()
 
 
-def user(content: str) -> list[Message]:
-    """Return one message of the user."""
+def make_prompt(content: str) -> list[Message]:
+    """Return a prompt with one user message."""
     return [{"role": "user", "content": content}]
 
 
@@ -43,7 +43,7 @@ def test_long_completions_are_not_cached(tokenizer: PreTrainedTokenizerFast) -> 
 
     def decode_many() -> None:
         for _ in range(60):
-            # New int objects, as an engine returns them.
+            # Create new int objects, as an engine does.
             chat.decode([int(str(rng.randrange(260, 300))) for _ in range(4096)])
 
     assert measure_kept_bytes(decode_many) < MEGABYTE
@@ -65,9 +65,9 @@ def test_cache_of_long_prompts_is_bounded(
 
     def encode_many() -> None:
         for index in range(300):
-            encode(user(f"{index} hard 16 vs 10" * 200))
+            encode(make_prompt(f"{index} hard 16 vs 10" * 200))
 
-    encode(user("warm up"))
+    encode(make_prompt("warm up"))
     assert measure_kept_bytes(encode_many) < 2 * MEGABYTE
 
 

@@ -1,4 +1,4 @@
-"""For every template family: a conversation grows by appending and equals the template's output."""
+"""Tests of incremental chat encoding with the templates of several model families."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.rollout.chat_templates import (
     make_family_tokenizer,
 )
 
-# Texts without white space at their ends, because templates may trim it.
+# Texts contain no white space, because templates may trim it.
 WORDS = st.text(
     st.characters(codec="utf-8", exclude_characters="<>[]|", exclude_categories=("C", "Z")),
     min_size=1,
@@ -37,25 +37,25 @@ every_family = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
 @dataclass
 class History:
-    """A growing conversation and its tokens."""
+    """A conversation: its prompts and all its tokens."""
 
     chat: ChatTokenizer
     prompts: list[list[int]]
     token_ids: list[int]
 
 
-def grow(chat: ChatTokenizer, exchanges: list[tuple[str, str]], prompt: str) -> History:
-    """Return a conversation with the exchanges and the prompt."""
+def make_history(chat: ChatTokenizer, exchanges: list[tuple[str, str]], prompt: str) -> History:
+    """Return a conversation that contains the exchanges and ends with the prompt."""
     history = History(chat, [], [])
     for text, completion in exchanges:
-        add_messages(history, [user(text)])
+        add_messages(history, [make_user_message(text)])
         history.token_ids += chat.encode_completion(completion)
-    add_messages(history, [user(prompt)])
+    add_messages(history, [make_user_message(prompt)])
     return history
 
 
 def add_messages(history: History, messages: list[Message], *, has_end_token: bool = True) -> None:
-    """Continue the conversation with these messages."""
+    """Append the messages to the conversation."""
     if history.token_ids:
         history.token_ids += history.chat.encode_next_prompt(messages, has_end_token=has_end_token)
     else:
@@ -63,7 +63,7 @@ def add_messages(history: History, messages: list[Message], *, has_end_token: bo
     history.prompts.append(list(history.token_ids))
 
 
-def user(content: str) -> Message:
+def make_user_message(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
@@ -78,7 +78,7 @@ def decode(chat: ChatTokenizer, token_ids: list[int]) -> str:
 def test_every_prompt_starts_with_the_previous_prompt(
     family: Family, exchanges: list[tuple[str, str]], prompt: str
 ) -> None:
-    history = grow(ChatTokenizer(make_family_tokenizer(family)), exchanges, prompt)
+    history = make_history(ChatTokenizer(make_family_tokenizer(family)), exchanges, prompt)
     for previous_ids, next_ids in zip(history.prompts, history.prompts[1:], strict=False):
         assert next_ids[: len(previous_ids)] == previous_ids
 
@@ -90,12 +90,12 @@ def test_incremental_encoding_equals_the_full_template(
     family: Family, exchanges: list[tuple[str, str]], prompt: str
 ) -> None:
     tokenizer = make_family_tokenizer(family)
-    history = grow(ChatTokenizer(tokenizer), exchanges, prompt)
+    history = make_history(ChatTokenizer(tokenizer), exchanges, prompt)
     messages: list[Message] = []
     for text, completion in exchanges:
-        messages += [user(text), {"role": "assistant", "content": completion}]
+        messages += [make_user_message(text), {"role": "assistant", "content": completion}]
     full_text = tokenizer.apply_chat_template(
-        [*messages, user(prompt)], tokenize=False, add_generation_prompt=True
+        [*messages, make_user_message(prompt)], tokenize=False, add_generation_prompt=True
     )
     assert decode(history.chat, history.token_ids) == full_text
     assert history.token_ids == tokenizer.encode(full_text, add_special_tokens=False)
@@ -107,19 +107,21 @@ def test_incremental_encoding_equals_the_full_template(
 def test_whole_prompt_ends_with_the_appended_prompt(
     family: Family, exchanges: list[tuple[str, str]], prompt: str
 ) -> None:
-    """A whole and an appended prompt may differ in earlier turns, but not in the last message."""
+    """Compare only the last message, because earlier turns may differ."""
     chat = ChatTokenizer(make_family_tokenizer(family), keep_thinking=False)
     messages: list[Message] = []
     for text, completion in exchanges:
-        messages += [user(text), {"role": "assistant", "content": completion}]
-    full_text = decode(chat, chat.encode_whole_prompt([*messages, user(prompt)]))
+        messages += [make_user_message(text), {"role": "assistant", "content": completion}]
+    full_text = decode(chat, chat.encode_whole_prompt([*messages, make_user_message(prompt)]))
     assert full_text.endswith(
-        decode(chat, chat.encode_next_prompt([user(prompt)], has_end_token=True)).lstrip()
+        decode(
+            chat, chat.encode_next_prompt([make_user_message(prompt)], has_end_token=True)
+        ).lstrip()
     )
 
 
 @pytest.mark.parametrize(
-    ("family", "end"),
+    ("family", "end_token"),
     [
         (QWEN25, "<|im_end|>"),
         (QWEN3, "<|im_end|>"),
@@ -130,16 +132,16 @@ def test_whole_prompt_ends_with_the_appended_prompt(
     ],
     ids=str,
 )
-def test_end_token_follows_from_the_template(family: Family, end: str) -> None:
+def test_end_token_is_inferred_from_the_template(family: Family, end_token: str) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    assert decode(chat, [chat.end_token_id]) == end
+    assert decode(chat, [chat.end_token_id]) == end_token
 
 
 @every_family
 def test_end_token_is_added_after_an_incomplete_completion(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    next_ids = chat.encode_next_prompt([user("and now?")], has_end_token=True)
-    assert chat.encode_next_prompt([user("and now?")], has_end_token=False) == [
+    next_ids = chat.encode_next_prompt([make_user_message("and now?")], has_end_token=True)
+    assert chat.encode_next_prompt([make_user_message("and now?")], has_end_token=False) == [
         chat.end_token_id,
         *next_ids,
     ]
@@ -148,7 +150,7 @@ def test_end_token_is_added_after_an_incomplete_completion(family: Family) -> No
 
 def test_plain_template_keeps_line_breaks_between_turns() -> None:
     chat = ChatTokenizer(make_family_tokenizer(PLAIN))
-    history = grow(chat, [("16 vs 10", "HIT")], "19 vs 10")
+    history = make_history(chat, [("16 vs 10", "HIT")], "19 vs 10")
     assert decode(chat, history.token_ids) == (
         "User: 16 vs 10\nAssistant: HIT<|end|>\nUser: 19 vs 10\nAssistant: "
     )
@@ -157,10 +159,15 @@ def test_plain_template_keeps_line_breaks_between_turns() -> None:
 @pytest.mark.parametrize("family", [MISTRAL, GEMMA], ids=str)
 def test_adjacent_user_messages_are_merged_if_roles_must_alternate(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    first_prompt = decode(chat, chat.encode_first_prompt([user("rules"), user("16 vs 10")]))
+    first_prompt = decode(
+        chat, chat.encode_first_prompt([make_user_message("rules"), make_user_message("16 vs 10")])
+    )
     assert "rules\n\n16 vs 10" in first_prompt
     next_prompt = decode(
-        chat, chat.encode_next_prompt([user("a card"), user("19 vs 10")], has_end_token=True)
+        chat,
+        chat.encode_next_prompt(
+            [make_user_message("a card"), make_user_message("19 vs 10")], has_end_token=True
+        ),
     )
     assert "a card\n\n19 vs 10" in next_prompt
 
@@ -168,15 +175,17 @@ def test_adjacent_user_messages_are_merged_if_roles_must_alternate(family: Famil
 @pytest.mark.parametrize("family", [MISTRAL, GEMMA], ids=str)
 def test_system_message_joins_the_user_message_without_a_system_role(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    prompt = chat.encode_first_prompt([{"role": "system", "content": "be brief"}, user("16 vs 10")])
+    prompt = chat.encode_first_prompt(
+        [{"role": "system", "content": "be brief"}, make_user_message("16 vs 10")]
+    )
     assert "be brief\n\n16 vs 10" in decode(chat, prompt)
 
 
 def test_system_message_replaces_the_template_default() -> None:
     chat = ChatTokenizer(make_family_tokenizer(QWEN25))
-    assert "careful player" in decode(chat, chat.encode_first_prompt([user("hello")]))
+    assert "careful player" in decode(chat, chat.encode_first_prompt([make_user_message("hello")]))
     prompt_ids = chat.encode_first_prompt(
-        [{"role": "system", "content": "be brief"}, user("hello")]
+        [{"role": "system", "content": "be brief"}, make_user_message("hello")]
     )
     assert "careful player" not in decode(chat, prompt_ids)
 
@@ -184,8 +193,10 @@ def test_system_message_replaces_the_template_default() -> None:
 @every_family
 def test_tool_result_is_in_the_prompt_of_every_template_family(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    ids = chat.encode_next_prompt([{"role": "tool", "content": '{"sum": 5}'}], has_end_token=True)
-    assert '{"sum": 5}' in decode(chat, ids)
+    token_ids = chat.encode_next_prompt(
+        [{"role": "tool", "content": '{"sum": 5}'}], has_end_token=True
+    )
+    assert '{"sum": 5}' in decode(chat, token_ids)
 
 
 ADD_TOOL: ToolSpec = {
@@ -197,40 +208,46 @@ ADD_TOOL: ToolSpec = {
 @every_family
 def test_tools_are_listed_once_by_the_template_or_as_text(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    prompt = decode(chat, chat.encode_first_prompt([user("what is 2 + 3?")], [ADD_TOOL]))
+    prompt = decode(
+        chat, chat.encode_first_prompt([make_user_message("what is 2 + 3?")], [ADD_TOOL])
+    )
     assert prompt.count("add_numbers") == 1
     assert ("<tools>" in prompt) is family.has_tools
     assert ("<tool_call>" in prompt) is not family.has_tools
     assert "add_numbers" not in decode(
-        chat, chat.encode_next_prompt([user("5?")], has_end_token=True)
+        chat, chat.encode_next_prompt([make_user_message("5?")], has_end_token=True)
     )
 
 
 def test_the_prompt_has_empty_reasoning_if_thinking_is_disabled() -> None:
     tokenizer = make_family_tokenizer(QWEN3)
     chat = ChatTokenizer(tokenizer, enable_thinking=False)
-    history = grow(chat, [("16 vs 10", "HIT")], "19 vs 10")
+    history = make_history(chat, [("16 vs 10", "HIT")], "19 vs 10")
     assert decode(chat, history.token_ids).count("<think>\n\n</think>") == 2
-    thinker = ChatTokenizer(tokenizer, enable_thinking=True)
-    assert "<think>" not in decode(thinker, thinker.encode_first_prompt([user("16 vs 10")]))
+    thinking_chat = ChatTokenizer(tokenizer, enable_thinking=True)
+    assert "<think>" not in decode(
+        thinking_chat, thinking_chat.encode_first_prompt([make_user_message("16 vs 10")])
+    )
 
 
 def test_earlier_thinking_is_kept_or_stripped_as_configured() -> None:
     tokenizer = make_family_tokenizer(QWEN3)
     completion = "<think>\nbust?\n</think>\n\nHIT"
     keeping_chat = ChatTokenizer(tokenizer, enable_thinking=True)
-    history = grow(keeping_chat, [("16 vs 10", completion)], "19 vs 10")
+    history = make_history(keeping_chat, [("16 vs 10", completion)], "19 vs 10")
     assert "bust?" in decode(keeping_chat, history.token_ids)
     stripping_chat = ChatTokenizer(tokenizer, enable_thinking=True, keep_thinking=False)
     message: Message = {"role": "assistant", "content": completion}
-    prompt_ids = stripping_chat.encode_whole_prompt([user("16 vs 10"), message, user("19 vs 10")])
+    prompt_ids = stripping_chat.encode_whole_prompt(
+        [make_user_message("16 vs 10"), message, make_user_message("19 vs 10")]
+    )
     assert "bust?" not in decode(stripping_chat, prompt_ids)
     assert "HIT<|im_end|>" in decode(stripping_chat, prompt_ids)
 
 
 def test_chat_template_error_is_reported() -> None:
     family = Family(
-        "refusing",
+        "single_turn",
         "{%- for m in messages %}{%- if m.role == 'user' and not loop.first %}"
         "{{- raise_exception('one question only') }}{%- endif %}"
         "{{- m.role + m.content + '<|end|>' }}{%- endfor %}",
@@ -239,7 +256,7 @@ def test_chat_template_error_is_reported() -> None:
     )
     chat = ChatTokenizer(make_family_tokenizer(family))
     with pytest.raises(ConfigError, match="one question only"):
-        chat.encode_next_prompt([user("another")], has_end_token=True)
+        chat.encode_next_prompt([make_user_message("another")], has_end_token=True)
 
 
 @pytest.mark.parametrize(

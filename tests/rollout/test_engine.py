@@ -1,4 +1,4 @@
-"""The behavior of every engine, checked against a full forward pass without a cache."""
+"""Tests of every engine against a full forward pass without a cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.rollout.engine_pair import (
     make_requests,
 )
 
-CHI_SQUARE_LIMIT = 27.88
+MAX_CHI_SQUARE = 27.88
 """The 99.9th percentile of chi-square with nine degrees of freedom."""
 
 
@@ -34,7 +34,7 @@ def test_greedy_completions_equal_a_loop_without_cache(pair: EnginePair) -> None
     requests = make_requests(12, temperature=0.0)
     outputs = complete(pair.engine, requests)
     for request in requests:
-        assert outputs[request.request_id].token_ids == run_greedily(pair, request)
+        assert outputs[request.request_id].token_ids == decode_greedily(pair, request)
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_greedy_and_sampled_requests_share_a_batch(pair: EnginePair) -> None:
     outputs = complete(pair.engine, requests)
     greedy_outputs = {tuple(outputs[i].token_ids) for i in range(0, 40, 2)}
     sampled_outputs = {tuple(outputs[i].token_ids) for i in range(1, 40, 2)}
-    assert greedy_outputs == {tuple(run_greedily(pair, requests[0]))}
+    assert greedy_outputs == {tuple(decode_greedily(pair, requests[0]))}
     assert len(sampled_outputs) > 10
     assert compute_max_error(pair.model, requests, outputs) < TOLERANCE
 
@@ -104,14 +104,15 @@ def test_sampled_frequencies_follow_the_softmax(pair: EnginePair, temperature: f
     with torch.no_grad():
         logits = pair.model(torch.tensor([prompt])).logits[0, -1]
     top_tokens = torch.softmax(logits / temperature, dim=-1).topk(9)
-    expected = [probability * num_samples for probability in top_tokens.values.tolist()]
-    actual = [counts[token_id] for token_id in top_tokens.indices.tolist()]
-    # All other tokens together are the tenth class.
-    expected.append(num_samples - sum(expected))
-    actual.append(num_samples - sum(actual))
-    assert min(expected) > 5
-    chi_square = sum((s - e) ** 2 / e for s, e in zip(actual, expected, strict=True))
-    assert chi_square < CHI_SQUARE_LIMIT
+    expected_counts = [probability * num_samples for probability in top_tokens.values.tolist()]
+    actual_counts = [counts[token_id] for token_id in top_tokens.indices.tolist()]
+    # All remaining tokens together form the tenth class.
+    expected_counts.append(num_samples - sum(expected_counts))
+    actual_counts.append(num_samples - sum(actual_counts))
+    assert min(expected_counts) > 5
+    pairs = zip(actual_counts, expected_counts, strict=True)
+    chi_square = sum((actual - expected) ** 2 / expected for actual, expected in pairs)
+    assert chi_square < MAX_CHI_SQUARE
 
 
 @pytest.mark.slow
@@ -165,7 +166,7 @@ def test_sampler_and_learner_agree_after_every_sync(pair: EnginePair) -> None:
 
 @pytest.mark.slow
 def test_completions_depend_only_on_the_seed(pair: EnginePair) -> None:
-    """The batch, the order, the request id and earlier requests have no influence."""
+    """Vary the batch, the order, the request ids and the earlier requests."""
     requests = make_requests(100)
     expected = map_tokens(requests, complete(pair.engine, requests))
     assert map_tokens(requests, complete(pair.engine, reversed(requests))) == expected
@@ -177,13 +178,14 @@ def test_completions_depend_only_on_the_seed(pair: EnginePair) -> None:
     other_requests = make_requests(100, first_seed=1000)
     outputs = complete(pair.engine, other_requests)
     num_equal = sum(
-        outputs[r.request_id].token_ids == expected[r.request_id] for r in other_requests
+        outputs[request.request_id].token_ids == expected[request.request_id]
+        for request in other_requests
     )
-    assert num_equal < 20, "other seeds sample otherwise"
+    assert num_equal < 20, f"{num_equal} of 100 completions do not depend on the seed"
 
 
 @pytest.mark.parametrize("temperature", [1.5, 2.0])
-def test_top_p_samples_likeliest_tokens_with_renormalized_logprobs(
+def test_top_p_samples_most_likely_tokens_with_renormalized_logprobs(
     pair: EnginePair, temperature: float
 ) -> None:
     prompt, top_p = [8, 60, 33, 21], 0.85
@@ -194,9 +196,11 @@ def test_top_p_samples_likeliest_tokens_with_renormalized_logprobs(
     with torch.no_grad():
         logits = pair.model(torch.tensor([prompt])).logits[0, -1]
     ranking = torch.softmax(logits / temperature, dim=-1).sort(descending=True)
-    num_kept = int((ranking.values.cumsum(0) - ranking.values < top_p).sum())
-    shares = ranking.values[:num_kept] / ranking.values[:num_kept].sum()
-    expected_logprobs = dict(zip(ranking.indices.tolist(), shares.log().tolist(), strict=False))
+    num_top_tokens = int((ranking.values.cumsum(0) - ranking.values < top_p).sum())
+    probabilities = ranking.values[:num_top_tokens] / ranking.values[:num_top_tokens].sum()
+    expected_logprobs = dict(
+        zip(ranking.indices.tolist(), probabilities.log().tolist(), strict=False)
+    )
     sampled_ids = {output.token_ids[0] for output in outputs}
     assert len(sampled_ids) > 1
     assert sampled_ids <= expected_logprobs.keys()
@@ -222,34 +226,34 @@ def test_logprobs_match_the_sampled_distribution(pair: EnginePair, sampling: Sam
     errors = []
     for request in requests:
         output = outputs[request.request_id]
-        expected = compute_cut_logprobs(pair, request, output.token_ids)
+        expected = compute_filtered_logprobs(pair, request, output.token_ids)
         errors += [abs(a - b) for a, b in zip(output.logprobs, expected, strict=True)]
     assert max(errors) < TOLERANCE
     assert len({output.token_ids[0] for output in outputs.values()}) > 1
 
 
-def compute_cut_logprobs(
+def compute_filtered_logprobs(
     pair: EnginePair, request: EngineRequest, output_ids: list[int]
 ) -> list[float]:
-    """Return the completion's log-probs, with each distribution computed term by term."""
+    """Return the completion's log-probs after the repetition penalty and the sampling filters."""
     sampling, ids, logprobs = request.sampling, list(request.prompt_ids), []
     for token_id in output_ids:
         with torch.no_grad():
             logits = pair.model(torch.tensor([ids])).logits[0, -1].tolist()
-        for key in set(ids):
+        for i in set(ids):
             penalty = sampling.repetition_penalty
-            logits[key] = logits[key] / penalty if logits[key] > 0 else logits[key] * penalty
+            logits[i] = logits[i] / penalty if logits[i] > 0 else logits[i] * penalty
         weights = torch.softmax(torch.tensor(logits) / sampling.temperature, dim=0).tolist()
-        order = sorted(range(len(weights)), key=lambda i: -weights[i])
-        order = [i for i in order if weights[i] >= sampling.min_p * weights[order[0]]]
-        order = order[: sampling.top_k or None]
-        total, mass, pool = sum(weights[i] for i in order), 0.0, []
-        for i in order:
-            if mass < sampling.top_p:
-                pool.append(i)
-            mass += weights[i] / total
-        chances = torch.tensor([weights[i] for i in pool])
-        logprobs.append((chances[pool.index(token_id)] / chances.sum()).log().item())
+        ranking = sorted(range(len(weights)), key=lambda i: -weights[i])
+        ranking = [i for i in ranking if weights[i] >= sampling.min_p * weights[ranking[0]]]
+        ranking = ranking[: sampling.top_k or None]
+        total_weight, cumulative_share, top_ids = sum(weights[i] for i in ranking), 0.0, []
+        for i in ranking:
+            if cumulative_share < sampling.top_p:
+                top_ids.append(i)
+            cumulative_share += weights[i] / total_weight
+        top_weights = torch.tensor([weights[i] for i in top_ids])
+        logprobs.append((top_weights[top_ids.index(token_id)] / top_weights.sum()).log().item())
         ids.append(token_id)
     return logprobs
 
@@ -258,18 +262,22 @@ def compute_cut_logprobs(
 def test_requests_with_and_without_top_p_share_a_batch(pair: EnginePair) -> None:
     requests = make_requests(30)
     top_p_requests = [
-        replace(r, request_id=100 + r.request_id, sampling=Sampling(1.0, 12, 0.3)) for r in requests
+        replace(request, request_id=100 + request.request_id, sampling=Sampling(1.0, 12, 0.3))
+        for request in requests
     ]
     expected = map_tokens(requests, complete(pair.engine, requests))
     outputs = complete(pair.engine, [*requests, *top_p_requests])
     assert map_tokens(requests, outputs) == expected
-    assert any(outputs[r.request_id].token_ids != expected[r.seed] for r in top_p_requests)
+    assert any(
+        outputs[request.request_id].token_ids != expected[request.seed]
+        for request in top_p_requests
+    )
 
 
 def map_tokens(
     requests: Iterable[EngineRequest], outputs: dict[int, EngineOutput]
 ) -> dict[int, list[int]]:
-    """Return the sampled tokens by the seed of their request."""
+    """Return the sampled tokens of each request by its seed."""
     return {request.seed: outputs[request.request_id].token_ids for request in requests}
 
 
@@ -279,7 +287,7 @@ def score_canary(pair: EnginePair, canary: ScoringRequest) -> list[float]:
 
 
 @torch.no_grad()
-def run_greedily(pair: EnginePair, request: EngineRequest) -> list[int]:
+def decode_greedily(pair: EnginePair, request: EngineRequest) -> list[int]:
     """Return the greedy completion of the plain model, with a full forward pass per token."""
     token_ids = list(request.prompt_ids)
     for _ in range(request.sampling.max_tokens):

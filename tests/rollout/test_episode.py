@@ -1,4 +1,4 @@
-"""Episodes on a real server: sampled tokens, masks, rewards and void episodes."""
+"""Tests of episodes on a real server: sampled tokens, masks, rewards and void episodes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ FUNCTIONS = "tests.rollout.reward_functions"
 
 
 async def play_until_two_turns(client: AsyncEnvClient, chat: ChatTokenizer) -> Rollout:
-    """Return the rollout of the first deal in which the player hits safely, then stands."""
+    """Return the rollout of the first seed with two turns: a hit without a bust, and a stand."""
     for seed in range(100):
         player, _ = make_player(client, chat, iter(["HIT", "STAND"]))
         rollout = await player.play_episode(seed)
         if len(rollout.turns) == 2:
             return rollout
-    raise AssertionError("no such deal")
+    raise AssertionError("no seed below 100 has an episode with two turns")
 
 
 async def test_loss_mask_contains_exactly_the_sampled_tokens(
@@ -46,7 +46,7 @@ async def test_loss_mask_contains_exactly_the_sampled_tokens(
     assert sampled_ids == chat.encode_completion("HIT") + chat.encode_completion("STAND")
     logprobs = zip(sequence.logprobs, sequence.loss_mask, strict=True)
     assert [logprob for logprob, is_sampled in logprobs if is_sampled] == [-1.0] * 4
-    assert not sequence.loss_mask[0], "the first token of a sequence has no log-prob"
+    assert not sequence.loss_mask[0], "the first token has no log-prob, but is in the mask"
 
 
 async def test_every_prompt_is_an_exact_prefix_of_the_next(
@@ -91,7 +91,7 @@ async def test_truncated_episode_includes_the_last_observation(
         full_rollout = await player.play_episode(seed)
         [sequence] = truncated_rollout.sequences
         if truncated_rollout.status is RolloutStatus.TERMINATED:
-            assert sequence.loss_mask[-1], "nothing follows the end"
+            assert sequence.loss_mask[-1], "tokens follow the end of the episode"
             continue
         assert sequence.token_ids.tolist() == policy.prompts[1]
         assert sequence.turns == full_rollout.sequences[0].turns[:1]
@@ -104,25 +104,27 @@ async def test_rollout_contains_the_success_from_the_environment(chat: ChatToken
     ):
         successes = {}
         for name, script in {
-            "met": ["ADD 2"] * 5,
-            "missed": ["ADD 1"] * 5,
-            "truncated": ["ADD 7"],
+            "goal reached": ["ADD 2"] * 5,
+            "goal missed": ["ADD 1"] * 5,
+            "truncated by environment": ["ADD 7"],
             "invalid": ["ADD 2", "no"],
-            "cut off": ["ADD 2"] * 4,
+            "truncated by turn limit": ["ADD 2"] * 4,
         }.items():
             limits = LIMITS.model_copy(update={"max_turns": len(script)})
             player, _ = make_player(client, chat, iter(script), limits)
             successes[name] = (await player.play_episode(3)).success
     assert successes == {
-        "met": True,
-        "missed": False,
-        "truncated": False,
+        "goal reached": True,
+        "goal missed": False,
+        "truncated by environment": False,
         "invalid": None,
-        "cut off": None,
+        "truncated by turn limit": None,
     }
 
 
-async def test_rollout_function_passes_on_success_of_the_environment(chat: ChatTokenizer) -> None:
+async def test_rollout_function_preserves_the_success_of_the_environment(
+    chat: ChatTokenizer,
+) -> None:
     async with (
         EnvServer(GoalEnv, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
@@ -144,8 +146,8 @@ async def test_episode_truncated_by_the_environment_includes_last_observation(
     [sequence] = rollout.sequences
     assert (rollout.status, rollout.reward) == (RolloutStatus.TRUNCATED, 8.0)
     assert [turn.reward for turn in sequence.turns] == [1.0, 7.0]
-    rest_text = chat.decode(sequence.token_ids[sequence.turns[-1].end :])
-    assert rest_text == "Total 8."
+    last_observation = chat.decode(sequence.token_ids[sequence.turns[-1].end :])
+    assert last_observation == "Total 8."
 
 
 async def test_reasoning_is_not_part_of_the_action(
@@ -159,7 +161,7 @@ async def test_reasoning_is_not_part_of_the_action(
         assert (rollout.status, len(rollout.turns)) == (RolloutStatus.TERMINATED, 1)
 
 
-async def test_replayed_episode_repeats_sampling_seeds_and_others_differ(
+async def test_only_a_replayed_episode_repeats_the_sampling_seeds(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     async def play_seeds(seed: int, environment_index: int, run_seed: int) -> tuple[int, ...]:
@@ -176,7 +178,9 @@ async def test_replayed_episode_repeats_sampling_seeds_and_others_differ(
     seeds_by_case = [
         await play_seeds(*case) for case in [(3, 0, 0), (3, 1, 0), (4, 0, 0), (3, 0, 1)]
     ]
-    assert len({seeds[0] for seeds in seeds_by_case}) == 4, "in another environment, too"
+    assert len({seeds[0] for seeds in seeds_by_case}) == 4, (
+        "different cases have the same sampling seeds"
+    )
     assert await play_seeds(3, 1, 0) == seeds_by_case[1]
 
 
@@ -234,11 +238,11 @@ async def test_episode_of_a_stopped_server_is_lost_without_reward(chat: ChatToke
         player, policy = make_player(client, chat, itertools.repeat("HIT"))
         generate = policy.__call__
 
-        async def stop_server_first(prompt_ids: list[int], sampling: Sampling, seed: int):
+        async def stop_server_and_generate(prompt_ids: list[int], sampling: Sampling, seed: int):
             await server.stop()
             return await generate(prompt_ids, sampling, seed)
 
-        player = ScriptedPlayer(make_runner(client, chat, stop_server_first, LIMITS))
+        player = ScriptedPlayer(make_runner(client, chat, stop_server_and_generate, LIMITS))
         lost_rollout = await player.play_episode(1)
         unopened_rollout = await player.play_episode(2)
     for rollout in (lost_rollout, unopened_rollout):
@@ -261,7 +265,7 @@ async def test_configured_render_and_parse_replace_the_renderer(
 
 
 def render(observation: dict[str, object], first: bool) -> list[dict[str, str]]:
-    """Return the test's messages for an observation."""
+    """Return one message with the legal actions."""
     return [{"role": "user", "content": f"legal: {observation['legal_actions']}"}]
 
 

@@ -1,4 +1,4 @@
-"""A failure in an episode voids it, is reported with its reason, and leaks no session."""
+"""Tests of failures in episodes: void episodes, reported reasons and closed sessions."""
 
 from __future__ import annotations
 
@@ -91,9 +91,13 @@ async def test_failed_group_open_fails_all_episodes(
 @pytest.mark.parametrize(
     ("render", "answers", "reason"),
     [
-        ("render", ("ADD 1", "ADD 1"), r"environment\.render = .* I can count to 1 \(in render"),
+        (
+            "render",
+            ("ADD 1", "ADD 1"),
+            r"environment\.render = .* the total is above 1 \(in render",
+        ),
         ("render", ("ADD one",), r"environment\.parse = .* ValueError.*raise ActionParseError"),
-        ("render_nonsense", (), r"must return a list of messages .* returned 'Total\?'"),
+        ("render_as_string", (), r"must return a list of messages .* returned 'Total\?'"),
     ],
 )
 async def test_custom_renderer_error_names_the_function(
@@ -113,7 +117,7 @@ async def test_error_in_a_task_of_a_rollout_function_is_reported(
     rollout = await player.play_episode(2)
     assert rollout.status is FAILED
     assert rollout.failure.startswith("ZeroDivisionError: division by zero (in divide, fragile_env")
-    assert rollout.num_tokens_sampled > 0, "counted, though void"
+    assert rollout.num_tokens_sampled > 0, "sampled tokens of a void episode were not counted"
 
 
 async def test_failed_engine_request_voids_the_episode(
@@ -122,11 +126,11 @@ async def test_failed_engine_request_voids_the_episode(
     player, policy = make_player(env_client, chat, itertools.repeat("ADD 2"))
 
     async def fail_second_request(
-        prompt: list[int], sampling: Sampling, seed: int
+        prompt_ids: list[int], sampling: Sampling, seed: int
     ) -> SampledCompletion:
         if len(policy.prompts) == 1:
             raise RuntimeError("a prompt of too many tokens")
-        return await policy(prompt, sampling, seed)
+        return await policy(prompt_ids, sampling, seed)
 
     rollout = await player.replace_fields(generate=fail_second_request).play_episode(2)
     assert rollout.status is FAILED
@@ -136,10 +140,10 @@ async def test_failed_engine_request_voids_the_episode(
 async def test_chat_template_error_voids_the_episode(
     env_client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> list[int]:
+    def raise_template_error(*_: object, **__: object) -> list[int]:
         raise ConfigError("the chat template refuses roles user, user")
 
-    monkeypatch.setattr(chat, "encode_next_prompt", refuse)
+    monkeypatch.setattr(chat, "encode_next_prompt", raise_template_error)
     player, _ = make_player(env_client, chat, itertools.repeat("ADD 2"))
     rollout = await player.play_episode(2)
     assert rollout.status is FAILED

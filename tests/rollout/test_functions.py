@@ -1,4 +1,4 @@
-"""Functions in a configuration: imported by path, or registered under a name."""
+"""Tests of functions in configurations: imported by path or registered by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ludus.trainer.core.functions import (
 
 @pytest.fixture(autouse=True)
 def empty_registry() -> Iterator[None]:
-    """Start each test without registered functions, and restore them afterwards."""
+    """Clear the registry before each test and restore it afterwards."""
     previous_functions = copy_registered_functions()
     clear_registry()
     yield
@@ -37,7 +37,7 @@ def clear_registry() -> None:
         unregister_function(path)
 
 
-def make_reward(reward: float) -> Callable[..., Any]:
+def make_reward_function(reward: float) -> Callable[..., Any]:
     def brevity(**_: Any) -> float:
         return reward
 
@@ -51,17 +51,21 @@ def test_importable_function_is_named_by_import_path() -> None:
 
 
 def test_local_function_gets_a_unique_stable_name() -> None:
-    f, g = make_reward(1.0), make_reward(2.0)
-    assert [get_or_register_path(function) for function in (f, g, f)] == [
+    first_function, second_function = make_reward_function(1.0), make_reward_function(2.0)
+    functions = (first_function, second_function, first_function)
+    assert [get_or_register_path(function) for function in functions] == [
         "given:brevity",
         "given:brevity_2",
         "given:brevity",
     ]
-    assert import_callable("given:brevity_2", "environment.rewards") is g
+    assert import_callable("given:brevity_2", "environment.rewards") is second_function
 
 
 def test_other_process_finds_only_registered_functions() -> None:
-    path, sent_functions = get_or_register_path(make_reward(1.0)), copy_registered_functions()
+    path, sent_functions = (
+        get_or_register_path(make_reward_function(1.0)),
+        copy_registered_functions(),
+    )
     clear_registry()
     with pytest.raises(ConfigError, match=r"environment.parse = 'given:brevity': .* passed"):
         import_callable(path, "environment.parse")
@@ -72,21 +76,25 @@ def test_other_process_finds_only_registered_functions() -> None:
 def test_unserializable_function_is_rejected_and_unregistered() -> None:
     lock = threading.Lock()
     get_or_register_path(lambda **_: lock)
-    get_or_register_path(make_reward(1.0))
+    get_or_register_path(make_reward_function(1.0))
     with pytest.raises(ConfigError, match=r"'given:lambda' cannot be sent .* '_thread\.lock'"):
         check_sendable_functions()
     assert list(copy_registered_functions()) == ["given:brevity"]
     check_sendable_functions()
 
 
-def test_configuration_accepts_functions_in_place_of_paths() -> None:
-    rewards = [{}, make_reward(1.0), {"function": make_reward(2.0), "weight": 0.5, "name": "other"}]
+def test_configuration_accepts_functions_instead_of_paths() -> None:
+    rewards = [
+        {},
+        make_reward_function(1.0),
+        {"function": make_reward_function(2.0), "weight": 0.5, "name": "other"},
+    ]
     run = Trainer(
         {
             "environment": {
                 "package": "openspiel_env",
                 "rewards": [*rewards, math.fsum],
-                "render": make_reward(3.0),
+                "render": make_reward_function(3.0),
                 "parse": json.loads,
             }
         },

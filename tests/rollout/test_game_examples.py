@@ -1,4 +1,4 @@
-"""The examples of board games: episodes of legal actions finish within the limits."""
+"""Tests that random episodes of the board game examples stay within the limits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from openspiel_env import make_environment
 from tests.rollout.scripted_policy import ScriptedPolicy, start_player
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NUM_SEEDS = {"connect_four/mcts.toml": 40, "go/tiny.toml": 20, "chess/qwen3-1.7b.toml": 3}
+NUM_SEEDS_BY_EXAMPLE = {
+    "connect_four/mcts.toml": 40,
+    "go/tiny.toml": 20,
+    "chess/qwen3-1.7b.toml": 3,
+}
 VOCAB_SIZE = 512
 
 EpisodeTexts = tuple[list[str], list[str]]
-"""The observations and the actions of an episode, as text."""
+"""Texts of the observations and the actions of an episode."""
 
 
-async def play_random(client: AsyncEnvClient, seed: int, max_turns: int) -> EpisodeTexts:
+async def play_random_episode(client: AsyncEnvClient, seed: int, max_turns: int) -> EpisodeTexts:
     """Play an episode of random legal actions; return its texts."""
     rng, observations, actions = random.Random(f"answers {seed}"), [], []
     session, result = await client.open(seed=seed, close_when_done=True)
@@ -40,13 +44,13 @@ async def play_random(client: AsyncEnvClient, seed: int, max_turns: int) -> Epis
 
 
 def make_example_tokenizer(run: LanguageModelRun, texts: list[str]) -> ChatTokenizer:
-    """Return the example's tokenizer, or a small tokenizer instead of a downloaded one."""
+    """Return a tokenizer with the vocabulary size of the example, or 512 for a pretrained model."""
     size = run.model.vocab_size if isinstance(run.model, TinyModel) else VOCAB_SIZE
     return ChatTokenizer(make_tokenizer(texts, size))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", NUM_SEEDS)
+@pytest.mark.parametrize("example", NUM_SEEDS_BY_EXAMPLE)
 async def test_random_legal_actions_finish_within_the_example_limits(example: str) -> None:
     run = load_run_config(EXAMPLES / example)
     [(name, environment)] = run.environments.items()
@@ -57,7 +61,8 @@ async def test_random_legal_actions_finish_within_the_example_limits(example: st
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         episodes = [
-            await play_random(client, seed, limits.max_turns) for seed in range(NUM_SEEDS[example])
+            await play_random_episode(client, seed, limits.max_turns)
+            for seed in range(NUM_SEEDS_BY_EXAMPLE[example])
         ]
         chat = make_example_tokenizer(
             run, [text for observations, actions in episodes for text in observations + actions]
@@ -74,5 +79,5 @@ async def test_random_legal_actions_finish_within_the_example_limits(example: st
             )
             assert len(rollout.turns) == len(actions)
             if rollout.status is not RolloutStatus.TERMINATED:
-                assert example.startswith("chess"), "only chess is cut off"
+                assert example.startswith("chess"), f"an episode of {example} reached a limit"
                 assert len(actions) == limits.max_turns

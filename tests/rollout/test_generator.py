@@ -1,4 +1,4 @@
-"""The coroutine in front of an engine: batches, weights in flight, failures."""
+"""Tests of the asynchronous engine: batches, weight loads and failures."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ async def test_weights_load_between_steps_while_calls_wait(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     earlier_call = await start_step(engine, generator([1], SAMPLING, 0))
-    load = asyncio.create_task(generator.load_weights(WEIGHTS, version=7))
+    load_task = asyncio.create_task(generator.load_weights(WEIGHTS, version=7))
     await run_pending_tasks()
     assert engine.loaded_states == []
     engine.release()
-    completion, _ = await gather_in_time(earlier_call, load)
+    completion, _ = await gather_in_time(earlier_call, load_task)
     assert engine.loaded_states == [WEIGHTS]
     assert completion.policy_version == 0
     assert (await generator([1], SAMPLING, 0)).policy_version == 7
@@ -90,11 +90,11 @@ async def test_score_uses_previously_loaded_weights(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     call = await start_step(engine, generator([1], SAMPLING, 0))
-    load = asyncio.create_task(generator.load_weights(WEIGHTS, version=1))
-    score = asyncio.create_task(generator.score([CANARY_PROMPT]))
+    load_task = asyncio.create_task(generator.load_weights(WEIGHTS, version=1))
+    score_task = asyncio.create_task(generator.score([CANARY_PROMPT]))
     await asyncio.sleep(0)
     engine.release()
-    assert (await gather_in_time(call, load, score))[2] == [[-1.0]]
+    assert (await gather_in_time(call, load_task, score_task))[2] == [[-1.0]]
 
 
 async def test_failed_weight_load_fails_only_the_caller(
@@ -148,7 +148,7 @@ async def test_invalid_request_does_not_affect_other_requests(
     )
     assert str(error) == "the prompt is empty"
     assert (first_completion.token_ids, last_completion.token_ids) == ([1], [2])
-    assert engine.batches == [[[1], [2]]], "the engine keeps nothing of what it refused"
+    assert engine.batches == [[[1], [2]]], "the engine kept the request that it refused"
     assert (await generator([3], SAMPLING, 0)).token_ids == [3]
 
 
@@ -200,14 +200,14 @@ async def catch_error(
     """Return the result or the error of the call."""
     try:
         return await call
-    except Exception as error:  # noqa: BLE001 - it is what the test looks at
+    except Exception as error:  # noqa: BLE001 - the test inspects the error
         return error
 
 
 async def start_step(
     engine: FakeEngine, call: Coroutine[Any, Any, SampledCompletion]
 ) -> asyncio.Task[SampledCompletion]:
-    """Start the call and return it when the engine waits inside its step."""
+    """Start the call; return its task when the engine waits inside a step."""
     engine.hold()
     task = asyncio.create_task(call)
     assert await asyncio.to_thread(engine.is_stepping.wait, 60)
@@ -215,5 +215,5 @@ async def start_step(
 
 
 async def gather_in_time(*tasks: asyncio.Task[Any]) -> list[Any]:
-    """Return the tasks' results; fail after a time limit."""
+    """Return the results of the tasks; fail after 60 s."""
     return await asyncio.wait_for(asyncio.gather(*tasks), timeout=60)

@@ -1,4 +1,4 @@
-"""Groups on a real server: opened together or one by one, void after a time limit, no leaks."""
+"""Tests of groups on a real server: open calls, time limits, replays and closed sessions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ OPENING_MODES = pytest.mark.parametrize("max_sessions", [256, 0], ids=["together
 
 
 def make_blackjack_server(max_sessions: int) -> EnvServer:
-    """Return a server for `async with`."""
+    """Return a blackjack server without starting it."""
     options = ServerOptions(port=0, max_sessions=max_sessions)
     return EnvServer(lambda: make_environment(game="blackjack"), options)
 
 
 class CountingClient:
-    """A client that counts the two ways of opening, and records the session ids."""
+    """A client that records its open calls and session ids."""
 
     def __init__(self, client: AsyncEnvClient) -> None:
         self._client = client
@@ -65,7 +65,7 @@ async def test_equal_seeds_and_completions_give_equal_episodes(
         ((5, 5, 5), 0, [], 3),
         ((5, 6, 7), 256, [], 3),
     ],
-    ids=["it fits", "it does not fit", "the server does not say", "seeds differ"],
+    ids=["fits", "does not fit", "unknown capacity", "different seeds"],
 )
 async def test_group_with_equal_seeds_is_opened_in_one_call_if_it_fits(
     client: AsyncEnvClient,
@@ -75,10 +75,12 @@ async def test_group_with_equal_seeds_is_opened_in_one_call_if_it_fits(
     sizes: list[int],
     num_opens: int,
 ) -> None:
-    counter = CountingClient(client)
-    player, _ = make_player(counter, chat, itertools.repeat("STAND"), max_sessions=max_sessions)
+    counting_client = CountingClient(client)
+    player, _ = make_player(
+        counting_client, chat, itertools.repeat("STAND"), max_sessions=max_sessions
+    )
     group = await player.play_group(GroupSpec(0, "game", seeds))
-    assert (counter.group_sizes, counter.num_opens) == (sizes, num_opens)
+    assert (counting_client.group_sizes, counting_client.num_opens) == (sizes, num_opens)
     assert [rollout.seed for rollout in group.rollouts] == list(seeds)
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TERMINATED}
 
@@ -127,9 +129,9 @@ async def test_group_of_a_stopped_server_is_lost(chat: ChatTokenizer, max_sessio
 
 
 async def hang(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
-    """Wait forever, like a policy without a response."""
+    """Wait forever, like a policy that does not respond."""
     await asyncio.Event().wait()
-    raise AssertionError
+    raise AssertionError("unreachable")
 
 
 @OPENING_MODES
@@ -178,25 +180,25 @@ async def test_lost_episodes_are_replayed_if_configured(
         EnvServer(lambda: make_environment(game="blackjack"), options) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
-        counter = CountingClient(client)
+        counting_client = CountingClient(client)
         player, policy = make_player(
-            counter,
+            counting_client,
             chat,
             itertools.repeat("STAND"),
             max_sessions=max_sessions,
             replays_lost_episodes=replays_lost_episodes,
         )
 
-        async def generate_after_loss(
+        async def close_sessions_and_generate(
             prompt_ids: list[int], sampling: Sampling, seed: int
         ) -> SampledCompletion:
-            while counter.session_ids:
-                await server.core.close(counter.session_ids.pop())
+            while counting_client.session_ids:
+                await server.core.close(counting_client.session_ids.pop())
             return await policy(prompt_ids, sampling, seed)
 
         spec = GroupSpec(0, "game", (11,) * 2)
-        unlucky_player = player.replace_fields(generate=generate_after_loss)
-        group = await unlucky_player.play_group(spec)
+        player_with_losses = player.replace_fields(generate=close_sessions_and_generate)
+        group = await player_with_losses.play_group(spec)
         status = RolloutStatus.TERMINATED if replays_lost_episodes else RolloutStatus.LOST
         assert [rollout.status for rollout in group.rollouts] == [status] * 2
         if replays_lost_episodes:
@@ -208,9 +210,9 @@ async def test_cancelled_group_leaves_no_session(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
     player = ScriptedPlayer(make_runner(client, chat, hang, LIMITS, max_sessions=max_sessions))
-    for num_turns_of_the_loop in range(40):
+    for num_loop_iterations in range(40):
         task = asyncio.create_task(player.play_group(GroupSpec(0, "game", (1,) * 4)))
-        for _ in range(num_turns_of_the_loop):
+        for _ in range(num_loop_iterations):
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -219,14 +221,14 @@ async def test_cancelled_group_leaves_no_session(
 
 
 async def wait_for_sessions(server: EnvServer, num_sessions: int = 0) -> None:
-    """Wait until the server has `num_sessions` sessions at two moments in a row.
+    """Wait until two checks in a row find `num_sessions` sessions on the server.
 
-    An abandoned call may still arrive in between; its session is closed again.
+    One check is not enough, because a cancelled call may still open a session for a moment.
     """
     for _ in range(1200):
-        was_equal = server.core.load.num_sessions == num_sessions
+        is_equal = server.core.load.num_sessions == num_sessions
         await asyncio.sleep(0.05)
-        if was_equal and server.core.load.num_sessions == num_sessions:
+        if is_equal and server.core.load.num_sessions == num_sessions:
             return
     raise AssertionError(f"expected {num_sessions} sessions, got {server.core.load}")
 

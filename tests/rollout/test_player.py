@@ -1,4 +1,4 @@
-"""Players built from a run's configuration."""
+"""Tests of players that are built from a run configuration."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def make_run(**environment: Any) -> LanguageModelRun:
         {
             "seed": 3,
             "rollout": {"max_turns": 6, "max_tokens": 200, "max_completion_tokens": 9},
-            "environments": {"cards": environment, "as_it_comes": {}},
+            "environments": {"cards": environment, "default_cards": {}},
         }
     )
 
 
 def test_environment_limits_override_run_limits() -> None:
     run = make_run(max_turns=2, max_tokens=100, max_completion_tokens=5)
-    limits, defaults = episode_limits(run, "cards"), episode_limits(run, "as_it_comes")
+    limits, default_limits = episode_limits(run, "cards"), episode_limits(run, "default_cards")
     assert (limits.max_turns, limits.max_tokens, limits.max_completion_tokens) == (2, 100, 5)
-    assert defaults == run.rollout
+    assert default_limits == run.rollout
     assert episode_limits(make_run(max_turns=2), "cards").max_tokens == 200
 
 
@@ -58,7 +58,7 @@ async def test_equal_seeds_give_different_sampling_seeds_per_environment(
 ) -> None:
     run = make_run(max_turns=1)
     seeds = []
-    for name in ("cards", "as_it_comes"):
+    for name in ("cards", "default_cards"):
         policy = ScriptedPolicy(chat, itertools.repeat("STAND"))
         player = await start_player(run, name, client, policy, chat)
         await player.evaluate([2**31], SAMPLING)
@@ -100,7 +100,7 @@ async def test_rollout_function_is_imported_by_name(
         ({"max_completion_tokens": 200}, "max_completion_tokens = 200"),
     ],
 )
-def test_incompatible_settings_are_rejected_at_parse(
+def test_incompatible_settings_are_rejected_during_parsing(
     environment: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -108,7 +108,7 @@ def test_incompatible_settings_are_rejected_at_parse(
 
 
 @pytest.mark.parametrize("section", ["rollout", "eval"])
-def test_temperature_above_the_vllm_maximum_is_rejected_at_parse(section: str) -> None:
+def test_temperature_above_the_vllm_maximum_is_rejected_during_parsing(section: str) -> None:
     settings = {section: {"temperature": 2.5}}
     with pytest.raises(ValueError, match=rf"{section}\.temperature = 2\.5"):
         LanguageModelRun.model_validate({"generator": {"kind": "vllm"}, **settings})

@@ -1,4 +1,4 @@
-"""A reward function with an argument for a missing data column is refused before the run starts."""
+"""Tests that a reward function that needs a missing data column is refused before the run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from prompts_env import write_rows
 
 
 def require_solution(completions, solution):
-    """Return a reward that depends on a column."""
+    """Return zero rewards; require the column `solution`."""
     return [0.0 for _ in completions]
 
 
 def accept_columns(completions, level=1, **columns):
-    """Return a reward that accepts any columns."""
+    """Return zero rewards; accept any columns."""
     return [0.0 for _ in completions]
 
 
-def make_path(name: str) -> str:
+def make_function_path(name: str) -> str:
     return f"{__name__}:{name}"
 
 
@@ -48,23 +48,25 @@ def make_run(folder: Path, **columns: list[str]) -> LanguageModelRun:
 def test_missing_column_is_reported_with_available_columns() -> None:
     columns = ["prompt", "answer"]
     with pytest.raises(ConfigError) as error_info:
-        check_columns([make_path("require_solution")], columns, "environment")
+        check_columns([make_function_path("require_solution")], columns, "environment")
     assert str(error_info.value) == (
         f"environment.rewards: function '{__name__}:require_solution' requires 'solution', and the "
         "data has the columns prompt, answer; give its argument the name of one, or a default"
     )
     with pytest.raises(ConfigError, match="did you mean 'solutions'"):
-        check_columns([make_path("require_solution")], ["solutions"], "environment")
+        check_columns([make_function_path("require_solution")], ["solutions"], "environment")
 
 
 def test_arguments_with_defaults_and_keyword_arguments_need_no_column() -> None:
-    check_columns([make_path("accept_columns")], ["prompt"], "environment")
-    check_columns([make_path("require_solution")], ["prompt", "solution"], "environment")
+    check_columns([make_function_path("accept_columns")], ["prompt"], "environment")
+    check_columns([make_function_path("require_solution")], ["prompt", "solution"], "environment")
 
 
 def test_column_hidden_by_a_built_in_argument_is_logged(caplog) -> None:
     with caplog.at_level(logging.WARNING):
-        check_columns([make_path("accept_columns")], ["prompt", "seed", "status"], "environment")
+        check_columns(
+            [make_function_path("accept_columns")], ["prompt", "seed", "status"], "environment"
+        )
     assert "the trainer's argument seed, status" in caplog.text
 
 
@@ -77,6 +79,8 @@ def test_run_check_finds_a_missing_column(tmp_path: Path) -> None:
 @pytest.mark.slow
 async def test_missing_column_is_found_from_the_server_description(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    error_info = pytest.raises(ConfigError, match="requires 'solution'")
-    with start_local_servers(run, tmp_path) as servers, error_info:
+    with (
+        start_local_servers(run, tmp_path) as servers,
+        pytest.raises(ConfigError, match="requires 'solution'"),
+    ):
         await check_server_columns(run, servers)

@@ -1,4 +1,4 @@
-"""A reward model as a term: loaded once, called in batches, outside the event loop."""
+"""Tests of reward models as reward terms: loading, batches, threads and failures."""
 
 from __future__ import annotations
 
@@ -41,23 +41,25 @@ def path(policy_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def make_episode(text: str, status: RolloutStatus = RolloutStatus.TERMINATED) -> PlayedEpisode:
     """Return an episode of one turn with reward 1 from the environment."""
-    tokens = TokenSequence(np.array([1, 2, 3]), np.array([0.0, -1, -1]), (TurnSpan(1, 3, 0),))
-    rollout = Rollout("count", 7, (tokens,), 1.0, 1.0, (), status, 0)
+    sequence = TokenSequence(np.array([1, 2, 3]), np.array([0.0, -1, -1]), (TurnSpan(1, 3, 0),))
+    rollout = Rollout("count", 7, (sequence,), 1.0, 1.0, (), status, 0)
     completion = [{"role": "assistant", "content": text}]
     return PlayedEpisode(rollout, [{"role": "user", "content": "go"}], completion, [2, 3])
 
 
 async def test_term_is_the_model_score_of_prompt_and_completion(path: str) -> None:
     terms = [RewardTerm(weight=0.5), RewardModelTerm(path=path, weight=2.0)]
-    lost = make_episode("", RolloutStatus.LOST)
-    rollouts = await Reward(terms).score([make_episode("HIT"), lost, make_episode("STAND")], 60.0)
+    lost_episode = make_episode("", RolloutStatus.LOST)
+    rollouts = await Reward(terms).score(
+        [make_episode("HIT"), lost_episode, make_episode("STAND")], 60.0
+    )
     model = load_reward_model(path)
     scores = model.score(["go", "go"], ["HIT", "STAND"])
     assert rollouts[0].reward == pytest.approx(0.5 + 2 * scores[0])
     assert rollouts[2].reward == pytest.approx(0.5 + 2 * scores[1])
     assert scores[0] != scores[1]
     assert [term.name for term in rollouts[0].terms] == ["environment", "pleasing"]
-    assert [term.value for term in rollouts[1].terms] == [None, None]  # the model was not called
+    assert [term.value for term in rollouts[1].terms] == [None, None]  # lost, so not scored
 
 
 async def test_model_is_loaded_once_for_all_environments_and_terms(
@@ -79,13 +81,15 @@ async def test_concurrent_groups_are_scored_in_one_batch(
     thread_ids: set[int] = set()
     original_score = RewardModel.score
 
-    def delay(self: RewardModel, prompts: list, completions: list, **settings: int) -> list[float]:
+    def score_slowly(
+        self: RewardModel, prompts: list, completions: list, **settings: int
+    ) -> list[float]:
         batch_sizes.append(len(prompts))
         thread_ids.add(threading.get_ident())
         time.sleep(0.05)
         return original_score(self, prompts, completions, **settings)
 
-    monkeypatch.setattr(RewardModel, "score", delay)
+    monkeypatch.setattr(RewardModel, "score", score_slowly)
     reward = Reward([RewardModelTerm(path=path)])
     num_ticks = 0
 
@@ -99,10 +103,10 @@ async def test_concurrent_groups_are_scored_in_one_batch(
     groups = [[make_episode("HIT"), make_episode("STAND " * length)] for length in range(1, 9)]
     rollouts_by_group = await asyncio.gather(*(reward.score(group, 60.0) for group in groups))
     tick_task.cancel()
-    # All start in one iteration of the event loop, so the eight need at most two calls.
+    # All groups start in one iteration of the event loop, so they need at most two calls.
     assert sum(batch_sizes) == 16
     assert len(batch_sizes) <= 2
-    assert num_ticks > 5  # the event loop turned meanwhile
+    assert num_ticks > 5  # the event loop was not blocked
     assert thread_ids.isdisjoint({threading.get_ident()})
     assert len(thread_ids) == 1
     model = load_reward_model(path)
@@ -112,7 +116,7 @@ async def test_concurrent_groups_are_scored_in_one_batch(
         assert [episode.reward for episode in rollouts] == pytest.approx(expected, abs=1e-5)
 
 
-async def test_failed_or_late_model_voids_the_group_but_not_the_next(
+async def test_failed_or_late_model_voids_one_group_but_not_the_next_group(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = Reward([RewardModelTerm(path=path)])
@@ -121,7 +125,7 @@ async def test_failed_or_late_model_voids_the_group_but_not_the_next(
     def raise_out_of_memory(self: RewardModel, *args: object, **settings: int) -> list[float]:
         raise RuntimeError("CUDA out of memory")
 
-    def score_late(self: RewardModel, *args: object, **settings: int) -> list[float]:
+    def score_after_time_limit(self: RewardModel, *args: object, **settings: int) -> list[float]:
         time.sleep(0.3)
         return [0.0]
 
@@ -130,7 +134,7 @@ async def test_failed_or_late_model_voids_the_group_but_not_the_next(
 
     for score_function, message, timeout_s in [
         (raise_out_of_memory, "has failed: RuntimeError: CUDA out of memory", 60.0),
-        (score_late, "did not return within rollout.group_timeout_s = 0.05 s", 0.05),
+        (score_after_time_limit, "did not return within rollout.group_timeout_s = 0.05 s", 0.05),
         (score_nan, "returned the score nan", 60.0),
     ]:
         monkeypatch.setattr(RewardModel, "score", score_function)
