@@ -18,6 +18,7 @@ from ludus.trainer.core.types import Sampling
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from ludus.trainer.rollout.group import GroupPlayer
 from ludus.trainer.rollout.rewards.scoring import Reward
+from ludus.trainer.rollout.runner import EpisodeRunner
 from tests.controller.fake_workers import make_groups, publish_weights
 from tests.env.polling import run_pending_tasks
 from tests.rollout.fake_engine import FakeEngine
@@ -50,10 +51,28 @@ class EndlessRunner:
         raise AssertionError
 
 
-def make_worker(engine: FakeEngine) -> tuple[RolloutWorkerActor, AsyncEngine]:
-    """Return a started worker and its engine."""
-    run, async_engine = LanguageModelRun(), AsyncEngine(engine)
-    player = GroupPlayer(EndlessRunner(), Reward(), timeout_s=60.0, max_evaluation_episodes=1)
+class RecordingRunner:
+    """A runner that records the sampling parameters of its calls and plays nothing."""
+
+    plays_groups_together = False
+
+    def __init__(self) -> None:
+        self.samplings: list[Sampling] = []
+
+    async def play_episodes(self, starts: object, sampling: Sampling, **_: Any) -> list[Any]:
+        """Record the call, and return no episodes."""
+        self.samplings.append(sampling)
+        return []
+
+
+def make_worker(
+    engine: FakeEngine, runner: EpisodeRunner | None = None, **sections: object
+) -> tuple[RolloutWorkerActor, AsyncEngine]:
+    """Return a started worker and its engine; `sections` are those of the run."""
+    run, async_engine = LanguageModelRun.model_validate(sections), AsyncEngine(engine)
+    player = GroupPlayer(
+        runner or EndlessRunner(), Reward(), timeout_s=60.0, max_evaluation_episodes=1
+    )
     components = WorkerComponents(run, run.weights, async_engine, {"coins": player})
     return RolloutWorkerActor(torch.get_num_threads(), components), async_engine
 
@@ -96,6 +115,20 @@ async def test_engine_failure_is_reported_to_the_waiter() -> None:
         await async_engine([1], Sampling(1.0, 4), 0)
     with pytest.raises(EngineLostError, match="MemoryError: no more memory"):
         await close_task
+
+
+async def test_evaluation_changes_only_the_temperature_of_the_sampling() -> None:
+    runner = RecordingRunner()
+    cuts = {"top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    worker, _ = make_worker(
+        FakeEngine(),
+        runner,
+        rollout={"temperature": 0.7, "max_completion_tokens": 8, **cuts},
+        algorithm={"correction": {"kind": "off"}, "geometric_mask": None},
+    )
+    await worker.evaluate("coins", [1], 0.5)
+    assert runner.samplings == [Sampling(temperature=0.5, max_tokens=8, **cuts)]
+    await worker.close()
 
 
 async def test_close_is_reported_to_the_waiter() -> None:

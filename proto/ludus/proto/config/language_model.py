@@ -74,7 +74,7 @@ class EvalConfig(EvalSection):
     evaluations off."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature. 0 always takes the most probable token; 1 plays the policy as it is
-    trained."""
+    trained. The other sampling settings are those of section rollout."""
     timeout_s: Seconds = 14_400.0
     """Time limit in seconds of one evaluation in one environment. After that, the run stops."""
 

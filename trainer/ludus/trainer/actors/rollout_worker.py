@@ -166,7 +166,7 @@ class RolloutWorkerActor:
         self, environment: str, seeds: Sequence[int], temperature: float
     ) -> list[EpisodeOutcome]:
         """Play one episode for each seed and return the outcomes in the order of the seeds."""
-        sampling = Sampling(temperature, self.components.run.rollout.max_completion_tokens)
+        sampling = sampling_settings(self.components.run.rollout, temperature)
         rollouts = await self.components.players[environment].evaluate(seeds, sampling)
         return list(map(_make_outcome, rollouts))
 
