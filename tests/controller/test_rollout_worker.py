@@ -89,6 +89,26 @@ async def test_abandoned_groups_are_lost() -> None:
     await worker.close()
 
 
+@pytest.mark.parametrize("call", ["load_weights", "score"])
+async def test_groups_are_lost_when_loading_or_scoring_fails(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no more memory")
+
+    engine = FakeEngine()
+    monkeypatch.setattr(engine, call, fail)
+    monkeypatch.setattr(rollout_worker, "make_store", lambda _: HeldStore(threading.Event()))
+    worker, _ = make_worker(engine)
+    play_task = asyncio.create_task(worker.play(make_groups(3)))
+    await run_pending_tasks()
+    with pytest.raises(MemoryError):
+        await worker.load_weights(publish_weights(2, (-1.0,)), True)
+    [group] = await asyncio.wait_for(play_task, 60)
+    assert all(rollout.reward is None for rollout in group.rollouts)
+    await worker.close()
+
+
 async def test_late_fetch_does_not_load_older_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

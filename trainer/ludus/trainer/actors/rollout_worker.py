@@ -204,8 +204,12 @@ class RolloutWorkerActor:
             raise WeightSyncError(
                 f"weights version {manifest.version} arrived after a later version was requested"
             )
-        await components.engine.load_weights(state, manifest.version)
-        logprobs = await components.engine.score(manifest.canary)
+        try:
+            await components.engine.load_weights(state, manifest.version)
+            logprobs = await components.engine.score(manifest.canary)
+        except BaseException:
+            await self.abandon()
+            raise
         dtype = components.run.learner.dtype
         canary = check_canary(manifest, logprobs, components.weights.canary, dtype)
         pause_s = components.engine.pause_s - old_pause_s
