@@ -24,6 +24,7 @@ from tests.env.polling import (
 )
 from tests.env.quiet_edge import QuietEdge
 from tests.env.served import serve, server_address
+from tests.env.tool_env import ToolEnv
 
 pytestmark = pytest.mark.asyncio
 
@@ -116,6 +117,21 @@ async def test_lingering_sessions_survive_lost_connections_without_duplicate_ste
             assert proxy.num_connections > 1
             assert server.core.load.num_sessions == 16
         await wait_for_sessions(server.core, 0)
+
+
+async def test_lingering_session_calls_a_tool_after_an_idle_connection_was_lost() -> None:
+    async with (
+        serve(ToolEnv) as server,
+        FlakyProxy(server.grpc_address) as proxy,
+        await AsyncEnvClient.connect(proxy.address) as client,
+    ):
+        session, _ = await client.open(linger_s=20)
+        stream = client.transport.stream
+        proxy.refuses_connections = True
+        proxy.cut()
+        await wait_until(lambda: stream.break_reason is not None)
+        proxy.refuses_connections = False
+        assert await session.call_tool("note", {"text": "hello"}) == {"notes": ["hello"]}
 
 
 @pytest.mark.slow

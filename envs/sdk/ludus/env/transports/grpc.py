@@ -253,6 +253,8 @@ class GrpcSession:
         def fill(call: pb.Call) -> None:
             fill_call_tool(call.call_tool, self.session_id, name, arguments)
 
+        if self.stream.break_reason is not None:
+            await self._call(self._fill_state)
         # A tool call has no step number, so it cannot be repeated when the connection breaks.
         reply = await self.stream.start_call(fill)
         result: JsonObject = orjson.loads(reply.call_tool.result_json)
