@@ -58,6 +58,22 @@ class ConstantReward(gymnasium.Env[np.ndarray, int]):
         return np.zeros(1, dtype=np.float32), 1.0, False, False, {}
 
 
+class EarlyEnd(ConstantReward):
+    """Ends each episode after `length` steps, which a test changes."""
+
+    length = 500
+
+    def reset(self, **arguments: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        self.num_steps = 0
+        return super().reset(**arguments)
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.num_steps += 1
+        observation, reward, _, truncated, info = super().step(action)
+        return observation, reward, self.num_steps >= self.length, truncated, info
+
+
+gymnasium.register("EarlyEnd-v0", lambda **options: EarlyEnd())
 gymnasium.register("ConstantReward-v0", lambda **options: ConstantReward(), max_episode_steps=500)
 
 
@@ -329,3 +345,18 @@ def test_dropout_and_batch_statistics_are_disabled() -> None:
     )
     assert first == second
     assert all(torch.equal(statistics[name], buffer) for name, buffer in policy.named_buffers())
+
+
+def test_resume_after_an_episode_that_ends_early_starts_new_episodes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = NetworkPpoConfig.model_validate(SMALL_PPO)
+    agent = make_agent("EarlyEnd-v0", config)
+    agent.train()
+    state = agent.get_state()
+    monkeypatch.setattr(EarlyEnd, "length", 3)
+    resumed_agent = make_agent("EarlyEnd-v0", config)
+    resumed_agent.restore(state)
+    assert "the environment is not deterministic" in caplog.text
+    batch = resumed_agent.train().batch
+    assert {episode.length for episode in batch.episodes} == {3}

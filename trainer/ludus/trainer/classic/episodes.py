@@ -173,18 +173,32 @@ class ParallelEpisodes:
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Replay the episodes in `state` up to their current observations.
 
-        All environments step together. Environments with fewer actions start later; until then they
-        take any valid action. If a replayed episode has a different observation, all environments
-        start a new episode.
+        If a replayed episode ends early or has a different observation, all environments start a
+        new episode.
         """
         episodes = [
             _RunningEpisode(episode["number"], episode["seed"], list(episode["actions"].numpy()))
             for episode in state
         ]
+        self._episodes = episodes
+        observations = np.stack([episode["observation"].numpy() for episode in state])
+        if not self._replay() or not np.array_equal(observations, self.observations):
+            _log.warning(
+                "the environment is not deterministic: unfinished episodes are played from the "
+                "start"
+            )
+            self._start_next(range(self._environments.num_environments))
+
+    def _replay(self) -> bool:
+        """Repeat the actions of all episodes; return False if a replayed episode has ended.
+
+        All environments step together. Environments with fewer actions start later; until then they
+        take any valid action.
+        """
+        episodes = self._episodes
         num_steps = max(len(episode.actions) for episode in episodes)
         start_steps = [num_steps - len(episode.actions) for episode in episodes]
         filler_action = next((episode.actions[0] for episode in episodes if episode.actions), None)
-        self._episodes = episodes
         for step in range(num_steps + 1):
             self._reset(
                 {
@@ -199,24 +213,26 @@ class ParallelEpisodes:
                 filler_action if step < start_step else episode.actions[step - start_step]
                 for start_step, episode in zip(start_steps, episodes, strict=True)
             ]
-            self._replay_step(self._environments.step(np.array(actions)), start_steps, step)
-        observations = np.stack([episode["observation"].numpy() for episode in state])
-        if not np.array_equal(observations, self.observations):
-            _log.warning(
-                "the environment is not deterministic: unfinished episodes are played from the "
-                "start"
-            )
-            self._start_next(range(self._environments.num_environments))
+            vector_step = self._environments.step(np.array(actions))
+            if not self._replay_step(vector_step, start_steps, step):
+                return False
+        return True
 
-    def _replay_step(self, vector_step: VectorStep, start_steps: Sequence[int], step: int) -> None:
-        """Record a replayed step, and reset environments that wait and whose episode has ended."""
+    def _replay_step(self, vector_step: VectorStep, start_steps: Sequence[int], step: int) -> bool:
+        """Record a replayed step, and reset environments that wait and whose episode has ended.
+
+        Returns False if a replayed episode has ended.
+        """
         self._lengths += 1
         self._returns += vector_step.rewards
         self.observations = vector_step.observations
         is_finished = vector_step.terminated | vector_step.truncated
         is_waiting = step < np.array(start_steps)
+        if (is_finished & ~is_waiting).any():
+            return False
         indices = np.flatnonzero(is_finished & is_waiting).tolist()
         self._reset({index: self._episodes[index].seed or 0 for index in indices})
+        return True
 
     def _reset(self, seeds: Mapping[int, int]) -> None:
         if not seeds:
