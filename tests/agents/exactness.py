@@ -6,7 +6,7 @@
                                                         |
                                                         +--> the model computes the log-probs again
 
-The tests play few episodes, bench/agents.py a thousand.
+The tests play a few episodes; bench/agents.py plays a thousand.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def train_warm_model(seed: int) -> tuple[PreTrainedModel, ChatTokenizer]:
 
 
 async def measure(num_episodes: int, seed: int = 0) -> Measurement:
-    """Play episodes of wild agents and return the results.
+    """Play episodes of wild agents and return the measurement.
 
     Raises:
         AssertionError: the trained tokens differ from the sampled ones.
@@ -153,7 +153,7 @@ class RecordingEngine:
 
 @dataclass(frozen=True, slots=True)
 class _HttpResponder:
-    """A responder that sends requests with the openai client, like an agent's process."""
+    """A responder that sends requests with the openai client, as an agent process does."""
 
     client: AsyncOpenAI
     access: EndpointAccess
@@ -175,20 +175,20 @@ class _HttpResponder:
             fields["max_completion_tokens"] = request.max_tokens
         completion = await client.chat.completions.create(
             model="any",
-            messages=[_message_fields(message) for message in request.messages],
+            messages=[_make_message_fields(message) for message in request.messages],
             **fields,
         )
         return [_read_response(choice.message) for choice in completion.choices]
 
 
-def _message_fields(message: ChatMessage) -> Any:
+def _make_message_fields(message: ChatMessage) -> Any:
     calls = [
         {
-            "id": f"call_{n}",
+            "id": f"call_{index}",
             "type": "function",
-            "function": {"name": c.name, "arguments": c.arguments},
+            "function": {"name": call.name, "arguments": call.arguments},
         }
-        for n, c in enumerate(message.calls)
+        for index, call in enumerate(message.calls)
     ]
     extra_fields = {"tool_calls": calls} if calls else {}
     if message.role == "tool":

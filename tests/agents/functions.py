@@ -1,4 +1,4 @@
-"""Agents for tests: functions that work, and functions that fail."""
+"""Agent functions for tests, some of which fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def complete(access: EndpointAccess, text: str) -> str:
 
 
 async def return_completion(task: AgentTask, access: EndpointAccess) -> dict[str, Any]:
-    """Return the completion as the answer, with an additional field."""
+    """Return the completion as the answer, with two additional fields."""
     return {"answer": await complete(access, task.text), "kind": "passes on", "seed": task.seed}
 
 
@@ -39,7 +39,7 @@ agent_object = _AgentObject()
 
 
 def complete_in_thread(task: AgentTask, access: EndpointAccess) -> str:
-    """Return the completion from a thread, as a line of JSON after other text."""
+    """Return the completion, as a line of JSON after other text, from synchronous code."""
     client = OpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0)
     response = client.chat.completions.create(
         model=access.model, messages=[{"role": "user", "content": task.text}]
@@ -47,34 +47,34 @@ def complete_in_thread(task: AgentTask, access: EndpointAccess) -> str:
     return f'I am done.\n{{"answer": "{response.choices[0].message.content}", "reward": 0.25}}\n'
 
 
-async def sends_no_request(task: AgentTask, access: EndpointAccess) -> None:
+async def send_no_request(task: AgentTask, access: EndpointAccess) -> None:
     """Return without a request."""
 
 
-def exits(task: AgentTask, access: EndpointAccess) -> None:
+def exit_process(task: AgentTask, access: EndpointAccess) -> None:
     """Raise SystemExit."""
     raise SystemExit(3)
 
 
-async def raises(task: AgentTask, access: EndpointAccess) -> None:
-    """Raise an error after a request."""
+async def raise_key_error(task: AgentTask, access: EndpointAccess) -> None:
+    """Raise KeyError after a request."""
     await complete(access, task.text)
-    raise KeyError("no such thing")
+    raise KeyError("missing")
 
 
-async def hangs(task: AgentTask, access: EndpointAccess) -> None:
+async def hang(task: AgentTask, access: EndpointAccess) -> None:
     """Wait forever after a request."""
     await complete(access, task.text)
     await asyncio.Event().wait()
 
 
-async def returns_plain_text(task: AgentTask, access: EndpointAccess) -> str:
-    """Return a text that is not JSON."""
+async def return_plain_text(task: AgentTask, access: EndpointAccess) -> str:
+    """Return the completion as text that is not JSON."""
     return await complete(access, task.text)
 
 
 async def exceed_turn_limit(task: AgentTask, access: EndpointAccess) -> None:
-    """Send requests until one is refused, and fail with its error."""
+    """Send requests until the endpoint refuses one and the client raises an error."""
     while True:
         await complete(access, task.text)
 

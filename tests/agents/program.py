@@ -1,4 +1,4 @@
-"""An agent that is a program; its first argument selects its behavior."""
+"""An agent program. The first argument selects the behavior."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TASK = json.loads(os.environ["LUDUS_TASK"])
 
 
 def complete() -> str:
-    """Return the policy's completion; the environment variables contain address and key."""
+    """Return the policy's completion, with the address and key from the environment variables."""
     response = OpenAI().chat.completions.create(
         model=os.environ["OPENAI_MODEL"], messages=[{"role": "user", "content": TASK["text"]}]
     )

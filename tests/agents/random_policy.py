@@ -1,7 +1,7 @@
-"""A random policy in place of an engine, which samples words, calls and nonsense.
+"""A random policy that replaces the engine and samples words, tool calls and reasoning.
 
-A text has several token sequences, as with a real policy. Decoding and encoding it again
-therefore gives different tokens.
+As with a real policy, a text can have several encodings. Decoding sampled tokens and encoding
+the text again can therefore give different tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sample:
 
 
 class RandomPolicy:
-    """Samples at random after a delay, and records the samples."""
+    """A policy that samples at random after a delay and records its samples."""
 
     def __init__(self, chat: ChatTokenizer, seed: int) -> None:
         self._chat = chat
@@ -77,7 +77,7 @@ class RandomPolicy:
         return text
 
     def _encode(self, text: str) -> list[int]:
-        """Encode the text in two parts if decoding the parts gives the same text."""
+        """Encode the text, in two parts if the parts decode to the same text."""
         token_ids = self._chat.encode_completion(text)
         split_index = self._rng.randrange(1, len(text) + 1)
         parts = [

@@ -1,4 +1,4 @@
-"""The endpoint with OpenAI's client: chat and responses, complete and streamed; refusals."""
+"""Tests of the agent endpoint with OpenAI and MCP clients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def endpoint() -> AsyncIterator[AgentEndpoint]:
 
 
 class ScriptedEpisode:
-    """An episode whose policy has a script, and a client for it."""
+    """An episode with a scripted policy and an OpenAI client."""
 
     def __init__(self, chat: ChatTokenizer, completions: tuple[str, ...]) -> None:
         self.policy = ScriptedPolicy(chat, iter(completions))
@@ -148,7 +148,7 @@ async def test_responses_tool_loop_is_one_sequence_with_and_without_streaming(
     assert len(sequence.turns) == 3
 
 
-async def test_request_sets_number_logprobs_and_limit_of_completions(
+async def test_request_sets_number_and_length_of_completions_and_logprobs(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with open_episode(endpoint, chat, "red", "blue...", "green") as episode:
@@ -191,10 +191,11 @@ async def test_only_one_call_is_returned_without_parallel_tool_calls(
 ) -> None:
     with open_episode(endpoint, chat, CALL + CALL, CALL + CALL) as episode:
         create = episode.client.chat.completions.create
-        one_call = await create(model="m", messages=PROMPT, tools=[TOOL], parallel_tool_calls=False)
-        two_calls = await create(model="m", messages=PROMPT, tools=[TOOL])
-    assert len(one_call.choices[0].message.tool_calls or []) == 1
-    assert len(two_calls.choices[0].message.tool_calls or []) == 2
+        arguments: dict[str, Any] = {"model": "m", "messages": PROMPT, "tools": [TOOL]}
+        short_completion = await create(**arguments, parallel_tool_calls=False)
+        long_completion = await create(**arguments)
+    assert len(short_completion.choices[0].message.tool_calls or []) == 1
+    assert len(long_completion.choices[0].message.tool_calls or []) == 2
     short_sequence, long_sequence = episode.tree.make_sequences()
     assert short_sequence.turns[0].end < long_sequence.turns[0].end
 
@@ -208,7 +209,7 @@ async def test_text_without_valid_or_allowed_calls_is_returned_as_content(
         assert (await create(model="m", messages=PROMPT, tools=[TOOL])).choices[
             0
         ].message.content == invalid_call
-        # A request that allows no tool calls gets the text of a call as plain content.
+        # A request that allows no tool calls receives the text of a call as content.
         for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
             episode.policy.script = iter([CALL])
             completion = await create(model="m", messages=PROMPT, **fields)
@@ -254,8 +255,7 @@ async def test_unsupported_chat_parameter_is_rejected_by_name(
         await episode.client.chat.completions.create(
             **{"model": "m", "messages": PROMPT, "extra_body": fields}
         )
-    assert error.value.param == param
-    assert error.value.type == "invalid_request_error"
+    assert (error.value.param, error.value.type) == (param, "invalid_request_error")
     assert param in error.value.message
 
 
@@ -281,14 +281,14 @@ async def test_unsupported_responses_parameter_is_rejected_by_name(
     assert error.value.body["param"] == param  # type: ignore[index, call-overload]
 
 
-async def test_deeply_nested_call_in_the_history_does_not_fail_the_policy(
+async def test_deeply_nested_call_in_the_history_does_not_fail_the_episode(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     deep_call = {"name": "look", "arguments": "[" * 100_000}
     call_message = {"role": "assistant", "tool_calls": [{"id": "c", "function": deep_call}]}
     with open_episode(endpoint, chat) as episode, pytest.raises(openai.APIStatusError) as error:
         await episode.client.chat.completions.create(model="m", messages=[*PROMPT, call_message])
-    assert error.value.code == "context_length_exceeded", "and not the policy's failure"
+    assert error.value.code == "context_length_exceeded"
     episode.endpoint_episode.raise_if_failed()
 
 
@@ -460,7 +460,7 @@ async def test_official_mcp_client_lists_and_calls_tools(
             assert call_result.content[0].text == "called with {'a': 1}"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("is_stream", [False, True], ids=["complete", "streamed"])
 async def test_call_ids_are_equal_for_equal_histories_and_differ_otherwise(
     endpoint: AgentEndpoint, chat: ChatTokenizer, is_stream: bool
 ) -> None:

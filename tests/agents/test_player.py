@@ -1,4 +1,4 @@
-"""Episodes that agents play: their results, their limits, and their failures."""
+"""Tests of episodes that agents play: results, limits and failures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def open_player(
     completions: tuple[str, ...] = ("STAND",),
     **runner_fields: Any,
 ) -> AsyncIterator[ScriptedPlayer]:
-    """Start a player for the agent, with a scripted policy."""
+    """Yield a player that runs the agent with a scripted policy."""
     script = itertools.cycle(completions)
     policy = ScriptedPolicy(chat, script)
     reward = runner_fields.pop("reward", None) or Reward()
@@ -105,7 +105,9 @@ async def test_agent_fields_reach_reward_functions_and_agent_reward_counts(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     columns: dict[str, Any] = {}
-    reward = Reward([RewardTerm(), RewardTerm(function="tests.agents.test_player:judge")])
+    reward = Reward(
+        [RewardTerm(), RewardTerm(function="tests.agents.test_player:record_kind_and_prompts")]
+    )
     fields = {"function": "tests.agents.functions:return_completion"}
     async with open_player(client, chat, fields, reward=reward) as player:
         RECORDED_COLUMNS.clear()
@@ -114,8 +116,8 @@ async def test_agent_fields_reach_reward_functions_and_agent_reward_counts(
     assert columns["kind"] == ["passes on"] * 2
     assert columns["prompts"][0][0]["content"] == "hard 11 vs 2"
     plain_rollout = await play_episode(client, chat, functions.return_completion)
-    rewarded_rollout = await play_episode(client, chat, functions.complete_in_thread)
-    assert rewarded_rollout.reward == (plain_rollout.reward or 0) + 0.25
+    agent_rewarded_rollout = await play_episode(client, chat, functions.complete_in_thread)
+    assert agent_rewarded_rollout.reward == (plain_rollout.reward or 0) + 0.25
 
 
 async def test_agent_can_be_an_asynchronous_callable_object(
@@ -136,9 +138,9 @@ async def test_task_with_braces_is_passed_unchanged() -> None:
             return SimpleNamespace(exit_code=0, output="", errors="")
 
     config = CommandAgent(command=(sys.executable, "{task}", "say: {text}"))
-    runner = ProgramLauncher(config, Host())  # type: ignore[arg-type]
+    launcher = ProgramLauncher(config, Host())  # type: ignore[arg-type]
     task = AgentTask("{task}", [], {"shown": "{text}"}, {}, 1)
-    await runner.run(task, EndpointAccess("http://127.0.0.1:1/v1", "sk"))
+    await launcher.run(task, EndpointAccess("http://127.0.0.1:1/v1", "sk"))
     assert json.loads(commands[0][1])["observation"] == {"shown": "{text}"}
     assert commands[0][2] == "say: {task}"
 
@@ -146,7 +148,7 @@ async def test_task_with_braces_is_passed_unchanged() -> None:
 RECORDED_COLUMNS: dict[str, Any] = {}
 
 
-def judge(kind: list[str], prompts: list[Any], **_: Any) -> list[float]:
+def record_kind_and_prompts(kind: list[str], prompts: list[Any], **_: Any) -> list[float]:
     RECORDED_COLUMNS.update(kind=kind, prompts=prompts)
     return [0.0] * len(kind)
 
@@ -154,17 +156,17 @@ def judge(kind: list[str], prompts: list[Any], **_: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (functions.raises, "KeyError"),
-        (functions.exits, "SystemExit: 3"),
-        (functions.sends_no_request, "sent no request to the policy"),
-        (functions.returns_plain_text, "expected JSON"),
-        (functions.hangs, "timeout_s = 0.5"),
+        (functions.raise_key_error, "KeyError"),
+        (functions.exit_process, "SystemExit: 3"),
+        (functions.send_no_request, "sent no request to the policy"),
+        (functions.return_plain_text, "expected JSON"),
+        (functions.hang, "timeout_s = 0.5"),
     ],
 )
 async def test_failed_agent_voids_the_episode_with_the_reason(
     client: AsyncEnvClient, chat: ChatTokenizer, function: Any, reason: str
 ) -> None:
-    timeout_s = 0.5 if function is functions.hangs else 20.0
+    timeout_s = 0.5 if function is functions.hang else 20.0
     rollout = await play_episode(client, chat, function, timeout_s=timeout_s)
     assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
     assert reason in rollout.failure and rollout.has_agent_failed
@@ -198,7 +200,7 @@ async def test_parallel_requests_are_counted_as_branches(
 async def test_action_is_agent_text_last_policy_message_or_none(
     client: AsyncEnvClient, chat: ChatTokenizer, answer: str, status: RolloutStatus
 ) -> None:
-    rollout = await play_episode(client, chat, functions.returns_plain_text, answer=answer)
+    rollout = await play_episode(client, chat, functions.return_plain_text, answer=answer)
     assert rollout.status is status
     assert (rollout.reward == 0) == (answer == "none")
 
@@ -269,12 +271,12 @@ async def test_service_gets_task_and_key_and_episode_is_lost_if_service_stops(
     async with open_player(client, chat, fields) as player:
         group = await player.play_group(GroupSpec(0, "game", (11, 13)))
         await service.stop()
-        late_group = await player.play_group(GroupSpec(1, "game", (11,)))
+        group_after_stop = await player.play_group(GroupSpec(1, "game", (11,)))
     rollout, void_rollout = group.rollouts
     assert rollout.status is RolloutStatus.TERMINATED
     assert void_rollout.status is RolloutStatus.FAILED and "no more rooms" in void_rollout.failure
-    assert late_group.rollouts[0].status is RolloutStatus.LOST
-    assert not late_group.rollouts[0].has_agent_failed
+    assert group_after_stop.rollouts[0].status is RolloutStatus.LOST
+    assert not group_after_stop.rollouts[0].has_agent_failed
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ async def test_service_gets_task_and_key_and_episode_is_lost_if_service_stops(
         ({"function": "tests.agents.functions:nothing"}, "has no callable 'nothing'"),
     ],
 )
-def test_missing_agent_files_and_functions_are_found_before_the_run(
+def test_missing_agent_files_and_functions_are_reported_before_the_run(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

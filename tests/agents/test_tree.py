@@ -38,7 +38,7 @@ def make_tree(
     return ConversationTree(policy, chat, limits, Sampling(1.0, 1), key=seed), policy
 
 
-def user(text: str) -> ChatMessage:
+def make_user_message(text: str) -> ChatMessage:
     return ChatMessage("user", text)
 
 
@@ -58,7 +58,7 @@ async def test_random_agent_episodes_train_exactly_on_sampled_tokens(
         check_exact(sequences, policy.samples)
         num_sequences += len(sequences)
         num_long_sequences += sum(len(sequence.turns) > 1 for sequence in sequences)
-    # The test proves something only if some histories continue and some branch.
+    # The check is only meaningful if some histories continue and some branch.
     assert num_sequences > 2 * NUM_EPISODES
     assert num_long_sequences > NUM_EPISODES // 3
 
@@ -68,14 +68,14 @@ async def test_growing_history_is_one_sequence_in_all_message_forms(
 ) -> None:
     for seed in range(20):
         tree, policy = make_tree(chat, seed)
-        history = [user("Where?")]
+        history = [make_user_message("Where?")]
         for _ in range(4):
             response = await complete(tree, *history, tools=(TOOL,))
             agent = WildAgent(tree, seed)
             history += [repeat_response(response), agent.draw_reply(response)]
         [sequence] = tree.make_sequences()
         assert len(sequence.turns) == 4
-        assert [len(prompt.prompt_ids) for prompt in policy.samples] == [
+        assert [len(sample.prompt_ids) for sample in policy.samples] == [
             t.start for t in sequence.turns
         ]
 
@@ -84,8 +84,8 @@ async def test_retry_is_a_branch_that_trains_only_on_the_new_completion(
     chat: ChatTokenizer,
 ) -> None:
     tree, _ = make_tree(chat, 5)
-    first_response = await complete(tree, user("a"))
-    history = (user("a"), first_response.chat_message, user("b"))
+    first_response = await complete(tree, make_user_message("a"))
+    history = (make_user_message("a"), first_response.chat_message, make_user_message("b"))
     await complete(tree, *history)
     await complete(tree, *history)
     first_branch, second_branch = tree.make_sequences()
@@ -102,9 +102,9 @@ async def test_equal_prompts_have_equal_seeds_in_any_order_unless_repeated(
     for order in (("a", "b"), ("b", "a")):
         tree, policy = make_tree(chat, 3)
         for text in (*order, "a"):
-            await complete(tree, user(text))
-        seeds.append({hash(prompt.prompt_ids): prompt.seed for prompt in policy.samples[:2]})
-        assert len({prompt.seed for prompt in policy.samples}) == 3
+            await complete(tree, make_user_message(text))
+        seeds.append({hash(sample.prompt_ids): sample.seed for sample in policy.samples[:2]})
+        assert len({sample.seed for sample in policy.samples}) == 3
     assert seeds[0] == seeds[1]
 
 
@@ -115,8 +115,8 @@ async def test_agent_seed_determines_sampling_within_an_episode(
     for key in (1, 2):
         tree, policy = make_tree(chat, key)
         for seed in (7, 7, 8):
-            await complete(tree, user("a"), seed=seed)
-        seeds.append([prompt.seed for prompt in policy.samples])
+            await complete(tree, make_user_message("a"), seed=seed)
+        seeds.append([sample.seed for sample in policy.samples])
         assert seeds[-1][0] == seeds[-1][1] != seeds[-1][2]
     assert not set(seeds[0]) & set(seeds[1])
 
@@ -133,11 +133,13 @@ async def test_request_beyond_limits_is_rejected_and_turns_are_kept(chat: ChatTo
     limits = LIMITS.model_copy(update={"max_turns": 2, "max_tokens": 150})
     tree, _ = make_tree(chat, 1, limits)
     with pytest.raises(LimitError, match=r"rollout\.max_tokens = 150") as length_error:
-        await complete(tree, user("a b c d e " * 40))
+        await complete(tree, make_user_message("a b c d e " * 40))
     assert (length_error.value.status, length_error.value.code) == (400, "context_length_exceeded")
-    await asyncio.gather(complete(tree, user("a")), complete(tree, user("b")))
+    await asyncio.gather(
+        complete(tree, make_user_message("a")), complete(tree, make_user_message("b"))
+    )
     with pytest.raises(LimitError, match=r"rollout\.max_turns = 2") as turn_limit_error:
-        await complete(tree, user("c"))
+        await complete(tree, make_user_message("c"))
     assert turn_limit_error.value.status == 403
     assert tree.num_turns == 2
     with pytest.raises(LimitError):
@@ -148,12 +150,12 @@ async def test_cancelled_request_leaves_no_turn(chat: ChatTokenizer) -> None:
     tree, policy = make_tree(chat, 1, LIMITS.model_copy(update={"max_turns": 1}))
 
     policy.is_blocked = True
-    request_task = asyncio.ensure_future(complete(tree, user("a")))
+    request_task = asyncio.ensure_future(complete(tree, make_user_message("a")))
     await asyncio.sleep(0)
     request_task.cancel()
     await asyncio.wait([request_task])
     policy.is_blocked = False
-    await complete(tree, user("a"))
+    await complete(tree, make_user_message("a"))
     assert tree.num_turns == 1
 
 
@@ -163,9 +165,11 @@ async def test_last_turn_has_the_reward_and_branches_share_the_advantage(
     rollouts = []
     for seed, reward in enumerate((1.0, 0.0)):
         tree, _ = make_tree(chat, seed)
-        first_response = await complete(tree, user("a"))
-        await complete(tree, user("a"), first_response.chat_message, user("b"))
-        await complete(tree, user("c"))
+        first_response = await complete(tree, make_user_message("a"))
+        await complete(
+            tree, make_user_message("a"), first_response.chat_message, make_user_message("b")
+        )
+        await complete(tree, make_user_message("c"))
         tree.add_reward(reward)
         sequences = tree.make_sequences()
         assert [turn.reward for branch in sequences for turn in branch.turns] == [0.0, 0.0, reward]

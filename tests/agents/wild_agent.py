@@ -1,4 +1,4 @@
-"""An agent that changes its history at random, and the check of the tokens that it trains."""
+"""An agent that edits its history at random, and a check of the resulting training tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.agents.random_policy import TOOL, WORDS, Sample
 
 
 class WildAgent:
-    """Continues, retries, edits and shortens its history, and sends parallel requests."""
+    """An agent that continues, retries, edits and shortens histories, in parallel requests."""
 
     def __init__(self, policy: Responder, seed: int) -> None:
         self._policy = policy
@@ -40,12 +40,12 @@ class WildAgent:
         rng = self._rng
         history = list(rng.choice(self._histories))
         match rng.randrange(8):
-            case 0:  # compaction
+            case 0:  # Compaction.
                 history = [ChatMessage("system", "Summary: " + rng.choice(WORDS)), *history[-2:]]
-            case 1 if len(history) > 2:  # an edit
+            case 1 if len(history) > 2:  # Edit.
                 index = rng.randrange(len(history))
                 history[index] = replace(history[index], content=rng.choice(WORDS))
-            case 2 if len(history) > 2:  # a window
+            case 2 if len(history) > 2:  # Sliding window.
                 history = history[2:]
         request = PolicyRequest(
             tuple(history),
@@ -66,7 +66,10 @@ class WildAgent:
 
 
 def repeat_response(response: PolicyResponse) -> ChatMessage:
-    """Return a response as clients repeat it: stripped, with other JSON, without reasoning."""
+    """Return the message in which a client repeats a response.
+
+    The text is stripped, the JSON has different spaces, and the reasoning is missing.
+    """
     calls = tuple(
         FunctionCall(call.name, call.arguments.replace(": ", ":")) for call in response.calls
     )
@@ -74,7 +77,7 @@ def repeat_response(response: PolicyResponse) -> ChatMessage:
 
 
 def check_exact(sequences: tuple[TokenSequence, ...], samples: Sequence[Sample]) -> None:
-    """Check that every completion, or its start if it was cut, is trained once after its prompt."""
+    """Check that every completion, or its start if cut, is trained on once, after its prompt."""
     remaining_samples = Counter(samples)
     turns = [(sequence, turn) for sequence in sequences for turn in sequence.turns]
     # Long turns are matched first, because a short turn can be the start of several completions.
@@ -89,9 +92,9 @@ def check_exact(sequences: tuple[TokenSequence, ...], samples: Sequence[Sample])
             and completion.token_ids[: len(token_ids)] == token_ids
             and np.allclose(completion.logprobs[: len(token_ids)], logprobs)
         ]
-        assert matches, "a turn is trained on that was not sampled after this prompt"
+        assert matches, "a trained turn was not sampled after this prompt"
         remaining_samples[matches[0]] -= 1
         remaining_samples += Counter()
-    assert not remaining_samples, "a completion was sampled and is not trained on"
+    assert not remaining_samples, "a sampled completion is not trained on"
     for sequence in sequences:
         assert not sequence.logprobs[~sequence.loss_mask].any()

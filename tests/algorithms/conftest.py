@@ -1,4 +1,4 @@
-"""The shared batch of the reference numbers: four sequences of 4, 2, 3 and 1 tokens."""
+"""A shared batch of four sequences, with 4, 2, 3 and 1 tokens, and loss inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ludus.trainer.algorithms.losses import LossInputs
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """Four episodes of one group; every tensor but `rewards` [4] is [4, 4]."""
+    """Four episodes of one group. `rewards` is [4], all other tensors are [4, 4]."""
 
     rewards: Tensor
     mask: Tensor
@@ -25,7 +25,7 @@ class RaggedBatch:
 
 @pytest.fixture
 def ragged_batch() -> RaggedBatch:
-    """Return the batch of the reference numbers."""
+    """Return the batch that the reference numbers belong to."""
     return RaggedBatch(
         rewards=torch.tensor([1, 0, 0, 0.5], dtype=torch.float64),
         mask=torch.arange(4) < torch.tensor([[4], [2], [3], [1]]),
@@ -39,7 +39,7 @@ def ragged_batch() -> RaggedBatch:
 
 
 def _pad(*rows: list[float]) -> Tensor:
-    # NaN after the end of a row makes any use of the padding visible.
+    # NaN padding makes any use of the padding visible.
     return torch.tensor(
         [[*row, *[torch.nan] * (4 - len(row))] for row in rows], dtype=torch.float64
     )
@@ -54,7 +54,10 @@ def make_inputs(
     ref_logprobs: Tensor | None = None,
     entropies: Tensor | None = None,
 ) -> LossInputs:
-    """Return loss inputs; by default, the sampler is the old policy and all tokens are sampled."""
+    """Return loss inputs.
+
+    By default, the old policy has sampled the episodes and the mask includes all tokens.
+    """
     return LossInputs(
         logprobs=logprobs,
         old_logprobs=old_logprobs,

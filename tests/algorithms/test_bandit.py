@@ -1,4 +1,4 @@
-"""Every algorithm learns a game of two guesses, and no algorithm learns from random rewards."""
+"""Tests that every algorithm learns a guessing game, and does not learn from shuffled rewards."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ pytestmark = pytest.mark.slow
 NUM_PROMPTS = 4
 NUM_TURNS = 2
 VOCAB_SIZE = 16
-"""Tokens 0..3 are prompts of the first turn, 4..7 of the second; 8..11 are completions."""
+"""Tokens 0..3 are prompts of the first turn, 4..7 prompts of the second, 8..11 completions."""
 GROUP_SIZE = 8
 NUM_GROUPS = 8
 NUM_STEPS = 20
@@ -64,7 +64,7 @@ REWARD_KL_SETTINGS = {"kl_placement": "reward", "kl_coef": 0.01, "kl_estimator":
 
 @pytest.fixture(autouse=True)
 def use_one_thread() -> Iterator[None]:
-    """Use one thread, which is faster for tensors this small."""
+    """Use one thread, which is faster for small tensors."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -97,19 +97,23 @@ class TabularPolicy(torch.nn.Module):
 def play_groups(policy: TabularPolicy, generator: torch.Generator) -> list[RolloutGroup]:
     """Play groups whose episodes have the same prompts; a correct completion has reward 1."""
     shape = (NUM_GROUPS, 1, NUM_TURNS)
-    numbers = torch.randint(NUM_PROMPTS, shape, generator=generator).expand(-1, GROUP_SIZE, -1)
-    prompts = numbers + torch.tensor([0, 4])
+    prompt_numbers = torch.randint(NUM_PROMPTS, shape, generator=generator).expand(
+        -1, GROUP_SIZE, -1
+    )
+    prompts = prompt_numbers + torch.tensor([0, 4])
     all_logprobs = (policy.logits[prompts] + policy.completion_mask).log_softmax(-1)
     probabilities = all_logprobs.exp().view(-1, VOCAB_SIZE)
     actions = torch.multinomial(probabilities, 1, generator=generator).view(prompts.shape)
     logprobs = all_logprobs.gather(-1, actions[..., None])[..., 0]
-    rewards = (actions == numbers + 8).float()
+    rewards = (actions == prompt_numbers + 8).float()
     return [
         RolloutGroup(
             index,
             "guess",
             tuple(
-                _join(prompts[index, i], actions[index, i], logprobs[index, i], rewards[index, i])
+                _make_rollout(
+                    prompts[index, i], actions[index, i], logprobs[index, i], rewards[index, i]
+                )
                 for i in range(GROUP_SIZE)
             ),
         )
@@ -117,15 +121,24 @@ def play_groups(policy: TabularPolicy, generator: torch.Generator) -> list[Rollo
     ]
 
 
-def _join(prompts: Tensor, actions: Tensor, logprobs: Tensor, rewards: Tensor) -> Rollout:
+def _make_rollout(prompts: Tensor, actions: Tensor, logprobs: Tensor, rewards: Tensor) -> Rollout:
     turns = [
         Turn([prompt], SampledCompletion([action], [logprob], 0, has_end_token=True), reward)
         for prompt, action, logprob, reward in zip(
             prompts.tolist(), actions.tolist(), logprobs.tolist(), rewards.tolist(), strict=True
         )
     ]
-    total = float(rewards.sum())
-    return Rollout("guess", 0, (join_turns(turns),), total, total, (), RolloutStatus.TERMINATED, 0)
+    total_reward = float(rewards.sum())
+    return Rollout(
+        "guess",
+        0,
+        (join_turns(turns),),
+        total_reward,
+        total_reward,
+        (),
+        RolloutStatus.TERMINATED,
+        0,
+    )
 
 
 def pad_rows(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -147,7 +160,7 @@ def pad_rows(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def train_step(
     policy: TabularPolicy, optimizer: torch.optim.Optimizer, batch: Batch, config: AlgorithmConfig
 ) -> None:
-    """Take two updates on the same rows, so that the policy has changed before the second."""
+    """Update the policy twice on the same rows, so that the second update is off-policy."""
     token_ids, mask, rollout_logprobs, advantages, rewards = pad_rows(batch)
     with torch.no_grad():
         old_logprobs, _, old_values = policy.evaluate(token_ids)
@@ -195,8 +208,10 @@ def compute_success_rate(policy: TabularPolicy) -> float:
     """Return the mean probability of a correct completion."""
     with torch.no_grad():
         probabilities = (policy.logits + policy.completion_mask).softmax(-1)
-    chances = [probabilities[4 * turn + q, 8 + q] for turn in range(2) for q in range(4)]
-    return float(torch.stack(chances).mean())
+    success_probabilities = [
+        probabilities[4 * turn + number, 8 + number] for turn in range(2) for number in range(4)
+    ]
+    return float(torch.stack(success_probabilities).mean())
 
 
 def learn(config: AlgorithmConfig, *, is_shuffled: bool = False) -> float:

@@ -18,7 +18,7 @@ DISCOUNT = st.floats(0, 1, width=32)
 
 @st.composite
 def draw_episodes(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw rewards, values and mask [1, T]; only actions have rewards."""
+    """Draw rewards, values and mask [1, T]; only action tokens have rewards."""
     length = draw(st.integers(1, 8))
     numbers = st.lists(NUMBER, min_size=length, max_size=length)
     mask = torch.tensor([draw(st.lists(st.booleans(), min_size=length, max_size=length))])
@@ -113,34 +113,38 @@ def test_token_returns_are_discounted_sums_of_current_and_later_rewards(
 
 def test_kl_penalty_is_negative_scaled_log_ratio_and_sums_over_tokens() -> None:
     mask = torch.tensor([[False, True, True]])
-    policy, ref = torch.tensor([[torch.nan, -1.0, -0.5]]), torch.tensor([[torch.nan, -1.5, -0.25]])
-    penalty = kl_penalty(policy, ref, mask, kl_coef=0.1)
+    logprobs = torch.tensor([[torch.nan, -1.0, -0.5]])
+    ref_logprobs = torch.tensor([[torch.nan, -1.5, -0.25]])
+    penalty = kl_penalty(logprobs, ref_logprobs, mask, kl_coef=0.1)
     torch.testing.assert_close(penalty, torch.tensor([[0.0, -0.05, 0.025]]))
     returns = discounted_returns(penalty, mask, gamma=1.0)
     torch.testing.assert_close(returns, torch.tensor([[0.0, -0.025, 0.025]]))
 
 
 def test_kl_penalty_in_the_reward_yields_the_divergence_gradient() -> None:
-    """Sum over all completions of two tokens, weighted by probability; nothing is sampled."""
+    """Compare exact sums over all two-token completions instead of samples."""
     generator = torch.Generator().manual_seed(0)
-    head = torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True)
-    tail = torch.randn(3, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    ref_head = torch.randn(3, generator=generator, dtype=torch.float64)
-    ref_tail = torch.randn(3, 3, generator=generator, dtype=torch.float64)
+    logits = [
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((3,), (3, 3))
+    ]
+    ref_logits = [
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 3))
+    ]
 
-    def compute_logprobs(a: Tensor, b: Tensor) -> Tensor:  # [9, 2] log-probs of both tokens
-        x, y = a.log_softmax(-1), b.log_softmax(-1)
+    def compute_logprobs(token_logits: list[Tensor]) -> Tensor:  # [9, 2]
+        x, y = (values.log_softmax(-1) for values in token_logits)
         return torch.stack([torch.stack([x[i], y[i, j]]) for i in range(3) for j in range(3)])
 
-    logprobs, ref_logprobs = compute_logprobs(head, tail), compute_logprobs(ref_head, ref_tail)
+    logprobs, ref_logprobs = compute_logprobs(logits), compute_logprobs(ref_logits)
     probability = logprobs.sum(-1).exp()
     divergence = (probability * (logprobs - ref_logprobs).sum(-1)).sum()
-    expected = torch.autograd.grad(divergence, [head, tail], retain_graph=True)
+    expected = torch.autograd.grad(divergence, logits, retain_graph=True)
 
     mask = torch.ones(9, 2).bool()
     advantages = discounted_returns(kl_penalty(logprobs, ref_logprobs, mask, 1.0), mask, gamma=1.0)
     surrogate = -(probability.detach()[:, None] * advantages * logprobs).sum()
-    torch.testing.assert_close(torch.autograd.grad(surrogate, [head, tail]), expected)
+    torch.testing.assert_close(torch.autograd.grad(surrogate, logits), expected)
 
 
 def test_return_excludes_earlier_rewards() -> None:

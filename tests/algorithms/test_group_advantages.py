@@ -18,20 +18,20 @@ REWARD = st.floats(-10, 10, allow_nan=False, width=32) | st.just(torch.nan)
 
 
 @st.composite
-def reward_groups(draw: st.DrawFn) -> Tensor:
+def draw_reward_groups(draw: st.DrawFn) -> Tensor:
     size = draw(st.integers(1, 6))
     groups = st.lists(st.lists(REWARD, min_size=size, max_size=size), min_size=1, max_size=4)
     return torch.tensor(draw(groups), dtype=torch.float64)
 
 
-@given(reward_groups(), BASELINES, SCALES)
+@given(draw_reward_groups(), BASELINES, SCALES)
 def test_advantages_of_every_group_sum_to_zero(rewards: Tensor, baseline: str, scale: str) -> None:
     advantages = group_advantages(rewards, baseline, scale)
     assert advantages.isfinite().all()
     torch.testing.assert_close(advantages.sum(-1), torch.zeros(len(rewards)).double())
 
 
-@given(reward_groups(), BASELINES, SCALES, st.randoms())
+@given(draw_reward_groups(), BASELINES, SCALES, st.randoms())
 def test_permuting_a_group_permutes_the_advantages(
     rewards: Tensor, baseline: str, scale: str, random: Random
 ) -> None:
@@ -43,13 +43,13 @@ def test_permuting_a_group_permutes_the_advantages(
     )
 
 
-@given(reward_groups(), BASELINES, st.sampled_from(["none", "group"]))
+@given(draw_reward_groups(), BASELINES, st.sampled_from(["none", "group"]))
 def test_groups_are_independent(rewards: Tensor, baseline: str, scale: str) -> None:
     advantages = [group_advantages(group[None], baseline, scale) for group in rewards]
     torch.testing.assert_close(group_advantages(rewards, baseline, scale), torch.cat(advantages))
 
 
-@given(reward_groups(), BASELINES, SCALES)
+@given(draw_reward_groups(), BASELINES, SCALES)
 def test_unscored_episodes_do_not_affect_advantages(
     rewards: Tensor, baseline: str, scale: str
 ) -> None:
@@ -88,7 +88,9 @@ def test_batch_scale_divides_by_the_std_of_all_rewards() -> None:
 def test_equal_rewards_with_a_rounding_error_have_zero_variance() -> None:
     rewards = torch.full((1, 10), 0.1)
     deviations = rewards - rewards.mean()
-    assert deviations.any(), "this machine sums ten times 0.1 exactly: choose other rewards"
+    assert deviations.any(), (
+        "the mean of ten 0.1s has no rounding error on this machine; choose other rewards"
+    )
     assert is_zero_variance_group(rewards).tolist() == [True]
     assert not group_advantages(rewards, "mean", "group").any()
 
@@ -111,7 +113,7 @@ def test_advantage_without_a_baseline_equals_the_reward() -> None:
 
 
 def test_group_standard_deviation_includes_every_scored_episode() -> None:
-    # Without the episode itself, mean and deviation would give it an advantage of 2.887.
+    # Excluding each episode from its baseline would give the first an advantage of 2.887.
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.5]])
     assert abs(group_advantages(rewards, "mean", "group")[0, 0] - 1.3053097) < 1e-6
     assert abs(group_advantages(rewards, "leave_one_out", "none")[0, 0] - 0.8333333) < 1e-6

@@ -46,7 +46,7 @@ GSPO = GrpoConfig(
 )
 DR_GRPO = GrpoConfig(aggregation="constant", correction=TokenTis(cap=1.1))
 CISPO = GrpoConfig(loss=CispoLoss(clip_high=0.1), kl_coef=0.1, kl_estimator="k2")
-MASK = GrpoConfig(correction=SequenceMask(cap=1.04), aggregation="sequence_mean")
+SEQUENCE_MASK = GrpoConfig(correction=SequenceMask(cap=1.04), aggregation="sequence_mean")
 ICEPOP = ReinforceConfig(correction=IcePop(low=0.9, high=1.04), entropy_coef=0.1)
 PPO = PpoConfig(kl_coef=0.1, kl_placement="reward", kl_estimator="k1")
 RATIO_ONE_CONFIGS = [
@@ -58,17 +58,17 @@ RATIO_ONE_CONFIGS = [
     ReinforceConfig(correction=IcePop()),
     PpoConfig(correction=SequenceMask(), aggregation="sequence_mean"),
 ]
-CONFIGS = [CLIP, KL_CLIP, GSPO, DR_GRPO, CISPO, MASK, ICEPOP, PPO]
+CONFIGS = [CLIP, KL_CLIP, GSPO, DR_GRPO, CISPO, SEQUENCE_MASK, ICEPOP, PPO]
 
 
-def run(
+def compute_terms(
     batch: RaggedBatch,
     config: AlgorithmConfig,
     rows: list[int] | None = None,
     logprobs: Tensor | None = None,
     scale: str = "none",
 ) -> LossTerms:
-    """Return the loss of some rows of the batch, with the denominator of all rows."""
+    """Return the loss terms of the selected rows, with the denominator of all rows."""
     rows = rows if rows is not None else [0, 1, 2, 3]
     all_logprobs = batch.logprobs if logprobs is None else logprobs
     return policy_gradient_loss(
@@ -88,20 +88,22 @@ def run(
     )
 
 
-def gradient(batch: RaggedBatch, config: AlgorithmConfig, parts: list[list[int]]) -> Tensor:
-    """Return the gradient accumulated over the parts."""
+def compute_gradient(batch: RaggedBatch, config: AlgorithmConfig, parts: list[list[int]]) -> Tensor:
+    """Return the gradient, accumulated over the parts of the batch."""
     logprobs = batch.logprobs.clone().requires_grad_()
     for rows in parts:
-        run(batch, config, rows, logprobs).loss.backward()
+        compute_terms(batch, config, rows, logprobs).loss.backward()
     return logprobs.grad
 
 
 def test_loss_terms_equal_the_reference_numbers(ragged_batch: RaggedBatch) -> None:
     kl_config = CLIP.model_copy(update={"kl_coef": 0.5})
     tis_config = CLIP.model_copy(update={"correction": TokenTis(cap=2.0)})
-    assert run(ragged_batch, CLIP).loss.item() == pytest.approx(-0.0832437, abs=5.1e-8)
-    assert run(ragged_batch, tis_config).loss.item() == pytest.approx(-0.0801720, abs=5.1e-8)
-    assert run(ragged_batch, kl_config).loss.item() == pytest.approx(
+    assert compute_terms(ragged_batch, CLIP).loss.item() == pytest.approx(-0.0832437, abs=5.1e-8)
+    assert compute_terms(ragged_batch, tis_config).loss.item() == pytest.approx(
+        -0.0801720, abs=5.1e-8
+    )
+    assert compute_terms(ragged_batch, kl_config).loss.item() == pytest.approx(
         -0.0832437 + 0.5 * 0.0348619, abs=1.1e-7
     )
 
@@ -125,16 +127,18 @@ def test_loss_terms_equal_the_reference_numbers(ragged_batch: RaggedBatch) -> No
 def test_loss_of_the_shared_batch_equals_the_reference_table(
     ragged_batch: RaggedBatch, config: AlgorithmConfig, scale: str, expected: float
 ) -> None:
-    assert run(ragged_batch, config, scale=scale).loss.item() == pytest.approx(expected, abs=5.1e-8)
+    assert compute_terms(ragged_batch, config, scale=scale).loss.item() == pytest.approx(
+        expected, abs=5.1e-8
+    )
 
 
 def test_metrics_are_sums_over_the_sampled_tokens(ragged_batch: RaggedBatch) -> None:
-    terms = run(ragged_batch, CLIP)
+    terms = compute_terms(ragged_batch, CLIP)
     mask = ragged_batch.mask
     log_ratio = (ragged_batch.old_logprobs - ragged_batch.rollout_logprobs)[mask]
     assert terms.num_tokens == 10
-    # Ratios beyond 1.2 on good rows: tokens 1 and 4 of row 1 and the token of row 4;
-    # below 0.8 on bad rows: token 2 of row 3 is at exp(-.2) = .819, token 1 of row 2 as well.
+    # Rows 1 and 4 have positive advantages. Tokens 1 and 4 of row 1, and the token of row 4, have
+    # ratios above 1.2. In rows 2 and 3, no ratio is below 0.8: the lowest is exp(-.2) = .819.
     assert terms.num_clipped_tokens == 3
     assert terms.num_masked_sequences == 0 and terms.num_masked_tokens == 0
     assert terms.ref_kl_sum.item() == pytest.approx(10 * 0.0348619, abs=1e-6)
@@ -148,7 +152,7 @@ def test_masked_tokens_may_be_nan_and_have_zero_gradient(
     ragged_batch: RaggedBatch, config: AlgorithmConfig
 ) -> None:
     assert ragged_batch.logprobs[~ragged_batch.mask].isnan().all()
-    gradients = gradient(ragged_batch, config, [[0, 1, 2, 3]])
+    gradients = compute_gradient(ragged_batch, config, [[0, 1, 2, 3]])
     assert (gradients[~ragged_batch.mask] == 0).all()
     assert gradients.isfinite().all() and gradients[ragged_batch.mask].any()
 
@@ -158,14 +162,14 @@ def test_masked_tokens_may_be_nan_and_have_zero_gradient(
 def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
     ragged_batch: RaggedBatch, config: AlgorithmConfig, parts: list[list[int]]
 ) -> None:
-    expected = run(ragged_batch, config)
-    part_terms = [run(ragged_batch, config, rows) for rows in parts]
+    expected = compute_terms(ragged_batch, config)
+    part_terms = [compute_terms(ragged_batch, config, rows) for rows in parts]
     for name in LossTerms.__dataclass_fields__:
         total = torch.stack([getattr(terms, name) for terms in part_terms]).sum()
         torch.testing.assert_close(total, getattr(expected, name), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
-        gradient(ragged_batch, config, parts),
-        gradient(ragged_batch, config, [[0, 1, 2, 3]]),
+        compute_gradient(ragged_batch, config, parts),
+        compute_gradient(ragged_batch, config, [[0, 1, 2, 3]]),
         atol=1e-12,
         rtol=0,
     )
@@ -183,26 +187,27 @@ def test_padding_has_no_effect(ragged_batch: RaggedBatch, config: AlgorithmConfi
         if name != "rewards"
     }
     torch.testing.assert_close(
-        astuple(run(replace(ragged_batch, **tensors), config)), astuple(run(ragged_batch, config))
+        astuple(compute_terms(replace(ragged_batch, **tensors), config)),
+        astuple(compute_terms(ragged_batch, config)),
     )
 
 
-def test_masked_sequence_has_no_gradient_and_keeps_the_denominator(
+def test_masked_sequence_has_no_gradient_but_stays_in_the_denominator(
     ragged_batch: RaggedBatch,
 ) -> None:
     rollout_logprobs = ragged_batch.rollout_logprobs.clone()
-    rollout_logprobs[1] -= 1.0  # mean log-ratio of row 2 becomes 1.025: e^1.025 > 2
+    rollout_logprobs[1] -= 1.0  # The mean log-ratio of row 2 is now 1.025, and e^1.025 > 2.
     batch = replace(ragged_batch, rollout_logprobs=rollout_logprobs)
     masked_config = KL_CLIP.model_copy(update={"correction": NoCorrection()})
     unmasked_config = masked_config.model_copy(update={"geometric_mask": None})
     one_part = [[0, 1, 2, 3]]
 
-    assert run(batch, masked_config).num_masked_sequences == 1
-    assert run(batch, masked_config).num_masked_tokens == 2
-    assert run(batch, masked_config).num_tokens == 10
-    expected = gradient(batch, unmasked_config, one_part)
+    assert compute_terms(batch, masked_config).num_masked_sequences == 1
+    assert compute_terms(batch, masked_config).num_masked_tokens == 2
+    assert compute_terms(batch, masked_config).num_tokens == 10
+    expected = compute_gradient(batch, unmasked_config, one_part)
     expected[1] = 0.0
-    assert torch.equal(gradient(batch, masked_config, one_part), expected)
+    assert torch.equal(compute_gradient(batch, masked_config, one_part), expected)
 
 
 def test_correction_weights_scale_the_gradient_but_are_constants(ragged_batch: RaggedBatch) -> None:
@@ -211,10 +216,10 @@ def test_correction_weights_scale_the_gradient_but_are_constants(ragged_batch: R
     rollout_logprobs = ragged_batch.rollout_logprobs.clone().requires_grad_()
     old_logprobs = ragged_batch.old_logprobs.clone().requires_grad_()
     batch = replace(ragged_batch, rollout_logprobs=rollout_logprobs, old_logprobs=old_logprobs)
-    gradients = gradient(batch, weighted_config, [[0, 1, 2, 3]])
+    gradients = compute_gradient(batch, weighted_config, [[0, 1, 2, 3]])
     assert rollout_logprobs.grad is None and old_logprobs.grad is None
     weight = (ragged_batch.old_logprobs - ragged_batch.rollout_logprobs).exp().clamp(max=cap)
-    expected = gradient(ragged_batch, CLIP, [[0, 1, 2, 3]]) * weight
+    expected = compute_gradient(ragged_batch, CLIP, [[0, 1, 2, 3]]) * weight
     torch.testing.assert_close(gradients[ragged_batch.mask], expected[ragged_batch.mask])
 
 
@@ -284,13 +289,13 @@ def test_cispo_multiplies_each_gradient_by_the_clipped_ratio(
     ragged_batch: RaggedBatch,
 ) -> None:
     config = CLIP.model_copy(update={"loss": CispoLoss(clip_low=0.2, clip_high=0.1)})
-    gradients = gradient(ragged_batch, config, [[0, 1, 2, 3]])
+    gradients = compute_gradient(ragged_batch, config, [[0, 1, 2, 3]])
     ratio = (ragged_batch.logprobs - ragged_batch.old_logprobs).exp()
     advantages = group_advantages(ragged_batch.rewards[None]).T
     expected = -ratio.clamp(0.8, 1.1) * advantages / 10
     torch.testing.assert_close(gradients[ragged_batch.mask], expected[ragged_batch.mask])
-    num_outside = ((ratio < 0.8) | (ratio > 1.1))[ragged_batch.mask].sum()
-    assert run(ragged_batch, config).num_clipped_tokens == num_outside > 0
+    num_clipped = ((ratio < 0.8) | (ratio > 1.1))[ragged_batch.mask].sum()
+    assert compute_terms(ragged_batch, config).num_clipped_tokens == num_clipped > 0
 
 
 def test_dual_clip_bounds_the_loss_of_tokens_with_negative_advantage(
@@ -305,8 +310,8 @@ def test_dual_clip_bounds_the_loss_of_tokens_with_negative_advantage(
     loss_reduction = (ratio - bound).clamp(min=0) * advantages.clamp(max=0)
     assert loss_reduction[ragged_batch.mask].any()
     torch.testing.assert_close(
-        run(ragged_batch, config).loss,
-        run(ragged_batch, CLIP).loss + loss_reduction[ragged_batch.mask].sum() / 10,
+        compute_terms(ragged_batch, config).loss,
+        compute_terms(ragged_batch, CLIP).loss + loss_reduction[ragged_batch.mask].sum() / 10,
     )
 
 
@@ -315,30 +320,30 @@ def test_sequence_above_the_sequence_mask_cap_has_no_policy_gradient(
 ) -> None:
     # The weights of the rows are .951, 1.051, 1 and 1.051, as in the reference numbers.
     config = CLIP.model_copy(update={"correction": SequenceMask(cap=1.04)})
-    plain_gradient = gradient(ragged_batch, CLIP, [[0, 1, 2, 3]])
-    gradients = gradient(ragged_batch, config, [[0, 1, 2, 3]])
+    plain_gradient = compute_gradient(ragged_batch, CLIP, [[0, 1, 2, 3]])
+    gradients = compute_gradient(ragged_batch, config, [[0, 1, 2, 3]])
     weights = torch.tensor([[0.9512294], [0.0], [1.0], [0.0]], dtype=torch.float64)
     expected = torch.where(ragged_batch.mask, plain_gradient * weights, 0.0)
     torch.testing.assert_close(gradients, expected, atol=1e-8, rtol=0)
-    terms = run(ragged_batch, config)
+    terms = compute_terms(ragged_batch, config)
     assert terms.num_masked_sequences == 2 and terms.num_masked_tokens == 3
-    assert terms.num_tokens == 10, "masking must not enlarge the step"
+    assert terms.num_tokens == 10, "masked tokens are missing from the number of tokens"
 
 
 def test_icepop_masks_individual_tokens(ragged_batch: RaggedBatch) -> None:
     config = CLIP.model_copy(update={"correction": IcePop(low=0.94, high=1.06)})
     ratio = (ragged_batch.old_logprobs - ragged_batch.rollout_logprobs).exp()
     is_masked = ((ratio < 0.94) | (ratio > 1.06)) & ragged_batch.mask
-    assert run(ragged_batch, config).num_masked_tokens == is_masked.sum() > 0
-    assert not gradient(ragged_batch, config, [[0, 1, 2, 3]])[is_masked].any()
+    assert compute_terms(ragged_batch, config).num_masked_tokens == is_masked.sum() > 0
+    assert not compute_gradient(ragged_batch, config, [[0, 1, 2, 3]])[is_masked].any()
 
 
 def test_kl_penalty_placed_in_the_reward_is_not_added_to_the_loss(
     ragged_batch: RaggedBatch,
 ) -> None:
     no_kl_ppo = PPO.model_copy(update={"kl_coef": 0.0})
-    assert run(ragged_batch, PPO).loss == run(ragged_batch, no_kl_ppo).loss
-    assert run(ragged_batch, PPO).ref_kl_sum > 0, "the divergence is still measured"
+    assert compute_terms(ragged_batch, PPO).loss == compute_terms(ragged_batch, no_kl_ppo).loss
+    assert compute_terms(ragged_batch, PPO).ref_kl_sum > 0, "the divergence was not measured"
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
@@ -346,16 +351,19 @@ def test_loss_uses_the_configured_kl_estimator(ragged_batch: RaggedBatch, estima
     config = CLIP.model_copy(update={"kl_coef": 0.5, "kl_estimator": estimator})
     log_ratio = (ragged_batch.ref_logprobs - ragged_batch.logprobs)[ragged_batch.mask]
     divergence = log_ratio.square() / 2 if estimator == "k2" else log_ratio.expm1() - log_ratio
-    kl_loss = run(ragged_batch, config).loss - run(ragged_batch, CLIP).loss
+    kl_loss = compute_terms(ragged_batch, config).loss - compute_terms(ragged_batch, CLIP).loss
     torch.testing.assert_close(kl_loss, 0.5 * divergence.mean())
 
 
 def test_packed_sequences_have_the_same_loss_as_separate_rows(
     ragged_batch: RaggedBatch,
 ) -> None:
-    """This holds for terms per token; terms per sequence need separate rows."""
+    """Compare only per-token terms: per-sequence terms need separate rows."""
     config = KL_CLIP.model_copy(update={"geometric_mask": None})
-    expected, advantages = run(ragged_batch, config), group_advantages(ragged_batch.rewards[None]).T
+    expected, advantages = (
+        compute_terms(ragged_batch, config),
+        group_advantages(ragged_batch.rewards[None]).T,
+    )
     mask = ragged_batch.mask
 
     def pack(values: Tensor) -> Tensor:

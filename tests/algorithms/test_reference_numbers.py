@@ -1,4 +1,4 @@
-"""Reference numbers, printed by a paper's code or computed by hand outside this project."""
+"""Comparison with reference numbers from published code or from calculations by hand."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 TOLERANCE_4 = 5.1e-5
 TOLERANCE_7 = 5.1e-8
-"""Tolerances: half a unit of the 4th or 7th decimal."""
+"""Half a unit of the 4th or 7th decimal place."""
 
 
 def f64(values: list[float] | list[list[float]]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-# Numbers of NeMo-RL: one sequence of three tokens, each with an advantage.
+# NeMo-RL's reference numbers are for one sequence of three tokens with different advantages.
 ADVANTAGES = f64([[1, -1, 2]])
 OLD_LOGPROBS = f64([[-1, -1, -1]])
 LOGPROBS = f64([[-1.69315, -1, -0.59453]])
@@ -43,20 +43,20 @@ PLAIN_CLIP = ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=None)
 WIDE_GSPO = GspoLoss(clip_low=0.2, clip_high=0.2)
 
 
-def test_anchor_ppo_clip() -> None:
+def test_ppo_clip_loss_equals_reference() -> None:
     assert token_losses(
         make_inputs(LOGPROBS, OLD_LOGPROBS, ADVANTAGES), PLAIN_CLIP
     ).losses.mean().item() == pytest.approx(-0.6333, abs=TOLERANCE_4)
 
 
-def test_anchor_gspo() -> None:
+def test_gspo_ratio_and_loss_equal_reference() -> None:
     ratio = sequence_log_ratio(LOGPROBS, OLD_LOGPROBS, MASK).exp()
     loss = token_losses(make_inputs(LOGPROBS, OLD_LOGPROBS, ADVANTAGES), WIDE_GSPO).losses
     assert ratio.tolist() == [pytest.approx([0.9086] * 3, abs=TOLERANCE_4)]
     assert loss.mean().item() == pytest.approx(-0.6057, abs=TOLERANCE_4)
 
 
-def test_anchor_token_tis() -> None:
+def test_loss_with_token_tis_equals_reference() -> None:
     loss = (
         correction_weight(OLD_LOGPROBS, ROLLOUT_LOGPROBS, MASK, TokenTis.model_construct(cap=0.8))
         * token_losses(make_inputs(LOGPROBS, OLD_LOGPROBS, ADVANTAGES), PLAIN_CLIP).losses
@@ -64,7 +64,7 @@ def test_anchor_token_tis() -> None:
     assert loss.mean().item() == pytest.approx(-0.4744, abs=TOLERANCE_4)
 
 
-def test_anchor_sequence_tis_with_gspo() -> None:
+def test_gspo_loss_with_sequence_tis_equals_reference() -> None:
     weight = correction_weight(
         OLD_LOGPROBS, ROLLOUT_LOGPROBS, MASK, SequenceTis.model_construct(cap=0.8)
     )
@@ -76,12 +76,12 @@ def test_anchor_sequence_tis_with_gspo() -> None:
     ("estimator", "expected"),
     [("k1", [-1, 14, 29]), ("k2", [0.5, 98, 420.5]), ("k3", [0.7183, 13, 28])],
 )
-def test_anchor_kl(estimator: str, expected: list[float]) -> None:
+def test_kl_estimates_equal_reference(estimator: str, expected: list[float]) -> None:
     estimate = kl(f64([-1, -1, -1]), f64([0, -15, -30]), estimator, input_clamp=torch.inf)
     assert estimate.tolist() == pytest.approx(expected, abs=TOLERANCE_4)
 
 
-def test_anchor_k3_clamped() -> None:
+def test_clamped_k3_estimate_equals_reference() -> None:
     estimate = kl(f64([-1, -1, -1]), f64([0, -15, -30]), "k3", input_clamp=20)
     assert estimate.clamp(-10, 10).tolist() == pytest.approx([0.7183, 10, 10], abs=TOLERANCE_4)
 
@@ -90,14 +90,14 @@ def test_anchor_k3_clamped() -> None:
     ("gamma", "lam", "expected"),
     [(1, 1, [6, 5, 3]), (0.5, 1, [2.75, 3.5, 3]), (1, 0.5, [3.625, 4.25, 3])],
 )
-def test_anchor_gae_returns(gamma: float, lam: float, expected: list[float]) -> None:
+def test_critic_targets_equal_reference(gamma: float, lam: float, expected: list[float]) -> None:
     values, terminated, bootstrap_value = f64([[0.5, 1, 1.5]]), torch.tensor([True]), f64([99])
     advantages = gae(f64([[1, 2, 3]]), values, MASK, terminated, bootstrap_value, gamma, lam)
     assert critic_targets(advantages, values, MASK).tolist() == [pytest.approx(expected, abs=1e-12)]
 
 
-def test_anchor_gae_with_observation_tokens_between_the_actions() -> None:
-    """Observation tokens between the actions do not change the numbers, whatever their values."""
+def test_observation_tokens_do_not_change_critic_targets() -> None:
+    """Compare with the targets of the same episode without observation tokens."""
     values = f64([[7, 0.5, 9, 9, 1, 9, 1.5]])
     mask = torch.tensor([[False, True, False, False, True, False, True]])
     rewards = f64([[0, 1, 0, 0, 2, 0, 3]])
@@ -107,16 +107,16 @@ def test_anchor_gae_with_observation_tokens_between_the_actions() -> None:
         assert critic_targets(advantages, values, mask)[mask].tolist() == pytest.approx(expected)
 
 
-def test_anchor_gae_bootstraps_a_truncated_episode() -> None:
-    # delta = [1 + 1 - .5, 2 + 1.5 - 1, 3 + 10 - 1.5], summed from the end.
+def test_gae_bootstraps_a_truncated_episode() -> None:
+    # The deltas are [1 + 1 - .5, 2 + 1.5 - 1, 3 + 10 - 1.5], and are summed from the end.
     values, not_terminated = f64([[0.5, 1, 1.5]]), torch.tensor([False])
     advantages = gae(f64([[1, 2, 3]]), values, MASK, not_terminated, f64([10]), 1, 1)
     assert advantages.tolist() == [pytest.approx([15.5, 14, 11.5])]
     assert critic_targets(advantages, values, MASK).tolist() == [pytest.approx([16, 15, 13])]
 
 
-def test_anchor_sequence_mask_rejects_long_sequences() -> None:
-    # 100 tokens that differ by .012 each: exp(1.2) = 3.32 is above TRL's cap of 3.
+def test_sequence_mask_rejects_long_sequences() -> None:
+    # The log-probs of 100 tokens differ by .012 each: exp(1.2) = 3.32 is above TRL's cap of 3.
     logprobs, zeros, mask = f64([[0.012] * 100]), f64([[0.0] * 100]), torch.ones(1, 100).bool()
     assert correction_weight(logprobs, zeros, mask, SequenceTis(cap=10)).item() == pytest.approx(
         3.3201169, abs=TOLERANCE_7
@@ -125,7 +125,7 @@ def test_anchor_sequence_mask_rejects_long_sequences() -> None:
     assert geometric_mask(logprobs, zeros, mask, 0.5, 2).item() is True
 
 
-def test_table_mean_and_std(ragged_batch: RaggedBatch) -> None:
+def test_reward_mean_and_std_equal_reference(ragged_batch: RaggedBatch) -> None:
     rewards = ragged_batch.rewards
     assert rewards.mean().item() == 0.375
     assert rewards.std().item() == pytest.approx(0.4787136, abs=TOLERANCE_7)
@@ -141,7 +141,7 @@ def test_table_mean_and_std(ragged_batch: RaggedBatch) -> None:
         ("leave_one_out", "none", [0.8333333, -0.5, -0.5, 0.1666667]),
     ],
 )
-def test_table_advantages(
+def test_group_advantages_equal_reference(
     ragged_batch: RaggedBatch, baseline: str, scale: str, expected: list[float]
 ) -> None:
     advantages = group_advantages(ragged_batch.rewards[None], baseline, scale)
@@ -159,25 +159,29 @@ def test_table_advantages(
         ("group", "constant", -0.0543294),
     ],
 )
-def test_table_clip_loss(
+def test_clip_loss_of_ragged_batch_equals_reference(
     ragged_batch: RaggedBatch, scale: str, aggregation: str, expected: float
 ) -> None:
     advantages = group_advantages(ragged_batch.rewards[None], scale=scale).reshape(4, 1)
     loss = token_losses(
         make_inputs(ragged_batch.logprobs, ragged_batch.old_logprobs, advantages), PLAIN_CLIP
     ).losses
-    assert _mean(loss, ragged_batch, aggregation) == pytest.approx(expected, abs=TOLERANCE_7)
+    assert _aggregate(loss, ragged_batch, aggregation) == pytest.approx(expected, abs=TOLERANCE_7)
 
 
 @pytest.mark.parametrize(
     ("aggregation", "expected"), [("token_mean", 0.0348619), ("sequence_mean", 0.0425378)]
 )
-def test_table_k3(ragged_batch: RaggedBatch, aggregation: str, expected: float) -> None:
+def test_k3_of_ragged_batch_equals_reference(
+    ragged_batch: RaggedBatch, aggregation: str, expected: float
+) -> None:
     estimate = kl(ragged_batch.logprobs, ragged_batch.ref_logprobs, "k3")
-    assert _mean(estimate, ragged_batch, aggregation) == pytest.approx(expected, abs=TOLERANCE_7)
+    assert _aggregate(estimate, ragged_batch, aggregation) == pytest.approx(
+        expected, abs=TOLERANCE_7
+    )
 
 
-def test_table_token_tis(ragged_batch: RaggedBatch) -> None:
+def test_token_tis_loss_of_ragged_batch_equals_reference(ragged_batch: RaggedBatch) -> None:
     advantages = group_advantages(ragged_batch.rewards[None]).reshape(4, 1)
     loss = token_losses(
         make_inputs(ragged_batch.logprobs, ragged_batch.old_logprobs, advantages), PLAIN_CLIP
@@ -185,12 +189,12 @@ def test_table_token_tis(ragged_batch: RaggedBatch) -> None:
     weight = correction_weight(
         ragged_batch.old_logprobs, ragged_batch.rollout_logprobs, ragged_batch.mask, TokenTis(cap=2)
     )
-    assert _mean(weight * loss, ragged_batch, "token_mean") == pytest.approx(
+    assert _aggregate(weight * loss, ragged_batch, "token_mean") == pytest.approx(
         -0.0801720, abs=TOLERANCE_7
     )
 
 
-def test_table_sequence_weights(ragged_batch: RaggedBatch) -> None:
+def test_sequence_weights_of_ragged_batch_equal_reference(ragged_batch: RaggedBatch) -> None:
     weight = correction_weight(
         ragged_batch.old_logprobs,
         ragged_batch.rollout_logprobs,
@@ -202,7 +206,7 @@ def test_table_sequence_weights(ragged_batch: RaggedBatch) -> None:
     )
 
 
-def test_table_gspo_ratios(ragged_batch: RaggedBatch) -> None:
+def test_gspo_ratios_of_ragged_batch_equal_reference(ragged_batch: RaggedBatch) -> None:
     log_ratio = sequence_log_ratio(
         ragged_batch.logprobs, ragged_batch.old_logprobs, ragged_batch.mask
     )
@@ -213,7 +217,7 @@ def test_table_gspo_ratios(ragged_batch: RaggedBatch) -> None:
 @pytest.mark.parametrize(
     ("clip_low", "clip_high", "expected"), [(3e-4, 4e-4, -0.0001031), (0.2, 0.2, -0.0229916)]
 )
-def test_table_gspo_loss(
+def test_gspo_loss_of_ragged_batch_equals_reference(
     ragged_batch: RaggedBatch, clip_low: float, clip_high: float, expected: float
 ) -> None:
     advantages = group_advantages(ragged_batch.rewards[None]).reshape(4, 1)
@@ -221,9 +225,11 @@ def test_table_gspo_loss(
         ragged_batch.logprobs, ragged_batch.old_logprobs, advantages, ragged_batch.mask
     )
     loss = token_losses(inputs, GspoLoss(clip_low=clip_low, clip_high=clip_high)).losses
-    assert _mean(loss, ragged_batch, "sequence_mean") == pytest.approx(expected, abs=TOLERANCE_7)
+    assert _aggregate(loss, ragged_batch, "sequence_mean") == pytest.approx(
+        expected, abs=TOLERANCE_7
+    )
 
 
-def _mean(token_values: Tensor, ragged_batch: RaggedBatch, aggregation: str) -> float:
+def _aggregate(token_values: Tensor, ragged_batch: RaggedBatch, aggregation: str) -> float:
     denominator = loss_denominator(ragged_batch.mask.sum(-1), aggregation, max_tokens=8)
     return aggregate(token_values, ragged_batch.mask, aggregation, denominator).item()

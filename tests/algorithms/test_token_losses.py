@@ -40,12 +40,12 @@ def compute_loss_and_gradient(
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient"),
     [
-        (1.1, 2.0, -2.2, -2.2),  # inside: the gradient of -r A is -r A
-        (1.25, 2.0, -2.5, -2.5),  # still inside: clip_high is wider than clip_low
-        (1.5, 2.0, -2.56, 0.0),  # good and already more likely: stops at 1 + clip_high
-        (0.5, 2.0, -1.0, -1.0),  # good but less likely: continues
-        (0.5, -2.0, 1.6, 0.0),  # bad and already less likely: stops at 1 - clip_low
-        (1.5, -2.0, 3.0, 3.0),  # bad but more likely: continues
+        (1.1, 2.0, -2.2, -2.2),  # Inside the range: the gradient of -rA is -rA.
+        (1.25, 2.0, -2.5, -2.5),  # Inside the range: clip_high is wider than clip_low.
+        (1.5, 2.0, -2.56, 0.0),  # Positive advantage, too likely: clipped at 1 + clip_high.
+        (0.5, 2.0, -1.0, -1.0),  # Positive advantage, less likely: not clipped.
+        (0.5, -2.0, 1.6, 0.0),  # Negative advantage, too unlikely: clipped at 1 - clip_low.
+        (1.5, -2.0, 3.0, 3.0),  # Negative advantage, more likely: not clipped.
     ],
 )
 def test_clipping_zeroes_gradients_only_beyond_the_clip_range(
@@ -101,7 +101,7 @@ def test_gspo_gradient_equals_the_gradient_of_the_sequence_loss(ragged_batch: Ra
     ratio = log_ratio.exp()
     (-torch.minimum(ratio * advantages, ratio.clamp(0.6, 1.4) * advantages)).mean().backward()
     torch.testing.assert_close(token_logprobs.grad[mask], logprobs.grad[mask])
-    assert token_logprobs.grad[mask].all(), "every sequence should be inside the clip"
+    assert token_logprobs.grad[mask].all(), "a sequence ratio is outside the clip range"
 
 
 def test_cispo_clips_weights_without_removing_gradients() -> None:

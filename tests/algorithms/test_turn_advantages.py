@@ -15,9 +15,9 @@ BASELINES = st.sampled_from(["mean", "leave_one_out", "none"])
 
 
 @st.composite
-def turn_rewards(draw: st.DrawFn) -> Tensor:
-    """Draw rewards [num_groups, G, K] of episodes of different lengths; some are not scored."""
-    num_groups, size, max_length = (draw(st.integers(1, max_turns)) for max_turns in (3, 5, 4))
+def draw_turn_rewards(draw: st.DrawFn) -> Tensor:
+    """Draw rewards [num_groups, G, K] of episodes with different numbers of turns."""
+    num_groups, size, max_length = (draw(st.integers(1, max_value)) for max_value in (3, 5, 4))
     rewards = torch.full((num_groups, size, max_length), NAN, dtype=torch.float64)
     for episode in rewards.view(-1, max_length):
         length = draw(st.integers(0, max_length))
@@ -30,7 +30,7 @@ def turn_rewards(draw: st.DrawFn) -> Tensor:
 def test_turn_advantage_compares_returns_from_the_same_turn() -> None:
     rewards = torch.tensor([[[1.0, 2.0, 4.0], [0.0, 8.0, NAN], [3.0, NAN, NAN]]])
     advantages = turn_advantages(rewards)
-    # Returns: 7 6 4, 8 8, 3. Means: 6, 7; only one episode has a third turn.
+    # Returns: 7 6 4, 8 8, 3. Means: 6, 7. Only one episode has a third turn.
     assert advantages.tolist() == [[[1, -1, 0], [2, 1, 0], [-3, 0, 0]]]
 
 
@@ -48,7 +48,7 @@ def test_scale_uses_the_returns_at_the_same_turn() -> None:
         torch.testing.assert_close(advantages[..., turn], expected)
 
 
-@given(turn_rewards(), BASELINES)
+@given(draw_turn_rewards(), BASELINES)
 def test_single_turn_advantages_equal_group_advantages(rewards: Tensor, baseline: str) -> None:
     column = rewards[..., :1]
     torch.testing.assert_close(
@@ -56,7 +56,7 @@ def test_single_turn_advantages_equal_group_advantages(rewards: Tensor, baseline
     )
 
 
-@given(turn_rewards(), st.sampled_from(["mean", "leave_one_out"]), st.floats(0.1, 1))
+@given(draw_turn_rewards(), st.sampled_from(["mean", "leave_one_out"]), st.floats(0.1, 1))
 def test_group_advantages_sum_to_zero_at_every_turn(
     rewards: Tensor, baseline: str, gamma: float
 ) -> None:
@@ -67,7 +67,7 @@ def test_group_advantages_sum_to_zero_at_every_turn(
     torch.testing.assert_close(sums, torch.zeros_like(sums), atol=1e-9, rtol=0)
 
 
-@given(turn_rewards(), BASELINES, st.randoms())
+@given(draw_turn_rewards(), BASELINES, st.randoms())
 def test_permuting_a_group_permutes_the_turn_advantages(
     rewards: Tensor, baseline: str, random: Random
 ) -> None:
@@ -79,6 +79,6 @@ def test_permuting_a_group_permutes_the_turn_advantages(
 
 
 def test_turn_reached_by_a_single_episode_has_zero_advantage() -> None:
-    # Three more turns cost 1 each. Compared with the mean of the first turn, they would look good.
+    # Each turn costs 1. Against the mean of the first turn, the last turns would look good.
     rewards = torch.tensor([[[-1.0, -1.0, -1.0, -1.0], [-1.0, NAN, NAN, NAN]]])
     assert turn_advantages(rewards).tolist() == [[[-1.5, 0, 0, 0], [1.5, 0, 0, 0]]]

@@ -23,10 +23,16 @@ def compute_loss_and_gradient(value: float, old_value: float, target: float) -> 
 @pytest.mark.parametrize(
     ("value", "old_value", "target", "loss", "gradient"),
     [
-        (1.1, 1.0, 2.0, 0.5 * 0.9**2, -0.9),  # moved by less than the clip: plain
-        (1.5, 1.0, 2.0, 0.5 * 0.8**2, 0.0),  # moved towards the target by more: clipped at 1.2
-        (0.5, 1.0, 2.0, 0.5 * 1.5**2, -1.5),  # moved away: the larger error counts
-        (2.5, 1.0, 2.0, 0.5 * 0.8**2, 0.0),  # moved past the target: also clipped
+        (1.1, 1.0, 2.0, 0.5 * 0.9**2, -0.9),  # Small change: not clipped.
+        (1.5, 1.0, 2.0, 0.5 * 0.8**2, 0.0),  # Large change towards the target: clipped at 1.2.
+        (
+            0.5,
+            1.0,
+            2.0,
+            0.5 * 1.5**2,
+            -1.5,
+        ),  # Change away from the target: the larger error counts.
+        (2.5, 1.0, 2.0, 0.5 * 0.8**2, 0.0),  # Change past the target: also clipped.
     ],
 )
 def test_loss_uses_the_larger_of_clipped_and_unclipped_error(
@@ -55,10 +61,12 @@ def test_losses_of_parts_sum_to_the_total_loss() -> None:
     generator = torch.Generator().manual_seed(0)
     values, old_values, targets = torch.randn(3, 6, 5, generator=generator, dtype=torch.float64)
     mask = torch.rand(6, 5, generator=generator) < 0.6
-    count = int(mask.sum())
+    num_tokens = int(mask.sum())
 
     def compute_loss(rows: slice) -> Tensor:
-        return value_loss(values[rows], old_values[rows], targets[rows], mask[rows], 0.2, count)
+        return value_loss(
+            values[rows], old_values[rows], targets[rows], mask[rows], 0.2, num_tokens
+        )
 
     total = compute_loss(slice(None))
     torch.testing.assert_close(compute_loss(slice(0, 1)) + compute_loss(slice(1, 6)), total)
