@@ -29,7 +29,7 @@ from ludus.proto.errors import (
     NotFoundError,
 )
 
-pytest.importorskip("ale_py", reason="ale-py is optional: it is under the GPL-2.0")
+pytest.importorskip("ale_py", reason="ale-py is optional because it is under the GPL-2.0")
 
 SHORT_EPISODE = {"max_turns": 8}
 _environments: list[Any] = []
@@ -37,7 +37,7 @@ _environments: list[Any] = []
 
 @pytest.fixture(autouse=True)
 def close_environments() -> Iterator[None]:
-    """Close the consoles of a test, so that the next test can use them."""
+    """Close the environments of a test."""
     yield
     while _environments:
         _environments.pop().close()
@@ -52,11 +52,11 @@ def make_environment(**options: Any) -> Any:
 def play_episode(policy: str, seed: int, **options: Any) -> list[float]:
     """Return the reward of each decision in an episode."""
     environment = make_environment(**options)
-    player, rng = fixed_policies(options)[policy], random.Random(f"player {seed}")
+    choose_action, rng = fixed_policies(options)[policy], random.Random(f"player {seed}")
     transition = environment.reset(seed=seed)
     rewards: list[float] = []
     while not (transition.terminated or transition.truncated):
-        action = player(transition.observation.model_dump(), rng)
+        action = choose_action(transition.observation.model_dump(), rng)
         transition = environment.step(AtariAction.model_validate(action))
         assert transition.reward is not None
         rewards.append(transition.reward)
@@ -70,17 +70,17 @@ def render(environment: Any, observation: AtariObservation) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("game", ["ms_pacman"])
-def test_environment_contract(game: str) -> None:
+def test_environment_satisfies_the_contract(game: str) -> None:
     def make_with_options() -> Any:
         return atari_env.make_environment(game=game, **SHORT_EPISODE)
 
     check_environment(make_with_options, seeds=range(2), num_steps=4).raise_if_failed()
 
 
-def test_package_is_importable_as_in_openenv_docs() -> None:
-    package = importlib.import_module("envs.atari_env")
-    assert package.AtariAction(action_id=2).game_name == "pong"
-    assert package.AtariEnv.default_url == "http://localhost:8007"
+def test_module_is_importable_as_in_openenv_docs() -> None:
+    atari_module = importlib.import_module("envs.atari_env")
+    assert atari_module.AtariAction(action_id=2).game_name == "pong"
+    assert atari_module.AtariEnv.default_url == "http://localhost:8007"
 
 
 @pytest.mark.slow
@@ -187,10 +187,10 @@ def test_facts_contain_positions_and_speeds() -> None:
     memory = np.zeros(128, np.uint8)
     assert read_facts("pong", memory, {})["has_ball"] == 0
     memory[[49, 54, 51]] = 100, 80, 60
-    previous = read_facts("pong", memory, {})
-    assert (previous["has_ball"], previous["ball_speed_x"]) == (1, 0)
+    previous_facts = read_facts("pong", memory, {})
+    assert (previous_facts["has_ball"], previous_facts["ball_speed_x"]) == (1, 0)
     memory[[49, 54]] = 112, 76
-    facts = read_facts("pong", memory, previous)
+    facts = read_facts("pong", memory, previous_facts)
     assert (facts["ball_speed_x"], facts["ball_speed_y"]) == (12, -4)
     assert read_facts("ms_pacman", memory, {}) == {}
 
@@ -249,7 +249,7 @@ async def test_images_are_sent_as_tensors_or_lists() -> None:
 
 
 def fetch_picture(address: str) -> np.ndarray:
-    """Return the first picture of an episode over HTTP."""
+    """Return the first picture of an episode, received over HTTP."""
     with AtariEnv(base_url=address) as env:
         picture = env.reset(seed=3).tensors["screen"]
         result = env.step(AtariAction(action_id=2))
@@ -259,7 +259,7 @@ def fetch_picture(address: str) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_tutorial_command_serves_the_selected_game(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openenv_tutorial_command_serves_the_selected_game(monkeypatch: pytest.MonkeyPatch) -> None:
     application = importlib.import_module("envs.atari_env.server.app")
     monkeypatch.setenv("ATARI_FRAMESKIP", "2")
     calls: list[tuple[Any, dict[str, Any], int]] = []

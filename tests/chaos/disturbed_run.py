@@ -1,6 +1,6 @@
 """A program that trains like `ludus train` and breaks its rollout workers during the run.
 
-The product has no code for this: Ray can call any function in an actor.
+Production code has no hooks for these faults. This program uses Ray to call functions in actors.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ludus.trainer import Trainer
 from ludus.trainer.actors.workers import RolloutWorkers
 
 WRONG_WEIGHTS_STEP, WRONG_WEIGHTS_WORKER = 12, 1
-"""The step after which this worker loads wrong weights, once."""
+"""Number of the step after which a worker loads wrong weights once, and the worker's number."""
 ENGINE_FAILURE_STEP, ENGINE_FAILURE_WORKER = 24, 0
-"""The step after which this worker's engine fails permanently."""
+"""Number of the step after which an engine fails permanently, and its worker's number."""
 
 
 def load_wrong_weights_once(worker: Any) -> None:
-    """Let the engine of a worker load different weights at the next load."""
+    """Make a worker's engine load wrong weights at the next load."""
     engine = worker.components.engine.engine
     load_weights = engine.load_weights
 
@@ -33,12 +33,12 @@ def load_wrong_weights_once(worker: Any) -> None:
 
 
 def fail_permanently(worker: Any) -> None:
-    """Let the engine of a worker fail in every step."""
+    """Make a worker's engine raise an error in every step."""
 
-    def step() -> None:
-        raise MemoryError("no more memory")
+    def raise_memory_error() -> None:
+        raise MemoryError("out of memory")
 
-    worker.components.engine.engine.step = step
+    worker.components.engine.engine.step = raise_memory_error
 
 
 async def call_in_worker(
@@ -50,7 +50,7 @@ async def call_in_worker(
 
 
 async def train(config: Path, overrides: list[str]) -> None:
-    """Train to the end; break a worker after each of two steps."""
+    """Train to the end, and break a worker after each of two steps."""
     async with Trainer(config, overrides=overrides) as trainer:
         workers = trainer.components.workers
         assert isinstance(workers, RolloutWorkers)

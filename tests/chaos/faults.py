@@ -1,7 +1,6 @@
-"""Faults to inject into a run, and the account of its episodes afterwards.
+"""Fault injection into runs, and counts of the groups and episodes of a finished run.
 
-Processes are found by an environment variable of the run, so processes of other runs are never
-touched.
+Processes are found by an environment variable of the run, so other runs are not affected.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ from ludus.trainer.run.checkpoint import RunState, find_newest_checkpoint, read_
 from tests.e2e.runs import Run, find_processes
 
 ROLLOUT_WORKER, LEARNER_RANK, ENVIRONMENT_SERVER = "RolloutWorker", "Learner", " ludus.env "
-"""Parts of the command lines of these processes."""
+"""Substrings of the command lines of these processes."""
 
 
 def find_pids(marker: str, kind: str) -> list[int]:
-    """Return the processes of one kind of the run with `marker`, oldest first."""
+    """Return the ids of the run's processes of one kind, in ascending order."""
     return sorted(pid for pid, command in find_processes(marker).items() if kind in command)
 
 
 def kill_process(pid: int) -> None:
-    """Kill the process with SIGKILL."""
+    """Send SIGKILL to the process."""
     os.kill(pid, signal.SIGKILL)
 
 
 def freeze_and_kill(pid: int, frozen_s: float = 1.0) -> None:
-    """Stop the process for a while, so that calls to it are pending, and kill it."""
+    """Suspend the process for `frozen_s` so that calls are pending, then kill the process."""
     os.kill(pid, signal.SIGSTOP)
     time.sleep(frozen_s)
     kill_process(pid)
 
 
 def move_folder_away(folder: Path, duration_s: float) -> threading.Thread:
-    """Move the folder away; return a thread that moves it back after `duration_s`."""
+    """Rename the folder; return a thread that restores the name after `duration_s`."""
     moved_folder = folder.with_name(folder.name + ".away")
     folder.rename(moved_folder)
     thread = threading.Timer(duration_s, lambda: moved_folder.rename(folder))
@@ -57,14 +56,14 @@ def read_log(run: Run) -> str:
 
 
 @dataclass(frozen=True)
-class EpisodeAccount:
-    """The numbers of groups and episodes of a finished run, by their fate."""
+class EpisodeCounts:
+    """Counts of the groups and episodes of a finished run."""
 
     num_groups: int
-    """Number of finished groups, good or not."""
+    """Number of finished groups, whether trained on or not."""
     num_trained: int
-    num_waiting: int
-    """Number of groups that wait in the last checkpoint."""
+    num_buffered: int
+    """Number of groups in the buffer of the last checkpoint."""
     num_void: int
     num_stale: int
     num_episodes: int
@@ -75,7 +74,7 @@ class EpisodeAccount:
 
     def is_balanced(self) -> bool:
         """Return whether every group and every episode is counted exactly once."""
-        num_counted = self.num_trained + self.num_waiting + self.num_void + self.num_stale
+        num_counted = self.num_trained + self.num_buffered + self.num_void + self.num_stale
         return (
             self.num_groups == num_counted
             and self.num_episodes == self.num_groups * self.group_size
@@ -88,8 +87,8 @@ def read_final_state(run: Run) -> RunState:
     return read_state(find_newest_checkpoint(run.folder / "checkpoints"), RunState)
 
 
-def make_account(run: Run) -> EpisodeAccount:
-    """Return the account of a run that keeps zero-variance groups and never lost its learner."""
+def count_episodes(run: Run) -> EpisodeCounts:
+    """Count the episodes of a run that keeps zero-variance groups and never lost its learner."""
     config = LanguageModelRun.model_validate_json((run.folder / CONFIG_FILE).read_text())
     state = read_final_state(run)
     pending_counts = sum_counts(state.counts.values())
@@ -97,10 +96,10 @@ def make_account(run: Run) -> EpisodeAccount:
     def sum_metric(metric: TrainMetric) -> int:
         return int(sum(row.values.get(metric, 0) for row in run.rows if row.kind == "train"))
 
-    return EpisodeAccount(
+    return EpisodeCounts(
         num_groups=sum_metric(TrainMetric.NUM_GROUPS) + pending_counts.num_groups,
         num_trained=sum_metric(TrainMetric.NUM_GROUPS_TRAINED),
-        num_waiting=len(state.buffered_groups),
+        num_buffered=len(state.buffered_groups),
         num_void=sum_metric(TrainMetric.NUM_GROUPS_VOID) + pending_counts.num_void_groups,
         num_stale=sum_metric(TrainMetric.NUM_GROUPS_STALE) + pending_counts.num_stale_groups,
         num_episodes=sum_metric(TrainMetric.NUM_EPISODES) + pending_counts.num_episodes,

@@ -1,4 +1,4 @@
-"""Rollout workers outside a run: real Ray, server, engine, and a buffer that counts."""
+"""Rollout workers without a run, with real Ray, environment server, engine and buffer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Fleet:
         return place_on_one_machine(self.run)
 
     def start_buffer(self) -> RemoteBuffer:
-        """Start a separate buffer."""
+        """Start a new buffer."""
         return RemoteBuffer(self.run, self.placement)
 
     def publish(self, version: int, logprob_error: float = 0.0) -> PublishedWeights:
@@ -80,7 +80,7 @@ class Fleet:
         )
 
     def make_groups(self, *indices: int) -> list[GroupSpec]:
-        """Return groups to play."""
+        """Return the groups with these indices."""
         [name] = self.run.environments
         size = self.run.rollout.group_size
         return [
@@ -100,7 +100,7 @@ def score_completion(model: PreTrainedModel, prompt: ScoringRequest) -> list[flo
 
 @asynccontextmanager
 async def run_fleet(folder: Path, *overrides: str) -> AsyncIterator[Fleet]:
-    """Start Ray, an environment server and a model for the block."""
+    """Start Ray, an environment server and a model, and stop them after the block."""
     run = load_run_config(EXAMPLE, [*SMALL_RUN_OVERRIDES, *overrides])
     with start_local_servers(run, folder) as servers:
         start_ray()

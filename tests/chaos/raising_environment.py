@@ -1,4 +1,4 @@
-"""Blackjack that raises an error in one of a hundred training episodes, chosen by their seeds."""
+"""Blackjack that raises an error in 1 % of the training episodes, selected by seed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _FIRST_EVALUATION_SEED = 2**30
 
 
 class RaisingBlackjack(OpenSpielEnvironment):
-    """Raises in the first step of the chosen episodes; evaluations use other seeds."""
+    """Blackjack that raises an error in the first step of the selected episodes."""
 
     _is_failing = False
 
-    def reset(  # type: ignore[override]  # as OpenSpielEnvironment's
+    def reset(  # type: ignore[override]  # same signature as in OpenSpielEnvironment
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[OpenSpielObservation]:
         is_training = seed is not None and seed < _FIRST_EVALUATION_SEED

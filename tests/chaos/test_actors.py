@@ -1,4 +1,4 @@
-"""Actors that die, stall, join and leave: real Ray, real engines, real gloo."""
+"""Tests of actors that die, stall, start and stop, with real Ray, engines and gloo."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 TIMEOUT_S = 600.0
-"""Time limit for the start or end of a process on a busy machine."""
+"""Time limit for starting or stopping a process on a busy machine."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -52,7 +52,7 @@ async def module_workers(fleet: Fleet) -> AsyncIterator[RolloutWorkers]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def workers(module_workers: RolloutWorkers) -> RolloutWorkers:
-    """Return one ready worker, which the tests share because each start imports torch."""
+    """Return workers with one ready worker. Tests share them because each start imports torch."""
     module_workers.resize(1)
     await wait_until(
         lambda: (
@@ -70,7 +70,7 @@ async def read_counts(workers: RolloutWorkers) -> RolloutCounts:
 
 
 def find_module_pids(kind: str) -> list[int]:
-    """Return the processes of one kind that this module has started."""
+    """Return the ids of this module's processes of one kind."""
     return find_pids(os.environ["LUDUS_TEST_RUN"], kind)
 
 
@@ -92,7 +92,7 @@ async def test_killed_worker_is_replaced_and_loads_the_newest_weights(
     unplayed_groups = await play_task
     assert sorted(unplayed_group.index for unplayed_group in unplayed_groups) == list(range(64))
     assert all(unplayed_group.is_lost for unplayed_group in unplayed_groups), (
-        "all must be played again"
+        "a group is not marked as lost"
     )
     await wait_until(lambda: len(workers.roster.ready_workers) == 1, within_s=TIMEOUT_S)
     assert workers.roster.num_restarts == num_restarts + 1
@@ -102,7 +102,7 @@ async def test_killed_worker_is_replaced_and_loads_the_newest_weights(
         published_weights.manifest.content_hash,
     )
     counts = await read_counts(workers)
-    assert counts.num_episodes - previous_counts.num_episodes == 64 * 4, "every episode is counted"
+    assert counts.num_episodes - previous_counts.num_episodes == 64 * 4, "episodes are missing"
     assert counts.num_lost - previous_counts.num_lost == 64 * 4
 
 
@@ -174,27 +174,27 @@ async def test_worker_with_a_failed_engine_is_replaced(
     await wait_until(lambda: len(workers.roster.ready_workers) == 1, within_s=TIMEOUT_S)
     slot = await workers.acquire_slot()
     unplayed_groups = await slot.play(fleet.make_groups(*range(500, 516)))
-    assert len(unplayed_groups) < 16, "the new worker plays"
+    assert len(unplayed_groups) < 16, "the new worker played no group"
 
 
 async def test_canary_failure_on_all_workers_raises_canary_error(
     fleet: Fleet, workers: RolloutWorkers
 ) -> None:
-    """The last test with the shared workers, because they are out of traffic afterwards."""
+    """Run after all other tests of the shared workers, which are out of rotation afterwards."""
     with pytest.raises(CanaryError, match="does not sample from the published weights"):
         await workers.load_weights(fleet.publish(6, logprob_error=0.5), timeout_s=TIMEOUT_S)
     assert (len(workers.roster.ready_workers), workers.num_breaches) == (0, 2), (
-        "the worker fetched the weights twice"
+        "the worker did not fetch the weights twice"
     )
 
 
 def break_engine(worker: Any) -> None:
-    """Let the engine of a worker run out of memory in its next step."""
+    """Make a worker's engine run out of memory in every step."""
 
-    def step() -> None:
-        raise MemoryError("no more memory")
+    def raise_memory_error() -> None:
+        raise MemoryError("out of memory")
 
-    worker.components.engine.engine.step = step
+    worker.components.engine.engine.step = raise_memory_error
 
 
 async def test_missing_model_fails_the_start_of_workers(fleet: Fleet, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ async def test_lost_rank_raises_an_error_and_restart_restores_the_checkpoint(
     previous_pids = find_module_pids(LEARNER_RANK)
     assert len(previous_pids) == 2
     previous_timeouts_s = [
-        await rank.__ray_call__.remote(set_collective_timeout(2.0)) for rank in learners.ranks
+        await rank.__ray_call__.remote(make_timeout_setter(2.0)) for rank in learners.ranks
     ]
     assert previous_timeouts_s == [fleet.run.learner.collective_timeout_s] * 2
     os.kill(previous_pids[1], signal_number)
@@ -235,10 +235,10 @@ async def test_lost_rank_raises_an_error_and_restart_restores_the_checkpoint(
     await wait_until(lambda: not find_module_pids(LEARNER_RANK), within_s=TIMEOUT_S)
 
 
-def set_collective_timeout(timeout_s: float) -> Callable[[object], float]:
-    """Return a function that sets a rank's collective timeout and returns the previous one.
+def make_timeout_setter(timeout_s: float) -> Callable[[object], float]:
+    """Return a function that sets a rank's collective timeout and returns the previous timeout.
 
-    The timeout is set late, so that slow but correct calls before it do not time out.
+    The timeout is set only after the start, so that slow calls before do not time out.
     """
 
     def set_timeout(_: object) -> float:

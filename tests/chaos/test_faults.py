@@ -1,4 +1,4 @@
-"""Whole runs in which a process dies: they continue automatically, and count everything."""
+"""Tests of runs in which a process dies: they recover and count every episode."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.chaos.faults import (
     ENVIRONMENT_SERVER,
     LEARNER_RANK,
     ROLLOUT_WORKER,
+    count_episodes,
     find_pids,
     freeze_and_kill,
     kill_process,
-    make_account,
     move_folder_away,
     read_final_state,
     read_log,
@@ -45,19 +45,19 @@ ENDLESS_SETTING = "training.num_steps=100000"
 
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Set and return an environment variable of all processes of the test's runs."""
+    """Mark the processes of the test's runs with an environment variable; return its value."""
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
     return str(tmp_path)
 
 
 def wait_for_steps(run: Run, num_steps: int = 2) -> None:
-    """Wait until the run has trained this number of further steps."""
-    goal = run.last_step + num_steps
-    run.wait_until(lambda: run.last_step >= goal)
+    """Wait until the run has trained `num_steps` more steps."""
+    target_step = run.last_step + num_steps
+    run.wait_until(lambda: run.last_step >= target_step)
 
 
 def read_trained_steps(run: Run) -> list[int]:
-    """Return the steps in the metrics."""
+    """Return the numbers of the trained steps in the metrics."""
     return [row.step for row in run.rows if row.kind == "train"]
 
 
@@ -82,18 +82,18 @@ def test_worker_server_and_store_outages_lose_only_episodes_in_flight(
     assert state.max_staleness_seen <= 1
     versions = sorted(path.name[:9] for path in (run.folder / "weights").iterdir())
     assert versions == [f"v{state.step - 1:08d}", f"v{state.step:08d}"]
-    account = make_account(run)
-    assert account.is_balanced(), account
-    assert state.games_played == count_episodes(run)
+    counts = count_episodes(run)
+    assert counts.is_balanced(), counts
+    assert state.games_played == sum_episode_metric(run)
     num_in_flight = 2 * 64 * 4
-    assert 0 < account.num_lost <= 2 * num_in_flight, "the episodes of the worker and of the server"
+    assert 0 < counts.num_lost <= 2 * num_in_flight, "wrong number of lost episodes"
     assert state.games_trained <= state.games_played - state.episodes_lost
     assert "starting another" in read_log(run)
     wait_until_gone(marker)
 
 
-def count_episodes(run: Run) -> int:
-    """Return the number of episodes in the metrics."""
+def sum_episode_metric(run: Run) -> int:
+    """Return the total number of episodes in the metrics."""
     return int(sum(row.values["num_episodes"] for row in run.rows if row.kind == "train"))
 
 
@@ -112,8 +112,8 @@ def test_bucket_outage_only_delays_the_run(tmp_path: Path, monkeypatch: pytest.M
         assert server.credentials["AWS_SECRET_ACCESS_KEY"] not in read_log(run)
     assert read_trained_steps(run) == list(range(1, NUM_STEPS + 1))
     assert (summary.episodes_lost, summary.canary_failures) == (0, 0)
-    account = make_account(run)
-    assert account.is_balanced(), account
+    counts = count_episodes(run)
+    assert counts.is_balanced(), counts
 
 
 def test_run_continues_from_checkpoint_after_learner_rank_is_killed(
@@ -126,7 +126,9 @@ def test_run_continues_from_checkpoint_after_learner_rank_is_killed(
         wait_for_steps(run, 4)
         run.stop()
     state = read_final_state(run)
-    assert read_trained_steps(run) == list(range(1, state.step + 1)), "each step occurs once"
+    assert read_trained_steps(run) == list(range(1, state.step + 1)), (
+        "steps are missing or repeated"
+    )
     assert (state.learner_restarts, state.canary_failures) == (1, 0)
     game_counts = [row.num_games_trained for row in run.rows if row.kind == "train"]
     assert game_counts == sorted(set(game_counts))
@@ -137,7 +139,7 @@ def test_run_continues_from_checkpoint_after_learner_rank_is_killed(
 def test_killed_driver_leaves_no_process_and_the_run_can_resume(
     tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Time for which Ray's agents try to reach a lost head node; the default is 60 s.
+    # Seconds for which Ray's agents try to reach a lost head node. The default is 60.
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
     with start_run(tmp_path, *SETTINGS) as run:
         run.wait_until(lambda: run.last_step >= 5)
@@ -147,7 +149,7 @@ def test_killed_driver_leaves_no_process_and_the_run_can_resume(
     with start_run(tmp_path, *SETTINGS, flags=("--resume",)) as run:
         summary = run.finish()
     assert summary.finished
-    assert read_trained_steps(run) == list(range(1, NUM_STEPS + 1)), "each step occurs once"
+    assert read_trained_steps(run) == list(range(1, NUM_STEPS + 1)), "steps are missing or repeated"
     assert summary.canary_failures == 0
-    account = make_account(run)
-    assert account.is_balanced(), account
+    counts = count_episodes(run)
+    assert counts.is_balanced(), counts

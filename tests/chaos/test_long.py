@@ -1,8 +1,8 @@
-"""Comparison of a blackjack run in which every process dies several times with a normal run.
+"""Comparison of a normal blackjack run with a run in which every process dies several times.
 
-Both are the example, with two rollout workers, two learner ranks and a weight store in a
-folder. The disturbed run must finish, count its losses, and learn as well as the normal run.
-The numbers are written to bench/results/chaos.json.
+Both runs use the example with two rollout workers, two learner ranks and a weight store in a
+folder. The disturbed run must finish, count its lost episodes, and learn as well as the normal
+run. The numbers are written to bench/results/chaos.json.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FaultLog:
     start_s: float = field(default_factory=time.monotonic)
 
     def record(self, name: str, step: int) -> None:
-        """Record a fault."""
+        """Add a fault and the time since the start."""
         elapsed_s = round(time.monotonic() - self.start_s, 1)
         self.faults.append({"fault": name, "step": step, "at_s": elapsed_s})
 
@@ -94,7 +94,7 @@ def move_store_away(run: Run, marker: str) -> None:
 FAULTS = (
     Fault("rollout worker killed", kill_worker),
     Fault("environment server killed", kill_server),
-    Fault("weight store away", move_store_away),
+    Fault("weight store unavailable", move_store_away),
     Fault("learner rank killed", kill_rank),
 )
 
@@ -105,13 +105,13 @@ def test_run_with_faults_learns_as_well_as_a_normal_run(
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
     marker = str(tmp_path)
     with start_run(tmp_path / "alone", *SETTINGS, config=EXAMPLE) as run:
-        baseline = run.finish(timeout_s=1500)
+        normal_summary = run.finish(timeout_s=1500)
     summary, fault_log, run = run_with_faults(tmp_path / "disturbed", marker)
     wait_until_gone(marker)
-    min_return, max_return = baseline.expected_return_ci95
-    write_results(baseline, summary, fault_log)
+    min_return, max_return = normal_summary.expected_return_ci95
+    write_results(normal_summary, summary, fault_log)
     steps = [row.step for row in run.rows if row.kind == "train"]
-    assert steps == list(range(1, baseline.num_steps + 1)), "each step occurs once"
+    assert steps == list(range(1, normal_summary.num_steps + 1)), "steps are missing or repeated"
     assert summary.canary_failures == 0
     assert summary.max_staleness_seen <= 1
     assert summary.episodes_lost > 0
@@ -124,7 +124,7 @@ def test_run_with_faults_learns_as_well_as_a_normal_run(
 
 
 def run_with_faults(folder: Path, marker: str) -> tuple[Summary, FaultLog, Run]:
-    """Run with all faults, and kill the driver in each round; return the summary."""
+    """Train with all faults, and kill the driver at the end of each round."""
     fault_log, flags = FaultLog(), ()
     target_step = FIRST_STEP
     for _ in range(NUM_ROUNDS):
@@ -149,15 +149,15 @@ def run_with_faults(folder: Path, marker: str) -> tuple[Summary, FaultLog, Run]:
         return run.finish(timeout_s=1500), fault_log, run
 
 
-def write_results(baseline: Summary, summary: Summary, fault_log: FaultLog) -> None:
-    min_return, max_return = baseline.expected_return_ci95
+def write_results(normal_summary: Summary, summary: Summary, fault_log: FaultLog) -> None:
+    min_return, max_return = normal_summary.expected_return_ci95
     results = {
-        "what": "examples/blackjack/tiny.toml, disturbed and left alone; `make chaos`",
+        "what": "examples/blackjack/tiny.toml, with and without faults; `make chaos`",
         "machine": describe_machine(),
-        "versions": baseline.versions,
+        "versions": normal_summary.versions,
         "settings": list(SETTINGS),
         "faults": fault_log.faults,
-        "alone": select_results(baseline),
+        "alone": select_results(normal_summary),
         "disturbed": select_results(summary),
         "disturbed_inside_interval_of_alone": min_return <= summary.expected_return <= max_return,
     }
@@ -170,7 +170,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def select_results(summary: Summary) -> dict[str, object]:
-    """Return the results of a summary."""
+    """Return the fields of a summary that the results contain."""
     field_names = {
         *("seed", "num_steps", "games_trained", "games_played", "episodes_lost", "episodes_failed"),
         *("expected_return", "expected_return_ci95", "win_rate", "gap_closed", "gap_closed_ci95"),

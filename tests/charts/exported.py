@@ -1,4 +1,4 @@
-"""The metric names that the code exports to Prometheus, read from real scrapes."""
+"""Names of the metrics that the code exports to Prometheus, read from real scrapes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.sinks.mixed_run import make_run_config
 PROMETHEUS_NAMES = {"up", "ALERTS"}
 """Series that Prometheus itself creates."""
 KUBERAY_NAMES = {"kuberay_job_deployment_status"}
-"""Series of the KubeRay operator, 1.4 and newer."""
+"""Series of the KubeRay operator, version 1.4 and later."""
 WORKER_PROCESS_NAMES = {EnvServerMetric.WORKERS, f"{EnvServerMetric.WORKER_ENDS}_total"}
 """Series that exist only if sessions run in worker processes (see tests/env/test_health.py)."""
 _RAY_GAUGE = re.compile(r'^    "(\w+)": Gauge\(', re.MULTILINE)
@@ -34,7 +34,7 @@ _RAY_GAUGE = re.compile(r'^    "(\w+)": Gauge\(', re.MULTILINE)
 
 @functools.cache
 def list_exported_names() -> frozenset[str]:
-    """Return the name of every series that a dashboard or a rule may read."""
+    """Return the name of every series that a dashboard or a rule may use."""
     ludus_names = (
         _read_gateway_names()
         | _read_run_names()
@@ -58,8 +58,8 @@ async def _read_server_names() -> set[str]:
     app = build_admin_app(SessionCore(make_local_host(CountingEnv), ServerOptions()))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        reply = await client.get("/metrics")
-    return _list_series_names(text_string_to_metric_families(reply.text))
+        response = await client.get("/metrics")
+    return _list_series_names(text_string_to_metric_families(response.text))
 
 
 def _list_series_names(families: Iterable[Metric]) -> set[str]:
@@ -71,14 +71,14 @@ def _list_series_names(families: Iterable[Metric]) -> set[str]:
             "info": ("_info",),
             "histogram": ("_bucket", "_sum", "_count"),
         }.get(family.type, ("",))
-        # The plain text format reports an info metric as a gauge and keeps its suffix in the name.
+        # The plain text format reports an info metric as a gauge whose name keeps the suffix.
         names |= {family.name.removesuffix("_info") + suffix for suffix in suffixes}
         names |= {sample.name for sample in family.samples}
     return names
 
 
 def _read_ray_names() -> set[str]:
-    """Return the gauges of a Ray node that Ray's source declares."""
+    """Return the names of the node gauges that Ray's source code declares."""
     spec = importlib.util.find_spec("ray")
     assert spec is not None and spec.origin is not None
     reporter_path = Path(spec.origin).parent / "dashboard/modules/reporter/reporter_agent.py"

@@ -1,4 +1,4 @@
-"""Allowed network flows: those of a release's NetworkPolicies and those of the docs' diagram.
+"""Network flows that a release's NetworkPolicies allow, and flows in the diagram of the docs.
 
 pods, policies     --> compute_allowed_flows() --+
 docs/kubernetes.md --> read_diagram_flows()    --+--> {(source, target): ports}
@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tests.charts.rendering import ROOT, Rendered
+from tests.charts.rendering import ROOT, RenderedRelease
 
-PAGE = ROOT / "docs" / "kubernetes.md"
+DOCS_PAGE = ROOT / "docs" / "kubernetes.md"
 Flows = dict[tuple[str, str], frozenset[str]]
 ANY_PORT = frozenset({"any"})
 Labels = dict[str, str]
@@ -20,19 +20,19 @@ Policy = dict[str, Any]
 
 
 def read_diagram_flows() -> Flows:
-    """Return the arrows of the diagram with their ports."""
-    diagram = PAGE.read_text(encoding="utf-8").split("```mermaid")[1].split("```")[0]
+    """Return the flows in the diagram."""
+    diagram = DOCS_PAGE.read_text(encoding="utf-8").split("```mermaid")[1].split("```")[0]
     arrow_matches = re.findall(r"^ *(\w+) -->\|([^|]+)\| (\w+)$", diagram, re.MULTILINE)
     return {
         (source, target): frozenset(ports.split(", ")) for source, ports, target in arrow_matches
     }
 
 
-def compute_allowed_flows(release: Rendered) -> Flows:
-    """Return the flows that the policies allow, between components and with the outside.
+def compute_allowed_flows(release: RenderedRelease) -> Flows:
+    """Return the flows that the policies allow, including flows to and from other systems.
 
     Raises:
-        AssertionError: one end of a flow allows it and the other end denies it.
+        AssertionError: the policies of a flow's source and target allow different ports.
     """
     pods = {name: labels for name, labels in _iterate_pods(release)}
     flows: Flows = {}
@@ -53,14 +53,14 @@ def compute_allowed_flows(release: Rendered) -> Flows:
     return flows
 
 
-def list_policies(release: Rendered, labels: Labels) -> list[Policy]:
+def list_policies(release: RenderedRelease, labels: Labels) -> list[Policy]:
     """Return the policies that apply to a pod with these labels."""
     return [
         policy for policy in _iterate_policies(release) if _selects(policy["podSelector"], labels)
     ]
 
 
-def _iterate_pods(release: Rendered) -> Iterator[tuple[str, Labels]]:
+def _iterate_pods(release: RenderedRelease) -> Iterator[tuple[str, Labels]]:
     for _, metadata, _ in release.iterate_pods():
         labels = metadata["labels"]
         component = labels["app.kubernetes.io/component"]
@@ -68,7 +68,7 @@ def _iterate_pods(release: Rendered) -> Iterator[tuple[str, Labels]]:
         yield ("head" if is_head else "workers") if component == "trainer" else component, labels
 
 
-def _iterate_policies(release: Rendered) -> Iterator[Policy]:
+def _iterate_policies(release: RenderedRelease) -> Iterator[Policy]:
     for resource in release.list_kind("NetworkPolicy"):
         yield resource["spec"]
     for resource in release.list_kind("SandboxTemplate"):
@@ -82,7 +82,7 @@ def _selects(selector: dict[str, Any], labels: Labels) -> bool:
 
 
 def _iterate_rules(
-    release: Rendered, labels: Labels, direction: str
+    release: RenderedRelease, labels: Labels, direction: str
 ) -> Iterator[tuple[Any, frozenset[str]]]:
     peer_field = {"egress": "to", "ingress": "from"}[direction]
     for policy in list_policies(release, labels):
@@ -93,7 +93,7 @@ def _iterate_rules(
 
 
 def _find_ports(
-    release: Rendered, labels: Labels, direction: str, peer_labels: Labels
+    release: RenderedRelease, labels: Labels, direction: str, peer_labels: Labels
 ) -> frozenset[str]:
     ports: frozenset[str] = frozenset()
     for peer, rule_ports in _iterate_rules(release, labels, direction):
@@ -103,7 +103,7 @@ def _find_ports(
 
 
 def _iterate_outside_flows(
-    release: Rendered, labels: Labels, direction: str
+    release: RenderedRelease, labels: Labels, direction: str
 ) -> Iterator[tuple[str, frozenset[str]]]:
     for peer, ports in _iterate_rules(release, labels, direction):
         if peer.keys() == {"podSelector"}:
@@ -121,9 +121,9 @@ def _iterate_outside_flows(
 def _iterate_outside_peers(
     network: dict[str, Any],
 ) -> Iterator[tuple[str, dict[str, Any], frozenset[str] | None]]:
-    """Yield the diagram's name and peer of each component outside the release.
+    """Yield the name in the diagram, the peer and the ports of each external component.
 
-    Ports are included if several components may have the same addresses.
+    The ports are None unless several components may have the same addresses.
     """
     names_by_key = {"clients": "clients", "prometheus": "prometheus", "rayOperator": "operator"}
     for key, name in names_by_key.items():

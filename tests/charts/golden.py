@@ -1,4 +1,4 @@
-"""Writer of the golden files: the rendered text of the shipped value sets.
+"""Writer of the golden files, which contain the rendered text of the shipped value sets.
 
 .venv/bin/python -m tests.charts.golden
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.charts.rendering import Rendered, ValueSet, render
+from tests.charts.rendering import RenderedRelease, ValueSet, render
 from tests.charts.value_sets import SHIPPED_SETS
 
 FOLDER = Path(__file__).parent / "golden"
 COPIED_FILES = ("monitoring/dashboards.yaml", "monitoring/rules.yaml")
-"""Templates that copy files which other tests cover."""
+"""Templates that copy files. Other tests cover these files."""
 
 
-def make_golden_text(release: Rendered) -> str:
+def make_golden_text(release: RenderedRelease) -> str:
     """Return helm's output without the documents that copy other files."""
     documents = release.text.split("---\n")
     return "---\n".join(

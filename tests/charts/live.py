@@ -54,9 +54,9 @@ ENVIRONMENT_OPTIONS = {"blackjack": {}, "tic_tac_toe": {"opponent": "first"}}
 def run_prometheus(
     folder: Path, targets: Mapping[str, str], rules: Sequence[Path] = ()
 ) -> Iterator[str]:
-    """Start a Prometheus that scrapes the addresses with the labels of the chart's monitors.
+    """Start Prometheus for the targets, and yield the address of Prometheus.
 
-    Yields its address.
+    The targets have the same labels as with the chart's monitors.
     """
     jobs = [
         {
@@ -102,7 +102,7 @@ def run_prometheus(
 
 
 def fetch_series(address: str, query: str) -> list[dict[str, Any]]:
-    """Return the series of a query, each with its labels and its value."""
+    """Return the series of a query, each with labels and a value."""
     encoded_query = urllib.parse.quote(query)
     try:
         with urllib.request.urlopen(f"{address}/api/v1/query?query={encoded_query}") as response:
@@ -113,7 +113,7 @@ def fetch_series(address: str, query: str) -> list[dict[str, Any]]:
 
 
 async def play_sessions(address: str, stop_event: asyncio.Event) -> None:
-    """Open, step, reset and close sessions until `until` is set."""
+    """Open, step, reset and close sessions until `stop_event` is set."""
     async with await AsyncEnvClient.connect(address) as client:
         while not stop_event.is_set():
             session, _ = await client.open(seed=1)
@@ -161,7 +161,7 @@ def make_rows(step: int) -> list[MetricsRow]:
 
 
 def make_value(metric: TrainMetric) -> float:
-    """Return a plausible value: every count grows, and parts are less than their totals."""
+    """Return a plausible value. Counts grow, and parts are less than their totals."""
     if metric in _STEP_VALUES:
         return _STEP_VALUES[metric]
     if metric.spec.reduction is Reduction.SUM:
@@ -212,4 +212,4 @@ def _find_listening_port(pid: int, log: Path) -> int:
                 if columns[3] == "0A" and f"socket:[{columns[9]}]" in sockets:
                     return int(columns[1].rpartition(":")[2], 16)
         time.sleep(0.05)
-    raise AssertionError(f"Prometheus does not listen: {log.read_text()}")
+    raise AssertionError(f"Prometheus opened no port within 120 s: {log.read_text()}")

@@ -15,7 +15,7 @@ _KEYWORDS = {"and", "or", "unless", "bool", "offset"}
 
 
 def read_metric_names(expression: str) -> set[str]:
-    """Return the names of the metrics that an expression reads."""
+    """Return the names of the metrics in an expression."""
     remainder = _STRING.sub('""', expression)
     for pattern in (_LABELS, _SELECTOR, _RANGE, _NUMBER):
         remainder = pattern.sub(" ", remainder)
@@ -36,7 +36,7 @@ def fill_variables(expression: str, values: Mapping[str, str]) -> str:
     def replace(match: re.Match[str]) -> str:
         name = match[1]
         if name not in values:
-            raise ValueError(f"${name} is no variable of this dashboard: {expression}")
+            raise ValueError(f"${name} is not a variable of this dashboard: {expression}")
         return values[name]
 
     return re.sub(r"\$(\w+)", replace, expression)

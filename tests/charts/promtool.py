@@ -1,4 +1,4 @@
-"""promtool for tests; tests skip with a reason if it is not available."""
+"""Functions that run promtool, or skip a test if promtool is not available."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def find_program(name: str) -> Path:
 
 
 def run_promtool(*arguments: object) -> str:
-    """Return the output of promtool; the test fails if promtool reports an error."""
+    """Run promtool and return the output; fail the test if promtool reports an error."""
     command = [find_program("promtool"), *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"

@@ -1,6 +1,6 @@
-"""The chart as helm renders it.
+"""The chart, rendered by helm.
 
-ValueSet --helm template--> Rendered: objects, and the objects in a RayJob's template
+ValueSet --helm template--> RenderedRelease: objects, and the objects in a RayJob's template
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ KINDS = (
     "ray.io/v1/RayCluster",
     "ray.io/v1/RayJob",
 )
-"""API kinds of a cluster with every operator, in addition to those of Kubernetes."""
+"""API kinds that the operators add to a cluster."""
 
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ValueSet:
-    """A set of values to install the chart with."""
+    """A set of values for installing the chart."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
     file: str = ""
-    """A values file of the chart that `values` override."""
+    """Name of a values file of the chart; `values` override the file."""
     release: str = "ludus"
     namespace: str = "arena"
     kinds: tuple[str, ...] = KINDS
@@ -53,32 +53,32 @@ class ValueSet:
 
     @functools.cached_property
     def all_values(self) -> dict[str, Any]:
-        """The values with the defaults of the chart."""
+        """Values, including the defaults of the chart."""
         files = ["values.yaml", *([self.file] if self.file else [])]
-        merged: dict[str, Any] = {}
+        merged_values: dict[str, Any] = {}
         for name in files:
-            merged = merge_values(
-                merged, yaml.safe_load((CHART / name).read_text(encoding="utf-8"))
+            merged_values = merge_values(
+                merged_values, yaml.safe_load((CHART / name).read_text(encoding="utf-8"))
             )
-        return merge_values(merged, self.values)
+        return merge_values(merged_values, self.values)
 
 
 def merge_values(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Merge two nested maps; `changes` override `base`."""
-    merged = dict(base)
+    merged_values = dict(base)
     for key, value in changes.items():
-        base_value = merged.get(key)
+        base_value = merged_values.get(key)
         is_nested = isinstance(value, dict) and isinstance(base_value, dict)
-        merged[key] = merge_values(base_value, value) if is_nested else value
-    return merged
+        merged_values[key] = merge_values(base_value, value) if is_nested else value
+    return merged_values
 
 
 def find_helm() -> str:
-    """Return the path of helm: from its PyPI package, or from PATH."""
+    """Return the path of helm, installed from PyPI or in PATH."""
     packaged_path = Path(sys.executable).parent / "helm"
     path = str(packaged_path) if packaged_path.exists() else shutil.which("helm")
     if path is None:
-        pytest.skip("expected helm in .venv or PATH, got none: nothing of the chart is tested")
+        pytest.skip("helm is neither in .venv nor in PATH")
     return path
 
 
@@ -115,8 +115,8 @@ def template(value_set: ValueSet) -> subprocess.CompletedProcess[str]:
     return run_helm("template", value_set, *(f"--api-versions={kind}" for kind in value_set.kinds))
 
 
-class Rendered:
-    """The objects of a release, and those that `ludus submit` creates from it."""
+class RenderedRelease:
+    """The objects of a release, and the RayJob that `ludus submit` creates."""
 
     def __init__(self, value_set: ValueSet, text: str) -> None:
         self.value_set = value_set
@@ -129,43 +129,43 @@ class Rendered:
         """Return the objects of a kind."""
         return [resource for resource in self.objects if resource["kind"] == kind]
 
-    def find(self, kind: str, ending: str = "") -> Object:
-        """Return the only object of a kind whose name has this ending."""
+    def find(self, kind: str, name_suffix: str = "") -> Object:
+        """Return the only object of a kind whose name has this suffix."""
         matches = [
             resource
             for resource in self.list_kind(kind)
-            if resource["metadata"]["name"].endswith(ending)
+            if resource["metadata"]["name"].endswith(name_suffix)
         ]
-        assert len(matches) == 1, f"{len(matches)} of {kind} *{ending}"
+        assert len(matches) == 1, f"expected one {kind} named *{name_suffix}, got {len(matches)}"
         return matches[0]
 
     @property
     def gateway_toml(self) -> str:
-        """The gateway's configuration."""
+        """Text of the gateway's configuration file."""
         return str(self.find("ConfigMap", "-gateway")["data"]["gateway.toml"])
 
     @functools.cached_property
     def ray_job(self) -> Object:
         """The RayJob of a run."""
-        return yaml.load(self._runs["rayjob.yaml"], yaml.CSafeLoader)  # type: ignore[no-any-return]
+        return yaml.load(self._run_files["rayjob.yaml"], yaml.CSafeLoader)  # type: ignore[no-any-return]
 
     @property
     def ray_job_text(self) -> str:
-        """The RayJob's text in the ConfigMap."""
-        return str(self._runs["rayjob.yaml"])
+        """Text of the RayJob in the ConfigMap."""
+        return str(self._run_files["rayjob.yaml"])
 
     @functools.cached_property
     def platform(self) -> dict[str, Any]:
-        """The description of the release that `ludus submit` reads."""
-        return json.loads(self._runs["platform.json"])  # type: ignore[no-any-return]
+        """Description of the release, for `ludus submit`."""
+        return json.loads(self._run_files["platform.json"])  # type: ignore[no-any-return]
 
     @functools.cached_property
     def all_objects(self) -> list[Object]:
-        """The objects and the RayJob."""
+        """Objects of the release, and the RayJob."""
         return [*self.objects, self.ray_job]
 
     @property
-    def _runs(self) -> dict[str, str]:
+    def _run_files(self) -> dict[str, str]:
         matches = [
             resource
             for resource in self.list_kind("ConfigMap")
@@ -198,8 +198,8 @@ def _iterate_pods(resource: Object) -> Iterator[tuple[dict[str, Any], dict[str, 
 
 
 @functools.cache
-def render(value_set: ValueSet) -> Rendered:
+def render(value_set: ValueSet) -> RenderedRelease:
     """Render the release of a value set."""
     result = template(value_set)
     assert result.returncode == 0, result.stderr
-    return Rendered(value_set, result.stdout)
+    return RenderedRelease(value_set, result.stdout)

@@ -25,12 +25,12 @@ from referencing import Registry, Resource
 
 CRDS = Path(__file__).parent / "crds"
 VERSIONS = ("1.30", "1.34", "1.37")
-"""Kubernetes versions: the oldest supported, the tested one, the newest with a schema."""
+"""Kubernetes versions: the oldest supported, the tested, and the newest with a schema."""
 _RESERVED = frozenset({"namespace", "package", "for", "if", "in", "var", "function", "import"})
 
 
 def problems(resource: dict[str, Any], version: str) -> list[str]:
-    """Return the parts of an object that an API server of this version would refuse or drop."""
+    """Return a message for each field that an API server of this version refuses or drops."""
     custom_schema = _load_custom_schema(resource["kind"], resource["apiVersion"])
     if custom_schema is None:
         return _describe_errors(
@@ -79,7 +79,9 @@ def _load_custom_schema(kind: str, api_version: str) -> dict[str, Any] | None:
     if not path.exists():
         return None
     document = json.loads(path.read_text())
-    assert document["apiVersion"] == api_version, f"{kind} is of {document['apiVersion']}"
+    assert document["apiVersion"] == api_version, (
+        f"the schema of {kind} is for {document['apiVersion']}, got {api_version}"
+    )
     return document["schema"]  # type: ignore[no-any-return]
 
 
@@ -106,7 +108,7 @@ def _make_strict(schema: Any, at_root: bool = True) -> Any:
 
 
 def _add_defaults(schema: Any, value: Any) -> Any:
-    """Return the value with its defaults, which CEL rules read."""
+    """Return the value with the defaults of the schema, which CEL rules use."""
     if isinstance(value, list):
         return [_add_defaults(schema.get("items", {}), element) for element in value]
     if not isinstance(value, dict):
@@ -126,19 +128,19 @@ def _add_defaults(schema: Any, value: Any) -> Any:
 def _find_broken_rules(schema: Any, value: Any, location: str) -> Iterator[str]:
     """Yield a message for each CEL rule of a custom resource that the value violates."""
     for rule in schema.get("x-kubernetes-validations", ()):
-        # Rules about a change need the previous object.
+        # Rules for updates need the previous object.
         if "oldSelf" not in rule["rule"] and not _is_satisfied(rule["rule"], value):
             yield f"{location}: {rule.get('message', rule['rule'])}"
     if isinstance(value, dict):
-        for name, nested in schema.get("properties", {}).items():
+        for name, nested_value in schema.get("properties", {}).items():
             if name in value:
-                yield from _find_broken_rules(nested, value[name], f"{location}/{name}")
+                yield from _find_broken_rules(nested_value, value[name], f"{location}/{name}")
         item_schema = schema.get("additionalProperties")
-        for name, nested in value.items() if isinstance(item_schema, dict) else ():
-            yield from _find_broken_rules(item_schema, nested, f"{location}/{name}")
+        for name, nested_value in value.items() if isinstance(item_schema, dict) else ():
+            yield from _find_broken_rules(item_schema, nested_value, f"{location}/{name}")
     if isinstance(value, list) and "items" in schema:
-        for index, nested in enumerate(value):
-            yield from _find_broken_rules(schema["items"], nested, f"{location}/{index}")
+        for index, nested_value in enumerate(value):
+            yield from _find_broken_rules(schema["items"], nested_value, f"{location}/{index}")
 
 
 def _is_satisfied(rule: str, value: Any) -> bool:
@@ -152,7 +154,7 @@ def _compile_rule(rule: str) -> celpy.Runner:
 
 
 def _escape_names(value: Any) -> Any:
-    """Escape field names that are reserved words of CEL with underscores."""
+    """Add underscores to field names that are reserved words of CEL."""
     if isinstance(value, dict):
         return {
             f"__{key}__" if key in _RESERVED else key: _escape_names(element)

@@ -1,4 +1,4 @@
-"""The autoscaler of dev/autoscaler.py with the chart's settings, compared with a real cluster."""
+"""Comparison of the autoscaler simulation, dev/autoscaler.py, with a recording of a cluster."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ RECORDING = Recording.parse(RECORDED_DATA)
 TOLERANCE_S = 15
 """Allowed delay in seconds: two HPA cycles, one poll and one scrape, each at its maximum delay."""
 MIN_AGREEMENT = 0.95
-"""Minimum share of seconds that must agree.
+"""Minimum share of seconds in which the simulation and the recording agree.
 
-Two gateways are scraped at different moments, so a session that moves in between counts twice, and
-the real autoscaler briefly adds a pod or two.
+The two gateways are scraped at different times. A session that moves between them can be counted
+twice, so the real autoscaler briefly adds one or two pods.
 """
 MAX_EXTRA_PODS = 2
 
@@ -50,7 +50,7 @@ SHIPPED_VALUES = ValueSet(
 )
 
 
-def count_turns(replicas: list[int]) -> int:
+def count_reversals(replicas: list[int]) -> int:
     """Count how often the number of replicas switches between rising and falling."""
     changes = [b - a for a, b in itertools.pairwise(replicas) if a != b]
     return sum((a > 0) != (b > 0) for a, b in itertools.pairwise(changes))
@@ -66,14 +66,14 @@ def test_simulation_matches_the_recorded_run(phase_s: int) -> None:
     real_replicas = [int(count) for count in RECORDING.seconds["replicas"]]
     simulated_replicas = RECORDING.simulate(render_scaled_object(RECORDED_VALUES), phase_s)
     matches = []
-    for at_s, count in enumerate(simulated_replicas):
-        nearby_replicas = real_replicas[max(0, at_s - TOLERANCE_S) : at_s + TOLERANCE_S + 1]
+    for time_s, count in enumerate(simulated_replicas):
+        nearby_replicas = real_replicas[max(0, time_s - TOLERANCE_S) : time_s + TOLERANCE_S + 1]
         matches.append(min(nearby_replicas) <= count <= max(nearby_replicas))
     assert sum(matches) / len(matches) >= MIN_AGREEMENT
     assert max(simulated_replicas) <= max(real_replicas) <= max(simulated_replicas) + MAX_EXTRA_PODS
-    assert (simulated_replicas[-1], count_turns(simulated_replicas)) == (
+    assert (simulated_replicas[-1], count_reversals(simulated_replicas)) == (
         real_replicas[-1],
-        count_turns(real_replicas),
+        count_reversals(real_replicas),
     )
 
 
@@ -82,7 +82,7 @@ def test_docs_picture_of_the_recorded_run_is_up_to_date() -> None:
 
 
 @pytest.mark.slow
-def test_a_missed_scrape_does_not_drop_the_queue(tmp_path: Path) -> None:
+def test_missed_scrape_does_not_drop_the_queue(tmp_path: Path) -> None:
     labels = 'namespace="arena",release="ludus",env="blackjack"'
     series = {
         # Both gateways report the same sessions on servers; each has a separate queue.
@@ -113,7 +113,7 @@ def test_pods_are_added_immediately_and_removed_after_the_run() -> None:
     assert replicas[120] == 11 == math.ceil(2048 / 192)
     assert set(replicas[120:4500]) == {11}
     assert replicas[-1] == 0
-    assert count_turns(replicas) == 1
+    assert count_reversals(replicas) == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -123,16 +123,16 @@ def test_small_load_changes_do_not_change_the_number_of_pods(seed: int) -> None:
     assert set(make_shipped_fleet(session_s=30).run(players)) == {5}
 
 
-def test_a_window_shorter_than_sessions_removes_pods_in_use() -> None:
-    """Sessions on draining pods are not counted until they are opened again elsewhere."""
-    pods = {}
+def test_window_shorter_than_sessions_removes_pods_in_use() -> None:
+    """Sessions on draining pods are not counted until clients open them again on other pods."""
+    pods_by_window = {}
     for window_s in (60, 600):
         fleet = make_shipped_fleet(session_s=500)
         behavior = fleet.scaler.spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
         behavior["scaleDown"]["stabilizationWindowSeconds"] = window_s
-        pods[window_s] = fleet.run([1640] * 1000 + [1000] * 1500)
-    assert (min(pods[600]), count_turns(pods[600])) == (6, 0)
-    assert (min(pods[60]), count_turns(pods[60])) == (2, 1)
+        pods_by_window[window_s] = fleet.run([1640] * 1000 + [1000] * 1500)
+    assert (min(pods_by_window[600]), count_reversals(pods_by_window[600])) == (6, 0)
+    assert (min(pods_by_window[60]), count_reversals(pods_by_window[60])) == (2, 1)
 
 
 def make_shipped_fleet(session_s: int) -> Fleet:

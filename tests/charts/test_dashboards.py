@@ -1,4 +1,4 @@
-"""The chart's dashboards: generated, well-formed, and about metrics that exist."""
+"""Tests that the chart's dashboards are up to date, well-formed and use exported metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.charts.promql import fill_variables, read_metric_names
 from tests.charts.promtool import run_promtool
 
 MAX_BYTES = 150_000
-"""Maximum size: a release stores a dashboard twice, and a whole release has at most 1 MiB."""
+"""Maximum size of a dashboard. A release stores each dashboard twice and has at most 1 MiB."""
 MAX_UID_CHARS = 40
 PANEL_TYPES = {"timeseries", "stat", "heatmap", "state-timeline", "table"}
 UNITS = {"none", "short", "percentunit", "percent", "s", "bytes", "sci"}
@@ -33,10 +33,10 @@ VARIABLE_VALUES = {
 }
 Json = dict[str, Any]
 
-FILES = sorted(TARGET.glob("*.json"))
+DASHBOARD_FILES = sorted(TARGET.glob("*.json"))
 
 
-@pytest.fixture(params=FILES, ids=lambda path: path.stem)
+@pytest.fixture(params=DASHBOARD_FILES, ids=lambda path: path.stem)
 def board(request: pytest.FixtureRequest) -> Json:
     """Return a committed dashboard."""
     path: Path = request.param
@@ -50,21 +50,21 @@ def iterate_panels(board: Json) -> Iterator[Json]:
 
 def test_committed_files_are_up_to_date() -> None:
     assert find_stale_files() == [], "run .venv/bin/python dev/dashboards.py"
-    assert len(FILES) == len(DASHBOARDS) >= 4
+    assert len(DASHBOARD_FILES) == len(DASHBOARDS) >= 4
 
 
 def test_every_dashboard_has_a_unique_uid_and_no_database_id() -> None:
-    boards = [json.loads(path.read_text(encoding="utf-8")) for path in FILES]
+    boards = [json.loads(path.read_text(encoding="utf-8")) for path in DASHBOARD_FILES]
     uids = [board["uid"] for board in boards]
     assert len(set(uids)) == len(uids)
-    assert [path.stem for path in FILES] == uids
+    assert [path.stem for path in DASHBOARD_FILES] == uids
     assert all(len(uid) <= MAX_UID_CHARS for uid in uids)
     assert not any("id" in board for board in boards)
     assert all(board["tags"] == ["ludus"] for board in boards)
     assert not any(board["editable"] for board in boards)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", DASHBOARD_FILES, ids=lambda path: path.stem)
 def test_dashboard_file_is_below_the_size_limit(path: Path) -> None:
     assert path.stat().st_size < MAX_BYTES
 
@@ -166,5 +166,5 @@ def test_metric_names_are_read_from_an_expression() -> None:
     assert read_metric_names(expression) == {"a_total", "h:i:j", "k"}
     assert f"{EnvServerMetric.STEPS}_total" in list_exported_names()
     assert EnvServerMetric.STEPS not in list_exported_names()
-    with pytest.raises(ValueError, match=r"\$nothing is no variable"):
+    with pytest.raises(ValueError, match=r"\$nothing is not a variable"):
         fill_variables("up{x='$nothing'}", VARIABLE_VALUES)

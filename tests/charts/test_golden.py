@@ -15,4 +15,4 @@ pytestmark = pytest.mark.slow
 def test_shipped_values_render_to_the_golden_files(value_set: ValueSet) -> None:
     assert find_golden_file(value_set).read_text(encoding="utf-8") == make_golden_text(
         render(value_set)
-    ), "run .venv/bin/python -m tests.charts.golden, and look at what git says changed"
+    ), "run .venv/bin/python -m tests.charts.golden and review the changes"

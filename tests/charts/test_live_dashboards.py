@@ -29,33 +29,35 @@ VARIABLE_VALUES = {
     "window": "10m",
     "__rate_interval": "10m",
 }
-"""Windows that are longer than the test, so that any two scrapes give a rate."""
+"""Values of the dashboards' variables. Every window is longer than the test."""
 
 TIMEOUT_S = 240.0
 RULE_FILES = sorted((TARGET.parent / "rules").glob("*.yaml"))
 QUEUE_WAIT_RECORD = "ludus:env_queue_wait_seconds:p95_rate5m"
-HELD_ALERTS_QUERY = 'group by (alertname) (ALERTS{alertname=~"Ludus.+"})'
-"""Query for the alerts whose conditions hold, including pending alerts."""
+ACTIVE_ALERTS_QUERY = 'group by (alertname) (ALERTS{alertname=~"Ludus.+"})'
+"""Query for the names of the pending and firing alerts."""
 
-FAILURES = {"LudusCanaryFailed", "LudusLearnerRestarted"}
-FAILURE_QUERIES = tuple(f'ALERTS{{alertname="{name}", alertstate="firing"}}' for name in FAILURES)
+FAILURE_ALERTS = {"LudusCanaryFailed", "LudusLearnerRestarted"}
+FAILURE_QUERIES = tuple(
+    f'ALERTS{{alertname="{name}", alertstate="firing"}}' for name in FAILURE_ALERTS
+)
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1000),
-    pytest.mark.skipif(sys.platform != "linux", reason="finds Prometheus' port in /proc"),
+    pytest.mark.skipif(sys.platform != "linux", reason="Prometheus' port is read from /proc"),
 ]
 
 
 async def test_every_expression_has_data_and_only_failures_trigger_alerts(tmp_path: Path) -> None:
-    kinds_by_expression = {
+    sources_by_expression = {
         fill_variables(query.expr, VARIABLE_VALUES): f"{board.uid}: {query.legend}"
         for board in DASHBOARDS
         for query in board.queries
         if query.empty_unless is None
     }
-    kinds_by_expression |= {
-        name: "record" for name in list_recording_rules() if name != QUEUE_WAIT_RECORD
+    sources_by_expression |= {
+        name: "recording rule" for name in list_recording_rules() if name != QUEUE_WAIT_RECORD
     }
     exporter, stop_event = start_exporter(), asyncio.Event()
     try:
@@ -68,24 +70,28 @@ async def test_every_expression_has_data_and_only_failures_trigger_alerts(tmp_pa
                 "driver": f"http://127.0.0.1:{exporter.port}",
             }
             with run_prometheus(tmp_path, targets, RULE_FILES) as address:
-                missing = await asyncio.to_thread(wait_for_data, address, kinds_by_expression)
+                unavailable_sources = await asyncio.to_thread(
+                    wait_for_data, address, sources_by_expression
+                )
                 alerts_before_failures = await asyncio.to_thread(
                     wait_for_alerts, address, set(), len(targets)
                 )
                 report_failures(exporter)
-                missing_failures = await asyncio.to_thread(
+                unreported_failures = await asyncio.to_thread(
                     wait_for_data, address, dict.fromkeys(FAILURE_QUERIES, "")
                 )
                 alerts_after_failures = await asyncio.to_thread(
-                    wait_for_alerts, address, FAILURES, len(targets)
+                    wait_for_alerts, address, FAILURE_ALERTS, len(targets)
                 )
             stop_event.set()
     finally:
         exporter.close()
-    assert not missing, "\n".join(f"{kind}: {expression}" for expression, kind in missing.items())
+    assert not unavailable_sources, "\n".join(
+        f"{source} has no data: {expression}" for expression, source in unavailable_sources.items()
+    )
     assert alerts_before_failures == set()
-    assert not missing_failures
-    assert alerts_after_failures == FAILURES
+    assert not unreported_failures
+    assert alerts_after_failures == FAILURE_ALERTS
 
 
 def list_recording_rules() -> list[str]:
@@ -95,33 +101,33 @@ def list_recording_rules() -> list[str]:
 
 
 def wait_for_alerts(address: str, expected: set[str], num_targets: int) -> set[str]:
-    """Wait for the expected alerts while all targets respond; return the alerts that hold.
+    """Wait until all targets are up and only the expected alerts are active; return the alerts.
 
-    A late response on a busy machine may cause an alert about a missing gateway.
+    On a busy machine, a slow response may briefly cause an alert about a missing gateway.
     """
     deadline_s = time.monotonic() + TIMEOUT_S
     while True:
         names = {
-            series["metric"]["alertname"] for series in fetch_series(address, HELD_ALERTS_QUERY)
+            series["metric"]["alertname"] for series in fetch_series(address, ACTIVE_ALERTS_QUERY)
         }
-        are_up = len(fetch_series(address, "up == 1")) == num_targets
-        if (are_up and names == expected) or time.monotonic() > deadline_s:
+        are_targets_up = len(fetch_series(address, "up == 1")) == num_targets
+        if (are_targets_up and names == expected) or time.monotonic() > deadline_s:
             return names
         time.sleep(0.5)
 
 
-def wait_for_data(address: str, kinds_by_expression: dict[str, str]) -> dict[str, str]:
-    """Return the expressions that have no data after a generous wait."""
+def wait_for_data(address: str, sources_by_expression: dict[str, str]) -> dict[str, str]:
+    """Wait for data; return the expressions without data after the time limit."""
     deadline_s = time.monotonic() + TIMEOUT_S
-    missing = kinds_by_expression
-    while missing and time.monotonic() < deadline_s:
+    unavailable_sources = sources_by_expression
+    while unavailable_sources and time.monotonic() < deadline_s:
         time.sleep(1.0)
-        missing = {
-            expression: kind
-            for expression, kind in missing.items()
+        unavailable_sources = {
+            expression: source
+            for expression, source in unavailable_sources.items()
             if not has_data(address, expression)
         }
-    return missing
+    return unavailable_sources
 
 
 def has_data(address: str, expression: str) -> bool:

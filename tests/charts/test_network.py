@@ -1,4 +1,4 @@
-"""The network denies every flow that the diagram in the docs does not contain."""
+"""Network policies deny every flow that is not in the diagram of the docs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESTRICTED_SETS = [
     value_set for value_set in ALL_SETS if value_set.all_values["networkPolicy"]["enabled"]
 ]
 CUSTOM_RULE_SETS = {"network"}
-"""Names of the value sets with rules in addition to those of the diagram."""
+"""Names of the value sets with rules that are not in the diagram."""
 
 
 def test_allowed_flows_equal_the_diagram() -> None:

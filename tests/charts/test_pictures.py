@@ -1,4 +1,4 @@
-"""SVG pictures of dashboards, from invented Prometheus responses."""
+"""Tests of SVG pictures of dashboards, drawn from fake Prometheus data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPAN = Span(0.0, 420.0)
 SELECTION = {"environment": "blackjack"}
 
 
-class InventedSource:
+class FakeSource:
     """A data source that returns two series for every query."""
 
     span, selection = SPAN, SELECTION
@@ -28,7 +28,7 @@ class InventedSource:
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
 def test_picture_contains_every_panel(dashboard: Dashboard) -> None:
-    root = ElementTree.fromstring(draw(dashboard, InventedSource()))
+    root = ElementTree.fromstring(draw(dashboard, FakeSource()))
     texts = {element.text for element in root.iter() if element.text}
     for row in dashboard.rows:
         titles = {panel.title.replace("$environment", "blackjack") for panel in row.panels}
@@ -51,7 +51,7 @@ def test_values_are_formatted_with_the_unit(value: float, unit: str, text: str) 
     assert format_value(value, unit) == text
 
 
-def test_the_page_has_a_picture_of_every_dashboard() -> None:
+def test_docs_page_has_a_picture_of_every_dashboard() -> None:
     page = (Path(TARGET).parent / "dashboards.md").read_text(encoding="utf-8")
     for dashboard in DASHBOARDS:
         assert f"(images/{dashboard.uid}.svg)" in page

@@ -1,4 +1,4 @@
-"""Rules for every release: the profile `restricted`, minimal rights, no secret in plain text."""
+"""Security of every release: `restricted` profile, few permissions, no secret in plain text."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.charts.rendering import CHART, Object, Rendered, ValueSet, render, template
+from tests.charts.rendering import CHART, Object, RenderedRelease, ValueSet, render, template
 from tests.charts.value_sets import ALL_SETS, CPU_SET, FULL_SET, GPU_SET
 
 pytestmark = pytest.mark.slow
-for_every_value_set = pytest.mark.parametrize(
+parametrize_value_sets = pytest.mark.parametrize(
     "value_set", ALL_SETS, ids=lambda value_set: value_set.name
 )
 VOLUME_KINDS = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
-"""Volume kinds that `restricted` allows and the chart needs."""
+"""Volume kinds that the `restricted` profile allows and the chart needs."""
 ALLOWED_VERBS = {
     ("discovery.k8s.io", "endpointslices"): {"list", "watch"},
     ("", "pods"): {"patch"},
@@ -33,14 +33,14 @@ LABELS = {
 }
 
 
-def iterate_containers(release: Rendered) -> Iterator[tuple[str, dict[str, Any]]]:
+def iterate_containers(release: RenderedRelease) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the location and specification of every container."""
     for location, _, spec in release.iterate_pods():
         for container in (*spec.get("initContainers", ()), *spec["containers"]):
             yield f"{location} {container['name']}", container
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_pods_satisfy_the_restricted_profile(value_set: ValueSet) -> None:
     for location, _, spec in render(value_set).iterate_pods():
         assert not {"hostNetwork", "hostPID", "hostIPC", "hostUsers"} & spec.keys(), location
@@ -64,13 +64,13 @@ def _check_restricted(location: str, context: dict[str, Any]) -> None:
     assert not context.get("privileged"), location
 
 
-def list_ray_clusters(release: Rendered) -> list[dict[str, Any]]:
+def list_ray_clusters(release: RenderedRelease) -> list[dict[str, Any]]:
     """Return the specification of every Ray cluster."""
     separate_clusters = [item["spec"] for item in release.list_kind("RayCluster")]
     return [release.ray_job["spec"]["rayClusterSpec"], *separate_clusters]
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_roles_grant_only_required_permissions(value_set: ValueSet) -> None:
     release = render(value_set)
     for role in release.list_kind("Role"):
@@ -88,7 +88,7 @@ def test_roles_grant_only_required_permissions(value_set: ValueSet) -> None:
     assert not [item for item in release.all_objects if item["kind"] in CLUSTER_WIDE_KINDS]
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_only_kubernetes_api_clients_mount_a_token(value_set: ValueSet) -> None:
     is_autoscaled = value_set.all_values["runs"]["autoscaling"]["enabled"]
     for location, metadata, spec in render(value_set).iterate_pods():
@@ -98,7 +98,7 @@ def test_only_kubernetes_api_clients_mount_a_token(value_set: ValueSet) -> None:
         assert mounts_token == (is_gateway or runs_autoscaler), location
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_no_secret_is_in_plain_text(value_set: ValueSet) -> None:
     release = render(value_set)
     assert release.list_kind("Secret") == []
@@ -111,7 +111,7 @@ def test_no_secret_is_in_plain_text(value_set: ValueSet) -> None:
             assert not re.search(r"--?\w*(token|password|secret|key)\w*=", argument), location
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_object_names_are_unique_and_have_namespace_and_labels(value_set: ValueSet) -> None:
     release = render(value_set)
     object_keys = [
@@ -127,7 +127,7 @@ def test_object_names_are_unique_and_have_namespace_and_labels(value_set: ValueS
         assert len(metadata["name"]) <= 63
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_only_deployments_without_autoscaling_set_replicas(value_set: ValueSet) -> None:
     release = render(value_set)
     scaled_names = {
@@ -141,7 +141,7 @@ def test_only_deployments_without_autoscaling_set_replicas(value_set: ValueSet) 
         )
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_containers_have_probes_resource_limits_and_an_image_tag(value_set: ValueSet) -> None:
     release = render(value_set)
     for location, container in iterate_containers(release):
@@ -162,7 +162,7 @@ def test_containers_have_probes_resource_limits_and_an_image_tag(value_set: Valu
             assert guarded_selectors.count(deployment["spec"]["selector"]["matchLabels"]) == 1
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_every_service_selects_one_set_of_pods(value_set: ValueSet) -> None:
     release = render(value_set)
     pods = {location: metadata["labels"] for location, metadata, _ in release.iterate_pods()}
@@ -198,29 +198,34 @@ def test_release_without_dashboards_is_small() -> None:
     assert len(json.dumps(render(FULL_SET).objects)) < 200_000
 
 
-def _list_names(release: Rendered, kind: str) -> set[str]:
+def _list_names(release: RenderedRelease, kind: str) -> set[str]:
     return {item["metadata"]["name"] for item in release.list_kind(kind)}
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_mounted_objects_exist_or_are_configured(value_set: ValueSet) -> None:
     release, values = render(value_set), value_set.all_values
-    claims = _list_names(release, "PersistentVolumeClaim")
-    claims |= {values["storage"]["runs"]["existingClaim"], values["runs"]["cache"]["existingClaim"]}
-    secrets = {
+    claim_names = _list_names(release, "PersistentVolumeClaim")
+    claim_names |= {
+        values["storage"]["runs"]["existingClaim"],
+        values["runs"]["cache"]["existingClaim"],
+    }
+    secret_names = {
         values["auth"]["existingSecret"],
         values["storage"]["s3"]["existingSecret"],
         values["gateway"]["tls"]["existingSecret"],
         values["gateway"]["tenants"]["existingSecret"],
     }
-    config_maps = _list_names(release, "ConfigMap") | {"RUN-config"}
+    config_map_names = _list_names(release, "ConfigMap") | {"RUN-config"}
     for location, _, spec in release.iterate_pods():
-        assert set(_find_values(spec, "claimName")) <= claims - {""}, location
-        assert set(_find_values(spec, "secretName")) <= secrets - {""}, location
-        assert {item["name"] for item in _find_values(spec, "configMap")} <= config_maps, location
-        assert {item["name"] for item in _find_values(spec, "secretKeyRef")} <= secrets - {""}, (
+        assert set(_find_values(spec, "claimName")) <= claim_names - {""}, location
+        assert set(_find_values(spec, "secretName")) <= secret_names - {""}, location
+        assert {item["name"] for item in _find_values(spec, "configMap")} <= config_map_names, (
             location
         )
+        assert {item["name"] for item in _find_values(spec, "secretKeyRef")} <= secret_names - {
+            ""
+        }, location
         volumes = {item["name"] for item in spec.get("volumes", ())}
         mounts = {
             item["name"] for container in spec["containers"] for item in container["volumeMounts"]

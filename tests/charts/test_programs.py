@@ -1,4 +1,4 @@
-"""The chart's configuration, arguments and rights work with the real programs."""
+"""The chart's configuration, arguments and permissions work with the real programs."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ludus.proto.config import LanguageModelRun
 from ludus.services.gateway.config import GatewayConfig, KubernetesEnvironment, SandboxEnvironment
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.kubernetes.source import EndpointSliceSource
-from tests.charts.rendering import Object, Rendered, ValueSet, render
+from tests.charts.rendering import Object, RenderedRelease, ValueSet, render
 from tests.charts.value_sets import ALL_SETS, CPU_SET
 from tests.env.polling import wait_until
 from tests.gateway.cluster_objects import make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
 pytestmark = pytest.mark.slow
-for_every_value_set = pytest.mark.parametrize(
+parametrize_value_sets = pytest.mark.parametrize(
     "value_set", ALL_SETS, ids=lambda value_set: value_set.name
 )
 
 
-def render_feature(name: str) -> Rendered:
+def render_feature(name: str) -> RenderedRelease:
     """Render the value set with this name."""
     return render(next(value_set for value_set in ALL_SETS if value_set.name == name))
 
 
-def read_gateway_config(release: Rendered) -> GatewayConfig:
+def read_gateway_config(release: RenderedRelease) -> GatewayConfig:
     """Read the configuration of the release's gateway."""
     return GatewayConfig.parse(tomllib.loads(release.gateway_toml))
 
@@ -55,7 +55,7 @@ def map_ports(container_spec: dict[str, Any]) -> dict[str, int]:
     return {item["name"]: item["containerPort"] for item in container_spec["ports"]}
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_gateway_configuration_matches_ports_variables_and_mounts(value_set: ValueSet) -> None:
     release = render(value_set)
     config, gateway = (
@@ -75,7 +75,7 @@ def test_gateway_configuration_matches_ports_variables_and_mounts(value_set: Val
     assert pod_spec["terminationGracePeriodSeconds"] >= config.drain_grace_s + 10
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_gateway_configuration_refers_to_objects_of_the_release(value_set: ValueSet) -> None:
     release = render(value_set)
     services = {item["metadata"]["name"]: item for item in release.list_kind("Service")}
@@ -108,7 +108,7 @@ def parse_server_options(
     return arguments, make_server_options(vars(arguments), DEFAULT_PORT)
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_environment_server_accepts_the_rendered_arguments(
     value_set: ValueSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,51 +134,61 @@ def test_environment_server_accepts_the_rendered_arguments(
 
 
 def test_options_are_passed_to_environments_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = render_feature("odd-options")
+    release = render_feature("unusual-options")
     blackjack_container = get_container(release.find("Deployment", "-env-blackjack"))
     arguments, _ = parse_server_options(blackjack_container, monkeypatch)
     expected_options = release.value_set.values["environments"]["blackjack"]["options"]
     assert yaml.safe_load(arguments.options) == expected_options
-    _, gym = parse_server_options(
+    _, gym_options = parse_server_options(
         get_container(release.find("Deployment", "-env-gym")), monkeypatch
     )
-    assert (gym.isolation, gym.num_workers, gym.num_threads) == ("pool", 2, 4)
-    assert (gym.step_timeout_s, gym.idle_timeout_s, gym.memory_limit_mb) == (2.5, 60, 512)
-    _, shell = parse_server_options(
+    assert (gym_options.isolation, gym_options.num_workers, gym_options.num_threads) == (
+        "pool",
+        2,
+        4,
+    )
+    assert (
+        gym_options.step_timeout_s,
+        gym_options.idle_timeout_s,
+        gym_options.memory_limit_mb,
+    ) == (2.5, 60, 512)
+    _, shell_options = parse_server_options(
         get_container(release.find("Deployment", "-env-shell")), monkeypatch
     )
-    assert (shell.isolation, shell.cpu_limit_s) == ("process", 60)
+    assert (shell_options.isolation, shell_options.cpu_limit_s) == ("process", 60)
 
 
 def test_zero_and_false_values_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    deployment = render_feature("zeros").find("Deployment", "-env-blackjack")
+    deployment = render_feature("zero-values").find("Deployment", "-env-blackjack")
     assert deployment["spec"]["replicas"] == 0
     _, options = parse_server_options(get_container(deployment), monkeypatch)
     assert (options.step_timeout_s, options.drain_grace_s) == (0, 0)
-    sessions = read_gateway_config(render_feature("zeros")).sessions
+    sessions = read_gateway_config(render_feature("zero-values")).sessions
     assert (sessions.queue_size, sessions.linger_s, sessions.queue_timeout_s) == (0, 0, 0)
-    template = render_feature("falses").find("Deployment", "-env-blackjack")["spec"]["template"]
+    template = render_feature("false-values").find("Deployment", "-env-blackjack")["spec"][
+        "template"
+    ]
     assert template["metadata"]["annotations"] == {
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"
     }
 
 
 def test_changed_configuration_restarts_the_gateways() -> None:
-    def read_checksum(release: Rendered) -> str:
+    def read_checksum(release: RenderedRelease) -> str:
         template = release.find("Deployment", "-gateway")["spec"]["template"]
         return str(template["metadata"]["annotations"]["checksum/config"])
 
-    assert read_checksum(render_feature("least")) != read_checksum(render_feature("zeros"))
-    assert read_checksum(render_feature("least")) == read_checksum(render_feature("store"))
+    assert read_checksum(render_feature("minimal")) != read_checksum(render_feature("zero-values"))
+    assert read_checksum(render_feature("minimal")) == read_checksum(render_feature("store"))
 
 
 async def test_a_gateway_runs_with_the_chart_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gateway runs with the chart's configuration and needs only the rights of its Role."""
+    """Check also that the gateway's requests need only the permissions of its Role."""
     release = render(CPU_SET)
     for name in map_variables(get_container(release.find("Deployment", "-gateway"))):
         monkeypatch.setenv(name, "0123456789abcdef" * 2)
-    free_ports = {"host": "127.0.0.1", "port": 0, "grpc_port": 0, "admin_port": 0}
-    config = GatewayConfig.parse(tomllib.loads(release.gateway_toml) | free_ports)
+    listen_settings = {"host": "127.0.0.1", "port": 0, "grpc_port": 0, "admin_port": 0}
+    config = GatewayConfig.parse(tomllib.loads(release.gateway_toml) | listen_settings)
     async with FakeKubernetes() as cluster:
         for lease in release.list_kind("Lease"):
             metadata = {**lease["metadata"], "namespace": CPU_SET.namespace}
@@ -211,7 +221,7 @@ def _allows(rule: dict[str, Any], request: Any) -> bool:
     )
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_clients_accept_the_rendered_environment_addresses(value_set: ValueSet) -> None:
     release = render(value_set)
     platform = release.platform
@@ -227,13 +237,13 @@ def test_clients_accept_the_rendered_environment_addresses(value_set: ValueSet) 
         assert parse_address(environment["http"]).uses_tls == address.uses_tls
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_a_run_can_be_configured_from_the_platform_description(value_set: ValueSet) -> None:
     platform = render(value_set).platform
     environments = {
         name: {"kind": "remote", "address": item["address"]}
         for name, item in platform["environments"].items()
-    } or {"here": {"kind": "local"}}
+    } or {"game": {"kind": "local"}}
     LanguageModelRun.model_validate(
         {
             "name": "run",
@@ -244,7 +254,7 @@ def test_a_run_can_be_configured_from_the_platform_description(value_set: ValueS
     )
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_ray_job_has_placeholders_for_submit(value_set: ValueSet) -> None:
     text = render(value_set).ray_job_text
     lines = [line.strip() for line in text.splitlines() if "RUN" in line.replace("RUNTIME", "")]
@@ -256,7 +266,7 @@ def test_ray_job_has_placeholders_for_submit(value_set: ValueSet) -> None:
     assert lines.count("configMap: {name: RUN-config}") == 3
 
 
-@for_every_value_set
+@parametrize_value_sets
 def test_ray_clusters_satisfy_the_rules_of_the_operator(value_set: ValueSet) -> None:
     release = render(value_set)
     job_spec = release.ray_job["spec"]
@@ -293,7 +303,7 @@ def test_the_ray_job_has_the_labels_for_kueue() -> None:
     assert fixed_job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "games"
     assert "annotations" not in fixed_job["metadata"]
     assert render_feature("queue").platform["queue"] == "games"
-    assert render_feature("least").platform["queue"] is None
+    assert render_feature("minimal").platform["queue"] is None
 
 
 def test_the_cpu_values_fit_on_two_cores() -> None:

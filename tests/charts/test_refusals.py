@@ -1,4 +1,4 @@
-"""Every mistake in values is refused with its path, the expected value and the remedy."""
+"""Tests that invalid values are refused with the path, the expected value and the remedy."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from tests.charts.value_sets import BLACKJACK, MINIMAL_VALUES, MONITORED_VALUES,
 pytestmark = pytest.mark.slow
 
 
-def minimal_values(**values: Any) -> dict[str, Any]:
-    """Return the minimal values with changes."""
+def make_values(**values: Any) -> dict[str, Any]:
+    """Return the minimal values with the changes."""
     return merge_values(MINIMAL_VALUES, values)
 
 
-def keda_values(**fields: Any) -> dict[str, Any]:
+def make_keda_values(**fields: Any) -> dict[str, Any]:
     """Return values for an environment that KEDA scales."""
     return merge_values(merge_environment(autoscaling={"kind": "keda", **fields}), MONITORED_VALUES)
 
 
-def store_values(**s3: Any) -> dict[str, Any]:
+def make_store_values(**s3: Any) -> dict[str, Any]:
     """Return values that store weights in the bundled store."""
-    return minimal_values(storage={"weights": {"kind": "s3"}, "store": {"enabled": True}, "s3": s3})
+    return make_values(storage={"weights": {"kind": "s3"}, "store": {"enabled": True}, "s3": s3})
 
 
 SCHEMA_ERRORS = [
-    # Messages of helm's check of values.schema.json.
-    (minimal_values(gatway={}), "(root): Additional property gatway is not allowed"),
-    (minimal_values(gateway={"replica": 3}), "gateway: Additional property replica is not allowed"),
+    # Error messages of helm, which validates values by values.schema.json.
+    (make_values(gatway={}), "(root): Additional property gatway is not allowed"),
+    (make_values(gateway={"replica": 3}), "gateway: Additional property replica is not allowed"),
     (
         merge_environment(autoscaling={"minReplicas": 1}),
         "environments.blackjack.autoscaling: Additional property minReplicas is not allowed",
     ),
     (
-        minimal_values(gateway={"replicas": "three"}),
+        make_values(gateway={"replicas": "three"}),
         "gateway.replicas: Invalid type. Expected: integer, given: string",
     ),
     (
-        minimal_values(ingress={"enabled": "yes"}),
+        make_values(ingress={"enabled": "yes"}),
         "ingress.enabled: Invalid type. Expected: boolean, given: string",
     ),
     (
-        minimal_values(image={"tag": 1.1}),
+        make_values(image={"tag": 1.1}),
         "image.tag: Invalid type. Expected: string, given: number",
     ),
     (
@@ -62,26 +62,26 @@ SCHEMA_ERRORS = [
     ),
     (merge_environment(mode="shred"), 'mode must be one of the following: "shared", "sandbox"'),
     (
-        minimal_values(storage={"weights": {"kind": "S3"}}),
+        make_values(storage={"weights": {"kind": "S3"}}),
         'storage.weights.kind must be one of the following: "folder", "s3"',
     ),
     (
-        minimal_values(runs={"backoffLimit": -1}),
+        make_values(runs={"backoffLimit": -1}),
         "runs.backoffLimit: Must be greater than or equal to 0",
     ),
-    (minimal_values(gateway={"replicas": None}), "gateway: replicas is required"),
+    (make_values(gateway={"replicas": None}), "gateway: replicas is required"),
     (
-        minimal_values(gateway={"tolerations": [{"keys": "x"}]}),
+        make_values(gateway={"tolerations": [{"keys": "x"}]}),
         "gateway.tolerations.0: Additional property keys is not allowed",
     ),
     (
-        minimal_values(networkPolicy={"runs": [{"ports": [{"prot": "TCP"}]}]}),
+        make_values(networkPolicy={"runs": [{"ports": [{"prot": "TCP"}]}]}),
         "networkPolicy.runs.0.ports.0: Additional property prot is not allowed",
     ),
 ]
 
 CHART_ERRORS = [
-    # Messages of the chart: path, expected value, remedy.
+    # Error messages of the chart, with the path and the remedy.
     ({}, "auth.existingSecret", "kubectl create secret generic ludus-auth -n arena"),
     ({}, "environments", "set for example environments.blackjack.package=openspiel_env"),
     (merge_environment(package=""), "environments.blackjack.package", "package=openspiel_env"),
@@ -105,36 +105,36 @@ CHART_ERRORS = [
         f"environments.{'e' * 60}",
         "shorten the environment's name by 16",
     ),
-    (minimal_values(fullnameOverride="1st"), "fullnameOverride", "choose another release name"),
+    (make_values(fullnameOverride="1st"), "fullnameOverride", "choose another release name"),
     (
-        minimal_values(gateway={"maxUnavailable": "0%"}),
+        make_values(gateway={"maxUnavailable": "0%"}),
         "gateway.maxUnavailable",
         "from 1% to 100%, got 0%",
     ),
     (
-        minimal_values(gateway={"autoscaling": {"enabled": True, "minReplicas": 9}}),
+        make_values(gateway={"autoscaling": {"enabled": True, "minReplicas": 9}}),
         "gateway.autoscaling",
         "got 9 and 8; raise maxReplicas or lower minReplicas",
     ),
     (
-        minimal_values(
+        make_values(
             gateway={"autoscaling": {"enabled": True}, "resources": {"requests": {"cpu": None}}}
         ),
         "gateway.autoscaling",
         "needs gateway.resources.requests.cpu",
     ),
     (
-        minimal_values(gateway={"resources": {"requests": {"cpu": "much"}}}),
+        make_values(gateway={"resources": {"requests": {"cpu": "much"}}}),
         "gateway.resources.requests.cpu",
         "a quantity such as 500m, 2 or 8Gi, got much",
     ),
     (
-        minimal_values(runs={"head": {"shmSize": "lots"}}),
+        make_values(runs={"head": {"shmSize": "lots"}}),
         "runs.head.shmSize",
         "got lots; change it",
     ),
     (
-        minimal_values(gateway={"env": [{"name": "HF_TOKEN", "value": "hf_1"}]}),
+        make_values(gateway={"env": [{"name": "HF_TOKEN", "value": "hf_1"}]}),
         "gateway.env",
         "HF_TOKEN must come from a Secret",
     ),
@@ -143,19 +143,25 @@ CHART_ERRORS = [
         "environments.blackjack.env",
         "set valueFrom.secretKeyRef",
     ),
-    (keda_values(min=5, max=4), "environments.blackjack.autoscaling", "raise max or lower min"),
     (
-        keda_values(sessionsPerPod=300),
+        make_keda_values(min=5, max=4),
+        "environments.blackjack.autoscaling",
+        "raise max or lower min",
+    ),
+    (
+        make_keda_values(sessionsPerPod=300),
         "environments.blackjack.autoscaling.sessionsPerPod",
         "at most the capacity of 256, got 300",
     ),
     (
-        keda_values(scaleDownWindowSeconds=30),
+        make_keda_values(scaleDownWindowSeconds=30),
         "environments.blackjack.autoscaling.scaleDownWindowSeconds",
         "at least scaleDownPeriodSeconds (60), got 30",
     ),
     (
-        merge_values(keda_values(min=0), {"gateway": {"sessions": {"queueTimeoutSeconds": 5}}}),
+        merge_values(
+            make_keda_values(min=0), {"gateway": {"sessions": {"queueTimeoutSeconds": 5}}}
+        ),
         "gateway.sessions.queueTimeoutSeconds",
         "raise it, or set environments.blackjack.autoscaling.min=1",
     ),
@@ -195,69 +201,69 @@ CHART_ERRORS = [
         "isolation=process",
     ),
     (
-        minimal_values(runs={"rollout": {"min": 3, "replicas": 2}}),
+        make_values(runs={"rollout": {"min": 3, "replicas": 2}}),
         "runs.rollout",
         "in ascending order, got 3, 2 and 8",
     ),
     (
-        minimal_values(runs={"learner": {"resources": {"limits": {"nvidia.com/gpu": 8}}}}),
+        make_values(runs={"learner": {"resources": {"limits": {"nvidia.com/gpu": 8}}}}),
         "runs.learner.ranksPerPod",
         "set runs.learner.ranksPerPod=8",
     ),
     (
-        minimal_values(runs={"rollout": {"resources": {"limits": {"memory": None}}}}),
+        make_values(runs={"rollout": {"resources": {"limits": {"memory": None}}}}),
         "runs.rollout.resources.limits.memory",
         "set it, for example to 8Gi",
     ),
     (
-        minimal_values(runs={"rayVersion": "2.60"}),
+        make_values(runs={"rayVersion": "2.60"}),
         "runs.rayVersion",
         "set it to the version of Ray in",
     ),
     (
-        minimal_values(runs={"queue": {"priorityClass": "high"}}),
+        make_values(runs={"queue": {"priorityClass": "high"}}),
         "runs.queue.priorityClass",
         "set it to the LocalQueue",
     ),
     (
-        minimal_values(storage={"weights": {"kind": "s3"}}),
+        make_values(storage={"weights": {"kind": "s3"}}),
         "storage.s3.bucket",
         "storage.store.enabled=true",
     ),
     (
-        minimal_values(storage={"store": {"enabled": True}, "s3": {"existingSecret": "s3"}}),
+        make_values(storage={"store": {"enabled": True}, "s3": {"existingSecret": "s3"}}),
         "storage.store.enabled",
         "set storage.weights.kind=s3",
     ),
-    (store_values(), "storage.s3.existingSecret", "kubectl create secret generic ludus-s3"),
+    (make_store_values(), "storage.s3.existingSecret", "kubectl create secret generic ludus-s3"),
     (
-        store_values(existingSecret="s3", endpoint="http://s3.example"),
+        make_store_values(existingSecret="s3", endpoint="http://s3.example"),
         "storage.s3.endpoint",
         "remove one of the two",
     ),
     (
-        minimal_values(storage={"weights": {"kind": "s3"}, "s3": {"bucket": "weights"}}),
+        make_values(storage={"weights": {"kind": "s3"}, "s3": {"bucket": "weights"}}),
         "networkPolicy.runs",
         "set for example networkPolicy.runs[0].ports[0].port=443",
     ),
     (
-        minimal_values(storage={"runs": {"accessModes": []}}),
+        make_values(storage={"runs": {"accessModes": []}}),
         "storage.runs.accessModes",
         "set ReadWriteMany",
     ),
     (
-        minimal_values(networkPolicy={"apiServer": {"cidrs": ["10.0.0.1"]}}),
+        make_values(networkPolicy={"apiServer": {"cidrs": ["10.0.0.1"]}}),
         "networkPolicy.apiServer.cidrs",
         "like 10.0.0.1/32, got 10.0.0.1",
     ),
-    (minimal_values(ingress={"enabled": True}), "ingress.host", "set for example ingress.host="),
+    (make_values(ingress={"enabled": True}), "ingress.host", "set for example ingress.host="),
     (
-        minimal_values(grpcRoute={"enabled": True}),
+        make_values(grpcRoute={"enabled": True}),
         "grpcRoute.parentRefs",
         "parentRefs[0].name=NAME",
     ),
     (
-        minimal_values(
+        make_values(
             ingress={"enabled": True, "host": "a.example"},
             gateway={"tls": {"existingSecret": "tls"}},
         ),
@@ -267,29 +273,29 @@ CHART_ERRORS = [
 ]
 
 OPERATOR_ERRORS = [
-    (keda_values(), "environments.blackjack.autoscaling.kind=keda", "KEDA"),
+    (make_keda_values(), "environments.blackjack.autoscaling.kind=keda", "KEDA"),
     (
         merge_environment(mode="sandbox", capacity=1),
         "environments.blackjack.mode=sandbox",
         "agent-",
     ),
-    (minimal_values(rayCluster={"enabled": True}), "rayCluster.enabled", "KubeRay"),
+    (make_values(rayCluster={"enabled": True}), "rayCluster.enabled", "KubeRay"),
     (
-        minimal_values(httpRoute={"enabled": True, "parentRefs": [{"name": "edge"}]}),
+        make_values(httpRoute={"enabled": True, "parentRefs": [{"name": "edge"}]}),
         "httpRoute.enabled",
         "the Gateway API",
     ),
     (MONITORED_VALUES, "monitoring.monitors.enabled", "the Prometheus operator"),
     (
-        minimal_values(monitoring={"rules": {"enabled": True}}),
+        make_values(monitoring={"rules": {"enabled": True}}),
         "monitoring.rules.enabled",
         "the Prometheus operator",
     ),
 ]
 
 
-def render_refused(values: dict[str, Any], **fields: Any) -> str:
-    """Return helm's error message for values that it must refuse."""
+def render_invalid_values(values: dict[str, Any], **fields: Any) -> str:
+    """Render invalid values, and return helm's error message."""
     result = template(replace(ValueSet("refused", values), **fields))
     assert result.returncode == 1
     assert result.stdout == ""
@@ -298,14 +304,14 @@ def render_refused(values: dict[str, Any], **fields: Any) -> str:
 
 @pytest.mark.parametrize(("values", "sentence"), SCHEMA_ERRORS)
 def test_schema_rejects_invalid_values(values: dict[str, Any], sentence: str) -> None:
-    assert sentence in render_refused(values)
+    assert sentence in render_invalid_values(values)
 
 
 @pytest.mark.parametrize(("values", "path", "remedy"), CHART_ERRORS)
 def test_chart_rejects_invalid_values(values: dict[str, Any], path: str, remedy: str) -> None:
     (line,) = (
         text_line
-        for text_line in render_refused(values).splitlines()
+        for text_line in render_invalid_values(values).splitlines()
         if text_line.startswith(f"- {path}: ")
     )
     assert remedy in line
@@ -313,7 +319,7 @@ def test_chart_rejects_invalid_values(values: dict[str, Any], path: str, remedy:
 
 @pytest.mark.parametrize(("values", "path", "operator"), OPERATOR_ERRORS)
 def test_missing_operator_fails_rendering(values: dict[str, Any], path: str, operator: str) -> None:
-    message = render_refused(values, kinds=())
+    message = render_invalid_values(values, kinds=())
     line = next(
         text_line for text_line in message.splitlines() if text_line.startswith(f"- {path}: ")
     )
@@ -322,12 +328,12 @@ def test_missing_operator_fails_rendering(values: dict[str, Any], path: str, ope
 
 
 def test_all_errors_are_reported_together() -> None:
-    message = render_refused(
-        minimal_values(ingress={"enabled": True}, grpcRoute={"enabled": True}), kinds=()
+    message = render_invalid_values(
+        make_values(ingress={"enabled": True}, grpcRoute={"enabled": True}), kinds=()
     )
     assert len([line for line in message.splitlines() if line.startswith("- ")]) == 3
 
 
 def test_variables_with_names_like_secrets_are_allowed() -> None:
-    values = minimal_values(gateway={"env": [{"name": "TOKENIZERS_PARALLELISM", "value": "false"}]})
-    assert template(ValueSet("sounds", values)).returncode == 0
+    values = make_values(gateway={"env": [{"name": "TOKENIZERS_PARALLELISM", "value": "false"}]})
+    assert template(ValueSet("allowed", values)).returncode == 0

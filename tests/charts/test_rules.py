@@ -19,7 +19,7 @@ from tests.charts.scenarios import HARMLESS_CHANGES, HEALTHY_SERIES, SCENARIOS, 
 ROOT = Path(__file__).parents[2]
 RULE_FILES = sorted((TARGET.parent / "rules").glob("*.yaml"))
 SEVERITIES = {"critical", "warning", "info"}
-CLEAN_MINUTES = 180
+HEALTHY_MINUTES = 180
 _LABEL_PATTERN = re.compile(r"\{\{ \$labels\.(\w+) \}\}")
 _VALUE_PATTERN = re.compile(r"\{\{ \$value[^}]*\}\}")
 _RECORD_PATTERN = re.compile(r"ludus:[a-z_]+:[a-z0-9_]+")
@@ -36,7 +36,7 @@ ALERTS: dict[str, Json] = {
 }
 
 
-def test_the_rules_are_well_formed() -> None:
+def test_rules_are_well_formed() -> None:
     output = run_promtool("check", "rules", *RULE_FILES)
     rule_counts = [int(count) for count in re.findall(r"(\d+) rules found", output)]
     assert (
@@ -53,7 +53,7 @@ def test_every_metric_is_exported_or_recorded() -> None:
         assert names <= list_exported_names() | set(RECORDING_RULES), name
 
 
-def test_recording_rules_are_named_level_metric_operation() -> None:
+def test_recording_rule_names_have_level_metric_and_operation() -> None:
     for name in RECORDING_RULES:
         assert _RECORD_PATTERN.fullmatch(name)
 
@@ -63,7 +63,7 @@ def test_every_alert_has_a_severity_and_a_documentation_link() -> None:
         assert name.startswith("Ludus")
         assert alert["labels"] == {"severity": alert["labels"]["severity"]}
         assert alert["labels"]["severity"] in SEVERITIES
-        # An intermittent condition is one alert, not many.
+        # An intermittent condition must cause one alert, not many.
         assert {"for", "keep_firing_for"} <= set(alert), name
         assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
         assert alert["annotations"]["description"].endswith("."), name
@@ -107,11 +107,15 @@ def test_scenario_triggers_only_the_expected_alert(scenario: Scenario, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{}, *HARMLESS_CHANGES.values()], ids=["clean", *HARMLESS_CHANGES]
+    "changes", [{}, *HARMLESS_CHANGES.values()], ids=["healthy", *HARMLESS_CHANGES]
 )
 def test_harmless_changes_trigger_no_alert(changes: Mapping[str, str], tmp_path: Path) -> None:
     check_rules(
-        tmp_path, changes, [_make_fired_case(CLEAN_MINUTES, "")], CLEAN_MINUTES, "promql_expr_test"
+        tmp_path,
+        changes,
+        [_make_fired_case(HEALTHY_MINUTES, "")],
+        HEALTHY_MINUTES,
+        "promql_expr_test",
     )
 
 
@@ -120,8 +124,8 @@ def test_brief_earlier_alert_is_detected(tmp_path: Path) -> None:
     (brief_scenario,) = (
         scenario for scenario in SCENARIOS if scenario.alert == "LudusCanaryFailed"
     )
-    case = _make_fired_case(CLEAN_MINUTES, '{alertname="LudusCanaryFailed"}')
-    check_rules(tmp_path, brief_scenario.changes, [case], CLEAN_MINUTES, "promql_expr_test")
+    case = _make_fired_case(HEALTHY_MINUTES, '{alertname="LudusCanaryFailed"}')
+    check_rules(tmp_path, brief_scenario.changes, [case], HEALTHY_MINUTES, "promql_expr_test")
 
 
 @pytest.mark.slow
@@ -145,7 +149,7 @@ def test_recording_rules_produce_the_expected_values(tmp_path: Path) -> None:
 
 
 def fill_labels(text: str, scenario: Scenario) -> str:
-    """Fill labels into an annotation; a label that the alert does not have is an error."""
+    """Return an annotation with the scenario's labels and value; fail for unknown labels."""
     text = _LABEL_PATTERN.sub(lambda match: scenario.labels[match[1]], text)
     assert scenario.value or "$value" not in text
     return _VALUE_PATTERN.sub(scenario.value, text)
@@ -158,7 +162,7 @@ def check_rules(
     minutes: int,
     kind: str = "alert_rule_test",
 ) -> None:
-    """Evaluate the rules every minute, and check the cases."""
+    """Evaluate the rules every minute and check the cases with promtool."""
     values = {
         name: text.replace("xN", f"x{minutes}") for name, text in (HEALTHY_SERIES | changes).items()
     }
@@ -173,7 +177,7 @@ def check_rules(
             {
                 "rule_files": [str(path) for path in RULE_FILES],
                 "evaluation_interval": "1m",
-                # In the order of the files: recording rules come before their readers.
+                # Recording rules come before the rules that use them.
                 "group_eval_order": [group["name"] for group in RULE_GROUPS],
                 "tests": [test],
             }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.charts.rendering import Object, Rendered, ValueSet, render, run_helm
+from tests.charts.rendering import Object, RenderedRelease, ValueSet, render, run_helm
 from tests.charts.schemas import VERSIONS, problems
 from tests.charts.value_sets import ALL_SETS, CPU_SET, FEATURE_SETS
 
@@ -18,7 +18,7 @@ ROUTES_SET = next(value_set for value_set in FEATURE_SETS if value_set.name == "
 _seen_texts: set[str] = set()
 
 
-def list_new_objects(release: Rendered) -> list[Object]:
+def list_new_objects(release: RenderedRelease) -> list[Object]:
     """Return the objects that no earlier value set has rendered."""
     unseen_objects = []
     for resource in release.all_objects:

@@ -1,4 +1,4 @@
-"""Value sets of the chart's tests: each feature on and off, names and numbers at their limits."""
+"""Value sets for tests of the chart, with every feature and with extreme names and numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MONITORED_VALUES: dict[str, Any] = {"monitoring": {"monitors": {"enabled": True}
 
 
 def merge_environment(**fields: Any) -> dict[str, Any]:
-    """Return the minimal values with fields of the environment."""
+    """Return the minimal values with changed fields of the environment."""
     return merge_values(MINIMAL_VALUES, {"environments": {"blackjack": fields}})
 
 
@@ -57,7 +57,7 @@ _BUNDLED_STORE: dict[str, Any] = {
 _EGRESS_RULES: dict[str, Any] = {"runs": [{"ports": [{"protocol": "TCP", "port": 443}]}]}
 
 FEATURE_SETS = (
-    _make_set("least", {}),
+    _make_set("minimal", {}),
     _make_set(
         "keda-from-zero",
         merge_values(merge_environment(autoscaling=_KEDA_AUTOSCALING), MONITORED_VALUES),
@@ -220,19 +220,19 @@ FULL_SET = _make_set(
         "environments": {"code": {**BLACKJACK, "mode": "sandbox", "capacity": 1}},
     },
 )
-"""Values that use every flow of the diagram in the docs."""
+"""Values that need every flow of the diagram in the docs."""
 
 LIMIT_SETS = (
     ValueSet("long-release", MINIMAL_VALUES, release="a" * 50 + "-b1"),
-    ValueSet("release-named-otherwise", MINIMAL_VALUES, release="games"),
+    ValueSet("other-release-name", MINIMAL_VALUES, release="games"),
     _make_set("full-name", {"fullnameOverride": "x", "nameOverride": "play"}),
     _make_set(
         "long-environment",
-        # `helm lint` chooses another release name.
+        # `helm lint` uses another release name.
         {"fullnameOverride": "ludus", "environments": {"e" * 44: BLACKJACK}},
     ),
     _make_set(
-        "zeros",
+        "zero-values",
         {
             "gateway": {
                 "maxConnectionAgeSeconds": 0,
@@ -255,7 +255,7 @@ LIMIT_SETS = (
         },
     ),
     _make_set(
-        "falses",
+        "false-values",
         {
             "environmentDefaults": {"safeToEvict": True, "podAnnotations": {"a": "b"}},
             "environments": {"blackjack": {"safeToEvict": False, "podAnnotations": {}}},
@@ -263,7 +263,7 @@ LIMIT_SETS = (
         },
     ),
     _make_set(
-        "odd-options",
+        "unusual-options",
         {
             "environments": {
                 "blackjack": {

@@ -1,4 +1,4 @@
-"""Classic PPO: learning, evaluation, checkpoints and resumed runs."""
+"""Tests of classic PPO: learning, evaluation, checkpoints and resumed runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SMALL_PPO: dict[str, Any] = {
 
 
 class ConstantReward(gymnasium.Env[np.ndarray, int]):
-    """Rewards every step with 1. Only a limit ends an episode."""
+    """An environment with reward 1 in every step. Only a time limit ends an episode."""
 
     observation_space = spaces.Box(-1.0, 1.0, (1,))
     action_space = spaces.Discrete(2)
@@ -78,7 +78,7 @@ gymnasium.register("ConstantReward-v0", lambda **options: ConstantReward(), max_
 
 
 def make_agent(env_id: str, config: NetworkPpoConfig, seed: int = 0, **options: Any) -> PpoAgent:
-    """Return an agent with perceptrons in Gymnasium environments."""
+    """Return an agent with multilayer perceptrons for a Gymnasium environment."""
     environments = GymnasiumEnvironments(env_id, config.num_environments, options)
     torch.manual_seed(seed)
     observations, actions = environments.observation_space, environments.action_space
@@ -94,7 +94,7 @@ def make_noisy_network(num_outputs: int) -> nn.Module:
 
 
 def make_run(folder: Path, **ppo: Any) -> NetworkRun:
-    """Return a short run on CartPole."""
+    """Return the configuration of a short run on CartPole."""
     return make_run_config(
         {
             "name": "short",
@@ -255,7 +255,7 @@ def test_target_return_is_confirmed_on_separate_episodes(
         confirmation_seeds: list[Sequence[int]] = []
 
         def play_episodes(seeds: Sequence[int]) -> list[EpisodeOutcome]:
-            # Evaluations always reach the target; the second confirmation reaches it too.
+            # Every evaluation reaches the target. Only the second confirmation does.
             if seeds[0] != config.eval.seed:
                 confirmation_seeds.append(seeds)
             is_reached = seeds[0] == config.eval.seed or len(confirmation_seeds) == 2
@@ -269,7 +269,7 @@ def test_target_return_is_confirmed_on_separate_episodes(
 
 
 @pytest.mark.parametrize(
-    ("tree", "message"),
+    ("fields", "message"),
     [
         ({"rollout": {"group_size": 4}}, "rollout: unknown key"),
         ({"training": {"max_staleness": 0}}, "training.max_staleness"),
@@ -279,10 +279,10 @@ def test_target_return_is_confirmed_on_separate_episodes(
         ({"eval": {"temperature": 0.5}}, "eval.temperature"),
     ],
 )
-def test_language_model_settings_are_refused(tree: dict[str, Any], message: str) -> None:
+def test_language_model_settings_are_refused(fields: dict[str, Any], message: str) -> None:
     base_config = {"kind": "network", "environment": {"package": "gymnasium:CartPole-v1"}}
     with pytest.raises(ConfigError, match=message):
-        make_run_config({**base_config, **tree})
+        make_run_config({**base_config, **fields})
 
 
 def test_configuration_can_be_restored_from_json(tmp_path: Path) -> None:
@@ -304,12 +304,14 @@ def test_failed_run_start_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def test_repeated_nonfinite_gradients_stop_training() -> None:
-    class BlindEnv(ConstantReward):
+    class NanObservationEnv(ConstantReward):
         def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
             return np.full(1, np.nan, dtype=np.float32), 1.0, False, False, {}
 
-    gymnasium.register("Blind-v0", lambda **options: BlindEnv(), max_episode_steps=500)
-    agent = make_agent("Blind-v0", NetworkPpoConfig(**SMALL_PPO))
+    gymnasium.register(
+        "NanObservation-v0", lambda **options: NanObservationEnv(), max_episode_steps=500
+    )
+    agent = make_agent("NanObservation-v0", NetworkPpoConfig(**SMALL_PPO))
     for _ in range(9):
         assert agent.train().metrics[TrainMetric.NUM_SKIPPED_UPDATES] > 0
     with pytest.raises(LudusError, match="10 updates in a row were skipped"):

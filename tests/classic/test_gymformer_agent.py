@@ -1,4 +1,4 @@
-"""Gymformer's `train_agent` with networks: episode counts, files and returns."""
+"""Tests of Gymformer's `train_agent` with networks: episode counts, files and returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ludus.trainer.compat.gymformer.trainer.trainer import train_agent
 
 
 def make_networks(env_name: str) -> tuple[MLPActorNetwork, MLPCriticNetwork]:
-    """Return the networks of Gymformer's README for an environment."""
+    """Return the networks from Gymformer's README, sized for an environment."""
     env = gymnasium.make(env_name)
     num_inputs = env.observation_space.shape[0]
     space = env.action_space
@@ -59,7 +59,7 @@ def test_readme_script_runs(tmp_path: Path) -> None:
     assert agent.select_action([0.0, 0.0, 0.0, 0.0]) in (0, 1)
 
 
-def test_same_networks_support_continuous_actions(tmp_path: Path) -> None:
+def test_readme_networks_support_continuous_actions(tmp_path: Path) -> None:
     rewards = train_agent(
         "Pendulum-v1",
         *make_networks("Pendulum-v1"),
@@ -208,7 +208,7 @@ def test_error_for_an_invalid_argument_contains_the_name(
 
 
 def test_nonfinite_reward_stops_training(tmp_path: Path) -> None:
-    class BrokenEnv(gymnasium.Env[np.ndarray, int]):
+    class NanRewardEnv(gymnasium.Env[np.ndarray, int]):
         observation_space, action_space = spaces.Box(-1.0, 1.0, (4,)), spaces.Discrete(2)
 
         def reset(self, **arguments: Any) -> tuple[np.ndarray, dict[str, Any]]:
@@ -218,6 +218,8 @@ def test_nonfinite_reward_stops_training(tmp_path: Path) -> None:
         def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
             return np.zeros(4, dtype=np.float32), float("nan"), False, False, {}
 
-    gymnasium.register("Broken-v0", lambda **options: BrokenEnv())
+    gymnasium.register("NanReward-v0", lambda **options: NanRewardEnv())
     with pytest.raises(ExecutionError, match="returned the reward nan in step 1"):
-        train_agent("Broken-v0", *make_networks("CartPole-v1"), PPOConfig(), 2, save_path=tmp_path)
+        train_agent(
+            "NanReward-v0", *make_networks("CartPole-v1"), PPOConfig(), 2, save_path=tmp_path
+        )
