@@ -39,7 +39,7 @@ agent_object = _AgentObject()
 
 
 def complete_in_thread(task: AgentTask, access: EndpointAccess) -> str:
-    """Return the completion, as a line of JSON after other text, from synchronous code."""
+    """Return a completion from a synchronous function, as a line of JSON after other text."""
     client = OpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0)
     response = client.chat.completions.create(
         model=access.model, messages=[{"role": "user", "content": task.text}]

@@ -88,7 +88,7 @@ async def test_chat_tool_loop_is_one_sequence(endpoint: AgentEndpoint, chat: Cha
     assert response.choices[0].message.content == "red"
     assert response.choices[0].finish_reason == "stop"
     [sequence] = episode.tree.make_sequences()
-    assert [len(prompt) for prompt in episode.policy.prompts] == [t.start for t in sequence.turns]
+    assert list(map(len, episode.policy.prompts)) == [turn.start for turn in sequence.turns]
     assert response.usage and response.usage.prompt_tokens == len(episode.policy.prompts[1])
 
 

@@ -1,6 +1,6 @@
 """Training tokens of agents equal the tokens that a real engine sampled over HTTP.
 
-bench/agents.py measures more cases.
+bench/agents.py plays more episodes.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ async def test_random_agent_episodes_train_exactly_on_sampled_tokens(
     assert num_long_sequences > NUM_EPISODES // 3
 
 
-async def test_growing_history_is_one_sequence_in_all_message_forms(
+async def test_growing_history_is_one_sequence(
     chat: ChatTokenizer,
 ) -> None:
     for seed in range(20):
@@ -76,7 +76,7 @@ async def test_growing_history_is_one_sequence_in_all_message_forms(
         [sequence] = tree.make_sequences()
         assert len(sequence.turns) == 4
         assert [len(sample.prompt_ids) for sample in policy.samples] == [
-            t.start for t in sequence.turns
+            turn.start for turn in sequence.turns
         ]
 
 
@@ -179,7 +179,7 @@ async def test_last_turn_has_the_reward_and_branches_share_the_advantage(
     batch = make_batch([RolloutGroup(0, "game", tuple(rollouts))], GrpoConfig())
     assert batch.num_samples == 4
     signs = [
-        set(np.sign(batch.advantages[n][batch.loss_masks[row]]))
-        for n, row in enumerate(batch.sequence_of_sample)
+        set(np.sign(batch.advantages[sample_index][batch.loss_masks[row]]))
+        for sample_index, row in enumerate(batch.sequence_of_sample)
     ]
     assert signs == [{1.0}, {1.0}, {-1.0}, {-1.0}]

@@ -13,7 +13,7 @@ from ludus.trainer.algorithms.losses import LossInputs
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """Four episodes of one group. `rewards` is [4], all other tensors are [4, 4]."""
+    """Four episodes of one group. `rewards` has shape [4]; all other tensors have shape [4, 4]."""
 
     rewards: Tensor
     mask: Tensor

@@ -1,4 +1,4 @@
-"""Tests that every algorithm learns a guessing game, and does not learn from shuffled rewards."""
+"""Tests that algorithms learn a guessing game, and do not learn from shuffled rewards."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ pytestmark = pytest.mark.slow
 NUM_PROMPTS = 4
 NUM_TURNS = 2
 VOCAB_SIZE = 16
-"""Tokens 0..3 are prompts of the first turn, 4..7 prompts of the second, 8..11 completions."""
+"""Number of token ids: 0..3 are first-turn prompts, 4..7 second-turn prompts, 8..11 completions."""
 GROUP_SIZE = 8
 NUM_GROUPS = 8
 NUM_STEPS = 20

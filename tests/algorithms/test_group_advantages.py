@@ -113,7 +113,7 @@ def test_advantage_without_a_baseline_equals_the_reward() -> None:
 
 
 def test_group_standard_deviation_includes_every_scored_episode() -> None:
-    # Excluding each episode from its baseline would give the first an advantage of 2.887.
+    # If mean and deviation excluded the first episode, the advantage would be 2.887.
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.5]])
     assert abs(group_advantages(rewards, "mean", "group")[0, 0] - 1.3053097) < 1e-6
     assert abs(group_advantages(rewards, "leave_one_out", "none")[0, 0] - 0.8333333) < 1e-6

@@ -327,7 +327,7 @@ def test_sequence_above_the_sequence_mask_cap_has_no_policy_gradient(
     torch.testing.assert_close(gradients, expected, atol=1e-8, rtol=0)
     terms = compute_terms(ragged_batch, config)
     assert terms.num_masked_sequences == 2 and terms.num_masked_tokens == 3
-    assert terms.num_tokens == 10, "masked tokens are missing from the number of tokens"
+    assert terms.num_tokens == 10, "masked tokens were not counted"
 
 
 def test_icepop_masks_individual_tokens(ragged_batch: RaggedBatch) -> None:

@@ -50,7 +50,7 @@ def make_environment(**options: Any) -> Any:
 
 
 def play_episode(policy: str, seed: int, **options: Any) -> list[float]:
-    """Return the reward of each decision in an episode."""
+    """Play an episode, and return the reward of each step."""
     environment = make_environment(**options)
     choose_action, rng = fixed_policies(options)[policy], random.Random(f"player {seed}")
     transition = environment.reset(seed=seed)

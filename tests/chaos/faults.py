@@ -33,10 +33,10 @@ def kill_process(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def freeze_and_kill(pid: int, frozen_s: float = 1.0) -> None:
-    """Suspend the process for `frozen_s` so that calls are pending, then kill the process."""
+def freeze_and_kill(pid: int, suspension_s: float = 1.0) -> None:
+    """Suspend the process for `suspension_s` so that calls are pending, then kill the process."""
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(frozen_s)
+    time.sleep(suspension_s)
     kill_process(pid)
 
 

@@ -1,4 +1,4 @@
-"""Rollout workers without a run, with real Ray, environment server, engine and buffer."""
+"""Rollout workers outside a training run, with real Ray, environment server and engine."""
 
 from __future__ import annotations
 

@@ -102,7 +102,9 @@ async def test_killed_worker_is_replaced_and_loads_the_newest_weights(
         published_weights.manifest.content_hash,
     )
     counts = await read_counts(workers)
-    assert counts.num_episodes - previous_counts.num_episodes == 64 * 4, "episodes are missing"
+    assert counts.num_episodes - previous_counts.num_episodes == 64 * 4, (
+        "not all episodes are counted"
+    )
     assert counts.num_lost - previous_counts.num_lost == 64 * 4
 
 
@@ -238,7 +240,7 @@ async def test_lost_rank_raises_an_error_and_restart_restores_the_checkpoint(
 def make_timeout_setter(timeout_s: float) -> Callable[[object], float]:
     """Return a function that sets a rank's collective timeout and returns the previous timeout.
 
-    The timeout is set only after the start, so that slow calls before do not time out.
+    The timeout is set after the start, so that slow calls during the start do not time out.
     """
 
     def set_timeout(_: object) -> float:

@@ -40,7 +40,7 @@ SETTINGS = (
     "weights.keep_versions=2",
 )
 ENDLESS_SETTING = "training.num_steps=100000"
-"""Setting of runs that the test stops."""
+"""Setting for runs that the test stops."""
 
 
 @pytest.fixture

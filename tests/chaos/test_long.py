@@ -65,7 +65,7 @@ class FaultLog:
     start_s: float = field(default_factory=time.monotonic)
 
     def record(self, name: str, step: int) -> None:
-        """Add a fault and the time since the start."""
+        """Add a fault, with the seconds since the start."""
         elapsed_s = round(time.monotonic() - self.start_s, 1)
         self.faults.append({"fault": name, "step": step, "at_s": elapsed_s})
 
@@ -165,12 +165,12 @@ def write_results(normal_summary: Summary, summary: Summary, fault_log: FaultLog
 
 
 def describe_machine() -> dict[str, object]:
-    """Return a description of this machine."""
+    """Return the operating system, CPU and number of cores."""
     return {"system": platform.platform(), "cpu": _read_cpu_name(), "num_cores": os.cpu_count()}
 
 
 def select_results(summary: Summary) -> dict[str, object]:
-    """Return the fields of a summary that the results contain."""
+    """Return the fields of a summary that are written to the results."""
     field_names = {
         *("seed", "num_steps", "games_trained", "games_played", "episodes_lost", "episodes_failed"),
         *("expected_return", "expected_return_ci95", "win_rate", "gap_closed", "gap_closed_ci95"),

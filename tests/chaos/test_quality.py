@@ -42,7 +42,7 @@ and basic strategy."""
 MIN_GAP_CLOSED = 0.8
 """Minimum share of the gap that a normal run closes. Always standing closes 0.568."""
 T_QUANTILE = 2.776
-"""Quantile 0.975 of Student's t distribution with 4 degrees of freedom: two samples of three."""
+"""97.5 % quantile of Student's t distribution with 4 degrees of freedom."""
 SETTINGS = (
     "training.num_steps=60",
     "training.checkpoint_every_steps=30",
@@ -72,16 +72,16 @@ def test_runs_with_faults_learn_as_well_as_normal_runs(
         check_counts(run, summaries[-1])
         check_recovery(run, summaries[-1])
     wait_until_gone(str(tmp_path))
-    low, high = compute_mean_difference(
+    min_difference, max_difference = compute_mean_difference(
         list_closed_gaps(summaries), list_closed_gaps(normal_summaries)
     )
-    write_results(normal_summaries, summaries, (low, high))
+    write_results(normal_summaries, summaries, (min_difference, max_difference))
     assert min(list_closed_gaps(normal_summaries)) > MIN_GAP_CLOSED
     for normal_summary, summary in zip(normal_summaries, summaries, strict=True):
         assert do_overlap(normal_summary.expected_return_ci95, summary.expected_return_ci95), (
             normal_summary.seed
         )
-    assert -MAX_DIFFERENCE < low <= 0 <= high < MAX_DIFFERENCE, (low, high)
+    assert -MAX_DIFFERENCE < min_difference <= 0 <= max_difference < MAX_DIFFERENCE
 
 
 def check_counts(run: Run, summary: Summary) -> None:
@@ -103,10 +103,10 @@ def check_recovery(run: Run, summary: Summary) -> None:
     """Check that one worker returned to rotation and that the other was replaced."""
     log = read_log(run)
     assert summary.canary_failures == 1
-    removal = (
+    removal_message = (
         f"rollout worker {WRONG_WEIGHTS_WORKER} removed from rotation: canary of weights version"
     )
-    assert f"rollout worker {WRONG_WEIGHTS_WORKER} ready" in log.partition(removal)[2]
+    assert f"rollout worker {WRONG_WEIGHTS_WORKER} ready" in log.partition(removal_message)[2]
     [failed_worker] = re.findall(
         r"rollout worker (\d) ended \(.*MemoryError.*; starting another", log
     )
@@ -137,12 +137,12 @@ def list_closed_gaps(summaries: Sequence[Summary]) -> list[float]:
 
 
 def compute_mean_difference(
-    samples: Sequence[float], other_samples: Sequence[float]
+    disturbed_gaps: Sequence[float], normal_gaps: Sequence[float]
 ) -> tuple[float, float]:
     """Return the 95 % interval of the difference in means of two samples of equal size."""
-    pooled_variance = (variance(samples) + variance(other_samples)) / 2
-    half_width = T_QUANTILE * math.sqrt(2 * pooled_variance / len(samples))
-    difference = fmean(samples) - fmean(other_samples)
+    pooled_variance = (variance(disturbed_gaps) + variance(normal_gaps)) / 2
+    half_width = T_QUANTILE * math.sqrt(2 * pooled_variance / len(disturbed_gaps))
+    difference = fmean(disturbed_gaps) - fmean(normal_gaps)
     return difference - half_width, difference + half_width
 
 

@@ -56,7 +56,7 @@ def run_prometheus(
 ) -> Iterator[str]:
     """Start Prometheus for the targets, and yield the address of Prometheus.
 
-    The targets have the same labels as with the chart's monitors.
+    The targets have the labels that the chart's monitors add.
     """
     jobs = [
         {
@@ -197,9 +197,9 @@ def start_exporter() -> PrometheusExporter:
 
 
 def _find_listening_port(pid: int, log: Path) -> int:
-    """Return the port that the process listens on, as the kernel reports it.
+    """Return the port that the process listens on, read from /proc.
 
-    The log contains only the configured port.
+    Prometheus logs only the configured port.
     """
     deadline_s = time.monotonic() + 120.0
     while time.monotonic() < deadline_s:

@@ -1,4 +1,4 @@
-"""Functions that fill variables into PromQL expressions and read their metric names."""
+"""Functions that replace variables and find metric names in PromQL expressions."""
 
 from __future__ import annotations
 

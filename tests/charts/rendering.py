@@ -1,6 +1,6 @@
 """The chart, rendered by helm.
 
-ValueSet --helm template--> RenderedRelease: objects, and the objects in a RayJob's template
+ValueSet --helm template--> RenderedRelease: objects, and the RayJob in a ConfigMap
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def find_helm() -> str:
 def run_helm(
     command: str, value_set: ValueSet, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    """Return the result of `helm lint` or `helm template` for the values."""
+    """Run `helm lint` or `helm template` for the values, and return the finished process."""
     with tempfile.TemporaryDirectory() as folder:
         values_path = Path(folder) / "values.yaml"
         values_path.write_text(yaml.safe_dump(value_set.values))
@@ -111,7 +111,7 @@ def run_helm(
 
 
 def template(value_set: ValueSet) -> subprocess.CompletedProcess[str]:
-    """Run `helm template` for an API server that has the kinds of the value set."""
+    """Run `helm template` for an API server with the API kinds of the value set."""
     return run_helm("template", value_set, *(f"--api-versions={kind}" for kind in value_set.kinds))
 
 

@@ -247,7 +247,7 @@ FLEET_SCENARIOS = (
         value="20%",
         silent_minute=4,
     ),
-    # Ten sessions are lost within ten minutes. 50 sessions are open and 600 were opened.
+    # Ten of 650 sessions are lost within ten minutes: 50 are open, and 600 were opened.
     Scenario(
         "LudusSessionsLost",
         {_SESSIONS_LOST: "0x9 0+1x10 10xN"},

@@ -25,7 +25,7 @@ from referencing import Registry, Resource
 
 CRDS = Path(__file__).parent / "crds"
 VERSIONS = ("1.30", "1.34", "1.37")
-"""Kubernetes versions: the oldest supported, the tested, and the newest with a schema."""
+"""Kubernetes versions: oldest supported, tested on a cluster, and newest with a schema."""
 _RESERVED = frozenset({"namespace", "package", "for", "if", "in", "var", "function", "import"})
 
 

@@ -52,8 +52,10 @@ SHIPPED_VALUES = ValueSet(
 
 def count_reversals(replicas: list[int]) -> int:
     """Count how often the number of replicas switches between rising and falling."""
-    changes = [b - a for a, b in itertools.pairwise(replicas) if a != b]
-    return sum((a > 0) != (b > 0) for a, b in itertools.pairwise(changes))
+    changes = [end - start for start, end in itertools.pairwise(replicas) if start != end]
+    return sum(
+        (change > 0) != (next_change > 0) for change, next_change in itertools.pairwise(changes)
+    )
 
 
 def test_chart_settings_match_the_recorded_run() -> None:

@@ -70,7 +70,7 @@ async def test_every_expression_has_data_and_only_failures_trigger_alerts(tmp_pa
                 "driver": f"http://127.0.0.1:{exporter.port}",
             }
             with run_prometheus(tmp_path, targets, RULE_FILES) as address:
-                unavailable_sources = await asyncio.to_thread(
+                sources_without_data = await asyncio.to_thread(
                     wait_for_data, address, sources_by_expression
                 )
                 alerts_before_failures = await asyncio.to_thread(
@@ -86,8 +86,8 @@ async def test_every_expression_has_data_and_only_failures_trigger_alerts(tmp_pa
             stop_event.set()
     finally:
         exporter.close()
-    assert not unavailable_sources, "\n".join(
-        f"{source} has no data: {expression}" for expression, source in unavailable_sources.items()
+    assert not sources_without_data, "\n".join(
+        f"{source} has no data: {expression}" for expression, source in sources_without_data.items()
     )
     assert alerts_before_failures == set()
     assert not unreported_failures
@@ -119,15 +119,15 @@ def wait_for_alerts(address: str, expected: set[str], num_targets: int) -> set[s
 def wait_for_data(address: str, sources_by_expression: dict[str, str]) -> dict[str, str]:
     """Wait for data; return the expressions without data after the time limit."""
     deadline_s = time.monotonic() + TIMEOUT_S
-    unavailable_sources = sources_by_expression
-    while unavailable_sources and time.monotonic() < deadline_s:
+    sources_without_data = sources_by_expression
+    while sources_without_data and time.monotonic() < deadline_s:
         time.sleep(1.0)
-        unavailable_sources = {
+        sources_without_data = {
             expression: source
-            for expression, source in unavailable_sources.items()
+            for expression, source in sources_without_data.items()
             if not has_data(address, expression)
         }
-    return unavailable_sources
+    return sources_without_data
 
 
 def has_data(address: str, expression: str) -> bool:

@@ -183,7 +183,7 @@ def test_changed_configuration_restarts_the_gateways() -> None:
 
 
 async def test_a_gateway_runs_with_the_chart_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check also that the gateway's requests need only the permissions of its Role."""
+    """Check readiness, and that the gateway's requests need only the permissions of its Role."""
     release = render(CPU_SET)
     for name in map_variables(get_container(release.find("Deployment", "-gateway"))):
         monkeypatch.setenv(name, "0123456789abcdef" * 2)
@@ -279,9 +279,9 @@ def test_ray_clusters_satisfy_the_rules_of_the_operator(value_set: ValueSet) -> 
         groups = cluster["workerGroupSpecs"]
         is_scaled = cluster["enableInTreeAutoscaling"]
         for group in (cluster["headGroupSpec"], *groups):
-            pod = group["template"]["spec"]
-            assert pod["containers"][0]["name"] in ("ray-head", "ray-worker")
-            assert not is_scaled or pod["restartPolicy"] == "Never"
+            pod_spec = group["template"]["spec"]
+            assert pod_spec["containers"][0]["name"] in ("ray-head", "ray-worker")
+            assert not is_scaled or pod_spec["restartPolicy"] == "Never"
             assert "resources" not in group
             assert yaml.safe_load(group["rayStartParams"]["resources"]).startswith("{")
         learner, rollout = groups
@@ -316,4 +316,4 @@ def test_the_cpu_values_fit_on_two_cores() -> None:
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         cpu_request = group["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"]
         total_cpus += group.get("replicas", 1) * int(cpu_request.removesuffix("m")) / 1000
-    assert total_cpus <= 1.0  # the operators use the remainder
+    assert total_cpus <= 1.0  # The operators need the other core.

@@ -29,7 +29,7 @@ def make_store_values(**s3: Any) -> dict[str, Any]:
 
 
 SCHEMA_ERRORS = [
-    # Error messages of helm, which validates values by values.schema.json.
+    # Error messages of helm, which validates values against values.schema.json.
     (make_values(gatway={}), "(root): Additional property gatway is not allowed"),
     (make_values(gateway={"replica": 3}), "gateway: Additional property replica is not allowed"),
     (

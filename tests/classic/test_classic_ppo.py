@@ -255,7 +255,7 @@ def test_target_return_is_confirmed_on_separate_episodes(
         confirmation_seeds: list[Sequence[int]] = []
 
         def play_episodes(seeds: Sequence[int]) -> list[EpisodeOutcome]:
-            # Every evaluation reaches the target. Only the second confirmation does.
+            # Every evaluation reaches the target, but only the second confirmation does.
             if seeds[0] != config.eval.seed:
                 confirmation_seeds.append(seeds)
             is_reached = seeds[0] == config.eval.seed or len(confirmation_seeds) == 2
