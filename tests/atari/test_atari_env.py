@@ -70,7 +70,7 @@ def render(environment: Any, observation: AtariObservation) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("game", ["ms_pacman"])
-def test_environment_satisfies_the_contract(game: str) -> None:
+def test_environment_contract(game: str) -> None:
     def make_with_options() -> Any:
         return atari_env.make_environment(game=game, **SHORT_EPISODE)
 
