@@ -19,7 +19,7 @@ from ludus.services.gateway.gateway import Gateway
 from tests.env.polling import wait_until
 from tests.env.raw_stream import RawStream
 from tests.gateway.clock import Clock
-from tests.gateway.gateways import NAME, run_gateway
+from tests.gateway.gateways import NAME, get_sessions, run_gateway
 
 ALICE_TOKEN = "a11ce-a11ce-a11ce-a11ce"
 ALICE_SECOND_TOKEN = "a11ce-two-a11ce-two-a11ce"
@@ -115,6 +115,20 @@ async def test_every_kind_of_call_on_an_open_stream_is_refused(
             reply = await second_stream.ask(call)
             assert reply.error.code == code, call.WhichOneof("call")
         assert revocable_gateway.gateway.num_sessions == 2
+
+
+async def test_refused_close_does_not_count_as_an_ended_session(
+    revocable_gateway: RevocableGateway,
+) -> None:
+    async with (
+        revocable_gateway.make_stream(ALICE_TOKEN) as stream,
+        revocable_gateway.make_stream(BOB_TOKEN) as bob_stream,
+    ):
+        session_id = await stream.open(reset=pb.ResetArgs(seed=1))
+        reply = await bob_stream.ask(pb.Call(close=pb.CloseRequest(session_id=session_id)))
+        assert reply.error.code == "PERMISSION_DENIED"
+        links = get_sessions(revocable_gateway.gateway).fleet.links
+        assert not any(link.is_used_up for link in links), "its pod would be deleted"
 
 
 @parametrize_change

@@ -263,9 +263,9 @@ class GatewaySessions:
 
     async def close(self, session_id: str) -> None:
         """Close a session; return normally if it is already gone."""
+        self.verify_id(session_id)
         session = self.tracked_sessions.get(session_id)
         try:
-            self.verify_id(session_id)
             self.tracked_sessions.remove(session_id, _CLOSED_TOMBSTONE)
             await self.call("close", session_id, is_repeatable=True)
         except InfrastructureError:  # it has ended, or ends after its linger time
