@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from websockets.asyncio.client import connect
 from ludus.env.recording.format import read_recording
 from ludus.env.security.session_ids import SessionIdIssuer, SessionKey
 from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.errors import AuthenticationError, PermissionDeniedError
+from ludus.proto.errors import AuthenticationError, PermissionDeniedError, SessionLostError
 from tests.env.raw_stream import RawStream
 from tests.env.served import serve
 from tests.env.tool_env import ToolEnv
@@ -186,6 +187,19 @@ def test_tools_id_cannot_become_a_session_id_or_open_sessions() -> None:
             key.read(forged_id)
     with pytest.raises(PermissionDeniedError):
         SessionIdIssuer("server", key).choose(tools_id)
+
+
+def test_clocks_that_differ_too_much_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, now_s = SessionKey(b"k" * 32), time.time()
+    issuer = SessionIdIssuer("server", key)
+    monkeypatch.setattr(time, "time", lambda: now_s - 120)
+    tolerated_id = key.sign("cards", "server")
+    monkeypatch.setattr(time, "time", lambda: now_s - 3600)
+    late_id = key.sign("cards", "server")
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    assert issuer.choose(tolerated_id) == tolerated_id
+    with pytest.raises(SessionLostError, match=r"issued 3600 s ago .* clocks of gateway and"):
+        issuer.choose(late_id)
 
 
 async def test_tool_calls_with_a_tools_id_are_recorded_in_the_episode(tmp_path: Path) -> None:

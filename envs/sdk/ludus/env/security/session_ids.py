@@ -35,8 +35,9 @@ from ludus.proto.errors import (
 SESSION_KEY_VARIABLE = "LUDUS_SESSION_KEY"
 """Environment variable with the key, which must not be an argument."""
 MIN_KEY_BYTES = 16
-MAX_OPEN_DELAY_S = 60.0
-"""Maximum time between the issue of a signed id and its open; later opens are refused."""
+MAX_OPEN_DELAY_S = 300.0
+"""Maximum time between the issue of a signed id and its open, and so the maximum difference between
+the clocks of a gateway and its servers; later opens are refused."""
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{0,63}")
 _NUM_PARTS = 6
 """Number of parts before the signature."""
@@ -192,11 +193,16 @@ class SessionIdIssuer:
             self._used_at_s and next(iter(self._used_at_s.values())) < oldest_s - MAX_OPEN_DELAY_S
         ):
             self._used_at_s.popitem(last=False)
-        is_late = signed_id.issued_s < oldest_s
-        if signed_id.server_id != self._server_id or is_late or requested_id in self._used_at_s:
+        if signed_id.issued_s < oldest_s:
             raise SessionLostError(
-                "the session id has expired, was already used, or belongs to another server;"
-                " ask the gateway for a new one"
+                f"the session id was issued {now_s - signed_id.issued_s:.0f} s ago by this server's"
+                f" clock, more than {MAX_OPEN_DELAY_S:g} s; ask the gateway for a new one, and"
+                " check that the clocks of gateway and server agree"
+            )
+        if signed_id.server_id != self._server_id or requested_id in self._used_at_s:
+            raise SessionLostError(
+                "the session id was already used, or belongs to another server; ask the gateway"
+                " for a new one"
             )
         self._used_at_s[requested_id] = now_s
         return requested_id

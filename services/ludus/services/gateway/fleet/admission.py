@@ -169,8 +169,9 @@ class FleetAdmission:
         links = [link for link in self.fleet.links if link.is_connected]
         if links and all(link.last_refusal for link in links):
             raise UnavailableError(
-                f"every server of environment '{self._environment}' refuses this gateway's session"
-                f" ids; check that they have the same session key: {links[0].last_refusal}"
+                f"every server of environment '{self._environment}' refuses this gateway's"
+                " session ids; check that they have the same session key and clock:"
+                f" {links[0].last_refusal}"
             )
 
     def make_capacity_error(self) -> CapacityError | UnavailableError:
