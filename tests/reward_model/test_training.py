@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -17,6 +18,7 @@ from ludus.proto.reward_models import RewardModelMetrics, RewardModelProgress
 from ludus.proto.runs import Resume
 from ludus.trainer.core.stopping import RunStopped, StopRequest
 from ludus.trainer.reward_model import RewardModel, load_reward_model, train_reward_model
+from ludus.trainer.reward_model.comparisons import ComparisonSet, split_comparisons
 from ludus.trainer.reward_model.training import check_training
 
 
@@ -278,3 +280,19 @@ def test_failed_training_start_leaves_no_files(
 def test_only_reward_models_can_be_loaded(model_path: str) -> None:
     with pytest.raises(ConfigError, match="num_labels = 1, got LlamaForCausalLM"):
         load_reward_model(model_path)
+
+
+def test_split_holds_out_a_prompt_although_every_prompt_is_larger_than_the_test_set() -> None:
+    num_prompts, num_rows_per_prompt = 20, 10
+    num_rows = num_prompts * num_rows_per_prompt
+    comparisons = ComparisonSet(
+        tokens=np.zeros(2 * num_rows, dtype=np.int32),
+        offsets=np.arange(2 * num_rows + 1),
+        best_indices=np.zeros(num_rows, dtype=np.int64),
+        prompt_numbers=np.arange(num_rows) // num_rows_per_prompt,
+        num_left_out=0,
+    )
+    train_rows, test_rows = split_comparisons(comparisons, test_size=0.02, seed=0)
+    assert len(test_rows) == num_rows_per_prompt
+    assert len({row // num_rows_per_prompt for row in test_rows}) == 1
+    assert sorted(train_rows + test_rows) == list(range(num_rows))

@@ -203,6 +203,10 @@ def split_comparisons(
     for group in groups:
         is_test = len(test_rows) + len(group) <= num_test
         (test_rows if is_test else train_rows).extend(group)
+    if not test_rows:
+        # Every prompt has more comparisons than the test set may have: use the smallest prompt.
+        test_rows = min(groups, key=len)
+        train_rows = [row for group in groups if group is not test_rows for row in group]
     return sorted(train_rows), sorted(test_rows)
 
 
