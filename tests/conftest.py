@@ -1,4 +1,4 @@
-"""Settings of all tests: kept bytecode, repeatable examples, and the order of files."""
+"""Shared settings of all tests: cached bytecode, repeatable examples and the order of files."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ sys.dont_write_bytecode = False
 # Tiny models need one thread. More threads only wait for each other and for other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A busy machine must not fail a test, and every run must use the same examples.
+# A busy machine must not make a test fail, and every run must use the same examples.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=25)
 settings.load_profile("repeatable")
 
-WHOLE_RUNS = ("tests/e2e/", "tests/chaos/test_faults.py")
-"""Long tests without shared fixtures, which may run in different processes."""
+WHOLE_RUN_PREFIXES = ("tests/e2e/", "tests/chaos/test_faults.py")
+"""Path prefixes of long tests. They share no fixtures, so each may run in a separate process."""
 
-
-SLOW_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
+SLOW_FILE_PATTERN = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files with slow tests only, whose imports would delay every process."""
+    """Skip files that contain only slow tests, because their imports would delay every process."""
     if collection_path.suffix != ".py" or "not slow" not in config.option.markexpr:
         return None
-    return SLOW_FILE.search(collection_path.read_text(encoding="utf-8")) is not None or None
+    return SLOW_FILE_PATTERN.search(collection_path.read_text(encoding="utf-8")) is not None or None
 
 
 def pytest_configure() -> None:
-    # gRPC's engine stops with its last object and waits indefinitely for calls whose event loop is
-    # closed. A server that a test left running would block the test that collects it.
+    # Without this reference, gRPC shuts down when its last object is deleted, and waits forever for
+    # calls whose event loop is closed. Garbage collection of a server that a test left running
+    # would then block another test.
     grpc.aio.init_grpc_aio()
-    # Objects created by imports stay; collecting garbage during imports is useless.
+    # Imported objects are never garbage, so collection during imports would waste time.
     gc.disable()
 
 
@@ -54,18 +54,20 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Enable garbage collection again, without the objects of the imports."""
+    """Enable garbage collection again, but exclude the imported objects."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put whole runs and slow files first, alternating; fast files fill the end.
+    """Alternate whole runs and slow files, and put fast files last.
 
-    A whole run uses more than a core, and a slow file mostly waits for the processes it has
-    started. Running them concurrently takes the least time.
+    A whole run uses more than one core, and a slow file mostly waits for the processes that it
+    starts. Running the two concurrently takes the least time.
     """
-    whole_runs = dict.fromkeys(item.path for item in items if item.nodeid.startswith(WHOLE_RUNS))
+    whole_runs = dict.fromkeys(
+        item.path for item in items if item.nodeid.startswith(WHOLE_RUN_PREFIXES)
+    )
     slow_files = dict.fromkeys(item.path for item in items if item.get_closest_marker("slow"))
     other_slow_files = [path for path in slow_files if path not in whole_runs]
     priorities = {
@@ -78,11 +80,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Return the scheduler for `-n`: a file runs in one process with its shared servers."""
+    """Return a scheduler for `-n` that runs each file in one process, with its shared servers."""
     from xdist.scheduler import LoadScopeScheduling
 
     class FileScheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if nodeid.startswith(WHOLE_RUNS) else nodeid.partition("::")[0]
+            return nodeid if nodeid.startswith(WHOLE_RUN_PREFIXES) else nodeid.partition("::")[0]
 
     return FileScheduler(config, log)

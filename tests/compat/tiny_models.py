@@ -1,4 +1,4 @@
-"""Tiny models with random weights and the words of given texts."""
+"""Tiny models with random weights and a vocabulary made from texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TINY = TinyModel(width=32, num_heads=1, intermediate=64, num_layers=1, max_token
 
 
 def tiny_model(folder: Path, texts: Sequence[str], config: TinyModel = TINY, seed: int = 0) -> str:
-    """Write a random model whose tokenizer has the words of `texts`; return the folder."""
+    """Write a random model whose tokenizer is trained on `texts`; return its folder."""
     tokenizer = make_tokenizer(list(texts) * 4, config.vocab_size)
     save(make_model(config, tokenizer, seed), tokenizer, folder)
     return str(folder)

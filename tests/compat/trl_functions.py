@@ -1,4 +1,4 @@
-"""Rollout functions with TRL's signatures, and a reward function, for configurations in tests."""
+"""Rollout functions with TRL's signatures and a reward function, for test configurations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Columns = dict[str, Any]
 
 CALL_LOCK = threading.Semaphore(1)
 CALLS: list[Any] = []
-"""Arguments of the calls of this module's functions."""
+"""Arguments of each call of a function in this module."""
 
 
 def complete_over_http(prompts: list[str], args: Any, processing_class: Any) -> Columns:
-    """Request completions from the server, with the oldest signature."""
-    assert CALL_LOCK.acquire(blocking=False), "two calls run at the same time"
+    """Request completions from the server, with TRL's oldest signature."""
+    assert CALL_LOCK.acquire(blocking=False), "two calls ran at the same time"
     CALLS.append((prompts, args))
     payload = {
         "prompts": prompts,
@@ -39,13 +39,13 @@ def complete_over_http(prompts: list[str], args: Any, processing_class: Any) -> 
 def complete_over_http_with_images(
     prompts: list[str], images: Any, args: Any, processing_class: Any
 ) -> Columns:
-    """Do the same with the second signature, which never receives images."""
+    """Request completions with TRL's second signature; `images` must be None."""
     assert images is None
     return complete_over_http(prompts, args, processing_class)
 
 
 def complete_by_call(prompts: list[str], trainer: Any) -> Columns:
-    """Sample one completion for each prompt, with the newest signature."""
+    """Sample one completion for each prompt, with TRL's newest signature."""
     CALLS.append((prompts, trainer))
     outputs = generate_rollout_completions(trainer, prompts)
     columns = {key: [output[key] for output in outputs] for key in outputs[0]}
@@ -53,7 +53,7 @@ def complete_by_call(prompts: list[str], trainer: Any) -> Columns:
 
 
 def two_completions(prompts: list[str], trainer: Any) -> Columns:
-    """Sample two completions for each episode, with a token of the environment between them."""
+    """Sample two completions for each episode, with one environment token between them."""
     overrides = {"max_tokens": 2}
     first_outputs = generate_rollout_completions(trainer, prompts, generation_overrides=overrides)
     contexts = [[*output["prompt_ids"], *output["completion_ids"], 7] for output in first_outputs]
@@ -71,20 +71,20 @@ def two_completions(prompts: list[str], trainer: Any) -> Columns:
 
 
 def without_logprobs(prompts: list[str], trainer: Any) -> Columns:
-    """Return rows without log-probs."""
+    """Sample one completion for each prompt and return columns without log-probs."""
     outputs = generate_rollout_completions(trainer, prompts)
     return {key: [output[key] for output in outputs] for key in ("prompt_ids", "completion_ids")}
 
 
 def invented_logprobs(prompts: list[str], trainer: Any) -> Columns:
-    """Return a wrong log-prob in one row."""
+    """Sample completions and replace the last log-prob of one row."""
     columns = complete_by_call(prompts, trainer)
     columns["logprobs"][3] = [*columns["logprobs"][3][:-1], -1e-3]
     return columns
 
 
 def changed_tokens(prompts: list[str], trainer: Any) -> Columns:
-    """Change the second last token of the first row, but not its log-prob."""
+    """Sample completions and replace one token of the first row, but not its log-prob."""
     columns = complete_by_call(prompts, trainer)
     ids = columns["completion_ids"][0]
     columns["completion_ids"][0] = [*ids[:-2], (ids[-2] + 1) % 250, ids[-1]]
@@ -92,7 +92,7 @@ def changed_tokens(prompts: list[str], trainer: Any) -> Columns:
 
 
 def another_temperature(prompts: list[str], trainer: Any) -> Columns:
-    """Sample at another temperature than the run."""
+    """Sample at a temperature different from the run's."""
     outputs = generate_rollout_completions(
         trainer, prompts, generation_overrides={"temperature": 0.5}
     )
@@ -100,12 +100,10 @@ def another_temperature(prompts: list[str], trainer: Any) -> Columns:
 
 
 def exits(prompts: list[str], args: Any, processing_class: Any) -> Columns:
-    """Raise SystemExit."""
     raise SystemExit(3)
 
 
 def raises(prompts: list[str], args: Any, processing_class: Any) -> Columns:
-    """Raise an error."""
     raise ZeroDivisionError("no luck")
 
 
@@ -115,12 +113,12 @@ def reads_model(prompts: list[str], trainer: Any) -> Columns:
 
 
 def slow(prompts: list[str], trainer: Any) -> Columns:
-    """Return after the time limit."""
+    """Sleep past the time limit, then sample completions."""
     time.sleep(0.5)
     return complete_by_call(prompts, trainer)
 
 
 def length_reward(completions: Any, length: list[float], **columns: Any) -> list[float]:
-    """Return the column `length` of the rollout function."""
+    """Return the `length` column of the rollout function as rewards."""
     CALLS.append({"completions": completions, **columns})
     return length

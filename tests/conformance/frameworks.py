@@ -1,10 +1,10 @@
-"""Agents of published frameworks in separate virtual environments, and their episodes.
+"""Episodes of agents from published frameworks, each in a separate virtual environment.
 
     examples/agents/<name>_agent.py --HTTP--> endpoint --> ConversationTree --> TransformersEngine
             |  in a service, or a program           |                                |
             +---- tools over MCP --> environment    +--> Rollout.sequences ==========+  the same
 
-Used by the conformance tests with few episodes, by bench/agents.py with a thousand.
+The conformance tests play a few episodes, and bench/agents.py plays a thousand.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from tests.agents.exactness import RecordingEngine, compute_logprob_error
 from tests.agents.wild_agent import check_exact
 from tests.rollout.scripted_policy import ScriptedPlayer
 
-AGENTS = Path(__file__).parents[2] / "examples" / "agents"
+AGENTS_FOLDER = Path(__file__).parents[2] / "examples" / "agents"
 FRAMEWORKS = ("langgraph", "smolagents")
 LIMITS = RolloutConfig(max_completion_tokens=40, max_tokens=1024, max_turns=6)
-"""One turn more than either agent needs."""
+"""Limits of an episode. `max_turns` is one more than either agent needs."""
 _NUM_GAMES = 128
-"""Number of games in the model's warm start."""
-_MODEL = TinyModel(
+"""Number of games for the warm start of the model."""
+_MODEL_CONFIG = TinyModel(
     max_tokens=1024,
     warm_start_layers="all",
     warm_start_learning_rate=3e-3,
     warm_start_epochs=3,
 )
-_VOID = (RolloutStatus.FAILED, RolloutStatus.LOST)
+_VOID_STATUSES = (RolloutStatus.FAILED, RolloutStatus.LOST)
 
 
 @dataclass(slots=True)
-class Measured:
+class EpisodeCounts:
     """Counts over the episodes of one framework's agent."""
 
     num_episodes: int = 0
@@ -73,11 +73,14 @@ class Measured:
     num_tool_calls: int = 0
     num_sequences: int = 0
     num_tokens: int = 0
-    """Sampled tokens that are trained on."""
+    """Number of sampled tokens that are trained on."""
     most_at_once: int = 0
-    """Episodes that had a request with the engine at the same time."""
+    """Maximum number of concurrent requests to the engine."""
     largest_logprob_error: float = 0.0
-    """Log-prob difference of a kept token to a forward pass over the complete sequence, in nats."""
+    """Largest log-prob error of a sampled token, in nats.
+
+    The reference is a forward pass over the complete sequence.
+    """
     failures: list[str] = field(default_factory=list)
 
 
@@ -87,19 +90,25 @@ def find_python(framework: str) -> Path:
     Raises:
         UpstreamEnvironmentError: the virtual environment cannot be created.
     """
-    pins = (AGENTS / f"{framework}.txt").read_text().split()
+    pins = (AGENTS_FOLDER / f"{framework}.txt").read_text().split()
     return build_virtual_environment(f"upstream-{pins[0].replace('==', '-')}", pins)
 
 
-def make_program(framework: str) -> list[str]:
+def make_command(framework: str) -> list[str]:
     """Return the command that plays one episode."""
-    return [str(find_python(framework)), str(AGENTS / f"{framework}_agent.py")]
+    return [str(find_python(framework)), str(AGENTS_FOLDER / f"{framework}_agent.py")]
 
 
 @contextmanager
 def service(framework: str, folder: Path) -> Iterator[str]:
-    """Yield the address of a service that plays episodes; its stderr goes to a log in `folder`."""
-    command = [find_python(framework), AGENTS / "service.py", f"{framework}_agent", "--port", "0"]
+    """Start a service that plays episodes and logs to `folder`; yield its address."""
+    command = [
+        find_python(framework),
+        AGENTS_FOLDER / "service.py",
+        f"{framework}_agent",
+        "--port",
+        "0",
+    ]
     with (folder / "service.log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
@@ -114,7 +123,7 @@ def service(framework: str, folder: Path) -> Iterator[str]:
 
 @asynccontextmanager
 async def serve_boxes() -> AsyncIterator[tuple[AsyncEnvClient, Toolbox]]:
-    """Serve the environment; yield a client and the tools."""
+    """Serve the boxes environment; yield a client and the toolbox."""
     async with (
         EnvServer(Boxes, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
@@ -127,11 +136,11 @@ async def measure(
     num_episodes: int,
     seed: int = 0,
     teacher: dict[str, Any] | None = None,
-) -> Measured:
+) -> EpisodeCounts:
     """Play episodes of an agent with a model that was warm-started on its prompts.
 
     Args:
-        agent: value of environment.agent of a run.
+        agent: value of a run's setting environment.agent.
         teacher: agent that plays the episodes of the warm start. Default: the agent itself.
 
     Raises:
@@ -159,44 +168,44 @@ async def measure(
             limits=LIMITS,
             toolbox=toolbox,
         )
-        measured = Measured()
+        counts = EpisodeCounts()
         slots = asyncio.Semaphore(config.max_concurrent)
 
-        async def play(number: int) -> None:
+        async def play(index: int) -> None:
             async with slots:
-                recorded = RecordingEngine(request_counter)
-                player = ScriptedPlayer(replace(runner, generate=recorded), run_seed=seed)
-                rollout = await player.play_episode(number, LIMITS.group_timeout_s)
-                await _check_rollout(measured, rollout, recorded, model)
+                recorder = RecordingEngine(request_counter)
+                player = ScriptedPlayer(replace(runner, generate=recorder), run_seed=seed)
+                rollout = await player.play_episode(index, LIMITS.group_timeout_s)
+                await _check_rollout(counts, rollout, recorder, model)
 
-        await asyncio.gather(*(play(number) for number in range(num_episodes)))
-        measured.most_at_once = request_counter.max_requests
-        return measured
+        await asyncio.gather(*(play(index) for index in range(num_episodes)))
+        counts.most_at_once = request_counter.max_requests
+        return counts
 
 
 async def _check_rollout(
-    measured: Measured, rollout: Rollout, recorded: RecordingEngine, model: PreTrainedModel
+    counts: EpisodeCounts, rollout: Rollout, recorder: RecordingEngine, model: PreTrainedModel
 ) -> None:
-    """Check that exactly the sampled tokens are trained on, and count them."""
-    measured.num_episodes += 1
-    if rollout.status in _VOID:
-        measured.num_void += 1
-        measured.failures.append(str(rollout.failure))
+    """Add a rollout to the counts; fail if the trained tokens are not the sampled tokens."""
+    counts.num_episodes += 1
+    if rollout.status in _VOID_STATUSES:
+        counts.num_void += 1
+        counts.failures.append(str(rollout.failure))
         return
-    check_exact(rollout.sequences, recorded.samples)
-    measured.num_won += bool(rollout.success)
-    measured.num_answers += len(recorded.samples)
-    measured.num_tool_calls += rollout.num_tool_calls
-    measured.num_sequences += len(rollout.sequences)
-    measured.num_tokens += sum(int(sequence.loss_mask.sum()) for sequence in rollout.sequences)
+    check_exact(rollout.sequences, recorder.samples)
+    counts.num_won += bool(rollout.success)
+    counts.num_answers += len(recorder.samples)
+    counts.num_tool_calls += rollout.num_tool_calls
+    counts.num_sequences += len(rollout.sequences)
+    counts.num_tokens += sum(int(sequence.loss_mask.sum()) for sequence in rollout.sequences)
     error = await asyncio.to_thread(compute_logprob_error, model, rollout.sequences)
-    measured.largest_logprob_error = max(measured.largest_logprob_error, error)
+    counts.largest_logprob_error = max(counts.largest_logprob_error, error)
 
 
 async def _play_games(
     config: AgentConfig, client: AsyncEnvClient, toolbox: Toolbox, seed: int
 ) -> list[Conversation]:
-    """Return the messages between the agent and a random policy."""
+    """Play games with random responses; return their conversations."""
 
     async def play(game: int) -> list[Conversation]:
         session, first_result = await client.open(seed=seed + 10_000 + game)
@@ -214,12 +223,12 @@ async def _play_games(
 
 
 def _train_on_games(games: list[Conversation], seed: int) -> tuple[PreTrainedModel, ChatTokenizer]:
-    """Return a tiny model that has learned the form of this agent's responses."""
+    """Return a tiny model that was warm-started on the games, and its chat tokenizer."""
     torch.set_num_threads(1)
-    tokenizer = make_tokenizer(list_conversation_texts(games), _MODEL.vocab_size)
+    tokenizer = make_tokenizer(list_conversation_texts(games), _MODEL_CONFIG.vocab_size)
     chat = ChatTokenizer(tokenizer)
-    model = make_model(_MODEL, tokenizer, seed)
-    warm_start(model, [tokenize_conversation(chat, game) for game in games], _MODEL, seed)
+    model = make_model(_MODEL_CONFIG, tokenizer, seed)
+    warm_start(model, [tokenize_conversation(chat, game) for game in games], _MODEL_CONFIG, seed)
     return model, chat
 
 

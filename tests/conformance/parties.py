@@ -1,7 +1,7 @@
-"""The parties of a conformance test and their games.
+"""Servers and clients of the conformance tests.
 
-All parties play the same seeded games with the same policy (`upstream/policy.py`). Each reports
-every observation, reward and end, and the number of steps.
+All clients play the same seeded games with the same policy (`upstream/policy.py`). They return
+the observation, reward and done flag of each step, and the number of steps.
 """
 
 from __future__ import annotations
@@ -58,21 +58,20 @@ class LudusServer:
     session_key: str
 
 
-def upstream_python(package: str) -> Path:
-    """Return the interpreter of a virtual environment with an upstream package and the game."""
-    return install_upstream(package, extra=[OPEN_SPIEL])
+def install_upstream_python(requirement: str) -> Path:
+    """Install an upstream package with OpenSpiel; return the interpreter."""
+    return install_upstream(requirement, extra=[OPEN_SPIEL])
 
 
 def play_with_upstream_client(version: str, address: str) -> Games:
-    """Return the games that an upstream client of this version plays."""
-    package, player = CLIENTS[version]
-    return json.loads(
-        run_upstream(upstream_python(package), player, address, str(FIRST_SEED), str(NUM_GAMES))
-    )
+    """Play the games with an upstream client of this version; return them."""
+    requirement, program = CLIENTS[version]
+    python = install_upstream_python(requirement)
+    return json.loads(run_upstream(python, program, address, str(FIRST_SEED), str(NUM_GAMES)))
 
 
 def run_upstream(python: Path, program: str, *arguments: str) -> str:
-    """Run the program and return its standard output."""
+    """Run a program of the folder `upstream`; return its standard output."""
     completed = subprocess.run(
         [python, "-I", UPSTREAM / program, *arguments],
         capture_output=True,
@@ -84,15 +83,15 @@ def run_upstream(python: Path, program: str, *arguments: str) -> str:
     return completed.stdout
 
 
-def play_with_ludus_client(address: str, *, seeded: bool = True, **options: Any) -> Games:
-    """Return the same games, played with our client in one session."""
+def play_with_ludus_client(address: str, *, sends_seeds: bool = True, **options: Any) -> Games:
+    """Play the games with our client in one session; return them."""
     games = []
     with EnvClient.connect(
         address, ConnectOptions(connect_timeout_s=START_TIMEOUT_S, **options)
     ) as client:
         session = client.open_session()
         for seed in range(FIRST_SEED, FIRST_SEED + NUM_GAMES):
-            results = [session.reset(seed=seed if seeded else None)]
+            results = [session.reset(seed=seed if sends_seeds else None)]
             while not results[-1].done:
                 action = {"action_id": choose(results[-1].observation)}
                 results.append(session.step(action))
@@ -102,10 +101,10 @@ def play_with_ludus_client(address: str, *, seeded: bool = True, **options: Any)
 
 
 @contextmanager
-def ludus_server(folder: Path, game: str, *arguments: str) -> Iterator[LudusServer]:
-    """Start our server of a game; resets without a seed count upwards from FIRST_SEED."""
-    counting = ("--first-seed", str(FIRST_SEED))
-    with serve_package(folder, "openspiel_env", {"game": game}, *counting, *arguments) as server:
+def start_ludus_server(folder: Path, game: str, *arguments: str) -> Iterator[LudusServer]:
+    """Start our server of a game. Resets without a seed count upwards from FIRST_SEED."""
+    first_seed = ("--first-seed", str(FIRST_SEED))
+    with serve_package(folder, "openspiel_env", {"game": game}, *first_seed, *arguments) as server:
         yield server
 
 
@@ -113,7 +112,7 @@ def ludus_server(folder: Path, game: str, *arguments: str) -> Iterator[LudusServ
 def serve_package(
     folder: Path, package: str, options: dict[str, Any], *arguments: str
 ) -> Iterator[LudusServer]:
-    """Start our server of a package."""
+    """Start our server of an environment package; yield its addresses and session key."""
     ready_file = folder / "ready.json"
     session_key = secrets.token_hex(32)
     command = [
@@ -122,15 +121,15 @@ def serve_package(
         *("--ready-file", str(ready_file), *arguments),
     ]
     environment = {**os.environ, "LUDUS_SESSION_KEY": session_key}
-    with process(command, environment) as started_process:
-        wait_until(ready_file.exists, started_process)
-        is_ready = json.loads(ready_file.read_text())
-        yield LudusServer(is_ready["http"], is_ready["grpc"], session_key)
+    with start_process(command, environment) as process:
+        wait_until(ready_file.exists, process)
+        addresses = json.loads(ready_file.read_text())
+        yield LudusServer(addresses["http"], addresses["grpc"], session_key)
 
 
 @contextmanager
-def ludus_gateway(folder: Path, server: LudusServer, token: str = "") -> Iterator[str]:
-    """Start a gateway; yield the address of its route to the server, with the token if any."""
+def start_ludus_gateway(folder: Path, server: LudusServer, token: str = "") -> Iterator[str]:
+    """Start a gateway; yield the address of its route to the server, including `token`."""
     [port] = quiet_ports(1)
     command = [
         *(str(Path(sys.executable).with_name("ludus")), "gateway"),
@@ -141,49 +140,51 @@ def ludus_gateway(folder: Path, server: LudusServer, token: str = "") -> Iterato
     if token:
         environment["LUDUS_GATEWAY_TOKEN"] = token
     credentials = f"player:{token}@" if token else ""
-    with process(command, environment) as started_process:
-        wait_until(lambda: responds(f"http://127.0.0.1:{port}/readyz"), started_process)
+    with start_process(command, environment) as process:
+        wait_until(lambda: is_responding(f"http://127.0.0.1:{port}/readyz"), process)
         yield f"http://{credentials}127.0.0.1:{port}/envs/{GAME}"
 
 
 @contextmanager
-def upstream_server(version: str, max_sessions: int = 512, game: str = GAME) -> Iterator[str]:
-    """Start OpenEnv's server of this version; yield its address. Before 0.2 it has one session."""
-    package, program = SERVERS[version]
+def start_upstream_server(version: str, max_sessions: int = 512, game: str = GAME) -> Iterator[str]:
+    """Start OpenEnv's server of this version; yield its address.
+
+    Servers before 0.2 ignore `max_sessions` and have one session.
+    """
+    requirement, program = SERVERS[version]
     [port] = quiet_ports(1)
+    python = str(install_upstream_python(requirement))
     arguments = [game, str(port), str(FIRST_SEED), str(max_sessions)]
-    with process(
-        [str(upstream_python(package)), "-I", str(UPSTREAM / program), *arguments]
-    ) as started_process:
+    with start_process([python, "-I", str(UPSTREAM / program), *arguments]) as process:
         address = f"http://127.0.0.1:{port}"
-        wait_until(lambda: responds(f"{address}/health"), started_process)
+        wait_until(lambda: is_responding(f"{address}/health"), process)
         yield address
 
 
 @contextmanager
-def process(
+def start_process(
     command: list[str], environment: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a process; kill it at the end of the context."""
-    started_process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    """Start a process; kill it on exit from the context."""
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        yield started_process
+        yield process
     finally:
-        started_process.kill()
-        started_process.communicate()
+        process.kill()
+        process.communicate()
 
 
-def wait_until(is_ready, started_process: subprocess.Popen[str]) -> None:
+def wait_until(is_ready, process: subprocess.Popen[str]) -> None:
     """Wait until `is_ready()` is true; fail if the process exits or takes too long."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not is_ready():
-        assert started_process.poll() is None, started_process.communicate()[1][-3000:]
+        assert process.poll() is None, process.communicate()[1][-3000:]
         assert time.monotonic() < deadline_s, "the process was not ready in time"
         time.sleep(0.1)
 
 
-def responds(url: str) -> bool:
-    """Return whether a GET request succeeds."""
+def is_responding(url: str) -> bool:
+    """Return whether a GET request to `url` succeeds."""
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
             return response.status == 200

@@ -1,4 +1,4 @@
-"""Unmodified agents of LangGraph and smolagents: their requests are served and trained on."""
+"""Unmodified LangGraph and smolagents agents play episodes whose sampled tokens are trained on."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.agents.exactness import RecordingEngine
 from tests.agents.random_policy import make_tiny_chat
 from tests.agents.wild_agent import check_exact
 from tests.conformance.frameworks import (
-    AGENTS,
+    AGENTS_FOLDER,
     FRAMEWORKS,
-    Measured,
+    EpisodeCounts,
     find_python,
-    make_program,
+    make_command,
     measure,
     service,
 )
@@ -37,12 +37,12 @@ pytestmark = [pytest.mark.conformance, pytest.mark.timeout(1200)]
 LIMITS = RolloutConfig(max_completion_tokens=200, max_tokens=16_000, max_turns=40)
 CALL = '<tool_call>{"name": "Look", "arguments": {"box": "red"}}</tool_call>'
 TOLERANCE = 1e-4
-"""Tolerance of a log-prob in float32, in nats."""
+"""Tolerance of a log-prob computed in float32, in nats."""
 
 
 @pytest.fixture(scope="module", params=FRAMEWORKS)
 def framework(request: pytest.FixtureRequest) -> str:
-    """Return the name of a framework."""
+    """Return the name of a framework that can be installed."""
     find_interpreter(request.param)
     return request.param
 
@@ -63,13 +63,17 @@ async def endpoint() -> AsyncIterator[AgentEndpoint]:
     await agent_endpoint.stop()
 
 
-async def run_scripted(
-    endpoint: AgentEndpoint, framework: str, program: str, answers: tuple[str, ...], *arguments: str
+async def run_scripted_program(
+    endpoint: AgentEndpoint,
+    framework: str,
+    program: str,
+    responses: tuple[str, ...],
+    *arguments: str,
 ) -> tuple[dict[str, Any], ConversationTree]:
-    """Return the output of a program with scripted responses, and check the kept tokens."""
+    """Run a program with scripted responses; return its output and the conversation tree."""
     chat = make_tiny_chat()
-    recorded = RecordingEngine(_TruncatingPolicy(ScriptedPolicy(chat, iter(answers))))
-    tree = ConversationTree(recorded, chat, LIMITS, Sampling(1.0, 1), key=0)
+    recorder = RecordingEngine(_TruncatingPolicy(ScriptedPolicy(chat, iter(responses))))
+    tree = ConversationTree(recorder, chat, LIMITS, Sampling(1.0, 1), key=0)
     with endpoint.open_episode(tree) as episode:
         access = episode.access
         program_process = await asyncio.create_subprocess_exec(
@@ -85,7 +89,7 @@ async def run_scripted(
         )
         texts, errors = await program_process.communicate()
     assert program_process.returncode == 0, errors.decode()[-3000:]
-    check_exact(tree.make_sequences(), recorded.samples)
+    check_exact(tree.make_sequences(), recorder.samples)
     return json.loads(texts.splitlines()[-1]), tree
 
 
@@ -93,30 +97,32 @@ async def test_langchain_client_features_work_or_raise_unsupported_parameter(
     endpoint: AgentEndpoint,
 ) -> None:
     red_call = ["Look", {"box": "red"}]
-    answers = (
+    responses = (
         *("red", "green blue box" * 9, f"{CALL}{CALL}", f"Let me look.{CALL}", CALL, "green"),
         *(CALL, "one STOP two", "the key is here", "red", "green", "blue box"),
         *("a", "b", "c", "d"),
     )
-    measured, tree = await run_scripted(endpoint, "langgraph", "langchain_wishes.py", answers)
-    assert (measured["whole"]["text"], measured["whole"]["finish_reason"]) == ("red", "stop")
-    assert measured["streamed"]["text"] == "green blue box" * 9
-    assert measured["streamed"]["num_pieces"] > 4 and measured["streamed"]["num_tokens"] > 9
-    # parallel_tool_calls = false: of two sampled calls, one is made.
-    assert [call[:2] for call in measured["call"]["calls"]] == [red_call]
-    assert measured["call"]["finish_reason"] == "tool_calls"
-    assert [call[:2] for call in measured["streamed_call"]["calls"]] == [red_call]
-    assert measured["streamed_call"]["text"].strip() == "Let me look."
-    assert [call[:2] for call in measured["responses_call"]["calls"]] == [red_call]
-    assert measured["responses_streamed"]["text"] == "green"
-    assert measured["structured"] == "red"
-    assert measured["stopped"]["text"].strip() == "one"
-    assert (measured["cut"]["num_tokens"], measured["cut"]["finish_reason"]) == (2, "length")
-    assert measured["several"] == ["red", "green"]
-    assert len(measured["logprobs"]) > 0 and max(measured["logprobs"]) <= 0.0
-    assert sorted(branch["text"] for branch in measured["at_once"]) == ["a", "b", "c", "d"]
-    assert measured["refused"] == ["unsupported_parameter response_format"] * 2
-    assert tree.num_turns == len(answers)
+    output, tree = await run_scripted_program(
+        endpoint, "langgraph", "langchain_wishes.py", responses
+    )
+    assert (output["whole"]["text"], output["whole"]["finish_reason"]) == ("red", "stop")
+    assert output["streamed"]["text"] == "green blue box" * 9
+    assert output["streamed"]["num_pieces"] > 4 and output["streamed"]["num_tokens"] > 9
+    # With parallel_tool_calls = false, only one of the two sampled calls is returned.
+    assert [call[:2] for call in output["call"]["calls"]] == [red_call]
+    assert output["call"]["finish_reason"] == "tool_calls"
+    assert [call[:2] for call in output["streamed_call"]["calls"]] == [red_call]
+    assert output["streamed_call"]["text"].strip() == "Let me look."
+    assert [call[:2] for call in output["responses_call"]["calls"]] == [red_call]
+    assert output["responses_streamed"]["text"] == "green"
+    assert output["structured"] == "red"
+    assert output["stopped"]["text"].strip() == "one"
+    assert (output["cut"]["num_tokens"], output["cut"]["finish_reason"]) == (2, "length")
+    assert output["several"] == ["red", "green"]
+    assert len(output["logprobs"]) > 0 and max(output["logprobs"]) <= 0.0
+    assert sorted(branch["text"] for branch in output["at_once"]) == ["a", "b", "c", "d"]
+    assert output["refused"] == ["unsupported_parameter response_format"] * 2
+    assert tree.num_turns == len(responses)
 
 
 @pytest.mark.parametrize("mode", ["whole", "streamed"])
@@ -126,28 +132,28 @@ async def test_smolagents_agent_solves_the_task_with_default_prompts(
     def call(name: str, **arguments: str) -> str:
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
-    answers = (
+    responses = (
         call("look", box="blue"),
         call("look", box="red"),
         "It is",
         call("final_answer", answer="red"),
     )
-    measured, tree = await run_scripted(
-        endpoint, "smolagents", "smolagents_wishes.py", answers, mode
+    output, tree = await run_scripted_program(
+        endpoint, "smolagents", "smolagents_wishes.py", responses, mode
     )
-    assert measured["answer"] == "red"
+    assert output["answer"] == "red"
     look_calls = [["look", {"box": "blue"}], ["look", {"box": "red"}]]
-    assert measured["calls"] == [*look_calls, ["final_answer", {"answer": "red"}]]
-    assert len(measured["errors"]) == 1  # "It is" contains no call, although a call was required
+    assert output["calls"] == [*look_calls, ["final_answer", {"answer": "red"}]]
+    assert len(output["errors"]) == 1  # "It is" contains no call, but a call was required
     first_turn, second_turn, *_ = tree.turns
     assert "look" in first_turn.messages[0]["content"]
-    # The agent writes calls in its own words.
+    # The agent rewrites its calls as text.
     assert "Calling tools:" in second_turn.messages[-2]["content"]
     assert "nothing" in second_turn.messages[-1]["content"]
 
 
 class _TruncatingPolicy:
-    """A scripted policy that cuts its completions at the requested limit."""
+    """A scripted policy whose completions are truncated at the requested limit."""
 
     def __init__(self, policy: ScriptedPolicy) -> None:
         self._policy = policy
@@ -167,27 +173,31 @@ class _TruncatingPolicy:
         )
 
 
-def check_counts(measured: Measured, num_episodes: int) -> None:
-    assert (measured.num_episodes, measured.failures) == (num_episodes, [])
-    assert measured.num_answers >= num_episodes and measured.num_tool_calls > 0
-    assert measured.largest_logprob_error < TOLERANCE
+def check_counts(counts: EpisodeCounts, num_episodes: int) -> None:
+    assert (counts.num_episodes, counts.failures) == (num_episodes, [])
+    assert counts.num_answers >= num_episodes and counts.num_tool_calls > 0
+    assert counts.largest_logprob_error < TOLERANCE
 
 
 async def test_agent_service_trains_on_sampled_tokens_of_concurrent_episodes(
     framework: str, tmp_path: Path
 ) -> None:
     with service(framework, tmp_path) as url:
-        measured = await measure({"url": url, "max_concurrent": 8}, num_episodes=24)
-    check_counts(measured, 24)
-    assert measured.most_at_once > 1
-    if framework == "langgraph":  # a growing history is one sequence
-        assert measured.num_sequences == measured.num_episodes < measured.num_answers
+        counts = await measure({"url": url, "max_concurrent": 8}, num_episodes=24)
+    check_counts(counts, 24)
+    assert counts.most_at_once > 1
+    if framework == "langgraph":  # its history only grows, so an episode is one sequence
+        assert counts.num_sequences == counts.num_episodes < counts.num_answers
 
 
 async def test_agent_program_connects_through_environment_variables(
     framework: str, tmp_path: Path
 ) -> None:
-    program = {"command": make_program(framework), "folder": str(AGENTS), "max_concurrent": 2}
+    program = {
+        "command": make_command(framework),
+        "folder": str(AGENTS_FOLDER),
+        "max_concurrent": 2,
+    }
     with service(framework, tmp_path) as url:
-        measured = await measure(program, num_episodes=6, teacher={"url": url, "max_concurrent": 8})
-    check_counts(measured, 6)
+        counts = await measure(program, num_episodes=6, teacher={"url": url, "max_concurrent": 8})
+    check_counts(counts, 6)

@@ -1,4 +1,4 @@
-"""TRL's own GRPOTrainer trains on our server over WebSocket; our GRPOConfig has its fields."""
+"""TRL's GRPOTrainer trains on our server, and our GRPOConfig has the fields of TRL's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(json.dumps(found))
 """
 ROWS_PROGRAM = """
 import json, sys
-sys.path.append(sys.argv[1])  # at the end: it only adds packages that are missing here
+sys.path.append(sys.argv[1])  # at the end, so that it only adds packages missing here
 from datasets import Dataset
 from ludus.trainer.compat.trl.inputs import PromptRows
 
@@ -56,7 +56,7 @@ def python() -> Path:
 
 
 def run_and_parse(command: list[Any]) -> Any:
-    """Return the last line of the output, parsed as JSON."""
+    """Run the command; return the last line of its output, parsed as JSON."""
     completed = subprocess.run(
         command,
         capture_output=True,
@@ -88,7 +88,7 @@ def test_trl_trains_on_the_ludus_server(
     program = UPSTREAM / "trl_trainer.py"
     output = run_and_parse([python, "-I", program, server.http_address, mode, tmp_path])
     assert (output["steps"], len(output["games"])) == (2, 8)
-    # TRL must learn from the rewards that our client gets for the same actions on the same seeds.
+    # Our client must get the rewards that TRL used for the same seeds and actions.
     returns = []
     with EnvClient.connect(server.http_address) as client:
         for game in output["games"]:

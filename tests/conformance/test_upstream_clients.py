@@ -1,4 +1,4 @@
-"""OpenEnv's clients of every generation play on our server, and on a route of our gateway."""
+"""OpenEnv clients of every version play on our server, directly and through our gateway."""
 
 import functools
 import json
@@ -13,13 +13,13 @@ from tests.conformance.parties import (
     FIRST_SEED,
     GAME,
     NUM_GAMES,
-    ludus_gateway,
-    ludus_server,
+    install_upstream_python,
     parse_json,
     play_with_ludus_client,
     play_with_upstream_client,
     run_upstream,
-    upstream_python,
+    start_ludus_gateway,
+    start_ludus_server,
 )
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
@@ -40,8 +40,10 @@ def test_upstream_client_and_ludus_client_play_identical_games(version, address,
 @pytest.mark.parametrize("version", CLIENTS)
 def test_upstream_client_authenticates_with_a_token_in_the_address(version, server, tmp_path):
     with (
-        ludus_server(tmp_path, GAME) as server_behind_gateway,
-        ludus_gateway(tmp_path, server_behind_gateway, token="0123456789abcdef0123") as address,
+        start_ludus_server(tmp_path, GAME) as server_behind_gateway,
+        start_ludus_gateway(
+            tmp_path, server_behind_gateway, token="0123456789abcdef0123"
+        ) as address,
     ):
         assert play_with_upstream_client(version, address) == play_ludus_games(server.grpc_address)
         with pytest.raises(AssertionError, match="401"):
@@ -59,8 +61,8 @@ def test_games_differ_and_have_every_outcome(server):
 
 
 def play_actions(address: str, *actions: dict) -> None:
-    """Use the newest upstream client, and fail with the error that it raises."""
-    python = upstream_python(CLIENTS["0.10.0"][0])
+    """Play actions with the newest upstream client; fail with the error that the client raises."""
+    python = install_upstream_python(CLIENTS["0.10.0"][0])
     run_upstream(python, "player_actions.py", address, str(FIRST_SEED), json.dumps(actions))
 
 
@@ -74,8 +76,8 @@ def test_upstream_client_receives_the_error_for_an_invalid_action(address):
 
 def test_upstream_client_receives_the_error_of_a_full_server(tmp_path):
     with (
-        ludus_server(tmp_path, GAME, "--max-sessions", "1") as server,
-        ludus_gateway(tmp_path, server) as gateway_address,
+        start_ludus_server(tmp_path, GAME, "--max-sessions", "1") as server,
+        start_ludus_gateway(tmp_path, server) as gateway_address,
         EnvClient.connect(server.grpc_address) as client,
     ):
         session, _ = client.open()
@@ -88,7 +90,7 @@ def test_upstream_client_receives_the_error_of_a_full_server(tmp_path):
 
 
 def test_openenv_validator_passes(address):
-    python = upstream_python(CLIENTS["0.10.0"][0])
+    python = install_upstream_python(CLIENTS["0.10.0"][0])
     completed = subprocess.run(
         [python.with_name("openenv"), "validate", "--url", address, "--json"],
         capture_output=True,

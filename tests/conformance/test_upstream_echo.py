@@ -1,10 +1,10 @@
-"""OpenEnv's clients of every generation on our echo environment: equal texts and rewards."""
+"""OpenEnv clients of every version get equal texts and rewards from our echo environment."""
 
 import json
 
 import pytest
 
-from tests.conformance.parties import CLIENTS, run_upstream, serve_package, upstream_python
+from tests.conformance.parties import CLIENTS, install_upstream_python, run_upstream, serve_package
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 
@@ -32,8 +32,8 @@ def address(tmp_path_factory):
 def test_every_client_version_gets_the_same_echo_result(version, address):
     requirement, program_name = CLIENTS[version]
     program = program_name.replace("player", "echo")
-    output = json.loads(run_upstream(upstream_python(requirement), program, address))
+    output = json.loads(run_upstream(install_upstream_python(requirement), program, address))
     tools = output.pop("tools", None)
     assert output == HELLO_RESULT
     assert tools in (None, TOOL_RESULT)
-    assert version != "0.10.0" or tools == TOOL_RESULT, "the newest client supports tools"
+    assert version != "0.10.0" or tools == TOOL_RESULT, "the newest client reported no tools"

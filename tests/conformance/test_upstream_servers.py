@@ -1,4 +1,4 @@
-"""Our client on OpenEnv's servers returns the same results as OpenEnv's clients."""
+"""On OpenEnv's servers, our client returns the same results as OpenEnv's clients."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from tests.conformance.parties import (
     START_TIMEOUT_S,
     play_with_ludus_client,
     play_with_upstream_client,
-    upstream_server,
+    start_upstream_server,
 )
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
@@ -20,19 +20,19 @@ pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize("version", SERVERS)
 def test_ludus_client_and_upstream_client_play_identical_games(version):
-    # Servers of 0.1.x accept no seeds: each process starts from the first seed.
-    seeded = version != "0.1.1"
-    with upstream_server(version) as address:
+    # Servers of 0.1.x accept no seeds. Each server process counts upwards from FIRST_SEED.
+    sends_seeds = version != "0.1.1"
+    with start_upstream_server(version) as address:
         upstream_games = play_with_upstream_client(version, address)
-    with upstream_server(version) as address:
-        ludus_games = play_with_ludus_client(address, seeded=seeded)
+    with start_upstream_server(version) as address:
+        ludus_games = play_with_ludus_client(address, sends_seeds=sends_seeds)
     assert len(ludus_games) == NUM_GAMES
     assert ludus_games == upstream_games
 
 
 def test_ludus_client_supports_sessions_and_errors_of_upstream_server():
     with (
-        upstream_server("0.10.0", max_sessions=2) as address,
+        start_upstream_server("0.10.0", max_sessions=2) as address,
         EnvClient.connect(address, ConnectOptions(connect_timeout_s=START_TIMEOUT_S)) as client,
     ):
         assert "action_id" in client.describe().action_schema["properties"]
@@ -54,8 +54,8 @@ def test_ludus_client_supports_sessions_and_errors_of_upstream_server():
         assert other_session.step({"action_id": 1}) == response
 
 
-async def test_upstream_server_fails_no_check_and_lacks_ludus_extensions():
-    with upstream_server("0.10.0") as address:
+async def test_upstream_server_breaks_no_check_but_lacks_ludus_extensions():
+    with start_upstream_server("0.10.0") as address:
         async with await AsyncEnvClient.connect(address) as client:
             report = await check_server(client, num_steps=8)
     assert {check.name: check.detail for check in report.checks if check.verdict == "broken"} == {}

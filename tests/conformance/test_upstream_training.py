@@ -1,4 +1,4 @@
-"""A run trains on OpenEnv's servers; only the address changes between two games."""
+"""A run trains on OpenEnv's servers, given only their address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ludus.proto.metrics import TrainMetric
 from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
-from tests.conformance.parties import upstream_server
+from tests.conformance.parties import start_upstream_server
 from tests.e2e.runs import start_run
 from tests.rollout.scripted_policy import LIMITS, make_player
 
@@ -47,7 +47,7 @@ async def test_policy_plays_upstream_episodes_with_rendered_observations(
     game: str,
 ) -> None:
     limits = LIMITS.model_copy(update={"max_tokens": 8192})
-    with upstream_server("0.10.0", game=game) as address:
+    with start_upstream_server("0.10.0", game=game) as address:
         async with await AsyncEnvClient.connect(address) as client:
             session, result = await client.open(seed=3)
             observations, responses = [result.text.messages[0]["content"]], []
@@ -70,7 +70,7 @@ async def test_policy_plays_upstream_episodes_with_rendered_observations(
 
 @pytest.mark.parametrize("game", GAMES)
 def test_run_trains_on_an_upstream_server_given_only_an_address(game: str, tmp_path: Path) -> None:
-    with upstream_server("0.10.0", game=game) as address:
+    with start_upstream_server("0.10.0", game=game) as address:
         config = tmp_path / "run.json"
         config_fields = {"environment": {"kind": "remote", "address": address}, **RUN_SECTIONS}
         config.write_text(json.dumps(config_fields))
@@ -78,5 +78,7 @@ def test_run_trains_on_an_upstream_server_given_only_an_address(game: str, tmp_p
             summary = run.finish()
         train_rows = [row for row in run.rows if row.kind == "train"]
     assert summary.finished and len(train_rows) == NUM_STEPS
-    assert train_rows[0].values[TrainMetric.NUM_TURNS_MEAN] > 1.5, "episodes have several turns"
-    assert any(row.values[TrainMetric.GRAD_NORM] > 0 for row in train_rows), "weights change"
+    assert train_rows[0].values[TrainMetric.NUM_TURNS_MEAN] > 1.5, "episodes have too few turns"
+    assert any(row.values[TrainMetric.GRAD_NORM] > 0 for row in train_rows), (
+        "all gradients are zero"
+    )

@@ -1,4 +1,4 @@
-"""Echoes with OpenEnv's client of 0.1.x; runs in the virtual environment of that client.
+"""Program that calls the echo environment with OpenEnv's 0.1.x client, in its environment.
 
 Argument: address. Prints the responses as JSON.
 """

@@ -1,6 +1,7 @@
-"""Echoes with OpenEnv's clients of 0.2 to 0.10; runs in the virtual environment of the client.
+"""Program that calls the echo environment with an OpenEnv client of 0.2 to 0.10.
 
-Argument: address. Prints the responses as JSON; with "tools" if the client supports tools.
+It runs in the client's virtual environment. Argument: address. It prints the responses as JSON,
+including "tools" if the client supports tools.
 """
 
 import json
@@ -15,9 +16,8 @@ except ImportError:  # before 0.3
 
 
 def make_synchronous(client):
-    return (
-        client.sync() if hasattr(client, "sync") else client
-    )  # the client of 0.2.1 is synchronous
+    # The client of 0.2.1 is already synchronous.
+    return client.sync() if hasattr(client, "sync") else client
 
 
 def send_hello(address: str) -> dict:

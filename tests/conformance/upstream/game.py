@@ -1,7 +1,7 @@
-"""A game of OpenSpiel for OpenEnv's own servers; runs in their virtual environments.
+"""OpenSpiel game for OpenEnv's servers, without imports from Ludus.
 
-It does not use Ludus. It has one seat, uniform chance events and random opponents, with one
-generator per episode.
+The client has one seat. Chance events and opponents are uniformly random, drawn from one generator
+per episode.
 """
 
 import random
@@ -10,7 +10,7 @@ import pyspiel
 
 
 class Game:
-    """One seat of a game; unseeded episodes use increasing seeds."""
+    """A game with one seat for the client. Resets without a seed use increasing seeds."""
 
     def __init__(self, name: str, first_seed: int = 0) -> None:
         self._game = pyspiel.load_game(name)
@@ -21,7 +21,7 @@ class Game:
         self.num_steps = 0
 
     def reset(self, seed: int | None = None) -> None:
-        """Start an episode."""
+        """Start an episode, and play up to the client's first action."""
         if seed is None:
             seed, self._next_seed = self._next_seed, self._next_seed + 1
         self._random = random.Random(seed)
@@ -31,7 +31,7 @@ class Game:
         self._play_opponents()
 
     def step(self, action_id: int) -> float:
-        """Play an action and return its reward."""
+        """Play an action and the opponents' actions; return the reward."""
         self._state.apply_action(action_id)
         self._play_opponents()
         self.num_steps += 1
@@ -40,7 +40,6 @@ class Game:
 
     @property
     def is_over(self) -> bool:
-        """True if the episode is over."""
         return self._state.is_terminal()
 
     def observe(self) -> dict:

@@ -1,6 +1,6 @@
-"""A program that sends every kind of request of LangChain's ChatOpenAI; prints JSON results.
+"""Program that sends each kind of request of LangChain's ChatOpenAI, and prints JSON results.
 
-langchain_wishes.py BASE_URL API_KEY
+Usage: langchain_wishes.py BASE_URL API_KEY
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Look(BaseModel):
 
 
 def connect(**fields: Any) -> ChatOpenAI:
-    """Return the client with additional fields."""
+    """Return a client with these additional fields."""
     return ChatOpenAI(model="any", base_url=sys.argv[1], api_key=sys.argv[2], **fields)
 
 
 def parse(message: Any) -> dict[str, Any]:
-    """Return the content of a message."""
+    """Return the text, tool calls, token count and finish reason of a message."""
     calls = [[call["name"], call["args"], call["id"]] for call in message.tool_calls]
     usage = message.usage_metadata
     return {
@@ -42,13 +42,13 @@ def parse(message: Any) -> dict[str, Any]:
 
 
 def read_stream(runnable: Any) -> dict[str, Any]:
-    """Return the joined pieces of a stream."""
+    """Return the parsed message of a stream, and its number of pieces."""
     pieces = list(runnable.stream(PROMPT))
     message: AIMessageChunk = sum(pieces[1:], pieces[0])
     return {**parse(message), "num_pieces": len(pieces)}
 
 
-def sample_two() -> list[str]:
+def sample_two_responses() -> list[str]:
     """Return two responses to the same prompt."""
     [generations] = connect(n=2).generate([[HumanMessage(PROMPT)]]).generations
     return [generation.message.text for generation in generations]
@@ -61,7 +61,7 @@ def read_logprobs() -> list[float]:
 
 
 def read_refusal(method: str) -> str:
-    """Return the refusal of a response that must fit a schema."""
+    """Request structured output; return the code and parameter of the error."""
     try:
         connect().with_structured_output(Look, method=method).invoke(PROMPT)
     except BadRequestError as error:
@@ -70,7 +70,7 @@ def read_refusal(method: str) -> str:
 
 
 async def send_parallel() -> list[dict[str, Any]]:
-    """Send requests in parallel; return the messages."""
+    """Send four requests in parallel; return the parsed messages."""
     prompts = [f"{PROMPT} {number}" for number in range(4)]
     return [parse(message) for message in await connect().abatch(prompts)]
 
@@ -89,7 +89,7 @@ def main() -> None:
         "structured": schema_client.invoke(PROMPT).box,
         "stopped": parse(connect(stop=["STOP"]).invoke(PROMPT)),
         "cut": parse(connect(max_tokens=2).invoke(PROMPT)),
-        "several": sample_two(),
+        "several": sample_two_responses(),
         "logprobs": read_logprobs(),
         "at_once": asyncio.run(send_parallel()),
         "refused": [read_refusal("json_schema"), read_refusal("json_mode")],

@@ -1,6 +1,6 @@
-"""Plays one game with the standard MCP client; runs in that client's virtual environment.
+"""Program that plays one game with the standard MCP client, in its virtual environment.
 
-Arguments: address of the MCP endpoint, seed. Prints tools and results as JSON.
+Arguments: address of the MCP endpoint, seed. Prints the tools and results as JSON.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ async def main(address: str, seed: int) -> None:
         tools = [tool.name for tool in (await session.list_tools()).tools]
         await session.send_ping()
         results = await play(session, seed)
-        server = server_info.server_info.name
-    sys.stdout.write(json.dumps({"server": server, "tools": tools, "results": results}))
+        server_name = server_info.server_info.name
+    sys.stdout.write(json.dumps({"server": server_name, "tools": tools, "results": results}))
 
 
 if __name__ == "__main__":

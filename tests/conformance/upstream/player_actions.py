@@ -1,4 +1,4 @@
-"""Plays given actions with OpenEnv's client; runs in the virtual environment of that client.
+"""Program that plays a list of actions with OpenEnv's client, in its virtual environment.
 
 Arguments: address, seed, actions (JSON list). Fails with the error that the client raises.
 """

@@ -1,6 +1,6 @@
-"""Plays with OpenEnv's client of 0.1.x; runs in the virtual environment of that client.
+"""Program that plays games with OpenEnv's 0.1.x client, in its virtual environment.
 
-Arguments: address, first seed (unused: these clients cannot send one), number of games.
+Arguments: address, first seed (unused, because these clients cannot send seeds), number of games.
 Prints the games as JSON.
 """
 

@@ -1,4 +1,4 @@
-"""Plays with OpenEnv's clients of 0.2 to 0.10; runs in the virtual environment of the client.
+"""Program that plays games with an OpenEnv client of 0.2 to 0.10, in its virtual environment.
 
 Arguments: address, first seed, number of games. Prints the games as JSON.
 """
@@ -25,7 +25,7 @@ def play(client, seed: int) -> dict:
 
 def main(address: str, first_seed: int, num_games: int) -> None:
     client = GenericEnvClient(base_url=address)
-    if hasattr(client, "sync"):  # the client of 0.2.1 is synchronous
+    if hasattr(client, "sync"):  # the client of 0.2.1 is already synchronous
         client = client.sync()
     with client:
         games = [play(client, seed) for seed in range(first_seed, first_seed + num_games)]

@@ -1,6 +1,6 @@
-"""OpenEnv's server of 0.1.x (stateful HTTP, one environment per process) with a game.
+"""Game on OpenEnv's 0.1.x server, which uses stateful HTTP and has one environment per process.
 
-Arguments: game, port, first seed (its resets take no seed, so they count upwards).
+Arguments: game, port, first seed. Resets take no seed, so the server counts upwards.
 """
 
 import sys

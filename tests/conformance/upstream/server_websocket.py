@@ -1,6 +1,6 @@
-"""OpenEnv's server of 0.2 and later (one WebSocket, one session) with a game.
+"""Game on an OpenEnv server of 0.2 or later, which has one session per WebSocket.
 
-Arguments: game, port, first seed of resets without a seed, maximum number of sessions.
+Arguments: game, port, first seed for resets without a seed, maximum number of sessions.
 """
 
 import sys

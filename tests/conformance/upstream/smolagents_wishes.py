@@ -1,6 +1,6 @@
-"""A program that runs a smolagents agent, complete or streamed, and prints its steps.
+"""Program that runs a smolagents agent, with or without streaming, and prints its steps.
 
-smolagents_wishes.py BASE_URL API_KEY whole|streamed
+Usage: smolagents_wishes.py BASE_URL API_KEY whole|streamed
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def look(box: str) -> str:
 
 
 def main() -> None:
-    """Run the agent; print its answer, calls and errors."""
+    """Run the agent; print its answer, tool calls and errors."""
     agent = ToolCallingAgent(
         tools=[look],
         model=OpenAIServerModel("any", api_base=sys.argv[1], api_key=sys.argv[2]),
@@ -35,7 +35,7 @@ def main() -> None:
     calls = [[call.name, call.arguments] for step in steps for call in step.tool_calls or []]
     errors = [str(step.error) for step in steps if step.error]
     report = json.dumps({"answer": str(answer), "calls": calls, "errors": errors})
-    sys.stdout.write(f"\n{report}\n")  # a stream prints its text, too
+    sys.stdout.write(f"\n{report}\n")  # a streaming agent also prints its text
 
 
 if __name__ == "__main__":

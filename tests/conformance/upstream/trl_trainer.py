@@ -1,9 +1,9 @@
-"""TRL's own GRPOTrainer plays on our server; runs in a virtual environment with trl and openenv.
+"""Program that trains with TRL's GRPOTrainer on our server, with trl and openenv installed.
 
-Games are played by OpenEnv's client over WebSocket, inside TRL's `rollout_func` or behind its
-`environment_factory`. The tiny model has only learned to call the tool.
-Arguments: address, "rollout_func" or "environment_factory", working folder. Prints JSON: the games
-(seed, actions, rewards), optimizer steps, and the rewards that TRL logged.
+OpenEnv's client plays the games over WebSocket. TRL calls it through `rollout_func` or
+`environment_factory`. The tiny model was trained only to call the tool.
+Arguments: address, "rollout_func" or "environment_factory", working folder. Prints the games (seed,
+actions, rewards), the number of optimizer steps and the rewards that TRL logged, as JSON.
 """
 
 import itertools
@@ -26,7 +26,7 @@ GAMES = []
 
 
 class Blackjack:
-    """One game at a time, on the server."""
+    """A client that plays one game at a time on the server."""
 
     address = ""
 
@@ -35,7 +35,7 @@ class Blackjack:
         self.client.__enter__()
 
     def reset(self, seed, **columns):
-        """Return the hand."""
+        """Start a game and return its phase."""
         self.game = {"seed": seed, "actions": [], "rewards": []}
         GAMES.append(self.game)
         self.is_over = False
@@ -63,7 +63,7 @@ class Blackjack:
 
 
 def make_tokenizer():
-    """Return a tokenizer of bytes with Qwen's template and special tokens."""
+    """Return a byte-level tokenizer with Qwen's chat template and special tokens."""
     bpe_tokenizer = Tokenizer(models.BPE())
     bpe_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe_tokenizer.decoder = decoders.ByteLevel()
@@ -84,7 +84,7 @@ def make_tokenizer():
 
 
 def make_model(tokenizer):
-    """Return a model with random weights."""
+    """Return a small Qwen3 model with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -143,7 +143,7 @@ def rollout_func(prompts, trainer):
 
 
 def main(address, mode, folder):
-    """Train, and print the games."""
+    """Train, and print the games, steps and rewards."""
     Blackjack.address = address
     torch.set_num_threads(1)
     tokenizer = make_tokenizer()
