@@ -108,7 +108,7 @@ async def test_langchain_client_features_work_or_raise_unsupported_parameter(
     assert (output["whole"]["text"], output["whole"]["finish_reason"]) == ("red", "stop")
     assert output["streamed"]["text"] == "green blue box" * 9
     assert output["streamed"]["num_pieces"] > 4 and output["streamed"]["num_tokens"] > 9
-    # With parallel_tool_calls = false, only one of the two sampled calls is returned.
+    # parallel_tool_calls = false drops the second of the two sampled calls.
     assert [call[:2] for call in output["call"]["calls"]] == [red_call]
     assert output["call"]["finish_reason"] == "tool_calls"
     assert [call[:2] for call in output["streamed_call"]["calls"]] == [red_call]

@@ -1,4 +1,4 @@
-"""On OpenEnv's servers, our client returns the same results as OpenEnv's clients."""
+"""Our client returns the same results as OpenEnv's clients on OpenEnv's servers."""
 
 import pytest
 

@@ -1,8 +1,8 @@
-"""Rollout workers without Ray and engines: the real supervision of simulated processes.
+"""Rollout workers without Ray or engines: real supervision of simulated processes.
 
-RolloutWorkers  -->  FakeActor   one for each started process; follows `Behaviour`
+RolloutWorkers  -->  FakeActor   one simulated process per worker, with hooks
       |
-      +-->  CountingBuffer       accepts played groups, refuses lost ones
+      +-->  CountingBuffer       accepts played groups and refuses lost groups
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Method:
         return asyncio.ensure_future(self._call(*arguments))
 
 
-async def next_iteration(*_: object) -> None:
+async def wait_one_iteration(*_: object) -> None:
     """Wait for one iteration of the event loop."""
     await asyncio.sleep(0)
 
@@ -51,41 +51,42 @@ class FakeActor:
     """A simulated process of a rollout worker."""
 
     index: int
-    """Number of processes started before."""
-    on_ping: Callable[[], Awaitable[None]] = next_iteration
-    """Awaited in each ping; the first ping returns when the worker has room."""
-    on_start: Callable[[], Awaitable[None]] = next_iteration
-    """Awaited in the start."""
-    on_play: Callable[[FakeActor], Awaitable[None]] = next_iteration
-    """Awaited in each call that plays."""
-    on_load: Callable[[PublishedWeights], Awaitable[None]] = next_iteration
-    """Awaited in each call that loads weights."""
+    """Number of processes that were started earlier."""
+    on_ping: Callable[[], Awaitable[None]] = wait_one_iteration
+    """Hook of each ping. The first ping returns when Ray has placed the process."""
+    on_start: Callable[[], Awaitable[None]] = wait_one_iteration
+    """Hook of the worker's start."""
+    on_play: Callable[[FakeActor], Awaitable[None]] = wait_one_iteration
+    """Hook of each call that plays groups."""
+    on_load: Callable[[PublishedWeights], Awaitable[None]] = wait_one_iteration
+    """Hook of each call that loads weights."""
     canary_error: Callable[[PublishedWeights], float] = lambda weights: 0.0
-    """Difference of the canary log-probs from the learner's."""
+    """Function that returns the canary error of loaded weights, as a log-prob difference."""
     from_scratch_loads: list[bool] = field(default_factory=list)
-    """For each load, whether all weights had to be fetched again."""
-    num_abandoned: int = 0
-    """Number of calls to abandon the current groups."""
+    """Argument `from_scratch` of each load. True means that all weights are fetched again."""
+    num_abandon_calls: int = 0
+    """Number of calls of `abandon`."""
     number: int = -1
     """Number of the worker; -1 before the start."""
     is_alive: bool = True
     num_playing: int = 0
-    """Groups being played."""
+    """Number of groups being played."""
     max_playing: int = 0
+    """Highest value of `num_playing` so far."""
     end_future: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """Finished when the process is closed or dies."""
+    """Future that finishes when the process closes or dies."""
 
     def __getattr__(self, name: str) -> Method:
         return Method(object.__getattribute__(self, f"_{name}"))
 
     def kill(self, error: Exception | None = None) -> None:
-        """Kill the process, with this error or without an error."""
+        """Kill the process. Waiting calls raise `error`, by default a RayActorError."""
         self.is_alive = False
         if not self.end_future.done():
             self.end_future.set_exception(
-                error or ray.exceptions.RayActorError(error_msg="it died")
+                error or ray.exceptions.RayActorError(error_msg="the process died")
             )
             self.end_future.exception()  # marks the exception as retrieved
 
@@ -111,7 +112,7 @@ class FakeActor:
         return WorkerWeights(report, 0.0, 0.0, 0)
 
     async def _abandon(self) -> None:
-        self.num_abandoned += 1
+        self.num_abandon_calls += 1
 
     async def _evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float
@@ -147,7 +148,7 @@ class CountingBuffer:
     async def put(
         self, groups: Awaitable[list[RolloutGroup]] | list[RolloutGroup]
     ) -> list[Refusal]:
-        """Return the indices of groups whose episodes are all lost."""
+        """Record the groups; return a refusal for each group whose episodes are all lost."""
         played_groups = groups if isinstance(groups, list) else await groups
         lost_indices = [
             group.index
@@ -166,7 +167,7 @@ class FakeFleet:
     """All started processes and their buffer."""
 
     behave: Callable[[FakeActor], None] = lambda actor: None
-    """Called with each new process."""
+    """Function that sets the hooks of each new process."""
     actors: list[FakeActor] = field(default_factory=list)
     buffer: CountingBuffer = field(default_factory=CountingBuffer)
 
@@ -177,7 +178,7 @@ class FakeFleet:
         settings: dict[str, Any],
         max_workers: int = UNLIMITED_ACTORS,
     ) -> AsyncIterator[RolloutWorkers]:
-        """Yield the workers of a run with these settings."""
+        """Start the workers of a run with these settings; yield them."""
         monkeypatch.setattr(roster, "make_actor", self._make_actor)
         monkeypatch.setattr(roster.RolloutWorkerHandle, "kill", lambda worker: worker.actor.kill())
         monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
@@ -200,12 +201,12 @@ class FakeFleet:
 
 
 def make_groups(*indices: int) -> list[GroupSpec]:
-    """Return groups to play."""
+    """Return group specs with these indices."""
     return [GroupSpec(index, "coins", (0, 0)) for index in indices]
 
 
 def publish_weights(version: int, logprobs: tuple[float, ...] = ()) -> PublishedWeights:
-    """Return a published version with the learner's canary log-probs."""
+    """Return published weights of `version` with the learner's canary log-probs."""
     prompt = ScoringRequest([1], [2])
     manifest = WeightManifest(version, (), f"content {version}", (prompt,), (logprobs,))
     return PublishedWeights(manifest, ())

@@ -1,9 +1,9 @@
-"""A run without models: the real controller, buffer, checkpoints and files; simulated workers.
+"""A run without models: real controller, buffer and checkpoints, simulated learner and workers.
 
-    SimulatedLearner   counts its steps, records its batches, dies on request
+    SimulatedLearner   counts its steps, and dies when `die` is called
     SimulatedWorkers   one worker that plays groups as tasks with configurable durations
 
-Everything runs on one event loop, and takes milliseconds.
+The complete run uses one event loop and takes milliseconds.
 """
 
 from __future__ import annotations
@@ -67,91 +67,89 @@ class SimulatedBuffer(BufferActor):
         return await super().put(groups)
 
     async def copy_state(self) -> BufferState:
-        self._refuse_if_lost()
+        self._raise_if_lost()
         return await super().copy_state()
 
     async def take(self, version: int, timeout_s: float) -> TakenBatch:
-        self._refuse_if_lost()
+        self._raise_if_lost()
         taken_batch, batch = await super().take(version, timeout_s)
         if taken_batch.groups:
             self._batches[version] = taken_batch.groups
         return replace(taken_batch, batch=batch)
 
     def die(self) -> None:
-        """Behave like a remote buffer whose process died."""
+        """Simulate the death of the buffer's process."""
         self.is_alive = False
 
-    def _refuse_if_lost(self) -> None:
+    def _raise_if_lost(self) -> None:
         if not self.is_alive:
             raise BufferLostError("the buffer died")
 
 
-async def next_iteration(*_: object) -> None:
+async def wait_one_iteration(*_: object) -> None:
     """Wait for one iteration of the event loop."""
     await asyncio.sleep(0)
 
 
 @dataclass
 class SimulatedLearner:
-    """A learner whose weights are its number of steps and its number of restarts."""
+    """A learner whose weights consist of its number of steps and its number of restarts."""
 
-    steps: int = 0
-    num_lives: int = 0
+    num_steps: int = 0
     is_alive: bool = True
-    on_step: Callable[[int], Any] = next_iteration
-    """Awaited in each step, with its 0-based number."""
+    on_step: Callable[[int], Any] = wait_one_iteration
+    """Hook of each step, called with the step's 0-based index."""
     num_restarts: int = 0
 
     async def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
-        self._refuse_if_lost()
-        await self.on_step(self.steps)
-        self._refuse_if_lost()
-        self.steps += 1
+        self._raise_if_lost()
+        await self.on_step(self.num_steps)
+        self._raise_if_lost()
+        self.num_steps += 1
         values = {field_info.name: 0.0 for field_info in fields(StepMetrics)}
         return StepMetrics(**values | {"value_loss": None, "explained_variance": None})
 
     async def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights:
-        self._refuse_if_lost()
-        assert version == self.steps
-        content = f"life {self.num_lives} step {self.steps}"
+        self._raise_if_lost()
+        assert version == self.num_steps
+        content = f"restarts {self.num_restarts} step {self.num_steps}"
         return PublishedWeights(WeightManifest(version, (), content, tuple(canary), ()), ())
 
     async def score_completions(self, prompts: Sequence[ScoringRequest]) -> list[list[float]]:
-        self._refuse_if_lost()
+        self._raise_if_lost()
         return [[0.0]] * len(prompts)
 
     async def ping(self) -> None:
-        self._refuse_if_lost()
+        self._raise_if_lost()
 
     async def save(self, state_folder: Path, model_folder: Path) -> list[SavedFile]:
-        self._refuse_if_lost()
+        self._raise_if_lost()
         state_folder.mkdir()
         await asyncio.sleep(0.002)
         file = state_folder / "steps.json"
-        file.write_text(json.dumps(self.steps))
+        file.write_text(json.dumps(self.num_steps))
         return [SavedFile.from_path(file)]
 
     async def restart(self, learner_folder: Path | None) -> None:
         self.load(learner_folder)
         self.is_alive = True
-        self.num_lives += 1
         self.num_restarts += 1
 
     def load(self, learner_folder: Path | None) -> None:
-        """Load the step of a checkpoint."""
+        """Load the number of steps from a checkpoint, or start at 0."""
         file = learner_folder / "steps.json" if learner_folder else None
-        self.steps = json.loads(file.read_text()) if file else 0
+        self.num_steps = json.loads(file.read_text()) if file else 0
 
     def die(self) -> None:
-        """Raise from every call until `restart`."""
+        """Raise LearnerLostError in every call until `restart`."""
         self.is_alive = False
 
-    def _refuse_if_lost(self) -> None:
+    def _raise_if_lost(self) -> None:
         if not self.is_alive:
             raise LearnerLostError("a rank died")
 
 
-def informative_rewards(spec: GroupSpec) -> tuple[float | None, ...]:
+def return_informative_rewards(spec: GroupSpec) -> tuple[float | None, ...]:
     """Return rewards with nonzero variance."""
     return (1.0, -1.0)
 
@@ -165,27 +163,27 @@ class SimulatedSlot:
     max_groups: int = 1
 
     async def play(self, specs: Sequence[GroupSpec]) -> list[Refusal]:
-        """Play the group of the slot."""
+        """Play the slot's group."""
         return await self.workers.play(specs)
 
 
 @dataclass
 class SimulatedWorkers:
-    """Rollout workers whose slots have room for one group."""
+    """Rollout workers with slots for one group each."""
 
     buffer: SimulatedBuffer
     duration_s: Callable[[GroupSpec], float] = lambda spec: 0.001
-    rewards: Callable[[GroupSpec], tuple[float | None, ...]] = informative_rewards
+    rewards: Callable[[GroupSpec], tuple[float | None, ...]] = return_informative_rewards
     kills_worker: Callable[[GroupSpec], bool] = lambda spec: False
-    """Returns True if the worker dies while it plays the group."""
-    on_delivery: Callable[[PublishedWeights], Any] = next_iteration
-    """Awaited in each delivery."""
+    """Predicate that is True if the worker dies while it plays the group."""
+    on_delivery: Callable[[PublishedWeights], Any] = wait_one_iteration
+    """Hook of each delivery."""
     published_weights: PublishedWeights | None = None
     num_breaches: int = 0
     num_concurrent_deliveries: int = 0
     max_concurrent_deliveries: int = 0
     started_groups: list[tuple[GroupSpec, int]] = field(default_factory=list)
-    """Every started group and the version that it started with."""
+    """Started groups, each with the policy version at its start."""
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_SLOTS))
 
     def describe(self) -> str:
@@ -202,7 +200,7 @@ class SimulatedWorkers:
             if any(self.kills_worker(spec) for spec in specs):
                 await asyncio.sleep(0.001)
                 return await self.buffer.put([make_lost_group(spec) for spec in specs])
-            # The worker continues to play when the controller no longer waits.
+            # The worker keeps playing even if the controller stops waiting.
             play_task = asyncio.create_task(self._play_and_put(specs))
             return await asyncio.shield(play_task)
         finally:
@@ -224,7 +222,7 @@ class SimulatedWorkers:
 
     @property
     def weights_by_worker(self) -> dict[int, WorkerWeights]:
-        """Weights of the worker."""
+        """Weights of the only worker, whose number is 0."""
         if self.published_weights is None:
             return {}
         manifest = self.published_weights.manifest
@@ -247,39 +245,39 @@ class SimulatedWorkers:
 
 @dataclass
 class SimulatedRun:
-    """A run in a folder; each call of `train` is one process that trains it."""
+    """A run in a folder. Each call of `train` simulates one trainer process."""
 
     folder: Path
     settings: dict[str, Any]
     learner: SimulatedLearner = field(default_factory=SimulatedLearner)
     batches: dict[int, tuple[GroupSummary, ...]] = field(default_factory=dict)
-    """Groups of each step, from its latest attempt."""
+    """Groups of each step. A repeated step replaces its earlier groups."""
     prepare: Callable[[SimulatedWorkers, Controller], None] = lambda workers, controller: None
     num_tasks: dict[str, int] = field(default_factory=dict)
     """Number of tasks, by environment."""
     started_groups: list[GroupSpec] = field(default_factory=list)
-    """Every group that was started, in all processes."""
+    """Groups that all calls of `train` started."""
 
     @property
     def config(self) -> LanguageModelRun:
-        """The run's configuration."""
-        tree = {
+        """Validated configuration of the run."""
+        defaults = {
             "name": "run",
             "output_dir": str(self.folder),
             "environments": {"coins": {}},
             "rollout": {"num_groups_in_flight": 8, "group_size": 2},
             "eval": {"num_games_during": 0},
         }
-        return LanguageModelRun.model_validate(tree | self.settings)
+        return LanguageModelRun.model_validate(defaults | self.settings)
 
     @property
     def rows(self) -> list[MetricsRow]:
-        """The rows of training steps."""
+        """Metrics rows of the training steps."""
         return [row for row in read_metrics(self.folder / "run") if row.kind == "train"]
 
     @property
     def trained_indices(self) -> list[int]:
-        """Indices of the trained groups, step by step."""
+        """Indices of the trained groups, in the order of the steps."""
         return [group.index for step in sorted(self.batches) for group in self.batches[step]]
 
     async def train(self, *, resume: bool = False) -> RunState:

@@ -1,4 +1,4 @@
-"""A run that fails raises the first error and saves the last step."""
+"""A failing run raises the first error and saves the last finished step."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ludus.trainer.run.checkpoint import (
     parse_checkpoint_step,
     read_state,
 )
-from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, next_iteration
+from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, wait_one_iteration
 
 pytestmark = pytest.mark.timeout(120)
 
 
 def make_run(folder: Path, **training: Any) -> SimulatedRun:
-    """Return a run that writes a checkpoint only at its end."""
+    """Return a run that writes no periodic checkpoints."""
     training = {
         "num_steps": 20,
         "groups_per_step": 4,
@@ -45,12 +45,12 @@ def make_run(folder: Path, **training: Any) -> SimulatedRun:
 
 
 def skip_updates(run: SimulatedRun, *steps: int) -> None:
-    """Skip the updates of these steps."""
+    """Mark the updates of these 0-based steps as skipped."""
     train_step, num_skipped_in_a_row = run.learner.train_step, 0
 
     async def skip_chosen_steps(*args: Any) -> StepMetrics:
         nonlocal num_skipped_in_a_row
-        is_skipped = run.learner.steps in steps
+        is_skipped = run.learner.num_steps in steps
         num_skipped_in_a_row = num_skipped_in_a_row + 1 if is_skipped else 0
         metrics = await train_step(*args)
         return replace(
@@ -83,7 +83,7 @@ class UnexpectedError(Exception):
 
 @dataclass
 class Failure:
-    """A failure outside the training loop during a learner's step."""
+    """A delivery that fails while the learner trains a step."""
 
     run: SimulatedRun
     step: int
@@ -91,7 +91,7 @@ class Failure:
     failure_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def prepare(self, workers: SimulatedWorkers, _: Controller) -> None:
-        """Fail the delivery of the step's version while the step runs."""
+        """Make the delivery of version `step` fail while that step runs."""
         step_started = asyncio.Event()
 
         async def on_step(step: int) -> None:
@@ -102,7 +102,7 @@ class Failure:
         async def on_delivery(weights: PublishedWeights) -> None:
             if weights.manifest.version == self.step and not self.failure_event.is_set():
                 await step_started.wait()
-                # The step finishes only after the run has noticed the failure.
+                # Let the run notice the failure before the step finishes.
                 asyncio.get_running_loop().call_later(0.02, self.failure_event.set)
                 raise self.error
 
@@ -110,7 +110,7 @@ class Failure:
 
 
 def read_saved_steps(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints."""
+    """Return the steps of the saved checkpoints."""
     return [
         parse_checkpoint_step(path) for path in list_checkpoints(folder / "run" / "checkpoints")
     ]
@@ -120,8 +120,8 @@ def read_saved_steps(folder: Path) -> list[int]:
     "error",
     [
         UnexpectedError("a bug"),
-        CanaryError("other weights"),
-        UnavailableError("the server is away"),
+        CanaryError("different weights"),
+        UnavailableError("the server is down"),
     ],
 )
 async def test_current_step_finishes_and_is_saved_after_any_failure(
@@ -133,16 +133,16 @@ async def test_current_step_finishes_and_is_saved_after_any_failure(
         await run.train()
     assert error_info.value is error
     assert read_saved_steps(tmp_path) == [5]
-    assert run.learner.steps == 5
+    assert run.learner.num_steps == 5
     assert [row.step for row in run.rows] == list(range(1, 6))
     saved_state = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
     assert saved_state.games_trained == 5 * 4 * 2
 
     run.prepare = lambda workers, controller: None
-    run.learner.on_step = next_iteration
+    run.learner.on_step = wait_one_iteration
     state = await run.train(resume=True)
     assert state.step == 20
-    assert [row.step for row in run.rows] == list(range(1, 21)), "each step once"
+    assert [row.step for row in run.rows] == list(range(1, 21)), "a step is missing or repeated"
     assert len(set(run.trained_indices)) == len(run.trained_indices) == 4 * 20
 
 
@@ -214,7 +214,7 @@ async def test_unpublished_weights_are_saved(
 
     async def publish_or_fail(version: int, *arguments: Any) -> PublishedWeights:
         if version == 6:
-            raise StoreUnavailableError("the bucket is away")
+            raise StoreUnavailableError("the bucket is not available")
         return await publish(version, *arguments)
 
     run.learner.publish = publish_or_fail
@@ -236,7 +236,7 @@ async def test_failed_restart_saves_no_checkpoint(
             run.learner.die()
 
     async def fail_to_load(folder: Path | None) -> None:
-        run.learner.steps, run.learner.is_alive = 0, True
+        run.learner.num_steps, run.learner.is_alive = 0, True
         raise CheckpointError("checkpoint cannot be read: bad checksum")
 
     run.learner.on_step = on_step
@@ -250,12 +250,12 @@ def test_command_line_prints_the_step_to_continue_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object, **__: object) -> Path:
-        error = UnavailableError("the server is away")
+        error = UnavailableError("the server is down")
         error.add_note("continue with --resume from step 7")
         raise error
 
     monkeypatch.setattr("ludus.trainer.driver.commands.train", fail)
     (tmp_path / "run.toml").write_text('name = "run"')
     assert main(["train", "--config", str(tmp_path / "run.toml")]) == 1
-    message = "error: the server is away; continue with --resume from step 7\n"
+    message = "error: the server is down; continue with --resume from step 7\n"
     assert capsys.readouterr().err == message

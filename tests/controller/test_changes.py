@@ -1,4 +1,4 @@
-"""Changes of the configuration that a resumed run allows."""
+"""Configuration changes that a resumed run allows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
 
 @pytest.fixture
 def started_run(tmp_path: Path) -> LanguageModelRun:
-    """A run whose folder contains its configuration."""
+    """Return a run whose folder contains its configuration."""
     run = load_run_config(EXAMPLE)
     (tmp_path / CONFIG_FILE).write_text(run.model_dump_json())
     return run
@@ -87,7 +87,7 @@ def test_many_changes_are_summarized(tmp_path: Path, started_run: LanguageModelR
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file except the lock."""
+    """Return the content of every file except the lock, by relative path."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 

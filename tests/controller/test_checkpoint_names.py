@@ -1,4 +1,4 @@
-"""Messages about checkpoints that are missing or that a run cannot resume from."""
+"""Error messages about checkpoints that are missing or cannot be resumed from."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def test_missing_and_damaged_checkpoints_have_different_messages(tmp_path: Path)
     damaged_checkpoint.mkdir()
     with pytest.raises(CheckpointError, match=r"no checkpoint '.*step-00000002'") as error_info:
         read_state(tmp_path / "step-00000002", RunState)
-    assert str(damaged_checkpoint) in str(error_info.value), "existing checkpoints are named"
+    assert str(damaged_checkpoint) in str(error_info.value), "the existing checkpoint is not named"
     assert "--overwrite" not in str(error_info.value)
     with pytest.raises(CheckpointError, match=r"cannot be read.*--overwrite"):
         read_state(damaged_checkpoint, RunState)
 
 
-async def test_resume_with_other_random_numbers_is_refused(
+async def test_resume_with_different_random_streams_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = LanguageModelRun(output_dir=str(tmp_path))
@@ -40,7 +40,7 @@ async def test_resume_with_other_random_numbers_is_refused(
         async with Trainer(run, resume="always"):
             raise AssertionError("the run resumed")
     assert sorted(path for path in tmp_path.rglob("*")) == previous_paths
-    assert read_state(saved_checkpoint, RunState).step == 5, "its policy can still be evaluated"
+    assert read_state(saved_checkpoint, RunState).step == 5, "the state cannot be read"
 
 
 def test_checkpoint_without_stream_version_is_refused() -> None:

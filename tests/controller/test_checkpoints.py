@@ -1,4 +1,4 @@
-"""A checkpoint is committed when it is complete, and skipped if it is damaged later."""
+"""A checkpoint is committed only when complete, and skipped if it is damaged later."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILE_NAMES = (
 
 
 def write_files(folder: Path) -> list[SavedFile]:
-    """Write the files of two ranks and return their records."""
+    """Write the files of two ranks; return a SavedFile for each."""
     for name in FILE_NAMES:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(name * 10)
@@ -41,14 +41,14 @@ def write_files(folder: Path) -> list[SavedFile]:
 
 
 async def save_checkpoint(folder: Path, step: int, num_kept: int = 2) -> Path:
-    """Write a checkpoint of `step`."""
+    """Write a checkpoint of `step`; return its path."""
     checkpoints = CheckpointFolder(folder, num_kept)
     with checkpoints.prepare(step) as folder:
         return await checkpoints.commit(folder, RunState(step=step), write_files(folder))
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints."""
+    """Return the steps of the checkpoints in `folder`."""
     return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder)]
 
 
@@ -135,7 +135,7 @@ async def test_search_fails_if_all_checkpoints_are_damaged(tmp_path: Path) -> No
         find_newest_checkpoint(tmp_path)
 
 
-async def test_new_checkpoints_replace_a_skipped_one(
+async def test_new_checkpoint_replaces_a_skipped_checkpoint(
     tmp_path: Path,
 ) -> None:
     await save_checkpoint(tmp_path, 5, num_kept=1)
@@ -162,8 +162,8 @@ def make_run(folder: Path, **training: Any) -> SimulatedRun:
     return SimulatedRun(folder, {"training": training})
 
 
-def lose_learner_in(run: SimulatedRun, step: int, damage: Callable[[Path], None]) -> None:
-    """Kill the learner and damage a checkpoint in the same step."""
+def kill_learner_in_step(run: SimulatedRun, step: int, damage: Callable[[Path], None]) -> None:
+    """Kill the learner and damage the newest checkpoint in the same step."""
     failing_steps = {step}
 
     def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
@@ -178,16 +178,20 @@ def lose_learner_in(run: SimulatedRun, step: int, damage: Callable[[Path], None]
     run.prepare = prepare
 
 
+def remove_learner_state(checkpoint: Path) -> None:
+    remove(checkpoint / "learner" / "steps.json")
+
+
 async def test_restart_after_a_lost_learner_skips_a_damaged_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path)
-    lose_learner_in(run, 7, lambda newest: remove(newest / "learner" / "steps.json"))
+    kill_learner_in_step(run, 7, remove_learner_state)
     state = await run.train()
     assert (state.step, state.learner_restarts, run.learner.num_restarts) == (12, 1, 1)
     assert "step-00000006' cannot be read" in caplog.text
     assert "training continues from step 3" in caplog.text
-    assert [row.step for row in run.rows] == list(range(1, 13)), "each step once"
+    assert [row.step for row in run.rows] == list(range(1, 13)), "a step is missing or repeated"
     assert len(set(run.trained_indices)) == len(run.trained_indices) == 4 * 12
 
 
@@ -195,7 +199,7 @@ async def test_checkpoint_that_cannot_be_loaded_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path)
-    lose_learner_in(run, 7, lambda newest: None)
+    kill_learner_in_step(run, 7, lambda checkpoint: None)
     restart = run.learner.restart
 
     async def restart_or_refuse(folder: Path | None) -> None:
@@ -213,6 +217,6 @@ async def test_run_without_readable_checkpoint_does_not_restart(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path, keep_checkpoints=1)
-    lose_learner_in(run, 4, lambda newest: remove(newest / "learner" / "steps.json"))
+    kill_learner_in_step(run, 4, remove_learner_state)
     with pytest.raises(CheckpointError, match="step-00000003' cannot be read"):
         await run.train()

@@ -1,4 +1,4 @@
-"""Messages of `python -m ludus.trainer` when no run starts."""
+"""Error messages and path resolution of `python -m ludus.trainer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control files change a run while it runs."""
+"""Control files resize or stop a running run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.env.polling import wait_until
 
 
 class ControlledRun:
-    """A run that records what its control files request."""
+    """A control file and the requests that a run reads from it."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / CONTROL_FILE
@@ -47,7 +47,7 @@ async def test_each_change_of_the_file_is_applied_once(tmp_path: Path) -> None:
         assert run.stop_request.is_from_control_file
 
 
-async def test_file_that_is_mounted_into_the_pod_is_applied(
+async def test_file_mounted_into_the_pod_is_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounted_file = tmp_path / "etc" / "control.json"

@@ -1,4 +1,4 @@
-"""The loops overlap as far as the staleness limit allows, and stop after a failure."""
+"""The training and rollout loops overlap within the staleness limit and stop after a failure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def make_run(
     groups_per_step: int = 4,
     **settings: Any,
 ) -> SimulatedRun:
-    """Return a simulated run."""
     training = {
         "num_steps": num_steps,
         "groups_per_step": groups_per_step,
@@ -57,10 +56,10 @@ async def test_curriculum_logs_newly_opened_environments(
     caplog.set_level(logging.INFO)
     await run.train()
     rows = read_metrics(tmp_path / "run")
-    (unlock,) = [row for row in rows if TrainMetric.NUM_UNLOCKS in row.values]
-    assert (unlock.kind, unlock.environment) == ("event", "hard")
+    (unlock_row,) = [row for row in rows if TrainMetric.NUM_UNLOCKS in row.values]
+    assert (unlock_row.kind, unlock_row.environment) == ("event", "hard")
     # Each step has four groups, so the third step fills the window.
-    assert (unlock.step, unlock.num_games_trained) == (3, 3 * 4 * 2)
+    assert (unlock_row.step, unlock_row.num_games_trained) == (3, 3 * 4 * 2)
     num_open_environments = [row.values[TrainMetric.NUM_ENVIRONMENTS_OPEN] for row in run.rows]
     assert num_open_environments == [1, 1, 2, 2, 2, 2]
     assert "step 3: the curriculum opens environment 'hard'" in caplog.messages
@@ -69,16 +68,16 @@ async def test_curriculum_logs_newly_opened_environments(
 @pytest.mark.slow
 async def test_delivery_overlaps_with_the_next_step(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_staleness=1)
-    second_step_runs = asyncio.Event()
+    second_step_started = asyncio.Event()
 
     async def on_step(step: int) -> None:
         if step == 1:
-            second_step_runs.set()
+            second_step_started.set()
 
     def prepare(workers: SimulatedWorkers, _: Controller) -> None:
         async def on_delivery(weights: PublishedWeights) -> None:
             if weights.manifest.version == 1:
-                await second_step_runs.wait()
+                await second_step_started.wait()
 
         workers.on_delivery = on_delivery
 
@@ -88,7 +87,7 @@ async def test_delivery_overlaps_with_the_next_step(tmp_path: Path) -> None:
     assert state.weight_syncs == 7
 
 
-async def test_every_version_is_delivered_in_sequence(tmp_path: Path) -> None:
+async def test_every_version_is_delivered_in_order(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_staleness=3)
     all_workers: list[SimulatedWorkers] = []
     delivered_versions: list[int] = []
@@ -150,7 +149,7 @@ async def test_on_policy_batches_do_not_depend_on_timing(
         )
     assert batches[0] == batches[1] == batches[2]
     environments = [name for batch in batches[0].values() for name, _ in batch]
-    assert environments.count("dice") == len(environments) / 4, "replaced in the same environment"
+    assert environments.count("dice") == len(environments) / 4, "the share of 'dice' is wrong"
 
 
 async def test_breach_is_counted_and_the_run_continues(
@@ -240,7 +239,7 @@ async def test_short_outage_of_an_environment_only_delays_the_run(
     state = await run.train()
     assert state.step == 6
     assert state.episodes_lost > 0
-    # Groups that waited during the last step were played, too.
+    # `games_played` also counts groups that were still in the buffer after the last step.
     assert state.games_played - state.episodes_lost >= state.games_trained == 6 * 4 * 2
 
 
@@ -272,5 +271,5 @@ async def test_waiting_times_of_both_loops_are_logged(tmp_path: Path) -> None:
     run.prepare = prepare
     await run.train()
     for row in run.rows[1:]:
-        assert row.values["wait_for_batch_s"] >= 0.03, "on-policy training waits for episodes"
-        assert row.values["rollout_idle_s"] >= 0.05, "sampling waits for training"
+        assert row.values["wait_for_batch_s"] >= 0.03, "training did not wait for episodes"
+        assert row.values["rollout_idle_s"] >= 0.05, "sampling did not wait for training"

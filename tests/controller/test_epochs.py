@@ -1,4 +1,4 @@
-"""Each epoch uses each row of a data set once, despite losses, stops and resumes."""
+"""Each epoch uses each row of a data set once, despite lost groups, stops and resumes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def make_run(folder: Path, **training: Any) -> SimulatedRun:
 
 
 def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
-    """Use uneven durations, a third of zero-variance groups, and every ninth group lost."""
+    """Vary the durations, make every third group zero-variance, and lose every ninth group."""
 
-    def duration_s(spec: GroupSpec) -> float:
+    def draw_duration_s(spec: GroupSpec) -> float:
         return random.Random(spec.index).lognormvariate(-6, 1.0)
 
-    workers.duration_s = duration_s
+    workers.duration_s = draw_duration_s
     workers.rewards = lambda spec: (1, 1) if spec.index % 3 == 0 else (1, -1)
     workers.kills_worker = lambda spec: spec.index % 9 == 4
 
@@ -59,7 +59,7 @@ async def test_each_epoch_trains_on_each_row_once(tmp_path: Path, max_staleness:
     assert sorted(list_trained_seeds(run)) == list(range(2 * NUM_ROWS))
     assert state.episodes_lost > 10
     assert max(spec.seeds[0] for spec in run.started_groups) < 2 * NUM_ROWS, (
-        "no extra row is played"
+        "too many rows were played"
     )
 
 
@@ -121,8 +121,9 @@ def make_mixture(state: MixtureState, **num_tasks: int) -> Mixture:
 
 
 def make_mixed_run(*names: str, **rollout: Any) -> LanguageModelRun:
-    tree = {"environments": {name: {} for name in names}, "rollout": {"group_size": 2, **rollout}}
-    return LanguageModelRun.model_validate(tree)
+    environments = {name: {} for name in names}
+    sections = {"environments": environments, "rollout": {"group_size": 2, **rollout}}
+    return LanguageModelRun.model_validate(sections)
 
 
 def test_lost_group_repeats_the_same_task_three_times():
@@ -178,8 +179,8 @@ def test_training_seeds_wrap_below_warm_start_seeds() -> None:
 
 
 def make_config(**training: Any) -> LanguageModelRun:
-    tree = {"environment": {"package": "coins"}, "algorithm": {"zero_variance_groups": "keep"}}
-    return LanguageModelRun.model_validate(tree | {"training": training})
+    sections = {"environment": {"package": "coins"}, "algorithm": {"zero_variance_groups": "keep"}}
+    return LanguageModelRun.model_validate(sections | {"training": training})
 
 
 @pytest.mark.parametrize(
@@ -200,14 +201,14 @@ def test_epochs_need_a_number_of_tasks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "message"),
+    ("sections", "message"),
     [
         ({"environments": {"a": {}, "b": {}}}, "tasks of one environment, but the run has 2"),
         ({}, "zero_variance_groups = 'replace' skips groups of equal rewards"),
     ],
 )
 def test_configuration_that_does_not_support_epochs_is_refused(
-    tree: dict[str, Any], message: str
+    sections: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        LanguageModelRun.model_validate(tree | {"training": {"num_epochs": 1}})
+        LanguageModelRun.model_validate(sections | {"training": {"num_epochs": 1}})

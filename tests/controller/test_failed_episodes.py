@@ -1,4 +1,4 @@
-"""A few failed episodes delay a run; if nearly all fail, it stops with the reason."""
+"""A run continues after a few failed episodes, and stops with the reason if nearly all fail."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class Session:
         return StepResult({}, reward=1.0 - 2.0 * (self._number % 2), terminated=True)
 
     async def close(self) -> None:
-        """Release nothing."""
+        """Do nothing."""
 
 
 class Client:
-    """An environment in this process with some failing episodes."""
+    """A client of an in-process environment in which some episodes fail."""
 
     def __init__(self, is_failing: Callable[[int], bool]) -> None:
         self._is_failing = is_failing
-        self._numbers = itertools.count()
+        self._episode_numbers = itertools.count()
 
     async def open(self, **arguments: Any) -> tuple[Session, StepResult]:
-        number = next(self._numbers)
+        number = next(self._episode_numbers)
         text = TextView([{"role": "user", "content": "go"}])
         return Session(number, self._is_failing(number)), StepResult({}, text=text)
 
@@ -63,7 +63,7 @@ def chat() -> ChatTokenizer:
 def make_run(
     folder: Path, chat: ChatTokenizer, is_failing: Callable[[int], bool], **player_options: Any
 ) -> SimulatedRun:
-    """Return a run with real players and a policy that has one completion."""
+    """Return a run with real players and a policy that always samples the same completion."""
     settings = {
         "environments": {"coins": {"reconnect_timeout_s": 0.5}},
         "training": {"num_steps": 15, "groups_per_step": 4},
@@ -115,7 +115,7 @@ async def test_environment_that_starts_to_fail_stops_the_run(
     run = make_run(tmp_path, chat, lambda number: number > 100)
     with pytest.raises(EpisodesFailedError, match="step failed with KeyError: 'tile'"):
         await run.train()
-    assert run.learner.steps > 0
+    assert run.learner.num_steps > 0
 
 
 @pytest.mark.slow

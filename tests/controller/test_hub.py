@@ -1,4 +1,4 @@
-"""Without a response from Hugging Face, models come from the cache or are refused."""
+"""Models are loaded from the cache or refused if Hugging Face does not respond."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL = "nobody/model"
 
 
 class SilentHub:
-    """A hub that accepts connections, never responds, and counts availability requests."""
+    """A hub server that accepts connections, counts HEAD requests and never responds."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -40,7 +40,7 @@ class SilentHub:
             try:
                 connection, _ = self._listener.accept()
                 self._connections.append(connection)
-                # Once per process, the hub's client also fetches an unrelated list.
+                # The hub's client also fetches an unrelated list, once per process.
                 self._num_requests += connection.recv(5) == b"HEAD "
             except OSError:
                 return
@@ -53,7 +53,7 @@ class SilentHub:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentHub]:
-    """Yield a silent hub; use an empty cache."""
+    """Use a silent hub and an empty cache; yield the hub."""
     silent_hub = SilentHub()
     monkeypatch.setattr(load.hub, "ENDPOINT", silent_hub.address)
     monkeypatch.setattr(load.hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -66,7 +66,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentHub]:
 
 
 def put_in_cache(cache: Path, folder: Path) -> None:
-    """Put a model into the cache."""
+    """Copy a model folder into the cache as `MODEL`."""
     cached_model = cache / f"models--{MODEL.replace('/', '--')}"
     shutil.copytree(folder, cached_model / "snapshots" / "abc")
     (cached_model / "refs").mkdir()

@@ -1,4 +1,4 @@
-"""Every wait has a limit and a description."""
+"""Every wait has a time limit and a description in its log and error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP_ARGUMENTS = None, Coefficients(1e-3, entropy=0.0, kl=0.0)
 
 
 async def wait_forever(ended_tasks: list[str]) -> None:
-    """Wait until cancelled, and record the end."""
+    """Wait until cancelled, then append to `ended_tasks`."""
     try:
         await asyncio.Event().wait()
     finally:
@@ -32,10 +32,8 @@ async def test_wait_beyond_the_limit_is_cancelled_and_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ended_tasks: list[str] = []
-    with pytest.raises(TimeoutError, match=r"waited for a friend longer than patience = 0\.01 s"):
-        await wait_with_limit(
-            wait_forever(ended_tasks), "a friend", timeout_s=0.01, setting="patience"
-        )
+    with pytest.raises(TimeoutError, match=r"waited for a task longer than limit = 0\.01 s"):
+        await wait_with_limit(wait_forever(ended_tasks), "a task", timeout_s=0.01, setting="limit")
     await asyncio.sleep(0)
     assert ended_tasks == ["forever"]
 
@@ -46,23 +44,23 @@ async def test_long_wait_is_logged(
     caplog.set_level("INFO")
     monkeypatch.setattr("ludus.trainer.core.tasks.LOG_INTERVAL_S", 0.001)
     with pytest.raises(TimeoutError):
-        await wait_with_limit(wait_forever([]), "a friend", timeout_s=0.02, setting="patience")
-    assert "waiting for a friend" in caplog.text
+        await wait_with_limit(wait_forever([]), "a task", timeout_s=0.02, setting="limit")
+    assert "waiting for a task" in caplog.text
 
 
 async def test_result_or_error_within_the_limit_is_passed_on() -> None:
     async def fail() -> None:
-        raise TimeoutError("its own")
+        raise TimeoutError("the task failed")
 
-    assert await wait_with_limit(asyncio.sleep(0, 7), "it", timeout_s=60, setting="patience") == 7
-    with pytest.raises(TimeoutError, match=r"^its own$"):
-        await wait_with_limit(fail(), "it", timeout_s=60, setting="patience")
+    assert await wait_with_limit(asyncio.sleep(0, 7), "a task", timeout_s=60, setting="limit") == 7
+    with pytest.raises(TimeoutError, match=r"^the task failed$"):
+        await wait_with_limit(fail(), "a task", timeout_s=60, setting="limit")
 
 
 async def test_cancelled_wait_cancels_the_awaited_task() -> None:
     ended_tasks: list[str] = []
     waiting_task = asyncio.create_task(
-        wait_with_limit(wait_forever(ended_tasks), "a friend", timeout_s=60, setting="patience")
+        wait_with_limit(wait_forever(ended_tasks), "a task", timeout_s=60, setting="limit")
     )
     await asyncio.sleep(0.01)
     waiting_task.cancel()
@@ -81,22 +79,22 @@ class SimulatedRank:
 
 
 class SimulatedCall:
-    """A call of a rank."""
+    """A remote method of a rank."""
 
     def __init__(self, *, is_hanging: bool) -> None:
         self._is_hanging = is_hanging
 
     async def remote(self, *_: object) -> str:
-        """Return a result, or wait forever."""
+        """Return a response, or wait forever."""
         if self._is_hanging:
             await asyncio.Event().wait()
         return "answer"
 
 
-def make_group(
+def make_learner_group(
     monkeypatch: pytest.MonkeyPatch, hanging_method: str
 ) -> tuple[LearnerGroup, list[Any]]:
-    """Return a learner with two such ranks, and the list of killed ranks."""
+    """Return a learner with two simulated ranks, and the list of its killed ranks."""
     killed_ranks: list[Any] = []
 
     class Options:
@@ -121,7 +119,6 @@ def make_group(
 
 
 async def start_ranks(group: LearnerGroup) -> None:
-    """Start the ranks."""
     await group.start("model", RayWeightStore())
 
 
@@ -136,7 +133,7 @@ async def start_ranks(group: LearnerGroup) -> None:
 async def test_learner_that_does_not_start_is_lost(
     monkeypatch: pytest.MonkeyPatch, hanging_method: str, description: str
 ) -> None:
-    group, killed_ranks = make_group(monkeypatch, hanging_method)
+    group, killed_ranks = make_learner_group(monkeypatch, hanging_method)
     with pytest.raises(
         LearnerLostError, match=rf"{description}.*placement\.start_timeout_s = 0\.25"
     ):
@@ -147,7 +144,7 @@ async def test_learner_that_does_not_start_is_lost(
 async def test_hanging_learner_is_lost_until_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    group, killed_ranks = make_group(monkeypatch, "train_step")
+    group, killed_ranks = make_learner_group(monkeypatch, "train_step")
     await start_ranks(group)
     with pytest.raises(
         LearnerLostError, match=r"'train_step'.*training\.learner_timeout_s = 0\.25"

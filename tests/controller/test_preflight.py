@@ -1,4 +1,4 @@
-"""The checks of `ludus train --dry-run`."""
+"""Checks of `ludus train --dry-run`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_damaged_checkpoint_is_reported_with_the_remedy(tmp_path: Path) -> None:
         check_run(tmp_path, resume=Resume.ALWAYS)
 
 
-async def test_resume_with_other_random_numbers_is_reported(
+async def test_resume_with_different_random_streams_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = CheckpointFolder(tmp_path / "run" / CHECKPOINTS_FOLDER, num_kept=1)
@@ -92,15 +92,15 @@ def test_random_baseline_needs_no_fixed_policies(tmp_path: Path) -> None:
         check_run(tmp_path, *disabled_policies, 'environment.baselines=["random", "dealer_rule"]')
 
 
-def raises() -> None:
-    raise TypeError("a chart of nothing")
+def raise_type_error() -> None:
+    raise TypeError("no prompts")
 
 
-def wants_a_deck(deck: list[str]) -> None:
+def return_prompts_for_deck(deck: list[str]) -> None:
     del deck
 
 
-def two_sets_of_answers() -> list[PolicyChartPrompt]:
+def return_different_answers() -> list[PolicyChartPrompt]:
     labels = {"reference": "A", "panel": "", "row": "", "column": ""}
     return [PolicyChartPrompt([], answers, **labels) for answers in (["A", "B"], ["A"])]
 
@@ -108,11 +108,11 @@ def two_sets_of_answers() -> list[PolicyChartPrompt]:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (raises, "raised TypeError: a chart of nothing"),
-        (wants_a_deck, "must be a function without arguments"),
+        (raise_type_error, "raised TypeError: no prompts"),
+        (return_prompts_for_deck, "must be a function without arguments"),
         (lambda: None, "raised TypeError"),
         (lambda: [], "returned 0 prompts"),
-        (two_sets_of_answers, "all of them must have the same answers"),
+        (return_different_answers, "all of them must have the same answers"),
     ],
 )
 def test_invalid_chart_prompts_are_reported_before_the_run(

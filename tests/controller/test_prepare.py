@@ -1,4 +1,4 @@
-"""The warm start and the canary tolerate some failed episodes, but not only failures."""
+"""The warm start and the canary tolerate some failed episodes, but not if all episodes fail."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FirstSeedFailingEnv(FragileEnv):
 
     def reset(self, *, seed: int | None = None, **_: Any) -> Transition[CountObservation]:
         if seed == 0:
-            raise RuntimeError("no world of that number")
+            raise RuntimeError("seed 0 is not supported")
         return super().reset(seed=seed)
 
 
@@ -61,7 +61,7 @@ def make_run(**rollout: Any) -> LanguageModelRun:
 async def connect_environment(
     run: LanguageModelRun, factory: type[FragileEnv], max_sessions: int = 256
 ) -> AsyncIterator[dict[str, ConnectedEnvironment]]:
-    """Yield the only environment, connected to a real server."""
+    """Serve the run's only environment; yield it with a connected client."""
     options = ServerOptions(port=0, max_sessions=max_sessions)
     async with (
         EnvServer(factory, options) as server,
@@ -83,7 +83,7 @@ def chat() -> ChatTokenizer:
 
 
 @pytest.mark.slow
-async def test_failed_warm_start_episodes_are_left_out(
+async def test_failed_warm_start_episodes_are_excluded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run()
@@ -116,10 +116,10 @@ async def test_canary_uses_the_first_episode_that_opens(chat: ChatTokenizer) -> 
 async def test_long_first_prompt_is_refused(
     chat: ChatTokenizer,
 ) -> None:
-    sufficient_run, insufficient_run = make_run(max_tokens=200), make_run(max_tokens=24)
-    async with connect_environment(sufficient_run, FirstSeedFailingEnv) as environments:
-        await check_first_prompts(sufficient_run, environments, chat)
+    long_context_run, short_context_run = make_run(max_tokens=200), make_run(max_tokens=24)
+    async with connect_environment(long_context_run, FirstSeedFailingEnv) as environments:
+        await check_first_prompts(long_context_run, environments, chat)
         with pytest.raises(
             ConfigError, match=r"'fragile'.*max_tokens = 24, but the shortest prompt has \d+ tokens"
         ):
-            await check_first_prompts(insufficient_run, environments, chat)
+            await check_first_prompts(short_context_run, environments, chat)

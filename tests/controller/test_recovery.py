@@ -1,4 +1,4 @@
-"""A run survives a lost learner, a stop and a crash, and trains on each group once."""
+"""A run recovers from a lost learner, a stop and a crash, and trains on each group once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.types import GroupSpec, SavedFile
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.run.checkpoint import RunState, find_newest_checkpoint, read_state
-from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, next_iteration
+from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, wait_one_iteration
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -35,12 +35,12 @@ def make_run(folder: Path, *, num_steps: int = NUM_STEPS, **training: Any) -> Si
 
 
 def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
-    """Use uneven durations, and zero variance in a fifth of the groups."""
+    """Vary the durations of groups, and make every fifth group zero-variance."""
 
-    def duration_s(spec: GroupSpec) -> float:
+    def draw_duration_s(spec: GroupSpec) -> float:
         return random.Random(spec.index).lognormvariate(-6, 1.0)
 
-    workers.duration_s = duration_s
+    workers.duration_s = draw_duration_s
     workers.rewards = lambda spec: (1, 1) if spec.index % 5 == 0 else (1, -1)
 
 
@@ -65,11 +65,13 @@ async def test_lost_learner_restarts_from_the_newest_checkpoint(
     kill_learner_in_steps(run, 7)
     state = await run.train()
     assert (state.step, state.learner_restarts, run.learner.num_restarts) == (NUM_STEPS, 1, 1)
-    assert run.learner.steps == NUM_STEPS
-    assert [row.step for row in run.rows] == list(range(1, NUM_STEPS + 1)), "each step once"
+    assert run.learner.num_steps == NUM_STEPS
+    assert [row.step for row in run.rows] == list(range(1, NUM_STEPS + 1)), (
+        "a step is missing or repeated"
+    )
     num_games = [row.num_games_trained for row in run.rows]
     assert num_games == [8 * step for step in range(1, NUM_STEPS + 1)]
-    assert state.num_groups_rolled_back >= 2 * 4, "at least the groups of the lost steps"
+    assert state.num_groups_rolled_back >= 2 * 4, "too few groups were rolled back"
 
 
 async def test_learner_lost_before_first_checkpoint_restarts_from_step_zero(tmp_path: Path) -> None:
@@ -92,8 +94,8 @@ async def test_samples_of_rolled_back_weights_are_not_trained_on(tmp_path: Path)
 
         def record_origin(spec: GroupSpec) -> float:
             assert workers.published_weights is not None
-            _, life, _, step = workers.published_weights.manifest.content_hash.split()
-            origins[spec.index] = int(life), int(step)
+            _, num_restarts, _, step = workers.published_weights.manifest.content_hash.split()
+            origins[spec.index] = int(num_restarts), int(step)
             return duration_s(spec)
 
         workers.duration_s = record_origin
@@ -102,9 +104,9 @@ async def test_samples_of_rolled_back_weights_are_not_trained_on(tmp_path: Path)
     await run.train()
     for groups in run.batches.values():
         for group in groups:
-            life, step = origins[group.index]
-            # The first learner died before its first checkpoint, the second after that of step 5.
-            assert life == 2 or (life == 1 and step <= 5)
+            num_restarts, step = origins[group.index]
+            # The first death precedes any checkpoint. The second follows the checkpoint of step 5.
+            assert num_restarts == 2 or (num_restarts == 1 and step <= 5)
     assert len(set(run.trained_indices)) == len(run.trained_indices) == 4 * NUM_STEPS
 
 
@@ -144,10 +146,10 @@ async def test_lost_buffer_stops_the_run_with_a_checkpoint(
     ):
         await run.train()
     saved_state = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
-    assert saved_state.step == run.learner.steps == 7
+    assert saved_state.step == run.learner.num_steps == 7
     assert saved_state.buffered_groups == []
     assert [row.step for row in run.rows] == list(range(1, 8))
-    run.prepare, run.learner.on_step = prepare_run, next_iteration
+    run.prepare, run.learner.on_step = prepare_run, wait_one_iteration
     state = await run.train(resume=True)
     assert state.step == NUM_STEPS
     assert len(set(run.trained_indices)) == len(run.trained_indices) == 4 * NUM_STEPS
@@ -161,7 +163,7 @@ async def test_learner_lost_with_the_buffer_leaves_the_previous_checkpoint(
     save = run.learner.save
 
     async def save_or_die(state_folder: Path, model_folder: Path) -> list[SavedFile]:
-        if run.learner.steps == 7:
+        if run.learner.num_steps == 7:
             run.learner.die()
         return await save(state_folder, model_folder)
 
@@ -211,12 +213,12 @@ async def test_stopped_run_loses_no_group(tmp_path: Path) -> None:
 
     run.prepare = prepare_stop
     state = await run.train()
-    assert state.step == 7, "the current step finishes"
+    assert state.step == 7, "the current step did not finish"
     saved_state = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
     assert saved_state.step == 7
     unfinished_indices = [spec.index for spec in saved_state.unfinished_groups]
     unfinished_indices += [group.index for group in saved_state.buffered_groups]
-    assert unfinished_indices, "sampling was ahead"
+    assert unfinished_indices, "sampling was not ahead of training"
     assert set(unfinished_indices).isdisjoint(run.trained_indices)
 
     run.prepare = prepare_run
@@ -246,7 +248,7 @@ async def test_killed_run_trains_on_every_group_once(tmp_path: Path, seed: int) 
     assert len(set(run.trained_indices)) == len(run.trained_indices) == 4 * NUM_STEPS
     informative_indices = [index for index in range(max(run.trained_indices)) if index % 5]
     missing_indices = set(informative_indices) - set(run.trained_indices)
-    assert len(missing_indices) <= 4, "only groups that still wait at the end"
+    assert len(missing_indices) <= 4, "too many groups are not trained on"
 
 
 async def test_on_policy_resume_trains_on_the_same_groups(
@@ -272,7 +274,7 @@ async def test_on_policy_resume_trains_on_the_same_groups(
     assert state.games_played == complete_state.games_played
 
 
-async def test_resume_with_removed_environment_uses_remaining_ones(tmp_path: Path) -> None:
+async def test_resume_ignores_groups_of_a_removed_environment(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=5)
     run.settings["environments"] = {"coins": {}, "dice": {}}
     await run.train()

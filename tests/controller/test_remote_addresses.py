@@ -1,4 +1,4 @@
-"""Unreachable remote environments are refused early and by their names."""
+"""Unreachable remote environments are refused before the run starts, and named in the error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_run(address: str) -> LanguageModelRun:
     return LanguageModelRun.model_validate({"environment": {"kind": "remote", "address": address}})
 
 
-def make_run_of_several(**addresses: str) -> LanguageModelRun:
+def make_multi_environment_run(**addresses: str) -> LanguageModelRun:
     environments = {
         name: {"kind": "remote", "address": address} for name, address in addresses.items()
     }
@@ -51,7 +51,7 @@ async def test_unreachable_address_is_refused_before_ray_starts(
     unused_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def place_in_ray(*_: object, **__: object) -> None:
-        raise AssertionError("Ray was to be started")
+        raise AssertionError("Ray was started")
 
     monkeypatch.setattr(build, "place_in_ray", place_in_ray)
     with pytest.raises(ConfigError) as error_info:
@@ -73,9 +73,9 @@ async def test_all_unreachable_addresses_are_reported_without_credentials(
 ) -> None:
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    run = make_run_of_several(
+    run = make_multi_environment_run(
         first=f"http://me:open-sesame@{unused_address}",
-        there=f"grpc://127.0.0.1:{port}",
+        reachable=f"grpc://127.0.0.1:{port}",
         last=f"grpc://{unused_address}/chess",
     )
     with pytest.raises(ConfigError) as error_info:
@@ -83,7 +83,7 @@ async def test_all_unreachable_addresses_are_reported_without_credentials(
     message = str(error_info.value)
     assert f"environments.first.address = 'http://{unused_address}'" in message
     assert f"environments.last.address = 'grpc://{unused_address}/chess'" in message
-    assert "there.address" not in message
+    assert "reachable.address" not in message
     assert "open-sesame" not in message
     server.close()
 

@@ -26,8 +26,8 @@ from tests.rollout.fake_engine import FakeEngine
 pytestmark = pytest.mark.timeout(60)
 
 
-class HeldStore:
-    """A store whose fetches of version 1 wait until `release_event` is set."""
+class DelayedStore:
+    """A store that delays fetches of version 1 until `release_event` is set."""
 
     def __init__(self, release_event: threading.Event) -> None:
         self._release_event = release_event
@@ -46,7 +46,6 @@ class EndlessRunner:
     plays_groups_together = False
 
     async def play_episodes(self, *_: Any, **__: Any) -> list[Any]:
-        """Wait forever."""
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -113,7 +112,7 @@ async def test_late_fetch_does_not_load_older_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     release_event, engine = threading.Event(), FakeEngine()
-    monkeypatch.setattr(rollout_worker, "make_store", lambda _: HeldStore(release_event))
+    monkeypatch.setattr(rollout_worker, "make_store", lambda _: DelayedStore(release_event))
     worker, _ = make_worker(engine)
     late_load = asyncio.create_task(worker.load_weights(publish_weights(1, (-1.0,)), True))
     await run_pending_tasks()
@@ -130,10 +129,10 @@ async def test_engine_failure_is_reported_to_the_waiter() -> None:
     engine = FakeEngine()
     worker, async_engine = make_worker(engine)
     close_task = asyncio.create_task(worker.wait_until_closed())
-    engine.failure = MemoryError("no more memory")
+    engine.failure = MemoryError("out of memory")
     with pytest.raises(EngineLostError):
         await async_engine([1], Sampling(1.0, 4), 0)
-    with pytest.raises(EngineLostError, match="MemoryError: no more memory"):
+    with pytest.raises(EngineLostError, match="MemoryError: out of memory"):
         await close_task
 
 

@@ -12,8 +12,9 @@ from ludus.trainer.run.schedule import compute_coefficients
 
 def make_run(num_steps: int, *, algorithm: dict[str, object] | None = None, **learner: object):
     """Return a run of `num_steps` with these learner settings."""
-    tree = {"training": {"num_steps": num_steps}, "learner": learner, "algorithm": algorithm or {}}
-    return LanguageModelRun.model_validate(tree)
+    training = {"num_steps": num_steps}
+    sections = {"training": training, "learner": learner, "algorithm": algorithm or {}}
+    return LanguageModelRun.model_validate(sections)
 
 
 def compute_learning_rates(run: LanguageModelRun) -> list[float]:

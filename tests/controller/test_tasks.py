@@ -1,4 +1,4 @@
-"""A failed background task ends its block with its error."""
+"""A failed background task cancels the block and raises its error there."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ludus.trainer.core.tasks import CancellingTaskGroup, gather_or_cancel
 pytestmark = pytest.mark.timeout(60)
 
 
-async def finish_at_once() -> None:
-    """Finish at once."""
+async def return_immediately() -> None:
+    """Return without waiting."""
 
 
 async def fail_soon() -> None:
     await asyncio.sleep(0.01)
-    raise GroupMismatchError("expected sessions to begin alike")
+    raise GroupMismatchError("sessions started differently")
 
 
 async def wait_forever(ended_tasks: list[str]) -> None:
@@ -32,11 +32,11 @@ async def test_background_failure_cancels_the_block() -> None:
     ended_tasks: list[str] = []
     with pytest.raises(GroupMismatchError):
         async with CancellingTaskGroup() as tasks:
-            tasks.start(finish_at_once())
+            tasks.start(return_immediately())
             tasks.start(fail_soon())
             tasks.start(wait_forever(ended_tasks))
             await wait_forever(ended_tasks)
-    assert ended_tasks == ["forever", "forever"], "no task outlives the block"
+    assert ended_tasks == ["forever", "forever"], "a task outlived the block"
 
 
 async def test_finished_background_tasks_do_not_end_the_block() -> None:
@@ -45,7 +45,7 @@ async def test_finished_background_tasks_do_not_end_the_block() -> None:
         return 7
 
     async with CancellingTaskGroup() as tasks:
-        tasks.start(finish_at_once())
+        tasks.start(return_immediately())
         assert await train() == 7
 
 
@@ -83,13 +83,13 @@ async def test_cancelled_block_cancels_its_tasks() -> None:
     assert ended_tasks == ["forever", "forever"]
 
 
-async def test_the_cause_of_a_failure_is_kept() -> None:
+async def test_failure_keeps_its_cause() -> None:
     async def fail() -> None:
-        raise GroupMismatchError("expected sessions to begin alike") from ValueError("why")
+        raise GroupMismatchError("sessions started differently") from ValueError("the cause")
 
     with pytest.raises(GroupMismatchError) as error_info:
         await gather_or_cancel(fail(), wait_forever([]))
-    assert str(error_info.value.__cause__) == "why"
+    assert str(error_info.value.__cause__) == "the cause"
 
 
 async def test_gather_keeps_the_order_and_cancels_after_a_failure() -> None:

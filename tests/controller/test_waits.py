@@ -1,4 +1,4 @@
-"""Waits for workers, groups, the buffer and evaluations are described and limited."""
+"""Waits for workers, groups, the buffer and evaluations have descriptions and time limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ SHORT_IDLE_TIMEOUT = ONE_WORKER | {"training": {"idle_timeout_s": 0.1}}
 
 
 async def wait_forever(*_: object) -> None:
-    """Wait forever."""
     await asyncio.Event().wait()
 
 
@@ -62,7 +61,7 @@ async def test_run_stops_if_all_workers_hang_at_start(
     settings = ONE_WORKER | {"placement": {"start_timeout_s": 0.1}}
     with pytest.raises(WorkerStartError, match=r"load.* the model.*start_timeout_s = 0\.1"):
         async with FakeFleet(behave).run_workers(monkeypatch, settings):
-            raise AssertionError("no worker has started")
+            raise AssertionError("a worker started")
 
 
 async def test_run_stops_if_workers_cannot_be_placed(
@@ -74,7 +73,7 @@ async def test_run_stops_if_workers_cannot_be_placed(
     settings = TWO_WORKERS | {"placement": {"start_timeout_s": 0.1}}
     with pytest.raises(WorkerStartError, match=r"0 of 2 .*; worker 0 waits for room; worker 1"):
         async with FakeFleet(behave).run_workers(monkeypatch, settings):
-            raise AssertionError("no worker has started")
+            raise AssertionError("a worker started")
 
 
 async def test_state_of_each_worker_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,14 +131,14 @@ class FrozenBuffer:
 
 
 class FrozenCall(Method):
-    """A method of the actor."""
+    """A remote method that never responds."""
 
     def options(self, **_: object) -> FrozenCall:
-        """Return the call itself."""
+        """Return this method."""
         return self
 
     def remote(self, *arguments: Any) -> Any:
-        """Return the call; `take` consists of two calls."""
+        """Return the pending call. `take` returns a pair of results."""
         call = super().remote(*arguments)
         return (call, None) if len(arguments) == 2 and isinstance(arguments[1], float) else call
 

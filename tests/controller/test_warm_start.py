@@ -1,4 +1,4 @@
-"""The warm start of a tiny model: its episodes, its log, and its warnings."""
+"""Episodes, log and warnings of a tiny model's warm start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TINY_MODEL = {
 
 
 class GuessingEnv(CountingEnv):
-    """A game that ends with the right number of three, which `random` draws from the seed."""
+    """A game that ends when the player guesses a number from 1 to 3, drawn from the seed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,16 +53,16 @@ class GuessingEnv(CountingEnv):
         return Transition(self._observe(), reward=reward, terminated=is_correct)
 
 
-class OneQuestion(GuessingEnv):
-    """A game that ends with the first answer."""
+class OneStepGuessingEnv(GuessingEnv):
+    """A guessing game that ends after the first action."""
 
     def step(self, action: CountAction) -> Transition[CountObservation]:
         transition = super().step(action)
         return Transition(transition.observation, reward=transition.reward, terminated=True)
 
 
-class AlwaysWon(CountingEnv):
-    """A game that ends with the first answer and rewards every answer."""
+class AlwaysWonEnv(CountingEnv):
+    """A game that ends after the first action and rewards every action."""
 
     def step(self, action: CountAction) -> Transition[CountObservation]:
         return Transition(self._observe(), reward=1.0, terminated=True)
@@ -70,7 +70,7 @@ class AlwaysWon(CountingEnv):
 
 @dataclass(slots=True)
 class RecordedEpisode:
-    """A recorded episode."""
+    """Seed, length and success of an episode."""
 
     environment: str
     seed: int
@@ -80,8 +80,9 @@ class RecordedEpisode:
 
 def make_run(*names: str, **environment: Any) -> LanguageModelRun:
     """Return a run with environments of these names."""
-    tree = {"environments": dict.fromkeys(names, environment), "model": TINY_MODEL, "seed": 3}
-    return LanguageModelRun.model_validate(tree)
+    environments = dict.fromkeys(names, environment)
+    sections = {"environments": environments, "model": TINY_MODEL, "seed": 3}
+    return LanguageModelRun.model_validate(sections)
 
 
 @asynccontextmanager
@@ -128,9 +129,9 @@ async def test_warm_start_succeeds_only_by_chance_on_a_seeded_secret(
         await prepare_model(run, environments, tmp_path)
     assert len(episodes) == NUM_EPISODES
     success_rate = sum(episode.is_success for episode in episodes) / NUM_EPISODES
-    assert abs(success_rate - 1 / 3) < 0.17, "four standard errors"
+    assert abs(success_rate - 1 / 3) < 0.17, "the rate is off by four standard errors"
     mean_steps = sum(episode.num_steps for episode in episodes) / NUM_EPISODES
-    assert 2.0 < mean_steps < 4.0, "three tries on average"
+    assert 2.0 < mean_steps < 4.0, "the mean is far from 3 steps"
 
 
 async def test_warm_start_is_summarized_in_the_log(
@@ -142,10 +143,8 @@ async def test_warm_start_is_summarized_in_the_log(
         await prepare_model(run, environments, tmp_path)
     steps = [episode.num_steps for episode in episodes]
     mean_steps = sum(steps) / NUM_EPISODES
-    assert (
-        f"{NUM_EPISODES} episodes of {mean_steps:.1f} turns on average, at most {max(steps)}"
-        in (caplog.text)
-    )
+    summary = f"{NUM_EPISODES} episodes of {mean_steps:.1f} turns on average, at most {max(steps)}"
+    assert summary in caplog.text
     assert (
         f"trained on {NUM_EPISODES} of {NUM_EPISODES} episodes: a cross-entropy of" in caplog.text
     )
@@ -155,10 +154,10 @@ async def test_warm_start_is_summarized_in_the_log(
 async def test_warm_start_seeds_are_distinct_in_all_environments(
     tmp_path: Path,
 ) -> None:
-    run = make_run("one", "other")
+    run = make_run("left", "right")
     async with serve_environments(run, GuessingEnv) as (environments, episodes):
         await prepare_model(run, environments, tmp_path)
-    assert {episode.environment for episode in episodes} == {"one", "other"}
+    assert {episode.environment for episode in episodes} == {"left", "right"}
     seeds = [episode.seed for episode in episodes]
     assert len(set(seeds)) == len(seeds) == NUM_EPISODES
     assert 2**30 <= min(seeds) <= max(seeds) < 2**31
@@ -166,7 +165,11 @@ async def test_warm_start_seeds_are_distinct_in_all_environments(
 
 @pytest.mark.parametrize(
     ("factory", "environment", "is_suspicious"),
-    [(AlwaysWon, {}, True), (AlwaysWon, {"max_turns": 1}, False), (OneQuestion, {}, False)],
+    [
+        (AlwaysWonEnv, {}, True),
+        (AlwaysWonEnv, {"max_turns": 1}, False),
+        (OneStepGuessingEnv, {}, False),
+    ],
 )
 async def test_equal_one_step_episodes_give_a_warning(
     tmp_path: Path,

@@ -40,9 +40,9 @@ async def test_worker_plays_the_configured_number_of_groups(
         async def play_all_slots() -> None:
             for number in range(10**6):
                 slot = await workers.acquire_slot()
-                # Sometimes there are fewer groups than the slot has room for.
-                size = 1 if number % 3 == 0 else slot.max_groups
-                play_tasks.append(asyncio.create_task(slot.play(make_groups(*range(size)))))
+                # Every third slot plays fewer groups than it has room for.
+                num_played = 1 if number % 3 == 0 else slot.max_groups
+                play_tasks.append(asyncio.create_task(slot.play(make_groups(*range(num_played)))))
 
         start_task = asyncio.create_task(play_all_slots())
         await run_pending_tasks(100 + 3 * num_groups)
@@ -103,13 +103,13 @@ def change_first_actor(fleet: FakeFleet, change: Callable[[FakeActor], None]) ->
     fleet.behave = lambda actor: change(actor) if actor.index == 0 else None
 
 
-async def wait_until_ready(workers: RolloutWorkers, number: int) -> None:
-    """Wait until this number of workers is ready."""
-    await wait_until(lambda: len(workers.roster.ready_workers) == number)
+async def wait_until_ready(workers: RolloutWorkers, num_ready: int) -> None:
+    """Wait until `num_ready` workers are ready."""
+    await wait_until(lambda: len(workers.roster.ready_workers) == num_ready)
 
 
 async def use_slots_forever(workers: RolloutWorkers) -> None:
-    """Take slots until the run stops."""
+    """Acquire and release slots until `acquire_slot` raises an error."""
     while True:
         (await workers.acquire_slot()).release()
         await asyncio.sleep(0)
@@ -179,12 +179,12 @@ async def test_worker_with_one_breach_fetches_all_weights_again(
             )
         weights = await workers.load_weights(publish_weights(1), 0.05)
         assert [worker_weights.canary.version for worker_weights in weights] == [1], (
-            "the other worker is not delayed"
+            "the healthy worker was delayed"
         )
         assert list(workers.weights_by_worker) == [healthy_actor.number]
         slots = [await workers.acquire_slot() for _ in range(16)]
         assert {slot.worker.number for slot in slots} == {healthy_actor.number}, (
-            "the suspect is out of rotation"
+            "the suspect worker is still in rotation"
         )
         release_event.set()
         await wait_until_ready(workers, 2)
@@ -192,7 +192,7 @@ async def test_worker_with_one_breach_fetches_all_weights_again(
         assert {weights.canary.version for weights in workers.weights_by_worker.values()} == {1}
         assert workers.roster.num_restarts == 0
         assert len(fleet.actors) == 2
-        assert workers.num_breaches == suspect_actor.num_abandoned == (failure_kind == "breach")
+        assert workers.num_breaches == suspect_actor.num_abandon_calls == (failure_kind == "breach")
 
 
 @pytest.mark.parametrize("failure_kind", ["breach", "broken"])
@@ -222,7 +222,7 @@ async def test_worker_with_two_breaches_is_replaced(
 async def test_worker_with_repeated_breaches_stops_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The replacements fail, too, so the cause is not a single process."""
+    """Each replacement fails too, so the cause is not a single process."""
     fleet = FakeFleet()
 
     def behave(actor: FakeActor) -> None:
@@ -267,7 +267,7 @@ async def test_breaches_of_all_workers_stop_the_run(
         assert all(actor.from_scratch_loads == [True, True] for actor in fleet.actors[:num_workers])
 
 
-async def test_failed_fetch_fails_only_the_current_delivery(
+async def test_failed_fetch_affects_only_the_current_delivery(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The weights are lost with their learner; the restarted learner publishes again."""
@@ -275,13 +275,13 @@ async def test_failed_fetch_fails_only_the_current_delivery(
 
     async def on_load(weights: PublishedWeights) -> None:
         if weights.manifest.version == 1:
-            raise WeightSyncError("Ray's object store has lost them")
+            raise WeightSyncError("Ray's object store has lost the weights")
 
     async with fleet.run_workers(monkeypatch, TWO_WORKERS) as workers:
         await wait_until_ready(workers, 2)
         for actor in fleet.actors:
             actor.on_load = on_load
-        with pytest.raises(WeightSyncError, match="has lost them"):
+        with pytest.raises(WeightSyncError, match="has lost the weights"):
             await workers.load_weights(publish_weights(1), 60)
         assert (len(workers.roster.ready_workers), len(workers.weights_by_worker)) == (0, 0)
         await workers.load_weights(publish_weights(2), 60)

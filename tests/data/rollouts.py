@@ -1,4 +1,4 @@
-"""Small rollouts and groups for tests."""
+"""Factories of small rollouts and groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ludus.trainer.core.types import (
 def make_rollout(
     reward: float | None, *, token_ids: Sequence[int] = (5, 6, 7, 8), version: int = 0
 ) -> Rollout:
-    """Return a rollout of one turn whose last two tokens were sampled; reward None = lost."""
+    """Return a one-turn rollout with two sampled tokens. Reward None means that it is lost."""
     status = RolloutStatus.LOST if reward is None else RolloutStatus.TERMINATED
     num_prompt_tokens = len(token_ids) - 2
     sequence = TokenSequence(
@@ -41,7 +41,7 @@ def make_rollout(
 
 
 def make_group(*rewards: float | None, index: int = 0, version: int = 0) -> RolloutGroup:
-    """Return a group of such rollouts, each with different tokens."""
+    """Return a group with one rollout per reward, each with different tokens."""
     rollouts = [
         make_rollout(reward, token_ids=(5, 6, 7 + number, 8), version=version)
         for number, reward in enumerate(rewards)

@@ -1,7 +1,7 @@
 """A simulated run in virtual time, with the real buffer and the real admission.
 
-A plan fixes the durations of groups, training steps and deliveries, and how each group ends. The
-tests of the window and the benchmark of the two loops use the same simulation.
+A plan contains the durations of groups, training steps and deliveries, and the outcome of each
+group. Both `test_window.py` and `bench/overlap.py` use this simulation.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from tests.data.rollouts import make_group
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a simulated run."""
+    """Settings of a simulated run."""
 
     groups_per_step: int
     max_staleness: int
     window_fraction: float
     num_slots: int
     durations: list[float]
-    """Durations of the groups in seconds, repeated."""
+    """Durations of the groups in seconds. The list repeats."""
     outcomes: list[str]
+    """Outcomes of the groups: "trained", "equal", "void" or "lost". The list repeats."""
     train_s: float
     deliver_s: float
     num_steps: int = 6
 
     @property
     def window(self) -> int:
-        """The window W of the buffer."""
+        """Size of the buffer's window in groups."""
         max_groups = (self.max_staleness + 1) * self.groups_per_step
         return max(1, math.floor(self.window_fraction * max_groups))
 
-    def duration_s(self, index: int) -> float:
+    def get_duration_s(self, index: int) -> float:
         """Return the duration of group `index` in seconds."""
         return self.durations[index % len(self.durations)]
 
 
 @dataclass
 class Simulation:
-    """A simulation of a plan."""
+    """State of a simulated run."""
 
     plan: Plan
     now_s: float = 0.0
@@ -63,7 +64,7 @@ class Simulation:
     learner_free_since_s: float = 0.0
 
     def run(self) -> None:
-        """Train all steps; fail if no event is left."""
+        """Train all steps; fail if no event remains."""
         plan = self.plan
         self.buffer = GroupBuffer(
             groups_per_step=plan.groups_per_step,
@@ -76,7 +77,7 @@ class Simulation:
             self.admit()
             self.train()
             if len(self.trained_batches) < self.plan.num_steps:
-                assert self.events, "deadlock"
+                assert self.events, "deadlock: no event remains"
                 self.now_s, _, kind, number = heapq.heappop(self.events)
                 getattr(self, kind)(number)
 
@@ -93,7 +94,7 @@ class Simulation:
             self.start_versions[index] = self.worker_version
             self.num_started += 1
             self.num_playing += 1
-            self.schedule(self.plan.duration_s(index), "end_group", index)
+            self.schedule(self.plan.get_duration_s(index), "end_group", index)
 
     def train(self) -> None:
         if self.learner_is_free and (groups := self.buffer.take(self.step)):
@@ -104,7 +105,7 @@ class Simulation:
 
     def end_group(self, index: int) -> None:
         self.num_playing -= 1
-        self.played_s += self.plan.duration_s(index)
+        self.played_s += self.plan.get_duration_s(index)
         outcome = self.plan.outcomes[index % len(self.plan.outcomes)]
         self.outcome_by_index[index] = outcome
         rewards = {"trained": (1, -1), "equal": (1, 1), "void": (1, None), "lost": (None, None)}
@@ -120,7 +121,7 @@ class Simulation:
             self.schedule(self.plan.deliver_s, "end_delivery", version)
 
     def end_delivery(self, version: int) -> None:
-        # At most one delivery runs at a time, and the learner waits for it before the next.
+        # Deliveries run one at a time. The learner starts its next step after a delivery ends.
         self.worker_version = version
         self.deliveries.remove(version)
         for next_version in self.deliveries[:1]:
@@ -129,7 +130,7 @@ class Simulation:
         self.learner_free_since_s = self.now_s
 
     def count_overtakers(self, index: int) -> int:
-        """Return the number of groups that started after `index` and were trained on before it."""
+        """Return the number of later groups that were trained on before group `index`."""
         index_sets = [{group.index for group in batch} for batch in self.trained_batches]
         batch_index = next(
             (position for position, batch in enumerate(index_sets) if index in batch),

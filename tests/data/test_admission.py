@@ -8,7 +8,7 @@ from ludus.trainer.data.buffer import GroupAdmission
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_capacity_is_v_plus_s_plus_one_batches(max_staleness: int) -> None:
+def test_capacity_is_version_plus_staleness_plus_one_batches(max_staleness: int) -> None:
     admission = GroupAdmission(groups_per_step=8, max_staleness=max_staleness)
     for version in range(4):
         admission.admit(admission.compute_capacity(version))

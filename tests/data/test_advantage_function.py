@@ -1,4 +1,4 @@
-"""`algorithm.advantages`: a function of the user computes the advantages of a group."""
+"""Advantages of a group that a user's function computes (`algorithm.advantages`)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ludus.trainer.driver.trainer import Trainer
 from tests.data.rollouts import make_group
 
 
-def ranks(group: Sequence[Rollout]) -> list[float]:
+def compute_ranks(group: Sequence[Rollout]) -> list[float]:
     sorted_rewards = sorted(episode.reward or 0.0 for episode in group)
     return [float(sorted_rewards.index(episode.reward or 0.0)) for episode in group]
 
 
-async def slow_ranks(group: Sequence[Rollout]) -> list[float]:
+async def compute_ranks_async(group: Sequence[Rollout]) -> list[float]:
     await asyncio.sleep(0)
-    return ranks(group)
+    return compute_ranks(group)
 
 
-def too_few(group: Sequence[Rollout]) -> list[float]:
-    return ranks(group)[1:]
+def return_too_few(group: Sequence[Rollout]) -> list[float]:
+    return compute_ranks(group)[1:]
 
 
 def return_nan(group: Sequence[Rollout]) -> list[float]:
@@ -44,7 +44,7 @@ def make_algorithm(name: str) -> GrpoConfig:
     return GrpoConfig(advantages=f"{__name__}:{name}")
 
 
-@pytest.mark.parametrize("function", ["ranks", "slow_ranks"])
+@pytest.mark.parametrize("function", ["compute_ranks", "compute_ranks_async"])
 def test_function_sets_the_advantage_of_every_sampled_token(function: str) -> None:
     batch = make_batch([make_group(3.0, 1.0, 2.0), make_group(0.0, 5.0)], make_algorithm(function))
     advantages = [list(row) for row in batch.advantages]
@@ -52,14 +52,14 @@ def test_function_sets_the_advantage_of_every_sampled_token(function: str) -> No
 
 
 def test_unscored_episode_is_not_passed_to_the_function() -> None:
-    batch = make_batch([make_group(3.0, None, 2.0)], make_algorithm("ranks"))
+    batch = make_batch([make_group(3.0, None, 2.0)], make_algorithm("compute_ranks"))
     assert [row[-1] for row in batch.advantages] == [1, 0]
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("too_few", "must return 3 finite numbers, one for each episode, got [1.0, 2.0]"),
+        ("return_too_few", "must return 3 finite numbers, one for each episode, got [1.0, 2.0]"),
         ("return_nan", "got [nan, nan, nan]"),
         ("raise_error", "raised KeyError: 'weights'"),
     ],
@@ -77,14 +77,14 @@ def test_function_cannot_be_combined_with_scale() -> None:
 
 
 def test_unimportable_function_is_refused() -> None:
-    run = Trainer({"algorithm": {"advantages": "nowhere:ranks"}}).run
-    with pytest.raises(ConfigError, match=r"algorithm\.advantages = 'nowhere:ranks'"):
+    run = Trainer({"algorithm": {"advantages": "nowhere:compute_ranks"}}).run
+    with pytest.raises(ConfigError, match=r"algorithm\.advantages = 'nowhere:compute_ranks'"):
         check_importable_names(run)
 
 
 def test_configuration_accepts_a_function_object() -> None:
     def rank_episodes(group: Sequence[Rollout]) -> list[float]:
-        return ranks(group)
+        return compute_ranks(group)
 
     run = Trainer({"algorithm": {"advantages": rank_episodes}}).run
     assert isinstance(run.algorithm, GrpoConfig)

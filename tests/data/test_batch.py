@@ -1,4 +1,4 @@
-"""Batches from groups: advantages per token, shared sequences, no lost episodes."""
+"""Batches of groups: advantages per token, shared sequences, no lost episodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def play(
     status: RolloutStatus = RolloutStatus.TERMINATED,
     environment: str = "coins",
 ) -> Rollout:
-    """Return an episode whose turns have two prompt and two sampled tokens each.
+    """Return an episode whose turns have two prompt tokens and two sampled tokens each.
 
     `reward` replaces the sum of the turns' rewards. `is_split` makes each turn one sequence.
     """
@@ -62,7 +62,7 @@ def play(
 
 
 def make_sequence(num_tokens: int, *turns: TurnSpan) -> TokenSequence:
-    """Return a sequence with these turns, valid or not."""
+    """Return a sequence with these turns, which may be invalid."""
     return TokenSequence(np.arange(num_tokens), np.zeros(num_tokens), turns)
 
 
@@ -71,7 +71,7 @@ def collect(*rollouts: Rollout, index: int = 0) -> RolloutGroup:
 
 
 def list_advantages(batch: Batch) -> list[float]:
-    """Return the advantage of each sample; all its sampled tokens must have the same advantage."""
+    """Return the advantage of each sample; fail if its sampled tokens have different advantages."""
     sample_advantages = []
     for row, advantages in zip(batch.sequence_of_sample, batch.advantages, strict=True):
         mask = batch.loss_masks[row]
@@ -82,13 +82,13 @@ def list_advantages(batch: Batch) -> list[float]:
 
 
 def list_token_advantages(batch: Batch) -> list[list[float]]:
-    """Return the advantages of each sample's sampled tokens."""
+    """Return the advantages of the sampled tokens of each sample."""
     rows = zip(batch.sequence_of_sample, batch.advantages, strict=True)
     return [advantages[batch.loss_masks[row]].tolist() for row, advantages in rows]
 
 
 def play_tokens(*token_rewards: float, status: RolloutStatus = RolloutStatus.TERMINATED) -> Rollout:
-    """Return an episode of one completion in which each token has a reward."""
+    """Return an episode with one completion and one reward per sampled token."""
     completion = SampledCompletion(
         [30, 31, 32][: len(token_rewards)], [-0.5] * len(token_rewards), 0, True
     )
@@ -115,7 +115,7 @@ def test_token_rewards_are_discounted_into_the_previous_sequence() -> None:
     )
     groups = [RolloutGroup(0, "coins", (episode,))]
     batch = make_batch(groups, PpoConfig(gamma=0.5))
-    # The return of the second sequence is 0 + 4/2 + 8/4 = 4; half of it goes to the token before.
+    # The return of the second sequence is 0 + 4/2 + 8/4 = 4. The preceding token gets half of it.
     assert batch.rewards[0].tolist() == [0, 0, 1, 2 + 0.5 * 4]
     assert batch.rewards[1].tolist() == [0, 0, 0, 4, 8]
 
@@ -141,8 +141,8 @@ def test_lost_episode_is_excluded_from_the_batch() -> None:
 
 
 def test_equal_episodes_share_a_sequence_with_separate_advantages() -> None:
-    twins = RolloutGroup(0, "coins", (make_rollout(1.0), make_rollout(-1.0), make_rollout(1.0)))
-    batch = make_batch([twins], GrpoConfig())
+    group = RolloutGroup(0, "coins", (make_rollout(1.0), make_rollout(-1.0), make_rollout(1.0)))
+    batch = make_batch([group], GrpoConfig())
     assert len(batch.sequences) == 1
     assert batch.sequence_of_sample.tolist() == [0, 0, 0]
     assert list_advantages(batch) == pytest.approx([2 / 3, -4 / 3, 2 / 3])
@@ -182,7 +182,7 @@ def test_rewards_are_scaled_separately_for_each_environment() -> None:
     ]
     assert list_advantages(batch) == separate_advantages[0] + separate_advantages[1]
     assert max(separate_advantages[1]) == pytest.approx(0.707, abs=2e-3), (
-        "the other rewards have no effect"
+        "rewards of another environment had an effect"
     )
 
 
@@ -252,7 +252,7 @@ def test_turns_may_be_separate_sequences() -> None:
 def test_sequence_receives_discounted_return_of_the_next_sequence() -> None:
     group = collect(play(1.0, 2.0, 4.0, is_split=True), play(0.0))
     rewards = [row.tolist() for row in make_batch([group], PpoConfig(gamma=0.5)).rewards]
-    # The return at the first token of the third sequence is 2; the second gets 2 + 0.5 * 2.
+    # The first token of the third sequence has return 2, so the second gets 2 + 0.5 * 2.
     assert rewards[2] == [0, 0, 0, 4]
     assert rewards[1] == [0, 0, 0, 2 + 0.5 * 2]
     assert rewards[0] == [0, 0, 0, 1 + 0.5 * 1.5]
@@ -333,7 +333,7 @@ def test_shuffling_permutes_rewards_only_within_an_environment() -> None:
 def test_shuffling_removes_the_reward_signal_of_individual_turns(
     algorithm: GrpoConfig | ReinforceConfig | PpoConfig,
 ) -> None:
-    """The first turn has all the reward, positive in good episodes and negative in bad ones."""
+    """Only the first turn has a reward, which is 1 in even episodes and -1 in odd episodes."""
     groups = [collect(play(1.0, 0.0), play(-1.0, 0.0), index=index) for index in range(200)]
     signs = np.tile([1.0, -1.0], 200)
 

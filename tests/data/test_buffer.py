@@ -1,4 +1,4 @@
-"""The buffer returns useful groups in their starting order."""
+"""The buffer returns groups in the order of their starts, and refuses useless groups."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_group_does_not_overtake_a_group_with_an_earlier_deadline() -> None:
     buffer.begin([0], version=0)
     buffer.begin([1], version=1)
     buffer.put([make_group(1, -1, index=1, version=1)])
-    assert buffer.take(0) == [], "group 0 must be in batch 0"
+    assert buffer.take(0) == [], "group 1 overtook group 0"
 
 
 @pytest.mark.parametrize("rewards", [(1, 1), (0.1 + 0.2, 0.1 + 0.2), (1, None), (None, None)])
@@ -58,7 +58,7 @@ def test_zero_variance_or_void_group_is_refused(
     buffer.begin([0], version=0)
     assert [refusal.index for refusal in buffer.put([make_group(*rewards)])] == [0]
     assert len(buffer) == 0
-    assert buffer.put([make_group(*rewards)]) == [], "a group is replaced only once"
+    assert buffer.put([make_group(*rewards)]) == [], "the group was replaced twice"
 
 
 def test_rewards_with_different_rounding_are_not_equal() -> None:
@@ -114,10 +114,10 @@ def test_restore_replaces_the_contents() -> None:
     restored_groups = [make_group(1, -1, index=7), make_group(1, -1, index=3)]
     assert buffer.restore(restored_groups, {"coins": RolloutCounts(num_groups=4)}, version=0) == 2
     assert [group.index for group in buffer.groups] == [3, 7]
-    assert buffer.put([make_group(1, 1, index=1)]) == [], "the group is not replaced"
+    assert buffer.put([make_group(1, 1, index=1)]) == [], "the rolled-back group was replaced"
     assert buffer.copy_state().refusals == []
     counts = buffer.counts["coins"]
-    assert counts.num_rolled_back_groups == 2, "a waiting group and a late group"
+    assert counts.num_rolled_back_groups == 2, "a waiting or a late group was not counted"
     assert counts.num_groups == 6
 
 

@@ -1,4 +1,4 @@
-"""Counts of groups, and their sums."""
+"""Counts of episodes in groups, and sums of counts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_lost_and_failed_episodes_are_counted_separately() -> None:
     counts = count_group(replace(group, rollouts=(*void_rollouts, group.rollouts[2])))
     assert (counts.num_lost, counts.num_failed, counts.num_scored) == (1, 1, 1)
     assert counts.num_void_groups == 1
-    total = counts + counts
-    assert {kind: count.num_episodes for kind, count in total.failures.items()} == {
+    total_counts = counts + counts
+    assert {kind: count.num_episodes for kind, count in total_counts.failures.items()} == {
         "away": 2,
         "bug #": 2,
     }
@@ -55,8 +55,12 @@ def test_tool_calls_are_counted() -> None:
         )
     ]
     counts = count_group(replace(make_group(1), rollouts=tuple(rollouts)))
-    total = counts + counts
-    assert (total.num_tool_calls, total.num_tool_calls_failed, total.num_with_tool_calls) == (
+    total_counts = counts + counts
+    assert (
+        total_counts.num_tool_calls,
+        total_counts.num_tool_calls_failed,
+        total_counts.num_with_tool_calls,
+    ) == (
         8,
         4,
         4,
@@ -77,7 +81,7 @@ def test_wins_are_counted_by_reported_success() -> None:
 
 def test_return_of_zero_up_to_rounding_is_a_draw() -> None:
     [rollout] = make_group(1).rollouts
-    episode_return = reduce(add, [-0.1] * 9 + [0.9])  # sum() corrects the rounding
+    episode_return = reduce(add, [-0.1] * 9 + [0.9])  # sum() would remove the rounding error
     assert episode_return > 0
     drawn_rollout = replace(rollout, episode_return=episode_return, success=False)
     counts = count_group(replace(make_group(1), rollouts=(drawn_rollout,)))

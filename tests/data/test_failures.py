@@ -1,4 +1,4 @@
-"""Reasons are short and grouped into few kinds."""
+"""Failure reasons are short and grouped into a limited number of kinds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ludus.trainer.data.failures import (
 
 
 def raise_and_catch(error: Exception) -> Exception:
-    """Return the error with a traceback of this function."""
+    """Raise and catch the error, so that it has a traceback; return it."""
     try:
         raise error
     except Exception as caught_error:  # noqa: BLE001 - returned
@@ -69,13 +69,13 @@ def test_first_reason_of_the_most_common_kind_is_returned() -> None:
     assert find_most_common_reason({}) == ""
 
 
-@pytest.mark.parametrize("is_one_call", [True, False])
+@pytest.mark.parametrize("is_single_call", [True, False])
 def test_number_of_kinds_is_bounded_and_all_episodes_are_counted(
-    is_one_call: bool,
+    is_single_call: bool,
 ) -> None:
     words = ["".join(chr(97 + int(digit)) for digit in str(number)) for number in range(300)]
     reasons = ["often"] * 9 + words
-    if is_one_call:
+    if is_single_call:
         counts = count_failures(reasons)
     else:
         counts = {}

@@ -1,4 +1,4 @@
-"""Environments get their share of the groups; a curriculum opens them one by one."""
+"""Each environment gets its share of the groups. A curriculum opens environments one by one."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def make_mixture(run: LanguageModelRun, state: MixtureState | None = None) -> Mi
     return Mixture(run, state or MixtureState())
 
 
-def play(mixture: Mixture, num_groups: int) -> Counter[str]:
-    """Return the number of groups of each environment among the next groups."""
+def take_groups(mixture: Mixture, num_groups: int) -> Counter[str]:
+    """Take the next groups; return the number of groups of each environment."""
     return Counter(mixture.take_next_group().environment for _ in range(num_groups))
 
 
-def count(num_wins: int, num_episodes: int, num_groups: int = 8) -> RolloutCounts:
-    """Return the counts of groups with this number of wins."""
+def make_counts(num_wins: int, num_episodes: int, num_groups: int = 8) -> RolloutCounts:
+    """Return the counts of groups in which `num_wins` episodes were won."""
     return RolloutCounts(
         num_groups=num_groups,
         num_scored=num_episodes,
@@ -50,7 +50,7 @@ def test_group_counts_match_environment_weights_after_every_group(
     weights: list[int], num_groups: int
 ) -> None:
     run = make_run({f"e{number}": weight for number, weight in enumerate(weights)})
-    counts = play(make_mixture(run), num_groups)
+    counts = take_groups(make_mixture(run), num_groups)
     for name, environment in run.environments.items():
         expected_count = environment.weight / sum(weights) * num_groups
         assert abs(counts[name] - expected_count) < len(weights)
@@ -59,7 +59,7 @@ def test_group_counts_match_environment_weights_after_every_group(
 def test_group_proportions_are_exact_after_each_full_cycle() -> None:
     mixture = make_mixture(make_run({"a": 3, "b": 1, "c": 2}))
     for _ in range(50):
-        assert play(mixture, 6) == {"a": 3, "b": 1, "c": 2}
+        assert take_groups(mixture, 6) == {"a": 3, "b": 1, "c": 2}
 
 
 def test_equal_configurations_produce_equal_groups() -> None:
@@ -93,10 +93,10 @@ def test_group_indices_are_unique_after_replacement_and_rollback() -> None:
     mixture = make_mixture(make_run({"a": 2, "b": 1}))
     specs = [mixture.take_next_group() for _ in range(30)]
     specs += [mixture.replace_group(spec) for spec in specs]
-    old_state = MixtureState(
+    earlier_state = MixtureState(
         names=["a", "b"], num_indices={"a": 3, "b": 1}, credits={"a": 0, "b": 0}
     )
-    mixture.roll_back(old_state)
+    mixture.roll_back(earlier_state)
     specs += [mixture.take_next_group() for _ in range(30)]
     assert len({spec.index for spec in specs}) == len(specs)
 
@@ -117,13 +117,13 @@ def test_mixture_resumes_from_a_checkpoint() -> None:
     mixture = make_mixture(run)
     for number in range(7):
         mixture.take_next_group()
-        mixture.observe({"a": count(number, 8, num_groups=1)})
+        mixture.observe({"a": make_counts(number, 8, num_groups=1)})
     text = RunState(mixture=mixture.state).model_dump_json()
     resumed_mixture = make_mixture(run, RunState.model_validate_json(text).mixture)
     for number in range(30):
         assert resumed_mixture.take_next_group() == mixture.take_next_group()
         for variant in (resumed_mixture, mixture):
-            variant.observe({"a": count(8, 8, num_groups=1), "b": count(number % 8, 8)})
+            variant.observe({"a": make_counts(8, 8, num_groups=1), "b": make_counts(number % 8, 8)})
     assert resumed_mixture.weights == mixture.weights
 
 
@@ -141,19 +141,19 @@ CURRICULUM = {"unlock_at": 0.75, "window_groups": 16, "mastered_weight": 0.25}
 
 def test_curriculum_starts_with_the_first_environment_only() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
-    assert play(mixture, 10) == {"easy": 10}
+    assert take_groups(mixture, 10) == {"easy": 10}
 
 
 def test_next_environment_opens_at_the_required_win_rate_over_a_window() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
-    mixture.observe({"easy": count(64, 64)})
-    assert play(mixture, 10) == {"easy": 10}, "half a window"
-    mixture.observe({"easy": count(31, 64)})
-    assert play(mixture, 10) == {"easy": 10}, "95 of 128 are less than 0.75"
-    mixture.observe({"easy": count(64, 64)})
-    assert play(mixture, 10) == {"easy": 10}, "the best half has left the window"
-    mixture.observe({"easy": count(64, 64)})
-    assert play(mixture, 50) == {"easy": 10, "hard": 40}, "mastered: a quarter of its weight"
+    mixture.observe({"easy": make_counts(64, 64)})
+    assert take_groups(mixture, 10) == {"easy": 10}, "'hard' opened after half a window"
+    mixture.observe({"easy": make_counts(31, 64)})
+    assert take_groups(mixture, 10) == {"easy": 10}, "'hard' opened below the win rate"
+    mixture.observe({"easy": make_counts(64, 64)})
+    assert take_groups(mixture, 10) == {"easy": 10}, "'hard' opened on old groups"
+    mixture.observe({"easy": make_counts(64, 64)})
+    assert take_groups(mixture, 50) == {"easy": 10, "hard": 40}, "mastered_weight was not used"
 
 
 def test_zero_variance_groups_count_toward_the_win_rate() -> None:
@@ -165,17 +165,21 @@ def test_zero_variance_groups_count_toward_the_win_rate() -> None:
 
 def test_observe_returns_the_opened_environment() -> None:
     mixture = make_mixture(make_run({"a": 1, "b": 1, "c": 1}, curriculum=CURRICULUM))
-    assert (mixture.observe({"a": count(0, 64, num_groups=16)}), mixture.num_open) == (None, 1)
-    assert (mixture.observe({"a": count(64, 64, num_groups=16)}), mixture.num_open) == ("b", 2)
-    assert (mixture.observe({"b": count(64, 64, num_groups=16)}), mixture.num_open) == ("c", 3)
-    assert mixture.observe({"c": count(64, 64, num_groups=16)}) is None
+    lost_counts = make_counts(0, 64, num_groups=16)
+    won_counts = make_counts(64, 64, num_groups=16)
+    assert (mixture.observe({"a": lost_counts}), mixture.num_open) == (None, 1)
+    assert (mixture.observe({"a": won_counts}), mixture.num_open) == ("b", 2)
+    assert (mixture.observe({"b": won_counts}), mixture.num_open) == ("c", 3)
+    assert mixture.observe({"c": won_counts}) is None
     assert make_mixture(make_run({"a": 1, "b": 1})).num_open is None
 
 
 @pytest.mark.parametrize("num_scored", [0, 64])
 def test_environment_without_wins_does_not_open_the_next(num_scored: int) -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
-    mixture.observe({"easy": count(0, num_scored, num_groups=32), "hard": count(64, 64)})
+    mixture.observe(
+        {"easy": make_counts(0, num_scored, num_groups=32), "hard": make_counts(64, 64)}
+    )
     assert list(mixture.weights) == ["easy"]
 
 
@@ -196,7 +200,7 @@ def test_last_environment_does_not_have_to_report_success() -> None:
     plain_mixture = make_mixture(make_run({"easy": 1, "hard": 1}))
     plain_mixture.observe({"easy": unjudged_counts})
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
-    mixture.observe({"easy": count(64, 64, num_groups=16)})
+    mixture.observe({"easy": make_counts(64, 64, num_groups=16)})
     mixture.observe({"easy": unjudged_counts, "hard": unjudged_counts})
     assert mixture.weights == {"easy": 0.25, "hard": 1}
 

@@ -140,7 +140,7 @@ def test_idle_wait_is_logged_each_minute_and_stops_the_run(
     run = LanguageModelRun.model_validate({"environments": {"a": {}}, "training": training})
     monitor = ProgressMonitor(run, lambda: "2 groups are being played")
     monitor.observe({"a": SCORED_COUNTS + SCORED_COUNTS}, 0.0, is_taken=True)
-    for second in range(1000, 1100):  # a training step runs at the same time
+    for second in range(1000, 1100):  # a training step is running
         monitor.observe({}, float(second), is_taken=False)
     for second in range(1100, 1600):
         monitor.observe({"a": SCORED_COUNTS}, float(second), is_taken=False)

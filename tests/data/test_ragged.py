@@ -1,4 +1,4 @@
-"""RaggedArray arrays behave like a list of arrays, and are sent as two buffers."""
+"""A RaggedArray behaves like a list of arrays and is pickled as two buffers."""
 
 from __future__ import annotations
 

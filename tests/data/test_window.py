@@ -1,6 +1,6 @@
-"""For any durations, no sample is too old, no group is lost, and no group waits forever.
+"""In simulated runs, no sample exceeds the maximum staleness and no group waits forever.
 
-The tests simulate runs (simulation.py) with random durations and outcomes.
+The simulated runs (`simulation.py`) have random durations and outcomes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLANS = st.builds(
     outcomes=st.lists(
         st.sampled_from(["trained", "trained", "trained", "equal", "void", "lost"]), max_size=9
     )
-    # Without a trained group, a run would never end.
+    # Without an outcome "trained", a run would never end.
     .map(lambda outcomes: [*outcomes, "trained"]),
     train_s=st.floats(0.01, 20.0),
     deliver_s=st.floats(0.0, 20.0),
@@ -44,7 +44,9 @@ def test_no_sample_exceeds_max_staleness_or_is_lost(plan: Plan) -> None:
     expected_indices = sorted(
         index for index, outcome in simulation.outcome_by_index.items() if outcome == "trained"
     )
-    assert sorted(trained_indices + waiting_groups) == expected_indices, "each group occurs once"
+    assert sorted(trained_indices + waiting_groups) == expected_indices, (
+        "a group is missing or repeated"
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -52,7 +54,7 @@ def test_no_sample_exceeds_max_staleness_or_is_lost(plan: Plan) -> None:
 def test_number_of_groups_overtaking_a_straggler_is_below_the_window(plan: Plan) -> None:
     simulation = Simulation(plan)
     simulation.run()
-    # A refused group does not block others, and cannot be overtaken.
+    # Refused groups block no other group and are never trained on, so they are left out.
     trained_indices = [
         index
         for index in range(simulation.num_started)
@@ -62,7 +64,7 @@ def test_number_of_groups_overtaking_a_straggler_is_below_the_window(plan: Plan)
 
 
 def simulate_straggler(window_fraction: float) -> Simulation:
-    """Return a run limited by sampling, in which one early group takes as long as ten steps."""
+    """Simulate a run that is limited by sampling, with one early group of 20 s; return it."""
     durations = [1.0] * 400
     durations[5] = 20.0
     simulation = Simulation(

@@ -1,4 +1,4 @@
-"""Fixtures: one Ray cluster for several runs, because its start takes longer than a run."""
+"""Ray cluster that several runs share, because starting Ray takes longer than a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RAY_PROGRAM = """
 import sys
 import ray
 
-# Ray only counts CPUs: a run in a cluster requests the CPUs that it uses.
+# For Ray, CPUs are only a count, so this number may be larger than the machine's.
 ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
@@ -22,7 +22,7 @@ sys.stdin.read()
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
     """Start Ray for the tests of this process; yield its address."""
-    for _ in range(2):  # Ray's start times out after 30 s, which a busy machine may exceed
+    for _ in range(2):  # on a busy machine, Ray may need longer than its timeout of 30 s
         with subprocess.Popen(
             [sys.executable, "-c", RAY_PROGRAM],
             stdin=subprocess.PIPE,

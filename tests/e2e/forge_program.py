@@ -1,6 +1,6 @@
-"""A program that trains with Forge's API; its arguments are a folder and a server's address.
+"""Program that trains with Forge's API and prints its results as JSON.
 
-It prints its observations as JSON.
+Arguments: folder, address of the environment server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STAND_RUN = (
     "trainer.training.steps=2",
     "trainer.optimizer.lr=1e-9",
 )
-STAND = 1
+STAND_ACTION_ID = 1
 OUTPUT: dict[str, Any] = {}
 
 
@@ -47,32 +47,35 @@ def evaluate_response(prompt: str, response: str, game_reward: float) -> float:
 
 
 async def compute_advantages(group: list[Any]) -> list[float]:
-    """Return rewards minus their mean, computed by the program's own function."""
+    """Return the rewards of a group minus their mean."""
     rewards = torch.tensor([episode.reward for episode in group])
     return (rewards - rewards.mean()).tolist()
 
 
 def render_hand(observation: dict[str, Any], first: bool) -> list[dict[str, str]]:
-    """Return the same text for any cards."""
+    """Return the same messages for any cards."""
     return [{"role": "user", "content": "hard 16 vs 10"}]
 
 
 def parse_stand(text: str, observation: dict[str, Any]) -> dict[str, Any]:
     """Return the same action for any text."""
-    return {"action_id": STAND}
+    return {"action_id": STAND_ACTION_ID}
 
 
 async def make_trainer(
     folder: str, address: str, name: str, *overrides: str, **functions: Any
 ) -> GRPOTrainer:
     """Return a trainer of the example that writes to the folder."""
-    run_settings = (f"ludus.name={name}", f"ludus.output_dir={json.dumps(folder)}")
-    address = f"blackjack_env.server_url={json.dumps(address)}"
-    return await setup_forge_training(EXAMPLE, [*run_settings, address, *overrides], **functions)
+    run_settings = (
+        f"ludus.name={name}",
+        f"ludus.output_dir={json.dumps(folder)}",
+        f"blackjack_env.server_url={json.dumps(address)}",
+    )
+    return await setup_forge_training(EXAMPLE, [*run_settings, *overrides], **functions)
 
 
 async def train_in_parts(folder: str, address: str) -> None:
-    """Train three steps twice, each call in a separate task, like the cells of a notebook."""
+    """Train three steps twice, with each call in a separate task, like notebook cells."""
     functions = {"reward": evaluate_response, "compute_advantages": compute_advantages}
     trainer = await asyncio.create_task(
         make_trainer(folder, address, "parts", *SHORT_RUN, **functions)
@@ -84,10 +87,9 @@ async def train_in_parts(folder: str, address: str) -> None:
     OUTPUT["tokens"] = [
         [len(completion.token_ids), len(completion.logprobs)] for completion in completions
     ]
-    repeats = await trainer.policy.generate.route(completions[0].prompt, sampling_params={"n": 3})
-    OUTPUT["the same by its prompt"] = [completion.text for completion in repeats] == OUTPUT[
-        "texts"
-    ]
+    prompt = completions[0].prompt
+    repeated_completions = await trainer.policy.generate.route(prompt, sampling_params={"n": 3})
+    OUTPUT["repeated_texts"] = [completion.text for completion in repeated_completions]
     results.append(await asyncio.create_task(trainer.run(steps=3)))
     OUTPUT["results"] = results
     OUTPUT["summary"] = trainer.summary is not None and trainer.summary.finished
@@ -98,7 +100,7 @@ async def train_in_parts(folder: str, address: str) -> None:
     await asyncio.create_task(trainer.shutdown())
 
 
-async def train_at_once(folder: str, address: str) -> None:
+async def train_in_one_call(folder: str, address: str) -> None:
     """Train the same six steps in one call."""
     functions = {"reward": evaluate_response, "compute_advantages": compute_advantages}
     async with await make_trainer(folder, address, "whole", *SHORT_RUN, **functions) as trainer:
@@ -106,21 +108,23 @@ async def train_at_once(folder: str, address: str) -> None:
 
 
 async def train_always_stand(folder: str, address: str) -> None:
-    """Train on games in which every action is to stand, with the rewards of the tutorial."""
+    """Train on games in which every action is to stand, with the tutorial's rewards."""
     functions = {"reward": evaluate_response, "render": render_hand, "parse": parse_stand}
     async with await make_trainer(folder, address, "stand", *STAND_RUN, **functions) as trainer:
         OUTPUT["stand"] = await trainer.run()
 
 
 def main(folder: str, address: str) -> None:
-    """Train three times, and print the output."""
-    for train in (train_in_parts, train_at_once, train_always_stand):
+    """Train three times, then print the output."""
+    for train in (train_in_parts, train_in_one_call, train_always_stand):
         asyncio.run(train(folder, address))
     weights = [
         load_file(Path(folder) / name / "checkpoints/step-00000006/model/model.safetensors")
         for name in ("parts", "whole")
     ]
-    OUTPUT["apart"] = max(float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0])
+    OUTPUT["max_weight_difference"] = max(
+        float((weights[0][key] - weights[1][key]).abs().max()) for key in weights[0]
+    )
     sys.stdout.write("\n" + json.dumps(OUTPUT) + "\n")
 
 

@@ -1,7 +1,7 @@
-"""A program that trains with `Trainer`, like a notebook; its argument is a folder.
+"""Program that trains with `Trainer`, like a notebook, and prints its results as JSON.
 
-It starts Ray and configures logging itself, runs its event loop in a thread, and uses a closure as
-a reward. It prints its observations as JSON.
+Argument: folder. The program starts Ray, configures logging, runs its event loop in a thread and
+uses a closure as a reward function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OUTPUT: dict[str, Any] = {}
 
 
 class BodyError(Exception):
-    """An error that the program's own code raises."""
+    """An error that the body of `async with` raises."""
 
 
 def make_settings(folder: str) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def make_settings(folder: str) -> dict[str, Any]:
 
 
 async def train_two_steps(folder: str) -> None:
-    """Train two steps, read the results so far, and raise an error."""
+    """Train two steps, save, evaluate, and raise an error in the next step."""
     steps: list[Step] = []
     async with Trainer(make_settings(folder)) as trainer:
         OUTPUT["before"] = await trainer.policy.generate("hard 15 vs 10", num=3)
@@ -67,7 +67,9 @@ async def train_two_steps(folder: str) -> None:
         async for step in trainer.steps():
             steps.append(step)
             OUTPUT["steps"] = [step_result.number for step_result in steps]
-            OUTPUT["terms"] = sorted(k for k in step.environments["blackjack"] if "term" in k)
+            OUTPUT["terms"] = sorted(
+                metric for metric in step.environments["blackjack"] if "term" in metric
+            )
             OUTPUT["transcripts"] = len(step.transcripts)
             raise BodyError
 
@@ -90,7 +92,7 @@ async def finish_training(folder: str) -> None:
 
 
 def main(folder: str) -> None:
-    """Train twice in a thread, and print the observations."""
+    """Train twice in a thread, then print the output."""
     log_output = io.StringIO()
     logging.basicConfig(stream=log_output, level=logging.WARNING)
     handlers, sigint_handler = list(logging.getLogger().handlers), signal.getsignal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Helpers that start real runs of the trainer, watch them, and read their output."""
+"""Helpers that start, stop and observe real runs of the trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ludus.proto.runs import SUMMARY_FILE, MetricsRow, Summary, read_metrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
 TRAIN_PROGRAM = ("ludus.trainer", "train")
-"""The program, as a module and its first arguments."""
+"""Module and first arguments of the training program."""
 SMALL_RUN = (
     "training.num_steps=6",
     "training.groups_per_step=16",
@@ -44,20 +44,20 @@ class Run:
     process: subprocess.Popen[bytes]
     folder: Path
     output_file: IO[str]
-    """Output of the process. A file, because an unread pipe would block the process."""
+    """File with the output of the process. An unread pipe would block the process."""
 
     @property
     def rows(self) -> list[MetricsRow]:
-        """The metrics up to now."""
+        """Metrics rows written so far."""
         return read_metrics(self.folder)
 
     @property
     def last_step(self) -> int:
-        """The last trained step."""
+        """Number of the last trained step, or 0."""
         return max((row.step for row in self.rows if row.kind == "train"), default=0)
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 600) -> None:
-        """Wait until the condition is true."""
+        """Wait until the condition is true; fail if the run exits or takes too long."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, self.output()
@@ -88,7 +88,7 @@ def start_run(
     config: Path | None = None,
     program: tuple[str, ...] = TRAIN_PROGRAM,
 ) -> Iterator[Run]:
-    """Start a run of the small blackjack example or of `config` in `folder`; stop it at the end."""
+    """Start a run of `config`, or of the small blackjack example, in `folder`; kill it on exit."""
     small_run = SMALL_RUN if config is None else ()
     settings = [f"output_dir={json.dumps(str(folder))}", "name=run", *small_run, *overrides]
     config = config or EXAMPLE
@@ -109,7 +109,7 @@ def start_run(
 
 
 def find_processes(marker: str) -> dict[int, str]:
-    """Return the command lines, by process id, of processes with `marker` in their environment."""
+    """Return the processes with `marker` in their environment: command lines by process id."""
     commands = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -125,8 +125,8 @@ def find_processes(marker: str) -> dict[int, str]:
 def wait_until_gone(marker: str, timeout_s: float = 300) -> None:
     """Wait until no process has `marker` in its environment.
 
-    Workers exit when their Ray cluster is gone. After a killed driver, two of Ray's agents try for
-    a while to report its exit to a head node that is gone.
+    Workers exit when their Ray cluster is gone. After a driver is killed, two of Ray's agents keep
+    trying for a while to report its exit to the stopped head node.
     """
     deadline = time.monotonic() + timeout_s
     while commands := find_processes(marker):

@@ -1,4 +1,4 @@
-"""The agent of the example is trained as a function and as a program."""
+"""The example's agent is trained as a function and as a program."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SHORT_RUN = (
     "eval.num_games=4",
     "eval.num_games_during=0",
 )
-FUNCTION = ("training.groups_per_step=4", "model.warm_start_games=128")
-PROGRAM = (
+FUNCTION_OVERRIDES = ("training.groups_per_step=4", "model.warm_start_games=128")
+PROGRAM_OVERRIDES = (
     "environments.boxes.agent="
     + json.dumps(
         {
@@ -49,7 +49,9 @@ PROGRAM = (
 )
 
 
-@pytest.mark.parametrize("overrides", [FUNCTION, PROGRAM], ids=["function", "program"])
+@pytest.mark.parametrize(
+    "overrides", [FUNCTION_OVERRIDES, PROGRAM_OVERRIDES], ids=["function", "program"]
+)
 def test_example_agent_trains_without_failed_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:

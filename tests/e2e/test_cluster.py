@@ -1,4 +1,4 @@
-"""A run on a Ray cluster of several nodes, in which each group offers a separate resource."""
+"""A run on a Ray cluster of several nodes. Each group of nodes offers a different resource."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def add(cpus, group, count):
 for line in sys.stdin:
     try:
         node = add(*line.split())
-    except Exception as error:  # Ray raises nothing narrower
+    except Exception as error:  # Ray raises no more specific error
         if "timed out during startup" not in str(error):
             raise
-        node = add(*line.split())  # a busy machine may not keep Ray's 30 s
+        node = add(*line.split())  # a busy machine may exceed Ray's timeout of 30 s
     print(cluster.address, node.all_processes["raylet"][0].process.pid, flush=True)
 cluster.shutdown()
 """
@@ -49,14 +49,14 @@ cluster.shutdown()
 
 @dataclass(slots=True)
 class RayCluster:
-    """Nodes that are processes of this machine; the first is the head."""
+    """A Ray cluster whose nodes are processes on this machine. The first node is the head."""
 
     process: subprocess.Popen[str]
     address: str = ""
     raylets: dict[str, list[int]] = field(default_factory=dict)
-    """Process ids of the nodes, by group."""
+    """Process ids of the nodes' raylets, by group."""
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    """Nodes that run as separate programs."""
+    """Processes of the nodes that `start_node` started."""
 
     def add_node(self, group: str, *, num_cpus: int = 1, amount: int = 1) -> None:
         """Add a node with this amount of the resource `group`."""
@@ -69,7 +69,7 @@ class RayCluster:
         self.raylets.setdefault(group, []).append(int(line[1]))
 
     def start_node(self, group: str) -> subprocess.Popen[bytes]:
-        """Start a node program as in a pod; SIGTERM drains and stops it."""
+        """Start a node as in a pod and return its process. SIGTERM drains and stops the node."""
         node = subprocess.Popen(
             [
                 *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
@@ -84,19 +84,19 @@ class RayCluster:
         return node
 
     def find_groups(self, kind: str) -> list[str]:
-        """Return the groups whose nodes run actors of one kind."""
+        """Return the group of each actor of class `kind`."""
         return [
             group
             for group, raylets in sorted(self.raylets.items())
             for raylet in raylets
-            for command in child_commands(raylet)
+            for command in list_child_commands(raylet)
             if f"ray::{kind}" in command
         ]
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
-    """Yield a cluster of a head without tasks, a learner node and a rollout node."""
+    """Yield a cluster of a head node without CPUs, a learner node and a rollout node."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
     with subprocess.Popen(
@@ -134,28 +134,28 @@ def test_actors_run_on_assigned_nodes_and_workers_follow_node_changes(
         versions = list_weight_versions(run)
         assert len(set(versions)) == 1 and versions[0] >= 2
         node.send_signal(signal.SIGTERM)
-        node.wait(600)  # The node stops once it plays no episode, before its limit.
+        node.wait(600)  # The node stops after its last episode, before the drain timeout.
         step = run.last_step
         run.wait_until(lambda: run.last_step > step + 1)
         assert len(list_weight_versions(run)) == 1
-        lost = [row.values["num_episodes_lost"] for row in run.rows if row.kind == "train"]
-        assert sum(lost) == 0, "a worker finishes its episodes before its node stops"
+        lost_counts = [row.values["num_episodes_lost"] for row in run.rows if row.kind == "train"]
+        assert sum(lost_counts) == 0, "episodes were lost when the node stopped"
         run.process.send_signal(signal.SIGTERM)
         assert run.process.wait(300) == 130, run.output()
         lines = run.output().splitlines()
     log_rows = [
         MetricsRow.model_validate_json(line.partition(LOG_ROW_PREFIX)[2])
-        for line in lines  # output of Ray's processes may precede the JSON on the same line
+        for line in lines  # output of Ray may precede the JSON on the same line
         if LOG_ROW_PREFIX in line
     ]
     assert [row for row in run.rows if row.kind in ("phase", "train", "eval", "event")] == log_rows
     assert not list(run.folder.glob(".token-*"))
 
 
-def child_commands(pid: int) -> Iterator[str]:
-    """Return the command lines of the process's children."""
+def list_child_commands(pid: int) -> Iterator[str]:
+    """Yield the command line of each child process."""
     for child in psutil.Process(pid).children():
-        with suppress(psutil.NoSuchProcess):  # an idle child may exit meanwhile
+        with suppress(psutil.NoSuchProcess):  # an idle child may exit at any time
             yield " ".join(child.cmdline())
 
 

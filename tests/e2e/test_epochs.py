@@ -1,6 +1,6 @@
-"""Epochs over a data set with real workers: each row is used once per epoch, also after a stop.
+"""Each epoch uses each row of a data set once, with real workers and a stop between.
 
-A reward function records the row of each scored completion, so the test counts played rows.
+A reward function records the row of each scored completion, and the test counts these rows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ num_games_during = 0
 
 
 def reward_length(completions: list[object], row_id: list[int], file: list[str]) -> list[float]:
-    """Return the lengths as rewards; append each scored row to the file that the rows name."""
+    """Append the ids of the scored rows to their file; return the completions' lengths."""
     with open(file[0], "a") as row_file:
         row_file.write(f"{json.dumps(row_id)}\n")
     return [float(len(str(completion))) for completion in completions]
@@ -80,9 +80,11 @@ def list_phase_steps(run: Run) -> set[int | None]:
 
 
 def test_two_workers_play_each_row_once_per_epoch_across_a_resume(tmp_path: Path) -> None:
-    config, file = tmp_path / "run.toml", tmp_path / "judged"
-    row_ids = range(NUM_ROWS)
-    rows = [{"prompt": f"item {n}?", "row_id": n, "file": str(file)} for n in row_ids]
+    config, scored_rows_file = tmp_path / "run.toml", tmp_path / "scored_rows"
+    rows = [
+        {"prompt": f"item {row_id}?", "row_id": row_id, "file": str(scored_rows_file)}
+        for row_id in range(NUM_ROWS)
+    ]
     path = write_rows(rows, tmp_path / "rows.jsonl")
     config.write_text(CONFIG.format(path=json.dumps(str(path)), group_size=GROUP_SIZE))
     with start_run(tmp_path, config=config) as run:
@@ -93,8 +95,8 @@ def test_two_workers_play_each_row_once_per_epoch_across_a_resume(tmp_path: Path
         summary = run.finish()
     assert 3 <= last_step < summary.num_steps == 2 * NUM_ROWS // 8
     assert list_phase_steps(run) == {None, summary.num_steps}
-    counts = count_scored_groups(file)
-    # Groups that were in play at the stop are played again, on the same rows.
+    counts = count_scored_groups(scored_rows_file)
+    # Groups that were being played at the stop are played again on the same rows.
     assert set(counts) == set(range(NUM_ROWS)) and min(counts.values()) == 2
     assert sum(counts.values()) <= 2 * NUM_ROWS + 16
     assert summary.games_trained == 2 * NUM_ROWS * GROUP_SIZE

@@ -1,4 +1,4 @@
-"""Gymformer's notebooks, executed in a short form."""
+"""Gymformer's notebooks run from the first to the last cell, with few episodes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NUM_EPISODES = 16
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that all notebooks share."""
     return tmp_path_factory.mktemp("runs")
 
 
-def execute(name: str, runs: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def execute_notebook(name: str, runs_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Execute the notebook; return the output of its cells."""
-    monkeypatch.setenv("GYMFORMER_RUNS", str(runs))
+    monkeypatch.setenv("GYMFORMER_RUNS", str(runs_folder))
     monkeypatch.setenv("GYMFORMER_EPISODES", str(NUM_EPISODES))
     monkeypatch.setenv("GYMFORMER_COMPARISONS", "160")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
@@ -42,26 +42,28 @@ def execute(name: str, runs: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_classic_notebook_saves_agents_and_plays_an_agent(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
+    runs_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed_text = execute("classic.ipynb", runs, monkeypatch)
+    printed_text = execute_notebook("classic.ipynb", runs_folder, monkeypatch)
     assert "mean return of 20 episodes" in printed_text
-    assert list((runs / "classic").iterdir())
+    assert list((runs_folder / "classic").iterdir())
 
 
 def test_cot_notebook_evaluates_before_and_after_training(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
+    runs_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed_text = execute("cot.ipynb", runs, monkeypatch)
+    printed_text = execute_notebook("cot.ipynb", runs_folder, monkeypatch)
     assert printed_text.count("mean reward") == 2
-    assert (runs / "Sums-v0" / "summary.json").is_file()
+    assert (runs_folder / "Sums-v0" / "summary.json").is_file()
 
 
 def test_reward_model_and_rlhf_notebooks_run_in_sequence(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
+    runs_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "epoch 18   accuracy" in execute("reward_model.ipynb", runs, monkeypatch)
-    assert load_reward_model(runs / "reward_model") is not None
-    printed_text = execute("rlhf.ipynb", runs, monkeypatch)
-    assert printed_text.count("divergence from the start") == 2, "before and after training"
-    assert (runs / "Pleasing-v0" / "summary.json").is_file()
+    assert "epoch 18   accuracy" in execute_notebook("reward_model.ipynb", runs_folder, monkeypatch)
+    assert load_reward_model(runs_folder / "reward_model") is not None
+    printed_text = execute_notebook("rlhf.ipynb", runs_folder, monkeypatch)
+    assert printed_text.count("divergence from the start") == 2, (
+        "the divergence was not printed twice"
+    )
+    assert (runs_folder / "Pleasing-v0" / "summary.json").is_file()

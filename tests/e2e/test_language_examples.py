@@ -1,4 +1,4 @@
-"""The examples with reward functions learn within a few steps."""
+"""The summarization example learns within a few steps."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_summarization_example_increases_the_mean_reward(tmp_path: Path) -> None
     config = EXAMPLES / "summarization" / "tiny.toml"
     with start_run(tmp_path, *overrides, config=config) as run:
         run.finish()
-    # A step whose batch was complete before the step started has no episodes and no mean.
+    # If a batch is complete before its step starts, the step has no new episodes and no mean.
     rows = [row.values for row in run.rows if row.kind == "train"]
     rewards = [row[TrainMetric.REWARD_MEAN] for row in rows if TrainMetric.REWARD_MEAN in row]
-    assert rewards[0] < 0.6, "random words have a low reward"
+    assert rewards[0] < 0.6, "the reward of random words is too high"
     assert rewards[-1] > rewards[0] + 0.2
