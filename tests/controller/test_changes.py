@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +54,11 @@ def test_model_and_algorithm_cannot_change(
         ("learner.learning_rate=0.5", "is 0.5"),
         ("environments.blackjack.options.game=pig", "options.game was 'blackjack' and is 'pig'"),
         ("environments.more.package=math_env", "environments.more was None and is {"),
+        (
+            "training.num_steps=900",
+            "is 900, so algorithm.kl_coef_final = 0.0 and learner.schedule = 'linear' follow the "
+            "new length",
+        ),
     ],
 )
 def test_changes_that_affect_results_are_reported(
@@ -62,12 +69,60 @@ def test_changes_that_affect_results_are_reported(
 
 
 @pytest.mark.parametrize(
-    "override", ["training.num_steps=900", "rollout.num_workers=2", "metrics.tensorboard=true"]
+    "override", ["training.keep_checkpoints=9", "rollout.num_workers=2", "metrics.tensorboard=true"]
 )
 def test_run_length_and_location_can_change(
     tmp_path: Path, started_run: LanguageModelRun, override: str
 ) -> None:
     assert find_config_changes(tmp_path, change_run(started_run, override)) == []
+
+
+@pytest.mark.parametrize("kind", ["language model", "network"])
+def test_length_of_a_run_without_schedules_can_change(tmp_path: Path, kind: str) -> None:
+    fields: dict[str, Any] = {"training": {"num_steps": 10}}
+    if kind == "network":
+        fields |= {
+            "kind": "network",
+            "environment": {"package": "gymnasium:CartPole-v1"},
+            "ppo": {"schedule": "constant"},
+        }
+    old_run = make_run_config(fields)
+    (tmp_path / CONFIG_FILE).write_text(old_run.model_dump_json())
+    new_run = make_run_config(old_run.model_dump(mode="json"), ["training.num_steps=20"])
+    assert find_config_changes(tmp_path, new_run) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ppo.scale_rewards=true", "ppo.scale_rewards was False and is True"),
+        ("ppo.critic_learning_rate=0.01", "ppo.critic_learning_rate was None and is 0.01"),
+    ],
+)
+def test_parts_of_a_network_checkpoint_cannot_change(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    fields = {"kind": "network", "environment": {"package": "gymnasium:CartPole-v1"}}
+    old_run = make_run_config(fields)
+    (tmp_path / CONFIG_FILE).write_text(old_run.model_dump_json())
+    with pytest.raises(ConfigError, match=message):
+        find_config_changes(tmp_path, make_run_config(old_run.model_dump(mode="json"), [override]))
+
+
+@pytest.mark.parametrize(("critic", "is_refused"), [("head", True), ("model", False)])
+def test_critic_can_get_a_learning_rate_only_if_it_is_a_separate_model(
+    tmp_path: Path, critic: str, is_refused: bool
+) -> None:
+    old_run = make_run_config({"algorithm": {"kind": "ppo", "critic": {"kind": critic}}})
+    (tmp_path / CONFIG_FILE).write_text(old_run.model_dump_json())
+    new_run = change_run(old_run, "algorithm.critic.learning_rate=0.01")
+    expectation = (
+        pytest.raises(ConfigError, match=r"critic\.learning_rate was None and is 0\.01")
+        if is_refused
+        else contextlib.nullcontext()
+    )
+    with expectation:
+        find_config_changes(tmp_path, new_run)
 
 
 def test_unreadable_configuration_is_reported(

@@ -11,16 +11,19 @@ on a cluster.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ludus.proto.config.algorithm import ModelCritic, PpoConfig
+from ludus.proto.config.language_model import LanguageModelRun
+from ludus.proto.config.network import NetworkRun
 from ludus.proto.config.reward_model import RewardModelRun
 from ludus.proto.config.run import AnyRunConfig
 from ludus.proto.errors import ConfigError
 
 REFUSED_FIELDS = (
     *("kind", "model"),
-    *("algorithm.kind", "algorithm.critic.kind", "ppo.num_environments"),
+    *("algorithm.kind", "algorithm.critic.kind", "ppo.num_environments", "ppo.scale_rewards"),
 )
 """Fields that decide the shape of a checkpoint, which cannot be loaded after a change."""
 
@@ -41,8 +44,11 @@ IGNORED_FIELDS = (
     "device",
     "num_threads",
 )
-"""Fields that change neither training nor evaluation, only where and how long a run runs."""
+"""Fields that change neither a training step nor an evaluation, only where and how long a run
+runs."""
 
+_LENGTH_FIELDS = ("training.num_steps", "training.num_epochs")
+"""Fields that are shown only if the run has a schedule over its whole length."""
 _MAX_LISTED_CHANGES = 20
 
 
@@ -53,9 +59,11 @@ class Change:
     field: str
     old: Any
     new: Any
+    effect: str = ""
+    """Effect on other fields, as a clause; empty if there is none."""
 
     def __str__(self) -> str:
-        return f"{self.field} was {self.old!r} and is {self.new!r}"
+        return f"{self.field} was {self.old!r} and is {self.new!r}{self.effect}"
 
 
 def find_changes(old: AnyRunConfig, new: AnyRunConfig) -> list[Change]:
@@ -67,13 +75,23 @@ def find_changes(old: AnyRunConfig, new: AnyRunConfig) -> list[Change]:
         ConfigError: a field changed that a run must keep.
     """
     changes = list(_find_differences("", old.model_dump(mode="json"), new.model_dump(mode="json")))
+    schedules = _list_schedules(new)
+    length_effect = f", so {' and '.join(schedules)} follow the new length"
     shown_changes = [
         change for change in changes if not _is_in_sections(change.field, IGNORED_FIELDS)
     ]
+    if schedules:
+        shown_changes += [
+            replace(change, effect=length_effect)
+            for change in changes
+            if change.field in _LENGTH_FIELDS
+        ]
     refused_changes = shown_changes
     if not isinstance(new, RewardModelRun):
         refused_changes = [
-            change for change in changes if _is_in_sections(change.field, REFUSED_FIELDS)
+            change
+            for change in changes
+            if _is_in_sections(change.field, REFUSED_FIELDS) or _splits_optimizer(change, new)
         ]
     if refused_changes:
         raise ConfigError(
@@ -89,6 +107,30 @@ def describe_changes(changes: list[Change]) -> str:
     listed_changes = "; ".join(map(str, changes[:_MAX_LISTED_CHANGES]))
     num_hidden = len(changes) - _MAX_LISTED_CHANGES
     return listed_changes if num_hidden <= 0 else f"{listed_changes}; and {num_hidden} more"
+
+
+def _list_schedules(run: AnyRunConfig) -> list[str]:
+    """Return the settings that make a value change over the whole length of the run."""
+    match run:
+        case LanguageModelRun(learner=learner, algorithm=algorithm):
+            final_fields = ("entropy_coef_final", "kl_coef_final")
+            settings = {f"algorithm.{name}": getattr(algorithm, name) for name in final_fields}
+            if learner.schedule != "constant":
+                settings["learner.schedule"] = learner.schedule
+            return [f"{name} = {value!r}" for name, value in settings.items() if value is not None]
+        case NetworkRun(ppo=ppo) if ppo.schedule != "constant":
+            return [f"ppo.schedule = {ppo.schedule!r}"]
+    return []
+
+
+def _splits_optimizer(change: Change, run: AnyRunConfig) -> bool:
+    """Return whether the optimizer gets or loses the critic's group of parameters."""
+    rate_field = "ppo.critic_learning_rate"
+    if isinstance(run, LanguageModelRun):
+        if isinstance(run.algorithm, PpoConfig) and isinstance(run.algorithm.critic, ModelCritic):
+            return False  # a separate model always has its own group
+        rate_field = "algorithm.critic.learning_rate"
+    return change.field == rate_field and None in (change.old, change.new)
 
 
 def _is_in_sections(field: str, sections: tuple[str, ...]) -> bool:

@@ -121,7 +121,7 @@ class ActorCritic(nn.Module):
         """Return the trainable parameters, with a separate group for a separate critic."""
         critic_rate = algorithm.critic.learning_rate if isinstance(algorithm, PpoConfig) else None
         rate_scale = 1.0 if critic_rate is None else critic_rate / learning_rate
-        has_critic_group = self.critic is not None or rate_scale != 1
+        has_critic_group = self.critic is not None or critic_rate is not None
         policy_group, critic_group = OptimizerGroup([], 1.0), OptimizerGroup([], rate_scale)
         for name, parameter in self.named_parameters():
             if has_critic_group and name.startswith(("critic.", f"policy.{VALUE_HEAD}.")):
