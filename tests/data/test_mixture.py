@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -40,6 +41,7 @@ def make_counts(num_wins: int, num_episodes: int, num_groups: int = 8) -> Rollou
         num_terminated=num_episodes,
         num_judged=num_episodes,
         num_wins=num_wins,
+        num_losses=num_episodes - num_wins,
     )
 
 
@@ -183,6 +185,20 @@ def test_environment_without_wins_does_not_open_the_next(num_scored: int) -> Non
     assert list(mixture.weights) == ["easy"]
 
 
+def test_win_rate_counts_finished_episodes_without_a_reward() -> None:
+    mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
+    counts = replace(make_counts(32, 64, num_groups=16), num_scored=32)
+    mixture.observe({"easy": counts})
+    assert list(mixture.weights) == ["easy"], "half of the episodes were won"
+
+
+def test_void_groups_do_not_fill_the_window() -> None:
+    mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
+    mixture.observe({"easy": RolloutCounts(num_groups=15, num_void_groups=15)})
+    mixture.observe({"easy": make_counts(4, 4, num_groups=1)})
+    assert list(mixture.weights) == ["easy"], "only one group was scored"
+
+
 def test_environment_without_reported_success_is_refused() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
     unjudged_counts = RolloutCounts(num_groups=1, num_episodes=4, num_scored=4, num_terminated=4)
@@ -207,7 +223,9 @@ def test_last_environment_does_not_have_to_report_success() -> None:
 
 def test_truncated_episodes_do_not_have_to_report_success() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
-    truncated_counts = RolloutCounts(num_groups=16, num_scored=64, num_truncated=32, num_invalid=32)
+    truncated_counts = RolloutCounts(
+        num_groups=16, num_scored=64, num_truncated=32, num_invalid=32, num_losses=64
+    )
     mixture.observe({"easy": truncated_counts})
     assert list(mixture.weights) == ["easy"]
 

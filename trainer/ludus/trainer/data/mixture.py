@@ -56,7 +56,9 @@ class WinCount:
     """Wins of the groups that finished between two batches."""
 
     num_groups: int
-    num_scored: int
+    """Number of groups that are not void."""
+    num_finished: Annotated[int, Field(alias="num_scored")]
+    """Number of episodes that were won, drawn or lost."""
     num_wins: int
 
 
@@ -156,14 +158,16 @@ class Mixture:
                 "last transition (a rollout function passes it on in Ended), or remove section "
                 "curriculum"
             )
-        state.wins.append(
-            WinCount(new_counts.num_groups, new_counts.num_scored, new_counts.num_wins)
-        )
+        num_valid_groups = new_counts.num_groups - new_counts.num_void_groups
+        if not num_valid_groups:
+            return None
+        num_finished = new_counts.num_wins + new_counts.num_draws + new_counts.num_losses
+        state.wins.append(WinCount(num_valid_groups, num_finished, new_counts.num_wins))
         num_groups = sum(wins.num_groups for wins in state.wins)
         while num_groups - state.wins[0].num_groups >= curriculum.window_groups:
             num_groups -= state.wins.pop(0).num_groups
         num_wins = sum(wins.num_wins for wins in state.wins)
-        min_wins = curriculum.unlock_at * sum(wins.num_scored for wins in state.wins)
+        min_wins = curriculum.unlock_at * sum(wins.num_finished for wins in state.wins)
         if num_groups >= curriculum.window_groups and num_wins >= min_wins > 0:
             state.num_open += 1
             state.wins.clear()
