@@ -97,7 +97,7 @@ async def test_groups_are_lost_when_loading_or_scoring_fails(
 
     engine = FakeEngine()
     monkeypatch.setattr(engine, call, fail)
-    monkeypatch.setattr(rollout_worker, "make_store", lambda _: HeldStore(threading.Event()))
+    monkeypatch.setattr(rollout_worker, "make_store", lambda _: DelayedStore(threading.Event()))
     worker, _ = make_worker(engine)
     play_task = asyncio.create_task(worker.play(make_groups(3)))
     await run_pending_tasks()
