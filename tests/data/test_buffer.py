@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from ludus.trainer.core.types import GroupSpec, make_lost_group
+from ludus.proto.config import GrpoConfig
+from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, TurnSpan, make_lost_group
 from ludus.trainer.data.buffer import GroupBuffer, Refusal
-from ludus.trainer.data.counts import RolloutCounts, sum_counts
+from ludus.trainer.data.counts import (
+    RolloutCounts,
+    VarianceTest,
+    choose_variance_test,
+    has_equal_rewards,
+    sum_counts,
+)
 from tests.data.rollouts import make_group
 
 
@@ -16,6 +27,7 @@ def make_buffer(
     max_staleness: int = 1,
     window_fraction: float = 1.0,
     keeps_zero_variance_groups: bool = False,
+    has_zero_variance: VarianceTest = has_equal_rewards,
 ) -> GroupBuffer:
     """Return an empty buffer."""
     return GroupBuffer(
@@ -23,7 +35,24 @@ def make_buffer(
         max_staleness=max_staleness,
         window_fraction=window_fraction,
         keeps_zero_variance_groups=keeps_zero_variance_groups,
+        has_zero_variance=has_zero_variance,
     )
+
+
+def make_turns_group(*rewards_by_rollout: Sequence[float]) -> RolloutGroup:
+    """Return a group of episodes with these rewards of their turns."""
+    group = make_group(*map(sum, rewards_by_rollout))
+    rollouts = []
+    for rollout, rewards in zip(group.rollouts, rewards_by_rollout, strict=True):
+        turns = tuple(TurnSpan(2 + index, 3 + index, value) for index, value in enumerate(rewards))
+        sequence = replace(rollout.sequences[0], turns=turns)
+        rollouts.append(replace(rollout, sequences=(sequence,)))
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def return_zero_advantages(rollouts: Sequence[Rollout]) -> list[float]:
+    """Return an advantage of zero for each episode."""
+    return [0.0] * len(rollouts)
 
 
 def test_batch_contains_the_oldest_groups_sorted_by_index() -> None:
@@ -48,6 +77,27 @@ def test_group_does_not_overtake_a_group_with_an_earlier_deadline() -> None:
     buffer.begin([1], version=1)
     buffer.put([make_group(1, -1, index=1, version=1)])
     assert buffer.take(0) == [], "group 1 overtook group 0"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rewards_by_rollout", "is_refused"),
+    [
+        ({"credit": "episode"}, [(1, 0), (0, 1)], True),
+        ({"credit": "turn"}, [(1, 0), (0, 1)], False),
+        ({"credit": "turn"}, [(1, 0), (1, 0)], True),
+        ({"credit": "turn"}, [(0, 1), (1,)], True),
+        ({"credit": "turn", "gamma": 0.5}, [(0, 1), (1,)], False),
+        ({"advantages": "tests.data.test_buffer:return_zero_advantages"}, [(1, 0), (0, 1)], False),
+    ],
+)
+def test_variance_is_measured_by_the_advantages(
+    algorithm: dict[str, Any], rewards_by_rollout: list[tuple[float, ...]], is_refused: bool
+) -> None:
+    config = GrpoConfig.model_validate(algorithm)
+    buffer = make_buffer(has_zero_variance=choose_variance_test(config))
+    buffer.begin([0], version=0)
+    refusals = buffer.put([make_turns_group(*rewards_by_rollout)])
+    assert bool(refusals) is is_refused
 
 
 @pytest.mark.parametrize("rewards", [(1, 1), (0.1 + 0.2, 0.1 + 0.2), (1, None), (None, None)])

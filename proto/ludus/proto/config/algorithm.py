@@ -121,8 +121,9 @@ Correction = Annotated[
 
 class _PolicyGradient(Section):
     zero_variance_groups: Literal["replace", "keep"] = "replace"
-    """Treatment of groups whose rewards are all equal. "replace" plays other groups instead,
-    because a group baseline makes all of their advantages zero."""
+    """Treatment of groups whose rewards are all equal, and with credit = "turn" also the rewards of
+    their turns. "replace" plays other groups instead, because a group baseline makes all of their
+    advantages zero. Groups of a function in `advantages` are always kept."""
     loss: PolicyLoss = ClipLoss()
     """The policy loss."""
     correction: Correction = TokenTis()

@@ -34,7 +34,7 @@ with pause_collection():
     from ludus.trainer.core.types import Batch, RolloutGroup
     from ludus.trainer.data.batch import make_batch, shuffle_rewards
     from ludus.trainer.data.buffer import BufferState, GroupBuffer, Refusal, TakenBatch, summarize
-    from ludus.trainer.data.counts import RolloutCounts
+    from ludus.trainer.data.counts import RolloutCounts, choose_variance_test
 
 
 class BufferActor:
@@ -49,6 +49,7 @@ class BufferActor:
             max_staleness=run.training.max_staleness,
             window_fraction=run.training.window_fraction,
             keeps_zero_variance_groups=run.algorithm.zero_variance_groups == "keep",
+            has_zero_variance=choose_variance_test(run.algorithm),
         )
         self._change_condition = asyncio.Condition()
         self._num_restored = 0

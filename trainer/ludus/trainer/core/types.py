@@ -349,12 +349,6 @@ class RolloutGroup(_FastPickle):
             rollout.policy_version for rollout in self.rollouts if rollout.reward is not None
         )
 
-    @property
-    def has_zero_variance(self) -> bool:
-        """True if fewer than two episodes have a reward, or all rewards are equal."""
-        distinct_rewards = {reward for reward in self.rewards if reward is not None}
-        return len(distinct_rewards) < 2
-
 
 def make_lost_group(spec: GroupSpec, reason: str = "its rollout worker died") -> RolloutGroup:
     """Return a group whose episodes are all lost."""

@@ -51,6 +51,7 @@ from ludus.trainer.core.types import (
     TrainingSample,
     TurnSpan,
 )
+from ludus.trainer.data.counts import compute_turn_rewards
 from ludus.trainer.data.failures import describe_error
 
 _FUNCTION_FIELD = "algorithm.advantages"
@@ -226,7 +227,7 @@ def _make_rollout_samples(
     sequences = [sequence for sequence in rollout.sequences if sequence.turns]
     for sequence in sequences:
         _check_turns(sequence)
-    rewards_by_sequence = _compute_token_rewards(sequences, _compute_turn_rewards(rollout), gamma)
+    rewards_by_sequence = _compute_token_rewards(sequences, compute_turn_rewards(rollout), gamma)
     for sequence, token_rewards in zip(sequences, rewards_by_sequence, strict=True):
         advantages = np.zeros(len(sequence.token_ids))
         for turn in sequence.turns:
@@ -234,14 +235,6 @@ def _make_rollout_samples(
         is_truncated = rollout.status is RolloutStatus.TRUNCATED and sequence is sequences[-1]
         tokens = sequence.token_ids, sequence.loss_mask, sequence.logprobs
         yield TrainingSample(*tokens, advantages, token_rewards, terminated=not is_truncated)
-
-
-def _compute_turn_rewards(rollout: Rollout) -> list[float]:
-    """Return the share [K] of each turn in the training reward, which is the sum of the shares."""
-    rewards = [turn.reward for turn in rollout.turns]
-    if rewards and rollout.reward is not None:
-        rewards[-1] += rollout.reward - sum(rewards)
-    return rewards
 
 
 def _compute_token_rewards(
@@ -305,7 +298,7 @@ def _make_turn_reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
     rows: list[list[float]] = []
     for group in groups:
         rows += [
-            [] if rollout.reward is None else _compute_turn_rewards(rollout)
+            [] if rollout.reward is None else compute_turn_rewards(rollout)
             for rollout in group.rollouts
         ]
         rows += [[]] * (group_size - len(group.rollouts))

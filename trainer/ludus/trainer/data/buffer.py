@@ -51,7 +51,12 @@ from typing import TypeAlias
 
 from ludus.proto.runs import Transcript
 from ludus.trainer.core.types import Batch, RolloutGroup
-from ludus.trainer.data.counts import RolloutCounts, count_group
+from ludus.trainer.data.counts import (
+    RolloutCounts,
+    VarianceTest,
+    count_group,
+    has_equal_rewards,
+)
 
 BatchHandle: TypeAlias = Batch | Awaitable[Batch]
 """A batch, or a reference to it. The driver only passes it from the buffer to the learner."""
@@ -168,12 +173,14 @@ class GroupBuffer:
         max_staleness: int,
         window_fraction: float,
         keeps_zero_variance_groups: bool,
+        has_zero_variance: VarianceTest = has_equal_rewards,
     ) -> None:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         max_groups = (max_staleness + 1) * groups_per_step
         self._window = max(1, math.floor(window_fraction * max_groups))
         self._keeps_zero_variance_groups = keeps_zero_variance_groups
+        self._has_zero_variance = has_zero_variance
         self._slots: dict[int, _Slot] = {}
         """Slots by the index of their group, in starting order."""
         self._refusals: dict[int, Refusal] = {}
@@ -264,7 +271,7 @@ class GroupBuffer:
         self._num_started += 1
 
     def _count_finished(self, group: RolloutGroup, slot: _Slot | None) -> RolloutCounts:
-        counts = count_group(group)
+        counts = count_group(group, self._has_zero_variance)
         if slot is None:
             return replace(counts, num_rolled_back_groups=1)
         if not counts.num_void_groups:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from ludus.env.evaluation import OutcomeKind, classify_outcome
-from ludus.trainer.core.types import RolloutGroup, RolloutStatus
+from ludus.proto.config import AlgorithmConfig, GrpoConfig
+from ludus.trainer.core.types import Rollout, RolloutGroup, RolloutStatus
 from ludus.trainer.data.failures import Failures, add_failures, count_failures
+
+VarianceTest = Callable[[RolloutGroup], bool]
+"""Function that returns whether all advantages of a group are zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,50 @@ def sum_counts(counts: Iterable[RolloutCounts]) -> RolloutCounts:
     return sum(counts, RolloutCounts())
 
 
-def count_group(group: RolloutGroup) -> RolloutCounts:
+def compute_turn_rewards(rollout: Rollout) -> list[float]:
+    """Return the share [K] of each turn in the training reward, which is the sum of the shares."""
+    rewards = [turn.reward for turn in rollout.turns]
+    if rewards and rollout.reward is not None:
+        rewards[-1] += rollout.reward - sum(rewards)
+    return rewards
+
+
+def has_equal_rewards(group: RolloutGroup) -> bool:
+    """Return whether all rewards of the group are equal."""
+    return len({reward for reward in group.rewards if reward is not None}) < 2
+
+
+def choose_variance_test(algorithm: AlgorithmConfig) -> VarianceTest:
+    """Return the function that tests whether all advantages of a group are zero.
+
+    A user's function of advantages may tell episodes with equal rewards apart, so none of its
+    groups has zero variance.
+    """
+    if not isinstance(algorithm, GrpoConfig):
+        return has_equal_rewards
+    if algorithm.advantages is not None:
+        return lambda group: False
+    if algorithm.credit == "turn":
+        return partial(_has_equal_turn_returns, gamma=algorithm.gamma)
+    return has_equal_rewards
+
+
+def _has_equal_turn_returns(group: RolloutGroup, gamma: float) -> bool:
+    """Return whether, for each turn, all episodes that reach it have equal returns from there."""
+    returns_by_turn: dict[int, set[float]] = {}
+    for rollout in group.rollouts:
+        if rollout.reward is None:
+            continue
+        turn_return = 0.0
+        for index, reward in reversed(list(enumerate(compute_turn_rewards(rollout)))):
+            turn_return = reward + gamma * turn_return
+            returns_by_turn.setdefault(index, set()).add(turn_return)
+    return all(len(returns) < 2 for returns in returns_by_turn.values())
+
+
+def count_group(
+    group: RolloutGroup, has_zero_variance: VarianceTest = has_equal_rewards
+) -> RolloutCounts:
     """Return the counts of one finished group."""
     rewards = [reward for reward in group.rewards if reward is not None]
     statuses = [rollout.status for rollout in group.rollouts]
@@ -110,7 +158,7 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_draws=outcomes[OutcomeKind.DRAWN],
         num_losses=outcomes[OutcomeKind.LOST],
         num_groups=1,
-        num_zero_variance_groups=int(len(rewards) >= 2 and group.has_zero_variance),
+        num_zero_variance_groups=int(len(rewards) >= 2 and has_zero_variance(group)),
         num_void_groups=int(len(rewards) < 2),
         num_tokens_generated=sum(rollout.num_tokens_sampled for rollout in group.rollouts),
         num_turns=sum(len(rollout.turns) for rollout in group.rollouts),
