@@ -1,8 +1,8 @@
 """Episodes of agents from published frameworks, each in a separate virtual environment.
 
     examples/agents/<name>_agent.py --HTTP--> endpoint --> ConversationTree --> TransformersEngine
-            |  in a service, or a program           |                                |
-            +---- tools over MCP --> environment    +--> Rollout.sequences ==========+  the same
+            |  in a service or a program            |                                |
+            +---- tools over MCP --> environment    +--> Rollout.sequences ==========+  equal tokens
 
 The conformance tests play a few episodes, and bench/agents.py plays a thousand.
 """

@@ -25,9 +25,9 @@ from quiet_ports import quiet_ports
 from upstream_environment import install_upstream
 
 from ludus.env.client import ConnectOptions, EnvClient
-from tests.conformance.upstream.policy import choose, clean, select_state
+from tests.conformance.upstream.policy import choose_action, remove_metadata, select_state
 
-UPSTREAM = Path(__file__).parent / "upstream"
+UPSTREAM_FOLDER = Path(__file__).parent / "upstream"
 GAME = "blackjack"
 NUM_GAMES = 200
 FIRST_SEED = 1000
@@ -72,15 +72,15 @@ def play_with_upstream_client(version: str, address: str) -> Games:
 
 def run_upstream(python: Path, program: str, *arguments: str) -> str:
     """Run a program of the folder `upstream`; return its standard output."""
-    completed = subprocess.run(
-        [python, "-I", UPSTREAM / program, *arguments],
+    completed_process = subprocess.run(
+        [python, "-I", UPSTREAM_FOLDER / program, *arguments],
         capture_output=True,
         text=True,
         timeout=800,
         check=False,
     )
-    assert completed.returncode == 0, completed.stderr[-3000:]
-    return completed.stdout
+    assert completed_process.returncode == 0, completed_process.stderr[-3000:]
+    return completed_process.stdout
 
 
 def play_with_ludus_client(address: str, *, sends_seeds: bool = True, **options: Any) -> Games:
@@ -93,9 +93,12 @@ def play_with_ludus_client(address: str, *, sends_seeds: bool = True, **options:
         for seed in range(FIRST_SEED, FIRST_SEED + NUM_GAMES):
             results = [session.reset(seed=seed if sends_seeds else None)]
             while not results[-1].done:
-                action = {"action_id": choose(results[-1].observation)}
+                action = {"action_id": choose_action(results[-1].observation)}
                 results.append(session.step(action))
-            steps = [[clean(result.observation), result.reward, result.done] for result in results]
+            steps = [
+                [remove_metadata(result.observation), result.reward, result.done]
+                for result in results
+            ]
             games.append({"results": steps, "state": select_state(session.state())})
     return games
 
@@ -155,7 +158,7 @@ def start_upstream_server(version: str, max_sessions: int = 512, game: str = GAM
     [port] = quiet_ports(1)
     python = str(install_upstream_python(requirement))
     arguments = [game, str(port), str(FIRST_SEED), str(max_sessions)]
-    with start_process([python, "-I", str(UPSTREAM / program), *arguments]) as process:
+    with start_process([python, "-I", str(UPSTREAM_FOLDER / program), *arguments]) as process:
         address = f"http://127.0.0.1:{port}"
         wait_until(lambda: is_responding(f"{address}/health"), process)
         yield address

@@ -29,14 +29,14 @@ from tests.conformance.frameworks import (
     measure,
     service,
 )
-from tests.conformance.parties import UPSTREAM
+from tests.conformance.parties import UPSTREAM_FOLDER
 from tests.rollout.scripted_policy import ScriptedPolicy
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(1200)]
 
 LIMITS = RolloutConfig(max_completion_tokens=200, max_tokens=16_000, max_turns=40)
 CALL = '<tool_call>{"name": "Look", "arguments": {"box": "red"}}</tool_call>'
-TOLERANCE = 1e-4
+LOGPROB_TOLERANCE = 1e-4
 """Tolerance of a log-prob computed in float32, in nats."""
 
 
@@ -79,7 +79,7 @@ async def run_scripted_program(
         program_process = await asyncio.create_subprocess_exec(
             *(
                 find_interpreter(framework),
-                UPSTREAM / program,
+                UPSTREAM_FOLDER / program,
                 access.base_url,
                 access.api_key,
                 *arguments,
@@ -176,7 +176,7 @@ class _TruncatingPolicy:
 def check_counts(counts: EpisodeCounts, num_episodes: int) -> None:
     assert (counts.num_episodes, counts.failures) == (num_episodes, [])
     assert counts.num_answers >= num_episodes and counts.num_tool_calls > 0
-    assert counts.largest_logprob_error < TOLERANCE
+    assert counts.largest_logprob_error < LOGPROB_TOLERANCE
 
 
 async def test_agent_service_trains_on_sampled_tokens_of_concurrent_episodes(

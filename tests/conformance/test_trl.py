@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer trains on our server, and our GRPOConfig has the fields of TRL's."""
+"""TRL's GRPOTrainer trains on our server, and our GRPOConfig has the same defaults as TRL's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from upstream_environment import build_virtual_environment
 
 from ludus.env.client import EnvClient
 from ludus.trainer.compat.trl.config import DEFAULTS
-from tests.conformance.parties import UPSTREAM, LudusServer
+from tests.conformance.parties import UPSTREAM_FOLDER, LudusServer
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(1200)]
 
@@ -57,7 +57,7 @@ def python() -> Path:
 
 def run_and_parse(command: list[Any]) -> Any:
     """Run the command; return the last line of its output, parsed as JSON."""
-    completed = subprocess.run(
+    completed_process = subprocess.run(
         command,
         capture_output=True,
         text=True,
@@ -65,8 +65,8 @@ def run_and_parse(command: list[Any]) -> Any:
         check=False,
         env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"},
     )
-    assert completed.returncode == 0, completed.stderr[-3000:]
-    return json.loads(completed.stdout.splitlines()[-1])
+    assert completed_process.returncode == 0, completed_process.stderr[-3000:]
+    return json.loads(completed_process.stdout.splitlines()[-1])
 
 
 def test_defaults_equal_the_fields_of_grpo_config(python: Path) -> None:
@@ -85,7 +85,7 @@ def test_hugging_face_dataset_is_read_as_rows(python: Path) -> None:
 def test_trl_trains_on_the_ludus_server(
     python: Path, server: LudusServer, tmp_path: Path, mode: str
 ) -> None:
-    program = UPSTREAM / "trl_trainer.py"
+    program = UPSTREAM_FOLDER / "trl_trainer.py"
     output = run_and_parse([python, "-I", program, server.http_address, mode, tmp_path])
     assert (output["steps"], len(output["games"])) == (2, 8)
     # Our client must get the rewards that TRL used for the same seeds and actions.

@@ -91,15 +91,15 @@ def test_upstream_client_receives_the_error_of_a_full_server(tmp_path):
 
 def test_openenv_validator_passes(address):
     python = install_upstream_python(CLIENTS["0.10.0"][0])
-    completed = subprocess.run(
+    completed_process = subprocess.run(
         [python.with_name("openenv"), "validate", "--url", address, "--json"],
         capture_output=True,
         text=True,
         timeout=800,
         check=False,
     )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
-    assert parse_json(completed.stdout)["passed"] is True
+    assert completed_process.returncode == 0, completed_process.stdout + completed_process.stderr
+    assert parse_json(completed_process.stdout)["passed"] is True
 
 
 def test_mcp_client_and_ludus_client_play_the_same_game(address, server):

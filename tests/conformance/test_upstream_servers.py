@@ -1,4 +1,4 @@
-"""Our client returns the same results as OpenEnv's clients on OpenEnv's servers."""
+"""OpenEnv's servers return the same results to our client as to OpenEnv's clients."""
 
 import pytest
 

@@ -30,7 +30,7 @@ from ludus.trainer.weights.canary import CanaryReport, WorkerWeights
 from tests.data.rollouts import make_group
 
 
-class Method:
+class FakeMethod:
     """A method of a simulated actor."""
 
     def __init__(self, call: Callable[..., Coroutine[Any, Any, Any]]) -> None:
@@ -78,8 +78,8 @@ class FakeActor:
     )
     """Future that finishes when the process closes or dies."""
 
-    def __getattr__(self, name: str) -> Method:
-        return Method(object.__getattribute__(self, f"_{name}"))
+    def __getattr__(self, name: str) -> FakeMethod:
+        return FakeMethod(object.__getattribute__(self, f"_{name}"))
 
     def kill(self, error: Exception | None = None) -> None:
         """Kill the process. Waiting calls raise `error`, by default a RayActorError."""

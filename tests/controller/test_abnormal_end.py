@@ -82,7 +82,7 @@ class UnexpectedError(Exception):
 
 
 @dataclass
-class Failure:
+class FailingDelivery:
     """A delivery that fails while the learner trains a step."""
 
     run: SimulatedRun
@@ -128,7 +128,7 @@ async def test_current_step_finishes_and_is_saved_after_any_failure(
     tmp_path: Path, error: Exception
 ) -> None:
     run = make_run(tmp_path)
-    run.prepare = Failure(run, 4, error).prepare
+    run.prepare = FailingDelivery(run, 4, error).prepare
     with pytest.raises(type(error), match="continue with --resume from step 5") as error_info:
         await run.train()
     assert error_info.value is error
@@ -176,7 +176,7 @@ async def test_failure_of_the_last_checkpoint_does_not_hide_the_first_error(
 ) -> None:
     run = make_run(tmp_path)
     error = UnexpectedError("a bug")
-    run.prepare = Failure(run, 4, error).prepare
+    run.prepare = FailingDelivery(run, 4, error).prepare
 
     async def fail(*_: object) -> list[SavedFile]:
         raise OSError("no space left on device")
@@ -195,7 +195,7 @@ async def test_unresponsive_learner_does_not_delay_the_end(
 ) -> None:
     monkeypatch.setattr(Controller, "last_checkpoint_timeout_s", 0.2)
     run = make_run(tmp_path)
-    run.prepare = Failure(run, 4, UnexpectedError("a bug")).prepare
+    run.prepare = FailingDelivery(run, 4, UnexpectedError("a bug")).prepare
 
     async def wait_forever(*_: object) -> None:
         await asyncio.Event().wait()

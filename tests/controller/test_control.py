@@ -1,4 +1,4 @@
-"""Control files resize or stop a running run."""
+"""Control files resize or stop a run in progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ControlledRun:
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / CONTROL_FILE
-        self.sizes: list[int] = []
+        self.requested_sizes: list[int] = []
         self.stop_request = StopRequest()
 
 
@@ -29,7 +29,7 @@ class ControlledRun:
 async def follow_control_files(folder: Path) -> AsyncIterator[ControlledRun]:
     run = ControlledRun(folder)
     task = asyncio.create_task(
-        apply_control_files(folder, run.sizes.append, run.stop_request, interval_s=0.01)
+        apply_control_files(folder, run.requested_sizes.append, run.stop_request, interval_s=0.01)
     )
     yield run
     task.cancel()
@@ -39,11 +39,11 @@ async def follow_control_files(folder: Path) -> AsyncIterator[ControlledRun]:
 async def test_each_change_of_the_file_is_applied_once(tmp_path: Path) -> None:
     async with follow_control_files(tmp_path) as run:
         run.file.write_text(RunControl(num_workers=3).model_dump_json())
-        await wait_until(lambda: run.sizes == [3])
+        await wait_until(lambda: run.requested_sizes == [3])
         run.file.write_text(RunControl(num_workers=2, stop=True).model_dump_json())
         await wait_until(lambda: run.stop_request.is_set)
         await asyncio.sleep(0.05)
-        assert run.sizes == [3, 2]
+        assert run.requested_sizes == [3, 2]
         assert run.stop_request.is_from_control_file
 
 
@@ -65,4 +65,4 @@ async def test_invalid_file_is_logged_and_changes_nothing(
     with caplog.at_level(logging.WARNING):
         async with follow_control_files(tmp_path) as run:
             await wait_until(lambda: str(run.file) in caplog.text)
-            assert run.sizes == [] and not run.stop_request.is_set
+            assert run.requested_sizes == [] and not run.stop_request.is_set

@@ -48,7 +48,7 @@ async def test_long_wait_is_logged(
     assert "waiting for a task" in caplog.text
 
 
-async def test_result_or_error_within_the_limit_is_passed_on() -> None:
+async def test_result_or_error_within_the_limit_is_unchanged() -> None:
     async def fail() -> None:
         raise TimeoutError("the task failed")
 

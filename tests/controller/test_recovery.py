@@ -105,7 +105,8 @@ async def test_samples_of_rolled_back_weights_are_not_trained_on(tmp_path: Path)
     for groups in run.batches.values():
         for group in groups:
             num_restarts, step = origins[group.index]
-            # The first death precedes any checkpoint. The second follows the checkpoint of step 5.
+            # The first learner died before any checkpoint was written. The second learner died
+            # after the checkpoint of step 5.
             assert num_restarts == 2 or (num_restarts == 1 and step <= 5)
     assert len(set(run.trained_indices)) == len(run.trained_indices) == 4 * NUM_STEPS
 

@@ -114,13 +114,13 @@ async def test_late_fetch_does_not_load_older_weights(
     release_event, engine = threading.Event(), FakeEngine()
     monkeypatch.setattr(rollout_worker, "make_store", lambda _: DelayedStore(release_event))
     worker, _ = make_worker(engine)
-    late_load = asyncio.create_task(worker.load_weights(publish_weights(1, (-1.0,)), True))
+    late_load_task = asyncio.create_task(worker.load_weights(publish_weights(1, (-1.0,)), True))
     await run_pending_tasks()
     weights = await worker.load_weights(publish_weights(2, (-1.0,)), True)
     assert weights.canary.version == 2
     release_event.set()
     with pytest.raises(WeightSyncError, match="version 1 arrived after a later version"):
-        await late_load
+        await late_load_task
     assert [float(state["w"]) for state in engine.loaded_states] == [2.0]
     await worker.close()
 

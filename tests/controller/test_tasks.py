@@ -1,4 +1,4 @@
-"""A failed background task cancels the block and raises its error there."""
+"""A failed background task cancels its block, which then raises the task's error."""
 
 from __future__ import annotations
 

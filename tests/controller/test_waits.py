@@ -21,7 +21,7 @@ from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.placement import place_on_one_machine
 from ludus.trainer.driver.evaluation import Evaluator
 from ludus.trainer.driver.loops.controller import Controller
-from tests.controller.fake_workers import FakeActor, FakeFleet, Method, publish_weights
+from tests.controller.fake_workers import FakeActor, FakeFleet, FakeMethod, publish_weights
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
 from tests.env.polling import wait_until
 
@@ -130,7 +130,7 @@ class FrozenBuffer:
         return FrozenCall(wait_forever)
 
 
-class FrozenCall(Method):
+class FrozenCall(FakeMethod):
     """A remote method that never responds."""
 
     def options(self, **_: object) -> FrozenCall:

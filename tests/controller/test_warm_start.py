@@ -89,7 +89,7 @@ def make_run(*names: str, **environment: Any) -> LanguageModelRun:
 async def serve_environments(
     run: LanguageModelRun, factory: type[CountingEnv]
 ) -> AsyncIterator[tuple[dict[str, ConnectedEnvironment], list[RecordedEpisode]]]:
-    """Yield the run's environments, each on a separate server, and the recorded episodes."""
+    """Serve each environment of the run; yield the environments and the recorded episodes."""
     environments: dict[str, ConnectedEnvironment] = {}
     episodes: list[RecordedEpisode] = []
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Factories of small rollouts and groups."""
+"""Factories for small rollouts and groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ludus.trainer.core.types import (
 def make_rollout(
     reward: float | None, *, token_ids: Sequence[int] = (5, 6, 7, 8), version: int = 0
 ) -> Rollout:
-    """Return a one-turn rollout with two sampled tokens. Reward None means that it is lost."""
+    """Return a one-turn rollout with two sampled tokens. If `reward` is None, it is lost."""
     status = RolloutStatus.LOST if reward is None else RolloutStatus.TERMINATED
     num_prompt_tokens = len(token_ids) - 2
     sequence = TokenSequence(

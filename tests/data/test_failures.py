@@ -50,9 +50,10 @@ def test_error_without_a_message_has_a_reason() -> None:
 
 def test_first_error_of_a_group_is_the_reason() -> None:
     lost_error = SessionLostError("the server died")
-    group = ExceptionGroup("two", [ExceptionGroup("one", [lost_error]), ValueError("later")])
-    assert find_first_error(group) is lost_error
-    assert describe_error(group) == "SessionLostError: the server died"
+    inner_group = ExceptionGroup("inner", [lost_error])
+    outer_group = ExceptionGroup("outer", [inner_group, ValueError("later")])
+    assert find_first_error(outer_group) is lost_error
+    assert describe_error(outer_group) == "SessionLostError: the server died"
 
 
 def test_reasons_with_different_numbers_have_the_same_kind() -> None:

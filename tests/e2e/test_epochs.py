@@ -1,4 +1,4 @@
-"""Each epoch uses each row of a data set once, with real workers and a stop between.
+"""Each epoch uses each row of a data set once, even if the run is stopped and resumed.
 
 A reward function records the row of each scored completion, and the test counts these rows.
 """

@@ -33,9 +33,11 @@ def test_training_in_two_parts_equals_uninterrupted_training(
     tmp_path: Path, server: RunningServer
 ) -> None:
     command = [sys.executable, "-m", "tests.e2e.forge_program", str(tmp_path), server.http]
-    completed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=800)
-    assert completed.returncode == 0, completed.stderr
-    output: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
+    completed_process = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=800
+    )
+    assert completed_process.returncode == 0, completed_process.stderr
+    output: dict[str, Any] = json.loads(completed_process.stdout.splitlines()[-1])
     first_results, second_results = output["results"]
     assert (first_results["iterations"], second_results["iterations"]) == ([1, 2, 3], [4, 5, 6])
     assert all(len(first_results[name]) == 3 for name in ("win_rates", "losses", "rewards"))
@@ -71,7 +73,7 @@ def test_tutorial_configuration_trains_a_tiny_model(tmp_path: Path, server: Runn
         "ludus.eval.num_games=50",
     ]
     command = [sys.executable, "-m", "ludus.trainer.compat.forge", "--config", str(path)]
-    completed = subprocess.run(
+    completed_process = subprocess.run(
         [*command, *overrides],
         capture_output=True,
         text=True,
@@ -79,9 +81,11 @@ def test_tutorial_configuration_trains_a_tiny_model(tmp_path: Path, server: Runn
         timeout=600,
         env={**os.environ, "WANDB_API_KEY": ""},
     )
-    assert completed.returncode == 0, completed.stderr
-    folder = Path(completed.stdout.splitlines()[-1])
+    assert completed_process.returncode == 0, completed_process.stderr
+    folder = Path(completed_process.stdout.splitlines()[-1])
     assert folder == tmp_path / "blackjack"
     assert json.loads((folder / "summary.json").read_text())["finished"]
-    assert "metric_logging.wandb.group" in completed.stderr, "the unused key was not reported"
-    assert any((folder / "wandb").iterdir()), "no offline log for `wandb sync`"
+    assert "metric_logging.wandb.group" in completed_process.stderr, (
+        "the unused key was not reported"
+    )
+    assert any((folder / "wandb").iterdir()), "the offline log is missing"

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.usefixtures("shared_ray"),
 ]
 
-GYMFORMER = Path(__file__).parents[2] / "examples" / "gymformer"
+GYMFORMER_FOLDER = Path(__file__).parents[2] / "examples" / "gymformer"
 NUM_EPISODES = 16
 
 
@@ -34,8 +34,8 @@ def execute_notebook(name: str, runs_folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GYMFORMER_EPISODES", str(NUM_EPISODES))
     monkeypatch.setenv("GYMFORMER_COMPARISONS", "160")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-    notebook = nbformat.read(GYMFORMER / name, as_version=4)
-    resources = {"metadata": {"path": GYMFORMER}}
+    notebook = nbformat.read(GYMFORMER_FOLDER / name, as_version=4)
+    resources = {"metadata": {"path": GYMFORMER_FOLDER}}
     NotebookClient(notebook, timeout=540, kernel_name="python3", resources=resources).execute()
     outputs = [cell_output for cell in notebook.cells for cell_output in cell.get("outputs", ())]
     return "".join(cell_output.get("text", "") for cell_output in outputs)

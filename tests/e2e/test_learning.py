@@ -1,12 +1,13 @@
 """A run learns from true rewards and does not learn from shuffled rewards.
 
-The two runs differ only in their rewards. Both are the blackjack example with 41,000 games. The
-measure is the share of the gap from random play to basic strategy that a run closes on the same
-deals.
+The two runs differ only in their rewards. Both train the blackjack example on 41,000 games. The
+measure is the share of the gap between random play and basic strategy that a run closes on the
+same deals.
 
-Shuffled rewards still change the policy at random: it may stand more or less often. They cannot
-teach the policy to use its hand. The threshold between learning and drift is therefore the share
-that always standing closes, which is the best result without using the hand.
+Shuffled rewards still change the policy at random, so it may stand more or less often. However,
+shuffled rewards cannot teach the policy to use its hand. The threshold between learning and drift
+is therefore the share that always standing closes, the best result of a policy that ignores its
+hand.
 """
 
 from __future__ import annotations

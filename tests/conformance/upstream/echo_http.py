@@ -1,6 +1,6 @@
-"""Program that calls the echo environment with OpenEnv's 0.1.x client, in its environment.
+"""Program that calls the echo environment with OpenEnv's 0.1.x client.
 
-Argument: address. Prints the responses as JSON.
+It runs in the client's virtual environment. Argument: address. It prints the responses as JSON.
 """
 
 import json

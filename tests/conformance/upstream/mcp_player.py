@@ -12,7 +12,7 @@ from mcp import ClientSession
 from mcp.client.streamable_http import streamable_http_client
 
 sys.path.insert(0, str(Path(__file__).parent))
-from policy import choose, clean
+from policy import choose_action, remove_metadata
 
 
 def read_content(result) -> dict:
@@ -22,18 +22,18 @@ def read_content(result) -> dict:
 
 async def play(session: ClientSession, seed: int) -> list:
     result = read_content(await session.call_tool("start_episode", {"seed": seed}))
-    outcomes = [[clean(result["observation"]), result["reward"], result["done"]]]
+    outcomes = [[remove_metadata(result["observation"]), result["reward"], result["done"]]]
     while not result["done"]:
-        action = {"action_id": choose(result["observation"])}
+        action = {"action_id": choose_action(result["observation"])}
         result = read_content(await session.call_tool("take_action", action))
-        outcomes.append([clean(result["observation"]), result["reward"], result["done"]])
+        outcomes.append([remove_metadata(result["observation"]), result["reward"], result["done"]])
     return outcomes
 
 
 async def main(address: str, seed: int) -> None:
     async with (
-        streamable_http_client(address) as (read, write, *_),
-        ClientSession(read, write) as session,
+        streamable_http_client(address) as (read_stream, write_stream, *_),
+        ClientSession(read_stream, write_stream) as session,
     ):
         server_info = await session.initialize()
         tools = [tool.name for tool in (await session.list_tools()).tools]

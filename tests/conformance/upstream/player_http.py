@@ -12,7 +12,7 @@ from openenv_core.client_types import StepResult
 from openenv_core.http_env_client import HTTPEnvClient
 
 sys.path.insert(0, str(Path(__file__).parent))
-from policy import choose, clean, select_state
+from policy import choose_action, remove_metadata, select_state
 
 
 class GameClient(HTTPEnvClient):
@@ -30,9 +30,11 @@ def play(client: GameClient) -> dict:
     result = client.reset()
     results = [result]
     while not result.done:
-        result = client.step(choose(result.observation))
+        result = client.step(choose_action(result.observation))
         results.append(result)
-    outcomes = [[clean(result.observation), result.reward, result.done] for result in results]
+    outcomes = [
+        [remove_metadata(result.observation), result.reward, result.done] for result in results
+    ]
     return {"results": outcomes, "state": select_state(client.state())}
 
 

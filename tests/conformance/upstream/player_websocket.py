@@ -10,16 +10,18 @@ from pathlib import Path
 from openenv.core import GenericEnvClient
 
 sys.path.insert(0, str(Path(__file__).parent))
-from policy import choose, clean, select_state
+from policy import choose_action, remove_metadata, select_state
 
 
 def play(client, seed: int) -> dict:
     result = client.reset(seed=seed)
     results = [result]
     while not result.done:
-        result = client.step({"action_id": choose(result.observation)})
+        result = client.step({"action_id": choose_action(result.observation)})
         results.append(result)
-    outcomes = [[clean(result.observation), result.reward, result.done] for result in results]
+    outcomes = [
+        [remove_metadata(result.observation), result.reward, result.done] for result in results
+    ]
     return {"results": outcomes, "state": select_state(client.state())}
 
 

@@ -120,7 +120,7 @@ def train_tool_call(model, tokenizer):
 
 
 def rollout_func(prompts, trainer):
-    """Play complete games; the parity of each sampled token is the action."""
+    """Play a game for each prompt and return TRL's columns. A token's parity is the action."""
     tokenizer, columns = trainer.processing_class, {"prompt_ids": [], "completion_ids": []}
     columns |= {"logprobs": [], "game_return": []}
     game_client = Blackjack()
