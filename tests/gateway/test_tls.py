@@ -227,7 +227,7 @@ async def run_grpc_server(tls_files: TlsFiles) -> AsyncIterator[int]:
 def open_channel(
     port: int, ca_file: Path, client_files: TlsFiles | None = None
 ) -> grpc.aio.Channel:
-    # With the global pool, two channels would share a connection.
+    # Two channels with the global pool would share a connection.
     return grpc.aio.secure_channel(
         f"localhost:{port}",
         build_channel_credentials(ca_file, client_files),
