@@ -16,7 +16,7 @@ import yaml
 
 from ludus.proto.runs import read_transcripts
 from tests.forge.tutorial_config import tutorial_config
-from tests.openspiel.test_server import RunningServer, serving
+from tests.openspiel.test_server import RunningServer, run_server_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("shared_ray")]
 
@@ -25,14 +25,16 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack") as server:
+    with run_server_program(
+        tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack"
+    ) as server:
         yield server
 
 
 def test_training_in_two_parts_equals_uninterrupted_training(
     tmp_path: Path, server: RunningServer
 ) -> None:
-    command = [sys.executable, "-m", "tests.e2e.forge_program", str(tmp_path), server.http]
+    command = [sys.executable, "-m", "tests.e2e.forge_program", str(tmp_path), server.http_address]
     completed_process = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=800
     )
@@ -67,7 +69,7 @@ def test_tutorial_configuration_trains_a_tiny_model(tmp_path: Path, server: Runn
     overrides = [
         "model=tiny",
         "trainer.training.steps=2",
-        f"blackjack_env.server_url={server.http}",
+        f"blackjack_env.server_url={server.http_address}",
         f"ludus.output_dir={tmp_path}",
         "ludus.model.warm_start_games=128",
         "ludus.eval.num_games=50",

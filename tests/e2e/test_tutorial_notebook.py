@@ -12,7 +12,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.openspiel.test_server import RunningServer, serving
+from tests.openspiel.test_server import RunningServer, run_server_program
 
 TUTORIAL_FOLDER = Path(__file__).parents[2] / "examples" / "tutorial"
 NOTEBOOK_PATH = TUTORIAL_FOLDER / "blackjack.ipynb"
@@ -26,13 +26,17 @@ SHORT_RUN_OVERRIDES = (
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack") as server:
+    with run_server_program(
+        tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack"
+    ) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with serving(tmp_path_factory.mktemp("other"), OPENSPIEL_GAME="tic_tac_toe") as server:
+    with run_server_program(
+        tmp_path_factory.mktemp("other"), OPENSPIEL_GAME="tic_tac_toe"
+    ) as server:
         yield server
 
 
@@ -45,8 +49,8 @@ def test_tutorial_notebook_runs_from_first_to_last_cell(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TUTORIAL_SERVER", server.http)
-    monkeypatch.setenv("TUTORIAL_OTHER_SERVER", other_server.http)
+    monkeypatch.setenv("TUTORIAL_SERVER", server.http_address)
+    monkeypatch.setenv("TUTORIAL_OTHER_SERVER", other_server.http_address)
     monkeypatch.setenv("TUTORIAL_STEPS", "2")
     monkeypatch.setenv("TUTORIAL_GAMES", "200")
     monkeypatch.setenv("TUTORIAL_RUNS", str(tmp_path))

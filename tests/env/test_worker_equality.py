@@ -25,7 +25,7 @@ from tests.env.test_isolation import (
     NUM_WORKERS,
     REPORT_ACTION,
     connect_to,
-    open_many,
+    open_sessions,
     serve_workers,
 )
 
@@ -71,7 +71,7 @@ async def test_seeded_episodes_are_the_same_inline_and_in_workers(isolation: str
 
 async def test_workers_do_not_share_their_global_random_state(isolation: str) -> None:
     async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
-        sessions = await open_many(client, 6)
+        sessions = await open_sessions(client, 6)
         infos = [(await session.step(REPORT_ACTION)).info for session in sessions]
         luck_by_pid = {info["pid"]: tuple(info["luck"]) for info in infos}
         assert len(luck_by_pid) >= NUM_WORKERS
@@ -102,7 +102,7 @@ async def test_workers_get_no_secrets_and_load_no_server_modules(
         serve_workers(isolation=isolation, session_key=secret, pass_env=("HARMLESS",)) as server,
         connect_to(server) as client,
     ):
-        (session,) = await open_many(client, 1)
+        (session,) = await open_sessions(client, 1)
         info = (await session.step(REPORT_ACTION)).info
         assert "HARMLESS" in info["variables"]
         assert "PATH" in info["variables"]

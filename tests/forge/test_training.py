@@ -19,7 +19,7 @@ from ludus.trainer.compat.forge.server import add_baselines
 from ludus.trainer.compat.forge.training import load_forge_run
 from ludus.trainer.driver.loops.steps import Step
 from tests.forge.tutorial_config import tutorial_config
-from tests.openspiel.test_server import RunningServer, serving
+from tests.openspiel.test_server import RunningServer, run_server_program
 
 GRPC_ADDRESS_OVERRIDE = "blackjack_env.server_url=grpc://localhost:1"
 """Override with a server address that is not used before the run starts."""
@@ -124,7 +124,9 @@ async def test_missing_server_is_reported_with_the_address() -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="tic_tac_toe") as server:
+    with run_server_program(
+        tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="tic_tac_toe"
+    ) as server:
         yield server
 
 
@@ -132,7 +134,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 async def test_baselines_come_from_the_server(
     server: RunningServer,
 ) -> None:
-    section = {"kind": "remote", "address": server.http}
+    section = {"kind": "remote", "address": server.http_address}
     environments = await add_baselines(dict(section), "tic_tac_toe")
     assert environments["tic_tac_toe"]["baselines"] == ["random", "minimax"]
     assert environments["tic_tac_toe"]["optimal_policy"] == "minimax"

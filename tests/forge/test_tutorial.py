@@ -17,7 +17,7 @@ from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.models.load import load_tokenizer
 from openspiel_env import OpenSpielAction, OpenSpielEnv, make_environment
 from tests.learner.tiny_policy import make_policy_folder
-from tests.openspiel.test_server import RunningServer, serving
+from tests.openspiel.test_server import RunningServer, run_server_program
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL_FOLDER = ROOT / "examples" / "tutorial"
@@ -25,7 +25,9 @@ TUTORIAL_FOLDER = ROOT / "examples" / "tutorial"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack") as server:
+    with run_server_program(
+        tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack"
+    ) as server:
         yield server
 
 
@@ -52,19 +54,19 @@ async def test_measured_baselines_match_the_computed_rates(
 ) -> None:
     # The bounds are 28.28 % and 40.88 %, plus or minus four standard errors for 1,000 games.
     play = getattr(grpo_utils, function_name)
-    stats = play(server.http, num_games=1000)
+    stats = play(server.http_address, num_games=1000)
     assert stats["total_games"] == 1000 == stats["wins"] + stats["losses"] + stats["pushes"]
     assert min_rate < stats["win_rate"] == stats["wins"] / 1000 < max_rate
     lower_bound, upper_bound = stats["win_rate_ci95"]
     assert lower_bound < stats["win_rate"] < upper_bound
-    assert play(server.http, num_games=100, seed=0)["total_games"] == 100
+    assert play(server.http_address, num_games=100, seed=0)["total_games"] == 100
 
 
 @pytest.mark.slow
 def test_an_observation_is_printed_with_the_text_for_the_model(
     grpo_utils: ModuleType, server: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with OpenSpielEnv(base_url=server.http) as env:
+    with OpenSpielEnv(base_url=server.http_address) as env:
         result = env.reset(seed=7)
     assert result.text is not None
     grpo_utils.show_openenv_observation(result.observation)
@@ -81,10 +83,10 @@ def test_unknown_policy_is_refused_with_the_known_policies(
     grpo_utils: ModuleType, tmp_path: Path
 ) -> None:
     with (
-        serving(tmp_path, OPENSPIEL_GAME="catch") as server,
+        run_server_program(tmp_path, OPENSPIEL_GAME="catch") as server,
         pytest.raises(ConfigError, match="'catch' has no policy 'dealer_rule'; it has random, f"),
     ):
-        grpo_utils.play_heuristic_policy(server.http)
+        grpo_utils.play_heuristic_policy(server.http_address)
 
 
 def read_server_variables() -> list[dict[str, str]]:
@@ -109,7 +111,10 @@ def test_the_notebook_has_a_command_for_each_game_of_the_tutorial() -> None:
 def test_each_command_starts_a_server_that_renders_text(
     variables: dict[str, str], tmp_path: Path
 ) -> None:
-    with serving(tmp_path, **variables) as server, OpenSpielEnv(base_url=server.http) as env:
+    with (
+        run_server_program(tmp_path, **variables) as server,
+        OpenSpielEnv(base_url=server.http_address) as env,
+    ):
         result = env.reset(seed=1)
         assert result.text is not None and result.text.messages[0]["content"]
         assert len(result.text.legal_answers) == len(result.observation.legal_actions)
