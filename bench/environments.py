@@ -131,13 +131,13 @@ def listening(command: Sequence[str], port: int, core: int) -> Iterator[subproce
 
 
 @contextlib.contextmanager
-def all_servers(upstream_python: Path, with_gateway: bool) -> Iterator[Servers]:
+def all_servers(get_upstream_python: Path, with_gateway: bool) -> Iterator[Servers]:
     """Start all measured servers; idle servers use no processor time."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = _free_port()
         program = str(UPSTREAM / "blackjack_server.py")
-        upstream_command = [str(upstream_python), "-I", program, str(port)]
+        upstream_command = [str(get_upstream_python), "-I", program, str(port)]
         upstream = stack.enter_context(listening(upstream_command, port, SERVER_CORE))
         ludus, http, grpc = stack.enter_context(ludus_server(folder))
         _, _, isolated = stack.enter_context(ludus_server(folder, "--isolation", "process"))
@@ -190,27 +190,27 @@ def cpu_seconds(process: subprocess.Popen[str] | None) -> float:
 # -- what is measured ------------------------------------------------------------------------
 
 
-def contenders(servers: Servers, upstream_python: Path) -> list[Contender]:
+def contenders(servers: Servers, get_upstream_python: Path) -> list[Contender]:
     """Return the contenders in the order in which they alternate."""
     ludus, grpc = servers.ludus, servers.grpc
     rows = [
         Contender(
             "base",
             "OpenEnv's server, OpenEnv's client",
-            upstream_client(upstream_python, servers.upstream_http, "together"),
+            upstream_client(get_upstream_python, servers.upstream_http, "together"),
             servers.upstream,
         ),
         Contender(
             "base_as_trl_drives_it",
             "OpenEnv's server, its client as TRL drives it",
-            upstream_client(upstream_python, servers.upstream_http, "in-turn"),
+            upstream_client(get_upstream_python, servers.upstream_http, "in-turn"),
             servers.upstream,
         ),
         Contender("training", "our rollout worker's own code", [*TRAINING_LOAD, grpc], ludus),
         Contender(
             "websocket_upstream_client",
             "our WebSocket, OpenEnv's client",
-            upstream_client(upstream_python, servers.http, "together"),
+            upstream_client(get_upstream_python, servers.http, "together"),
             ludus,
         ),
         Contender(
@@ -378,10 +378,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.cpu_count() == 1:
         sys.exit("the benchmark needs two cores, one for servers and one for clients; got one")
-    upstream_python = install_upstream(OPENENV, extra=[OPENSPIEL])
+    get_upstream_python = install_upstream(OPENENV, extra=[OPENSPIEL])
     initial_machine = machine()
-    with all_servers(upstream_python, not arguments.no_gateway) as servers:
-        rows = contenders(servers, upstream_python)
+    with all_servers(get_upstream_python, not arguments.no_gateway) as servers:
+        rows = contenders(servers, get_upstream_python)
         measure(rows, arguments.rounds, arguments.window_s)
         singles = measure_singles(servers)
     report(rows, singles)

@@ -44,7 +44,7 @@ from ludus.trainer.rollout.agents.endpoint.server import AgentEndpoint, Endpoint
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
 from tests.agents.random_policy import TOOL, WORDS, Sample
-from tests.agents.wild_agent import WildAgent, check_exact
+from tests.agents.wild_agent import WildAgent, assert_trained_tokens_are_exact
 
 LIMITS = RolloutConfig(max_completion_tokens=40, max_tokens=1024, max_turns=24)
 _NUM_SAMPLES = 768
@@ -118,7 +118,7 @@ async def measure(num_episodes: int, seed: int = 0) -> Measurement:
                 except LimitError:
                     assert tree.refusal
             sequences = tree.make_sequences()
-            check_exact(sequences, engine.samples)
+            assert_trained_tokens_are_exact(sequences, engine.samples)
             results.num_episodes += 1
             results.num_answers += tree.num_turns
             results.num_sequences += len(sequences)

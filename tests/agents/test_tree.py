@@ -20,7 +20,7 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
     PolicyResponse,
 )
 from tests.agents.random_policy import TOOL, RandomPolicy, make_tiny_chat
-from tests.agents.wild_agent import WildAgent, check_exact, repeat_response
+from tests.agents.wild_agent import WildAgent, assert_trained_tokens_are_exact, repeat_response
 
 LIMITS = RolloutConfig(max_completion_tokens=60, max_tokens=3000, max_turns=64)
 NUM_EPISODES = 1000
@@ -55,7 +55,7 @@ async def test_random_agent_episodes_train_exactly_on_sampled_tokens(
         tree, policy = make_tree(chat, seed)
         await WildAgent(tree, seed).play()
         sequences = tree.make_sequences()
-        check_exact(sequences, policy.samples)
+        assert_trained_tokens_are_exact(sequences, policy.samples)
         num_sequences += len(sequences)
         num_long_sequences += sum(len(sequence.turns) > 1 for sequence in sequences)
     # The check is only meaningful if some histories continue and some branch.
@@ -126,7 +126,7 @@ async def test_stripped_reasoning_keeps_training_tokens_exact() -> None:
     for seed in range(50):
         tree, policy = make_tree(chat, seed)
         await WildAgent(tree, seed).play()
-        check_exact(tree.make_sequences(), policy.samples)
+        assert_trained_tokens_are_exact(tree.make_sequences(), policy.samples)
 
 
 async def test_request_beyond_limits_is_rejected_and_turns_are_kept(chat: ChatTokenizer) -> None:

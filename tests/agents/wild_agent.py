@@ -76,7 +76,9 @@ def repeat_response(response: PolicyResponse) -> ChatMessage:
     return ChatMessage("assistant", response.content.strip(), calls)
 
 
-def check_exact(sequences: tuple[TokenSequence, ...], samples: Sequence[Sample]) -> None:
+def assert_trained_tokens_are_exact(
+    sequences: tuple[TokenSequence, ...], samples: Sequence[Sample]
+) -> None:
     """Check that every completion, or its start if cut, is trained on once, after its prompt."""
     remaining_samples = Counter(samples)
     turns = [(sequence, turn) for sequence in sequences for turn in sequence.turns]

@@ -171,13 +171,13 @@ def test_a_silent_log_is_requested_again(
 @pytest.mark.slow
 def test_unreadable_log_is_reported_and_read_later(ludus: RunCli, cluster: Call) -> None:
     start_run(ludus, cluster, *map(step_row, (1, 2, 3)))
-    cluster(lambda c: setattr(c.pods, "unreadable_log", 'lstat "0.log": no such file'))
+    cluster(lambda c: setattr(c.pods, "log_error_text", 'lstat "0.log": no such file'))
 
     def simulate_cluster() -> None:
         poll(cluster, lambda c: c.pods.num_log_requests > 1)
         num_requests = cluster(lambda c: c.num_requests("get", "rayjobs"))
         poll(cluster, lambda c: c.num_requests("get", "rayjobs") > num_requests + 1)
-        cluster(lambda c: setattr(c.pods, "unreadable_log", ""))
+        cluster(lambda c: setattr(c.pods, "log_error_text", ""))
         finish_run(cluster, "STOPPED")
 
     with run_in_background(simulate_cluster):

@@ -231,9 +231,9 @@ async def test_a_sandbox_cannot_open_connections(release: Release) -> None:
         "items"
     ]
     (api_slice,) = [
-        endpoint_slice
-        for endpoint_slice in endpoint_slices
-        if endpoint_slice["metadata"]["name"].startswith("kubernetes")
+        make_endpoint_slice
+        for make_endpoint_slice in endpoint_slices
+        if make_endpoint_slice["metadata"]["name"].startswith("kubernetes")
     ]
     api_address = (api_slice["endpoints"][0]["addresses"][0], str(api_slice["ports"][0]["port"]))
     outside_targets = [(address, KUBELET_PORT) for address in list_node_addresses()] + [

@@ -44,7 +44,7 @@ from ludus.trainer.rollout.agents.runner import AgentHost, AgentRunner
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
 from tests.agents.exactness import RecordingEngine, compute_logprob_error
-from tests.agents.wild_agent import check_exact
+from tests.agents.wild_agent import assert_trained_tokens_are_exact
 from tests.rollout.scripted_policy import ScriptedPlayer
 
 AGENTS_FOLDER = Path(__file__).parents[2] / "examples" / "agents"
@@ -192,7 +192,7 @@ async def _check_rollout(
         counts.num_void += 1
         counts.failures.append(str(rollout.failure))
         return
-    check_exact(rollout.sequences, recorder.samples)
+    assert_trained_tokens_are_exact(rollout.sequences, recorder.samples)
     counts.num_won += bool(rollout.success)
     counts.num_answers += len(recorder.samples)
     counts.num_tool_calls += rollout.num_tool_calls

@@ -19,7 +19,7 @@ from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
 from ludus.trainer.rollout.agents.endpoint.server import AgentEndpoint
 from tests.agents.exactness import RecordingEngine
 from tests.agents.random_policy import make_tiny_chat
-from tests.agents.wild_agent import check_exact
+from tests.agents.wild_agent import assert_trained_tokens_are_exact
 from tests.conformance.frameworks import (
     AGENTS_FOLDER,
     FRAMEWORKS,
@@ -89,7 +89,7 @@ async def run_scripted_program(
         )
         texts, errors = await program_process.communicate()
     assert program_process.returncode == 0, errors.decode()[-3000:]
-    check_exact(tree.make_sequences(), recorder.samples)
+    assert_trained_tokens_are_exact(tree.make_sequences(), recorder.samples)
     return json.loads(texts.splitlines()[-1]), tree
 
 

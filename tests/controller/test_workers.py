@@ -14,7 +14,7 @@ from ludus.trainer.actors import roster
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.interfaces import PublishedWeights
 from tests.controller.fake_workers import FakeActor, FakeFleet, make_groups, publish_weights
-from tests.env.polling import move_loop_clock, run_pending_tasks, wait_until
+from tests.env.polling import advance_loop_clock, run_pending_tasks, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -329,7 +329,7 @@ async def test_blocked_driver_does_not_declare_workers_dead(
     async with fleet.run_workers(monkeypatch, ONE_WORKER) as workers:
         fleet.actors[0].on_ping = count_ping
         await wait_until(lambda: num_pings == 1)
-        move_loop_clock(1000.0)
+        advance_loop_clock(1000.0)
         await run_pending_tasks()
         release_event.set()
         await wait_until(lambda: num_pings > 1)

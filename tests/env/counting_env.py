@@ -165,18 +165,18 @@ class Gate:
         (self.folder / "go").touch()
 
 
-class LonelyCountingEnv(CountingEnv):
+class SingletonCountingEnv(CountingEnv):
     """A counting environment that allows one instance per process."""
 
     one_per_process = True
 
 
-class Deed(IntEnum):
+class Misbehavior(IntEnum):
     """A misbehavior of an unruly environment, requested by adding this number."""
 
     REPORT = -1_000_001
     HANG = -1_000_002
-    EAT_MEMORY = -1_000_003
+    EXCEED_MEMORY_LIMIT = -1_000_003
     CRASH = -1_000_004
     EXIT = -1_000_005
     SYS_EXIT = -1_000_006
@@ -185,21 +185,21 @@ class Deed(IntEnum):
 
 
 class UnrulyEnv(CountingEnv):
-    """A counting environment that misbehaves when the action or the reset requests a deed."""
+    """A counting environment that misbehaves if an action or the options of a reset request it."""
 
     name = "unruly"
 
     def reset(
         self, *, seed: int | None = None, start: int = 0, note: str = ""
     ) -> Transition[CountObservation]:
-        if start in set(Deed):
-            _misbehave(Deed(start))
+        if start in set(Misbehavior):
+            _misbehave(Misbehavior(start))
         return super().reset(seed=seed, start=start, note=note)
 
     def step(self, action: CountAction) -> Transition[CountObservation]:
-        if action.add not in set(Deed):
+        if action.add not in set(Misbehavior):
             return super().step(action)
-        info = _misbehave(Deed(action.add))
+        info = _misbehave(Misbehavior(action.add))
         return Transition(self._observe(), info=info)
 
 
@@ -233,7 +233,7 @@ def exit_on_second_creation(folder: str) -> CountingEnv:
         return CountingEnv()
 
 
-def fail_to_be_built(reason: str = "no luck") -> CountingEnv:
+def fail_during_creation(reason: str = "no luck") -> CountingEnv:
     """Raise an error with this reason instead of creating an environment."""
     raise RuntimeError(reason)
 
@@ -245,22 +245,22 @@ def _consume_memory() -> None:
         time.sleep(0.005)
 
 
-def _misbehave(deed: Deed) -> dict[str, Any]:
-    match deed:
-        case Deed.HANG:
+def _misbehave(misbehavior: Misbehavior) -> dict[str, Any]:
+    match misbehavior:
+        case Misbehavior.HANG:
             threading.Event().wait()
-        case Deed.EAT_MEMORY:
+        case Misbehavior.EXCEED_MEMORY_LIMIT:
             _consume_memory()
-        case Deed.CRASH:
+        case Misbehavior.CRASH:
             ctypes.string_at(0)
-        case Deed.EXIT:
+        case Misbehavior.EXIT:
             os._exit(7)
-        case Deed.SYS_EXIT:
+        case Misbehavior.SYS_EXIT:
             sys.exit(7)
-        case Deed.SPIN:
+        case Misbehavior.SPIN:
             while True:
                 pass
-        case Deed.START_CHILD:
+        case Misbehavior.START_CHILD:
             subprocess.Popen(["sleep", "60"])
     return {
         "pid": int(os.environ.get("LUDUS_WORKER_PID", os.getpid())),

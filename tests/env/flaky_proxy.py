@@ -39,7 +39,7 @@ class FlakyProxy:
         self._server.close()
         self.cut()
 
-    def lead_to(self, upstream: str) -> None:
+    def set_upstream(self, upstream: str) -> None:
         """Forward new connections to another server."""
         self._port = int(upstream.rpartition(":")[2])
 

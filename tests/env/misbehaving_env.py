@@ -56,7 +56,7 @@ def _raise(error: BaseException) -> Any:
     raise error
 
 
-RAISING_DEEDS: dict[str, Callable[[], Any]] = {
+RAISING_MISBEHAVIORS: dict[str, Callable[[], Any]] = {
     "ValueError": lambda: _raise(ValueError("unlucky")),
     "SystemExit": lambda: _raise(SystemExit(7)),
     "KeyboardInterrupt": lambda: _raise(KeyboardInterrupt()),
@@ -67,7 +67,7 @@ RAISING_DEEDS: dict[str, Callable[[], Any]] = {
     "a long message": lambda: _raise(ValueError("long " * 50_000)),
     "an error without text": lambda: _raise(UnprintableError()),
     "an error without code": lambda: _raise(ErrorWithoutCode()),
-    "recursion": lambda: RAISING_DEEDS["recursion"](),
+    "recursion": lambda: RAISING_MISBEHAVIORS["recursion"](),
 }
 HANG = "hang"
 FILL_DISK = "fill the disk"
@@ -102,15 +102,15 @@ def _fork(run_in_child: Callable[[], Any]) -> None:
     raise RuntimeError("the forked child did not exit within 10 s")
 
 
-FATAL_DEEDS: dict[str, Callable[[], Any]] = {
+FATAL_MISBEHAVIORS: dict[str, Callable[[], Any]] = {
     EXIT: lambda: os._exit(7),
     CRASH: lambda: ctypes.string_at(0),
     FILL_DISK: _fill_disk,
 }
 """Deeds that end the process, either immediately or when a limit is exceeded."""
-HARMLESS_DEEDS: dict[str, Callable[[], Any]] = {
+HARMLESS_MISBEHAVIORS: dict[str, Callable[[], Any]] = {
     "fork": lambda: _fork(lambda: None),
-    "fork, and raise in the child": lambda: _fork(RAISING_DEEDS["SystemExit"]),
+    "fork, and raise in the child": lambda: _fork(RAISING_MISBEHAVIORS["SystemExit"]),
     "print": _print,
 }
 """Deeds that must not affect other sessions."""
@@ -147,10 +147,10 @@ WRONG_VALUES: dict[Phase, dict[str, Any]] = {
 
 
 class AddAction(Action):
-    """A number to add, and a deed for a phase of this step or of a later call."""
+    """A number to add, and a misbehavior for a phase of this step or of a later call."""
 
     add: int = 1
-    deed: str = ""
+    misbehavior: str = ""
     phase: Phase = Phase.STEP
 
 
@@ -185,7 +185,7 @@ class MisbehavingEnv(Environment[AddAction, TotalObservation, TotalState]):
     """An environment that adds numbers forever and misbehaves on request.
 
     Args:
-        folder: Folder for marker files. The constructor does the deed that a file `build` contains.
+        folder: Folder for marker files. A file `build` contains the misbehavior of the constructor.
     """
 
     action_type = AddAction
@@ -208,33 +208,33 @@ class MisbehavingEnv(Environment[AddAction, TotalObservation, TotalState]):
         return [Tool("look", "Returns the total.", {"type": "object"})]
 
     def run_phase(self, phase: Phase, correct_value: Any) -> Any:
-        """Misbehave if a deed is set for this phase; otherwise return the correct value."""
-        deed = self._deeds.pop(phase, "")
-        if deed == HANG:
+        """Misbehave if a misbehavior is set for this phase; otherwise return the correct value."""
+        misbehavior = self._deeds.pop(phase, "")
+        if misbehavior == HANG:
             (self._folder / f"hung-{time.monotonic_ns()}").touch()
             threading.Event().wait()
-        if deed in RAISING_DEEDS:
-            RAISING_DEEDS[deed]()
-        if deed in FATAL_DEEDS:
-            FATAL_DEEDS[deed]()
-        if deed in HARMLESS_DEEDS:
-            HARMLESS_DEEDS[deed]()
-        if not deed or deed in HARMLESS_DEEDS:
+        if misbehavior in RAISING_MISBEHAVIORS:
+            RAISING_MISBEHAVIORS[misbehavior]()
+        if misbehavior in FATAL_MISBEHAVIORS:
+            FATAL_MISBEHAVIORS[misbehavior]()
+        if misbehavior in HARMLESS_MISBEHAVIORS:
+            HARMLESS_MISBEHAVIORS[misbehavior]()
+        if not misbehavior or misbehavior in HARMLESS_MISBEHAVIORS:
             return correct_value
-        wrong_value = WRONG_VALUES[phase][deed]
+        wrong_value = WRONG_VALUES[phase][misbehavior]
         return wrong_value(correct_value) if callable(wrong_value) else wrong_value
 
     def reset(
-        self, *, seed: int | None = None, deed: str = "", phase: str = ""
+        self, *, seed: int | None = None, misbehavior: str = "", phase: str = ""
     ) -> Transition[TotalObservation]:
         self._total = 0
-        if deed:
-            self._deeds = {Phase(phase): deed}
+        if misbehavior:
+            self._deeds = {Phase(phase): misbehavior}
         return self.run_phase(Phase.RESET, Transition(TotalObservation(total=0)))
 
     def step(self, action: AddAction) -> Transition[TotalObservation]:
-        if action.deed:
-            self._deeds = {action.phase: action.deed}
+        if action.misbehavior:
+            self._deeds = {action.phase: action.misbehavior}
         self._total += action.add
         return self.run_phase(
             Phase.STEP, Transition(TotalObservation(total=self._total), reward=1.0)

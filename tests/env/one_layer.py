@@ -1,8 +1,8 @@
-"""A program that applies one layer of the sandbox and tries to do forbidden deeds.
+"""A program that applies one layer of the sandbox and tries to do forbidden operations.
 
-Usage: `python one_layer.py LAYER FOLDER SECRET_FILE PID DEED...`. The program prints a JSON object
-with "done" or the name of the error for each deed. If the layer is unavailable, the object contains
-the reason instead.
+Usage: `python one_layer.py LAYER FOLDER SECRET_FILE PID OPERATION...`. The program prints a JSON
+object with "done" or the name of the error for each operation. If the layer is unavailable, the
+object contains the reason instead.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _PTRACE_SEIZE = 0x4206
 
 
 def main(
-    layer: str, folder: Path, secret_file: Path, pid: int, deed_names: list[str]
+    layer: str, folder: Path, secret_file: Path, pid: int, operation_names: list[str]
 ) -> dict[str, Any]:
-    """Apply the layer, try the deeds, and return the outcome of each deed."""
+    """Apply the layer, try the operations, and return the outcome of each operation."""
     (folder / "own").mkdir(mode=0o700)
     own_folder = folder / "own"
     try:
@@ -38,7 +38,7 @@ def main(
         apply_layer(layer, own_folder)
     except LayerUnavailableError as error:
         return {"not offered": str(error)}
-    deeds: dict[str, Callable[[], object]] = {
+    operations: dict[str, Callable[[], object]] = {
         "read": lambda: secret_file.read_text(),
         "write": lambda: secret_file.with_name("new").write_text("x"),
         "write own": lambda: (own_folder / "file").write_text("x"),
@@ -49,7 +49,7 @@ def main(
         "regain": lambda: os.setuid(0),
         "be looked into": lambda: read_parent_from_child(),
     }
-    return {name: try_deed(deeds[name]) for name in deed_names}
+    return {name: try_operation(operations[name]) for name in operation_names}
 
 
 def apply_layer(layer: str, own_folder: Path) -> None:
@@ -80,7 +80,7 @@ def run_in_namespaces(pid: int) -> dict[str, Any]:
         report = {
             "own pid": os.getpid(),
             "pids": sorted(int(name) for name in os.listdir("/proc") if name.isdigit()),
-            "signal": try_deed(lambda: os.kill(pid, 0)),
+            "signal": try_operation(lambda: os.kill(pid, 0)),
         }
         os.write(writer, json.dumps(report).encode())
         os._exit(7)
@@ -92,9 +92,9 @@ def run_in_namespaces(pid: int) -> dict[str, Any]:
     return dict(report)
 
 
-def try_deed(deed: Callable[[], object]) -> str:
+def try_operation(operation: Callable[[], object]) -> str:
     try:
-        deed()
+        operation()
     except OSError as error:
         return type(error).__name__
     return "done"
@@ -120,8 +120,8 @@ def read_parent_from_child() -> None:
 
 
 if __name__ == "__main__":
-    layer_name, folder_path, secret_path, server_pid, *deed_names = sys.argv[1:]
+    layer_name, folder_path, secret_path, server_pid, *operation_names = sys.argv[1:]
     json.dump(
-        main(layer_name, Path(folder_path), Path(secret_path), int(server_pid), deed_names),
+        main(layer_name, Path(folder_path), Path(secret_path), int(server_pid), operation_names),
         sys.stdout,
     )

@@ -43,7 +43,7 @@ def limit_steps(core: SessionCore, limit_s: float) -> None:
         core.host.step_timeout_s = limit_s
 
 
-def detached_sessions(core: SessionCore) -> set[str]:
+def find_detached_sessions(core: SessionCore) -> set[str]:
     """Return the ids of lingering sessions without a connection."""
     return {session.id for session in core.open_sessions.values() if session.detached_s is not None}
 
@@ -64,11 +64,11 @@ class CoreClock:
     def monotonic(self) -> float:
         return time.monotonic() + self._offset_s
 
-    def move_on(self, span_s: float) -> None:
+    def advance(self, span_s: float) -> None:
         self._offset_s += span_s
 
 
-def move_loop_clock(span_s: float) -> None:
+def advance_loop_clock(span_s: float) -> None:
     """Advance only this event loop's clock."""
     loop = asyncio.get_running_loop()
     original_time = loop.time

@@ -16,7 +16,7 @@ def is_alive(pid: int) -> bool:
     return _read_stat(pid)[:1] not in ([], ["Z"])
 
 
-def child_processes(pid: int) -> list[int]:
+def list_child_pids(pid: int) -> list[int]:
     """Return the ids of a process's children, including zombies."""
     return [child_pid for child_pid in list_pids() if _read_stat(child_pid)[1:2] == [str(pid)]]
 

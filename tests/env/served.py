@@ -40,7 +40,7 @@ def reserve_port() -> Iterator[int]:
         yield bound_socket.getsockname()[1]
 
 
-def fixed_port_arguments() -> list[str]:
+def make_fixed_port_arguments() -> list[str]:
     """Return arguments that fix the ports, so that a restarted server uses the same ones."""
     http_port, grpc_port = quiet_ports(2)
     return ["--port", str(http_port), "--grpc-port", str(grpc_port)]
@@ -57,7 +57,7 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(
+def start_server_process(
     folder: Path,
     *arguments: str,
     module: str = str(Path(__file__).with_name("counting_env.py")),

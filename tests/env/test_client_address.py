@@ -197,7 +197,7 @@ async def test_client_waits_until_a_proxy_reaches_its_server() -> None:
     ):
         connect_task = asyncio.create_task(AsyncEnvClient.connect(proxy.address))
         await wait_until(lambda: proxy.num_connections >= 3)
-        proxy.lead_to(server.http_address)
+        proxy.set_upstream(server.http_address)
         async with await connect_task as client:
             assert client.transport.has_extensions
 

@@ -16,8 +16,8 @@ from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.flaky_proxy import FlakyProxy
 from tests.env.grpc_served import serve_grpc
 from tests.env.polling import (
-    detached_sessions,
-    move_loop_clock,
+    advance_loop_clock,
+    find_detached_sessions,
     run_pending_tasks,
     wait_for_sessions,
     wait_until,
@@ -163,10 +163,10 @@ async def test_idle_sessions_survive_repeated_connection_losses(
             proxy.cut()
             result = await busy_session.step({"add": 1})
             assert result.observation["total"] == 1 + num_cuts
-            await wait_until(lambda: not detached_sessions(server.core))
+            await wait_until(lambda: not find_detached_sessions(server.core))
             await asyncio.sleep(1)
             assert proxy.num_connections == num_connections + 1
-        core_clock.move_on(60)
+        core_clock.advance(60)
         await asyncio.sleep(0.5)
         assert (await idle_session.step({"add": 2})).observation["total"] == 9
 
@@ -248,7 +248,7 @@ async def test_a_half_open_socket_times_out_and_the_next_open_works() -> None:
         proxy.blackhole()
         step_task = asyncio.create_task(session.step({"add": 1}))
         await run_pending_tasks()
-        move_loop_clock(61)
+        advance_loop_clock(61)
         with pytest.raises(CallTimeoutError, match="within 60 s"):
             await step_task
         new_session, _ = await client.open()
@@ -278,7 +278,7 @@ async def test_lingering_session_is_lost_when_the_server_restarts() -> None:
     ):
         session, _ = await client.open(linger_s=20)
         async with serve_grpc() as second_server:
-            proxy.lead_to(second_server.address)
+            proxy.set_upstream(second_server.address)
             await first_server.kill()
             with pytest.raises(SessionLostError, match="may have restarted"):
                 await session.step({"add": 1})

@@ -15,8 +15,8 @@ from ludus.proto.env.v1 import env_pb2_grpc
 from tests.env.counting_env import CountingEnv, Gate, ThreadedCountingEnv
 from tests.env.polling import (
     CoreClock,
-    detached_sessions,
     find_busy_sessions,
+    find_detached_sessions,
     wait_for_sessions,
     wait_until,
 )
@@ -33,14 +33,14 @@ async def test_calls_attach_a_detached_session() -> None:
         for _ in (*attaching_kinds, "detach", "open")
     ]
     core.release(opening_connection)
-    assert detached_sessions(core) == set(session_ids)
+    assert find_detached_sessions(core) == set(session_ids)
     calls = [pb.Call()]
     for kind, session_id in zip((*attaching_kinds, "detach", "open"), session_ids, strict=True):
         calls.append(pb.Call())
         getattr(calls[-1], kind).session_id = session_id
     core.attach(find_called_sessions(calls), calling_connection)
     assert calling_connection.session_ids == set(session_ids[:-2])
-    assert detached_sessions(core) == set(session_ids[-2:])
+    assert find_detached_sessions(core) == set(session_ids[-2:])
 
 
 class RawConnection:
@@ -68,12 +68,12 @@ async def test_lingering_session_ends_after_its_second_connection(
         )
         session_id = reply.open.session_id
         await opening_connection.channel.close()
-        await wait_until(lambda: detached_sessions(server.core))
+        await wait_until(lambda: find_detached_sessions(server.core))
         step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 1}', step_index=1)
         await calling_connection.send_call(pb.Call(step=step))
         await calling_connection.channel.close()
-        await wait_until(lambda: detached_sessions(server.core))
-        core_clock.move_on(60)
+        await wait_until(lambda: find_detached_sessions(server.core))
+        core_clock.advance(60)
         await wait_for_sessions(server.core, 0)
         assert "60 s ago" in server.core.tombstones.find(session_id).reason
 
@@ -92,10 +92,10 @@ async def test_running_step_of_a_dead_client_does_not_keep_its_session_open(
         await client.stream.write(pb.CallBatch(calls=[pb.Call(step=step)]))
         await wait_until(lambda: gate.num_entered)
         await client.channel.close()
-        await wait_until(lambda: detached_sessions(server.core))
-        core_clock.move_on(1)
+        await wait_until(lambda: find_detached_sessions(server.core))
+        core_clock.advance(1)
         gate.open()
         await wait_until(lambda: not find_busy_sessions(server.core))
-        core_clock.move_on(60)
+        core_clock.advance(60)
         await wait_for_sessions(server.core, 0)
         assert "60 s ago" in server.core.tombstones.find(session_id).reason

@@ -19,7 +19,7 @@ from ludus.proto.errors import (
     UnavailableError,
 )
 from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
-from tests.env.polling import move_loop_clock, wait_for_sessions, wait_until
+from tests.env.polling import advance_loop_clock, wait_for_sessions, wait_until
 from tests.env.served import WIRES, reserve_port, serve, server_address
 
 pytestmark = pytest.mark.asyncio
@@ -165,7 +165,7 @@ async def test_late_reply_is_never_matched_to_a_later_call(wire: str, gate) -> N
         other_session, _ = await client.open()
         step_task = asyncio.create_task(session.step({"add": 98}))
         await wait_until(lambda: gate.num_entered)
-        move_loop_clock(61)
+        advance_loop_clock(61)
         with pytest.raises(CallTimeoutError, match="within 60 s"):
             await step_task
         with pytest.raises(SessionLostError):
@@ -191,7 +191,7 @@ async def test_idle_session_is_lost_with_the_idle_time_as_reason(wire: str, core
         await connect_client(server, wire) as client,
     ):
         session, _ = await client.open()
-        core_clock.move_on(60)
+        core_clock.advance(60)
         await wait_for_sessions(server.core, 0)
         with pytest.raises(SessionLostError, match="idle for 60 s"):
             await session.step({"add": 1})

@@ -27,8 +27,8 @@ from ludus.env.workers.describe import require_layers
 from ludus.proto.errors import ConfigError, SessionLostError
 from tests.env.code_env import CodeEnv
 from tests.env.polling import wait_until
-from tests.env.processes import child_processes, is_alive, list_pids, read_command_line
-from tests.env.served import ServerProcess, serve, server_process
+from tests.env.processes import is_alive, list_child_pids, list_pids, read_command_line
+from tests.env.served import ServerProcess, serve, start_server_process
 
 pytestmark = [
     pytest.mark.slow,
@@ -61,7 +61,7 @@ class Target:
     def fork_server_pid(self) -> int:
         (pid,) = (
             child_pid
-            for child_pid in child_processes(self.pid)
+            for child_pid in list_child_pids(self.pid)
             if "forkserver" in read_command_line(child_pid)
         )
         return pid
@@ -82,7 +82,7 @@ def target(request, tmp_path_factory) -> Iterator[Target]:
         case "restricted":
             skip_without_signal_scope()
             arguments += ["--isolation", "pool", "--num-workers", "2", "--restricted"]
-    with server_process(folder, *arguments, module=PROGRAM_PATH, env=SECRETS) as server:
+    with start_server_process(folder, *arguments, module=PROGRAM_PATH, env=SECRETS) as server:
         yield Target(server, secret_file)
 
 

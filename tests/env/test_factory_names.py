@@ -10,7 +10,7 @@ import pytest
 
 from ludus.env.targets.targets import TargetFactory, make_importable_factory
 from ludus.proto.errors import ConfigError
-from tests.env.counting_env import CountingEnv, fail_to_be_built
+from tests.env.counting_env import CountingEnv, fail_during_creation
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
@@ -47,7 +47,7 @@ def test_importable_factory_is_decoded(factory) -> None:
 
 
 def test_outer_options_of_a_partial_factory_win() -> None:
-    factory = partial(partial(fail_to_be_built, reason="inner"), reason="outer")
+    factory = partial(partial(fail_during_creation, reason="inner"), reason="outer")
     with pytest.raises(RuntimeError, match="outer"):
         encode_and_decode(factory)()
 
@@ -70,9 +70,9 @@ def test_nested_class_is_encoded_by_its_qualified_name() -> None:
     [
         (lambda: CountingEnv(), r"lambda.*isolation='inline'"),
         (CountingEnv().reset, "worker processes cannot import|isolation='inline'"),
-        (partial(fail_to_be_built, "positional"), "isolation='inline'"),
-        (partial(fail_to_be_built, reason=object()), "must be JSON values"),
-        (partial(fail_to_be_built, reason=(1, 2)), "must be JSON values"),
+        (partial(fail_during_creation, "positional"), "isolation='inline'"),
+        (partial(fail_during_creation, reason=object()), "must be JSON values"),
+        (partial(fail_during_creation, reason=(1, 2)), "must be JSON values"),
     ],
 )
 def test_factory_that_cannot_be_imported_is_refused_with_a_remedy(factory, message: str) -> None:

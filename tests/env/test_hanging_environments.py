@@ -15,11 +15,11 @@ from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.runtime import STUCK_EXIT_CODE, Watchdog
 from ludus.env.serving.server import EnvServer
 from ludus.proto.errors import CallTimeoutError, EnvError, UnavailableError
-from tests.env.counting_env import Deed
+from tests.env.counting_env import Misbehavior
 from tests.env.misbehaving_env import HANG, Phase, get_factory_and_options
-from tests.env.polling import find_busy_sessions, move_loop_clock, wait_for_sessions, wait_until
-from tests.env.served import serve, server_process
-from tests.env.test_unruly_table import Neighbour, do_deed
+from tests.env.polling import advance_loop_clock, find_busy_sessions, wait_for_sessions, wait_until
+from tests.env.served import serve, start_server_process
+from tests.env.test_unruly_table import Neighbor, misbehave
 
 CLOCK_ADVANCE_S = 61.0
 PHASES = [Phase.RESET, Phase.STEP, Phase.RENDER, Phase.STATE, Phase.TOOL]
@@ -34,7 +34,7 @@ class HangingServer:
     async def time_out_calls(self, *calls: asyncio.Task) -> list[EnvError]:
         """Wait until the calls hang, move the clock past their limit, and return their errors."""
         await wait_until(lambda: self.num_hung == len(calls))
-        move_loop_clock(CLOCK_ADVANCE_S)
+        advance_loop_clock(CLOCK_ADVANCE_S)
         return await asyncio.gather(*calls, return_exceptions=True)
 
     @property
@@ -59,12 +59,12 @@ async def test_hanging_call_ends_the_session_and_frees_the_slot(
     phase: Phase, tmp_path: Path
 ) -> None:
     async with serve_hanging_env(tmp_path, num_threads=1, max_sessions=2) as setup:
-        neighbour = Neighbour((await setup.client.open(seed=0))[0])
+        neighbor = Neighbor((await setup.client.open(seed=0))[0])
         session, _ = await setup.client.open(seed=1)
-        (error,) = await setup.time_out_calls(asyncio.create_task(do_deed(session, phase, HANG)))
+        (error,) = await setup.time_out_calls(asyncio.create_task(misbehave(session, phase, HANG)))
         assert isinstance(error, CallTimeoutError)
         await wait_for_sessions(setup.server.core, 1)
-        assert await neighbour.can_step()
+        assert await neighbor.can_step()
         next_session, _ = await setup.client.open(seed=2)
         assert (await next_session.step({"add": 1})).observation["total"] == 1
 
@@ -73,7 +73,7 @@ async def test_hanging_close_frees_the_slot(tmp_path: Path) -> None:
     async with serve_hanging_env(tmp_path, num_threads=1, max_sessions=1) as setup:
         session, _ = await setup.client.open(seed=1)
         assert await setup.time_out_calls(
-            asyncio.create_task(do_deed(session, Phase.CLOSE, HANG))
+            asyncio.create_task(misbehave(session, Phase.CLOSE, HANG))
         ) == [None]
         next_session, _ = await setup.client.open(seed=2)
         assert (await next_session.step({"add": 1})).observation["total"] == 1
@@ -94,7 +94,7 @@ async def test_call_waiting_behind_hanging_calls_does_not_time_out(tmp_path: Pat
     async with serve_hanging_env(tmp_path, num_threads=1) as setup:
         waiting_session, _ = await setup.client.open(seed=0)
         hanging_session, _ = await setup.client.open(seed=1)
-        hanging_call = asyncio.create_task(do_deed(hanging_session, Phase.STEP, HANG))
+        hanging_call = asyncio.create_task(misbehave(hanging_session, Phase.STEP, HANG))
         await wait_until(lambda: setup.num_hung)
         waiting_step = asyncio.create_task(waiting_session.step({"add": 1}))
         core = setup.server.core
@@ -114,9 +114,9 @@ async def test_server_without_free_threads_is_not_ready_and_reports_the_reason(
         assert (await http.get("/readyz")).status_code == 200
         for num_hung in (1, 2):
             session, _ = await setup.client.open(seed=1)
-            call = asyncio.create_task(do_deed(session, Phase.STEP, HANG))
+            call = asyncio.create_task(misbehave(session, Phase.STEP, HANG))
             await wait_until(lambda num_expected=num_hung: setup.num_hung == num_expected)
-            move_loop_clock(CLOCK_ADVANCE_S)
+            advance_loop_clock(CLOCK_ADVANCE_S)
             with pytest.raises(CallTimeoutError):
                 await call
         response = await http.get("/readyz")
@@ -146,11 +146,11 @@ async def test_watchdog_stops_a_stuck_process() -> None:
 
 @pytest.mark.slow
 async def test_step_that_blocks_the_event_loop_stops_the_server(tmp_path: Path) -> None:
-    with server_process(tmp_path, "--unruly", "--step-timeout-s", "1") as server:
+    with start_server_process(tmp_path, "--unruly", "--step-timeout-s", "1") as server:
         async with await AsyncEnvClient.connect(server.grpc_address) as client:
             session, _ = await client.open(seed=1)
             with pytest.raises(EnvError):
-                await session.step({"add": int(Deed.HANG)})
+                await session.step({"add": int(Misbehavior.HANG)})
         assert await asyncio.to_thread(server.process.wait) == STUCK_EXIT_CODE
         output = await asyncio.to_thread(server.process.stderr.read)
         assert "has blocked the event loop for more than 1 s" in output

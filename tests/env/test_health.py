@@ -227,7 +227,7 @@ async def test_ended_sessions_are_counted_by_kind(core_clock) -> None:
         await core.step(slow_session.session_id, b'{"add":99}', timeout_s=0.05)
     await core.open(OpenArgs())
     sweep_task = asyncio.create_task(core.close_idle_forever())
-    core_clock.move_on(core.options.idle_timeout_s)
+    core_clock.advance(core.options.idle_timeout_s)
     await wait_for_sessions(core, 0)
     sweep_task.cancel()
     last_session = await core.open(OpenArgs())

@@ -126,7 +126,7 @@ async def test_unused_session_times_out_before_a_used_session(core_clock) -> Non
         async with make_asgi_client(app) as unused_client:
             await unused_client.post("/reset")
         assert core.load.num_sessions == 2
-        core_clock.move_on(60)
+        core_clock.advance(60)
         await wait_until(lambda: core.load.num_sessions == 1)
         assert await add_to_total(client, 1) == 2
     sweep_task.cancel()

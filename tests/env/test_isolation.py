@@ -30,22 +30,22 @@ from ludus.proto.errors import (
     SessionLostError,
 )
 from tests.env.counting_env import (
-    Deed,
     Gate,
+    Misbehavior,
     UnrulyEnv,
     UnrulyThreadedEnv,
     exit_during_creation,
     exit_on_second_creation,
-    fail_to_be_built,
+    fail_during_creation,
 )
-from tests.env.polling import limit_steps, move_loop_clock, wait_until
-from tests.env.processes import child_processes, is_alive
-from tests.env.served import serve, server_address, server_process
+from tests.env.polling import advance_loop_clock, limit_steps, wait_until
+from tests.env.processes import is_alive, list_child_pids
+from tests.env.served import serve, server_address, start_server_process
 
 pytestmark = pytest.mark.slow
 
 ISOLATIONS = ("pool", "process")
-REPORT_ACTION = {"add": int(Deed.REPORT)}
+REPORT_ACTION = {"add": int(Misbehavior.REPORT)}
 ADD_1 = {"add": 1}
 NUM_WORKERS = 3
 
@@ -136,15 +136,18 @@ async def test_killed_worker_loses_only_sessions_on_that_worker_and_is_replaced(
 
 
 @pytest.mark.parametrize(
-    ("deed", "message"),
+    ("misbehavior", "message"),
     [
-        (Deed.CRASH, "its worker was killed by SIGSEGV"),
-        (Deed.EXIT, "its worker exited with code 7"),
-        (Deed.EAT_MEMORY, r"of memory, more than its limit of 300 MB \(memory_limit_mb\)"),
+        (Misbehavior.CRASH, "its worker was killed by SIGSEGV"),
+        (Misbehavior.EXIT, "its worker exited with code 7"),
+        (
+            Misbehavior.EXCEED_MEMORY_LIMIT,
+            r"of memory, more than its limit of 300 MB \(memory_limit_mb\)",
+        ),
     ],
 )
 async def test_step_that_ends_the_worker_process_reports_the_cause(
-    isolation: str, deed, message: str
+    isolation: str, misbehavior, message: str
 ) -> None:
     async with (
         serve_workers(isolation=isolation, memory_limit_mb=300) as server,
@@ -161,7 +164,7 @@ async def test_step_that_ends_the_worker_process_reports_the_cause(
             if candidate not in (faulty_session, *peer_sessions)
         ]
         with pytest.raises(SessionLostError, match=message) as error_info:
-            await faulty_session.step({"add": int(deed)})
+            await faulty_session.step({"add": int(misbehavior)})
         assert isinstance(error_info.value, InfrastructureError)
         await assert_only_lost(peer_sessions, other_sessions, message)
         assert (await (await client.open(seed=1))[0].step(ADD_1)).reward == 1.0
@@ -179,7 +182,7 @@ async def test_hanging_step_ends_only_the_worker_that_runs_the_step(
         ]
         limit_steps(server.core, 0.5)
         with pytest.raises(CallTimeoutError, match=r"longer than 0\.5 s") as error_info:
-            await faulty_session.step({"add": int(Deed.HANG)})
+            await faulty_session.step({"add": int(Misbehavior.HANG)})
         assert error_info.value.code is ErrorCode.TIMEOUT
         limit_steps(server.core, 60)
         await wait_until(lambda: server.core.load.num_sessions == len(other_sessions))
@@ -190,10 +193,10 @@ async def test_hanging_step_ends_only_the_worker_that_runs_the_step(
 async def test_hanging_first_reset_ends_the_worker_and_frees_the_slot(isolation: str) -> None:
     async with serve_workers(isolation=isolation) as server:
         host = get_host(server)
-        open_args = OpenArgs(ResetArgs(options={"start": int(Deed.HANG)}))
+        open_args = OpenArgs(ResetArgs(options={"start": int(Misbehavior.HANG)}))
         open_task = asyncio.create_task(server.core.open(open_args))
         await wait_until(lambda: any(worker.has_opened for worker in host.live_workers))
-        move_loop_clock(61)
+        advance_loop_clock(61)
         with pytest.raises(CallTimeoutError, match="the first reset did not finish within 60 s"):
             await open_task
         assert server.core.load.num_sessions == 0
@@ -208,7 +211,7 @@ async def test_cpu_time_beyond_the_limit_ends_the_session() -> None:
     ):
         faulty_session, other_session = await open_sessions(client, 2)
         with pytest.raises(SessionLostError, match="used up its 1 s of CPU time"):
-            await faulty_session.step({"add": int(Deed.SPIN)})
+            await faulty_session.step({"add": int(Misbehavior.SPIN)})
         assert (await other_session.step(ADD_1)).reward == 1.0
 
 
@@ -216,7 +219,7 @@ async def test_sys_exit_in_a_step_raises_execution_error(isolation: str) -> None
     async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
         (session,) = await open_sessions(client, 1)
         with pytest.raises(ExecutionError, match="SystemExit"):
-            await session.step({"add": int(Deed.SYS_EXIT)})
+            await session.step({"add": int(Misbehavior.SYS_EXIT)})
         assert (await session.step(ADD_1)).reward == 1.0
 
 
@@ -224,8 +227,8 @@ async def test_child_processes_end_when_the_worker_is_killed(isolation: str) -> 
     async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
         (session,) = await open_sessions(client, 1)
         worker_pid = await read_worker_pid(session)
-        await session.step({"add": int(Deed.START_CHILD)})
-        (child_pid,) = child_processes(worker_pid)
+        await session.step({"add": int(Misbehavior.START_CHILD)})
+        (child_pid,) = list_child_pids(worker_pid)
         assert is_alive(child_pid)
         os.kill(worker_pid, signal.SIGKILL)
         await wait_until(lambda: not is_alive(child_pid))
@@ -370,7 +373,7 @@ async def test_factory_that_kills_its_worker_is_reported_and_retried_slowly(
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (fail_to_be_built, "RuntimeError: no luck"),
+        (fail_during_creation, "RuntimeError: no luck"),
         (exit_during_creation, "its worker exited with code 3"),
     ],
 )
@@ -396,7 +399,7 @@ async def test_stopped_server_leaves_no_process_even_if_a_step_hangs(isolation: 
         sessions = await open_sessions(client, 4)
         host = get_host(server)
         pids = [host.fork_server.pid, *host.pids]
-        hanging_step = asyncio.create_task(sessions[0].step({"add": int(Deed.HANG)}))
+        hanging_step = asyncio.create_task(sessions[0].step({"add": int(Misbehavior.HANG)}))
         await asyncio.sleep(0.05)
         start_s = time.monotonic()
         await server.stop()
@@ -408,11 +411,11 @@ async def test_stopped_server_leaves_no_process_even_if_a_step_hangs(isolation: 
 
 async def test_a_killed_server_leaves_no_process(isolation: str, tmp_path: Path) -> None:
     arguments = ("--unruly", "--isolation", isolation, "--no-determinism-check")
-    with server_process(tmp_path, *arguments) as server:
+    with start_server_process(tmp_path, *arguments) as server:
         client = await AsyncEnvClient.connect(server.grpc_address)
         sessions = await open_sessions(client, 3)
         pids = [await read_worker_pid(session) for session in sessions]
-        hanging_step = asyncio.create_task(sessions[0].step({"add": int(Deed.HANG)}))
+        hanging_step = asyncio.create_task(sessions[0].step({"add": int(Misbehavior.HANG)}))
         await asyncio.sleep(0.05)
         server.process.kill()
         server.process.wait()
@@ -424,7 +427,7 @@ async def test_a_killed_server_leaves_no_process(isolation: str, tmp_path: Path)
 
 async def test_terminal_interrupt_does_not_reach_workers(isolation: str, tmp_path: Path) -> None:
     arguments = ("--unruly", "--isolation", isolation)
-    with server_process(tmp_path, *arguments) as server:
+    with start_server_process(tmp_path, *arguments) as server:
         client = await AsyncEnvClient.connect(server.grpc_address)
         (session,) = await open_sessions(client, 1)
         pid = await read_worker_pid(session)

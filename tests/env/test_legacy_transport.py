@@ -15,7 +15,7 @@ from ludus.proto.errors import (
     UnavailableError,
 )
 from tests.env.legacy_server import legacy_server
-from tests.env.polling import move_loop_clock, wait_until
+from tests.env.polling import advance_loop_clock, wait_until
 from tests.env.served import reserve_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
@@ -105,7 +105,7 @@ async def test_late_response_is_not_mistaken_for_the_next_response(server) -> No
         session, _ = await client.open()
         step_task = asyncio.create_task(session.step({"add": 98}))
         await wait_until(lambda: len(counter.bodies) == 2)
-        move_loop_clock(61)
+        advance_loop_clock(61)
         with pytest.raises(CallTimeoutError, match="within 60 s"):
             await step_task
         with pytest.raises(SessionLostError):

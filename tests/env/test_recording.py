@@ -20,7 +20,7 @@ from ludus.env.sessions.options import ServerOptions
 from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import ActionError, ConfigError, EnvError, NotFoundError, ToolError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.served import WIRES, serve, server_address, server_process
+from tests.env.served import WIRES, serve, server_address, start_server_process
 from tests.env.tool_env import ToolEnv
 
 TARGET = "tests.env.counting_env:CountingEnv"
@@ -325,7 +325,7 @@ def test_stopped_server_writes_running_episodes(tmp_path: Path) -> None:
             server.process.terminate()
             await asyncio.to_thread(server.process.wait, 60)
 
-    with server_process(tmp_path, "--record", str(tmp_path / "kept")) as server:
+    with start_server_process(tmp_path, "--record", str(tmp_path / "kept")) as server:
         asyncio.run(stop_server_during_episode(server.grpc_address))
     (episode,) = read_episodes(tmp_path / "kept")
     assert episode.seed == 8

@@ -22,8 +22,14 @@ from ludus.proto.errors import (
 from tests.env.counting_env import CountingEnv
 from tests.env.flaky_proxy import FlakyProxy
 from tests.env.grpc_served import GrpcServer, serve_grpc
-from tests.env.polling import move_loop_clock, wait_for_sessions, wait_until
-from tests.env.served import WIRES, fixed_port_arguments, serve, server_address, server_process
+from tests.env.polling import advance_loop_clock, wait_for_sessions, wait_until
+from tests.env.served import (
+    WIRES,
+    make_fixed_port_arguments,
+    serve,
+    server_address,
+    start_server_process,
+)
 from tests.env.tool_env import ToolEnv
 
 pytestmark = pytest.mark.asyncio
@@ -90,7 +96,7 @@ async def test_episode_resumes_after_a_server_restart() -> None:
 
             async def restart(step_index) -> None:
                 if step_index == 2:
-                    proxy.lead_to(second_server.address)
+                    proxy.set_upstream(second_server.address)
                     await first_server.kill()
 
             session, results = await play_episode(client, 4, before_step=restart, resume=True)
@@ -101,8 +107,8 @@ async def test_episode_resumes_after_a_server_restart() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 async def test_episode_resumes_after_the_server_process_is_killed(wire: str, tmp_path) -> None:
-    ports = fixed_port_arguments()
-    with server_process(tmp_path, *ports) as server:
+    ports = make_fixed_port_arguments()
+    with start_server_process(tmp_path, *ports) as server:
         connection = AsyncEnvClient.connect(
             server_address(server, wire), ConnectOptions(reconnect_timeout_s=300)
         )
@@ -117,7 +123,7 @@ async def test_episode_resumes_after_the_server_process_is_killed(wire: str, tmp
             server.process.wait()
             step_task = asyncio.create_task(take_action(session, ACTIONS[2]))
             await asyncio.sleep(0.1)
-            with server_process(tmp_path, *ports):
+            with start_server_process(tmp_path, *ports):
                 results.append(await step_task)
                 for action in ACTIONS[3:]:
                     results.append(await take_action(session, action))
@@ -255,7 +261,7 @@ async def test_resume_attempts_are_limited_in_number_and_time(gate) -> None:
         step_task = asyncio.create_task(session.step({"add": 98}))
         for num_steps in (1, 2, 3):
             await wait_until(lambda num_steps=num_steps: gate.num_entered == num_steps)
-            move_loop_clock(61)
+            advance_loop_clock(61)
         with pytest.raises(CallTimeoutError):
             await step_task
         assert session.num_resumes == 2

@@ -25,7 +25,13 @@ from ludus.proto.errors import (
 )
 from tests.env.counting_env import CountingEnv
 from tests.env.raw_stream import RawStream
-from tests.env.served import WIRES, fixed_port_arguments, serve, server_address, server_process
+from tests.env.served import (
+    WIRES,
+    make_fixed_port_arguments,
+    serve,
+    server_address,
+    start_server_process,
+)
 
 WAIT_MESSAGE = "waiting for 1 sessions"
 pytestmark = pytest.mark.slow
@@ -41,8 +47,8 @@ def run_server(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("wire", WIRES)
 def test_client_recovers_after_a_killed_server(tmp_path: Path, wire: str) -> None:
     async def run_scenario():
-        ports = fixed_port_arguments()
-        with server_process(tmp_path, *ports) as server:
+        ports = make_fixed_port_arguments()
+        with start_server_process(tmp_path, *ports) as server:
             address = server_address(server, wire)
             client = await AsyncEnvClient.connect(address, ConnectOptions(reconnect_timeout_s=300))
             session, _ = await client.open(seed=1)
@@ -54,7 +60,7 @@ def test_client_recovers_after_a_killed_server(tmp_path: Path, wire: str) -> Non
             open_task = asyncio.create_task(client.open(seed=1))
             await asyncio.sleep(0.2)
             assert not open_task.done()
-            with server_process(tmp_path, *ports):
+            with start_server_process(tmp_path, *ports):
                 new_session, _ = await asyncio.wait_for(open_task, 300)
                 assert (await new_session.step({"add": 1})).step_index == 1
                 with pytest.raises(SessionLostError):
@@ -69,7 +75,7 @@ def test_signal_stops_the_server_immediately_with_open_sessions(
     tmp_path: Path, signal_number
 ) -> None:
     async def run_scenario():
-        with server_process(tmp_path) as server:
+        with start_server_process(tmp_path) as server:
             clients = [await AsyncEnvClient.connect(server_address(server, wire)) for wire in WIRES]
             for client in clients:
                 await client.open()
@@ -87,7 +93,7 @@ def test_signal_stops_the_server_immediately_with_open_sessions(
 
 def test_sigterm_drains_the_server(tmp_path: Path) -> None:
     async def run_scenario():
-        with server_process(tmp_path, "--drain-grace-s", "60") as server:
+        with start_server_process(tmp_path, "--drain-grace-s", "60") as server:
             async with await AsyncEnvClient.connect(server.grpc_address) as client:
                 session, _ = await client.open(seed=1)
                 server.process.send_signal(signal.SIGTERM)
@@ -107,7 +113,7 @@ def test_draining_server_stops_on_second_signal_or_after_grace_period(
     tmp_path: Path, second_signal
 ) -> None:
     async def run_scenario():
-        with server_process(tmp_path, "--drain-grace-s", "60") as server:
+        with start_server_process(tmp_path, "--drain-grace-s", "60") as server:
             async with await AsyncEnvClient.connect(server.grpc_address) as client:
                 await client.open()
                 server.process.send_signal(signal.SIGTERM)
@@ -115,7 +121,7 @@ def test_draining_server_stops_on_second_signal_or_after_grace_period(
                 assert server.process.poll() is None
                 server.process.send_signal(second_signal)
                 assert await asyncio.to_thread(server.process.wait, 60) == 0
-        with server_process(tmp_path, "--drain-grace-s", "0.2") as server:
+        with start_server_process(tmp_path, "--drain-grace-s", "0.2") as server:
             async with await AsyncEnvClient.connect(server.grpc_address) as client:
                 await client.open()
                 server.process.send_signal(signal.SIGTERM)
@@ -160,7 +166,7 @@ def test_non_loopback_host_requires_a_token_or_insecure() -> None:
 
 
 def test_token_comes_from_the_environment_variable(tmp_path: Path) -> None:
-    with server_process(tmp_path, "--token-env", "MY_TOKEN", env={"MY_TOKEN": "t"}) as server:
+    with start_server_process(tmp_path, "--token-env", "MY_TOKEN", env={"MY_TOKEN": "t"}) as server:
         request = urllib.request.Request(
             server.http_address + "/metadata", headers={"authorization": "Bearer t"}
         )
@@ -206,7 +212,7 @@ def test_command_line_options_reach_the_server(tmp_path: Path, isolation: str) -
         arguments = ["--isolation", isolation, "--first-seed", "7", "--max-sessions", "4"]
         arguments += ["--no-determinism-check"] if isolation == "pool" else []
         variables = {"LUDUS_SESSION_KEY": KEY, "POD_UID": "8c5f7a3e-0b1d"}
-        with server_process(tmp_path, *arguments, env=variables) as server:
+        with start_server_process(tmp_path, *arguments, env=variables) as server:
             client = await AsyncEnvClient.connect(server.grpc_address)
             description = await client.describe()
             assert (description.server_id, description.max_sessions) == ("8c5f7a3e0b1d", 4)
@@ -232,7 +238,7 @@ def test_conflicting_options_exit_with_a_one_line_error_and_code_2() -> None:
 
 
 def test_failed_build_in_a_worker_exits_with_one_line_error_and_code_2() -> None:
-    command = [sys.executable, "-m", "ludus.env", "counting_env:fail_to_be_built"]
+    command = [sys.executable, "-m", "ludus.env", "counting_env:fail_during_creation"]
     process = subprocess.run(
         [*command, "--port", "0", "--isolation", "process"],
         cwd=Path(SERVER_PATH).parent,
@@ -249,7 +255,7 @@ def test_failed_build_in_a_worker_exits_with_one_line_error_and_code_2() -> None
 def test_waiting_open_succeeds_in_a_pool_when_a_session_closes(tmp_path: Path) -> None:
     async def run_scenario():
         arguments = ("--isolation", "pool", "--max-sessions", "1", "--wait-for-slot-s", "60")
-        with server_process(tmp_path, *arguments) as server:
+        with start_server_process(tmp_path, *arguments) as server:
             client = await AsyncEnvClient.connect(server.grpc_address)
             session, _ = await client.open()
             open_task = asyncio.create_task(client.open(seed=1))
@@ -265,8 +271,8 @@ def test_waiting_open_succeeds_in_a_pool_when_a_session_closes(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("target", "isolation", "has_workers"),
     [
-        ("counting_env:LonelyCountingEnv", None, True),
-        ("counting_env:LonelyCountingEnv", "inline", False),
+        ("counting_env:SingletonCountingEnv", None, True),
+        ("counting_env:SingletonCountingEnv", "inline", False),
         ("counting_env:CountingEnv", None, False),
     ],
 )

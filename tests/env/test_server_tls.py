@@ -12,7 +12,7 @@ from ludus.env.security.tls import TlsFiles, build_channel_credentials, build_cl
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import ConfigError, UnavailableError
-from tests.env.served import WIRES, serve, server_address, server_process
+from tests.env.served import WIRES, serve, server_address, start_server_process
 
 CA = trustme.CA()
 OTHER_CA = trustme.CA()
@@ -109,7 +109,7 @@ async def test_command_line_server_reports_secure_addresses_and_admin_port(
     tmp_path, server_files, ca_file
 ) -> None:
     arguments = ("--tls-cert", str(server_files.cert), "--tls-key", str(server_files.key))
-    with server_process(tmp_path, *arguments, "--admin-port", "0") as server:
+    with start_server_process(tmp_path, *arguments, "--admin-port", "0") as server:
         assert server.http_address.startswith("https://")
         async with httpx.AsyncClient(timeout=60) as client:
             assert (await client.get(server.admin_address + "/readyz")).status_code == 200

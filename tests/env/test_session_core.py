@@ -26,7 +26,7 @@ from ludus.proto.errors import (
     SessionLostError,
 )
 from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
-from tests.env.polling import CoreClock, detached_sessions, wait_for_sessions
+from tests.env.polling import CoreClock, find_detached_sessions, wait_for_sessions
 
 pytestmark = pytest.mark.asyncio
 
@@ -209,9 +209,9 @@ async def test_idle_session_is_closed_and_active_session_is_not(
     sweeper = asyncio.create_task(core.close_idle_forever())
     idle_id, _ = await open_session(core, ResetArgs())
     active_id, _ = await open_session(core, ResetArgs())
-    core_clock.move_on(40)
+    core_clock.advance(40)
     await core.state(active_id)
-    core_clock.move_on(20)
+    core_clock.advance(20)
     await wait_for_sessions(core, 1)
     sweeper.cancel()
     await core.state(active_id)
@@ -241,12 +241,12 @@ async def test_attached_session_lingers_after_the_second_connection_ends(
         core, ResetArgs(), connection=first_connection, linger_s=0.01
     )
     core.release(first_connection)
-    assert detached_sessions(core) == {session_id}
+    assert find_detached_sessions(core) == {session_id}
     core.attach([session_id], second_connection)
-    assert (detached_sessions(core), second_connection.session_ids) == (set(), {session_id})
+    assert (find_detached_sessions(core), second_connection.session_ids) == (set(), {session_id})
     await core.step(session_id, ADD_1, 1)
     core.release(second_connection)
-    assert detached_sessions(core) == {session_id}
+    assert find_detached_sessions(core) == {session_id}
     sweeper = asyncio.create_task(core.close_idle_forever())
     async with asyncio.timeout(60):
         while core.load.num_sessions:
@@ -254,7 +254,7 @@ async def test_attached_session_lingers_after_the_second_connection_ends(
     sweeper.cancel()
     with pytest.raises(SessionLostError, match=r"connection that opened it ended 0\.01 s ago"):
         await core.step(session_id, ADD_1, 2)
-    assert detached_sessions(core) == set()
+    assert find_detached_sessions(core) == set()
 
 
 async def test_sessions_without_linger_are_not_attached() -> None:
@@ -270,10 +270,10 @@ async def test_sessions_without_linger_are_not_attached() -> None:
     await core.detach(owned_id, first_connection)
     core.release(ended_connection)
     core.attach([owned_id], ended_connection)
-    assert (detached_sessions(core), ended_connection.session_ids) == ({owned_id}, set())
+    assert (find_detached_sessions(core), ended_connection.session_ids) == ({owned_id}, set())
     core.attach([owned_id], next_connection)
     await core.close(owned_id)
-    assert (detached_sessions(core), next_connection.session_ids) == (set(), set())
+    assert (find_detached_sessions(core), next_connection.session_ids) == (set(), set())
 
 
 async def test_session_lingers_only_after_the_last_attached_connection_ends() -> None:
@@ -282,11 +282,11 @@ async def test_session_lingers_only_after_the_last_attached_connection_ends() ->
     session_id, _ = await open_session(core, connection=first_connection, linger_s=9)
     core.attach([session_id], next_connection)
     core.release(first_connection)
-    assert (detached_sessions(core), next_connection.session_ids) == (set(), {session_id})
+    assert (find_detached_sessions(core), next_connection.session_ids) == (set(), {session_id})
     await core.detach(session_id, last_connection)
-    assert detached_sessions(core) == set()
+    assert find_detached_sessions(core) == set()
     await core.detach(session_id, next_connection)
-    assert (detached_sessions(core), next_connection.session_ids) == ({session_id}, set())
+    assert (find_detached_sessions(core), next_connection.session_ids) == ({session_id}, set())
 
 
 async def test_calls_of_one_session_never_overlap() -> None:

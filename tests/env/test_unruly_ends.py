@@ -19,7 +19,7 @@ import pytest
 from ludus.env.client import AsyncEnvClient, AsyncSession, ConnectOptions
 from ludus.env.serving.server import EnvServer
 from ludus.proto.errors import EnvError
-from tests.env.counting_env import Deed
+from tests.env.counting_env import Misbehavior
 from tests.env.misbehaving_env import (
     CRASH,
     EXIT,
@@ -30,8 +30,8 @@ from tests.env.misbehaving_env import (
     get_factory_and_options,
 )
 from tests.env.polling import limit_steps, wait_for_sessions, wait_until
-from tests.env.served import WIRES, serve, server_address, server_process
-from tests.env.test_unruly_table import NO_ERROR, Neighbour, do_deed, get_http_outcome
+from tests.env.served import WIRES, serve, server_address, start_server_process
+from tests.env.test_unruly_table import NO_ERROR, Neighbor, get_http_outcome, misbehave
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,7 @@ async def wait_for_workers(server: EnvServer) -> None:
 
 async def get_call_code(session: AsyncSession, phase: Phase, misbehavior: str) -> str:
     try:
-        await asyncio.wait_for(do_deed(session, phase, misbehavior), MAX_CALL_S)
+        await asyncio.wait_for(misbehave(session, phase, misbehavior), MAX_CALL_S)
     except EnvError as error:
         return error.code
     return NO_ERROR
@@ -115,7 +115,7 @@ async def collect_codes(
 @asynccontextmanager
 async def open_with_neighbor(
     host: str, wire: str, folder: Path
-) -> AsyncIterator[tuple[EnvServer, AsyncEnvClient, Neighbour]]:
+) -> AsyncIterator[tuple[EnvServer, AsyncEnvClient, Neighbor]]:
     """Yield a server with ready workers, a client, and a session that must not be affected."""
     async with (
         open_server(host, folder) as server,
@@ -123,7 +123,7 @@ async def open_with_neighbor(
     ):
         await wait_for_workers(server)
         session, _ = await client.open(seed=0)
-        yield server, client, Neighbour(session)
+        yield server, client, Neighbor(session)
 
 
 async def can_play(client: AsyncEnvClient) -> bool:
@@ -187,14 +187,14 @@ async def test_http_and_mcp_return_the_same_code(host: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("wire", WIRES)
 async def test_inline_exit_ends_the_server(wire: str, tmp_path: Path) -> None:
-    with server_process(tmp_path, "--unruly") as server:
+    with start_server_process(tmp_path, "--unruly") as server:
         address = server_address(server, wire)
         async with await AsyncEnvClient.connect(
             address, ConnectOptions(reconnect_timeout_s=0.5)
         ) as client:
             session, _ = await client.open(seed=1)
             with pytest.raises(EnvError) as exc_info:
-                await asyncio.wait_for(session.step({"add": int(Deed.EXIT)}), MAX_CALL_S)
+                await asyncio.wait_for(session.step({"add": int(Misbehavior.EXIT)}), MAX_CALL_S)
             assert exc_info.value.code in ("UNAVAILABLE", "SESSION_LOST")
         assert await asyncio.to_thread(server.process.wait) == 7
 

@@ -18,9 +18,9 @@ import pytest
 from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.proto.errors import EnvError
 from tests.env.misbehaving_env import (
-    HARMLESS_DEEDS,
+    HARMLESS_MISBEHAVIORS,
     HOSTS,
-    RAISING_DEEDS,
+    RAISING_MISBEHAVIORS,
     WRONG_VALUES,
     Phase,
     get_factory_and_options,
@@ -35,10 +35,10 @@ def list_misbehaviors(host: str) -> list[str]:
     """Return misbehaviors that must affect only the caller. Inline hosts do not support forks."""
     is_isolated = "isolation" in HOSTS[host][1]
     return [
-        *RAISING_DEEDS,
+        *RAISING_MISBEHAVIORS,
         *(
             misbehavior
-            for misbehavior in HARMLESS_DEEDS
+            for misbehavior in HARMLESS_MISBEHAVIORS
             if is_isolated or not misbehavior.startswith("fork")
         ),
     ]
@@ -65,9 +65,9 @@ def disable_logging() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-async def do_deed(session: AsyncSession, phase: Phase, misbehavior: str) -> None:
+async def misbehave(session: AsyncSession, phase: Phase, misbehavior: str) -> None:
     """Make the environment of the session misbehave in the phase."""
-    step_arguments = {"deed": misbehavior, "phase": phase}
+    step_arguments = {"misbehavior": misbehavior, "phase": phase}
     match phase:
         case Phase.RESET:
             await session.reset(options=step_arguments)
@@ -86,7 +86,7 @@ async def do_deed(session: AsyncSession, phase: Phase, misbehavior: str) -> None
             await session.step({"add": 1, **step_arguments})
 
 
-class Neighbour:
+class Neighbor:
     """Another session on the same server."""
 
     def __init__(self, session: AsyncSession) -> None:
@@ -100,13 +100,13 @@ class Neighbour:
 
 
 async def play_misbehavior(
-    client: AsyncEnvClient, neighbor: Neighbour, phase: Phase, misbehavior: str
+    client: AsyncEnvClient, neighbor: Neighbor, phase: Phase, misbehavior: str
 ) -> tuple[str, str, bool]:
     """Misbehave; return the code, the next episode's total, and whether the neighbor can step."""
     session, _ = await client.open(seed=1)
     code = NO_ERROR
     try:
-        await do_deed(session, phase, misbehavior)
+        await misbehave(session, phase, misbehavior)
     except EnvError as error:
         code = error.code
     next_total = "ended"
@@ -120,7 +120,7 @@ async def play_misbehavior(
 def get_expected_outcome(phase: Phase, misbehavior: str, wire: str) -> tuple[str, str, bool]:
     if phase is Phase.CLOSE:
         return NO_ERROR, "ended", True
-    if misbehavior in HARMLESS_DEEDS:
+    if misbehavior in HARMLESS_MISBEHAVIORS:
         return NO_ERROR, "2", True
     # OpenEnv's tool observations contain an error without a code.
     is_openenv_tool = phase is Phase.TOOL and wire == "http"
@@ -137,7 +137,7 @@ async def test_misbehavior_fails_only_the_affected_session(
         address = server_address(server, wire)
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open(seed=0)
-            neighbor = Neighbour(session)
+            neighbor = Neighbor(session)
             outcomes = {
                 row: await asyncio.wait_for(play_misbehavior(client, neighbor, *row), 60)
                 for row in list_rows(host)
@@ -155,28 +155,28 @@ async def test_failed_build_fails_only_the_open_call(host: str, wire: str, tmp_p
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         session, _ = await client.open(seed=0)
-        neighbor = Neighbour(session)
-        for misbehavior in RAISING_DEEDS:
+        neighbor = Neighbor(session)
+        for misbehavior in RAISING_MISBEHAVIORS:
             (tmp_path / "build").write_text(misbehavior)
             with pytest.raises(EnvError) as exc_info:
                 await asyncio.wait_for(client.open(seed=1), 60)
             (tmp_path / "build").unlink()
             outcomes[misbehavior] = (exc_info.value.code, await neighbor.can_step())
-        for misbehavior in set(list_misbehaviors(host)) - set(RAISING_DEEDS):
+        for misbehavior in set(list_misbehaviors(host)) - set(RAISING_MISBEHAVIORS):
             (tmp_path / "build").write_text(misbehavior)
             session, _ = await asyncio.wait_for(client.open(seed=1), 60)
             (tmp_path / "build").unlink()
             await session.close()
             assert await neighbor.can_step()
         await wait_for_sessions(server.core, 1)
-    assert outcomes == dict.fromkeys(RAISING_DEEDS, ("FACTORY_ERROR", True))
+    assert outcomes == dict.fromkeys(RAISING_MISBEHAVIORS, ("FACTORY_ERROR", True))
 
 
 async def get_http_outcome(
     http_client: httpx.AsyncClient, misbehavior: str
 ) -> tuple[int, str, Any]:
     """Misbehave in a step; return the status and code over HTTP, and the reply over MCP."""
-    action = {"add": 1, "deed": misbehavior, "phase": Phase.STEP}
+    action = {"add": 1, "misbehavior": misbehavior, "phase": Phase.STEP}
     http_session_id = (await http_client.post("/reset", json={"seed": 1})).headers["x-session-id"]
     response = await http_client.post(
         "/step", json={"action": action}, headers={"x-session-id": http_session_id}
@@ -204,7 +204,7 @@ async def test_misbehavior_has_the_same_code_over_http_and_mcp(host: str, tmp_pa
         serve(factory, **options) as server,
         httpx.AsyncClient(base_url=server.http_address, timeout=60) as http_client,
     ):
-        for misbehavior in (*RAISING_DEEDS, *WRONG_VALUES[Phase.STEP]):
+        for misbehavior in (*RAISING_MISBEHAVIORS, *WRONG_VALUES[Phase.STEP]):
             status, code, reply = await get_http_outcome(http_client, misbehavior)
             assert (misbehavior, status, code) == (misbehavior, 500, "EXECUTION_ERROR")
             result = reply["result"]

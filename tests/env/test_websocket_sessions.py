@@ -14,8 +14,8 @@ from ludus.env.asgi.socket import AsgiSocket, SocketGoneError
 from ludus.env.http.app import build_app
 from ludus.env.security.tracing import get_request_id
 from ludus.proto.errors import CapacityError
-from tests.env.counting_env import CountingEnv, Deed, ThreadedCountingEnv, UnrulyEnv
-from tests.env.polling import limit_steps, move_loop_clock, run_pending_tasks, wait_until
+from tests.env.counting_env import CountingEnv, Misbehavior, ThreadedCountingEnv, UnrulyEnv
+from tests.env.polling import advance_loop_clock, limit_steps, run_pending_tasks, wait_until
 from tests.env.served import serve
 from tests.env.served_app import make_core, serve_app
 
@@ -84,7 +84,7 @@ async def test_idle_session_closes_the_socket_with_a_reason(factory, core_clock)
     sweep_task = asyncio.create_task(core.close_idle_forever())
     async with serve_app(build_app(core)) as authority, open_socket(authority) as socket:
         await send(socket, {"type": "reset"})
-        core_clock.move_on(60)
+        core_clock.advance(60)
         assert await wait_for_close(socket) == (1001, "it was idle for 60 s")
         assert core.load.num_sessions == 0
     sweep_task.cancel()
@@ -180,9 +180,9 @@ async def test_half_open_connection_is_closed_and_the_session_is_freed() -> None
         socket = await open_socket(authority)
         await send(socket, {"type": "reset"})
         socket.transport.pause_reading()  # a client that does not read sends no pongs
-        move_loop_clock(61)
+        advance_loop_clock(61)
         await run_pending_tasks()
-        move_loop_clock(61)
+        advance_loop_clock(61)
         await wait_until(lambda: core.load.num_sessions == 0)
         socket.transport.abort()
 
@@ -233,7 +233,7 @@ async def test_worker_exit_closes_session_sockets_with_a_reason() -> None:
         async with open_socket(authority) as unruly_socket, open_socket(authority) as other_socket:
             for socket in (unruly_socket, other_socket):
                 await send(socket, {"type": "reset"})
-            reply = await send(unruly_socket, {"type": "step", "data": {"add": Deed.EXIT}})
+            reply = await send(unruly_socket, {"type": "step", "data": {"add": Misbehavior.EXIT}})
             assert reply["data"]["code"] == "SESSION_LOST"
             for socket in (unruly_socket, other_socket):
                 code, reason = await wait_for_close(socket)

@@ -14,8 +14,8 @@ from ludus.proto.errors import (
 )
 from tests.env.counting_env import (
     CountingEnv,
-    Deed,
     GloballyRandomEnv,
+    Misbehavior,
     ThreadedCountingEnv,
 )
 from tests.env.served import WIRES, serve
@@ -85,7 +85,7 @@ async def test_group_has_equal_first_observations_across_workers(isolation: str)
         assert len({session.first_result.observation_json for session in sessions}) == 1
         pids = set()
         for session in sessions:
-            result = await server.core.step(session.session_id, b'{"add": %d}' % Deed.REPORT)
+            result = await server.core.step(session.session_id, b'{"add": %d}' % Misbehavior.REPORT)
             pids.add(result.info_json)
         assert len(pids) >= NUM_WORKERS
 

@@ -86,8 +86,10 @@ class OneThreadEnvironment(GuessEnvironment):
     REQUIRES_SINGLE_THREAD_EXECUTOR = True
 
 
-def make_guess() -> GuessEnvironment:
+def make_guess_environment() -> GuessEnvironment:
     return GuessEnvironment(max_number=3)
 
 
-app = create_app(make_guess, GuessAction, GuessObservation, env_name="guess", max_concurrent_envs=4)
+app = create_app(
+    make_guess_environment, GuessAction, GuessObservation, env_name="guess", max_concurrent_envs=4
+)

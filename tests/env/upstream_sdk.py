@@ -23,7 +23,7 @@ REQUIREMENTS_BY_VERSION = {
 }
 
 
-def upstream_python(version: str) -> Path:
+def get_upstream_python(version: str) -> Path:
     """Return the interpreter of the virtual environment, which is created if it is missing."""
     requirements = [REQUIREMENTS_BY_VERSION[version], *_read_sdk_requirements()]
     return build_virtual_environment(f"upstream-sdk-openenv-{version}", requirements)
@@ -33,7 +33,7 @@ def run_with_upstream(version: str, script: str, *arguments: str) -> subprocess.
     """Run a script in the virtual environment; return the completed process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
     return subprocess.run(
-        [upstream_python(version), script, *arguments],
+        [get_upstream_python(version), script, *arguments],
         capture_output=True,
         text=True,
         timeout=500,
@@ -53,4 +53,4 @@ def _read_sdk_requirements() -> list[str]:
 
 if __name__ == "__main__":
     for version in sys.argv[1:]:
-        upstream_python(version)
+        get_upstream_python(version)

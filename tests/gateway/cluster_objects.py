@@ -21,7 +21,7 @@ def make_pod_uid(pod: str) -> str:
     return str(uuid5(NAMESPACE_DNS, pod))
 
 
-def named_server_id(pod: str) -> str:
+def make_server_id(pod: str) -> str:
     return make_pod_uid(pod).replace("-", "")
 
 
@@ -34,7 +34,7 @@ def member(pod: str, address: str = "10.0.0.1", **conditions: bool | None) -> di
     }
 
 
-def endpoint_slice(
+def make_endpoint_slice(
     name: str,
     *endpoints: dict[str, Any],
     service: str = "blackjack",

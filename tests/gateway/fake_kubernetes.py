@@ -404,10 +404,10 @@ Call = Callable[[Callable[[FakeKubernetes], T]], T]
 
 
 @contextmanager
-def cluster_in_thread() -> Iterator[tuple[str, Call]]:
+def run_cluster_in_thread() -> Iterator[tuple[str, Call]]:
     """Run a server in a thread; yield its URL and a function that runs code in its event loop.
 
-    with cluster_in_thread() as (url, call):
+    with run_cluster_in_thread() as (url, call):
         call(lambda cluster: cluster.put(pod("a")))
     """
     loop = asyncio.new_event_loop()

@@ -42,7 +42,7 @@ class FakePods:
     """Number of remaining log streams that end after one line, like a broken connection."""
     num_silent_logs: int = 0
     """Number of remaining log streams that send nothing and never end."""
-    unreadable_log: str = ""
+    log_error_text: str = ""
     """Error text sent instead of the log, with status 200, as if the node could not read it."""
     num_log_requests: int = 0
 
@@ -61,8 +61,8 @@ class FakePods:
         start_time = request.query.get("sinceTime", "")[:19]
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
         await response.prepare(request)
-        if self.unreadable_log:
-            await response.write(self.unreadable_log.encode())
+        if self.log_error_text:
+            await response.write(self.log_error_text.encode())
             return response
         is_cut, is_silent, line_index = self.num_cut_logs > 0, self.num_silent_logs > 0, 0
         self.num_cut_logs -= is_cut

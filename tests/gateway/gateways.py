@@ -19,7 +19,7 @@ from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.sessions.sessions import GatewaySessions
 from ludus.services.gateway.tenancy.tenants import ANONYMOUS, set_current_tenant
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.served import server_process
+from tests.env.served import start_server_process
 
 KEY = "a-session-key-for-tests-0123456789"
 KEY_VARIABLE = "LUDUS_TEST_SESSION_KEY"
@@ -139,5 +139,5 @@ __all__ = [
     "make_http_client",
     "make_server",
     "run_gateway",
-    "server_process",
+    "start_server_process",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kubernetes import client, watch
 
-from tests.gateway.fake_kubernetes import Call, cluster_in_thread
+from tests.gateway.fake_kubernetes import Call, run_cluster_in_thread
 
 RAY_JOBS = ("ray.io", "v1", "arena", "rayjobs")
 
@@ -25,7 +25,7 @@ def make_ray_job(name: str, **metadata: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def cluster() -> Iterator[tuple[client.ApiClient, Call]]:
-    with cluster_in_thread() as (url, call):
+    with run_cluster_in_thread() as (url, call):
         configuration = client.Configuration(host=url)
         with client.ApiClient(configuration) as api_client:
             yield api_client, call

@@ -13,10 +13,10 @@ from tests.env.polling import wait_until
 from tests.gateway.cluster_objects import (
     NAMESPACE,
     SLICES,
-    endpoint_slice,
     make_api_client,
+    make_endpoint_slice,
+    make_server_id,
     member,
-    named_server_id,
 )
 from tests.gateway.fake_kubernetes import FakeKubernetes
 from tests.gateway.gateways import NAME, get_sessions, make_config, make_server
@@ -32,13 +32,13 @@ def make_slice(pod: str, server, **conditions):
         "http": int(server.http_address.rpartition(":")[2]),
         "grpc": int(server.grpc_address.rpartition(":")[2]),
     }
-    return endpoint_slice(f"slice-{pod}", member(pod, "127.0.0.1", **conditions), ports=ports)
+    return make_endpoint_slice(f"slice-{pod}", member(pod, "127.0.0.1", **conditions), ports=ports)
 
 
 async def test_draining_pod_keeps_sessions_but_receives_no_new_sessions():
     server_a, server_b = (
-        make_server(server_id=named_server_id("a")),
-        make_server(server_id=named_server_id("b")),
+        make_server(server_id=make_server_id("a")),
+        make_server(server_id=make_server_id("b")),
     )
     async with FakeKubernetes() as cluster, server_a, server_b:
         pod_resource = ("v1", "pods", NAMESPACE)
@@ -59,7 +59,7 @@ async def test_draining_pod_keeps_sessions_but_receives_no_new_sessions():
             sessions_on_a = [
                 session
                 for session in opened_sessions
-                if session.session_id.split("~")[1] == named_server_id("a")
+                if session.session_id.split("~")[1] == make_server_id("a")
             ]
             assert 0 < len(sessions_on_a) < 8
             loads.update(sessions.fleet.read_pod_loads())

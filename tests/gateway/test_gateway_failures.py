@@ -24,7 +24,7 @@ from tests.gateway.gateways import (
     make_endpoint,
     make_gateway,
     make_server,
-    server_process,
+    start_server_process,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -82,8 +82,8 @@ class BreakableProxy:
 async def test_killed_server_loses_no_sessions_of_other_servers(tmp_path):
     env = {"LUDUS_SESSION_KEY": KEY}
     with (
-        server_process(tmp_path, env=env) as first_server,
-        server_process(tmp_path, env=env) as second_server,
+        start_server_process(tmp_path, env=env) as first_server,
+        start_server_process(tmp_path, env=env) as second_server,
     ):
         async with make_gateway(
             first_server, second_server, servers=FAST_POLLING | {"retry_within_s": 1.0}
@@ -290,7 +290,7 @@ async def test_unreachable_server_gets_no_sessions_and_steps_fail():
 @pytest.mark.slow
 async def test_unresponsive_server_gets_no_new_sessions(tmp_path):
     servers = {"poll_interval_s": 0.1, "unreachable_after_s": 0.5, "retry_within_s": 1.0}
-    with server_process(tmp_path, env={"LUDUS_SESSION_KEY": KEY}) as frozen_server:
+    with start_server_process(tmp_path, env={"LUDUS_SESSION_KEY": KEY}) as frozen_server:
         second_server = make_server()
         async with (
             second_server,

@@ -28,7 +28,7 @@ from ludus.services.kubernetes.access import (
 )
 from ludus.services.kubernetes.api import EventType, KubernetesApi, make_resource_path
 from tests.env.polling import wait_until
-from tests.gateway.cluster_objects import NAMESPACE, endpoint_slice, make_api_client, member
+from tests.gateway.cluster_objects import NAMESPACE, make_api_client, make_endpoint_slice, member
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
 PODS_PATH = make_resource_path("v1", NAMESPACE, "pods")
@@ -253,7 +253,7 @@ async def test_oversized_response_or_event_raises_an_error(
     path = make_resource_path("discovery.k8s.io/v1", NAMESPACE, "endpointslices")
     async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         version = (await api.read(path))["metadata"]["resourceVersion"]
-        cluster.put(endpoint_slice("s1", *(member(f"pod-{n}") for n in range(500))))
+        cluster.put(make_endpoint_slice("s1", *(member(f"pod-{n}") for n in range(500))))
         with pytest.raises(ClusterError, match="larger than 2000 bytes"):
             await api.read(path)
         with pytest.raises(ClusterError, match=r"watch event .* larger than 2000"):
@@ -264,7 +264,7 @@ async def test_oversized_response_or_event_raises_an_error(
 async def test_server_ends_the_watch_when_the_client_closes() -> None:
     path = make_resource_path("discovery.k8s.io/v1", NAMESPACE, "endpointslices")
     async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
-        cluster.put(endpoint_slice("s1"))
+        cluster.put(make_endpoint_slice("s1"))
         async with aclosing(api.watch(path, version="0", timeout_s=60)) as events:
             event = await anext(events)
             assert event.type == EventType.ADDED

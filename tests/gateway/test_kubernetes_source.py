@@ -20,10 +20,10 @@ from tests.env.polling import wait_until
 from tests.gateway.cluster_objects import (
     NAMESPACE,
     SLICES,
-    endpoint_slice,
     make_api_client,
+    make_endpoint_slice,
+    make_server_id,
     member,
-    named_server_id,
 )
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
@@ -74,14 +74,14 @@ async def cluster() -> AsyncIterator[FakeKubernetes]:
 async def test_pod_is_published_with_addresses_and_server_id(
     cluster: FakeKubernetes,
 ) -> None:
-    cluster.put(endpoint_slice("s1", member("a", "10.0.0.7")))
+    cluster.put(make_endpoint_slice("s1", member("a", "10.0.0.7")))
     async with watch_service(cluster) as publications:
         await publications.wait_for_pods("a")
     assert publications.endpoints["a"] == ServerEndpoint(
-        key=named_server_id("a"),
+        key=make_server_id("a"),
         grpc_address="grpc://10.0.0.7:18000",
         http_address="http://10.0.0.7:8000",
-        server_id=named_server_id("a"),
+        server_id=make_server_id("a"),
         pod_name="a",
     )
 
@@ -89,15 +89,15 @@ async def test_pod_is_published_with_addresses_and_server_id(
 async def test_pods_of_all_slices_of_the_service_are_published(
     cluster: FakeKubernetes,
 ) -> None:
-    cluster.put(endpoint_slice("other", member("x"), service="chess"))
+    cluster.put(make_endpoint_slice("other", member("x"), service="chess"))
     async with watch_service(cluster) as publications:
         await publications.wait_for_pods()
-        cluster.put(endpoint_slice("s1", member("a"), member("b")))
+        cluster.put(make_endpoint_slice("s1", member("a"), member("b")))
         await publications.wait_for_pods("a", "b")
-        cluster.put(endpoint_slice("s2", member("c")))
-        cluster.put(endpoint_slice("more", member("y"), service="chess"))
+        cluster.put(make_endpoint_slice("s2", member("c")))
+        cluster.put(make_endpoint_slice("more", member("y"), service="chess"))
         await publications.wait_for_pods("a", "b", "c")
-        cluster.put(endpoint_slice("s1", member("b")))
+        cluster.put(make_endpoint_slice("s1", member("b")))
         await publications.wait_for_pods("b", "c")
         cluster.remove(*SLICES, "s2")
         await publications.wait_for_pods("b")
@@ -106,7 +106,7 @@ async def test_pods_of_all_slices_of_the_service_are_published(
 async def test_first_publication_waits_for_a_successful_list(
     cluster: FakeKubernetes,
 ) -> None:
-    cluster.put(endpoint_slice("s1", member("a")))
+    cluster.put(make_endpoint_slice("s1", member("a")))
     cluster.fail(500, verb="list", times=2)
     cluster.fail(403, verb="list", times=10**6)
     async with watch_service(cluster) as publications:
@@ -119,7 +119,7 @@ async def test_first_publication_waits_for_a_successful_list(
 async def test_service_with_wrong_ports_fails_at_the_start(
     cluster: FakeKubernetes,
 ) -> None:
-    cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80, "metrics": 90}))
+    cluster.put(make_endpoint_slice("s1", member("a"), ports={"web": 80, "metrics": 90}))
     async with make_api_client(cluster) as api:
         source = EndpointSliceSource(api, ENVIRONMENT, dict, pauses_s=RETRY_PAUSES_S)
         with pytest.raises(ConfigError, match="got web=80, metrics=90"):
@@ -130,13 +130,13 @@ async def test_service_with_wrong_ports_fails_at_the_start(
 async def test_last_valid_state_of_an_invalid_slice_is_kept(
     cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture, is_relisted: bool
 ) -> None:
-    cluster.put(endpoint_slice("s1", member("a")))
+    cluster.put(make_endpoint_slice("s1", member("a")))
     async with watch_service(cluster) as publications:
         await publications.wait_for_pods("a")
-        cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80, "metrics": 90}))
+        cluster.put(make_endpoint_slice("s1", member("a"), ports={"web": 80, "metrics": 90}))
         if is_relisted:
             cluster.expire_watches()
-        cluster.put(endpoint_slice("s2", member("b")))
+        cluster.put(make_endpoint_slice("s2", member("b")))
         await publications.wait_for_pods("a", "b")
     assert "rename the Service's ports" in caplog.text
 
@@ -144,25 +144,25 @@ async def test_last_valid_state_of_an_invalid_slice_is_kept(
 async def test_malformed_object_is_logged_and_skipped(
     cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cluster.put(endpoint_slice("s1", member("a")))
+    cluster.put(make_endpoint_slice("s1", member("a")))
     async with watch_service(cluster) as publications:
         await publications.wait_for_pods("a")
         await wait_until(lambda: cluster.num_watches)
-        cluster.put(endpoint_slice("s2", {"conditions": {}}))
+        cluster.put(make_endpoint_slice("s2", {"conditions": {}}))
         await wait_until(lambda: "unexpected form: KeyError('addresses')" in caplog.text)
-        cluster.put(endpoint_slice("s3", member("b")))
+        cluster.put(make_endpoint_slice("s3", member("b")))
         await publications.wait_for_pods("a", "b")
 
 
 async def test_interrupted_watch_continues_without_a_new_list(
     cluster: FakeKubernetes,
 ) -> None:
-    cluster.put(endpoint_slice("s1", member("a")))
+    cluster.put(make_endpoint_slice("s1", member("a")))
     async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
         for pod in "bcdef":
             cluster.cut_watches()
-            cluster.put(endpoint_slice(f"s-{pod}", member(pod)))
+            cluster.put(make_endpoint_slice(f"s-{pod}", member(pod)))
             await wait_until(lambda pod=pod: pod in publications.endpoints)
         await publications.wait_for_pods(*"abcdef")
     assert cluster.num_requests("list") == 1
@@ -173,14 +173,14 @@ async def test_outdated_watch_causes_a_new_list_and_misses_no_change(
     cluster: FakeKubernetes, refuses_old_watches: bool
 ) -> None:
     cluster.refuses_old_watches = refuses_old_watches
-    cluster.put(endpoint_slice("s1", member("a")))
-    cluster.put(endpoint_slice("s2", member("b")))
+    cluster.put(make_endpoint_slice("s1", member("a")))
+    cluster.put(make_endpoint_slice("s2", member("b")))
     async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
         cluster.fail(503, verb="watch", times=1)
         cluster.cut_watches()
         cluster.remove(*SLICES, "s1")
-        cluster.put(endpoint_slice("s3", member("c")))
+        cluster.put(make_endpoint_slice("s3", member("c")))
         cluster.compact()
         await publications.wait_for_pods("b", "c")
     assert cluster.num_requests("list") == 2
@@ -191,7 +191,7 @@ async def test_expired_watch_causes_a_new_list(cluster: FakeKubernetes) -> None:
         await wait_until(lambda: cluster.num_watches)
         cluster.expire_watches()
         await wait_until(lambda: cluster.num_requests("list") == 2 and cluster.num_watches)
-        cluster.put(endpoint_slice("s1", member("a")))
+        cluster.put(make_endpoint_slice("s1", member("a")))
         await publications.wait_for_pods("a")
 
 
@@ -199,30 +199,30 @@ async def test_expired_watch_causes_a_new_list(cluster: FakeKubernetes) -> None:
 async def test_unknown_version_after_a_restore_causes_a_new_list(
     cluster: FakeKubernetes, status: int, times: int
 ) -> None:
-    cluster.put(endpoint_slice("s1", member("a")))
+    cluster.put(make_endpoint_slice("s1", member("a")))
     async with watch_service(cluster) as publications:
         await publications.wait_for_pods("a")
         await wait_until(lambda: cluster.num_watches)
         cluster.fail(status, times=times)
         cluster.end_watches()
         await wait_until(lambda: cluster.num_requests("list") == 2 and cluster.num_watches)
-        cluster.put(endpoint_slice("s2", member("b")))
+        cluster.put(make_endpoint_slice("s2", member("b")))
         await publications.wait_for_pods("a", "b")
 
 
 async def test_bookmark_avoids_a_new_list_for_an_unchanged_service(
     cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cluster.put(endpoint_slice("s1", member("a")))
+    cluster.put(make_endpoint_slice("s1", member("a")))
     async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
         for number in range(5):  # changes by other clients
-            cluster.put(endpoint_slice(f"o{number}", service="chess"))
+            cluster.put(make_endpoint_slice(f"o{number}", service="chess"))
         cluster.send_bookmarks()
         cluster.compact()
         cluster.end_watches()
         await wait_until(lambda: cluster.num_requests("watch") == 2 and cluster.num_watches)
-        cluster.put(endpoint_slice("s2", member("b")))
+        cluster.put(make_endpoint_slice("s2", member("b")))
         await publications.wait_for_pods("a", "b")
     assert cluster.num_requests("list") == 1
     assert len(publications.lists) == 2
@@ -233,7 +233,7 @@ async def test_outage_and_recovery_of_the_api_server_are_logged_once(
     cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "ludus.services")
-    cluster.put(endpoint_slice("one", member("a")))
+    cluster.put(make_endpoint_slice("one", member("a")))
     await cluster.go_down()
     num_attempts = 0
 
@@ -261,12 +261,12 @@ async def test_outage_and_recovery_of_the_api_server_are_logged_once(
 
 
 async def test_last_list_is_kept_during_an_outage_until_recovery(cluster: FakeKubernetes) -> None:
-    cluster.put(endpoint_slice("s1", member("a")))
+    cluster.put(make_endpoint_slice("s1", member("a")))
     async with watch_service(cluster) as publications:
         await publications.wait_for_pods("a")
         await wait_until(lambda: cluster.num_watches)
         await cluster.go_down()
-        cluster.put(endpoint_slice("s1", member("b")))
+        cluster.put(make_endpoint_slice("s1", member("b")))
         await wait_until(lambda: not cluster.num_watches)
         await asyncio.sleep(0.1)
         assert len(publications.lists) == 1
@@ -278,12 +278,12 @@ async def test_last_list_is_kept_during_an_outage_until_recovery(cluster: FakeKu
 async def test_last_list_is_kept_while_requests_are_refused(
     cluster: FakeKubernetes, status: int
 ) -> None:
-    cluster.put(endpoint_slice("s1", member("a")))
+    cluster.put(make_endpoint_slice("s1", member("a")))
     async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
         cluster.fail(status, times=10**6)
         cluster.expire_watches()
-        cluster.put(endpoint_slice("s1", member("b")))
+        cluster.put(make_endpoint_slice("s1", member("b")))
         num_requests = len(cluster.requests)
         await wait_until(lambda: len(cluster.requests) > num_requests + 3)
         assert set(publications.endpoints) == {"a"}
@@ -300,7 +300,7 @@ async def test_invalid_stream_data_restarts_the_watch(cluster: FakeKubernetes, l
         cluster.send_raw(line)
         cluster.end_watches()
         await wait_until(lambda: cluster.num_requests("watch") == 2)
-        cluster.put(endpoint_slice("s1", member("a")))
+        cluster.put(make_endpoint_slice("s1", member("a")))
         await publications.wait_for_pods("a")
 
 
@@ -309,7 +309,7 @@ async def test_a_large_slice_arrives_over_a_slow_stream(cluster: FakeKubernetes)
     async with watch_service(cluster) as publications:
         await wait_until(lambda: cluster.num_watches)
         cluster.bytes_per_write = 5_000
-        cluster.put(endpoint_slice("s1", *map(member, pods)))
+        cluster.put(make_endpoint_slice("s1", *map(member, pods)))
         await publications.wait_for_pods(*pods)
 
 
@@ -338,7 +338,7 @@ async def test_watches_request_bookmarks_and_varying_timeouts(cluster: FakeKuber
         for number in range(1, 6):
             await wait_until(lambda number=number: cluster.num_requests("watch") >= number)
             await wait_until(lambda: cluster.num_watches)
-            cluster.put(endpoint_slice("s1", member(f"pod-{number}")))
+            cluster.put(make_endpoint_slice("s1", member(f"pod-{number}")))
             cluster.end_watches()
     queries = [request.query for request in cluster.requests if request.verb == "watch"]
     assert {query["allowWatchBookmarks"] for query in queries} == {"true"}
@@ -361,7 +361,7 @@ async def test_list_matches_the_cluster_after_random_failures(
             del expected_pods[name]
             return
         expected_pods[name] = tuple(rng.sample([f"pod-{n}" for n in range(8)], rng.randrange(4)))
-        cluster.put(endpoint_slice(name, *map(member, expected_pods[name])))
+        cluster.put(make_endpoint_slice(name, *map(member, expected_pods[name])))
 
     failure_functions = [
         cluster.cut_watches,

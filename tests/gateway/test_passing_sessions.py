@@ -7,7 +7,7 @@ import pytest
 
 from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.polling import detached_sessions, wait_until
+from tests.env.polling import find_detached_sessions, wait_until
 from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import get_sessions, make_gateway, make_server
 
@@ -36,7 +36,7 @@ async def call_session(stream: RawStream, session_id: str) -> None:
 
 def is_lingering(server, session_id: str) -> bool:
     """Return whether the session is waiting for a new connection."""
-    return session_id in detached_sessions(server.core)
+    return session_id in find_detached_sessions(server.core)
 
 
 @parametrize_factory

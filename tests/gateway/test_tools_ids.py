@@ -198,7 +198,7 @@ def test_clocks_that_differ_too_much_are_named(monkeypatch: pytest.MonkeyPatch) 
     late_id = key.sign("cards", "server")
     monkeypatch.setattr(time, "time", lambda: now_s)
     assert issuer.choose(tolerated_id) == tolerated_id
-    with pytest.raises(SessionLostError, match=r"issued 3600 s ago .* clocks of gateway and"):
+    with pytest.raises(SessionLostError, match=r"issued 360\d s ago .* clocks of gateway and"):
         issuer.choose(late_id)
 
 

@@ -15,7 +15,7 @@ from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.trainer.core.types import RolloutStatus, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.tool_adapter import Toolbox
-from tests.env.upstream_sdk import SOURCES, upstream_python
+from tests.env.upstream_sdk import SOURCES, get_upstream_python
 from tests.rollout.chat_templates import QWEN25, make_family_tokenizer
 from tests.rollout.scripted_policy import make_runner, play_once
 from tests.rollout.test_tools import LIMITS, call
@@ -30,7 +30,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     package, _, wire = request.param.partition("-")
     ready_file = tmp_path / "ready.json"
     program = [
-        upstream_python("0.10.0"),
+        get_upstream_python("0.10.0"),
         "tests/rollout/upstream_tools_program.py",
         package,
         ready_file,

@@ -17,7 +17,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from ludus.proto.metrics import EnvServerMetric, GatewayMetric
-from tests.env.processes import child_processes
+from tests.env.processes import list_child_pids
 from tests.soak.fleet import KINDS, MARK_VARIABLE, NUM_WORKERS, Fleet
 from tests.soak.members import Member, list_workers
 
@@ -108,7 +108,7 @@ class Census:
             if name.startswith("inline"):
                 continue
             counted = int(await self._gauge(server, EnvServerMetric.WORKERS))
-            forks = child_processes(server.pid)
+            forks = list_child_pids(server.pid)
             running = list_workers(server)
             sessions = int(await self._gauge(server, EnvServerMetric.SESSIONS))
             due = NUM_WORKERS if name.startswith("pool") else sessions + 4

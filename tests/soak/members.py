@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.env.processes import child_processes
+from tests.env.processes import list_child_pids
 from tests.soak.memory import Sample, sample
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +192,7 @@ def send(pid: int, number: signal.Signals) -> bool:
 
 def list_workers(server: Member) -> list[int]:
     """Return the worker processes of a server, without the keepers of their namespaces."""
-    children = [pid for fork in child_processes(server.pid) for pid in child_processes(fork)]
+    children = [pid for fork in list_child_pids(server.pid) for pid in list_child_pids(fork)]
     return sorted(pid for pid in children if not _is_first_of_namespace(pid))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.proto.errors import RateLimitError
-from tests.env.processes import child_processes
+from tests.env.processes import list_child_pids
 from tests.soak.book import Book, Location, LostSession
 from tests.soak.census import REPORT_S, Census
 from tests.soak.faults import Saboteur
@@ -276,7 +276,7 @@ class Soak:
                 continue
             pids = [pid for pid, life in self.fork_servers.items() if life.member == name]
             pid = pids[0] if pids else None
-            if pid is None and (children := child_processes(server.pid)):
+            if pid is None and (children := list_child_pids(server.pid)):
                 pid = children[0]
                 self.fork_servers[pid] = Lifetime(name, pid, time.monotonic())
             measured = None if pid is None else sample(pid, time.monotonic())
