@@ -10,8 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from ludus.proto.config import GrpoConfig, PpoConfig, ReinforceConfig
+from ludus.proto.config import AlgorithmConfig, GrpoConfig, PpoConfig, ReinforceConfig
+from ludus.trainer.algorithms.advantages import gae
 from ludus.trainer.core.types import (
     Batch,
     Rollout,
@@ -258,11 +260,31 @@ def test_sequence_receives_discounted_return_of_the_next_sequence() -> None:
     assert rewards[0] == [0, 0, 0, 1 + 0.5 * 1.5]
 
 
-def test_truncated_episode_marks_only_the_last_sequence_as_truncated() -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "terminated"), [(PPO, [False, False, True]), (REINFORCE, [True, False, True])]
+)
+def test_all_sequences_of_a_truncated_episode_continue_if_there_is_a_critic(
+    algorithm: AlgorithmConfig, terminated: list[bool]
+) -> None:
     truncated_episode = play(1.0, 0.0, is_split=True, status=RolloutStatus.TRUNCATED)
     invalid_episode = play(1.0, status=RolloutStatus.INVALID_ACTION)
-    batch = make_batch([collect(truncated_episode, invalid_episode)], PPO)
-    assert batch.terminated.tolist() == [True, False, True]
+    batch = make_batch([collect(truncated_episode, invalid_episode)], algorithm)
+    assert batch.terminated.tolist() == terminated
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_truncated_episode_without_surprise_has_no_advantages(is_split: bool) -> None:
+    episode = play(0.0, 0.0, is_split=is_split, status=RolloutStatus.TRUNCATED)
+    batch = make_batch([collect(episode, play(0.0))], PpoConfig(gamma=1.0))
+    truncated_samples = np.flatnonzero(~batch.terminated).tolist()
+    assert len(truncated_samples) == 1 + is_split
+    for sample in truncated_samples:
+        rewards, mask = batch.rewards[sample], batch.loss_masks[batch.sequence_of_sample[sample]]
+        values, mask_row = torch.full((1, len(mask)), 10.0), torch.tensor(mask)[None]
+        terminated, last_values = torch.tensor([False]), torch.tensor([10.0])
+        row = torch.tensor(rewards)[None]
+        advantages = gae(row, values, mask_row, terminated, last_values, 1.0, 0.95)
+        assert advantages[mask_row].tolist() == [0.0] * int(mask_row.sum())
 
 
 def test_token_returns_are_discounted_and_whitened_over_the_batch() -> None:

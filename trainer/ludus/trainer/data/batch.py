@@ -75,7 +75,7 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> Ba
         samples = list(_make_samples(groups, None, algorithm.gamma))
         samples = _assign_returns(samples, algorithm)
     else:
-        samples = list(_make_samples(groups, None, algorithm.gamma))
+        samples = list(_make_samples(groups, None, algorithm.gamma, has_critic=True))
     return collate(samples)
 
 
@@ -212,38 +212,58 @@ def _make_samples(
     groups: Sequence[RolloutGroup],
     turn_credits: Sequence[Sequence[Iterable[float]]] | None,
     gamma: float,
+    *,
+    has_critic: bool = False,
 ) -> Iterator[TrainingSample]:
     """Yield a sample for each sequence with a sampled token; without credits, advantages are 0."""
     for index, group in enumerate(groups):
         group_credits = turn_credits[index] if turn_credits else repeat(repeat(0.0))
         for rollout, rollout_credits in zip(group.rollouts, group_credits, strict=False):
             if rollout.reward is not None:
-                yield from _make_rollout_samples(rollout, iter(rollout_credits), gamma)
+                yield from _make_rollout_samples(
+                    rollout, iter(rollout_credits), gamma, has_critic=has_critic
+                )
 
 
 def _make_rollout_samples(
-    rollout: Rollout, turn_credits: Iterator[float], gamma: float
+    rollout: Rollout, turn_credits: Iterator[float], gamma: float, *, has_critic: bool
 ) -> Iterator[TrainingSample]:
+    """Yield a sample for each sequence of an episode.
+
+    With a critic, each sequence of a truncated episode continues with the value of its last state.
+    A return without that value would look like the end of the episode.
+    """
     sequences = [sequence for sequence in rollout.sequences if sequence.turns]
     for sequence in sequences:
         _check_turns(sequence)
-    rewards_by_sequence = _compute_token_rewards(sequences, compute_turn_rewards(rollout), gamma)
+    is_truncated = rollout.status is RolloutStatus.TRUNCATED
+    rewards_by_sequence = _compute_token_rewards(
+        sequences,
+        compute_turn_rewards(rollout),
+        gamma,
+        adds_returns=not (is_truncated and has_critic),
+    )
     for sequence, token_rewards in zip(sequences, rewards_by_sequence, strict=True):
         advantages = np.zeros(len(sequence.token_ids))
         for turn in sequence.turns:
             advantages[turn.start : turn.end] = next(turn_credits)
-        is_truncated = rollout.status is RolloutStatus.TRUNCATED and sequence is sequences[-1]
+        continues = is_truncated and (has_critic or sequence is sequences[-1])
         tokens = sequence.token_ids, sequence.loss_mask, sequence.logprobs
-        yield TrainingSample(*tokens, advantages, token_rewards, terminated=not is_truncated)
+        yield TrainingSample(*tokens, advantages, token_rewards, terminated=not continues)
 
 
 def _compute_token_rewards(
-    sequences: Sequence[TokenSequence], turn_rewards: Sequence[float], gamma: float
+    sequences: Sequence[TokenSequence],
+    turn_rewards: Sequence[float],
+    gamma: float,
+    *,
+    adds_returns: bool,
 ) -> list[np.ndarray]:
     """Return the rewards [T] of the tokens of each sequence.
 
-    The learner processes each sequence separately. So the last turn of a sequence also gets the
-    return of the following sequence of the episode, discounted per sampled token.
+    The learner processes each sequence separately. So with `adds_returns`, the last turn of a
+    sequence also gets the return of the following sequence of the episode, discounted per sampled
+    token.
     """
     rewards_by_sequence: list[np.ndarray] = []
     remaining_rewards = list(turn_rewards)
@@ -253,7 +273,7 @@ def _compute_token_rewards(
         for turn in reversed(sequence.turns):
             turn_token_rewards = _spread_turn_reward(turn, remaining_rewards.pop())
             sequence_rewards[turn.start : turn.end] = turn_token_rewards
-            if turn is sequence.turns[-1]:
+            if adds_returns and turn is sequence.turns[-1]:
                 sequence_rewards[turn.end - 1] += gamma * next_return
             discounts = gamma ** np.arange(len(turn_token_rewards) + 1)
             next_return = float(discounts @ [*turn_token_rewards, next_return])
