@@ -28,7 +28,7 @@ async def _run_until_signal(soak: Soak) -> bool:
 
 
 def main() -> None:
-    """Exit with 0 after a passed soak, or with 1 and the logs kept."""
+    """Exit with 0 after a passed soak. Otherwise, exit with 1 and keep the logs."""
     options = SoakOptions.read()
     soak = Soak(options, _print_line)
     _print_line(f"logs: {soak.fleet.logs}")
@@ -36,7 +36,7 @@ def main() -> None:
     if not is_finished:
         sys.exit("stopped early: no verdict, and no result is written")
     verdict = Verdict(soak)
-    _print_line("\n".join(verdict.lines()))
+    _print_line("\n".join(verdict.make_lines()))
     if options.output is not None:
         verdict.write(options.output)
     if not verdict.has_passed:

@@ -1,9 +1,9 @@
 """A client process: opens sessions, verifies every result, and reports events.
 
-    stdin   "hold"  no session opens or ends; those open are asked for their state
-            "play"  open, play, end, and again
-            "end"   close everything and exit
-    stdout  a JSON line a second with what is held, and one for each thing that happens
+    stdin   "hold"  open and close no session; only read the state of the open sessions
+            "play"  open sessions, play them to their end, and repeat
+            "end"   close all sessions and exit
+    stdout  one JSON line per second with the number of open sessions, and one per event
 
 python -m tests.soak.client SPEC
 """
@@ -22,8 +22,8 @@ from typing import Any
 
 from ludus.env.types import JsonObject
 from ludus.proto.errors import AuthenticationError, EnvError, ErrorCode, PermissionDeniedError
-from tests.soak.environment import first_digest, next_digest
-from tests.soak.wires import Door, PlayedSession, make_door
+from tests.soak.environment import compute_first_digest, compute_next_digest
+from tests.soak.openers import PlayedSession, SessionOpener, make_opener
 
 LOSSES = frozenset(
     {
@@ -31,9 +31,9 @@ LOSSES = frozenset(
         *(ErrorCode.TIMEOUT, ErrorCode.UNAUTHENTICATED, ErrorCode.PERMISSION_DENIED),
     }
 )
-"""Errors that mean a lost session; any other error is a wrong result."""
+"""Codes of errors that lose a session. Any other error of a session is a violation."""
 REFUSALS = LOSSES | {ErrorCode.DRAINING}
-"""Errors with which an open may be refused; capacity is never short."""
+"""Codes of errors with which an open may be refused. Free slots are always available."""
 _REFUSED_PAUSE_S = 1.0
 
 
@@ -44,11 +44,11 @@ class ClientSpec:
     name: str
     wire: str
     gateway: str
-    """Gateway whose death ends its sessions; "" if none does."""
+    """Gateway whose death ends the sessions; "" if no gateway's death does."""
     tenant: str
     token: str
     seed: int
-    doors: dict[str, str]
+    addresses: dict[str, str]
     """Address of each environment."""
     num_sessions: dict[str, int]
     """Number of sessions of each environment."""
@@ -58,32 +58,32 @@ class ClientSpec:
     """Mean pause between two steps, in seconds."""
 
 
-class WrongAnswer(Exception):
+class WrongResultError(Exception):
     """A result that differs from the expected one."""
 
 
 @dataclass(slots=True)
-class _Life:
-    """A session as its client knows it."""
+class _TrackedSession:
+    """An open session, with the expected result of its next call."""
 
     player: str
     called_s: float
-    """Start of the latest successful call; the session was alive until then."""
-    session: PlayedSession
+    """Start time of the latest successful call."""
+    wire_session: PlayedSession
     digest: str
     number: int = 0
 
-    def check(self, answer: JsonObject, label: str, called_s: float) -> None:
+    def check(self, result: JsonObject, label: str, called_s: float) -> None:
         """Compare the result of a call with the expected one."""
-        due = {"player": self.player, "number": self.number, "digest": self.digest}
-        got = {name: answer.get(name) for name in due}
-        if got != due:
-            raise WrongAnswer(f"{label}: expected {due}, got {got}")
+        expected = {"player": self.player, "number": self.number, "digest": self.digest}
+        actual = {name: result.get(name) for name in expected}
+        if actual != expected:
+            raise WrongResultError(f"{label}: expected {expected}, got {actual}")
         self.called_s = called_s
 
 
 class Client:
-    """All sessions of the process."""
+    """Opens and plays all sessions of the process."""
 
     def __init__(self, spec: ClientSpec) -> None:
         self._spec = spec
@@ -95,28 +95,28 @@ class Client:
         self._num_opening = 0
 
     async def run(self) -> None:
-        """Play until a stop request."""
-        doors = {
-            name: make_door(self._spec.wire, address, self._spec.token)
-            for name, address in self._spec.doors.items()
+        """Play until the command "end"."""
+        openers = {
+            name: make_opener(self._spec.wire, address, self._spec.token)
+            for name, address in self._spec.addresses.items()
         }
-        reporting = asyncio.create_task(self._report_forever())
-        obeying = asyncio.create_task(self._obey())
+        report_task = asyncio.create_task(self._report_forever())
+        command_task = asyncio.create_task(self._read_commands())
         slots = [
-            asyncio.create_task(self._fill_slot(name, doors[name], f"{name}.{index}"))
+            asyncio.create_task(self._fill_slot(name, openers[name], f"{name}.{index}"))
             for name, num in self._spec.num_sessions.items()
             for index in range(num)
         ]
         await asyncio.gather(*slots)
-        for door in doors.values():
+        for opener in openers.values():
             with contextlib.suppress(EnvError):
-                await door.close()
-        reporting.cancel()
-        obeying.cancel()
+                await opener.close()
+        report_task.cancel()
+        command_task.cancel()
         self._report()
-        _say(kind="ended", client=self._spec.name)
+        _print_event(kind="ended", client=self._spec.name)
 
-    async def _obey(self) -> None:
+    async def _read_commands(self) -> None:
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
@@ -138,7 +138,7 @@ class Client:
             await asyncio.sleep(1.0)
 
     def _report(self) -> None:
-        _say(
+        _print_event(
             kind="held",
             client=self._spec.name,
             held=dict(+self._num_open),
@@ -146,104 +146,108 @@ class Client:
             opening=self._num_opening,
         )
 
-    async def _fill_slot(self, environment: str, door: Door, slot: str) -> None:
+    async def _fill_slot(self, environment: str, opener: SessionOpener, slot: str) -> None:
         await asyncio.sleep(self._random.uniform(0.0, 3.0))
         for number in range(sys.maxsize):
             await self._is_playing.wait()
             if self._is_ending:
                 return
-            life = await self._open(environment, door, f"{self._spec.name}/{slot}/{number}")
-            if life is not None:
-                await self._live(life, environment)
+            session = await self._open(environment, opener, f"{self._spec.name}/{slot}/{number}")
+            if session is not None:
+                await self._play_session(session, environment)
 
-    async def _open(self, environment: str, door: Door, player: str) -> _Life | None:
+    async def _open(
+        self, environment: str, opener: SessionOpener, player: str
+    ) -> _TrackedSession | None:
         seed = self._random.randrange(2**31)
         num_steps = self._random.randint(*self._spec.num_steps[environment])
         self._num_opening += 1
         called_s = time.monotonic()
         try:
-            session = await door.open(seed, player, num_steps)
+            wire_session = await opener.open(seed, player, num_steps)
         except EnvError as error:
             self._counts[f"refused {error.code}"] += 1
             if error.code not in REFUSALS:
-                self._blame(f"{player}: open was refused: {error.code} {error.message}")
+                self._report_violation(
+                    f"{player}: the open was refused: {error.code} {error.message}"
+                )
             await asyncio.sleep(_REFUSED_PAUSE_S)
             return None
         finally:
             self._num_opening -= 1
         self._counts["opened"] += 1
-        return _Life(player, called_s, session, first_digest(seed, player))
+        return _TrackedSession(player, called_s, wire_session, compute_first_digest(seed, player))
 
-    async def _live(self, life: _Life, environment: str) -> None:
-        server = str(life.session.first.get("server"))
+    async def _play_session(self, session: _TrackedSession, environment: str) -> None:
+        server = str(session.wire_session.first.get("server"))
         self._num_open[server] += 1
         try:
-            life.check(life.session.first, "the first answer", life.called_s)
-            await self._play(life)
-        except WrongAnswer as error:
-            self._blame(f"{life.player}: {error}")
+            session.check(session.wire_session.first, "the first result", session.called_s)
+            await self._play(session)
+        except WrongResultError as error:
+            self._report_violation(f"{session.player}: {error}")
         except EnvError as error:
-            self._lose(life, environment, error)
+            self._report_loss(session, environment, error)
             if isinstance(error, AuthenticationError | PermissionDeniedError):
                 await asyncio.sleep(_REFUSED_PAUSE_S)
         finally:
             self._num_open[server] -= 1
         with contextlib.suppress(EnvError):
-            await life.session.close()
+            await session.wire_session.close()
 
-    async def _play(self, life: _Life) -> None:
+    async def _play(self, session: _TrackedSession) -> None:
         while not self._is_ending:
             await asyncio.sleep(self._random.expovariate(1 / self._spec.pace_s))
             called_s = time.monotonic()
             if not self._is_playing.is_set():
-                life.check(await life.session.state(), "the state", called_s)
+                session.check(await session.wire_session.state(), "the state", called_s)
                 self._counts["states"] += 1
                 continue
             payload = self._random.randbytes(self._random.choice((4, 16, 16, 64, 2048))).hex()
             pad = 100_000 if self._random.random() < 0.01 else 0
-            answer, done = await life.session.step({"payload": payload, "pad": pad})
-            life.number += 1
-            life.digest = next_digest(life.digest, life.number, payload)
-            life.check(answer, f"step {life.number}", called_s)
+            result, done = await session.wire_session.step({"payload": payload, "pad": pad})
+            session.number += 1
+            session.digest = compute_next_digest(session.digest, session.number, payload)
+            session.check(result, f"step {session.number}", called_s)
             self._counts["steps"] += 1
             if done:
                 self._counts["came to their end"] += 1
                 return
         self._counts["closed at the end"] += 1
 
-    def _lose(self, life: _Life, environment: str, error: EnvError) -> None:
+    def _report_loss(self, session: _TrackedSession, environment: str, error: EnvError) -> None:
         if error.code not in LOSSES:
-            self._blame(f"{life.player}: {error.code} {error.message}")
-        first = life.session.first
+            self._report_violation(f"{session.player}: {error.code} {error.message}")
+        first_result = session.wire_session.first
         self._counts["lost"] += 1
-        _say(
+        _print_event(
             kind="lost",
-            player=life.player,
+            player=session.player,
             location={
-                "server": first.get("server"),
-                "worker": first.get("worker"),
+                "server": first_result.get("server"),
+                "worker": first_result.get("worker"),
                 "gateway": self._spec.gateway,
                 "client": self._spec.name,
                 "tenant": self._spec.tenant,
                 "wire": self._spec.wire,
             },
-            alive_s=life.called_s,
+            last_success_s=session.called_s,
             failed_s=time.monotonic(),
             code=str(error.code),
             message=error.message[:300],
         )
 
-    def _blame(self, problem: str) -> None:
-        _say(kind="violation", what=f"{self._spec.wire} {problem}"[:1000])
+    def _report_violation(self, description: str) -> None:
+        _print_event(kind="violation", description=f"{self._spec.wire} {description}"[:1000])
 
 
-def _say(**event: Any) -> None:
+def _print_event(**event: Any) -> None:
     sys.stdout.write(json.dumps({**event, "at_s": time.monotonic()}) + "\n")
     sys.stdout.flush()
 
 
-def spec_text(spec: ClientSpec) -> str:
-    """Encode the argument of a client process."""
+def encode_spec(spec: ClientSpec) -> str:
+    """Return the command-line argument of a client process."""
     return json.dumps(asdict(spec))
 
 

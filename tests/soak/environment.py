@@ -1,9 +1,9 @@
-"""An environment that proves whose step it took: it echoes player, number and a keyed digest.
+"""An environment whose results prove which step it took: player, step number and a keyed digest.
 
     digest(0) = H(seed, player)    digest(n) = H(digest(n - 1), n, payload)
 
-An answer that is another session's, another step's, or a step taken twice has another digest. Its
-deeds are what no environment should do.
+The digest differs if a result belongs to another session or step, or if a step was taken twice.
+Actions can request misbehaviors, which no environment should have.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ludus.env import Action, Environment, Observation, State, Transition
 from ludus.env.limits import MAX_RESULT_BYTES
 
 SERVER_VARIABLE = "SOAK_SERVER"
-CHILD_LIFE_S = 7200
-_CHUNK = 2**20
-_FLOOD_CHUNKS = 4096
+CHILD_LIFETIME_S = 7200
+_CHUNK_BYTES = 2**20
+_NUM_FLOOD_CHUNKS = 4096
 
 
 class EchoAction(Action):
-    """The input of the next digest; `pad` requests a result with that many more characters."""
+    """Input of the next digest. The result has `pad` additional characters."""
 
     payload: str = ""
     pad: int = 0
-    deed: str = ""
+    misbehavior: str = ""
 
 
 class EchoObservation(Observation):
@@ -55,12 +55,12 @@ class EchoState(State):
     digest: str = ""
 
 
-def first_digest(seed: int, player: str) -> str:
+def compute_first_digest(seed: int, player: str) -> str:
     """Return the digest of a reset."""
     return _digest(f"seed {seed}", player)
 
 
-def next_digest(previous: str, number: int, payload: str) -> str:
+def compute_next_digest(previous: str, number: int, payload: str) -> str:
     """Return the digest of the next step."""
     return _digest(previous, f"{number} {payload}")
 
@@ -70,7 +70,7 @@ def _digest(key: str, text: str) -> str:
 
 
 class EchoEnv(Environment[EchoAction, EchoObservation, EchoState]):
-    """An echo on the server's event loop."""
+    """An echo environment on the server's event loop."""
 
     action_type = EchoAction
     observation_type = EchoObservation
@@ -86,16 +86,16 @@ class EchoEnv(Environment[EchoAction, EchoObservation, EchoState]):
         self, *, seed: int | None = None, player: str = "", num_steps: int = 1
     ) -> Transition[EchoObservation]:
         self._num_steps = num_steps
-        self._state = EchoState(player=player, digest=first_digest(seed or 0, player))
+        self._state = EchoState(player=player, digest=compute_first_digest(seed or 0, player))
         return Transition(self._observe())
 
     def step(self, action: EchoAction) -> Transition[EchoObservation]:
-        if action.deed:
-            DEEDS[action.deed]()
+        if action.misbehavior:
+            MISBEHAVIORS[action.misbehavior]()
         state = self._state
         state.number += 1
-        state.digest = next_digest(state.digest, state.number, action.payload)
-        pad = "x" * (MAX_RESULT_BYTES + 1 if action.deed == "flood result" else action.pad)
+        state.digest = compute_next_digest(state.digest, state.number, action.payload)
+        pad = "x" * (MAX_RESULT_BYTES + 1 if action.misbehavior == "flood result" else action.pad)
         terminated = state.number >= self._num_steps
         return Transition(self._observe(pad), reward=1.0, terminated=terminated)
 
@@ -116,7 +116,7 @@ class EchoEnv(Environment[EchoAction, EchoObservation, EchoState]):
 
 
 class ThreadedEchoEnv(EchoEnv):
-    """An echo in threads."""
+    """An echo environment in threads."""
 
     steps_on_event_loop = False
 
@@ -134,17 +134,18 @@ def _crash() -> None:
 
 
 def _fail() -> NoReturn:
-    raise ValueError("unlucky")
+    raise ValueError("the step fails on request")
 
 
 def _fork() -> None:
     """Start a background process that tries to outlive its worker."""
-    sleeping = f"import time; time.sleep({CHILD_LIFE_S})"
-    starting = (
+    sleep_program = f"import time; time.sleep({CHILD_LIFETIME_S})"
+    start_program = (
         "import subprocess, sys;"
-        f" subprocess.Popen([sys.executable, '-S', '-c', {sleeping!r}], start_new_session=True)"
+        f" subprocess.Popen([sys.executable, '-S', '-c', {sleep_program!r}],"
+        " start_new_session=True)"
     )
-    subprocess.run([sys.executable, "-S", "-c", starting], check=True)
+    subprocess.run([sys.executable, "-S", "-c", start_program], check=True)
 
 
 def _flood_output() -> None:
@@ -153,16 +154,16 @@ def _flood_output() -> None:
 
 
 def _flood_memory() -> None:
-    eaten = []
-    for _ in range(_FLOOD_CHUNKS):
-        eaten.append(os.urandom(1024) * 1024)
+    blocks = []
+    for _ in range(_NUM_FLOOD_CHUNKS):
+        blocks.append(os.urandom(1024) * 1024)
         time.sleep(0.005)
 
 
 def _flood_disk() -> None:
     with tempfile.NamedTemporaryFile(dir=Path.home(), delete=False) as file:
-        for _ in range(_FLOOD_CHUNKS // 16):
-            file.write(b"\0" * _CHUNK)
+        for _ in range(_NUM_FLOOD_CHUNKS // 16):
+            file.write(b"\0" * _CHUNK_BYTES)
             time.sleep(0.02)
 
 
@@ -170,7 +171,7 @@ def _do_nothing() -> None:
     """Do nothing."""
 
 
-DEEDS: dict[str, Any] = {
+MISBEHAVIORS: dict[str, Any] = {
     "hang": _hang,
     "exit": _exit,
     "crash": _crash,

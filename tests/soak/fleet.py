@@ -1,10 +1,11 @@
 """The processes of the soak.
 
-    clients --(balancer)--> gateway-kept --> inline-kept,  inline-2    on the event loop; threads
+    clients --(balancer)--> gateway-kept --> inline-kept,  inline-2    event loop, threads
                             gateway-2    --> pool-kept,    pool-2      three workers each
-                                         --> process-kept, process-2   a worker for each session
+                                         --> process-kept, process-2   a worker per session
 
-What is called kept is never killed. Workers are in their sandbox, inline servers have none.
+No fault kills a process whose name ends with "kept". Workers run in sandboxes; inline servers have
+none.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from pathlib import Path
 
 from quiet_ports import quiet_ports
 
-from tests.soak.client import ClientSpec, spec_text
+from tests.soak.client import ClientSpec, encode_spec
 from tests.soak.environment import SERVER_VARIABLE
-from tests.soak.members import Member
 from tests.soak.options import SoakOptions
+from tests.soak.processes import FleetProcess
 
 KINDS = ("inline", "pool", "process")
-KEPT, KILLED = "kept", "2"
+PROTECTED_SUFFIX, KILLABLE_SUFFIX = "kept", "2"
 GATEWAYS = ("gateway-kept", "gateway-2")
-MARK_VARIABLE = "LUDUS_SOAK"
+FLEET_VARIABLE = "LUDUS_SOAK"
 STEP_TIMEOUT_S = 20.0
 MAX_SESSIONS = {"inline": 300, "pool": 300, "process": 150}
 NUM_WORKERS = 3
 _MEMORY_LIMIT_MB, _DISK_LIMIT_MB = 400, 64
-_LIVES = {"inline": (4, 24), "pool": (6, 40), "process": (10, 60)}
-_SHARES = {"inline": 0.5, "pool": 0.3, "process": 0.2}
+_NUM_STEPS = {"inline": (4, 24), "pool": (6, 40), "process": (10, 60)}
+_SESSION_SHARES = {"inline": 0.5, "pool": 0.3, "process": 0.2}
 TENANTS = ("steady", "killed", "sockets", "revoked", "saboteur")
 QUOTA = 400
-"""Quota of every tenant: more than it uses, and less than the servers' capacity."""
+"""Session quota of each tenant, above its number of sessions and below the servers' capacity."""
 
 _CLIENTS = (
     # name, wire, gateway, tenant, share of all sessions, is protected from kills
@@ -59,7 +60,7 @@ class Fleet:
         self.folder = Path(tempfile.mkdtemp(prefix="ludus-soak-"))
         self.folder.chmod(0o711)
         self.temporary = self.folder / "tmp"
-        """Folder of all temporary files, which must be empty at the end."""
+        """Folder for temporary files, which must be empty at the end."""
         self.temporary.mkdir()
         self.temporary.chmod(0o711)
         self.logs = self.folder / "logs"
@@ -70,33 +71,33 @@ class Fleet:
         ports = iter(quiet_ports(3 * 6 + 3 * len(GATEWAYS) + 2))
         self.grpc_addresses: dict[str, str] = {}
         self.http_addresses: dict[str, str] = {}
-        """Return the addresses of servers, gateways and the balancer by name."""
-        self.servers = {member.name: member for member in self._servers(ports)}
+        """Addresses of the servers, the gateways and the balancer, by name."""
+        self.servers = {member.name: member for member in self._make_servers(ports)}
         self.write_tenants(TENANTS)
-        self.gateways = {member.name: member for member in self._gateways(ports)}
-        self.balancer = self._balancer(ports)
-        self.clients = {member.name: member for member in self._clients()}
+        self.gateways = {member.name: member for member in self._make_gateways(ports)}
+        self.balancer = self._make_balancer(ports)
+        self.clients = {member.name: member for member in self._make_clients()}
 
     @property
-    def long_lived(self) -> list[Member]:
-        """Members whose memory is measured."""
+    def measured_processes(self) -> list[FleetProcess]:
+        """Processes whose memory is measured."""
         return [*self.servers.values(), *self.gateways.values(), *self.clients.values()]
 
     async def start(self) -> None:
-        """Start servers and gateways."""
+        """Start servers, gateways and the balancer."""
         await asyncio.gather(*(member.start() for member in self.servers.values()))
         await asyncio.gather(*(member.start() for member in self.gateways.values()))
         await self.balancer.start()
 
     async def stop(self) -> list[str]:
-        """Stop all processes and return the problems."""
+        """Stop all processes and return the errors."""
         members = (*self.gateways.values(), *self.servers.values())
-        faults = [await member.stop() for member in members]
+        errors = [await member.stop() for member in members]
         await self.balancer.kill()
-        return [fault for fault in faults if fault]
+        return [error for error in errors if error]
 
     async def kill_clients(self) -> None:
-        """Stop the running clients."""
+        """Kill the running clients."""
         for member in self.clients.values():
             if member.process is not None and member.process.returncode is None:
                 await member.kill()
@@ -120,27 +121,34 @@ class Fleet:
             f' "{hashlib.sha256(self.tokens[name].encode()).hexdigest()}"\n'
             for name in names
         ]
-        unfinished = path.with_suffix(".new")
-        unfinished.write_text("\n".join(entries))
-        unfinished.replace(path)
+        new_path = path.with_suffix(".new")
+        new_path.write_text("\n".join(entries))
+        new_path.replace(path)
 
     def _environment(self, **extra: str) -> dict[str, str]:
-        kept = {name: text for name, text in os.environ.items() if not name.startswith("LUDUS_")}
-        own_options = {
-            MARK_VARIABLE: self.mark,
+        inherited = {
+            name: text for name, text in os.environ.items() if not name.startswith("LUDUS_")
+        }
+        fleet_variables = {
+            FLEET_VARIABLE: self.mark,
             "TMPDIR": str(self.temporary),
             "LUDUS_SESSION_KEY": self._key,
         }
-        return {**kept, **own_options, **extra}
+        return {**inherited, **fleet_variables, **extra}
 
-    def _servers(self, ports: Iterator[int]) -> Iterator[Member]:
+    def _make_servers(self, ports: Iterator[int]) -> Iterator[FleetProcess]:
         for kind in KINDS:
-            for suffix in (KEPT, KILLED):
+            for suffix in (PROTECTED_SUFFIX, KILLABLE_SUFFIX):
                 name = f"{kind}-{suffix}"
                 http, grpc, admin = (next(ports) for _ in range(3))
                 self.http_addresses[name] = f"http://127.0.0.1:{http}"
                 self.grpc_addresses[name] = f"grpc://127.0.0.1:{grpc}"
-                arguments = ["-m", "ludus.env", _target(kind, suffix), "--no-determinism-check"]
+                arguments = [
+                    "-m",
+                    "ludus.env",
+                    _choose_target(kind, suffix),
+                    "--no-determinism-check",
+                ]
                 arguments += ["--port", str(http), "--grpc-port", str(grpc)]
                 arguments += ["--admin-port", str(admin), "--isolation", kind]
                 arguments += ["--max-sessions", str(MAX_SESSIONS[kind])]
@@ -149,12 +157,12 @@ class Fleet:
                     arguments += ["--step-timeout-s", f"{STEP_TIMEOUT_S:g}"]
                     arguments += ["--memory-limit-mb", str(_MEMORY_LIMIT_MB)]
                     arguments += ["--disk-limit-mb", str(_DISK_LIMIT_MB)]
-                    arguments += ["--pass-env", MARK_VARIABLE, "--pass-env", SERVER_VARIABLE]
+                    arguments += ["--pass-env", FLEET_VARIABLE, "--pass-env", SERVER_VARIABLE]
                 if kind == "pool":
                     arguments += ["--num-workers", str(NUM_WORKERS)]
-                yield self._member(name, arguments, admin, suffix, {SERVER_VARIABLE: name})
+                yield self._make_process(name, arguments, admin, suffix, {SERVER_VARIABLE: name})
 
-    def _gateways(self, ports: Iterator[int]) -> Iterator[Member]:
+    def _make_gateways(self, ports: Iterator[int]) -> Iterator[FleetProcess]:
         for name in GATEWAYS:
             http, grpc, admin = (next(ports) for _ in range(3))
             self.http_addresses[name] = f"http://127.0.0.1:{http}"
@@ -166,27 +174,30 @@ class Fleet:
                 f"[sessions]\nlinger_s = {self.options.linger_s}",
             ]
             for kind in KINDS:
-                addresses = [self.grpc_addresses[f"{kind}-{suffix}"] for suffix in (KEPT, KILLED)]
+                addresses = [
+                    self.grpc_addresses[f"{kind}-{suffix}"]
+                    for suffix in (PROTECTED_SUFFIX, KILLABLE_SUFFIX)
+                ]
                 lines.append(f'[environments.{kind}]\nkind = "static"\naddresses = {addresses!r}')
             config.write_text("\n".join(lines) + "\n")
             command = ["-c", "from ludus.services.cli.app import main; main()", "gateway"]
             arguments = [*command, "--config", str(config)]
-            suffix = KEPT if name.endswith(KEPT) else KILLED
-            yield self._member(name, arguments, admin, suffix, {})
+            suffix = PROTECTED_SUFFIX if name.endswith(PROTECTED_SUFFIX) else KILLABLE_SUFFIX
+            yield self._make_process(name, arguments, admin, suffix, {})
 
-    def _member(
+    def _make_process(
         self, name: str, arguments: list[str], admin: int, suffix: str, variables: dict[str, str]
-    ) -> Member:
-        return Member(
+    ) -> FleetProcess:
+        return FleetProcess(
             name,
             arguments,
             self._environment(**variables),
             self.logs / f"{name}.log",
             admin=f"http://127.0.0.1:{admin}",
-            is_kept=suffix == KEPT,
+            is_protected=suffix == PROTECTED_SUFFIX,
         )
 
-    def _balancer(self, ports: Iterator[int]) -> Member:
+    def _make_balancer(self, ports: Iterator[int]) -> FleetProcess:
         http, grpc = next(ports), next(ports)
         pairs = [(http, self.http_addresses), (grpc, self.grpc_addresses)]
         rules = [
@@ -197,10 +208,10 @@ class Fleet:
         self.grpc_addresses["balancer"] = f"grpc://127.0.0.1:{grpc}"
         log = self.logs / "balancer.log"
         arguments = ["-m", "tests.soak.balancer", *rules]
-        return Member("balancer", arguments, self._environment(), log)
+        return FleetProcess("balancer", arguments, self._environment(), log)
 
-    def _clients(self) -> Iterator[Member]:
-        for name, wire, gateway, tenant, share, is_kept in _CLIENTS:
+    def _make_clients(self) -> Iterator[FleetProcess]:
+        for name, wire, gateway, tenant, share, is_protected in _CLIENTS:
             values = self.grpc_addresses if wire == "grpc" else self.http_addresses
             base = values[gateway or "balancer"]
             path = "" if wire == "grpc" else "/envs"
@@ -212,20 +223,20 @@ class Fleet:
                 tenant=tenant,
                 token=self.tokens[tenant],
                 seed=self.options.seed,
-                doors={kind: f"{base}{path}/{kind}" for kind in KINDS},
-                num_sessions={kind: round(total * _SHARES[kind]) for kind in KINDS},
-                num_steps=_LIVES,
+                addresses={kind: f"{base}{path}/{kind}" for kind in KINDS},
+                num_sessions={kind: round(total * _SESSION_SHARES[kind]) for kind in KINDS},
+                num_steps=_NUM_STEPS,
             )
-            yield Member(
+            yield FleetProcess(
                 name,
-                ["-m", "tests.soak.client", spec_text(spec)],
+                ["-m", "tests.soak.client", encode_spec(spec)],
                 self._environment(),
                 self.logs / f"{name}.log",
-                is_kept=is_kept,
-                reads_orders=True,
+                is_protected=is_protected,
+                reads_commands=True,
             )
 
 
-def _target(kind: str, suffix: str) -> str:
-    is_threaded = suffix == KILLED and kind != "process"
+def _choose_target(kind: str, suffix: str) -> str:
+    is_threaded = suffix == KILLABLE_SUFFIX and kind != "process"
     return f"tests.soak.environment:{'ThreadedEchoEnv' if is_threaded else 'EchoEnv'}"

@@ -1,9 +1,10 @@
-"""Memory growth of a process: a robust slope compared with the noise.
+"""Memory growth of a process: a robust slope, compared with the noise.
 
     samples, one a second --second half--> Theil-Sen slope, its interval from a block bootstrap
                                       --residuals--> noise
 
-Memory moves in steps and stays there for a while, so neighbouring samples are drawn together.
+Memory changes in steps and then stays constant for a while, so the bootstrap draws blocks of
+successive samples.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_SAMPLES = 900
-"""Minimum lifetime for a verdict, because a restarted server first fills its records of 1,024
+"""Minimum number of samples for a verdict. A restarted server first fills its records of 1,024
 ended sessions."""
 BLOCK_S = 180.0
-"""Block length, longer than memory stays on a step; shorter blocks see two steps as a trend."""
+"""Block length in seconds, longer than memory stays constant. With shorter blocks, two steps would
+count as a trend."""
 NUM_DRAWS = 400
-AT_REST_MIB = 16.0
-"""Allowed memory after all sessions have ended, above the memory with sessions. A single oversized
+MAX_REST_MIB = 16.0
+"""Maximum memory after all sessions have ended, above the median with sessions. A single oversized
 observation needs twice as much."""
 _MAX_POINTS = 200
 _LINE = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
@@ -33,7 +35,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The memory of a process at one moment."""
+    """The memory of a process at one time."""
 
     at_s: float
     rss_mib: float
@@ -44,8 +46,8 @@ class Sample:
     num_threads: int
 
 
-def sample(pid: int, at_s: float) -> Sample | None:
-    """Measure a process; return None if it is gone."""
+def measure_process(pid: int, at_s: float) -> Sample | None:
+    """Measure a process; return None if it has exited."""
     folder = Path(f"/proc/{pid}")
     with contextlib.suppress(OSError):
         kib = {
@@ -72,7 +74,7 @@ class Trend:
     high: float
     """95 % interval."""
     noise: float
-    """Robust standard deviation around the line."""
+    """Robust standard deviation of the residuals."""
     window_s: float
     num_samples: int
     step: float = 0.0
@@ -93,20 +95,20 @@ def fit_trend(at_s: Floats, values: Floats, *, step: float = 0.0, seed: int = 0)
     """Return the trend of the second half of a series with the given step size."""
     second_half = at_s >= (at_s[0] + at_s[-1]) / 2
     at_s, values = at_s[second_half], values[second_half]
-    slope = _theil_sen(at_s, values)
+    slope = _compute_theil_sen_slope(at_s, values)
     residuals = values - slope * at_s
     noise = 1.4826 * float(np.median(np.abs(residuals - np.median(residuals))))
-    low, high = _interval(at_s, values, np.random.default_rng(seed))
+    low, high = _bootstrap_interval(at_s, values, np.random.default_rng(seed))
     window_s = float(at_s[-1] - at_s[0])
     return Trend(slope * 3600, low * 3600, high * 3600, noise, window_s, len(values), step)
 
 
-def above_median(values: Floats) -> float:
+def compute_rise_above_median(values: Floats) -> float:
     """Return the difference of the last value and the median of the second half."""
     return float(values[-1] - np.median(values[len(values) // 2 :]))
 
 
-def _theil_sen(at_s: Floats, values: Floats) -> float:
+def _compute_theil_sen_slope(at_s: Floats, values: Floats) -> float:
     """Return the median slope of all pairs, or of an even sample of many pairs."""
     step = max(1, -(-len(at_s) // _MAX_POINTS))
     at_s, values = at_s[::step], values[::step]
@@ -121,7 +123,9 @@ def _theil_sen(at_s: Floats, values: Floats) -> float:
     )
 
 
-def _interval(at_s: Floats, values: Floats, rng: np.random.Generator) -> tuple[float, float]:
+def _bootstrap_interval(
+    at_s: Floats, values: Floats, rng: np.random.Generator
+) -> tuple[float, float]:
     """Return the 95 % interval of the slope by a block bootstrap."""
     num_blocks = max(2, round(float(at_s[-1] - at_s[0]) / BLOCK_S))
     blocks = np.array_split(np.arange(len(at_s)), num_blocks)
@@ -131,6 +135,6 @@ def _interval(at_s: Floats, values: Floats, rng: np.random.Generator) -> tuple[f
         if len(set(block_indices.tolist())) < 2:
             continue
         sample_indices = np.concatenate([blocks[index] for index in block_indices])
-        slopes.append(_theil_sen(at_s[sample_indices], values[sample_indices]))
+        slopes.append(_compute_theil_sen_slope(at_s[sample_indices], values[sample_indices]))
     low, high = np.quantile(slopes, [0.025, 0.975])
     return float(low), float(high)

@@ -25,17 +25,17 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 RESPONSE_TIMEOUT_S = 30.0
 _TOO_LARGE = MAX_MESSAGE_BYTES + 2**20
 
-Send = Callable[["Address", random.Random], Awaitable[str]]
+Send = Callable[["Receiver", random.Random], Awaitable[str]]
 
 
-class Address:
-    """The receiver of a message, and the token."""
+class Receiver:
+    """The addresses and the token of a server or gateway."""
 
     def __init__(self, http: str, grpc_address: str, path: str, token: str) -> None:
         self.http = http
         self.grpc = grpc_address.removeprefix("grpc://")
         self.path = path
-        """Path before /reset and /ws; "" for a server."""
+        """Prefix of /reset and /ws in a gateway; "" for a server."""
         self.token = token
         self.headers = {"authorization": f"Bearer {token}"}
 
@@ -62,8 +62,8 @@ class Address:
         return int(self.grpc.rpartition(":")[2])
 
 
-async def attempt(send: Send, address: Address, rng: random.Random) -> str:
-    """Send a message and return the outcome; a closed connection is an outcome too."""
+async def send_and_describe(send: Send, address: Receiver, rng: random.Random) -> str:
+    """Send a message and return the outcome, which may be a closed connection."""
     try:
         async with asyncio.timeout(RESPONSE_TIMEOUT_S):
             return await send(address, rng)
@@ -72,10 +72,10 @@ async def attempt(send: Send, address: Address, rng: random.Random) -> str:
     except grpc.RpcError as error:
         return str(error.code()) if isinstance(error, grpc.aio.AioRpcError) else "RpcError"
     except TimeoutError:
-        return "no answer"
+        return "no response"
 
 
-async def large_body(address: Address, rng: random.Random) -> str:
+async def send_large_body(address: Receiver, rng: random.Random) -> str:
     """Send a body above the size limit."""
     async with httpx.AsyncClient(headers=address.headers, timeout=RESPONSE_TIMEOUT_S) as http:
         response = await http.post(
@@ -84,14 +84,14 @@ async def large_body(address: Address, rng: random.Random) -> str:
         return str(response.status_code)
 
 
-async def large_headers(address: Address, rng: random.Random) -> str:
+async def send_large_headers(address: Receiver, rng: random.Random) -> str:
     """Send headers above the size limit."""
     async with httpx.AsyncClient(headers=address.headers, timeout=RESPONSE_TIMEOUT_S) as http:
         response = await http.get(f"{address.http}/health", headers={"x-much": "y" * 80_000})
         return str(response.status_code)
 
 
-async def large_frame(address: Address, rng: random.Random) -> str:
+async def send_large_frame(address: Receiver, rng: random.Random) -> str:
     """Send a WebSocket message above the size limit."""
     async with connect(
         address.socket, additional_headers=address.headers, open_timeout=RESPONSE_TIMEOUT_S
@@ -101,13 +101,13 @@ async def large_frame(address: Address, rng: random.Random) -> str:
     return "answered"
 
 
-async def large_call(address: Address, rng: random.Random) -> str:
+async def send_large_call(address: Receiver, rng: random.Random) -> str:
     """Send a gRPC message above the size limit."""
     step = pb.StepRequest(session_id="none", action_json=b"x" * _TOO_LARGE)
-    return await _stream(address, [pb.Call(call_id=1, step=step)])
+    return await _send_calls(address, [pb.Call(call_id=1, step=step)])
 
 
-async def strange_frames(address: Address, rng: random.Random) -> str:
+async def send_strange_frames(address: Receiver, rng: random.Random) -> str:
     """Send WebSocket messages outside the protocol."""
     frames: list[str | bytes] = [
         "no json",
@@ -126,7 +126,7 @@ async def strange_frames(address: Address, rng: random.Random) -> str:
     return "answered"
 
 
-async def strange_calls(address: Address, rng: random.Random) -> str:
+async def send_strange_calls(address: Receiver, rng: random.Random) -> str:
     """Send gRPC calls with unknown ids, and empty calls."""
     unknown_id = "".join(rng.choices("abcdefghijkmnpqrstuvwxyz.-_", k=rng.choice((1, 90, 400))))
     calls = [
@@ -136,10 +136,10 @@ async def strange_calls(address: Address, rng: random.Random) -> str:
         pb.Call(call_id=4, step=pb.StepRequest(session_id=unknown_id, action_json=b"{")),
         pb.Call(call_id=4, detach=pb.DetachRequest(session_id=unknown_id)),
     ]
-    return await _stream(address, calls)
+    return await _send_calls(address, calls)
 
 
-async def strange_bodies(address: Address, rng: random.Random) -> str:
+async def send_strange_bodies(address: Receiver, rng: random.Random) -> str:
     """Send HTTP bodies that are not JSON, or unknown JSON."""
     bodies = [b"{", b"[]", rng.randbytes(300), b'{"action": 1}', b'{"seed": "x"}', b"[" * 50_000]
     async with httpx.AsyncClient(headers=address.headers, timeout=RESPONSE_TIMEOUT_S) as http:
@@ -148,7 +148,7 @@ async def strange_bodies(address: Address, rng: random.Random) -> str:
         return str(response.status_code)
 
 
-async def noise(address: Address, rng: random.Random) -> str:
+async def send_noise(address: Receiver, rng: random.Random) -> str:
     """Send random bytes."""
     port = rng.choice((address.http_port, address.grpc_port))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -156,10 +156,10 @@ async def noise(address: Address, rng: random.Random) -> str:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(reader.read(65_536), 5.0)
     writer.transport.abort()
-    return "cut off"
+    return "aborted"
 
 
-async def wrong_token(address: Address, rng: random.Random) -> str:
+async def send_wrong_token(address: Receiver, rng: random.Random) -> str:
     """Send a call with an unknown token."""
     async with httpx.AsyncClient(timeout=RESPONSE_TIMEOUT_S) as http:
         headers = {"authorization": f"Bearer {rng.randbytes(16).hex()}"}
@@ -167,7 +167,7 @@ async def wrong_token(address: Address, rng: random.Random) -> str:
         return str(response.status_code)
 
 
-async def half_sent(address: Address, rng: random.Random) -> str:
+async def send_partial_message(address: Receiver, rng: random.Random) -> str:
     """Send the beginning of a message, wait, and close the connection."""
     request_head = (
         f"POST {address.path}/reset HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {address.token}"
@@ -193,11 +193,11 @@ async def half_sent(address: Address, rng: random.Random) -> str:
         writer.transport.abort()
     else:
         writer.close()
-    return "left"
+    return "disconnected"
 
 
-async def _stream(address: Address, calls: list[pb.Call]) -> str:
-    """Return the codes of the replies, or of the end of the stream."""
+async def _send_calls(address: Receiver, calls: list[pb.Call]) -> str:
+    """Send the calls on a new stream; return the number of replies."""
     channel_options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(address.grpc, options=channel_options) as channel:
         stream = env_pb2_grpc.EnvServiceStub(channel).Connect(metadata=address.metadata)
@@ -208,16 +208,16 @@ async def _stream(address: Address, calls: list[pb.Call]) -> str:
 
 
 OVERSIZED: dict[str, Send] = {
-    "large body": large_body,
-    "large headers": large_headers,
-    "large frame": large_frame,
-    "large call": large_call,
+    "large body": send_large_body,
+    "large headers": send_large_headers,
+    "large frame": send_large_frame,
+    "large call": send_large_call,
 }
 MALFORMED: dict[str, Send] = {
-    "strange frames": strange_frames,
-    "strange calls": strange_calls,
-    "strange bodies": strange_bodies,
-    "noise": noise,
-    "wrong token": wrong_token,
+    "strange frames": send_strange_frames,
+    "strange calls": send_strange_calls,
+    "strange bodies": send_strange_bodies,
+    "noise": send_noise,
+    "wrong token": send_wrong_token,
 }
-HALF_SENT: dict[str, Send] = {"message": half_sent}
+HALF_SENT: dict[str, Send] = {"message": send_partial_message}

@@ -33,7 +33,7 @@ class SoakOptions:
     """File for the result; None writes no file."""
 
     @property
-    def settle_s(self) -> float:
+    def max_settle_s(self) -> float:
         """Maximum wait until all sessions have ended, in seconds."""
         return self.linger_s + self.idle_timeout_s + 30.0
 

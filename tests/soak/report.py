@@ -1,4 +1,4 @@
-"""The verdict of a soak: one table for people, one JSON for the repository."""
+"""The verdict of a soak, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from machine import setting
 
-from tests.soak.members import Lifetime
-from tests.soak.memory import AT_REST_MIB, MIN_SAMPLES, Trend, above_median, fit_trend
+from tests.soak.memory import MAX_REST_MIB, MIN_SAMPLES, Trend, compute_rise_above_median, fit_trend
+from tests.soak.processes import Lifetime
 from tests.soak.soak import Soak
 
 _SERIES = {
@@ -29,21 +29,27 @@ class Verdict:
 
     def __init__(self, soak: Soak) -> None:
         self._soak = soak
-        named = [
-            *((life.member, life) for member in soak.fleet.long_lived for life in member.lifetimes),
-            *((f"{server.member} fork server", server) for server in soak.fork_servers.values()),
+        named_lifetimes = [
+            *(
+                (life.name, life)
+                for process in soak.fleet.measured_processes
+                for life in process.lifetimes
+            ),
+            *((f"{server.name} fork server", server) for server in soak.fork_servers.values()),
         ]
         self._lives = {
-            f"{name} ({life.pid})": life for name, life in named if len(life.samples) >= MIN_SAMPLES
+            f"{name} ({life.pid})": life
+            for name, life in named_lifetimes
+            if len(life.samples) >= MIN_SAMPLES
         }
         self.trends = {name: fit_trends(life) for name, life in self._lives.items()}
-        """Trends by process and series, of processes that lived long enough."""
+        """Trends by process and series, for processes with enough samples."""
 
     @property
-    def growing(self) -> list[str]:
-        """Return the series that are not flat."""
+    def growing_series(self) -> list[str]:
+        """Series that are not flat."""
         return [
-            f"{name}: {series} {trend.per_hour:+.2f} an hour"
+            f"{name}: {series} {trend.per_hour:+.2f} per hour"
             f" ({trend.low:+.2f} to {trend.high:+.2f}), noise {trend.noise:.3f}"
             for name, trends in self.trends.items()
             for series, trend in trends.items()
@@ -51,64 +57,69 @@ class Verdict:
         ]
 
     @property
-    def holding(self) -> list[str]:
-        """Return the processes that keep memory after all sessions have ended."""
-        above = {
-            name: above_median(np.array([sample.uss_mib for sample in life.samples]))
+    def retained_memory(self) -> list[str]:
+        """Processes that retain memory after all sessions have ended."""
+        rises_mib = {
+            name: compute_rise_above_median(np.array([sample.uss_mib for sample in life.samples]))
             for name, life in self._lives.items()
         }
         return [
-            f"{name}: holds {mib:.1f} MiB more at the end than mostly before"
-            for name, mib in above.items()
-            if mib > AT_REST_MIB
+            f"{name}: {mib:.1f} MiB above the median after all sessions have ended"
+            for name, mib in rises_mib.items()
+            if mib > MAX_REST_MIB
         ]
 
     @property
     def has_passed(self) -> bool:
         """True if the soak passed."""
-        book = self._soak.book
-        return not (book.violations or book.unexplained_losses() or self.growing or self.holding)
+        record = self._soak.record
+        return not (
+            record.violations
+            or record.find_unexplained_losses()
+            or self.growing_series
+            or self.retained_memory
+        )
 
-    def lines(self) -> list[str]:
-        """Return the table."""
-        soak, book = self._soak, self._soak.book
+    def make_lines(self) -> list[str]:
+        """Return the lines of the table."""
+        soak, record = self._soak, self._soak.record
         counts = soak.counts
-        kinds = Counter(fault.kind.partition(":")[0] for fault in book.faults)
+        kinds = Counter(fault.kind.partition(":")[0] for fault in record.faults)
         rows = [
-            ("faults", f"{len(book.faults)} in {soak.fault_s / 60:.1f} minutes"),
+            ("faults", f"{len(record.faults)} in {soak.fault_s / 60:.1f} minutes"),
             *((f"  {kind}", str(num)) for kind, num in sorted(kinds.items())),
             ("sessions opened", f"{counts['opened']:,}"),
             ("steps verified", f"{counts['steps']:,}"),
-            ("came to their own end", f"{counts['came to their end']:,}"),
+            ("sessions ended normally", f"{counts['came to their end']:,}"),
             (
-                "ended by a fault that hit them",
-                f"{len(book.lost) - len(book.unexplained_losses())}",
+                "sessions lost because of a fault",
+                f"{len(record.lost) - len(record.find_unexplained_losses())}",
             ),
-            ("ended, and not hit", str(len(book.unexplained_losses()))),
-            ("wrong answers, places left over, other violations", str(len(book.violations))),
-            ("exact counts of all places", str(soak.num_counts + 1)),
+            ("sessions lost without a fault", str(len(record.find_unexplained_losses()))),
+            ("violations: wrong results, occupied slots, others", str(len(record.violations))),
+            ("exact comparisons of all slots", str(soak.num_counts + 1)),
         ]
         table = [f"{name:52}{value:>16}" for name, value in rows]
-        table += ["", f"{'memory, second half of the life':36}{'MiB':>8}{'MiB/hour':>10}  95 %"]
+        table += ["", f"{'memory, second half of the lifetime':36}{'MiB':>8}{'MiB/hour':>10}  95 %"]
         for name, trends in self.trends.items():
-            trend, mean = trends["uss_mib"], _by_minute(self._lives[name])[-1]
+            trend, mean = trends["uss_mib"], _average_by_minute(self._lives[name])[-1]
             interval = f"{trend.low:+8.2f} to {trend.high:+.2f}"
             table.append(
                 f"{name:36}{mean:8.1f}{trend.per_hour:+10.2f}  {interval}"
                 f"  {'flat' if trend.is_flat else 'GROWS'}"
             )
-        table += [*self.growing, *self.holding]
-        table += [f"not hit: {loss}" for loss in book.unexplained_losses()[:20]]
-        table += [f"violation: {violation}" for violation in book.violations[:40]]
+        table += [*self.growing_series, *self.retained_memory]
+        table += [f"lost without a fault: {loss}" for loss in record.find_unexplained_losses()[:20]]
+        table += [f"violation: {violation}" for violation in record.violations[:40]]
         return [*table, "PASSED" if self.has_passed else "FAILED"]
 
     def write(self, path: Path) -> None:
-        """Write the result."""
-        path.write_text(json.dumps(self._result(), indent=1) + "\n")
+        """Write the result as JSON."""
+        path.write_text(json.dumps(self._make_result(), indent=1) + "\n")
 
-    def _result(self) -> dict[str, Any]:
-        soak, book = self._soak, self._soak.book
-        begun_s = book.faults[0].begun_s if book.faults else 0.0
+    def _make_result(self) -> dict[str, Any]:
+        soak, record = self._soak, self._soak.record
+        started_s = record.faults[0].started_s if record.faults else 0.0
         return {
             "what": "the environment plane under random faults; `make soak`",
             "command": soak.options.command,
@@ -121,23 +132,24 @@ class Verdict:
             "minutes_of_faults": round(soak.fault_s / 60, 2),
             "sessions_at_once": soak.options.sessions,
             "counts": dict(sorted(soak.counts.items())),
-            "num_faults": dict(sorted(Counter(fault.kind for fault in book.faults).items())),
-            "num_lost": len(book.lost),
-            "lost_by_fault": dict(sorted(book.losses_by_fault().items())),
-            "lost_and_not_hit": [str(loss) for loss in book.unexplained_losses()],
-            "violations": book.violations,
+            "num_faults": dict(sorted(Counter(fault.kind for fault in record.faults).items())),
+            "num_lost": len(record.lost),
+            "lost_by_fault": dict(sorted(record.count_losses_by_fault().items())),
+            "lost_and_not_hit": [str(loss) for loss in record.find_unexplained_losses()],
+            "violations": record.violations,
             "exact_counts": soak.num_counts + 1,
             "memory_per_hour": {
-                name: {series: _trend_json(trend) for series, trend in trends.items()}
+                name: {series: _make_trend_json(trend) for series, trend in trends.items()}
                 for name, trends in self.trends.items()
             },
             "uss_mib_by_minute": {
-                name: " ".join(f"{mib:.1f}" for mib in _by_minute(life))
+                name: " ".join(f"{mib:.1f}" for mib in _average_by_minute(life))
                 for name, life in self._lives.items()
             },
             "faults": [
-                f"{fault.begun_s - begun_s:.1f} s {fault.kind}: {fault.target} ({fault.outcome})"
-                for fault in book.faults
+                f"{fault.started_s - started_s:.1f} s {fault.kind}: {fault.target}"
+                f" ({fault.outcome})"
+                for fault in record.faults
             ],
         }
 
@@ -153,15 +165,15 @@ def fit_trends(life: Lifetime) -> dict[str, Trend]:
     }
 
 
-def _by_minute(life: Lifetime) -> list[float]:
-    """Return the mean of each minute of a process's life."""
+def _average_by_minute(life: Lifetime) -> list[float]:
+    """Return the mean memory in each minute of a process's lifetime."""
     minutes: dict[int, list[float]] = {}
     for sample in life.samples:
-        minutes.setdefault(int((sample.at_s - life.begun_s) / 60), []).append(sample.uss_mib)
+        minutes.setdefault(int((sample.at_s - life.started_s) / 60), []).append(sample.uss_mib)
     return [float(np.mean(values)) for values in minutes.values()]
 
 
-def _trend_json(trend: Trend) -> dict[str, float | bool]:
+def _make_trend_json(trend: Trend) -> dict[str, float | bool]:
     return {
         "per_hour": round(trend.per_hour, 3),
         "low": round(trend.low, 3),

@@ -34,11 +34,11 @@ async def test_short_soak_with_many_faults_passes(
     finally:
         await soak.fleet.kill_all()
         soak.fleet.remove()
-    assert Verdict(soak).has_passed, "\n".join(Verdict(soak).lines())
+    assert Verdict(soak).has_passed, "\n".join(Verdict(soak).make_lines())
     assert soak.counts["came to their end"] > 20
-    assert len(soak.book.faults) >= 20
+    assert len(soak.record.faults) >= 20
 
-    # The processes lived too briefly for a verdict, but the check must work.
+    # The lifetimes are too short for a verdict, but the check must work.
     monkeypatch.setattr(report, "MIN_SAMPLES", 12)
     verdict = Verdict(soak)
     verdict.write(tmp_path / "soak.json")
@@ -46,4 +46,4 @@ async def test_short_soak_with_many_faults_passes(
     assert {"inline-kept", "gateway-kept", "grpc-kept"} <= {
         name.partition(" ")[0] for name in result["memory_per_hour"]
     }
-    assert len(result["faults"]) == len(soak.book.faults)
+    assert len(result["faults"]) == len(soak.record.faults)

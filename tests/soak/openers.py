@@ -1,4 +1,4 @@
-"""A session over one wire, as a client of that wire uses it: gRPC, WebSocket or plain HTTP."""
+"""Sessions over gRPC, WebSocket and plain HTTP behind one interface."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class PlayedSession(Protocol):
         """Close the session."""
 
 
-class Door(Protocol):
-    """An opener of one environment's sessions."""
+class SessionOpener(Protocol):
+    """Opens sessions of one environment."""
 
     async def open(self, seed: int, player: str, num_steps: int) -> PlayedSession:
         """Open a session.
 
         Raises:
-            EnvError: it was refused, or the way there is broken.
+            EnvError: the open was refused, or the connection is broken.
         """
 
     async def close(self) -> None:
@@ -72,16 +72,16 @@ class _SdkSession:
         await self._session.close()
 
 
-class SdkDoor:
-    """Our client over gRPC or WebSocket, by the address, connected at first use."""
+class SdkOpener:
+    """Opens sessions with the SDK's client, which connects at the first open."""
 
     def __init__(self, address: str, token: str) -> None:
         self._address, self._token = address, token
         self._client: AsyncEnvClient | None = None
-        self._connecting = asyncio.Lock()
+        self._connect_lock = asyncio.Lock()
 
     async def open(self, seed: int, player: str, num_steps: int) -> PlayedSession:
-        async with self._connecting:
+        async with self._connect_lock:
             if self._client is None:
                 self._client = await AsyncEnvClient.connect(
                     self._address,
@@ -97,49 +97,51 @@ class SdkDoor:
 
 
 @dataclass(slots=True)
-class _HttpAnswer:
+class _HttpResponse:
     body: JsonObject
     headers: httpx.Headers
 
 
 class _HttpSession:
-    def __init__(self, door: HttpDoor, session_id: str, first: JsonObject, num_steps: int) -> None:
-        self._door = door
-        self._named = {"x-session-id": session_id}
+    def __init__(
+        self, opener: HttpOpener, session_id: str, first: JsonObject, num_steps: int
+    ) -> None:
+        self._opener = opener
+        self._headers = {"x-session-id": session_id}
         self._num_steps = num_steps
         self._number = 0
         self.first = first
 
     async def step(self, action: JsonObject) -> tuple[JsonObject, bool]:
-        """Take a step without a number; after an error, read the state instead of repeating it."""
+        """Take a step without a number; after an error, read the state before a repetition."""
         for _ in range(100):
             try:
-                answer = await self._door.post("step", {"action": action}, self._named)
-            except _NoAnswer:
+                reply = await self._opener.post("step", {"action": action}, self._headers)
+            except _NoResponseError:
                 state = await self.state()
                 if state["number"] == self._number:
                     continue  # the step was not taken
                 observation = {**self.first, **state}
                 done = state["number"] >= self._num_steps
             else:
-                observation, done = answer.body["observation"], answer.body["done"]
+                observation, done = reply.body["observation"], reply.body["done"]
             self._number += 1
             return observation, done
-        raise UnavailableError("a hundred tries, and no answer")
+        raise UnavailableError("a hundred attempts returned no response")
 
     async def state(self) -> JsonObject:
-        return (await self._door.patiently(lambda: self._door.get("state", self._named))).body
+        return (await self._opener.retry(lambda: self._opener.get("state", self._headers))).body
 
     async def close(self) -> None:
-        await self._door.patiently(lambda: self._door.post("close", {}, self._named))
+        await self._opener.retry(lambda: self._opener.post("close", {}, self._headers))
 
 
-class _NoAnswer(Exception):
-    """The connection broke, or the server is not reachable."""
+class _NoResponseError(Exception):
+    """An error for a broken connection or an unreachable server."""
 
 
-class HttpDoor:
-    """OpenEnv's plain HTTP, with a request per call."""
+class HttpOpener:
+    """Opens sessions over OpenEnv's plain HTTP, with one request per call."""
 
     def __init__(self, address: str, token: str) -> None:
         self._http = httpx.AsyncClient(
@@ -148,60 +150,60 @@ class HttpDoor:
             timeout=RECONNECT_S,
             limits=httpx.Limits(max_connections=64, keepalive_expiry=5.0),
         )
-        # Drop the cookie of the earlier player, because each reset here is a new player.
+        # Each reset must open a new session, so keep no session cookie.
         self._http.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
 
     async def open(self, seed: int, player: str, num_steps: int) -> PlayedSession:
         try:
-            answer = await self.post(
+            reply = await self.post(
                 "reset", {"seed": seed, "player": player, "num_steps": num_steps}, {}
             )
-        except _NoAnswer as error:
+        except _NoResponseError as error:
             raise UnavailableError(str(error)) from None
-        session_id = answer.headers["x-session-id"]
-        return _HttpSession(self, session_id, answer.body["observation"], num_steps)
+        session_id = reply.headers["x-session-id"]
+        return _HttpSession(self, session_id, reply.body["observation"], num_steps)
 
-    async def post(self, path: str, body: JsonObject, headers: dict[str, str]) -> _HttpAnswer:
-        """The answer to a POST.
+    async def post(self, path: str, body: JsonObject, headers: dict[str, str]) -> _HttpResponse:
+        """Send a POST and return the response.
 
         Raises:
-            EnvError: what the gateway said.
-            _NoAnswer: it said nothing, or that it has no way to the server.
+            EnvError: the gateway returned an error.
+            _NoResponseError: the gateway did not respond, or cannot reach the server.
         """
         return await self._read(self._http.post(path, json=body, headers=headers))
 
-    async def get(self, path: str, headers: dict[str, str]) -> _HttpAnswer:
-        """The answer to a GET; raises what `post` does."""
+    async def get(self, path: str, headers: dict[str, str]) -> _HttpResponse:
+        """Send a GET and return the response; raises the same errors as `post`."""
         return await self._read(self._http.get(path, headers=headers))
 
-    async def patiently(self, ask: Callable[[], Awaitable[_HttpAnswer]]) -> _HttpAnswer:
-        """The answer to what may be asked again.
+    async def retry(self, send_request: Callable[[], Awaitable[_HttpResponse]]) -> _HttpResponse:
+        """Repeat a request until there is a response, and return it.
 
         Raises:
-            SessionLostError: there was none for too long.
+            SessionLostError: there was no response for RECONNECT_S.
         """
         deadline_s = time.monotonic() + RECONNECT_S
         while True:
             try:
-                return await ask()
-            except _NoAnswer as error:
+                return await send_request()
+            except _NoResponseError as error:
                 if time.monotonic() > deadline_s:
-                    raise SessionLostError(f"no answer for {RECONNECT_S:g} s: {error}") from None
+                    raise SessionLostError(f"no response for {RECONNECT_S:g} s: {error}") from None
             await asyncio.sleep(_PAUSE_S)
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _read(self, answering: Awaitable[httpx.Response]) -> _HttpAnswer:
+    async def _read(self, pending_response: Awaitable[httpx.Response]) -> _HttpResponse:
         try:
-            response = await answering
+            response = await pending_response
         except httpx.TransportError as error:
-            raise _NoAnswer(f"{type(error).__name__}: {error}") from None
+            raise _NoResponseError(f"{type(error).__name__}: {error}") from None
         if response.status_code == 200:
-            return _HttpAnswer(response.json(), response.headers)
+            return _HttpResponse(response.json(), response.headers)
         error = _read_error(response)
         if error.code == ErrorCode.UNAVAILABLE:
-            raise _NoAnswer(error.message)
+            raise _NoResponseError(error.message)
         raise error
 
 
@@ -214,6 +216,6 @@ def _read_error(response: httpx.Response) -> EnvError:
     return make_wire_error(detail["code"], detail.get("message", ""))
 
 
-def make_door(wire: str, address: str, token: str) -> Door:
-    """Return an opener of sessions over the wire."""
-    return HttpDoor(address, token) if wire == "http" else SdkDoor(address, token)
+def make_opener(wire: str, address: str, token: str) -> SessionOpener:
+    """Return an opener for sessions over the wire."""
+    return HttpOpener(address, token) if wire == "http" else SdkOpener(address, token)

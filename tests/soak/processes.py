@@ -1,4 +1,4 @@
-"""A process of the soak: started, killed, paused, restarted and measured."""
+"""Control of a process of the soak: start, kill, pause, restart and measure it."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from pathlib import Path
 import httpx
 
 from tests.env.processes import list_child_pids
-from tests.soak.memory import Sample, sample
+from tests.soak.memory import Sample, measure_process
 
 ROOT = Path(__file__).parents[2]
-START_WITHIN_S = 120.0
-STOP_WITHIN_S = 60.0
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 _MAX_LINE_CHARS = 300
 
 
 @dataclass(slots=True)
 class Lifetime:
-    """A process of a member, from its start to its end."""
+    """One operating-system process of a FleetProcess, from start to exit."""
 
-    member: str
+    name: str
     pid: int
-    begun_s: float
+    started_s: float
     samples: list[Sample] = field(default_factory=list)
 
 
-class Member:
-    """A process that may be killed and started again.
+class FleetProcess:
+    """A process of the fleet that can be killed and started again.
 
     Args:
-        admin: its admin address, which says that it is ready; empty where starting is enough.
-        is_kept: it is never killed.
+        admin: URL of the admin port, whose /readyz is polled at the start; "" if there is none.
+        is_protected: whether no fault may kill the process.
+        reads_commands: whether the process reads commands from its standard input.
     """
 
     def __init__(
@@ -50,35 +51,36 @@ class Member:
         log: Path,
         *,
         admin: str = "",
-        is_kept: bool = True,
-        reads_orders: bool = False,
+        is_protected: bool = True,
+        reads_commands: bool = False,
     ) -> None:
         self.name = name
         self.admin = admin
-        self.is_kept = is_kept
+        self.is_protected = is_protected
         self.lifetimes: list[Lifetime] = []
         self.is_up = False
-        """True if it is ready and not about to be killed."""
+        """True if the process is ready and is not being killed."""
         self.process: asyncio.subprocess.Process | None = None
         self._arguments = arguments
         self._environment = dict(environment)
         self._log = log
-        self._pipe = asyncio.subprocess.PIPE if reads_orders else None
-        self._is_expected_to_end = False
+        self._pipe = asyncio.subprocess.PIPE if reads_commands else None
+        self._is_exit_expected = False
 
     @property
     def pid(self) -> int:
-        """Process id of the latest process."""
+        """Id of the latest process."""
         assert self.process is not None, f"{self.name} was never started"
         return self.process.pid
 
     @property
-    def ended_by_itself(self) -> str:
-        """Unexpected end of the process; "" if there is none."""
+    def unexpected_exit(self) -> str:
+        """Description of an unexpected exit of the process; "" if there was none."""
         code = None if self.process is None else self.process.returncode
-        if code is None or self._is_expected_to_end:
+        if code is None or self._is_exit_expected:
             return ""
-        return f"{self.name} (pid {self.pid}) exited unexpectedly with {code}: {self._last_words()}"
+        log_lines = self._read_last_lines()
+        return f"{self.name} (pid {self.pid}) exited unexpectedly with {code}: {log_lines}"
 
     async def start(self) -> None:
         """Start the process and wait until it is ready."""
@@ -93,7 +95,7 @@ class Member:
                 env=self._environment,
                 limit=2**22,
             )
-        self.process, self._is_expected_to_end = process, False
+        self.process, self._is_exit_expected = process, False
         self.lifetimes.append(Lifetime(self.name, self.process.pid, time.monotonic()))
         if self.admin:
             await self._wait_until_ready()
@@ -102,87 +104,87 @@ class Member:
     def take_sample(self) -> None:
         """Record the memory of the process."""
         if self.process is not None and self.process.returncode is None:
-            new_sample = sample(self.pid, time.monotonic())
+            new_sample = measure_process(self.pid, time.monotonic())
             if new_sample is not None:
                 self.lifetimes[-1].samples.append(new_sample)
 
     async def kill(self) -> None:
         """Kill the process."""
-        self.is_up, self._is_expected_to_end = False, True
+        self.is_up, self._is_exit_expected = False, True
         assert self.process is not None, f"{self.name} was never started"
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         await self.process.wait()
 
-    async def pause(self, span_s: float) -> None:
+    async def pause(self, duration_s: float) -> None:
         """Pause the process, so that its monotonic clock jumps."""
         pid = self.pid
-        send(pid, signal.SIGSTOP)
+        send_signal(pid, signal.SIGSTOP)
         try:
-            await asyncio.sleep(span_s)
+            await asyncio.sleep(duration_s)
         finally:
-            send(pid, signal.SIGCONT)
+            send_signal(pid, signal.SIGCONT)
 
     async def stop(self) -> str:
-        """Stop the process with SIGTERM and return the problem, or ""."""
-        self.is_up, self._is_expected_to_end = False, True
+        """Stop the process with SIGTERM; return an error if it does not exit with 0, or ""."""
+        self.is_up, self._is_exit_expected = False, True
         process = self.process
         if process is None or process.returncode is not None:
             return ""
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), STOP_WITHIN_S)
+            await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
         except TimeoutError:
             await self.kill()
-            return f"{self.name} did not end within {STOP_WITHIN_S:g} s of SIGTERM"
-        return "" if process.returncode == 0 else f"{self.name} ended with {process.returncode}"
+            return f"{self.name} did not exit within {STOP_TIMEOUT_S:g} s of SIGTERM"
+        return "" if process.returncode == 0 else f"{self.name} exited with {process.returncode}"
 
-    async def order(self, word: str, *, is_last: bool = False) -> None:
-        """Write a line to its standard input; the last line asks it to stop."""
+    async def send_command(self, command: str, *, is_last: bool = False) -> None:
+        """Write a command to the standard input; after the last command, the process may exit."""
         if self.process is None or self.process.returncode is not None:
             return
         if is_last:
-            self.is_up, self._is_expected_to_end = False, True
-        assert self.process.stdin is not None, f"{self.name} reads no orders"
+            self.is_up, self._is_exit_expected = False, True
+        assert self.process.stdin is not None, f"{self.name} reads no commands"
         with contextlib.suppress(OSError):
-            self.process.stdin.write(f"{word}\n".encode())
+            self.process.stdin.write(f"{command}\n".encode())
             await self.process.stdin.drain()
 
-    async def lines(self) -> AsyncIterator[bytes]:
-        """Yield the lines of its standard output."""
+    async def iterate_output(self) -> AsyncIterator[bytes]:
+        """Yield the lines of the standard output."""
         assert self.process is not None and self.process.stdout is not None
         stdout = self.process.stdout
         while line := await stdout.readline():
             yield line
 
-    async def wait(self, within_s: float) -> bool:
-        """Return True if it ended in time."""
+    async def wait(self, timeout_s: float) -> bool:
+        """Return whether the process exits within `timeout_s`."""
         assert self.process is not None
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), within_s)
+            await asyncio.wait_for(self.process.wait(), timeout_s)
             return True
         return False
 
     async def _wait_until_ready(self) -> None:
-        deadline_s = time.monotonic() + START_WITHIN_S
+        deadline_s = time.monotonic() + START_TIMEOUT_S
         process = self.process
         async with httpx.AsyncClient(timeout=5) as http:
             while time.monotonic() < deadline_s:
                 if process is None or process.returncode is not None:
-                    raise RuntimeError(f"{self.name} did not start: {self._last_words()}")
+                    raise RuntimeError(f"{self.name} did not start: {self._read_last_lines()}")
                 with contextlib.suppress(httpx.TransportError):
                     if (await http.get(f"{self.admin}/readyz")).status_code == 200:
                         return
                 await asyncio.sleep(_POLL_S)
-        raise RuntimeError(f"{self.name} was not ready within {START_WITHIN_S:g} s")
+        raise RuntimeError(f"{self.name} was not ready within {START_TIMEOUT_S:g} s")
 
-    def _last_words(self) -> str:
+    def _read_last_lines(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()
         return " | ".join(line[:_MAX_LINE_CHARS] for line in lines[-3:])
 
 
-def send(pid: int, number: signal.Signals) -> bool:
-    """Send a signal; return False if the process is gone."""
+def send_signal(pid: int, number: signal.Signals) -> bool:
+    """Send a signal; return False if the process has exited."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -190,8 +192,8 @@ def send(pid: int, number: signal.Signals) -> bool:
     return True
 
 
-def list_workers(server: Member) -> list[int]:
-    """Return the worker processes of a server, without the keepers of their namespaces."""
+def list_workers(server: FleetProcess) -> list[int]:
+    """Return the worker processes of a server, without the first processes of their namespaces."""
     children = [pid for fork in list_child_pids(server.pid) for pid in list_child_pids(fork)]
     return sorted(pid for pid in children if not _is_first_of_namespace(pid))
 
