@@ -20,7 +20,7 @@ from tests.gateway.fake_kubernetes_pods import CommandResult
 from tests.report.synthetic_run import build_run
 from tests.runs.cluster import (
     HEAD,
-    phase_row,
+    format_phase_line,
     set_status,
     start_cluster,
 )
@@ -96,7 +96,7 @@ def start_run(ludus: RunCli, call: Call, *lines: str) -> None:
     """Submit a run, start its cluster and write `lines` to the driver log."""
     submit_run(ludus, call)
     call(start_cluster)
-    append_log(call, phase_row(), *lines)
+    append_log(call, format_phase_line(), *lines)
 
 
 def finish_run(

@@ -14,7 +14,7 @@ from ludus.services.runs import follow
 from tests.cli.cluster_runs import CONFIG, find_requests_beyond_role
 from tests.cli.commands import FAKE_TRAINER_PATH, Outcome, RunCli
 from tests.gateway.fake_kubernetes import Call, run_cluster_in_thread
-from tests.runs.cluster import install
+from tests.runs.cluster import install_release
 from tests.runs.release import NAMESPACE
 
 
@@ -59,7 +59,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
     """Start a fake cluster with a Ludus release, and make it the current kubectl context."""
     monkeypatch.setattr(follow, "POLL_INTERVAL_S", 0.05)
     with run_cluster_in_thread() as (url, call):
-        call(install)
+        call(install_release)
         context_fields = {"cluster": "c", "user": "u", "namespace": NAMESPACE}
         kubeconfig = {
             "apiVersion": "v1",

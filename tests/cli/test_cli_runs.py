@@ -27,10 +27,10 @@ from tests.gateway.fake_kubernetes import Call, FakeKubernetes
 from tests.gateway.fake_kubernetes_pods import CommandResult
 from tests.runs.cluster import (
     HEAD,
-    head_pod,
+    format_step_line,
     lose_head,
+    make_head_pod,
     start_cluster,
-    step_row,
 )
 from tests.runs.release import NAMESPACE, Json
 
@@ -47,8 +47,8 @@ def test_list_contains_all_runs(ludus: RunCli, cluster: Call) -> None:
 
 
 def test_status_shows_progress_nodes_and_problems(ludus: RunCli, cluster: Call) -> None:
-    start_run(ludus, cluster, step_row(1), step_row(2))
-    learner = head_pod()
+    start_run(ludus, cluster, format_step_line(1), format_step_line(2))
+    learner = make_head_pod()
     learner["metadata"].update(name="demo-learner")
     learner["metadata"]["labels"] |= {"ray.io/group": "learner", "ray.io/node-type": "worker"}
     condition = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes: no GPU"}
@@ -62,7 +62,7 @@ def test_status_shows_progress_nodes_and_problems(ludus: RunCli, cluster: Call) 
 
 
 def test_logs_print_the_driver_log_without_metrics_rows(ludus: RunCli, cluster: Call) -> None:
-    start_run(ludus, cluster, "one", step_row(1), "two")
+    start_run(ludus, cluster, "one", format_step_line(1), "two")
     assert ludus("logs", "demo").out == "one\ntwo\n"
 
 
@@ -101,11 +101,11 @@ def start_reader_pod(call: Call) -> Iterator[None]:
 
 
 def test_stop_makes_the_driver_write_a_checkpoint_and_exit(ludus: RunCli, cluster: Call) -> None:
-    start_run(ludus, cluster, step_row(1))
+    start_run(ludus, cluster, format_step_line(1))
 
     def simulate_cluster() -> None:
         poll(cluster, lambda c: "control.json" in get_config_map(c)["data"])
-        append_log(cluster, step_row(2), "stopped after step 2")
+        append_log(cluster, format_step_line(2), "stopped after step 2")
         time.sleep(0.2)
         finish_run(cluster)
 

@@ -26,13 +26,13 @@ from tests.cli.cluster_runs import (
 from tests.cli.commands import RunCli
 from tests.gateway.fake_kubernetes import Call
 from tests.runs.cluster import (
-    head_pod,
-    phase_row,
+    format_phase_line,
+    format_step_line,
+    make_head_pod,
     set_status,
     start_cluster,
-    step_row,
 )
-from tests.runs.release import NAMESPACE, config_map
+from tests.runs.release import NAMESPACE, make_config_map
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def test_a_dry_run_with_a_release_file_needs_no_cluster(
     ludus: RunCli, cluster: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    (tmp_path / "rendered.yaml").write_text(yaml.safe_dump(config_map()))
+    (tmp_path / "rendered.yaml").write_text(yaml.safe_dump(make_config_map()))
     result = ludus("submit", "run.toml", "--dry-run", "--release-file", "rendered.yaml")
     assert [document["kind"] for document in yaml.load_all(result.out, yaml.CSafeLoader)] == [
         "ConfigMap",
@@ -73,9 +73,15 @@ def test_run_is_followed_to_the_end_and_fetched(
     def simulate_cluster() -> None:
         poll(cluster, get_job)
         cluster(start_cluster)
-        append_log(cluster, phase_row(), "warning: slow step", step_row(1), step_row(2))
+        append_log(
+            cluster,
+            format_phase_line(),
+            "warning: slow step",
+            format_step_line(1),
+            format_step_line(2),
+        )
         poll(cluster, lambda c: c.pods.num_log_requests)
-        append_log(cluster, step_row(3))
+        append_log(cluster, format_step_line(3))
         time.sleep(0.3)
         finish_run(cluster)
 
@@ -118,7 +124,7 @@ def test_pod_problems_are_reported_during_the_wait(ludus: RunCli, cluster: Call)
         cluster(
             lambda c: set_status(c, jobDeploymentStatus="Initializing", rayClusterName="demo-abcde")
         )
-        cluster(lambda c: c.put(head_pod(phase="Pending", **pod_status)))
+        cluster(lambda c: c.put(make_head_pod(phase="Pending", **pod_status)))
         num_requests = cluster(lambda c: c.num_requests("list", "pods"))
         poll(cluster, lambda c: c.num_requests("list", "pods") > num_requests + 1)
         finish_run(cluster, "FAILED", "Failed", reason="PreRunningDeadlineExceeded")
@@ -133,14 +139,14 @@ def test_pod_problems_are_reported_during_the_wait(ludus: RunCli, cluster: Call)
 
 
 def test_log_interruptions_and_api_errors_lose_no_line(ludus: RunCli, cluster: Call) -> None:
-    start_run(ludus, cluster, *map(step_row, (1, 2)))
+    start_run(ludus, cluster, *map(format_step_line, (1, 2)))
     cluster(lambda c: setattr(c.pods, "num_cut_logs", 2))
 
     def simulate_cluster() -> None:
         poll(cluster, lambda c: c.pods.num_log_requests)
         cluster(lambda c: c.fail(503, verb="get", plural="rayjobs", times=2))
         poll(cluster, lambda c: c.pods.num_log_requests > 2)
-        append_log(cluster, step_row(3), "warning: last line")
+        append_log(cluster, format_step_line(3), "warning: last line")
         time.sleep(0.3)
         finish_run(cluster, "STOPPED")
 
@@ -155,7 +161,7 @@ def test_a_silent_log_is_requested_again(
     ludus: RunCli, cluster: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follow, "SILENT_LOG_S", 0.3)
-    start_run(ludus, cluster, *map(step_row, (1, 2)))
+    start_run(ludus, cluster, *map(format_step_line, (1, 2)))
     cluster(lambda c: setattr(c.pods, "num_silent_logs", 2))
 
     def simulate_cluster() -> None:
@@ -170,7 +176,7 @@ def test_a_silent_log_is_requested_again(
 
 @pytest.mark.slow
 def test_unreadable_log_is_reported_and_read_later(ludus: RunCli, cluster: Call) -> None:
-    start_run(ludus, cluster, *map(step_row, (1, 2, 3)))
+    start_run(ludus, cluster, *map(format_step_line, (1, 2, 3)))
     cluster(lambda c: setattr(c.pods, "log_error_text", 'lstat "0.log": no such file'))
 
     def simulate_cluster() -> None:
@@ -192,7 +198,7 @@ def test_deleted_run_makes_submit_exit_with_an_error(ludus: RunCli, cluster: Cal
     def simulate_cluster() -> None:
         poll(cluster, get_job)
         cluster(start_cluster)
-        append_log(cluster, step_row(1))
+        append_log(cluster, format_step_line(1))
         poll(cluster, lambda c: c.pods.num_log_requests)
         cluster(lambda c: c.remove("ray.io/v1", "rayjobs", NAMESPACE, "demo"))
 

@@ -57,7 +57,7 @@ def test_stream_draws_differ_from_draws_of_small_seeds() -> None:
 
 
 def test_stream_numbers_and_keys_do_not_change() -> None:
-    """Changed numbers change the random draws, which requires a new `VERSION`."""
+    """Different numbers would change the random draws, which requires a new `VERSION`."""
     assert {stream.name: stream.value for stream in Stream} == {
         "INITIAL_WEIGHTS": 1,
         "LEARNER": 2,
@@ -138,5 +138,5 @@ def test_numbers_are_uniform_and_uncorrelated_between_positions() -> None:
     assert numbers.max() < 1
     counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
     chi_square = ((counts - 3000) ** 2 / 3000).sum()
-    assert chi_square < 43.8, "exceeded once in a thousand draws with 19 degrees of freedom"
+    assert chi_square < 43.8, "the 0.999 quantile with 19 degrees of freedom"
     assert np.abs(np.corrcoef(numbers) - np.eye(3)).max() < 0.03

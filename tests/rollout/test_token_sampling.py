@@ -75,7 +75,7 @@ def test_repetition_penalty_changes_logits_of_seen_tokens() -> None:
     greedy_ids, _ = sample_tokens(
         logits, [Sampling(0.0, 1, repetition_penalty=4.0)], torch.zeros(1), [[0]]
     )
-    assert greedy_ids.tolist() == [2], "greedy answers are penalised, too"
+    assert greedy_ids.tolist() == [2], "greedy decoding applies the penalty too"
 
 
 @pytest.mark.slow

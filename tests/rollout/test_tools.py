@@ -197,7 +197,7 @@ async def test_error_outside_a_tool_voids_the_episode(
     assert episode.rollout.status is RolloutStatus.FAILED
     assert "60 calls a minute" in episode.rollout.failure
     assert len(episode.rollout.turns) == 2
-    assert episode.rollout.num_tool_calls_failed == 1, "what came before is counted"
+    assert episode.rollout.num_tool_calls_failed == 1, "earlier calls are counted"
 
 
 async def test_long_result_is_truncated(client: AsyncEnvClient, chat: ChatTokenizer) -> None:
@@ -216,7 +216,7 @@ async def test_endless_calls_stop_at_the_turn_limit(
     assert len(episode.rollout.turns) == 8
     last_sequence = episode.rollout.sequences[-1]
     rest_text = chat.decode(last_sequence.token_ids[last_sequence.turns[-1].end :])
-    assert '{"sum": 2}' in rest_text, "the state in which it was left"
+    assert '{"sum": 2}' in rest_text, "the state after the last call"
 
 
 async def test_text_that_is_neither_call_nor_action_ends_the_episode(

@@ -74,7 +74,7 @@ def test_rare_prompt_length_is_not_starved_by_frequent_lengths(model_path: str) 
     assert completed_ids[0] == 0
     engine.submit(EngineRequest(99, [1, 2, 3], Sampling(1.0, 1), seed=0))
     later_ids = [output.request_id for _ in range(2) for output in engine.step()]
-    assert 99 in later_ids, "many of another length still wait, and take turns with it"
+    assert 99 in later_ids, "requests of another length still wait and alternate with it"
 
 
 def test_batch_size_is_limited(model_path: str) -> None:

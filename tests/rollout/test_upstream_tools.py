@@ -40,8 +40,8 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     try:
         deadline_s = time.monotonic() + 240
         while not (ready_file.exists() and ready_file.read_text()):
-            assert process.poll() is None, "the server ended"
-            assert time.monotonic() < deadline_s, "the server did not get ready"
+            assert process.poll() is None, "the server exited"
+            assert time.monotonic() < deadline_s, "the server did not start in time"
             time.sleep(0.05)
         yield json.loads(ready_file.read_text())[wire]
     finally:

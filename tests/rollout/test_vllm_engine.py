@@ -145,8 +145,8 @@ def test_separate_process_prints_no_output_and_opens_no_connection(tmp_path: Pat
     assert report["has_preload"] is False
     assert report["num_threads_after"] == 2, "torch.set_num_threads works after the start"
     first_ids, repeated_ids, other_ids = report["answers"]
-    assert first_ids == repeated_ids, "the same seeds"
-    assert first_ids != other_ids, "other seeds"
+    assert first_ids == repeated_ids, "equal seeds give equal tokens"
+    assert first_ids != other_ids, "different seeds give different tokens"
     assert report["refused"] == ["ConfigError", "ConfigError"]
 
 

@@ -1,4 +1,4 @@
-"""A process that uses vLLM like a rollout worker and prints a report of itself on stdout."""
+"""A process that uses vLLM like a rollout worker and prints a report on stdout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(model_path: str) -> None:
     """Print one JSON object."""
     prepare_process(num_threads=1)
     sys.addaudithook(record_connection)
-    # Imported late, because vLLM and torch read the environment at import.
+    # vLLM and torch read environment variables during their import.
     import torch
 
     from ludus.proto.config import VllmGenerator

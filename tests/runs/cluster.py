@@ -1,4 +1,4 @@
-"""Fake resources next to a release, actions of KubeRay, and log lines of a driver."""
+"""Fake cluster resources, actions of KubeRay, and log lines of a driver."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import LOG_ROW_PREFIX, MetricsRow, Phase
 from tests.gateway.fake_kubernetes import FakeKubernetes
-from tests.runs.release import NAMESPACE, Json, config_map
+from tests.runs.release import NAMESPACE, Json, make_config_map
 
 KINDS = {"/apis/ray.io/v1": {"resources": [{"name": "rayjobs"}, {"name": "rayclusters"}]}}
 HEAD = "demo-head"
 SECRET, CLAIM = "ludus-auth", "ludus-runs"
 
 
-def node(name: str = "node-1", **allocatable: str) -> Json:
+def make_node(name: str = "node-1", **allocatable: str) -> Json:
     """Return a node with free resources."""
     amounts = {"cpu": "8", "memory": "32Gi", "pods": "110", **allocatable}
     return {
@@ -26,7 +26,7 @@ def node(name: str = "node-1", **allocatable: str) -> Json:
     }
 
 
-def secret(name: str = SECRET, *keys: str) -> Json:
+def make_secret(name: str = SECRET, *keys: str) -> Json:
     """Return a Secret with these keys."""
     encoded_values = dict.fromkeys(keys or ("gateway-token",), "eA==")
     return {
@@ -37,7 +37,7 @@ def secret(name: str = SECRET, *keys: str) -> Json:
     }
 
 
-def claim(name: str = CLAIM, mode: str = "ReadWriteMany", phase: str = "Bound") -> Json:
+def make_volume_claim(name: str = CLAIM, mode: str = "ReadWriteMany", phase: str = "Bound") -> Json:
     """Return the claim of the volume with the run folders."""
     return {
         "apiVersion": "v1",
@@ -48,10 +48,15 @@ def claim(name: str = CLAIM, mode: str = "ReadWriteMany", phase: str = "Bound") 
     }
 
 
-def install(cluster: FakeKubernetes, template: Json | None = None, **changes: Any) -> None:
+def install_release(cluster: FakeKubernetes, template: Json | None = None, **changes: Any) -> None:
     """Add KubeRay, a node, and a release with its secret and volume to the cluster."""
     cluster.groups.update(KINDS)
-    for resource in (config_map(template, **changes), node(), secret(), claim()):
+    for resource in (
+        make_config_map(template, **changes),
+        make_node(),
+        make_secret(),
+        make_volume_claim(),
+    ):
         cluster.put(resource)
 
 
@@ -68,10 +73,10 @@ def set_status(cluster: FakeKubernetes, run: str = "demo", **status: Any) -> Non
 def start_cluster(cluster: FakeKubernetes, run: str = "demo") -> None:
     """Start the cluster of a run and its driver as the operator does."""
     set_status(cluster, run, jobDeploymentStatus="Running", rayClusterName=f"{run}-abcde")
-    cluster.put(head_pod(run))
+    cluster.put(make_head_pod(run))
 
 
-def head_pod(run: str = "demo", phase: str = "Running", **status: Any) -> Json:
+def make_head_pod(run: str = "demo", phase: str = "Running", **status: Any) -> Json:
     """Return the head pod of a run's cluster."""
     labels = {"ray.io/cluster": f"{run}-abcde", "ray.io/node-type": "head"}
     return {
@@ -96,12 +101,12 @@ def lose_head(cluster: FakeKubernetes, run: str = "demo") -> None:
 # Log lines of a driver.
 
 
-def phase_row(phase: Phase = Phase.TRAIN) -> str:
+def format_phase_line(phase: Phase = Phase.TRAIN) -> str:
     """Return the log line for the start of a phase."""
     return _line(MetricsRow(kind="phase", phase=phase, step=0, elapsed_s=1.0, num_games_trained=0))
 
 
-def step_row(step: int, reward: float = -0.05) -> str:
+def format_step_line(step: int, reward: float = -0.05) -> str:
     """Return the log line for a finished step."""
     return _line(
         MetricsRow(

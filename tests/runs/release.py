@@ -1,4 +1,4 @@
-"""A release of Ludus as its chart describes it to `ludus submit`, and runs to submit."""
+"""A fake release of Ludus in the form that `ludus submit` reads, and runs to submit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMAGE = "docker.io/ludus/trainer:dev"
 Json = dict[str, Any]
 
 
-def container(name: str, resource: str, **resources: str) -> Json:
+def make_container(name: str, resource: str, **resources: str) -> Json:
     amounts = {"cpu": "1", "memory": "1Gi", **resources}
     secret = {"secretKeyRef": {"name": "ludus-auth", "key": "gateway-token"}}
     return {
@@ -38,14 +38,14 @@ def container(name: str, resource: str, **resources: str) -> Json:
     }
 
 
-def template(name: str, resource: str, **resources: str) -> Json:
+def make_pod_template(name: str, resource: str, **resources: str) -> Json:
     return {
         "metadata": {"labels": {"app.kubernetes.io/component": "trainer"}},
         "spec": {
             "serviceAccountName": "ludus-trainer",
             "terminationGracePeriodSeconds": 120,
             "securityContext": {"runAsNonRoot": True, "runAsUser": 1000},
-            "containers": [container(name, resource, **resources)],
+            "containers": [make_container(name, resource, **resources)],
             "volumes": [
                 {"name": "runs", "persistentVolumeClaim": {"claimName": "ludus-runs"}},
                 {"name": "run-config", "configMap": {"name": "RUN-config"}},
@@ -55,12 +55,12 @@ def template(name: str, resource: str, **resources: str) -> Json:
     }
 
 
-def start_params(resource: str, count: int) -> Json:
+def make_start_params(resource: str, count: int) -> Json:
     # The chart writes JSON and quotes it again for the shell of KubeRay.
     return {"resources": json.dumps(json.dumps({resource: count}))}
 
 
-def group(
+def make_worker_group(
     name: str, min_replicas: int, max_replicas: int, per_pod: int = 1, **resources: str
 ) -> Json:
     return {
@@ -68,13 +68,13 @@ def group(
         "replicas": min_replicas,
         "minReplicas": min_replicas,
         "maxReplicas": max_replicas,
-        "rayStartParams": start_params(name, per_pod),
-        "template": template("ray-worker", name, **resources),
+        "rayStartParams": make_start_params(name, per_pod),
+        "template": make_pod_template("ray-worker", name, **resources),
     }
 
 
-def ray_job(**spec: Any) -> Json:
-    """Return the template of a release's RayJobs."""
+def make_ray_job_template(**spec: Any) -> Json:
+    """Return the RayJob template of a release."""
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -96,17 +96,20 @@ def ray_job(**spec: Any) -> Json:
                 },
                 "authOptions": {"mode": "token"},
                 "headGroupSpec": {
-                    "rayStartParams": {"num-cpus": "0", **start_params("head", 1000)},
-                    "template": template("ray-head", "head"),
+                    "rayStartParams": {"num-cpus": "0", **make_start_params("head", 1000)},
+                    "template": make_pod_template("ray-head", "head"),
                 },
-                "workerGroupSpecs": [group("learner", 1, 1), group("rollout", 1, 4)],
+                "workerGroupSpecs": [
+                    make_worker_group("learner", 1, 1),
+                    make_worker_group("rollout", 1, 4),
+                ],
             },
             **spec,
         },
     }
 
 
-def platform(**changes: Any) -> Json:
+def make_platform(**changes: Any) -> Json:
     environment = {"address": "grpc://ludus-gateway:18000/blackjack", "package": "openspiel_env"}
     return {
         "release": "ludus",
@@ -124,9 +127,9 @@ def platform(**changes: Any) -> Json:
     }
 
 
-def config_map(job: Json | None = None, **changes: Any) -> Json:
-    """Return the ConfigMap in which a release describes itself."""
-    description = platform(**changes)
+def make_config_map(job: Json | None = None, **changes: Any) -> Json:
+    """Return the ConfigMap with the description of a release."""
+    description = make_platform(**changes)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -136,17 +139,17 @@ def config_map(job: Json | None = None, **changes: Any) -> Json:
             "labels": {"ludus.dev/runs": "true"},
         },
         "data": {
-            "rayjob.yaml": yaml.dump(job or ray_job(), Dumper=yaml.CSafeDumper),
+            "rayjob.yaml": yaml.dump(job or make_ray_job_template(), Dumper=yaml.CSafeDumper),
             "platform.json": json.dumps(description),
         },
     }
 
 
-def release(job: Json | None = None, **changes: Any) -> Release:
-    return parse_release(config_map(job, **changes))
+def make_release(job: Json | None = None, **changes: Any) -> Release:
+    return parse_release(make_config_map(job, **changes))
 
 
-def run_config(**changes: Any) -> LanguageModelRun:
+def make_run_config(**changes: Any) -> LanguageModelRun:
     config: Json = {
         "name": "demo",
         "environment": {"package": "openspiel_env", "options": {"game": "blackjack"}},
@@ -155,12 +158,12 @@ def run_config(**changes: Any) -> LanguageModelRun:
     return LanguageModelRun.model_validate({**config, **changes})
 
 
-def manifests(job: Json | None = None, **changes: Any) -> RunManifests:
-    return make_manifests(run_config(**changes), release(job))
+def build_manifests(job: Json | None = None, **changes: Any) -> RunManifests:
+    return make_manifests(make_run_config(**changes), make_release(job))
 
 
-def change_spec(**spec: Any) -> Json:
+def make_ray_job(**spec: Any) -> Json:
     """Return the RayJob of a run with changed fields in its spec."""
-    job = copy.deepcopy(manifests().job)
+    job = copy.deepcopy(build_manifests().job)
     job["spec"].update(spec)
     return job

@@ -13,8 +13,15 @@ from ludus.services.runs.cluster_checks import ClusterFindings, check_cluster
 from ludus.services.runs.manifest import RunManifests, make_manifests
 from tests.gateway.cluster_objects import make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
-from tests.runs.cluster import claim, install, node, secret
-from tests.runs.release import NAMESPACE, Json, manifests, ray_job, release, run_config
+from tests.runs.cluster import install_release, make_node, make_secret, make_volume_claim
+from tests.runs.release import (
+    NAMESPACE,
+    Json,
+    build_manifests,
+    make_ray_job_template,
+    make_release,
+    make_run_config,
+)
 
 KUEUE = "kueue.x-k8s.io"
 
@@ -22,7 +29,7 @@ KUEUE = "kueue.x-k8s.io"
 @pytest.fixture
 async def cluster() -> AsyncIterator[FakeKubernetes]:
     async with FakeKubernetes() as cluster:
-        install(cluster)
+        install_release(cluster)
         yield cluster
 
 
@@ -31,7 +38,7 @@ async def find_problems(
 ) -> ClusterFindings:
     async with make_api_client(cluster) as api:
         return await check_cluster(
-            RunsCluster(api, NAMESPACE), run_manifests or manifests(), ignored_checks
+            RunsCluster(api, NAMESPACE), run_manifests or build_manifests(), ignored_checks
         )
 
 
@@ -45,13 +52,13 @@ async def find_single_problem(
 
 def request_gpus(group: str, num_gpus: int, **run: Any) -> RunManifests:
     """Return a run in which the pods of a group request GPUs."""
-    job = ray_job()
+    job = make_ray_job_template()
     for worker_group in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]:
         if worker_group["groupName"] == group:
             resources = worker_group["template"]["spec"]["containers"][0]["resources"]
             for part in ("requests", "limits"):
                 resources[part] = {**resources[part], "nvidia.com/gpu": str(num_gpus)}
-    return manifests(job, **run)
+    return build_manifests(job, **run)
 
 
 async def test_a_complete_cluster_has_no_problems(cluster: FakeKubernetes) -> None:
@@ -70,17 +77,17 @@ async def test_missing_operator_is_the_only_reported_problem(cluster: FakeKubern
 
 async def test_several_problems_are_reported_at_once(cluster: FakeKubernetes) -> None:
     cluster.remove("v1", "secrets", NAMESPACE, "ludus-auth")
-    findings = await find_problems(cluster, manifests(name="Demo"))
+    findings = await find_problems(cluster, build_manifests(name="Demo"))
     with pytest.raises(ConfigError, match="2 problems prevent the run:\n  name = 'Demo'"):
         findings.raise_problems()
 
 
 async def test_a_local_model_folder_is_refused(cluster: FakeKubernetes) -> None:
-    run_manifests = manifests(model={"kind": "pretrained", "path": "./models/mine"})
+    run_manifests = build_manifests(model={"kind": "pretrained", "path": "./models/mine"})
     assert "'./models/mine' is a folder of this machine" in await find_single_problem(
         cluster, run_manifests
     )
-    shared_model_run = manifests(model={"kind": "pretrained", "path": "/runs/models/mine"})
+    shared_model_run = build_manifests(model={"kind": "pretrained", "path": "/runs/models/mine"})
     assert (await find_problems(cluster, shared_model_run)).problems == []
 
 
@@ -98,17 +105,17 @@ async def test_missing_secret_is_reported_with_the_command_to_create_it(
 
 
 async def test_secret_without_the_expected_key_is_reported(cluster: FakeKubernetes) -> None:
-    cluster.put(secret("ludus-auth", "another"))
+    cluster.put(make_secret("ludus-auth", "another"))
     assert "Secret 'ludus-auth' has no key 'gateway-token'" in await find_single_problem(cluster)
 
 
 async def test_missing_image_pull_and_volume_secrets_are_reported(cluster: FakeKubernetes) -> None:
-    job = ray_job()
+    job = make_ray_job_template()
     head_spec = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
     head_spec["imagePullSecrets"] = [{"name": "registry"}]
     head_spec["volumes"].append({"name": "ca", "secret": {"secretName": "ludus-tls"}})
     head_spec["volumes"].append({"name": "no", "secret": {"secretName": "no", "optional": True}})
-    problems = (await find_problems(cluster, manifests(job))).problems
+    problems = (await find_problems(cluster, build_manifests(job))).problems
     assert ["'registry'" in problems[0], "'ludus-tls'" in problems[1], len(problems)] == [
         True,
         True,
@@ -119,11 +126,11 @@ async def test_missing_image_pull_and_volume_secrets_are_reported(cluster: FakeK
 async def test_missing_lost_or_read_only_volume_is_reported(
     cluster: FakeKubernetes,
 ) -> None:
-    cluster.put(claim(mode="ReadOnlyMany"))
+    cluster.put(make_volume_claim(mode="ReadOnlyMany"))
     assert "'ludus-runs' is read-only; a run needs ReadWriteMany" in await find_single_problem(
         cluster
     )
-    cluster.put(claim(phase="Lost"))
+    cluster.put(make_volume_claim(phase="Lost"))
     assert "'ludus-runs' has lost its volume" in await find_single_problem(cluster)
     cluster.remove("v1", "persistentvolumeclaims", NAMESPACE, "ludus-runs")
     assert "no PersistentVolumeClaim 'ludus-runs' in namespace" in await find_single_problem(
@@ -145,7 +152,7 @@ async def test_gpus_absent_from_all_nodes_are_reported(cluster: FakeKubernetes) 
 async def test_request_for_more_gpus_than_the_cluster_has_is_reported(
     cluster: FakeKubernetes,
 ) -> None:
-    cluster.put(node("gpu-1", **{"nvidia.com/gpu": "8"}))
+    cluster.put(make_node("gpu-1", **{"nvidia.com/gpu": "8"}))
     assert (await find_problems(cluster, request_gpus("learner", 8))).problems == []
     run_manifests = request_gpus("learner", 8, learner={"num_ranks": 2})
     message = await find_single_problem(cluster, run_manifests)
@@ -153,31 +160,35 @@ async def test_request_for_more_gpus_than_the_cluster_has_is_reported(
 
 
 async def test_run_that_needs_gpus_in_pods_without_gpus_is_refused(cluster: FakeKubernetes) -> None:
-    message = await find_single_problem(cluster, manifests(rollout={"num_gpus_per_worker": 1}))
+    message = await find_single_problem(
+        cluster, build_manifests(rollout={"num_gpus_per_worker": 1})
+    )
     assert message.startswith(
         "rollout.num_gpus_per_worker = 1, but the release's rollout pods have"
     )
 
 
 async def test_pods_that_no_node_admits_are_reported(cluster: FakeKubernetes) -> None:
-    job = ray_job()
+    job = make_ray_job_template()
     spec = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
     spec["nodeSelector"] = {"pool": "gpu"}
     assert "no node with pool=gpu admits a learner pod" in await find_single_problem(
-        cluster, manifests(job)
+        cluster, build_manifests(job)
     )
-    tainted_node = node("gpu-1")
+    tainted_node = make_node("gpu-1")
     tainted_node["metadata"]["labels"] = {"pool": "gpu"}
     tainted_node["spec"] = {"taints": [{"key": "gpu", "value": "yes", "effect": "NoSchedule"}]}
     cluster.put(tainted_node)
-    assert "no node with pool=gpu admits" in await find_single_problem(cluster, manifests(job))
+    assert "no node with pool=gpu admits" in await find_single_problem(
+        cluster, build_manifests(job)
+    )
     spec["tolerations"] = [{"key": "gpu", "operator": "Exists"}]
-    assert (await find_problems(cluster, manifests(job))).problems == []
+    assert (await find_problems(cluster, build_manifests(job))).problems == []
 
 
 async def test_pods_that_fit_on_no_node_are_reported(cluster: FakeKubernetes) -> None:
-    cluster.put(node("node-1", cpu="8", memory="500Mi"))
-    cluster.put(node("node-2", cpu="500m", memory="32Gi"))
+    cluster.put(make_node("node-1", cpu="8", memory="500Mi"))
+    cluster.put(make_node("node-2", cpu="500m", memory="32Gi"))
     problems = (await find_problems(cluster)).problems
     assert all("no node has all the resources it requests" in problem for problem in problems)
     assert len(problems) == 3
@@ -223,7 +234,7 @@ def install_kueue(cluster: FakeKubernetes, cpu: str | None = "8") -> None:
 
 
 async def test_every_queue_problem_is_reported(cluster: FakeKubernetes) -> None:
-    run_manifests = make_manifests(run_config(), release(), queue="team")
+    run_manifests = make_manifests(make_run_config(), make_release(), queue="team")
     assert "uses queue 'team', but Kueue is not installed" in await find_single_problem(
         cluster, run_manifests
     )
@@ -236,7 +247,7 @@ async def test_every_queue_problem_is_reported(cluster: FakeKubernetes) -> None:
     assert "starts with 3.5 of cpu, but queue 'team' has 2 in total" in message
     install_kueue(cluster, cpu="8")
     assert (await find_problems(cluster, run_manifests)).problems == []
-    other_queue_run = make_manifests(run_config(), release(), queue="other")
+    other_queue_run = make_manifests(make_run_config(), make_release(), queue="other")
     assert "no LocalQueue 'other' in namespace 'arena'" in await find_single_problem(
         cluster, other_queue_run
     )
@@ -245,7 +256,7 @@ async def test_every_queue_problem_is_reported(cluster: FakeKubernetes) -> None:
 async def test_exhausted_quota_is_no_problem_for_a_queued_run(cluster: FakeKubernetes) -> None:
     cluster.put(make_quota("8", "8"))
     install_kueue(cluster)
-    run_manifests = make_manifests(run_config(), release(), queue="team")
+    run_manifests = make_manifests(make_run_config(), make_release(), queue="team")
     assert (await find_problems(cluster, run_manifests)).problems == []
 
 

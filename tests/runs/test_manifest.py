@@ -24,11 +24,11 @@ from tests.charts.schemas import problems
 from tests.runs.release import (
     NAMESPACE,
     Json,
-    config_map,
-    manifests,
-    ray_job,
-    release,
-    run_config,
+    build_manifests,
+    make_config_map,
+    make_ray_job_template,
+    make_release,
+    make_run_config,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def get_group_sizes(job: Json) -> dict[str, tuple[int, int, int]]:
 
 
 def test_the_run_name_replaces_every_placeholder() -> None:
-    run_manifests = manifests()
+    run_manifests = build_manifests()
     assert run_manifests.job["metadata"]["name"] == "demo"
     assert run_manifests.job["metadata"]["namespace"] == NAMESPACE
     assert run_manifests.job["spec"]["metadata"] == {"run_id": "demo"}
@@ -61,21 +61,21 @@ def test_the_run_name_replaces_every_placeholder() -> None:
 
 
 def test_trainer_reads_the_run_with_cluster_paths() -> None:
-    run_manifests = manifests()
+    run_manifests = build_manifests()
     parsed_run = LanguageModelRun.model_validate_json(run_manifests.config_map["data"]["run.json"])
     assert parsed_run == run_manifests.run
     environment = parsed_run.environments["blackjack"]
     assert isinstance(environment, RemoteEnvironment)
     assert environment.address == "grpc://ludus-gateway:18000/blackjack"
     assert (parsed_run.output_dir, parsed_run.weights) == ("/runs", FolderWeightStore())
-    assert parsed_run.training == run_config().training
-    readapted_run = make_manifests(parsed_run, release(environments={})).run
+    assert parsed_run.training == make_run_config().training
+    readapted_run = make_manifests(parsed_run, make_release(environments={})).run
     assert readapted_run == parsed_run  # a resumed run keeps its locations
 
 
 def test_environment_settings_of_a_run_are_kept() -> None:
     config = load_run_config(ROOT / "examples/blackjack/tiny.toml")
-    adapted_run = adapt_to_release(config, release().platform, {})
+    adapted_run = adapt_to_release(config, make_release().platform, {})
     local_environment, remote_environment = config.environment, adapted_run.environment
     assert isinstance(remote_environment, RemoteEnvironment)
     assert (remote_environment.policies, remote_environment.baselines) == (
@@ -90,22 +90,23 @@ def test_environment_settings_of_a_run_are_kept() -> None:
 
 def test_weights_use_the_store_of_the_release_and_interval_of_the_run() -> None:
     bucket = {"kind": "s3", "bucket": "weights", "endpoint": "http://store:9000", "prefix": "a"}
-    platform = release(weights=bucket).platform
+    platform = make_release(weights=bucket).platform
     adapted_run = adapt_to_release(
-        run_config(weights={"kind": "ray", "full_every": 4}), platform, {}
+        make_run_config(weights={"kind": "ray", "full_every": 4}), platform, {}
     )
     assert adapted_run.weights == S3WeightStore(**{**bucket, "full_every": 4})
     own_store = {"kind": "s3", "bucket": "own-bucket"}
     assert (
-        adapt_to_release(run_config(weights=own_store), platform, {}).weights.bucket == "own-bucket"
+        adapt_to_release(make_run_config(weights=own_store), platform, {}).weights.bucket
+        == "own-bucket"
     )
 
 
 def test_driver_serves_metrics_on_the_release_port_unless_the_run_sets_it() -> None:
-    platform = release(metrics_port=9100).platform
-    sink = adapt_to_release(run_config(), platform, {}).metrics.prometheus
+    platform = make_release(metrics_port=9100).platform
+    sink = adapt_to_release(make_run_config(), platform, {}).metrics.prometheus
     assert sink is not None and (sink.port, sink.host) == (9100, "0.0.0.0")
-    run = run_config(metrics={"prometheus": {"port": 7}})
+    run = make_run_config(metrics={"prometheus": {"port": 7}})
     assert adapt_to_release(run, platform, {}).metrics.prometheus.port == 7
 
 
@@ -122,7 +123,7 @@ def test_unserved_environment_is_reported_with_a_remedy(
     environment: Json, choices: dict[str, str], expected: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        make_manifests(run_config(environment=environment), release(), choices)
+        make_manifests(make_run_config(environment=environment), make_release(), choices)
     assert expected in str(error.value)
 
 
@@ -139,7 +140,7 @@ def test_environments_match_by_choice_or_by_package_and_options() -> None:
     tree = {"name": "demo", "environments": environments}
     config = LanguageModelRun.model_validate(tree)
     adapted_run = adapt_to_release(
-        config, release(environments=served_environments).platform, {"free": "other"}
+        config, make_release(environments=served_environments).platform, {"free": "other"}
     )
     assert [environment.address for environment in adapted_run.environments.values()] == [
         "grpc://g/cards",
@@ -149,31 +150,31 @@ def test_environments_match_by_choice_or_by_package_and_options() -> None:
 
 
 def test_worker_groups_have_enough_pods_for_ranks_and_workers() -> None:
-    run_manifests = manifests(
+    run_manifests = build_manifests(
         learner={"num_ranks": 2}, rollout={"num_workers": 3, "min_workers": 2}
     )
     # KubeRay waits for all replicas, so optional workers are not included.
     assert get_group_sizes(run_manifests.job) == {"learner": (2, 2, 2), "rollout": (2, 2, 4)}
-    run_manifests = manifests(rollout={"num_workers": 6})
+    run_manifests = build_manifests(rollout={"num_workers": 6})
     assert get_group_sizes(run_manifests.job)["rollout"] == (1, 1, 6)
 
 
 def test_group_without_autoscaling_starts_with_all_pods() -> None:
-    job = ray_job()
+    job = make_ray_job_template()
     job["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] = False
-    run_manifests = manifests(job, rollout={"num_workers": 3, "min_workers": 1})
+    run_manifests = build_manifests(job, rollout={"num_workers": 3, "min_workers": 1})
     assert get_group_sizes(run_manifests.job)["rollout"] == (3, 3, 3)
 
 
 def test_several_ranks_or_workers_can_share_a_pod() -> None:
     per_pod = {"learner": {"per_pod": 8}, "rollout": {"per_pod": 2}}
-    run = run_config(learner={"num_ranks": 16}, rollout={"num_workers": 5, "min_workers": 3})
-    run_manifests = make_manifests(run, release(**per_pod))
+    run = make_run_config(learner={"num_ranks": 16}, rollout={"num_workers": 5, "min_workers": 3})
+    run_manifests = make_manifests(run, make_release(**per_pod))
     assert get_group_sizes(run_manifests.job) == {"learner": (2, 2, 2), "rollout": (2, 2, 4)}
 
 
 def test_the_driver_output_goes_to_the_container_log() -> None:
-    entrypoint = manifests().job["spec"]["entrypoint"]
+    entrypoint = build_manifests().job["spec"]["entrypoint"]
     command = shlex.split(entrypoint)
     assert command[:4] == ["bash", "-o", "pipefail", "-c"]
     assert "LUDUS_CONTROL_FILE=/etc/ludus/control.json python -m ludus.trainer" in command[4]
@@ -181,7 +182,7 @@ def test_the_driver_output_goes_to_the_container_log() -> None:
 
 
 def test_command_line_queue_overrides_the_release_queue() -> None:
-    run_manifests = make_manifests(run_config(), release(), queue="gpus")
+    run_manifests = make_manifests(make_run_config(), make_release(), queue="gpus")
     metadata = run_manifests.job["metadata"]
     assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     assert metadata["annotations"]["kueue.x-k8s.io/elastic-job"] == "true"
@@ -192,7 +193,7 @@ def test_command_line_queue_overrides_the_release_queue() -> None:
 
 
 def test_release_is_selected_by_name_or_as_the_only_release() -> None:
-    first_release, second_release = config_map(), config_map(release="second")
+    first_release, second_release = make_config_map(), make_config_map(release="second")
     assert choose_release([first_release], None, "here").platform.release == "ludus"
     assert (
         choose_release([first_release, second_release], "second", "here").platform.release
@@ -228,7 +229,7 @@ def test_config_map_of_an_incompatible_version_is_refused(data: Json, expected: 
 def test_release_is_read_from_helm_template_output(tmp_path: Path) -> None:
     path = tmp_path / "rendered.yaml"
     service = {"kind": "Service", "metadata": {"name": "a", "labels": None}}
-    path.write_text(yaml.safe_dump_all([service, None, config_map()]))
+    path.write_text(yaml.safe_dump_all([service, None, make_config_map()]))
     assert read_release_file(path, None).platform.namespace == NAMESPACE
     with pytest.raises(NotFoundError, match="no release 'b'"):
         read_release_file(path, "b")
@@ -248,7 +249,9 @@ def test_run_from_a_rendered_release_is_valid(file: str, tmp_path: Path) -> None
     path.write_text(template_process.stdout)
     chart_release = read_release_file(path, None)
     environment = chart_release.platform.environments["blackjack"]
-    run = run_config(environment={"package": environment.package, "options": environment.options})
+    run = make_run_config(
+        environment={"package": environment.package, "options": environment.options}
+    )
     run_manifests = make_manifests(run, chart_release)
     assert list(find_broken_rules(run_manifests)) == []
     assert "RUN" not in yaml.safe_dump(run_manifests.job).replace("LUDUS_", "")
@@ -257,7 +260,7 @@ def test_run_from_a_rendered_release_is_valid(file: str, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("queue", [None, "gpus"])
 def test_run_matches_the_kuberay_schema(queue: str | None) -> None:
-    run_manifests = make_manifests(run_config(), release(), queue=queue)
+    run_manifests = make_manifests(make_run_config(), make_release(), queue=queue)
     assert problems(run_manifests.job, VERSION) == []
     assert problems(run_manifests.config_map, VERSION) == []
     run_manifests.job["spec"]["backofLimit"] = 1

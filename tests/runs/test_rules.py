@@ -8,17 +8,23 @@ import pytest
 
 from ludus.services.runs.cluster_checks import find_broken_rules
 from ludus.services.runs.names import QUEUE_LABEL, explain_job_name_problem
-from tests.runs.release import Json, change_spec, group, manifests, ray_job
+from tests.runs.release import (
+    Json,
+    build_manifests,
+    make_ray_job,
+    make_ray_job_template,
+    make_worker_group,
+)
 
 
 def make_queued_job(**spec: object) -> Json:
-    job = change_spec(**spec)
+    job = make_ray_job(**spec)
     job["metadata"]["labels"][QUEUE_LABEL] = "gpus"
     return job
 
 
 def test_chart_template_violates_no_rule() -> None:
-    assert list(find_broken_rules(manifests())) == []
+    assert list(find_broken_rules(build_manifests())) == []
 
 
 @pytest.mark.parametrize(
@@ -41,14 +47,14 @@ def test_invalid_rayjob_name_is_refused(name: str, expected: str) -> None:
     ("job", "expected"),
     [
         (
-            change_spec(deletionStrategy={"deletionRules": [{"policy": "DeleteCluster"}]}),
+            make_ray_job(deletionStrategy={"deletionRules": [{"policy": "DeleteCluster"}]}),
             "deletionRules exclude each other",
         ),
         (
-            change_spec(
+            make_ray_job(
                 rayClusterSpec={
-                    **ray_job()["spec"]["rayClusterSpec"],
-                    "workerGroupSpecs": [{**group("rollout", 1, 4), "replicas": 9}],
+                    **make_ray_job_template()["spec"]["rayClusterSpec"],
+                    "workerGroupSpecs": [{**make_worker_group("rollout", 1, 4), "replicas": 9}],
                 }
             ),
             "worker group 'rollout': replicas 9 must be between 1 and 4",
@@ -58,5 +64,5 @@ def test_invalid_rayjob_name_is_refused(name: str, expected: str) -> None:
     ],
 )
 def test_a_broken_rule_is_reported(job: Json, expected: str) -> None:
-    messages = find_broken_rules(replace(manifests(), job=job))
+    messages = find_broken_rules(replace(build_manifests(), job=job))
     assert any(expected in message for message in messages)

@@ -8,8 +8,8 @@ import pytest
 
 from ludus.services.runs.names import QUEUE_LABEL
 from ludus.services.runs.state import ClusterRunState, RunPhase, find_pod_troubles, read_state
-from tests.runs.cluster import head_pod
-from tests.runs.release import Json, manifests
+from tests.runs.cluster import make_head_pod
+from tests.runs.release import Json, build_manifests
 
 STOP_REQUEST = {"data": {"control.json": '{"stop": true}'}}
 
@@ -17,7 +17,7 @@ STOP_REQUEST = {"data": {"control.json": '{"stop": true}'}}
 def make_state(
     control: Json | None = None, suspend: bool = False, **status: Any
 ) -> ClusterRunState:
-    job = manifests().job
+    job = build_manifests().job
     job["spec"]["suspend"] = suspend
     return read_state({**job, "status": status}, control)
 
@@ -51,7 +51,7 @@ def test_state_combines_operator_status_and_stop_request(
 
 
 def test_suspended_run_with_a_queue_is_queued() -> None:
-    job = manifests().job
+    job = build_manifests().job
     job["metadata"]["labels"][QUEUE_LABEL] = "team"
     job["spec"]["suspend"] = True
     run_state = read_state(job)
@@ -59,7 +59,7 @@ def test_suspended_run_with_a_queue_is_queued() -> None:
 
 
 def test_a_deleted_run_is_reported() -> None:
-    job = manifests().job
+    job = build_manifests().job
     job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert read_state(job).phase is RunPhase.DELETING
 
@@ -82,7 +82,7 @@ def test_attempts_and_exit_code_are_read_from_the_operator() -> None:
 
 def make_waiting_pod(reason: str, message: str = "", **fields: Any) -> Json:
     container_state = {"waiting": {"reason": reason, "message": message}}
-    return head_pod(
+    return make_head_pod(
         phase="Pending", containerStatuses=[{"image": "i", "state": container_state, **fields}]
     )
 
@@ -103,10 +103,13 @@ def make_waiting_pod(reason: str, message: str = "", **fields: Any) -> Json:
             "CrashLoopBackOff: it exited with code 3; see kubectl logs --previous",
         ),
         (
-            head_pod(containerStatuses=[{"state": {"terminated": {"reason": "OOMKilled"}}}]),
+            make_head_pod(containerStatuses=[{"state": {"terminated": {"reason": "OOMKilled"}}}]),
             "ran out of memory; raise the memory of the pod",
         ),
-        (head_pod("demo", "Failed", reason="Evicted", message="disk"), "stopped: Evicted: disk"),
+        (
+            make_head_pod("demo", "Failed", reason="Evicted", message="disk"),
+            "stopped: Evicted: disk",
+        ),
     ],
 )
 def test_a_pod_problem_is_reported_with_a_remedy(pod: Json, expected: str) -> None:
@@ -116,7 +119,7 @@ def test_a_pod_problem_is_reported_with_a_remedy(pod: Json, expected: str) -> No
 
 
 @pytest.mark.parametrize(
-    "pod", [head_pod(), head_pod(phase="Pending"), make_waiting_pod("PodInitializing")]
+    "pod", [make_head_pod(), make_head_pod(phase="Pending"), make_waiting_pod("PodInitializing")]
 )
 def test_a_slow_pod_has_no_problem(pod: Json) -> None:
     assert find_pod_troubles([pod]) == []

@@ -162,7 +162,7 @@ def test_failed_sink_start_preserves_existing_rows(
 
 
 def make_files(path: Path, *names: str) -> None:
-    """Write the files that a killed run leaves."""
+    """Write the files of a killed run."""
     for name in names:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text("{}")
