@@ -120,9 +120,11 @@ async def test_environment_that_starts_to_fail_stops_the_run(
 
 @pytest.mark.slow
 async def test_broken_reward_function_stops_the_run(tmp_path: Path, chat: ChatTokenizer) -> None:
-    reward = Reward([RewardTerm(function="tests.rollout.reward_functions:fails")])
+    reward = Reward([RewardTerm(function="tests.rollout.reward_functions:raise_key_error")])
     run = make_run(tmp_path, chat, lambda number: False, reward=reward)
-    with pytest.raises(EpisodesFailedError, match=r"reward_functions:fails.*KeyError: 'answer'"):
+    with pytest.raises(
+        EpisodesFailedError, match=r"reward_functions:raise_key_error.*KeyError: 'answer'"
+    ):
         await run.train()
 
 

@@ -20,14 +20,14 @@ LOOP_EVENT = threading.Event()
 TEST_END_EVENT = threading.Event()
 
 
-def remember(**columns: list[Any]) -> list[float]:
+def record_arguments(**columns: list[Any]) -> list[float]:
     """Record the arguments; return 0 for each episode."""
     RECORDED_CALLS.append(columns)
     THREAD_IDS.add(threading.get_ident())
     return [0.0] * len(columns["prompts"])
 
 
-def num_words(completions: list[list[Message]]) -> list[int]:
+def count_words(completions: list[list[Message]]) -> list[int]:
     """Return the number of words of each completion."""
     return [
         sum(
@@ -55,42 +55,42 @@ def skip_first_score(completion_ids: list[list[int]]) -> list[float | None]:
     return [None, *(float(len(token_ids)) for token_ids in completion_ids[1:])]
 
 
-def read_added(added: list[int | None]) -> list[float]:
+def read_added_field(added: list[int | None]) -> list[float]:
     """Return the field `added` of the environment's info, or 0 if it is None."""
     return [float(number or 0) for number in added]
 
 
-def asks_for_the_moon(moon: list[str]) -> list[float]:
+def require_unknown_column(moon: list[str]) -> list[float]:
     return [0.0] * len(moon)
 
 
-def too_few(prompts: list[list[Message]]) -> list[float]:
+def return_too_few(prompts: list[list[Message]]) -> list[float]:
     return [1.0] * (len(prompts) - 1)
 
 
-def not_a_list(prompts: list[list[Message]]) -> float:
+def return_no_list(prompts: list[list[Message]]) -> float:
     return 1.0
 
 
-def not_a_number(prompts: list[list[Message]]) -> list[float]:
+def return_nan(prompts: list[list[Message]]) -> list[float]:
     return [float("nan")] * len(prompts)
 
 
-def words(prompts: list[list[Message]]) -> list[str]:
+def return_words(prompts: list[list[Message]]) -> list[str]:
     return ["good"] * len(prompts)
 
 
-def fails(prompts: list[list[Message]]) -> list[float]:
+def raise_key_error(prompts: list[list[Message]]) -> list[float]:
     raise KeyError("answer")
 
 
-def exits(prompts: list[list[Message]]) -> list[float]:
+def exit_process(prompts: list[list[Message]]) -> list[float]:
     """Exit the process, as code that a policy has written may do."""
     exec("exit(3)")
     return []
 
 
-async def exits_from_the_loop(prompts: list[list[Message]]) -> list[float]:
+async def exit_from_event_loop(prompts: list[list[Message]]) -> list[float]:
     raise SystemExit(3)
 
 
@@ -100,7 +100,7 @@ async def exit_in_episode(
     raise SystemExit(3)
 
 
-async def never_ends(prompts: list[list[Message]]) -> list[float]:
+async def wait_forever(prompts: list[list[Message]]) -> list[float]:
     await asyncio.Event().wait()
     return []
 
@@ -116,7 +116,7 @@ def wait_for_test_end(prompts: list[list[Message]]) -> list[float]:
     return [0.0] * len(prompts)
 
 
-def positional_only(prompts: list[list[Message]], /) -> list[float]:
+def take_positional_only(prompts: list[list[Message]], /) -> list[float]:
     return [1.0] * len(prompts)
 
 
@@ -148,6 +148,6 @@ async def play_without_end(
     """Return None instead of an `EpisodeEnd`."""
 
 
-def num_thoughts(thoughts: list[list[str]]) -> list[float]:
+def count_thoughts(thoughts: list[list[str]]) -> list[float]:
     """Return the number of thoughts of each episode."""
     return [float(len(episode_thoughts)) for episode_thoughts in thoughts]

@@ -188,7 +188,7 @@ async def test_rollout_function_replaces_the_loop_and_adds_fields(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     script = itertools.cycle(["a poor hand", "STAND"])
-    reward = Reward([RewardTerm(), RewardTerm(function=f"{FUNCTIONS}:num_thoughts", weight=10)])
+    reward = Reward([RewardTerm(), RewardTerm(function=f"{FUNCTIONS}:count_thoughts", weight=10)])
     player, policy = make_player(client, chat, script, function=play_in_pairs, reward=reward)
     group = await player.play_group(GroupSpec(0, "game", (4,)))
     [rollout] = group.rollouts

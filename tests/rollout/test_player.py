@@ -40,7 +40,7 @@ def test_environment_limits_override_run_limits() -> None:
 async def test_player_uses_limits_and_rewards_of_the_environment(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    rewards = [{"weight": 2.0}, {"function": f"{FUNCTIONS}:num_words", "weight": 100}]
+    rewards = [{"weight": 2.0}, {"function": f"{FUNCTIONS}:count_words", "weight": 100}]
     run = make_run(max_turns=1, rewards=rewards)
     policy = ScriptedPolicy(chat, itertools.repeat("STAND"))
     player = await start_player(run, "cards", client, policy, chat)
@@ -50,7 +50,7 @@ async def test_player_uses_limits_and_rewards_of_the_environment(
         assert rollout.status is RolloutStatus.TERMINATED
         assert rollout.episode_return is not None
         assert rollout.reward == 2 * rollout.episode_return + 100
-        assert [term.name for term in rollout.terms] == ["environment", "num_words"]
+        assert [term.name for term in rollout.terms] == ["environment", "count_words"]
 
 
 async def test_equal_seeds_give_different_sampling_seeds_per_environment(

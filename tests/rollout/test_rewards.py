@@ -32,7 +32,7 @@ from tests.rollout import reward_functions
 from tests.rollout.scripted_policy import LIMITS, make_player
 
 
-def term(function: str | None, weight: float = 1.0, name: str | None = None) -> RewardTerm:
+def make_term(function: str | None, weight: float = 1.0, name: str | None = None) -> RewardTerm:
     """Return a term with a function of reward_functions.py."""
     path = None if function is None else f"tests.rollout.reward_functions:{function}"
     return RewardTerm(function=path, weight=weight, name=name)
@@ -56,20 +56,24 @@ async def score(
 
 
 async def test_reward_is_the_weighted_sum_of_terms() -> None:
-    terms = [term(None, 2.0), term("num_words", 0.5), term("return_if_finished", -1.0, "finished")]
+    terms = [
+        make_term(None, 2.0),
+        make_term("count_words", 0.5),
+        make_term("return_if_finished", -1.0, "finished"),
+    ]
     [rollout] = await score(terms, make_episode(3.0, text="ADD 1 please"))
     assert rollout.reward == 2 * 3.0 + 0.5 * 3 - 3.0
     assert rollout.episode_return == 3.0
     assert rollout.terms == (
         ScoredTerm("environment", 3.0),
-        ScoredTerm("num_words", 3.0),
+        ScoredTerm("count_words", 3.0),
         ScoredTerm("finished", 3.0),
     )
 
 
 async def test_reward_is_none_rather_than_zero_if_a_term_returns_none() -> None:
     rollouts = await score(
-        [term(None), term("skip_first_score")], make_episode(1.0), make_episode(1.0)
+        [make_term(None), make_term("skip_first_score")], make_episode(1.0), make_episode(1.0)
     )
     assert [rollout.reward for rollout in rollouts] == [None, 3.0]
     assert rollouts[0].terms[0].value == 1.0
@@ -79,49 +83,54 @@ async def test_reward_is_none_rather_than_zero_if_a_term_returns_none() -> None:
 async def test_lost_episodes_have_no_reward_and_are_not_passed_to_functions() -> None:
     reward_functions.RECORDED_CALLS.clear()
     lost = make_episode(None, RolloutStatus.LOST)
-    rollouts = await score([term("remember"), term("num_words")], lost, make_episode(1.0), lost)
+    rollouts = await score(
+        [make_term("record_arguments"), make_term("count_words")], lost, make_episode(1.0), lost
+    )
     assert [rollout.reward for rollout in rollouts] == [None, 2.0, None]
     assert [term.value for term in rollouts[0].terms] == [None, None]
     [call] = reward_functions.RECORDED_CALLS
     assert {len(column) for column in call.values()} == {1}
     reward_functions.RECORDED_CALLS.clear()
-    await score([term("remember")], lost, lost)
+    await score([make_term("record_arguments")], lost, lost)
     assert reward_functions.RECORDED_CALLS == []
 
 
 async def test_synchronous_function_does_not_block_the_event_loop() -> None:
     reward_functions.LOOP_EVENT.clear()
     asyncio.get_running_loop().call_later(0.05, reward_functions.LOOP_EVENT.set)
-    [rollout] = await score([term("wait_for_loop")], make_episode(1.0))
+    [rollout] = await score([make_term("wait_for_loop")], make_episode(1.0))
     assert rollout.reward == 1.0
     reward_functions.THREAD_IDS.clear()
-    await score([term("remember")], make_episode(1.0))
+    await score([make_term("record_arguments")], make_episode(1.0))
     assert reward_functions.THREAD_IDS.isdisjoint({threading.get_ident()})
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("too_few", "must return a list of 2 numbers or None, one per episode, but it returned 1"),
         (
-            "not_a_list",
+            "return_too_few",
+            "must return a list of 2 numbers or None, one per episode, but it returned 1",
+        ),
+        (
+            "return_no_list",
             "must return a list of 2 numbers or None, one per episode, but it returned",
         ),
-        ("not_a_number", "returned nan for episode 0"),
-        ("words", "returned 'good' for episode 0"),
-        ("fails", r"\(term 'fails'\) raised KeyError: 'answer'"),
-        ("exits", r"\(term 'exits'\) raised SystemExit: 3"),
-        ("exits_from_the_loop", r"raised SystemExit: 3"),
-        ("asks_for_the_moon", "requires 'moon', which no episode of the group has"),
-        ("never_ends", "did not return within rollout.group_timeout_s = 0.2 s"),
+        ("return_nan", "returned nan for episode 0"),
+        ("return_words", "returned 'good' for episode 0"),
+        ("raise_key_error", r"\(term 'raise_key_error'\) raised KeyError: 'answer'"),
+        ("exit_process", r"\(term 'exit_process'\) raised SystemExit: 3"),
+        ("exit_from_event_loop", r"raised SystemExit: 3"),
+        ("require_unknown_column", "requires 'moon', which no episode of the group has"),
+        ("wait_forever", "did not return within rollout.group_timeout_s = 0.2 s"),
     ],
 )
 async def test_invalid_or_failed_function_is_reported_with_the_reason(
     function: str, message: str
 ) -> None:
-    timeout_s = 0.2 if function == "never_ends" else 60.0
+    timeout_s = 0.2 if function == "wait_forever" else 60.0
     episodes = make_episode(1.0), make_episode(2.0)
-    rollouts = await score([term(None), term(function)], *episodes, timeout_s=timeout_s)
+    rollouts = await score([make_term(None), make_term(function)], *episodes, timeout_s=timeout_s)
     for rollout in rollouts:
         assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
         assert re.search(message, rollout.failure)
@@ -130,18 +139,18 @@ async def test_invalid_or_failed_function_is_reported_with_the_reason(
 
 
 async def test_the_location_of_an_error_is_reported() -> None:
-    [rollout] = await score([term("fails")], make_episode(1.0))
-    assert "(in fails, reward_functions.py:" in rollout.failure
+    [rollout] = await score([make_term("raise_key_error")], make_episode(1.0))
+    assert "(in raise_key_error, reward_functions.py:" in rollout.failure
 
 
 async def test_failed_function_of_weight_0_is_reported_but_voids_no_episode() -> None:
-    [rollout] = await score([term(None), term("fails", 0.0)], make_episode(1.0))
+    [rollout] = await score([make_term(None), make_term("raise_key_error", 0.0)], make_episode(1.0))
     assert (rollout.status, rollout.reward) == (RolloutStatus.TERMINATED, 1.0)
     assert "KeyError" in rollout.failure
 
 
 async def test_term_of_weight_0_is_recorded_but_not_added() -> None:
-    terms = [term(None), term("skip_first_score", 0.0)]
+    terms = [make_term(None), make_term("skip_first_score", 0.0)]
     rollouts = await score(terms, make_episode(1.0), make_episode(1.0))
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
     assert [rollout.terms[1].value for rollout in rollouts] == [None, 2.0]
@@ -150,10 +159,10 @@ async def test_term_of_weight_0_is_recorded_but_not_added() -> None:
 @pytest.mark.parametrize(
     ("terms", "expected_reward"),
     [
-        ([term(None)], 3.0),
-        ([term(None, 0.5), term("num_words", 5.0)], 26.5),
-        ([term("num_words", 5.0)], 24.3),
-        ([term(None, 0.0), term("num_words", 5.0)], 24.3),
+        ([make_term(None)], 3.0),
+        ([make_term(None, 0.5), make_term("count_words", 5.0)], 26.5),
+        ([make_term("count_words", 5.0)], 24.3),
+        ([make_term(None, 0.0), make_term("count_words", 5.0)], 24.3),
     ],
     ids=["the environment's own", "both", "a function alone", "the environment's own, weightless"],
 )
@@ -168,7 +177,7 @@ async def test_invalid_action_has_a_penalty_with_all_reward_terms(
 
 
 async def test_hanging_functions_do_not_block_other_threads() -> None:
-    reward = Reward([term("wait_for_test_end")])
+    reward = Reward([make_term("wait_for_test_end")])
     try:
         scores = [reward.score([make_episode(1.0)], timeout_s=0.05) for _ in range(80)]
         for [rollout] in await asyncio.gather(*scores):
@@ -180,13 +189,13 @@ async def test_hanging_functions_do_not_block_other_threads() -> None:
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [("no_such_function", "has no callable"), ("positional_only", "remove the '/'")],
+    [("no_such_function", "has no callable"), ("take_positional_only", "remove the '/'")],
 )
 def test_invalid_reward_function_is_rejected_before_the_first_episode(
     function: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        Reward([term(function)])
+        Reward([make_term(function)])
 
 
 @pytest_asyncio.fixture
@@ -212,7 +221,11 @@ async def test_functions_receive_prompts_completions_and_rollout_fields(
 ) -> None:
     reward_functions.RECORDED_CALLS.clear()
     group = await play_counting(
-        env_client, chat, term("remember"), term("read_added"), script=("ADD 1", "ADD 2", "ADD 7")
+        env_client,
+        chat,
+        make_term("record_arguments"),
+        make_term("read_added_field"),
+        script=("ADD 1", "ADD 2", "ADD 7"),
     )
     call = reward_functions.RECORDED_CALLS[-1]
     assert call["prompts"] == [[{"role": "user", "content": "Count to the end. Total 0."}]]
@@ -245,9 +258,9 @@ async def test_failing_function_voids_the_group_and_leaves_no_session(
         EnvServer(CountingEnv, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
-        reward = Reward([term("fails")])
+        reward = Reward([make_term("raise_key_error")])
         player, _ = make_player(client, chat, itertools.repeat("ADD 1"), LIMITS, reward=reward)
         group = await player.play_group(GroupSpec(0, "count", (1, 1)))
         assert group.rewards == [None, None]
-        assert "reward_functions:fails" in group.rollouts[0].failure
+        assert "reward_functions:raise_key_error" in group.rollouts[0].failure
         assert server.core.load.num_sessions == 0
