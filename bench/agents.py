@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import earlier_runs, machine, write_runs
+from machine import machine, read_earlier_runs, write_runs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dev"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -52,7 +52,7 @@ def main() -> int:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
-    rows = {run["agent"]: run for run in earlier_runs(RESULTS)}
+    rows = {run["agent"]: run for run in read_earlier_runs(RESULTS)}
     is_exact = True
     for agent in chosen.only:
         load_average, started_s = os.getloadavg()[0], time.perf_counter()

@@ -43,7 +43,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from machine import earlier_runs, machine, write_runs
+from machine import machine, read_earlier_runs, write_runs
 
 from ludus.proto.config import NetworkModel, NetworkPpoConfig, NetworkRun, load_run_config
 from ludus.proto.runs import SUMMARY_FILE, Resume, Summary
@@ -138,15 +138,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
     chosen = parser.parse_args()
-    rows = {row.key: row for row in _earlier_rows()}
+    rows = {row.key: row for row in _read_earlier_rows()}
     new_rows: list[Row] = []
     for part in chosen.only:
         for row in _measure(part, chosen.seeds):
             rows[row.key] = row
             new_rows.append(row)
-            print(_line(row), flush=True)
+            print(_format_line(row), flush=True)
             _write(list(rows.values()))
-    comparison = _comparison(list(rows.values()))
+    comparison = _make_comparison(list(rows.values()))
     if "cartpole" in chosen.only and comparison is not None:
         print(
             f"cartpole: {comparison['training_s']:.2f} of stable-baselines3's seconds of training, "
@@ -247,7 +247,7 @@ def _request(process: subprocess.Popen[str], task: dict[str, Any]) -> dict[str, 
 def _example(part: str, case: Case, seed: int) -> Row:
     """Train an example with the command line and return its row."""
     load, start_usage = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN)
-    overrides = [*_overrides(part, seed), *case.overrides]
+    overrides = [*_make_overrides(part, seed), *case.overrides]
     settings = [word for override in overrides for word in ("--set", override)]
     ludus = Path(sys.executable).parent / "ludus"
     start_s = time.perf_counter()
@@ -329,17 +329,17 @@ def _file(example: str) -> Path:
     return ROOT / "examples" / example / "ppo.toml"
 
 
-def _overrides(part: str, seed: int) -> list[str]:
+def _make_overrides(part: str, seed: int) -> list[str]:
     return [f"name=bench-classic-{part}-{seed}", f"output_dir={RUNS}", f"seed={seed}"]
 
 
 def _load_run(part: str, seed: int) -> NetworkRun:
-    run = load_run_config(_file(part), _overrides(part, seed))
+    run = load_run_config(_file(part), _make_overrides(part, seed))
     assert isinstance(run, NetworkRun)
     return run
 
 
-def _line(row: Row) -> str:
+def _format_line(row: Row) -> str:
     head = f"{row.part:<14}{row.trainer:<19}seed {row.seed}  "
     if row.error:
         return f"{head}FAILED: {row.error}"
@@ -350,7 +350,7 @@ def _line(row: Row) -> str:
     )
 
 
-def _comparison(rows: Sequence[Row]) -> dict[str, float] | None:
+def _make_comparison(rows: Sequence[Row]) -> dict[str, float] | None:
     """Return the ratios of Ludus's median times to stable-baselines3's, by kind of time."""
     ratios = {}
     for kind in ("training_s", "total_s", "core_s"):
@@ -369,7 +369,7 @@ def _comparison(rows: Sequence[Row]) -> dict[str, float] | None:
     return ratios
 
 
-def _medians(rows: Sequence[Row]) -> list[dict[str, object]]:
+def _compute_medians(rows: Sequence[Row]) -> list[dict[str, object]]:
     names = dict.fromkeys((row.part, row.trainer) for row in rows)
     medians: list[dict[str, object]] = []
     for name in names:
@@ -396,14 +396,14 @@ def _write(rows: list[Row]) -> None:
         "make bench-classic",
         [asdict(row) for row in rows],
         stable_baselines3=STABLE_BASELINES,
-        cartpole_ludus_over_stable_baselines3=_comparison(rows),
-        medians=_medians(rows),
+        cartpole_ludus_over_stable_baselines3=_make_comparison(rows),
+        medians=_compute_medians(rows),
     )
 
 
-def _earlier_rows() -> list[Row]:
+def _read_earlier_rows() -> list[Row]:
     """Return the rows of earlier calls on this machine, because times are compared."""
-    return [Row(**run) for run in earlier_runs(RESULTS) if run["machine"] == machine()]
+    return [Row(**run) for run in read_earlier_runs(RESULTS) if run["machine"] == machine()]
 
 
 if __name__ == "__main__":

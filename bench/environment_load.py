@@ -132,7 +132,7 @@ async def run_opens(arguments: argparse.Namespace) -> None:
 
         numbers = iter(range(arguments.number))  # shared by all openers
         await asyncio.gather(*(opener(numbers) for _ in range(arguments.in_flight)))
-        _print_line(_percentiles(durations_s))
+        _print_line(_compute_percentiles(durations_s))
 
 
 async def run_hold(arguments: argparse.Namespace) -> None:
@@ -166,7 +166,7 @@ async def run_latency(arguments: argparse.Namespace) -> None:
             result = await player.take_action()
             if result.step_index:
                 durations_s.append(time.perf_counter() - start_s)
-        _print_line(_percentiles(durations_s))
+        _print_line(_compute_percentiles(durations_s))
 
 
 async def answer_windows(play: Callable[[float, Counts], Awaitable[None]]) -> None:
@@ -187,7 +187,7 @@ async def answer_windows(play: Callable[[float, Counts], Awaitable[None]]) -> No
         )
 
 
-def _percentiles(durations_s: list[float]) -> dict[str, float]:
+def _compute_percentiles(durations_s: list[float]) -> dict[str, float]:
     cuts = statistics.quantiles(durations_s, n=100)
     return {"number": len(durations_s), "p50_ms": cuts[49] * 1000, "p99_ms": cuts[98] * 1000}
 

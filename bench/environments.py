@@ -110,7 +110,9 @@ def running(command: Sequence[str], core: int, **options: Any) -> Iterator[subpr
 
 
 @contextlib.contextmanager
-def ludus_server(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+def run_ludus_server(
+    folder: Path, *arguments: str
+) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """Start a Ludus server; yield its process and its HTTP and gRPC addresses."""
     ready_file = folder / f"ready-{time.monotonic_ns()}.json"
     command = [sys.executable, "-m", "openspiel_env.server.app", "--game", "blackjack"]
@@ -131,16 +133,16 @@ def listening(command: Sequence[str], port: int, core: int) -> Iterator[subproce
 
 
 @contextlib.contextmanager
-def all_servers(get_upstream_python: Path, with_gateway: bool) -> Iterator[Servers]:
+def run_all_servers(upstream_python: Path, with_gateway: bool) -> Iterator[Servers]:
     """Start all measured servers; idle servers use no processor time."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = _free_port()
         program = str(UPSTREAM / "blackjack_server.py")
-        upstream_command = [str(get_upstream_python), "-I", program, str(port)]
+        upstream_command = [str(upstream_python), "-I", program, str(port)]
         upstream = stack.enter_context(listening(upstream_command, port, SERVER_CORE))
-        ludus, http, grpc = stack.enter_context(ludus_server(folder))
-        _, _, isolated = stack.enter_context(ludus_server(folder, "--isolation", "process"))
+        ludus, http, grpc = stack.enter_context(run_ludus_server(folder))
+        _, _, isolated = stack.enter_context(run_ludus_server(folder, "--isolation", "process"))
         gateway_grpc = stack.enter_context(gateway_to(grpc)) if with_gateway else ""
         yield Servers(
             upstream, f"http://127.0.0.1:{port}", ludus, http, grpc, isolated, gateway_grpc
@@ -179,7 +181,7 @@ def _wait_until(condition: Any, process: subprocess.Popen[str], name: str) -> No
         time.sleep(0.05)
 
 
-def cpu_seconds(process: subprocess.Popen[str] | None) -> float:
+def measure_cpu_seconds(process: subprocess.Popen[str] | None) -> float:
     """Return the processor time of a process, in seconds."""
     if process is None:
         return 0.0
@@ -190,27 +192,27 @@ def cpu_seconds(process: subprocess.Popen[str] | None) -> float:
 # -- what is measured ------------------------------------------------------------------------
 
 
-def contenders(servers: Servers, get_upstream_python: Path) -> list[Contender]:
+def make_contenders(servers: Servers, upstream_python: Path) -> list[Contender]:
     """Return the contenders in the order in which they alternate."""
     ludus, grpc = servers.ludus, servers.grpc
     rows = [
         Contender(
             "base",
             "OpenEnv's server, OpenEnv's client",
-            upstream_client(get_upstream_python, servers.upstream_http, "together"),
+            make_upstream_client(upstream_python, servers.upstream_http, "together"),
             servers.upstream,
         ),
         Contender(
             "base_as_trl_drives_it",
             "OpenEnv's server, its client as TRL drives it",
-            upstream_client(get_upstream_python, servers.upstream_http, "in-turn"),
+            make_upstream_client(upstream_python, servers.upstream_http, "in-turn"),
             servers.upstream,
         ),
         Contender("training", "our rollout worker's own code", [*TRAINING_LOAD, grpc], ludus),
         Contender(
             "websocket_upstream_client",
             "our WebSocket, OpenEnv's client",
-            upstream_client(get_upstream_python, servers.http, "together"),
+            make_upstream_client(upstream_python, servers.http, "together"),
             ludus,
         ),
         Contender(
@@ -233,7 +235,7 @@ def contenders(servers: Servers, get_upstream_python: Path) -> list[Contender]:
     return rows
 
 
-def upstream_client(python: Path, address: str, mode: str) -> list[str]:
+def make_upstream_client(python: Path, address: str, mode: str) -> list[str]:
     """Return the command of OpenEnv's client."""
     program = str(UPSTREAM / "blackjack_client.py")
     return [str(python), "-I", program, address, str(NUM_SESSIONS), mode]
@@ -263,9 +265,9 @@ def _play(load: subprocess.Popen[str], window_s: float) -> dict[str, float]:
 
 
 def _sample(row: Contender, load: subprocess.Popen[str], window_s: float) -> dict[str, float]:
-    start_cpu_s = cpu_seconds(row.server)
+    start_cpu_s = measure_cpu_seconds(row.server)
     output = _play(load, window_s)
-    server_cpu_s = cpu_seconds(row.server) - start_cpu_s
+    server_cpu_s = measure_cpu_seconds(row.server) - start_cpu_s
     return {
         **output,
         "server_cpu_s": server_cpu_s,
@@ -378,10 +380,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.cpu_count() == 1:
         sys.exit("the benchmark needs two cores, one for servers and one for clients; got one")
-    get_upstream_python = install_upstream(OPENENV, extra=[OPENSPIEL])
+    upstream_python = install_upstream(OPENENV, extra=[OPENSPIEL])
     initial_machine = machine()
-    with all_servers(get_upstream_python, not arguments.no_gateway) as servers:
-        rows = contenders(servers, get_upstream_python)
+    with run_all_servers(upstream_python, not arguments.no_gateway) as servers:
+        rows = make_contenders(servers, upstream_python)
         measure(rows, arguments.rounds, arguments.window_s)
         singles = measure_singles(servers)
     report(rows, singles)

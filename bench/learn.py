@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from machine import earlier_runs, machine, write_runs
+from machine import machine, read_earlier_runs, write_runs
 
 from ludus.env.evaluation import wilson_interval
 from ludus.proto.runs import SUMMARY_FILE, EnvironmentResult, EvalReport, Summary
@@ -90,7 +90,7 @@ class Case:
     """Result of the best policy that ignores observations. A negative control must not beat it."""
 
 
-def _control(
+def _make_control(
     example: str, targets: dict[str, Target], blind: Callable[[EnvironmentResult], float]
 ) -> Case:
     """Return the example with shuffled rewards, which must not beat a blind policy."""
@@ -119,10 +119,10 @@ CASES: dict[str, Case] = {
         },
     ),
     "agents": Case("agents/tiny.toml", _BOXES),
-    "agents_shuffled_rewards": _control("agents/tiny.toml", _BOXES, lambda _: ONE_LOOK),
+    "agents_shuffled_rewards": _make_control("agents/tiny.toml", _BOXES, lambda _: ONE_LOOK),
     "coding": Case("coding/tiny.toml", _CODING),
-    "coding_shuffled_rewards": _control("coding/tiny.toml", _CODING, lambda _: ONE_PROGRAM),
-    "blackjack_shuffled_rewards": _control(
+    "coding_shuffled_rewards": _make_control("coding/tiny.toml", _CODING, lambda _: ONE_PROGRAM),
+    "blackjack_shuffled_rewards": _make_control(
         "blackjack/tiny.toml", _BLACKJACK, lambda result: share_closed_blind(result)
     ),
 }
@@ -159,7 +159,7 @@ class Row:
 def main() -> int:
     """Return the exit code: 1 if a run of this call failed or missed its target."""
     chosen = _parse()
-    rows = _earlier_rows()
+    rows = _read_earlier_rows()
     new_rows: list[Row] = []
     for name in chosen.only:
         for seed in chosen.seeds:
@@ -167,7 +167,7 @@ def main() -> int:
             new_rows += run_rows
             rows = [row for row in rows if row.run_key != (name, seed)] + run_rows
             for row in run_rows:
-                print(_line(row), flush=True)
+                print(_format_line(row), flush=True)
             _write(rows)
     _print_medians(rows)
     return 0 if all(row.passed for row in new_rows) else 1
@@ -264,7 +264,7 @@ def _make_failed_row(
     )
 
 
-def _line(row: Row) -> str:
+def _format_line(row: Row) -> str:
     head = f"{row.case:<28}seed {row.seed}  {row.environment:<12}{row.metric:<11}"
     if row.value is None or row.ci95 is None:
         return f"{head}FAILED: {row.error}"
@@ -278,7 +278,7 @@ def _line(row: Row) -> str:
 
 def _print_medians(rows: Sequence[Row]) -> None:
     print()
-    for median in _medians(rows):
+    for median in _compute_medians(rows):
         print(
             f"{median['case']:<28}{median['environment']:<12}{median['metric']:<11}median "
             f"{median['value']:.3f}  {median['training_s']:.0f} s  {median['num_passed']} of "
@@ -286,7 +286,7 @@ def _print_medians(rows: Sequence[Row]) -> None:
         )
 
 
-def _medians(rows: Sequence[Row]) -> list[dict[str, object]]:
+def _compute_medians(rows: Sequence[Row]) -> list[dict[str, object]]:
     """Return an entry for each measured case and environment."""
     measured: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
@@ -309,14 +309,14 @@ def _write(rows: Sequence[Row]) -> None:
     order = list(CASES)
     rows = sorted(rows, key=lambda row: (order.index(row.case), row.environment, row.seed))
     runs = [{**asdict(row), "made_of": _describe_example(row.case)} for row in rows]
-    write_runs(RESULTS, "make learn-examples", runs, medians=_medians(rows))
+    write_runs(RESULTS, "make learn-examples", runs, medians=_compute_medians(rows))
 
 
-def _earlier_rows() -> list[Row]:
+def _read_earlier_rows() -> list[Row]:
     """Return the rows of earlier calls with the same packages and examples."""
     return [
         Row(**{**run, "ci95": run["ci95"] and tuple(run["ci95"])})
-        for run in earlier_runs(RESULTS)
+        for run in read_earlier_runs(RESULTS)
         if run.pop("made_of") == _describe_example(run["case"])
     ]
 

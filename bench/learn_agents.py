@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import earlier_runs, machine, write_runs
+from machine import machine, read_earlier_runs, write_runs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dev"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -88,7 +88,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
     chosen = parser.parse_args()
-    rows = _earlier_rows()
+    rows = _read_earlier_rows()
     passed = True
     for case in chosen.only:
         for seed in chosen.seeds:
@@ -96,7 +96,7 @@ def main() -> int:
             passed &= row.passed
             rows = [old for old in rows if (old["case"], old["seed"]) != (case, seed)]
             rows.append({**asdict(row), "made_of": _hash_files(case)})
-            print(_line(row), flush=True)
+            print(_format_line(row), flush=True)
             _write(rows)
     return 0 if passed else 1
 
@@ -125,7 +125,7 @@ def _run(case: str, seed: int) -> Row:
     return Row(
         case=case,
         seed=seed,
-        curve=_curve(folder / METRICS_FILE),
+        curve=_read_curve(folder / METRICS_FILE),
         win_rate=policy.win_rate,
         ci95=policy.win_rate_ci95,
         num_games_judged=policy.num_games,
@@ -136,7 +136,7 @@ def _run(case: str, seed: int) -> Row:
     )
 
 
-def _curve(metrics: Path) -> list[Point]:
+def _read_curve(metrics: Path) -> list[Point]:
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [
         Point(row["step"], row["num_games_trained"], row["values"]["win_rate"])
@@ -145,7 +145,7 @@ def _curve(metrics: Path) -> list[Point]:
     ]
 
 
-def _line(row: Row) -> str:
+def _format_line(row: Row) -> str:
     head = f"{row.case:<20}seed {row.seed}  "
     if row.win_rate is None or row.ci95 is None:
         return f"{head}FAILED: {row.error}"
@@ -164,9 +164,9 @@ def _write(rows: Sequence[dict[str, Any]]) -> None:
     write_runs(RESULTS, "make learn-agents", runs)
 
 
-def _earlier_rows() -> list[dict[str, Any]]:
+def _read_earlier_rows() -> list[dict[str, Any]]:
     """Return the rows of earlier calls with the same packages and example."""
-    return [run for run in earlier_runs(RESULTS) if run["made_of"] == _hash_files(run["case"])]
+    return [run for run in read_earlier_runs(RESULTS) if run["made_of"] == _hash_files(run["case"])]
 
 
 def _hash_files(case: str) -> dict[str, str]:

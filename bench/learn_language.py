@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 from answers import Answer, Sampler
-from machine import earlier_runs, machine, write_runs
+from machine import machine, read_earlier_runs, write_runs
 
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.runs import CONFIG_FILE, SUMMARY_FILE, Summary
@@ -264,14 +264,14 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    rows = _earlier_rows()
+    rows = _read_earlier_rows()
     all_passed = True
     for name in chosen.only:
         for seed in chosen.seeds:
             row = _row(name, seed)
             all_passed &= row.passed
             rows = [old for old in rows if (old.case, old.seed) != (name, seed)] + [row]
-            print(_line(row), flush=True)
+            print(_format_line(row), flush=True)
             _write(rows)
     return 0 if all_passed else 1
 
@@ -284,7 +284,7 @@ def _row(name: str, seed: int) -> Row:
         return Row(name, seed, {}, "", 0.0, os.getloadavg()[0], passed=False, error=message)
 
 
-def _line(row: Row) -> str:
+def _format_line(row: Row) -> str:
     values = "  ".join(f"{name} {value:.3f}" for name, value in row.values.items())
     verdict = "ok" if row.passed else f"MISSED {row.error}"
     return (
@@ -299,9 +299,9 @@ def _write(rows: Sequence[Row]) -> None:
     write_runs(RESULTS, "make learn-language", [asdict(row) for row in rows])
 
 
-def _earlier_rows() -> list[Row]:
+def _read_earlier_rows() -> list[Row]:
     """Return the rows of earlier calls with the same packages."""
-    return [Row(**run) for run in earlier_runs(RESULTS)]
+    return [Row(**run) for run in read_earlier_runs(RESULTS)]
 
 
 if __name__ == "__main__":

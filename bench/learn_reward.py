@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from machine import earlier_runs, machine, write_runs
+from machine import machine, read_earlier_runs, write_runs
 
 from ludus.proto.reward_models import METRICS_FILE, RewardModelMetrics
 
@@ -69,14 +69,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
     chosen = parser.parse_args()
-    rows = _earlier_rows()
+    rows = _read_earlier_rows()
     new_rows: list[Row] = []
     for case in chosen.only:
         for seed in chosen.seeds:
             row = _run(case, seed)
             new_rows.append(row)
             rows = [old for old in rows if (old.case, old.seed) != (case, seed)] + [row]
-            print(_line(row), flush=True)
+            print(_format_line(row), flush=True)
             _write(rows)
     return 0 if all(row.passed for row in new_rows) else 1
 
@@ -139,7 +139,7 @@ def _call(command: Sequence[str]) -> None:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
 
 
-def _line(row: Row) -> str:
+def _format_line(row: Row) -> str:
     head = f"{row.case:<22}seed {row.seed}  "
     if row.error:
         return f"{head}FAILED: {row.error}"
@@ -149,7 +149,7 @@ def _line(row: Row) -> str:
     return f"{head}{values}  {verdict}  {times}, load {row.load_average:.1f}"
 
 
-def _medians(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+def _compute_medians(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """Return the median of each metric over the seeds, by case."""
     measured = [row for row in rows if row.values]
     return {
@@ -165,12 +165,12 @@ def _medians(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 def _write(rows: Sequence[Row]) -> None:
     rows = sorted(rows, key=lambda row: (CASES.index(row.case), row.seed))
     runs = [asdict(row) for row in rows]
-    write_runs(RESULTS, "make learn-reward", runs, medians=_medians(rows))
+    write_runs(RESULTS, "make learn-reward", runs, medians=_compute_medians(rows))
 
 
-def _earlier_rows() -> list[Row]:
+def _read_earlier_rows() -> list[Row]:
     """Return the rows of earlier calls with the same packages."""
-    runs = earlier_runs(RESULTS)
+    runs = read_earlier_runs(RESULTS)
     return [Row(**{**run, "num_comparisons": tuple(run["num_comparisons"])}) for run in runs]
 
 

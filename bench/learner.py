@@ -183,7 +183,7 @@ def with_advantage(sample: TrainingSample, advantage: float) -> TrainingSample:
     )
 
 
-def random_samples(vocab_size: int) -> list[TrainingSample]:
+def make_random_samples(vocab_size: int) -> list[TrainingSample]:
     """Return sequences of 25 to 60 random tokens, of which every fifth counts as sampled."""
     draw = random.Random(0)
     samples = []
@@ -246,7 +246,7 @@ def main() -> None:
     )
     chat = ChatTokenizer(tokenizer)
     played = [with_advantage(tokenize_conversation(chat, game), reward) for game, reward in games]
-    batches = {"blackjack": played, "random": random_samples(len(tokenizer))}
+    batches = {"blackjack": played, "random": make_random_samples(len(tokenizer))}
     rows = []
     for model in sys.argv[1:] or MODELS:
         config = run.model.model_copy(update=MODELS[model])

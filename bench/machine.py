@@ -15,7 +15,7 @@ def setting() -> dict[str, object]:
     """Return the machine and the package versions that influence a result."""
     return {
         "machine": {
-            "cpu": _cpu_model(),
+            "cpu": _read_cpu_model(),
             "num_cores": len(os.sched_getaffinity(0)),
             "system": platform.platform(),
             "python": platform.python_version(),
@@ -26,10 +26,10 @@ def setting() -> dict[str, object]:
 
 def machine() -> str:
     """Return a short description of this machine, such as "AMD EPYC, 2 cores"."""
-    return f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
+    return f"{_read_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
 
 
-def earlier_runs(results: Path) -> list[dict[str, Any]]:
+def read_earlier_runs(results: Path) -> list[dict[str, Any]]:
     """Return the runs in a file of results that used the current package versions.
 
     The learning result of a run does not depend on the machine, and each run names the machine of
@@ -47,7 +47,7 @@ def write_runs(results: Path, command: str, runs: list[dict[str, Any]], **fields
     results.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _cpu_model() -> str:
+def _read_cpu_model() -> str:
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -198,7 +198,7 @@ def _run(folder: Path, max_staleness: int) -> _Means:
         process.wait()
     if process.returncode:
         raise RuntimeError(f"{name} exited with code {process.returncode}")
-    return _means(folder / name, samples)
+    return _compute_means(folder / name, samples)
 
 
 def _sample(run_path: Path) -> _Busy:
@@ -230,7 +230,7 @@ def _pin(process: Path, core: int) -> float:
     return 0.0
 
 
-def _means(run_path: Path, samples: Sequence[_Busy]) -> _Means:
+def _compute_means(run_path: Path, samples: Sequence[_Busy]) -> _Means:
     rows = read_metrics(run_path)
     trained = [row for row in rows if row.kind == "train"]
     steps = trained[NUM_WARM_STEPS:]

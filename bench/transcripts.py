@@ -91,7 +91,7 @@ def time_writing(worker: Any) -> None:
     rollout_worker.count_transcripts = TimedFunction(rollout_worker.count_transcripts)
 
 
-def writing_seconds(worker: Any) -> float:
+def measure_writing_seconds(worker: Any) -> float:
     """Return the seconds of writing since `time_writing`."""
     from ludus.trainer.actors import rollout_worker
     from ludus.trainer.rollout import group
@@ -118,7 +118,7 @@ async def run(name: str, num_steps: int, folder: Path) -> Row:
         async for step in steps:
             if step.number == num_steps:  # the workers still exist while the loop waits
                 took_s = time.perf_counter() - start_s
-                calls = [worker.__ray_call__.remote(writing_seconds) for worker in workers]
+                calls = [worker.__ray_call__.remote(measure_writing_seconds) for worker in workers]
                 written_s = sum(await asyncio.gather(*calls))
         await trainer.train()
     num_timed = num_steps - NUM_WARM_STEPS

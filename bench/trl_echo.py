@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from machine import earlier_runs, machine, write_runs
+from machine import machine, read_earlier_runs, write_runs
 
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import read_metrics
@@ -35,7 +35,7 @@ MAX_SECONDS = 60.0
 BATCH = 32
 
 
-def highest_reward(run: Path) -> float:
+def compute_highest_reward(run: Path) -> float:
     """Return the highest reward that a completion of the run can have."""
     tokenizer = load_tokenizer(str(run / "initial_model"))
     texts = tokenizer.batch_decode([[n] for n in range(len(tokenizer))], skip_special_tokens=True)
@@ -51,7 +51,7 @@ def measure(seed: int, *, shuffled: bool) -> dict[str, Any]:
     subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
     rows = [row for row in read_metrics(run) if row.kind == "train"]
     rewards = [row.values[TrainMetric.REWARD_MEAN] for row in rows]
-    target_reward = SHARE * highest_reward(run)
+    target_reward = SHARE * compute_highest_reward(run)
     reached = [row for row, reward in zip(rows, rewards, strict=True) if reward >= target_reward]
     error = 1.96 * rows[0].values[TrainMetric.REWARD_STD] / math.sqrt(BATCH)
     start = (rewards[0] - error, rewards[0] + error)
@@ -63,7 +63,7 @@ def measure(seed: int, *, shuffled: bool) -> dict[str, Any]:
     return {
         "seed": seed,
         "shuffled": shuffled,
-        "most": highest_reward(run),
+        "most": compute_highest_reward(run),
         "wanted": target_reward,
         "step": reached[0].step if reached else None,
         "seconds": seconds,
@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", choices=["learns", "shuffled"])
     args = parser.parse_args()
-    rows = {(row["seed"], row["shuffled"]): row for row in earlier_runs(RESULTS)}
+    rows = {(row["seed"], row["shuffled"]): row for row in read_earlier_runs(RESULTS)}
     passed = True
     for seed in args.seeds:
         for shuffled in (False, True):

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from machine import earlier_runs, machine, write_runs
+from machine import machine, read_earlier_runs, write_runs
 from speedup import (
     ROOT,
     TRL_ROUNDS,
@@ -96,11 +96,11 @@ def measure(seed: int, folder: Path, num_rounds: int) -> dict[str, Any]:
         "seconds_to_goal": {name: course.seconds_to_goal for name, course in courses.items()},
         "seconds_in_all": {name: course.points[-1][0] for name, course in courses.items()},
         "won_at_the_end": {name: course.points[-1][1] for name, course in courses.items()},
-        "ratio": _ratio(courses),
+        "ratio": _compute_ratio(courses),
     }
 
 
-def _ratio(courses: dict[str, Course]) -> float:
+def _compute_ratio(courses: dict[str, Course]) -> float:
     """Return the ratio of the seconds to the goal, or of all seconds if a variant missed it."""
     local, remote = courses["in_process"], courses["websocket"]
     if local.seconds_to_goal and remote.seconds_to_goal:
@@ -117,7 +117,7 @@ def main() -> int:
         "--rounds", type=int, default=TRL_ROUNDS, help="maximum rounds of 512 games"
     )
     args = parser.parse_args()
-    rows = {row["seed"]: row for row in earlier_runs(RESULTS)}
+    rows = {row["seed"]: row for row in read_earlier_runs(RESULTS)}
     for seed in args.seeds:
         rows[seed] = measure(seed, args.folder, args.rounds)
         print(json.dumps(rows[seed]), flush=True)

@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    _, state = two_versions("float32", 1e-3)
+    _, state = make_two_versions("float32", 1e-3)
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     copies = [time_call(lambda: {n: t.clone() for n, t in state.items()}) for _ in range(9)]
     copy_s = statistics.median(copies)
@@ -89,7 +89,7 @@ def store_result(name: str, state: State, num_samples: int, copy_s: float) -> di
 
 def delta_result(dtype: str, learning_rate: float, num_samples: int) -> dict[str, Any]:
     """Return the size of a delta relative to a full version, and its seconds."""
-    first, second = two_versions(dtype, learning_rate)
+    first, second = make_two_versions(dtype, learning_rate)
     with tempfile.TemporaryDirectory() as folder:
         config = FolderWeightStore(path=folder, full_every=1000)
         samples = []
@@ -133,7 +133,7 @@ def transfer(
     return time_call(publish), time_call(lambda: worker.fetch(published[0]))
 
 
-def two_versions(dtype: str, learning_rate: float) -> tuple[State, State]:
+def make_two_versions(dtype: str, learning_rate: float) -> tuple[State, State]:
     """Return the weights before and after an AdamW step, as published; about 50 MB each."""
     torch.manual_seed(0)
     width = 512 if dtype == "float32" else 768

@@ -75,7 +75,7 @@ def make_config(function: str, environment: Any = (), **rollout: Any) -> Any:
                 "package": "openspiel_env",
                 "options": {"game": "blackjack"},
                 "rollout": f"trl:tests.compat.trl_functions:{function}",
-                "rewards": [{"function": "tests.compat.trl_functions:length_reward"}],
+                "rewards": [{"function": "tests.compat.trl_functions:compute_length_reward"}],
                 **dict(environment),
             },
             "rollout": {
@@ -184,7 +184,7 @@ async def test_all_sampled_tokens_are_trained_on_with_the_engines_logprobs(
 
 
 async def test_environment_tokens_are_not_trained_on(start_worker: Any) -> None:
-    groups = await play_groups(start_worker, "two_completions")
+    groups = await play_groups(start_worker, "sample_two_completions")
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         [sequence] = rollout.sequences
         assert rollout.reward == 3.0
@@ -195,7 +195,7 @@ async def test_environment_tokens_are_not_trained_on(start_worker: Any) -> None:
 
 
 async def test_rows_have_transcripts(start_worker: Any) -> None:
-    groups = await play_groups(start_worker, "two_completions")
+    groups = await play_groups(start_worker, "sample_two_completions")
     assert [len(group.transcripts) for group in groups] == [2, 0]
     first_turn, second_turn = groups[0].transcripts[0].turns
     assert [message.role for message in first_turn.shown] == ["user"]
@@ -238,14 +238,17 @@ async def test_rewards_are_computed_once_for_all_groups_of_a_call(start_worker: 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("without_logprobs", "without ['logprobs']"),
-        ("raises", "raised ZeroDivisionError: no luck (in raises, trl_functions.py"),
-        ("exits", "raised SystemExit: 3 (in exits, trl_functions.py"),
-        ("reads_model", "trainer.model is not available"),
-        ("invented_logprobs", "is -0.0010, but the engine's log-prob"),
-        ("changed_tokens", "row 0 (prompt 0, completion 0): the log-prob of completion token"),
+        ("omit_logprobs", "without ['logprobs']"),
         (
-            "another_temperature",
+            "raise_error",
+            "raised ZeroDivisionError: division failed (in raise_error, trl_functions.py",
+        ),
+        ("exit_process", "raised SystemExit: 3 (in exit_process, trl_functions.py"),
+        ("read_model", "trainer.model is not available"),
+        ("invent_logprobs", "is -0.0010, but the engine's log-prob"),
+        ("change_tokens", "row 0 (prompt 0, completion 0): the log-prob of completion token"),
+        (
+            "change_temperature",
             "was sampled with temperature = 0.5, but the run trains with temperature = 1",
         ),
     ],
@@ -257,7 +260,7 @@ async def test_invalid_rollout_function_fails_all_groups_of_the_call(
 
 
 async def test_slow_rollout_function_fails_all_groups_of_the_call(start_worker: Any) -> None:
-    failure = await find_failure(start_worker, "slow", group_timeout_s=0.2)
+    failure = await find_failure(start_worker, "respond_slowly", group_timeout_s=0.2)
     assert "did not return within rollout.group_timeout_s = 0.2 s" in failure
 
 

@@ -52,7 +52,7 @@ def complete_by_call(prompts: list[str], trainer: Any) -> Columns:
     return {**columns, "length": [float(len(output["text"])) for output in outputs]}
 
 
-def two_completions(prompts: list[str], trainer: Any) -> Columns:
+def sample_two_completions(prompts: list[str], trainer: Any) -> Columns:
     """Sample two completions for each episode, with one environment token between them."""
     overrides = {"max_tokens": 2}
     first_outputs = generate_rollout_completions(trainer, prompts, generation_overrides=overrides)
@@ -70,20 +70,20 @@ def two_completions(prompts: list[str], trainer: Any) -> Columns:
     }
 
 
-def without_logprobs(prompts: list[str], trainer: Any) -> Columns:
+def omit_logprobs(prompts: list[str], trainer: Any) -> Columns:
     """Sample one completion for each prompt and return columns without log-probs."""
     outputs = generate_rollout_completions(trainer, prompts)
     return {key: [output[key] for output in outputs] for key in ("prompt_ids", "completion_ids")}
 
 
-def invented_logprobs(prompts: list[str], trainer: Any) -> Columns:
+def invent_logprobs(prompts: list[str], trainer: Any) -> Columns:
     """Sample completions and replace the last log-prob of one row."""
     columns = complete_by_call(prompts, trainer)
     columns["logprobs"][3] = [*columns["logprobs"][3][:-1], -1e-3]
     return columns
 
 
-def changed_tokens(prompts: list[str], trainer: Any) -> Columns:
+def change_tokens(prompts: list[str], trainer: Any) -> Columns:
     """Sample completions and replace one token of the first row, but not its log-prob."""
     columns = complete_by_call(prompts, trainer)
     ids = columns["completion_ids"][0]
@@ -91,7 +91,7 @@ def changed_tokens(prompts: list[str], trainer: Any) -> Columns:
     return columns
 
 
-def another_temperature(prompts: list[str], trainer: Any) -> Columns:
+def change_temperature(prompts: list[str], trainer: Any) -> Columns:
     """Sample at a temperature different from the run's."""
     outputs = generate_rollout_completions(
         trainer, prompts, generation_overrides={"temperature": 0.5}
@@ -99,26 +99,26 @@ def another_temperature(prompts: list[str], trainer: Any) -> Columns:
     return {key: [output[key] for output in outputs] for key in outputs[0]}
 
 
-def exits(prompts: list[str], args: Any, processing_class: Any) -> Columns:
+def exit_process(prompts: list[str], args: Any, processing_class: Any) -> Columns:
     raise SystemExit(3)
 
 
-def raises(prompts: list[str], args: Any, processing_class: Any) -> Columns:
-    raise ZeroDivisionError("no luck")
+def raise_error(prompts: list[str], args: Any, processing_class: Any) -> Columns:
+    raise ZeroDivisionError("division failed")
 
 
-def reads_model(prompts: list[str], trainer: Any) -> Columns:
+def read_model(prompts: list[str], trainer: Any) -> Columns:
     """Read an attribute that the trainer does not have."""
     return trainer.model(prompts)
 
 
-def slow(prompts: list[str], trainer: Any) -> Columns:
+def respond_slowly(prompts: list[str], trainer: Any) -> Columns:
     """Sleep past the time limit, then sample completions."""
     time.sleep(0.5)
     return complete_by_call(prompts, trainer)
 
 
-def length_reward(completions: Any, length: list[float], **columns: Any) -> list[float]:
+def compute_length_reward(completions: Any, length: list[float], **columns: Any) -> list[float]:
     """Return the `length` column of the rollout function as rewards."""
     CALLS.append({"completions": completions, **columns})
     return length
