@@ -273,7 +273,7 @@ class Learner:
         language_model = load_language_model(self._model_path)
         if self._lora_config is not None:
             lora.add_adapters(language_model, self._lora_config)
-        # With dropout, the learner would train a different policy than the sampler plays.
+        # Dropout would make the learner a different policy than the sampler.
         policy = PolicyModel(language_model, has_value_head=has_value_head).eval()
         offloads = offloads_parameters and self._device.type != "cpu"
         return prepare_model(
