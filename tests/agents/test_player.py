@@ -86,6 +86,7 @@ async def play_episode(
     return (await play_group(client, chat, function, **fields)).rollouts[0]
 
 
+@pytest.mark.slow
 async def test_agent_result_is_played_and_sampled_tokens_are_recorded(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
@@ -101,6 +102,7 @@ async def test_agent_result_is_played_and_sampled_tokens_are_recorded(
     assert turn.action == {"text": "STAND"}
 
 
+@pytest.mark.slow
 async def test_agent_fields_reach_reward_functions_and_agent_reward_counts(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
@@ -120,6 +122,7 @@ async def test_agent_fields_reach_reward_functions_and_agent_reward_counts(
     assert agent_rewarded_rollout.reward == (plain_rollout.reward or 0) + 0.25
 
 
+@pytest.mark.slow
 async def test_agent_can_be_an_asynchronous_callable_object(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
@@ -153,6 +156,7 @@ def record_kind_and_prompts(kind: list[str], prompts: list[Any], **_: Any) -> li
     return [0.0] * len(kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -172,6 +176,7 @@ async def test_failed_agent_voids_the_episode_with_the_reason(
     assert reason in rollout.failure and rollout.has_agent_failed
 
 
+@pytest.mark.slow
 async def test_agent_beyond_the_turn_limit_is_truncated(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
@@ -181,6 +186,7 @@ async def test_agent_beyond_the_turn_limit_is_truncated(
     assert not rollout.has_agent_failed
 
 
+@pytest.mark.slow
 async def test_parallel_requests_are_counted_as_branches(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
@@ -189,6 +195,7 @@ async def test_parallel_requests_are_counted_as_branches(
     assert (len(rollout.sequences), rollout.num_branches) == (3, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "status"),
     [
@@ -205,6 +212,7 @@ async def test_action_is_agent_text_last_policy_message_or_none(
     assert (rollout.reward == 0) == (answer == "none")
 
 
+@pytest.mark.slow
 async def test_agent_calls_environment_tools_and_calls_are_counted(
     chat: ChatTokenizer,
 ) -> None:
@@ -254,6 +262,7 @@ def record_columns(secret: list[str], text: list[str], **_: Any) -> list[float]:
     return [0.0] * len(secret)
 
 
+@pytest.mark.slow
 async def test_service_gets_task_and_key_and_episode_is_lost_if_service_stops(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:

@@ -121,6 +121,7 @@ async def test_agent_seed_determines_sampling_within_an_episode(
     assert not set(seeds[0]) & set(seeds[1])
 
 
+@pytest.mark.slow
 async def test_stripped_reasoning_keeps_training_tokens_exact() -> None:
     chat = make_tiny_chat(keep_thinking=False)
     for seed in range(50):

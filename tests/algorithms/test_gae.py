@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +41,7 @@ def run_gae(
     return gae(rewards, values, mask, terminated, bootstrap_value, gamma, lam)
 
 
+@pytest.mark.slow
 @given(draw_episodes(), DISCOUNT, DISCOUNT, NUMBER | st.none())
 def test_gae_equals_the_defining_sum_over_actions(
     episode: tuple[Tensor, Tensor, Tensor], gamma: float, lam: float, bootstrap: float | None
@@ -55,6 +57,7 @@ def test_gae_equals_the_defining_sum_over_actions(
     assert not advantages[~mask].any()
 
 
+@pytest.mark.slow
 @given(draw_episodes())
 def test_values_of_observation_tokens_have_no_effect(
     episode: tuple[Tensor, Tensor, Tensor],
@@ -99,6 +102,7 @@ def test_advantages_have_no_gradient_and_targets_add_the_values() -> None:
     assert critic_targets(advantages, values.detach(), mask).tolist() == (advantages + 1).tolist()
 
 
+@pytest.mark.slow
 @given(draw_episodes(), DISCOUNT)
 def test_token_returns_are_discounted_sums_of_current_and_later_rewards(
     episode: tuple[Tensor, Tensor, Tensor], gamma: float

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ def draw_reward_groups(draw: st.DrawFn) -> Tensor:
     return torch.tensor(draw(groups), dtype=torch.float64)
 
 
+@pytest.mark.slow
 @given(draw_reward_groups(), BASELINES, SCALES)
 def test_advantages_of_every_group_sum_to_zero(rewards: Tensor, baseline: str, scale: str) -> None:
     advantages = group_advantages(rewards, baseline, scale)
@@ -31,6 +33,7 @@ def test_advantages_of_every_group_sum_to_zero(rewards: Tensor, baseline: str, s
     torch.testing.assert_close(advantages.sum(-1), torch.zeros(len(rewards)).double())
 
 
+@pytest.mark.slow
 @given(draw_reward_groups(), BASELINES, SCALES, st.randoms())
 def test_permuting_a_group_permutes_the_advantages(
     rewards: Tensor, baseline: str, scale: str, random: Random
@@ -49,6 +52,7 @@ def test_groups_are_independent(rewards: Tensor, baseline: str, scale: str) -> N
     torch.testing.assert_close(group_advantages(rewards, baseline, scale), torch.cat(advantages))
 
 
+@pytest.mark.slow
 @given(draw_reward_groups(), BASELINES, SCALES)
 def test_unscored_episodes_do_not_affect_advantages(
     rewards: Tensor, baseline: str, scale: str

@@ -223,6 +223,7 @@ def test_correction_weights_scale_the_gradient_but_are_constants(ragged_batch: R
     torch.testing.assert_close(gradients[ragged_batch.mask], expected[ragged_batch.mask])
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.integers(0, 2**31), st.sampled_from(RATIO_ONE_CONFIGS))
 def test_gradient_at_ratio_one_equals_the_reinforce_gradient(

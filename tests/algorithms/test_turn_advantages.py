@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +49,7 @@ def test_scale_uses_the_returns_at_the_same_turn() -> None:
         torch.testing.assert_close(advantages[..., turn], expected)
 
 
+@pytest.mark.slow
 @given(draw_turn_rewards(), BASELINES)
 def test_single_turn_advantages_equal_group_advantages(rewards: Tensor, baseline: str) -> None:
     column = rewards[..., :1]
@@ -56,6 +58,7 @@ def test_single_turn_advantages_equal_group_advantages(rewards: Tensor, baseline
     )
 
 
+@pytest.mark.slow
 @given(draw_turn_rewards(), st.sampled_from(["mean", "leave_one_out"]), st.floats(0.1, 1))
 def test_group_advantages_sum_to_zero_at_every_turn(
     rewards: Tensor, baseline: str, gamma: float
@@ -67,6 +70,7 @@ def test_group_advantages_sum_to_zero_at_every_turn(
     torch.testing.assert_close(sums, torch.zeros_like(sums), atol=1e-9, rtol=0)
 
 
+@pytest.mark.slow
 @given(draw_turn_rewards(), BASELINES, st.randoms())
 def test_permuting_a_group_permutes_the_turn_advantages(
     rewards: Tensor, baseline: str, random: Random

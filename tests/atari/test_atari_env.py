@@ -135,6 +135,7 @@ def test_only_games_with_an_opponent_report_success() -> None:
     assert (result.truncated, result.terminated, result.success) == (True, False, None)
 
 
+@pytest.mark.slow
 def test_invalid_actions_do_not_change_the_state() -> None:
     environment = make_environment()
     with pytest.raises(EpisodeStateError):
@@ -152,6 +153,7 @@ def test_invalid_actions_do_not_change_the_state() -> None:
     environment.step(AtariAction(action_id=0, game_name="pong", obs_type="rgb"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -195,6 +197,7 @@ def test_facts_contain_positions_and_speeds() -> None:
     assert read_facts("ms_pacman", memory, {}) == {}
 
 
+@pytest.mark.slow
 def test_pong_text_is_rendered_and_parsed() -> None:
     memory = np.zeros(128, np.uint8)
     memory[[49, 54, 51, 50]] = 116, 84, 60, 44
@@ -217,6 +220,7 @@ def test_pong_text_is_rendered_and_parsed() -> None:
     assert rules_environment.text_renderer.parse(response, observation).action_id == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("game", "text"),
     [

@@ -58,11 +58,13 @@ def count_reversals(replicas: list[int]) -> int:
     )
 
 
+@pytest.mark.slow
 def test_chart_settings_match_the_recorded_run() -> None:
     recorded_spec = RECORDED_DATA["scaled_object"]
     assert merge_values(recorded_spec, render_scaled_object(RECORDED_VALUES)) == recorded_spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase_s", range(RECORDED_SYNC_S))
 def test_simulation_matches_the_recorded_run(phase_s: int) -> None:
     real_replicas = [int(count) for count in RECORDING.seconds["replicas"]]
@@ -109,6 +111,7 @@ def test_missed_scrape_does_not_drop_the_queue(tmp_path: Path) -> None:
     run_promtool("test", "rules", path)
 
 
+@pytest.mark.slow
 def test_pods_are_added_immediately_and_removed_after_the_run() -> None:
     players = [0] * 60 + [2048] * 1940 + [0] * 300 + [2048] * 1700 + [0] * 1000
     replicas = make_shipped_fleet(session_s=8).run(players)
@@ -118,6 +121,7 @@ def test_pods_are_added_immediately_and_removed_after_the_run() -> None:
     assert count_reversals(replicas) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_small_load_changes_do_not_change_the_number_of_pods(seed: int) -> None:
     rng = random.Random(seed)
@@ -125,6 +129,7 @@ def test_small_load_changes_do_not_change_the_number_of_pods(seed: int) -> None:
     assert set(make_shipped_fleet(session_s=30).run(players)) == {5}
 
 
+@pytest.mark.slow
 def test_window_shorter_than_sessions_removes_pods_in_use() -> None:
     """Sessions on draining pods are not counted until clients open them again on other pods."""
     pods_by_window = {}

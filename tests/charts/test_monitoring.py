@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from dashboards import render_files
 
 from tests.charts.rendering import render
@@ -9,11 +10,13 @@ from tests.charts.test_rules import RULE_FILES, RULE_GROUPS
 from tests.charts.value_sets import GPU_SET
 
 
+@pytest.mark.slow
 def test_every_rule_is_rendered_unchanged() -> None:
     assert len(RULE_FILES) == 3
     assert render(GPU_SET).find("PrometheusRule")["spec"]["groups"] == RULE_GROUPS
 
 
+@pytest.mark.slow
 def test_every_dashboard_is_rendered_unchanged() -> None:
     config_maps = [
         resource

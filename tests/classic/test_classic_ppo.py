@@ -212,6 +212,7 @@ def test_example_configuration_passes_the_checks(example: str) -> None:
     check(run, resume=Resume.NEVER, overwrite=False)
 
 
+@pytest.mark.slow
 def test_run_writes_summary_metrics_transcripts_and_checkpoints(tmp_path: Path) -> None:
     folder = train(make_run(tmp_path), resume=Resume.NEVER, overwrite=False)
     summary = Summary.model_validate_json((folder / "summary.json").read_bytes())
@@ -227,6 +228,7 @@ def test_run_writes_summary_metrics_transcripts_and_checkpoints(tmp_path: Path) 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"scale_rewards": True}])
 def test_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, options: dict[str, Any]) -> None:
     uninterrupted_run = make_run(tmp_path / "uninterrupted", **options)
@@ -247,6 +249,7 @@ def test_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, options: dict[s
         assert torch.equal(values, resumed_policy[name]), name
 
 
+@pytest.mark.slow
 def test_target_return_is_confirmed_on_separate_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +306,7 @@ def test_failed_run_start_leaves_no_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_repeated_nonfinite_gradients_stop_training() -> None:
     class NanObservationEnv(ConstantReward):
         def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
@@ -327,6 +331,7 @@ def test_actor_with_a_wrong_input_or_output_shape_is_refused() -> None:
         NetworkPolicy(nn.Linear(5, 2), nn.Linear(4, 1), observations, actions)
 
 
+@pytest.mark.slow
 def test_dropout_and_batch_statistics_are_disabled() -> None:
     config = NetworkPpoConfig.model_validate({**SMALL_PPO, "learning_rate": 1e-12})
     environments = GymnasiumEnvironments("CartPole-v1", config.num_environments, {})

@@ -30,6 +30,7 @@ def make_networks(env_name: str) -> tuple[MLPActorNetwork, MLPCriticNetwork]:
     return MLPActorNetwork(num_inputs, 64, num_actions), MLPCriticNetwork(num_inputs, 64)
 
 
+@pytest.mark.slow
 def test_readme_script_runs(tmp_path: Path) -> None:
     actor, critic = make_networks("CartPole-v1")
     calls = []
@@ -59,6 +60,7 @@ def test_readme_script_runs(tmp_path: Path) -> None:
     assert agent.select_action([0.0, 0.0, 0.0, 0.0]) in (0, 1)
 
 
+@pytest.mark.slow
 def test_readme_networks_support_continuous_actions(tmp_path: Path) -> None:
     rewards = train_agent(
         "Pendulum-v1",
@@ -75,6 +77,7 @@ def test_readme_networks_support_continuous_actions(tmp_path: Path) -> None:
     assert agent.select_action([1.0, 0.0, 0.0]).shape == (1,)
 
 
+@pytest.mark.slow
 def test_equal_seeds_produce_equal_returns(tmp_path: Path) -> None:
     def compute_returns() -> list[float]:
         actor, critic = make_networks("CartPole-v1")
@@ -95,6 +98,7 @@ def test_equal_seeds_produce_equal_returns(tmp_path: Path) -> None:
     assert compute_returns() == compute_returns()
 
 
+@pytest.mark.slow
 def test_resumed_train_agent_call_equals_an_uninterrupted_call(tmp_path: Path) -> None:
     def compute_returns(folder: str, max_episodes: int, *, resume: bool) -> list[float]:
         actor, critic = make_networks("CartPole-v1")
@@ -131,6 +135,7 @@ def test_resumed_train_agent_call_equals_an_uninterrupted_call(tmp_path: Path) -
     assert "cart" in write_report(folder).read_text()
 
 
+@pytest.mark.slow
 async def test_train_agent_works_in_a_running_event_loop(tmp_path: Path) -> None:
     actor, critic = make_networks("CartPole-v1")
     config = PPOConfig(minibatch_size=64)
@@ -141,6 +146,7 @@ async def test_train_agent_works_in_a_running_event_loop(tmp_path: Path) -> None
     assert list((tmp_path / "cart" / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_run_file_with_custom_networks_is_refused_outside_train_agent(tmp_path: Path) -> None:
     actor, critic = make_networks("CartPole-v1")
     train_agent("CartPole-v1", actor, critic, PPOConfig(), 2, save_path=tmp_path)

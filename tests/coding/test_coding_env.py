@@ -72,12 +72,14 @@ def test_environment_follows_the_contract() -> None:
     check_environment(make_environment, seeds=range(2), num_steps=3).raise_if_failed()
 
 
+@pytest.mark.slow
 def test_package_is_importable_under_its_openenv_path() -> None:
     package = importlib.import_module("envs.coding_env")
     assert package.CodeAction(code="print(1)").code == "print(1)"
     assert package.CodingEnv.default_url == "http://localhost:8008"
 
 
+@pytest.mark.slow
 def test_seed_determines_the_task() -> None:
     tasks = [draw_task(random.Random(seed), 4) for seed in range(300)]
     assert tasks == [draw_task(random.Random(seed), 4) for seed in range(300)]
@@ -154,6 +156,7 @@ def test_one_line_solution_requires_the_correct_number(kind: str) -> None:
         assert environment.step(CodeAction(code=code)).success is (number == correct_number)
 
 
+@pytest.mark.slow
 def test_tiny_example_allows_every_legal_response() -> None:
     config = load_run_config(ROOT / "examples" / "coding" / "tiny.toml")
     (environment_config,) = config.environments.values()
@@ -232,6 +235,7 @@ def test_programs_do_not_affect_each_other() -> None:
     assert result.outcomes[0].error.startswith("NameError")
 
 
+@pytest.mark.slow
 def test_killed_runner_is_restarted() -> None:
     parent_pid_code = "open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1]"
     code = f"import os\ndef solve(x):\n    pid = os.getppid()\n    return int({parent_pid_code})\n"
@@ -245,6 +249,7 @@ def test_killed_runner_is_restarted() -> None:
     assert runner_pid != third_result.outcomes[0].value and third_result.outcomes[0].has_returned
 
 
+@pytest.mark.slow
 def test_concurrent_threads_receive_separate_results() -> None:
     with ThreadPoolExecutor(8) as threads:
         codes = [f"def solve(x):\n    return {number}\n" for number in range(24)]

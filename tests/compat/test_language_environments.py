@@ -105,6 +105,7 @@ def test_reward_functions_score_only_the_responses_of_the_policy() -> None:
     assert summary_rewards(summary, key_terms=[["fish", "species"]]) == pytest.approx([0.2])
 
 
+@pytest.mark.slow
 def test_registration_imports_no_heavy_package() -> None:
     program = (
         "import sys, gymnasium, ludus.trainer.compat.gymformer.env; "
@@ -118,6 +119,7 @@ def test_registration_imports_no_heavy_package() -> None:
     ], process.stderr
 
 
+@pytest.mark.slow
 def test_same_seed_selects_the_same_article(model: str) -> None:
     environment = SummarizationEnv(model)
     initial_states = [environment.reset(seed=seed)[0] for seed in range(8)]
@@ -167,6 +169,7 @@ def test_cot_reward_is_given_for_the_answer_and_at_the_token_limit(model: str) -
     assert (reward, terminated, truncated, info["is_cut_off"]) == (-10, True, False, True)
 
 
+@pytest.mark.slow
 def test_test_problems_are_not_used_in_training(model: str) -> None:
     environment = CoTEnv(model)
     questions = {
@@ -223,6 +226,7 @@ def test_reward_model_scores_the_whole_completion_at_the_last_token(model: str) 
     assert reward > 0 and terminated
 
 
+@pytest.mark.slow
 def test_reference_policy_gets_no_kl_penalty(model: str) -> None:
     environment = RLHFEnv(model, lambda prompts, completions: [0.0], ["fish"], kl_coef=2.0)
     actor = LMActorNetwork(model, pad_token_id=0)

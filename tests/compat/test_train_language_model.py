@@ -67,6 +67,7 @@ def make_test_run(request: AgentRequest, model: str) -> LanguageModelRun:
     return make_run(request, task, Path(model), request.actor.model)
 
 
+@pytest.mark.slow
 def test_update_interval_sets_the_groups_per_step(model: str, tmp_path: Path) -> None:
     run = make_test_run(
         make_request(model, tmp_path, max_episodes=1000, update_interval=100), model
@@ -81,6 +82,7 @@ def test_update_interval_sets_the_groups_per_step(model: str, tmp_path: Path) ->
     assert small_run.rollout.group_size * small_run.training.groups_per_step == 3
 
 
+@pytest.mark.slow
 def test_ppo_config_is_mapped_to_run_settings(model: str, tmp_path: Path) -> None:
     config = PPOConfig(lr_actor=1e-4, gamma=0.9, eps_clip=0.1, minibatch_size=25, gae_lambda=0.8)
     run = make_test_run(make_request(model, tmp_path, ppo_config=config), model)
@@ -92,12 +94,14 @@ def test_ppo_config_is_mapped_to_run_settings(model: str, tmp_path: Path) -> Non
     assert run.algorithm.kl_coef == 0, "KL coefficient set although the environment has none"
 
 
+@pytest.mark.slow
 def test_a_missing_device_is_refused(model: str, tmp_path: Path) -> None:
     for device in ("abacus", "cuda") if not torch.cuda.is_available() else ("abacus",):
         with pytest.raises(ConfigError, match=f"device must be None.* got '{device}'"):
             make_test_run(make_request(model, tmp_path, device=device), model)
 
 
+@pytest.mark.slow
 def test_the_environment_and_the_model_limit_completions(model: str, tmp_path: Path) -> None:
     assert make_test_run(make_request(model, tmp_path), model).rollout.max_completion_tokens == 64
     short_request = make_request(model, tmp_path, max_timesteps=7)

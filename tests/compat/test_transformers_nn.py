@@ -81,6 +81,7 @@ def test_float_token_ids_are_accepted(actor: LMActorNetwork) -> None:
     torch.testing.assert_close(actor(torch.tensor([5.0, 6.0])), actor(torch.tensor([5, 6])))
 
 
+@pytest.mark.slow
 def test_a_new_critic_returns_0_and_can_learn(model_folder: str) -> None:
     torch.manual_seed(0)
     critic = LMCriticNetwork(model_folder, pad_token_id=PAD_ID)

@@ -35,6 +35,7 @@ def test_a_model_folder_is_not_changed(folder: str, tmp_path: Path) -> None:
     assert section.find_max_tokens(["a"], limited_args, uses_tools=False) == 77
 
 
+@pytest.mark.slow
 def test_model_objects_are_saved(folder: str, tmp_path: Path) -> None:
     model, tokenizer = (AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder))
     saved_folder = tmp_path / "saved"

@@ -153,6 +153,7 @@ async def open_port(model_path: str) -> AsyncIterator[str]:
         engine.close()
 
 
+@pytest.mark.slow
 async def test_all_signatures_play_the_same_groups(start_worker: Any) -> None:
     functions = ("complete_over_http", "complete_over_http_with_images", "complete_by_call")
     groups = [await play_groups(start_worker, function) for function in functions]
@@ -167,6 +168,7 @@ async def test_all_signatures_play_the_same_groups(start_worker: Any) -> None:
     assert all(rollout.reward == rollout.episode_return for rollout in rollouts)
 
 
+@pytest.mark.slow
 async def test_all_sampled_tokens_are_trained_on_with_the_engines_logprobs(
     start_worker: Any,
 ) -> None:
@@ -183,6 +185,7 @@ async def test_all_sampled_tokens_are_trained_on_with_the_engines_logprobs(
                 assert logprobs == pytest.approx(expected_logprobs, abs=TOLERANCE)
 
 
+@pytest.mark.slow
 async def test_environment_tokens_are_not_trained_on(start_worker: Any) -> None:
     groups = await play_groups(start_worker, "sample_two_completions")
     for rollout in (rollout for group in groups for rollout in group.rollouts):
@@ -194,6 +197,7 @@ async def test_environment_tokens_are_not_trained_on(start_worker: Any) -> None:
         assert not sequence.loss_mask[index]
 
 
+@pytest.mark.slow
 async def test_rows_have_transcripts(start_worker: Any) -> None:
     groups = await play_groups(start_worker, "sample_two_completions")
     assert [len(group.transcripts) for group in groups] == [2, 0]
@@ -203,6 +207,7 @@ async def test_rows_have_transcripts(start_worker: Any) -> None:
     assert groups[0].transcripts[0].reward == 3.0
 
 
+@pytest.mark.slow
 async def test_function_receives_prompts_and_sampling_settings(start_worker: Any) -> None:
     await play_groups(start_worker, "complete_over_http")
     prompts, args = trl_functions.CALLS[0]
@@ -218,6 +223,7 @@ async def test_function_receives_prompts_and_sampling_settings(start_worker: Any
     assert trainer.state.global_step == 0
 
 
+@pytest.mark.slow
 async def test_environment_overrides_the_completion_limit(start_worker: Any) -> None:
     async with start_worker(
         "complete_over_http", environment={"max_completion_tokens": 2}
@@ -227,6 +233,7 @@ async def test_environment_overrides_the_completion_limit(start_worker: Any) -> 
     assert trl_functions.CALLS[0][1].max_completion_length == 2
 
 
+@pytest.mark.slow
 async def test_rewards_are_computed_once_for_all_groups_of_a_call(start_worker: Any) -> None:
     await play_groups(start_worker, "complete_by_call")
     [columns] = [call for call in trl_functions.CALLS if isinstance(call, dict)]
@@ -235,6 +242,7 @@ async def test_rewards_are_computed_once_for_all_groups_of_a_call(start_worker: 
     assert columns["seed"] == [5] * GROUP_SIZE + [6] * GROUP_SIZE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -259,11 +267,13 @@ async def test_invalid_rollout_function_fails_all_groups_of_the_call(
     assert message in await find_failure(start_worker, function)
 
 
+@pytest.mark.slow
 async def test_slow_rollout_function_fails_all_groups_of_the_call(start_worker: Any) -> None:
     failure = await find_failure(start_worker, "respond_slowly", group_timeout_s=0.2)
     assert "did not return within rollout.group_timeout_s = 0.2 s" in failure
 
 
+@pytest.mark.slow
 async def test_evaluation_plays_each_seed_once(start_worker: Any) -> None:
     async with start_worker("complete_over_http") as worker:
         sampling = replace(sampling_settings(worker.run.rollout), temperature=0.0)
@@ -275,6 +285,7 @@ async def test_evaluation_plays_each_seed_once(start_worker: Any) -> None:
     assert all(isinstance(rollout.episode_return, float) for rollout in rollouts)
 
 
+@pytest.mark.slow
 async def test_port_responds_like_a_trl_server(model_path: str) -> None:
     async with open_port(model_path) as url, httpx.AsyncClient(timeout=60) as http:
         body = {"prompts": ["hard 16", [5, 9, 11]], "n": 3, "max_tokens": 4, "top_k": -1}
@@ -294,6 +305,7 @@ async def test_port_responds_like_a_trl_server(model_path: str) -> None:
         assert 0 < len(response["completion_ids"][0]) <= 62
 
 
+@pytest.mark.slow
 async def test_port_refuses_unknown_fields_and_large_requests(model_path: str) -> None:
     async with open_port(model_path) as url, httpx.AsyncClient(timeout=60) as http:
         unknown_response = await http.post(url, json={"prompts": ["a"], "best_of": 3})
@@ -308,6 +320,7 @@ async def test_port_refuses_unknown_fields_and_large_requests(model_path: str) -
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "message"),
     [

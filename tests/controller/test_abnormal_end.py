@@ -60,6 +60,7 @@ def skip_updates(run: SimulatedRun, *steps: int) -> None:
     run.learner.train_step = skip_chosen_steps
 
 
+@pytest.mark.slow
 async def test_few_skipped_updates_are_counted(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     skip_updates(run, 2, 3, 7)
@@ -116,6 +117,7 @@ def read_saved_steps(folder: Path) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [

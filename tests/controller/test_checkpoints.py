@@ -182,6 +182,7 @@ def remove_learner_state(checkpoint: Path) -> None:
     remove(checkpoint / "learner" / "steps.json")
 
 
+@pytest.mark.slow
 async def test_restart_after_a_lost_learner_skips_a_damaged_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,6 +196,7 @@ async def test_restart_after_a_lost_learner_skips_a_damaged_checkpoint(
     assert len(set(run.trained_indices)) == len(run.trained_indices) == 4 * 12
 
 
+@pytest.mark.slow
 async def test_checkpoint_that_cannot_be_loaded_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -51,6 +51,7 @@ def list_trained_seeds(run: SimulatedRun) -> list[int]:
     return [seeds[index] for index in run.trained_indices]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 async def test_each_epoch_trains_on_each_row_once(tmp_path: Path, max_staleness: int) -> None:
     run = make_run(tmp_path, max_staleness=max_staleness)
@@ -63,6 +64,7 @@ async def test_each_epoch_trains_on_each_row_once(tmp_path: Path, max_staleness:
     )
 
 
+@pytest.mark.slow
 async def test_resumed_run_neither_skips_nor_repeats_rows(
     tmp_path: Path,
 ) -> None:
@@ -98,6 +100,7 @@ async def test_run_stopped_within_an_epoch_continues_with_the_remaining_rows(
     assert sorted(list_trained_seeds(run)) == list(range(NUM_ROWS))
 
 
+@pytest.mark.slow
 async def test_restarted_learner_repeats_the_rows_after_the_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     kill_learner_in_steps(run, 4, 8)
@@ -106,6 +109,7 @@ async def test_restarted_learner_repeats_the_rows_after_the_checkpoint(tmp_path:
     assert sorted(list_trained_seeds(run)) == list(range(2 * NUM_ROWS))
 
 
+@pytest.mark.slow
 async def test_phase_rows_contain_the_number_of_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     await run.train()

@@ -86,6 +86,7 @@ def make_run(
     return run
 
 
+@pytest.mark.slow
 async def test_few_failed_episodes_do_not_stop_the_run(
     tmp_path: Path, chat: ChatTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:

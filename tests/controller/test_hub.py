@@ -89,6 +89,7 @@ def test_unresponsive_hub_is_tried_once_and_reported(hub: SilentHub) -> None:
     assert hub.num_requests == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hub")
 def test_dry_run_reports_an_unresponsive_hub(tmp_path: Path) -> None:
     model = {"kind": "pretrained", "path": MODEL}
@@ -97,6 +98,7 @@ def test_dry_run_reports_an_unresponsive_hub(tmp_path: Path) -> None:
         check_start(run, Resume.NEVER)
 
 
+@pytest.mark.slow
 def test_hub_that_recovers_is_used_again(monkeypatch: pytest.MonkeyPatch, hub: SilentHub) -> None:
     for minute in (0, 0, 1):
         monkeypatch.setattr(load, "get_current_minute", lambda minute=minute: minute)
@@ -105,6 +107,7 @@ def test_hub_that_recovers_is_used_again(monkeypatch: pytest.MonkeyPatch, hub: S
     assert hub.num_requests == 2
 
 
+@pytest.mark.slow
 def test_cached_model_needs_no_hub(hub: SilentHub, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(["HIT or STAND"], 300)
     config = LlamaConfig(

@@ -74,6 +74,7 @@ async def test_lost_learner_restarts_from_the_newest_checkpoint(
     assert state.num_groups_rolled_back >= 2 * 4, "too few groups were rolled back"
 
 
+@pytest.mark.slow
 async def test_learner_lost_before_first_checkpoint_restarts_from_step_zero(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     kill_learner_in_steps(run, 2)
@@ -82,6 +83,7 @@ async def test_learner_lost_before_first_checkpoint_restarts_from_step_zero(tmp_
     assert [row.step for row in run.rows] == list(range(1, NUM_STEPS + 1))
 
 
+@pytest.mark.slow
 async def test_samples_of_rolled_back_weights_are_not_trained_on(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     kill_learner_in_steps(run, 3, 7)
@@ -111,6 +113,7 @@ async def test_samples_of_rolled_back_weights_are_not_trained_on(tmp_path: Path)
     assert len(set(run.trained_indices)) == len(run.trained_indices) == 4 * NUM_STEPS
 
 
+@pytest.mark.slow
 async def test_learner_lost_too_often_stops_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_learner_restarts=2)
     kill_learner_in_steps(run, 6, 7, 8)
@@ -136,6 +139,7 @@ def lose_buffer_in_step(run: SimulatedRun, step: int) -> None:
     run.prepare = prepare_buffer_loss
 
 
+@pytest.mark.slow
 async def test_lost_buffer_stops_the_run_with_a_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -252,6 +256,7 @@ async def test_killed_run_trains_on_every_group_once(tmp_path: Path, seed: int) 
     assert len(missing_indices) <= 4, "too many groups are not trained on"
 
 
+@pytest.mark.slow
 async def test_on_policy_resume_trains_on_the_same_groups(
     tmp_path: Path,
 ) -> None:

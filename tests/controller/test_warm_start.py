@@ -121,6 +121,7 @@ async def serve_environments(
         yield environments, episodes
 
 
+@pytest.mark.slow
 async def test_warm_start_succeeds_only_by_chance_on_a_seeded_secret(
     tmp_path: Path,
 ) -> None:
@@ -134,6 +135,7 @@ async def test_warm_start_succeeds_only_by_chance_on_a_seeded_secret(
     assert 2.0 < mean_steps < 4.0, "the mean is far from 3 steps"
 
 
+@pytest.mark.slow
 async def test_warm_start_is_summarized_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,6 +153,7 @@ async def test_warm_start_is_summarized_in_the_log(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.slow
 async def test_warm_start_seeds_are_distinct_in_all_environments(
     tmp_path: Path,
 ) -> None:
@@ -163,6 +166,7 @@ async def test_warm_start_seeds_are_distinct_in_all_environments(
     assert 2**30 <= min(seeds) <= max(seeds) < 2**31
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "environment", "is_suspicious"),
     [

@@ -19,6 +19,7 @@ from tests.env.polling import advance_loop_clock, run_pending_tasks, wait_until
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_groups", [1, 4, 8, 31, 32, 100, 200])
 async def test_worker_plays_the_configured_number_of_groups(
     num_groups: int, monkeypatch: pytest.MonkeyPatch

@@ -65,7 +65,5 @@ def test_tutorial_notebook_runs_from_first_to_last_cell(
     ).execute()
     assert (tmp_path / "blackjack" / "summary.json").is_file()
     transcripts = (tmp_path / "blackjack" / "transcripts.jsonl").read_text().splitlines()
-    term_names = {
-        name for transcript in transcripts for name in json.loads(transcript)["terms"]
-    }
+    term_names = {name for transcript in transcripts for name in json.loads(transcript)["terms"]}
     assert term_names == {"evaluate_response"}

@@ -18,6 +18,7 @@ def test_environment_passes_every_check() -> None:
     check_environment(make_environment, seeds=range(3), num_steps=5).raise_if_failed()
 
 
+@pytest.mark.slow
 def test_package_is_importable_as_in_openenv_docs() -> None:
     package = importlib.import_module("envs.echo_env")
     assert package.EchoAction(message="hi").message == "hi"
@@ -68,6 +69,7 @@ def test_invalid_tool_calls_are_refused() -> None:
         environment.call_tool("shout", {"message": "hi"})
 
 
+@pytest.mark.slow
 async def test_steps_and_tools_work_over_connections() -> None:
     async with EnvServer(make_environment, ServerOptions(port=0)) as server:
         assert await asyncio.to_thread(send_two_messages, server.http_address) == [1.3, 0.2]

@@ -50,12 +50,14 @@ async def assert_message_limit(address: str) -> None:
         assert await count_results(other_stream, 1) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", FACTORIES)
 async def test_server_ends_only_the_stream_with_too_many_calls_in_a_message(factory) -> None:
     async with serve(factory) as server:
         await assert_message_limit(server.grpc_address)
 
 
+@pytest.mark.slow
 async def test_gateway_ends_only_the_stream_with_too_many_calls_in_a_message() -> None:
     async with run_gateway() as (gateway, _):
         await assert_message_limit(gateway.grpc_address)
@@ -196,6 +198,7 @@ async def send_refused_message(message: bytes, address: str) -> grpc.aio.AioRpcE
     return error_info.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server_kind", ["server", "gateway"])
 async def test_message_with_too_many_fields_is_refused_before_parsing(
     server_kind: str,

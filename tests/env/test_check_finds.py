@@ -242,6 +242,7 @@ def test_method_that_never_returns_is_reported_by_name(
     assert len(faults) <= MAX_TIMEOUTS
 
 
+@pytest.mark.slow
 def test_remaining_rules_are_not_tried_after_too_many_timeouts() -> None:
     report = check_environment(partial(BadEnv, reset=lambda _: hang()), timeout_s=0.2)
     verdicts = [check.verdict for check in report.checks]
@@ -265,6 +266,7 @@ def test_process_exit_breaks_only_one_rule(exit_process, message) -> None:
     assert message in faults["tools_return_json_objects"]
 
 
+@pytest.mark.slow
 def test_excessive_output_is_assigned_to_the_rule_that_caused_it() -> None:
     end_reader, end_writer = os.pipe()
 
@@ -300,6 +302,7 @@ def test_excessive_output_is_reported_and_hidden(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_endless_output_is_stopped() -> None:
     def flood(_) -> None:
         while True:

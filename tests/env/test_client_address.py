@@ -96,6 +96,7 @@ async def test_repr_of_options_contains_no_credentials() -> None:
         await AsyncEnvClient.connect("http://ann:hunter2@host:1", ConnectOptions(token="hunter3"))
 
 
+@pytest.mark.slow
 async def test_grpc_works_over_tls(certificate_authority, ca_file) -> None:
     certificate = certificate_authority.issue_cert("localhost")
     chain = b"".join(part.bytes() for part in certificate.cert_chain_pems)
@@ -128,6 +129,7 @@ async def test_connect_retries_describe_while_the_server_restarts() -> None:
         assert (edge.num_requests, (await client.describe()).name) == (2, "counting")
 
 
+@pytest.mark.slow
 async def test_http_and_websocket_work_over_tls(certificate_authority, ca_file) -> None:
     server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     certificate_authority.issue_cert("127.0.0.1").configure_cert(server_context)

@@ -97,6 +97,7 @@ async def connect_client_with_short_timeout(address: str) -> AsyncEnvClient:
     return client
 
 
+@pytest.mark.slow
 async def test_lingering_sessions_survive_lost_connections_without_duplicate_steps() -> None:
     reply_numbers = itertools.count(1)
     async with serve() as server, FlakyProxy(server.grpc_address) as proxy:
@@ -206,6 +207,7 @@ async def test_non_lingering_session_is_lost_when_the_connection_is_cut(wire: st
         assert (await new_session.step({"add": 2})).observation["total"] == 2
 
 
+@pytest.mark.slow
 async def test_half_open_connection_is_detected_and_lingering_session_continues() -> None:
     async with (
         serve_grpc() as server,

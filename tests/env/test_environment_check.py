@@ -13,6 +13,7 @@ from tests.env.counting_env import CountAction, CountingEnv, CountingRenderer, T
 from tests.env.tool_env import ToolEnv
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv, ToolEnv])
 def test_correct_environment_passes_every_check(factory) -> None:
     report = check_environment(factory)
@@ -163,6 +164,7 @@ class SecretEnv(CountingEnv):
         return Transition(transition.observation, transition.reward, terminated=self._is_over)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 @pytest.mark.parametrize(
     ("factory", "rule"),

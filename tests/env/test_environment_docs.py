@@ -30,6 +30,7 @@ def load_examples() -> dict:
     return namespace
 
 
+@pytest.mark.slow
 def test_example_environments_pass_every_check():
     for name in ("GuessEnvironment", "GuessWithTool"):
         check_environment(load_examples()[name]).raise_if_failed()

@@ -27,6 +27,7 @@ def count_batches(client: AsyncEnvClient) -> int:
     return client.transport.stream.num_batches_sent
 
 
+@pytest.mark.slow
 async def test_simultaneous_calls_are_sent_in_one_message(factory) -> None:
     async with serve(factory) as server:
         client = await AsyncEnvClient.connect(server.grpc_address)
@@ -96,6 +97,7 @@ async def test_malformed_calls_do_not_affect_other_sessions(factory) -> None:
         assert replies[4].result.reward == 1.0
 
 
+@pytest.mark.slow
 async def test_batches_of_large_results_stay_below_the_message_limit(factory) -> None:
     class PictureEnv(factory):
         def reset(self, *, seed=None):
@@ -110,6 +112,7 @@ async def test_batches_of_large_results_stay_below_the_message_limit(factory) ->
         assert all(result.tensors["pixels"].shape == (512, 512, 3) for _, result in results)
 
 
+@pytest.mark.slow
 async def test_stopping_the_server_ends_pending_calls_and_sessions(gate) -> None:
     server = await serve(gate.factory).__aenter__()
     client = await AsyncEnvClient.connect(

@@ -132,6 +132,7 @@ def test_gymnasium_environments_pass_every_check(env_id: str) -> None:
     check_environment(make_factory(env_id), num_steps=12, seeds=range(4)).raise_if_failed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", SPACES)
 def test_actions_and_observations_support_every_space(space) -> None:
     factory = make_factory("ludus-tests/Mirror-v0", space=space)

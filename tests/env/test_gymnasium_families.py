@@ -140,6 +140,7 @@ def test_invalid_picture_columns_raise_config_error(target: str, num_columns: in
         make_factory(target, picture_columns=num_columns)()
 
 
+@pytest.mark.slow
 async def test_upstream_clients_get_the_image_in_the_observation() -> None:
     async with (
         EnvServer(make_test_factory(PictureEnv), ServerOptions(port=0)) as server,
@@ -278,6 +279,7 @@ def test_many_actions_are_described_by_their_range() -> None:
     assert (last_observation.legal_actions, last_observation.num_legal_actions) == ([], 0)
 
 
+@pytest.mark.slow
 def test_few_legal_actions_of_a_large_space_are_listed() -> None:
     environment = make_test_factory(ManyActionsEnv, mask=[0, 50_256])()
     start = environment.reset(seed=1).observation

@@ -104,6 +104,7 @@ async def test_call_waiting_behind_hanging_calls_does_not_time_out(tmp_path: Pat
         assert (await waiting_step).observation["total"] == 1
 
 
+@pytest.mark.slow
 async def test_server_without_free_threads_is_not_ready_and_reports_the_reason(
     tmp_path: Path,
 ) -> None:

@@ -182,6 +182,7 @@ async def test_drain_waits_for_the_last_session_until_the_timeout() -> None:
             assert (await client.post(f"/drain?wait={wait_text}")).status_code == 422
 
 
+@pytest.mark.slow
 async def test_drain_and_metrics_need_the_token_except_on_the_admin_port() -> None:
     async with serve(token="hush") as server:
         url = server.http_address
@@ -199,6 +200,7 @@ async def test_drain_and_metrics_need_the_token_except_on_the_admin_port() -> No
                 assert (await client.get(path)).status_code == 200
 
 
+@pytest.mark.slow
 async def test_admin_port_needs_no_token_and_serves_no_environment_calls() -> None:
     async with serve(token="hush", admin_port=0) as server:
         assert serve().addresses.admin == ""

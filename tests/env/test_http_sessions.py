@@ -40,6 +40,7 @@ async def add_to_total(client: httpx.AsyncClient, number: int, **kwargs) -> int:
     return response.json()["observation"]["total"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_clients_with_cookies_have_separate_sessions(factory) -> None:
     async with (
@@ -132,6 +133,7 @@ async def test_unused_session_times_out_before_a_used_session(core_clock) -> Non
     sweep_task.cancel()
 
 
+@pytest.mark.slow
 async def test_a_group_larger_than_the_server_ends_no_unused_session() -> None:
     async with serve(max_sessions=2) as server:
         for _ in range(2):
@@ -230,6 +232,7 @@ async def test_legacy_mode_shares_one_session_between_requests_without_cookies(
         assert await add_to_total(other_client, 3) == 3
 
 
+@pytest.mark.slow
 async def test_legacy_mode_keeps_separate_sessions_for_clients_with_cookies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -53,6 +53,7 @@ def get_tool_names(response) -> list[str]:
 PLAY_TOOLS = ["start_episode", "take_action", "get_state"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [CountingEnv, ToolEnv])
 async def test_the_standard_client_plays_an_episode(factory) -> None:
     async with (
@@ -83,6 +84,7 @@ async def test_the_standard_client_plays_an_episode(factory) -> None:
     assert server.core.load.num_sessions == 0, "the session outlived the client"
 
 
+@pytest.mark.slow
 async def test_two_standard_clients_have_separate_sessions() -> None:
     async with serve() as server:
 

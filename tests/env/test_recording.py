@@ -264,6 +264,7 @@ async def test_steps_of_immediate_calls_are_recorded(tmp_path: Path) -> None:
     assert core.counts.num_steps == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 async def test_replay_matches_the_recording_over_every_wire(tmp_path: Path, wire: str) -> None:
     path = tmp_path / "r.jsonl"

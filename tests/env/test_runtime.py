@@ -86,6 +86,7 @@ def test_memory_of_a_large_message_is_released_immediately() -> None:
     assert final_bytes < peak_bytes / 10
 
 
+@pytest.mark.slow
 def test_pause_collection_disables_gc_and_then_freezes_live_objects() -> None:
     program = (
         "import gc\n"

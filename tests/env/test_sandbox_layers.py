@@ -134,6 +134,7 @@ def test_workers_get_only_listed_variables() -> None:
     assert filter_variables(variables, ["MY_SETTING"])["MY_SETTING"] == "1"
 
 
+@pytest.mark.slow
 def test_code_paths_are_readable_except_parents_of_worker_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

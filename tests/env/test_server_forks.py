@@ -25,6 +25,7 @@ def is_port_free(port: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 async def test_forked_child_does_not_keep_server_ports_open(wire: str) -> None:
     read_fd, write_fd = os.pipe()

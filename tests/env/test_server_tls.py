@@ -64,6 +64,7 @@ async def test_client_connects_over_tls_only_with_the_ca_of_the_server(
             await AsyncEnvClient.connect(url, ConnectOptions(token="hush", connect_timeout_s=0.5))
 
 
+@pytest.mark.slow
 async def test_server_accepts_only_client_certificates_of_the_configured_ca(
     tmp_path, server_files, ca_file
 ) -> None:

@@ -73,6 +73,7 @@ async def test_upstream_clients_read_success_in_metadata() -> None:
         assert messages[-1]["observation"]["metadata"] == {}
 
 
+@pytest.mark.slow
 async def test_http_reports_success_in_metadata() -> None:
     async with (
         serve(GoalEnv) as server,
@@ -107,6 +108,7 @@ async def test_success_is_none_in_a_message_without_the_field() -> None:
     assert (read_result(message).success, read_encoded_result(message).success) == (None, None)
 
 
+@pytest.mark.slow
 async def test_recording_contains_success_and_replay_compares_success(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     async with (
@@ -139,6 +141,7 @@ class IntegerSuccessEnv(GoalEnv):
         return transition
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "broken_checks"),
     [

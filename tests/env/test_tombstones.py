@@ -63,6 +63,7 @@ class _Renderer:
         return ["HIT", "STAND"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason="this test needs /proc/self/statm"
 )

@@ -113,6 +113,7 @@ async def test_concurrent_calls_keep_their_request_ids() -> None:
     assert sorted(REQUEST_IDS) == [f"r-{n}" for n in range(8)]
 
 
+@pytest.mark.slow
 async def test_http_calls_send_tracing_headers() -> None:
     with legacy_server() as (address, counter):
         async with await AsyncEnvClient.connect(address) as client:

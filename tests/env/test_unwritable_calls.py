@@ -67,6 +67,7 @@ async def test_numpy_numbers_are_sent_as_numbers(wire: str) -> None:
         assert (await session.step({"add": np.int64(2)})).observation["total"] == 6
 
 
+@pytest.mark.slow
 async def test_unencodable_action_is_not_sent_to_an_openenv_0_1_server() -> None:
     with legacy_server() as (address, counter):
         async with await AsyncEnvClient.connect(address) as client:

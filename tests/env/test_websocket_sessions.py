@@ -112,6 +112,7 @@ async def test_server_shutdown_closes_the_socket_with_a_reason(factory) -> None:
     assert await wait_for_close(socket) == (1001, "the server is shutting down")
 
 
+@pytest.mark.slow
 async def test_mcp_session_allows_one_attached_socket_and_outlives_the_socket(factory) -> None:
     core = make_core(factory)
     app = build_app(core)

@@ -89,6 +89,7 @@ async def trainer(model_path: str) -> AsyncIterator[RLTrainer]:
     await actor.shutdown()
 
 
+@pytest.mark.slow
 async def test_trainer_shutdown_stops_gloo_threads(model_path: str) -> None:
     def count_gloo_threads() -> int:
         return sum("gloo" in task.read_text() for task in Path("/proc/self/task").glob("*/comm"))
@@ -261,6 +262,7 @@ async def test_a_custom_training_loop_learns(
     assert await policy.get_version.route() == 1
 
 
+@pytest.mark.slow
 async def test_replicas_alternate_and_sample_like_a_single_generator(model_path: str) -> None:
     single_generator = await make_generator(model_path, seed=3)
     service = await make_generator(model_path, seed=3, num_replicas=2)
@@ -283,6 +285,7 @@ async def test_replicas_alternate_and_sample_like_a_single_generator(model_path:
         await single_generator.shutdown()
 
 
+@pytest.mark.slow
 async def test_new_weights_reach_every_replica(model_path: str, trainer: RLTrainer) -> None:
     service = await make_generator(model_path, num_replicas=2)
     try:
@@ -346,6 +349,7 @@ async def test_custom_actor_has_the_call_methods_of_forge() -> None:
     assert await service.halve.fanout(3) == [1.5] * 3 and await service.double.route(2) == 4
 
 
+@pytest.mark.slow
 async def test_unsupported_options_of_actors_are_refused(model_path: str) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_degree = 2 must be 1"):
         await RLTrainer.as_actor(

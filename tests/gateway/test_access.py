@@ -309,6 +309,7 @@ def test_random_authorization_raises_authentication_error(authorization: str | b
         SINGLE_TOKEN_ACCESS.authenticate(authorization)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(["Bearer ", "basic ", "Basic ", "BASIC\t", "Bearer"]),
     st.one_of(
@@ -324,6 +325,7 @@ def test_random_credentials_with_known_scheme_never_authenticate(
         SINGLE_TOKEN_ACCESS.authenticate(scheme + credentials)
 
 
+@pytest.mark.slow
 @given(
     st.text(st.characters(blacklist_characters=":", blacklist_categories=["Cs"])), st.text("ab:")
 )

@@ -103,6 +103,7 @@ async def client(port: int) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+@pytest.mark.slow
 async def test_http_authenticates_tenants_for_all_token_formats(
     client: httpx.AsyncClient, port: int
 ) -> None:
@@ -150,6 +151,7 @@ async def test_admin_paths_need_the_admin_scope(client: httpx.AsyncClient) -> No
     assert (await client.get("/envs/cards/who", headers=headers)).status_code == 403
 
 
+@pytest.mark.slow
 async def test_wrong_tokens_do_not_lock_clients_out(client: httpx.AsyncClient) -> None:
     for _ in range(50):
         assert (
@@ -373,6 +375,7 @@ HEADERS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(["http", "websocket"]),
     st.text(max_size=30),

@@ -143,6 +143,7 @@ async def test_second_head_on_a_connection_is_limited(
     assert (await connection.read_response())[0] == 408
 
 
+@pytest.mark.slow
 async def test_head_timeout_does_not_apply_to_bodies_and_sockets(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def get_error_status(method: Any, *arguments: Any, **options: Any) -> int:
     return error.value.status
 
 
+@pytest.mark.slow
 def test_objects_support_create_read_list_update_and_delete(
     jobs_api: client.CustomObjectsApi,
 ) -> None:

@@ -47,6 +47,7 @@ def get_capacity(gateway: Gateway) -> int:
     return get_sessions(gateway).environment_load.capacity
 
 
+@pytest.mark.slow
 async def test_full_fleet_without_queue_refuses_with_a_retry_delay():
     limits = {"queue_timeout_s": 0.0}
     async with run_gateway(2, server_options=SMALL_SERVER_OPTIONS, sessions=limits) as (
@@ -210,6 +211,7 @@ async def test_two_gateways_do_not_overbook_shared_servers():
         assert [server.core.load.num_sessions for server in servers] == [10, 10]
 
 
+@pytest.mark.slow
 async def test_open_refused_by_full_servers_waits_for_capacity():
     options = {"max_sessions": 1}
     limits = {"queue_timeout_s": 60.0}
@@ -232,6 +234,7 @@ async def test_open_refused_by_full_servers_waits_for_capacity():
         assert count_sessions(servers) == 10
 
 
+@pytest.mark.slow
 async def test_sessions_are_spread_evenly():
     async with run_gateway(4) as (gateway, servers):
         sessions = get_sessions(gateway)
@@ -296,6 +299,7 @@ async def test_group_with_different_initial_observations_is_refused_and_closed()
 # -- draining ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_draining_server_keeps_sessions_but_gets_no_new_sessions():
     async with run_gateway(2) as (gateway, servers):
         sessions = get_sessions(gateway)
@@ -312,6 +316,7 @@ async def test_draining_server_keeps_sessions_but_gets_no_new_sessions():
             assert (await sessions.step(session.session_id, b'{"add": 1}', 1)).reward == 1.0
 
 
+@pytest.mark.slow
 async def test_terminating_endpoint_keeps_sessions_but_gets_no_new_sessions():
     async with make_server() as first_server, make_server() as second_server:
         source = ListedServers(make_endpoint(first_server), make_endpoint(second_server))
@@ -339,6 +344,7 @@ async def test_terminating_endpoint_keeps_sessions_but_gets_no_new_sessions():
             assert num_lost == num_old_sessions
 
 
+@pytest.mark.slow
 async def test_draining_gateway_refuses_waiting_opens_and_finishes_sessions():
     async with run_gateway(server_options=SMALL_SERVER_OPTIONS) as (gateway, _):
         sessions = get_sessions(gateway)
@@ -364,6 +370,7 @@ async def test_draining_gateway_refuses_waiting_opens_and_finishes_sessions():
 # -- release of sessions -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_sessions_of_a_lost_client_end_after_the_linger_time():
     async with run_gateway(2, sessions={"linger_s": 0.3}) as (gateway, servers):
         sessions = get_sessions(gateway)
@@ -411,6 +418,7 @@ async def test_gateway_idle_limit_applies_if_the_server_has_no_idle_limit():
         assert sessions.tracked_sessions.get(recent_session.session_id) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["grpc", "http"])
 async def test_session_with_a_call_longer_than_the_idle_limit_is_not_idle(wire, tmp_path):
     gate = Gate(tmp_path)

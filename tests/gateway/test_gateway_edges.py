@@ -51,6 +51,7 @@ def make_headers(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
+@pytest.mark.slow
 async def test_tls_works_on_both_ports(tmp_path):
     authority = trustme.CA()
     certificate = authority.issue_cert("127.0.0.1", "localhost")
@@ -67,6 +68,7 @@ async def test_tls_works_on_both_ports(tmp_path):
                 assert (await session.step({"add": 2})).reward == 2.0
 
 
+@pytest.mark.slow
 async def test_admin_can_drain_but_not_play_and_tenant_can_play_but_not_drain(tenants_file):
     async with (
         run_gateway(tenants_file=tenants_file) as (gateway, _),
@@ -88,6 +90,7 @@ async def test_admin_can_drain_but_not_play_and_tenant_can_play_but_not_drain(te
         assert refusal.json()["detail"]["code"] == "DRAINING"
 
 
+@pytest.mark.slow
 async def test_unused_session_is_evicted_for_another_tenant(tenants_file):
     options = {"max_sessions": 1}
     async with (
@@ -105,6 +108,7 @@ async def test_unused_session_is_evicted_for_another_tenant(tenants_file):
                 assert count_sessions(servers) == 1
 
 
+@pytest.mark.slow
 async def test_unused_session_is_evicted_after_an_unexpected_refusal():
     options = {"max_sessions": 2}
     async with (
@@ -125,6 +129,7 @@ async def test_unused_session_is_evicted_after_an_unexpected_refusal():
             assert count_sessions([server]) == 2
 
 
+@pytest.mark.slow
 async def test_sessions_continue_after_connection_reaches_max_age(monkeypatch):
     monkeypatch.setattr("ludus.env.serving.listeners._AGE_GRACE_MS", 500)
     async with (
@@ -152,6 +157,7 @@ async def test_gateway_start_reports_a_port_in_use(field):
             await Gateway(make_config("grpc://127.0.0.1:1", **ports)).start()
 
 
+@pytest.mark.slow
 async def test_open_requests_without_servers_time_out_with_a_reason(monkeypatch):
     monkeypatch.setattr(admission, "MIN_DESCRIBE_TIMEOUT_S", 0.3)
     limits = {"queue_timeout_s": 0.3}
@@ -164,6 +170,7 @@ async def test_open_requests_without_servers_time_out_with_a_reason(monkeypatch)
             assert response.json()["detail"]["code"] == "UNAVAILABLE"
 
 
+@pytest.mark.slow
 async def test_early_client_is_served_once_a_server_starts():
     server = make_server()
     port = _find_free_port()

@@ -108,6 +108,7 @@ async def test_killed_server_loses_no_sessions_of_other_servers(tmp_path):
                 await sessions.open(OPEN_ARGS)
 
 
+@pytest.mark.slow
 async def test_sessions_of_a_restarted_server_are_lost():
     old_server = make_server()
     await old_server.start()
@@ -125,6 +126,7 @@ async def test_sessions_of_a_restarted_server_are_lost():
             assert new_server.core.load.num_sessions == 1
 
 
+@pytest.mark.slow
 async def test_step_waits_until_gateway_connects_to_restarted_server(monkeypatch):
     old_server = make_server()
     await old_server.start()
@@ -178,6 +180,7 @@ async def test_idle_sessions_of_a_stopped_server_count_as_lost(is_restarted, cap
         assert opened_sessions
 
 
+@pytest.mark.slow
 async def test_session_closed_after_server_death_counts_as_lost():
     server = make_server()
     await server.start()
@@ -308,6 +311,7 @@ async def test_unresponsive_server_gets_no_new_sessions(tmp_path):
             await wait_until(lambda: sessions.environment_load.num_servers == 2)
 
 
+@pytest.mark.slow
 async def test_servers_with_another_session_key_are_reported_and_skipped(monkeypatch):
     wrong_key_server, keyless_server = (
         make_server(session_key="another-key-0123456789"),

@@ -131,6 +131,7 @@ def test_every_declared_metric_is_exported() -> None:
     assert exported_names == set(GatewayMetric)
 
 
+@pytest.mark.slow
 def test_both_prometheus_parsers_read_the_metrics() -> None:
     metrics = make_used_metrics()
     body, content_type = render(metrics, "application/openmetrics-text; version=1.0.0")

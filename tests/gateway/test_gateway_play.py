@@ -42,6 +42,7 @@ async def play_episode(address: str) -> list:
         return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["grpc", "http"])
 async def test_gateway_and_server_return_the_same_episode(wire):
     async with run_gateway(2) as (gateway, servers):
@@ -56,6 +57,7 @@ async def test_gateway_and_server_return_the_same_episode(wire):
         await wait_until(lambda: count_sessions(servers) == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["grpc", "http"])
 async def test_gateway_forwards_episode_success(wire):
     async with run_gateway(factory=GoalEnv) as (gateway, _):
@@ -87,6 +89,7 @@ async def test_plain_websocket_client_plays_and_leaves_no_sessions():
         await wait_until(lambda: gateway.num_sessions == 0)
 
 
+@pytest.mark.slow
 async def test_token_in_the_address_authenticates(monkeypatch):
     monkeypatch.setenv("LUDUS_GATEWAY_TOKEN", TOKEN)
     async with run_gateway() as (gateway, _):
@@ -147,6 +150,7 @@ def make_two_environment_config(first_server, second_server):
     )
 
 
+@pytest.mark.slow
 async def test_environments_are_listed_over_http():
     async with run_gateway(2) as (gateway, _), make_http_client(gateway) as http:
         environments = (await http.get("/v1/envs")).json()["environments"]
@@ -157,6 +161,7 @@ async def test_environments_are_listed_over_http():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/envs/nope/reset", "/v1/envs/nope"])
 async def test_unknown_environment_returns_typed_404_with_known_names(path):
     async with run_gateway() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
@@ -166,6 +171,7 @@ async def test_unknown_environment_returns_typed_404_with_known_names(path):
         assert NAME in response.json()["detail"]["message"]
 
 
+@pytest.mark.slow
 async def test_paths_with_a_trailing_slash_are_not_redirected():
     async with run_gateway() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
         for path in (f"/envs/{NAME}/health/", f"/envs/{NAME}", "/v1/envs/", "/healthz/"):
@@ -173,6 +179,7 @@ async def test_paths_with_a_trailing_slash_are_not_redirected():
             assert response.status_code in (200, 404), path
 
 
+@pytest.mark.slow
 async def test_metrics_exist_from_the_start_and_count_sessions_and_steps():
     async with run_gateway() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
         initial_metrics = (await http.get(f"{gateway.http_address}/metrics")).text
@@ -186,6 +193,7 @@ async def test_metrics_exist_from_the_start_and_count_sessions_and_steps():
             assert f'calls_total{{call="step",code="OK",env="{NAME}"}} 1.0' in current_metrics
 
 
+@pytest.mark.slow
 async def test_concurrent_calls_of_many_sessions_do_not_block_each_other():
     async with run_gateway(2) as (gateway, _), connect_client(gateway) as client:
         sessions = [(await client.open(seed=n))[0] for n in range(64)]

@@ -53,6 +53,7 @@ def _make_step_request(session_id: str, step_index: int = 0) -> pb.StepRequest:
     return pb.StepRequest(session_id=session_id, action_json=action, step_index=step_index)
 
 
+@pytest.mark.slow
 async def test_session_opened_through_one_gateway_works_through_another():
     async with (
         run_gateway(3) as (first_gateway, servers),
@@ -173,6 +174,7 @@ async def test_tenant_cannot_use_sessions_of_other_tenants(tenants_file):
         assert await red_stream.step(session_id) == 2.0
 
 
+@pytest.mark.slow
 async def test_ended_sessions_release_the_quota(tenants_file):
     async with run_gateway(tenants_file=tenants_file, sessions={"linger_s": 0.5}) as (
         gateway,
@@ -234,6 +236,7 @@ async def test_client_continues_after_gateway_restart(is_graceful):
                 await gateway.stop()
 
 
+@pytest.mark.slow
 async def test_sessions_without_calls_end_after_gateway_stop_and_linger():
     async with make_server() as server:
         async with (

@@ -59,6 +59,7 @@ def make_http_client(gateway: Gateway, ca_file: Path) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=gateway.http_address, verify=context, timeout=60)
 
 
+@pytest.mark.slow
 async def test_every_protocol_requires_a_token_over_tls(gateway: Gateway, ca_file: Path) -> None:
     async with make_http_client(gateway, ca_file) as http:
         assert (await http.get("/v1/envs")).status_code == 401
@@ -79,6 +80,7 @@ async def test_every_protocol_requires_a_token_over_tls(gateway: Gateway, ca_fil
         assert (await client.open(seed=1))[1].observation is not None
 
 
+@pytest.mark.slow
 async def test_gateway_connects_to_servers_with_tls_and_token(
     ca_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +96,7 @@ async def test_gateway_connects_to_servers_with_tls_and_token(
         assert [(await session.step({"add": 1})).reward for session, _ in sessions] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 async def test_changed_tenants_file_applies_to_open_streams(
     gateway: Gateway, ca_file: Path, tmp_path: Path, clock: Clock
 ) -> None:
@@ -119,6 +122,7 @@ async def test_changed_tenants_file_applies_to_open_streams(
     await bob_client.close()
 
 
+@pytest.mark.slow
 async def test_metrics_count_refused_steps_of_every_protocol_and_contain_no_secrets(
     gateway: Gateway, ca_file: Path, tmp_path: Path, clock: Clock
 ) -> None:
@@ -157,6 +161,7 @@ async def test_metrics_count_refused_steps_of_every_protocol_and_contain_no_secr
         assert secret not in text
 
 
+@pytest.mark.slow
 async def test_admin_port_requires_no_token_and_no_tls(tmp_path: Path, ca_file: Path) -> None:
     write_tenants(tmp_path / "tenants.toml", alice="")
     tls = {"cert": str(tmp_path / "tls.crt"), "key": str(tmp_path / "tls.key")}

@@ -272,6 +272,7 @@ async def test_server_ends_the_watch_when_the_client_closes() -> None:
         await wait_until(lambda: cluster.num_watches == 0)
 
 
+@pytest.mark.slow
 async def test_watch_ends_with_a_bookmark_at_the_timeout() -> None:
     async with FakeKubernetes(revision=500) as cluster, make_api_client(cluster) as api:
         events = [event async for event in api.watch(PODS_PATH, version="500", timeout_s=1)]

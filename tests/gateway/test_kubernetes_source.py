@@ -304,6 +304,7 @@ async def test_invalid_stream_data_restarts_the_watch(cluster: FakeKubernetes, l
         await publications.wait_for_pods("a")
 
 
+@pytest.mark.slow
 async def test_a_large_slice_arrives_over_a_slow_stream(cluster: FakeKubernetes) -> None:
     pods = [f"pod-{number}" for number in range(1000)]
     async with watch_service(cluster) as publications:

@@ -120,6 +120,7 @@ async def test_released_lease_is_acquired_at_the_next_attempt(
     assert cluster.get(*LEASE)["spec"]["holderIdentity"] == rival.identity
 
 
+@pytest.mark.slow
 async def test_only_one_of_many_contenders_gets_the_lease(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
@@ -246,6 +247,7 @@ async def test_successive_gateways_can_lead(cluster: FakeKubernetes, api: Kubern
     assert not late_gateway.is_leader
 
 
+@pytest.mark.slow
 async def test_dead_leader_is_replaced_when_the_lease_expires(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:

@@ -66,6 +66,7 @@ def make_server_options(files: CertificateFiles) -> dict[str, Path]:
     }
 
 
+@pytest.mark.slow
 @WIRES
 async def test_client_sends_a_certificate_and_checks_the_server_name(
     wire: str, server_files: CertificateFiles, client_files: CertificateFiles
@@ -88,6 +89,7 @@ async def test_client_sends_a_certificate_and_checks_the_server_name(
                 )
 
 
+@pytest.mark.slow
 async def test_gateway_and_servers_use_mutual_tls(
     server_files: CertificateFiles, client_files: CertificateFiles, tmp_path: Path
 ) -> None:

@@ -120,6 +120,7 @@ def test_steps_of_a_tenant_without_limits_are_never_refused(quotas: Quotas) -> N
         quotas.count_step(make_tenant())
 
 
+@pytest.mark.slow
 @given(
     st.floats(0.1, 1e4),
     st.lists(st.tuples(st.floats(0, 3), st.integers(1, 500)), min_size=1, max_size=60),

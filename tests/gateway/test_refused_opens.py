@@ -26,6 +26,7 @@ async def open_idle_sessions(gateway: Gateway, num_sessions: int) -> None:
             assert (await client.post(f"/envs/{NAME}/reset", json={})).status_code == 200
 
 
+@pytest.mark.slow
 async def test_open_beyond_the_quota_evicts_no_session():
     async with run_gateway(server_options={"max_sessions": 3}) as (gateway, servers):
         sessions = get_sessions(gateway)
@@ -39,6 +40,7 @@ async def test_open_beyond_the_quota_evicts_no_session():
         assert count_sessions(servers) == gateway.num_sessions == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "size"), [(OPEN_ARGS, 3), (OpenArgs(ResetArgs(seed=1), session_id="chosen"), 1)]
 )
@@ -55,6 +57,7 @@ async def test_invalid_open_evicts_no_session(args, size):
         assert count_sessions(servers) == gateway.num_sessions == 2
 
 
+@pytest.mark.slow
 async def test_open_evicts_no_session_while_servers_are_unresponsive(monkeypatch):
     limits = {"queue_timeout_s": 0.0}
     async with run_gateway(server_options={"max_sessions": 3}, sessions=limits) as (

@@ -48,6 +48,7 @@ async def start_request(
 # -- bodies ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_oversized_body_is_refused_after_the_upload() -> None:
     num_bytes = MAX_MESSAGE_BYTES + 1
     async with run_gateway() as (gateway, _), make_http_client(gateway) as http:
@@ -123,6 +124,7 @@ async def test_request_id_is_forwarded_and_returned(client: httpx.AsyncClient) -
     assert response.headers["x-request-id"] == response.json()["request_id"] == "run-7.step_12"
 
 
+@pytest.mark.slow
 async def test_environment_can_read_the_request_id() -> None:
     request_ids: list[str] = []
 
@@ -173,6 +175,7 @@ HEADER_LISTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(HEADER_LISTS)
 def test_random_headers_yield_a_log_safe_request_id(headers: list[tuple[bytes, bytes]]) -> None:
     request_id = choose_request_id(headers)

@@ -131,6 +131,7 @@ async def test_refused_close_does_not_count_as_an_ended_session(
         assert not any(link.is_used_up for link in links), "its pod would be deleted"
 
 
+@pytest.mark.slow
 @parametrize_change
 async def test_only_revoked_connections_are_closed(
     revocable_gateway: RevocableGateway,
@@ -173,6 +174,7 @@ def test_revocation_check_interval_matches_the_documentation() -> None:
     assert gateway_module.REVOCATION_INTERVAL_S <= 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entries", "code"), [TENANT_CHANGES[name] for name in REVOCATIONS], ids=REVOCATIONS
 )
@@ -200,6 +202,7 @@ async def test_plain_http_and_mcp_requests_are_refused(
         assert {response.json()["detail"]["code"] for response in responses} == {code}
 
 
+@pytest.mark.slow
 async def test_revoking_one_token_keeps_connections_of_the_second_token_open(
     revocable_gateway: RevocableGateway, tmp_path: Path, clock: Clock
 ) -> None:
@@ -222,6 +225,7 @@ async def test_revoking_one_token_keeps_connections_of_the_second_token_open(
         assert not reply.HasField("error")
 
 
+@pytest.mark.slow
 async def test_sessions_of_a_revoked_connection_linger(
     revocable_gateway: RevocableGateway,
 ) -> None:

@@ -64,6 +64,7 @@ def make_tool_call(session_id: str, name: str = "note") -> pb.Call:
     )
 
 
+@pytest.mark.slow
 async def test_every_protocol_returns_a_unique_tools_id(endpoint: Endpoint) -> None:
     async with RawStream(endpoint.grpc_address) as stream:
         first_response = await endpoint.open_session(stream)
@@ -85,6 +86,7 @@ async def test_every_protocol_returns_a_unique_tools_id(endpoint: Endpoint) -> N
             assert session.tools_id and session.tools_id not in tools_ids.values()
 
 
+@pytest.mark.slow
 async def test_tools_id_calls_tools_without_revealing_the_session_id(endpoint: Endpoint) -> None:
     async with (
         RawStream(endpoint.grpc_address) as stream,
@@ -108,6 +110,7 @@ async def test_tools_id_calls_tools_without_revealing_the_session_id(endpoint: E
         assert session.session_id not in f"{reply}{tool_response}{failed_reply}{lost_reply}"
 
 
+@pytest.mark.slow
 async def test_tools_id_permits_only_tool_calls(endpoint: Endpoint) -> None:
     async with (
         RawStream(endpoint.grpc_address) as stream,

@@ -25,6 +25,7 @@ def find_imports(path: Path) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder_name", PRODUCTION_FOLDERS)
 def test_no_production_code_imports_an_environment(folder_name: str) -> None:
     """Find absolute imports of `NAME_env`; the import linter finds only `envs.NAME_env`."""

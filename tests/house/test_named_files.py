@@ -17,6 +17,7 @@ GENERATED_FILES = {"bench/results/transcripts.json", "tests/charts/crds/KIND.jso
 """Paths that are not in the repository because a program generates the files."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder_name", FOLDERS)
 def test_named_files_exist(folder_name: str) -> None:
     missing_files = {

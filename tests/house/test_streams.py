@@ -59,6 +59,7 @@ def test_similar_names_are_not_seeding_calls() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_trainer_seeds_generators_in_one_module() -> None:
     calls_by_path = {
         path: find_seeding_calls(path.read_text(encoding="utf-8"))

@@ -59,6 +59,7 @@ def train(learner: Learner, num_steps: int = 1) -> torch.Tensor:
     return flatten(learner.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [GrpoConfig(geometric_mask=None), HEAD_PPO, MODEL_PPO])
 def test_multiple_passes_train_more_tokens_with_the_same_old_policy(
     model_path: str, algorithm: GrpoConfig
@@ -72,6 +73,7 @@ def test_multiple_passes_train_more_tokens_with_the_same_old_policy(
     assert single_pass_metrics.clip_ratio == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [PLAIN_GRPO, PLAIN_PPO], ids=["grpo", "ppo"])
 def test_training_step_equals_a_reference_computation(
     model_path: str, algorithm: GrpoConfig | PpoConfig
@@ -93,6 +95,7 @@ def test_training_step_equals_a_reference_computation(
     assert (errors < 1e-4).float().mean() > 0.99
 
 
+@pytest.mark.slow
 def test_one_pass_is_the_default(model_path: str) -> None:
     assert torch.equal(
         train(make_learner(model_path, HEAD_PPO, update_epochs=1), 2),
@@ -100,6 +103,7 @@ def test_one_pass_is_the_default(model_path: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_value_head_and_policy_have_separate_learning_rates(model_path: str) -> None:
     algorithm = PpoConfig(geometric_mask=None, critic=HeadCritic(learning_rate=1e-5))
     learner, default_learner = (
@@ -119,6 +123,7 @@ def test_value_head_and_policy_have_separate_learning_rates(model_path: str) -> 
     )
 
 
+@pytest.mark.slow
 def test_schedule_scales_both_learning_rates(model_path: str) -> None:
     critic = ModelCritic(learning_rate=3e-2)
     learner = make_learner(model_path, PpoConfig(geometric_mask=None, critic=critic))
@@ -132,6 +137,7 @@ def test_schedule_scales_both_learning_rates(model_path: str) -> None:
     assert critic_step.abs().max().item() == pytest.approx(1.5e-2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_model_critic_starts_as_a_policy_copy_and_predicts_zero(model_path: str) -> None:
     learner = make_learner(model_path, MODEL_PPO)
     policy = dict(learner.model.policy.language_model.base_model.named_parameters())
@@ -143,6 +149,7 @@ def test_model_critic_starts_as_a_policy_copy_and_predicts_zero(model_path: str)
     assert metrics.value_loss is not None
 
 
+@pytest.mark.slow
 def test_training_a_model_critic_does_not_change_the_policy(model_path: str) -> None:
     def train_policy(value_coef: float) -> torch.Tensor:
         algorithm = PpoConfig(geometric_mask=None, critic=ModelCritic(), value_coef=value_coef)
@@ -178,6 +185,7 @@ def test_step_with_model_critic_does_not_depend_on_packing(
         assert metric == pytest.approx(expected_metric, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [HEAD_PPO, MODEL_PPO, PpoConfig(geometric_mask=None, critic=HeadCritic(learning_rate=0.1))],
@@ -196,6 +204,7 @@ def test_resume_with_multiple_passes_and_a_critic_is_bit_exact(
     assert torch.equal(flatten(resumed_learner.model), flatten(learner.model))
 
 
+@pytest.mark.slow
 def test_checkpoint_with_a_different_critic_kind_is_refused(
     model_path: str, tmp_path: Path
 ) -> None:
@@ -204,6 +213,7 @@ def test_checkpoint_with_a_different_critic_kind_is_refused(
         make_learner(model_path, MODEL_PPO).load(tmp_path / "state")
 
 
+@pytest.mark.slow
 def test_exported_critic_can_initialize_another_run(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path, MODEL_PPO)
     learner.train_step(make_batch(), NO_PENALTY)
@@ -215,6 +225,7 @@ def test_exported_critic_can_initialize_another_run(model_path: str, tmp_path: P
     assert torch.equal(flatten(get_critic(second_learner)), flatten(get_critic(learner)))
 
 
+@pytest.mark.slow
 def test_critic_from_a_reward_model_keeps_the_score_head(model_path: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     classifier = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1)
@@ -224,6 +235,7 @@ def test_critic_from_a_reward_model_keeps_the_score_head(model_path: str, tmp_pa
     assert torch.equal(get_critic(learner).classifier.score.weight, classifier.score.weight)
 
 
+@pytest.mark.slow
 def test_critic_with_a_different_vocabulary_is_refused(model_path: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     classifier = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1)

@@ -66,6 +66,7 @@ def random_model_path(request: pytest.FixtureRequest, model_path: str, tmp_path:
     return str(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("random_model_path", ["gpt2", "opt", "falcon", "phi"], indirect=True)
 @pytest.mark.parametrize(
     "algorithm",

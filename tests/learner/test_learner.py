@@ -124,6 +124,7 @@ def test_counting_an_environment_token_as_sampled_changes_the_update(model_path:
     assert not torch.allclose(weights, changed_weights, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_zero_advantages_do_not_change_the_weights(model_path: str) -> None:
     batch = set_advantages(make_batch(), 0.0)
     learner = make_learner(model_path)
@@ -169,6 +170,7 @@ def test_resume_is_bit_exact(model_path: str, tmp_path: Path) -> None:
     assert torch.equal(train_one_step(resumed_learner, make_batch(seed=2)), expected_weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed_settings", [{"betas": (0.5, 0.6)}, {"eps": 1.0}, {"weight_decay": 0.9}], ids=str
 )
@@ -188,6 +190,7 @@ def test_resumed_run_uses_the_current_optimizer_settings(
     assert not torch.allclose(weights[0], weights[1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint_is_refused(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path)
     learner.save(tmp_path / "state")
@@ -197,6 +200,7 @@ def test_damaged_checkpoint_is_refused(model_path: str, tmp_path: Path) -> None:
         learner.load(tmp_path / "state")
 
 
+@pytest.mark.slow
 def test_exported_model_equals_the_policy(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path)
     learner.train_step(make_batch(), ENTROPY_BONUS)
@@ -206,6 +210,7 @@ def test_exported_model_equals_the_policy(model_path: str, tmp_path: Path) -> No
         assert torch.equal(exported_weights[name], tensor)
 
 
+@pytest.mark.slow
 def test_exported_model_and_tokenizer_work_in_transformers(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path)
     learner.train_step(make_batch(), ENTROPY_BONUS)
@@ -239,6 +244,7 @@ def limit_file_size(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [100, 2000, 20_000])
 @pytest.mark.parametrize("method", ["save", "export_model"])
 def test_saving_on_a_full_disk_raises_a_clear_error(
@@ -305,6 +311,7 @@ def test_compiled_layers_produce_the_same_gradient_norm(tmp_path: Path) -> None:
     assert plain_learner.gather_weights().keys() == compiled_learner.gather_weights().keys()
 
 
+@pytest.mark.slow
 def test_completion_scores_equal_the_log_probs_of_the_model(model_path: str) -> None:
     canary = ScoringRequest([5, 9, 17, 33], [44, 12, 2])
     [scores] = make_learner(model_path).score_completions([canary])

@@ -104,6 +104,7 @@ def test_packed_sequences_have_the_same_outputs_as_single_sequences(
                 assert values == pytest.approx(single_outputs[tag], abs=2e-5)
 
 
+@pytest.mark.slow
 @given(batch=draw_batches())
 def test_each_prefix_is_computed_once_without_attention_costs(batch: Batch) -> None:
     layout = lay_out_sequences(

@@ -76,6 +76,7 @@ def test_advantages_skip_unsampled_tokens_and_bootstrap_if_truncated() -> None:
     )
 
 
+@pytest.mark.slow
 def test_all_passes_over_a_batch_use_the_same_targets(model_path: str) -> None:
     batch = collate([make_two_turn_sample(terminated=True)])
     single_pass_learner, triple_pass_learner = (
@@ -96,6 +97,7 @@ def test_all_passes_over_a_batch_use_the_same_targets(model_path: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_value_head_has_a_separate_learning_rate(model_path: str) -> None:
     batch = collate([make_two_turn_sample(terminated=True)])
     learners = {
@@ -150,6 +152,7 @@ def test_critic_learns_the_returns(model_path: str) -> None:
     assert last_metrics.value_loss < first_metrics.value_loss / 5
 
 
+@pytest.mark.slow
 def test_critic_metrics_are_none_without_a_critic(model_path: str) -> None:
     metrics = make_learner(model_path).train_step(make_batch(), NO_PENALTY)
     assert metrics.value_loss is None
@@ -182,12 +185,14 @@ def test_resume_with_critic_is_bit_exact(model_path: str, tmp_path: Path) -> Non
     assert torch.equal(flatten(resumed_learner), flatten(learner))
 
 
+@pytest.mark.slow
 def test_checkpoint_without_a_required_critic_is_refused(model_path: str, tmp_path: Path) -> None:
     make_learner(model_path).save(tmp_path / "state")
     with pytest.raises(CheckpointError, match="value_head"):
         make_learner(model_path, PPO).load(tmp_path / "state")
 
 
+@pytest.mark.slow
 def test_value_head_is_exported_but_not_published(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path, PPO)
     learner.train_step(make_batch(), NO_PENALTY)
@@ -227,6 +232,7 @@ def test_kl_penalty_in_the_reward_changes_the_policy(
     assert not torch.equal(flatten(learner), start_weights)
 
 
+@pytest.mark.slow
 def test_whitened_advantages_have_mean_zero_and_standard_deviation_one(model_path: str) -> None:
     learner = make_learner(model_path, PPO)
     config = MicroBatchConfig(max_tokens=64, costs=None)

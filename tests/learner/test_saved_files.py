@@ -11,6 +11,7 @@ from ludus.trainer.core.types import SavedFile
 from tests.learner.tiny_policy import make_learner
 
 
+@pytest.mark.slow
 def test_save_and_export_return_every_written_file_with_size(
     model_path: str, tmp_path: Path
 ) -> None:
@@ -25,6 +26,7 @@ def test_save_and_export_return_every_written_file_with_size(
     )
 
 
+@pytest.mark.slow
 def test_unwritable_checkpoint_raises_a_clear_error(model_path: str, tmp_path: Path) -> None:
     (tmp_path / "learner").write_text("a file instead of the folder")
     with pytest.raises(CheckpointError, match=r"learner' cannot be written"):

@@ -35,6 +35,7 @@ def flatten_weights(learner: Learner) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in weights.values()]).detach()
 
 
+@pytest.mark.slow
 def test_update_with_an_infinite_gradient_is_skipped_and_counted(model_path: str) -> None:
     learner = make_learner(model_path)
     start_weights = flatten_weights(learner)
@@ -46,6 +47,7 @@ def test_update_with_an_infinite_gradient_is_skipped_and_counted(model_path: str
     assert (second_metrics.num_skipped_updates, second_metrics.num_skipped_in_a_row) == (1, 2)
 
 
+@pytest.mark.slow
 def test_skipped_update_does_not_affect_later_updates(model_path: str) -> None:
     plain_learner, skipping_learner = make_learner(model_path), make_learner(model_path)
     skipping_learner.train_step(add_infinite_advantage(make_batch(seed=1)), NO_PENALTY)
@@ -61,6 +63,7 @@ def test_skipped_update_does_not_affect_later_updates(model_path: str) -> None:
     assert torch.equal(flatten_weights(plain_learner), flatten_weights(skipping_learner))
 
 
+@pytest.mark.slow
 def test_only_the_minibatch_with_an_infinite_gradient_is_skipped(model_path: str) -> None:
     learner = make_learner(model_path, num_minibatches=4)
     start_weights = flatten_weights(learner)
@@ -72,6 +75,7 @@ def test_only_the_minibatch_with_an_infinite_gradient_is_skipped(model_path: str
     assert not torch.equal(end_weights, start_weights)
 
 
+@pytest.mark.slow
 def test_all_ranks_skip_an_update_that_fails_on_one_rank(
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

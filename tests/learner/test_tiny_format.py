@@ -47,6 +47,7 @@ class EnvWithoutLegalAnswers(CountingEnv):
         return LegalActionsObservation(**super()._observe(note).model_dump())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "message"),
     [

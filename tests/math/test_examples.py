@@ -61,6 +61,7 @@ def make_report(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLE_PATHS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_environments_and_baselines_of_examples_exist(path: Path) -> None:
     run = load_run_config(path)

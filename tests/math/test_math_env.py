@@ -39,6 +39,7 @@ def reset_environment(seed: int, **options: object) -> MathObservation:
 # -- environment contract --------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATORS)
 def test_environment_contract(operation: str) -> None:
     factory = functools.partial(make_environment, operation=operation, limit=7)

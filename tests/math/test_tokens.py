@@ -27,6 +27,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_saved_tokenizer_produces_the_same_tokens(model_folder: Path) -> None:
     expected_tokenizer = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
     tokenizer = load_tokenizer(model_folder)
@@ -34,6 +35,7 @@ def test_saved_tokenizer_produces_the_same_tokens(model_folder: Path) -> None:
         assert tokenizer.encode(text) == expected_tokenizer.encode(text)
 
 
+@pytest.mark.slow
 def test_every_number_is_one_token(model_folder: Path) -> None:
     tokenizer = load_tokenizer(model_folder)
     assert {len(tokenizer.encode(question)) for question in QUESTIONS} == {5}
@@ -49,6 +51,7 @@ def test_tokenizer_saved_twice_produces_the_same_tokens(model_folder: Path, tmp_
     ]
 
 
+@pytest.mark.slow
 def test_auto_tokenizer_produces_the_same_tokens(model_folder: Path) -> None:
     expected_tokenizer = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)

@@ -44,6 +44,7 @@ def read_cards(observation: OpenSpielObservation, hand: slice) -> set[int]:
 # -- the contract ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text_style", ["compact", "rules"])
 @pytest.mark.parametrize("game", [*RENDERED_GAMES, *GENERIC_GAMES])
 def test_environment_satisfies_the_contract(game: str, text_style: str) -> None:
@@ -114,6 +115,7 @@ def test_uniform_chance_games_have_equally_likely_events(game: str) -> None:
     assert num_events >= 30
 
 
+@pytest.mark.slow
 def test_weighted_draws_follow_the_probabilities_of_the_game() -> None:
     state = load_game("2048").game.new_initial_state()
     probabilities = dict(state.chance_outcomes())
@@ -311,6 +313,7 @@ def test_state_describes_the_game() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("game", ["blackjack", "catch", "kuhn_poker", "pig", "tic_tac_toe"])
 def test_success_is_a_positive_return(game: str) -> None:
     environment = make_environment(game=game)

@@ -211,6 +211,7 @@ def test_baselines_can_play_the_opponent_seat() -> None:
     assert statistics.mean(compute_returns(options, 60, play_random)) < -0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("game", ["connect_four", "connect_four(rows=5,columns=6)"])
 def test_search_beats_random_moves(game: str) -> None:
     loaded_game = load_game(game)
@@ -234,6 +235,7 @@ def test_search_beats_random_moves(game: str) -> None:
             assert not winning_moves or moves[0] in winning_moves
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("game", "best_return"), [("kuhn_poker", 0.5), ("leduc_poker", 2.0875)])
 def test_best_response_earns_the_known_return_against_random_play(
     game: str, best_return: float
@@ -247,11 +249,13 @@ def test_best_response_earns_the_known_return_against_random_play(
         assert best_return == reference_returns(game)["optimal"].expected_return
 
 
+@pytest.mark.slow
 def test_best_response_plays_both_seats() -> None:
     options = {"game": "kuhn_poker", "opponent": "best_response"}
     assert statistics.mean(compute_returns(options, NUM_EPISODES, play_random)) < -0.3
 
 
+@pytest.mark.slow
 def test_minimax_is_the_best_response_to_random_play() -> None:
     returns = compute_returns({"game": "tic_tac_toe"}, 1000, play_minimax)
     exact_return = reference_returns("tic_tac_toe")["optimal"].expected_return

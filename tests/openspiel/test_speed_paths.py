@@ -32,6 +32,7 @@ def play_episodes(game: str, num_episodes: int = 40) -> list[Transition[OpenSpie
 # -- observations as JSON ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     st.builds(
         OpenSpielObservation,
@@ -115,6 +116,7 @@ def test_seed_determines_the_chance_stream() -> None:
     assert all(0 <= number < 1 for number in numbers)
 
 
+@pytest.mark.slow
 def test_consecutive_seeds_pick_events_equally_often() -> None:
     events = list(range(13))
     num_draws = 13_000

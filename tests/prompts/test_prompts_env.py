@@ -47,6 +47,7 @@ def list_rows(environment: Any, seeds: range) -> list[int]:
 # -- the contract ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"answer": "solution", "max_turns": 3}, {"test_size": 0.25, "template": "{prompt}!"}],
@@ -113,6 +114,7 @@ def test_permutation_contains_each_number_once(size: int) -> None:
     assert sorted(order) == list(range(size))
 
 
+@pytest.mark.slow
 def test_elements_of_permutations_are_equally_likely() -> None:
     counts = Counter(Permutation(5, f"key {index}")[2] for index in range(2000))
     assert all(330 < counts[value] < 470 for value in range(5)), f"frequencies are uneven: {counts}"

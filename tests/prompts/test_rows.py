@@ -96,6 +96,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
 def test_all_file_formats_produce_the_same_rows(
     write: Callable[[Path], Path], tmp_path: Path

@@ -37,6 +37,7 @@ def run_lock_owner(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_lock_error_names_the_owner_process(tmp_path: Path) -> None:
     with run_lock_owner(tmp_path) as process:
         assert is_in_use(tmp_path)
@@ -44,6 +45,7 @@ def test_lock_error_names_the_owner_process(tmp_path: Path) -> None:
             RunLock.take(tmp_path)
 
 
+@pytest.mark.slow
 def test_lock_is_released_when_the_process_is_killed(tmp_path: Path) -> None:
     with run_lock_owner(tmp_path) as process:
         process.kill()

@@ -14,6 +14,7 @@ from ludus.trainer.compat.gymformer.trainer import train_reward
 from ludus.trainer.reward_model.model import make_reward_model
 
 
+@pytest.mark.slow
 def test_readme_call_writes_and_returns_a_reward_model(
     gpt2_path: str, preferences_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -35,6 +36,7 @@ def test_readme_call_writes_and_returns_a_reward_model(
     assert train_reward(gpt2_path, preferences_path, tmp_path / "models/reward_model", epochs=1)
 
 
+@pytest.mark.slow
 def test_dry_run_checks_the_data_and_writes_nothing(
     gpt2_path: str, preferences_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,7 @@ def assert_weights_equal(model: RewardModel, expected_model: RewardModel) -> Non
         assert torch.equal(tensor, expected_weights[name]), name
 
 
+@pytest.mark.slow
 def test_output_folder_contains_the_returned_model_and_metrics(
     model_path: str, preferences_path: Path, tmp_path: Path
 ) -> None:
@@ -77,6 +78,7 @@ def test_output_folder_contains_the_returned_model_and_metrics(
     assert not config.folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path_fixture", "stop_step"), [("model_path", 4), ("gpt2_path", 1), ("gpt2_path", 6)]
 )
@@ -104,6 +106,7 @@ def test_resumed_training_equals_an_uninterrupted_training(
     assert epoch_dumps[0] == epoch_dumps[1]
 
 
+@pytest.mark.slow
 def test_resume_with_changed_configuration_or_data_is_refused(
     model_path: str, preferences_path: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +134,7 @@ def test_resume_with_changed_configuration_or_data_is_refused(
     train_reward_model(config, overwrite=True)
 
 
+@pytest.mark.slow
 def test_frozen_backbone_does_not_change(
     model_path: str, preferences_path: Path, tmp_path: Path
 ) -> None:
@@ -151,6 +155,7 @@ def test_frozen_backbone_does_not_change(
     )
 
 
+@pytest.mark.slow
 def test_trained_weights_do_not_depend_on_micro_batch_size(
     model_path: str, preferences_path: Path, tmp_path: Path
 ) -> None:
@@ -165,6 +170,7 @@ def test_trained_weights_do_not_depend_on_micro_batch_size(
         torch.testing.assert_close(copy_weights(model)[name], tensor, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path_fixture", ["model_path", "gpt2_path"])
 def test_scores_do_not_depend_on_padding_or_loading_library(
     path_fixture: str, preferences_path: Path, tmp_path: Path, request: pytest.FixtureRequest
@@ -189,6 +195,7 @@ def test_scores_do_not_depend_on_padding_or_loading_library(
     assert batch_scores == pytest.approx(expected_scores, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_equal_completions_have_equal_scores_in_all_batches(
     model_path: str, preferences_path: Path, tmp_path: Path, example: ModuleType
 ) -> None:
@@ -203,6 +210,7 @@ def test_equal_completions_have_equal_scores_in_all_batches(
     assert len(set(scores)) > half_length // 2
 
 
+@pytest.mark.slow
 def test_keep_best_saves_the_epoch_with_the_lowest_test_loss(
     model_path: str, example: ModuleType, tmp_path: Path
 ) -> None:
@@ -219,6 +227,7 @@ def test_keep_best_saves_the_epoch_with_the_lowest_test_loss(
     assert_weights_equal(model, load_reward_model(tmp_path / "rm"))
 
 
+@pytest.mark.slow
 def test_comparisons_of_one_prompt_are_in_the_same_split(
     model_path: str, tmp_path: Path, example: ModuleType
 ) -> None:
@@ -235,6 +244,7 @@ def test_comparisons_of_one_prompt_are_in_the_same_split(
     assert not (tmp_path / "rm").exists()
 
 
+@pytest.mark.slow
 def test_overwrite_is_required_and_replaces_only_reward_model_folders(
     model_path: str, preferences_path: Path, tmp_path: Path
 ) -> None:
@@ -250,6 +260,7 @@ def test_overwrite_is_required_and_replaces_only_reward_model_folders(
     train_reward_model(config, overwrite=True)
 
 
+@pytest.mark.slow
 def test_training_does_not_change_the_global_random_state(
     model_path: str, preferences_path: Path, tmp_path: Path
 ) -> None:

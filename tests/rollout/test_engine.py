@@ -80,6 +80,7 @@ def test_engine_has_work_until_all_requests_are_complete(pair: EnginePair) -> No
     assert not pair.engine.has_work
 
 
+@pytest.mark.slow
 def test_aborted_request_gets_no_output_and_leaves_no_work(pair: EnginePair) -> None:
     for i in range(4):
         pair.engine.submit(EngineRequest(i, [7, 8, 9 + i], Sampling(0.0, 2), seed=i))
@@ -93,6 +94,7 @@ def test_aborted_request_gets_no_output_and_leaves_no_work(pair: EnginePair) -> 
     assert not pair.engine.has_work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_frequencies_follow_the_softmax(pair: EnginePair, temperature: float) -> None:
     prompt, num_samples = [8, 60, 33, 21], 3000

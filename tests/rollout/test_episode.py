@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RewardTerm
@@ -49,6 +51,7 @@ async def test_loss_mask_contains_exactly_the_sampled_tokens(
     assert not sequence.loss_mask[0], "the first token has no log-prob, but is in the mask"
 
 
+@pytest.mark.slow
 async def test_every_prompt_is_an_exact_prefix_of_the_next(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
@@ -68,6 +71,7 @@ async def test_text_without_action_ends_with_the_invalid_action_reward(
     assert (rollout.status, rollout.reward) == (RolloutStatus.INVALID_ACTION, -0.7)
 
 
+@pytest.mark.slow
 async def test_turn_limit_truncates_the_episode_and_closes_the_session(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
@@ -80,6 +84,7 @@ async def test_turn_limit_truncates_the_episode_and_closes_the_session(
     assert server.core.load.num_sessions == 0
 
 
+@pytest.mark.slow
 async def test_truncated_episode_includes_the_last_observation(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
@@ -229,6 +234,7 @@ async def test_incomplete_completion_is_followed_by_an_unsampled_end_token(
     assert not sequence.loss_mask[end_index]
 
 
+@pytest.mark.slow
 async def test_episode_of_a_stopped_server_is_lost_without_reward(chat: ChatTokenizer) -> None:
     server = EnvServer(lambda: make_environment(game="blackjack"), ServerOptions(port=0))
     await server.start()

@@ -79,6 +79,7 @@ async def test_failed_episodes_do_not_affect_the_rest_of_the_group(
     assert [bool(rollout.failure) for rollout in group.rollouts] == [False, True, True, False]
 
 
+@pytest.mark.slow
 async def test_failed_group_open_fails_all_episodes(
     env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
@@ -160,6 +161,7 @@ async def test_too_long_first_prompt_is_reported_with_length_and_limit(
     assert re.search(r"prompt of \d+ tokens .* rollout\.max_tokens = 20", rollout.failure)
 
 
+@pytest.mark.slow
 async def test_configuration_error_is_raised_and_closes_the_sessions(
     fragile_server: EnvServer, env_client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:

@@ -85,6 +85,7 @@ async def test_group_with_equal_seeds_is_opened_in_one_call_if_it_fits(
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TERMINATED}
 
 
+@pytest.mark.slow
 async def test_groups_wait_while_the_server_is_full(chat: ChatTokenizer) -> None:
     async with (
         make_blackjack_server(max_sessions=3) as server,
@@ -100,6 +101,7 @@ async def test_groups_wait_while_the_server_is_full(chat: ChatTokenizer) -> None
     assert statuses == {RolloutStatus.TERMINATED}
 
 
+@pytest.mark.slow
 async def test_group_with_different_first_observations_fails(chat: ChatTokenizer) -> None:
     async with (
         EnvServer(GloballyRandomEnv, ServerOptions(port=0)) as server,
@@ -113,6 +115,7 @@ async def test_group_with_different_first_observations_fails(chat: ChatTokenizer
         await wait_for_sessions(server)
 
 
+@pytest.mark.slow
 @OPENING_MODES
 async def test_group_of_a_stopped_server_is_lost(chat: ChatTokenizer, max_sessions: int) -> None:
     server = make_blackjack_server(max_sessions=256)
@@ -205,6 +208,7 @@ async def test_lost_episodes_are_replayed_if_configured(
             assert group == await player.play_group(spec)
 
 
+@pytest.mark.slow
 @OPENING_MODES
 async def test_cancelled_group_leaves_no_session(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
@@ -233,6 +237,7 @@ async def wait_for_sessions(server: EnvServer, num_sessions: int = 0) -> None:
     raise AssertionError(f"expected {num_sessions} sessions, got {server.core.load}")
 
 
+@pytest.mark.slow
 async def test_sampling_seeds_differ_between_episodes_and_repeat_in_replays(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
@@ -247,6 +252,7 @@ async def test_sampling_seeds_differ_between_episodes_and_repeat_in_replays(
     assert set(await play_seeds(4)).isdisjoint(first_seeds)
 
 
+@pytest.mark.slow
 def test_group_seeds_are_distinct_and_below_two_to_the_30() -> None:
     shared_seeds = [derive_group_seeds(3, index, 16, shared=True) for index in range(2000)]
     independent_seeds = [derive_group_seeds(3, index, 16, shared=False) for index in range(100)]

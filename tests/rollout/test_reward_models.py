@@ -47,6 +47,7 @@ def make_episode(text: str, status: RolloutStatus = RolloutStatus.TERMINATED) ->
     return PlayedEpisode(rollout, [{"role": "user", "content": "go"}], completion, [2, 3])
 
 
+@pytest.mark.slow
 async def test_term_is_the_model_score_of_prompt_and_completion(path: str) -> None:
     terms = [RewardTerm(weight=0.5), RewardModelTerm(path=path, weight=2.0)]
     lost_episode = make_episode("", RolloutStatus.LOST)
@@ -62,6 +63,7 @@ async def test_term_is_the_model_score_of_prompt_and_completion(path: str) -> No
     assert [term.value for term in rollouts[1].terms] == [None, None]  # lost, so not scored
 
 
+@pytest.mark.slow
 async def test_model_is_loaded_once_for_all_environments_and_terms(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +76,7 @@ async def test_model_is_loaded_once_for_all_environments_and_terms(
         assert rollout.reward == pytest.approx(0.0)
 
 
+@pytest.mark.slow
 async def test_concurrent_groups_are_scored_in_one_batch(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,6 +251,7 @@ async def test_functions_receive_prompts_completions_and_rollout_fields(
     assert group.rollouts[0].reward == 7.0
 
 
+@pytest.mark.slow
 async def test_failing_function_voids_the_group_and_leaves_no_session(
     chat: ChatTokenizer,
 ) -> None:

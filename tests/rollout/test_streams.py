@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
 import torch
 
 from ludus.proto.config import EvalConfig
@@ -32,6 +33,7 @@ def small_counters() -> Iterator[tuple[int, ...]]:
         yield from itertools.product(numbers, repeat=length)
 
 
+@pytest.mark.slow
 def test_keys_of_purposes_counters_and_runs_are_distinct() -> None:
     counters = list(small_counters())
     keys = [
@@ -48,6 +50,7 @@ def test_keys_of_purposes_counters_and_runs_are_distinct() -> None:
     assert requests.isdisjoint(keys)
 
 
+@pytest.mark.slow
 def test_stream_draws_differ_from_draws_of_small_seeds() -> None:
     """Environments and players seed their generators with small numbers, which are never keys."""
     predictable_draws = {random.Random(number).random() for number in range(5_000)}
@@ -106,6 +109,7 @@ def test_torch_draws_of_different_streams_are_disjoint() -> None:
     assert not torch.isin(draws[0], draws[1]).any()
 
 
+@pytest.mark.slow
 def test_different_counters_give_different_seeds() -> None:
     seeds = {
         mix(run, group, episode, turn)

@@ -61,6 +61,7 @@ async def test_invalid_action_is_written_as_one_json_line(
     assert Transcript.model_validate_json(json_line) == record
 
 
+@pytest.mark.slow
 async def test_transcript_of_a_failed_episode_has_the_reason_and_turns(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:

@@ -233,6 +233,7 @@ def install_kueue(cluster: FakeKubernetes, cpu: str | None = "8") -> None:
         cluster.put({"apiVersion": api, **cluster_queue, "spec": spec})
 
 
+@pytest.mark.slow
 async def test_every_queue_problem_is_reported(cluster: FakeKubernetes) -> None:
     run_manifests = make_manifests(make_run_config(), make_release(), queue="team")
     assert "uses queue 'team', but Kueue is not installed" in await find_single_problem(

@@ -146,6 +146,7 @@ def test_rewound_run_records_each_step_once(tmp_path: Path) -> None:
     assert read_tensorboard_steps(run.folder) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_failed_sink_start_preserves_existing_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_missing_wandb_is_refused_with_a_remedy(
         open_sinks(make_run_config(wandb={"mode": "offline"}), tmp_path)
 
 
+@pytest.mark.slow
 def test_online_wandb_without_an_api_key_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +86,7 @@ def test_online_wandb_without_an_api_key_is_refused(
         open_sinks(make_run_config(wandb={}), tmp_path)
 
 
+@pytest.mark.slow
 def test_failed_sink_start_closes_the_other_sinks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,11 +24,13 @@ def make_noisy_series(growth_per_hour: float, num_samples: int = 1200, noise: fl
     return at_s, 80.0 + growth_per_hour * at_s / 3600 + steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("growth_per_hour", [0.0, -20.0])
 def test_fluctuating_or_falling_memory_is_flat(growth_per_hour: float) -> None:
     assert fit_trend(*make_noisy_series(growth_per_hour)).is_flat
 
 
+@pytest.mark.slow
 def test_memory_growth_is_detected_despite_noise() -> None:
     trend = fit_trend(*make_noisy_series(20.0))
     assert not trend.is_flat
@@ -36,11 +38,13 @@ def test_memory_growth_is_detected_despite_noise() -> None:
     assert trend.growth == pytest.approx(20.0 / 6, rel=0.3)
 
 
+@pytest.mark.slow
 def test_single_increase_at_the_start_is_not_growth() -> None:
     at_s, values = make_noisy_series(0.0)
     assert fit_trend(at_s, values - 40.0 * (at_s < 300)).is_flat
 
 
+@pytest.mark.slow
 def test_single_step_is_flat_but_repeated_steps_are_not() -> None:
     at_s = np.arange(1200, dtype=float)
     steps = 80.0 + 0.9 * (at_s > 900)

@@ -73,6 +73,7 @@ def test_environment_contract(options: dict[str, Any]) -> None:
     check_environment(make_with_options, seeds=range(2), num_steps=20).raise_if_failed()
 
 
+@pytest.mark.slow
 def test_package_is_importable_under_envs() -> None:
     package = importlib.import_module("envs.trading_env")
     assert package.TradingAction(orders={"A": 3}).orders == {"A": 3}
@@ -105,6 +106,7 @@ def test_return_is_log_return_and_success_requires_beating_buy_and_hold() -> Non
         assert (cash_return, cash_success) == (0.0, state.hold_value < 1000.0)
 
 
+@pytest.mark.slow
 def test_mean_reversion_policy_beats_random_and_buy_and_hold() -> None:
     seeds = range(150)
     returns = {
@@ -223,6 +225,7 @@ def test_wide_and_long_files_with_several_assets_are_read(tmp_path: Path) -> Non
     assert prices.rows == ((5.0, 6.0), (8.0, 9.0))
 
 
+@pytest.mark.slow
 def test_parquet_file_is_read(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = importlib.import_module("pyarrow.parquet")

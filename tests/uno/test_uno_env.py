@@ -71,6 +71,7 @@ def test_environment_contract(options: dict[str, Any]) -> None:
     check_environment(make_with_options, seeds=range(2), num_steps=10).raise_if_failed()
 
 
+@pytest.mark.slow
 def test_package_is_importable_under_envs() -> None:
     package = importlib.import_module("envs.uno_env")
     assert package.UnoAction(move="draw").move == "draw"

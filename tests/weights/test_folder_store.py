@@ -110,6 +110,7 @@ def test_truncated_file_is_refused(tmp_path: Path, kept_fraction: float) -> None
         store.fetch(weights)
 
 
+@pytest.mark.slow
 def test_publish_and_fetch_succeed_despite_a_briefly_missing_folder(tmp_path: Path) -> None:
     folder, moved_folder = tmp_path / "weights", tmp_path / "moved"
     store = open_store(folder, timeout_s=120.0)

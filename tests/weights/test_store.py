@@ -154,6 +154,7 @@ def test_previous_version_can_still_be_fetched() -> None:
         assert_same(late_worker.fetch(versions[version]).state, make_state(version))
 
 
+@pytest.mark.slow
 def test_damaged_difference_is_detected() -> None:
     storage = MemoryStorage()
     learner, worker = open_stores(storage, full_every=8)
