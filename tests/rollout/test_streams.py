@@ -1,4 +1,4 @@
-"""Random numbers of a run: purposes share no numbers, and a replay draws the same numbers."""
+"""Tests of random streams: streams do not overlap, and draws are reproducible."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from ludus.trainer.data.mixture import derive_group_seeds
 RUN_SEEDS = (0, 1, 2, 2**31, 2**32, 2**63, 2**64, 2**128 + 1)
 
 
-def small_counters() -> Iterator[tuple[int, ...]]:
-    """Yield counters of every length up to three, with values at limits of integers."""
+def generate_small_counters() -> Iterator[tuple[int, ...]]:
+    """Yield counters with up to three components, including values at integer limits."""
     numbers = (0, 1, 2, 3, 7, 100, 2**30, 2**31, 2**32)
     for length in range(4):
         yield from itertools.product(numbers, repeat=length)
 
 
 @pytest.mark.slow
-def test_keys_of_purposes_counters_and_runs_are_distinct() -> None:
-    counters = list(small_counters())
+def test_keys_of_different_streams_counters_and_runs_are_distinct() -> None:
+    counters = list(generate_small_counters())
     keys = [
         derive_key(run_seed, stream, *numbers)
         for run_seed in RUN_SEEDS
@@ -45,22 +45,21 @@ def test_keys_of_purposes_counters_and_runs_are_distinct() -> None:
     assert len(keys) == len(RUN_SEEDS) * len(Stream) * len(counters) > 70_000
     assert len(set(keys)) == len(keys)
     assert all(0 <= key < 2**63 for key in keys)
-    requests = {mix(key, turn) for key in keys[: len(counters)] for turn in range(10)}
-    assert len(requests) == 10 * len(counters)
-    assert requests.isdisjoint(keys)
+    request_seeds = {mix(key, turn) for key in keys[: len(counters)] for turn in range(10)}
+    assert len(request_seeds) == 10 * len(counters)
+    assert request_seeds.isdisjoint(keys)
 
 
-@pytest.mark.slow
 def test_stream_draws_differ_from_draws_of_small_seeds() -> None:
-    """Environments and players seed their generators with small numbers, which are never keys."""
+    """Environments and players seed their generators with small numbers, so no key may be small."""
     predictable_draws = {random.Random(number).random() for number in range(5_000)}
     for run_seed, stream in itertools.product(range(3), Stream):
         draws = {make_random(run_seed, stream, counter).random() for counter in range(50)}
         assert draws.isdisjoint(predictable_draws)
 
 
-def test_stream_numbers_and_keys_do_not_change() -> None:
-    """Different numbers would change the random draws, which requires a new `VERSION`."""
+def test_stream_ids_and_keys_do_not_change() -> None:
+    """A change of these values changes the random draws and requires a new `VERSION`."""
     assert {stream.name: stream.value for stream in Stream} == {
         "INITIAL_WEIGHTS": 1,
         "LEARNER": 2,
@@ -90,13 +89,14 @@ def test_stream_numbers_and_keys_do_not_change() -> None:
 
 def test_training_warm_start_and_evaluation_seeds_are_disjoint() -> None:
     counters = list(itertools.product(range(4), range(500)))
-    training = {derive_training_seed(3, *numbers) for numbers in counters}
-    warm_start = {derive_warm_start_seed(3, *numbers) for numbers in counters}
-    assert len(training) == len(counters), "2,000 groups have different seeds"
-    assert len(warm_start) == len(counters), "2,000 warm-start episodes have different seeds"
-    assert 0 <= min(training) <= max(training) < 2**30 <= min(warm_start) <= max(warm_start) < 2**31
+    training_seeds = {derive_training_seed(3, *numbers) for numbers in counters}
+    warm_start_seeds = {derive_warm_start_seed(3, *numbers) for numbers in counters}
+    assert len(training_seeds) == len(counters), "groups share a seed"
+    assert len(warm_start_seeds) == len(counters), "warm-start episodes share a seed"
+    assert 0 <= min(training_seeds) <= max(training_seeds) < 2**30
+    assert 2**30 <= min(warm_start_seeds) <= max(warm_start_seeds) < 2**31
     assert EvalConfig().seed >= 2**31
-    assert set(derive_group_seeds(3, 2, 16, shared=False)) <= training
+    assert set(derive_group_seeds(3, 2, 16, shared=False)) <= training_seeds
 
 
 def test_torch_draws_of_different_streams_are_disjoint() -> None:
@@ -121,7 +121,7 @@ def test_different_counters_give_different_seeds() -> None:
     assert len(seeds) == 4 * 50 * 16 * 8
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert len({seed % 2**32 for seed in seeds}) > 0.999 * len(seeds), (
-        "some generators take 32 bits"
+        "seeds collide when truncated to 32 bits"
     )
     assert mix(1, 2) != mix(2, 1)
     assert mix(2**70, 3) >= 0
@@ -135,12 +135,14 @@ def test_uniform_number_depends_only_on_seed_and_position() -> None:
     assert not np.array_equal(batch_uniforms, draw_uniforms(seeds, [4] * 100))
 
 
-def test_numbers_are_uniform_and_uncorrelated_between_positions() -> None:
-    numbers = np.stack([draw_uniforms(list(range(20_000)), [p] * 20_000) for p in range(3)])
-    assert numbers.dtype == np.float32
-    assert numbers.min() >= 0
-    assert numbers.max() < 1
-    counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
+def test_draws_are_uniform_and_uncorrelated_between_positions() -> None:
+    draws = np.stack([draw_uniforms(list(range(20_000)), [p] * 20_000) for p in range(3)])
+    assert draws.dtype == np.float32
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    counts, _ = np.histogram(draws, bins=20, range=(0, 1))
     chi_square = ((counts - 3000) ** 2 / 3000).sum()
-    assert chi_square < 43.8, "the 0.999 quantile with 19 degrees of freedom"
-    assert np.abs(np.corrcoef(numbers) - np.eye(3)).max() < 0.03
+    assert chi_square < 43.8, (
+        "chi-square exceeds the 0.1 % critical value for 19 degrees of freedom"
+    )
+    assert np.abs(np.corrcoef(draws) - np.eye(3)).max() < 0.03

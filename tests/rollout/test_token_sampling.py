@@ -1,4 +1,4 @@
-"""Tokens from logits and one uniform number each."""
+"""Tests of token sampling from logits and uniform random numbers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ LOGITS = torch.tensor([0.5, 0.3, 0.2, 1e-30]).log()
 
 
 @pytest.mark.parametrize(
-    ("uniform", "token"),
+    ("uniform", "expected_token_id"),
     [(0.0, 0), (0.499, 0), (0.501, 1), (0.799, 1), (0.801, 2), (1 - 2**-24, 2)],
 )
 def test_uniform_number_selects_the_token_by_cumulative_probability(
-    uniform: float, token: int
+    uniform: float, expected_token_id: int
 ) -> None:
     token_ids, logprobs = sample_tokens(LOGITS[None], [Sampling(1.0, 1)], torch.tensor([uniform]))
-    assert token_ids.tolist() == [token]
-    assert logprobs[0].item() == pytest.approx(LOGITS[token].item(), abs=1e-6)
+    assert token_ids.tolist() == [expected_token_id]
+    assert logprobs[0].item() == pytest.approx(LOGITS[expected_token_id].item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.49, 0.51, 0.79, 0.95])
@@ -44,7 +44,7 @@ def test_temperature_and_top_p_apply_per_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "kept"),
+    ("sampling", "kept_token_ids"),
     [
         (Sampling(1.0, 1, top_k=2), [0, 1]),
         (Sampling(1.0, 1, min_p=0.5), [0, 1]),
@@ -53,15 +53,17 @@ def test_temperature_and_top_p_apply_per_row() -> None:
         (Sampling(1.0, 1, top_p=0.6, top_k=2), [0]),
     ],
 )
-def test_top_k_min_p_and_top_p_apply_in_sequence(sampling: Sampling, kept: list[int]) -> None:
+def test_top_k_min_p_and_top_p_apply_in_sequence(
+    sampling: Sampling, kept_token_ids: list[int]
+) -> None:
     uniforms = torch.linspace(0, 1 - 2**-24, 100)
     token_ids, logprobs = sample_tokens(LOGITS.expand(100, 4), [sampling] * 100, uniforms)
-    assert sorted(set(token_ids.tolist())) == kept
-    probabilities = LOGITS.exp()[kept] / LOGITS.exp()[kept].sum()
+    assert sorted(set(token_ids.tolist())) == kept_token_ids
+    probabilities = LOGITS.exp()[kept_token_ids] / LOGITS.exp()[kept_token_ids].sum()
     assert torch.allclose(logprobs.exp(), probabilities[token_ids], atol=1e-6)
 
 
-def test_repetition_penalty_changes_logits_of_seen_tokens() -> None:
+def test_repetition_penalty_changes_logits_of_repeated_tokens() -> None:
     logits = torch.tensor([[1.0, -1.0, 0.5, 0.0]])
     expected_logprobs = torch.tensor([0.5, -2.0, 0.5, 0.0]).log_softmax(0)
     for uniform in (0.1, 0.5, 0.7, 0.9):
@@ -75,11 +77,11 @@ def test_repetition_penalty_changes_logits_of_seen_tokens() -> None:
     greedy_ids, _ = sample_tokens(
         logits, [Sampling(0.0, 1, repetition_penalty=4.0)], torch.zeros(1), [[0]]
     )
-    assert greedy_ids.tolist() == [2], "greedy decoding applies the penalty too"
+    assert greedy_ids.tolist() == [2], "greedy sampling ignored the repetition penalty"
 
 
 @pytest.mark.slow
-def test_large_vocabulary_samples_no_token_of_zero_probability() -> None:
+def test_tokens_with_zero_probability_are_never_sampled() -> None:
     logits = torch.randn(64, 150_000, generator=torch.Generator().manual_seed(0))
     logits[:, -1000:] = -torch.inf
     uniforms = torch.full((64,), 1 - 2**-24)

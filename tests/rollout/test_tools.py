@@ -1,4 +1,4 @@
-"""Completions that call the tools of an environment, on a real server over each wire."""
+"""Tests of tool calls by a policy, with a real server over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 LIMITS = RolloutConfig(max_completion_tokens=400, max_tokens=20_000, max_turns=8)
 
 Policy = Callable[[str], str]
-"""A function from the text of the prompt to the completion."""
+"""A function that maps the text of a prompt to the text of a completion."""
 
 
 @pytest_asyncio.fixture(params=["grpc", "http"])
@@ -59,7 +59,7 @@ async def play(
     limits: RolloutConfig = LIMITS,
     seed: int = 5,
 ) -> PlayedEpisode:
-    """Play an episode whose completions call tools."""
+    """Play one episode with `policy` and the tools of the environment."""
 
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
         text = policy(chat.tokenizer.decode(prompt_ids))
@@ -70,17 +70,17 @@ async def play(
     return await play_once(make_runner(client, chat, generate, limits, toolbox=toolbox), seed)
 
 
-def call(name: str, **arguments: Any) -> str:
+def format_call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def use_calculator(text: str) -> str:
-    """Call the calculator, or repeat its result if the prompt contains one."""
+    """Return a calculator call, or the calculator's result if the prompt contains it."""
     results = re.findall(r'"sum": (\d+)', text)
     if results:
         return results[-1]
     [(a, b)] = re.findall(r"What is (\d+) \+ (\d+)\?", text)
-    return call("add", a=int(a), b=int(b))
+    return format_call("add", a=int(a), b=int(b))
 
 
 async def test_policy_with_calculator_gives_the_correct_result(
@@ -100,7 +100,7 @@ async def test_policy_with_calculator_gives_the_correct_result(
         assert episode.fields["num_calls"] == 1
 
 
-async def test_tools_are_listed_and_tool_results_are_never_trained_on(
+async def test_tool_descriptions_and_results_are_not_trained_on(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     episode = await play(client, chat, use_calculator)
@@ -114,22 +114,29 @@ async def test_tools_are_listed_and_tool_results_are_never_trained_on(
     assert "sum" not in sampled_text
 
 
-async def test_multiple_calls_of_one_completion_run_in_order(
+async def test_multiple_calls_in_one_completion_run_in_order(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    script = iter([call("add", a=1, b=2) + call("add", a=3, b=4), "0"])
+    script = iter([format_call("add", a=1, b=2) + format_call("add", a=3, b=4), "0"])
     episode = await play(client, chat, lambda _: next(script))
     results = [message["content"] for message in episode.completion if message["role"] == "tool"]
     assert results == ['{"sum": 3}', '{"sum": 7}']
 
 
 @pytest.mark.parametrize(
-    ("answers", "counted"),
+    ("completions", "expected_counts"),
     [
         (["0"], (0, 0)),
-        ([call("add", a=1, b=2), "0"], (1, 0)),
-        ([call("add", a=1, b=2) + call("add", a="one"), "0"], (2, 1)),
-        (["<tool_call>{not json}</tool_call>", call("subtract"), call("add", a=1, b=2)], (3, 2)),
+        ([format_call("add", a=1, b=2), "0"], (1, 0)),
+        ([format_call("add", a=1, b=2) + format_call("add", a="one"), "0"], (2, 1)),
+        (
+            [
+                "<tool_call>{not json}</tool_call>",
+                format_call("subtract"),
+                format_call("add", a=1, b=2),
+            ],
+            (3, 2),
+        ),
         (
             ["<tool_call>oops"] * MAX_INVALID_COMPLETIONS,
             (MAX_INVALID_COMPLETIONS, MAX_INVALID_COMPLETIONS),
@@ -137,36 +144,42 @@ async def test_multiple_calls_of_one_completion_run_in_order(
     ],
 )
 async def test_calls_and_failed_calls_are_counted(
-    client: AsyncEnvClient, chat: ChatTokenizer, answers: list[str], counted: tuple[int, int]
+    client: AsyncEnvClient,
+    chat: ChatTokenizer,
+    completions: list[str],
+    expected_counts: tuple[int, int],
 ) -> None:
-    script = iter(answers)
+    script = iter(completions)
     rollout = (await play(client, chat, lambda _: next(script, "0"))).rollout
-    assert (rollout.num_tool_calls, rollout.num_tool_calls_failed) == counted
+    assert (rollout.num_tool_calls, rollout.num_tool_calls_failed) == expected_counts
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    ("completion", "expected_error"),
     [
         ("<tool_call>{not json}</tool_call>", "expected JSON between <tool_call>"),
         ('<tool_call>{"arguments": {}}</tool_call>', "expected a tool call like"),
         ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "to be an object, got '3'"),
-        (call("subtract", a=1, b=2), "expected one of the tools add, recite, got 'subtract'"),
-        (call("add", a=1) * (MAX_CALLS + 1), f"at most {MAX_CALLS} tool calls"),
+        (
+            format_call("subtract", a=1, b=2),
+            "expected one of the tools add, recite, got 'subtract'",
+        ),
+        (format_call("add", a=1) * (MAX_CALLS + 1), f"at most {MAX_CALLS} tool calls"),
         ('<tool_call>{"name": "\\ud800"}', "surrogates not allowed"),
         ('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}', "surrogates not allowed"),
-        (call("add", a=10**20, b=1), "a tool call that can be sent, got"),
+        (format_call("add", a=10**20, b=1), "a tool call that can be sent, got"),
     ],
 )
-async def test_invalid_call_gets_an_error_and_can_be_corrected(
-    client: AsyncEnvClient, chat: ChatTokenizer, answer: str, reason: str
+async def test_invalid_call_returns_an_error_and_the_policy_can_retry(
+    client: AsyncEnvClient, chat: ChatTokenizer, completion: str, expected_error: str
 ) -> None:
-    script = iter([answer])
+    script = iter([completion])
     episode = await play(client, chat, lambda text: next(script, "") or use_calculator(text))
-    assert reason in json.loads(episode.completion[1]["content"])["error"]
+    assert expected_error in json.loads(episode.completion[1]["content"])["error"]
     assert (episode.rollout.status, episode.rollout.reward) == (RolloutStatus.TERMINATED, 1.0)
 
 
-async def test_repeated_invalid_calls_end_with_the_invalid_action_reward(
+async def test_repeated_invalid_calls_end_the_episode_as_invalid(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     limits = LIMITS.model_copy(update={"invalid_action_reward": -0.5})
@@ -176,10 +189,10 @@ async def test_repeated_invalid_calls_end_with_the_invalid_action_reward(
     assert len(episode.rollout.turns) == MAX_INVALID_COMPLETIONS
 
 
-async def test_failed_tool_returns_an_error_and_the_episode_continues(
+async def test_failed_tool_returns_an_error_without_ending_the_episode(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    script = iter([call("add", a="one"), "0"])
+    script = iter([format_call("add", a="one"), "0"])
     episode = await play(client, chat, lambda _: next(script))
     assert "expected two integers" in json.loads(episode.completion[1]["content"])["error"]
     assert (episode.rollout.status, episode.rollout.reward) == (RolloutStatus.TERMINATED, 0.0)
@@ -189,46 +202,46 @@ async def test_error_outside_a_tool_voids_the_episode(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def raise_rate_limit(*_: object) -> None:
-        raise RateLimitError("60 calls a minute are used up")
+        raise RateLimitError("60 calls per minute exceeded")
 
     monkeypatch.setattr(AsyncSession, "call_tool", raise_rate_limit)
-    script = iter([call("subtract"), call("add", a=1, b=2)])
+    script = iter([format_call("subtract"), format_call("add", a=1, b=2)])
     episode = await play(client, chat, lambda _: next(script))
     assert episode.rollout.status is RolloutStatus.FAILED
-    assert "60 calls a minute" in episode.rollout.failure
+    assert "60 calls per minute" in episode.rollout.failure
     assert len(episode.rollout.turns) == 2
-    assert episode.rollout.num_tool_calls_failed == 1, "earlier calls are counted"
+    assert episode.rollout.num_tool_calls_failed == 1, "the earlier failed call is not counted"
 
 
 async def test_long_result_is_truncated(client: AsyncEnvClient, chat: ChatTokenizer) -> None:
-    script = iter([call("recite"), "0"])
+    script = iter([format_call("recite"), "0"])
     episode = await play(client, chat, lambda _: next(script))
-    prompt_text = episode.completion[1]["content"]
-    assert len(prompt_text) < MAX_RESULT_CHARACTERS + 50
-    assert "more characters" in prompt_text
+    result_text = episode.completion[1]["content"]
+    assert len(result_text) < MAX_RESULT_CHARACTERS + 50
+    assert "more characters" in result_text
 
 
 async def test_endless_calls_stop_at_the_turn_limit(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    episode = await play(client, chat, lambda _: call("add", a=1, b=1))
+    episode = await play(client, chat, lambda _: format_call("add", a=1, b=1))
     assert episode.rollout.status is RolloutStatus.TRUNCATED
     assert len(episode.rollout.turns) == 8
     last_sequence = episode.rollout.sequences[-1]
-    rest_text = chat.decode(last_sequence.token_ids[last_sequence.turns[-1].end :])
-    assert '{"sum": 2}' in rest_text, "the state after the last call"
+    final_text = chat.decode(last_sequence.token_ids[last_sequence.turns[-1].end :])
+    assert '{"sum": 2}' in final_text, "the last tool result is missing"
 
 
-async def test_text_that_is_neither_call_nor_action_ends_the_episode(
+async def test_completion_without_call_or_action_ends_the_episode(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     episode = await play(client, chat, lambda _: "I do not know")
     assert episode.rollout.status is RolloutStatus.INVALID_ACTION
 
 
-async def test_calls_within_reasoning_are_ignored(client: AsyncEnvClient) -> None:
+async def test_tool_calls_in_reasoning_are_ignored(client: AsyncEnvClient) -> None:
     chat = ChatTokenizer(make_family_tokenizer(QWEN3), enable_thinking=True)
-    completion = f"<think>\nmaybe {call('add', a=1, b=2)}\n</think>\n\n0"
+    completion = f"<think>\nmaybe {format_call('add', a=1, b=2)}\n</think>\n\n0"
     episode = await play(client, chat, lambda _: completion)
     assert episode.rollout.status is RolloutStatus.TERMINATED
     assert len(episode.rollout.turns) == 1
@@ -244,7 +257,7 @@ async def test_environment_without_tools_is_rejected(chat: ChatTokenizer) -> Non
         assert server.core.load.num_sessions == 0
 
 
-async def test_client_calls_a_tool_and_raises_tool_errors(client: AsyncEnvClient) -> None:
+async def test_client_returns_tool_results_and_raises_tool_errors(client: AsyncEnvClient) -> None:
     session, _ = await client.open(seed=5)
     assert await session.call_tool("add", {"a": 2, "b": 3}) == {"sum": 5}
     with pytest.raises(ToolError, match="expected two integers"):
@@ -267,7 +280,7 @@ async def test_synchronous_client_calls_tools() -> None:
 
 
 @pytest.mark.parametrize(
-    ("completion", "calls"),
+    ("completion", "expected_calls"),
     [
         ("HIT", []),
         ('{"name": "add", "parameters": {"a": 1}}', [ToolCall("add", {"a": 1})]),
@@ -279,17 +292,19 @@ async def test_synchronous_client_calls_tools() -> None:
         ('<tool_call>{"name": "add"}', [ToolCall("add", {})]),
     ],
 )
-def test_calls_are_parsed_in_all_common_formats(completion: str, calls: list[ToolCall]) -> None:
-    assert read_calls(completion) == calls
+def test_calls_are_parsed_in_all_common_formats(
+    completion: str, expected_calls: list[ToolCall]
+) -> None:
+    assert read_calls(completion) == expected_calls
 
 
-def test_too_deeply_nested_call_is_malformed_or_not_a_call() -> None:
+def test_too_deeply_nested_json_is_rejected_or_ignored() -> None:
     with pytest.raises(ActionParseError, match="expected JSON between <tool_call>"):
         read_calls("<tool_call>" + "[" * 100_000)
     assert read_calls("[" * 100_000) == []
 
 
-def test_error_message_of_a_malformed_call_is_bounded() -> None:
+def test_error_message_for_a_malformed_call_has_limited_length() -> None:
     with pytest.raises(ActionParseError) as error_info:
         read_calls("<tool_call>" + "x" * 100_000)
     assert len(error_info.value.message) < 500

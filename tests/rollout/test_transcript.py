@@ -1,4 +1,4 @@
-"""Transcripts: the number of written episodes, their messages, and their size limits."""
+"""Tests of transcripts: which episodes are recorded, their contents, and their size limits."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ async def play_episodes(
     return await player.play_group(SPEC, num_transcripts=num_transcripts)
 
 
+@pytest.mark.slow
 async def test_transcript_contains_messages_completions_actions_and_rewards(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
@@ -42,7 +43,7 @@ async def test_transcript_contains_messages_completions_actions_and_rewards(
     assert (turn.answer, turn.action, turn.reward) == ("STAND", {"text": "STAND"}, rollout.reward)
 
 
-async def test_the_requested_number_of_transcripts_is_written(
+async def test_number_of_transcripts_is_the_requested_number_up_to_the_group_size(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     assert len((await play_episodes(client, chat, ["STAND"], 3)).transcripts) == 3
@@ -50,7 +51,7 @@ async def test_the_requested_number_of_transcripts_is_written(
     assert (await play_episodes(client, chat, ["STAND"], 0)).transcripts == ()
 
 
-async def test_invalid_action_is_written_as_one_json_line(
+async def test_transcript_with_an_invalid_action_is_one_json_line(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     [record] = (await play_episodes(client, chat, ["HIT me\u2028now"])).transcripts
@@ -62,7 +63,7 @@ async def test_invalid_action_is_written_as_one_json_line(
 
 
 @pytest.mark.slow
-async def test_transcript_of_a_failed_episode_has_the_reason_and_turns(
+async def test_transcript_of_a_failed_episode_contains_the_reason_and_turns(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     player, _ = make_player(client, chat, itertools.cycle(["HIT"]))
@@ -70,28 +71,28 @@ async def test_transcript_of_a_failed_episode_has_the_reason_and_turns(
 
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
         if "HIT" in chat.decode(prompt_ids):
-            raise RuntimeError("the engine has no memory left")
+            raise RuntimeError("the engine is out of memory")
         return await original_generate(prompt_ids, sampling, seed)
 
     failing_player = player.replace_fields(generate=generate)
     group = await failing_player.play_group(SPEC, num_transcripts=4)
     assert {record.status for record in group.transcripts} == {"failed"}
     for record in group.transcripts:
-        assert record.failure.startswith("RuntimeError: the engine has no memory left (in ")
+        assert record.failure.startswith("RuntimeError: the engine is out of memory (in ")
         assert [turn.answer for turn in record.turns] == ["HIT"]
         assert Transcript.model_validate_json(record.model_dump_json()) == record
 
 
-async def test_transcript_of_an_unopened_episode_has_only_the_reason(
+async def test_transcript_of_an_episode_without_a_session_has_only_the_reason(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(*_: Any, **__: Any) -> None:
-        raise UnavailableError("the server is away")
+    async def raise_unavailable(*_: Any, **__: Any) -> None:
+        raise UnavailableError("the server is unavailable")
 
-    monkeypatch.setattr(client, "open", refuse)
+    monkeypatch.setattr(client, "open", raise_unavailable)
     [record] = (await play_episodes(client, chat, ["STAND"])).transcripts
     assert (record.status, record.turns) == ("lost", ())
-    assert "the server is away" in record.failure
+    assert "the server is unavailable" in record.failure
 
 
 async def test_transcript_without_failure_has_no_reason(
@@ -114,13 +115,18 @@ async def test_long_texts_are_truncated_and_omitted_turns_are_counted(
     json.loads(record.model_dump_json())
 
 
-@pytest.mark.parametrize(("quota", "groups_per_step"), [(4, 16), (16, 16), (40, 16), (0, 16)])
+@pytest.mark.parametrize(
+    ("transcripts_per_step", "groups_per_step"), [(4, 16), (16, 16), (40, 16), (0, 16)]
+)
 def test_each_step_has_the_configured_number_of_transcripts(
-    quota: int, groups_per_step: int
+    transcripts_per_step: int, groups_per_step: int
 ) -> None:
     for step in range(20):
         indices = range(step * groups_per_step, (step + 1) * groups_per_step)
-        assert sum(count_transcripts(i, quota, groups_per_step, 7) for i in indices) == quota
+        num_transcripts = sum(
+            count_transcripts(i, transcripts_per_step, groups_per_step, 7) for i in indices
+        )
+        assert num_transcripts == transcripts_per_step
 
 
 def test_alternating_environments_all_get_transcripts() -> None:

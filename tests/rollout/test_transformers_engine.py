@@ -1,4 +1,4 @@
-"""The transformers engine: batches of equal length, shared prompts, seeds."""
+"""Tests of the transformers engine: batches by prompt length, shared prompts, and seeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_shared_prompts_do_not_change_completions(model_path: str) -> None:
         assert outputs[request.request_id].logprobs == pytest.approx(output.logprobs, abs=1e-5)
 
 
-def test_equal_prompts_are_computed_once(model_path: str) -> None:
+def test_equal_prompts_are_prefilled_once(model_path: str) -> None:
     engine = make_transformers_engine(model_path)
     batch_sizes: list[int] = []
     engine.model.register_forward_pre_hook(
@@ -46,7 +46,7 @@ def test_equal_prompts_are_computed_once(model_path: str) -> None:
         for i, prompt in enumerate(SHARED_PROMPTS)
     ]
     complete(engine, requests)
-    assert batch_sizes == [3, 6], "three different prompts, then six sequences"
+    assert batch_sizes == [3, 6]  # three distinct prompts, then six sequences
 
 
 def test_equal_prompts_are_sampled_independently(model_path: str) -> None:
@@ -55,7 +55,7 @@ def test_equal_prompts_are_sampled_independently(model_path: str) -> None:
     assert len({tuple(output.token_ids) for output in outputs.values()}) > 10
 
 
-def test_step_completes_requests_with_the_length_of_the_oldest(model_path: str) -> None:
+def test_step_completes_all_requests_as_long_as_the_oldest(model_path: str) -> None:
     engine = make_transformers_engine(model_path)
     for i, prompt in enumerate([[6, 7], [5], [8, 9], [1, 2, 3]]):
         engine.submit(EngineRequest(i, prompt, Sampling(1.0, 3), seed=i))
@@ -74,7 +74,7 @@ def test_rare_prompt_length_is_not_starved_by_frequent_lengths(model_path: str) 
     assert completed_ids[0] == 0
     engine.submit(EngineRequest(99, [1, 2, 3], Sampling(1.0, 1), seed=0))
     later_ids = [output.request_id for _ in range(2) for output in engine.step()]
-    assert 99 in later_ids, "requests of another length still wait and alternate with it"
+    assert 99 in later_ids, "requests of another length starved request 99"
 
 
 def test_batch_size_is_limited(model_path: str) -> None:

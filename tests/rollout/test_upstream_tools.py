@@ -1,4 +1,4 @@
-"""Tools of an OpenEnv MCPEnvironment, on our server and on OpenEnv's server."""
+"""Tests of the tools of an OpenEnv MCPEnvironment on a Ludus server and on an OpenEnv server."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ from ludus.trainer.rollout.adapters.tool_adapter import Toolbox
 from tests.env.upstream_sdk import SOURCES, get_upstream_python
 from tests.rollout.chat_templates import QWEN25, make_family_tokenizer
 from tests.rollout.scripted_policy import make_runner, play_once
-from tests.rollout.test_tools import LIMITS, call
+from tests.rollout.test_tools import LIMITS, format_call
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.fixture(params=["ours-grpc", "ours-http", "upstream-http"])
+@pytest.fixture(params=["ludus-grpc", "ludus-http", "openenv-http"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Serve OpenEnv's tool environment from either package; yield its address."""
-    package, _, wire = request.param.partition("-")
+    """Start a server with OpenEnv's tool environment and yield its address."""
+    server_kind, _, wire = request.param.partition("-")
     ready_file = tmp_path / "ready.json"
-    program = [
+    command = [
         get_upstream_python("0.10.0"),
         "tests/rollout/upstream_tools_program.py",
-        package,
+        server_kind,
         ready_file,
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
-    process = subprocess.Popen(program, cwd=ROOT, env=environment)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
     try:
         deadline_s = time.monotonic() + 240
         while not (ready_file.exists() and ready_file.read_text()):
-            assert process.poll() is None, "the server exited"
-            assert time.monotonic() < deadline_s, "the server did not start in time"
+            assert process.poll() is None, (
+                f"server exited with code {process.returncode} before it was ready"
+            )
+            assert time.monotonic() < deadline_s, "server was not ready within 240 s"
             time.sleep(0.05)
         yield json.loads(ready_file.read_text())[wire]
     finally:
@@ -49,9 +51,11 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         process.wait()
 
 
-async def test_tools_are_listed_and_called_and_plain_text_ends_the_episode(address: str) -> None:
+async def test_policy_calls_listed_tools_and_ends_the_episode_with_text(address: str) -> None:
     chat = ChatTokenizer(make_family_tokenizer(QWEN25))
-    completions = iter([call("shout"), call("echo", message="17 and 4"), "It said 17 and 4."])
+    completions = iter(
+        [format_call("shout"), format_call("echo", message="17 and 4"), "It said 17 and 4."]
+    )
     prompts: list[str] = []
 
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:

@@ -1,4 +1,7 @@
-"""A server of OpenEnv's tool environment: `PROGRAM ours|upstream PORT_FILE`."""
+"""A server with OpenEnv's tool environment.
+
+python upstream_tools_program.py ludus|openenv READY_FILE
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,17 @@ import sys
 from pathlib import Path
 
 
-def serve_with_ludus(port_file: Path) -> None:
-    """Serve OpenEnv's class with the server of Ludus until killed."""
+def serve_with_ludus(ready_file: Path) -> None:
+    """Run a Ludus server with the environment until the process is killed."""
     from ludus.env.serving.application import ServerApplication
     from ludus.env.targets.targets import environment_factory
 
     factory = environment_factory("openenv:upstream_tools_environment:ToolsEnvironment", {})
-    ServerApplication(factory).main(["--port", "0", "--ready-file", str(port_file)])
+    ServerApplication(factory).main(["--port", "0", "--ready-file", str(ready_file)])
 
 
-def serve_with_openenv(port_file: Path) -> None:
-    """Serve OpenEnv's class with OpenEnv's server until killed."""
+def serve_with_openenv(ready_file: Path) -> None:
+    """Run an OpenEnv server with the environment until the process is killed."""
     import uvicorn
     from openenv.core.env_server import create_app
     from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
@@ -29,9 +32,9 @@ def serve_with_openenv(port_file: Path) -> None:
     listener.bind(("127.0.0.1", 0))
     listener.listen()
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    port_file.write_text(json.dumps({"http": address}))
+    ready_file.write_text(json.dumps({"http": address}))
     uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
 
 
 if __name__ == "__main__":
-    {"ours": serve_with_ludus, "upstream": serve_with_openenv}[sys.argv[1]](Path(sys.argv[2]))
+    {"ludus": serve_with_ludus, "openenv": serve_with_openenv}[sys.argv[1]](Path(sys.argv[2]))

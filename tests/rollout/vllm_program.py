@@ -1,4 +1,4 @@
-"""A process that uses vLLM like a rollout worker and prints a report on stdout."""
+"""A process that uses vLLM as a rollout worker does and prints a JSON report to stdout."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import sys
 from ludus.trainer.rollout.engines.vllm_process import MULTIPROCESSING_VARIABLE, prepare_process
 
 connections: list[str] = []
+"""Network calls of this process."""
 
 
 def record_connection(event: str, args: tuple[object, ...]) -> None:
-    """Record every connection and name look-up."""
+    """Record the event if it is a connection, a name lookup or a sent datagram."""
     if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto"):
         connections.append(f"{event} {args[1:]}")
 
 
 def main(model_path: str) -> None:
-    """Print one JSON object."""
+    """Sample with vLLM and print the report."""
     prepare_process(num_threads=1)
     sys.addaudithook(record_connection)
-    # vLLM and torch read environment variables during their import.
+    # vLLM and torch read environment variables at import, so prepare_process must run first.
     import torch
 
     from ludus.proto.config import VllmGenerator
@@ -44,7 +45,8 @@ def main(model_path: str) -> None:
         engine.close()
         return [outputs[request_id].token_ids for request_id in sorted(outputs)]
 
-    def get_error_name(**config: object) -> str:
+    def try_open_engine(**config: object) -> str:
+        """Return the type name of the raised ConfigError, or "none"."""
         try:
             open_engine(**config)
         except ConfigError as error:
@@ -53,9 +55,9 @@ def main(model_path: str) -> None:
 
     report = {"answers": [sample_completions(seed) for seed in (500, 500, 600)]}
     torch.set_num_threads(2)
-    error_names = [get_error_name(tensor_parallel_size=2)]
+    error_names = [try_open_engine(tensor_parallel_size=2)]
     del os.environ[MULTIPROCESSING_VARIABLE]
-    error_names.append(get_error_name())
+    error_names.append(try_open_engine())
     report |= {
         "connections": connections,
         "has_preload": "LD_PRELOAD" in os.environ,

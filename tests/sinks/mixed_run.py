@@ -1,4 +1,4 @@
-"""Synthetic rows of a run with two environments."""
+"""Synthetic metrics rows of a run with two environments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_phase_row(phase: Phase, step: int = 0) -> MetricsRow:
 
 
 def make_step_rows(step: int) -> list[MetricsRow]:
-    """Return the rows of a step with 40 and 60 episodes in the two environments."""
+    """Return the rows of a step with 40 blackjack and 60 tic-tac-toe episodes."""
     run_values = {
         TrainMetric.LOSS: 1 / step,
         TrainMetric.NUM_EPISODES: 100,
@@ -40,9 +40,16 @@ def make_step_rows(step: int) -> list[MetricsRow]:
         TrainMetric.STEP_S: 0.75,
     }
     return [
-        _row("train", step, run_values),
-        _row("environment", step, _environment_values(40, num_wins=10, num_draws=5), "blackjack"),
-        _row("environment", step, _environment_values(60, num_wins=60, num_draws=0), "tic_tac_toe"),
+        _make_row("train", step, run_values),
+        _make_row(
+            "environment", step, _make_environment_values(40, num_wins=10, num_draws=5), "blackjack"
+        ),
+        _make_row(
+            "environment",
+            step,
+            _make_environment_values(60, num_wins=60, num_draws=0),
+            "tic_tac_toe",
+        ),
     ]
 
 
@@ -50,14 +57,14 @@ def make_eval_rows(step: int, win_rate: float) -> list[MetricsRow]:
     policy_values = {EvalMetric.NUM_GAMES: 50, EvalMetric.WIN_RATE: win_rate}
     baseline_values = {EvalMetric.NUM_GAMES: 50, EvalMetric.WIN_RATE: 0.28}
     return [
-        _row("eval", step, policy_values, "blackjack"),
-        _row("baseline", step, baseline_values, "blackjack", "random"),
-        _row("eval", step, policy_values, "tic_tac_toe"),
+        _make_row("eval", step, policy_values, "blackjack"),
+        _make_row("baseline", step, baseline_values, "blackjack", "random"),
+        _make_row("eval", step, policy_values, "tic_tac_toe"),
     ]
 
 
 def make_event_row(metric: TrainMetric, environment: str | None = None) -> MetricsRow:
-    return _row("event", 3, {metric: 1}, environment)
+    return _make_row("event", 3, {metric: 1}, environment)
 
 
 def make_weights_row(version: int, hash_by_worker: dict[int, str]) -> MetricsRow:
@@ -77,7 +84,9 @@ def make_weights_row(version: int, hash_by_worker: dict[int, str]) -> MetricsRow
     )
 
 
-def _environment_values(num_episodes: int, *, num_wins: int, num_draws: int) -> dict[str, float]:
+def _make_environment_values(
+    num_episodes: int, *, num_wins: int, num_draws: int
+) -> dict[str, float]:
     return {
         TrainMetric.NUM_EPISODES: num_episodes,
         TrainMetric.NUM_WINS: num_wins,
@@ -89,7 +98,7 @@ def _environment_values(num_episodes: int, *, num_wins: int, num_draws: int) -> 
     }
 
 
-def _row(
+def _make_row(
     kind: str,
     step: int,
     values: dict[str, float],

@@ -1,3 +1,5 @@
+"""Tests of the Prometheus exporter of a run."""
+
 from __future__ import annotations
 
 import socket
@@ -26,10 +28,9 @@ from tests.sinks.mixed_run import (
 
 pytestmark = pytest.mark.slow
 
-BLACKJACK = ("environment=blackjack", "opponent=environment")
-TIC_TAC_TOE = ("environment=tic_tac_toe", "opponent=first")
-OPTIONS = {"blackjack": {"game": "blackjack"}, "tic_tac_toe": {"opponent": "first"}}
-"""Options of both environments."""
+BLACKJACK_LABELS = ("environment=blackjack", "opponent=environment")
+TIC_TAC_TOE_LABELS = ("environment=tic_tac_toe", "opponent=first")
+OPTIONS_BY_ENVIRONMENT = {"blackjack": {"game": "blackjack"}, "tic_tac_toe": {"opponent": "first"}}
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def exporter() -> Iterator[PrometheusExporter]:
     run = make_run_config(prometheus={})
     assert run.metrics.prometheus is not None
     exporter = PrometheusExporter(run, run.metrics.prometheus)
-    exporter.set_environment_options(OPTIONS)
+    exporter.set_environment_options(OPTIONS_BY_ENVIRONMENT)
     yield exporter
     exporter.close()
 
@@ -50,7 +51,7 @@ def scrape(exporter: PrometheusExporter) -> str:
 
 
 def read_samples(exporter: PrometheusExporter) -> dict[tuple[str, ...], float]:
-    """Return the values by name and labels, without the label `run`."""
+    """Scrape the exporter; return each value by its name and labels, except the label `run`."""
     values = {}
     for family in text_string_to_metric_families(scrape(exporter)):
         for sample in family.samples:
@@ -61,98 +62,98 @@ def read_samples(exporter: PrometheusExporter) -> dict[tuple[str, ...], float]:
     return values
 
 
-def write(exporter: PrometheusExporter, *rows: MetricsRow) -> None:
+def write_rows(exporter: PrometheusExporter, *rows: MetricsRow) -> None:
     for row in rows:
         exporter.write(row)
 
 
-def test_counters_start_at_zero_and_gauges_appear_when_measured(
+def test_counters_start_at_zero_and_unmeasured_gauges_are_absent(
     exporter: PrometheusExporter,
 ) -> None:
     initial_samples = read_samples(exporter)
     for metric in TrainMetric:
         name = prometheus_name(metric)
         is_counter = metric.spec.reduction is Reduction.SUM
-        labels = (BLACKJACK, TIC_TAC_TOE) if metric.spec.is_per_environment else ((),)
-        for series_values in labels:
-            assert initial_samples.get((f"{name}_total", *series_values)) == (
-                0 if is_counter else None
-            )
-            assert (name, *series_values) not in initial_samples
+        label_sets = (
+            (BLACKJACK_LABELS, TIC_TAC_TOE_LABELS) if metric.spec.is_per_environment else ((),)
+        )
+        for labels in label_sets:
+            assert initial_samples.get((f"{name}_total", *labels)) == (0 if is_counter else None)
+            assert (name, *labels) not in initial_samples
     assert initial_samples[TrainSeries.RUN,] == 1
 
 
 def test_counters_accumulate_and_gauges_show_the_latest_value(exporter: PrometheusExporter) -> None:
-    write(exporter, *make_step_rows(1), *make_step_rows(2), *make_eval_rows(2, 0.4))
+    write_rows(exporter, *make_step_rows(1), *make_step_rows(2), *make_eval_rows(2, 0.4))
     values = read_samples(exporter)
     expected_values = {
-        ("ludus_train_wins_total", *BLACKJACK): 20,
-        ("ludus_train_draws_total", *BLACKJACK): 10,
-        ("ludus_train_losses_total", *BLACKJACK): 50,
-        ("ludus_train_wins_total", *TIC_TAC_TOE): 120,
-        ("ludus_train_episodes_total", *TIC_TAC_TOE): 120,
-        ("ludus_train_tokens_generated_total", *BLACKJACK): 560,
-        ("ludus_train_win_rate", *BLACKJACK): 0.25,
-        ("ludus_train_reward_term_mean", *TIC_TAC_TOE, "term=format"): 0.5,
+        ("ludus_train_wins_total", *BLACKJACK_LABELS): 20,
+        ("ludus_train_draws_total", *BLACKJACK_LABELS): 10,
+        ("ludus_train_losses_total", *BLACKJACK_LABELS): 50,
+        ("ludus_train_wins_total", *TIC_TAC_TOE_LABELS): 120,
+        ("ludus_train_episodes_total", *TIC_TAC_TOE_LABELS): 120,
+        ("ludus_train_tokens_generated_total", *BLACKJACK_LABELS): 560,
+        ("ludus_train_win_rate", *BLACKJACK_LABELS): 0.25,
+        ("ludus_train_reward_term_mean", *TIC_TAC_TOE_LABELS, "term=format"): 0.5,
         ("ludus_train_tokens_trained_total",): 2000,
         ("ludus_train_train_seconds_total",): 1.0,
         ("ludus_train_loss",): 0.5,
         ("ludus_train_step",): 2,
         ("ludus_train_steps_total",): 2,
         ("ludus_train_games_trained",): 200,
-        ("ludus_train_eval_win_rate", *BLACKJACK, "policy=trained"): 0.4,
-        ("ludus_train_eval_win_rate", *BLACKJACK, "policy=random"): 0.28,
+        ("ludus_train_eval_win_rate", *BLACKJACK_LABELS, "policy=trained"): 0.4,
+        ("ludus_train_eval_win_rate", *BLACKJACK_LABELS, "policy=random"): 0.28,
     }
     assert {key: values.get(key) for key in expected_values} == expected_values
-    # Values of environments are not counted again for the whole run.
+    # Metrics per environment have no series for the whole run.
     assert ("ludus_train_episodes_total",) not in values
 
 
-def test_opened_environments_are_counted(
+def test_unlocked_environment_is_counted(
     exporter: PrometheusExporter,
 ) -> None:
-    write(exporter, make_event_row(TrainMetric.NUM_UNLOCKS, "tic_tac_toe"))
+    write_rows(exporter, make_event_row(TrainMetric.NUM_UNLOCKS, "tic_tac_toe"))
     values = read_samples(exporter)
-    assert values["ludus_train_unlocks_total", *TIC_TAC_TOE] == 1
-    assert values["ludus_train_unlocks_total", *BLACKJACK] == 0
+    assert values["ludus_train_unlocks_total", *TIC_TAC_TOE_LABELS] == 1
+    assert values["ludus_train_unlocks_total", *BLACKJACK_LABELS] == 0
 
 
 def test_exactly_one_phase_is_active(exporter: PrometheusExporter) -> None:
     for active_phase in (Phase.START_WORKERS, Phase.TRAIN, Phase.EVALUATE):
-        write(exporter, make_phase_row(active_phase))
+        write_rows(exporter, make_phase_row(active_phase))
         values = read_samples(exporter)
         phase_values = {name: values["ludus_train_phase", f"phase={name}"] for name in Phase}
         assert phase_values == {name: float(name is active_phase) for name in Phase}
 
 
 def test_weight_series_of_removed_workers_disappear(exporter: PrometheusExporter) -> None:
-    write(exporter, make_weights_row(3, {0: "00000000000a" + "f" * 50, 1: "00000000000b"}))
+    write_rows(exporter, make_weights_row(3, {0: "00000000000a" + "f" * 50, 1: "00000000000b"}))
     values = read_samples(exporter)
     assert values["ludus_train_worker_weights_version", "worker=1"] == 3
     assert values["ludus_train_worker_weights_hash", "worker=0"] == 10
     assert values["ludus_train_worker_weights_hash", "worker=1"] == 11
     assert values["ludus_train_sampler_pause_seconds_total",] == 0.25
-    write(exporter, make_weights_row(4, {1: "ffffffffffff"}))
+    write_rows(exporter, make_weights_row(4, {1: "ffffffffffff"}))
     values = read_samples(exporter)
     assert values["ludus_train_workers",] == 1
     assert values["ludus_train_worker_weights_hash", "worker=1"] == 2**48 - 1
     assert ("ludus_train_worker_weights_version", "worker=0") not in values
 
 
-def test_environment_series_appear_after_options_are_set() -> None:
+def test_environment_series_are_absent_until_options_are_set() -> None:
     run = make_run_config(prometheus={})
     assert run.metrics.prometheus is not None
     exporter = PrometheusExporter(run, run.metrics.prometheus)
     try:
-        write(exporter, *make_step_rows(1))
+        write_rows(exporter, *make_step_rows(1))
         assert not [key for key in read_samples(exporter) if "wins" in key[0]]
-        exporter.set_environment_options(OPTIONS)
-        assert read_samples(exporter)["ludus_train_wins_total", *TIC_TAC_TOE] == 60
+        exporter.set_environment_options(OPTIONS_BY_ENVIRONMENT)
+        assert read_samples(exporter)["ludus_train_wins_total", *TIC_TAC_TOE_LABELS] == 60
     finally:
         exporter.close()
 
 
-def test_times_of_steps_phases_and_checkpoints_are_exported() -> None:
+def test_latest_phase_step_and_checkpoint_times_are_exported() -> None:
     now_s = 1000.0
     series = RunSeries(make_run_config(), lambda: now_s)
 
@@ -177,33 +178,34 @@ def test_times_of_steps_phases_and_checkpoints_are_exported() -> None:
 
 def test_failed_canary_is_counted(exporter: PrometheusExporter) -> None:
     assert read_samples(exporter)["ludus_train_canary_failures_total",] == 0
-    write(exporter, make_event_row(TrainMetric.NUM_CANARY_FAILURES))
+    write_rows(exporter, make_event_row(TrainMetric.NUM_CANARY_FAILURES))
     assert read_samples(exporter)["ludus_train_canary_failures_total",] == 1
 
 
 def test_concurrent_scrapes_are_consistent(
     exporter: PrometheusExporter,
 ) -> None:
-    num_steps, stop_event = 300, threading.Event()
+    num_steps = 300
+    finished_event = threading.Event()
 
-    def train() -> None:
+    def write_training_rows() -> None:
         for step in range(1, num_steps + 1):
-            write(exporter, *make_step_rows(step), make_phase_row(Phase.TRAIN, step))
-        stop_event.set()
+            write_rows(exporter, *make_step_rows(step), make_phase_row(Phase.TRAIN, step))
+        finished_event.set()
 
-    trainer = threading.Thread(target=train)
-    trainer.start()
+    writer_thread = threading.Thread(target=write_training_rows)
+    writer_thread.start()
     win_counts: list[float] = []
-    while not stop_event.is_set() or not win_counts:
+    while not finished_event.is_set() or not win_counts:
         values = read_samples(exporter)
         assert sum(values["ludus_train_phase", f"phase={name}"] for name in Phase) <= 1
-        win_counts.append(values[("ludus_train_wins_total", *BLACKJACK)])
-    trainer.join()
+        win_counts.append(values[("ludus_train_wins_total", *BLACKJACK_LABELS)])
+    writer_thread.join()
     assert win_counts == sorted(win_counts)
-    assert read_samples(exporter)[("ludus_train_wins_total", *BLACKJACK)] == 10 * num_steps
+    assert read_samples(exporter)[("ludus_train_wins_total", *BLACKJACK_LABELS)] == 10 * num_steps
 
 
-def test_every_series_has_a_help_text(exporter: PrometheusExporter) -> None:
+def test_every_series_is_declared_and_has_a_help_text(exporter: PrometheusExporter) -> None:
     families = {family.name: family for family in text_string_to_metric_families(scrape(exporter))}
     declared_names = {
         prometheus_name(metric)
@@ -220,7 +222,7 @@ def test_silent_client_does_not_block_scrapes(exporter: PrometheusExporter) -> N
         assert "ludus_train_step" in scrape(exporter)
 
 
-def test_closed_exporter_does_not_listen() -> None:
+def test_closed_exporter_refuses_connections() -> None:
     sinks = open_sinks(make_run_config(prometheus={}), Path("unused"))
     (exporter,) = sinks
     assert isinstance(exporter, PrometheusExporter)
@@ -237,13 +239,13 @@ def test_counters_continue_after_resume() -> None:
     )
     (exporter,) = sinks
     assert isinstance(exporter, PrometheusExporter)
-    exporter.set_environment_options(OPTIONS)
-    write(exporter, *make_step_rows(4))
-    assert read_samples(exporter)[("ludus_train_wins_total", *BLACKJACK)] == 40
+    exporter.set_environment_options(OPTIONS_BY_ENVIRONMENT)
+    write_rows(exporter, *make_step_rows(4))
+    assert read_samples(exporter)[("ludus_train_wins_total", *BLACKJACK_LABELS)] == 40
     sinks.close()
 
 
-def test_occupied_port_is_refused_with_a_remedy() -> None:
+def test_port_in_use_is_refused_with_a_remedy() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

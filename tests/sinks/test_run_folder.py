@@ -1,4 +1,4 @@
-"""The folder of a run, and the metrics and transcripts in it."""
+"""Tests of the run folder and of the metrics and transcripts in it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_config(output_dir: Path, **metrics: object) -> LanguageModelRun:
 def open_metrics(
     run: LanguageModelRun, resume_from: int | None = None, job_log: TextIO | None = None
 ) -> Iterator[MetricsWriter]:
-    """Open the folder of a run and yield the writer of its metrics."""
+    """Open the run folder and yield a metrics writer; resume if `resume_from` is given."""
     if resume_from is None:
         folder = RunFolder.create(run, overwrite=False)
     else:
@@ -147,7 +147,7 @@ def test_rewound_run_records_each_step_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_failed_sink_start_preserves_existing_rows(
+def test_sink_that_fails_to_open_leaves_existing_rows_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -162,15 +162,15 @@ def test_failed_sink_start_preserves_existing_rows(
     assert read_steps(run.folder) == [1, 2]
 
 
-def make_files(path: Path, *names: str) -> None:
-    """Write the files of a killed run."""
+def make_files(folder: Path, *names: str) -> None:
+    """Write files that contain only `{}`."""
     for name in names:
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_text("{}")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
 
 
 @pytest.mark.parametrize(
-    "names",
+    "file_names",
     [
         ["config.json.partial"],
         ["config.json", "trainer.log", "initial_model/config.json"],
@@ -178,15 +178,15 @@ def make_files(path: Path, *names: str) -> None:
     ],
 )
 def test_run_killed_before_the_first_checkpoint_can_be_overwritten(
-    tmp_path: Path, names: list[str]
+    tmp_path: Path, file_names: list[str]
 ) -> None:
-    make_files(tmp_path / "demo", *names)
+    make_files(tmp_path / "demo", *file_names)
     folder = RunFolder.create(make_config(tmp_path), overwrite=True)
     folder.close()
     assert [path.name for path in folder.path.rglob("*")] == ["config.json"]
 
 
-def test_unrelated_folder_is_not_replaced(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_not_overwritten(tmp_path: Path) -> None:
     make_files(tmp_path / "demo", "thesis.txt")
     with pytest.raises(ConfigError, match="not the folder of a run"):
         RunFolder.create(make_config(tmp_path), overwrite=True)
@@ -194,7 +194,7 @@ def test_unrelated_folder_is_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_folder_in_use_is_not_changed(tmp_path: Path, overwrite: bool) -> None:
+def test_run_folder_in_use_is_not_changed(tmp_path: Path, overwrite: bool) -> None:
     folder = RunFolder.create(make_config(tmp_path), overwrite=False)
     (folder.path / "initial_model").mkdir()
     with pytest.raises(ConfigError, match="is in use: process"):
@@ -207,7 +207,7 @@ def test_folder_in_use_is_not_changed(tmp_path: Path, overwrite: bool) -> None:
     RunFolder.create(make_config(tmp_path), overwrite=True).close()
 
 
-def test_rewind_drops_transcripts_of_later_steps(tmp_path: Path) -> None:
+def test_rewind_removes_transcripts_of_later_steps(tmp_path: Path) -> None:
     run = make_config(tmp_path)
     with open_metrics(run) as metrics:
         for step in (1, 2, 3):
@@ -218,19 +218,20 @@ def test_rewind_drops_transcripts_of_later_steps(tmp_path: Path) -> None:
     assert transcripts == [(1, "STAND"), (2, "STAND"), (3, "HIT")]
 
 
-def test_partly_removed_run_folder_can_be_reused(
+def test_partially_removed_run_folder_can_be_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_files(tmp_path / "demo", "config.json", "a/b", "trainer.log", "z/b")
     removed_paths: list[Path] = []
 
-    def remove_first_path(path: Path) -> None:
+    def remove_one_path(path: Path) -> None:
+        """Record one removed path, and interrupt the next removal."""
         if removed_paths:
             raise KeyboardInterrupt
         removed_paths.append(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lifecycle.shutil, "rmtree", remove_first_path)
+        patch.setattr(lifecycle.shutil, "rmtree", remove_one_path)
         with pytest.raises(KeyboardInterrupt):
             RunFolder.create(make_config(tmp_path), overwrite=True)
     RunFolder.create(make_config(tmp_path), overwrite=False).close()
@@ -255,19 +256,19 @@ def test_run_id_survives_resume_and_overwrite_but_differs_per_folder(tmp_path: P
     assert ensure_run_id(replacement_folder.path) == run_id
     replacement_folder.discard()
     assert not replacement_folder.path.exists()
-    other_folder = RunFolder.create(make_config(tmp_path / "other"), overwrite=False)
-    assert ensure_run_id(other_folder.path) != run_id
-    other_folder.close()
+    second_run_folder = RunFolder.create(make_config(tmp_path / "second"), overwrite=False)
+    assert ensure_run_id(second_run_folder.path) != run_id
+    second_run_folder.close()
 
 
-def test_relative_output_dir_becomes_absolute(
+def test_relative_output_dir_is_made_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert make_config(Path("runs")).folder == tmp_path / "runs" / "demo"
 
 
-def test_job_log_has_a_line_for_each_step_and_event(
+def test_job_log_has_a_line_for_each_phase_step_and_event(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_config(tmp_path)
@@ -281,5 +282,5 @@ def test_job_log_has_a_line_for_each_step_and_event(
     rows = [MetricsRow.model_validate_json(line.removeprefix(LOG_ROW_PREFIX)) for line in lines]
     row_kinds = [(row.kind, row.step) for row in rows]
     assert row_kinds == [("phase", 0), ("train", 1), ("train", 2), ("event", 2)]
-    written_kinds = ("phase", "train", "event")
-    assert rows == [row for row in read_metrics(run.folder) if row.kind in written_kinds]
+    logged_kinds = ("phase", "train", "event")
+    assert rows == [row for row in read_metrics(run.folder) if row.kind in logged_kinds]

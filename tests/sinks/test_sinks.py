@@ -1,3 +1,5 @@
+"""Tests of the metrics sinks of a run."""
+
 from __future__ import annotations
 
 import sys
@@ -14,12 +16,15 @@ from tests.sinks.mixed_run import make_run_config, make_step_rows
 
 
 class RecordingSink:
-    """A sink that records its calls and fails from row `first_failing_row` on."""
+    """A sink that records rows and can fail.
+
+    Every `write` from row index `first_failing_row` on fails, and so does `close`.
+    """
 
     def __init__(self, name: str, first_failing_row: int | None = None) -> None:
         self.name = name
         self.rows: list[MetricsRow] = []
-        self.num_closed = 0
+        self.num_close_calls = 0
         self._first_failing_row = first_failing_row
 
     def write(self, row: MetricsRow) -> None:
@@ -34,12 +39,12 @@ class RecordingSink:
         self.rows = [row for row in self.rows if row.step <= step]
 
     def close(self) -> None:
-        self.num_closed += 1
+        self.num_close_calls += 1
         if self._first_failing_row is not None:
             raise OSError(28, "No space left on device")
 
 
-def test_failed_sink_causes_one_warning_and_receives_no_more_rows(
+def test_failed_sink_logs_one_warning_and_gets_no_more_rows(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     failing_sink, working_sink = RecordingSink("full", first_failing_row=1), RecordingSink("good")
@@ -53,15 +58,15 @@ def test_failed_sink_causes_one_warning_and_receives_no_more_rows(
     assert "full failed and gets no more metrics" in warning.getMessage()
     assert "No space left" in warning.getMessage()
     sinks.close()
-    assert working_sink.num_closed == 1
+    assert working_sink.num_close_calls == 1
 
 
-def test_failed_close_does_not_affect_other_sinks() -> None:
-    broken_sink, working_sink = RecordingSink("broken", first_failing_row=5), RecordingSink("good")
-    sinks = Sinks([broken_sink, working_sink])
+def test_failed_close_does_not_prevent_closing_other_sinks() -> None:
+    failing_sink, working_sink = RecordingSink("broken", first_failing_row=5), RecordingSink("good")
+    sinks = Sinks([failing_sink, working_sink])
     sinks.close()
     sinks.close()
-    assert (broken_sink.num_closed, working_sink.num_closed) == (1, 1)
+    assert (failing_sink.num_close_calls, working_sink.num_close_calls) == (1, 1)
 
 
 def test_no_sinks_are_opened_by_default(tmp_path: Path) -> None:
@@ -69,7 +74,7 @@ def test_no_sinks_are_opened_by_default(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_wandb_is_refused_with_a_remedy(
+def test_wandb_sink_without_the_package_is_refused_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -77,7 +82,6 @@ def test_missing_wandb_is_refused_with_a_remedy(
         open_sinks(make_run_config(wandb={"mode": "offline"}), tmp_path)
 
 
-@pytest.mark.slow
 def test_online_wandb_without_an_api_key_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,8 +90,7 @@ def test_online_wandb_without_an_api_key_is_refused(
         open_sinks(make_run_config(wandb={}), tmp_path)
 
 
-@pytest.mark.slow
-def test_failed_sink_start_closes_the_other_sinks(
+def test_sink_that_fails_to_open_closes_the_open_sinks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

@@ -1,3 +1,5 @@
+"""Tests of the TensorBoard sink."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -17,7 +19,7 @@ def write_steps(sinks: Sinks, first_step: int, last_step: int) -> None:
 
 
 def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the steps and values by tag."""
+    """Return the (step, value) pairs by tag."""
     accumulator = EventAccumulator(str(folder / "tensorboard"))
     accumulator.Reload()
     return {
@@ -26,32 +28,32 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_tensorboard_reads_the_written_values(tmp_path: Path) -> None:
+def test_event_file_contains_the_written_values(tmp_path: Path) -> None:
     sinks = open_sinks(make_run_config(tensorboard=True), tmp_path)
     write_steps(sinks, 1, 2)
     for row in make_eval_rows(2, 0.5):
         sinks.write(row)
     sinks.close()
-    values = read_scalars(tmp_path)
-    assert values["train/loss"] == [(1, 1.0), (2, 0.5)]
-    assert values["train/tic_tac_toe/num_wins"] == [(1, 60), (2, 60)]
-    assert values["train/blackjack/reward_term.format"] == [(1, 0.5), (2, 0.5)]
-    assert values["eval/blackjack/win_rate"] == [(2, 0.5)]
-    assert [step for step, _ in values["eval/blackjack/random/win_rate"]] == [2]
+    scalars = read_scalars(tmp_path)
+    assert scalars["train/loss"] == [(1, 1.0), (2, 0.5)]
+    assert scalars["train/tic_tac_toe/num_wins"] == [(1, 60), (2, 60)]
+    assert scalars["train/blackjack/reward_term.format"] == [(1, 0.5), (2, 0.5)]
+    assert scalars["eval/blackjack/win_rate"] == [(2, 0.5)]
+    assert [step for step, _ in scalars["eval/blackjack/random/win_rate"]] == [2]
 
 
-def test_resumed_run_drops_values_after_the_checkpoint(tmp_path: Path) -> None:
+def test_resumed_run_replaces_values_after_the_checkpoint(tmp_path: Path) -> None:
     run = make_run_config(tensorboard=True)
-    writer = open_sinks(run, tmp_path)
-    write_steps(writer, 1, 6)
-    writer.close()
-    resumed_writer = open_sinks(run, tmp_path, resume_from=4)
-    write_steps(resumed_writer, 5, 5)
-    resumed_writer.close()
+    sinks = open_sinks(run, tmp_path)
+    write_steps(sinks, 1, 6)
+    sinks.close()
+    resumed_sinks = open_sinks(run, tmp_path, resume_from=4)
+    write_steps(resumed_sinks, 5, 5)
+    resumed_sinks.close()
     assert [step for step, _ in read_scalars(tmp_path)["train/loss"]] == [1, 2, 3, 4, 5]
 
 
-def test_rewound_run_shows_each_step_once(tmp_path: Path) -> None:
+def test_rewound_run_has_each_step_once(tmp_path: Path) -> None:
     sinks = open_sinks(make_run_config(tensorboard=True), tmp_path)
     write_steps(sinks, 1, 6)
     sinks.rewind(2)

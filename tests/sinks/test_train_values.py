@@ -1,4 +1,4 @@
-"""The values in the rows of a step."""
+"""Tests of the metrics that are computed after a training step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, sum_c
 from ludus.trainer.driver.loops.step_values import StepTimes, compute_step_values
 from ludus.trainer.learner.step_metrics import StepMetrics
 
-TIMES = StepTimes(
+STEP_TIMES = StepTimes(
     wait_s=0.5, train_s=1.0, publish_s=0.5, deliver_s=0.25, rollout_idle_s=0.125, sync_bytes=640
 )
-METRICS = StepMetrics(
+LEARNER_METRICS = StepMetrics(
     loss=0.25,
     grad_norm=1.0,
     learning_rate=1e-3,
@@ -75,30 +75,30 @@ MIXED_BATCH = make_batch(
 def test_environment_without_reported_success_has_no_win_metrics() -> None:
     pole_group = make_group("pole", [200.0, 17.0])
     rollouts = tuple(dataclasses.replace(rollout, success=None) for rollout in pole_group.rollouts)
-    values, environments = compute_step_values(
+    values, values_by_environment = compute_step_values(
         make_batch(
             dataclasses.replace(pole_group, rollouts=rollouts), make_group("catch", [1.0, -1.0])
         ),
-        METRICS,
-        TIMES,
+        LEARNER_METRICS,
+        STEP_TIMES,
         canary_error=0.0,
     )
     win_metrics = {TrainMetric.WIN_RATE, "num_wins", "num_draws", "num_losses"}
-    assert not win_metrics & environments["pole"].keys()
-    assert environments["pole"][TrainMetric.NUM_EPISODES_FINISHED] == 2
-    assert environments["catch"][TrainMetric.WIN_RATE] == 0.5
+    assert not win_metrics & values_by_environment["pole"].keys()
+    assert values_by_environment["pole"][TrainMetric.NUM_EPISODES_FINISHED] == 2
+    assert values_by_environment["catch"][TrainMetric.WIN_RATE] == 0.5
     assert values[TrainMetric.WIN_RATE] == 0.5
 
 
-def test_run_values_combine_all_environments() -> None:
-    values = compute_step_values(MIXED_BATCH, METRICS, TIMES, canary_error=1e-7)[0]
+def test_run_metrics_combine_all_environments() -> None:
+    values = compute_step_values(MIXED_BATCH, LEARNER_METRICS, STEP_TIMES, canary_error=1e-7)[0]
     group_summaries = tuple(
-        dataclasses.replace(group, environment="one") for group in MIXED_BATCH.groups
+        dataclasses.replace(group, environment="combined") for group in MIXED_BATCH.groups
     )
-    counts = {"one": sum_counts(MIXED_BATCH.counts.values())}
+    counts = {"combined": sum_counts(MIXED_BATCH.counts.values())}
     combined_batch = TakenBatch(group_summaries, counts, num_waiting_groups=3)
     assert values == pytest.approx(
-        compute_step_values(combined_batch, METRICS, TIMES, canary_error=1e-7)[0]
+        compute_step_values(combined_batch, LEARNER_METRICS, STEP_TIMES, canary_error=1e-7)[0]
     )
     assert values[TrainMetric.NUM_EPISODES] == 12
     assert values[TrainMetric.WIN_RATE] == pytest.approx(7 / 11)
@@ -112,9 +112,12 @@ def test_run_values_combine_all_environments() -> None:
     assert values[TrainMetric.EPISODES_PER_SECOND] == 6.0
 
 
-def test_environment_values_exclude_learner_metrics() -> None:
-    values = compute_step_values(MIXED_BATCH, METRICS, TIMES, canary_error=1e-7)[1]
-    blackjack_metrics, catch_metrics = values["blackjack"], values["catch"]
+def test_environment_metrics_exclude_learner_metrics() -> None:
+    _, values_by_environment = compute_step_values(
+        MIXED_BATCH, LEARNER_METRICS, STEP_TIMES, canary_error=1e-7
+    )
+    blackjack_metrics = values_by_environment["blackjack"]
+    catch_metrics = values_by_environment["catch"]
     assert blackjack_metrics[TrainMetric.NUM_WINS] == 1
     assert blackjack_metrics[TrainMetric.NUM_DRAWS] == 1
     assert blackjack_metrics[TrainMetric.NUM_LOSSES] == 1
@@ -126,7 +129,7 @@ def test_environment_values_exclude_learner_metrics() -> None:
     assert catch_metrics[TrainMetric.STALENESS_MEAN] == 0.5
     assert catch_metrics["reward_term.game"] == pytest.approx(0.5)
     assert catch_metrics["reward_term.format"] == 0.5
-    for environment_metrics in values.values():
+    for environment_metrics in values_by_environment.values():
         metrics_by_name = {str(metric): metric for metric in TrainMetric}
         assert all(
             metrics_by_name[name].spec.is_per_environment
@@ -137,54 +140,54 @@ def test_environment_values_exclude_learner_metrics() -> None:
 
 def test_tool_calls_are_counted_per_environment_and_per_run() -> None:
     counts = {
-        "asked": RolloutCounts(
+        "calculator": RolloutCounts(
             num_episodes=4, num_tool_calls=6, num_tool_calls_failed=2, num_with_tool_calls=3
         ),
         "catch": RolloutCounts(num_episodes=4),
     }
-    values, environments = compute_step_values(
-        TakenBatch((), counts, 0), METRICS, TIMES, canary_error=0.0
+    values, values_by_environment = compute_step_values(
+        TakenBatch((), counts, 0), LEARNER_METRICS, STEP_TIMES, canary_error=0.0
     )
-    for metrics in (values, environments["asked"]):
+    for metrics in (values, values_by_environment["calculator"]):
         assert metrics[TrainMetric.NUM_TOOL_CALLS] == 6
         assert metrics[TrainMetric.NUM_TOOL_CALLS_FAILED] == 2
         assert metrics[TrainMetric.NUM_EPISODES_WITH_TOOL_CALLS] == 3
-    assert environments["catch"][TrainMetric.NUM_TOOL_CALLS] == 0
+    assert values_by_environment["catch"][TrainMetric.NUM_TOOL_CALLS] == 0
 
 
-def test_means_without_samples_are_omitted() -> None:
+def test_means_without_episodes_are_omitted() -> None:
     void_counts = {"blackjack": RolloutCounts(num_episodes=2, num_lost=2, num_groups=1)}
     counts = void_counts | {"catch": RolloutCounts(terms={"format": TermSum(0, 0.0)})}
-    values, environments = compute_step_values(
-        TakenBatch((), counts, 0), METRICS, TIMES, canary_error=0.0
+    values, values_by_environment = compute_step_values(
+        TakenBatch((), counts, 0), LEARNER_METRICS, STEP_TIMES, canary_error=0.0
     )
-    for metrics in (values, *environments.values()):
+    for metrics in (values, *values_by_environment.values()):
         assert TrainMetric.REWARD_MEAN not in metrics
         assert TrainMetric.WIN_RATE not in metrics
         assert TrainMetric.STALENESS_MEAN not in metrics
-    assert "reward_term.format" not in environments["catch"]
+    assert "reward_term.format" not in values_by_environment["catch"]
     assert values[TrainMetric.NUM_EPISODES_LOST] == 2
 
 
-def test_optional_values_appear_only_if_measured() -> None:
-    values = compute_step_values(MIXED_BATCH, METRICS, TIMES, canary_error=0.0)[0]
+def test_optional_metrics_are_omitted_if_not_measured() -> None:
+    values = compute_step_values(MIXED_BATCH, LEARNER_METRICS, STEP_TIMES, canary_error=0.0)[0]
     absent_metrics = {TrainMetric.VALUE_LOSS, TrainMetric.EXPLAINED_VARIANCE, TrainMetric.MFU}
     assert not absent_metrics & values.keys()
-    full_metrics = dataclasses.replace(
-        METRICS, value_loss=0.5, explained_variance=0.25, flops=3e9, peak_flops=12e9
+    complete_metrics = dataclasses.replace(
+        LEARNER_METRICS, value_loss=0.5, explained_variance=0.25, flops=3e9, peak_flops=12e9
     )
-    values = compute_step_values(MIXED_BATCH, full_metrics, TIMES, canary_error=0.0)[0]
+    values = compute_step_values(MIXED_BATCH, complete_metrics, STEP_TIMES, canary_error=0.0)[0]
     assert values[TrainMetric.VALUE_LOSS] == 0.5
     assert values[TrainMetric.EXPLAINED_VARIANCE] == 0.25
-    # The step computes 3 GFLOP in one second, out of a possible 12.
+    # The step computes 3 GFLOP in one second. The peak is 12 GFLOP per second.
     assert values[TrainMetric.MFU] == pytest.approx(0.25)
 
 
-def test_nonfinite_values_are_omitted() -> None:
+def test_nonfinite_metrics_are_omitted() -> None:
     skipped_metrics = dataclasses.replace(
-        METRICS, loss=math.nan, entropy=math.inf, grad_norm=None, num_skipped_updates=1
+        LEARNER_METRICS, loss=math.nan, entropy=math.inf, grad_norm=None, num_skipped_updates=1
     )
-    values = compute_step_values(MIXED_BATCH, skipped_metrics, TIMES, canary_error=0.0)[0]
+    values = compute_step_values(MIXED_BATCH, skipped_metrics, STEP_TIMES, canary_error=0.0)[0]
     absent_metrics = {TrainMetric.LOSS, TrainMetric.ENTROPY, TrainMetric.GRAD_NORM}
     assert not absent_metrics & values.keys()
     assert values[TrainMetric.NUM_SKIPPED_UPDATES] == 1

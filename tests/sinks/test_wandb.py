@@ -1,4 +1,7 @@
-"""W&B offline, in a separate process, because it starts a service and hooks the exit."""
+"""Tests of the W&B sink in offline mode.
+
+W&B starts a service and registers exit handlers, so each test runs it in a separate process.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,23 @@ from wandb.proto import wandb_internal_pb2
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = "tests.sinks.wandb_program"
+PROGRAM_MODULE = "tests.sinks.wandb_program"
 _FILE_HEADER_BYTES = 7
 _BLOCK_BYTES = 32768
-_RECORD_HEADER = struct.Struct("<IHB")
-_FINAL_KINDS = (1, 4)
+_FRAGMENT_HEADER = struct.Struct("<IHB")
+"""Checksum, length and kind of a fragment."""
+_COMPLETE_FRAGMENT_KINDS = (1, 4)
+"""Kinds of LevelDB fragments that complete a record: FULL and LAST."""
 
 
 def run_program(folder: Path, first_step: int, last_step: int) -> None:
-    # There is neither a key nor a network.
+    # Without an API key and with an unreachable proxy, W&B cannot go online.
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("WANDB")
     }
     environment |= {"HOME": str(folder), "https_proxy": "http://127.0.0.1:9"}
-    environment["WANDB_X_SERVICE_WAIT"] = "240"  # its service starts in 30 s, or not at all
-    command = [sys.executable, "-m", PROGRAM, str(folder), str(first_step), str(last_step)]
+    environment["WANDB_X_SERVICE_WAIT"] = "240"  # in seconds; the default is 30
+    command = [sys.executable, "-m", PROGRAM_MODULE, str(folder), str(first_step), str(last_step)]
     process = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=290, check=False
     )
@@ -37,18 +42,18 @@ def run_program(folder: Path, first_step: int, last_step: int) -> None:
 
 
 def read_records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
-    """Yield the records of a .wandb file: a header and blocks as in LevelDB's log."""
+    """Yield the records of a .wandb file, which is a header followed by a LevelDB log."""
     content, offset, record_bytes = path.read_bytes(), _FILE_HEADER_BYTES, b""
-    while offset + _RECORD_HEADER.size <= len(content):
+    while offset + _FRAGMENT_HEADER.size <= len(content):
         num_bytes_left = _BLOCK_BYTES - offset % _BLOCK_BYTES
-        if num_bytes_left < _RECORD_HEADER.size:
+        if num_bytes_left < _FRAGMENT_HEADER.size:
             offset += num_bytes_left
             continue
-        _, length, kind = _RECORD_HEADER.unpack_from(content, offset)
-        offset += _RECORD_HEADER.size
+        _, length, kind = _FRAGMENT_HEADER.unpack_from(content, offset)
+        offset += _FRAGMENT_HEADER.size
         record_bytes += content[offset : offset + length]
         offset += length
-        if kind in _FINAL_KINDS:
+        if kind in _COMPLETE_FRAGMENT_KINDS:
             yield wandb_internal_pb2.Record.FromString(record_bytes)
             record_bytes = b""
 
@@ -62,7 +67,7 @@ def read_history(path: Path) -> Iterator[dict[str, float]]:
             }
 
 
-def test_offline_run_is_stored_and_resumes_with_the_same_id(
+def test_offline_run_is_stored_and_keeps_the_same_id_after_resume(
     tmp_path: Path,
 ) -> None:
     run_program(tmp_path, 1, 3)
@@ -71,8 +76,8 @@ def test_offline_run_is_stored_and_resumes_with_the_same_id(
         (row["step"], row["train/loss"]) for row in read_history(first_file) if "train/loss" in row
     ]
     assert losses == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
-    wins = [row.get("train/tic_tac_toe/num_wins") for row in read_history(first_file)]
-    assert [num_wins for num_wins in wins if num_wins is not None] == [60, 60, 60]
+    win_counts = [row.get("train/tic_tac_toe/num_wins") for row in read_history(first_file)]
+    assert [num_wins for num_wins in win_counts if num_wins is not None] == [60, 60, 60]
     assert any(record.WhichOneof("record_type") == "run" for record in read_records(first_file))
     run_program(tmp_path, 4, 4)
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))

@@ -1,4 +1,7 @@
-"""Write the steps of a run to W&B offline: `wandb_program.py FOLDER FIRST LAST`."""
+"""Write the steps of a run with the W&B sink in offline mode.
+
+python -m tests.sinks.wandb_program FOLDER FIRST_STEP LAST_STEP
+"""
 
 import sys
 from pathlib import Path
