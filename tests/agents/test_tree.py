@@ -63,6 +63,7 @@ async def test_random_agent_episodes_train_exactly_on_sampled_tokens(
     assert num_long_sequences > NUM_EPISODES // 3
 
 
+@pytest.mark.slow
 async def test_growing_history_is_one_sequence(
     chat: ChatTokenizer,
 ) -> None:

@@ -46,6 +46,7 @@ def test_permuting_a_group_permutes_the_advantages(
     )
 
 
+@pytest.mark.slow
 @given(draw_reward_groups(), BASELINES, st.sampled_from(["none", "group"]))
 def test_groups_are_independent(rewards: Tensor, baseline: str, scale: str) -> None:
     advantages = [group_advantages(group[None], baseline, scale) for group in rewards]

@@ -261,6 +261,7 @@ def test_gradient_at_ratio_one_equals_the_reinforce_gradient(
     assert terms.num_clipped_tokens == 0 and terms.mismatch_kl_sum == 0 and terms.ref_kl_sum == 0
 
 
+@pytest.mark.slow
 def test_entropy_bonus_alone_leads_to_a_uniform_policy() -> None:
     logits = torch.tensor([[[2.0, 0.0, -1.0]]], requires_grad=True)
     optimizer = torch.optim.SGD([logits], lr=5.0)

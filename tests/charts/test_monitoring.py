@@ -32,6 +32,7 @@ def test_every_dashboard_is_rendered_unchanged() -> None:
     }
 
 
+@pytest.mark.slow
 def test_environment_server_metrics_have_release_and_environment_labels() -> None:
     monitor = render(GPU_SET).find("PodMonitor", "-environment")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]

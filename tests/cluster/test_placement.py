@@ -123,6 +123,7 @@ def test_demand_fits_if_nodes_have_enough_resources(
 CPU_COUNTS = st.integers(min_value=1, max_value=3)
 
 
+@pytest.mark.slow
 @given(
     num_ranks=st.integers(0, 3),
     num_workers=st.integers(0, 3),

@@ -135,6 +135,7 @@ def test_same_seed_selects_the_same_article(model: str) -> None:
     assert len(set(states_by_constructor_seed)) == 2
 
 
+@pytest.mark.slow
 def test_a_returned_state_does_not_change(model: str) -> None:
     environment = SummarizationEnv(model)
     state, _ = environment.reset(seed=0)

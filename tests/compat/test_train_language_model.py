@@ -113,6 +113,7 @@ def test_the_environment_and_the_model_limit_completions(model: str, tmp_path: P
     assert make_test_run(limited_request, model).rollout.max_completion_tokens == 64
 
 
+@pytest.mark.slow
 def test_kl_coef_comes_from_the_environment(model: str, tmp_path: Path) -> None:
     gymnasium.register(
         "ludus-tests/RLHF-v0",

@@ -69,6 +69,7 @@ async def test_few_skipped_updates_are_counted(tmp_path: Path) -> None:
     assert [row.step for row in run.rows if row.values["num_skipped_updates"]] == [3, 4, 8]
 
 
+@pytest.mark.slow
 async def test_run_stops_when_all_updates_are_skipped(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     skip_updates(run, *range(3, 20))

@@ -220,6 +220,7 @@ async def test_groups_of_a_dead_worker_are_replayed(tmp_path: Path) -> None:
     assert lost_indices.isdisjoint(run.trained_indices)
 
 
+@pytest.mark.slow
 async def test_short_outage_of_an_environment_only_delays_the_run(
     tmp_path: Path,
 ) -> None:

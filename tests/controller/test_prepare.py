@@ -94,6 +94,7 @@ async def test_failed_warm_start_episodes_are_excluded(
     assert "no picture" in caplog.text
 
 
+@pytest.mark.slow
 async def test_warm_start_without_successful_episode_is_an_error(
     tmp_path: Path,
 ) -> None:

@@ -180,6 +180,7 @@ async def test_learner_lost_with_the_buffer_leaves_the_previous_checkpoint(
     assert read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState).step == 5
 
 
+@pytest.mark.slow
 async def test_failed_delivery_of_a_lost_learner_restarts_the_learner(
     tmp_path: Path,
 ) -> None:
@@ -203,6 +204,7 @@ async def test_failed_delivery_of_a_lost_learner_restarts_the_learner(
     assert (state.step, state.learner_restarts) == (NUM_STEPS, 1)
 
 
+@pytest.mark.slow
 async def test_stopped_run_loses_no_group(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     prepare_run = run.prepare

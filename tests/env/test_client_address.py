@@ -157,6 +157,7 @@ async def test_unusable_ca_file_raises_config_error(tmp_path) -> None:
         build_client_context(str(missing_file))
 
 
+@pytest.mark.slow
 async def test_wrong_password_fails_and_token_works_on_every_wire() -> None:
     async with serve(token="secret") as server:
         for address in (server.http_address, server.grpc_address):
@@ -184,6 +185,7 @@ async def respond_with(status_line: str, headers: str = "", body: str = "") -> A
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status_line", ["500 Error", "502 Bad Gateway", "504 Gateway Timeout"])
 async def test_error_of_a_proxy_does_not_count_as_a_missing_path(status_line: str) -> None:
     async with respond_with(status_line) as address:

@@ -45,6 +45,7 @@ async def test_deeply_nested_calls_are_refused_over_grpc(
         await assert_deep_calls_are_refused(server.grpc_address)
 
 
+@pytest.mark.slow
 async def test_deeply_nested_calls_are_refused_through_a_gateway() -> None:
     async with run_gateway(factory=ToolEnv) as (gateway, _):
         await assert_deep_calls_are_refused(gateway.grpc_address)

@@ -284,6 +284,7 @@ async def test_request_body_beyond_the_size_limit_is_refused() -> None:
         assert response.status_code == 413
 
 
+@pytest.mark.slow
 async def test_local_server_refuses_requests_from_foreign_origins() -> None:
     async with serve() as server, make_http_client(server) as client:
         response = await client.post("/reset", headers={"origin": "https://elsewhere.example"})

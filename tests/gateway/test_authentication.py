@@ -122,6 +122,7 @@ async def test_http_authenticates_tenants_for_all_token_formats(
         }
 
 
+@pytest.mark.slow
 async def test_http_refusal_is_typed_json(client: httpx.AsyncClient) -> None:
     for headers in ({}, make_headers("wrong"), {"authorization": "nonsense"}):
         response = await client.get("/envs/cards/who", headers=headers)
@@ -140,6 +141,7 @@ async def test_probes_need_no_token(client: httpx.AsyncClient) -> None:
     assert (await client.get("/health", headers=make_headers("wrong"))).json() == "healthy"
 
 
+@pytest.mark.slow
 async def test_admin_paths_need_the_admin_scope(client: httpx.AsyncClient) -> None:
     for method, path in (("POST", "/drain"), ("GET", "/admin/servers")):
         refusal = await client.request(method, path, headers=make_headers(ALICE))

@@ -70,6 +70,7 @@ def test_objects_support_create_read_list_update_and_delete(
     assert get_error_status(jobs_api.get_namespaced_custom_object, *RAY_JOBS, "one") == 404
 
 
+@pytest.mark.slow
 def test_patch_removes_null_fields_and_keeps_the_status(
     cluster: tuple[client.ApiClient, Call], jobs_api: client.CustomObjectsApi
 ) -> None:

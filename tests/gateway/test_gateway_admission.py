@@ -175,6 +175,7 @@ async def test_slow_opening_session_is_counted_once():
         assert sessions.environment_load.num_active == 4
 
 
+@pytest.mark.slow
 async def test_cancelled_open_leaves_no_session():
     async with run_gateway(factory=ThreadedCountingEnv) as (gateway, servers):
         sessions = get_sessions(gateway)
@@ -384,6 +385,7 @@ async def test_sessions_of_a_lost_client_end_after_the_linger_time():
             assert tombstone.reason == "the connection that opened it ended 0.3 s ago"
 
 
+@pytest.mark.slow
 async def test_session_is_removed_when_the_server_closes_it_as_idle():
     async with (
         make_server(idle_timeout_s=3600) as long_timeout_server,

@@ -113,6 +113,7 @@ def test_events_are_counted_in_the_expected_series() -> None:
     assert not [key for key in values if "not-configured" in key]
 
 
+@pytest.mark.slow
 def test_every_series_exists_from_the_start() -> None:
     fresh_metrics, used_metrics = GatewayMetrics(["blackjack", "chess"]), make_used_metrics()
     samples = read_samples(fresh_metrics)

@@ -52,6 +52,7 @@ async def test_late_detach_of_the_old_stream_keeps_the_session(factory, monkeypa
         await wait_until(lambda: is_lingering(server, session_id))
 
 
+@pytest.mark.slow
 @parametrize_factory
 @pytest.mark.parametrize("is_opened_elsewhere", [False, True])
 async def test_late_release_of_the_old_stream_keeps_the_session(

@@ -161,6 +161,7 @@ async def assert_http_requests_are_refused(endpoint: Endpoint, tools_id: str) ->
         assert response["data"]["code"] == "PERMISSION_DENIED"
 
 
+@pytest.mark.slow
 async def test_every_gateway_accepts_a_tools_id() -> None:
     async with (
         run_gateway(1, factory=ToolEnv) as (first_gateway, servers),

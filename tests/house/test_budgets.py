@@ -42,6 +42,7 @@ def find_functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDe
             yield node
 
 
+@pytest.mark.slow
 def test_no_file_is_longer_than_the_budget() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in list_sources()}
     assert lengths, "git ls-files returned no Python files"

@@ -88,6 +88,7 @@ def test_the_tour_is_short_and_covers_the_system() -> None:
     assert sum(tour_link.caller is not None for tour_link in TOUR_LINKS) >= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tour_link", TOUR_LINKS, ids=str)
 def test_tour_names_are_defined_in_the_linked_file(tour_link: TourLink) -> None:
     assert tour_link.path.is_file(), f"{tour_link.path} does not exist"

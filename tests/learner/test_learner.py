@@ -259,6 +259,7 @@ def test_saving_on_a_full_disk_raises_a_clear_error(
         write_model(tmp_path / "part")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [100, 2000, 20_000])
 def test_saving_tiny_model_on_full_disk_raises_error_and_leaves_no_file(
     model_path: str, tmp_path: Path, num_bytes: int

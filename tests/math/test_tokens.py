@@ -42,6 +42,7 @@ def test_every_number_is_one_token(model_folder: Path) -> None:
     assert {len(tokenizer.encode(answer)) for answer in ANSWERS} == {1}
 
 
+@pytest.mark.slow
 def test_tokenizer_saved_twice_produces_the_same_tokens(model_folder: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(model_folder)
     tokenizer.save_pretrained(tmp_path)

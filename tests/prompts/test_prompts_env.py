@@ -232,6 +232,7 @@ def test_environment_variable_sets_the_options(path: str, monkeypatch: pytest.Mo
 # -- connections -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_every_protocol_provides_the_tasks_and_the_row(path: str) -> None:
     factory = functools.partial(make_environment, path=path, test_size=4)
     async with EnvServer(factory, ServerOptions(port=0)) as server:

@@ -112,6 +112,7 @@ def test_missing_column_is_null(tmp_path: Path) -> None:
     assert data_set[0] == {"prompt": "a", "level": None} and data_set.columns == ("prompt", "level")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -206,6 +207,7 @@ def test_infinite_number_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
 
 
+@pytest.mark.slow
 def test_long_rows_stay_on_disk(tmp_path: Path) -> None:
     rows = [{"prompt": f"{index} " + "x" * 20_000} for index in range(500)]
     path = write_rows(rows, tmp_path / "long.jsonl")

@@ -49,6 +49,7 @@ def test_dry_run_checks_the_data_and_writes_nothing(
         train_reward(gpt2_path, [{"chosen": "a"}], tmp_path / "rm")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompts", "answers", "message"),
     [

@@ -271,6 +271,7 @@ def test_training_does_not_change_the_global_random_state(
     assert torch.equal(torch.rand(2), expected_numbers)
 
 
+@pytest.mark.slow
 def test_failed_training_start_leaves_no_files(
     model_path: str, preferences_path: Path, tmp_path: Path
 ) -> None:

@@ -186,6 +186,7 @@ def test_completions_depend_only_on_the_seed(pair: EnginePair) -> None:
     assert num_equal < 20, f"{num_equal} of 100 completions do not depend on the seed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.5, 2.0])
 def test_top_p_samples_most_likely_tokens_with_renormalized_logprobs(
     pair: EnginePair, temperature: float

@@ -77,6 +77,7 @@ async def test_rollout_function_that_exits_fails_only_the_episode(
     assert "SystemExit: 3" in rollout.failure
 
 
+@pytest.mark.slow
 async def test_rollout_function_is_imported_by_name(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:

@@ -119,6 +119,7 @@ async def test_concurrent_groups_are_scored_in_one_batch(
         assert [episode.reward for episode in rollouts] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 async def test_failed_or_late_model_voids_one_group_but_not_the_next_group(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def test_keys_of_different_streams_counters_and_runs_are_distinct() -> None:
     assert request_seeds.isdisjoint(keys)
 
 
+@pytest.mark.slow
 def test_stream_draws_differ_from_draws_of_small_seeds() -> None:
     """Environments and players seed their generators with small numbers, so no key may be small."""
     predictable_draws = {random.Random(number).random() for number in range(5_000)}

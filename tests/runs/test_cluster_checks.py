@@ -207,6 +207,7 @@ def make_quota(used: str, hard: str) -> Json:
     }
 
 
+@pytest.mark.slow
 async def test_small_or_exhausted_quota_is_reported_with_amounts(
     cluster: FakeKubernetes,
 ) -> None:

@@ -82,6 +82,7 @@ def test_wandb_sink_without_the_package_is_refused_with_a_remedy(
         open_sinks(make_run_config(wandb={"mode": "offline"}), tmp_path)
 
 
+@pytest.mark.slow
 def test_online_wandb_without_an_api_key_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

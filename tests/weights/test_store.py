@@ -191,6 +191,7 @@ def test_publish_and_fetch_succeed_despite_a_short_outage() -> None:
     assert_same(worker.fetch(weights).state, make_state(0))
 
 
+@pytest.mark.slow
 def test_long_outage_raises_an_error() -> None:
     storage = MemoryStorage()
     weights = publish(VersionStore(storage, make_settings()), 6)
