@@ -54,7 +54,7 @@ test-again: ## run the tests that failed last again, alone; at most five
 	@$(VENV)/python dev/test_again.py
 
 test-fast: setup ## run the tests that start no process, with fewer random examples
-	@$(PYTEST) -n 4 -p no:schemathesis --hypothesis-profile=quick -m "not slow and not conformance and not chaos and not cluster"
+	@$(PYTEST) -n 3 -p no:schemathesis --hypothesis-profile=quick -m "not slow and not conformance and not chaos and not cluster"
 
 test-pythons: ## run the fast tests with Python 3.12 and 3.13, if they are installed
 	@bash dev/test_pythons.sh
