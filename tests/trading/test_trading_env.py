@@ -205,11 +205,11 @@ def test_last_part_of_a_file_is_used_only_for_test_seeds(tmp_path: Path) -> None
     tasks = environment.tasks
     assert tasks is not None and (tasks.num_tasks, tasks.num_test_tasks) == (73, 13)
 
-    def first_prices(seeds: range) -> set[float]:
+    def read_first_prices(seeds: range) -> set[float]:
         return {environment.reset(seed=seed).observation.prices[0][0] for seed in seeds}
 
-    assert first_prices(range(73)) == {100.0 + day for day in range(73)}
-    assert first_prices(range(2**31, 2**31 + 13)) == {180.0 + day for day in range(13)}
+    assert read_first_prices(range(73)) == {100.0 + day for day in range(73)}
+    assert read_first_prices(range(2**31, 2**31 + 13)) == {180.0 + day for day in range(13)}
     observation = environment.reset(seed=0).observation
     assert (observation.date, observation.prices) == ("2024-01-03", [[100.0], [101.0], [102.0]])
 

@@ -28,14 +28,16 @@ BFLOAT16 = "bfloat16"
 EMBEDDINGS = "model.embed_tokens.weight"
 
 
-def manifest_for(state: dict[str, torch.Tensor], logprobs: Sequence[float]) -> WeightManifest:
+def make_canary_manifest(
+    state: dict[str, torch.Tensor], logprobs: Sequence[float]
+) -> WeightManifest:
     return make_manifest(8, state, [CANARY_PROMPT], [list(logprobs)])
 
 
 def compare(
     answer: Sequence[float], dtype: str = "float32", **settings: float | None
 ) -> CanaryReport:
-    manifest = manifest_for({"w": torch.ones(2)}, LOGPROBS)
+    manifest = make_canary_manifest({"w": torch.ones(2)}, LOGPROBS)
     return check_canary(manifest, [answer], CanaryConfig.model_validate(settings), dtype)
 
 
@@ -43,7 +45,7 @@ def report(error: float, *, is_exact: bool = False) -> CanaryReport:
     return CanaryReport(8, "ab" * 16, error, is_exact)
 
 
-def passes(judge: CanaryJudge, canary_report: CanaryReport) -> bool:
+def is_accepted(judge: CanaryJudge, canary_report: CanaryReport) -> bool:
     try:
         judge.check(canary_report, worker=0)
     except CanaryError:
@@ -51,14 +53,14 @@ def passes(judge: CanaryJudge, canary_report: CanaryReport) -> bool:
     return True
 
 
-def shifted_logprobs(*errors: float) -> list[float]:
+def shift_logprobs(*errors: float) -> list[float]:
     return [logprob - error for logprob, error in zip(LOGPROBS, errors, strict=True)]
 
 
 def test_equal_logprobs_pass() -> None:
     equal = compare(LOGPROBS)
     assert (equal.error, equal.version) == (0.0, 8)
-    assert passes(CanaryJudge(CanaryConfig()), equal)
+    assert is_accepted(CanaryJudge(CanaryConfig()), equal)
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -67,9 +69,9 @@ def test_float32_tolerance_applies_to_every_token(position: int) -> None:
     for scale, may_pass in ((0.9e-4, True), (1.1e-4, False)):
         errors = [0.0, 0.0, 0.0]
         errors[position] = scale
-        canary_report = compare(shifted_logprobs(*errors))
+        canary_report = compare(shift_logprobs(*errors))
         assert canary_report.error == pytest.approx(scale)
-        assert passes(judge, canary_report) is may_pass
+        assert is_accepted(judge, canary_report) is may_pass
 
 
 def test_float32_tolerance_does_not_grow() -> None:
@@ -80,9 +82,9 @@ def test_float32_tolerance_does_not_grow() -> None:
 
 
 def test_bfloat16_compares_the_mean_error() -> None:
-    canary_report = compare(shifted_logprobs(0.32, 0.01, 0.03), BFLOAT16)
+    canary_report = compare(shift_logprobs(0.32, 0.01, 0.03), BFLOAT16)
     assert canary_report.error == pytest.approx(0.12)
-    assert passes(CanaryJudge(CanaryConfig()), canary_report)
+    assert is_accepted(CanaryJudge(CanaryConfig()), canary_report)
 
 
 @pytest.mark.parametrize(
@@ -92,41 +94,41 @@ def test_bfloat16_compares_the_mean_error() -> None:
 def test_configured_quantile_of_the_errors_is_compared(
     quantile: float, error: float, dtype: str
 ) -> None:
-    answer = shifted_logprobs(0.32, 0.01, 0.03)
+    answer = shift_logprobs(0.32, 0.01, 0.03)
     assert compare(answer, dtype, quantile=quantile).error == pytest.approx(error)
 
 
 def test_different_weights_never_pass_in_bfloat16() -> None:
     judge = CanaryJudge(CanaryConfig())
-    assert not passes(judge, report(0.6)), "without earlier reports"
+    assert not is_accepted(judge, report(0.6)), "without earlier reports"
     for _ in range(10):
         judge.check(report(0.3), worker=0)
-    assert not passes(judge, report(0.6)), "with large earlier errors"
+    assert not is_accepted(judge, report(0.6)), "with large earlier errors"
 
 
 def test_error_far_above_the_recent_median_does_not_pass() -> None:
     judge = CanaryJudge(CanaryConfig(floor=0.05, factor=4.0, window=8))
     for error in (0.02, 0.03, 0.025, 0.02, 0.04):
-        assert passes(judge, report(error)), "errors below the floor pass"
+        assert is_accepted(judge, report(error)), "errors below the floor pass"
     assert judge.compute_max_error(report(0.0)) == pytest.approx(0.1), "4 times the median of 0.025"
-    assert passes(judge, report(0.09))
-    assert not passes(judge, report(0.2))
+    assert is_accepted(judge, report(0.09))
+    assert not is_accepted(judge, report(0.2))
     for _ in range(8):
         judge.check(report(0.09), worker=0)
-    assert passes(judge, report(0.2)), "the window contains the latest errors only"
+    assert is_accepted(judge, report(0.2)), "the window contains the latest errors only"
 
 
 def test_failed_reports_do_not_raise_the_allowed_error() -> None:
     judge = CanaryJudge(CanaryConfig())
     judge.check(report(0.02), worker=0)
-    assert not any(passes(judge, report(0.3)) for _ in range(100))
+    assert not any(is_accepted(judge, report(0.3)) for _ in range(100))
 
 
 def test_only_the_tolerance_applies_without_a_window() -> None:
     judge = CanaryJudge(CanaryConfig(window=0, tolerance=0.2))
     judge.check(report(0.001), worker=0)
-    assert passes(judge, report(0.19))
-    assert not passes(judge, report(0.21))
+    assert is_accepted(judge, report(0.19))
+    assert not is_accepted(judge, report(0.21))
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -135,17 +137,19 @@ def test_only_the_tolerance_applies_without_a_window() -> None:
 def test_nonfinite_logprob_never_passes(position: int, value: float, dtype: str) -> None:
     answer = list(LOGPROBS)
     answer[position] = value
-    assert not passes(CanaryJudge(CanaryConfig()), compare(answer, dtype))
+    assert not is_accepted(CanaryJudge(CanaryConfig()), compare(answer, dtype))
     lenient = CanaryJudge(CanaryConfig(tolerance=1e9))
-    assert not passes(lenient, compare(answer, dtype, quantile=0.1))
+    assert not is_accepted(lenient, compare(answer, dtype, quantile=0.1))
 
 
 def test_weights_published_in_bfloat16_use_the_bfloat16_tolerance() -> None:
     state = cast_floats({"w": torch.ones(2), "count": torch.arange(3)}, BFLOAT16)
-    answer, judge = shifted_logprobs(0.05, 0.0, 0.0), CanaryJudge(CanaryConfig())
-    coarse = check_canary(manifest_for(state, LOGPROBS), [answer], CanaryConfig(), "float32")
-    assert passes(judge, coarse)
-    assert not passes(judge, compare(answer))
+    answer, judge = shift_logprobs(0.05, 0.0, 0.0), CanaryJudge(CanaryConfig())
+    coarse = check_canary(
+        make_canary_manifest(state, LOGPROBS), [answer], CanaryConfig(), "float32"
+    )
+    assert is_accepted(judge, coarse)
+    assert not is_accepted(judge, compare(answer))
 
 
 def test_tokens_of_all_prompts_are_compared_together() -> None:
@@ -173,18 +177,18 @@ def test_error_message_contains_worker_version_hash_and_errors() -> None:
 def test_stale_tied_embeddings_are_detected(tmp_path: Path) -> None:
     with open_pair(EngineKind("vllm", tie_embeddings=True), tmp_path) as pair:
         pair.sync(seed=1)
-        assert engine_canary(pair).error < 1e-4
+        assert measure_engine_canary(pair).error < 1e-4
         embeddings = pair.model.get_input_embeddings().weight.clone()
         add_noise(pair.model, seed=2, scale=0.05)
         pair.engine.load_weights({**dict(pair.model.named_parameters()), EMBEDDINGS: embeddings})
-        assert engine_canary(pair).error > 0.1
+        assert measure_engine_canary(pair).error > 0.1
         pair.sync(seed=3)
-        assert engine_canary(pair).error < 1e-4
+        assert measure_engine_canary(pair).error < 1e-4
 
 
-def engine_canary(pair: EnginePair) -> CanaryReport:
+def measure_engine_canary(pair: EnginePair) -> CanaryReport:
     """Return the canary report of the engine for the weights of the plain model."""
     expected = compute_logprobs(pair.model, CANARY_PROMPT.prompt_ids, CANARY_PROMPT.completion_ids)
     state = {name: tensor.detach() for name, tensor in pair.model.named_parameters()}
     answers = [pair.engine.score(CANARY_PROMPT)]
-    return check_canary(manifest_for(state, expected), answers, CanaryConfig(), "float32")
+    return check_canary(make_canary_manifest(state, expected), answers, CanaryConfig(), "float32")
