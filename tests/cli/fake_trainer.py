@@ -168,7 +168,7 @@ def build_summary(run: LanguageModelRun) -> Summary:
         for name in run.environments
     }
     return Summary(
-        **final_report.policy.model_dump(exclude={"num_games", "num_void"}),
+        **final_report.policy.model_dump(exclude={"num_games", "num_tasks", "num_void"}),
         name=run.name,
         environment="openspiel_env",
         results=results,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
 import socket
@@ -15,7 +16,8 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.types import EnvironmentDescription
-from ludus.services.cli.tables import format_result_cells
+from ludus.proto.runs import EvalReport, Evaluation
+from ludus.services.cli.tables import format_result_cells, make_eval_tables
 from tests.cli.commands import RunCli
 
 pytestmark = pytest.mark.slow
@@ -68,6 +70,43 @@ def test_unreported_success_is_printed_as_dashes() -> None:
     assert format_result_cells(unreported_result) == ["4", "–", "–", "–", "17.000", "0.000"]
     failed_result = summarize([EpisodeOutcome(seed, 17.0, 17, success=False) for seed in range(4)])
     assert format_result_cells(failed_result)[1] == "0.0%"
+
+
+@pytest.mark.parametrize(
+    ("num_games", "num_requested", "line"),
+    [
+        (4, None, None),
+        (8, None, "8 episodes of 4 tasks; the intervals are over tasks"),
+        (4, 400, "4 of 400 episodes were played, one for each task"),
+    ],
+)
+def test_tables_say_how_many_tasks_were_played(
+    num_games: int, num_requested: int | None, line: str | None
+) -> None:
+    result = summarize(
+        [EpisodeOutcome(seed, 1.0, 1, task_seed=seed % 4) for seed in range(num_games)]
+    )
+    report = EvalReport(
+        policy=result,
+        baselines={},
+        temperature=0.0,
+        gap_closed=None,
+        gap_closed_ci95=None,
+        num_games_requested=num_requested,
+    )
+    _, *lines = make_eval_tables(Evaluation(environments={"rows": report}))
+    assert len(lines) == (0 if line is None else 1)
+    assert line is None or str(lines[0]).startswith(line)
+
+
+def test_bench_of_a_data_set_says_how_many_tasks_it_has(ludus: RunCli, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{index} + 1 = ", "answer": str(index + 1)} for index in range(6)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ("--option", f"path={path}", "--option", "answer=answer", "--games", "60")
+    result = ludus("env", "bench", "prompts_env", *arguments)
+    assert result.code == 0, result.err
+    assert "6 different tasks; the intervals are over tasks" in result.out
 
 
 def test_bench_results_agree_with_exact_values(ludus: RunCli, catch_server_address: str) -> None:

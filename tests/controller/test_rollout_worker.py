@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from ludus.env.types import TaskSet
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import EngineLostError, WeightSyncError
+from ludus.proto.seeds import FIRST_EVAL_SEED
 from ludus.trainer.actors import rollout_worker
 from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, WorkerComponents
 from ludus.trainer.core.interfaces import FetchedWeights, PublishedWeights
-from ludus.trainer.core.types import Sampling
+from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from ludus.trainer.rollout.group import GroupPlayer
-from ludus.trainer.rollout.rewards.scoring import Reward
-from ludus.trainer.rollout.runner import EpisodeRunner
+from ludus.trainer.rollout.rewards.scoring import PlayedEpisode, Reward
+from ludus.trainer.rollout.runner import EpisodeRunner, EpisodeStart
 from tests.controller.fake_workers import make_groups, publish_weights
 from tests.env.polling import run_pending_tasks
 from tests.rollout.fake_engine import FakeEngine
@@ -65,12 +68,15 @@ class RecordingRunner:
 
 
 def make_worker(
-    engine: FakeEngine, runner: EpisodeRunner | None = None, **sections: object
+    engine: FakeEngine,
+    runner: EpisodeRunner | None = None,
+    tasks: TaskSet | None = None,
+    **sections: object,
 ) -> tuple[RolloutWorkerActor, AsyncEngine]:
     """Return a started worker and its engine; `sections` are those of the run."""
     run, async_engine = LanguageModelRun.model_validate(sections), AsyncEngine(engine)
     player = GroupPlayer(
-        runner or EndlessRunner(), Reward(), timeout_s=60.0, max_evaluation_episodes=1
+        runner or EndlessRunner(), Reward(), timeout_s=60.0, max_evaluation_episodes=1, tasks=tasks
     )
     components = WorkerComponents(run, run.weights, async_engine, {"coins": player})
     return RolloutWorkerActor(torch.get_num_threads(), components), async_engine
@@ -147,6 +153,34 @@ async def test_evaluation_changes_only_the_temperature_of_the_sampling() -> None
     )
     await worker.evaluate("coins", [1], 0.5)
     assert runner.samplings == [Sampling(temperature=0.5, max_tokens=8, **cuts)]
+    await worker.close()
+
+
+class SeedRunner:
+    """A runner whose episodes return the random key of their start."""
+
+    plays_groups_together = False
+
+    async def play_episodes(
+        self, starts: Sequence[EpisodeStart], sampling: Sampling, **_: Any
+    ) -> list[PlayedEpisode]:
+        return [
+            PlayedEpisode(
+                Rollout(
+                    "coins", start.seed, (), 0.0, float(start.key), (), RolloutStatus.TERMINATED, 1
+                )
+            )
+            for start in starts
+        ]
+
+
+async def test_games_of_a_repeated_task_start_equally_and_sample_differently() -> None:
+    worker, _ = make_worker(FakeEngine(), SeedRunner(), tasks=TaskSet(5, num_test_tasks=3))
+    seeds = range(FIRST_EVAL_SEED + 1, FIRST_EVAL_SEED + 9)
+    outcomes = await worker.evaluate("coins", seeds, 1.0)
+    assert [outcome.seed for outcome in outcomes] == list(seeds)
+    assert [outcome.task - FIRST_EVAL_SEED for outcome in outcomes] == [1, 2, 0, 1, 2, 0, 1, 2]
+    assert len({outcome.episode_return for outcome in outcomes}) == 8
     await worker.close()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from ludus.env.evaluation import EpisodeOutcome
-from ludus.env.types import JsonObject
+from ludus.env.types import JsonObject, TaskSet
 from ludus.proto.config import EvalConfig, LocalEnvironment
 from ludus.proto.errors import EpisodesFailedError
 from ludus.trainer.driver.evaluation import Evaluator, list_eval_seeds, play_baselines
@@ -95,6 +95,41 @@ async def test_fixed_policy_without_valid_episodes_is_reported_with_the_reason()
 
     with pytest.raises(EpisodesFailedError, match=r"fixed policy 'best'.*KeyError: 'hand'"):
         await play_baselines(CoinClient(), {"best": fail}, ("best",), CONFIG, max_turns=1)
+
+
+@pytest.mark.parametrize(("temperature", "num_played"), [(0.0, 3), (0.5, 8)])
+async def test_each_task_is_played_once_at_temperature_zero(
+    temperature: float, num_played: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    workers, config = FakeWorkers(), CONFIG.model_copy(update={"temperature": temperature})
+    evaluator = Evaluator(config, ENVIRONMENTS, workers, {}, num_greedy_games={"catch": 3})
+    reports = await evaluator.evaluate(8)
+    assert [len(seeds) for _, seeds, _ in workers.calls] == [8, num_played]
+    assert reports["blackjack"].num_games_requested is None
+    assert reports["catch"].policy.num_games == num_played
+    assert reports["catch"].num_games_requested == (8 if num_played < 8 else None)
+    assert ("3 games, not 8" in caplog.text) is (num_played < 8)
+
+
+async def test_gap_is_closed_on_tasks_that_a_policy_played_less_often() -> None:
+    tasks = TaskSet(num_tasks=10, num_test_tasks=3)
+    config = CONFIG.model_copy(update={"temperature": 0.0})
+    seeds = list_eval_seeds(config, 8)
+    baselines = {
+        "blackjack": {
+            name: [
+                EpisodeOutcome(seed, value, 1, task_seed=tasks.find_first_seed(seed))
+                for seed in seeds
+            ]
+            for name, value in (("random", 0.0), ("best", 2.0))
+        }
+    }
+    evaluator = Evaluator(config, ENVIRONMENTS, FakeWorkers(), baselines, {"blackjack": 3})
+    report = (await evaluator.evaluate(8))["blackjack"]
+    # The policy wins 1 in one of three tasks, and the best policy wins 2 in each.
+    assert report.gap_closed == pytest.approx(1 / 6)
+    assert report.baselines["best"].num_tasks == 3
 
 
 class FailingWorkers(FakeWorkers):

@@ -307,11 +307,15 @@ class EvalMetric(_Metric):
     )
     WIN_RATE_CI95_LOW = (
         auto(),
-        _make_interval_bound("share", "Lower bound of the 95 % Wilson interval of the win rate."),
+        _make_interval_bound(
+            "share", "Lower bound of the 95 % Wilson interval of the win rate, over tasks."
+        ),
     )
     WIN_RATE_CI95_HIGH = (
         auto(),
-        _make_interval_bound("share", "Upper bound of the 95 % Wilson interval of the win rate."),
+        _make_interval_bound(
+            "share", "Upper bound of the 95 % Wilson interval of the win rate, over tasks."
+        ),
     )
     DRAW_RATE = (
         auto(),
@@ -320,11 +324,15 @@ class EvalMetric(_Metric):
     RETURN_MEAN = auto(), _make_game_mean("reward", "Mean return of an episode.")
     RETURN_CI95_LOW = (
         auto(),
-        _make_interval_bound("reward", "Lower bound of the 95 % interval of the mean return."),
+        _make_interval_bound(
+            "reward", "Lower bound of the 95 % interval of the mean return, over tasks."
+        ),
     )
     RETURN_CI95_HIGH = (
         auto(),
-        _make_interval_bound("reward", "Upper bound of the 95 % interval of the mean return."),
+        _make_interval_bound(
+            "reward", "Upper bound of the 95 % interval of the mean return, over tasks."
+        ),
     )
     INVALID_RATE = (
         auto(),

@@ -188,18 +188,24 @@ class Transcript(_Record):
 
 
 class PolicyResult(_Record):
-    """Results of one policy on the seeds of an evaluation."""
+    """Results of one policy on the seeds of an evaluation.
+
+    Intervals are over tasks: games of the same task are not independent.
+    """
 
     num_games: int
+    """Number of games with a result."""
+    num_tasks: int | None = None
+    """Number of different tasks in these games; null in results of earlier versions."""
     win_rate: float | None
     """Share of episodes with success; None if the environment never reported it."""
     win_rate_ci95: tuple[float, float] | None
-    """Wilson interval."""
+    """Wilson interval of the effective number of independent games."""
     draw_rate: float | None
     """Share of episodes without success and with a return of 0; None if win_rate is None."""
     expected_return: float
     expected_return_ci95: tuple[float, float]
-    """Normal interval of the mean."""
+    """Student's interval of the mean."""
     invalid_rate: float = 0.0
     """Share of episodes that ended with text that is not an action."""
     num_void: int = 0
@@ -217,6 +223,9 @@ class EvalReport(_Record):
     does not name these policies."""
     gap_closed_ci95: tuple[float, float] | None
     """Interval of the paired differences on these seeds."""
+    num_games_requested: int | None = None
+    """Number of games that were asked for, if fewer were played: at temperature 0 the games of
+    a task are equal, so each task is played once. null if all were played."""
 
 
 class Evaluation(_Record):

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ludus.proto.seeds import FIRST_EVAL_SEED
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -159,6 +161,21 @@ class TaskSet:
     """Number of test tasks."""
     columns: tuple[str, ...] = ()
     """Names of the task's columns, which the `info` of every result contains."""
+
+    def find_first_seed(self, seed: int) -> int:
+        """Return the seed of the first pass over the tasks at the same place as `seed`.
+
+        Each pass may have a different order, so only the seeds of the first pass tell tasks apart.
+        """
+        first_seed, num_tasks = 0, self.num_tasks
+        if seed >= FIRST_EVAL_SEED:
+            first_seed, num_tasks = FIRST_EVAL_SEED, self.num_eval_tasks
+        return first_seed + (seed - first_seed) % num_tasks if num_tasks else seed
+
+    @property
+    def num_eval_tasks(self) -> int:
+        """Number of different tasks that seeds from 2**31 select."""
+        return self.num_test_tasks or self.num_tasks
 
 
 @dataclass(frozen=True, slots=True)

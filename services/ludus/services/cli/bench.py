@@ -82,6 +82,7 @@ async def run_benchmark(
                 client,
                 policy,
                 plan.seeds,
+                tasks=description.tasks,
                 num_concurrent=num_concurrent,
                 on_episode=lambda outcome: on_episode(name, outcome),
             )

@@ -20,7 +20,7 @@ from ludus.services.cli.env_replay import replay
 from ludus.services.cli.env_serve import serve
 from ludus.services.cli.env_targets import serve_target
 from ludus.services.cli.options import TARGET_HELP, Options, TokenEnv, parse_options
-from ludus.services.cli.tables import make_bench_table
+from ludus.services.cli.tables import make_bench_notes, make_bench_table
 
 if TYPE_CHECKING:
     from ludus.env.evaluation import EpisodeOutcome
@@ -133,9 +133,8 @@ def bench(
         results = _run_bench(plan, server_address, os.environ.get(token_env))
     console = get_stdout()
     console.print(make_bench_table(results))
-    num_void = sum(result.num_void for result in results)
-    if num_void:
-        print_line(console, f"{num_void:,} episodes are void and not counted")
+    for note in make_bench_notes(results):
+        print_line(console, note)
 
 
 def _run_bench(plan: BenchPlan, address: str, token: str | None) -> list[BenchResult]:

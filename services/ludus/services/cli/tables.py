@@ -42,6 +42,16 @@ def make_bench_table(results: Sequence[BenchResult]) -> Table:
     return table
 
 
+def make_bench_notes(results: Sequence[BenchResult]) -> Iterator[str]:
+    """Yield notes on void episodes and on tasks that were played repeatedly."""
+    num_void = sum(result.num_void for result in results)
+    if num_void:
+        yield f"{num_void:,} episodes are void and not counted"
+    num_tasks = max(result.result.num_tasks or 0 for result in results)
+    if any(num_tasks < result.result.num_games for result in results):
+        yield f"{num_tasks:,} different tasks; the intervals are over tasks"
+
+
 def format_result_cells(result: PolicyResult) -> list[str]:
     """Format a policy's number of episodes, wins, draws and return, with intervals.
 
@@ -62,6 +72,7 @@ def make_summary_tables(summary: Summary) -> Iterator[RenderableType]:
     for name, result in summary.results.items():
         title = f"{summary.name}, {name}" if len(summary.results) > 1 else summary.name
         yield make_policy_table(list_policies(result), title)
+        yield from _format_tasks(result.report)
         yield from _format_gap(result.report)
 
 
@@ -72,7 +83,20 @@ def make_eval_tables(evaluation: Evaluation) -> Iterator[RenderableType]:
         policy = NamedResult("policy", report.policy, is_trained=True)
         results = [policy, *rank_policies(report.baselines)]
         yield make_policy_table(results, f"{prefix}at temperature {report.temperature:g}")
+        yield from _format_tasks(report)
         yield from _format_gap(report)
+
+
+def _format_tasks(report: EvalReport) -> Iterator[RenderableType]:
+    """Yield a line about the tasks if the policy did not play every requested game on its own."""
+    num_games, num_tasks = report.policy.num_games, report.policy.num_tasks
+    if report.num_games_requested is not None:
+        yield Text(
+            f"{num_games:,} of {report.num_games_requested:,} episodes were played, one for each "
+            "task: at temperature 0, further episodes would be the same"
+        )
+    elif num_tasks is not None and num_tasks < num_games:
+        yield Text(f"{num_games:,} episodes of {num_tasks:,} tasks; the intervals are over tasks")
 
 
 def _format_gap(report: EvalReport) -> Iterator[RenderableType]:

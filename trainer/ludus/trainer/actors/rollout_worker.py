@@ -168,7 +168,7 @@ class RolloutWorkerActor:
         """Play one episode for each seed and return the outcomes in the order of the seeds."""
         sampling = sampling_settings(self.components.run.rollout, temperature)
         rollouts = await self.components.players[environment].evaluate(seeds, sampling)
-        return list(map(_make_outcome, rollouts))
+        return list(map(_make_outcome, seeds, rollouts))
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]
@@ -251,12 +251,13 @@ class RolloutWorkerActor:
         return await self._exit_stack.enter_async_context(client)
 
 
-def _make_outcome(rollout: Rollout) -> EpisodeOutcome:
+def _make_outcome(seed: int, rollout: Rollout) -> EpisodeOutcome:
     return EpisodeOutcome(
-        rollout.seed,
+        seed,
         rollout.episode_return,
         len(rollout.turns),
         success=rollout.success,
         invalid=rollout.status is RolloutStatus.INVALID_ACTION,
         failure=rollout.failure,
+        task_seed=rollout.seed,
     )

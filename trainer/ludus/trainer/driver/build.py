@@ -63,6 +63,18 @@ class Infrastructure:
             if environment.description.tasks is not None
         }
 
+    @property
+    def num_greedy_games(self) -> dict[str, int]:
+        """Number of different evaluation games at temperature 0, for environments with tasks.
+
+        An agent may draw its own random numbers, so its games of one task differ.
+        """
+        return {
+            name: environment.description.tasks.num_eval_tasks
+            for name, environment in self.environments.items()
+            if environment.description.tasks is not None and environment.config.agent is None
+        }
+
 
 @asynccontextmanager
 async def start_infrastructure(
@@ -128,7 +140,9 @@ async def start_components(
             learners=learners,
             workers=workers,
             buffer=buffer,
-            evaluator=Evaluator(run.eval, run.environments, workers, baselines),
+            evaluator=Evaluator(
+                run.eval, run.environments, workers, baselines, infrastructure.num_greedy_games
+            ),
             tokenizer=tokenizer,
             canary=canary,
             servers=infrastructure.servers,
@@ -163,6 +177,6 @@ async def play_all_baselines(
             policies |= load_fixed_policies(run, name, description.options)
         max_turns = episode_limits(run, name).max_turns
         outcomes[name] = await play_baselines(
-            environment.client, policies, baselines, run.eval, max_turns
+            environment.client, policies, baselines, run.eval, max_turns, description.tasks
         )
     return outcomes

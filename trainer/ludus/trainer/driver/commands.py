@@ -69,7 +69,8 @@ async def _evaluate_checkpoint(run: LanguageModelRun, checkpoint: Path) -> Evalu
             play_all_baselines(run, infrastructure.environments),
         )
         try:
-            evaluator = Evaluator(run.eval, run.environments, workers, baselines)
+            num_greedy_games = infrastructure.num_greedy_games
+            evaluator = Evaluator(run.eval, run.environments, workers, baselines, num_greedy_games)
             return Evaluation(environments=await evaluator.evaluate(run.eval.num_games))
         finally:
             await workers.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import (
@@ -15,6 +15,7 @@ from ludus.env.evaluation import (
     play_policy,
     summarize,
 )
+from ludus.env.types import TaskSet
 from ludus.proto.config import EnvironmentConfig, EvalConfig
 from ludus.proto.errors import EpisodesFailedError
 from ludus.proto.runs import EvalReport
@@ -35,6 +36,8 @@ class Evaluator:
     workers: Workers
     baselines: Mapping[str, Mapping[str, Sequence[EpisodeOutcome]]]
     """Outcomes by environment and fixed policy, in the order of the seeds."""
+    num_greedy_games: Mapping[str, int] = field(default_factory=dict)
+    """Number of different games at temperature 0, for environments in which it is limited."""
 
     async def evaluate(self, num_games: int) -> dict[str, EvalReport]:
         """Evaluate the policy on the first `num_games` seeds; return a report by environment."""
@@ -43,7 +46,18 @@ class Evaluator:
         }
 
     async def _evaluate_environment(self, environment: str, num_games: int) -> EvalReport:
-        outcomes = await self._play(environment, list_eval_seeds(self.config, num_games))
+        num_played = num_games
+        if self.config.temperature == 0:
+            num_played = min(num_games, self.num_greedy_games.get(environment, num_games))
+        if num_played < num_games:
+            _log.info(
+                "the evaluation in '%s' plays %d games, not %d: one for each task, because games "
+                "of the same task are equal at temperature 0",
+                environment,
+                num_played,
+                num_games,
+            )
+        outcomes = await self._play(environment, list_eval_seeds(self.config, num_played))
         _check_void(outcomes, f"the evaluation in '{environment}'")
         baselines = {
             name: baseline[:num_games]
@@ -57,6 +71,7 @@ class Evaluator:
             temperature=self.config.temperature,
             gap_closed=gap_closed[0] if gap_closed else None,
             gap_closed_ci95=gap_closed[1] if gap_closed else None,
+            num_games_requested=num_games if num_played < num_games else None,
         )
 
     async def _play(self, environment: str, seeds: Sequence[int]) -> list[EpisodeOutcome]:
@@ -82,13 +97,14 @@ async def play_baselines(
     baselines: Sequence[str],
     config: EvalConfig,
     max_turns: int,
+    tasks: TaskSet | None = None,
 ) -> dict[str, list[EpisodeOutcome]]:
     """Play the evaluation episodes of one environment with the fixed policies `baselines`."""
     seeds = list_eval_seeds(config, max(config.num_games, config.num_games_during))
     outcomes = {}
     for name in baselines:
         outcomes[name] = await _wait_for_outcomes(
-            play_policy(client, policies[name], seeds, max_turns=max_turns),
+            play_policy(client, policies[name], seeds, tasks=tasks, max_turns=max_turns),
             f"{len(seeds)} episodes of the fixed policy '{name}'",
             config,
         )
@@ -111,11 +127,11 @@ def _compute_gap_closed(
         return None
     random_outcomes = baselines.get(environment.random_policy, ())
     optimal_outcomes = baselines.get(environment.optimal_policy, ())
-    valid_seeds = [
-        {outcome.seed for outcome in policy_outcomes if outcome.episode_return is not None}
+    valid_tasks = [
+        {outcome.task for outcome in policy_outcomes if outcome.episode_return is not None}
         for policy_outcomes in (outcomes, random_outcomes, optimal_outcomes)
     ]
-    if not set.intersection(*valid_seeds):
+    if not set.intersection(*valid_tasks):
         return None
     return measure_gap_closed(outcomes, random_outcomes, optimal_outcomes)
 

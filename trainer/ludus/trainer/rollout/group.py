@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, cast
 
+from ludus.env.types import TaskSet
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
 from ludus.trainer.core.functions import import_callable
@@ -53,6 +54,8 @@ class GroupPlayer:
     run_seed: int = 0
     environment_index: int = 0
     """Index of the environment in the run. The random numbers of evaluations depend on it."""
+    tasks: TaskSet | None = None
+    """Tasks of the environment; None if every seed is a different task."""
 
     @classmethod
     async def start(cls, components: RunnerComponents, reward_models: RewardModels) -> GroupPlayer:
@@ -65,6 +68,7 @@ class GroupPlayer:
             rollout.num_groups_in_flight * rollout.group_size,
             components.run.seed,
             list(components.run.environments).index(components.environment),
+            (await components.client.describe()).tasks,
         )
 
     async def play_groups(
@@ -100,14 +104,20 @@ class GroupPlayer:
     async def evaluate(self, seeds: Sequence[int], sampling: Sampling) -> list[Rollout]:
         """Play one episode for each seed and return the rollouts in the order of the seeds.
 
-        The reward is computed only if the environment's return of an episode is unknown.
+        The reward is computed only if the environment's return of an episode is unknown. A seed
+        that repeats a task starts the episode with the first seed of this task, which the rollout
+        contains, and samples with other random numbers.
 
         Args:
             sampling: sampling parameters, in which the environment's limits replace `max_tokens`.
         """
         stream, environment_index = Stream.EVALUATION_SAMPLING, self.environment_index
         starts = [
-            EpisodeStart(index, seed, derive_key(self.run_seed, stream, environment_index, seed))
+            EpisodeStart(
+                index,
+                seed if self.tasks is None else self.tasks.find_first_seed(seed),
+                derive_key(self.run_seed, stream, environment_index, seed),
+            )
             for index, seed in enumerate(seeds)
         ]
         num_per_call = self.max_evaluation_episodes if self.runner.plays_groups_together else 1

@@ -51,7 +51,7 @@ def write_summary(
     report = first_result.report
     summary = Summary.model_validate(
         {
-            **report.policy.model_dump(exclude={"num_games", "num_void"}),
+            **report.policy.model_dump(exclude={"num_games", "num_tasks", "num_void"}),
             **counts,
             "name": run.name,
             "environment": first_result.environment,
