@@ -150,7 +150,8 @@ def stream_gae(
     a truncated episode. `is_last` is True at the last step of each episode.
     """
     delta = rewards + gamma * next_values - values
-    decay = torch.where(is_last, 0.0, gamma * lam)
+    # torch.where of two numbers would be float32, whatever the rewards are.
+    decay = (~is_last).to(delta.dtype) * (gamma * lam)
     advantages = torch.empty_like(delta)
     next_advantage = torch.zeros_like(delta[0])
     for t in reversed(range(len(delta))):
