@@ -148,7 +148,7 @@ def compute_loss_by_formula(case: LossCase, logprobs: Tensor) -> Tensor:
 def _compute_row_losses(case: LossCase, row: int, logprobs: list[Tensor]) -> list[Tensor]:
     length = len(logprobs)
     old, rollout = case.old_logprobs[row, :length], case.rollout_logprobs[row, :length]
-    weights = _compute_weights(case, [float(value) for value in old - rollout])
+    weights = compute_weights(case, [float(value) for value in old - rollout])
     advantage = float(case.advantages[row])
     ratios = [(logprobs[t] - old[t]).exp() for t in range(length)]
     if case.loss_type == "gspo":
@@ -178,7 +178,8 @@ def _clip(case: LossCase, ratio: Tensor, advantage: float) -> Tensor:
     return ratio
 
 
-def _compute_weights(case: LossCase, log_ratios: list[float]) -> list[float]:
+def compute_weights(case: LossCase, log_ratios: list[float]) -> list[float]:
+    """Return the correction of each token of a row, from log pi' - log mu."""
     token_weights = [math.exp(value) for value in log_ratios]
     row_weight = math.exp(sum(log_ratios))
     match case.correction:

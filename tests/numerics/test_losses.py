@@ -26,34 +26,44 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     assert float((actual.double() - expected.double()).abs().max()) <= tolerance * scale
 
 
+def compute_share(case: LossCase, logprobs: Tensor, ids: Tensor) -> Tensor:
+    """Return the loss of some rows, as a share of the loss of all rows."""
+    terms = policy_gradient_loss(
+        LossInputs(
+            logprobs=logprobs[ids],
+            old_logprobs=case.old_logprobs[ids],
+            rollout_logprobs=case.rollout_logprobs[ids],
+            ref_logprobs=case.ref_logprobs[ids],
+            entropies=torch.zeros_like(logprobs[ids]),
+            advantages=case.advantages[ids],
+            mask=case.mask[ids],
+        ),
+        case.config,
+        denominator=loss_denominator(
+            torch.tensor(case.lengths), case.config.aggregation, case.max_tokens
+        ),
+        entropy_coef=0.0,
+        kl_coef=case.kl_coef,
+    )
+    return terms.loss
+
+
+def compute_in_one_share(case: LossCase, logprobs: Tensor) -> Tensor:
+    """Return the loss of all rows at once."""
+    return compute_share(case, logprobs, torch.arange(len(case.lengths)))
+
+
 def compute_in_shares(case: LossCase, logprobs: Tensor, generator: random.Random) -> Tensor:
-    """Return the sum of the losses of micro-batches on one to three ranks, some of them empty."""
+    """Return the sum of the losses of one to four micro-batches, some of them empty."""
     rows = list(range(len(case.lengths)))
     generator.shuffle(rows)
     num_shares = generator.randint(1, 4)
-    denominator = loss_denominator(
-        torch.tensor(case.lengths), case.config.aggregation, case.max_tokens
-    )
-    losses = []
-    for share in range(num_shares):
-        ids = torch.tensor(rows[share::num_shares], dtype=torch.int64)
-        terms = policy_gradient_loss(
-            LossInputs(
-                logprobs=logprobs[ids],
-                old_logprobs=case.old_logprobs[ids],
-                rollout_logprobs=case.rollout_logprobs[ids],
-                ref_logprobs=case.ref_logprobs[ids],
-                entropies=torch.zeros_like(logprobs[ids]),
-                advantages=case.advantages[ids],
-                mask=case.mask[ids],
-            ),
-            case.config,
-            denominator=denominator,
-            entropy_coef=0.0,
-            kl_coef=case.kl_coef,
-        )
-        losses.append(terms.loss)
-    return torch.stack(losses).sum()
+    return torch.stack(
+        [
+            compute_share(case, logprobs, torch.tensor(rows[share::num_shares], dtype=torch.int64))
+            for share in range(num_shares)
+        ]
+    ).sum()
 
 
 @pytest.mark.slow
