@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from ludus.proto.config import AlgorithmConfig, GrpoConfig, PpoConfig
+from ludus.proto.config import AlgorithmConfig, GrpoConfig, PpoConfig, ReinforceConfig
 from ludus.trainer.core.types import (
     Coefficients,
     Rollout,
@@ -33,7 +33,7 @@ from ludus.trainer.data.batch import make_batch
 from ludus.trainer.learner.actor_critic import ActorCritic
 from ludus.trainer.learner.algorithm import Algorithm
 from ludus.trainer.learner.micro_batches import MicroBatchConfig, make_micro_batches
-from ludus.trainer.learner.model import PolicyModel
+from ludus.trainer.learner.model import PolicyModel, estimate_row_costs
 
 pytestmark = pytest.mark.slow
 
@@ -69,9 +69,9 @@ def make_model(seed: int, *, has_value_head: bool) -> PolicyModel:
     return model
 
 
-def make_sequence(generator: random.Random) -> TokenSequence:
-    """Return one or two turns, with observations around them."""
-    token_ids: list[int] = []
+def make_sequence(generator: random.Random, prefix: Sequence[int] = ()) -> TokenSequence:
+    """Return one or two turns after a prefix, with observations around them."""
+    token_ids = list(prefix)
     turns: list[TurnSpan] = []
     for _ in range(generator.randint(1, 2)):
         token_ids += [generator.randrange(VOCABULARY) for _ in range(generator.randint(1, 3))]
@@ -88,7 +88,11 @@ def make_sequence(generator: random.Random) -> TokenSequence:
 def make_rollout(generator: random.Random) -> Rollout:
     """Return an episode of one to three sequences; some are truncated, and some are void."""
     status = generator.choice([*[RolloutStatus.TERMINATED] * 3, RolloutStatus.TRUNCATED])
-    sequences = tuple(make_sequence(generator) for _ in range(generator.choice([1, 1, 2, 3])))
+    sequences = (make_sequence(generator),)
+    for _ in range(generator.choice([0, 0, 1, 2])):
+        # A branch repeats a part of the first sequence; other sequences repeat nothing.
+        prefix = sequences[0].token_ids[: generator.choice([0, 3, 6])].tolist()
+        sequences += (make_sequence(generator, prefix),)
     reward: float | None = sum(
         turn.reward for sequence in sequences for turn in sequence.turns
     ) + generator.choice([0.0, 1.0])
@@ -118,13 +122,14 @@ def compute_ludus_gradient(
     batch, algorithm = make_batch(groups, config), Algorithm(config, MAX_TOKENS)
     actor_critic, num_ranks = ActorCritic(model, None), generator.randint(1, 3)
     max_tokens = generator.choice([MAX_TOKENS, 100, 1000])
+    costs = generator.choice([None, estimate_row_costs(model.language_model)])
     micro_batches = [
         micro_batch
         for rank in range(num_ranks)
         for micro_batch in make_micro_batches(
             batch,
             np.arange(batch.num_samples),
-            MicroBatchConfig(max_tokens, None, rank, num_ranks),
+            MicroBatchConfig(max_tokens, costs, rank, num_ranks),
         )
     ]
     coefficients = Coefficients(0.0, entropy=ENTROPY_COEF, kl=KL_COEF)
@@ -203,15 +208,19 @@ def list_token_rewards(rollout: Rollout) -> list[list[float]]:
 
 
 def compute_gae_of_episode(
-    rollout: Rollout, values: Sequence[Tensor], last_values: Sequence[Tensor], config: PpoConfig
+    rollout: Rollout,
+    values: Sequence[Tensor],
+    last_values: Sequence[Tensor],
+    config: PpoConfig | ReinforceConfig,
 ) -> list[Tensor]:
-    """Return the advantages of each sequence.
+    """Return the advantages of each sequence; with REINFORCE++, its returns.
 
-    A sequence of a truncated episode continues with the value of its last state. Otherwise its
-    last token gets the discounted return of the later sequences.
+    With a critic, a sequence of a truncated episode continues with the value of its last state.
+    Otherwise its last token gets the discounted return of the later sequences.
     """
-    gamma, lam = config.gamma, config.lam
-    is_truncated = rollout.status is RolloutStatus.TRUNCATED
+    has_critic = isinstance(config, PpoConfig)
+    gamma, lam = config.gamma, config.lam if has_critic else 1.0
+    is_truncated = has_critic and rollout.status is RolloutStatus.TRUNCATED
     all_rewards = list_token_rewards(rollout)
     advantages: list[Tensor] = []
     later_return = 0.0
@@ -253,7 +262,7 @@ def compute_plain_gradient(
     num_tokens, losses = len(all_advantages), []
     for sequence in sequences:
         advantages = sequence.advantages
-        if isinstance(config, PpoConfig):
+        if not isinstance(config, GrpoConfig):
             advantages = (advantages - mean) / (deviation + 1e-8)
         losses.append(compute_sequence_loss(sequence, advantages, config))
     row_means = [loss.mean() for loss in losses]
@@ -286,7 +295,7 @@ def run_episode(
 ) -> list[PlainSequence]:
     outputs = [run_plain(model, sequence) for sequence in rollout.sequences]
     old_values = [values.detach() for _, _, values, _ in outputs]
-    if isinstance(config, PpoConfig):
+    if not isinstance(config, GrpoConfig):
         last_values = [last_value.detach() for _, _, _, last_value in outputs]
         advantages = compute_gae_of_episode(rollout, old_values, last_values, config)
     else:
@@ -332,11 +341,14 @@ def make_config(kind: str, generator: random.Random) -> AlgorithmConfig:
     }
     if kind == "grpo":
         return GrpoConfig.model_validate(settings)
-    discounts = {"gamma": generator.choice([1.0, 0.9]), "lam": generator.choice([1.0, 0.8])}
-    return PpoConfig.model_validate({**settings, **discounts, "value_clip": None})
+    settings["gamma"] = generator.choice([1.0, 0.9])
+    if kind == "reinforce":
+        return ReinforceConfig.model_validate(settings)
+    settings |= {"lam": generator.choice([1.0, 0.8]), "value_clip": None}
+    return PpoConfig.model_validate(settings)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+@pytest.mark.parametrize("kind", ["grpo", "reinforce", "ppo"])
 def test_gradient_of_a_batch_equals_that_of_a_plain_loop(kind: str) -> None:
     for seed in range(NUM_CASES):
         generator = random.Random(seed)
