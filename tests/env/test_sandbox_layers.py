@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -148,10 +149,45 @@ def test_code_paths_are_readable_except_parents_of_worker_folders(
     assert any(Path(__file__).is_relative_to(path) for path in paths)
 
 
-def test_files_named_in_options_are_readable(tmp_path: Path) -> None:
-    (tmp_path / "data").touch()
-    options = {"a": str(tmp_path / "data"), "b": str(tmp_path / "none"), "game": "chess", "n": 3}
-    assert find_option_paths(options) == [tmp_path / "data"]
+@pytest.mark.parametrize("module_name", ["helper.py", "helper/__init__.py"])
+def test_working_folder_is_readable_only_if_a_loaded_module_comes_from_it(
+    module_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers_folder = Path("/nonexistent/workers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path, str(tmp_path)])
+    assert not any(tmp_path.is_relative_to(path) for path in list_code_paths(workers_folder))
+    module = ModuleType("helper_of_this_test")
+    module.__file__ = str(tmp_path / module_name)
+    if "/" in module_name:
+        module.__path__ = [str(tmp_path / "helper")]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert tmp_path in list_code_paths(workers_folder)
+
+
+def test_packages_of_editable_installs_are_readable_before_their_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finder_module = ModuleType("finder_of_this_test")
+    finder_module.MAPPING = {"later": str(tmp_path / "later")}
+    finder = type("Finder", (), {"__module__": finder_module.__name__})
+    monkeypatch.setitem(sys.modules, finder_module.__name__, finder_module)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, finder])
+    assert tmp_path / "later" in list_code_paths(Path("/nonexistent/workers"))
+
+
+def test_files_named_in_options_are_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("data", "rows", "test"):
+        (tmp_path / name).touch()
+    (tmp_path / "chess").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = {
+        **{"a": str(tmp_path / "data"), "b": str(tmp_path / "none"), "game": "chess", "n": 3},
+        **{"files": ["rows", "\0", "\ud800", "x" * 10_000], "splits": {"test": ("test", 1)}},
+    }
+    assert find_option_paths(options) == [tmp_path / name for name in ("data", "rows", "test")]
 
 
 def test_folder_is_measured_and_removed(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ _WALL_PER_CPU_S = 3
 """Wall-clock limit per second of CPU time; other processes use the CPUs too."""
 _START_TIMEOUT_S = 30
 _INHERITED_VARIABLES = ("LD_LIBRARY_PATH", "PATH")
-_SDK_FOLDER = Path(sandbox.__path__[0]).parents[2]
-"""Folder of the SDK, which the runner imports in addition to the standard library."""
+_SDK_FOLDER = Path(sandbox.__path__[0]).absolute().parent
+"""Folder of the package `ludus.env`. The runner imports its sandbox and the standard library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +93,17 @@ class _Runner:
     def __init__(self) -> None:
         self._requests, runner_socket = socket.socketpair()
         variables = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
+        arguments = [str(_RUNNER_FILE), str(runner_socket.fileno()), str(_SDK_FOLDER)]
         with runner_socket:
             process = subprocess.Popen(
                 # -S -P: programs may not use installed packages, so do not search for them.
-                [sys.executable, "-S", "-P", "-B", str(_RUNNER_FILE), str(runner_socket.fileno())],
+                [sys.executable, "-S", "-P", "-B", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[runner_socket.fileno()],
                 cwd="/",
                 env={
                     **variables,
-                    "PYTHONPATH": str(_SDK_FOLDER),
                     "PYTHONHASHSEED": "0",  # sets of strings have the same order in every run
                     "PYTHONUTF8": "1",
                 },

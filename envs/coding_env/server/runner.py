@@ -1,6 +1,7 @@
-"""Runner of programs, each in a fork of this process: `python runner.py DESCRIPTOR`.
+"""Runner of programs, each in a fork of this process: `python runner.py DESCRIPTOR SDK_FOLDER`.
 
-DESCRIPTOR is a socket. Each message contains the file descriptors of one program:
+SDK_FOLDER is the folder of the package `ludus.env`. DESCRIPTOR is a socket. Each message contains
+the file descriptors of one program:
 
     job            JSON until end of file: {"code", "function", "calls", "cpu_s", "memory_bytes"}
     stdout         output of the program
@@ -28,13 +29,30 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from ludus.env.sandbox.kernel import LayerUnavailableError
-from ludus.env.sandbox.landlock import restrict_files
-from ludus.env.sandbox.processes import give_up_privileges
-from ludus.env.sandbox.seccomp import refuse_system_calls
-from ludus.env.sandbox.worker_resources import list_device_paths, list_system_paths
+
+def _add_package(name: str, folders: list[str]) -> None:
+    """Make a package importable from these folders alone."""
+    package = sys.modules[name] = ModuleType(name)
+    package.__path__ = folders
+
+
+if __name__ == "__main__":
+    # A worker may read the folder of each package that it has loaded, but not the folders above,
+    # in which an import would have to search for these packages.
+    _add_package("ludus", [])
+    _add_package("ludus.env", [sys.argv[2]])
+
+from ludus.env.sandbox.kernel import LayerUnavailableError  # noqa: E402
+from ludus.env.sandbox.landlock import restrict_files  # noqa: E402
+from ludus.env.sandbox.processes import give_up_privileges  # noqa: E402
+from ludus.env.sandbox.seccomp import refuse_system_calls  # noqa: E402
+from ludus.env.sandbox.worker_resources import (  # noqa: E402
+    list_device_paths,
+    list_system_paths,
+)
 
 _PROGRAM_FILE = "answer.py"
 _NUM_DESCRIPTORS = 5

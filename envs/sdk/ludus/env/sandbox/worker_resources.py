@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 
 WORKER_PID_VARIABLE = "LUDUS_WORKER_PID"
 """Environment variable with the worker's process id as its server sees it."""
@@ -60,7 +61,7 @@ def list_code_paths(workers_folder: Path) -> list[Path]:
     """Return the folders and files from which Python imports code.
 
     A parent of the workers' folder is skipped: granting it would let workers read each other's
-    files.
+    files. The working folder is skipped too, unless a loaded module comes from it.
     """
     workers_folder = workers_folder.resolve()
     paths: list[Path] = []
@@ -72,9 +73,15 @@ def list_code_paths(workers_folder: Path) -> list[Path]:
 
 
 def find_option_paths(options: Mapping[str, object]) -> list[Path]:
-    """Return the existing files and folders that an environment's options name."""
-    texts = [option for option in options.values() if isinstance(option, str)]
-    return [Path(text).resolve() for text in texts if os.sep in text and os.path.exists(text)]
+    """Return the existing files and folders that an environment's options name.
+
+    The name of a folder contains a separator, because many other options are bare words.
+    """
+    return [
+        Path(text).resolve()
+        for text in _list_texts(options)
+        if os.path.isfile(text) or (os.sep in text and os.path.exists(text))
+    ]
 
 
 def make_workers_folder() -> Path:
@@ -127,12 +134,52 @@ def _measure_entry_bytes(entry: os.DirEntry[str]) -> int:
     return 0
 
 
+def _list_texts(option: object) -> Iterator[str]:
+    """Yield the texts in an option that could be paths."""
+    if isinstance(option, str):
+        yield option
+    elif isinstance(option, Mapping):
+        for value in option.values():
+            yield from _list_texts(value)
+    elif isinstance(option, (list, tuple)):
+        for value in option:
+            yield from _list_texts(value)
+
+
 def _list_import_paths() -> Iterator[Path]:
     yield from map(Path, (sys.prefix, sys.base_prefix, sys.exec_prefix))
-    yield from (Path(path or os.getcwd()) for path in sys.path)
+    working_folder = Path.cwd()
+    search_folders = {Path(path or working_folder).resolve() for path in sys.path}
+    if not _has_loaded_module(working_folder):
+        search_folders.discard(working_folder)
+    yield from search_folders
     for module in list(sys.modules.values()):
-        # Use vars, because getattr would make a lazy module import its content.
-        attributes = vars(module)
-        paths = attributes.get("__path__") or [attributes.get("__file__")]
-        with contextlib.suppress(Exception):  # modules may define these with any type
-            yield from [Path(path) for path in paths if path]
+        yield from _list_module_paths(module)
+    for finder in sys.meta_path:
+        # The finder of an editable install knows packages that may be imported later.
+        finder_module = sys.modules.get(getattr(finder, "__module__", ""))
+        mapping = getattr(finder_module, "MAPPING", None)
+        if isinstance(mapping, Mapping):
+            yield from (Path(path) for path in mapping.values())
+
+
+def _has_loaded_module(folder: Path) -> bool:
+    """Return True if a loaded top-level module or package lies directly in the folder."""
+    parents = {
+        path.parent
+        for name, module in list(sys.modules.items())
+        if "." not in name
+        for path in _list_module_paths(module)
+        if path.is_absolute()  # some modules invent a relative path
+    }
+    return any(parent.resolve() == folder for parent in parents)
+
+
+def _list_module_paths(module: ModuleType) -> list[Path]:
+    """Return the folders of a package, or the file of a module."""
+    # Use vars, because getattr would make a lazy module import its content.
+    attributes = vars(module)
+    paths = attributes.get("__path__") or [attributes.get("__file__")]
+    with contextlib.suppress(Exception):  # modules may define these with any type
+        return [Path(path) for path in paths if path]
+    return []
