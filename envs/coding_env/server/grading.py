@@ -53,8 +53,15 @@ def write_call(test: TestCall) -> str:
 def _describe_failure(test: TestCall, outcome: CallOutcome | None) -> str:
     if outcome is None:
         return f"{write_call(test)} was not reached; expected {test.expected_value!r}."
-    value = _shorten(repr(outcome.value)) if outcome.has_returned else _shorten(outcome.error)
-    return f"{write_call(test)} expected {test.expected_value!r}, got {value}."
+    answer = _write_value(outcome.value) if outcome.has_returned else outcome.error
+    return f"{write_call(test)} expected {test.expected_value!r}, got {_shorten(answer)}."
+
+
+def _write_value(value: Any) -> str:
+    try:
+        return repr(value)
+    except RecursionError:
+        return "a value that is nested too deeply"
 
 
 def _shorten(text: str) -> str:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.env import sandbox
+from ludus.env.text.unicode import replace_surrogates
 from ludus.proto.errors import ConfigError, InfrastructureError
 
 from ..problems import FUNCTION_NAME, Arguments
@@ -255,10 +256,10 @@ def _read_pid(start_line: bytes, stderr: str) -> int:
 def _parse_outcome(line: bytes) -> CallOutcome:
     try:
         outcome = json.loads(line)
+        if not isinstance(outcome, dict):
+            return CallOutcome()
+        if "value" in outcome:
+            return CallOutcome(True, outcome["value"], "")
+        return CallOutcome(error=replace_surrogates(str(outcome.get("error"))))
     except (ValueError, RecursionError):  # the program itself wrote to this pipe
         return CallOutcome()
-    if not isinstance(outcome, dict):
-        return CallOutcome()
-    if "value" in outcome:
-        return CallOutcome(True, outcome["value"], "")
-    return CallOutcome(error=str(outcome.get("error")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 import secrets
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 
 from ludus.env.environment import TextRenderer
 from ludus.env.limits import MAX_RESULT_BYTES
+from ludus.env.text.unicode import dump_json, replace_surrogates
 from ludus.env.types import Action, JsonObject, Transition
 from ludus.proto.errors import ErrorCode, ExecutionError, InvalidCallError
 
@@ -113,7 +115,7 @@ class EncodedResult:
 def encode_transition(
     transition: Transition[Any], renderer: TextRenderer[Any, Any] | None, step_index: int
 ) -> EncodedResult:
-    """Encode a transition as JSON with its text view.
+    """Encode a transition as JSON with its text view. U+FFFD replaces lone surrogates.
 
     Raises:
         ExecutionError: no wire can encode the transition. Other errors have the same cause.
@@ -123,10 +125,10 @@ def encode_transition(
         observation = transition.observation
         messages = renderer.render(observation, first=step_index == 0)
         text = EncodedText(
-            _copy_to_exact_size(orjson.dumps(messages)),
+            _copy_to_exact_size(dump_json(messages)),
             _check_answers(renderer.legal_answers(observation)),
         )
-    observation_json, metadata = transition.encode_observation()
+    observation_json, metadata = _encode_observation(transition)
     reward, info, success = transition.reward, transition.info, transition.success
     encoded_result = EncodedResult(
         step_index,
@@ -241,6 +243,15 @@ def _make_action_error(action_type: type[Action], error: ValidationError) -> Inv
     )
 
 
+def _encode_observation(transition: Transition[Any]) -> tuple[bytes, JsonObject]:
+    try:
+        return transition.encode_observation()
+    except (TypeError, ValueError):  # encoders raise either for a surrogate
+        encodable_transition = copy.copy(transition)
+        encodable_transition.observation = replace_surrogates(transition.observation)
+        return encodable_transition.encode_observation()
+
+
 def _check_reward(reward: Any) -> float:
     checked_reward = float(reward)
     if not math.isfinite(checked_reward):
@@ -253,7 +264,9 @@ def _check_answers(answers: Any) -> list[str]:
         if type(answers) is not list:
             raise TypeError
         _measure_answers(answers)
-    except (TypeError, UnicodeEncodeError):
+    except UnicodeEncodeError:
+        return [replace_surrogates(answer) for answer in answers]
+    except TypeError:
         raise ExecutionError(
             f"legal_answers must be a list of strings, got {answers!a:.200}"
         ) from None
@@ -275,13 +288,14 @@ def _check_tensors(tensors: Any) -> dict[str, np.ndarray]:
             )
         if not isinstance(name, str):
             raise ExecutionError(f"names of tensors must be strings, got {name!r}")
-        name.encode()
-    checked_tensors: dict[str, np.ndarray] = tensors
+    checked_tensors: dict[str, np.ndarray] = {
+        replace_surrogates(name): array for name, array in tensors.items()
+    }
     return checked_tensors
 
 
 def _to_json(value: JsonObject) -> bytes:
-    return _copy_to_exact_size(orjson.dumps(value, option=_JSON_OPTIONS))
+    return _copy_to_exact_size(dump_json(value, _JSON_OPTIONS))
 
 
 def _copy_to_exact_size(encoded_bytes: bytes) -> bytes:

@@ -22,6 +22,7 @@ from ludus.env.environment import AnyEnvironment, takes_any_text
 from ludus.env.sessions.interface import Connection, WorkerCounts
 from ludus.env.sessions.session import EnvironmentSession, exit_if_forked, list_reset_options
 from ludus.env.sessions.threads import Job, StepThreads
+from ludus.env.text.unicode import replace_surrogates
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import CallTimeoutError, CapacityError, ErrorCode, wrap_exception
 
@@ -261,7 +262,7 @@ def make_local_host(
 def describe_environment(environment: AnyEnvironment) -> EnvironmentDescription:
     """Describe an environment, without the capacity and the id of its server."""
     environment_type = type(environment)
-    return EnvironmentDescription(
+    description = EnvironmentDescription(
         name=environment_type.name or environment_type.__name__,
         description=environment_type.description
         or (environment_type.__doc__ or "").strip().split("\n")[0],
@@ -277,6 +278,8 @@ def describe_environment(environment: AnyEnvironment) -> EnvironmentDescription:
         tasks=environment.tasks,
         takes_any_text=takes_any_text(environment.text_renderer),
     )
+    encodable_description: EnvironmentDescription = replace_surrogates(description)
+    return encodable_description
 
 
 def build_session(

@@ -9,8 +9,6 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import orjson
-
 from ludus.env.encoding import (
     EncodedResult,
     ResetArgs,
@@ -19,6 +17,7 @@ from ludus.env.encoding import (
     encode_transition,
 )
 from ludus.env.environment import AnyEnvironment, TextRenderer
+from ludus.env.text.unicode import dump_json, replace_surrogates
 from ludus.env.types import JsonObject, State, Transition
 from ludus.proto.errors import (
     ActionParseError,
@@ -119,7 +118,7 @@ class EnvironmentSession:
             exit_if_forked(self._pid)
 
     def _encode_tool_result(self, name: str, arguments: JsonObject) -> bytes:
-        result = orjson.dumps(self._environment.call_tool(name, arguments))
+        result = dump_json(self._environment.call_tool(name, arguments))
         check_size(f"a result of tool '{name}'", len(result))
         return result
 
@@ -127,7 +126,7 @@ class EnvironmentSession:
         state = self._environment.state
         if state.episode_id is None and self._episode_id is not None:
             state = state.model_copy(update={"episode_id": self._episode_id})
-        state_json: bytes = state.__pydantic_serializer__.to_json(state)
+        state_json = _encode_state(state)
         check_size("a state", len(state_json))
         return state_json
 
@@ -190,6 +189,14 @@ class EnvironmentSession:
         _log.error("%s.%s failed", environment_name, call_name, exc_info=error)
         hint = self._describe_options() if call_name == "reset" else ""
         return wrap_exception(f"{call_name} failed with ", error, suffix=hint)
+
+
+def _encode_state(state: State) -> bytes:
+    try:
+        return state.__pydantic_serializer__.to_json(state)
+    except ValueError:  # also the error for a surrogate
+        state = replace_surrogates(state)
+        return state.__pydantic_serializer__.to_json(state)
 
 
 def exit_if_forked(pid: int) -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from ludus.env.text.unicode import replace_surrogates
 from ludus.proto.errors import ActionParseError
 
 JsonObject = dict[str, Any]
@@ -111,7 +112,7 @@ class FieldsText:
                 raise ActionParseError(f"expected some text, got {text!r}")
             return {self._action_field: text}
         try:
-            action = json.loads(text)
+            action = replace_surrogates(json.loads(text))
         except (ValueError, RecursionError):
             raise ActionParseError(
                 f"expected JSON, got {text[-200:]!r}; {self._write_instructions()}"

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from ludus.env.security.tracing import make_trace_headers
+from ludus.env.text.unicode import load_json
 from ludus.env.transports.address import RemoteServer, ServerAddress
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
@@ -230,14 +231,14 @@ def _make_call_error(address: ServerAddress, path: str, reply: HttpReply) -> Env
 
 def _parse_json(address: ServerAddress, body: bytes) -> Any:
     try:
-        return orjson.loads(body)
+        return load_json(body)
     except orjson.JSONDecodeError as error:
         raise make_unreachable_error(address, error) from error
 
 
 def _read_error_detail(body: bytes) -> JsonObject:
     try:
-        reply_json = orjson.loads(body)
+        reply_json = load_json(body)
     except orjson.JSONDecodeError:
         return {}
     detail = reply_json.get("detail") if isinstance(reply_json, dict) else None

@@ -29,6 +29,7 @@ from ludus.env.messages.openenv import read_metadata, read_tensors_json, read_up
 from ludus.env.security.tracing import make_trace_headers
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.text import FieldsText
+from ludus.env.text.unicode import load_json
 from ludus.env.transports.address import RemoteServer, ServerAddress
 from ludus.env.transports.http import (
     DiscoveredServer,
@@ -103,7 +104,7 @@ class SocketChannel:
             # A server that refuses the session reports the reason in a frame that waits to be read.
             with contextlib.suppress(ConnectionClosed):
                 await self._socket.send(encoded_message, text=True)
-            reply = orjson.loads(await self._socket.recv())
+            reply = load_json(await self._socket.recv())
         except ConnectionClosed as error:
             raise SessionLostError(
                 f"session lost: the connection to {self._address} broke: {error}; open a new one"

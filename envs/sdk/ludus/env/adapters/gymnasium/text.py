@@ -19,6 +19,7 @@ from gymnasium import spaces
 from ludus.env.adapters.gymnasium.guides import Guide
 from ludus.env.adapters.gymnasium.spaces import AnySpace
 from ludus.env.text import extract_answer
+from ludus.env.text.unicode import replace_surrogates
 from ludus.env.types import Action, JsonObject, Message, Observation
 from ludus.proto.errors import ActionParseError, ConfigError
 
@@ -122,7 +123,8 @@ class GymnasiumRenderer:
 
     def _parse_json(self, response: str) -> Action:
         try:
-            return self._action_type.model_validate({"action": json.loads(response)})
+            action = replace_surrogates(json.loads(response))
+            return self._action_type.model_validate({"action": action})
         except (ValueError, RecursionError) as error:
             # The response is not JSON, not in the space, or nested too deeply for Python.
             raise ActionParseError(
