@@ -305,7 +305,12 @@ def test_memory_limit_raises_memory_error() -> None:
         pytest.param("subprocess.run(['/bin/true'])", id="program"),
         pytest.param("threading.Thread(target=print).start()", id="thread"),
         pytest.param("os.kill(os.getppid(), 9)", id="signal"),
+        pytest.param("fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())", id="signal by a descriptor"),
+        pytest.param("fcntl.fcntl(0, 10, 9)", id="signal of a descriptor"),
+        pytest.param("fcntl.ioctl(0, 0x8901, bytes(4))", id="owner of a descriptor"),
+        pytest.param("signal.pidfd_send_signal(0, 9)", id="signal by a process descriptor"),
         pytest.param("socket.socket()", id="network"),
+        pytest.param("socket.socketpair()", id="pair of sockets"),
         pytest.param("resource.setrlimit(resource.RLIMIT_CPU, (99, 99))", id="limits"),
         pytest.param("open(FOLDER + '/created', 'w').write('x')", id="write"),
         pytest.param("os.remove(FOLDER + '/existing')", id="remove"),
@@ -323,7 +328,7 @@ def test_sandbox_blocks_forbidden_operations(statement: str, tmp_path: Path) -> 
     existing_file = tmp_path / "existing"
     existing_file.write_text("x")
     initial_status = existing_file.stat()
-    imports = "import os, resource, socket, subprocess, threading\n"
+    imports = "import fcntl, os, resource, signal, socket, subprocess, threading\n"
     constants = f"FOLDER = {str(tmp_path)!r}\n"
     function = f"def solve(x):\n    if x: return 'alive'\n    {statement}\n    return 'done'\n"
     result = run(imports + constants + function)

@@ -1,9 +1,10 @@
 """A filter of system calls that environments do not need and that could break the sandbox.
 
 It refuses calls that inspect other processes, make namespaces, mount, load code into the
-kernel, or reach large and rarely used parts of it. If process ids are shared, the filter also
-refuses calls that change limits and priorities of other processes, and memory that outlives
-its process. A refused call fails with EPERM, as for a process without privileges.
+kernel, or reach large and rarely used parts of it. It also refuses commands that let a descriptor
+send signals, which the kernel checks less strictly than `kill`. If process ids are shared, the
+filter also refuses calls that change limits and priorities of other processes, and memory that
+outlives its process. A refused call fails with EPERM, as for a process without privileges.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import platform
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -38,12 +40,22 @@ _REFUSED_SINCE_5_1 = {
     **{"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427},
     **{"open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432},
     **{"fspick": 433, "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442},
+    **{"quotactl_fd": 443, "process_mrelease": 448, "open_tree_attr": 467},
 }
 """Call numbers. Calls added since Linux 5.1 have the same number on every architecture."""
 _CLONE3 = 435
 _NON_COMPUTING_SINCE_5_1 = {
-    **{"pidfd_send_signal": 424, "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466}
+    **{"pidfd_send_signal": 424, "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466},
+    **{"file_setattr": 469},
 }
+_REFUSED_FCNTL_COMMANDS = {"F_SETOWN": 8, "F_SETSIG": 10, "F_SETOWN_EX": 15, "F_SETLEASE": 1024}
+"""Commands that send any signal to any process, and leases, which block a file's other users."""
+_REFUSED_IOCTL_COMMANDS = {
+    **{"FIOSETOWN": 0x8901, "SIOCSPGRP": 0x8902, "TIOCSTI": 0x5412, "TIOCLINUX": 0x541C}
+}
+"""Commands that do the same as F_SETOWN, or type into the server's terminal."""
+_NON_COMPUTING_IOCTL_COMMANDS = {"FS_IOC_SETFLAGS": 0x4008_6602, "FS_IOC_FSSETXATTR": 0x401C_5820}
+"""Commands that change the attributes of a file."""
 _SOCKET_FAMILIES = (1, 2, 10, 16)
 """Local, IPv4, IPv6, and netlink (for address look-ups): all respect network namespaces."""
 _OWN_PROCESS_ARGUMENTS = {
@@ -61,6 +73,8 @@ class _Architecture:
     audit_number: int
     clone_number: int
     socket_number: int
+    fcntl_number: int
+    ioctl_number: int
     refused_calls: dict[str, int]
     shared_memory_calls: dict[str, int]
     """Refused if process ids are shared: memory and queues that outlive their process."""
@@ -79,6 +93,8 @@ _ARCHITECTURES = {
         0xC000_003E,
         56,
         41,
+        72,
+        16,
         {
             **{"ptrace": 101, "syslog": 103, "vhangup": 153, "pivot_root": 155, "adjtimex": 159},
             **{"chroot": 161, "acct": 163, "settimeofday": 164, "mount": 165, "umount2": 166},
@@ -110,6 +126,8 @@ _ARCHITECTURES = {
         0xC000_00B7,
         220,
         198,
+        25,
+        29,
         {
             **{"umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "vhangup": 58},
             **{"quotactl": 60, "acct": 89, "unshare": 97, "kexec_load": 104, "init_module": 105},
@@ -195,6 +213,11 @@ def _build_program(
             program += _refuse_unless_arguments(call_number, _OWN_PROCESS_ARGUMENTS[name])
     if computes_only:
         refused_calls |= architecture.non_computing_calls | _NON_COMPUTING_SINCE_5_1
+    ioctl_commands = dict(_REFUSED_IOCTL_COMMANDS)
+    if computes_only:
+        ioctl_commands |= _NON_COMPUTING_IOCTL_COMMANDS
+    program += _refuse_commands(architecture.fcntl_number, _REFUSED_FCNTL_COMMANDS.values())
+    program += _refuse_commands(architecture.ioctl_number, ioctl_commands.values())
     for call_number in refused_calls.values():
         program += [(_JUMP_IF_EQUAL, 0, 1, call_number), _NOT_PERMITTED]
     return [
@@ -218,6 +241,17 @@ def _refuse_unless_arguments(call_number: int, allowed_arguments: tuple[int, ...
             (_JUMP_IF_EQUAL, 0 if num_skipped else 1, num_skipped, allowed_argument),
         ]
     checks += [_NOT_PERMITTED, (_RETURN, 0, 0, _ALLOW)]
+    return [(_JUMP_IF_EQUAL, 0, len(checks), call_number), *checks]
+
+
+def _refuse_commands(call_number: int, commands: Collection[int]) -> list[_Code]:
+    """Refuse a call if its second argument is one of the commands."""
+    checks: list[_Code] = [(_LOAD, 0, 0, _ARGUMENTS_OFFSET + _ARGUMENT_BYTES)]
+    checks += [
+        (_JUMP_IF_EQUAL, len(commands) - index, 0, command)
+        for index, command in enumerate(commands)
+    ]
+    checks += [(_RETURN, 0, 0, _ALLOW), _NOT_PERMITTED]
     return [(_JUMP_IF_EQUAL, 0, len(checks), call_number), *checks]
 
 
