@@ -46,6 +46,12 @@ class CodeEnv(Environment[CodeAction, Observation, State]):
         return State()
 
 
+class OfflineCodeEnv(CodeEnv):
+    """An environment that declares that it needs no network."""
+
+    needs_network = False
+
+
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     if "--restricted" in arguments:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,12 @@ from typing import Any
 from ludus.env.sandbox import namespaces
 from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.landlock import require_signal_scope, restrict_files
-from ludus.env.sandbox.processes import give_up_privileges, hide_process, take_user_id
+from ludus.env.sandbox.processes import (
+    give_up_privileges,
+    hide_process,
+    limit_processes,
+    take_user_id,
+)
 from ludus.env.sandbox.seccomp import refuse_system_calls
 from ludus.env.sandbox.worker_resources import list_code_paths, list_system_paths
 
@@ -48,6 +54,8 @@ def main(
         "unshare": lambda: call_libc("unshare", _CLONE_NEWUSER),
         "regain": lambda: os.setuid(0),
         "be looked into": lambda: read_parent_from_child(),
+        "fork": lambda: fork_children(5),
+        "fork many": lambda: fork_children(30),
     }
     return {name: try_operation(operations[name]) for name in operation_names}
 
@@ -66,6 +74,9 @@ def apply_layer(layer: str, own_folder: Path) -> None:
         case "seccomp":
             give_up_privileges()
             refuse_system_calls()
+        case "process-limit":
+            take_user_id(os.getpid(), own_folder, [], [])
+            limit_processes(20)
         case "non-dumpable":
             take_user_id(os.getpid(), own_folder, [], [])
             hide_process()
@@ -104,6 +115,21 @@ def call_libc(name: str, *arguments: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc[name](*arguments) < 0:
         raise OSError(ctypes.get_errno(), name)
+
+
+def fork_children(num_children: int) -> None:
+    """Fork children that live at the same time; raise BlockingIOError if the kernel refuses."""
+    child_pids = []
+    try:
+        for _ in range(num_children):
+            child_pid = os.fork()
+            if child_pid == 0:
+                signal.pause()
+            child_pids.append(child_pid)
+    finally:
+        for child_pid in child_pids:
+            os.kill(child_pid, signal.SIGKILL)
+            os.waitpid(child_pid, 0)
 
 
 def read_parent_from_child() -> None:

@@ -35,7 +35,7 @@ def main(pid: int, mode: str) -> dict[str, str]:
     """Install the filter and return the outcome of each call."""
     local_socket, _remote_socket = socket.socketpair()
     pipe_end = os.pipe()[0]
-    file = tempfile.TemporaryFile()
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the process exits soon
     descriptor, pid_bytes = local_socket.fileno(), struct.pack("i", pid)
     numbers = _NUMBERS[platform.machine()]
     calls = {

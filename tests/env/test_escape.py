@@ -447,7 +447,7 @@ async def test_workers_have_a_network_unless_disabled() -> None:
         try:
             await server.start()
         except ConfigError as error:
-            assert not has_network and re.search("need namespaces", str(error))
+            assert not has_network and re.search("need namespaces or seccomp", str(error))
             continue
         try:
             async with open_session(server) as session:
@@ -488,7 +488,6 @@ def test_server_without_a_required_sandbox_exits_with_2() -> None:
 
 def test_missing_required_layers_are_reported_with_the_reasons() -> None:
     missing_layer_reasons = {Layer.SECCOMP: "an odd machine", Layer.LANDLOCK: "an old kernel"}
-    require_layers(missing_layer_reasons, Sandbox("/tmp"))
     with pytest.raises(ConfigError) as error_info:
         require_layers(missing_layer_reasons, Sandbox("/tmp", is_required=True))
     assert "requires: seccomp (an odd machine); landlock (an old kernel)" in str(error_info.value)

@@ -76,6 +76,13 @@ def test_single_layer_denies_the_expected_operations(layer, operations, folder) 
 
 
 @linux_only
+@pytest.mark.slow
+def test_number_of_processes_of_a_user_id_is_limited(folder) -> None:
+    report = try_layer("process-limit", folder, "fork", "fork many")
+    assert report == {"fork": "done", "fork many": "BlockingIOError"}
+
+
+@linux_only
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user id")
 def test_user_id_is_not_changed_if_required_paths_become_inaccessible(folder) -> None:
     private_folder = folder / "private"

@@ -15,6 +15,9 @@ from ludus.proto.errors import ConfigError
     [
         ({"isolation": "jail"}, "isolation: expected 'inline', 'pool' or 'process', got 'jail'"),
         ({"require_sandbox": True}, "require_sandbox needs isolation='pool' or 'process'"),
+        ({"accept_missing": ["seccomp"]}, "accept_missing needs isolation='pool' or 'process'"),
+        ({"isolation": "pool", "accept_missing": ["firewall"]}, "accept_missing.0: expected"),
+        ({"isolation": "pool", "max_processes": -1}, "max_processes: expected"),
         ({"no_network": True}, "no_network needs isolation='pool' or 'process'"),
         ({"num_workers": 2}, "num_workers needs isolation='pool'"),
         ({"isolation": "process", "num_workers": 2}, "num_workers needs isolation='pool'"),

@@ -36,10 +36,12 @@
 
 {{/* The server's command-line arguments, in the order of its --help. Arguments: environment. */}}
 {{- define "ludus.serverArguments" -}}
-{{- $flags := dict "isolation" "isolation" "numWorkers" "num-workers" "numThreads" "num-threads" "stepTimeoutSeconds" "step-timeout-s" "idleTimeoutSeconds" "idle-timeout-s" "memoryLimitMiB" "memory-limit-mb" "cpuLimitSeconds" "cpu-limit-s" -}}
+{{- $flags := dict "isolation" "isolation" "numWorkers" "num-workers" "numThreads" "num-threads" "stepTimeoutSeconds" "step-timeout-s" "idleTimeoutSeconds" "idle-timeout-s" "memoryLimitMiB" "memory-limit-mb" "cpuLimitSeconds" "cpu-limit-s" "acceptMissing" "accept-missing" -}}
 {{- range $key, $value := .server }}
 {{- if not (kindIs "invalid" $value) }}
-- {{ printf "--%s=%v" (get $flags $key) $value | quote }}
+{{- range $element := kindIs "slice" $value | ternary $value (list $value) }}
+- {{ printf "--%s=%v" (get $flags $key) $element | quote }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}

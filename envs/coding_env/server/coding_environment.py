@@ -36,6 +36,7 @@ class CodingEnvironment(Environment[CodeAction, CodeObservation, CodeState]):
     state_type = CodeState
     name = "coding_env"
     description = "Programming tasks, answered with Python that is run and tested"
+    needs_network = False
 
     def __init__(self, **options: Any) -> None:
         self._options = CodingOptions.parse(options)

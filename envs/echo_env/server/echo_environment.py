@@ -38,6 +38,7 @@ class EchoEnvironment(Environment[EchoAction, EchoObservation, EchoState]):
     state_type = EchoState
     name = "echo_env"
     description = "Echoes messages, for a reward of 0.1 per character"
+    needs_network = False
     steps_on_event_loop = True
     text_renderer = EchoRenderer()
 

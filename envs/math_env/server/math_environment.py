@@ -33,6 +33,7 @@ class MathEnvironment(Environment[MathAction, MathObservation, MathState]):
     state_type = MathState
     name = "math_env"
     description = "Arithmetic on two numbers, one question per episode"
+    needs_network = False
     steps_on_event_loop = True
 
     def __init__(self, **options: Any) -> None:

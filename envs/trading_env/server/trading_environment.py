@@ -45,6 +45,7 @@ class TradingEnvironment(Environment[TradingAction, TradingObservation, TradingS
     state_type = TradingState
     name = "trading_env"
     description = "Trading on simulated or recorded prices"
+    needs_network = False
     steps_on_event_loop = True
 
     def __init__(self, **options: Any) -> None:

@@ -38,6 +38,7 @@ class UnoEnvironment(Environment[UnoAction, UnoObservation, UnoState]):
     state_type = UnoState
     name = "uno_env"
     description = "Uno against opponents on the server"
+    needs_network = False
     steps_on_event_loop = True
 
     def __init__(self, **options: Any) -> None:

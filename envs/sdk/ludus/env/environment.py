@@ -73,6 +73,9 @@ class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
     """True if a process can have only one environment of the class. Making a second one raises
     CapacityError, so a server with several sessions needs `isolation="process"`."""
 
+    needs_network: ClassVar[bool] = True
+    """False declares that it opens no IP sockets. Its workers then cannot open any."""
+
     text_renderer: TextRenderer[Any, Any] | None = None
     """Renderer for language models; None if they cannot play."""
 

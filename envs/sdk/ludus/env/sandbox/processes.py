@@ -13,6 +13,9 @@ from pathlib import Path
 from ludus.env.sandbox import kernel
 from ludus.env.sandbox.kernel import LayerUnavailableError
 
+with contextlib.suppress(ImportError):  # Windows has none, but the command line runs there
+    import resource
+
 _FIRST_ID = 61_184
 _NUM_IDS = 4_336
 """The range of systemd's dynamic service users, which containers map."""
@@ -80,6 +83,22 @@ def give_up_privileges() -> None:
     """
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     kernel.drop_capabilities()
+
+
+def limit_processes(max_processes: int, *, counts_other_processes: bool = False) -> None:
+    """Limit the number of processes and threads of this process's user id; 0 sets no limit.
+
+    Raises:
+        LayerUnavailableError: processes outside the sandbox would count too.
+    """
+    if not max_processes:
+        return
+    if counts_other_processes:
+        raise LayerUnavailableError("other processes have the same user id and would count too")
+    hard_limit = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    if hard_limit != resource.RLIM_INFINITY:
+        max_processes = min(max_processes, hard_limit)
+    resource.setrlimit(resource.RLIMIT_NPROC, (max_processes, max_processes))
 
 
 def take_user_id(

@@ -56,7 +56,8 @@ _REFUSED_IOCTL_COMMANDS = {
 """Commands that do the same as F_SETOWN, or type into the server's terminal."""
 _NON_COMPUTING_IOCTL_COMMANDS = {"FS_IOC_SETFLAGS": 0x4008_6602, "FS_IOC_FSSETXATTR": 0x401C_5820}
 """Commands that change the attributes of a file."""
-_SOCKET_FAMILIES = (1, 2, 10, 16)
+_LOCAL_FAMILIES = (1,)
+_NETWORK_FAMILIES = (1, 2, 10, 16)
 """Local, IPv4, IPv6, and netlink (for address look-ups): all respect network namespaces."""
 _OWN_PROCESS_ARGUMENTS = {
     **{"prlimit64": (0,), "setpriority": (0, 0), "ioprio_set": (1, 0), "sched_setparam": (0,)},
@@ -171,11 +172,17 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_uint16), ("first", ctypes.POINTER(_Instruction)))
 
 
-def refuse_system_calls(*, shares_processes: bool = True, computes_only: bool = False) -> None:
+def refuse_system_calls(
+    *,
+    shares_processes: bool = True,
+    without_sockets: bool = False,
+    computes_only: bool = False,
+) -> None:
     """Install the filter, for this process and its descendants.
 
     Args:
         shares_processes: True if other workers have the same process ids and shared memory.
+        without_sockets: True if the process needs no sockets except local ones.
         computes_only: True if the process needs no child processes, threads, signals and
             sockets, and changes no file's mode, owner, times or attributes.
 
@@ -186,14 +193,18 @@ def refuse_system_calls(*, shares_processes: bool = True, computes_only: bool = 
     if architecture is None:
         supported = f"the filter supports {' and '.join(_ARCHITECTURES)}"
         raise LayerUnavailableError(f"{supported}, and this machine is {platform.machine()}")
-    program = _build_program(architecture, shares_processes, computes_only)
+    families = _LOCAL_FAMILIES if without_sockets else _NETWORK_FAMILIES
+    program = _build_program(architecture, shares_processes, families, computes_only)
     instructions = (_Instruction * len(program))(*(_Instruction(*code) for code in program))
     filter_program = _Program(len(program), instructions)
     kernel.prctl(kernel.PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_program))
 
 
 def _build_program(
-    architecture: _Architecture, shares_processes: bool, computes_only: bool
+    architecture: _Architecture,
+    shares_processes: bool,
+    families: tuple[int, ...],
+    computes_only: bool,
 ) -> list[_Code]:
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE_OFFSET),
@@ -222,7 +233,7 @@ def _build_program(
         program += [(_JUMP_IF_EQUAL, 0, 1, call_number), _NOT_PERMITTED]
     return [
         *program,
-        *_refuse_other_families(architecture.socket_number),
+        *_refuse_other_families(architecture.socket_number, families),
         (_JUMP_IF_EQUAL, 0, 4, architecture.clone_number),
         (_LOAD, 0, 0, _ARGUMENTS_OFFSET),
         (_AND, 0, 0, _NAMESPACE_FLAGS),
@@ -255,10 +266,9 @@ def _refuse_commands(call_number: int, commands: Collection[int]) -> list[_Code]
     return [(_JUMP_IF_EQUAL, 0, len(checks), call_number), *checks]
 
 
-def _refuse_other_families(call_number: int) -> list[_Code]:
+def _refuse_other_families(call_number: int, families: tuple[int, ...]) -> list[_Code]:
     family_checks = [
-        (_JUMP_IF_EQUAL, len(_SOCKET_FAMILIES) - index, 0, family)
-        for index, family in enumerate(_SOCKET_FAMILIES)
+        (_JUMP_IF_EQUAL, len(families) - index, 0, family) for index, family in enumerate(families)
     ]
     checks = [(_LOAD, 0, 0, _ARGUMENTS_OFFSET), *family_checks]
     checks += [(_RETURN, 0, 0, _FAIL | errno.EAFNOSUPPORT), (_RETURN, 0, 0, _ALLOW)]

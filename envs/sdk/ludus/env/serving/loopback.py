@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ludus.env.backoff import retry_unavailable
 from ludus.env.client import AsyncEnvClient, ConnectOptions
+from ludus.env.sandbox.confine import Layer
 from ludus.env.serving.server import EnvServer
 from ludus.env.sessions.hosts import EnvironmentFactory
 from ludus.env.sessions.options import Isolation, ServerOptions
@@ -54,7 +55,13 @@ async def open_client(
             address, token, connect_timeout_s = factory_or_address, options.token, CONNECT_TIMEOUT_S
         else:
             max_sessions, isolation = options.max_sessions, options.isolation
-            server_options = ServerOptions(port=0, max_sessions=max_sessions, isolation=isolation)
+            server_options = ServerOptions(
+                port=0,
+                max_sessions=max_sessions,
+                isolation=isolation,
+                # The only client is this process, which chose the environment.
+                accept_missing=() if isolation == "inline" else tuple(Layer),
+            )
             local_server = EnvServer(factory_or_address, server_options)
             await exit_stack.enter_async_context(local_server)
             address, token, connect_timeout_s = local_server.grpc_address, None, _LOCAL_TIMEOUT_S

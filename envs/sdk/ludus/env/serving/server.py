@@ -30,6 +30,7 @@ from ludus.env.http.health import build_admin_app
 from ludus.env.limits import MAX_SERVER_MESSAGE_BYTES
 from ludus.env.recording.recorder import EpisodeRecorder
 from ludus.env.runtime import Watchdog, run_until_signal
+from ludus.env.sandbox.confine import Layer
 from ludus.env.sandbox.processes import hide_process
 from ludus.env.security.tls import TlsFiles
 from ludus.env.serving.listeners import (
@@ -229,6 +230,9 @@ def run_server(
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     with exit_after_user_error():
         if isinstance(factory, TargetFactory):
+            if factory.one_per_process and "isolation" not in arguments:
+                # The environment needs processes; the operator has not asked for isolation.
+                arguments = {"accept_missing": tuple(Layer), **arguments}
             arguments = {"isolation": factory.isolation, **arguments}
         serve(factory, make_server_options(arguments, default_port))
     _exit_despite_stuck_threads()
@@ -262,6 +266,10 @@ def _announce(server: EnvServer, ready_file: Path | None) -> None:
     """Log the addresses, and write the ready file atomically."""
     addresses = {name: url for name, url in dataclasses.asdict(server.addresses).items() if url}
     _log.info("listening on %s", ", ".join(addresses.values()))
+    workers = server.core.worker_counts
+    if workers is not None:
+        active_layers = [layer for layer, is_active in workers.layers.items() if is_active]
+        _log.info("the sandbox of workers has %s", ", ".join(active_layers) or "no layers")
     if server.missing_layers:
         _log.warning("the sandbox of workers lacks %s", server.missing_layers)
     if ready_file is None:

@@ -27,6 +27,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from ludus.env.options import explain_errors
+from ludus.env.sandbox.confine import Layer
 from ludus.env.security.session_ids import SESSION_KEY_VARIABLE, SessionKey, make_pod_server_id
 from ludus.proto.errors import ConfigError
 
@@ -46,6 +47,7 @@ _REQUIRED_ISOLATIONS = {
     "cpu_limit_s": ("process",),
     "no_network": ("pool", "process"),
     "require_sandbox": ("pool", "process"),
+    "accept_missing": ("pool", "process"),
 }
 """Isolations that support an option, for options that concern worker processes."""
 _GROUPS = {"host": "server", "tls_cert": "TLS", "isolation": "isolation"}
@@ -147,9 +149,16 @@ class ServerOptions(BaseModel):
     """File or folder that workers may read and write, in addition to each worker's folder. May be
     repeated."""
     no_network: bool = False
-    """Start workers without any network, including loopback."""
+    """Start workers without any network, including loopback. Workers of environments that declare
+    that they need no network never have any."""
+    max_processes: int = Field(1024, ge=0)
+    """Maximum number of processes and threads of a worker with its child processes; 0 sets no
+    limit."""
     require_sandbox: bool = False
     """Refuse to start if the workers' sandbox lacks a layer."""
+    accept_missing: tuple[Layer, ...] = ()
+    """Layer of the sandbox that may be missing. By default a server refuses to start if a missing
+    layer means that its workers are not isolated. Repeatable."""
     session_key: str | None = Field(None, repr=False)
     """Key of the gateway, so that clients can open sessions under ids that the gateway signed."""
     server_id: str = Field(default_factory=_default_server_id)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import metadata, packages_distributions
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import orjson
 
@@ -71,6 +71,17 @@ class TargetFactory:
     def one_per_process(self) -> bool:
         """True if a process can have only one of its environments at a time."""
         return bool(getattr(_find_builder(self.target), "one_per_process", False))
+
+    @property
+    def needs_network(self) -> bool:
+        """False if its environments declare that they need no network."""
+        builder: Any = _find_builder(self.target)
+        if not inspect.isclass(builder):
+            try:
+                builder = get_type_hints(builder).get("return")
+            except Exception:  # noqa: BLE001 - third-party annotations may not be importable
+                builder = None
+        return bool(getattr(builder, "needs_network", True))
 
     @property
     def isolation(self) -> Literal["inline", "process"]:

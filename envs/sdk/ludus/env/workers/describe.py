@@ -91,18 +91,27 @@ def require_layers(missing_layers: MissingLayers, sandbox: Sandbox) -> None:
     """Check that the layers that the operator requires are active.
 
     Raises:
-        ConfigError: a required layer is missing.
+        ConfigError: a required layer is missing, or one without which workers are not isolated.
     """
-    if missing_layers and sandbox.is_required:
+    refused_layers = sandbox.list_refused_layers(missing_layers)
+    if refused_layers and sandbox.is_required:
         raise ConfigError(
             "the sandbox lacks layers that require_sandbox requires:"
             f" {describe_missing_layers(missing_layers)}; serve on a machine that supports them, or"
             " without --require-sandbox"
         )
-    if sandbox.without_network and Layer.NAMESPACES in missing_layers:
+    if refused_layers:
+        flags = " ".join(f"--accept-missing {layer}" for layer in refused_layers)
+        refused_reasons = {layer: missing_layers[layer] for layer in refused_layers}
         raise ConfigError(
-            "workers without network (no_network) need namespaces, which are not supported:"
-            f" {missing_layers[Layer.NAMESPACES]}; serve without --no-network"
+            f"workers would not be isolated, because the sandbox lacks"
+            f" {describe_missing_layers(refused_reasons)}; serve on a machine that supports these"
+            f" layers, or accept workers without them: {flags}"
+        )
+    if sandbox.without_network and {Layer.NAMESPACES, Layer.SECCOMP} <= missing_layers.keys():
+        raise ConfigError(
+            "workers without network (no_network) need namespaces or seccomp, which are not"
+            f" supported: {missing_layers[Layer.NAMESPACES]}; serve without --no-network"
         )
 
 

@@ -25,6 +25,7 @@ import socket
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,8 @@ class ForkServer:
     def __init__(self, control: socket.socket, setup: ForkServerSetup) -> None:
         self._control = control
         self._setup = setup
-        self._sandbox = sandbox = setup.sandbox
+        without_sockets = not setup.factory.needs_network
+        self._sandbox = sandbox = replace(setup.sandbox, without_sockets=without_sockets)
         self._code_paths = list_code_paths(Path(sandbox.folder))
         self._workers: dict[int, ForkedProcess] = {}
         """Live workers by worker id."""
@@ -198,7 +200,7 @@ class ForkServer:
         if order_kind == OrderKind.DESCRIBE:
             report = {layer.value: reason for layer, reason in missing_layers.items()}
             connection.sendall(make_frame(orjson.dumps(report)))
-        elif missing_layers and self._sandbox.is_required:
+        elif self._sandbox.list_refused_layers(missing_layers):
             raise SandboxError(f"the sandbox lacks {describe_missing_layers(missing_layers)}")
 
     def _reap_workers(self) -> None:

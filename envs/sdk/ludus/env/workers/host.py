@@ -344,7 +344,9 @@ def _make_sandbox(factory: TargetFactory, options: ServerOptions) -> Sandbox:
         readable_paths=[str(path.absolute()) for path in readable_paths],
         writable_paths=[str(path.absolute()) for path in options.allow_write],
         without_network=options.no_network,
+        max_processes=options.max_processes,
         is_required=options.require_sandbox,
+        accepted_layers=list(options.accept_missing),
     )
 
 
