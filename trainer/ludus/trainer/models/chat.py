@@ -11,6 +11,9 @@ Sampled tokens are never decoded and encoded again, so every prompt is an exact 
 Without `keeps_thoughts`, a conversation is rendered again for every turn (`encode_whole_prompt`),
 so that the template can remove earlier thoughts.
 
+A special token in the text of a message or of a tool is encoded as text. Only the template starts
+and ends messages.
+
 Templates are programs and differ in several ways: in how a turn ends, in the roles that they
 refuse, and in whether they list tools. All of this is found out by rendering small conversations.
 
@@ -21,9 +24,11 @@ refuse, and in whether they list tools. All of this is found out by rendering sm
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
+from itertools import chain
 from sys import getsizeof
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -36,6 +41,8 @@ from ludus.proto.errors import ConfigError
 if TYPE_CHECKING:  # network runs use the text functions below, without transformers
     from transformers import PreTrainedTokenizerBase
 
+_MAX_CHARS_PER_TOKEN = 256
+"""Number of characters that no token exceeds: the longest of common vocabularies have 128."""
 _BYTES_PER_TOKEN = 40
 """Size of an int and its entry in a tuple."""
 _BYTES_PER_ENTRY = 512
@@ -50,6 +57,8 @@ ValueT = TypeVar("ValueT")
 ToolSpec = dict[str, Any]
 """A tool in the form of chat templates: {"type": "function", "function": {name, ...}}."""
 
+_TEXT_BREAK = "\ufdd0"
+"""Noncharacter of Unicode that splits special tokens in texts; removed before encoding."""
 _PLACEHOLDER = "assistant-turn-placeholder"
 """Text of the assistant while the template around it is analyzed."""
 _USER_MESSAGE: Message = {"role": "user", "content": "-"}
@@ -81,6 +90,7 @@ class ChatTokenizer:
         self._template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
         self.keeps_thoughts = keep_thinking
         """True if a conversation only grows; otherwise every turn renders all messages again."""
+        self._special_tokens = _compile_special_tokens(tokenizer)
         self.end_token_id: int = self._template.end_token_id
         self._end_text: str = tokenizer.decode([self.end_token_id])
         # The caches help because environments repeat the same few texts thousands of times.
@@ -144,7 +154,7 @@ class ChatTokenizer:
         prefix, _ = self._template.text_around_completion
         if not add_prefix and not prefix.isspace():
             prefix = ""
-        return [*self._encode(prefix + text), self.end_token_id]
+        return [*self._encode(prefix + self._break_specials(text)), self.end_token_id]
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of sampled tokens, without special tokens."""
@@ -157,10 +167,11 @@ class ChatTokenizer:
 
     def _encode_first(self, key: tuple[MessageKey, str]) -> tuple[int, ...]:
         messages, tools = key
-        return self._encode(self._template.render(_parse_key(messages), json.loads(tools)))
+        specs = [self._break_tool_specials(tool) for tool in json.loads(tools)]
+        return self._encode(self._template.render(self._break_message_specials(messages), specs))
 
     def _encode_next(self, key: MessageKey) -> tuple[int, ...]:
-        text = self._template.render_next_prompt(_parse_key(key))
+        text = self._template.render_next_prompt(self._break_message_specials(key))
         start, separator, remaining_text = text.partition(self._end_text)
         if not separator or start.strip():
             remaining_text = text  # The template does not end turns; the policy's end token does.
@@ -169,7 +180,31 @@ class ChatTokenizer:
         return token_ids[token_ids.index(self.end_token_id) + 1 :]
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        """Return the tokens of a text; parts between text breaks are encoded separately."""
+        parts = text.split(_TEXT_BREAK)
+        encode = self.tokenizer.encode
+        return tuple(chain.from_iterable(encode(part, add_special_tokens=False) for part in parts))
+
+    def _break_message_specials(self, key: MessageKey) -> list[Message]:
+        return [{"role": role, "content": self._break_specials(content)} for role, content in key]
+
+    def _break_tool_specials(self, content: Any) -> Any:
+        """Return a tool, or a part of a tool, whose texts contain no special token."""
+        if isinstance(content, str):
+            return self._break_specials(content)
+        if isinstance(content, list):
+            return [self._break_tool_specials(item) for item in content]
+        if isinstance(content, dict):
+            return {
+                self._break_specials(name): self._break_tool_specials(value)
+                for name, value in content.items()
+            }
+        return content
+
+    def _break_specials(self, text: str) -> str:
+        """Return the text with a break after the first character of each special token."""
+        text = text.replace(_TEXT_BREAK, "\N{REPLACEMENT CHARACTER}")
+        return self._special_tokens.sub(rf"\1{_TEXT_BREAK}", text)
 
 
 class ChatTemplate:
@@ -279,6 +314,14 @@ class ChatTemplate:
         )
 
 
+def is_surely_longer(num_chars: int, max_tokens: int) -> bool:
+    """Return whether a text has more than `max_tokens` tokens, judged without encoding it.
+
+    False means that only the encoded text can tell.
+    """
+    return num_chars > max_tokens * _MAX_CHARS_PER_TOKEN
+
+
 class SizedCache(Generic[KeyT, ValueT]):
     """A function with a cache of its results, bounded by the total size of all entries.
 
@@ -313,6 +356,19 @@ class SizedCache(Generic[KeyT, ValueT]):
             while self.size > self._max_size:
                 self.size -= self._measure_entry(*self._results.popitem(last=False))
         return result
+
+
+def _compile_special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return a pattern of the first character of each special token.
+
+    The lookahead also finds tokens that overlap. A token of one character cannot be split.
+    """
+    added_tokens = tokenizer.added_tokens_decoder.values()
+    texts = {str(token) for token in added_tokens if token.special} | {
+        *tokenizer.all_special_tokens
+    }
+    splittable = sorted(re.escape(text) for text in texts if len(text) > 1)
+    return re.compile(rf"(?=(?:{'|'.join(splittable) or '(?!)'}))(.)", re.DOTALL)
 
 
 def strip_reasoning(text: str) -> str:

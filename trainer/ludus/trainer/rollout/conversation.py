@@ -25,7 +25,7 @@ from ludus.proto.runs import TranscriptTurn
 from ludus.trainer.core.interfaces import GenerateFunction
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import Sampling, TokenSequence, Turn, join_tokens, join_turns
-from ludus.trainer.models.chat import ChatTokenizer, ToolSpec
+from ludus.trainer.models.chat import ChatTokenizer, ToolSpec, is_surely_longer
 from ludus.trainer.rollout.transcript import make_transcript_turn
 
 TurnT = TypeVar("TurnT", bound=Turn)
@@ -171,8 +171,10 @@ class Conversation(EpisodeRecord[Turn]):
     @property
     def has_room(self) -> bool:
         """True while the limits allow another completion."""
+        if self.num_turns >= self.limits.max_turns or self._is_surely_too_long:
+            return False
         num_tokens = self._count_prompt_tokens() + self.limits.max_completion_tokens
-        return num_tokens <= self.limits.max_tokens and self.num_turns < self.limits.max_turns
+        return num_tokens <= self.limits.max_tokens
 
     async def complete(self) -> str:
         """Sample one completion and return its text.
@@ -198,14 +200,29 @@ class Conversation(EpisodeRecord[Turn]):
     def refuse_if_full(self) -> None:
         if self.has_room:
             return
+        size = (
+            f"{self._num_pending_chars} new characters"
+            if self._is_surely_too_long
+            else f"{self._count_prompt_tokens()} tokens"
+        )
         raise ConversationFullError(
             f"the limits allow no further completion: {self.num_turns} turns of at most "
             f"rollout.max_turns = {self.limits.max_turns}, and a prompt of "
-            f"{self._count_prompt_tokens()} tokens plus rollout.max_completion_tokens = "
+            f"{size} plus rollout.max_completion_tokens = "
             f"{self.limits.max_completion_tokens} of at most rollout.max_tokens = "
             f"{self.limits.max_tokens}; raise the limit that is too low, or end the episode as "
             "truncated"
         )
+
+    @property
+    def _num_pending_chars(self) -> int:
+        pending_messages = self.messages[self._num_answered_messages :]
+        return sum(len(message["content"]) for message in pending_messages)
+
+    @property
+    def _is_surely_too_long(self) -> bool:
+        """True if the messages after the last completion are too long even to be encoded."""
+        return is_surely_longer(self._num_pending_chars, self.limits.max_tokens)
 
     @property
     def _parent(self) -> Turn | None:
@@ -221,6 +238,8 @@ class Conversation(EpisodeRecord[Turn]):
 
     def _encode_unanswered(self) -> list[int]:
         if len(self.messages) == self._num_answered_messages or not self.turns:
+            return []
+        if self._is_surely_too_long:
             return []
         # Tokens that start a new sequence do not follow the last turn, so they are left out.
         unanswered_ids = self._get_pending_ids()

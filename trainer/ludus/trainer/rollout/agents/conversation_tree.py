@@ -31,6 +31,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 from zlib import crc32
 
 import numpy as np
@@ -39,7 +40,12 @@ from ludus.env import Message
 from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import SampledCompletion, Turn, join_tokens
-from ludus.trainer.models.chat import ChatTokenizer, find_thoughts_end, split_reasoning
+from ludus.trainer.models.chat import (
+    ChatTokenizer,
+    find_thoughts_end,
+    is_surely_longer,
+    split_reasoning,
+)
 from ludus.trainer.rollout.adapters.tool_adapter import find_call_end, read_calls, remove_calls
 from ludus.trainer.rollout.agents.endpoint.exchange import (
     ApiError,
@@ -85,10 +91,12 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
             LimitError: the run's limits do not allow the completions.
             ApiError: the chat template cannot render the messages.
         """
-        prompt_ids = self._encode_prompt(request)
         limit = self.limits.max_completion_tokens
         max_tokens = min(request.max_tokens or limit, limit)
-        self._check_limits(request, len(prompt_ids), max_tokens)
+        self._check_num_turns(request)
+        self._check_num_chars(request)
+        prompt_ids = self._encode_prompt(request)
+        self._check_num_tokens(len(prompt_ids), max_tokens)
         self._num_started_completions += request.num_completions
         sampling = replace(self.sampling, max_tokens=max_tokens)
         seeds, parent = self._make_seeds(request, prompt_ids), self._find_parent(prompt_ids)
@@ -239,7 +247,7 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         token_texts = [self.chat.decode([token_id]) for token_id in completion.token_ids]
         return list(zip(token_texts, completion.logprobs, strict=True))
 
-    def _check_limits(self, request: PolicyRequest, prompt_length: int, max_tokens: int) -> None:
+    def _check_num_turns(self, request: PolicyRequest) -> None:
         limits = self.limits
         if self._num_started_completions + request.num_completions > limits.max_turns:
             self.refusal = (
@@ -250,12 +258,23 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
             raise LimitError(
                 self.refusal, status=403, error_type="episode_limit", code="max_turns_reached"
             )
-        if prompt_length + max_tokens > limits.max_tokens:
-            self.refusal = (
-                f"expected at most rollout.max_tokens = {limits.max_tokens} tokens of prompt and "
-                f"completion, got {prompt_length} and {max_tokens}"
-            )
-            raise LimitError(self.refusal, param="messages", code="context_length_exceeded")
+
+    def _check_num_chars(self, request: PolicyRequest) -> None:
+        """Refuse a prompt that is too long even to be encoded, which would block other episodes."""
+        num_chars = sum(len(message.text) for message in request.messages)
+        if is_surely_longer(num_chars, self.limits.max_tokens):
+            self._refuse_length(f"a prompt of {num_chars} characters")
+
+    def _check_num_tokens(self, prompt_length: int, max_tokens: int) -> None:
+        if prompt_length + max_tokens > self.limits.max_tokens:
+            self._refuse_length(f"{prompt_length} and {max_tokens}")
+
+    def _refuse_length(self, size: str) -> NoReturn:
+        self.refusal = (
+            f"expected at most rollout.max_tokens = {self.limits.max_tokens} tokens of prompt and "
+            f"completion, got {size}"
+        )
+        raise LimitError(self.refusal, param="messages", code="context_length_exceeded")
 
     @property
     def _last_messages(self) -> list[Message]:
