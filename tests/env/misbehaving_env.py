@@ -125,7 +125,6 @@ _WRONG_TRANSITIONS: dict[str, Callable[[Transition[Any]], Any]] = {
     ),
     "a tensor without a name": lambda step: Transition(step.observation, tensors={3: np.zeros(2)}),
     "info that is not JSON": lambda step: Transition(step.observation, info={"value": object()}),
-    "info with a surrogate": lambda step: Transition(step.observation, info={"value": "\ud800"}),
     "a result that is too large": lambda step: Transition(
         step.observation, tensors={"a": np.zeros(MAX_RESULT_BYTES + 1, np.uint8)}
     ),
@@ -133,16 +132,15 @@ _WRONG_TRANSITIONS: dict[str, Callable[[Transition[Any]], Any]] = {
 _WRONG_LEGAL_ANSWERS: dict[str, Any] = {
     "integers": [1, 2],
     "a string": "ADD",
-    "a surrogate": ["\ud800"],
     "None": None,
 }
 WRONG_VALUES: dict[Phase, dict[str, Any]] = {
     Phase.RESET: _WRONG_TRANSITIONS,
     Phase.STEP: _WRONG_TRANSITIONS,
-    Phase.RENDER: {"a surrogate": [{"role": "user", "content": "\ud800"}], "a set": {1}},
+    Phase.RENDER: {"a set": {1}},
     Phase.ANSWERS: _WRONG_LEGAL_ANSWERS,
     Phase.STATE: {"None": None, "a string": "state"},
-    Phase.TOOL: {"a set": {1}, "a surrogate": {"value": "\ud800"}},
+    Phase.TOOL: {"a set": {1}},
 }
 
 

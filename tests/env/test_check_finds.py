@@ -134,11 +134,7 @@ def make_metadata_override(num_bytes: int):
     ("overrides", "rule", "message"),
     [
         ({"answers": lambda _: [1, 2]}, ENCODING_RULE, "legal_answers must be a list of strings"),
-        (
-            {"answers": lambda _: ["\ud800"]},
-            ENCODING_RULE,
-            "legal_answers must be a list of strings",
-        ),
+        ({"answers": lambda _: ["ADD", b"2"]}, ENCODING_RULE, "legal_answers must be a list of"),
         (
             {"step": make_tensors_override({"a": [1, 2]})},
             ENCODING_RULE,
