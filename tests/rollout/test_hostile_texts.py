@@ -92,6 +92,18 @@ async def test_too_long_request_of_an_agent_is_refused_unencoded(role: Any) -> N
         await tree.respond(PolicyRequest(messages))
 
 
+async def test_too_long_tools_are_refused_unencoded() -> None:
+    chat = UnusedTokenizer(make_family_tokenizer(CHATML))
+    tool = make_tool("word " * 100_000)
+    tree = ConversationTree(refuse_to_generate, chat, LIMITS, SAMPLING, key=1)
+    with pytest.raises(LimitError, match=r"max_tokens = 512 .* characters"):
+        await tree.respond(PolicyRequest((ChatMessage("user", "Hi"),), tools=(tool,)))
+    conversation = Conversation(refuse_to_generate, chat, LIMITS, SAMPLING, key=1)
+    conversation.offer_tools([tool])
+    conversation.add(make_messages("Hi"))
+    assert not conversation.has_room
+
+
 async def test_request_beyond_the_turns_is_refused_unencoded() -> None:
     chat = UnusedTokenizer(make_family_tokenizer(CHATML))
     tree = ConversationTree(refuse_to_generate, chat, LIMITS, SAMPLING, key=1)

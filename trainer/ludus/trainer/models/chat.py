@@ -314,10 +314,16 @@ class ChatTemplate:
         )
 
 
-def is_surely_longer(num_chars: int, max_tokens: int) -> bool:
-    """Return whether a text has more than `max_tokens` tokens, judged without encoding it.
+def count_chars(messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
+    """Return the number of characters of messages, and of tools as JSON."""
+    num_message_chars = sum(len(message["content"]) for message in messages)
+    return num_message_chars + (len(json.dumps(tools, ensure_ascii=False)) if tools else 0)
 
-    False means that only the encoded text can tell.
+
+def is_surely_longer(num_chars: int, max_tokens: int) -> bool:
+    """Return True if no text of so many characters fits into `max_tokens` tokens.
+
+    If the result is False, the text must be encoded to count its tokens.
     """
     return num_chars > max_tokens * _MAX_CHARS_PER_TOKEN
 

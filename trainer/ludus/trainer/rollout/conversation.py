@@ -25,7 +25,7 @@ from ludus.proto.runs import TranscriptTurn
 from ludus.trainer.core.interfaces import GenerateFunction
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import Sampling, TokenSequence, Turn, join_tokens, join_turns
-from ludus.trainer.models.chat import ChatTokenizer, ToolSpec, is_surely_longer
+from ludus.trainer.models.chat import ChatTokenizer, ToolSpec, count_chars, is_surely_longer
 from ludus.trainer.rollout.transcript import make_transcript_turn
 
 TurnT = TypeVar("TurnT", bound=Turn)
@@ -216,8 +216,9 @@ class Conversation(EpisodeRecord[Turn]):
 
     @property
     def _num_pending_chars(self) -> int:
+        """Number of characters that the next prompt adds, with the tools of the first prompt."""
         pending_messages = self.messages[self._num_answered_messages :]
-        return sum(len(message["content"]) for message in pending_messages)
+        return count_chars(pending_messages, () if self.turns else self._tools)
 
     @property
     def _is_surely_too_long(self) -> bool:

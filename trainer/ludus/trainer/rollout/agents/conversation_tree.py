@@ -42,6 +42,7 @@ from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import SampledCompletion, Turn, join_tokens
 from ludus.trainer.models.chat import (
     ChatTokenizer,
+    count_chars,
     find_thoughts_end,
     is_surely_longer,
     split_reasoning,
@@ -261,7 +262,7 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
 
     def _check_num_chars(self, request: PolicyRequest) -> None:
         """Refuse a prompt that is too long even to be encoded, which would block other episodes."""
-        num_chars = sum(len(message.text) for message in request.messages)
+        num_chars = count_chars(_make_template_messages(request.messages), request.tools)
         if is_surely_longer(num_chars, self.limits.max_tokens):
             self._refuse_length(f"a prompt of {num_chars} characters")
 
