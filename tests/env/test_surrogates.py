@@ -95,7 +95,7 @@ class SurrogateEnv(Environment[TextAction, TextObservation, TextState]):
             text=text,
             parts=[Part(text=text)],
             words={text: [text, (text,), {"deep": text}]},
-            metadata={"said": text},
+            metadata={"text": text},
         )
         return Transition(
             observation, 1.0, terminated=True, info={text: text}, tensors={text: np.zeros(1)}
@@ -103,7 +103,7 @@ class SurrogateEnv(Environment[TextAction, TextObservation, TextState]):
 
     @property
     def state(self) -> TextState:
-        return TextState(said=self._text, parts=[Part(text=self._text)])
+        return TextState(text=self._text, parts=[Part(text=self._text)])
 
     @property
     def tools(self) -> list[Tool]:
@@ -112,16 +112,16 @@ class SurrogateEnv(Environment[TextAction, TextObservation, TextState]):
     def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if arguments:
             raise ToolError(self._text)
-        return {"said": [self._text], self._text: 1}
+        return {"text": [self._text], self._text: 1}
 
 
 async def play_and_compare(session: Any, text: str) -> None:
     for call in (session.step({"index": 1}), session.call_tool("say", {"x": 1})):
         with pytest.raises(EnvError):
             await call
-    assert await session.call_tool("say", {}) == {"said": [text], text: 1}
+    assert await session.call_tool("say", {}) == {"text": [text], text: 1}
     state = await session.state()
-    assert (state["said"], state["parts"]) == (text, [{"text": text}])
+    assert (state["text"], state["parts"]) == (text, [{"text": text}])
     result = await session.step({"index": 0})
     assert result.observation["text"] == text
     assert result.observation["parts"] == [{"text": text}]
@@ -161,9 +161,9 @@ async def test_http_and_mcp_replace_surrogates() -> None:
             (await client.post("/step", json={"action": action}, headers=headers)).json()
             for action in (tool_call, {"index": 0})
         ]
-        assert observations[0]["observation"]["result"]["data"] == {"said": ["�"], "�": 1}
+        assert observations[0]["observation"]["result"]["data"] == {"text": ["�"], "�": 1}
         assert observations[1]["observation"]["text"] == "�"
-        assert (await client.get("/state", headers=headers)).json()["said"] == "�"
+        assert (await client.get("/state", headers=headers)).json()["text"] == "�"
         assert (await client.get("/metadata")).json()["description"] == "An odd text: �"
         body = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
         tools = (await client.post("/mcp", json=body)).json()["result"]["tools"]

@@ -54,7 +54,8 @@ class Layer(StrEnum):
     NON_DUMPABLE = "non-dumpable"
 
 
-_NEEDED_LAYERS = (*(Layer.NO_NEW_PRIVILEGES, Layer.LANDLOCK, Layer.SECCOMP, Layer.NON_DUMPABLE),)
+_NEEDED_LAYERS = (Layer.NO_NEW_PRIVILEGES, Layer.LANDLOCK, Layer.SECCOMP, Layer.NON_DUMPABLE)
+"""Layers that every isolated worker needs."""
 _SIGNAL_LAYERS = (Layer.NAMESPACES, Layer.USER_ID, Layer.SIGNAL_SCOPE)
 """Layers that confine signals; a worker needs one of them."""
 

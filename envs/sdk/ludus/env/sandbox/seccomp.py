@@ -51,7 +51,10 @@ _NON_COMPUTING_SINCE_5_1 = {
 _REFUSED_FCNTL_COMMANDS = {"F_SETOWN": 8, "F_SETSIG": 10, "F_SETOWN_EX": 15, "F_SETLEASE": 1024}
 """Commands that send any signal to any process, and leases, which block a file's other users."""
 _REFUSED_IOCTL_COMMANDS = {
-    **{"FIOSETOWN": 0x8901, "SIOCSPGRP": 0x8902, "TIOCSTI": 0x5412, "TIOCLINUX": 0x541C}
+    "FIOSETOWN": 0x8901,
+    "SIOCSPGRP": 0x8902,
+    "TIOCSTI": 0x5412,
+    "TIOCLINUX": 0x541C,
 }
 """Commands that do the same as F_SETOWN, or type into the server's terminal."""
 _NON_COMPUTING_IOCTL_COMMANDS = {"FS_IOC_SETFLAGS": 0x4008_6602, "FS_IOC_FSSETXATTR": 0x401C_5820}
