@@ -218,6 +218,8 @@ ENTRY = '[[tenants]]\nname = "a"\n'
         ((ENTRY + f'token_sha256 = "{"0" * 64}"\n') * 2, r"\[1\]\.name: 'a' is already in use"),
         (f'[[tenants]]\nname = "{SECRET}', r"syntax error \(at "),
         (f"{SECRET}\x00", r"syntax error \(at "),
+        ("tenants = " + "[" * 5000, r"syntax error \(nested too deeply\)"),
+        ("x = " + "{a = " * 5000, r"syntax error \(nested too deeply\)"),
         ("", r"tenants: Field required; write one \[\[tenants\]\] table"),
         ("tenants = []", r"tenants: List should have at least 1 item"),
     ],

@@ -15,6 +15,7 @@ import orjson
 from pydantic import ValidationError
 
 from ludus.env.environment import TextRenderer
+from ludus.env.incoming.faults import MAX_REPEATED_BYTES, list_faults, shorten, shorten_input
 from ludus.env.limits import MAX_RESULT_BYTES
 from ludus.env.text.unicode import dump_json, replace_surrogates
 from ludus.env.types import Action, JsonObject, Transition
@@ -25,6 +26,7 @@ SUCCESS_KEY = "success"
 MAX_SEED = 2**64 - 1
 _DRAWN_SEED_BITS = 32
 """Number of bits of random seeds; some environments accept no larger seeds."""
+_MAX_LISTED_FAULTS = 20
 _TENSOR_KINDS = frozenset("biufc")
 """NumPy kinds that every client can read: booleans, integers, real and complex numbers."""
 _JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
@@ -220,23 +222,26 @@ def decode_action(action_type: type[Action], action_json: bytes) -> Action:
     """Parse an action of the given type.
 
     Raises:
-        InvalidCallError: the JSON does not match; the cause is pydantic's ValidationError.
+        InvalidCallError: the JSON does not match. The cause is pydantic's ValidationError, unless
+            the action is too large to be repeated in a reply.
     """
     try:
         return action_type.from_json(action_json)
     except ValidationError as error:
-        raise _make_action_error(action_type, error) from error
+        is_small = len(action_json) <= MAX_REPEATED_BYTES
+        action_error = _make_action_error(action_type, error, with_input=is_small)
+        raise action_error from error if is_small else None
 
 
-def _make_action_error(action_type: type[Action], error: ValidationError) -> InvalidCallError:
-    faults = error.errors(include_url=False, include_context=False)
+def _make_action_error(
+    action_type: type[Action], error: ValidationError, *, with_input: bool
+) -> InvalidCallError:
+    faults = list_faults(error, with_input=with_input)
     if faults[0]["type"] == "json_invalid":
         return InvalidCallError(f"Invalid JSON: {faults[0]['msg']}", ErrorCode.INVALID_JSON)
-    descriptions = "; ".join(
-        f"{'.'.join(str(key) for key in fault['loc']) or 'action'}: {fault['msg']},"
-        f" got {fault['input']!r}"
-        for fault in faults
-    )
+    descriptions = "; ".join(_describe_fault(fault) for fault in faults[:_MAX_LISTED_FAULTS])
+    if len(faults) > _MAX_LISTED_FAULTS:
+        descriptions += f"; and {len(faults) - _MAX_LISTED_FAULTS} more"
     fields = ", ".join(action_type.model_fields)
     return InvalidCallError(
         f"the action must be of type {action_type.__name__} ({fields}): {descriptions}"
@@ -250,6 +255,14 @@ def _encode_observation(transition: Transition[Any]) -> tuple[bytes, JsonObject]
         encodable_transition = copy.copy(transition)
         encodable_transition.observation = replace_surrogates(transition.observation)
         return encodable_transition.encode_observation()
+
+
+def _describe_fault(fault: JsonObject) -> str:
+    path = ".".join(str(key) for key in fault["loc"]) or "action"
+    description = f"{shorten(path)}: {shorten(fault['msg'])}"
+    if "input" in fault:
+        description += f", got {shorten_input(fault['input'])}"
+    return description
 
 
 def _check_reward(reward: Any) -> float:

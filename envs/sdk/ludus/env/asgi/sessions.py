@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.incoming.faults import shorten
 from ludus.env.sessions.interface import OpenArgs, OpenResult, Sessions
 from ludus.proto.errors import AuthenticationError, ErrorCode, SessionLostError
 
@@ -31,7 +32,6 @@ TOOLS_SESSION_HEADER = "x-tools-session-id"
 """Response header with an id that can only be used to call the session's tools."""
 UNUSED_TIMEOUT_S = 30.0
 _MAX_ID_CHARS = 512
-_MAX_SHOWN_CHARS = 200
 
 
 def read_session_id(request: Request) -> str | None:
@@ -104,11 +104,6 @@ async def require_session(sessions: Sessions, session_id: str) -> None:
         raise SessionLostError(
             f"Unknown session_id: {shorten(session_id)}", ErrorCode.SESSION_ERROR
         ) from None
-
-
-def shorten(text: str) -> str:
-    """Return the text for a message, or only its beginning if it is long."""
-    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
 class EvictableSessions:

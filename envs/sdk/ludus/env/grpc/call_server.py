@@ -230,9 +230,7 @@ def _step_now(
     """Take a step, write it into the reply, and return the result, or None after an error."""
     session_id = request.session_id
     try:
-        is_json = request.WhichOneof("action") == "action_json" and not request.tensors
-        action = request.action_json if is_json else read_action(request)
-        result = immediate_calls.step_now(session_id, action, request.step_index)
+        result = immediate_calls.step_now(session_id, read_action(request), request.step_index)
         fill_result(reply.result, session_id, result)
     except Exception as error:  # noqa: BLE001 - one step's failure must not end the stream
         fill_error(reply.error, to_env_error(error), session_id)

@@ -34,6 +34,8 @@ from ludus.env.asgi.sessions import (
 from ludus.env.encoding import encode_json
 from ludus.env.http.health import make_health_routes
 from ludus.env.http.websocket import WebSocketWire
+from ludus.env.incoming.faults import list_faults
+from ludus.env.incoming.json_values import parse_json
 from ludus.env.limits import BODY_TIMEOUT_S, MAX_MESSAGE_BYTES
 from ludus.env.mcp.routes import McpSocket, add_mcp_routes
 from ludus.env.mcp.server import McpServer
@@ -51,7 +53,7 @@ from ludus.env.security.tokens import RefuseForeignOrigins, RequireToken
 from ludus.env.security.tracing import REQUEST_ID, TRACEPARENT, open_server_span
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import JsonObject
-from ludus.proto.errors import EnvError, ErrorCode, to_env_error
+from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError, to_env_error
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz"})
 """Paths of health checks, which need no token."""
@@ -168,7 +170,7 @@ def _make_error_handler(sessions: Sessions) -> Callable[[Request, Exception], Aw
     async def handle(request: Request, error: Exception) -> Response:
         error = to_env_error(error)
         if isinstance(error.__cause__, ValidationError):
-            detail: Any = encode_faults(error.__cause__.errors())
+            detail: Any = encode_faults(list_faults(error.__cause__, with_documentation=True))
         else:
             detail = make_error_data(error, sessions, is_upstream=False)
         headers = {}
@@ -234,7 +236,10 @@ class _LimitedRequest(Request):
         return bytes(body)
 
     async def json(self) -> Any:
-        return orjson.loads(await self.body())
+        try:
+            return parse_json(await self.body())
+        except InvalidCallError as error:
+            raise _make_body_error(413, error.code, error.message) from None
 
 
 def _make_body_error(status: int, code: ErrorCode, message: str) -> HTTPException:

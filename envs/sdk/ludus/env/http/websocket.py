@@ -24,10 +24,12 @@ import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 
-from ludus.env.asgi.sessions import require_session, shorten
+from ludus.env.asgi.sessions import require_session
 from ludus.env.asgi.socket import AsgiSocket, accept_socket
 from ludus.env.asgi.uvicorn_protocols import DirectHandler
 from ludus.env.encoding import EncodedResult, ResetArgs, encode_json
+from ludus.env.incoming.faults import shorten
+from ludus.env.incoming.json_values import parse_json
 from ludus.env.mcp.server import McpCaller, McpServer
 from ludus.env.messages.openenv import (
     LudusStepMessage,
@@ -168,7 +170,7 @@ class _SocketServer:
     def _try_answer_frame(self, frame_text: bytes) -> bytes | None:
         """Return the reply to a step or reset that needs no wait; otherwise None."""
         try:
-            return self._try_answer_message(orjson.loads(frame_text))
+            return self._try_answer_message(parse_json(frame_text))
         except (SessionLostError, orjson.JSONDecodeError):
             return None
         except Exception as error:  # noqa: BLE001 - the socket and its session must survive
@@ -246,7 +248,7 @@ class _SocketServer:
 
 def _parse_message(frame_text: str) -> JsonObject:
     try:
-        message = orjson.loads(frame_text)
+        message = parse_json(frame_text)
     except orjson.JSONDecodeError as error:
         raise InvalidCallError(f"Invalid JSON: {error}", ErrorCode.INVALID_JSON) from None
     if not isinstance(message, dict):

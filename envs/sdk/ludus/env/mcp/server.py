@@ -20,8 +20,10 @@ from typing import Any
 
 import orjson
 
-from ludus.env.asgi.sessions import EvictableSessions, require_session, shorten, use_session
+from ludus.env.asgi.sessions import EvictableSessions, require_session, use_session
 from ludus.env.asgi.socket import SessionSockets
+from ludus.env.incoming.faults import shorten
+from ludus.env.incoming.json_values import parse_json
 from ludus.env.mcp.tools import (
     call_tool,
     format_tools,
@@ -37,6 +39,7 @@ from ludus.proto.errors import (
     EnvError,
     ErrorCode,
     InfrastructureError,
+    InvalidCallError,
     RateLimitError,
     SessionLostError,
     to_env_error,
@@ -107,9 +110,11 @@ class McpServer:
     async def answer_json(self, request_json: str | bytes, caller: McpCaller) -> JsonObject | None:
         """Return the response to a request as JSON, or None if it needs no response."""
         try:
-            request = orjson.loads(request_json)
+            request = parse_json(request_json)
         except orjson.JSONDecodeError as error:
             return make_error_response(None, McpError(PARSE_ERROR, f"Parse error: {error}"))
+        except InvalidCallError as error:
+            return make_error_response(None, McpError(INVALID_REQUEST, error.message))
         return await self.answer(request, caller)
 
     async def answer(self, request: Any, caller: McpCaller) -> JsonObject | None:

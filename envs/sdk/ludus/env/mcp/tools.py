@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from ludus.env.encoding import MAX_SEED, EncodedResult, ResetArgs, encode_json
+from ludus.env.incoming.faults import shorten
 from ludus.env.messages.openenv import make_ludus_payload
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import EnvironmentDescription, JsonObject, Tool
@@ -115,7 +116,9 @@ async def step_with_tools(sessions: Sessions, session_id: str, action: JsonObjec
             "tool_name must be a string and arguments an object in a call_tool action"
         )
     if all(tool.name != name for tool in tools):
-        return _encode_payload(_make_failed_call(name, "tool_not_found", f"Unknown tool: {name!r}"))
+        return _encode_payload(
+            _make_failed_call(name, "tool_not_found", f"Unknown tool: {shorten(name)!r}")
+        )
     try:
         encode_json(arguments, "arguments")
         result_json = await sessions.call_tool(session_id, name, arguments)
@@ -145,7 +148,8 @@ def _read_start_args(arguments: JsonObject) -> ResetArgs:
     is_valid_seed = seed is None or (type(seed) is int and 0 <= seed <= MAX_SEED)
     if not is_valid_seed or arguments.keys() - {"seed"}:
         raise InvalidCallError(
-            f"the only argument can be a seed from 0 to {MAX_SEED}, got {sorted(arguments)}"
+            f"the only argument can be a seed from 0 to {MAX_SEED}, got"
+            f" {shorten(str(sorted(arguments)))}"
         )
     return ResetArgs(seed)
 

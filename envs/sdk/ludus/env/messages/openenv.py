@@ -16,12 +16,12 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ludus.env.encoding import SUCCESS_KEY, EncodedResult, ResetArgs, encode_json
+from ludus.env.incoming.faults import MAX_REPEATED_BYTES, list_faults, shorten
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import EnvError, ErrorCode, clear_tracebacks, read_error_message
 
-MAX_FAULTS_BYTES = 65_536
-"""Size of JSON above which validation errors do not contain the rejected input."""
+_MAX_SUMMARIES = 20
 _METADATA_FIELDS = ("name", "description", "version")
 _SCHEMA_NAMES = ("action", "observation", "state")
 _DESCRIPTION_ADAPTER = TypeAdapter(EnvironmentDescription)
@@ -247,20 +247,36 @@ def make_validation_error_data(error: ValidationError) -> JsonObject:
     return {
         "message": "Invalid message",
         "code": str(ErrorCode.VALIDATION_ERROR),
-        "errors": encode_faults(error.errors()),
+        "errors": encode_faults(list_faults(error, with_documentation=True)),
     }
 
 
 def encode_faults(faults: Sequence[Mapping[str, Any]]) -> orjson.Fragment:
     """Return pydantic's list of faults as JSON, without the input if it is large."""
+    encoded_faults, num_bytes = [], 0
+    for fault in faults:  # one after another, because each fault may repeat the whole input
+        encoded_fault = _encode_fault(fault)
+        num_bytes += len(encoded_fault)
+        if not encoded_fault or num_bytes > MAX_REPEATED_BYTES:
+            summaries = [
+                {"type": fault["type"], "loc": _shorten_path(fault["loc"]), "msg": fault["msg"]}
+                for fault in faults[:_MAX_SUMMARIES]
+            ]
+            return orjson.Fragment(orjson.dumps(summaries, default=str))
+        encoded_faults.append(encoded_fault)
+    return orjson.Fragment(b"[" + b",".join(encoded_faults) + b"]")
+
+
+def _encode_fault(fault: Mapping[str, Any]) -> bytes:
+    """Return a fault as JSON; empty if its input is nested too deeply."""
     try:
-        encoded_faults = orjson.dumps(faults, default=str)
-    except TypeError:  # the input is nested too deeply
-        encoded_faults = b""
-    if not encoded_faults or len(encoded_faults) > MAX_FAULTS_BYTES:
-        summaries = [{key: fault[key] for key in ("type", "loc", "msg")} for fault in faults[:20]]
-        encoded_faults = orjson.dumps(summaries, default=str)
-    return orjson.Fragment(encoded_faults)
+        return orjson.dumps(fault, default=str)
+    except TypeError:
+        return b""
+
+
+def _shorten_path(path: Sequence[Any]) -> list[Any]:
+    return [shorten(key) if isinstance(key, str) else key for key in path]
 
 
 def _encode_metadata(result: EncodedResult) -> bytes:

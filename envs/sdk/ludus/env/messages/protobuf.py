@@ -11,6 +11,8 @@ import numpy as np
 import orjson
 
 from ludus.env.encoding import EncodedResult, EncodedText, ResetArgs, encode_json
+from ludus.env.incoming.faults import shorten_input
+from ludus.env.incoming.json_values import check_num_values, parse_json
 from ludus.env.sessions.interface import OpenArgs, OpenResult
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TaskSet, TextView, Tool
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -219,13 +221,15 @@ def read_json_object(encoded_json: bytes, field_name: str) -> JsonObject:
     if not encoded_json:
         return {}
     try:
-        json_object = orjson.loads(encoded_json)
+        json_object = parse_json(encoded_json)
     except orjson.JSONDecodeError as error:
         raise InvalidCallError(
             f"{field_name} must be a JSON object: {error}", ErrorCode.INVALID_JSON
         ) from error
     if not isinstance(json_object, dict):
-        raise InvalidCallError(f"{field_name} must be a JSON object, got {json_object!r:.200}")
+        raise InvalidCallError(
+            f"{field_name} must be a JSON object, got {shorten_input(json_object)}"
+        )
     encode_json(json_object, field_name)
     return json_object
 
@@ -240,7 +244,10 @@ def read_action(message: pb.StepRequest) -> bytes | str:
     action_field = message.WhichOneof("action")
     if action_field is None:
         raise InvalidCallError("expected action_json or action_text, got neither")
-    return message.action_json if action_field == "action_json" else message.action_text
+    if action_field == "action_text":
+        return message.action_text
+    check_num_values(message.action_json)
+    return message.action_json
 
 
 def fill_error(message: pb.Error, error: EnvError, session_id: str) -> None:

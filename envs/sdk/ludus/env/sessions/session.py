@@ -17,6 +17,7 @@ from ludus.env.encoding import (
     encode_transition,
 )
 from ludus.env.environment import AnyEnvironment, TextRenderer
+from ludus.env.incoming.faults import shorten
 from ludus.env.text.unicode import dump_json, replace_surrogates
 from ludus.env.types import JsonObject, State, Transition
 from ludus.proto.errors import (
@@ -222,6 +223,6 @@ def _refuse_unknown_options(environment_type: type[AnyEnvironment], options: Jso
     if option_names is not None and not option_names.issuperset(options):
         raise InvalidCallError(
             f"{environment_type.__name__}.reset does not have the options"
-            f" {', '.join(sorted(options.keys() - option_names))}; its options are:"
+            f" {shorten(', '.join(sorted(options.keys() - option_names)))}; its options are:"
             f" {', '.join(sorted(option_names)) or 'none'}"
         )

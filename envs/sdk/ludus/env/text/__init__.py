@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from ludus.env.incoming.json_values import check_num_values
 from ludus.env.text.unicode import replace_surrogates
-from ludus.proto.errors import ActionParseError
+from ludus.proto.errors import ActionParseError, InvalidCallError
 
 JsonObject = dict[str, Any]
 
@@ -112,7 +113,10 @@ class FieldsText:
                 raise ActionParseError(f"expected some text, got {text!r}")
             return {self._action_field: text}
         try:
+            check_num_values(text)
             action = replace_surrogates(json.loads(text))
+        except InvalidCallError as error:
+            raise ActionParseError(error.message) from None
         except (ValueError, RecursionError):
             raise ActionParseError(
                 f"expected JSON, got {text[-200:]!r}; {self._write_instructions()}"

@@ -176,14 +176,16 @@ class TenantsFile:
         file_bytes = _read_bytes(self.path, "tenants file", str(self.path))
         try:
             fields = tomllib.loads(file_bytes.decode())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             # The parser's message may quote a token, so only its position is shown.
             _, _, problem = str(error).rpartition("(")
-            is_toml_error = isinstance(error, tomllib.TOMLDecodeError)
-            problem = problem.rstrip(")") if is_toml_error else "not UTF-8"
+            if isinstance(error, UnicodeDecodeError):
+                problem = "not UTF-8"
+            elif isinstance(error, RecursionError):
+                problem = "nested too deeply"
             raise ConfigError(
                 f"{self.path}: expected TOML with [[tenants]] tables, got a syntax error"
-                f" ({problem}); correct it"
+                f" ({problem.rstrip(')')}); correct it"
             ) from None
         try:
             return _TenantsDocument.model_validate(fields).tenants

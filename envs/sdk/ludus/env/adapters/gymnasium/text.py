@@ -18,10 +18,11 @@ from gymnasium import spaces
 
 from ludus.env.adapters.gymnasium.guides import Guide
 from ludus.env.adapters.gymnasium.spaces import AnySpace
+from ludus.env.incoming.json_values import check_num_values
 from ludus.env.text import extract_answer
 from ludus.env.text.unicode import replace_surrogates
 from ludus.env.types import Action, JsonObject, Message, Observation
-from ludus.proto.errors import ActionParseError, ConfigError
+from ludus.proto.errors import ActionParseError, ConfigError, InvalidCallError
 
 _COLORED_TEXT = re.compile(r"\x1b\[(?!0m)([\d;]*)m(.*?)\x1b\[0m", re.DOTALL)
 _ESCAPE_CODE = re.compile(r"\x1b\[[\d;]*m")
@@ -123,8 +124,11 @@ class GymnasiumRenderer:
 
     def _parse_json(self, response: str) -> Action:
         try:
+            check_num_values(response)
             action = replace_surrogates(json.loads(response))
             return self._action_type.model_validate({"action": action})
+        except InvalidCallError as error:
+            raise ActionParseError(error.message) from None
         except (ValueError, RecursionError) as error:
             # The response is not JSON, not in the space, or nested too deeply for Python.
             raise ActionParseError(

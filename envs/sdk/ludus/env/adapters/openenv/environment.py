@@ -36,6 +36,7 @@ from ludus.env.adapters.openenv.source import (
 )
 from ludus.env.encoding import read_success
 from ludus.env.environment import Builder, Environment
+from ludus.env.incoming.faults import list_faults
 from ludus.env.text import FieldsText
 from ludus.env.types import Action, JsonObject, Message, Observation, Tool, Transition
 from ludus.proto.errors import (
@@ -103,7 +104,7 @@ class OpenEnvRenderer:
         try:
             return self._action_type.model_validate(action_json)
         except ValidationError as error:
-            fault_message = error.errors(include_url=False, include_context=False)[0]["msg"]
+            fault_message = list_faults(error, with_input=False)[0]["msg"]
             raise ActionParseError(
                 f"expected an action as described, got {text[-200:]!r}: {fault_message}"
             ) from None

@@ -35,9 +35,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ludus.env import Message
+from ludus.env.incoming.faults import list_faults
+from ludus.env.incoming.json_values import check_num_values
 from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.serving.listeners import HttpListener
-from ludus.proto.errors import LudusError, RolloutFunctionError
+from ludus.proto.errors import InvalidCallError, LudusError, RolloutFunctionError
 from ludus.trainer.core.interfaces import GenerateFunction
 from ludus.trainer.core.streams import Stream, derive_key, mix
 from ludus.trainer.core.types import SampledCompletion, Sampling
@@ -257,9 +259,12 @@ class GeneratePort:
         if body is None:
             return JSONResponse({"detail": f"expected at most {MAX_MESSAGE_BYTES} bytes"}, 413)
         try:
+            check_num_values(body)
             generate = GenerateRequest.model_validate_json(body)
+        except InvalidCallError as error:
+            return JSONResponse({"detail": error.message}, 413)
         except ValidationError as error:
-            mistakes = error.errors(include_url=False, include_context=False, include_input=False)
+            mistakes = list_faults(error, with_input=False)
             details = [{**mistake, "loc": ["body", *mistake["loc"]]} for mistake in mistakes]
             return JSONResponse({"detail": details}, 422)
         if len(generate.prompts) * generate.n > MAX_COMPLETIONS:

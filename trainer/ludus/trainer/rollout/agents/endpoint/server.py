@@ -26,11 +26,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from ludus.env.incoming.json_values import parse_json
 from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.mcp.server import PROTOCOL_VERSIONS
 from ludus.env.serving.listeners import HttpListener, bind, format_authority
 from ludus.env.types import Tool
-from ludus.proto.errors import EngineLostError
+from ludus.proto.errors import EngineLostError, InvalidCallError
 from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter
 from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, ToolCall
@@ -302,7 +303,9 @@ async def _read_json(request: Request) -> Any:
         if len(body) > MAX_MESSAGE_BYTES:
             raise ApiError(f"expected at most {MAX_MESSAGE_BYTES} bytes, got more", status=413)
     try:
-        return orjson.loads(body)
+        return parse_json(bytes(body))
+    except InvalidCallError as error:
+        raise ApiError(error.message, status=413) from None
     except orjson.JSONDecodeError as error:
         raise ApiError(f"the body is not a JSON object: {error}") from None
 
