@@ -238,7 +238,7 @@ def test_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, options: dict[s
         pytest.raises(RunStopped),
         open_network_run(interrupted_run, resume=Resume.NEVER, overwrite=False) as run,
     ):
-        run.stop_request.set()
+        run.agent.on_step = lambda *_: run.stop_request.set()
         run.train()
     folders.append(train(interrupted_run, resume=Resume.ALWAYS, overwrite=False))
     expected_policy, resumed_policy = (

@@ -249,7 +249,7 @@ def start_cli(folder: Path, scenario: str, grace_s: float = 15.0) -> subprocess.
     program = (
         "from ludus.services.cli import app, trainer_process as t\n"
         f"t.build_trainer_command = lambda arguments: [*{command!r}, *arguments]\n"
-        f"t.STOP_GRACE_S = {grace_s}\n"
+        f"t.STOP_GRACES_S = ({grace_s},) * 3 + (0.0,)\n"
         "import sys; sys.argv = ['ludus', 'train', '--set', 'name=demo']\n"
         "app.main()\n"
     )
@@ -303,7 +303,7 @@ def test_trainer_that_ignores_a_stop_is_killed_with_its_process_group(tmp_path: 
     cli.send_signal(signal.SIGINT)
     _, err = cli.communicate(timeout=120)
     assert cli.returncode == 130
-    assert "killed after" in err
+    assert "killed; " in err
     assert not any(is_running(pid) for pid in trainer_pids)
 
 

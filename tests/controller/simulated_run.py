@@ -13,13 +13,15 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import BufferLostError, LearnerLostError
-from ludus.proto.runs import MetricsRow, read_metrics
+from ludus.proto.runs import EvalReport, MetricsRow, read_metrics
 from ludus.trainer.actors.buffer import BufferActor
 from ludus.trainer.core.interfaces import PublishedWeights
+from ludus.trainer.core.tasks import wait_for_first
 from ludus.trainer.core.types import (
     Batch,
     Coefficients,
@@ -31,7 +33,9 @@ from ludus.trainer.core.types import (
     make_lost_group,
 )
 from ludus.trainer.data.buffer import BufferState, GroupSummary, Refusal, TakenBatch
-from ludus.trainer.driver.loops.controller import Components, Controller
+from ludus.trainer.driver.loops.components import Components
+from ludus.trainer.driver.loops.controller import Controller
+from ludus.trainer.learner.abandonment import AbandonedStep
 from ludus.trainer.learner.step_metrics import StepMetrics
 from ludus.trainer.run.checkpoint import (
     CheckpointFolder,
@@ -100,14 +104,31 @@ class SimulatedLearner:
     on_step: Callable[[int], Any] = wait_one_iteration
     """Hook of each step, called with the step's 0-based index."""
     num_restarts: int = 0
+    has_several_updates: bool = False
+    """True if a step that has begun can only be abandoned with a restore point."""
+    has_restore_point: bool = False
+    """True if the latest step has a restore point."""
+    _abandon_event: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
+    async def train_step(
+        self, batch: Batch, coefficients: Coefficients, *, keeps_restore_point: bool = False
+    ) -> StepMetrics | AbandonedStep:
         self._raise_if_lost()
-        await self.on_step(self.num_steps)
+        self.has_restore_point = keeps_restore_point or not self.has_several_updates
+        self._abandon_event.clear()
+        step_task = asyncio.ensure_future(self.on_step(self.num_steps))
+        if not await wait_for_first(step_task, self._abandon_event.wait()):
+            step_task.cancel()
+            return AbandonedStep(is_restored=self.has_restore_point)
+        step_task.result()
         self._raise_if_lost()
         self.num_steps += 1
         values = {field_info.name: 0.0 for field_info in fields(StepMetrics)}
         return StepMetrics(**values | {"value_loss": None, "explained_variance": None})
+
+    async def abandon_step(self, *, discards_state: bool) -> None:
+        if self.has_restore_point or discards_state:
+            self._abandon_event.set()
 
     async def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights:
         self._raise_if_lost()
@@ -243,6 +264,11 @@ class SimulatedWorkers:
         return RolloutGroup(group.index, spec.environment, group.rollouts)
 
 
+async def return_no_reports(num_games: int) -> dict[str, EvalReport]:
+    """Return the reports of an evaluation without environments."""
+    return {}
+
+
 @dataclass
 class SimulatedRun:
     """A run in a folder. Each call of `train` simulates one trainer process."""
@@ -257,6 +283,8 @@ class SimulatedRun:
     """Number of tasks, by environment."""
     started_groups: list[GroupSpec] = field(default_factory=list)
     """Groups that all calls of `train` started."""
+    evaluate: Callable[[int], Any] = return_no_reports
+    """Replacement of the evaluator, called with the number of games."""
 
     @property
     def config(self) -> LanguageModelRun:
@@ -303,7 +331,7 @@ class SimulatedRun:
             learners=self.learner,
             workers=workers,
             buffer=buffer,
-            evaluator=None,
+            evaluator=SimpleNamespace(evaluate=self.evaluate),
             tokenizer=None,
             canary=CANARY,
             servers={},

@@ -48,11 +48,11 @@ def skip_updates(run: SimulatedRun, *steps: int) -> None:
     """Mark the updates of these 0-based steps as skipped."""
     train_step, num_skipped_in_a_row = run.learner.train_step, 0
 
-    async def skip_chosen_steps(*args: Any) -> StepMetrics:
+    async def skip_chosen_steps(*args: Any, **kwargs: Any) -> StepMetrics:
         nonlocal num_skipped_in_a_row
         is_skipped = run.learner.num_steps in steps
         num_skipped_in_a_row = num_skipped_in_a_row + 1 if is_skipped else 0
-        metrics = await train_step(*args)
+        metrics = await train_step(*args, **kwargs)
         return replace(
             metrics, num_skipped_updates=int(is_skipped), num_skipped_in_a_row=num_skipped_in_a_row
         )

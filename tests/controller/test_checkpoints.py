@@ -191,7 +191,7 @@ async def test_restart_after_a_lost_learner_skips_a_damaged_checkpoint(
     state = await run.train()
     assert (state.step, state.learner_restarts, run.learner.num_restarts) == (12, 1, 1)
     assert "step-00000006' cannot be read" in caplog.text
-    assert "training continues from step 3" in caplog.text
+    assert "training continues from the checkpoint of step 3" in caplog.text
     assert [row.step for row in run.rows] == list(range(1, 13)), "a step is missing or repeated"
     assert len(set(run.trained_indices)) == len(run.trained_indices) == 4 * 12
 
@@ -212,7 +212,7 @@ async def test_checkpoint_that_cannot_be_loaded_is_skipped(
     monkeypatch.setattr(run.learner, "restart", restart_or_refuse)
     state = await run.train()
     assert state.step == 12
-    assert "training continues from step 3" in caplog.text
+    assert "training continues from the checkpoint of step 3" in caplog.text
 
 
 async def test_run_without_readable_checkpoint_does_not_restart(

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ludus.proto.config import LanguageModelRun
-from ludus.trainer.run.schedule import compute_coefficients
+from ludus.trainer.run.schedule import CheckpointSchedule, compute_coefficients
 
 
 def make_run(num_steps: int, *, algorithm: dict[str, object] | None = None, **learner: object):
@@ -63,3 +63,49 @@ def test_coefficients_reach_their_final_values_at_the_anneal_fraction() -> None:
     entropies = [compute_coefficients(run, step).entropy for step in range(11)]
     assert entropies == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02, *[0.0] * 6])
     assert {compute_coefficients(run, step).kl for step in range(11)} == {0.2}
+
+
+class FakeClock:
+    """A clock that a test advances."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def list_checkpoint_steps(
+    step_s: float, checkpoint_s: float, *, every_steps: int | None, every_s: float | None
+) -> list[int]:
+    """Return the steps, of 40, after which a checkpoint is due."""
+    clock = FakeClock()
+    schedule = CheckpointSchedule(every_steps, every_s, clock)
+    steps = []
+    for step in range(1, 41):
+        clock.now_s += step_s
+        schedule.end_step()
+        if schedule.is_due(step):
+            steps.append(step)
+            clock.now_s += checkpoint_s
+            schedule.end_checkpoint(checkpoint_s)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("step_s", "checkpoint_s", "expected_steps"),
+    [
+        (10.0, 0.1, [12, 24, 36]),  # every 120 s
+        (90.0, 0.1, list(range(1, 41))),  # two steps take longer than 120 s
+        (500.0, 0.1, list(range(1, 41))),
+        (10.0, 12.0, [12, 36]),  # at most a twentieth of the time: every 240 s
+    ],
+)
+def test_checkpoints_by_time(step_s: float, checkpoint_s: float, expected_steps: list[int]) -> None:
+    steps = list_checkpoint_steps(step_s, checkpoint_s, every_steps=None, every_s=120.0)
+    assert steps == expected_steps
+
+
+def test_checkpoints_by_steps() -> None:
+    assert list_checkpoint_steps(90.0, 0.1, every_steps=15, every_s=None) == [15, 30]
+    assert list_checkpoint_steps(10.0, 0.1, every_steps=10, every_s=120.0) == [10, 20, 30, 40]

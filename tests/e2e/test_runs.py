@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ludus.services.cli.trainer_process import STOP_GRACE_S
 from tests.e2e.runs import start_run, wait_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -24,7 +23,7 @@ def test_interrupted_run_saves_a_checkpoint_ends_all_processes_and_resumes(
         start_s = time.monotonic()
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(300) == 130
-        assert time.monotonic() - start_s < STOP_GRACE_S, "the run did not stop within STOP_GRACE_S"
+        assert time.monotonic() - start_s < 60, "the run did not stop within a minute"
         last_step = run.last_step
     wait_until_gone(str(tmp_path))
     checkpoints = list((run.folder / "checkpoints").iterdir())

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ludus.proto.config import (
     AlgorithmConfig,
@@ -21,6 +22,8 @@ from ludus.proto.config import (
 )
 from ludus.trainer.actors.learner import LearnerActor
 from ludus.trainer.core.types import Coefficients
+from ludus.trainer.learner.abandonment import StepAbandonedError
+from ludus.trainer.learner.learner import Learner
 from ludus.trainer.learner.process_group import leave_process_group
 from tests.learner.tiny_policy import make_batch, make_learner, make_policy_folder
 
@@ -71,6 +74,40 @@ def train(num_ranks: int, folder: Path, kind: str, checkpoint_num_ranks: int | N
         torch.save(result, get_result_path(num_ranks, folder, kind, checkpoint_num_ranks))
 
 
+def train_with_abandoned_step(folder: Path) -> None:
+    """Train, but abandon the second step in its second update, and resume from its checkpoint."""
+    learner = make_ppo_learner(folder)
+    coefficients = Coefficients(1e-3, entropy=0.1, kl=0.1)
+    learner.train_step(make_batch(seed=0, num_prefix_tokens=5), coefficients)
+    batch = make_batch(seed=1, num_prefix_tokens=5)
+    weights_before = learner.gather_weights()
+    if dist.get_rank() == 1:
+        hook = register_optimizer_step_post_hook(
+            lambda *_: learner.abandonment.request(7, discards_state=False)
+        )
+    with pytest.raises(StepAbandonedError) as error_info:
+        learner.train_step(batch, coefficients, step_id=7, keeps_restore_point=True)
+    assert error_info.value.outcome.is_restored
+    if dist.get_rank() == 1:
+        hook.remove()
+    for name, weights in learner.gather_weights().items():
+        assert torch.equal(weights, weights_before[name])
+    learner.save(folder / "abandoned")
+    learner = make_ppo_learner(folder)
+    learner.load(folder / "abandoned")
+    learner.train_step(batch, coefficients)
+    weights = learner.gather_weights()
+    if dist.get_rank() == 0:
+        torch.save(torch.cat([tensor.flatten() for tensor in weights.values()]), folder / "resumed")
+
+
+def make_ppo_learner(folder: Path) -> Learner:
+    """Return a learner as in `train`, with two updates per step."""
+    return make_learner(
+        str(folder / "model"), ALGORITHMS["ppo"], num_minibatches=2, max_tokens_per_micro_batch=64
+    )
+
+
 def train_two_ranks(rank: int, folder: str) -> None:
     """Train one of two ranks, first from the start and then from the checkpoint of one rank."""
     torch.set_num_threads(1)
@@ -79,6 +116,7 @@ def train_two_ranks(rank: int, folder: str) -> None:
     for kind in ALGORITHMS:
         train(2, Path(folder), kind)
         train(2, Path(folder), kind, checkpoint_num_ranks=1)
+    train_with_abandoned_step(Path(folder))
     leave_process_group()
 
 
@@ -141,3 +179,9 @@ def test_checkpoint_resumes_with_a_different_number_of_ranks(runs_folder: Path, 
         load_result(1, runs_folder, kind, checkpoint_num_ranks=2),
         load_result(2, runs_folder, kind, checkpoint_num_ranks=1),
     )
+
+
+@pytest.mark.timeout(900)
+def test_step_abandoned_on_two_ranks_leaves_no_trace(runs_folder: Path) -> None:
+    expected_weights = load_result(2, runs_folder, "ppo").weights
+    assert torch.equal(torch.load(runs_folder / "resumed"), expected_weights)

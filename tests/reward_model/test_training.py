@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ludus.proto.config import RewardModelRun
@@ -27,17 +30,22 @@ def make_config(model: str, data_path: Path, output: Path, **fields: Any) -> Rew
     return RewardModelRun(model=model, data=data_path, output=output, **settings)
 
 
-class CountedStopRequest(StopRequest):
-    """A stop request that is set at step `stop_step`."""
+@contextmanager
+def stopping_after(stop_step: int) -> Iterator[StopRequest]:
+    """Yield a stop request that is set after optimizer step `stop_step`."""
+    request, num_steps = StopRequest(), 0
 
-    def __init__(self, stop_step: int) -> None:
-        self._num_remaining_steps = stop_step
+    def count_step(*_: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == stop_step:
+            request.set()
 
-    @property
-    def is_set(self) -> bool:
-        """Count one step; return True at step `stop_step`."""
-        self._num_remaining_steps -= 1
-        return self._num_remaining_steps == 0
+    hook = register_optimizer_step_post_hook(count_step)
+    try:
+        yield request
+    finally:
+        hook.remove()
 
 
 def copy_weights(model: RewardModel) -> dict[str, torch.Tensor]:
@@ -93,8 +101,11 @@ def test_resumed_training_equals_an_uninterrupted_training(
     config = make_config(path, preferences_path, tmp_path / "uninterrupted")
     expected_model, expected_metrics = train_reward_model(config)
     config = make_config(path, preferences_path, tmp_path / "resumed")
-    with pytest.raises(RunStopped, match=f"after step {stop_step} of 8"):
-        train_reward_model(config, stop_request=CountedStopRequest(stop_step))
+    with (
+        stopping_after(stop_step) as stop_request,
+        pytest.raises(RunStopped, match=f"after step {stop_step} of 8"),
+    ):
+        train_reward_model(config, stop_request=stop_request)
     assert not (tmp_path / "resumed").exists()
     torch.manual_seed(5)  # the global random state must have no effect
     resumed_model, resumed_metrics = train_reward_model(config, resume=Resume.ALWAYS)
@@ -113,8 +124,8 @@ def test_resume_with_changed_configuration_or_data_is_refused(
     data_path = tmp_path / "data.jsonl"
     data_path.write_text(preferences_path.read_text())
     config = make_config(model_path, data_path, tmp_path / "rm")
-    with pytest.raises(RunStopped):
-        train_reward_model(config, stop_request=CountedStopRequest(1))
+    with stopping_after(1) as stop_request, pytest.raises(RunStopped):
+        train_reward_model(config, stop_request=stop_request)
     with pytest.raises(ConfigError, match=r"learning_rate was 0\.003 and is 0\.001"):
         changed_config = config.model_copy(update={"learning_rate": 1e-3})
         train_reward_model(changed_config, resume=Resume.ALWAYS)

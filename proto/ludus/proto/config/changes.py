@@ -36,6 +36,8 @@ IGNORED_FIELDS = (
     "training.num_steps",
     "training.num_epochs",
     "training.checkpoint_every_steps",
+    "training.checkpoint_every_s",
+    "training.stop_grace_s",
     "training.keep_checkpoints",
     "training.max_learner_restarts",
     "rollout.num_workers",

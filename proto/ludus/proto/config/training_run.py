@@ -15,11 +15,14 @@ from ludus.proto.config.section import (
     NonNegativeFloat,
     NonNegativeInt,
     Port,
+    PositiveFloat,
     PositiveInt,
     Section,
 )
 from ludus.proto.seeds import FIRST_EVAL_SEED
 
+DEFAULT_CHECKPOINT_INTERVAL_S = 120.0
+DEFAULT_STOP_GRACE_S = 10.0
 _LAST_EVAL_SEED = 2**63
 
 
@@ -29,8 +32,15 @@ class TrainingSection(Section):
     num_steps: PositiveInt = 100
     """Number of training steps."""
     checkpoint_every_steps: PositiveInt = 50
-    """Number of steps between checkpoints. The end of training and Ctrl-C write a checkpoint
-    too."""
+    """Number of steps between checkpoints. The end of training, Ctrl-C and a failure write a
+    checkpoint too."""
+    checkpoint_every_s: PositiveFloat | None = DEFAULT_CHECKPOINT_INTERVAL_S
+    """Time after which the next step ends with a checkpoint, whatever the number of steps. It is
+    longer if checkpoints are slow, so that they take at most a twentieth of the time. None turns it
+    off."""
+    stop_grace_s: NonNegativeFloat = DEFAULT_STOP_GRACE_S
+    """Time that a step has to finish after a stop is requested. A longer step is abandoned, and a
+    resumed run trains it again."""
     keep_checkpoints: PositiveInt = 2
     """Number of latest checkpoints that stay on disk."""
     shuffle_rewards: bool = False

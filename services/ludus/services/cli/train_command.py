@@ -37,7 +37,7 @@ from ludus.services.cli.options import ConfigPath, Overrides, RunDir
 from ludus.services.cli.progress import RunProgress, show_progress
 from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.tables import make_eval_tables, make_summary_tables
-from ludus.services.cli.trainer_process import STOP_GRACE_S, TrainerEnd, run_trainer
+from ludus.services.cli.trainer_process import TrainerEnd, run_trainer
 from ludus.services.numbers import format_duration
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def exit_on_failure(end: TrainerEnd, run_dir: Path, advice: str) -> None:
     """
     console = get_stderr()
     if end.was_stopped:
-        outcome = f"killed after {STOP_GRACE_S:.0f} s" if end.was_killed else "stopped"
+        outcome = "killed" if end.was_killed else "stopped"
         print_line(console, f"{outcome}; {advice}")
         raise typer.Exit(EXIT_INTERRUPTED)
     if end.exit_code == 0:

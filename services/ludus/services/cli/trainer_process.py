@@ -1,8 +1,9 @@
 """The trainer as a child process, which always ends before this process does.
 
 The child has its own process session. Ctrl-C on a terminal therefore reaches only this process,
-which forwards the signal exactly once. The child then writes its checkpoint and exits. If it has
-not exited after `STOP_GRACE_S`, its whole process group is killed.
+which forwards each signal once. After the first signal, the child ends its step, writes its
+checkpoint and exits; the second makes it abandon the step, the third stops it without a checkpoint.
+If it has not exited in time, or after a fourth signal, its whole process group is killed.
 
 The child's stdout and stderr are piped to this process. Lines that start with `warning: ` are shown
 immediately. Lines that start with `error: `, and indented lines after them, are shown at the end.
@@ -13,6 +14,7 @@ runs on a cluster.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -31,8 +33,9 @@ from pydantic import BaseModel
 
 from ludus.proto.runs import CONFIG_FILE, LOG_ROW_PREFIX
 
-STOP_GRACE_S = 60.0
-"""Seconds that the child has to write its checkpoint after Ctrl-C."""
+STOP_GRACES_S = (900.0, 900.0, 20.0, 0.0)
+"""Seconds that the child has to exit after the first, second, third and fourth signal. It may have
+to write a large checkpoint."""
 OUTPUT_GRACE_S = 10.0
 """Seconds to wait, after the child's exit, for its remaining output, which contains its errors."""
 POLL_INTERVAL_S = 0.2
@@ -115,15 +118,17 @@ def run_trainer(
         _record_signals() as signals,
         _start_child(build_trainer_command([*arguments, *config_arguments]), output) as child,
     ):
-        kill_deadline_s: float | None = None
+        kill_deadline_s = math.inf
+        num_forwarded = 0
         was_killed = False
         while child.poll() is None:
             poll_output()
-            if signals and kill_deadline_s is None:
-                child.send_signal(signals[0])
-                kill_deadline_s = time.monotonic() + STOP_GRACE_S
+            for signal_number in signals[num_forwarded : len(STOP_GRACES_S)]:
+                child.send_signal(signal_number)
+                kill_deadline_s = time.monotonic() + STOP_GRACES_S[num_forwarded]
+                num_forwarded += 1
                 on_stopping()
-            if kill_deadline_s is not None and time.monotonic() > kill_deadline_s:
+            if time.monotonic() > kill_deadline_s:
                 was_killed = True
                 break
             time.sleep(POLL_INTERVAL_S)

@@ -87,6 +87,10 @@ class BufferActor:
         batch_summary = TakenBatch(summaries, self._buffer.take_counts(), len(self._buffer))
         return batch_summary, await asyncio.to_thread(self._make_batch, groups, version)
 
+    async def put_back(self, counts: Mapping[str, RolloutCounts]) -> None:
+        """See GroupBuffer.put_back."""
+        self._buffer.put_back(counts)
+
     async def copy_state(self) -> BufferState:
         """See GroupBuffer.copy_state."""
         return self._buffer.copy_state()
@@ -108,10 +112,10 @@ class BufferActor:
 class RemoteBuffer(Buffer):
     """A BufferActor in a separate process.
 
-    If the process dies, or does not respond for training.idle_timeout_s, `take`, `copy_state`
-    and `restore` raise BufferLostError. The training loop calls these methods between two steps, so
-    no step is interrupted, and the learner's state can be saved. The methods that the sampling loop
-    calls do not raise this error.
+    If the process dies, or does not respond for training.idle_timeout_s, `take`, `put_back`,
+    `copy_state` and `restore` raise BufferLostError. The training loop calls these methods between
+    two steps, so no step is interrupted, and the learner's state can be saved. The methods that the
+    sampling loop calls do not raise this error.
     """
 
     def __init__(self, run: LanguageModelRun, placement: Placement) -> None:
@@ -145,6 +149,9 @@ class RemoteBuffer(Buffer):
         summary_reference, batch_reference = call.remote(version, timeout_s)
         batch_summary: TakenBatch = await self._await_with_limit(summary_reference, "take")
         return replace(batch_summary, batch=batch_reference if batch_summary.groups else None)
+
+    async def put_back(self, counts: Mapping[str, RolloutCounts]) -> None:
+        await self._call("put_back", dict(counts))
 
     async def copy_state(self) -> BufferState:
         return await self._call("copy_state")

@@ -27,6 +27,7 @@ with pause_collection():
     from ludus.trainer.core.tasks import TimeLimitError, gather_or_cancel, wait_with_limit
     from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequest
     from ludus.trainer.data.buffer import BatchHandle
+    from ludus.trainer.learner.abandonment import AbandonedStep, StepAbandonedError
     from ludus.trainer.learner.learner import Learner
     from ludus.trainer.learner.process_group import select_device
     from ludus.trainer.learner.step_metrics import StepMetrics
@@ -39,6 +40,8 @@ _START_CALLS = {
     "start": "the learner's ranks to connect and load the model",
 }
 """Descriptions of the calls that start the ranks, by method."""
+_CONTROL_GROUP = "control"
+"""Ray's concurrency group of the calls that do not wait for the current step."""
 
 
 class LearnerActor:
@@ -46,7 +49,6 @@ class LearnerActor:
 
     def __init__(self, rank: int, run: LanguageModelRun, functions: Mapping[str, Function]) -> None:
         register_functions(functions)
-        torch.set_num_threads(run.learner.num_threads)
         self._rank = rank
         self._run = run
 
@@ -66,6 +68,9 @@ class LearnerActor:
 
     def start(self, address: str, model_path: str, weights: WeightStoreConfig) -> None:
         """Connect to the other ranks and load the model."""
+        # Not in the constructor: Ray runs the methods in another thread, and the number is a
+        # thread's own.
+        torch.set_num_threads(self._run.learner.num_threads)
         device = select_device(self._rank)
         has_gpu = device.type == "cuda"
         dist.init_process_group(
@@ -81,9 +86,25 @@ class LearnerActor:
         self._published_dtype = weights.choose_dtype(self._run.learner.dtype)
         freeze_heap()
 
-    def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
-        """Train on a batch, and return the metrics, which are equal on all ranks."""
-        return self._learner.train_step(batch, coefficients)
+    def train_step(
+        self,
+        batch: Batch,
+        coefficients: Coefficients,
+        step_id: int,
+        keeps_restore_point: bool = False,
+    ) -> StepMetrics | AbandonedStep:
+        """Train on a batch, and return the outcome, which is equal on all ranks."""
+        try:
+            return self._learner.train_step(
+                batch, coefficients, step_id=step_id, keeps_restore_point=keeps_restore_point
+            )
+        except StepAbandonedError as abandonment:
+            return abandonment.outcome
+
+    @ray.method(concurrency_group=_CONTROL_GROUP)
+    def abandon_step(self, step_id: int, discards_state: bool) -> None:
+        """Request to abandon a step; runs in another thread than the step."""
+        self._learner.abandonment.request(step_id, discards_state=discards_state)
 
     def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights | None:
         """Publish the weights from rank 0; return None on the other ranks."""
@@ -127,6 +148,7 @@ class LearnerGroup(Learners):
         self._folder_token = folder_token
         self.ranks: list[ActorHandle] = []
         """Actors of the ranks; empty if the learner is lost."""
+        self._step_id = 0
 
     async def start(self, model_path: str, weights: WeightStoreConfig) -> None:
         """Start the ranks, which connect to each other and load the model.
@@ -138,7 +160,10 @@ class LearnerGroup(Learners):
         self._model_path, self._weights = model_path, weights
         functions, num_ranks = copy_registered_functions(), self._run.learner.num_ranks
         for rank in range(num_ranks):
-            actor_class = ray.remote(**self._placement.make_rank_options(rank))(LearnerActor)
+            options = self._placement.make_rank_options(rank)
+            actor_class = ray.remote(**options, concurrency_groups={_CONTROL_GROUP: 1})(
+                LearnerActor
+            )
             self.ranks.append(actor_class.remote(rank, self._run, functions))
         # Missing room is no error here, because lost nodes are usually replaced.
         replies = self._call_all("reply", self._folder_token)
@@ -154,8 +179,16 @@ class LearnerGroup(Learners):
         if learner_folder is not None:
             await self.load(learner_folder)
 
-    async def train_step(self, batch: BatchHandle, coefficients: Coefficients) -> StepMetrics:
-        return await self._call_all("train_step", batch, coefficients)
+    async def train_step(
+        self, batch: BatchHandle, coefficients: Coefficients, *, keeps_restore_point: bool = False
+    ) -> StepMetrics | AbandonedStep:
+        self._step_id += 1
+        return await self._call_all(
+            "train_step", batch, coefficients, self._step_id, keeps_restore_point
+        )
+
+    async def abandon_step(self, *, discards_state: bool) -> None:
+        await self._call_all("abandon_step", self._step_id, discards_state)
 
     async def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights:
         return await self._call_all("publish", version, canary)

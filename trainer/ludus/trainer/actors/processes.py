@@ -28,6 +28,7 @@ from ludus.trainer.data.buffer import BatchHandle, BufferState, Refusal, TakenBa
 from ludus.trainer.data.counts import RolloutCounts
 
 if TYPE_CHECKING:  # the buffer's process starts faster without transformers
+    from ludus.trainer.learner.abandonment import AbandonedStep
     from ludus.trainer.learner.step_metrics import StepMetrics
     from ludus.trainer.weights.canary import WorkerWeights
 
@@ -51,8 +52,20 @@ class Slot(Protocol):
 class Learners(Protocol):
     """All ranks of the learner."""
 
-    async def train_step(self, batch: BatchHandle, coefficients: Coefficients) -> StepMetrics:
-        """Train on a batch from the buffer and return the metrics of the step."""
+    async def train_step(
+        self, batch: BatchHandle, coefficients: Coefficients, *, keeps_restore_point: bool = False
+    ) -> StepMetrics | AbandonedStep:
+        """Train on a batch from the buffer and return the metrics of the step.
+
+        With a restore point, the whole step can be abandoned, at the cost of main memory.
+        """
+
+    async def abandon_step(self, *, discards_state: bool) -> None:
+        """Request to abandon the current step; `train_step` returns whether it was.
+
+        Args:
+            discards_state: whether to abandon the step even if its state cannot be restored.
+        """
 
     async def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights:
         """Publish the weights as `version`, so that workers can fetch them."""
@@ -109,7 +122,7 @@ class Workers(Protocol):
 class Buffer(Protocol):
     """The replay buffer (`data/buffer.py`).
 
-    `take`, `copy_state` and `restore` raise BufferLostError if the buffer died.
+    `take`, `put_back`, `copy_state` and `restore` raise BufferLostError if the buffer died.
     """
 
     async def begin(self, indices: Iterable[int], version: int) -> None:
@@ -117,6 +130,9 @@ class Buffer(Protocol):
 
     async def take(self, version: int, timeout_s: float) -> TakenBatch:
         """Return batch `version`, or no groups if it is not complete within `timeout_s`."""
+
+    async def put_back(self, counts: Mapping[str, RolloutCounts]) -> None:
+        """See GroupBuffer.put_back."""
 
     async def copy_state(self) -> BufferState:
         """See GroupBuffer.copy_state."""

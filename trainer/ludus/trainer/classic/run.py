@@ -7,12 +7,14 @@ PpoAgent.train --TrainedBatch--> metrics and transcripts --> run folder
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -20,6 +22,7 @@ from pydantic import Field
 from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.proto.config import NetworkRun
 from ludus.proto.config.environment import RANDOM_POLICY
+from ludus.proto.errors import CheckpointError
 from ludus.proto.runs import CONFIG_FILE, NETWORK, EvalReport, Evaluation, Phase, Resume, Summary
 from ludus.trainer.classic.agent import (
     PpoAgent,
@@ -32,11 +35,17 @@ from ludus.trainer.classic.heads import sample_uniform_actions
 from ludus.trainer.classic.policy import NetworkPolicy, make_networks
 from ludus.trainer.classic.rows import compute_step_values, make_transcripts
 from ludus.trainer.core.devices import use_torch_threads
-from ludus.trainer.core.stopping import RunStopped, StopRequest, stop_on_signals
+from ludus.trainer.core.stopping import (
+    RunStopped,
+    StepAbandoned,
+    StopRequest,
+    stop_on_signals,
+)
 from ludus.trainer.core.streams import Stream, use_torch_stream
 from ludus.trainer.run.checkpoint import SavedState, load_learner_state
 from ludus.trainer.run.lifecycle import RunStorage, find_start, open_run
 from ludus.trainer.run.metrics_writer import MetricsWriter
+from ludus.trainer.run.schedule import CheckpointSchedule
 from ludus.trainer.run.summary import write_summary
 
 _log = logging.getLogger(__name__)
@@ -62,6 +71,14 @@ class EpisodeBudget:
     num_episodes: int
 
 
+@dataclass(slots=True)
+class _RestorePoint:
+    """The state after the last complete step."""
+
+    state: NetworkState
+    agent_state: dict[str, Any]
+
+
 class OpenNetworkRun:
     """A network run with its open folder, environments and agent."""
 
@@ -73,7 +90,7 @@ class OpenNetworkRun:
         budget: EpisodeBudget | None = None,
     ) -> None:
         self.run, self.state, self._storage = run, storage.state, storage
-        self.stop_request = StopRequest()
+        self.stop_request = StopRequest(run.training.stop_grace_s)
         self._budget = budget
         self._start_s = time.monotonic()
         self._environment_name = next(iter(run.environments))
@@ -104,32 +121,77 @@ class OpenNetworkRun:
         if storage.checkpoint is not None:
             self.agent.restore(load_learner_state(storage.checkpoint))
             storage.folder.write(CONFIG_FILE, run)
+        self._saved_step = self.state.step
+        self._checkpoint_schedule = CheckpointSchedule(
+            run.training.checkpoint_every_steps, run.training.checkpoint_every_s
+        )
+        self._restore_point: _RestorePoint | None = None
 
     def train(self) -> Summary:
         """Train to the last step, and return the summary.
 
         Raises:
             RunStopped: `stop_request` was set.
+            Exception: a step failed. A note says from which checkpoint the run can continue.
         """
-        run = self.run
-        if self.state.step == 0 and run.eval.num_games_during:
-            report = self._evaluate(run.eval.num_games_during)
-            self.state.start_results[self._environment_name] = report.policy
+        if self.state.step == 0 and not self.state.start_results:
+            self.state.is_evaluation_due = True
         self.metrics.log_phase(Phase.TRAIN, self.state.step)
         self.metrics.clock.start()
-        while not self._is_finished:
-            self._train_step()
-            step, is_stopping = self.state.step, self.stop_request.is_set
-            is_due = step % run.training.checkpoint_every_steps == 0
-            if is_due or self._is_finished or is_stopping:
-                start_s = time.monotonic()
-                self._storage.checkpoints.save(self.state, self.agent.get_state())
-                self.metrics.log_checkpoint(step, time.monotonic() - start_s)
-            if is_stopping and not self._is_finished:
-                self.metrics.clock.stop()
-                raise RunStopped(f"stopped after step {step}")
-        self.metrics.clock.stop()
+        try:
+            self._train_steps()
+        except StepAbandoned:
+            self._save_checkpoint()
+            step = self._saved_step
+            raise RunStopped(
+                f"stopped after step {step}; the work after it was abandoned, and is done again"
+            ) from None
+        except Exception as error:
+            self._save_after_failure(error)
+            raise
+        finally:
+            self.metrics.clock.stop()
+        if not self._is_finished:
+            raise RunStopped(f"stopped after step {self.state.step}")
+        # Training is over, so that the next signal interrupts the evaluation at once.
+        self.stop_request.hurry()
         return self._finish()
+
+    def _train_steps(self) -> None:
+        """Train until the last step, or until a stop is requested; write checkpoints."""
+        request = self.stop_request
+        self._evaluate_if_due()
+        while not (self._is_finished or request.is_set):
+            self._train_step()
+            self._checkpoint_schedule.end_step()
+            agent_state = copy.deepcopy(self.agent.get_state())
+            self._restore_point = _RestorePoint(self.state.model_copy(), agent_state)
+            self._evaluate_if_due()
+            self._restore_point.state = self.state.model_copy()
+            if self._checkpoint_schedule.is_due(self.state.step):
+                self._save_checkpoint()
+        self._save_checkpoint()
+
+    def _save_after_failure(self, error: Exception) -> None:
+        """Save the last complete step, and add a note to the error on how to continue the run."""
+        try:
+            self._save_checkpoint()
+        except CheckpointError as failure:
+            _log.warning("no checkpoint can be written: %s", failure)
+        if self._storage.checkpoints.list_newest_first():
+            error.add_note(f"continue with --resume from step {self._saved_step}")
+
+    def _save_checkpoint(self) -> None:
+        """Write the checkpoint of the last complete step, unless it is written already."""
+        point = self._restore_point
+        if point is None or point.state.step == self._saved_step:
+            return
+        start_s = time.monotonic()
+        self._storage.checkpoints.save(point.state, point.agent_state)
+        self._saved_step = point.state.step
+        duration_s = time.monotonic() - start_s
+        self._checkpoint_schedule.end_checkpoint(duration_s)
+        self.metrics.log_checkpoint(self._saved_step, duration_s)
 
     @property
     def _is_finished(self) -> bool:
@@ -144,7 +206,9 @@ class OpenNetworkRun:
         learning_rate_factor = 1.0
         if run.ppo.schedule == "linear":
             learning_rate_factor = max(1 - state.step / run.training.num_steps, 0.0)
-        trained_batch, name = self.agent.train(learning_rate_factor), self._environment_name
+        with self.stop_request.interrupts_step():
+            trained_batch = self.agent.train(learning_rate_factor)
+        name = self._environment_name
         batch = trained_batch.batch
         state.step += 1
         state.num_episodes += len(batch.episodes)
@@ -159,17 +223,24 @@ class OpenNetworkRun:
         max_transcripts = run.metrics.transcripts_per_step
         transcripts = make_transcripts(batch, name, state.step - 1, max_transcripts)
         self.metrics.log_transcripts(state.step, transcripts)
-        self._evaluate_if_due()
+        is_last = state.step >= run.training.num_steps
+        state.is_evaluation_due = state.step % run.eval.every_steps == 0 and not is_last
 
     def _evaluate_if_due(self) -> None:
-        run, step = self.run, self.state.step
+        """Evaluate the policy; a resumed run makes up for an evaluation that a stop prevented."""
+        run, state = self.run, self.state
         num_games, target = run.eval.num_games_during, run.ppo.target_return
-        is_due = step % run.eval.every_steps == 0 and step < run.training.num_steps
-        if not num_games or not is_due:
+        if not num_games:
+            state.is_evaluation_due = False
+        if not state.is_evaluation_due or self.stop_request.is_set:
             return
-        report = self._evaluate(num_games)
-        if target is not None and report.policy.expected_return >= target:
-            self.state.has_reached_target = self._confirm_target(target)
+        with self.stop_request.interrupts_step():
+            policy_result = self._evaluate(num_games).policy
+            if state.step == 0:
+                state.start_results[self._environment_name] = policy_result
+            elif target is not None and policy_result.expected_return >= target:
+                state.has_reached_target = self._confirm_target(target)
+            state.is_evaluation_due = False
 
     def _evaluate(self, num_games: int) -> EvalReport:
         """Evaluate the policy and record the report."""

@@ -59,6 +59,19 @@ async def gather_or_cancel(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
         return [await task for task in started_tasks]
 
 
+async def wait_for_first(task: asyncio.Task[Any], event: Coroutine[Any, Any, None]) -> bool:
+    """Wait until a task has ended or an event has happened; return whether the task has ended.
+
+    The task is not cancelled.
+    """
+    event_task = asyncio.create_task(event)
+    try:
+        await asyncio.wait([task, event_task], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        event_task.cancel()
+    return task.done()
+
+
 async def wait_with_limit(
     awaitable: Awaitable[ResultT],
     description: str | Callable[[], str],

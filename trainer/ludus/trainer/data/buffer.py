@@ -183,6 +183,8 @@ class GroupBuffer:
         self._has_zero_variance = has_zero_variance
         self._slots: dict[int, _Slot] = {}
         """Slots by the index of their group, in starting order."""
+        self._taken_slots: dict[int, _Slot] = {}
+        """Slots of the latest batch, for `put_back`."""
         self._refusals: dict[int, Refusal] = {}
         """Refusals by index, since the last call of `copy_state`."""
         self._num_started = 0
@@ -228,8 +230,16 @@ class GroupBuffer:
         is_full = len(indices) == self._groups_per_step
         if not is_full or not self._can_postpone_others(set(indices), version + 1):
             return []
-        groups = [self._slots.pop(index).group for index in sorted(indices)]
-        return [group for group in groups if group is not None]
+        self._taken_slots = {index: self._slots.pop(index) for index in sorted(indices)}
+        return [slot.group for slot in self._taken_slots.values() if slot.group is not None]
+
+    def put_back(self, counts: Mapping[str, RolloutCounts]) -> None:
+        """Undo the latest `take`, whose batch was not trained on, and add its `counts` again."""
+        slots = {**self._taken_slots, **self._slots}
+        self._slots = dict(sorted(slots.items(), key=lambda item: item[1].position))
+        self._taken_slots = {}
+        for environment, environment_counts in counts.items():
+            self._add_counts(environment, environment_counts)
 
     def take_counts(self) -> dict[str, RolloutCounts]:
         """Return the counts since the last call, by environment, and reset them."""
@@ -254,6 +264,7 @@ class GroupBuffer:
         for group in self.groups:
             self._add_counts(group.environment, RolloutCounts(num_rolled_back_groups=1))
         self._slots.clear()
+        self._taken_slots.clear()
         self._refusals.clear()
         for environment, environment_counts in counts.items():
             self._add_counts(environment, environment_counts)

@@ -23,7 +23,7 @@ from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.tasks import gather_or_cancel
 from ludus.trainer.driver import checks
 from ludus.trainer.driver.evaluation import Evaluator, play_baselines
-from ludus.trainer.driver.loops.controller import Components
+from ludus.trainer.driver.loops.components import Components
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.runner import episode_limits
 from ludus.trainer.run.checkpoint import LEARNER_FOLDER, RunState

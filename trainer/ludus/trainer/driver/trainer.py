@@ -78,7 +78,7 @@ class Trainer:
             NotFoundError: there is no such file.
         """
         self.run = resolve_config(_load_config(config, overrides))
-        self.stop_request = StopRequest()
+        self.stop_request = StopRequest(self.run.training.stop_grace_s)
         self._resume = Resume(resume)
         self._overwrite = overwrite
         self._print_rows = print_rows
@@ -151,12 +151,14 @@ class Trainer:
         self._gate.has_reported_end = True
         await self._started_task
         if not self._controller.is_finished:
+            step, is_abandoned = self._state.step, self._controller.is_step_abandoned
+            abandonment = f"; step {step + 1} was abandoned, and is trained again"
             raise RunStopped(
-                f"stopped after step {self._state.step}",
+                f"stopped after step {step}{abandonment if is_abandoned else ''}",
                 is_from_control_file=self.stop_request.is_from_control_file,
             )
         # Training is over, so that the next signal interrupts the evaluation at once.
-        self.stop_request.set()
+        self.stop_request.hurry()
         return await self._write_results()
 
     def stop(self) -> None:

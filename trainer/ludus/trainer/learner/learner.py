@@ -43,6 +43,7 @@ from ludus.trainer.core.output import describe_write_error
 from ludus.trainer.core.streams import Stream, seed_torch
 from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequest, TrainingSample
 from ludus.trainer.learner import lora
+from ludus.trainer.learner.abandonment import StepAbandonedError, StepAbandonment
 from ludus.trainer.learner.actor_critic import ActorCritic, Critic, load_critic
 from ludus.trainer.learner.algorithm import Algorithm, LossTargets
 from ludus.trainer.learner.micro_batches import (
@@ -129,17 +130,55 @@ class Learner:
             **_make_adamw_settings(config),
         )
         self._num_skipped_in_a_row = 0
+        self.abandonment = StepAbandonment(self._optimizer, self._device, self._num_ranks)
+        """Requests to abandon the current step."""
 
-    def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
+    def train_step(
+        self,
+        batch: Batch,
+        coefficients: Coefficients,
+        *,
+        step_id: int = 0,
+        keeps_restore_point: bool = False,
+    ) -> StepMetrics:
         """Train on a batch, with one update per minibatch and pass, and return the metrics.
 
         An update whose gradient is not finite on any rank is skipped on all ranks.
+
+        Args:
+            step_id: id by which `abandonment` can be requested.
+            keeps_restore_point: whether the step can be abandoned after its first update too.
+
+        Raises:
+            StepAbandonedError: the step was abandoned.
         """
+        random_state = torch.get_rng_state()
+        try:
+            return self._train_step(batch, coefficients, step_id, keeps_restore_point)
+        except StepAbandonedError:
+            self.model.reshard()
+            torch.set_rng_state(random_state)
+            raise
+        finally:
+            self.abandonment.end_step()
+
+    def _train_step(
+        self,
+        batch: Batch,
+        coefficients: Coefficients,
+        step_id: int,
+        keeps_restore_point: bool,
+    ) -> StepMetrics:
         for group, rate_scale in zip(self._optimizer.param_groups, self._rate_scales, strict=True):
             group["lr"] = coefficients.learning_rate * rate_scale
         config = self._config
         sample_ids = split_samples(batch, config.num_minibatches)
         minibatches = [self._pack_micro_batches(batch, ids) for ids in sample_ids]
+        self.abandonment.begin_step(
+            step_id,
+            num_micro_batches=sum(map(len, minibatches)) * config.update_epochs,
+            keeps_restore_point=keeps_restore_point and len(minibatches) * config.update_epochs > 1,
+        )
         targets = self._make_targets(minibatches, coefficients)
         num_tokens = batch.num_sampled_tokens
         num_sampled = [num_tokens[batch.sequence_of_sample[ids]] for ids in sample_ids]
@@ -295,6 +334,11 @@ class Learner:
 
     def _get_state(self) -> dict[str, Any]:
         module, options = self.model.checkpoint_module, self._state_options
+        if not self._optimizer.state:
+            # torch creates the state by a step without a learning rate, which must not count.
+            get_state_dict(module, self._optimizer, options=options)
+            for parameter_state in self._optimizer.state.values():
+                parameter_state["step"].zero_()
         policy, optimizer = get_state_dict(module, self._optimizer, options=options)
         return {"policy": policy, "optimizer": optimizer, "torch_random": torch.get_rng_state()}
 
@@ -316,6 +360,7 @@ class Learner:
                 coefficients, is_after_update=is_after_update
             )
             for batch in micro_batches:
+                self.abandonment.check()
                 initial_output = reference_output = None
                 if needs_initial_output:
                     initial_output = self.model(batch.rows, self._run.rollout.temperature)
@@ -350,6 +395,7 @@ class Learner:
         entropy_mode: EntropyMode = "gradient" if coefficients.entropy > 0 else "value"
         metric_sums: list[Tensor] = []
         for index, (micro_batch, target) in enumerate(zip(micro_batches, targets, strict=True)):
+            self.abandonment.check()
             self.model.sync_gradients(index == len(micro_batches) - 1)
             output = self.model(micro_batch.rows, self._run.rollout.temperature, entropy_mode)
             loss = self._algorithm.compute_loss(micro_batch, output, target, counts, coefficients)
@@ -366,6 +412,7 @@ class Learner:
         is_finite = bool(finite_flag)
         if is_finite:
             self._optimizer.step()
+            self.abandonment.count_update()
         self._optimizer.zero_grad(set_to_none=True)
         self._num_skipped_in_a_row = 0 if is_finite else self._num_skipped_in_a_row + 1
         return grad_norm if is_finite else None

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ludus.proto.config import RewardModelRun
-from ludus.proto.config.reward_model import MAX_DEFAULT_WARMUP_STEPS
+from ludus.proto.config.training_run import DEFAULT_CHECKPOINT_INTERVAL_S
 from ludus.proto.errors import ConfigError
 from ludus.proto.reward_models import (
     METRICS_FILE,
@@ -40,6 +41,7 @@ from ludus.trainer.core.devices import choose_device, use_torch_threads
 from ludus.trainer.core.output import warn_user, write_atomically
 from ludus.trainer.core.stopping import (
     RunStopped,
+    StepAbandoned,
     StopRequest,
     check_skipped_updates,
     stop_on_signals,
@@ -61,13 +63,14 @@ from ludus.trainer.reward_model.model import (
     pad_rows,
     split_by_budget,
 )
+from ludus.trainer.reward_model.rates import RateSchedule
 from ludus.trainer.run.checkpoint import SavedState, load_learner_state
 from ludus.trainer.run.lifecycle import RunStorage, find_start, open_run
+from ludus.trainer.run.schedule import CheckpointSchedule
 
 ProgressCallback = Callable[[RewardModelProgress], None]
 
 _REPORT_INTERVAL_S = 1.0
-_CHECKPOINT_INTERVAL_S = 600.0
 
 
 class RewardModelState(SavedState):
@@ -140,7 +143,7 @@ def train_reward_model(
 
     Raises:
         UserError: the run cannot start as configured. Nothing is written.
-        RunStopped: a stop was requested. The checkpoint is written.
+        RunStopped: a stop was requested. A checkpoint of the last complete step is written.
         TrainingStalledError: too many consecutive gradients were not finite.
     """
     _check_output(run.output, overwrite=overwrite)
@@ -148,7 +151,12 @@ def train_reward_model(
         _training_environment(run),
         open_run(run, RewardModelState, 1, resume=resume, overwrite=overwrite) as storage,
     ):
-        training = _RewardModelTraining(run, storage, on_progress, stop_request or StopRequest())
+        stop_request = stop_request or StopRequest()
+        try:
+            with stop_request.interrupts_step():
+                training = _RewardModelTraining(run, storage, on_progress, stop_request)
+        except StepAbandoned:
+            raise RunStopped("stopped before the first step; nothing was trained") from None
         metrics = training.train()
         storage.folder.discard()
         return training.load_finished_model(), metrics
@@ -186,7 +194,7 @@ class _RewardModelTraining:
             self._comparisons, run.test_size, run.seed
         )
         self._num_steps = math.ceil(len(self._train_indices) / run.batch_size) * run.epochs
-        self._warmup_steps = self._choose_warmup_steps()
+        self._rate_schedule = RateSchedule(run, self._num_steps)
         self._num_texts_cut = self._model.encoder.num_texts_cut
         if run.freeze_backbone:
             self._model.requires_grad_(False)
@@ -196,14 +204,20 @@ class _RewardModelTraining:
             lr=run.learning_rate,
             weight_decay=run.weight_decay,
         )
-        self._last_checkpoint_s = time.monotonic()
+        self._checkpoint_schedule = CheckpointSchedule(None, DEFAULT_CHECKPOINT_INTERVAL_S)
         self._restore_checkpoint()
 
     def train(self) -> RewardModelMetrics:
-        """Train the remaining epochs, write the model, and return the metrics."""
+        """Train the remaining epochs, write the model, and return the metrics.
+
+        Raises:
+            RunStopped: a stop was requested.
+            Exception: a step failed. The checkpoint is of the step before it.
+        """
         while self._state.epoch < self._run.epochs:
             self._run_epoch()
-            self._end_epoch()
+            with self._restoring_state():
+                self._end_epoch()
         self._report_progress("save")
         if self._run.keep == "last":
             self._model.save(self._run.output)
@@ -221,34 +235,63 @@ class _RewardModelTraining:
         )
 
     def _run_epoch(self) -> None:
-        run, state = self._run, self._state
+        run = self._run
         max_lengths = self._comparisons.max_lengths
         batches = make_epoch_batches(
-            self._train_indices, max_lengths, run.batch_size, run.seed, state.epoch
+            self._train_indices, max_lengths, run.batch_size, run.seed, self._state.epoch
         )
-        for batch in batches[state.batch :]:
-            self._train_batch(batch)
+        for batch in batches[self._state.batch :]:
+            with self._restoring_state():
+                self._train_batch(batch)
+            state = self._state
             state.batch += 1
             state.step += 1
             self._report_progress("train")
+            self._checkpoint_schedule.end_step()
             if self._stop_request.is_set:
                 self._save_checkpoint()
-                raise RunStopped(
-                    f"stopped after step {state.step} of {self._num_steps}; continue with "
-                    f"--resume, or resume_checkpoint = '{self._run.folder}'"
-                )
-            if time.monotonic() - self._last_checkpoint_s > _CHECKPOINT_INTERVAL_S:
+                raise self._make_stop()
+            if self._checkpoint_schedule.is_due(state.step):
                 self._save_checkpoint()
+
+    @contextmanager
+    def _restoring_state(self) -> Iterator[None]:
+        """If the block fails or is abandoned, save the state from before it.
+
+        The block may change the weights only as its last action.
+        """
+        state = self._state.model_copy(deep=True)
+        torch_random, cuda_random = torch.get_rng_state(), self._get_cuda_random()
+        try:
+            yield
+        except (Exception, StepAbandoned) as error:
+            self._state = state
+            torch.set_rng_state(torch_random)
+            if cuda_random is not None:
+                torch.cuda.set_rng_state(cuda_random, self._model.device)
+            self._save_checkpoint()
+            if isinstance(error, StepAbandoned):
+                raise self._make_stop() from None
+            error.add_note(f"continue with --resume from step {state.step}")
+            raise
+
+    def _make_stop(self) -> RunStopped:
+        return RunStopped(
+            f"stopped after step {self._state.step} of {self._num_steps}; continue with "
+            f"--resume, or resume_checkpoint = '{self._run.folder}'"
+        )
 
     def _end_epoch(self) -> None:
         state = self._state
         self._report_progress("judge")
+        with self._stop_request.interrupts_step():
+            test_scores = self._evaluate()
         num_rows = len(self._train_indices)
         report = RewardModelEpoch(
             epoch=state.epoch + 1,
             train_loss=state.loss_sum / num_rows,
             train_accuracy=state.num_correct / num_rows,
-            test=self._evaluate(),
+            test=test_scores,
             elapsed_s=self._elapsed_s,
         )
         state.end_epoch(report, is_kept=self._is_best(report))
@@ -270,10 +313,14 @@ class _RewardModelTraining:
         self._model.train()
         if self._run.freeze_backbone:
             self._model.eval()  # no dropout in the frozen layers
-        state = self._state
         for group in self._optimizer.param_groups:
-            group["lr"] = self._run.learning_rate * self._compute_rate_factor(state.step)
-        comparisons, loss_sum = self._comparisons, 0.0
+            group["lr"] = self._rate_schedule.compute_rate(self._state.step)
+        with self._stop_request.interrupts_step():
+            self._accumulate_gradients(batch)
+        self._take_optimizer_step()
+
+    def _accumulate_gradients(self, batch: list[int]) -> None:
+        state, comparisons, loss_sum = self._state, self._comparisons, 0.0
         for micro_batch in split_by_budget(
             comparisons.max_lengths[batch].tolist(),
             self._run.max_tokens_per_micro_batch,
@@ -290,7 +337,6 @@ class _RewardModelTraining:
             state.num_correct += int((ranks == 1).sum())
         state.loss_sum += loss_sum
         state.recent_loss = loss_sum / len(batch)
-        self._take_optimizer_step()
 
     def _take_optimizer_step(self) -> None:
         state = self._state
@@ -308,26 +354,6 @@ class _RewardModelTraining:
             state.num_skipped_in_a_row,
             f"lower learning_rate = {self._run.learning_rate:g}, or set dtype = 'float32'",
         )
-
-    def _compute_rate_factor(self, step: int) -> float:
-        """Return the factor of the peak learning rate, which rises linearly, then decays to 0."""
-        if step < self._warmup_steps:
-            return (step + 1) / self._warmup_steps
-        return (self._num_steps - step) / max(1, self._num_steps - self._warmup_steps)
-
-    def _choose_warmup_steps(self) -> int:
-        warmup_steps = self._run.warmup_steps
-        if warmup_steps is None:
-            return min(MAX_DEFAULT_WARMUP_STEPS, self._num_steps // 10)
-        if warmup_steps >= self._num_steps:
-            peak_rate = self._run.learning_rate
-            warn_user(
-                f"warmup_steps = {warmup_steps}, but training has only {self._num_steps} steps: "
-                "the learning rate rises until the end, to "
-                f"{peak_rate * self._num_steps / warmup_steps:.2g} of {peak_rate:.2g}; lower "
-                "warmup_steps, or leave it out"
-            )
-        return warmup_steps
 
     def _evaluate(self) -> PreferenceScores | None:
         max_tokens = self._run.max_tokens_per_micro_batch
@@ -379,17 +405,21 @@ class _RewardModelTraining:
 
     def _save_checkpoint(self) -> None:
         self._state.elapsed_s = self._elapsed_s
-        is_cuda = self._model.device.type == "cuda"
+        start_s = time.monotonic()
         self._storage.checkpoints.save(
             self._state,
             {
                 "model": self._model.state_dict(),
                 "optimizer": self._optimizer.state_dict(),
                 "torch_random": torch.get_rng_state(),
-                "cuda_random": torch.cuda.get_rng_state(self._model.device) if is_cuda else None,
+                "cuda_random": self._get_cuda_random(),
             },
         )
-        self._last_checkpoint_s = time.monotonic()
+        self._checkpoint_schedule.end_checkpoint(time.monotonic() - start_s)
+
+    def _get_cuda_random(self) -> Tensor | None:
+        device = self._model.device
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     @property
     def _elapsed_s(self) -> float:

@@ -57,6 +57,8 @@ class SavedState(BaseModel):
     """Version of the scheme that derives the run's random streams."""
     start_results: dict[str, PolicyResult] = Field(default={}, alias="start")
     """Results of the policy before training, by environment; empty until they are measured."""
+    is_evaluation_due: bool = False
+    """True if the run stopped before or during the evaluation after this step."""
 
 
 StateT = TypeVar("StateT", bound=SavedState)

@@ -28,7 +28,7 @@ from ludus.proto.runs import (
     read_metrics,
     read_transcripts,
 )
-from ludus.trainer.core.output import write_atomically
+from ludus.trainer.core.output import warn_user, write_atomically
 from ludus.trainer.run.sinks import open_sinks
 from ludus.trainer.weights.canary import WorkerWeights
 
@@ -76,7 +76,15 @@ class MetricsWriter:
             job_log: stream that also receives the rows. Default: none.
         """
         self._path = path
-        rows = [] if resume_from is None else _drop_later_rows(path, resume_from)
+        rows: list[MetricsRow] = []
+        if resume_from is not None:
+            rows, last_step = _drop_later_rows(path, resume_from)
+            _log.info("the run continues from the checkpoint of step %d", resume_from)
+            if last_step > resume_from:
+                warn_user(
+                    f"the run had reached step {last_step}, but its newest checkpoint is of step "
+                    f"{resume_from}; what followed is trained again"
+                )
         self.clock = Clock(max((row.elapsed_s for row in rows), default=0.0))
         has_epochs = isinstance(run, LanguageModelRun) and run.training.num_epochs is not None
         self.num_steps = None if has_epochs else run.training.num_steps
@@ -169,7 +177,7 @@ class MetricsWriter:
         self.log_event(step, {TrainMetric.NUM_CHECKPOINTS: 1, TrainMetric.CHECKPOINT_S: duration_s})
 
     def rewind(self, step: int) -> None:
-        """Drop all rows and transcripts of later steps."""
+        """Drop all rows and transcripts of steps after `step`."""
         self._close_files()
         _drop_later_rows(self._path, step)
         self._open_files()
@@ -211,15 +219,17 @@ class MetricsWriter:
         self._sinks.write(row)
 
 
-def _drop_later_rows(path: Path, step: int) -> list[MetricsRow]:
-    """Drop the rows and transcripts after `step`; return the rows that remain."""
-    rows = [row for row in read_metrics(path) if row.step <= step]
+def _drop_later_rows(path: Path, step: int) -> tuple[list[MetricsRow], int]:
+    """Drop the rows and transcripts after `step`; return the other rows, and the last step."""
+    all_rows = read_metrics(path)
+    rows = [row for row in all_rows if row.step <= step]
+    last_step = max((row.step for row in all_rows if row.kind == "train"), default=0)
     lines = [row.model_dump_json(exclude_defaults=True) + "\n" for row in rows]
     write_atomically(path / METRICS_FILE, "".join(lines))
     transcripts = read_transcripts(path)
     lines = [text.model_dump_json() + "\n" for text in transcripts if text.step <= step]
     write_atomically(path / TRANSCRIPTS_FILE, "".join(lines))
-    return rows
+    return rows, last_step
 
 
 def _make_eval_values(result: PolicyResult, gap_closed: float | None = None) -> Mapping[str, float]:

@@ -1,9 +1,10 @@
-"""The length of a run, and the schedules of its learning rate and coefficients."""
+"""The length of a run, and the schedules of its checkpoints, learning rate and coefficients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 from ludus.proto.config import LanguageModelRun, LearnerConfig
 from ludus.proto.errors import ConfigError
@@ -11,6 +12,49 @@ from ludus.trainer.core.types import Coefficients
 
 _NUM_DIGITS = 9
 """Decimal digits to which numbers of groups are rounded, so that 0.1 of 30 tasks is 3, not 4."""
+_MAX_CHECKPOINT_SHARE = 0.05
+"""Maximum share of the time that checkpoints by time take."""
+
+
+class CheckpointSchedule:
+    """Decides after which steps a run writes a checkpoint.
+
+    A checkpoint is due by time if the next step would end after the interval. A run with long steps
+    therefore writes one after each step.
+
+    Args:
+        every_steps: number of steps between checkpoints. None: only by time.
+        every_s: minimum interval of checkpoints by time. None: only by steps.
+        clock: function that returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        every_steps: int | None,
+        every_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._every_steps = every_steps
+        self._clock = clock
+        self._interval_s = self._every_s = math.inf if every_s is None else every_s
+        self._step_end_s = self._checkpoint_end_s = self._clock()
+        self._step_s = 0.0
+
+    def end_step(self) -> None:
+        """Record the end of a step; call it once per step."""
+        now_s = self._clock()
+        self._step_s, self._step_end_s = now_s - self._step_end_s, now_s
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint must follow this step."""
+        if self._every_steps is not None and step % self._every_steps == 0:
+            return True
+        return self._step_end_s + self._step_s - self._checkpoint_end_s > self._interval_s
+
+    def end_checkpoint(self, duration_s: float) -> None:
+        """Record that a checkpoint was written, in `duration_s`."""
+        self._interval_s = max(self._every_s, duration_s / _MAX_CHECKPOINT_SHARE)
+        self._step_end_s = self._checkpoint_end_s = self._clock()
 
 
 def resolve_num_steps(run: LanguageModelRun, num_tasks: Mapping[str, int]) -> LanguageModelRun:

@@ -273,6 +273,7 @@ def _make_checkpoint_settings(keys: ForgeKeys, num_steps: int) -> dict[str, Any]
     is_enabled = keys.get("trainer.checkpoint.enable", default=True)
     return {
         "checkpoint_every_steps": interval if is_enabled else num_steps + 1,
+        "checkpoint_every_s": None,
         "keep_checkpoints": _UNLIMITED if num_kept == 0 else num_kept,
     }
 

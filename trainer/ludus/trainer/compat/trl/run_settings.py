@@ -297,6 +297,7 @@ def _make_training(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
         "groups_per_step": batches.num_groups,
         "max_staleness": 0,
         "checkpoint_every_steps": interval_by_strategy[args.save_strategy],
+        "checkpoint_every_s": None,
         # As in TRL, a limit of 0 or less means no limit.
         "keep_checkpoints": max(args.save_total_limit or 0, 0) or _KEEP_ALL_CHECKPOINTS,
     }

@@ -43,6 +43,9 @@ first error, even if the checkpoint fails too.
 
 Training pauses for a checkpoint between two steps. The checkpoint contains the learner's state and
 the waiting groups, and lists the groups being played, which a resumed run plays again.
+
+A stop request lets the current step or evaluation finish within its grace period, and then abandons
+it: the learner returns to the state before the step, and the step's groups return to the buffer.
 """
 
 from __future__ import annotations
@@ -50,57 +53,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ludus.env.serving.subprocess import LocalServer
-from ludus.proto.config import LanguageModelRun
-from ludus.proto.errors import CheckpointError, LearnerLostError
+from ludus.proto.errors import LearnerLostError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Phase
-from ludus.trainer.actors.processes import Buffer, Learners, Workers
+from ludus.trainer.core.output import warn_user
 from ludus.trainer.core.stopping import StopRequest, check_skipped_updates
-from ludus.trainer.core.tasks import CancellingTaskGroup
-from ludus.trainer.core.types import ScoringRequest
+from ludus.trainer.core.tasks import CancellingTaskGroup, wait_for_first
 from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import sum_counts
 from ludus.trainer.data.mixture import Mixture
 from ludus.trainer.data.progress import ProgressMonitor
-from ludus.trainer.driver.evaluation import Evaluator
+from ludus.trainer.driver.loops.checkpointing import Checkpointing
+from ludus.trainer.driver.loops.components import Components
 from ludus.trainer.driver.loops.delivery import Delivery
 from ludus.trainer.driver.loops.sampling import SamplingLoop
 from ludus.trainer.driver.loops.step_values import StepTimes, compute_step_values
 from ludus.trainer.driver.loops.steps import Step, StepGate
+from ludus.trainer.learner.abandonment import AbandonedStep
 from ludus.trainer.learner.step_metrics import StepMetrics
-from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.run import checkpoint
-from ludus.trainer.run.checkpoint import LEARNER_FOLDER, MODEL_FOLDER, CheckpointFolder, RunState
-from ludus.trainer.run.metrics_writer import MetricsWriter
+from ludus.trainer.run.checkpoint import RunState
 from ludus.trainer.run.schedule import compute_coefficients
 
 _log = logging.getLogger(__name__)
 
 _TAKE_TIMEOUT_S = 1.0
 _WATCH_INTERVAL_S = 0.2
-
-
-@dataclass(slots=True)
-class Components:
-    """The started components of a run."""
-
-    run: LanguageModelRun
-    metrics: MetricsWriter
-    checkpoints: CheckpointFolder
-    learners: Learners
-    workers: Workers
-    buffer: Buffer
-    evaluator: Evaluator
-    tokenizer: ChatTokenizer
-    canary: Sequence[ScoringRequest]
-    servers: Mapping[str, LocalServer] = field(default_factory=dict)
-    """Environment servers that this run started, by environment."""
-    num_tasks: Mapping[str, int] = field(default_factory=dict)
-    """Number of tasks by environment, for the environments that report it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,6 +91,8 @@ class _RunningStep:
     times: StepTimes
     metrics: StepMetrics | None = None
     """Metrics of the step; None until the learner has trained on the batch."""
+    abandonment: AbandonedStep | None = None
+    """Outcome of the step if it was abandoned."""
     training_task: asyncio.Task[None] | None = None
 
 
@@ -140,8 +122,13 @@ class Controller:
         self._mixture = Mixture(components.run, state.mixture, components.num_tasks)
         self._step: _RunningStep | None = None
         """The learner's current step; None between two steps."""
-        self._saved_step = state.step
-        """Step of the latest checkpoint, or the first step."""
+        self._checkpointing = Checkpointing(components, state.step)
+        self._train_s = 0.0
+        """Duration of the learner's latest step."""
+        self.is_step_abandoned = False
+        """True if the run stopped in the middle of a step."""
+        self._is_state_lost = False
+        """True if the learner's state is useless, because a step was abandoned without a copy."""
         self._delivery_duration_s = 0.0
         """Duration of the deliveries that finished since the last step."""
         self._num_recorded_breaches = 0
@@ -182,8 +169,8 @@ class Controller:
 
     async def save_checkpoint(self) -> None:
         """Write a checkpoint; call it between two steps."""
-        await self._delivery.wait()
-        await self._write_checkpoint()
+        await self._wait_unless_overdue(asyncio.create_task(self._delivery.wait()))
+        await self._checkpointing.save(self.sampling, self.state)
 
     async def _run_with_restarts(self) -> None:
         is_learner_lost = False
@@ -206,20 +193,22 @@ class Controller:
         async with CancellingTaskGroup() as tasks:
             tasks.start(self._watch_environments())
             await self._delivery.publish(state.step, tasks)
-            await self._delivery.wait()
+            await self._wait_unless_overdue(asyncio.create_task(self._delivery.wait()))
             await self.sampling.restore(state)
             state.clear_groups()
             if not self._has_started:
                 await self._gate.wait(None)
             if state.step == 0 and not state.start_results:
-                await self._evaluate()
+                state.is_evaluation_due = True
+            await self._evaluate_if_due()
             if not self._has_started:
                 metrics.clock.start()
                 self._has_started = True
             metrics.log_phase(Phase.TRAIN, state.step)
             tasks.start(self.sampling.run(tasks))
             await self._run_training_loop(tasks)
-            await self.save_checkpoint()
+            if not (self._is_state_lost or self._checkpointing.has_saved(state.step)):
+                await self.save_checkpoint()
 
     async def _run_training_loop(self, tasks: CancellingTaskGroup) -> None:
         run = self.components.run
@@ -230,9 +219,13 @@ class Controller:
             if batch is None:
                 return
             step = await self._train(batch, time.monotonic() - start_s, tasks)
-            if self._is_due(run.eval.every_steps):
-                step = replace(step, evaluation=await self._evaluate())
-            if self._is_due(run.training.checkpoint_every_steps):
+            if step is None:
+                return
+            self._checkpointing.schedule.end_step()
+            if not self.is_finished:
+                self.state.is_evaluation_due = self.state.step % run.eval.every_steps == 0
+            step = replace(step, evaluation=await self._evaluate_if_due())
+            if not self.is_finished and self._checkpointing.schedule.is_due(self.state.step):
                 await self.save_checkpoint()
                 self.components.metrics.log_phase(Phase.TRAIN, self.state.step)
             await self._gate.wait(step)
@@ -248,14 +241,25 @@ class Controller:
                 return batch
         return None
 
-    async def _train(self, batch: TakenBatch, wait_s: float, tasks: CancellingTaskGroup) -> Step:
-        """Train on a batch, start the delivery of the new weights, and return the step."""
+    async def _train(
+        self, batch: TakenBatch, wait_s: float, tasks: CancellingTaskGroup
+    ) -> Step | None:
+        """Train on a batch and start the delivery of the new weights.
+
+        Returns:
+            the step; None if it was abandoned.
+        """
         step = self._step = _RunningStep(batch, StepTimes(wait_s))
         step.training_task = asyncio.create_task(self._train_on_batch(step))
+        await self._abandon_when_overdue(step.training_task)
         # If something else fails now, the learner still finishes this step.
         await asyncio.shield(step.training_task)
-        start_s = time.monotonic()
-        num_bytes = await self._delivery.publish(self.state.step, tasks)
+        if step.abandonment is not None:
+            await self._put_back(step)
+            return None
+        start_s, num_bytes = time.monotonic(), 0
+        if self.is_finished or not self.stop_request.is_set:
+            num_bytes = await self._delivery.publish(self.state.step, tasks)
         publish_s = time.monotonic() - start_s
         step.times = replace(step.times, publish_s=publish_s, sync_bytes=num_bytes)
         recorded_step = self._record_step(step)
@@ -268,9 +272,42 @@ class Controller:
         coefficients = compute_coefficients(self.components.run, self.state.step)
         batch = step.batch.batch
         assert batch is not None
-        step.metrics = await self.components.learners.train_step(batch, coefficients)
-        step.times = replace(step.times, train_s=time.monotonic() - start_s)
+        is_step_long = self._train_s > self.components.run.training.stop_grace_s
+        outcome = await self.components.learners.train_step(
+            batch,
+            coefficients,
+            keeps_restore_point=is_step_long and self.state.step != self._checkpointing.saved_step,
+        )
+        if isinstance(outcome, AbandonedStep):
+            step.abandonment = outcome
+            return
+        step.metrics, self._train_s = outcome, time.monotonic() - start_s
+        step.times = replace(step.times, train_s=self._train_s)
         self.state.step += 1
+
+    async def _abandon_when_overdue(self, training_task: asyncio.Task[None]) -> None:
+        """Wait until the learner's step has ended; after a stop request, end it early."""
+        learners, request = self.components.learners, self.stop_request
+        if await self._wait_unless_overdue(training_task):
+            return
+        # A step whose start is the latest checkpoint can be trained again from there.
+        await learners.abandon_step(
+            discards_state=request.is_hurried or self.state.step == self._checkpointing.saved_step
+        )
+        if await wait_for_first(training_task, request.wait_until_hurried()):
+            return
+        await learners.abandon_step(discards_state=True)
+
+    async def _wait_unless_overdue(self, task: asyncio.Task[Any]) -> bool:
+        """Wait for a task until a stop is overdue; return whether the task is done."""
+        return await wait_for_first(task, self.stop_request.wait_until_overdue())
+
+    async def _put_back(self, step: _RunningStep) -> None:
+        """Return the groups of an abandoned step to the buffer, for the checkpoint."""
+        assert step.abandonment is not None
+        self._step, self.is_step_abandoned = None, True
+        self._is_state_lost = not step.abandonment.is_restored
+        await self.components.buffer.put_back(step.batch.counts)
 
     def _record_step(self, step: _RunningStep) -> Step:
         """Count a trained step, write its metrics, and return it."""
@@ -345,18 +382,27 @@ class Controller:
                     metrics.log_event(state.step, {TrainMetric.NUM_ENVIRONMENT_RESTARTS: 1})
                     await asyncio.to_thread(server.restart)
 
-    def _is_due(self, every_steps: int) -> bool:
-        return not self.is_finished and self.state.step % every_steps == 0
+    async def _evaluate_if_due(self) -> dict[str, EvalReport] | None:
+        """Evaluate the policy during training; return None if no evaluation is due, or on a stop.
 
-    async def _evaluate(self) -> dict[str, EvalReport] | None:
-        """Evaluate the policy during training; return None if num_games_during is 0."""
+        A resumed run makes up for an evaluation that a stop prevented.
+        """
         state, metrics = self.state, self.components.metrics
         num_games = self.components.run.eval.num_games_during
         if num_games == 0:
+            state.is_evaluation_due = False
+        if not state.is_evaluation_due or self.stop_request.is_set:
             return None
         await self._delivery.wait()  # all workers must use this step's weights
         metrics.log_phase(Phase.EVALUATE, state.step)
-        reports = await self.components.evaluator.evaluate(num_games)
+        evaluation_task = asyncio.create_task(self.components.evaluator.evaluate(num_games))
+        try:
+            if not await self._wait_unless_overdue(evaluation_task):
+                return None
+            reports = evaluation_task.result()
+        finally:
+            evaluation_task.cancel()
+        state.is_evaluation_due = False
         if state.step == 0:
             state.start_results = {name: report.policy for name, report in reports.items()}
             self._mixture.warn_if_success_is_missing(state.start_results)
@@ -367,19 +413,6 @@ class Controller:
         self.sampling.take_idle_s()
         return reports
 
-    async def _write_checkpoint(self) -> None:
-        checkpoints, metrics = self.components.checkpoints, self.components.metrics
-        learners = self.components.learners
-        metrics.log_phase(Phase.SAVE_CHECKPOINT, self.state.step)
-        start_s = time.monotonic()
-        # A copy, because sampling continues during the save.
-        state = await self.sampling.copy_state(self.state)
-        with checkpoints.prepare(state.step) as folder:
-            files = await learners.save(folder / LEARNER_FOLDER, folder / MODEL_FOLDER)
-            await checkpoints.commit(folder, state, files)
-        self._saved_step = state.step
-        metrics.log_checkpoint(state.step, time.monotonic() - start_s)
-
     async def _save_after_failure(self) -> str:
         """Save a checkpoint if the learner is alive; return a note on how to continue the run.
 
@@ -388,25 +421,24 @@ class Controller:
         try:
             async with asyncio.timeout(self.last_checkpoint_timeout_s):
                 await self._finish_step()
-                if self.state.step > self._saved_step:
+                if self.state.step > self._checkpointing.saved_step and not self._is_state_lost:
                     async with asyncio.timeout(self.learner_ping_timeout_s):
                         await self.components.learners.ping()
-                    await self._write_checkpoint()
+                    await self._checkpointing.save(self.sampling, self.state)
         except Exception as failure:  # noqa: BLE001 - the run must raise its first error
             reason = str(getattr(failure, "cause", None) or failure) or type(failure).__name__
             _log.warning("no checkpoint of step %d can be written: %s", self.state.step, reason)
-        checkpoints = self.components.checkpoints.list_newest_first()
-        if not checkpoints:
-            return "there is no checkpoint to continue from"
-        step = checkpoint.parse_checkpoint_step(checkpoints[0])
-        return f"continue with --resume from step {step}"
+        return self._checkpointing.describe_newest()
 
     async def _finish_step(self) -> None:
         """Wait until the learner has finished its current step, and record the step."""
         step = self._step
         if step is not None and step.training_task is not None:
             await asyncio.shield(step.training_task)
-            self._record_step(step)
+            if step.abandonment is None:
+                self._record_step(step)
+            else:
+                await self._put_back(step)
 
     def _discard_step(self) -> None:
         """Stop waiting for the learner's current step."""
@@ -433,9 +465,9 @@ class Controller:
         components, state = self.components, self.state
         self._discard_step()
         # Until the restart is complete, no checkpoint may be written.
-        self._saved_step = state.step
-        checkpoint_state = await self._restart_learner()
-        self._saved_step = checkpoint_state.step
+        self._checkpointing.saved_step = state.step
+        checkpoint_state = await self._checkpointing.restart_learner()
+        self._checkpointing.saved_step = checkpoint_state.step
         num_lost_steps = state.step - checkpoint_state.step
         state.num_groups_rolled_back += num_lost_steps * components.run.training.groups_per_step
         self._mixture.roll_back(checkpoint_state.mixture)
@@ -446,26 +478,7 @@ class Controller:
         ]
         components.metrics.rewind(state.step)
         components.metrics.log_event(state.step, {TrainMetric.NUM_LEARNER_RESTARTS: 1})
-        _log.warning("training continues from step %d", state.step)
-
-    async def _restart_learner(self) -> RunState:
-        """Restart the learner from the newest readable checkpoint; return that run state.
-
-        Raises:
-            CheckpointError: there are checkpoints, but none is readable.
-        """
-        learners, failure = self.components.learners, None
-        for folder in self.components.checkpoints.list_newest_first():
-            try:
-                checkpoint.check_complete(folder)
-                state = checkpoint.read_state(folder, RunState)
-                await learners.restart(folder / LEARNER_FOLDER)
-            except CheckpointError as error:
-                _log.warning("%s", getattr(error, "cause", None) or error)
-                failure = error
-            else:
-                return state
-        if failure is not None:
-            raise failure
-        await learners.restart(None)
-        return RunState()
+        warn_user(
+            f"the learner was lost: training continues from the checkpoint of step {state.step}, "
+            f"and trains {num_lost_steps} steps again"
+        )

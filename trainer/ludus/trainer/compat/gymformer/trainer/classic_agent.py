@@ -136,6 +136,7 @@ def make_run(request: AgentRequest) -> NetworkRun:
             "training": {
                 "num_steps": math.ceil(request.max_episodes / episodes_per_update),
                 "checkpoint_every_steps": max(1, request.save_interval // episodes_per_update),
+                "checkpoint_every_s": None,
             },
             "eval": {"num_games": _NUM_EVAL_EPISODES, "num_games_during": 0},
             "metrics": dict(request.metrics),

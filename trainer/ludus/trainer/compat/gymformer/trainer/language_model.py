@@ -198,6 +198,7 @@ def make_run(
                 "groups_per_step": num_groups,
                 "max_staleness": 0,
                 "checkpoint_every_steps": max(1, request.save_interval // episodes_per_step),
+                "checkpoint_every_s": None,
             },
             "eval": {"num_games": max(episodes_per_step, request.num_envs), "num_games_during": 0},
             "metrics": {**request.metrics, "transcripts_per_step": episodes_per_step},
