@@ -7,6 +7,7 @@ import asyncio
 import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -147,4 +148,6 @@ def _report_error(error: Exception, exit_code: int) -> int:
 
 
 if __name__ == "__main__":
+    # A stop before the run has its own handlers must end what the run has started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -14,9 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -60,8 +62,27 @@ def is_local() -> bool:
 
 
 def start_ray() -> None:
-    """Join the Ray cluster of RAY_ADDRESS, or start Ray on this machine."""
+    """Join the Ray cluster of RAY_ADDRESS, or start Ray on this machine.
+
+    The program's handler of SIGTERM stays, although Ray sets its own, which exits.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    with _keep_signal_handler(signal.SIGTERM):
+        _start_ray_with_retry()
+
+
+@contextmanager
+def _keep_signal_handler(signal_number: signal.Signals) -> Iterator[None]:
+    """Restore the handler of a signal after the block, if the program has set one."""
+    handler = signal.getsignal(signal_number)
+    try:
+        yield
+    finally:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal_number, handler)
+
+
+def _start_ray_with_retry() -> None:
     try:
         _init_ray()
     except Exception as error:  # Ray does not raise a narrower class
