@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,10 @@ from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.run.checkpoint import (
     CheckpointFolder,
     RunState,
+    find_checkpoint,
     find_newest_checkpoint,
     list_checkpoints,
+    load_learner_state,
     read_state,
 )
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
@@ -58,6 +61,13 @@ def remove(file: Path) -> None:
 
 def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:5])
+
+
+def change(file: Path) -> None:
+    """Change the last byte that is not a space or a bracket; the size remains."""
+    content = file.read_bytes().rstrip(b"\n}")
+    rest = file.read_bytes()[len(content) :]
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) + rest)
 
 
 @pytest.mark.parametrize("damage", [remove, truncate])
@@ -114,7 +124,7 @@ async def test_commit_waits_for_a_late_file(
     assert checkpoint == find_newest_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [remove, truncate])
+@pytest.mark.parametrize("damage", [remove, truncate, change])
 @pytest.mark.parametrize("name", [*FILE_NAMES, "state.json", "files.json"])
 async def test_damaged_checkpoint_is_skipped_with_a_warning(
     tmp_path: Path,
@@ -126,6 +136,58 @@ async def test_damaged_checkpoint_is_skipped_with_a_warning(
     damage(await save_checkpoint(tmp_path, 10) / name)
     assert find_newest_checkpoint(tmp_path) == intact_checkpoint
     assert "step-00000010' cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "file_list",
+    [
+        "[]",
+        '{"num_bytes": 5}',
+        '{"num_bytes": {"state.json": "many"}}',
+        '{"num_bytes": {"../outside": 7}}',
+        '{"num_bytes": {"/dev/zero": 0}}',
+        '{"num_bytes": {"pipe": 0}}',
+        '{"num_bytes": {"learner/.metadata": 170}, "blake3": {}}',
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:40],
+)
+async def test_wrong_list_of_files_is_a_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file_list: str
+) -> None:
+    (tmp_path / "outside").write_text("outside")
+    intact_checkpoint = await save_checkpoint(tmp_path, 5)
+    checkpoint = await save_checkpoint(tmp_path, 10)
+    os.mkfifo(checkpoint / "pipe")
+    (checkpoint / "files.json").write_text(file_list)
+    assert find_newest_checkpoint(tmp_path) == intact_checkpoint
+    assert "step-00000010' cannot be read" in capsys.readouterr().err
+
+
+async def test_checkpoint_without_checksums_is_used_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = await save_checkpoint(tmp_path, 5)
+    file_list = json.loads((checkpoint / "files.json").read_text())
+    del file_list["blake3"]
+    (checkpoint / "files.json").write_text(json.dumps(file_list))
+    change(checkpoint / "learner" / ".metadata")
+    assert find_newest_checkpoint(tmp_path) == checkpoint
+    assert "step-00000005' was written without checksums" in capsys.readouterr().err
+
+
+async def test_named_checkpoint_is_checked_too(tmp_path: Path) -> None:
+    checkpoint = await save_checkpoint(tmp_path, 5)
+    assert find_checkpoint(checkpoint, tmp_path) == checkpoint
+    change(checkpoint / "model" / "config.json")
+    with pytest.raises(CheckpointError, match=r"the content of 'model/config\.json' differs"):
+        find_checkpoint(checkpoint, tmp_path)
+
+
+def test_state_with_a_function_is_refused(tmp_path: Path) -> None:
+    CheckpointFolder(tmp_path, num_kept=1).save(RunState(step=5), {"policy": os.system})
+    with pytest.raises(CheckpointError, match="an object other than tensors and plain values"):
+        load_learner_state(tmp_path / "step-00000005")
 
 
 async def test_search_fails_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ludus.proto.config import make_run_config
 from ludus.trainer.__main__ import main
 from ludus.trainer.driver.checks import resolve_config
-from ludus.trainer.run.checkpoint import find_checkpoint
+from ludus.trainer.run.checkpoint import CheckpointFolder, RunState, find_checkpoint
 
 
 def test_full_disk_gives_a_short_message(
@@ -30,9 +30,10 @@ def test_full_disk_gives_a_short_message(
 
 
 def test_checkpoint_is_found_by_path_or_name(tmp_path: Path) -> None:
-    (tmp_path / "step-00000150").mkdir()
-    assert find_checkpoint(Path("step-00000150"), tmp_path) == tmp_path / "step-00000150"
-    assert find_checkpoint(tmp_path, tmp_path / "other") == tmp_path
+    checkpoint = tmp_path / "step-00000150"
+    CheckpointFolder(tmp_path, num_kept=1).save(RunState(step=150), {})
+    assert find_checkpoint(Path("step-00000150"), tmp_path) == checkpoint
+    assert find_checkpoint(checkpoint, tmp_path / "other") == checkpoint
     unknown_checkpoint = find_checkpoint(Path("step-1"), tmp_path)
     assert unknown_checkpoint == Path("step-1").absolute()
 

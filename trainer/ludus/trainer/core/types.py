@@ -41,6 +41,7 @@ from pydantic_core import core_schema
 from ludus.env import Message
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
+from ludus.trainer.core.checksums import hash_file
 from ludus.trainer.core.ragged import RaggedArray
 
 
@@ -461,8 +462,10 @@ class SavedFile:
 
     path: Path
     num_bytes: int
+    checksum: str
+    """BLAKE3 hash of the content, in hexadecimal digits."""
 
     @classmethod
     def from_path(cls, path: Path) -> SavedFile:
         """Build the record of an existing file."""
-        return cls(path, path.stat().st_size)
+        return cls(path, path.stat().st_size, hash_file(path))

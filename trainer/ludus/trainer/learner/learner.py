@@ -46,6 +46,11 @@ from ludus.trainer.learner import lora
 from ludus.trainer.learner.abandonment import StepAbandonedError, StepAbandonment
 from ludus.trainer.learner.actor_critic import ActorCritic, Critic, load_critic
 from ludus.trainer.learner.algorithm import Algorithm, LossTargets
+from ludus.trainer.learner.checkpoint_reader import (
+    CheckpointReader,
+    PlainValuePlanner,
+    UnsafeFileError,
+)
 from ludus.trainer.learner.micro_batches import (
     MicroBatch,
     MicroBatchConfig,
@@ -282,14 +287,16 @@ class Learner:
         """Restore the state that `save` wrote, possibly with a different number of ranks.
 
         Raises:
-            CheckpointError: the folder cannot be read, or belongs to a different model.
+            CheckpointError: the folder cannot be read, contains an object that could run code, or
+                belongs to a different model.
         """
         state = self._get_state()
         try:
-            dcp.load(state, checkpoint_id=folder)
+            dcp.load(state, storage_reader=CheckpointReader(folder), planner=PlainValuePlanner())
         except (CheckpointException, RuntimeError, OSError) as error:
             failure = _find_first_failure(error)
-            reason = str(error) if failure is error else repr(failure)
+            is_described = failure is error or isinstance(failure, UnsafeFileError)
+            reason = str(failure) if is_described else repr(failure)
             raise CheckpointError(
                 f"checkpoint '{folder}' cannot be read: {reason}; it must be complete, and come "
                 "from a run with the same model"

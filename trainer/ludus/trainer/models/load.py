@@ -1,4 +1,8 @@
-"""Loading of language models and tokenizers from folders and from Hugging Face."""
+"""Loading of language models and tokenizers from folders and from Hugging Face.
+
+Code in a model's folder is never run. Without `trust_remote_code=False`, transformers asks on the
+terminal whether to run the code.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,9 @@ def load_config(path: str | Path, field: str = "model.path") -> PretrainedConfig
         NotFoundError: there is no model.
     """
     with _shorten_errors(path, field) as is_local:
-        return transformers.AutoConfig.from_pretrained(path, local_files_only=is_local)
+        return transformers.AutoConfig.from_pretrained(
+            path, local_files_only=is_local, trust_remote_code=False
+        )
 
 
 def load_language_model(
@@ -67,6 +73,7 @@ def load_language_model(
             dtype=dtype,
             attn_implementation="sdpa",
             local_files_only=is_local,
+            trust_remote_code=False,
             adapter_kwargs={"local_files_only": is_local},
         )
 
@@ -115,7 +122,11 @@ def load_sequence_classifier(
         _silence_transformers(),
     ):
         return transformers.AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype=dtype, local_files_only=is_local
+            path,
+            num_labels=1,
+            dtype=dtype,
+            local_files_only=is_local,
+            trust_remote_code=False,
         )
 
 
@@ -126,9 +137,11 @@ def load_skeleton(path: str | Path) -> PreTrainedModel:
         NotFoundError: there is no model.
     """
     with _shorten_errors(path) as is_local:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=is_local)
+        config = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=is_local, trust_remote_code=False
+        )
         with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(config)
+            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -141,11 +154,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         NotFoundError: there is no tokenizer.
     """
     config_file = Path(path) / "tokenizer_config.json"
-    settings = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
-    is_fast = settings.get("tokenizer_class") == _FAST_TOKENIZER_CLASS
-    loader = transformers.PreTrainedTokenizerFast if is_fast else transformers.AutoTokenizer
     with _shorten_errors(path) as is_local:
-        return loader.from_pretrained(path, local_files_only=is_local)
+        settings = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
+        is_fast = settings.get("tokenizer_class") == _FAST_TOKENIZER_CLASS
+        loader = transformers.PreTrainedTokenizerFast if is_fast else transformers.AutoTokenizer
+        return loader.from_pretrained(path, local_files_only=is_local, trust_remote_code=False)
 
 
 def get_current_minute() -> int:

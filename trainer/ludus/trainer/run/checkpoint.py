@@ -4,32 +4,36 @@
         learner/     weights, optimizer and random state: one part per rank, or agent.pt
         model/       a language model's weights as a Hugging Face folder, for other programs
         state.json   SavedState of the run's kind
-        files.json   the size of every other file, as its writer reported it
+        files.json   the size and the checksum of every other file, from its writer
 
     ranks --write--> step-00000050.partial --driver sees all files--> rename, remove older
     checkpoints
 
 Ranks may write on other nodes. A checkpoint gets its name only when the driver sees all of its
 files, and older checkpoints are removed only after that. A checkpoint that was damaged later is
-recognized by the sizes of its files, and skipped.
+recognized by the sizes and checksums of its files, and skipped. Checksums find damage, not attacks:
+a user who can write to the folder can also replace files.json. No file is unpickled freely
+(`learner/checkpoint_reader.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
+from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from ludus.proto.errors import CheckpointError
 from ludus.proto.runs import PolicyResult, Summary
+from ludus.trainer.core.checksums import hash_file
 from ludus.trainer.core.output import describe_write_error, rename_folder, warn_user
 from ludus.trainer.core.streams import VERSION as STREAMS_VERSION
 from ludus.trainer.core.types import GroupSpec, RolloutGroup, SavedFile
@@ -114,6 +118,52 @@ class RunState(SavedState):
         self.unfinished_groups, self.buffered_groups, self.counts = [], [], {}
 
 
+class _FileList(BaseModel):
+    """The files of a checkpoint: the content of files.json, which does not list itself."""
+
+    num_bytes: dict[str, NonNegativeInt]
+    """Size of each file in bytes, by path in the checkpoint."""
+    blake3: dict[str, str] | None = None
+    """BLAKE3 hash of each file; None in checkpoints of older versions of Ludus."""
+
+    @classmethod
+    def from_saved_files(cls, folder: Path, files: Iterable[SavedFile]) -> _FileList:
+        """Build the list of files that were saved in a checkpoint's folder."""
+        file_list = cls(num_bytes={}, blake3={})
+        for file in files:
+            file_list.add(str(file.path.relative_to(folder.absolute())), file)
+        return file_list
+
+    def add(self, name: str, file: SavedFile) -> None:
+        """Add a file."""
+        assert self.blake3 is not None
+        self.num_bytes[name], self.blake3[name] = file.num_bytes, file.checksum
+
+    def find_wrong_size(self, checkpoint: Path) -> str | None:
+        """Describe the first file that is missing or has another size."""
+        for name, num_bytes in self.num_bytes.items():
+            if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+                return f"'{name}' is not a path in the checkpoint"
+            try:
+                status = (checkpoint / name).stat()
+            except OSError:
+                return f"'{name}' ({num_bytes} bytes) is missing"
+            if not stat.S_ISREG(status.st_mode):
+                return f"'{name}' is not a file"
+            if status.st_size != num_bytes:
+                return f"'{name}' has {status.st_size} bytes instead of {num_bytes}"
+        return None
+
+    def find_wrong_content(self, checkpoint: Path) -> str | None:
+        """Describe the first file whose content is not the content that was written."""
+        if self.blake3 is None:
+            return None
+        for name in self.num_bytes:
+            if hash_file(checkpoint / name) != self.blake3.get(name):
+                return f"the content of '{name}' differs from its checksum in '{_FILES_FILE}'"
+        return None
+
+
 class CheckpointFolder:
     """The checkpoints of one run."""
 
@@ -149,9 +199,9 @@ class CheckpointFolder:
 
         Checkpoints beyond the number to keep are removed.
         """
-        sizes = _list_sizes(temporary_folder, files)
-        await asyncio.to_thread(_wait_until_complete, temporary_folder, sizes)
-        return self._commit(temporary_folder, state, sizes)
+        file_list = _FileList.from_saved_files(temporary_folder, files)
+        await asyncio.to_thread(_wait_until_complete, temporary_folder, file_list)
+        return self._commit(temporary_folder, state, file_list)
 
     def save(self, state: SavedState, learner_state: Mapping[str, object]) -> None:
         """Write the checkpoint of a run that trains in this process.
@@ -166,18 +216,19 @@ class CheckpointFolder:
                 torch.save(dict(learner_state), path)
             except RuntimeError as error:  # torch raises it if the disk is full
                 raise CheckpointError(describe_write_error(path, error)) from error
-            self._commit(folder, state, _list_sizes(folder, [SavedFile.from_path(path)]))
+            file = SavedFile.from_path(path.absolute())
+            self._commit(folder, state, _FileList.from_saved_files(folder, [file]))
 
     def list_newest_first(self) -> list[Path]:
         """Return all checkpoints, including damaged ones."""
         return list_checkpoints(self._folder)[::-1]
 
-    def _commit(self, temporary_folder: Path, state: SavedState, sizes: dict[str, int]) -> Path:
+    def _commit(self, temporary_folder: Path, state: SavedState, file_list: _FileList) -> Path:
         state_path = temporary_folder / _STATE_FILE
         state_path.write_text(state.model_dump_json(), encoding="utf-8")
-        sizes[_STATE_FILE] = state_path.stat().st_size
-        file_list = json.dumps({"num_bytes": sizes}, indent=2)
-        (temporary_folder / _FILES_FILE).write_text(file_list, encoding="utf-8")
+        file_list.add(_STATE_FILE, SavedFile.from_path(state_path))
+        file_list_json = file_list.model_dump_json(indent=2)
+        (temporary_folder / _FILES_FILE).write_text(file_list_json, encoding="utf-8")
         checkpoint = temporary_folder.with_suffix("")
         rename_folder(temporary_folder, checkpoint)
         self._remove_obsolete(checkpoint)
@@ -186,7 +237,7 @@ class CheckpointFolder:
     def _describe_newest(self) -> str:
         for checkpoint in self.list_newest_first():
             with suppress(CheckpointError):
-                check_complete(checkpoint)
+                _check_sizes(checkpoint)
                 return f"the newest complete checkpoint is '{checkpoint}'"
         return "there is no earlier checkpoint"
 
@@ -204,7 +255,11 @@ def load_learner_state(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / LEARNER_FOLDER / _LEARNER_FILE
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling raises many types of errors
+    except UnpicklingError as error:
+        # The message of torch explains how to load such a file without a check.
+        unsafe_error = ValueError("it contains an object other than tensors and plain values")
+        raise _make_unreadable_error(checkpoint, path.name, unsafe_error) from error
+    except Exception as error:  # damaged files raise many types of errors
         raise _make_unreadable_error(checkpoint, path.name, error) from error
     return state
 
@@ -240,32 +295,54 @@ def find_newest_checkpoint(folder: Path) -> Path:
 
 
 def find_checkpoint(path: Path | None, checkpoints: Path) -> Path:
-    """Return the absolute path of a checkpoint; None stands for the latest checkpoint."""
+    """Return the absolute path of a checkpoint; None stands for the latest checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
     if path is None:
         return find_newest_checkpoint(checkpoints).absolute()
     named_checkpoint = checkpoints / path
-    if not path.exists() and named_checkpoint.exists():
-        return named_checkpoint.absolute()
-    return path.absolute()
+    checkpoint = path if path.exists() or not named_checkpoint.exists() else named_checkpoint
+    if checkpoint.is_dir():
+        check_complete(checkpoint)
+    return checkpoint.absolute()
 
 
 def check_complete(checkpoint: Path) -> None:
-    """Check that all files exist and have the sizes with which they were written.
+    """Check that all files exist with the content with which they were written.
+
+    Older versions of Ludus recorded no checksums. The user is warned of such a checkpoint, and only
+    the sizes of its files are checked.
 
     Raises:
-        CheckpointError: a file is missing or has another size.
+        CheckpointError: a file is missing or has another content.
     """
+    file_list = _check_sizes(checkpoint)
+    if file_list.blake3 is None:
+        warn_user(
+            f"checkpoint '{checkpoint}' was written without checksums, by an older version of "
+            "Ludus; only the sizes of its files are checked, and the next checkpoint has checksums"
+        )
+    try:
+        defect = file_list.find_wrong_content(checkpoint)
+    except OSError as error:
+        defect = f"'{error.filename}': {error.strerror}"
+    if defect is not None:
+        raise _make_damaged_error(checkpoint, defect)
+
+
+def _check_sizes(checkpoint: Path) -> _FileList:
+    """Return the list of a checkpoint's files; check that all exist and have their sizes."""
     path = checkpoint / _FILES_FILE
     try:
-        sizes: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))["num_bytes"]
-        defect = _find_defect(checkpoint, sizes)
-    except (OSError, ValueError, KeyError) as error:
-        defect = f"{path.name}: {str(error).splitlines()[0]}"
+        file_list = _FileList.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _make_damaged_error(checkpoint, f"{path.name}: {_get_first_line(error)}") from error
+    defect = file_list.find_wrong_size(checkpoint)
     if defect is not None:
-        raise CheckpointError(
-            f"checkpoint '{checkpoint}' cannot be read: {defect}; the previous checkpoint is used "
-            "if there is one, otherwise start again with --overwrite"
-        )
+        raise _make_damaged_error(checkpoint, defect)
+    return file_list
 
 
 def read_state(checkpoint: Path, state_type: type[StateT]) -> StateT:
@@ -282,8 +359,8 @@ def read_state(checkpoint: Path, state_type: type[StateT]) -> StateT:
             f"{examples or 'runs/NAME/checkpoints/step-00000100'}"
         )
     try:
-        return state_type.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError) as error:
+        return state_type.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise _make_unreadable_error(checkpoint, path.name, error) from error
 
 
@@ -301,20 +378,26 @@ def check_streams(checkpoint: Path, state: SavedState) -> None:
 
 
 def _make_unreadable_error(checkpoint: Path, file_name: str, error: Exception) -> CheckpointError:
-    reason = str(error).partition("\n")[0]
     return CheckpointError(
-        f"checkpoint '{checkpoint}' cannot be read: {file_name}: {reason}; remove its folder "
-        "to continue from the previous checkpoint, or start again with --overwrite"
+        f"checkpoint '{checkpoint}' cannot be read: {file_name}: {_get_first_line(error)}; remove "
+        "its folder to continue from the previous checkpoint, or start again with --overwrite"
     )
 
 
-def _list_sizes(folder: Path, files: Iterable[SavedFile]) -> dict[str, int]:
-    return {str(file.path.relative_to(folder.absolute())): file.num_bytes for file in files}
+def _make_damaged_error(checkpoint: Path, defect: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint '{checkpoint}' cannot be read: {defect}; use an earlier checkpoint (--resume "
+        "does so if there is one), or start again with --overwrite"
+    )
 
 
-def _wait_until_complete(folder: Path, sizes: Mapping[str, int]) -> None:
+def _get_first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _wait_until_complete(folder: Path, file_list: _FileList) -> None:
     deadline_s = time.monotonic() + VISIBLE_TIMEOUT_S
-    while (defect := _find_defect(folder, sizes)) is not None:
+    while (defect := file_list.find_wrong_size(folder)) is not None:
         if time.monotonic() > deadline_s:
             raise CheckpointError(
                 f"checkpoint '{folder}' is incomplete: {defect}, {VISIBLE_TIMEOUT_S:g} s after "
@@ -322,15 +405,3 @@ def _wait_until_complete(folder: Path, sizes: Mapping[str, int]) -> None:
                 "checkpoints are kept)"
             )
         time.sleep(_POLL_INTERVAL_S)
-
-
-def _find_defect(checkpoint: Path, sizes: Mapping[str, int]) -> str | None:
-    """Describe the first file that is missing or has another size."""
-    for name, num_bytes in sizes.items():
-        try:
-            actual_bytes = (checkpoint / name).stat().st_size
-        except OSError:
-            return f"'{name}' ({num_bytes} bytes) is missing"
-        if actual_bytes != num_bytes:
-            return f"'{name}' has {actual_bytes} bytes instead of {num_bytes}"
-    return None

@@ -204,7 +204,7 @@ def _find_folder(
     if isinstance(model, str):
         if tokenizer is None or _are_equal(tokenizer, load_tokenizer(model)):
             return model
-        model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        model = AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=False)
     elif tokenizer is None:
         model_path = model.config.name_or_path
         if not model_path:

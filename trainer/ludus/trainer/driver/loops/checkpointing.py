@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 
@@ -71,7 +72,7 @@ class Checkpointing:
         learners, failure = self._components.learners, None
         for folder in self._components.checkpoints.list_newest_first():
             try:
-                checkpoint.check_complete(folder)
+                await asyncio.to_thread(checkpoint.check_complete, folder)
                 state = checkpoint.read_state(folder, RunState)
                 await learners.restart(folder / LEARNER_FOLDER)
             except CheckpointError as error:
