@@ -33,6 +33,26 @@ def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("deep.toml", "a = " + "[" * 5000 + "]" * 5000),
+        ("deep.json", "[" * 100_000),
+        ("cycle.yaml", "environment: &a {options: {a: *a}}"),
+    ],
+)
+def test_configuration_beyond_a_limit_ends_with_one_line(
+    ludus: RunCli, tmp_path: Path, name: str, text: str, options: tuple[str, ...]
+) -> None:
+    (tmp_path / name).write_text(text)
+    result = ludus("train", str(tmp_path / name), *options)
+    assert result.code == 2
+    assert name in result.err
+    assert "Traceback" not in result.err
+    assert len(result.err.splitlines()) <= 3
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

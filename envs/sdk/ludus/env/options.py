@@ -14,7 +14,6 @@ The docstring under a field is its help text.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self, get_origin
@@ -23,6 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from ludus.env.types import JsonObject
+from ludus.proto.documents import DocumentError, parse_json
 from ludus.proto.errors import ConfigError, did_you_mean
 
 _REWORDINGS = {
@@ -128,9 +128,9 @@ def _parse_object(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"expected a JSON object, got {value!r}: {error}") from None
+        return parse_json(value)
+    except DocumentError as error:
+        raise ValueError(f"expected a JSON object, got {value!r:.80}: {error}") from None
 
 
 JsonOption = Annotated[dict[str, Any], BeforeValidator(_parse_object)]

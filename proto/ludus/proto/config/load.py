@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -17,10 +14,16 @@ from ludus.proto.config.language_model import LanguageModelRun
 from ludus.proto.config.presets import apply_preset
 from ludus.proto.config.reward_model import RewardModelRun
 from ludus.proto.config.run import ANY_RUN, AnyRunConfig, RunConfig, require_policy
+from ludus.proto.documents import MAX_DEPTH, DocumentError, check_limits, read_document
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 from ludus.proto.values import parse_value
 
 JsonObject = dict[str, Any]
+
+_MAX_MISTAKES = 50
+"""Maximum number of mistakes in an error message."""
+_MAX_SHOWN_CHARS = 200
+"""Maximum length of a value or key in an error message."""
 
 
 def load_any_run_config(path: Path | None, overrides: Sequence[str] = ()) -> AnyRunConfig:
@@ -78,11 +81,18 @@ def load_reward_model_config(
 
 def _make_run(tree: JsonObject, overrides: Sequence[str], source: str) -> AnyRunConfig:
     apply_overrides(tree, overrides)
+    try:
+        check_limits(tree)
+    except DocumentError as error:
+        raise ConfigError(f"{source} cannot be used: {error}") from None
     tree = apply_preset(tree)
     try:
         return ANY_RUN.validate_python(tree)
     except ValidationError as error:
-        lines = [_explain_mistake(mistake) for mistake in error.errors()]
+        mistakes = error.errors(include_url=False)
+        lines = [_explain_mistake(mistake) for mistake in mistakes[:_MAX_MISTAKES]]
+        if len(mistakes) > _MAX_MISTAKES:
+            lines.append(f"  ... and {len(mistakes) - _MAX_MISTAKES:,} more mistakes")
         if "environment" in tree:
             # The user did not write the default name of a single environment.
             lines = [re.sub(r"^  environments\.[^.:]+", "  environment", line) for line in lines]
@@ -101,7 +111,7 @@ def apply_overrides(tree: JsonObject, overrides: Sequence[str]) -> None:
             child = node.setdefault(key, {})
             if not isinstance(child, dict):
                 raise ConfigError(
-                    f"--set {override}: {'.'.join(keys[:depth])} is the value {child!r}, "
+                    f"--set {override:.200}: {'.'.join(keys[:depth])} is the value {child!r:.200}, "
                     f"not a section; set {'.'.join(keys[:depth])} instead"
                 )
             node = child
@@ -117,26 +127,31 @@ def parse_override(override: str) -> tuple[list[str], Any]:
     keys = name.strip().split(".")
     if not separator or not all(keys):
         raise ConfigError(
-            f"--set expected section.field=value, got '{override}'; "
+            f"--set expected section.field=value, got '{override:.200}'; "
             "for example --set training.num_steps=20"
+        )
+    if len(keys) > MAX_DEPTH:
+        raise ConfigError(
+            f"--set {name:.40}... names a field of {len(keys):,} levels; at most {MAX_DEPTH} are "
+            "possible"
         )
     return keys, parse_value(value_text, f"--set {name}")
 
 
 def _read_file(path: Path) -> JsonObject:
     try:
-        text = path.read_text(encoding="utf-8")
+        tree = read_document(path)
     except FileNotFoundError:
         raise NotFoundError(
             f"configuration '{path}' does not exist; the folder examples/ has configurations, "
             "for example examples/blackjack/tiny.toml"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot read '{path}': {error}") from None
-    try:
-        tree = _parse_text(path.suffix.lower(), text)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
+    except DocumentError as error:
         raise ConfigError(f"cannot parse '{path}': {error}") from None
+    if tree is None:
+        return {}
     if not isinstance(tree, dict):
         raise ConfigError(
             f"'{path}' must contain sections with fields, got {type(tree).__name__}; "
@@ -145,21 +160,9 @@ def _read_file(path: Path) -> JsonObject:
     return tree
 
 
-def _parse_text(suffix: str, text: str) -> Any:
-    match suffix:
-        case ".toml":
-            return tomllib.loads(text)
-        case ".yaml" | ".yml":
-            return yaml.safe_load(text) or {}
-        case ".json":
-            return json.loads(text)
-        case _:
-            raise ConfigError(f"expected a .toml, .yaml or .json file, got '{suffix}'")
-
-
 def _explain_mistake(mistake: ErrorDetails) -> str:
     """Describe one mistake in a line of the error message."""
-    location = [str(key) for key in mistake["loc"]]
+    location = [str(key)[:_MAX_SHOWN_CHARS] for key in mistake["loc"]]
     path, sections = _name_field(location, list(find_sections(AnyRunConfig)))
     value = mistake["input"]
     match mistake["type"]:
@@ -173,9 +176,16 @@ def _explain_mistake(mistake: ErrorDetails) -> str:
         case "union_tag_invalid":
             expected = (mistake.get("ctx") or {}).get("expected_tags", "")
             field = f"{path}.kind" if path else "kind"
-            return f"  {field}: expected one of {expected}, got {value.get('kind')!r}"
+            return f"  {field}: expected one of {expected}, got {_shorten(value.get('kind'))}"
         case _:
-            return f"  {path}: {mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {value!r}"
+            return (
+                f"  {path}: {mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {_shorten(value)}"
+            )
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
 def _name_field(

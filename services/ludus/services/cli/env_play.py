@@ -231,7 +231,7 @@ def _parse_answer(line: str, schema: dict[str, Any], has_text: bool) -> dict[str
     """Parse a line as an action: a JSON object, a text, or the value of the only field."""
     try:
         answer = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         answer = line
     if isinstance(answer, dict):
         return answer
@@ -242,7 +242,7 @@ def _parse_answer(line: str, schema: dict[str, Any], has_text: bool) -> dict[str
 def _parse_arguments(arguments_json: str) -> dict[str, Any]:
     try:
         arguments = json.loads(arguments_json or "{}")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise InvalidCallError(f":call NAME needs a JSON object, got {arguments_json!r}")

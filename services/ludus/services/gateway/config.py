@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import tomllib
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
@@ -28,6 +27,7 @@ from ludus.env.security.session_ids import MIN_KEY_BYTES, SESSION_KEY_VARIABLE
 from ludus.env.security.tls import TlsFiles, build_channel_credentials
 from ludus.env.sessions.options import Isolation
 from ludus.env.types import JsonObject
+from ludus.proto.documents import DocumentError, read_toml
 from ludus.proto.errors import ConfigError, NotFoundError
 
 _Seconds = Annotated[float, Field(gt=0)]
@@ -198,10 +198,10 @@ class GatewayConfig(_Section):
     def read(cls, path: Path, overrides: JsonObject | None = None) -> GatewayConfig:
         """Read the configuration from a TOML file; `overrides` replace its top-level fields."""
         try:
-            raw_fields = tomllib.loads(path.read_text())
+            raw_fields = read_toml(path)
         except FileNotFoundError:
             raise NotFoundError(f"gateway configuration {path} does not exist") from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, DocumentError) as error:
             raise ConfigError(f"{path} is not a TOML file: {error}") from None
         except RecursionError:
             raise ConfigError(f"{path} is nested too deeply; remove brackets") from None

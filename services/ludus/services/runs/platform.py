@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ludus.proto.config import FolderWeightStore, S3WeightStore
+from ludus.proto.documents import DocumentError, parse_yaml, parse_yaml_documents
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 from ludus.services.kubernetes.api import JsonObject
 from ludus.services.runs.names import PLATFORM_KEY, RUNS_LABEL, TEMPLATE_KEY
@@ -76,7 +76,7 @@ def parse_release(config_map: JsonObject) -> Release:
     try:
         template_yaml, platform_json = contents[TEMPLATE_KEY], contents[PLATFORM_KEY]
         platform = Platform.model_validate_json(platform_json)
-        template = yaml.load(template_yaml, yaml.CSafeLoader)
+        template = parse_yaml(template_yaml)
         if isinstance(template, dict) and template.get("kind") == "RayJob":
             return Release(platform, template)
         problem = f"{TEMPLATE_KEY} is not a RayJob"
@@ -86,7 +86,7 @@ def parse_release(config_map: JsonObject) -> Release:
         first_error = error.errors()[0]
         field = ".".join(map(str, first_error["loc"]))
         problem = f"{PLATFORM_KEY}: {field}: {first_error['msg']}"
-    except yaml.YAMLError as error:
+    except DocumentError as error:
         problem = f"{TEMPLATE_KEY}: {error}"
     name = (config_map.get("metadata") or {}).get("name", "")
     raise ConfigError(
@@ -128,14 +128,14 @@ def read_release_file(path: Path, name: str | None) -> Release:
         ConfigError: the file cannot be read.
     """
     try:
-        manifests = list(yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        manifests = parse_yaml_documents(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, DocumentError) as error:
         raise ConfigError(f"cannot read '{path}': {error}") from None
     config_maps = [
         manifest
         for manifest in manifests
-        if manifest
-        and manifest["kind"] == "ConfigMap"
+        if isinstance(manifest, dict)
+        and manifest.get("kind") == "ConfigMap"
         and RUNS_LABEL in (manifest["metadata"].get("labels") or {})
     ]
     return choose_release(config_maps, name, f"'{path}'")

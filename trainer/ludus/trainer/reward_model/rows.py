@@ -96,7 +96,7 @@ def _read_json_lines(file: Path) -> Iterator[Any]:
         for row_number, line in enumerate(filter(str.strip, lines), start=1):
             try:
                 yield json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"{file}, row {row_number}: expected one JSON object per line, got "
                     f"{line.strip()[:60]!r} ({error})"
@@ -107,7 +107,7 @@ def _read_json(file: Path) -> Iterator[Any]:
     # The JSON module cannot read a list in parts.
     try:
         rows = json.loads(file.read_text(encoding=_ENCODING))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"'{file}' cannot be read: {error}; a file with one object per line must be "
             "named .jsonl"

@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-import orjson
 from starlette.types import ASGIApp
 
 from ludus.env.environment import AnyEnvironment, Builder
@@ -25,6 +24,7 @@ from ludus.env.security.session_ids import SESSION_KEY_VARIABLE
 from ludus.env.serving.server import build_openenv_app, exit_after_user_error, run_server
 from ludus.env.sessions.options import DEFAULT_PORT, Flag, ServerOptions, list_flags
 from ludus.env.types import JsonObject
+from ludus.proto.documents import DocumentError, parse_json
 from ludus.proto.errors import ConfigError
 
 _MAX_SESSIONS_VARIABLE = "MAX_CONCURRENT_ENVS"
@@ -125,11 +125,11 @@ def parse_json_options(options_json: str) -> JsonObject:
     Raises:
         ConfigError: the text is not a JSON object.
     """
-    message = f"--options must be a JSON object, got {options_json!r}"
+    message = f"--options must be a JSON object, got {options_json!r:.80}"
     try:
-        options = orjson.loads(options_json)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{message}: {error.msg}") from None
+        options = parse_json(options_json)
+    except DocumentError as error:
+        raise ConfigError(f"{message}: {error}") from None
     if not isinstance(options, dict):
         raise ConfigError(message)
     return options

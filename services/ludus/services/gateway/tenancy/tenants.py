@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tomllib
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -20,6 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ludus.env.security.tls import read_file_signatures
+from ludus.proto.documents import DocumentError, DocumentLimitError, parse_toml
 from ludus.proto.errors import AuthenticationError, ConfigError, NotFoundError, UserError
 
 MIN_TOKEN_CHARS = 16
@@ -175,17 +175,17 @@ class TenantsFile:
     def _parse(self) -> list[_TenantTable]:
         file_bytes = _read_bytes(self.path, "tenants file", str(self.path))
         try:
-            fields = tomllib.loads(file_bytes.decode())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            fields = parse_toml(file_bytes.decode())
+        except DocumentLimitError as error:
+            raise ConfigError(f"{self.path} cannot be used: {error}") from None
+        except (DocumentError, UnicodeDecodeError) as error:
             # The parser's message may quote a token, so only its position is shown.
             _, _, problem = str(error).rpartition("(")
-            if isinstance(error, UnicodeDecodeError):
-                problem = "not UTF-8"
-            elif isinstance(error, RecursionError):
-                problem = "nested too deeply"
+            is_toml_error = isinstance(error, DocumentError)
+            problem = problem.rstrip(")") if is_toml_error else "not UTF-8"
             raise ConfigError(
                 f"{self.path}: expected TOML with [[tenants]] tables, got a syntax error"
-                f" ({problem.rstrip(')')}); correct it"
+                f" ({problem}); correct it"
             ) from None
         try:
             return _TenantsDocument.model_validate(fields).tenants

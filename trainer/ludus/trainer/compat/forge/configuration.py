@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ludus.proto.config import apply_overrides
+from ludus.proto.documents import DocumentError, read_yaml
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.compat.forge.keys import check_key, find_older_key
 
@@ -71,12 +70,12 @@ def load_forge_config(
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = read_yaml(path)
     except FileNotFoundError:
         raise NotFoundError(
             f"there is no file '{path}'; examples/tutorial contains the file of Forge's tutorial"
         ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, DocumentError) as error:
         raise ConfigError(f"'{path}' cannot be read: {error}") from None
     if not isinstance(tree, Mapping):
         raise ConfigError(f"'{path}' must contain sections with keys, got {type(tree).__name__}")

@@ -308,7 +308,7 @@ def _read_object(agent_output: Any) -> dict[str, Any]:
             return {}
         try:
             agent_output = json.loads(lines[-1])
-        except ValueError:
+        except (ValueError, RecursionError):
             raise AgentError(
                 'expected JSON like {"answer": "..."} in the last line (agent.answer = \'json\'), '
                 f"got {_quote(lines[-1])}; set agent.answer = 'text' if the whole text is the "
