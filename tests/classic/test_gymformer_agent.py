@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,9 @@ def test_error_for_an_invalid_argument_contains_the_name(
         train_agent(**{"env_name": "CartPole-v1", "max_episodes": 2, **kwargs, **changes})
 
 
-def test_nonfinite_reward_stops_training(tmp_path: Path) -> None:
-    class NanRewardEnv(gymnasium.Env[np.ndarray, int]):
+@pytest.mark.parametrize(("name", "reward"), [("Nan", float("nan")), ("Huge", -1e308)])
+def test_reward_that_is_too_large_stops_training(tmp_path: Path, name: str, reward: float) -> None:
+    class LargeRewardEnv(gymnasium.Env[np.ndarray, int]):
         observation_space, action_space = spaces.Box(-1.0, 1.0, (4,)), spaces.Discrete(2)
 
         def reset(self, **arguments: Any) -> tuple[np.ndarray, dict[str, Any]]:
@@ -222,10 +224,10 @@ def test_nonfinite_reward_stops_training(tmp_path: Path) -> None:
             return np.zeros(4, dtype=np.float32), {}
 
         def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-            return np.zeros(4, dtype=np.float32), float("nan"), False, False, {}
+            return np.zeros(4, dtype=np.float32), reward, False, False, {}
 
-    gymnasium.register("NanReward-v0", lambda **options: NanRewardEnv())
-    with pytest.raises(ExecutionError, match="returned the reward nan in step 1"):
+    gymnasium.register(f"{name}Reward-v0", lambda **options: LargeRewardEnv())
+    with pytest.raises(ExecutionError, match=re.escape(f"returned the reward {reward} in step 1")):
         train_agent(
-            "NanReward-v0", *make_networks("CartPole-v1"), PPOConfig(), 2, save_path=tmp_path
+            f"{name}Reward-v0", *make_networks("CartPole-v1"), PPOConfig(), 2, save_path=tmp_path
         )

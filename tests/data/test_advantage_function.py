@@ -32,6 +32,10 @@ def return_too_few(group: Sequence[Rollout]) -> list[float]:
     return compute_ranks(group)[1:]
 
 
+def return_huge(group: Sequence[Rollout]) -> list[float]:
+    return [1e308] * len(group)
+
+
 def return_nan(group: Sequence[Rollout]) -> list[float]:
     return [float("nan")] * len(group)
 
@@ -59,8 +63,9 @@ def test_unscored_episode_is_not_passed_to_the_function() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("return_too_few", "must return 3 finite numbers, one for each episode, got [1.0, 2.0]"),
+        ("return_too_few", "must return 3 finite numbers, one for each episode, of at most 1e+12"),
         ("return_nan", "got [nan, nan, nan]"),
+        ("return_huge", "got [1e+308, 1e+308, 1e+308]"),
         ("raise_error", "raised KeyError: 'weights'"),
     ],
 )

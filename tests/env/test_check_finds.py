@@ -155,12 +155,17 @@ def make_metadata_override(num_bytes: int):
         (
             {"step": make_reward_override(float("nan"))},
             TYPES_RULE,
-            "finite number or None, got nan",
+            "or None, got nan",
         ),
         (
             {"step": make_reward_override(float("inf"))},
             TYPES_RULE,
-            "finite number or None, got inf",
+            "or None, got inf",
+        ),
+        (
+            {"step": make_reward_override(1e308)},
+            TYPES_RULE,
+            "between -1e+12 and 1e+12, or None, got 1e+308",
         ),
         ({"step": make_reward_override("much")}, TYPES_RULE, "a float or None, got 'much'"),
         ({"step": make_reward_override(True)}, TYPES_RULE, "a float or None, got True"),

@@ -280,6 +280,20 @@ def test_failed_episode_is_void_and_the_session_is_closed() -> None:
     assert client.num_sessions == 0
 
 
+@pytest.mark.parametrize("reward", [1e308, float("inf"), float("nan")])
+def test_reward_that_is_too_large_to_average_voids_the_episode(
+    monkeypatch: pytest.MonkeyPatch, reward: float
+) -> None:
+    async def step(self: CoinSession, action: JsonObject) -> StepResult:
+        return StepResult({}, reward=reward if self._seed == 1 else 1.0, terminated=True)
+
+    monkeypatch.setattr(CoinSession, "step", step)
+    outcomes = play(CoinClient(), range(3))
+    assert [outcome.episode_return for outcome in outcomes] == [1.0, None, 1.0]
+    assert "between -1e+12 and 1e+12" in outcomes[1].failure
+    assert summarize(outcomes).expected_return == 1.0
+
+
 def test_config_error_of_a_policy_is_raised() -> None:
     def raise_config_error(observation: JsonObject, rng: random.Random) -> JsonObject:
         raise ConfigError("expected options.size")

@@ -19,6 +19,14 @@ from tests.env.counting_env import (
 RESET_FAILURE_SEED = 666
 RENDER_FAILURE_SEED = 667
 NAN_REWARD_SEED = 668
+HUGE_REWARD_SEED = 669
+LARGE_RETURN_SEED = 670
+"""Seed of an episode whose rewards are allowed, but whose return is not."""
+_REWARD_SCALES = {
+    NAN_REWARD_SEED: float("nan"),
+    HUGE_REWARD_SEED: -1e308,
+    LARGE_RETURN_SEED: 4e11,
+}
 
 
 class FragileRenderer(CountingRenderer):
@@ -45,7 +53,7 @@ class FragileEnv(CountingEnv):
     ) -> Transition[CountObservation]:
         if seed == RESET_FAILURE_SEED:
             raise FileNotFoundError("level 666")
-        self._reward_scale = float("nan") if seed == NAN_REWARD_SEED else 1.0
+        self._reward_scale = _REWARD_SCALES.get(seed, 1.0) if seed is not None else 1.0
         return super().reset(seed=seed, start=-1 if seed == RENDER_FAILURE_SEED else start)
 
     def step(self, action: CountAction) -> Transition[CountObservation]:

@@ -72,6 +72,14 @@ def return_no_list(prompts: list[list[Message]]) -> float:
     return 1.0
 
 
+def return_huge(prompts: list[list[Message]]) -> list[float]:
+    return [-1e308] * len(prompts)
+
+
+def return_long_integer(prompts: list[list[Message]]) -> list[int]:
+    return [10**400] * len(prompts)
+
+
 def return_nan(prompts: list[list[Message]]) -> list[float]:
     return [float("nan")] * len(prompts)
 

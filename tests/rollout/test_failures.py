@@ -17,6 +17,8 @@ from ludus.trainer.core.types import GroupSpec, RolloutStatus, SampledCompletion
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import ImportedRenderer
 from tests.rollout.fragile_env import (
+    HUGE_REWARD_SEED,
+    LARGE_RETURN_SEED,
     NAN_REWARD_SEED,
     RENDER_FAILURE_SEED,
     RESET_FAILURE_SEED,
@@ -48,11 +50,13 @@ async def env_client(fragile_server: EnvServer) -> AsyncIterator[AsyncEnvClient]
         (RESET_FAILURE_SEED, VALID_COMPLETIONS, "level 666"),
         (RENDER_FAILURE_SEED, VALID_COMPLETIONS, "no picture"),
         (NAN_REWARD_SEED, VALID_COMPLETIONS, "reward must be a finite number"),
+        (HUGE_REWARD_SEED, VALID_COMPLETIONS, "reward must be a finite number between -1e+12 and"),
+        (LARGE_RETURN_SEED, VALID_COMPLETIONS, "their sum, the return, must be a finite number"),
         (2, ("ADD 1", "ADD 13"), "unlucky"),
         (2, ("ADD 1", "ADD 2"), "no picture"),
         (2, ("ADD one",), "invalid literal for int"),
     ],
-    ids=["reset", "first render", "reward", "step", "render", "parse"],
+    ids=["reset", "first render", "nan", "huge reward", "huge return", "step", "render", "parse"],
 )
 async def test_environment_error_voids_the_episode_and_closes_the_session(
     fragile_server: EnvServer,

@@ -136,7 +136,11 @@ async def test_failed_or_late_model_voids_one_group_but_not_the_next_group(
     def score_nan(self: RewardModel, *args: object, **settings: int) -> list[float]:
         return [float("nan")]
 
+    def score_huge(self: RewardModel, *args: object, **settings: int) -> list[float]:
+        return [1e300]
+
     for score_function, message, timeout_s in [
+        (score_huge, "returned the score 1e+300, which is not a finite number between", 60.0),
         (raise_out_of_memory, "has failed: RuntimeError: CUDA out of memory", 60.0),
         (score_after_time_limit, "did not return within rollout.group_timeout_s = 0.05 s", 0.05),
         (score_nan, "returned the score nan", 60.0),

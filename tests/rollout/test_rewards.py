@@ -105,6 +105,14 @@ async def test_synchronous_function_does_not_block_the_event_loop() -> None:
     assert reward_functions.THREAD_IDS.isdisjoint({threading.get_ident()})
 
 
+async def test_weighted_sum_that_is_too_large_voids_the_episode() -> None:
+    terms = [RewardTerm(weight=1e300), RewardTerm(weight=1e300, function=make_term(None).function)]
+    large, small = await score(terms, make_episode(5e11), make_episode(0.0))
+    assert (large.status, large.reward) == (RolloutStatus.FAILED, None)
+    assert "weighted sum of the reward's terms" in large.failure
+    assert small.reward == 0.0
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -117,6 +125,8 @@ async def test_synchronous_function_does_not_block_the_event_loop() -> None:
             "must return a list of 2 numbers or None, one per episode, but it returned",
         ),
         ("return_nan", "returned nan for episode 0"),
+        ("return_huge", r"between -1e\+12 and 1e\+12, or None, but it returned -1e\+308"),
+        ("return_long_integer", "or None, but it returned 10{50}"),
         ("return_words", "returned 'good' for episode 0"),
         ("raise_key_error", r"\(term 'raise_key_error'\) raised KeyError: 'answer'"),
         ("exit_process", r"\(term 'exit_process'\) raised SystemExit: 3"),

@@ -20,6 +20,7 @@ from ludus.env.limits import MAX_RESULT_BYTES
 from ludus.env.text.unicode import dump_json, replace_surrogates
 from ludus.env.types import Action, JsonObject, Transition
 from ludus.proto.errors import ErrorCode, ExecutionError, InvalidCallError
+from ludus.proto.rewards import REWARD_RULE, is_valid_reward
 
 SUCCESS_KEY = "success"
 """Key of the metadata of an episode's last observation, for OpenEnv."""
@@ -267,8 +268,8 @@ def _describe_fault(fault: JsonObject) -> str:
 
 def _check_reward(reward: Any) -> float:
     checked_reward = float(reward)
-    if not math.isfinite(checked_reward):
-        raise ExecutionError(f"reward must be a finite number or None, got {checked_reward}")
+    if not is_valid_reward(checked_reward):
+        raise ExecutionError(f"reward must be {REWARD_RULE}, or None, got {checked_reward}")
     return checked_reward
 
 

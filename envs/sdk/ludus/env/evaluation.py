@@ -29,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludus.env.types import JsonObject, StepResult, TaskSet
-from ludus.proto.errors import EnvError, UserError
+from ludus.proto.errors import EnvError, ExecutionError, UserError
+from ludus.proto.rewards import REWARD_RULE, is_valid_reward
 from ludus.proto.runs import PolicyResult
 
 Z95 = 1.959963984540054
@@ -332,7 +333,13 @@ async def _play_episode(
             while not result.done and (max_turns is None or num_steps < max_turns):
                 result = await session.step(policy(result.observation, rng))
                 num_steps += 1
-                episode_return += result.reward or 0.0
+                reward = result.reward or 0.0
+                episode_return += reward
+                if not is_valid_reward(reward) or not is_valid_reward(episode_return):
+                    raise ExecutionError(
+                        f"the reward and the return must be {REWARD_RULE}, got {reward} and "
+                        f"{episode_return}"
+                    )
         finally:
             # The end of an episode has closed its session.
             if not result.done:

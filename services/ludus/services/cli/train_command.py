@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from rich.status import Status
 from typer.core import TyperCommand
 
@@ -268,7 +268,14 @@ def show_results(run_dir: Path, next_commands: Mapping[str, str]) -> None:
     summary_path = run_dir / SUMMARY_FILE
     if not summary_path.is_file():
         raise NotFoundError(f"the trainer did not write '{summary_path}'; see {LOG_FILE}")
-    summary = Summary.model_validate_json(summary_path.read_bytes())
+    try:
+        summary = Summary.model_validate_json(summary_path.read_bytes())
+    except ValidationError as error:
+        first_error = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first_error["loc"])) or "the file"
+        raise ConfigError(
+            f"'{summary_path}' cannot be read: {field}: {first_error['msg']}; see {LOG_FILE}"
+        ) from None
     report_path = write_report(run_dir)
     console = get_stdout()
     for table in make_summary_tables(summary):

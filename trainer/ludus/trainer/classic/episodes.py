@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.errors import ExecutionError
+from ludus.proto.rewards import MAX_REWARD, REWARD_RULE
 from ludus.trainer.classic.environments import VectorEnvironment, VectorStep
 
 _log = logging.getLogger(__name__)
@@ -131,11 +132,14 @@ class ParallelEpisodes:
         """Step all environments, and replace finished episodes by new ones."""
         step = self._environments.step(actions)
         self._lengths += 1
-        if not np.isfinite(step.rewards).all():
-            index = int(np.flatnonzero(~np.isfinite(step.rewards))[0])
+        returns = self._returns + step.rewards
+        is_valid = (np.abs(step.rewards) <= MAX_REWARD) & (np.abs(returns) <= MAX_REWARD)
+        if not is_valid.all():
+            index = int(np.flatnonzero(~is_valid)[0])
             raise ExecutionError(
                 f"the environment returned the reward {step.rewards[index]} in step "
-                f"{self._lengths[index]} of an episode; rewards must be finite numbers"
+                f"{self._lengths[index]} of an episode; a reward and the sum of an episode's "
+                f"rewards must be {REWARD_RULE}"
             )
         self._returns += step.rewards
         for episode, action in zip(self._episodes, actions, strict=True):

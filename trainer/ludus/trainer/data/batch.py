@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import random
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from ludus.proto.config import AlgorithmConfig, GrpoConfig, ReinforceConfig
 from ludus.proto.errors import ConfigError, UserError
+from ludus.proto.rewards import MAX_REWARD, is_valid_reward
 from ludus.trainer.algorithms.advantages import (
     discounted_returns,
     group_advantages,
@@ -169,10 +169,10 @@ def _call_advantage_function(path: str, group: RolloutGroup) -> list[float]:
             f"{_FUNCTION_FIELD} = '{path}' raised {describe_error(error)}; it must be a function "
             "that takes a list of episodes with rewards and returns one number for each of them"
         ) from error
-    if len(advantages) != len(scored_rollouts) or not all(map(math.isfinite, advantages)):
+    if len(advantages) != len(scored_rollouts) or not all(map(is_valid_reward, advantages)):
         raise ConfigError(
             f"{_FUNCTION_FIELD} = '{path}' must return {len(scored_rollouts)} finite numbers, one "
-            f"for each episode, got {advantages!r:.100}"
+            f"for each episode, of at most {MAX_REWARD:g} in size, got {advantages!r:.100}"
         )
     scored_advantages = iter(advantages)
     return [

@@ -47,6 +47,7 @@ from ludus.proto.errors import (
     LudusError,
     UserError,
 )
+from ludus.proto.rewards import REWARD_RULE, is_valid_reward
 from ludus.trainer.core.functions import import_callable
 from ludus.trainer.core.interfaces import GenerateFunction
 from ludus.trainer.core.tasks import CancellingTaskGroup
@@ -228,10 +229,12 @@ class SessionRunner(ABC, Generic[RecordT]):
                 "an episode needs at least one"
             )
         episode_return = sum(turn.reward for turn in record.turns)
-        if not math.isfinite(episode_return):
-            raise ValueError(
-                f"the environment's rewards must be finite, but they add up to {episode_return}"
-            )
+        for reward in (*(turn.reward for turn in record.turns), episode_return):
+            if not is_valid_reward(reward):
+                raise ValueError(
+                    "the environment's rewards and their sum, the return, must be "
+                    f"{REWARD_RULE}, got {reward}"
+                )
         rollout = replace(
             rollout,
             reward=episode_return,

@@ -6,7 +6,6 @@ Servers check at their start whether the rules of determinism hold (`is_determin
 from __future__ import annotations
 
 import logging
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from ludus.proto.errors import (
     LudusError,
     ToolError,
 )
+from ludus.proto.rewards import REWARD_RULE, is_valid_reward
 
 _log = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ def flags_and_rewards_have_their_types(subject: CheckedEnvironment) -> None:
         reward = transition.reward
         is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
         expect(reward is None or is_number, "a reward that is a float or None", repr(reward))
-        is_finite = reward is None or math.isfinite(reward)
-        expect(is_finite, "a reward that is a finite number or None", repr(reward))
+        is_valid = reward is None or is_valid_reward(reward)
+        expect(is_valid, f"a reward that is {REWARD_RULE}, or None", repr(reward))
 
 
 def success_is_reported_at_the_end(subject: CheckedEnvironment) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import inspect
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -33,6 +32,7 @@ from ludus.env.programs.launcher import NOT_CONFINED
 from ludus.env.sandbox.worker_resources import filter_variables
 from ludus.proto.config import AgentConfig, CommandAgent, FunctionAgent, UrlAgent
 from ludus.proto.errors import AgentError, ConfigError, UnavailableError
+from ludus.proto.rewards import REWARD_RULE, is_valid_reward
 from ludus.trainer.core.functions import import_callable
 from ludus.trainer.data.failures import describe_error
 from ludus.trainer.rollout.agents.endpoint.server import EndpointAccess
@@ -283,8 +283,8 @@ def read_result(
     fields = dict(_read_object(agent_output))
     answer, action = fields.pop("answer", None), fields.pop("action", None)
     reward = fields.pop("reward", 0.0)
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise AgentError(f"expected a finite number as reward, got {_quote(reward)}")
+    if not isinstance(reward, int | float) or not is_valid_reward(reward):
+        raise AgentError(f"expected {REWARD_RULE} as reward, got {_quote(reward)}")
     if answer is not None and action is not None:
         raise AgentError("expected an answer or an action, got both; return only one of them")
     return AgentResult(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 from ludus.env import Message
 from ludus.proto.config.environment import RewardModelTerm
 from ludus.proto.errors import RewardFunctionError
+from ludus.proto.rewards import REWARD_RULE, is_valid_reward
 from ludus.trainer.reward_model import RewardModel, load_reward_model
 
 _log = logging.getLogger(__name__)
@@ -89,11 +89,11 @@ class QueuedRewardModel:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._score_queued_requests())
         scores = await request.future
-        invalid_scores = [score for score in scores if not math.isfinite(score)]
+        invalid_scores = [score for score in scores if not is_valid_reward(score)]
         if invalid_scores:
             raise RewardFunctionError(
-                f"{self.description} returned the score {invalid_scores[0]}, which is not finite; "
-                "with float16 or bfloat16, set dtype = 'float32'"
+                f"{self.description} returned the score {invalid_scores[0]}, which is not "
+                f"{REWARD_RULE}; with float16 or bfloat16, set dtype = 'float32'"
             )
         return scores
 

@@ -21,7 +21,6 @@ import asyncio
 import inspect
 import itertools
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from typing import Any
 from ludus.env import Message
 from ludus.proto.config.environment import RewardModelTerm, RewardTerm, make_reward_term_name
 from ludus.proto.errors import ConfigError, RewardFunctionError, UserError, did_you_mean
+from ludus.proto.rewards import REWARD_RULE, is_valid_reward
 from ludus.proto.runs import TranscriptTurn
 from ludus.trainer.core.functions import import_callable
 from ludus.trainer.core.types import Rollout, RolloutStatus, ScoredTerm
@@ -141,9 +141,10 @@ class RewardFunction:
             return None
         if hasattr(number, "item"):
             number = number.item()
-        if not isinstance(number, Real) or not math.isfinite(number):
+        is_number = isinstance(number, Real)
+        if not is_number or not is_valid_reward(number):
             raise RewardFunctionError(
-                f"{self.description} must return a finite number or None, but it "
+                f"{self.description} must return {REWARD_RULE}, or None, but it "
                 f"returned {number!r:.100} for episode {index}; return None for an episode that "
                 "cannot be scored"
             )
@@ -254,6 +255,12 @@ class Reward:
             reward, status = None, RolloutStatus.FAILED
         elif status is RolloutStatus.INVALID_ACTION and reward is not None:
             reward += self._invalid_action_reward
+        if reward is not None and not is_valid_reward(reward):
+            failure = (
+                f"the weighted sum of the reward's terms is {reward}, but it must be "
+                f"{REWARD_RULE}; reduce the weights"
+            )
+            reward, status = None, RolloutStatus.FAILED
         episode_return = rollout.episode_return
         return replace(
             rollout,
