@@ -142,7 +142,7 @@ async def play_games(run: LanguageModelRun) -> list[tuple[Conversation, float]]:
     """Play blackjack with random legal moves, four games of each deal, and return the games."""
     environment = run.environment
     assert isinstance(environment, LocalEnvironment)
-    renderer = make_renderer(environment)
+    renderer = make_renderer(environment, "game")
     free_sessions = asyncio.Semaphore(NUM_SESSIONS)
 
     async def play(client: AsyncEnvClient, deal: int, choose: random.Random) -> tuple:

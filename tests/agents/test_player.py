@@ -64,7 +64,7 @@ async def open_player(
             client=client,
             generate=policy,
             chat=chat,
-            renderer=ServerRenderer(),
+            renderer=ServerRenderer("game"),
             limits=LIMITS,
             **runner_fields,
         )

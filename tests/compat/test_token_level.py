@@ -70,7 +70,7 @@ async def play(
         client=client,
         generate=policy,
         chat=chat,
-        renderer=ServerRenderer(),
+        renderer=ServerRenderer("game"),
         limits=limits,
     )
     return await ScriptedPlayer(runner).play_episode(3), policy

@@ -164,7 +164,7 @@ async def measure(
             client=client,
             generate=request_counter,
             chat=chat,
-            renderer=ServerRenderer(),
+            renderer=ServerRenderer("game"),
             limits=LIMITS,
             toolbox=toolbox,
         )

@@ -71,7 +71,7 @@ async def connect_environment(
         description = await client.describe()
         yield {
             "fragile": ConnectedEnvironment(
-                config, server.grpc_address, client, description, make_renderer(config)
+                config, server.grpc_address, client, description, make_renderer(config, "game")
             )
         }
         assert server.core.load.num_sessions == 0

@@ -115,7 +115,11 @@ async def serve_environments(
                 await AsyncEnvClient.connect(server.grpc_address)
             )
             environments[name] = ConnectedEnvironment(
-                config, server.grpc_address, client, await client.describe(), make_renderer(config)
+                config,
+                server.grpc_address,
+                client,
+                await client.describe(),
+                make_renderer(config, "game"),
             )
         episodes.clear()
         yield environments, episodes

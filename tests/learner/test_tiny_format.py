@@ -66,7 +66,7 @@ async def test_environment_without_legal_answers_is_refused(
     ):
         config = LocalEnvironment()
         environment = ConnectedEnvironment(
-            config, server.grpc_address, client, await client.describe(), ServerRenderer()
+            config, server.grpc_address, client, await client.describe(), ServerRenderer("game")
         )
         with pytest.raises(ConfigError) as error_info:
             await prepare_model(LanguageModelRun(), {"counting": environment}, tmp_path)
@@ -81,7 +81,7 @@ async def test_environment_with_pictures_only_is_refused() -> None:
     ):
         _, step_result = await client.open(seed=1)
     with pytest.raises(ConfigError, match="option picture_columns"):
-        ServerRenderer().render_messages(step_result, is_first=True)
+        ServerRenderer("game").render_messages(step_result, is_first=True)
 
 
 def test_tags_are_single_tokens_and_decode_unchanged() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from ludus.env import Message, StepResult, Transition
@@ -64,6 +65,43 @@ class FragileEnv(CountingEnv):
             reward=transition.reward * self._reward_scale,
             terminated=transition.terminated,
         )
+
+
+WRONG_MESSAGES: Mapping[str, Any] = {
+    "empty": [],
+    "none": None,
+    "text": "Total?",
+    "a tuple in a list": [("user", "Total?")],
+    "no content": [{"role": "user"}],
+    "number": [{"role": "user", "content": 1}],
+    "no role": [{"content": "Total?"}],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": "Total?"}]}],
+    "no user": [{"role": "system", "content": "Total?"}],
+}
+"""Values that a renderer must not return at the start of an episode."""
+
+
+class WrongRenderer(CountingRenderer):
+    """A renderer that returns a wrong value."""
+
+    def __init__(self, key: str) -> None:
+        self._messages = WRONG_MESSAGES[key]
+
+    def render(self, observation: CountObservation, *, first: bool) -> list[Message]:
+        messages: list[Message] = self._messages
+        return messages
+
+
+class WrongRendererEnv(CountingEnv):
+    """A counting environment whose renderer returns the value with this key of WRONG_MESSAGES."""
+
+    def __init__(self, key: str = "empty") -> None:
+        super().__init__()
+        self.text_renderer = WrongRenderer(key)
+
+
+def render_nothing(observation: dict[str, Any], first: bool) -> list[Message]:
+    return []
 
 
 def render(observation: dict[str, Any], first: bool) -> list[Message]:

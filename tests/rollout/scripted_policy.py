@@ -120,7 +120,7 @@ def make_runner(
         "client": client,
         "generate": generate,
         "chat": chat,
-        "renderer": ServerRenderer(),
+        "renderer": ServerRenderer("game"),
         "limits": limits,
         **fields,
     }

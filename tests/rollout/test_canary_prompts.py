@@ -17,7 +17,7 @@ async def make_environment(client: AsyncEnvClient) -> ConnectedEnvironment:
     """Return a connected environment that uses the client."""
     config = LocalEnvironment()
     return ConnectedEnvironment(
-        config, "address", client, await client.describe(), make_renderer(config)
+        config, "address", client, await client.describe(), make_renderer(config, "game")
     )
 
 

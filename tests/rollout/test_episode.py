@@ -260,7 +260,7 @@ async def test_configured_render_and_parse_replace_the_renderer(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     renderer = ImportedRenderer(
-        "tests.rollout.test_episode:render", "tests.rollout.test_episode:parse"
+        "tests.rollout.test_episode:render", "tests.rollout.test_episode:parse", "game"
     )
     policy = ScriptedPolicy(chat, iter(["1"]))
     rollout = await ScriptedPlayer(

@@ -108,7 +108,7 @@ async def test_failed_group_open_fails_all_episodes(
 async def test_custom_renderer_error_names_the_function(
     env_client: AsyncEnvClient, chat: ChatTokenizer, render: str, answers: tuple[str], reason: str
 ) -> None:
-    renderer = ImportedRenderer(f"{FRAGILE_MODULE}:{render}", f"{FRAGILE_MODULE}:parse")
+    renderer = ImportedRenderer(f"{FRAGILE_MODULE}:{render}", f"{FRAGILE_MODULE}:parse", "game")
     player, _ = make_player(env_client, chat, iter(answers))
     rollout = await player.replace_fields(renderer=renderer).play_episode(2)
     assert rollout.status is FAILED

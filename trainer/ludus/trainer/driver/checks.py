@@ -7,6 +7,7 @@ of models are not read.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -14,13 +15,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+import orjson
 import torch
 
 from ludus.env.client import AsyncEnvClient
+from ludus.env.encoding import encode_transition
+from ludus.env.environment import AnyEnvironment
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.targets.targets import environment_factory
 from ludus.env.transports.address import ServerAddress, parse_address
-from ludus.env.types import TaskSet
+from ludus.env.types import StepResult, TaskSet, TextView
 from ludus.proto.config import (
     CommandAgent,
     EnvironmentConfig,
@@ -51,6 +55,7 @@ from ludus.trainer.driver.policy_chart import load_chart_prompts
 from ludus.trainer.learner.actor_critic import check_same_tokens
 from ludus.trainer.models import load
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.adapters.environment_adapter import RendererError, make_renderer
 from ludus.trainer.rollout.agents.launchers import check_agent
 from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
 from ludus.trainer.rollout.rewards.scoring import check_columns
@@ -59,6 +64,8 @@ from ludus.trainer.run.checkpoint import RunState
 from ludus.trainer.run.lifecycle import find_start, make_run_id
 from ludus.trainer.setup.environments import ConnectedEnvironment, load_fixed_policies
 from ludus.trainer.setup.first_prompts import MAX_FIRST_SEEDS, fetch_first_opening
+
+_log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 3.0
 """Time limit in seconds for a server to accept a connection."""
@@ -137,12 +144,16 @@ def list_reward_functions(config: EnvironmentConfig) -> list[str]:
 
 
 def check_local_environments(run: LanguageModelRun) -> None:
-    """Build each local environment once, and check its reward columns and fixed policies."""
+    """Build each local environment once, and check its messages, columns and fixed policies."""
     for name, config in run.environments.items():
         if not isinstance(config, LocalEnvironment):
             continue
         environment = environment_factory(config.package, config.options)()
-        environment.close()
+        try:
+            if config.rollout is None and config.agent is None:
+                _check_first_messages(name, config, environment)
+        finally:
+            environment.close()
         check_reward_columns(run, name, environment.tasks)
         load_fixed_policies(run, name, config.options)
 
@@ -252,6 +263,26 @@ def _check_gpus(run: LanguageModelRun) -> None:
             "learner.num_gpus_per_rank and rollout.num_gpus_per_worker, or join a cluster that has "
             "them with RAY_ADDRESS"
         )
+
+
+def _check_first_messages(name: str, config: LocalEnvironment, environment: AnyEnvironment) -> None:
+    """Check the messages that start an episode. Other failures of the environment void episodes."""
+    try:
+        transition = environment.reset(seed=0)
+        encoded_result = encode_transition(transition, environment.text_renderer, step_index=0)
+    except Exception as error:  # noqa: BLE001 - third-party code
+        _log.warning("environment '%s' cannot start an episode: %s", name, error)
+        return
+    text = None
+    if encoded_result.text is not None:
+        text = TextView(orjson.loads(encoded_result.text.messages_json), [])
+    elif config.render is None:
+        return
+    result = StepResult(orjson.loads(encoded_result.observation_json), text=text)
+    try:
+        make_renderer(config, name).render_messages(result, is_first=True)
+    except RendererError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_folder(folder: Path) -> None:

@@ -123,7 +123,7 @@ class SessionRunner(ABC, Generic[RecordT]):
             client=components.client,
             generate=components.engine,
             chat=components.chat,
-            renderer=make_renderer(config),
+            renderer=make_renderer(config, components.environment),
             limits=components.limits,
             max_sessions=(await components.client.describe()).max_sessions,
             replays_lost_episodes=config.resume,

@@ -118,7 +118,7 @@ async def connect_environments(
                     description.tasks.num_tasks,
                 )
             environments[name] = ConnectedEnvironment(
-                config, address, client, description, make_renderer(config)
+                config, address, client, description, make_renderer(config, name)
             )
         yield environments
 

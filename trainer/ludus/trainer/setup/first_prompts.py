@@ -7,10 +7,14 @@ from functools import partial
 
 from ludus.env.client import AsyncSession
 from ludus.env.types import StepResult
-from ludus.proto.errors import UserError
+from ludus.proto.errors import ConfigError, UserError
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter, Opening
+from ludus.trainer.rollout.adapters.environment_adapter import (
+    EnvironmentAdapter,
+    Opening,
+    RendererError,
+)
 from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, Toolbox
 from ludus.trainer.rollout.episode import close_session, retry_while_full
 from ludus.trainer.setup.environments import ConnectedEnvironment
@@ -51,6 +55,7 @@ async def fetch_first_opening(
     """Return an episode's opening and first result; if the seed fails, try the next seeds.
 
     Raises:
+        ConfigError: the renderer fails in all episodes.
         Exception: the first failure, if all episodes fail.
     """
     failures: list[Exception] = []
@@ -67,6 +72,8 @@ async def fetch_first_opening(
             raise
         except Exception as error:  # noqa: BLE001 - third-party code may raise anything
             failures.append(error)
+    if isinstance(failures[0], RendererError):
+        raise ConfigError(str(failures[0])) from failures[0]
     raise failures[0]
 
 

@@ -36,7 +36,7 @@ from ludus.trainer.learner.warm_start import (
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import MODEL_CONFIG_FILE
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
-from ludus.trainer.rollout.adapters.environment_adapter import NO_TEXT_REASON
+from ludus.trainer.rollout.adapters.environment_adapter import NO_TEXT_REASON, RendererError
 from ludus.trainer.rollout.agents.random_responses import play_with_random_responses
 from ludus.trainer.rollout.agents.runner import AgentHost
 from ludus.trainer.rollout.episode import close_session, retry_while_full
@@ -220,6 +220,8 @@ async def _play_episode(
             )
             return _WarmStartEpisode(conversations, math.nan)
         return await _answer_randomly(environment, session, first_result, generator, max_turns)
+    except RendererError as error:
+        raise ConfigError(str(error)) from error
     finally:
         await close_session(session)
 

@@ -261,10 +261,13 @@ def text_is_chat_messages(subject: CheckedEnvironment) -> None:
         return
     for index, transition in enumerate(episode.transitions):
         messages = renderer.render(transition.observation, first=index == 0)
-        expect(bool(messages) or index > 0, "at least one message after a reset", messages)
+        expect(isinstance(messages, list), "a list of messages", repr(messages))
         for message in messages:
-            is_chat = set(message) == {"role", "content"} and isinstance(message["content"], str)
+            is_chat = isinstance(message, dict) and set(message) == {"role", "content"}
+            is_chat = is_chat and all(isinstance(value, str) for value in message.values())
             expect(is_chat, "a role and a text", message)
+        has_user = any(message["role"] == "user" for message in messages)
+        expect(has_user or index > 0, "a message with role 'user' after a reset", messages)
 
 
 def action_metadata_changes_nothing(subject: CheckedEnvironment) -> None:

@@ -37,15 +37,20 @@ class RendererError(LudusError):
 class ServerRenderer:
     """The environment's own renderer and parser, which the server runs."""
 
+    def __init__(self, environment: str) -> None:
+        """`environment` is the name of the environment in the run, for messages."""
+        self._environment = environment
+
     def render_messages(self, result: StepResult, *, is_first: bool) -> list[Message]:
         """Return the messages that the server rendered for the result."""
         if result.text is None:
             reason = f", {NO_TEXT_REASON}" if result.tensors else ""
             raise ConfigError(
-                f"the environment shows no text to language models{reason}; set environment.render"
-                " and environment.parse to 'module:callable'"
+                f"environment '{self._environment}' shows no text to language models{reason}; set"
+                " environment.render and environment.parse to 'module:callable'"
             )
-        return result.text.messages
+        source = f"the text_renderer of environment '{self._environment}'"
+        return check_messages(result.text.messages, source, is_first=is_first)
 
     def parse_action(self, text: str, result: StepResult) -> dict[str, Any]:
         """Return the text unchanged, because the server parses it."""
@@ -55,26 +60,24 @@ class ServerRenderer:
 class ImportedRenderer:
     """The `render` and `parse` functions of the run configuration."""
 
-    def __init__(self, render: str, parse: str) -> None:
+    def __init__(self, render: str, parse: str, environment: str) -> None:
         self._paths = render, parse
+        self._environment = environment
         self._render = import_callable(render, "environment.render")
         self._parse = import_callable(parse, "environment.parse")
 
     def render_messages(self, result: StepResult, *, is_first: bool) -> list[Message]:
         """Return the messages that `render` returns for the observation."""
-        field_description = f"environment.render = '{self._paths[0]}'"
+        field_description = (
+            f"environment.render = '{self._paths[0]}' of environment '{self._environment}'"
+        )
         try:
             messages = self._render(result.observation, first=is_first)
         except UserError:
             raise
         except (Exception, SystemExit) as error:  # the run's custom code
             raise RendererError(f"{field_description} raised {describe_error(error)}") from error
-        if not _is_message_list(messages):
-            raise RendererError(
-                f"{field_description} must return a list of messages like {{'role': 'user', "
-                f"'content': '...'}}, but it returned {messages!r:.100}"
-            )
-        return messages
+        return check_messages(messages, field_description, is_first=is_first)
 
     def parse_action(self, text: str, result: StepResult) -> dict[str, Any]:
         """Return the action in the text, as `parse` reads it.
@@ -97,11 +100,33 @@ class ImportedRenderer:
 ChatRenderer: TypeAlias = ServerRenderer | ImportedRenderer
 
 
-def make_renderer(config: EnvironmentConfig) -> ChatRenderer:
-    """Return the renderer that the configuration selects."""
+def make_renderer(config: EnvironmentConfig, environment: str) -> ChatRenderer:
+    """Return the renderer that the configuration of the environment with this name selects."""
     if config.render is None or config.parse is None:
-        return ServerRenderer()
-    return ImportedRenderer(config.render, config.parse)
+        return ServerRenderer(environment)
+    return ImportedRenderer(config.render, config.parse, environment)
+
+
+def check_messages(messages: Any, source: str, *, is_first: bool) -> list[Message]:
+    """Return the messages if a chat template can render them.
+
+    Args:
+        source: description of the renderer.
+        is_first: whether the messages start an episode.
+
+    Raises:
+        RendererError: the value is not a list of messages, or starts an episode without a user.
+    """
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        rule = ""
+    elif is_first and all(message["role"] != "user" for message in messages):
+        rule = ", at least one of them with role 'user' at the start of an episode"
+    else:
+        return messages
+    raise RendererError(
+        f"{source} must return a list of messages like {{'role': 'user', 'content': '...'}}{rule}, "
+        f"but it returned {messages!r:.100}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +211,7 @@ def read_end_status(result: StepResult) -> RolloutStatus | None:
     return RolloutStatus.TRUNCATED if result.truncated else None
 
 
-def _is_message_list(messages: Any) -> bool:
-    return isinstance(messages, list) and all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(
+        isinstance(message.get(field), str) for field in ("role", "content")
     )

@@ -79,8 +79,9 @@ class Toolbox:
         """True if each tool call is a step of the environment."""
         self.text_is_action = False
         """True if a completion without a call is an action."""
+        self.environment = environment
+        """Name of the environment, for messages."""
         self._client = client
-        self._environment = environment
         self._lock = asyncio.Lock()
 
     async def load(self, session: AsyncSession) -> None:
@@ -97,7 +98,7 @@ class Toolbox:
                 tools = tuple(_make_tool(tool) for tool in response.observation.get("tools", []))
             if not tools:
                 raise ConfigError(
-                    f"environment '{self._environment}': tools = true, but "
+                    f"environment '{self.environment}': tools = true, but "
                     f"'{description.name}' offers no tools; remove it"
                 )
             self.calls_are_steps = is_original_openenv or _has_call_actions(description)
@@ -115,7 +116,8 @@ class ToolAdapter(EnvironmentAdapter):
         toolbox: Toolbox,
         invalid_action_reward: float,
     ) -> None:
-        super().__init__(session, first_result, ServerRenderer(), invalid_action_reward)
+        renderer = ServerRenderer(toolbox.environment)
+        super().__init__(session, first_result, renderer, invalid_action_reward)
         self.toolbox = toolbox
         self._num_invalid_completions = 0
 

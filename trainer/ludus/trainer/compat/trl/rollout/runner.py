@@ -109,7 +109,7 @@ class BatchFunctionRunner:
         self._environment = components.environment
         self._limits = components.limits
         self._client = components.client
-        self._renderer = make_renderer(components.config)
+        self._renderer = make_renderer(components.config, components.environment)
         self._chat = components.chat
         self._engine = components.engine
         self._completions = completions
