@@ -203,8 +203,6 @@ class GatewayConfig(_Section):
             raise NotFoundError(f"gateway configuration {path} does not exist") from None
         except (OSError, DocumentError) as error:
             raise ConfigError(f"{path} is not a TOML file: {error}") from None
-        except RecursionError:
-            raise ConfigError(f"{path} is nested too deeply; remove brackets") from None
         return cls.parse(raw_fields | (overrides or {}), str(path))
 
     @classmethod
