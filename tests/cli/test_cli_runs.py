@@ -66,6 +66,13 @@ def test_logs_print_the_driver_log_without_metrics_rows(ludus: RunCli, cluster: 
     assert ludus("logs", "demo").out == "one\ntwo\n"
 
 
+def test_logs_and_states_have_no_hidden_characters(ludus: RunCli, cluster: Call) -> None:
+    colored_line = "\x1b[36m(Worker pid=7)\x1b[0m three"
+    start_run(ludus, cluster, "\x1b]0;t\x07one\u202e", "\ttwo", colored_line)
+    expected_output = "\\x1b]0;t\\x07one\\u202e\n\ttwo\n(Worker pid=7) three\n"
+    assert ludus("logs", "demo").out == expected_output
+
+
 def test_logs_without_a_head_pod_come_from_the_run_folder(ludus: RunCli, cluster: Call) -> None:
     start_run(ludus, cluster)
     finish_run(cluster)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from ludus.proto.run_lock import RunLock
-from ludus.proto.runs import METRICS_FILE, TRANSCRIPTS_FILE, Transcript
+from ludus.proto.runs import METRICS_FILE, TRANSCRIPTS_FILE, Transcript, TranscriptMessage
 from ludus.services.cli import run_folder_commands
+from ludus.services.cli.console import get_stdout, make_table
 from tests.cli.commands import RunCli
 from tests.report.synthetic_run import transcript
 
@@ -54,7 +56,7 @@ def test_a_failure_reason_is_shown_with_escaped_control_characters(
     failure = {"failure": "ValueError: \x1b[2Jno such card"}
     write_run(run_dir, transcript(1).model_copy(update=fields | failure), transcript(2))
     result = ludus("watch", "demo")
-    assert "ValueError: \N{REPLACEMENT CHARACTER}[2Jno such card" in result.out
+    assert r"ValueError: \x1b[2Jno such card" in result.out
     assert result.out.count("failure") == 1
     assert "failed · return none" in result.out
 
@@ -97,10 +99,47 @@ def test_control_characters_of_a_model_are_escaped(ludus: RunCli, run_dir: Path)
     write_run(run_dir, transcript(1, answer="\x1b[2Jgone [bold]"))
     result = ludus("watch", "demo")
     assert "\x1b[2J" not in result.out
-    assert "[2Jgone [bold]" in result.out
+    assert r"\x1b[2Jgone [bold]" in result.out
+
+
+def test_every_text_of_an_episode_is_shown_without_hidden_characters(
+    ludus: RunCli, run_dir: Path
+) -> None:
+    hostile = "\x1b]0;t\x07\x9b2J\u202e\nforged"
+    episode = transcript(1, environment=hostile, answer=hostile)
+    message = TranscriptMessage(role=hostile, text=hostile)
+    turn = episode.turns[0].model_copy(update={"shown": (message,), "action": {hostile: hostile}})
+    fields = {"turns": (turn,), "terms": {hostile: 1.0, "b": 0.0}, "failure": hostile}
+    write_run(run_dir, episode.model_copy(update=fields))
+    result = ludus("watch", "demo")
+    assert result.out.replace("\n", "").isprintable()
+    assert result.out.count(r"\x1b]0;t\x07\x9b2J\u202e") >= 6
+    # Only texts of a message, of the policy and of a failure may have several lines.
+    assert sum(line.lstrip().startswith("forged") for line in result.out.splitlines()) == 3
+
+
+def test_json_of_an_episode_has_no_hidden_characters(ludus: RunCli, run_dir: Path) -> None:
+    write_run(run_dir, transcript(1, answer="\x9b2J\u202e"))
+    result = ludus("watch", "demo", "--json")
+    assert result.out.rstrip("\n").isprintable()
+    assert json.loads(result.out)["turns"][0]["answer"] == "\x9b2J\u202e"
+
+
+def test_tables_have_no_hidden_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    table = make_table("policy", title="\x1b[2J")
+    table.add_row(Text("\x9b2J\u202e"))
+    get_stdout().print(table)
+    output = capsys.readouterr().out
+    assert output.replace("\n", "").isprintable()
+    assert r"\x9b2J\u202e" in output
 
 
 def test_missing_run_is_reported_by_name(ludus: RunCli, run_dir: Path) -> None:
     result = ludus("watch", "dmeo")
     assert result.code == 2
     assert "there is no run 'dmeo'" in result.err
+
+
+def test_error_messages_have_no_hidden_characters(ludus: RunCli, run_dir: Path) -> None:
+    result = ludus("watch", "\x1b[2J\u202e\nerror: forged")
+    assert result.err.startswith("error: there is no run '\\x1b[2J\\u202e\n  error: forged'")

@@ -23,6 +23,7 @@ NAN_REWARD_SEED = 668
 HUGE_REWARD_SEED = 669
 LARGE_RETURN_SEED = 670
 """Seed of an episode whose rewards are allowed, but whose return is not."""
+UNKNOWN_ROLE_SEED = 671
 _REWARD_SCALES = {
     NAN_REWARD_SEED: float("nan"),
     HUGE_REWARD_SEED: -1e308,
@@ -36,6 +37,8 @@ class FragileRenderer(CountingRenderer):
     def render(self, observation: CountObservation, *, first: bool) -> list[Message]:
         if observation.total in (-1, 3):
             raise KeyError("no picture")
+        if observation.total == -2:
+            return [{"role": "\x1b[2J", "content": "Total -2."}]
         return super().render(observation, first=first)
 
     def parse(self, text: str, observation: CountObservation) -> CountAction:
@@ -55,7 +58,8 @@ class FragileEnv(CountingEnv):
         if seed == RESET_FAILURE_SEED:
             raise FileNotFoundError("level 666")
         self._reward_scale = _REWARD_SCALES.get(seed, 1.0) if seed is not None else 1.0
-        return super().reset(seed=seed, start=-1 if seed == RENDER_FAILURE_SEED else start)
+        starts = {RENDER_FAILURE_SEED: -1, UNKNOWN_ROLE_SEED: -2}
+        return super().reset(seed=seed, start=starts.get(seed or 0, start))
 
     def step(self, action: CountAction) -> Transition[CountObservation]:
         transition = super().step(action)
@@ -109,6 +113,10 @@ def render(observation: dict[str, Any], first: bool) -> list[Message]:
     if observation["total"] > 1:
         raise IndexError("the total is above 1")
     return [{"role": "user", "content": f"Total {observation['total']}."}]
+
+
+def render_with_unknown_role(observation: dict[str, Any], first: bool) -> list[Message]:
+    return [{"role": "\x1b[2J", "content": "Total?"}]
 
 
 def render_as_string(observation: dict[str, Any], first: bool) -> str:

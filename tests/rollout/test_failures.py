@@ -12,16 +12,22 @@ import pytest_asyncio
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.env.types import StepResult, TextView
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.types import GroupSpec, RolloutStatus, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.adapters.environment_adapter import ImportedRenderer
+from ludus.trainer.rollout.adapters.environment_adapter import (
+    ImportedRenderer,
+    RendererError,
+    ServerRenderer,
+)
 from tests.rollout.fragile_env import (
     HUGE_REWARD_SEED,
     LARGE_RETURN_SEED,
     NAN_REWARD_SEED,
     RENDER_FAILURE_SEED,
     RESET_FAILURE_SEED,
+    UNKNOWN_ROLE_SEED,
     FragileEnv,
     play_and_divide_by_zero,
 )
@@ -49,6 +55,7 @@ async def env_client(fragile_server: EnvServer) -> AsyncIterator[AsyncEnvClient]
     [
         (RESET_FAILURE_SEED, VALID_COMPLETIONS, "level 666"),
         (RENDER_FAILURE_SEED, VALID_COMPLETIONS, "no picture"),
+        (UNKNOWN_ROLE_SEED, VALID_COMPLETIONS, "must have one of the roles system, user"),
         (NAN_REWARD_SEED, VALID_COMPLETIONS, "reward must be a finite number"),
         (HUGE_REWARD_SEED, VALID_COMPLETIONS, "reward must be a finite number between -1e+12 and"),
         (LARGE_RETURN_SEED, VALID_COMPLETIONS, "their sum, the return, must be a finite number"),
@@ -56,7 +63,10 @@ async def env_client(fragile_server: EnvServer) -> AsyncIterator[AsyncEnvClient]
         (2, ("ADD 1", "ADD 2"), "no picture"),
         (2, ("ADD one",), "invalid literal for int"),
     ],
-    ids=["reset", "first render", "nan", "huge reward", "huge return", "step", "render", "parse"],
+    ids=[
+        *("reset", "first render", "role", "nan", "huge reward", "huge return", "step", "render"),
+        "parse",
+    ],
 )
 async def test_environment_error_voids_the_episode_and_closes_the_session(
     fragile_server: EnvServer,
@@ -102,6 +112,7 @@ async def test_failed_group_open_fails_all_episodes(
             r"environment\.render = .* the total is above 1 \(in render",
         ),
         ("render", ("ADD one",), r"environment\.parse = .* ValueError.*raise ActionParseError"),
+        ("render_with_unknown_role", (), r"one of the roles .* returned .*x1b\[2J"),
         ("render_as_string", (), r"must return a list of messages .* returned 'Total\?'"),
     ],
 )
@@ -113,6 +124,12 @@ async def test_custom_renderer_error_names_the_function(
     rollout = await player.replace_fields(renderer=renderer).play_episode(2)
     assert rollout.status is FAILED
     assert re.search(reason, rollout.failure)
+
+
+async def test_message_of_a_server_with_an_unknown_role_is_refused() -> None:
+    result = StepResult({}, text=TextView([{"role": "\x1b[2J", "content": "a"}]))
+    with pytest.raises(RendererError, match=r"must send messages .* one of the roles system"):
+        ServerRenderer("game").render_messages(result, is_first=True)
 
 
 async def test_error_in_a_task_of_a_rollout_function_is_reported(

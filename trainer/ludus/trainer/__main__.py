@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ludus.env.runtime import pause_collection
+from ludus.env.text.terminal import clean_json_for_terminal, format_notice
 from ludus.proto.config import AnyRunConfig, load_any_run_config, load_run_config
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Evaluation, Resume
@@ -76,7 +77,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     evaluation: Evaluation = _import_commands(run).evaluate(run, checkpoint)
     evaluation_json = evaluation.model_dump_json(indent=2)
     if args.output is None:
-        sys.stdout.write(evaluation_json + "\n")
+        sys.stdout.write(clean_json_for_terminal(evaluation_json) + "\n")
     else:
         write_atomically(args.output, evaluation_json)
 
@@ -143,7 +144,7 @@ def _report_error(error: Exception, exit_code: int) -> int:
     # Ray adds the traceback to the message of an error from an actor, but not to its cause.
     cause = getattr(error, "cause", None) or error
     message = "; ".join([_describe_error(cause), *getattr(error, "__notes__", [])])
-    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.write(f"{format_notice('error', message)}\n")
     return exit_code
 
 

@@ -18,7 +18,13 @@ from ludus.env.environment import TextRenderer
 from ludus.env.incoming.faults import MAX_REPEATED_BYTES, list_faults, shorten, shorten_input
 from ludus.env.limits import MAX_RESULT_BYTES
 from ludus.env.text.unicode import dump_json, replace_surrogates
-from ludus.env.types import Action, JsonObject, Transition
+from ludus.env.types import (
+    MESSAGE_ROLES,
+    Action,
+    JsonObject,
+    Transition,
+    has_message_role,
+)
 from ludus.proto.errors import ErrorCode, ExecutionError, InvalidCallError
 from ludus.proto.rewards import REWARD_RULE, is_valid_reward
 
@@ -126,7 +132,7 @@ def encode_transition(
     text = None
     if renderer is not None:
         observation = transition.observation
-        messages = renderer.render(observation, first=step_index == 0)
+        messages = _check_messages(renderer.render(observation, first=step_index == 0))
         text = EncodedText(
             _copy_to_exact_size(dump_json(messages)),
             _check_answers(renderer.legal_answers(observation)),
@@ -271,6 +277,16 @@ def _check_reward(reward: Any) -> float:
     if not is_valid_reward(checked_reward):
         raise ExecutionError(f"reward must be {REWARD_RULE}, or None, got {checked_reward}")
     return checked_reward
+
+
+def _check_messages(messages: Any) -> Any:
+    for message in messages:
+        if not has_message_role(message):
+            raise ExecutionError(
+                f"each message of a renderer must have one of the roles {', '.join(MESSAGE_ROLES)},"
+                f" got {message!a:.200}"
+            )
+    return messages
 
 
 def _check_answers(answers: Any) -> list[str]:

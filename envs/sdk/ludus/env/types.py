@@ -9,7 +9,7 @@ Action --step--> Transition  (in the environment: typed observation)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypedDict, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -65,11 +65,20 @@ ObservationT = TypeVar("ObservationT", bound=Observation)
 StateT = TypeVar("StateT", bound=State)
 
 
+MESSAGE_ROLES: Final = ("system", "user", "assistant", "tool")
+"""Roles that a message of an environment or an agent can have."""
+
+
 class Message(TypedDict):
-    """A chat message; `content` is text."""
+    """A chat message; `role` is one of `MESSAGE_ROLES`, and `content` is text."""
 
     role: str
     content: str
+
+
+def has_message_role(message: Any) -> TypeGuard[JsonObject]:
+    """Return True if the value is a message whose role is one of `MESSAGE_ROLES`."""
+    return isinstance(message, dict) and message.get("role") in MESSAGE_ROLES
 
 
 @dataclass(frozen=True, slots=True)

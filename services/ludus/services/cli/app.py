@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from ludus.env.text.terminal import format_notice
 from ludus.proto.errors import LudusError, UserError
 from ludus.services.cli import (
     env_commands,
@@ -75,7 +76,7 @@ def main() -> None:
     try:
         app(prog_name="ludus")
     except LudusError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"{format_notice('error', error)}\n")
         sys.exit(error.exit_code if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ludus.proto.errors import UnavailableError, UserError
-from ludus.services.cli.console import EXIT_FAILED, get_stderr, get_stdout, make_table
+from ludus.services.cli.console import EXIT_FAILED, get_stderr, get_stdout, make_table, write_json
 from ludus.services.cli.env_targets import require_options_only_for_targets
 from ludus.services.cli.options import Options, TargetOrAddress, TokenEnv, parse_options
 
@@ -104,7 +104,7 @@ def check(
             {"about": row.subject, "rule": row.rule, "verdict": row.verdict, "detail": row.detail}
             for row in rows
         ]
-        typer.echo(json.dumps({"place": location, "ok": is_ok, "checks": check_dicts}, indent=2))
+        write_json(json.dumps({"place": location, "ok": is_ok, "checks": check_dicts}, indent=2))
     else:
         get_stdout().print(_make_check_table(rows))
     if not is_ok:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.env.text.terminal import log_to_stderr
 from ludus.proto.errors import ConfigError
 from ludus.services.cli.console import get_stdout, print_line
 from ludus.services.cli.options import parse_options
@@ -114,7 +115,7 @@ def run_gateway(
         config = GatewayConfig.parse(overrides, "ludus gateway")
     else:
         raise ConfigError(f"--config or --env is required; {_EXAMPLE}")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(logging.WARNING)
     logging.getLogger("ludus").setLevel(logging.INFO)
     serve_gateway(config, _print_addresses)
 

@@ -14,6 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from ludus.env.text.terminal import format_notice
 from ludus.proto.metrics import EvalMetric, TrainMetric, combine_metric
 from ludus.proto.runs import MetricsRow, Phase
 from ludus.services.cli.console import print_line, print_warning
@@ -216,7 +217,7 @@ class PlainView:
 
     def warn(self, message: str) -> None:
         """Print the warning."""
-        print_line(self._console, f"warning: {message}")
+        print_line(self._console, format_notice("warning", message))
 
     def finish(self, progress: RunProgress) -> None:
         """Print the last line if it has not been printed."""

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from ludus.env.text.terminal import clean_for_terminal
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.run_lock import is_in_use
 from ludus.proto.runs import (
@@ -24,7 +25,13 @@ from ludus.proto.runs import (
     Transcript,
     TranscriptTurn,
 )
-from ludus.services.cli.console import get_stderr, get_stdout, print_line, print_warning
+from ludus.services.cli.console import (
+    get_stderr,
+    get_stdout,
+    print_line,
+    print_warning,
+    write_json,
+)
 from ludus.services.cli.options import RunDir
 from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.train_command import read_run_config
@@ -179,21 +186,25 @@ def _find_run_folder(run: str) -> Path:
 def _show_transcripts(transcripts: Sequence[Transcript], prints_json: bool) -> None:
     for transcript in transcripts:
         if prints_json:
-            typer.echo(transcript.model_dump_json())
+            write_json(transcript.model_dump_json())
         else:
             show_transcript(get_stdout(), transcript)
 
 
 def show_transcript(console: Console, transcript: Transcript) -> None:
     """Print an episode, with prompts dimmed and responses in bold."""
-    console.rule(Text(describe_episode(transcript), style="bold"), align="left", style="dim")
+    console.rule(
+        Text(clean_for_terminal(describe_episode(transcript)), style="bold"),
+        align="left",
+        style="dim",
+    )
     for turn in transcript.turns:
         _show_turn(console, turn)
     if transcript.num_turns_left_out:
         print_line(console, f"  ... and {transcript.num_turns_left_out} more turns", "dim")
     if transcript.failure:
         _show_message(console, "failure", transcript.failure, "red")
-    print_line(console, f"  {describe_outcome(transcript)}\n", "dim")
+    print_line(console, f"  {clean_for_terminal(describe_outcome(transcript))}\n", "dim")
 
 
 def _show_turn(console: Console, turn: TranscriptTurn) -> None:
@@ -202,14 +213,10 @@ def _show_turn(console: Console, turn: TranscriptTurn) -> None:
     _show_message(console, "policy", turn.answer, "bold")
     consequence = describe_consequence(turn)
     if consequence:
-        print_line(console, f"  -> {consequence}", "cyan")
+        print_line(console, f"  -> {clean_for_terminal(consequence)}", "cyan")
 
 
 def _show_message(console: Console, role: str, text: str, style: str) -> None:
-    console.print(Text(f"  {role}", style="dim italic"))
-    # Control characters are replaced, because a model's output must not control the terminal.
-    printable_text = "".join(
-        character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
-        for character in text
-    )
-    console.print(Padding(Text(printable_text or "(empty)", style=style), (0, 0, 0, 4)))
+    console.print(Text(f"  {clean_for_terminal(role)}", style="dim italic"))
+    cleaned_text = clean_for_terminal(text, keep_newlines=True)
+    console.print(Padding(Text(cleaned_text or "(empty)", style=style), (0, 0, 0, 4)))

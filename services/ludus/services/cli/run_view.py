@@ -11,6 +11,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
+from ludus.env.text.terminal import format_notice
 from ludus.proto.config import validate_run_json
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.runs import LOG_ROW_PREFIX, MetricsRow
@@ -140,11 +141,11 @@ def show_fetched_run(folder: Path, run: str) -> None:
 def explain_failure(console: Console, state: ClusterRunState, output: TrainerOutput) -> int:
     """Print why a run failed, and return the exit code of the command."""
     if state.phase is RunPhase.REFUSED:
-        print_line(console, f"error: KubeRay refused the RayJob: {state.reason}")
+        print_line(console, format_notice("error", f"KubeRay refused the RayJob: {state.reason}"))
         return UserError.exit_code
     errors = output.errors or _find_errors(state.message)
     for error in errors[-1:]:
-        print_line(console, f"error: {error}")
+        print_line(console, format_notice("error", error))
     if not errors:
         for line in state.message.splitlines()[-10:] or output.last_lines:
             print_line(console, f"  {line}")

@@ -13,7 +13,13 @@ from rich.text import Text
 from ludus.proto.errors import ClusterError, LudusError, UserError
 from ludus.proto.runs import SUMMARY_FILE
 from ludus.services.cli import options
-from ludus.services.cli.console import get_stderr, get_stdout, make_table, print_line
+from ludus.services.cli.console import (
+    get_stderr,
+    get_stdout,
+    make_table,
+    print_line,
+    write_text,
+)
 from ludus.services.numbers import format_duration
 
 if TYPE_CHECKING:
@@ -97,10 +103,10 @@ async def show_logs(
     update = await read_update(cluster, run)
     for line in update.lines:
         if parse_row(line) is None:
-            typer.echo(line)
+            write_text(line)
     if not update.lines:
         # The head pod no longer exists, but the run folder contains its log.
-        typer.echo(await read_log(cluster, await cluster.read_release(release_name), run), nl=False)
+        write_text(await read_log(cluster, await cluster.read_release(release_name), run))
 
 
 @options.make_cluster_command

@@ -12,7 +12,7 @@ import typer
 
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.services.cli import options
-from ludus.services.cli.console import get_stderr, print_line, print_warning
+from ludus.services.cli.console import get_stderr, print_line, print_warning, write_json
 
 if TYPE_CHECKING:
     from ludus.services.runs.cluster import RunsCluster
@@ -165,6 +165,6 @@ def _print_manifests(manifests: RunManifests, output_format: ManifestFormat) -> 
     manifest_dicts = [manifests.config_map, manifests.job]
     if output_format == "json":
         manifest_list = {"apiVersion": "v1", "kind": "List", "items": manifest_dicts}
-        typer.echo(json.dumps(manifest_list, indent=2))
+        write_json(json.dumps(manifest_list, indent=2))
     else:
         typer.echo(yaml.safe_dump_all(manifest_dicts, sort_keys=False, width=100), nl=False)

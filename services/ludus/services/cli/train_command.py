@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from rich.status import Status
 from typer.core import TyperCommand
 
+from ludus.env.text.terminal import format_notice
 from ludus.proto.errors import ConfigError, NotFoundError, UserError
 from ludus.proto.runs import (
     CHECKPOINTS_FOLDER,
@@ -32,6 +33,7 @@ from ludus.services.cli.console import (
     get_stdout,
     print_line,
     print_warning,
+    write_json,
 )
 from ludus.services.cli.options import ConfigPath, Overrides, RunDir
 from ludus.services.cli.progress import RunProgress, show_progress
@@ -96,7 +98,7 @@ def train(
     if is_dry_run:
         end = run_quietly("checking", ["check", *trainer_flags], config)
         exit_on_failure(end, run_dir, "nothing was written")
-        typer.echo(config.model_dump_json(indent=2))
+        write_json(config.model_dump_json(indent=2))
         return
     _check_environments(config)
     end = _run_training(config, run_dir, trainer_flags)
@@ -242,7 +244,7 @@ def exit_on_failure(end: TrainerEnd, run_dir: Path, advice: str) -> None:
         raise typer.Exit(EXIT_INTERRUPTED)
     if end.exit_code == 0:
         return
-    error_lines = [f"error: {message}" for message in end.output.errors]
+    error_lines = [format_notice("error", message) for message in end.output.errors]
     for line in error_lines or [f"  {line}" for line in end.output.last_lines]:
         print_line(console, line)
     if end.exit_code == UserError.exit_code and error_lines:

@@ -17,7 +17,7 @@ from ludus.proto.reward_models import (
     RewardModelMetrics,
     RewardModelProgress,
 )
-from ludus.services.cli.console import get_stderr, get_stdout, make_table, print_line
+from ludus.services.cli.console import get_stderr, get_stdout, make_table, print_line, write_text
 from ludus.services.cli.options import ConfigPath, Overrides
 from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.train_command import exit_on_failure, run_quietly
@@ -80,7 +80,7 @@ def train_reward(
     if is_dry_run:
         end = run_quietly("checking", ["check", *flags], config)
         exit_on_failure(end, config.folder, "nothing was written")
-        typer.echo(end.output.last_lines[-1])
+        write_text(end.output.last_lines[-1])
         return
     view = _ProgressView(config)
     end = run_quietly("starting", ["train", *flags], config, view.refresh)

@@ -13,6 +13,7 @@ respond is repeated.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
@@ -30,6 +31,8 @@ SILENT_OPERATOR_S = 30.0
 SILENT_LOG_S = 30.0
 """Seconds without a line after which the log is requested again, because streams can get stuck."""
 _RETRY_S = 1.0
+_COLOR_CODE = re.compile(r"\x1b\[[0-9;]*m")
+"""Codes with which Ray colors the lines of its workers."""
 _MAX_LINES = 200_000
 _PERMANENT_STATUSES = {401, FORBIDDEN}
 
@@ -211,5 +214,5 @@ class HeadLog:
         if timestamp <= self._last_timestamp:
             return  # a repeated line, because sinceTime has a resolution of one second
         self._last_timestamp = timestamp
-        self._lines.append(content)
+        self._lines.append(_COLOR_CODE.sub("", content))
         self._line_event.set()

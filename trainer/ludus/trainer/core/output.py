@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ludus.env.text.terminal import format_notice
+
 _log = logging.getLogger(__name__)
 
 _TEMPORARY_SUFFIX = ".partial"
@@ -62,4 +64,4 @@ def describe_write_error(path: Path, error: BaseException) -> str:
 def warn_user(message: str) -> None:
     """Log a warning and print it on standard error, where `ludus` shows it to the user."""
     _log.warning("%s", message)
-    sys.stderr.write(f"warning: {message}\n")
+    sys.stderr.write(f"{format_notice('warning', message)}\n")

@@ -26,6 +26,7 @@ from typing import Generic
 
 from pydantic import BaseModel, ValidationError
 
+from ludus.env.text.terminal import LogFormatter
 from ludus.proto.config import ANY_RUN, AnyRunConfig
 from ludus.proto.config.changes import Change, describe_changes, find_changes
 from ludus.proto.errors import ConfigError, UserError
@@ -198,7 +199,7 @@ def log_to_folder(path: Path, level: str) -> Iterator[None]:
     If the program has configured logging, its configuration and log level are kept.
     """
     handler = logging.FileHandler(path / LOG_FILE, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root_logger = logging.getLogger()
     previous_level = root_logger.level
     if not root_logger.handlers:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from ludus.env.text.terminal import clean_json_for_terminal
 from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig
 from ludus.proto.runs import LOG_ROW_PREFIX, TENSORBOARD_FOLDER, WANDB_FOLDER, MetricsRow
@@ -57,7 +58,8 @@ class JobLog(MetricsSink):
     def write(self, row: MetricsRow) -> None:
         """Write the row as a line."""
         if row.kind in _PROGRESS_KINDS:
-            self._stream.write(f"{LOG_ROW_PREFIX}{row.model_dump_json(exclude_defaults=True)}\n")
+            row_json = clean_json_for_terminal(row.model_dump_json(exclude_defaults=True))
+            self._stream.write(f"{LOG_ROW_PREFIX}{row_json}\n")
             self._stream.flush()
 
 

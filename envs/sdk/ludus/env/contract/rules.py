@@ -24,7 +24,14 @@ from ludus.env.contract.schema import draw_value, find_schema_fault
 from ludus.env.encoding import encode_transition
 from ludus.env.environment import AnyEnvironment, takes_any_text
 from ludus.env.sessions.hosts import EnvironmentFactory
-from ludus.env.types import Action, Observation, Tool, Transition
+from ludus.env.types import (
+    MESSAGE_ROLES,
+    Action,
+    Observation,
+    Tool,
+    Transition,
+    has_message_role,
+)
 from ludus.proto.errors import (
     ActionError,
     ActionParseError,
@@ -266,6 +273,8 @@ def text_is_chat_messages(subject: CheckedEnvironment) -> None:
             is_chat = isinstance(message, dict) and set(message) == {"role", "content"}
             is_chat = is_chat and all(isinstance(value, str) for value in message.values())
             expect(is_chat, "a role and a text", message)
+            expected = f"one of the roles {', '.join(MESSAGE_ROLES)}"
+            expect(has_message_role(message), expected, message)
         has_user = any(message["role"] == "user" for message in messages)
         expect(has_user or index > 0, "a message with role 'user' after a reset", messages)
 

@@ -52,6 +52,7 @@ from ludus.env.sessions.options import (
 )
 from ludus.env.sessions.threads import STEP_THREAD_NAME
 from ludus.env.targets.targets import TargetFactory, make_importable_factory
+from ludus.env.text.terminal import format_notice, log_to_stderr
 from ludus.env.workers.host import WorkerHost
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import UserError
@@ -227,7 +228,7 @@ def run_server(
     Args:
         arguments: namespace of `add_server_arguments`; other names in it are ignored.
     """
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(logging.INFO)
     with exit_after_user_error():
         if isinstance(factory, TargetFactory):
             if factory.one_per_process and "isolation" not in arguments:
@@ -245,7 +246,7 @@ def exit_after_user_error() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"{format_notice('error', error)}\n")
         sys.exit(UserError.exit_code)
 
 

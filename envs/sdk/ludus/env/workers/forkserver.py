@@ -50,6 +50,7 @@ from ludus.env.sandbox.processes import (
     show_process,
 )
 from ludus.env.sandbox.worker_resources import WORKER_PID_VARIABLE, list_code_paths, remove_folder
+from ludus.env.text.terminal import log_to_stderr
 from ludus.env.workers import child
 from ludus.env.workers.protocol import (
     ORDER_STRUCT,
@@ -235,7 +236,7 @@ class ForkServer:
 
 def main(descriptor: int) -> None:
     """Serve until the server disconnects."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(logging.INFO)
     control = socket.socket(fileno=descriptor)
     setup_json = read_frame(_UnbufferedStream(control))
     if setup_json is None:

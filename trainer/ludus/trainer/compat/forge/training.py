@@ -13,6 +13,7 @@ from typing import Any, Self, TypeAlias, TypedDict
 import torch
 
 from ludus.env import Message
+from ludus.env.text.terminal import clean_for_terminal
 from ludus.proto.config import LanguageModelRun, RunConfig, load_run_config
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import TrainMetric
@@ -301,7 +302,8 @@ class _StepPrinter:
             sys.stdout.write(
                 f"step {step.number:>4}  wins {self._values[TrainMetric.WIN_RATE]:6.1%}  "
                 f"reward {self._values[TrainMetric.REWARD_MEAN]:+.3f}  "
-                f"loss {self._values[TrainMetric.LOSS]:+.4f}{_format_episode(step)}\n"
+                f"loss {self._values[TrainMetric.LOSS]:+.4f}"
+                f"{clean_for_terminal(_format_episode(step))}\n"
             )
             sys.stdout.flush()
         self._num_steps_seen += 1

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from ludus.env import Message, StepResult
 from ludus.env.client import AsyncSession
+from ludus.env.types import MESSAGE_ROLES, has_message_role
 from ludus.proto.config import EnvironmentConfig
 from ludus.proto.errors import ActionError, ConfigError, LudusError, UserError
 from ludus.trainer.core.functions import import_callable
@@ -31,7 +32,7 @@ NO_TEXT_REASON = (
 
 
 class RendererError(LudusError):
-    """An error in the configuration's `render` or `parse`, or in the messages they return."""
+    """An error in the configuration's `render` or `parse`, or in the messages of a renderer."""
 
 
 class ServerRenderer:
@@ -118,14 +119,14 @@ def check_messages(messages: Any, source: str, *, is_first: bool) -> list[Messag
         RendererError: the value is not a list of messages, or starts an episode without a user.
     """
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        rule = ""
+        rule = f" with one of the roles {', '.join(MESSAGE_ROLES)}"
     elif is_first and all(message["role"] != "user" for message in messages):
         rule = ", at least one of them with role 'user' at the start of an episode"
     else:
         return messages
     raise RendererError(
         f"{source} must return a list of messages like {{'role': 'user', 'content': '...'}}{rule}, "
-        f"but it returned {messages!r:.100}"
+        f"but it returned {messages!a:.100}"
     )
 
 
@@ -212,6 +213,4 @@ def read_end_status(result: StepResult) -> RolloutStatus | None:
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(
-        isinstance(message.get(field), str) for field in ("role", "content")
-    )
+    return has_message_role(message) and isinstance(message.get("content"), str)

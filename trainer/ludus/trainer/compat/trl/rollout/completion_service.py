@@ -39,6 +39,7 @@ from ludus.env.incoming.faults import list_faults
 from ludus.env.incoming.json_values import check_num_values
 from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.serving.listeners import HttpListener
+from ludus.env.types import MESSAGE_ROLES, has_message_role
 from ludus.proto.errors import InvalidCallError, LudusError, RolloutFunctionError
 from ludus.trainer.core.interfaces import GenerateFunction
 from ludus.trainer.core.streams import Stream, derive_key, mix
@@ -130,10 +131,7 @@ class CompletionService:
                 return self._chat.encode_first_prompt([{"role": "user", "content": prompt}])
             return self._chat.encode_text(prompt)
         if isinstance(prompt, Sequence) and prompt:
-            if all(
-                isinstance(message, dict) and {"role", "content"} <= message.keys()
-                for message in prompt
-            ):
+            if all(has_message_role(message) and "content" in message for message in prompt):
                 if as_chat is False:
                     raise RolloutFunctionError(
                         "as_chat = False needs a prompt of text or token ids, but the prompt is "
@@ -145,7 +143,8 @@ class CompletionService:
             ):
                 return self._check_vocabulary(list(prompt))  # type: ignore[arg-type]
         raise RolloutFunctionError(
-            f"expected a prompt as text, messages or token ids, got {prompt!r:.100}"
+            "expected a prompt as text, as messages with the roles"
+            f" {', '.join(MESSAGE_ROLES)}, or as token ids, got {prompt!r:.100}"
         )
 
     def _check_vocabulary(self, token_ids: list[int]) -> list[int]:

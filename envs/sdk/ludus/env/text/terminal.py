@@ -1,0 +1,96 @@
+r"""Text of other programs, made safe for terminals and logs.
+
+    "\x1b]0;title\x07 ok\u202e"  --clean_for_terminal-->  r"\x1b]0;title\x07 ok\u202e"
+
+A terminal executes control characters, and bidirectional controls reorder what a reader sees.
+Models, environments and servers choose the texts that commands print, so every such text is
+cleaned. A newline in a log record would forge a second record.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import unicodedata
+from typing import Final
+
+_HIDDEN_CATEGORIES: Final = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"})
+"""Unicode categories of controls, format characters, separators, and codes without a character."""
+_UNUSUAL_CHARACTER = re.compile(r"[^ -~]")
+_UNUSUAL_CHARACTER_IN_LINES = re.compile(r"[^ -~\n\t]")
+# Letters, marks and symbols that are drawn as nothing. U+FE0E and U+FE0F, which select the form of
+# a symbol, are usual in ordinary text.
+_INVISIBLE_CHARACTER = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0d\uffa0"
+    "\U000e0100-\U000e01ef]"
+)
+_LINE_START = re.compile(r"\n(?![ \t]|$)")
+
+
+def clean_for_terminal(text: str, *, keep_newlines: bool = False) -> str:
+    r"""Return the text with every hidden character as a visible escape, for example `\x1b`.
+
+    Hidden are control and format characters, bidirectional controls, line and paragraph
+    separators, surrogates, and characters that are drawn as nothing. Cleaning a clean text changes
+    nothing.
+
+    Args:
+        keep_newlines: whether newlines and tabs are kept. Default: they are escaped, too.
+    """
+    pattern = _UNUSUAL_CHARACTER_IN_LINES if keep_newlines else _UNUSUAL_CHARACTER
+    return pattern.sub(_escape_if_hidden, text)
+
+
+def clean_json_for_terminal(json_text: str) -> str:
+    r"""Return JSON of the same value, in which hidden characters are JSON's escapes."""
+    return _UNUSUAL_CHARACTER_IN_LINES.sub(_escape_as_json_if_hidden, json_text)
+
+
+def format_notice(label: str, message: object) -> str:
+    """Return `label: message` for standard error, with the message's further lines indented.
+
+    A further line therefore cannot look like another notice.
+    """
+    cleaned_text = clean_for_terminal(str(message), keep_newlines=True)
+    return _LINE_START.sub("\n  ", f"{label}: {cleaned_text}")
+
+
+class LogFormatter(logging.Formatter):
+    """A format in which each record is one line, followed only by an indented traceback."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the record's line."""
+        return clean_for_terminal(super().formatMessage(record))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's line and its traceback."""
+        line, newline, traceback = super().format(record).partition("\n")
+        cleaned_traceback = clean_for_terminal(traceback, keep_newlines=True)
+        return line + newline + "\n".join(f"    {part}" for part in cleaned_traceback.splitlines())
+
+
+def log_to_stderr(level: int) -> None:
+    """Log to standard error, unless the program has configured logging."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def _escape_if_hidden(match: re.Match[str]) -> str:
+    character = match.group()
+    if not _is_hidden(character):
+        return character
+    return character.encode("unicode_escape").decode()
+
+
+def _escape_as_json_if_hidden(match: re.Match[str]) -> str:
+    character = match.group()
+    if not _is_hidden(character):
+        return character
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[index : index + 2].hex()}" for index in range(0, len(units), 2))
+
+
+def _is_hidden(character: str) -> bool:
+    is_hidden = unicodedata.category(character) in _HIDDEN_CATEGORIES
+    return is_hidden or _INVISIBLE_CHARACTER.match(character) is not None
