@@ -53,6 +53,11 @@ class FlakyProxy:
         for link in self._links:
             link.discards_data = True
 
+    def blackhole_replies(self) -> None:
+        """Stop forwarding data of the server, but keep the existing connections open."""
+        for link in self._links:
+            link.discards_replies = True
+
     def half_close(self) -> None:
         """Close the direction to the client, and discard data from the client."""
         for link in self._links:
@@ -89,6 +94,7 @@ class _Link:
         self._client_reader, self._client_writer = client
         self._server_reader, self._server_writer = server
         self.discards_data = False
+        self.discards_replies = False
 
     async def run(self) -> None:
         pump_tasks = [
@@ -119,6 +125,6 @@ class _Link:
             while chunk := await source.read(65536):
                 if is_delayed and (delay_s := self._proxy.delay_s()):
                     await asyncio.sleep(delay_s)
-                if not self.discards_data:
+                if not self.discards_data and not (is_delayed and self.discards_replies):
                     sink.write(chunk)
                     await sink.drain()

@@ -28,6 +28,7 @@ from ludus.env.limits import (
     MAX_SERVER_MESSAGE_BYTES,
     MAX_WORKER_CALL_BYTES,
 )
+from ludus.env.messages.protobuf import fill_step, make_attempt_id
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, ErrorCode
 from tests.env.counting_env import CountAction, CountObservation, Gate, GatedCountingEnv
@@ -101,9 +102,8 @@ def make_padded_action(num_bytes: int) -> dict[str, Any]:
 
 
 def count_grpc_bytes(session: AsyncSession, step_index: int, action: dict[str, Any]) -> int:
-    step = pb.StepRequest(
-        session_id=session.id, step_index=step_index, action_json=orjson.dumps(action)
-    )
+    step = pb.StepRequest()
+    fill_step(step, session.id, orjson.dumps(action), step_index, make_attempt_id())
     return pb.Call(call_id=1, step=step).ByteSize()
 
 

@@ -105,6 +105,7 @@ class CallServer:
             read_action(step_request),
             step_request.step_index,
             step_request.timeout_s,
+            step_request.attempt_id,
         )
         fill_result(reply.result, step_request.session_id, result)
 
@@ -230,7 +231,9 @@ def _step_now(
     """Take a step, write it into the reply, and return the result, or None after an error."""
     session_id = request.session_id
     try:
-        result = immediate_calls.step_now(session_id, read_action(request), request.step_index)
+        result = immediate_calls.step_now(
+            session_id, read_action(request), request.step_index, request.attempt_id
+        )
         fill_result(reply.result, session_id, result)
     except Exception as error:  # noqa: BLE001 - one step's failure must not end the stream
         fill_error(reply.error, to_env_error(error), session_id)

@@ -208,7 +208,7 @@ class _SocketServer:
                 action = message.text if message.data is None else message.data
                 if action is None or (message.text is not None and message.data is not None):
                     raise InvalidCallError("a step needs either data or text, got both or neither")
-                return await self._answer_step(action, message.step_index)
+                return await self._answer_step(action, message.step_index, message.attempt_id)
             case ResetMessage():
                 args = parse_reset_args(
                     message.data, self._sessions.description, ignores_unknown=self._is_upstream
@@ -224,12 +224,16 @@ class _SocketServer:
                 return encode_frame("mcp", await self._mcp.answer_always(message.data, caller))
         return None
 
-    async def _answer_step(self, action: JsonObject | str, step_index: int) -> bytes:
+    async def _answer_step(
+        self, action: JsonObject | str, step_index: int, attempt_id: int = 0
+    ) -> bytes:
         if isinstance(action, dict) and self._mcp.takes_tool_step(action):
             payload_json = await self._mcp.step(self._session_id, action)
             return encode_frame("observation", orjson.Fragment(payload_json))
         encoded_action = action if isinstance(action, str) else encode_json(action, "an action")
-        result = await self._sessions.step(self._session_id, encoded_action, step_index)
+        result = await self._sessions.step(
+            self._session_id, encoded_action, step_index, attempt_id=attempt_id
+        )
         return self._make_result_frame(result)
 
     def _make_first_frame(self, result: EncodedResult) -> bytes:

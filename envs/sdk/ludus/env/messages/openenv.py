@@ -78,6 +78,8 @@ class LudusStepMessage(_StrictMessage):
     data: JsonObject | None = None
     text: str | None = None
     step_index: int = Field(default=0, ge=0)
+    attempt_id: int = Field(default=0, ge=0)
+    """Id of this attempt, see `Sessions.step`; 0 if the client sends none."""
 
 
 class PlainMessage(_StrictMessage):

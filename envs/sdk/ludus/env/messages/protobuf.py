@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from functools import cached_property
@@ -30,6 +32,8 @@ ENVIRONMENT_KEY = "ludus-env"
 """Metadata key that selects an environment at a gateway."""
 _JSON_FIELDS = ("action_schema", "observation_schema", "state_schema", "options", "tools")
 """Fields of a description that are JSON in the message. The message's names end with `_json`."""
+# All ids have the same number of bits, and so all calls the same overhead.
+_attempt_ids = itertools.count(1 << 52 | secrets.randbits(51))
 _RESULT_FIELD_NAMES = tuple(field.name for field in fields(StepResult))
 
 
@@ -190,10 +194,22 @@ def fill_reset_args(message: pb.ResetArgs, args: ResetArgs) -> None:
         message.options_json = encode_json(args.options, "reset options")
 
 
-def fill_step(step: pb.StepRequest, session_id: str, action: bytes | str, step_index: int) -> None:
+def make_attempt_id() -> int:
+    """Return a new id of an attempt, which no other client of the session is likely to choose."""
+    return next(_attempt_ids)
+
+
+def fill_step(
+    step: pb.StepRequest,
+    session_id: str,
+    action: bytes | str,
+    step_index: int,
+    attempt_id: int = 0,
+) -> None:
     """Write a step into a message."""
     step.session_id = session_id
     step.step_index = step_index
+    step.attempt_id = attempt_id
     if isinstance(action, bytes):
         step.action_json = action
     else:

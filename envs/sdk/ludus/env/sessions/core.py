@@ -144,16 +144,21 @@ class SessionCore:
         return result
 
     async def step(
-        self, session_id: str, action: bytes | str, step_index: int = 0, timeout_s: float = 0.0
+        self,
+        session_id: str,
+        action: bytes | str,
+        step_index: int = 0,
+        timeout_s: float = 0.0,
+        attempt_id: int = 0,
     ) -> EncodedResult:
         if self.host.runs_inline:
-            return self.step_now(session_id, action, step_index)
+            return self.step_now(session_id, action, step_index, attempt_id)
         started_s = time.monotonic()
         with self.counts.count_errors():
             try:
                 session = self._find_session(session_id)
-                call = partial(session.hosted_session.step, action, step_index)
-                record = partial(self._recorder.record_step, session_id, action)
+                call = partial(session.step, action, step_index, attempt_id)
+                record = partial(self._record_step, session, action)
                 result: EncodedResult = await self._call_in_order(
                     session, "step", call, record, timeout_s
                 )
@@ -176,7 +181,9 @@ class SessionCore:
         self.counts.num_resets += 1
         return result
 
-    def step_now(self, session_id: str, action: bytes | str, step_index: int = 0) -> EncodedResult:
+    def step_now(
+        self, session_id: str, action: bytes | str, step_index: int = 0, attempt_id: int = 0
+    ) -> EncodedResult:
         started_s = time.monotonic()
         try:
             session = self.open_sessions.get(session_id)
@@ -185,14 +192,14 @@ class SessionCore:
                 result = self.tombstones.recall(session_id, step_index)
             else:
                 session.last_used_s, session.detached_s = started_s, None
-                assert session.hosted_session.inline_session is not None, "not an inline session"
-                result = session.hosted_session.inline_session.step(action, step_index)
+                result = session.step_now(action, step_index, attempt_id)
                 self._recorder.record_step(session_id, action, result)
                 if session.close_when_done and (result.terminated or result.truncated):
                     self._end(session, _EPISODE_ENDED)
         except EnvError as error:
             self.counts.num_errors_by_code[error.code] += 1
-            self._recorder.record_step(session_id, action, error)
+            if session is None or not session.repeats_error:
+                self._recorder.record_step(session_id, action, error)
             raise
         self.counts.count_step(time.monotonic() - started_s)
         return result
@@ -366,11 +373,9 @@ class SessionCore:
         if connection is not None:
             session.connections.discard(connection)
             connection.session_ids.discard(session.id)
-        if session.connections:
-            return
-        if session.linger_s > 0:
+        if not session.connections and session.linger_s > 0:
             session.detached_s = time.monotonic()
-        else:
+        elif not session.connections:
             self._end(session, _CONNECTION_ENDED)
 
     def _record_loss(self, session_id: str, reason: str) -> None:
@@ -467,6 +472,12 @@ class SessionCore:
         if session.close_when_done and isinstance(result, EncodedResult) and result.done:
             self._end(session, _EPISODE_ENDED)
         return result
+
+    def _record_step(
+        self, session: OpenSession, action: bytes | str, outcome: EncodedResult | EnvError
+    ) -> None:
+        if not session.repeats_error:
+            self._recorder.record_step(session.id, action, outcome)
 
     async def _close_in_order(self, session: OpenSession) -> None:
         async with session.lock:

@@ -24,7 +24,14 @@ from ludus.env.sessions.session import EnvironmentSession, exit_if_forked, list_
 from ludus.env.sessions.threads import Job, StepThreads
 from ludus.env.text.unicode import replace_surrogates
 from ludus.env.types import EnvironmentDescription, JsonObject
-from ludus.proto.errors import CallTimeoutError, CapacityError, ErrorCode, wrap_exception
+from ludus.proto.errors import (
+    CallTimeoutError,
+    CapacityError,
+    EnvError,
+    EpisodeStateError,
+    ErrorCode,
+    wrap_exception,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +91,42 @@ class OpenSession:
     """Second id of the session, which permits only tool calls."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a call that runs off the event loop."""
+    repeats_error: bool = False
+    """True if the latest step raised a remembered error and did not reach the environment."""
+    _failed_attempt: tuple[int, EnvError] | None = None
+    """Id and error of the latest attempt of a step that failed in the environment."""
+
+    async def step(self, action: bytes | str, step_index: int, attempt_id: int) -> EncodedResult:
+        """Take a step; see `Sessions.step`."""
+        self._raise_remembered_error(attempt_id)
+        try:
+            return await self.hosted_session.step(action, step_index)
+        except EnvError as error:
+            self._remember_error(attempt_id, error)
+            raise
+
+    def step_now(self, action: bytes | str, step_index: int, attempt_id: int) -> EncodedResult:
+        """Take a step of an inline session; see `Sessions.step`."""
+        assert self.hosted_session.inline_session is not None, "not an inline session"
+        self._raise_remembered_error(attempt_id)
+        try:
+            return self.hosted_session.inline_session.step(action, step_index)
+        except EnvError as error:
+            self._remember_error(attempt_id, error)
+            raise
+
+    def _raise_remembered_error(self, attempt_id: int) -> None:
+        self.repeats_error = False
+        if attempt_id and self._failed_attempt is not None:
+            failed_id, error = self._failed_attempt
+            if attempt_id == failed_id:
+                self.repeats_error = True
+                raise error
+
+    def _remember_error(self, attempt_id: int, error: EnvError) -> None:
+        # A call that is out of turn does not reach the environment, so it can be made again.
+        if attempt_id and not isinstance(error, EpisodeStateError):
+            self._failed_attempt = attempt_id, error
 
 
 class SessionHost(Protocol):

@@ -186,7 +186,9 @@ class ImmediateCalls(Protocol):
     def reset_now(self, session_id: str, args: ResetArgs) -> EncodedResult:
         """Reset a session; see `Sessions.reset`."""
 
-    def step_now(self, session_id: str, action: bytes | str, step_index: int = 0) -> EncodedResult:
+    def step_now(
+        self, session_id: str, action: bytes | str, step_index: int = 0, attempt_id: int = 0
+    ) -> EncodedResult:
         """Take a step; see `Sessions.step`."""
 
 
@@ -252,7 +254,12 @@ class Sessions(Protocol):
         """Start a new episode and return its first result."""
 
     async def step(
-        self, session_id: str, action: bytes | str, step_index: int = 0, timeout_s: float = 0.0
+        self,
+        session_id: str,
+        action: bytes | str,
+        step_index: int = 0,
+        timeout_s: float = 0.0,
+        attempt_id: int = 0,
     ) -> EncodedResult:
         """Take a step: bytes are an action as JSON, a str is a language model's text.
 
@@ -260,6 +267,9 @@ class Sessions(Protocol):
             step_index: number of the step in its episode, from 1. A repeated number returns
                 the first result again. 0 means not numbered.
             timeout_s: time limit, if shorter than the server's; 0 keeps the server's limit.
+            attempt_id: id of this attempt of a numbered step. If the attempt failed, a call with
+                the same id raises the first error again, and the environment takes no step.
+                0 means without an id.
         """
 
     async def state(self, session_id: str) -> bytes:

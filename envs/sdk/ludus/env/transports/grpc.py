@@ -32,6 +32,7 @@ from ludus.env.messages.protobuf import (
     fill_open_args,
     fill_reset_args,
     fill_step,
+    make_attempt_id,
     read_result,
 )
 from ludus.env.sessions.interface import OpenArgs
@@ -239,8 +240,10 @@ class GrpcSession:
         return read_result((await self._call(fill)).result)
 
     async def step(self, action: bytes | str, step_index: int) -> StepResult:
+        attempt_id = make_attempt_id()
+
         def fill(call: pb.Call) -> None:
-            fill_step(call.step, self.session_id, action, step_index)
+            fill_step(call.step, self.session_id, action, step_index, attempt_id)
 
         return read_result((await self._call(fill)).result)
 

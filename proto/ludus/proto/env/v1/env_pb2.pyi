@@ -139,20 +139,22 @@ class ResetRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., args: _Optional[_Union[ResetArgs, _Mapping]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("session_id", "step_index", "action_json", "action_text", "tensors", "timeout_s")
+    __slots__ = ("session_id", "step_index", "action_json", "action_text", "tensors", "timeout_s", "attempt_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
     ACTION_JSON_FIELD_NUMBER: _ClassVar[int]
     ACTION_TEXT_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     step_index: int
     action_json: bytes
     action_text: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     timeout_s: float
-    def __init__(self, session_id: _Optional[str] = ..., step_index: _Optional[int] = ..., action_json: _Optional[bytes] = ..., action_text: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    attempt_id: int
+    def __init__(self, session_id: _Optional[str] = ..., step_index: _Optional[int] = ..., action_json: _Optional[bytes] = ..., action_text: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., timeout_s: _Optional[float] = ..., attempt_id: _Optional[int] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("session_id", "step_index", "observation_json", "reward", "terminated", "truncated", "info_json", "tensors", "text", "metadata_json", "success")

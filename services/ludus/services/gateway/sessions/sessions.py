@@ -23,7 +23,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ludus.env.encoding import EncodedResult, ResetArgs, encode_json
-from ludus.env.messages.protobuf import fill_reset_args, read_encoded_result
+from ludus.env.messages.protobuf import (
+    fill_reset_args,
+    fill_step,
+    make_attempt_id,
+    read_encoded_result,
+)
 from ludus.env.security.session_ids import SessionKey, SignedId, hide_full_id, make_tools_only_error
 from ludus.env.sessions.interface import Connection, Load, OpenArgs, OpenResult, SessionEvents
 from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
@@ -235,15 +240,19 @@ class GatewaySessions:
         return read_encoded_result(reply.result)
 
     async def step(
-        self, session_id: str, action: bytes | str, step_index: int = 0, timeout_s: float = 0.0
+        self,
+        session_id: str,
+        action: bytes | str,
+        step_index: int = 0,
+        timeout_s: float = 0.0,
+        attempt_id: int = 0,
     ) -> EncodedResult:
         """Take a step; see `Sessions`."""
         self.count_call("step")
-        request = pb.Call(step=pb.StepRequest(step_index=step_index, timeout_s=timeout_s))
-        if isinstance(action, bytes):
-            request.step.action_json = action
-        else:
-            request.step.action_text = action
+        request = pb.Call(step=pb.StepRequest(timeout_s=timeout_s))
+        # The gateway repeats the call if the connection to the server breaks.
+        attempt_id = attempt_id or make_attempt_id()
+        fill_step(request.step, session_id, action, step_index, attempt_id)
         reply = await self.call("step", session_id, request, is_repeatable=step_index > 0)
         return read_encoded_result(reply.result)
 

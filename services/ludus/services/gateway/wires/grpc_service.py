@@ -114,6 +114,8 @@ class _ClientStream:
             self._start_task(work)
             return
         session_id = getattr(call, kind).session_id
+        if kind == "step" and call.step.step_index and not call.step.attempt_id:
+            call.step.attempt_id = protobuf.make_attempt_id()  # this gateway may repeat the call
         try:
             self._sessions.count_call(kind)
             stream = self._find_live_stream(kind, session_id)
