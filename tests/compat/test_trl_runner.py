@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -401,3 +401,15 @@ def test_run_without_reward_function_is_refused() -> None:
         make_run_config(run, ["rollout.group_seed=independent"])
     with pytest.raises(ConfigError, match="generate_port = 8000 needs a registered runner"):
         make_run_config({}, ["rollout.generate_port=8000"])
+
+
+@pytest.mark.parametrize(("host", "status"), [("0.0.0.0:8000", 200), ("evil.example", 403)])
+async def test_generate_port_accepts_names_of_this_machine(host: str, status: int) -> None:
+    port = GeneratePort(cast(Any, None), 0)
+    await port.start()
+    try:
+        async with httpx.AsyncClient(timeout=60) as http:
+            url = f"http://127.0.0.1:{port.port}/health"
+            assert (await http.get(url, headers={"host": host})).status_code == status
+    finally:
+        await port.stop()

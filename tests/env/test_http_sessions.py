@@ -317,7 +317,7 @@ async def test_incomplete_request_body_times_out_and_the_connection_closes(
     async with serve() as server:
         host, port = server.http_address.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        header = b"POST /step HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        header = b"POST /step HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         writer.write(header + b"content-length: 10\r\n\r\n{")
         response = await asyncio.wait_for(reader.read(), 60)
         writer.close()

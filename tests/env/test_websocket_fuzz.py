@@ -211,7 +211,7 @@ async def test_oversized_message_closes_the_connection_and_the_session() -> None
 
 
 HANDSHAKE = (
-    b"GET %s HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"GET %s HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
 RESET_FRAME = b'\x81\x90\x00\x00\x00\x00{"type":"reset"}'

@@ -158,7 +158,7 @@ async def test_non_reading_client_has_bounded_buffer_and_blocks_no_other_client(
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
         reader._transport.pause_reading()
         writer.write(
-            b"GET /ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"GET /ws HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
             b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
         )
         note = json.dumps({"type": "reset", "data": {"note": "x" * 60_000}}).encode()

@@ -356,7 +356,7 @@ async def test_logs_contain_no_token_at_any_level(
 
 async def send_raw_request(port: int, head: str) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{head}\r\nhost: x\r\n\r\n".encode())
+    writer.write(f"{head}\r\nhost: localhost\r\n\r\n".encode())
     async with asyncio.timeout(60):
         await reader.readuntil(b"\r\n\r\n")
         await asyncio.sleep(0.02)

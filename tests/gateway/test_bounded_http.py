@@ -82,12 +82,12 @@ class RawConnection:
 async def test_long_head_within_the_limit_is_served(port: int) -> None:
     connection = await RawConnection.connect(port)
     for _ in range(3):
-        await connection.send(b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"y" * 4000)
+        await connection.send(b"GET / HTTP/1.1\r\nhost: localhost\r\nx-long: " + b"y" * 4000)
         await connection.send(b"y" * 4000 + b"\r\n\r\n")
         assert await connection.read_response() == (200, 8000)
 
 
-@pytest.mark.parametrize("head_start", [b"GET /", b"GET / HTTP/1.1\r\nhost: x\r\nx-long: "])
+@pytest.mark.parametrize("head_start", [b"GET /", b"GET / HTTP/1.1\r\nhost: localhost\r\nx-long: "])
 async def test_endless_line_is_refused(port: int, head_start: bytes) -> None:
     connection = await RawConnection.connect(port)
     await connection.send(head_start + b"y" * 11_000)
@@ -98,7 +98,7 @@ async def test_endless_line_is_refused(port: int, head_start: bytes) -> None:
 
 async def test_endless_headers_are_refused(port: int) -> None:
     connection = await RawConnection.connect(port)
-    await connection.send(b"GET / HTTP/1.1\r\nhost: x\r\n")
+    await connection.send(b"GET / HTTP/1.1\r\nhost: localhost\r\n")
     response_task = asyncio.create_task(connection.read_response())
     num_headers = 0
     while not response_task.done():
@@ -119,7 +119,7 @@ async def test_slow_or_missing_head_is_refused(
     )
 
     async def send_slowly() -> None:
-        await slow_connection.send(b"GET / HTTP/1.1\r\nhost: x\r\nx-a: ")
+        await slow_connection.send(b"GET / HTTP/1.1\r\nhost: localhost\r\nx-a: ")
         while True:
             await slow_connection.send(b"1")
             await asyncio.sleep(0.05)
@@ -136,7 +136,7 @@ async def test_second_head_on_a_connection_is_limited(
     port: int, shorten_head_timeout: Callable[[], None]
 ) -> None:
     connection = await RawConnection.connect(port)
-    await connection.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    await connection.send(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert (await connection.read_response())[0] == 200
     shorten_head_timeout()
     await connection.send(b"GET / HT")
@@ -149,7 +149,9 @@ async def test_head_timeout_does_not_apply_to_bodies_and_sockets(
 ) -> None:
     monkeypatch.setattr(SmallHeadProtocol, "head_timeout_s", 1.0)
     connection = await RawConnection.connect(port)
-    await connection.send(b"POST /count HTTP/1.1\r\nhost: x\r\ncontent-length: 20000\r\n\r\n")
+    await connection.send(
+        b"POST /count HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20000\r\n\r\n"
+    )
     async with websockets.connect(f"ws://127.0.0.1:{port}/ws") as socket:
         await asyncio.sleep(1.5)
         await connection.send(b"x" * 20_000)
@@ -160,7 +162,7 @@ async def test_head_timeout_does_not_apply_to_bodies_and_sockets(
 
 async def test_trailers_are_dropped(port: int) -> None:
     connection = await RawConnection.connect(port)
-    head = b"POST /count HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST /count HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     trailers = b"".join(b"x-%d: y\r\n" % number for number in range(2000))
     await connection.send(head + b"2\r\nxx\r\n0\r\n" + trailers + b"\r\n")
     assert await connection.read_response() == (200, 2)

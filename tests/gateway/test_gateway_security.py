@@ -173,7 +173,9 @@ async def test_admin_port_requires_no_token_and_no_tls(tmp_path: Path, ca_file: 
         for path in ("/v1/envs", f"/envs/{NAME}/reset", "/openapi.json"):
             assert (await http.get(gateway.admin_address + path)).status_code == 404
         assert not gateway.environments[NAME].admission.is_draining
-        assert (await http.get(gateway.admin_address + "/drain")).status_code == 200
+        assert (await http.get(gateway.admin_address + "/drain")).status_code == 405
+        assert not gateway.environments[NAME].admission.is_draining
+        assert (await http.post(gateway.admin_address + "/drain")).status_code == 200
         assert gateway.environments[NAME].admission.is_draining
         async with make_http_client(gateway, ca_file) as tls_client:
             assert (await tls_client.get("/metrics")).status_code == 401

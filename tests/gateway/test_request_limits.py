@@ -40,7 +40,12 @@ async def start_request(
     """Connect, and send the head of a step request without its body."""
     host, port = gateway.http_address.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    lines = (f"POST {STEP_PATH} HTTP/1.1", "host: x", "content-type: application/json", header_line)
+    lines = (
+        f"POST {STEP_PATH} HTTP/1.1",
+        "host: localhost",
+        "content-type: application/json",
+        header_line,
+    )
     writer.write("".join(f"{line}\r\n" for line in (*lines, "")).encode())
     return reader, writer
 

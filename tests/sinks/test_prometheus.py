@@ -252,3 +252,10 @@ def test_port_in_use_is_refused_with_a_remedy() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.* or to 0 for any"):
             open_sinks(make_run_config(prometheus={"port": port}), Path("unused"))
+
+
+def test_foreign_host_name_is_refused(exporter: PrometheusExporter) -> None:
+    url = f"http://127.0.0.1:{exporter.port}/metrics"
+    request = urllib.request.Request(url, headers={"host": "evil.example"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(request, timeout=60)

@@ -170,11 +170,13 @@ async def send_wrong_token(address: Receiver, rng: random.Random) -> str:
 async def send_partial_message(address: Receiver, rng: random.Random) -> str:
     """Send the beginning of a message, wait, and close the connection."""
     request_head = (
-        f"POST {address.path}/reset HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {address.token}"
+        f"POST {address.path}/reset HTTP/1.1\r\nhost: localhost\r\n"
+        f"authorization: Bearer {address.token}"
     )
     handshake = (
-        f"GET {address.path}/ws HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade"
-        "\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13"
+        f"GET {address.path}/ws HTTP/1.1\r\nhost: localhost\r\n"
+        "upgrade: websocket\r\nconnection: upgrade\r\n"
+        "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13"
         f"\r\nauthorization: Bearer {address.token}\r\n\r\n"
     )
     beginnings = [

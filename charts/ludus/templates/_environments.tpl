@@ -86,11 +86,6 @@
     - {name: grpc, containerPort: 18000}
     - {name: admin, containerPort: 9000}
   {{- include "ludus.probes" . | nindent 2 }}
-  {{- if eq .environment.mode "shared" }}
-  lifecycle:
-    # Refuse new sessions immediately; SIGTERM then waits for the existing sessions.
-    preStop: {httpGet: {path: /drain, port: admin}}
-  {{- end }}
   {{- with .environment.resources }}
   resources: {{- toYaml . | nindent 4 }}
   {{- end }}

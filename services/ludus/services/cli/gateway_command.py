@@ -69,6 +69,15 @@ TokenEnv = Annotated[
         show_default="LUDUS_GATEWAY_TOKEN",
     ),
 ]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-host",
+        metavar="NAME",
+        help="Host name that requests may have when the gateway listens on loopback, for example "
+        "the name of a proxy on this machine. Repeatable. Default: names of loopback only.",
+    ),
+]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Allow other machines to connect without a token.")
 ]
@@ -84,6 +93,7 @@ def run_gateway(
     host: Host = None,
     port: Port = None,
     grpc_port: GrpcPort = None,
+    allowed_hosts: AllowedHosts = None,
     tenants_file: TenantsFile = None,
     token_env: TokenEnv = None,
     is_insecure: Insecure = False,
@@ -103,6 +113,7 @@ def run_gateway(
         "host": host,
         "port": port,
         "grpc_port": grpc_port,
+        "allow_host": allowed_hosts,
         "tenants_file": tenants_file,
         "token_env": token_env,
         "insecure": is_insecure or None,

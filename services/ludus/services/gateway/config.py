@@ -169,6 +169,9 @@ class GatewayConfig(_Section):
 
     environments: dict[Annotated[str, Field(pattern=_NAME_PATTERN)], EnvironmentSection]
     host: str = "127.0.0.1"
+    allow_host: tuple[str, ...] = ()
+    """Host names that requests may have when the gateway listens on loopback, in addition to
+    localhost, 127.0.0.1 and [::1]."""
     port: _Port = 8000
     """Port for HTTP and WebSocket; 0 selects a free port."""
     grpc_port: _Port | None = None

@@ -98,10 +98,11 @@ class Gateway:
             if config.admin_port is not None:
                 sockets.append(listeners.bind(config.host, config.admin_port, "admin_port"))
             self._build_environments()
-            self._listeners = [listeners.HttpListener(self._build_app(), sockets[0], config.tls)]
+            make_listener = partial(listeners.HttpListener, allowed_hosts=config.allow_host)
+            self._listeners = [make_listener(self._build_app(), sockets[0], config.tls)]
             if config.admin_port is not None:
                 admin_app = build_admin_app(self.environments, self.metrics)
-                self._listeners.append(listeners.HttpListener(admin_app, sockets[1]))
+                self._listeners.append(make_listener(admin_app, sockets[1]))
             self.grpc_server, grpc_port = listeners.build_grpc_server(
                 config.host,
                 choose_grpc_port(config.port, config.grpc_port),

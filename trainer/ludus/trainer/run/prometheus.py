@@ -22,15 +22,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from socketserver import StreamRequestHandler
 from typing import cast
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ludus.env.security.tokens import FOREIGN_HOST, is_allowed_host, is_loopback_name
 from ludus.env.types import JsonObject
 from ludus.proto.config import PrometheusSink, RunConfig
 from ludus.proto.errors import ConfigError
@@ -210,6 +212,9 @@ class PrometheusExporter(RunSeries):
                 f"{error.strerror or error}; set metrics.prometheus.port to a free port, or to 0 "
                 "for any"
             ) from error
+        if is_loopback_name(str(self._server.server_address[0])):
+            metrics_app = cast(WSGIApplication, self._server.get_app())
+            self._server.set_app(_refuse_foreign_hosts(metrics_app))
         handler = cast(type[StreamRequestHandler], self._server.RequestHandlerClass)
         handler.timeout = _IDLE_TIMEOUT_S
         _log.info("metrics for Prometheus on http://%s:%d/metrics", config.host, self.port)
@@ -224,6 +229,18 @@ class PrometheusExporter(RunSeries):
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _refuse_foreign_hosts(app: WSGIApplication) -> WSGIApplication:
+    """Return an application that refuses requests with host names of other machines."""
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if is_allowed_host(environ.get("HTTP_HOST", "localhost"), ()):
+            return app(environ, start_response)
+        start_response("403 Forbidden", [("content-type", "text/plain; charset=utf-8")])
+        return [FOREIGN_HOST.encode()]
+
+    return answer
 
 
 def make_series() -> dict[str, Series]:

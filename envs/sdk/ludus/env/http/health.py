@@ -2,7 +2,7 @@
 
     kubelet ----> /healthz             200 while the event loop runs
                   /readyz              200, or 503 with the reason why no session can be served
-    preStop ----> /drain               refuses new sessions; ?wait=S waits for open sessions
+    operator ---> /drain (POST)        refuses new sessions; ?wait=S waits for open sessions
     Prometheus -> /metrics             counters, workers and load
 
 A draining server stays ready, because its open sessions still need its address. If the server has a
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -42,17 +42,11 @@ _DRAIN_POLL_S = 0.1
 
 def build_admin_app(sessions: Sessions) -> Starlette:
     """Build an ASGI application with these routes, which requires no token."""
-    # A preStop hook can only send GET.
-    return Starlette(routes=make_health_routes(sessions, drain_methods=("GET", "POST")))
+    return Starlette(routes=make_health_routes(sessions))
 
 
-def make_health_routes(sessions: Sessions, drain_methods: Sequence[str] = ("POST",)) -> list[Route]:
-    """Return the routes. A server is ready while it listens and can serve sessions.
-
-    Args:
-        drain_methods: HTTP methods of `/drain`. GET is unsafe on a port that a browser can reach,
-            because any web page can send it.
-    """
+def make_health_routes(sessions: Sessions) -> list[Route]:
+    """Return the routes. A server is ready while it listens and can serve sessions."""
     registry = CollectorRegistry()
     registry.register(SessionCollector(sessions))
 
@@ -92,7 +86,8 @@ def make_health_routes(sessions: Sessions, drain_methods: Sequence[str] = ("POST
     return [
         Route("/healthz", check_liveness, include_in_schema=False),
         Route("/readyz", check_readiness, include_in_schema=False),
-        Route("/drain", drain, methods=list(drain_methods), include_in_schema=False),
+        # Not GET, which any web page can make a browser send.
+        Route("/drain", drain, methods=["POST"], include_in_schema=False),
         Route("/metrics", metrics, include_in_schema=False),
     ]
 

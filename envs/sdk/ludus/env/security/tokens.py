@@ -1,8 +1,10 @@
-"""ASGI middleware that requires a token and refuses requests from foreign web pages."""
+"""ASGI middleware that requires a token and refuses requests of foreign web pages."""
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
+import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -16,8 +18,34 @@ MISSING_TOKEN = (
     "expected `authorization: Bearer <token>` with this server's token;"
     " pass token=... to the client"
 )
+FOREIGN_HOST = (
+    "this server listens on loopback and accepts only the host names localhost, 127.0.0.1 and"
+    " [::1]; use one of them, or allow the other name (allow_host)"
+)
 
-_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+_HOST_HEADER = re.compile(r"(\[[^\[\]]+\]|[^:\[\]@/?#\s]+)(?::[0-9]{0,5})?")
+"""Name or address, and optional port, of a `host` header."""
+
+
+def is_loopback_name(name: str) -> bool:
+    """Return True for `localhost` and for addresses that only this machine can reach."""
+    if name.lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    mapped_address = getattr(address, "ipv4_mapped", None)
+    return address.is_loopback or (mapped_address is not None and mapped_address.is_loopback)
+
+
+def is_allowed_host(host_header: str, allowed_hosts: Collection[str]) -> bool:
+    """Return True if a `host` header names loopback or one of the allowed hosts, with any port."""
+    match = _HOST_HEADER.fullmatch(host_header)
+    if match is None:
+        return False
+    name = match.group(1).strip("[]").lower()
+    return is_loopback_name(name) or name in {host.strip("[]").lower() for host in allowed_hosts}
 
 
 def is_authorized(authorization: str | bytes, token: str) -> bool:
@@ -51,11 +79,33 @@ class RequireToken:
         await _deny(response, scope, receive, send)
 
 
+class RefuseForeignHosts:
+    """ASGI middleware for loopback servers that refuses host names of other machines.
+
+    A web page can resolve the name of its server to 127.0.0.1. Its browser then takes this
+    server for the page's own and sends no `origin`, but still the page's name as `host`.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed_hosts: Collection[str] = ()) -> None:
+        self._app = app
+        self._allowed_hosts = allowed_hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hosts = [
+            value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"
+        ]
+        if all(is_allowed_host(host, self._allowed_hosts) for host in hosts):
+            await self._app(scope, receive, send)
+            return
+        detail = {"message": FOREIGN_HOST, "code": str(ErrorCode.PERMISSION_DENIED)}
+        await _deny(JSONResponse({"detail": detail}, 403), scope, receive, send)
+
+
 class RefuseForeignOrigins:
     """ASGI middleware that refuses web pages from other origins on a loopback server.
 
-    A browser lets any page call localhost, and a page can resolve its own name to localhost.
-    Only browsers send `origin`, so other clients are not affected.
+    A browser lets any page call localhost. Only browsers send `origin`, so other clients are not
+    affected.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -76,10 +126,10 @@ class RefuseForeignOrigins:
 def _is_foreign(scope: Scope) -> bool:
     origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
     server = scope.get("server")
-    if origin is None or not server or server[0] not in _LOOPBACK_HOSTS:
+    if origin is None or not server or not is_loopback_name(server[0]):
         return False
     try:
-        return urlsplit(origin.decode("latin-1")).hostname not in _LOOPBACK_HOSTS
+        return not is_loopback_name(urlsplit(origin.decode("latin-1")).hostname or "")
     except ValueError:
         return True
 

@@ -19,7 +19,7 @@ import errno
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from ludus.env.asgi.uvicorn_protocols import BoundedHttpProtocol, DirectWebSocke
 from ludus.env.grpc.call_server import UnparsedStreamInterceptor
 from ludus.env.limits import MAX_GATEWAY_CALL_BYTES, MAX_MESSAGE_BYTES
 from ludus.env.security.tls import TlsFiles, build_server_context, build_server_credentials
+from ludus.env.security.tokens import RefuseForeignHosts, RefuseForeignOrigins, is_loopback_name
 from ludus.proto.errors import ConfigError, PortInUseError
 
 _HTTP_GRACE_S = 1.0
@@ -124,8 +125,12 @@ async def stop_grpc_server(server: grpc.aio.Server) -> None:
 class HttpListener:
     """A uvicorn server on a bound socket, within a running event loop.
 
+    On a loopback socket, requests of foreign web pages are refused.
+
     Args:
         keep_alive_s: maximum idle time of a connection.
+        allowed_hosts: host names that requests on a loopback socket may have, in addition to the
+            names of loopback.
 
     Raises:
         ConfigError: a file of `tls` cannot be used.
@@ -137,8 +142,11 @@ class HttpListener:
         listening_socket: socket.socket,
         tls: TlsFiles | None = None,
         keep_alive_s: int = _KEEP_ALIVE_S,
+        allowed_hosts: Collection[str] = (),
     ) -> None:
         self._socket = listening_socket
+        if is_loopback_name(listening_socket.getsockname()[0]):
+            app = RefuseForeignHosts(RefuseForeignOrigins(app), allowed_hosts=allowed_hosts)
         self._server = _UvicornServer(_build_uvicorn_config(app, tls, keep_alive_s))
         self._serve_task: asyncio.Task[None] | None = None
 

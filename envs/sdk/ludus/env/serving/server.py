@@ -94,9 +94,11 @@ class EnvServer:
             self.core = SessionCore(host, options)
             self._recorder = self._start_recording()
             app = build_app(self.core, token=options.token)
-            self._listeners = [HttpListener(app, sockets[0], self._tls)]
+            hosts = options.allow_host
+            self._listeners = [HttpListener(app, sockets[0], self._tls, allowed_hosts=hosts)]
             if options.admin_port is not None:
-                self._listeners.append(HttpListener(build_admin_app(self.core), sockets[1]))
+                admin_app = build_admin_app(self.core)
+                self._listeners.append(HttpListener(admin_app, sockets[1], allowed_hosts=hosts))
             grpc_port = self._build_grpc_server()
         except BaseException:
             for listener in sockets:

@@ -29,6 +29,7 @@ from pydantic.fields import FieldInfo
 from ludus.env.options import explain_errors
 from ludus.env.sandbox.confine import Layer
 from ludus.env.security.session_ids import SESSION_KEY_VARIABLE, SessionKey, make_pod_server_id
+from ludus.env.security.tokens import is_loopback_name
 from ludus.proto.errors import ConfigError
 
 Isolation: TypeAlias = Literal["inline", "pool", "process"]
@@ -38,7 +39,6 @@ TOKEN_VARIABLE = "LUDUS_ENV_TOKEN"
 DEFAULT_PORT = 8000
 GRPC_PORT_OFFSET = 10_000
 STEP_TIMEOUT_S = 60.0
-_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 _FIELDS_WITHOUT_FLAG = frozenset({"token", "session_key", "server_id"})
 """Fields without a flag: every user of a machine can read the arguments of processes."""
 _REQUIRED_ISOLATIONS = {
@@ -82,6 +82,9 @@ class ServerOptions(BaseModel):
 
     host: str = "127.0.0.1"
     """Address to listen on."""
+    allow_host: tuple[str, ...] = ()
+    """Host name that requests may have when the server listens on loopback, for example the name
+    of a proxy on this machine. By default only localhost, 127.0.0.1 and [::1]. Repeatable."""
     port: int = Field(DEFAULT_PORT, ge=0, le=65_535)
     """Port for HTTP and WebSocket; 0 uses a free port."""
     grpc_port: int | None = Field(None, ge=0, le=65_535)
@@ -181,7 +184,7 @@ class ServerOptions(BaseModel):
         return options
 
     def _check_ports(self) -> None:
-        if self.host not in _LOOPBACK_HOSTS and not self.token and not self.insecure:
+        if not is_loopback_name(self.host) and not self.token and not self.insecure:
             raise ConfigError(
                 f"listening on {self.host}, which other machines can reach, needs a token; set a"
                 " token, listen on 127.0.0.1, or allow it as insecure"

@@ -17,7 +17,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
-import ipaddress
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
+from ludus.env.security.tokens import is_loopback_name
 from ludus.proto.errors import (
     AuthenticationError,
     ConfigError,
@@ -108,7 +108,7 @@ class TenantAccess:
         Raises:
             ConfigError: other machines could call the gateway without a token.
         """
-        if self._tenants is None and not insecure and not _is_loopback(host):
+        if self._tenants is None and not insecure and not is_loopback_name(host):
             raise ConfigError(
                 f"listening on {host}, which other machines can reach, needs tenants or a token;"
                 " set one, listen on 127.0.0.1, or set insecure to allow it"
@@ -248,10 +248,3 @@ def _find_tenant(tenants: Tenants, token: bytes) -> Tenant | None:
         if hmac.compare_digest(digest, caller_digest):
             owner = tenant
     return owner
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

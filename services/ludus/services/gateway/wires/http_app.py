@@ -40,7 +40,7 @@ def build_gateway_app(
         mcp_key: key that signs the ids of MCP sessions; the same for all gateways.
     """
     app = FastAPI(title="Ludus gateway", version="1.0.0", redirect_slashes=False)
-    _add_gateway_routes(app, environments, metrics, ["POST"])
+    _add_gateway_routes(app, environments, metrics)
     _add_environment_routes(app, environments)
     app.router.routes.append(Mount("/envs/{name}", app=_EnvironmentApps(environments, mcp_key)))
     app.add_exception_handler(EnvError, _respond_with_error)
@@ -50,9 +50,7 @@ def build_gateway_app(
 def build_admin_app(environments: Environments, metrics: GatewayMetrics) -> FastAPI:
     """Build an application with only the probes, /drain and /metrics, and without token checks."""
     app = FastAPI(title="Ludus gateway", redirect_slashes=False, openapi_url=None)
-    # GET is permitted, because a preStop hook sends no other method. The public port does not
-    # permit it, because any web page could trigger a GET.
-    _add_gateway_routes(app, environments, metrics, ["GET", "POST"])
+    _add_gateway_routes(app, environments, metrics)
     return app
 
 
@@ -93,9 +91,7 @@ class _EnvironmentApps:
         return self._apps[app_key]
 
 
-def _add_gateway_routes(
-    app: FastAPI, environments: Environments, metrics: GatewayMetrics, drain_methods: list[str]
-) -> None:
+def _add_gateway_routes(app: FastAPI, environments: Environments, metrics: GatewayMetrics) -> None:
     @app.get("/health", include_in_schema=False)
     @app.get("/healthz", include_in_schema=False)
     async def report_health() -> dict[str, str]:
@@ -108,7 +104,7 @@ def _add_gateway_routes(
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "waiting for the first list of servers"}, 503)
 
-    @app.api_route("/drain", methods=drain_methods, include_in_schema=False)
+    @app.post("/drain", include_in_schema=False)
     async def drain() -> Response:
         environments.drain()
         return JSONResponse({"is_draining": True, "num_sessions": environments.num_sessions})

@@ -238,7 +238,10 @@ class GeneratePort:
             Route(path, self._generate, methods=["POST"]) for path in ("/generate/", "/generate")
         ]
         routes += [Route(path, _report_health) for path in ("/health/", "/health")]
-        self._listener = HttpListener(Starlette(routes=routes), _bind_port(port))
+        # TRL's scripts call http://0.0.0.0:8000, which also means this machine.
+        self._listener = HttpListener(
+            Starlette(routes=routes), _bind_port(port), allowed_hosts=["0.0.0.0"]
+        )
 
     @property
     def port(self) -> int:

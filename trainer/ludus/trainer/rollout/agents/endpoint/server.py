@@ -181,7 +181,12 @@ class AgentEndpoint:
         ]
         app = Starlette(routes=routes)
         listening_socket = bind(host, port, "environment.agent.host")
-        self._listener = HttpListener(app, listening_socket, keep_alive_s=_KEEP_ALIVE_S)
+        self._listener = HttpListener(
+            app,
+            listening_socket,
+            keep_alive_s=_KEEP_ALIVE_S,
+            allowed_hosts=[advertised_host or host],
+        )
         self._address = f"http://{format_authority(advertised_host or host, self._listener.port)}"
 
     async def start(self) -> None:
