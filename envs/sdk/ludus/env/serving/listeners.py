@@ -27,7 +27,11 @@ import grpc
 import uvicorn
 from starlette.types import ASGIApp
 
-from ludus.env.asgi.uvicorn_protocols import BoundedHttpProtocol, DirectWebSocketProtocol
+from ludus.env.asgi.uvicorn_protocols import (
+    HEAD_TIMEOUT_S,
+    BoundedHttpProtocol,
+    DirectWebSocketProtocol,
+)
 from ludus.env.grpc.call_server import UnparsedStreamInterceptor
 from ludus.env.limits import MAX_GATEWAY_CALL_BYTES, MAX_MESSAGE_BYTES
 from ludus.env.security.tls import TlsFiles, build_server_context, build_server_credentials
@@ -101,6 +105,8 @@ def build_grpc_server(
     bind(host, port, "grpc_port").close()  # gRPC would not report the reason
     credentials = None if tls is None else build_server_credentials(tls)
     limit_options = [("grpc.max_receive_message_length", max_message_bytes)]
+    # For TLS and the first frames of HTTP/2; by default gRPC would wait for 120 s.
+    limit_options += [("grpc.server_handshake_timeout_ms", round(HEAD_TIMEOUT_S * 1000))]
     if max_connection_age_s > 0:
         limit_options += [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))]
         limit_options += [("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS)]
