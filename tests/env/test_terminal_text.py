@@ -84,6 +84,13 @@ def test_lines_of_a_traceback_are_indented_in_a_log() -> None:
     assert traceback_lines[-1] == r"    ERROR root: forged\x9b"
 
 
+def test_a_log_record_has_a_maximum_length() -> None:
+    error = ValueError("x" * 1_000_000)
+    record = format_record("failed: %s", error, error=error)
+    assert len(record) < 100_000
+    assert "more characters)" in record
+
+
 def test_further_lines_of_a_notice_are_indented() -> None:
     assert format_notice("error", "a\nerror: forged\n  b\x1b") == (
         "error: a\n  error: forged\n  b\\x1b"

@@ -24,6 +24,8 @@ _INVISIBLE_CHARACTER = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0d\uffa0"
     "\U000e0100-\U000e01ef]"
 )
+_MAX_LINE_CHARS: Final = 16_384
+_MAX_TRACEBACK_CHARS: Final = 65_536
 _LINE_START = re.compile(r"\n(?![ \t]|$)")
 
 
@@ -56,15 +58,19 @@ def format_notice(label: str, message: object) -> str:
 
 
 class LogFormatter(logging.Formatter):
-    """A format in which each record is one line, followed only by an indented traceback."""
+    """A format in which each record is one line, followed only by an indented traceback.
+
+    Both are cut at a maximum length, because the message of an error can have any length.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the record's line."""
-        return clean_for_terminal(super().formatMessage(record))
+        return clean_for_terminal(_cut(super().formatMessage(record), _MAX_LINE_CHARS))
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's line and its traceback."""
         line, newline, traceback = super().format(record).partition("\n")
+        traceback = _cut(traceback, _MAX_TRACEBACK_CHARS)
         cleaned_traceback = clean_for_terminal(traceback, keep_newlines=True)
         return line + newline + "\n".join(f"    {part}" for part in cleaned_traceback.splitlines())
 
@@ -74,6 +80,11 @@ def log_to_stderr(level: int) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def _cut(text: str, max_chars: int) -> str:
+    num_cut = len(text) - max_chars
+    return text if num_cut <= 0 else f"{text[:max_chars]}... ({num_cut} more characters)"
 
 
 def _escape_if_hidden(match: re.Match[str]) -> str:

@@ -123,7 +123,7 @@ class ForkServer:
         Raises:
             ConnectionResetError: the server has disconnected.
         """
-        order_bytes, descriptors, _, _ = socket.recv_fds(self._control, ORDER_STRUCT.size, 1)
+        order_bytes, descriptors, _, _ = socket.recv_fds(self._control, ORDER_STRUCT.size, 2)
         if len(order_bytes) < ORDER_STRUCT.size:
             raise ConnectionResetError("the server has disconnected")
         order_kind, worker_id, order_argument = ORDER_STRUCT.unpack(order_bytes)
@@ -134,11 +134,22 @@ class ForkServer:
             _import_all(orjson.loads(_UnbufferedStream(self._control).read(worker_id)))
             self._code_paths = list_code_paths(Path(self._sandbox.folder))
         else:
-            with socket.socket(fileno=descriptors[0]) as connection:
-                self._start_worker(connection, order_kind, worker_id, order_argument)
+            connection_descriptor, output_descriptor = descriptors
+            with socket.socket(fileno=connection_descriptor) as connection:
+                try:
+                    self._start_worker(
+                        connection, output_descriptor, order_kind, worker_id, order_argument
+                    )
+                finally:
+                    os.close(output_descriptor)
 
     def _start_worker(
-        self, connection: socket.socket, order_kind: int, worker_id: int, order_argument: int
+        self,
+        connection: socket.socket,
+        output_descriptor: int,
+        order_kind: int,
+        worker_id: int,
+        order_argument: int,
     ) -> None:
         try:
             if self._namespace_fault:
@@ -152,18 +163,26 @@ class ForkServer:
             self._control.sendall(reason)
             return
         if process.pid == 0:
-            self._run_worker(connection, order_kind, worker_id, order_argument)
+            self._run_worker(connection, output_descriptor, order_kind, worker_id, order_argument)
         self._workers[worker_id] = process
         self._report(ReportKind.STARTED, worker_id, process.pid)
 
     def _run_worker(
-        self, connection: socket.socket, order_kind: int, worker_id: int, order_argument: int
+        self,
+        connection: socket.socket,
+        output_descriptor: int,
+        order_kind: int,
+        worker_id: int,
+        order_argument: int,
     ) -> None:
         """Run the worker in this forked process. Never returns."""
         exit_code = _FAILED_EXIT_CODE
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for standard_descriptor in (1, 2):
+                os.dup2(output_descriptor, standard_descriptor)
+            os.close(output_descriptor)
             for inherited_socket in (self._control, self._wake_reader, self._wake_writer):
                 inherited_socket.close()
             connection.set_inheritable(False)

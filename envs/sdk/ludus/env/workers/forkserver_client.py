@@ -17,7 +17,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from ludus.env.sandbox.confine import Sandbox
 from ludus.env.sandbox.processes import kill_group
 from ludus.env.sandbox.worker_resources import filter_variables
 from ludus.env.targets.targets import TargetFactory
+from ludus.env.workers.output import MAX_SERVER_BYTES, OutputAllowance, WorkerOutput
 from ludus.env.workers.protocol import (
     ORDER_STRUCT,
     REPORT_STRUCT,
@@ -43,6 +44,8 @@ _log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 3.0
 _BUSY_PAUSE_S = 0.002
+_OUTPUT_TIMEOUT_S = 0.5
+"""Time limit for the last output of processes that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class ForkServerClient:
         self._variables = filter_variables(os.environ, pass_env)
         self._fork_server: _ForkServerProcess | None = None
         self._start_lock = asyncio.Lock()
+        self._output_allowance = OutputAllowance(MAX_SERVER_BYTES)
 
     async def start(
         self, order_kind: OrderKind, process: EnvWorkerProcess, argument: int
@@ -136,7 +140,9 @@ class ForkServerClient:
     async def _ensure_fork_server(self) -> _ForkServerProcess:
         async with self._start_lock:
             if self._fork_server is None or self._fork_server.is_broken:
-                fork_server = _ForkServerProcess(self._setup, self._variables)
+                fork_server = _ForkServerProcess(
+                    self._setup, self._variables, self._output_allowance
+                )
                 self.pid = fork_server.pid
                 await fork_server.wait_until_ready()
                 self._fork_server = fork_server
@@ -146,7 +152,12 @@ class ForkServerClient:
 class _ForkServerProcess:
     """A fork server process and the socket to it."""
 
-    def __init__(self, setup: ForkServerSetup, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        setup: ForkServerSetup,
+        variables: Mapping[str, str],
+        output_allowance: OutputAllowance,
+    ) -> None:
         self.processes: dict[int, EnvWorkerProcess] = {}
         """Live and ordered workers by id."""
         self.is_broken = False
@@ -155,21 +166,31 @@ class _ForkServerProcess:
         self._send_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._setup = setup
+        self._output_allowance = output_allowance
+        self._outputs: set[WorkerOutput] = set()
+        self._output_descriptor, remote_descriptor = os.pipe()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "ludus.env.workers.forkserver", str(remote_socket.fileno())],
                 stdin=subprocess.DEVNULL,
+                stdout=remote_descriptor,
+                stderr=remote_descriptor,
                 pass_fds=[remote_socket.fileno()],
                 env=variables,
                 # Ctrl-C in a terminal is for the server, which then stops its workers.
                 start_new_session=True,
             )
+        except BaseException:
+            os.close(self._output_descriptor)
+            raise
         finally:
             remote_socket.close()
+            os.close(remote_descriptor)
         self.pid = self._process.pid
 
     async def wait_until_ready(self) -> None:
         """Wait until the environment's module is imported."""
+        await self._read_output(self._output_descriptor, lambda: f"fork server {self.pid}")
         # A duplicate, because a socket that a transport reads must not be written directly.
         reader, self._transport = await asyncio.open_unix_connection(sock=self._order_socket.dup())
         try:
@@ -199,21 +220,24 @@ class _ForkServerProcess:
     ) -> socket.socket:
         """Send the order to start a worker; return the server's end of its connection."""
         local_socket, remote_socket = socket.socketpair()
+        output_descriptor, remote_output_descriptor = os.pipe()
         process.is_orphan = False
         self.processes[process.id] = process
         try:
-            await self.send(ORDER_STRUCT.pack(order_kind, process.id, argument), remote_socket)
+            await self._read_output(output_descriptor, lambda: f"worker {process.pid}")
+            order = ORDER_STRUCT.pack(order_kind, process.id, argument)
+            await self.send(order, (remote_socket.fileno(), remote_output_descriptor))
         except BaseException:
             self.processes.pop(process.id, None)
             local_socket.close()
             raise
         finally:
             remote_socket.close()
+            os.close(remote_output_descriptor)
         return local_socket
 
-    async def send(self, order: bytes, connection: socket.socket | None = None) -> None:
-        """Send an order, with a socket if the order needs one."""
-        descriptors = [] if connection is None else [connection.fileno()]
+    async def send(self, order: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send an order, with the descriptors that the order needs."""
         async with self._send_lock:
             while order:
                 try:
@@ -226,7 +250,7 @@ class _ForkServerProcess:
                         f"the fork server has died: {error}; try again", retry_after_s=1.0
                     ) from None
                 else:
-                    order, descriptors = order[num_sent:], []
+                    order, descriptors = order[num_sent:], ()
 
     def send_soon(self, order: bytes) -> None:
         """Send an order without waiting; an order to a dead fork server is dropped."""
@@ -248,6 +272,22 @@ class _ForkServerProcess:
                 if process.pid is not None:
                     kill_group(process.pid)
         self._disconnect()
+        await self._close_outputs()
+
+    async def _read_output(self, descriptor: int, read_name: Callable[[], str]) -> None:
+        output = WorkerOutput(read_name, self._output_allowance)
+        self._outputs.add(output)
+        output.on_close = self._outputs.discard
+        await output.read_from(descriptor)
+
+    async def _close_outputs(self) -> None:
+        """Wait for the last output; a process that survives its fork server may keep a pipe."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_OUTPUT_TIMEOUT_S):
+                while self._outputs:
+                    await asyncio.sleep(_BUSY_PAUSE_S)
+        for output in list(self._outputs):
+            output.close()
 
     async def _wait_for_exit(self) -> None:
         while self._process.poll() is None:
