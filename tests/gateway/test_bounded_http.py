@@ -96,6 +96,40 @@ async def test_endless_line_is_refused(port: int, head_start: bytes) -> None:
     assert await connection.is_closed()
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nx-long: " + b"y" * 10_500,
+        b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"\r\n".join(1000 * [b"x-long: y"]),
+        b"GET /?" + b"y" * 10_500 + b" HTTP/1.1\r\nhost: localhost",
+        b"GET /ws HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+        b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nx: "
+        + b"y"
+        * 10_500,
+    ],
+    ids=["header", "headers", "path", "websocket"],
+)
+@pytest.mark.parametrize("earlier_request", [b"", b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"])
+async def test_long_head_in_one_piece_is_refused(
+    port: int, head: bytes, earlier_request: bytes
+) -> None:
+    connection = await RawConnection.connect(port)
+    await connection.send(earlier_request + head + b"\r\n\r\n")
+    status, body = await connection.read_response()
+    assert (status, body["detail"]["code"]) == (431, "VALIDATION_ERROR")
+    assert await connection.is_closed()
+
+
+async def test_head_after_a_long_body_in_one_piece_is_served(port: int) -> None:
+    connection = await RawConnection.connect(port)
+    request = b"POST /count HTTP/1.1\r\nhost: localhost\r\ncontent-length: 30000\r\n\r\n"
+    next_head = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
+    await connection.send(request + b"x" * 30_000 + next_head)
+    assert await connection.read_response() == (200, 30_000)
+    await connection.send(b"\r\n")
+    assert await connection.read_response() == (200, 0)
+
+
 async def test_endless_headers_are_refused(port: int) -> None:
     connection = await RawConnection.connect(port)
     await connection.send(b"GET / HTTP/1.1\r\nhost: localhost\r\n")

@@ -29,13 +29,15 @@ from websockets.protocol import State
 
 DIRECT_EXTENSION = "ludus.direct"
 MAX_HEAD_BYTES = 64 * 1024
-"""Maximum size of the request line and headers, checked after each read."""
+"""Maximum size of the request line and headers."""
 HEAD_TIMEOUT_S = 20.0
 """Time limit for a head. It starts with the connection, or with a later request's first byte."""
 _REFUSAL_TEMPLATE = (
     b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
     b"connection: close\r\n\r\n%s"
 )
+_HEADER_MARKS_BYTES = 4
+"""Number of bytes of the marks of a header: a colon, a space and the end of the line."""
 GOING_AWAY_CODE = 1001
 _ABORT_DELAY_S = 0.5
 """Time for the close frame to arrive before the connection is aborted."""
@@ -44,8 +46,16 @@ DirectHandler = Callable[[bytes], bytes | None]
 """Returns the reply to a text frame, or None to pass the frame to the connection's task."""
 
 
+class _LongHeadError(Exception):
+    """Stops the parser at a head that is too long. uvicorn takes it for a malformed request."""
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """An HTTP protocol for uvicorn with limited heads, for the option `http` of its `Config`."""
+    """An HTTP protocol for uvicorn with limited heads, for the option `http` of its `Config`.
+
+    A head is measured twice: by its parsed parts, and by the bytes that were read, because the
+    parser passes a line on only when the line is complete.
+    """
 
     max_head_bytes = MAX_HEAD_BYTES
     head_timeout_s = HEAD_TIMEOUT_S
@@ -54,6 +64,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._is_reading_head = True
         self._num_head_bytes = 0
+        """Number of bytes that were read of an incomplete head."""
+        self._num_parsed_bytes = 0
+        """Number of bytes in the parsed parts of the head."""
+        self._has_ended_message = False
+        """True if a message ended in the data that is being parsed."""
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -65,32 +80,58 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._has_ended_message = False
         super().data_received(data)
-        if not self._is_reading_head or self.transport.is_closing():
+        # Data in which another message ended belongs to that message in part.
+        if not self._is_reading_head or self._has_ended_message or self.transport.is_closing():
             return
         self._num_head_bytes += len(data)
         if self._num_head_bytes > self.max_head_bytes:
-            self._refuse(
-                b"431 Request Header Fields Too Large",
-                b"the request line and headers must have at most %d bytes" % self.max_head_bytes,
-            )
+            self._refuse_long_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a malformed request, or one whose head is too long."""
+        if self._num_parsed_bytes > self.max_head_bytes:
+            self._refuse_long_head()
+        else:
+            super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_reading_head = True
-        self._num_head_bytes = 0
+        self._num_head_bytes = self._num_parsed_bytes = 0
         if self._head_timer is None:
             self._start_head_timer()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_parsed(len(url))
+        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep headers, and ignore trailers after a body, which are unlimited and unused."""
         if self._is_reading_head:
+            self._count_parsed(len(name) + len(value) + _HEADER_MARKS_BYTES)
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._is_reading_head = False
         self._stop_head_timer()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._has_ended_message = True
+        super().on_message_complete()
+
+    def _count_parsed(self, num_bytes: int) -> None:
+        self._num_parsed_bytes += num_bytes
+        if self._num_parsed_bytes > self.max_head_bytes:
+            raise _LongHeadError
+
+    def _refuse_long_head(self) -> None:
+        self._refuse(
+            b"431 Request Header Fields Too Large",
+            b"the request line and headers must have at most %d bytes" % self.max_head_bytes,
+        )
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.head_timeout_s, self._refuse_late_head)
