@@ -1,6 +1,7 @@
 """The gRPC wire: batches, errors, and the sessions of a stream."""
 
 import asyncio
+import math
 
 import numpy as np
 import pytest
@@ -60,6 +61,15 @@ async def test_all_calls_work_and_a_repeated_step_gets_the_same_reply(factory) -
         state = await stream.ask(pb.Call(state=pb.StateRequest(session_id=session_id)))
         assert state.state.state_json == b'{"episode_id":null,"step_count":1,"total":2}'
         await stream.ask(pb.Call(close=pb.CloseRequest(session_id=session_id)))
+        assert server.core.load.num_sessions == 0
+
+
+@pytest.mark.parametrize("linger_s", [math.nan, -1.0, -math.inf, math.inf])
+async def test_linger_time_must_be_finite_and_not_negative(factory, linger_s: float) -> None:
+    async with serve(factory) as server, RawStream(server.grpc_address) as stream:
+        call = pb.Call(open=pb.OpenRequest(linger_s=linger_s))
+        error = (await stream.ask(call)).error
+        assert (error.code, "linger_s" in error.message) == ("VALIDATION_ERROR", True)
         assert server.core.load.num_sessions == 0
 
 

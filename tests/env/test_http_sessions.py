@@ -284,6 +284,19 @@ async def test_request_body_beyond_the_size_limit_is_refused() -> None:
         assert response.status_code == 413
 
 
+@pytest.mark.parametrize(("method", "path"), [("POST", "/close"), ("DELETE", "/session")])
+async def test_closing_an_unknown_session_is_reported(method: str, path: str) -> None:
+    async with make_asgi_client(build_app(make_core())) as client:
+        response = await client.request(method, path, headers={"x-session-id": "nobody"})
+        assert response.status_code == 404
+        detail = response.json()["detail"]
+        assert (detail["code"], "nobody" in detail["message"]) == ("SESSION_ERROR", True)
+        session_id = (await client.post("/reset", json={})).headers["x-session-id"]
+        for _ in range(2):  # a session that has ended is known
+            response = await client.request(method, path, headers={"x-session-id": session_id})
+            assert (response.status_code, response.json()) == (200, {"closed": True})
+
+
 @pytest.mark.slow
 async def test_local_server_refuses_requests_from_foreign_origins() -> None:
     async with serve() as server, make_http_client(server) as client:

@@ -101,9 +101,11 @@ async def require_session(sessions: Sessions, session_id: str) -> None:
     try:
         await sessions.state(session_id)
     except (SessionLostError, AuthenticationError):
-        raise SessionLostError(
-            f"Unknown session_id: {shorten(session_id)}", ErrorCode.SESSION_ERROR
-        ) from None
+        raise _make_unknown_error(session_id) from None
+
+
+def _make_unknown_error(session_id: str) -> SessionLostError:
+    return SessionLostError(f"Unknown session_id: {shorten(session_id)}", ErrorCode.SESSION_ERROR)
 
 
 class EvictableSessions:
@@ -198,13 +200,18 @@ class HttpSessions:
         return call_session_id
 
     async def close(self, session_id: str | None) -> bool:
-        """Close a call's session; return False if the call has no session."""
+        """Close a call's session; return False if the call has no session.
+
+        Raises:
+            SessionLostError: there is no session with the call's id (code SESSION_ERROR).
+        """
         call_session_id = session_id or self._default_id
         if call_session_id is None:
             return False
         if call_session_id == self._default_id:
             self._default_id = None
-        await self._sessions.close(call_session_id)
+        if not await self._sessions.close(call_session_id) and session_id is not None:
+            raise _make_unknown_error(session_id)
         return True
 
     async def _replace_default(self, session_id: str) -> None:

@@ -217,10 +217,11 @@ class SessionCore:
             record = partial(self._recorder.record_tool_call, full_id, name, arguments)
             return await self._call_in_order(session, "call_tool", call, record)
 
-    async def close(self, session_id: str) -> None:
+    async def close(self, session_id: str) -> bool:
         self._refuse_tools_id(session_id)
         if session := self.open_sessions.get(session_id):
             self._end(session, _CLOSED)
+        return session_id in self.tombstones
 
     async def detach(self, session_id: str, connection: Connection | None = None) -> None:
         self._refuse_tools_id(session_id)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.sandbox.confine import Layer
 from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
 from ludus.env.types import EnvironmentDescription, JsonObject
-from ludus.proto.errors import EnvError, ErrorCode
+from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
 
 STEP_BUCKETS_S = (
     *(0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05),
@@ -97,6 +98,12 @@ class OpenArgs:
     """False omits the text view from results, which saves the time to render it."""
     session_id: str = ""
     """Session id signed by a gateway; "" lets the server choose."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.linger_s < math.inf:
+            raise InvalidCallError(
+                f"linger_s must be a finite number of seconds from 0, got {self.linger_s}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +285,11 @@ class Sessions(Protocol):
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
         """Call a tool of the environment and return its result as JSON."""
 
-    async def close(self, session_id: str) -> None:
-        """Close a session; a session that is gone is not an error."""
+    async def close(self, session_id: str) -> bool:
+        """Close a session. Return False if there is no such session and none is remembered.
+
+        A session that has ended is not an error.
+        """
 
     async def detach(self, session_id: str, connection: Connection | None = None) -> None:
         """Detach a session from a connection. Without connections it closes after `linger_s`.

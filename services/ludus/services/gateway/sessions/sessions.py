@@ -270,8 +270,8 @@ class GatewaySessions:
         reply = await self.call("call_tool", session_id, pb.Call(call_tool=tool_call))
         return reply.call_tool.result_json
 
-    async def close(self, session_id: str) -> None:
-        """Close a session; return normally if it is already gone."""
+    async def close(self, session_id: str) -> bool:
+        """Close a session, and return True, because the gateway has signed the id."""
         self.verify_id(session_id)
         session = self.tracked_sessions.get(session_id)
         try:
@@ -283,6 +283,7 @@ class GatewaySessions:
             if session is not None:
                 session.link.count_ended(1)
             self.admission.advance()
+        return True
 
     async def detach(self, session_id: str, connection: Connection | None = None) -> None:
         """End a session after its linger time, unless it is called before that; see `Sessions`."""
