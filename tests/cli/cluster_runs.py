@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import tarfile
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from ludus.proto.runs import CONFIG_FILE, RUN_ID_FILE
 from tests.cli.commands import Outcome, RunCli
 from tests.gateway.fake_kubernetes import Call, FakeKubernetes
 from tests.gateway.fake_kubernetes_pods import CommandResult
@@ -114,9 +116,14 @@ def pack_folder(folder: Path) -> bytes:
     return buffer.getvalue()
 
 
-def add_results(call: Call, tmp_path: Path) -> list[list[str]]:
+def add_results(call: Call, tmp_path: Path, run_id: str = "") -> list[list[str]]:
     """Make pod commands output a packed run folder; return the list that records the commands."""
     build_run(tmp_path / "volume")
+    config_path = tmp_path / "volume" / CONFIG_FILE
+    config = {**json.loads(config_path.read_text()), "output_dir": "/runs"}
+    config_path.write_text(json.dumps(config))
+    if run_id:
+        (tmp_path / "volume" / RUN_ID_FILE).write_text(run_id)
     content, commands = pack_folder(tmp_path / "volume"), []
 
     def run_command(pod: str, command: list[str]) -> CommandResult:

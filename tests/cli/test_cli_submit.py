@@ -279,7 +279,52 @@ def test_an_existing_name_is_refused_with_a_remedy(ludus: RunCli, cluster: Call)
     assert "resume it with: ludus resume demo" in read_error(ludus("submit", "run.toml"))
 
 
-@pytest.mark.parametrize("command", ["status", "logs", "stop", "resume"])
+@pytest.mark.parametrize(
+    ("used_path", "expected"),
+    [
+        ("runs/demo/config.json", "'runs/demo' is not empty"),
+        ("runs/demo/notes.txt", "'runs/demo' is not empty"),
+        ("runs/demo", "runs/demo' is not a folder"),
+        ("runs", "runs' is not a folder"),
+    ],
+)
+def test_a_used_results_folder_is_refused_before_the_start(
+    ludus: RunCli, cluster: Call, used_path: str, expected: str
+) -> None:
+    Path(used_path).parent.mkdir(parents=True, exist_ok=True)
+    Path(used_path).write_text("{}")
+    message = read_error(ludus("submit", "run.toml"))
+    assert expected in message
+    assert "--folder" in message
+    assert cluster(get_config_map) is None
+    assert cluster(get_job) is None
+    submit_run(ludus, cluster)
+    finish_run(cluster, "STOPPED")
+    assert "--folder" in read_error(ludus("resume", "demo"))
+    assert cluster(get_config_map)["metadata"]["ownerReferences"]
+
+
+def test_submit_fails_if_the_results_cannot_be_copied(
+    ludus: RunCli, cluster: Call, tmp_path: Path
+) -> None:
+    add_results(cluster, tmp_path)
+
+    def simulate_cluster() -> None:
+        poll(cluster, get_job)
+        cluster(start_cluster)
+        Path("runs/demo").mkdir(parents=True)
+        Path("runs/demo/notes.txt").write_text("mine")
+        finish_run(cluster)
+
+    with run_in_background(simulate_cluster):
+        outcome = ludus("submit", "run.toml", "--namespace", NAMESPACE)
+    assert outcome.code == 1
+    assert "error: the results are still on the cluster: 'runs/demo' is not empty" in outcome.err
+    assert "copy them with: ludus fetch demo --folder runs/demo-2 --namespace arena" in outcome.err
+    assert ludus("fetch", "demo", "--folder", "runs/demo-2").code == 0
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "stop", "resume", "fetch"])
 def test_a_missing_run_is_refused_with_a_remedy(ludus: RunCli, cluster: Call, command: str) -> None:
     submit_run(ludus, cluster)
     message = read_error(ludus(command, "dmo"))

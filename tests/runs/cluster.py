@@ -101,9 +101,10 @@ def lose_head(cluster: FakeKubernetes, run: str = "demo") -> None:
 # Log lines of a driver.
 
 
-def format_phase_line(phase: Phase = Phase.TRAIN) -> str:
+def format_phase_line(phase: Phase = Phase.TRAIN, step: int = 0) -> str:
     """Return the log line for the start of a phase."""
-    return _line(MetricsRow(kind="phase", phase=phase, step=0, elapsed_s=1.0, num_games_trained=0))
+    row = MetricsRow(kind="phase", phase=phase, step=step, elapsed_s=1.0, num_games_trained=0)
+    return _line(row)
 
 
 def format_step_line(step: int, reward: float = -0.05) -> str:

@@ -130,7 +130,10 @@ def test_resumed_run_records_each_step_once(tmp_path: Path) -> None:
     with open_metrics(run) as metrics:
         log_steps(metrics, 1, 5)
     with open_metrics(run, resume_from=3) as metrics:
+        metrics.log_phase(Phase.START_WORKERS)
         log_steps(metrics, 4, 6)
+    phase_rows = [row for row in read_metrics(run.folder) if row.kind == "phase"]
+    assert [row.step for row in phase_rows if row.phase is Phase.START_WORKERS] == [3]
     assert read_steps(run.folder) == [1, 2, 3, 4, 5, 6]
     assert read_tensorboard_steps(run.folder) == [1, 2, 3, 4, 5, 6]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -84,6 +85,26 @@ def write_text(text: str) -> None:
 def write_json(json_text: str) -> None:
     """Write JSON to stdout, without wrapping; hidden characters become JSON's escapes."""
     typer.echo(clean_json_for_terminal(json_text))
+
+
+@contextmanager
+def show_activity(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what the command does or waits for.
+
+    A terminal shows the latest text; other output gets a line for each new text.
+    """
+    if console.is_terminal:
+        with console.status("") as status:
+            yield lambda text: status.update(Text(text))
+        return
+    shown_texts: set[str] = set()
+
+    def print_new(text: str) -> None:
+        if text not in shown_texts:
+            print_line(console, text)
+            shown_texts.add(text)
+
+    yield print_new
 
 
 def make_table(*columns: str, number_columns: Collection[str] = (), title: str = "") -> Table:

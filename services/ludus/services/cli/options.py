@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -120,6 +121,29 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
     return values
 
 
+def run_until_signal(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine; SIGINT, SIGTERM and SIGHUP cancel it, so that it can clean up.
+
+    A signal that this process ignores, for example under nohup, stays ignored.
+
+    Raises:
+        KeyboardInterrupt: a signal cancelled the coroutine.
+    """
+
+    async def cancel_on_signals() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signal_number) is not signal.SIG_IGN:
+                loop.add_signal_handler(signal_number, task.cancel)
+        await coroutine
+
+    try:
+        asyncio.run(cancel_on_signals())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
 def make_cluster_command(
     coroutine_function: Callable[..., Coroutine[Any, Any, None]],
 ) -> Callable[..., None]:
@@ -136,7 +160,7 @@ def make_cluster_command(
             async with connect_cluster(context, namespace) as cluster:
                 await coroutine_function(cluster, **arguments)
 
-        asyncio.run(connect_and_run())
+        run_until_signal(connect_and_run())
 
     # RunsCluster is imported only for type checking, so its annotation needs a replacement.
     signature = inspect.signature(coroutine_function, locals={"RunsCluster": Any}, eval_str=True)

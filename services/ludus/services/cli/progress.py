@@ -46,11 +46,15 @@ PHASE_NAMES = {
 
 
 class RunProgress:
-    """The progress of a run, updated with each metrics row."""
+    """The progress of a run, updated with each metrics row.
 
-    def __init__(self, num_steps: int) -> None:
+    Args:
+        step: number of steps trained so far; None if the first row tells it.
+    """
+
+    def __init__(self, num_steps: int, step: int | None = 0) -> None:
         self.num_steps = num_steps
-        self.step = 0
+        self.step = step
         self.num_games_trained = 0
         self.phase: Phase | None = None
         self.is_stopping = False
@@ -74,7 +78,8 @@ class RunProgress:
                 self.step, self.num_games_trained = row.step, row.num_games_trained
             match row.kind:
                 case "phase":
-                    self.phase = row.phase
+                    # A run that resumes enters its first phases at the step of its checkpoint.
+                    self.step, self.phase = row.step, row.phase
                     self.num_steps = row.num_steps or self.num_steps
                 case "eval":
                     self._eval_values[row.environment or ""] = row.values
@@ -82,6 +87,11 @@ class RunProgress:
                     self._record_step(row)
                 case "event" if TrainMetric.NUM_UNLOCKS in row.values:
                     self._newest_environment = row.environment or ""
+
+    @property
+    def step_text(self) -> str:
+        """Number of trained steps and of all steps; '' if the former is unknown."""
+        return "" if self.step is None else f"step {self.step}/{self.num_steps}"
 
     @property
     def phase_name(self) -> str:
@@ -124,9 +134,10 @@ class RunProgress:
 
     def format_line(self) -> str:
         """Format the progress as one line, for logs."""
-        phrases = [f"step {self.step}/{self.num_steps}", self.phase_name]
+        phrases = [self.step_text] if self.step_text else []
+        phrases.append(self.phase_name)
         phrases += [f"{name} {text}" for name, text in self.list_facts().items()]
-        if self.remaining_s is not None and self.step < self.num_steps:
+        if self.remaining_s is not None and (self.step or 0) < self.num_steps:
             phrases.append(f"{format_duration(self.remaining_s)} left")
         return " · ".join(phrases)
 
@@ -264,8 +275,8 @@ def _make_bar(progress: RunProgress) -> Table:
     remaining_text = "" if remaining_s is None else f"{format_duration(remaining_s)} left"
     grid = Table.grid(padding=(0, 2))
     grid.add_row(
-        Text(f"step {progress.step}/{progress.num_steps}"),
-        ProgressBar(total=progress.num_steps, completed=progress.step, width=BAR_WIDTH),
+        Text(progress.step_text),
+        ProgressBar(total=progress.num_steps, completed=progress.step or 0, width=BAR_WIDTH),
         Text(remaining_text, style="cyan"),
     )
     return grid

@@ -5,31 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 
 from ludus.env.text.terminal import format_notice
 from ludus.proto.config import validate_run_json
-from ludus.proto.errors import LudusError, UserError
+from ludus.proto.errors import ConfigError, LudusError, UserError
 from ludus.proto.runs import LOG_ROW_PREFIX, MetricsRow
 from ludus.services.cli.console import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     get_stderr,
     print_line,
-    print_warning,
+    show_activity,
 )
 from ludus.services.cli.progress import RunProgress, show_progress
 from ludus.services.cli.train_command import show_results
 from ludus.services.cli.trainer_process import TrainerOutput
 from ludus.services.runs.cluster import RunsCluster, read_run_config_json
-from ludus.services.runs.follow import RunUpdate, follow_run
+from ludus.services.runs.follow import RunUpdate, follow_run, read_update
 from ludus.services.runs.platform import Release
+from ludus.services.runs.results_folder import suggest_folder
 from ludus.services.runs.state import ClusterRunState, RunPhase
-from ludus.services.runs.volume import fetch
+from ludus.services.runs.volume import fetch, read_log
 
 _WAITING_REASONS = {
     RunPhase.SUBMITTED: "waiting for KubeRay",
@@ -38,7 +39,20 @@ _WAITING_REASONS = {
     RunPhase.STARTING: "waiting for pods",
     RunPhase.RETRYING: "retrying after a failure",
     RunPhase.DELETING: "being deleted",
+    RunPhase.STOPPED: "stopped",
+    RunPhase.FAILED: "failed",
+    RunPhase.REFUSED: "refused",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """The end of a run on a cluster."""
+
+    state: ClusterRunState
+    output: TrainerOutput
+    step: int | None
+    """Number of trained steps; None if it is unknown."""
 
 
 def parse_row(line: str) -> MetricsRow | None:
@@ -59,10 +73,52 @@ async def read_num_steps(cluster: RunsCluster, run: str) -> int:
     return validate_run_json(read_run_config_json(config_map)).training.num_steps
 
 
+async def read_progress(
+    cluster: RunsCluster, run: str, lines: Sequence[str] | None = None
+) -> RunProgress | None:
+    """Return the progress of a run according to lines of its log; None if no line tells it.
+
+    Args:
+        lines: lines of the driver's log; None reads them from the pod of the head.
+    """
+    if lines is None:
+        try:
+            lines = (await read_update(cluster, run)).lines
+        except LudusError:
+            return None
+    rows = [row for line in lines if (row := parse_row(line)) is not None]
+    if not rows:
+        return None
+    progress = RunProgress(await read_num_steps(cluster, run))
+    progress.update(rows)
+    return progress
+
+
+async def read_log_lines(
+    cluster: RunsCluster, state: ClusterRunState, release_name: str | None
+) -> list[str]:
+    """Return the driver's log with its metrics rows, from the head or from the run folder.
+
+    Raises:
+        NotFoundError: there is no log, or no release that mounts the run folder.
+        ClusterError: the log cannot be read.
+    """
+    lines = (await read_update(cluster, state.name)).lines if state.ray_cluster else []
+    if lines:
+        return lines
+    # The head pod no longer exists, but the run folder contains its log.
+    release = await cluster.find_run_release(state.name, release_name)
+    with show_activity(get_stderr()) as report:
+        return await read_log(cluster, release, state.name, report)
+
+
 async def watch(
-    cluster: RunsCluster, run: str, *, timeout_s: float | None = None
-) -> tuple[ClusterRunState, TrainerOutput]:
-    """Show a run until it ends, and return its final state and output.
+    cluster: RunsCluster, run: str, *, step: int | None = None, timeout_s: float | None = None
+) -> RunEnd:
+    """Show a run until it ends, and return its end.
+
+    Args:
+        step: number of trained steps, if it is known.
 
     Raises:
         TimeoutError: the run has not ended within `timeout_s` seconds.
@@ -70,7 +126,7 @@ async def watch(
     """
     output, shown_warnings = TrainerOutput(), set[str]()
     with show_progress(get_stderr()) as view:
-        progress = RunProgress(await read_num_steps(cluster, run))
+        progress = RunProgress(await read_num_steps(cluster, run), step)
         async with asyncio.timeout(timeout_s), aclosing(follow_run(cluster, run)) as updates:
             async for update in updates:
                 _apply_update(update, progress, output)
@@ -81,7 +137,7 @@ async def watch(
                 output.warnings.clear()
                 view.refresh(progress)
         view.finish(progress)
-    return update.state, output
+    return RunEnd(update.state, output, progress.step)
 
 
 def _apply_update(update: RunUpdate, progress: RunProgress, output: TrainerOutput) -> None:
@@ -100,11 +156,7 @@ def _apply_update(update: RunUpdate, progress: RunProgress, output: TrainerOutpu
 
 
 async def show_end(
-    cluster: RunsCluster,
-    release: Release | None,
-    state: ClusterRunState,
-    output: TrainerOutput,
-    folder: Path,
+    cluster: RunsCluster, release: Release | None, end: RunEnd, folder: Path
 ) -> None:
     """Fetch and show the results of a run that succeeded; otherwise explain its end and exit.
 
@@ -112,34 +164,48 @@ async def show_end(
         release: release of the run; None leaves the results on the cluster.
         folder: local folder for the results.
     """
-    console = get_stderr()
+    console, state = get_stderr(), end.state
     if state.phase is RunPhase.STOPPED:
-        print_line(console, f"stopped with a checkpoint; continue with: ludus resume {state.name}")
+        print_line(console, describe_stop(cluster, end))
         raise typer.Exit(EXIT_INTERRUPTED)
     if state.phase is not RunPhase.SUCCEEDED:
-        raise typer.Exit(explain_failure(console, state, output))
+        raise typer.Exit(explain_failure(cluster, end))
     if release is not None:
         await fetch_results(cluster, release, state.name, folder)
 
 
+def describe_stop(cluster: RunsCluster, end: RunEnd) -> str:
+    """Return a line about a stopped run: its checkpoint, and how to continue."""
+    step_text = f"at step {end.step} " if end.step else ""
+    command = cluster.format_command(f"resume {end.state.name}")
+    return f"stopped {step_text}with a checkpoint; continue with: {command}"
+
+
 async def fetch_results(cluster: RunsCluster, release: Release, run: str, folder: Path) -> None:
-    """Fetch and print the results; if that fails, print a warning and how to retry."""
+    """Fetch and print the results; if that fails, print how to retry, and exit with an error."""
     try:
-        await fetch(cluster, release, run, folder)
+        with show_activity(get_stderr()) as report:
+            await fetch(cluster, release, run, folder, report)
     except LudusError as error:
-        print_warning(get_stderr(), f"the results are still on the cluster: {error}")
-        print_line(get_stderr(), f"fetch them with: ludus fetch {run}")
-    else:
-        show_fetched_run(folder, run)
+        folder_option = f" --folder {suggest_folder(folder)}"
+        command = cluster.format_command(
+            f"fetch {run}{folder_option if isinstance(error, ConfigError) else ''}"
+        )
+        print_line(get_stderr(), f"error: the results are still on the cluster: {error}")
+        print_line(get_stderr(), f"copy them with: {command}")
+        raise typer.Exit(EXIT_FAILED) from None
+    show_fetched_run(cluster, run, folder)
 
 
-def show_fetched_run(folder: Path, run: str) -> None:
+def show_fetched_run(cluster: RunsCluster, run: str, folder: Path) -> None:
     """Print the results in a fetched run folder, and write the report."""
-    show_results(folder, {"train more": f"ludus resume {run} --set training.num_steps={{more}}"})
+    command = cluster.format_command(f"resume {run} --set training.num_steps={{more}}")
+    show_results(folder, {"train more": command})
 
 
-def explain_failure(console: Console, state: ClusterRunState, output: TrainerOutput) -> int:
+def explain_failure(cluster: RunsCluster, end: RunEnd) -> int:
     """Print why a run failed, and return the exit code of the command."""
+    console, state, output = get_stderr(), end.state, end.output
     if state.phase is RunPhase.REFUSED:
         print_line(console, format_notice("error", f"KubeRay refused the RayJob: {state.reason}"))
         return UserError.exit_code
@@ -151,7 +217,7 @@ def explain_failure(console: Console, state: ClusterRunState, output: TrainerOut
             print_line(console, f"  {line}")
     num_attempts, reason = state.num_attempts_failed, state.reason or "no reason was reported"
     attempts_text = f" after {num_attempts} attempts" if num_attempts > 1 else ""
-    hint = f"see: ludus logs {state.name}"
+    hint = f"see: {cluster.format_command(f'logs {state.name}')}"
     print_line(console, f"run '{state.name}' failed{attempts_text}: {reason}; {hint}")
     return UserError.exit_code if state.exit_code == UserError.exit_code else EXIT_FAILED
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from ludus.proto.errors import ClusterError, LudusError, UserError
-from ludus.proto.runs import SUMMARY_FILE
+from ludus.proto.errors import ClusterError, ConfigError, LudusError, NotFoundError
+from ludus.proto.runs import LOG_ROW_PREFIX, SUMMARY_FILE
 from ludus.services.cli import options
 from ludus.services.cli.console import (
     get_stderr,
     get_stdout,
     make_table,
     print_line,
+    print_warning,
+    show_activity,
     write_text,
 )
 from ludus.services.numbers import format_duration
@@ -55,20 +57,18 @@ async def show_status(cluster: RunsCluster, run: options.RunName) -> None:
 
     Example: `ludus status demo`
     """
+    from ludus.services.cli.run_view import read_progress
     from ludus.services.runs import operations
     from ludus.services.runs.state import find_pod_troubles, read_pod_role
 
-    state = await operations.find_state(cluster, run)
-    if state is None:
-        await cluster.read_job(run)  # raises a NotFoundError that names the existing runs
-        return
+    state = await operations.read_run_state(cluster, run)
     console = get_stdout()
     attempt_text = f"attempt {state.num_attempts_failed + 1} of {state.num_attempts_allowed}"
     print_line(console, f"{run}: {_format_state(state)} · {attempt_text}")
     pods = await cluster.list_pods(state.ray_cluster)
-    progress_line = await _format_progress(cluster, run)
-    if progress_line:
-        print_line(console, progress_line)
+    progress = await read_progress(cluster, run)
+    if progress is not None:
+        print_line(console, progress.format_line())
     if pods:
         table = make_table("pod", "role", "phase", "node")
         for pod in pods:
@@ -93,20 +93,16 @@ async def show_logs(
 
     Example: `ludus logs -f demo`
     """
-    from ludus.services.cli.run_view import parse_row
-    from ludus.services.runs.follow import read_update
-    from ludus.services.runs.volume import read_log
+    from ludus.services.cli.run_view import read_log_lines
+    from ludus.services.runs import operations
 
-    if follows:
+    state = await operations.read_run_state(cluster, run)
+    if not follows:
+        _print_log(await read_log_lines(cluster, state, release_name))
+    elif state.is_over:
+        await _show_ended_run(cluster, state, release_name, folder)
+    else:
         await _follow_run(cluster, run, release_name, folder)
-        return
-    update = await read_update(cluster, run)
-    for line in update.lines:
-        if parse_row(line) is None:
-            write_text(line)
-    if not update.lines:
-        # The head pod no longer exists, but the run folder contains its log.
-        write_text(await read_log(cluster, await cluster.read_release(release_name), run))
 
 
 @options.make_cluster_command
@@ -130,12 +126,13 @@ async def stop(
     from ludus.services.runs import operations
 
     console = get_stderr()
+    status_command = cluster.format_command(f"status {run}")
     match await operations.stop(cluster, run, deletes_now=deletes_now):
         case operations.StopOutcome.NOT_RUNNING:
-            print_line(console, f"run '{run}' has already ended; see: ludus status {run}")
+            print_line(console, f"run '{run}' has already ended; see: {status_command}")
         case operations.StopOutcome.DELETED:
-            message = f"run '{run}' is deleted; its checkpoints remain: ludus resume {run}"
-            print_line(console, message)
+            command = cluster.format_command(f"resume {run}")
+            print_line(console, f"run '{run}' is deleted; its checkpoints remain: {command}")
         case operations.StopOutcome.REQUESTED:
             print_line(console, f"run '{run}' stops after its current step, with a checkpoint")
             await _await_stop(cluster, run, timeout_s)
@@ -149,6 +146,12 @@ async def fetch(
     includes_checkpoints: Annotated[
         bool, typer.Option("--all", help="Fetch checkpoints and models, too.")
     ] = False,
+    is_deleted: Annotated[
+        bool,
+        typer.Option(
+            "--deleted", help="Fetch a deleted run, whose folder is still on the release's volume."
+        ),
+    ] = False,
     release_name: options.ReleaseName = None,
 ) -> None:
     """Copy the results of a run on a cluster to this machine, and write its report.
@@ -157,64 +160,90 @@ async def fetch(
     """
     from ludus.services.cli.run_view import show_fetched_run
     from ludus.services.report import write_report
-    from ludus.services.runs import volume
+    from ludus.services.runs import operations, volume
+    from ludus.services.runs.names import explain_job_name_problem
 
+    if is_deleted:
+        problem = explain_job_name_problem(run)
+        if problem:
+            raise ConfigError(problem)
+    elif await operations.find_state(cluster, run) is None:
+        error = await cluster.make_missing_error(run)
+        raise NotFoundError(f"{error}; if the run was deleted from the cluster, add --deleted")
     folder = folder or Path("runs") / run
-    release = await cluster.read_release(release_name)
-    with get_stderr().status(f"fetching {run}"):
-        await volume.fetch(cluster, release, run, folder, includes_checkpoints=includes_checkpoints)
+    release = await cluster.find_run_release(run, release_name)
+    with show_activity(get_stderr()) as report:
+        await volume.fetch(cluster, release, run, folder, report, includes_checkpoints)
     if (folder / SUMMARY_FILE).exists():
-        show_fetched_run(folder, run)
+        show_fetched_run(cluster, run, folder)
     else:
         print_line(get_stdout(), f"report      {write_report(folder)}")
 
 
-async def _format_progress(cluster: RunsCluster, run: str) -> str:
-    """Return one line with the progress from the driver's log; '' if the log cannot be read."""
-    from ludus.services.cli.progress import RunProgress
-    from ludus.services.cli.run_view import parse_row, read_num_steps
-    from ludus.services.runs.follow import read_update
+def _print_log(lines: Sequence[str]) -> None:
+    """Print the lines of a driver's log without its metrics rows."""
+    for line in lines:
+        if not line.startswith(LOG_ROW_PREFIX):
+            write_text(line)
 
+
+async def _show_ended_run(
+    cluster: RunsCluster, state: ClusterRunState, release_name: str | None, folder: Path | None
+) -> None:
+    """Print the log and the final state of a run that has ended; fetch it if a folder is given."""
+    from ludus.services.cli.run_view import RunEnd, read_log_lines, read_progress, show_end
+    from ludus.services.cli.trainer_process import TrainerOutput
+    from ludus.services.runs.state import RunPhase
+
+    console, run, lines = get_stderr(), state.name, list[str]()
     try:
-        lines = (await read_update(cluster, run)).lines
-    except LudusError:
-        return ""
-    rows = [row for line in lines if (row := parse_row(line)) is not None]
-    progress = RunProgress(await read_num_steps(cluster, run))
-    progress.update(rows)
-    return progress.format_line() if rows else ""
+        if state.phase is not RunPhase.REFUSED:  # a refused run has no pods
+            lines = await read_log_lines(cluster, state, release_name)
+    except LudusError as error:
+        print_warning(console, f"the log cannot be read: {error}")
+    _print_log(lines)
+    output = TrainerOutput()
+    for line in lines:
+        output.add_line(line)
+    progress = await read_progress(cluster, run, lines)
+    if progress is not None:
+        print_line(console, progress.format_line())
+    print_line(console, f"run '{run}' has ended: {_format_state(state)}")
+    release = await cluster.find_run_release(run, release_name) if folder is not None else None
+    end = RunEnd(state, output, None if progress is None else progress.step)
+    await show_end(cluster, release, end, folder or Path("runs") / run)
+    if folder is None:
+        print_line(console, f"copy its results with: {cluster.format_command(f'fetch {run}')}")
 
 
 async def _follow_run(
     cluster: RunsCluster, run: str, release_name: str | None, folder: Path | None
 ) -> None:
+    """Show a run until it ends, then copy its results."""
     from ludus.services.cli.run_view import show_end, watch
-    from ludus.services.runs.state import read_state
+    from ludus.services.runs.results_folder import RunOrigin, check_results_folder
 
-    initial_state = read_state(await cluster.read_job(run))
-    state, output = await watch(cluster, run)
-    release = None
-    if folder is not None or not initial_state.is_over:
-        with contextlib.suppress(UserError):  # the user may lack access to releases
-            release = await cluster.read_release(release_name)
-    await show_end(cluster, release, state, output, folder or Path("runs") / run)
+    folder = folder or Path("runs") / run
+    release = await cluster.find_run_release(run, release_name)
+    check_results_folder(folder, RunOrigin(name=run, output_dir=release.platform.output_dir))
+    await show_end(cluster, release, await watch(cluster, run), folder)
 
 
 async def _await_stop(cluster: RunsCluster, run: str, timeout_s: int) -> None:
-    from ludus.services.cli.run_view import explain_failure, watch
+    from ludus.services.cli.run_view import describe_stop, explain_failure, watch
     from ludus.services.runs.state import RunPhase
 
     try:
-        state, output = await watch(cluster, run, timeout_s=timeout_s)
+        end = await watch(cluster, run, timeout_s=timeout_s)
     except TimeoutError:
         raise ClusterError(
             f"run '{run}' has not stopped within {timeout_s} s; wait longer with --timeout, see: "
-            f"ludus status {run}, or delete the run with: ludus stop {run} --now"
+            f"{cluster.format_command(f'status {run}')}, or delete the run with: "
+            f"{cluster.format_command(f'stop {run} --now')}"
         ) from None
-    console = get_stderr()
-    if state.phase is not RunPhase.STOPPED:
-        raise typer.Exit(explain_failure(console, state, output))
-    print_line(console, f"stopped with a checkpoint; continue with: ludus resume {run}")
+    if end.state.phase is not RunPhase.STOPPED:
+        raise typer.Exit(explain_failure(cluster, end))
+    print_line(get_stderr(), describe_stop(cluster, end))
 
 
 def _format_state(state: ClusterRunState) -> str:

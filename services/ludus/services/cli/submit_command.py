@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,16 +55,15 @@ def submit(
     Example: `ludus submit examples/blackjack/tiny.toml --set training.num_steps=20`
     """
     from ludus.proto.config import load_run_config, require_language_model
-    from ludus.services.runs import operations
     from ludus.services.runs.cluster import connect_cluster
     from ludus.services.runs.manifest import make_manifests
     from ludus.services.runs.platform import read_release_file
 
+    if release_file is not None and not is_dry_run:
+        raise ConfigError("--release-file needs --dry-run; remove it to submit the run")
     config = require_language_model(load_run_config(config_path, overrides or ()), "ludus submit")
     environments = _parse_environments(served_environments or ())
     if release_file is not None:
-        if not is_dry_run:
-            raise ConfigError("--release-file needs --dry-run; remove it to submit the run")
         release = read_release_file(release_file, release_name)
         _print_manifests(make_manifests(config, release, environments, queue), output_format)
         return
@@ -77,12 +75,11 @@ def submit(
             if is_dry_run:
                 _print_manifests(manifests, output_format)
                 return
-            await operations.refuse_existing(cluster, config.name)
-            await _check_cluster(cluster, manifests, ignored_checks or ())
-            await cluster.create(manifests)
-            await _follow_run(cluster, release, config.name, detaches, folder)
+            results_folder = None if detaches else folder or Path("runs") / config.name
+            await _start_run(cluster, manifests, ignored_checks or (), results_folder)
+            await _follow_run(cluster, release, config.name, results_folder)
 
-    asyncio.run(submit_run())
+    options.run_until_signal(submit_run())
 
 
 @options.make_cluster_command
@@ -98,18 +95,28 @@ async def resume(
 ) -> None:
     """Resume a run on a cluster from its latest checkpoint.
 
+    A run that has trained all its steps needs more of them.
+
     Example: `ludus resume demo --set training.num_steps=200`
     """
+    from ludus.services.cli.run_view import read_progress
     from ludus.services.runs import operations
     from ludus.services.runs.manifest import make_manifests
+    from ludus.services.runs.results_folder import RunOrigin, check_results_folder
 
     config = await operations.load_resumable_config(cluster, run, overrides or ())
-    release = await cluster.read_release(release_name)
+    release = await cluster.find_run_release(run, release_name)
+    results_folder = None if detaches else folder or Path("runs") / run
+    if results_folder is not None:
+        origin = RunOrigin(name=run, output_dir=release.platform.output_dir)
+        check_results_folder(results_folder, origin)
     manifests = make_manifests(config, release, queue=queue)
     await _check_cluster(cluster, manifests, ignored_checks or ())
+    progress = await read_progress(cluster, run)
     await cluster.delete(run)
     await cluster.create(manifests)
-    await _follow_run(cluster, release, run, detaches, folder)
+    step = progress.step if progress is not None else None
+    await _follow_run(cluster, release, run, results_folder, step)
 
 
 def _parse_environments(options: Sequence[str]) -> dict[str, str]:
@@ -135,24 +142,44 @@ async def _check_cluster(
     findings.raise_problems()
 
 
-async def _follow_run(
-    cluster: RunsCluster, release: Release, run: str, detaches: bool, folder: Path | None
+async def _start_run(
+    cluster: RunsCluster,
+    manifests: RunManifests,
+    ignored_checks: Sequence[str],
+    folder: Path | None,
 ) -> None:
+    """Check the cluster and the folder for the results, and create the run."""
+    from ludus.services.runs import operations
+    from ludus.services.runs.results_folder import check_new_folder
+
+    await operations.refuse_existing(cluster, manifests.run.name)
+    if folder is not None:
+        check_new_folder(folder, manifests.run.name)
+    await _check_cluster(cluster, manifests, ignored_checks)
+    await cluster.create(manifests)
+
+
+async def _follow_run(
+    cluster: RunsCluster, release: Release, run: str, folder: Path | None, step: int | None = None
+) -> None:
+    """Show a run until it ends and copy its results, unless there is no folder for them."""
     from ludus.services.cli.run_view import show_end, watch
 
     console = get_stderr()
     print_line(console, f"run '{run}' submitted to namespace '{cluster.namespace}'")
-    if detaches:
-        print_line(console, f"follow it with: ludus logs -f {run}")
+    logs_command = cluster.format_command(f"logs -f {run}")
+    if folder is None:
+        print_line(console, f"follow it with: {logs_command}")
         return
     try:
-        state, trainer_output = await watch(cluster, run)
+        end = await watch(cluster, run, step=step)
     except NotFoundError:
         raise  # the run was deleted
     except BaseException:
-        print_line(console, f"the run continues; see: ludus logs -f {run}, ludus stop {run}")
+        stop_command = cluster.format_command(f"stop {run}")
+        print_line(console, f"the run continues; see: {logs_command}, {stop_command}")
         raise
-    await show_end(cluster, release, state, trainer_output, folder or Path("runs") / run)
+    await show_end(cluster, release, end, folder)
 
 
 def _print_manifests(manifests: RunManifests, output_format: ManifestFormat) -> None:

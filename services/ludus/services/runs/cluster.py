@@ -17,19 +17,21 @@ from ludus.services.runs.names import (
     CONTROL_KEY,
     NODE_TYPE_LABEL,
     RAY_API,
+    RELEASE_LABEL,
     RUN_KEY,
     RUN_LABEL,
     RUNS_LABEL,
+    explain_job_name_problem,
     make_config_map_name,
     make_core_path,
     make_job_path,
 )
 from ludus.services.runs.platform import Release, choose_release
 
-NOT_FOUND, CONFLICT, FORBIDDEN = 404, 409, 403
+NO_RESPONSE, NOT_FOUND, CONFLICT, FORBIDDEN = 0, 404, 409, 403
 REMEDIES: Mapping[int, str] = {
-    0: "check that the cluster runs, and that the kubeconfig's context names it (kubectl config "
-    "get-contexts)",
+    NO_RESPONSE: "check that the cluster runs, and that the kubeconfig's context names it "
+    "(kubectl config get-contexts)",
     401: "log in to the cluster again, or check the user of the kubeconfig's context",
     FORBIDDEN: "ask for the Role that docs/submit.md names",
 }
@@ -61,15 +63,22 @@ async def connect_cluster(context: str = "", namespace: str = "") -> AsyncIterat
     """
     access = await asyncio.to_thread(load_personal_access, context)
     async with KubernetesApi(lambda: load_personal_access(context), remedies=REMEDIES) as api:
-        yield RunsCluster(api, namespace or access.namespace or "default")
+        options = {"--namespace": namespace, "--context": context}
+        option_text = "".join(f" {name} {value}" for name, value in options.items() if value)
+        yield RunsCluster(api, namespace or access.namespace or "default", option_text)
 
 
 class RunsCluster:
     """A client for the objects of runs in one namespace of a cluster."""
 
-    def __init__(self, api: KubernetesApi, namespace: str) -> None:
+    def __init__(self, api: KubernetesApi, namespace: str, options: str = "") -> None:
         self.api = api
         self.namespace = namespace
+        self._options = options
+
+    def format_command(self, command: str) -> str:
+        """Return a command for the user to enter, with the options that choose this cluster."""
+        return f"ludus {command}{self._options}"
 
     async def read_release(self, name: str | None = None) -> Release:
         """Return the release with this name, or the only release.
@@ -87,6 +96,17 @@ class RunsCluster:
                 raise
             raise NotFoundError(f"{error}; there are releases in {namespaces}") from None
 
+    async def find_run_release(self, run: str, name: str | None = None) -> Release:
+        """Return the release with this name; without a name, the release of the run.
+
+        Raises:
+            NotFoundError: there is no such release in the namespace.
+            ConfigError: the run does not tell its release, and there are several.
+        """
+        owner = await self.find_config_map(run) or await self.find_job(run) or {}
+        labels = (owner.get("metadata") or {}).get("labels") or {}
+        return await self.read_release(name or labels.get(RELEASE_LABEL))
+
     async def read_job(self, run: str) -> JsonObject:
         """Return the RayJob of a run.
 
@@ -94,17 +114,25 @@ class RunsCluster:
             NotFoundError: there is no such run.
         """
         job = await self.find_job(run)
-        if job is not None:
-            return job
-        names = [job["metadata"]["name"] for job in await self.list_jobs()]
+        if job is None:
+            raise await self.make_missing_error(run)
+        return job
+
+    async def make_missing_error(self, run: str) -> NotFoundError:
+        """Return the error for a run that does not exist; it names the existing runs."""
+        config_maps = await self.list_config_maps()
+        names = {job["metadata"]["name"] for job in await self.list_jobs()}
+        names |= {config_map["metadata"]["labels"][RUN_LABEL] for config_map in config_maps}
         names_text = f"; the namespace has {', '.join(sorted(names))}" if names else ""
-        raise NotFoundError(
-            f"there is no run '{run}' in namespace '{self.namespace}'; "
-            f"{did_you_mean(run, names) or 'see: ludus list'}{names_text}"
+        hint = did_you_mean(run, names) or f"see: {self.format_command('list')}"
+        return NotFoundError(
+            f"there is no run '{run}' in namespace '{self.namespace}'; {hint}{names_text}"
         )
 
     async def find_job(self, run: str) -> JsonObject | None:
         """Return the RayJob of a run, or None."""
+        if explain_job_name_problem(run):
+            return None  # the API server would take it for another path
         return await self.find_object(make_job_path(self.namespace, run))
 
     async def list_jobs(self) -> list[JsonObject]:
@@ -117,6 +145,8 @@ class RunsCluster:
 
     async def find_config_map(self, run: str) -> JsonObject | None:
         """Return the ConfigMap of a run, or None."""
+        if explain_job_name_problem(run):
+            return None
         return await self.find_object(self._make_config_map_path(run))
 
     async def list_pods(self, ray_cluster: str) -> list[JsonObject]:

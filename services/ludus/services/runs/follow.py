@@ -33,6 +33,8 @@ SILENT_LOG_S = 30.0
 _RETRY_S = 1.0
 _COLOR_CODE = re.compile(r"\x1b\[[0-9;]*m")
 """Codes with which Ray colors the lines of its workers."""
+_FIRST_READ_TIMEOUT_S = 5.0
+"""Seconds to wait for the existing log before the first update."""
 _MAX_LINES = 200_000
 _PERMANENT_STATUSES = {401, FORBIDDEN}
 
@@ -76,6 +78,8 @@ async def follow_run(cluster: RunsCluster, run: str) -> AsyncGenerator[RunUpdate
                     f"no operator has processed the RayJob for {silent_s:.0f} s; check that "
                     "KubeRay runs and watches this namespace"
                 )
+            if previous_update is None:
+                await log.wait_for_existing_lines()
             if update.state.is_over:
                 await log.read_to_end()
             update.lines = log.take_lines()
@@ -131,6 +135,7 @@ class HeadLog:
         self._pod, self._container = "", ""
         self._last_timestamp = ""
         self._read_task: asyncio.Task[None] | None = None
+        self._existing_lines_event = asyncio.Event()
         self.trouble = ""
         """Reason why the last attempt to read the log failed; empty if it succeeded."""
 
@@ -160,6 +165,13 @@ class HeadLog:
                 await self._line_event.wait()
                 await asyncio.sleep(min(_RETRY_S, timeout_s) / 4)
 
+    async def wait_for_existing_lines(self) -> None:
+        """Wait until the lines that the log already contains are read, if a pod has a log."""
+        if self._read_task is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_FIRST_READ_TIMEOUT_S):
+                    await self._existing_lines_event.wait()
+
     async def read_to_end(self) -> None:
         """Read the rest of the log, if the pod still exists."""
         self._cancel_read_task()
@@ -179,6 +191,9 @@ class HeadLog:
             self._read_task = None
 
     async def _read_forever(self) -> None:
+        with suppress(ClusterError):  # the loop reports an error that persists
+            await self._read_log(is_followed=False)
+        self._existing_lines_event.set()
         while True:
             try:
                 await self._read_log(is_followed=True)

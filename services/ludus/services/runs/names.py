@@ -19,6 +19,7 @@ RUNS_LABEL = "ludus.dev/runs"
 CLUSTER_LABEL = "ray.io/cluster"
 NODE_TYPE_LABEL = "ray.io/node-type"
 GROUP_LABEL = "ray.io/group"
+COMPONENT_LABEL = "app.kubernetes.io/component"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 ELASTIC_ANNOTATION = "kueue.x-k8s.io/elastic-job"
 

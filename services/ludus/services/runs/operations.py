@@ -18,6 +18,7 @@ from enum import StrEnum
 
 from ludus.proto.config import (
     LanguageModelRun,
+    RunConfig,
     make_run_config,
     require_language_model,
     validate_run_json,
@@ -53,7 +54,9 @@ async def refuse_existing(cluster: RunsCluster, run: str) -> None:
     state = await find_state(cluster, run)
     if state is None:
         return
-    advice = f"resume it with: ludus resume {run}" if state.is_over else f"see: ludus status {run}"
+    advice = f"see: {cluster.format_command(f'status {run}')}"
+    if state.is_over:
+        advice = f"resume it with: {cluster.format_command(f'resume {run}')}"
     raise ConfigError(
         f"run '{run}' already exists in namespace '{cluster.namespace}' ({state.phase}); {advice}; "
         "or choose another name with --set name=..."
@@ -66,6 +69,18 @@ async def find_state(cluster: RunsCluster, run: str) -> ClusterRunState | None:
     if job is not None:
         return read_state(job, config_map)
     return None if config_map is None else ClusterRunState(run, RunPhase.STOPPED)
+
+
+async def read_run_state(cluster: RunsCluster, run: str) -> ClusterRunState:
+    """Return the state of a run.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
+    state = await find_state(cluster, run)
+    if state is None:
+        raise await cluster.make_missing_error(run)
+    return state
 
 
 async def list_states(cluster: RunsCluster) -> list[ClusterRunState]:
@@ -93,8 +108,7 @@ async def stop(cluster: RunsCluster, run: str, *, deletes_now: bool = False) -> 
     Raises:
         NotFoundError: there is no such run.
     """
-    job, config_map = await cluster.read_job(run), await cluster.find_config_map(run)
-    state = read_state(job, config_map)
+    state, config_map = await read_run_state(cluster, run), await cluster.find_config_map(run)
     if state.is_over:
         return StopOutcome.NOT_RUNNING
     has_started = state.phase in (RunPhase.RUNNING, RunPhase.STOPPING)
@@ -118,19 +132,21 @@ async def load_resumable_config(
 
     Raises:
         NotFoundError: there is no such run.
-        ConfigError: the run has not ended, or an override is invalid or cannot be changed.
+        ConfigError: the run has not ended, it is complete, or an override is invalid or cannot be
+            changed.
     """
     config_map = await cluster.find_config_map(run)
     state = await find_state(cluster, run)
     if state is None or config_map is None:
         raise NotFoundError(
-            f"there is no run '{run}' in namespace '{cluster.namespace}'; see: ludus list. If its "
-            "folder is still on the volume, `ludus submit` with the same name continues from its "
-            "latest checkpoint"
+            f"there is no run '{run}' in namespace '{cluster.namespace}'; see: "
+            f"{cluster.format_command('list')}. If its folder is still on the volume, `ludus "
+            "submit` with the same name continues from its latest checkpoint"
         )
     if not state.is_over:
         raise ConfigError(
-            f"run '{run}' has not ended ({state.phase}); follow it with: ludus logs -f {run}"
+            f"run '{run}' has not ended ({state.phase}); follow it with: "
+            f"{cluster.format_command(f'logs -f {run}')}"
         )
     old_config_json = read_run_config_json(config_map)
     run_config = make_run_config(json.loads(old_config_json), overrides)
@@ -141,5 +157,22 @@ async def load_resumable_config(
             "checkpoints; remove this option"
         )
     # The driver would refuse the same changes, but only after the old RayJob is deleted.
-    find_changes(validate_run_json(old_config_json), config)
+    old_config = validate_run_json(old_config_json)
+    find_changes(old_config, config)
+    if state.phase is RunPhase.SUCCEEDED and not _asks_for_more(config, old_config):
+        num_steps = old_config.training.num_steps
+        command = cluster.format_command(f"resume {run} --set training.num_steps={2 * num_steps}")
+        raise ConfigError(
+            f"run '{run}' is complete, so nothing was started; train more steps with: {command}; "
+            f"copy its results with: {cluster.format_command(f'fetch {run}')}"
+        )
     return config
+
+
+def _asks_for_more(config: LanguageModelRun, old_config: RunConfig) -> bool:
+    """Return whether a configuration may ask for more steps than a complete run has trained."""
+    num_epochs = config.training.num_epochs
+    old_num_epochs = getattr(old_config.training, "num_epochs", None)
+    if num_epochs is None and old_num_epochs is None:
+        return config.training.num_steps > old_config.training.num_steps
+    return num_epochs is None or old_num_epochs is None or num_epochs > old_num_epochs

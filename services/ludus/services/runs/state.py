@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from ludus.proto.runs import RunControl
 from ludus.services.kubernetes.api import JsonObject
-from ludus.services.runs.names import CONTROL_KEY, GROUP_LABEL, QUEUE_LABEL
+from ludus.services.runs.names import COMPONENT_LABEL, CONTROL_KEY, GROUP_LABEL, QUEUE_LABEL
 
 
 class RunPhase(StrEnum):
@@ -152,9 +152,10 @@ def find_pod_troubles(pods: Sequence[JsonObject]) -> list[str]:
 
 
 def read_pod_role(pod: JsonObject) -> str:
-    """Return the role of a pod in its RayCluster: head, learner or rollout."""
-    group = str((pod["metadata"].get("labels") or {}).get(GROUP_LABEL, ""))
-    return group.removesuffix("group") or "pod"
+    """Return the role of a pod: head, learner or rollout, or the component of another pod."""
+    labels = pod["metadata"].get("labels") or {}
+    role = labels.get(GROUP_LABEL) or labels.get(COMPONENT_LABEL) or "other"
+    return str(role).removesuffix("group")
 
 
 def _find_troubles(pod: JsonObject) -> Iterator[str]:

@@ -76,6 +76,7 @@ class MetricsWriter:
             job_log: stream that also receives the rows. Default: none.
         """
         self._path = path
+        self._first_step = resume_from or 0
         rows: list[MetricsRow] = []
         if resume_from is not None:
             rows, last_step = _drop_later_rows(path, resume_from)
@@ -98,8 +99,9 @@ class MetricsWriter:
         """Pass the options of each environment, by its name, to the sinks."""
         self._sinks.set_environment_options(options)
 
-    def log_phase(self, phase: Phase, step: int = 0) -> None:
-        """Write that the run enters a phase."""
+    def log_phase(self, phase: Phase, step: int | None = None) -> None:
+        """Write that the run enters a phase; the default step is the one it starts from."""
+        step = self._first_step if step is None else step
         _log.info("phase %s, step %d", phase, step)
         self._append_row("phase", step, phase=phase, num_steps=self.num_steps)
 
