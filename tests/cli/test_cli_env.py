@@ -99,6 +99,21 @@ def test_tables_say_how_many_tasks_were_played(
     assert line is None or str(lines[0]).startswith(line)
 
 
+def test_tables_say_how_many_episodes_are_void() -> None:
+    outcomes = [EpisodeOutcome(seed, 1.0 if seed else None, 1) for seed in range(1500)]
+    complete_result, result = summarize(outcomes[1:]), summarize(outcomes)
+    assert format_result_cells(result)[0] == "1,499 of 1,500"
+    report = EvalReport(
+        policy=complete_result,
+        baselines={"random": result},
+        temperature=0.5,
+        gap_closed=None,
+        gap_closed_ci95=None,
+    )
+    _, line = make_eval_tables(Evaluation(environments={"blackjack": report}))
+    assert str(line).startswith("some episodes are void and not counted")
+
+
 def test_bench_of_a_data_set_says_how_many_tasks_it_has(ludus: RunCli, tmp_path: Path) -> None:
     rows = [{"prompt": f"{index} + 1 = ", "answer": str(index + 1)} for index in range(6)]
     path = tmp_path / "rows.jsonl"

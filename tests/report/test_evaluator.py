@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from ludus.env.evaluation import EpisodeOutcome
-from ludus.env.types import JsonObject, TaskSet
+from ludus.env.evaluation import EpisodeOutcome, summarize
+from ludus.env.types import JsonObject, StepResult, TaskSet
 from ludus.proto.config import EvalConfig, LocalEnvironment
-from ludus.proto.errors import EpisodesFailedError
+from ludus.proto.errors import EpisodesFailedError, SessionLostError
 from ludus.trainer.driver.evaluation import Evaluator, list_eval_seeds, play_baselines
 from tests.report.test_evaluation import CoinClient, guess
 
@@ -87,6 +89,39 @@ async def test_lost_episodes_are_retried() -> None:
 async def test_fixed_policies_use_the_turn_limit_of_the_trained_policy() -> None:
     outcomes = await play_baselines(CoinClient(), {"guess": guess}, ("guess",), CONFIG, max_turns=1)
     assert [outcome.num_steps for outcome in outcomes["guess"]] == [1] * 8
+
+
+class LosingClient(CoinClient):
+    """A client whose first sessions of each seed are lost."""
+
+    def __init__(self, num_losses: int, losing_seeds: tuple[int, ...]) -> None:
+        super().__init__()
+        self._num_losses, self._losing_seeds = num_losses, losing_seeds
+        self.opened_seeds: Counter[int] = Counter()
+
+    async def open(self, *, seed: int | None = None, **options: Any) -> tuple[Any, StepResult]:
+        assert seed is not None
+        self.opened_seeds[seed] += 1
+        if seed in self._losing_seeds and self.opened_seeds[seed] <= self._num_losses:
+            raise SessionLostError("gone")
+        return await super().open(seed=seed, **options)
+
+
+@pytest.mark.parametrize(("num_losses", "num_games"), [(1, 8), (2, 8), (99, 5)])
+async def test_lost_episodes_of_fixed_policies_are_retried(
+    num_losses: int, num_games: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost_seeds = (FIRST_SEED, FIRST_SEED + 3, FIRST_SEED + 7)
+    client = LosingClient(num_losses, lost_seeds)
+    outcomes = await play_baselines(client, {"guess": guess}, ("guess",), CONFIG, max_turns=9)
+    assert [outcome.seed for outcome in outcomes["guess"]] == list_eval_seeds(CONFIG, 8)
+    result = summarize(outcomes["guess"])
+    assert (result.num_games, result.num_void) == (num_games, 8 - num_games)
+    assert {client.opened_seeds[seed] for seed in lost_seeds} == {min(num_losses + 1, 3)}
+    assert client.opened_seeds[FIRST_SEED + 1] == 1
+    assert ("3 of 8 episodes of the fixed policy 'guess' are void" in caplog.text) is (
+        num_games < 8
+    )
 
 
 async def test_fixed_policy_without_valid_episodes_is_reported_with_the_reason() -> None:

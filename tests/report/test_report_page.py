@@ -55,6 +55,20 @@ def test_report_is_written_to_the_run_folder(tmp_path: Path) -> None:
     assert write_report(run_dir, tmp_path / "other.html").is_file()
 
 
+def test_page_says_how_many_of_the_requested_episodes_were_played(tmp_path: Path) -> None:
+    run_dir = build_run(tmp_path / "demo")
+    summary = json.loads((run_dir / SUMMARY_FILE).read_text())
+    report = summary["results"]["blackjack"]["report"]
+    num_games = report["policy"]["num_games"]
+    report["num_games_requested"] = 2 * num_games
+    report["baselines"]["random"] |= {"num_games": 9378, "num_void": 622}
+    (run_dir / SUMMARY_FILE).write_text(json.dumps(summary))
+    text = join_text(parse(write_report(run_dir).read_text(encoding="utf-8")))
+    assert "9,378 of 10,000" in text
+    assert f"{num_games:,} of {2 * num_games:,} episodes were played" in text
+    assert "some episodes are void and not counted" in text
+
+
 def test_page_is_well_formed_and_has_no_external_resources(page: str) -> None:
     root = parse(page)
     assert root.tag == "html"

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ludus.proto.runs import EnvironmentResult, PolicyResult, Transcript, TranscriptTurn
+from ludus.proto.runs import (
+    LOG_FILE,
+    EnvironmentResult,
+    EvalReport,
+    PolicyResult,
+    Transcript,
+    TranscriptTurn,
+)
 from ludus.services.numbers import format_compact
 
 
@@ -38,6 +45,39 @@ def rank_policies(baselines: Mapping[str, PolicyResult]) -> list[NamedResult]:
     """Return the fixed policies by expected return, lowest first."""
     policies = [NamedResult(format_policy_name(name), result) for name, result in baselines.items()]
     return sorted(policies, key=lambda policy: policy.result.expected_return)
+
+
+def format_num_games(result: PolicyResult) -> str:
+    """Return the number of games with a result, and of all games if some are void."""
+    if not result.num_void:
+        return f"{result.num_games:,}"
+    return f"{result.num_games:,} of {result.num_games + result.num_void:,}"
+
+
+def describe_games(report: EvalReport, start: PolicyResult | None = None) -> Iterator[str]:
+    """Yield lines about games that were not played, not counted, or not independent.
+
+    Args:
+        start: result of the policy before training, if the table contains it.
+    """
+    policy = report.policy
+    num_played = policy.num_games + policy.num_void
+    if report.num_games_requested is not None:
+        yield (
+            f"{num_played:,} of {report.num_games_requested:,} episodes were played, one for each "
+            "task: at temperature 0, further episodes would be the same"
+        )
+    elif policy.num_tasks is not None and policy.num_tasks < policy.num_games:
+        yield (
+            f"{policy.num_games:,} episodes of {policy.num_tasks:,} tasks; the intervals are over "
+            "tasks"
+        )
+    results = [policy, *report.baselines.values(), *([start] if start is not None else [])]
+    if any(result.num_void for result in results):
+        yield (
+            "some episodes are void and not counted, because they were lost or failed several "
+            f"times; see {LOG_FILE}"
+        )
 
 
 def describe_episode(transcript: Transcript) -> str:

@@ -11,7 +11,14 @@ from rich.text import Text
 
 from ludus.proto.runs import EvalReport, Evaluation, PolicyResult, Summary
 from ludus.services.cli.console import make_table
-from ludus.services.display import NamedResult, format_policy_name, list_policies, rank_policies
+from ludus.services.display import (
+    NamedResult,
+    describe_games,
+    format_num_games,
+    format_policy_name,
+    list_policies,
+    rank_policies,
+)
 from ludus.services.numbers import NO_VALUE, format_fixed, format_percent, format_percent_interval
 
 if TYPE_CHECKING:
@@ -58,7 +65,7 @@ def format_result_cells(result: PolicyResult) -> list[str]:
     A dash means that the environment does not report wins or draws.
     """
     return [
-        f"{result.num_games:,}",
+        format_num_games(result),
         format_percent(result.win_rate),
         format_percent(_compute_half_width(result.win_rate_ci95) if result.win_rate_ci95 else None),
         format_percent(result.draw_rate),
@@ -72,7 +79,7 @@ def make_summary_tables(summary: Summary) -> Iterator[RenderableType]:
     for name, result in summary.results.items():
         title = f"{summary.name}, {name}" if len(summary.results) > 1 else summary.name
         yield make_policy_table(list_policies(result), title)
-        yield from _format_tasks(result.report)
+        yield from map(Text, describe_games(result.report, result.start))
         yield from _format_gap(result.report)
 
 
@@ -83,20 +90,8 @@ def make_eval_tables(evaluation: Evaluation) -> Iterator[RenderableType]:
         policy = NamedResult("policy", report.policy, is_trained=True)
         results = [policy, *rank_policies(report.baselines)]
         yield make_policy_table(results, f"{prefix}at temperature {report.temperature:g}")
-        yield from _format_tasks(report)
+        yield from map(Text, describe_games(report))
         yield from _format_gap(report)
-
-
-def _format_tasks(report: EvalReport) -> Iterator[RenderableType]:
-    """Yield a line about the tasks if the policy did not play every requested game on its own."""
-    num_games, num_tasks = report.policy.num_games, report.policy.num_tasks
-    if report.num_games_requested is not None:
-        yield Text(
-            f"{num_games:,} of {report.num_games_requested:,} episodes were played, one for each "
-            "task: at temperature 0, further episodes would be the same"
-        )
-    elif num_tasks is not None and num_tasks < num_games:
-        yield Text(f"{num_games:,} episodes of {num_tasks:,} tasks; the intervals are over tasks")
 
 
 def _format_gap(report: EvalReport) -> Iterator[RenderableType]:

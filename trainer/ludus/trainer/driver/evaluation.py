@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import (
@@ -25,6 +26,7 @@ from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
 _log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
+"""Number of times that an episode is played if it is void each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,12 @@ class Evaluator:
                 num_played,
                 num_games,
             )
-        outcomes = await self._play(environment, list_eval_seeds(self.config, num_played))
-        _check_void(outcomes, f"the evaluation in '{environment}'")
+        outcomes = await _play_until_valid(
+            lambda seeds: self.workers.evaluate(environment, seeds, self.config.temperature),
+            list_eval_seeds(self.config, num_played),
+            f"the evaluation in '{environment}'",
+            self.config,
+        )
         baselines = {
             name: baseline[:num_games]
             for name, baseline in self.baselines.get(environment, {}).items()
@@ -74,22 +80,6 @@ class Evaluator:
             num_games_requested=num_games if num_played < num_games else None,
         )
 
-    async def _play(self, environment: str, seeds: Sequence[int]) -> list[EpisodeOutcome]:
-        """Return one outcome per seed; repeat void episodes."""
-        outcomes: dict[int, EpisodeOutcome] = {}
-        pending_seeds = list(seeds)
-        for _ in range(_MAX_ATTEMPTS):
-            new_outcomes = await _wait_for_outcomes(
-                self.workers.evaluate(environment, pending_seeds, self.config.temperature),
-                f"{len(pending_seeds)} episodes of the evaluation in '{environment}'",
-                self.config,
-            )
-            outcomes |= {outcome.seed: outcome for outcome in new_outcomes}
-            pending_seeds = [seed for seed in seeds if outcomes[seed].episode_return is None]
-            if not pending_seeds:
-                break
-        return [outcomes[seed] for seed in seeds]
-
 
 async def play_baselines(
     client: AsyncEnvClient,
@@ -101,15 +91,15 @@ async def play_baselines(
 ) -> dict[str, list[EpisodeOutcome]]:
     """Play the evaluation episodes of one environment with the fixed policies `baselines`."""
     seeds = list_eval_seeds(config, max(config.num_games, config.num_games_during))
-    outcomes = {}
-    for name in baselines:
-        outcomes[name] = await _wait_for_outcomes(
-            play_policy(client, policies[name], seeds, tasks=tasks, max_turns=max_turns),
-            f"{len(seeds)} episodes of the fixed policy '{name}'",
+    return {
+        name: await _play_until_valid(
+            partial(play_policy, client, policies[name], tasks=tasks, max_turns=max_turns),
+            seeds,
+            f"the fixed policy '{name}'",
             config,
         )
-        _check_void(outcomes[name], f"the fixed policy '{name}'")
-    return outcomes
+        for name in baselines
+    }
 
 
 def list_eval_seeds(config: EvalConfig, num_games: int) -> list[int]:
@@ -134,6 +124,32 @@ def _compute_gap_closed(
     if not set.intersection(*valid_tasks):
         return None
     return measure_gap_closed(outcomes, random_outcomes, optimal_outcomes)
+
+
+async def _play_until_valid(
+    play: Callable[[Sequence[int]], Awaitable[list[EpisodeOutcome]]],
+    seeds: Sequence[int],
+    source: str,
+    config: EvalConfig,
+) -> list[EpisodeOutcome]:
+    """Return one outcome per seed; play void episodes again, each a limited number of times.
+
+    Raises:
+        EpisodesFailedError: all episodes are void, or they exceed their time limit.
+    """
+    outcomes: dict[int, EpisodeOutcome] = {}
+    pending_seeds = list(seeds)
+    for _ in range(_MAX_ATTEMPTS):
+        description = f"{len(pending_seeds)} episodes of {source}"
+        new_outcomes = await _wait_for_outcomes(play(pending_seeds), description, config)
+        outcomes |= {outcome.seed: outcome for outcome in new_outcomes}
+        pending_seeds = [seed for seed in seeds if outcomes[seed].episode_return is None]
+        if not pending_seeds:
+            break
+        _log.info("%d episodes of %s are void", len(pending_seeds), source)
+    all_outcomes = [outcomes[seed] for seed in seeds]
+    _check_void(all_outcomes, source)
+    return all_outcomes
 
 
 async def _wait_for_outcomes(
