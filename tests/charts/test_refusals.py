@@ -256,6 +256,11 @@ CHART_ERRORS = [
         "networkPolicy.apiServer.cidrs",
         "like 10.0.0.1/32, got 10.0.0.1",
     ),
+    (
+        make_values(networkPolicy={"apiServer": {"cidrs": ["10.0.0.300/99"]}}),
+        "networkPolicy.apiServer.cidrs",
+        "like 10.0.0.1/32, got 10.0.0.300/99",
+    ),
     (make_values(ingress={"enabled": True}), "ingress.host", "set for example ingress.host="),
     (
         make_values(grpcRoute={"enabled": True}),
@@ -270,6 +275,53 @@ CHART_ERRORS = [
         "ingress.enabled",
         "terminate TLS in one place",
     ),
+]
+
+MALFORMED_VALUES = merge_values(
+    merge_environment(
+        package="../../etc",
+        priorityClassName="High Priority",
+        sandbox={"runtimeClassName": "gvisor!"},
+        env=[{"name": "A B", "value": "1"}],
+    ),
+    {
+        "auth": {"existingSecret": "my_secret", "keys": {"sessionKey": "session key"}},
+        "gateway": {"image": {"repository": "Ludus/gateway", "tag": "a/b"}},
+        "grpcRoute": {"hostnames": ["https://ludus.example"]},
+        "image": {"registry": "http://registry.example", "tag": "1 2", "pullSecrets": ["a/b"]},
+        "ingress": {"host": "a b", "className": "Nginx", "tlsSecret": "tls.pem "},
+        "monitoring": {"monitors": {"interval": "often"}, "prometheusAddress": "prometheus:9090"},
+        "runs": {"queue": {"name": "my queue"}},
+        "storage": {
+            "runs": {"existingClaim": "../claim", "storageClassName": "Fast SSD"},
+            "s3": {"prefix": "../../other", "region": "us east"},
+        },
+    },
+)
+"""Values that a schema of types accepts, one per place, in every kind of format."""
+MALFORMED_PLACES = [
+    ("auth.existingSecret", '"my_secret"'),
+    ("auth.keys.sessionKey", '"session key"'),
+    ("environments.blackjack.env[0].name", '"A B"'),
+    ("environments.blackjack.package", '"../../etc"'),
+    ("environments.blackjack.priorityClassName", '"High Priority"'),
+    ("environments.blackjack.sandbox.runtimeClassName", '"gvisor!"'),
+    ("gateway.image.repository", '"Ludus/gateway"'),
+    ("gateway.image.tag", '"a/b"'),
+    ("grpcRoute.hostnames[0]", '"https://ludus.example"'),
+    ("image.pullSecrets[0]", '"a/b"'),
+    ("image.registry", '"http://registry.example"'),
+    ("image.tag", '"1 2"'),
+    ("ingress.className", '"Nginx"'),
+    ("ingress.host", '"a b"'),
+    ("ingress.tlsSecret", '"tls.pem "'),
+    ("monitoring.monitors.interval", '"often"'),
+    ("monitoring.prometheusAddress", '"prometheus:9090"'),
+    ("runs.queue.name", '"my queue"'),
+    ("storage.runs.existingClaim", '"../claim"'),
+    ("storage.runs.storageClassName", '"Fast SSD"'),
+    ("storage.s3.prefix", '"../../other"'),
+    ("storage.s3.region", '"us east"'),
 ]
 
 OPERATOR_ERRORS = [
@@ -315,6 +367,27 @@ def test_chart_rejects_invalid_values(values: dict[str, Any], path: str, remedy:
         if text_line.startswith(f"- {path}: ")
     )
     assert remedy in line
+
+
+def test_malformed_texts_are_refused_with_an_example() -> None:
+    message = render_invalid_values(MALFORMED_VALUES)
+    lines = [line for line in message.splitlines() if line.startswith("- ")]
+    expected_starts = [f"- {place}: expected " for place, _ in MALFORMED_PLACES]
+    assert sorted(line.partition("expected ")[0] + "expected " for line in lines) == sorted(
+        expected_starts
+    )
+    for place, text in MALFORMED_PLACES:
+        (line,) = (line for line in lines if line.startswith(f"- {place}: "))
+        assert f"got {text}; change it" in line
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["a.b_c", "shell:Env", "gymnasium:ALE/Pong-v5", "openenv:echo_env.server:app"],
+)
+def test_all_kinds_of_targets_are_accepted(package: str) -> None:
+    result = template(ValueSet("target", merge_environment(package=package)))
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(("values", "path", "operator"), OPERATOR_ERRORS)

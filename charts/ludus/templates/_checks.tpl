@@ -15,6 +15,7 @@
 {{- include "ludus.problems.storage" . }}
 {{- include "ludus.problems.routes" . }}
 {{- include "ludus.problems.network" . }}
+{{- include "ludus.problems.formats" . }}
 {{- include "ludus.problems.kinds" . }}
 {{- with .Values }}
 {{- range $place, $part := dict "gateway" .gateway "runs" .runs "runs.head" .runs.head "runs.learner" .runs.learner "runs.rollout" .runs.rollout "runs.autoscaling" .runs.autoscaling "runs.cache" .runs.cache "storage.runs" .storage.runs "storage.store" .storage.store }}
@@ -55,7 +56,8 @@
 
 {{- define "ludus.problems.network" -}}
 {{- range .Values.networkPolicy.apiServer.cidrs }}
-{{- if not (regexMatch "^([0-9]{1,3}([.][0-9]{1,3}){3}|[0-9a-fA-F:]*:[0-9a-fA-F:]*)/[0-9]{1,3}$" .) }}
+{{- $octet := "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])" }}
+{{- if not (regexMatch (printf "^(%s([.]%s){3}/([12]?[0-9]|3[0-2])|[0-9a-fA-F:]*:[0-9a-fA-F:]*/(1[01][0-9]|12[0-8]|[1-9]?[0-9]))$" $octet $octet) .) }}
 - networkPolicy.apiServer.cidrs: expected addresses with a prefix length, like 10.0.0.1/32, got {{ . }}; add the length
 {{- end }}
 {{- end }}
