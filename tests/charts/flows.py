@@ -7,7 +7,7 @@ docs/kubernetes.md --> read_diagram_flows()    --+--> {(source, target): ports}
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.charts.rendering import ROOT, RenderedRelease
@@ -53,6 +53,24 @@ def compute_allowed_flows(release: RenderedRelease) -> Flows:
     return flows
 
 
+def may_connect(policies: Sequence[Policy], source: Labels, target: Labels) -> bool:
+    """Return whether the specifications of policies let one pod connect to another on any port."""
+    return all(
+        any(
+            not rule.get("ports") and _selects(peer["podSelector"], peer_labels)
+            for policy in policies
+            if _selects(policy["podSelector"], labels)
+            for rule in policy.get(direction) or ()
+            for peer in rule.get(peer_field, ())
+            if peer.keys() == {"podSelector"}
+        )
+        for labels, peer_labels, direction, peer_field in (
+            (source, target, "egress", "to"),
+            (target, source, "ingress", "from"),
+        )
+    )
+
+
 def list_policies(release: RenderedRelease, labels: Labels) -> list[Policy]:
     """Return the policies that apply to a pod with these labels."""
     return [
@@ -77,7 +95,11 @@ def _iterate_policies(release: RenderedRelease) -> Iterator[Policy]:
 
 
 def _selects(selector: dict[str, Any], labels: Labels) -> bool:
-    assert selector.keys() <= {"matchLabels"}
+    assert selector.keys() <= {"matchLabels", "matchExpressions"}
+    for expression in selector.get("matchExpressions", ()):
+        assert expression["operator"] == "DoesNotExist"
+        if expression["key"] in labels:
+            return False
     return selector.get("matchLabels", {}).items() <= labels.items()
 
 

@@ -24,7 +24,7 @@ from tests.cli.cluster_runs import (
     submit_run,
 )
 from tests.cli.commands import RunCli
-from tests.gateway.fake_kubernetes import Call
+from tests.gateway.fake_kubernetes import Call, FakeKubernetes
 from tests.runs.cluster import (
     format_phase_line,
     format_step_line,
@@ -32,7 +32,7 @@ from tests.runs.cluster import (
     set_status,
     start_cluster,
 )
-from tests.runs.release import NAMESPACE, make_config_map
+from tests.runs.release import NAMESPACE, Json, make_config_map, make_policy_template
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +49,40 @@ def test_dry_run_prints_the_kubernetes_objects_and_creates_none(
     assert json_output["items"][1] == job
     assert cluster(get_job) is None
     assert cluster(get_config_map) is None
+
+
+def test_a_run_has_its_own_network_policy(ludus: RunCli, cluster: Call) -> None:
+    release = make_config_map()
+    release["data"]["networkpolicy.yaml"] = yaml.safe_dump(make_policy_template())
+    cluster(lambda c: c.put(release))
+    dry_run = ludus("submit", "run.toml", "--dry-run")
+    kinds = [document["kind"] for document in yaml.load_all(dry_run.out, yaml.CSafeLoader)]
+    assert kinds == ["ConfigMap", "NetworkPolicy", "RayJob"]
+
+    def get_policy(c: FakeKubernetes) -> Json | None:
+        return c.get("networking.k8s.io/v1", "networkpolicies", NAMESPACE, "demo-network")
+
+    cluster(lambda c: c.fail(403, verb="create", plural="rayjobs", times=2))
+    assert ludus("submit", "run.toml", "--detach", "--ignore", "admission").code == 1
+    assert cluster(get_policy) is None
+    cluster(lambda c: c.clear_failures())
+    submit_run(ludus, cluster)
+    policy, job = cluster(get_policy), cluster(get_job)
+    selector = policy["spec"]["podSelector"]["matchLabels"]
+    assert selector["ludus.dev/run"] == "demo"
+    assert policy["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
+    labels = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["metadata"]["labels"]
+    assert labels["ludus.dev/run"] == "demo"
+    assert labels["ludus.dev/network"] == "run"
+    finish_run(cluster, "STOPPED")
+    cluster(lambda c: c.fail(403, verb="create", plural="networkpolicies", times=2))
+    assert "refuses the NetworkPolicy: 403" in read_error(ludus("resume", "demo", "--detach"))
+    assert cluster(get_job)["metadata"]["uid"] == job["metadata"]["uid"]
+    assert ludus("resume", "demo", "--detach", "--ignore", "admission").code == 1
+    assert "demo" in ludus("list").out  # the configuration is kept, so that the run can be resumed
+    assert ludus("resume", "demo", "--detach").code == 0
+    owner = cluster(get_policy)["metadata"]["ownerReferences"][0]
+    assert owner["uid"] == cluster(get_job)["metadata"]["uid"]
 
 
 def test_a_dry_run_with_a_release_file_needs_no_cluster(

@@ -127,6 +127,22 @@ def make_platform(**changes: Any) -> Json:
     }
 
 
+def make_policy_template() -> Json:
+    """Return the NetworkPolicy template of a release that restricts its network."""
+    selector = {"matchLabels": {"part": "trainer", "ludus.dev/run": "RUN"}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": "RUN-network", "namespace": NAMESPACE},
+        "spec": {
+            "podSelector": selector,
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"from": [{"podSelector": selector}]}],
+            "egress": [{"to": [{"podSelector": selector}]}],
+        },
+    }
+
+
 def make_config_map(job: Json | None = None, **changes: Any) -> Json:
     """Return the ConfigMap with the description of a release."""
     description = make_platform(**changes)

@@ -48,3 +48,38 @@ ingress:
   {{- end }}
 egress: {{- toYaml .environment.networkPolicy.egress | nindent 2 }}
 {{- end }}
+
+{{/* Ray's pods that belong to no run with its own policy. */}}
+{{- define "ludus.sharedRaySelector" -}}
+matchLabels: {{- include "ludus.peer" (dict "root" . "component" "trainer") | nindent 2 }}
+matchExpressions:
+  - {key: ludus.dev/network, operator: DoesNotExist}
+{{- end }}
+
+{{/* Policy of a run, whose pods reach each other and no other run. ludus submit inserts the name. */}}
+{{- define "ludus.runPolicy" -}}
+{{- $trainer := dict "root" . "component" "trainer" }}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: RUN-network
+  namespace: {{ .Release.Namespace }}
+  labels: {{- include "ludus.labels" $trainer | nindent 4 }}
+spec:
+  podSelector:
+    matchLabels: {{- include "ludus.runPeer" . | nindent 6 }}
+  policyTypes: [Ingress, Egress]
+  ingress:
+    - from:
+        - podSelector:
+            matchLabels: {{- include "ludus.runPeer" . | nindent 14 }}
+  egress:
+    - to:
+        - podSelector:
+            matchLabels: {{- include "ludus.runPeer" . | nindent 14 }}
+{{- end }}
+
+{{- define "ludus.runPeer" -}}
+{{ include "ludus.peer" (dict "root" . "component" "trainer") }}
+ludus.dev/run: RUN
+{{- end }}

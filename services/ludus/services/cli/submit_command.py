@@ -189,7 +189,7 @@ def _print_manifests(manifests: RunManifests, output_format: ManifestFormat) -> 
 
     for message in find_broken_rules(manifests):
         print_warning(get_stderr(), message)
-    manifest_dicts = [manifests.config_map, manifests.job]
+    manifest_dicts = manifests.objects
     if output_format == "json":
         manifest_list = {"apiVersion": "v1", "kind": "List", "items": manifest_dicts}
         write_json(json.dumps(manifest_list, indent=2))

@@ -25,6 +25,7 @@ from ludus.services.runs.names import (
     make_config_map_name,
     make_core_path,
     make_job_path,
+    make_policy_path,
 )
 from ludus.services.runs.platform import Release, choose_release
 
@@ -172,27 +173,42 @@ class RunsCluster:
         )
 
     async def create(self, manifests: RunManifests) -> JsonObject:
-        """Create the RayJob and its ConfigMap, which the RayJob owns; return the RayJob.
+        """Create the RayJob and the objects that it owns; return the RayJob.
 
         Raises:
-            ClusterError: a request was refused. If it created the RayJob, the ConfigMap is removed.
+            ClusterError: a request was refused. If it created an object, the object is removed.
         """
-        path = self._make_config_map_path(manifests.run.name)
+        owned_objects = [(self._make_config_map_path(), manifests.config_map)]
+        if manifests.network_policy is not None:
+            owned_objects.append((make_policy_path(self.namespace), manifests.network_policy))
+        created_paths, owned_paths = list[str](), list[str]()
         try:
-            await self.api.create(self._make_config_map_path(), manifests.config_map)
-        except ClusterError as error:
-            if error.status != CONFLICT:
-                raise
-            await self.api.replace(path, manifests.config_map)
-        try:
+            for list_path, manifest in owned_objects:
+                path = f"{list_path}/{manifest['metadata']['name']}"
+                owned_paths.append(path)
+                if await self._create_or_replace(list_path, manifest):
+                    created_paths.append(path)
             job = await self.api.create(make_job_path(self.namespace), manifests.job)
         except ClusterError:
-            await self._delete_if_found(path)
+            for path in created_paths:
+                await self._delete_if_found(path)
             raise
         identity = {key: job["metadata"][key] for key in ("name", "uid")}
         owner = {"apiVersion": RAY_API, "kind": "RayJob", **identity}
-        await self.api.merge(path, {"metadata": {"ownerReferences": [owner]}})
+        for path in owned_paths:
+            await self.api.merge(path, {"metadata": {"ownerReferences": [owner]}})
         return job
+
+    async def _create_or_replace(self, list_path: str, manifest: JsonObject) -> bool:
+        """Create an object, or replace the object of its name; return whether it was created."""
+        try:
+            await self.api.create(list_path, manifest)
+        except ClusterError as error:
+            if error.status != CONFLICT:
+                raise
+            await self.api.replace(f"{list_path}/{manifest['metadata']['name']}", manifest)
+            return False
+        return True
 
     async def delete(self, run: str) -> None:
         """Delete a RayJob and wait until it is gone; KubeRay stops its driver and pods.
@@ -213,6 +229,12 @@ class RunsCluster:
                 "check that the KubeRay operator runs (kubectl get pods -A -l "
                 "app.kubernetes.io/component=kuberay-operator)"
             ) from None
+        try:
+            # The garbage collector might otherwise delete the policy of a run that is resumed.
+            await self._delete_if_found(make_policy_path(self.namespace, run))
+        except ClusterError as error:
+            if error.status != FORBIDDEN:
+                raise
 
     async def write_control(self, run: str, control_json: str) -> None:
         """Write the run's control file, which its driver reads."""

@@ -37,6 +37,7 @@ from ludus.services.runs.names import (
     explain_job_name_problem,
     make_core_path,
     make_job_path,
+    make_policy_path,
 )
 
 KUBERAY_INSTALL = (
@@ -311,6 +312,12 @@ async def _check_admission(cluster: RunsCluster, manifests: RunManifests) -> Asy
         yield Note(f"this version of KubeRay ignores unknown fields: {refusal}")
     elif refusal:
         yield f"the API server refuses the RayJob: {refusal}"
+    if manifests.network_policy is not None:
+        path = make_policy_path(cluster.namespace)
+        policy = manifests.network_policy
+        refusal = await _find_refusal(cluster, path, policy, ignores_forbidden=False)
+        if refusal:
+            yield f"the API server refuses the NetworkPolicy: {refusal}"
     for template in get_pod_templates(manifests.job):
         metadata = {
             "generateName": f"{manifests.run.name}-preflight-",
@@ -323,15 +330,22 @@ async def _check_admission(cluster: RunsCluster, manifests: RunManifests) -> Asy
             yield f"the API server refuses the pod of container '{container}': {refusal}"
 
 
-async def _find_refusal(cluster: RunsCluster, path: str, body: JsonObject) -> str:
-    """Return the reason why the API server would refuse an object; '' if none is known."""
+async def _find_refusal(
+    cluster: RunsCluster, path: str, body: JsonObject, *, ignores_forbidden: bool = True
+) -> str:
+    """Return the reason why the API server would refuse an object; '' if none is known.
+
+    Args:
+        ignores_forbidden: whether the user may lack permission, because KubeRay creates the object.
+    """
     try:
         await cluster.api.create(path, body, _DRY_RUN)
     except ClusterError as error:
         is_forbidden = error.status == FORBIDDEN and "cannot create resource" in error.message
+        is_ignored = is_forbidden and ignores_forbidden
         is_unsupported = error.status == 400 and "dry run" in error.message
         # CONFLICT: when a run is resumed, its old RayJob still exists.
-        if is_forbidden or is_unsupported or error.status in (0, NOT_FOUND, CONFLICT):
+        if is_ignored or is_unsupported or error.status in (0, NOT_FOUND, CONFLICT):
             return ""
         _, separator, reason = error.message.partition(f": {error.status} ")
         return f"{error.status} {reason}" if separator else error.message

@@ -2,7 +2,8 @@
 
     LanguageModelRun --adapt_to_release--> LanguageModelRun --+
                                                               +--> make_manifests --> RayJob,
-    Release --template----------------------------------------+                       ConfigMap
+    Release --templates---------------------------------------+                       ConfigMap,
+                                                                                      NetworkPolicy
 
 This module sends no requests.
 """
@@ -31,12 +32,14 @@ from ludus.services.runs.names import (
     CONFIG_FOLDER,
     CONTROL_KEY,
     ELASTIC_ANNOTATION,
+    NETWORK_LABEL,
     PLACEHOLDER,
     QUEUE_LABEL,
     RELEASE_LABEL,
     RUN_KEY,
     RUN_LABEL,
     make_config_map_name,
+    make_policy_name,
 )
 from ludus.services.runs.platform import Platform, PlatformEnvironment, Release
 
@@ -52,6 +55,14 @@ class RunManifests:
     """Run configuration for the trainer on the cluster."""
     job: JsonObject
     config_map: JsonObject
+    network_policy: JsonObject | None = None
+    """Policy that lets only the run's pods reach each other; None in an open network."""
+
+    @property
+    def objects(self) -> list[JsonObject]:
+        """All objects, in the order of their creation."""
+        policies = [self.network_policy] if self.network_policy is not None else []
+        return [self.config_map, *policies, self.job]
 
 
 def make_manifests(
@@ -74,8 +85,13 @@ def make_manifests(
     labels = {RUN_LABEL: run.name, RELEASE_LABEL: release.platform.release}
     _add_labels(job, labels, release.platform.namespace)
     job["spec"]["metadata"] = {**(job["spec"].get("metadata") or {}), "run_id": run.name}
+    network_policy = None
+    if release.policy_template is not None:
+        network_policy = _insert_run_name(release.policy_template, run.name)
+        _add_labels(network_policy, labels, release.platform.namespace)
+    network_labels = {} if network_policy is None else {NETWORK_LABEL: "run"}
     for template in get_pod_templates(job):
-        _add_labels(template, labels)
+        _add_labels(template, {**labels, **network_labels})
     _size_groups(job, run, release.platform)
     job["spec"]["entrypoint"] = _copy_output_to_log(job["spec"]["entrypoint"])
     if queue is not None:
@@ -87,7 +103,7 @@ def make_manifests(
         "data": {RUN_KEY: run.model_dump_json(indent=2)},
     }
     _add_labels(config_map, labels, release.platform.namespace)
-    return RunManifests(run, job, config_map)
+    return RunManifests(run, job, config_map, network_policy)
 
 
 def adapt_to_release(
@@ -226,8 +242,11 @@ def _size_groups(job: JsonObject, run: LanguageModelRun, platform: Platform) -> 
 
 def _insert_run_name(template: JsonObject, name: str) -> JsonObject:
     """Return a copy of the template in which the run's name replaces the placeholder."""
-    config_map_placeholder = make_config_map_name(PLACEHOLDER)
-    new_names = {PLACEHOLDER: name, config_map_placeholder: make_config_map_name(name)}
+    new_names = {
+        PLACEHOLDER: name,
+        make_config_map_name(PLACEHOLDER): make_config_map_name(name),
+        make_policy_name(PLACEHOLDER): make_policy_name(name),
+    }
     template_json = json.dumps(template)
     for placeholder, new_name in new_names.items():
         template_json = template_json.replace(json.dumps(placeholder), json.dumps(new_name))

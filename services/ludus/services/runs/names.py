@@ -2,6 +2,7 @@
 
 RayJob      NAME            label ludus.dev/run: NAME
 ConfigMap   NAME-config     the same label; the configuration, mounted at /etc/ludus
+policy      NAME-network    the same label; a NetworkPolicy, if the release restricts its network
 folder      /runs/NAME      on the release's volume; remains after both objects are deleted
 """
 
@@ -23,7 +24,10 @@ COMPONENT_LABEL = "app.kubernetes.io/component"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 ELASTIC_ANNOTATION = "kueue.x-k8s.io/elastic-job"
 
-TEMPLATE_KEY, PLATFORM_KEY = "rayjob.yaml", "platform.json"
+NETWORK_LABEL = "ludus.dev/network"
+"""Label of pods for which their run has a NetworkPolicy."""
+
+TEMPLATE_KEY, POLICY_KEY, PLATFORM_KEY = "rayjob.yaml", "networkpolicy.yaml", "platform.json"
 RUN_KEY, CONTROL_KEY = "run.json", "control.json"
 CONFIG_FOLDER = "/etc/ludus"
 PLACEHOLDER = "RUN"
@@ -53,6 +57,17 @@ def explain_job_name_problem(name: str) -> str:
 def make_config_map_name(run: str) -> str:
     """Return the name of a run's ConfigMap."""
     return f"{run}-config"
+
+
+def make_policy_name(run: str) -> str:
+    """Return the name of a run's NetworkPolicy."""
+    return f"{run}-network"
+
+
+def make_policy_path(namespace: str, run: str = "") -> str:
+    """Return the API path of a run's NetworkPolicy, or of all NetworkPolicies."""
+    name = make_policy_name(run) if run else ""
+    return make_resource_path("networking.k8s.io/v1", namespace, "networkpolicies", name)
 
 
 def make_job_path(namespace: str, run: str = "") -> str:

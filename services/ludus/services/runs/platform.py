@@ -1,7 +1,8 @@
 """The description of an installed release: its environments, volume and RayJob template.
 
-The chart writes a ConfigMap with the label ludus.dev/runs and two keys: rayjob.yaml, a RayJob
-without the run's name, and platform.json, which this module reads.
+The chart writes a ConfigMap with the label ludus.dev/runs and these keys: rayjob.yaml, a RayJob
+without the run's name; networkpolicy.yaml, a NetworkPolicy without it, if the release restricts its
+network; and platform.json, which this module reads.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ludus.proto.config import FolderWeightStore, S3WeightStore
 from ludus.proto.documents import DocumentError, parse_yaml, parse_yaml_documents
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 from ludus.services.kubernetes.api import JsonObject
-from ludus.services.runs.names import PLATFORM_KEY, RUNS_LABEL, TEMPLATE_KEY
+from ludus.services.runs.names import PLATFORM_KEY, POLICY_KEY, RUNS_LABEL, TEMPLATE_KEY
 
 
 class _PlatformModel(BaseModel):
@@ -64,6 +65,8 @@ class Release:
 
     platform: Platform
     template: JsonObject
+    policy_template: JsonObject | None = None
+    """Template of the NetworkPolicy of a run; None if the release does not restrict its network."""
 
 
 def parse_release(config_map: JsonObject) -> Release:
@@ -77,8 +80,9 @@ def parse_release(config_map: JsonObject) -> Release:
         template_yaml, platform_json = contents[TEMPLATE_KEY], contents[PLATFORM_KEY]
         platform = Platform.model_validate_json(platform_json)
         template = parse_yaml(template_yaml)
+        policy_template = parse_yaml(contents.get(POLICY_KEY) or "null")
         if isinstance(template, dict) and template.get("kind") == "RayJob":
-            return Release(platform, template)
+            return Release(platform, template, policy_template)
         problem = f"{TEMPLATE_KEY} is not a RayJob"
     except KeyError as error:
         problem = f"it has no key {error.args[0]}"
