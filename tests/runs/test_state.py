@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from ludus.services.runs.names import QUEUE_LABEL
-from ludus.services.runs.state import ClusterRunState, RunPhase, find_pod_troubles, read_state
+from ludus.services.runs.state import (
+    ClusterRunState,
+    RunPhase,
+    find_pod_troubles,
+    read_pod_phase,
+    read_state,
+)
 from tests.runs.cluster import make_head_pod
 from tests.runs.release import Json, build_manifests
 
@@ -123,3 +130,16 @@ def test_a_pod_problem_is_reported_with_a_remedy(pod: Json, expected: str) -> No
 )
 def test_a_slow_pod_has_no_problem(pod: Json) -> None:
     assert find_pod_troubles([pod]) == []
+
+
+@pytest.mark.parametrize(("age_s", "is_reported"), [(3600, True), (-60, False)])
+def test_a_pod_that_stays_terminating_is_reported(age_s: int, is_reported: bool) -> None:
+    pod = make_head_pod()
+    end = datetime.now(UTC) - timedelta(seconds=age_s)
+    pod["metadata"]["deletionTimestamp"] = f"{end:%Y-%m-%dT%H:%M:%SZ}"
+    assert read_pod_phase(pod) == "Terminating"
+    troubles = find_pod_troubles([pod])
+    assert bool(troubles) is is_reported
+    if is_reported:
+        assert "the head pod demo-head on node node-1 is Terminating" in troubles[0]
+        assert "kubectl delete pod demo-head --namespace arena --force" in troubles[0]

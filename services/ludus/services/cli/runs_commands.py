@@ -59,7 +59,7 @@ async def show_status(cluster: RunsCluster, run: options.RunName) -> None:
     """
     from ludus.services.cli.run_view import read_progress
     from ludus.services.runs import operations
-    from ludus.services.runs.state import find_pod_troubles, read_pod_role
+    from ludus.services.runs.state import find_pod_troubles, read_pod_phase, read_pod_role
 
     state = await operations.read_run_state(cluster, run)
     console = get_stdout()
@@ -72,7 +72,7 @@ async def show_status(cluster: RunsCluster, run: options.RunName) -> None:
     if pods:
         table = make_table("pod", "role", "phase", "node")
         for pod in pods:
-            phase, node = pod["status"].get("phase", ""), pod["spec"].get("nodeName", "")
+            phase, node = read_pod_phase(pod), pod["spec"].get("nodeName", "")
             table.add_row(*map(Text, (pod["metadata"]["name"], read_pod_role(pod), phase, node)))
         console.print(table)
     for trouble in find_pod_troubles(pods):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
@@ -36,6 +37,8 @@ class RunPhase(StrEnum):
 
 _FINAL_PHASES = {RunPhase.SUCCEEDED, RunPhase.STOPPED, RunPhase.FAILED, RunPhase.REFUSED}
 _MAX_REASON_CHARS = 400
+_STUCK_AFTER = timedelta(minutes=1)
+"""Time after the end of its grace period at which a deleted pod must be gone."""
 _EXIT_CODE_PATTERN = re.compile(r"failed with exit code (-?\d+)")
 
 _REMEDIES = {
@@ -151,6 +154,13 @@ def find_pod_troubles(pods: Sequence[JsonObject]) -> list[str]:
     return [trouble for pod in pods for trouble in _find_troubles(pod)]
 
 
+def read_pod_phase(pod: JsonObject) -> str:
+    """Return the phase of a pod, or Terminating if the pod is being deleted, like kubectl."""
+    if pod["metadata"].get("deletionTimestamp"):
+        return "Terminating"
+    return str((pod.get("status") or {}).get("phase", ""))
+
+
 def read_pod_role(pod: JsonObject) -> str:
     """Return the role of a pod: head, learner or rollout, or the component of another pod."""
     labels = pod["metadata"].get("labels") or {}
@@ -168,8 +178,21 @@ def _find_troubles(pod: JsonObject) -> Iterator[str]:
     for status_field in ("initContainerStatuses", "containerStatuses"):
         for container in status.get(status_field) or []:
             yield from _find_container_troubles(container, name)
+    if _is_stuck(pod):
+        metadata, node = pod["metadata"], (pod.get("spec") or {}).get("nodeName", "")
+        yield (
+            f"{name} on node {node} is Terminating and does not end, so it is not replaced; if the "
+            f"node is lost, remove the pod with: kubectl delete pod {metadata['name']} --namespace "
+            f"{metadata['namespace']} --force"
+        )
     if status.get("phase") == "Failed" and status.get("reason"):
         yield f"{name} was stopped: {status['reason']}: {_shorten(status.get('message'))}"
+
+
+def _is_stuck(pod: JsonObject) -> bool:
+    """Return whether a deleted pod still exists although its grace period is over."""
+    end = pod["metadata"].get("deletionTimestamp")
+    return bool(end) and datetime.now(UTC) - datetime.fromisoformat(end) > _STUCK_AFTER
 
 
 def _find_container_troubles(container: JsonObject, name: str) -> Iterator[str]:
