@@ -161,8 +161,13 @@ class RenderedRelease:
 
     @functools.cached_property
     def all_objects(self) -> list[Object]:
-        """Objects of the release, and the RayJob."""
-        return [*self.objects, self.ray_job]
+        """Objects of the release, and the RayJob and the NetworkPolicy of a run."""
+        policy_text = self._run_files.get("networkpolicy.yaml")
+        policies = [yaml.load(policy_text, yaml.CSafeLoader)] if policy_text else []
+        # The placeholder of the run's name is not a valid name of an object.
+        for policy in policies:
+            policy["metadata"]["name"] = policy["metadata"]["name"].lower()
+        return [*self.objects, self.ray_job, *policies]
 
     @property
     def _run_files(self) -> dict[str, str]:

@@ -63,7 +63,6 @@ apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata:
   name: RUN-network
-  namespace: {{ .Release.Namespace }}
   labels: {{- include "ludus.labels" $trainer | nindent 4 }}
 spec:
   podSelector:
