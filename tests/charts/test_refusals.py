@@ -287,9 +287,11 @@ MALFORMED_VALUES = merge_values(
     {
         "auth": {"existingSecret": "my_secret", "keys": {"sessionKey": "session key"}},
         "gateway": {"image": {"repository": "Ludus/gateway", "tag": "a/b"}},
-        "grpcRoute": {"hostnames": ["https://ludus.example"]},
+        "grpcRoute": {"hostnames": ["https://ludus.example", "10.0.0.1"]},
         "image": {"registry": "http://registry.example", "tag": "1 2", "pullSecrets": ["a/b"]},
         "ingress": {"host": "a b", "className": "Nginx", "tlsSecret": "tls.pem "},
+        "fullnameOverride": "ludus",
+        "nameOverride": "Arena!",
         "monitoring": {"monitors": {"interval": "often"}, "prometheusAddress": "prometheus:9090"},
         "runs": {"queue": {"name": "my queue"}},
         "storage": {
@@ -309,6 +311,7 @@ MALFORMED_PLACES = [
     ("gateway.image.repository", '"Ludus/gateway"'),
     ("gateway.image.tag", '"a/b"'),
     ("grpcRoute.hostnames[0]", '"https://ludus.example"'),
+    ("grpcRoute.hostnames[1]", '"10.0.0.1"'),
     ("image.pullSecrets[0]", '"a/b"'),
     ("image.registry", '"http://registry.example"'),
     ("image.tag", '"1 2"'),
@@ -317,6 +320,7 @@ MALFORMED_PLACES = [
     ("ingress.tlsSecret", '"tls.pem "'),
     ("monitoring.monitors.interval", '"often"'),
     ("monitoring.prometheusAddress", '"prometheus:9090"'),
+    ("nameOverride", '"Arena!"'),
     ("runs.queue.name", '"my queue"'),
     ("storage.runs.existingClaim", '"../claim"'),
     ("storage.runs.storageClassName", '"Fast SSD"'),

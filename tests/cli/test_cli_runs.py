@@ -389,3 +389,12 @@ def test_the_pod_that_reads_the_volume_is_removed_after_a_signal(
         signal.signal(signal_number, previous_handler)
     assert outcome.code == 130, outcome.err
     assert cluster(list_reader_pods) == []
+
+
+def test_a_pod_is_removed_even_if_the_response_to_its_creation_is_lost(
+    ludus: RunCli, cluster: Call
+) -> None:
+    submit_run(ludus, cluster)
+    cluster(lambda c: c.fail(0, verb="create", plural="pods"))
+    assert ludus("fetch", "demo").code == 1
+    assert cluster(list_reader_pods) == []

@@ -29,7 +29,7 @@
 {{- end }}
 {{- $keys := dict "auth.keys.sessionKey" .auth.keys.sessionKey "auth.keys.gatewayToken" .auth.keys.gatewayToken "auth.keys.environmentToken" .auth.keys.environmentToken "gateway.tenants.key" .gateway.tenants.key "storage.s3.keys.accessKeyId" .storage.s3.keys.accessKeyId "storage.s3.keys.secretAccessKey" .storage.s3.keys.secretAccessKey }}
 {{- $formats := dict "name" $names "host" $hosts "key" $keys "target" $packages "registry" (dict "image.registry" .image.registry) "repository" dict "tag" (dict "image.tag" .image.tag) "variable" dict }}
-{{- $formats = merge $formats (dict "url" (dict "monitoring.prometheusAddress" .monitoring.prometheusAddress) "duration" (dict "monitoring.monitors.interval" .monitoring.monitors.interval) "prefix" (dict "storage.s3.prefix" .storage.s3.prefix) "region" (dict "storage.s3.region" .storage.s3.region)) }}
+{{- $formats = merge $formats (dict "url" (dict "monitoring.prometheusAddress" .monitoring.prometheusAddress) "duration" (dict "monitoring.monitors.interval" .monitoring.monitors.interval) "prefix" (dict "storage.s3.prefix" .storage.s3.prefix) "region" (dict "storage.s3.region" .storage.s3.region) "label" (dict "nameOverride" .nameOverride)) }}
 {{- range $place, $image := $images }}
 {{- range $part := list "registry" "repository" "tag" }}
 {{- $_ := set (get $formats $part) (printf "%s.%s" $place $part) (default "" (get $image $part)) }}
@@ -50,7 +50,8 @@
 {{- $word := "[a-z0-9]+([._-]+[a-z0-9]+)*" }}
 {{- $patterns := dict
   "name" (printf "%s([.]%s)*" $label $label)
-  "host" (printf "([*][.])?%s([.]%s)*" $label $label)
+  "host" (printf "([*][.])?(%s[.])*[a-z]([a-z0-9-]*[a-z0-9])?" $label)
+  "label" "[a-zA-Z0-9]([-._a-zA-Z0-9]{0,61}[a-zA-Z0-9])?"
   "key" "[-._a-zA-Z0-9]+"
   "target" "[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)*(:[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?(/[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?)*)*"
   "registry" (printf "[a-zA-Z0-9]([a-zA-Z0-9.-]*[a-zA-Z0-9])?(:[0-9]{1,5})?(/%s)*" $word)
@@ -64,6 +65,7 @@
 {{- $examples := dict
   "name" "the name of an object, of a-z, 0-9, - and ."
   "host" "a host name, like ludus.example.com"
+  "label" "the value of a label, of at most 63 letters, digits, -, _ and ."
   "key" "a key of a Secret, of letters, digits, -, _ and ."
   "target" "a package or another target, like openspiel_env, module:Class or gymnasium:CartPole-v1"
   "registry" "a registry without a scheme, like registry.example:5000"
