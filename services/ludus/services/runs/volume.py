@@ -42,6 +42,7 @@ START_TIMEOUT_S = 180.0
 _READER_LIFETIME_S = 900
 _POLL_INTERVAL_S = 0.5
 _REPORT_INTERVAL_S = 5
+_WAIT_REPORT_INTERVAL_S = 30
 _CREATION_TIMEOUT_S = 10.0
 _NUM_REMOVAL_ATTEMPTS = 3
 _REMOVAL_RETRY_S = 1.0
@@ -284,7 +285,7 @@ async def _wait_until_running(cluster: RunsCluster, name: str, report: Report) -
         problem = "; ".join(find_pod_troubles([pod])) or f"its phase is {phase or 'Pending'}"
         if phase in ("Failed", "Succeeded"):
             raise ClusterError(f"pod {name}, which reads the volume, has ended: {problem}")
-        shown_s = int(elapsed_s) // _REPORT_INTERVAL_S * _REPORT_INTERVAL_S
+        shown_s = int(elapsed_s) // _WAIT_REPORT_INTERVAL_S * _WAIT_REPORT_INTERVAL_S
         report(f"waiting for pod {name} ({shown_s} of at most {START_TIMEOUT_S:.0f} s): {problem}")
         await asyncio.sleep(_POLL_INTERVAL_S)
     raise ClusterError(
