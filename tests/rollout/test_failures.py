@@ -128,7 +128,9 @@ async def test_custom_renderer_error_names_the_function(
 
 async def test_message_of_a_server_with_an_unknown_role_is_refused() -> None:
     result = StepResult({}, text=TextView([{"role": "\x1b[2J", "content": "a"}]))
-    with pytest.raises(RendererError, match=r"must return a list of messages .* one of the roles system"):
+    with pytest.raises(
+        RendererError, match=r"must return a list of messages .* one of the roles system"
+    ):
         ServerRenderer("game").render_messages(result, is_first=True)
 
 

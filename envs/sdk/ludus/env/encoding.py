@@ -280,8 +280,9 @@ def _check_reward(reward: Any) -> float:
 
 
 def _check_messages(messages: Any) -> Any:
-    for message in messages:
-        if not has_message_role(message):
+    # Values of other shapes are refused where the messages are used.
+    for message in messages if isinstance(messages, list) else []:
+        if isinstance(message, dict) and "role" in message and not has_message_role(message):
             raise ExecutionError(
                 f"each message of a renderer must have one of the roles {', '.join(MESSAGE_ROLES)},"
                 f" got {message!a:.200}"

@@ -157,45 +157,34 @@ class Learner:
         Raises:
             StepAbandonedError: the step was abandoned.
         """
-        random_state = torch.get_rng_state()
-        try:
-            return self._train_step(batch, coefficients, step_id, keeps_restore_point)
-        except StepAbandonedError:
-            self.model.reshard()
-            torch.set_rng_state(random_state)
-            raise
-        finally:
-            self.abandonment.end_step()
-
-    def _train_step(
-        self,
-        batch: Batch,
-        coefficients: Coefficients,
-        step_id: int,
-        keeps_restore_point: bool,
-    ) -> StepMetrics:
-        for group, rate_scale in zip(self._optimizer.param_groups, self._rate_scales, strict=True):
-            group["lr"] = coefficients.learning_rate * rate_scale
-        config = self._config
-        sample_ids = split_samples(batch, config.num_minibatches)
-        minibatches = [self._pack_micro_batches(batch, ids) for ids in sample_ids]
-        self.abandonment.begin_step(
-            step_id,
-            num_micro_batches=sum(map(len, minibatches)) * config.update_epochs,
-            keeps_restore_point=keeps_restore_point and len(minibatches) * config.update_epochs > 1,
-        )
-        targets = self._make_targets(minibatches, coefficients)
-        num_tokens = batch.num_sampled_tokens
-        num_sampled = [num_tokens[batch.sequence_of_sample[ids]] for ids in sample_ids]
-        metric_sums: list[Tensor] = []
-        grad_norms: list[float | None] = []
-        for _ in range(config.update_epochs):
-            for minibatch in zip(minibatches, targets, num_sampled, strict=True):
-                metric_sums += self._accumulate_gradients(*minibatch, coefficients)
-                grad_norms.append(self._apply_gradients())
-        lengths = batch.sequences.lengths[batch.sequence_of_sample].tolist() * config.update_epochs
-        metrics = make_step_metrics(metric_sums, grad_norms, coefficients, lengths, self._work)
-        return replace(metrics, num_skipped_in_a_row=self._num_skipped_in_a_row)
+        with self._clean_up_abandoned_step():
+            for group, rate_scale in zip(
+                self._optimizer.param_groups, self._rate_scales, strict=True
+            ):
+                group["lr"] = coefficients.learning_rate * rate_scale
+            config = self._config
+            sample_ids = split_samples(batch, config.num_minibatches)
+            minibatches = [self._pack_micro_batches(batch, ids) for ids in sample_ids]
+            self.abandonment.begin_step(
+                step_id,
+                num_micro_batches=sum(map(len, minibatches)) * config.update_epochs,
+                keeps_restore_point=keeps_restore_point
+                and len(minibatches) * config.update_epochs > 1,
+            )
+            targets = self._make_targets(minibatches, coefficients)
+            num_tokens = batch.num_sampled_tokens
+            num_sampled = [num_tokens[batch.sequence_of_sample[ids]] for ids in sample_ids]
+            metric_sums: list[Tensor] = []
+            grad_norms: list[float | None] = []
+            for _ in range(config.update_epochs):
+                for minibatch in zip(minibatches, targets, num_sampled, strict=True):
+                    metric_sums += self._accumulate_gradients(*minibatch, coefficients)
+                    grad_norms.append(self._apply_gradients())
+            lengths = (
+                batch.sequences.lengths[batch.sequence_of_sample].tolist() * config.update_epochs
+            )
+            metrics = make_step_metrics(metric_sums, grad_norms, coefficients, lengths, self._work)
+            return replace(metrics, num_skipped_in_a_row=self._num_skipped_in_a_row)
 
     def step_on_logits(self, losses: Sequence[LogitsLoss], learning_rate: float) -> float:
         """Update the policy by the mean of the losses, and return that mean.
@@ -312,6 +301,18 @@ class Learner:
         for group in self._optimizer.param_groups:
             group.update(_make_adamw_settings(self._config))
         torch.set_rng_state(state["torch_random"])
+
+    @contextmanager
+    def _clean_up_abandoned_step(self) -> Iterator[None]:
+        random_state = torch.get_rng_state()
+        try:
+            yield
+        except StepAbandonedError:
+            self.model.reshard()
+            torch.set_rng_state(random_state)
+            raise
+        finally:
+            self.abandonment.end_step()
 
     def _load_policy(
         self, *, has_value_head: bool = False, offloads_parameters: bool = False
