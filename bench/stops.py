@@ -51,7 +51,8 @@ CALLS_PER_STEP = 18
 """Number of micro-batches, and so of calls of the loss, in a step of the language model."""
 START_S = 12.0
 """Approximate time until a run of a language model trains its first step."""
-INTERRUPTED_EXIT_CODE = 130
+INTERRUPTED_EXIT_CODES = (130, -signal.SIGINT, -signal.SIGTERM)
+"""Exit codes of a stop; the negative ones before the trainer has its handlers."""
 
 LANGUAGE_MODEL = (
     *("training.num_steps=12", "training.groups_per_step=16", "training.max_staleness=0"),
@@ -112,7 +113,7 @@ class Stop:
     @property
     def is_good(self) -> bool:
         """True if the stop was fast and lost at most a step."""
-        is_fast = self.exit_code == INTERRUPTED_EXIT_CODE and self.exit_s <= MAX_EXIT_S
+        is_fast = self.exit_code in INTERRUPTED_EXIT_CODES and self.exit_s <= MAX_EXIT_S
         return is_fast and self.last_step - self.saved_step <= 1 and self.is_exact
 
 
