@@ -227,7 +227,8 @@ def test_resume_shows_the_step_of_the_checkpoint(
         cluster(start_cluster)
         append_log(cluster, format_phase_line(Phase.START_WORKERS, step=2))
         num_requests = cluster(lambda c: c.pods.num_log_requests)
-        poll(cluster, lambda c: c.pods.num_log_requests > num_requests)
+        # The second request shows that the response to the first was read.
+        poll(cluster, lambda c: c.pods.num_log_requests > num_requests + 2)
         finish_run(cluster, "STOPPED")
 
     with run_in_background(simulate_cluster):
