@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -107,8 +108,10 @@ class WorkerComponents:
 @pytest.fixture
 def start_worker(model_path: str, client: AsyncEnvClient) -> Any:
     @asynccontextmanager
-    async def start(function: str, **rollout: Any) -> AsyncIterator[WorkerComponents]:
-        run = make_config(function, **rollout)
+    async def start(
+        function: str, environment: Any = (), **rollout: Any
+    ) -> AsyncIterator[WorkerComponents]:
+        run = make_config(function, environment, **rollout)
         chat = ChatTokenizer(load_tokenizer(model_path))
         engine = AsyncEngine(make_transformers_engine(model_path))
         try:
@@ -240,6 +243,22 @@ async def test_rewards_are_computed_once_for_all_groups_of_a_call(start_worker: 
     assert len(columns["completions"]) == 2 * GROUP_SIZE
     assert columns["completions"][0][0]["role"] == "assistant"
     assert columns["seed"] == [5] * GROUP_SIZE + [6] * GROUP_SIZE
+
+
+@pytest.mark.slow
+async def test_environments_are_not_reset_while_rewards_read_them(start_worker: Any) -> None:
+    rewards = [{"function": "tests.compat.trl_functions:check_numbers"}]
+    async with start_worker(
+        "play_numbered_episodes", {"rewards": rewards}, max_tokens=400
+    ) as worker:
+        calls = [*await asyncio.gather(worker.play_groups(), worker.play_groups())]
+        num_instances = len(trl_functions.NumberedEpisode.instances)
+        calls.append(await worker.play_groups())
+    groups = [group for call in calls for group in call]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert {(rollout.reward, rollout.failure) for rollout in rollouts} == {(1.0, "")}
+    # An episode that starts later uses one of the released instances.
+    assert len(trl_functions.NumberedEpisode.instances) == num_instances
 
 
 @pytest.mark.slow

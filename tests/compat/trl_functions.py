@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
 from ludus.trainer.compat.trl import generate_rollout_completions
+from ludus.trainer.compat.trl.tools import ToolRollout
 
 Columns = dict[str, Any]
 
@@ -122,3 +124,38 @@ def compute_length_reward(completions: Any, length: list[float], **columns: Any)
     """Return the `length` column of the rollout function as rewards."""
     CALLS.append({"completions": completions, **columns})
     return length
+
+
+class NumberedEpisode:
+    """An environment that knows how many episodes started before its episode."""
+
+    instances: ClassVar[list[NumberedEpisode]] = []
+    counter = itertools.count()
+    has_second_call = threading.Event()
+    """Event that is set when an episode of a second call starts."""
+
+    def __init__(self) -> None:
+        self.instances.append(self)
+
+    def reset(self, **columns: Any) -> None:
+        """Number the episode."""
+        self.number = next(self.counter)
+        if self.number >= 8:
+            self.has_second_call.set()
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+
+play_numbered_episodes = ToolRollout([], {None: NumberedEpisode}, 0)
+
+
+def check_numbers(environments: list[NumberedEpisode], **_: Any) -> list[float]:
+    """Return 1 for each environment that is not reset while its reward is computed."""
+    numbers = [environment.number for environment in environments]
+    NumberedEpisode.has_second_call.wait(20)
+    return [
+        float(environment.number == number)
+        for environment, number in zip(environments, numbers, strict=True)
+    ]

@@ -88,6 +88,7 @@ class GroupPlayer:
         starts = [start for spec in specs for start in make_group_starts(self.run_seed, spec)]
         episodes = await self.runner.play_episodes(starts, sampling, is_evaluation=False)
         rollouts = await self.reward.score(episodes, self.timeout_s)
+        release_episodes(rollouts, episodes)
         if all(rollout.status is RolloutStatus.FAILED for rollout in rollouts):
             # Without a pause, groups that fail immediately would be replaced at a very high rate.
             await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
@@ -126,9 +127,11 @@ class GroupPlayer:
         async def play_call(starts: Sequence[EpisodeStart]) -> list[Rollout]:
             async with slots:
                 episodes = await self.runner.play_episodes(starts, sampling, is_evaluation=True)
+            rollouts = [episode.rollout for episode in episodes]
             if any(episode.needs_score for episode in episodes):
-                return await self.reward.score(episodes, self.timeout_s)
-            return [episode.rollout for episode in episodes]
+                rollouts = await self.reward.score(episodes, self.timeout_s)
+            release_episodes(rollouts, episodes)
+            return rollouts
 
         calls = [
             play_call(starts[index : index + num_per_call])
@@ -144,6 +147,14 @@ def make_group_starts(run_seed: int, spec: GroupSpec) -> list[EpisodeStart]:
         EpisodeStart(spec.index, seed, derive_key(run_seed, stream, spec.index, episode_index))
         for episode_index, seed in enumerate(spec.seeds)
     ]
+
+
+def release_episodes(rollouts: Sequence[Rollout], episodes: Sequence[PlayedEpisode]) -> None:
+    """Release what the episodes use, except if a reward function may still read it."""
+    for rollout, episode in zip(rollouts, episodes, strict=True):
+        # A function that exceeded its time limit may still run in its thread.
+        if episode.release is not None and not rollout.failure:
+            episode.release()
 
 
 def make_transcripts(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections import defaultdict
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -142,7 +142,8 @@ class ToolRollout:
                 "environment_factory needs instances with public methods in addition to reset and "
                 "get_reward, because completions call these methods; add one"
             )
-        self._pools: dict[tuple[str | None, bool], list[Any]] = {}
+        self._idle_instances: dict[str | None, deque[Any]] = {name: deque() for name in factories}
+        """Instances that no episode uses, by the name of their factory."""
         self._chat: ChatTokenizer | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,7 +166,10 @@ class ToolRollout:
                 )
 
     def __call__(self, prompts: Sequence[list[Message]], trainer: RolloutTrainer) -> dict[str, Any]:
-        """Play the episodes and return their rows, in which the results of tools are masked."""
+        """Play the episodes and return their rows, in which the results of tools are masked.
+
+        Pass each row to `release_row` after its rewards are computed.
+        """
         if self._chat is None:
             arguments = trainer.args.chat_template_kwargs or {}
             enable_thinking = bool(arguments.get("enable_thinking"))
@@ -184,15 +188,24 @@ class ToolRollout:
             REWARD_COLUMN: [_read_reward(episode.environment) for episode in episodes],
         }
 
+    def release_row(self, fields: Mapping[str, Any]) -> None:
+        """Let another episode use the environment of a row.
+
+        An instance that is never released is not used again, and a new one replaces it.
+
+        Args:
+            fields: columns of the row in the data set, and those that `__call__` returned.
+        """
+        if self._factories:
+            self._idle_instances[self._find_factory_name(fields)].append(fields["environments"])
+
     def _start_episodes(
         self, chat: ChatTokenizer, prompts: Sequence[list[Message]], trainer: RolloutTrainer
     ) -> list[_ToolEpisode]:
-        num_instances: dict[str | None, int] = defaultdict(int)
         episodes = []
         for prompt, row in zip(prompts, trainer.rows, strict=True):
-            name = row.get("environment") if None not in self._factories else None
-            environment = self._find_instance(name, num_instances[name], trainer)
-            num_instances[name] += 1
+            name = self._find_factory_name(row)
+            environment = self._take_instance(name)
             messages = list(prompt)
             tools = {tool.__name__: tool for tool in self._tools}
             if environment is not None:
@@ -207,15 +220,17 @@ class ToolRollout:
             episodes.append(_ToolEpisode(environment, tools, prompt_ids))
         return episodes
 
-    def _find_instance(self, name: str | None, index: int, trainer: RolloutTrainer) -> Any:
-        """Return an instance that no other episode of this call uses, or None without a factory."""
+    def _find_factory_name(self, row: Mapping[str, Any]) -> str | None:
+        return row.get("environment") if None not in self._factories else None
+
+    def _take_instance(self, name: str | None) -> Any:
+        """Return an instance that no other episode uses, or None without a factory."""
         if not self._factories:
             return None
-        # An evaluation may run before the rewards of a training call are read.
-        pool = self._pools.setdefault((name, trainer.state.is_evaluation), [])
-        if index == len(pool):
-            pool.append(self._factories[name]())
-        return pool[index]
+        try:
+            return self._idle_instances[name].popleft()
+        except IndexError:
+            return self._factories[name]()
 
     def _play_round(
         self, chat: ChatTokenizer, active_episodes: Sequence[_ToolEpisode], trainer: RolloutTrainer

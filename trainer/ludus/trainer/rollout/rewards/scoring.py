@@ -62,6 +62,8 @@ class PlayedEpisode:
     """Additional arguments, from the last result or the rollout function."""
     history: Iterable[TranscriptTurn] = ()
     """Turns of the episode for its transcript. They can be iterated only once."""
+    release: Callable[[], None] | None = None
+    """Function that lets other episodes use the objects in `fields`; None if there are none."""
 
     @property
     def can_be_scored(self) -> bool:

@@ -42,6 +42,7 @@ from ludus.trainer.compat.trl.rollout.contract import (
     find_signature,
     read_rows,
 )
+from ludus.trainer.compat.trl.tools import ToolRollout
 from ludus.trainer.core.functions import import_callable
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, TokenSequence, TurnSpan
 from ludus.trainer.data.failures import describe_error
@@ -281,13 +282,16 @@ class BatchFunctionRunner:
             num_tool_calls_failed=_read_count(row.fields, "num_tool_calls_failed"),
         )
         has_text = isinstance(prompt.prompt, str)
+        fields = {**prompt.columns, **row.fields}
+        uses_pool = isinstance(self._function, ToolRollout)
         return PlayedEpisode(
             rollout,
             prompt=prompt.prompt,
             completion=text if has_text else [{"role": "assistant", "content": text}],
             completion_ids=row.completion_ids,
-            fields={**prompt.columns, **row.fields},
+            fields=fields,
             history=_make_transcript_turns(self._chat, prompt.prompt, row),
+            release=partial(self._function.release_row, fields) if uses_pool else None,
         )
 
 
