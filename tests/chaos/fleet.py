@@ -109,7 +109,7 @@ async def run_fleet(folder: Path, *overrides: str) -> AsyncIterator[Fleet]:
                 [environment] = environments.values()
                 model_path = await prepare_model(run, environments, folder / "model")
                 tokenizer = ChatTokenizer.load(model_path, run.model)
-                canary = await make_canary_prompts(environment, tokenizer)
+                canary = await make_canary_prompts(environment, tokenizer, run.rollout.max_tokens)
                 state = dict(load_language_model(model_path).state_dict())
                 yield Fleet(run, environment, model_path, canary, state, make_store(run.weights))
         finally:

@@ -383,6 +383,11 @@ def test_prompts_are_checked(model_path: str) -> None:
     service = CompletionService(engine, chat, 64, 0, 0)
     with pytest.raises(RolloutFunctionError, match=r"as_chat = False needs a prompt of text"):
         service.encode_prompt([{"role": "user", "content": "a"}], as_chat=False)
+    long_text = "a" * 100_000
+    prompts: list[Any] = [long_text, [{"role": "user", "content": long_text}]]
+    for prompt in prompts:
+        with pytest.raises(RolloutFunctionError, match="got one of 100000 characters"):
+            service.encode_prompt(prompt)
     args = SimpleNamespace(num_generations=1, max_completion_length=8)
     trainer = RolloutTrainer(
         args,

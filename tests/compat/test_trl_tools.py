@@ -173,6 +173,23 @@ def test_limits_on_calls_and_length_end_an_episode(chat: ChatTokenizer) -> None:
     assert columns["env_mask"][0][-1] == 1
 
 
+def test_long_tool_result_ends_an_episode_without_encoding(
+    chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_file() -> str:
+        """Read a file."""
+        return "x" * 1_000_000
+
+    def refuse(*_: Any, **__: Any) -> list[int]:
+        raise AssertionError("a long text was encoded")
+
+    monkeypatch.setattr(ChatTokenizer, "encode_next_prompt", refuse)
+    trainer = ScriptTrainer(chat, [{}], [[TOOL_CALL % ("read_file", "{}"), "done"]])
+    columns = ToolRollout([read_file], {}, None)(make_prompts([{}]), trainer)
+    assert columns["num_tool_calls"] == [1]
+    assert set(columns["env_mask"][0]) == {1}
+
+
 def test_rows_select_environments_by_name(chat: ChatTokenizer) -> None:
     class SilentCounter(Counter):
         pass

@@ -14,7 +14,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError, EpisodesFailedError, ExecutionError
-from ludus.trainer.driver.checks import check_first_prompts
+from ludus.trainer.driver.checks import check_first_prompts, check_first_texts
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import make_renderer
@@ -22,7 +22,7 @@ from ludus.trainer.setup.environments import ConnectedEnvironment
 from ludus.trainer.setup.first_prompts import make_canary_prompts
 from ludus.trainer.setup.tiny_model import prepare_model
 from tests.env.counting_env import CountObservation
-from tests.rollout.fragile_env import FragileEnv
+from tests.rollout.fragile_env import FragileEnv, LongEnv, SometimesLongEnv
 
 TINY_MODEL = {
     "kind": "tiny",
@@ -107,11 +107,11 @@ async def test_warm_start_without_successful_episode_is_an_error(
 async def test_canary_uses_the_first_episode_that_opens(chat: ChatTokenizer) -> None:
     run = make_run()
     async with connect_environment(run, FirstSeedFailingEnv) as environments:
-        (prompt, *_) = await make_canary_prompts(environments["fragile"], chat)
+        (prompt, *_) = await make_canary_prompts(environments["fragile"], chat, 200)
     assert "Total 0." in chat.decode(prompt.prompt_ids)
     async with connect_environment(run, BrokenResetEnv) as environments:
         with pytest.raises(ExecutionError, match="licence has run out"):
-            await make_canary_prompts(environments["fragile"], chat)
+            await make_canary_prompts(environments["fragile"], chat, 200)
 
 
 async def test_long_first_prompt_is_refused(
@@ -124,3 +124,23 @@ async def test_long_first_prompt_is_refused(
             ConfigError, match=r"'fragile'.*max_tokens = 24, but the shortest prompt has \d+ tokens"
         ):
             await check_first_prompts(short_context_run, environments, chat)
+
+
+async def test_first_prompts_of_any_length_are_refused_without_encoding(tmp_path: Path) -> None:
+    run = make_run(max_tokens=200)
+    async with connect_environment(run, LongEnv) as environments:
+        with pytest.raises(
+            ConfigError, match=r"max_tokens = 200, but the shortest prompt has 1000008 characters"
+        ):
+            await check_first_texts(run, environments)
+        with pytest.raises(EpisodesFailedError, match=r"1000\d+ characters, which exceed model"):
+            await prepare_model(run, environments, tmp_path / "model")
+
+
+async def test_canary_of_a_long_first_prompt_is_short(chat: ChatTokenizer) -> None:
+    run = make_run(max_tokens=200)
+    async with connect_environment(run, SometimesLongEnv) as environments:
+        await check_first_texts(run, environments)
+        await check_first_prompts(run, environments, chat)
+        canary = await make_canary_prompts(environments["fragile"], chat, 200)
+    assert {len(prompt.prompt_ids) < 1100 for prompt in canary} == {True}

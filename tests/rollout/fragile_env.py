@@ -71,6 +71,39 @@ class FragileEnv(CountingEnv):
         )
 
 
+class LongRenderer(CountingRenderer):
+    """A renderer whose messages have a million characters."""
+
+    def render(self, observation: CountObservation, *, first: bool) -> list[Message]:
+        return [{"role": "user", "content": "Total 0. " * 111_112}]
+
+
+class LongEnv(FragileEnv):
+    """A counting environment that shows long messages."""
+
+    text_renderer = LongRenderer()
+
+
+class SometimesLongRenderer(LongRenderer):
+    """A renderer whose messages are long for one total."""
+
+    def render(self, observation: CountObservation, *, first: bool) -> list[Message]:
+        if observation.total:
+            return CountingRenderer.render(self, observation, first=first)
+        return super().render(observation, first=first)
+
+
+class SometimesLongEnv(FragileEnv):
+    """A counting environment that shows long messages for seed 0."""
+
+    text_renderer = SometimesLongRenderer()
+
+    def reset(
+        self, *, seed: int | None = None, start: int = 0, note: str = ""
+    ) -> Transition[CountObservation]:
+        return super().reset(seed=seed, start=2 if seed else 0, note=note)
+
+
 WRONG_MESSAGES: Mapping[str, Any] = {
     "empty": [],
     "none": None,

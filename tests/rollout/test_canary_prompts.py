@@ -29,7 +29,7 @@ async def test_each_legal_completion_has_a_canary_prompt_from_the_template(
     tokenizer = make_family_tokenizer(family)
     chat = ChatTokenizer(tokenizer, enable_thinking=enable_thinking)
     environment = await make_environment(client)
-    canary = await first_prompts.make_canary_prompts(environment, chat)
+    canary = await first_prompts.make_canary_prompts(environment, chat, 512)
     session, result = await client.open(seed=0)
     await session.close()
     assert result.text is not None
@@ -47,7 +47,7 @@ async def test_canary_completion_contains_reasoning_for_a_thinking_model(
 ) -> None:
     tokenizer = make_family_tokenizer(QWEN3)
     chat = ChatTokenizer(tokenizer, enable_thinking=True)
-    canary = await first_prompts.make_canary_prompts(await make_environment(client), chat)
+    canary = await first_prompts.make_canary_prompts(await make_environment(client), chat, 512)
     assert all("</think>" in tokenizer.decode(prompt.completion_ids) for prompt in canary)
 
 
@@ -55,9 +55,9 @@ async def test_canary_uses_the_end_of_the_prompt_without_legal_completions(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = await make_environment(client)
-    [answer_canary, _] = await first_prompts.make_canary_prompts(environment, chat)
+    [answer_canary, _] = await first_prompts.make_canary_prompts(environment, chat, 512)
     monkeypatch.setattr(first_prompts, "list_legal_answers", lambda _: [])
-    [canary] = await first_prompts.make_canary_prompts(environment, chat)
+    [canary] = await first_prompts.make_canary_prompts(environment, chat, 512)
     assert canary.prompt_ids + canary.completion_ids == answer_canary.prompt_ids
     assert 0 < len(canary.completion_ids) <= 32
 

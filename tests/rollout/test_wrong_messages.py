@@ -62,6 +62,18 @@ def test_dry_run_checks_the_render_function_too(tmp_path: Path) -> None:
         check_start(run, Resume.NEVER)
 
 
+def make_long_run(folder: Path, name: str) -> LanguageModelRun:
+    """Return a run with an environment of `fragile_env` that has no options."""
+    package = f"environments.game.package=tests.rollout.fragile_env:{name}"
+    return make_run(folder, "empty", package, "environments.game.options={}")
+
+
+def test_dry_run_refuses_first_messages_that_are_too_long(tmp_path: Path) -> None:
+    check_start(make_long_run(tmp_path, "SometimesLongEnv"), Resume.NEVER)
+    with pytest.raises(ConfigError, match=r"'game'.* shortest prompt has 1000008 characters"):
+        check_start(make_long_run(tmp_path, "LongEnv"), Resume.NEVER)
+
+
 @pytest.mark.parametrize("key", WRONG_MESSAGES)
 async def test_run_names_the_environment_and_the_rule(
     tmp_path: Path, chat: ChatTokenizer, key: str

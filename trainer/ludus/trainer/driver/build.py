@@ -116,10 +116,13 @@ async def start_components(
         {name: environment.description.options for name, environment in environments.items()}
     )
     metrics.log_phase(Phase.PREPARE_MODEL)
+    await checks.check_first_texts(run, environments)
     model_path = await prepare_model(run, environments, run.folder / _INITIAL_MODEL_FOLDER)
     tokenizer = ChatTokenizer.load(model_path, run.model)
     await checks.check_first_prompts(run, environments, tokenizer)
-    canary = await make_canary_prompts(next(iter(environments.values())), tokenizer)
+    name, environment = next(iter(environments.items()))
+    max_tokens = episode_limits(run, name).max_tokens
+    canary = await make_canary_prompts(environment, tokenizer, max_tokens)
     metrics.log_phase(Phase.START_WORKERS)
     learners = LearnerGroup(run, placement, infrastructure.folder_token)
     buffer = RemoteBuffer(run, placement)

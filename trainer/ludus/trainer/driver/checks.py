@@ -18,6 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 import orjson
 import torch
 
+from ludus.env import Message
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import encode_transition
 from ludus.env.environment import AnyEnvironment
@@ -38,6 +39,7 @@ from ludus.proto.config import (
     RemoteEnvironment,
     RewardModelTerm,
     RewardTerm,
+    RolloutConfig,
     TransformersGenerator,
     VllmGenerator,
 )
@@ -54,7 +56,7 @@ from ludus.trainer.core.output import warn_user
 from ludus.trainer.driver.policy_chart import load_chart_prompts
 from ludus.trainer.learner.actor_critic import check_same_tokens
 from ludus.trainer.models import load
-from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.chat import ChatTokenizer, count_chars, is_surely_longer
 from ludus.trainer.rollout.adapters.environment_adapter import RendererError, make_renderer
 from ludus.trainer.rollout.agents.launchers import check_agent
 from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
@@ -151,7 +153,7 @@ def check_local_environments(run: LanguageModelRun) -> None:
         environment = environment_factory(config.package, config.options)()
         try:
             if config.rollout is None and config.agent is None:
-                _check_first_messages(name, config, environment)
+                _check_first_messages(run, name, config, environment)
         finally:
             environment.close()
         check_reward_columns(run, name, environment.tasks)
@@ -205,17 +207,35 @@ async def check_first_prompts(
         lengths = []
         for seed in range(MAX_FIRST_SEEDS):
             opening, _ = await fetch_first_opening(environment, seed)
+            if is_surely_longer(count_chars(opening.messages, opening.tools), limits.max_tokens):
+                continue
             lengths.append(len(tokenizer.encode_first_prompt(opening.messages, opening.tools)))
             if lengths[-1] + limits.max_completion_tokens <= limits.max_tokens:
                 break
         else:
-            raise ConfigError(
-                f"environment '{name}': first prompts must leave room for a completion of "
-                f"rollout.max_completion_tokens = {limits.max_completion_tokens} within "
-                f"rollout.max_tokens = {limits.max_tokens}, but the shortest prompt has "
-                f"{min(lengths)} tokens; raise rollout.max_tokens, or shorten what the environment "
-                "shows"
-            )
+            shortest_length = f"{min(lengths)} tokens" if lengths else "too many characters"
+            raise _make_length_error(name, limits, shortest_length)
+
+
+async def check_first_texts(
+    run: LanguageModelRun, environments: Mapping[str, ConnectedEnvironment]
+) -> None:
+    """Check that some first prompts of each environment are short enough to be encoded.
+
+    This check needs no tokenizer. The tokenizer of a tiny model is made from such texts.
+    """
+    for name, environment in environments.items():
+        if environment.config.rollout is not None or environment.config.agent is not None:
+            continue
+        limits = episode_limits(run, name)
+        lengths = []
+        for seed in range(MAX_FIRST_SEEDS):
+            opening, _ = await fetch_first_opening(environment, seed)
+            lengths.append(count_chars(opening.messages, opening.tools))
+            if not is_surely_longer(lengths[-1], limits.max_tokens):
+                break
+        else:
+            raise _make_length_error(name, limits, f"{min(lengths)} characters")
 
 
 def check_models(run: LanguageModelRun) -> None:
@@ -265,22 +285,49 @@ def _check_gpus(run: LanguageModelRun) -> None:
         )
 
 
-def _check_first_messages(name: str, config: LocalEnvironment, environment: AnyEnvironment) -> None:
-    """Check the messages that start an episode. Other failures of the environment void episodes."""
+def _check_first_messages(
+    run: LanguageModelRun, name: str, config: LocalEnvironment, environment: AnyEnvironment
+) -> None:
+    """Check the messages that start some episodes, and their length."""
+    limits = episode_limits(run, name)
+    lengths = []
+    for seed in range(MAX_FIRST_SEEDS):
+        lengths.append(count_chars(_render_first_messages(name, config, environment, seed)))
+        if not is_surely_longer(lengths[-1], limits.max_tokens):
+            return
+    raise _make_length_error(name, limits, f"{min(lengths)} characters")
+
+
+def _make_length_error(name: str, limits: RolloutConfig, shortest_length: str) -> ConfigError:
+    return ConfigError(
+        f"environment '{name}': first prompts must leave room for a completion of "
+        f"rollout.max_completion_tokens = {limits.max_completion_tokens} within "
+        f"rollout.max_tokens = {limits.max_tokens}, but the shortest prompt has "
+        f"{shortest_length}; raise rollout.max_tokens, or shorten what the environment shows"
+    )
+
+
+def _render_first_messages(
+    name: str, config: LocalEnvironment, environment: AnyEnvironment, seed: int
+) -> list[Message]:
+    """Return the messages that start an episode; empty if the environment fails or has no text.
+
+    Failures of the environment void episodes; wrong messages end the start.
+    """
     try:
-        transition = environment.reset(seed=0)
+        transition = environment.reset(seed=seed)
         encoded_result = encode_transition(transition, environment.text_renderer, step_index=0)
     except Exception as error:  # noqa: BLE001 - third-party code
         _log.warning("environment '%s' cannot start an episode: %s", name, error)
-        return
+        return []
     text = None
     if encoded_result.text is not None:
         text = TextView(orjson.loads(encoded_result.text.messages_json), [])
     elif config.render is None:
-        return
+        return []
     result = StepResult(orjson.loads(encoded_result.observation_json), text=text)
     try:
-        make_renderer(config, name).render_messages(result, is_first=True)
+        return make_renderer(config, name).render_messages(result, is_first=True)
     except RendererError as error:
         raise ConfigError(str(error)) from error
 

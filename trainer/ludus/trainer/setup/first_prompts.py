@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from functools import partial
 
+from ludus.env import Message
 from ludus.env.client import AsyncSession
 from ludus.env.types import StepResult
 from ludus.proto.errors import ConfigError, UserError
 from ludus.trainer.core.types import ScoringRequest
-from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.chat import ChatTokenizer, count_chars, is_surely_longer
 from ludus.trainer.rollout.adapters.environment_adapter import (
     EnvironmentAdapter,
     Opening,
@@ -23,19 +24,26 @@ MAX_FIRST_SEEDS = 4
 """Maximum number of seeds that are tried for a first prompt, per environment."""
 _MAX_CANARY_ANSWERS = 8
 _MAX_CANARY_TOKENS = 32
-_MAX_OBSERVATION_CHARACTERS = 1000
+_MAX_CANARY_CHARACTERS = 1000
+"""Maximum number of characters of an answer, and of a prompt that is too long to be encoded."""
 
 
 async def make_canary_prompts(
-    environment: ConnectedEnvironment, chat: ChatTokenizer
+    environment: ConnectedEnvironment, chat: ChatTokenizer, max_tokens: int
 ) -> tuple[ScoringRequest, ...]:
     """Return the canary prompts: the environment's first prompt with each legal answer.
 
     An engine proves with these prompts that it uses the learner's weights. Legal answers are likely
     completions. The log-probs of unlikely tokens are the least precise in reduced precision.
     Without legal answers, the end of the prompt is scored.
+
+    Args:
+        max_tokens: maximum number of tokens of an episode. A prompt that surely has more is cut,
+            because any text identifies weights.
     """
     opening, first_result = await fetch_first_opening(environment)
+    if is_surely_longer(count_chars(opening.messages, opening.tools), max_tokens):
+        opening = Opening([_make_short_message(opening.messages[-1]["content"])])
     prompt_ids = chat.encode_first_prompt(opening.messages, opening.tools)
     answers = list_legal_answers(first_result)[:_MAX_CANARY_ANSWERS]
     if not answers:
@@ -43,7 +51,10 @@ async def make_canary_prompts(
         return (ScoringRequest(prompt_ids[:prompt_length], prompt_ids[prompt_length:]),)
     return tuple(
         ScoringRequest(
-            prompt_ids, chat.encode_completion(answer, add_prefix=True)[:_MAX_CANARY_TOKENS]
+            prompt_ids,
+            chat.encode_completion(answer[:_MAX_CANARY_CHARACTERS], add_prefix=True)[
+                :_MAX_CANARY_TOKENS
+            ],
         )
         for answer in answers
     )
@@ -103,6 +114,9 @@ async def _make_opening(
         and first_result.text is None
     ):
         # Rollout functions and agents choose their own prompts; any text identifies weights.
-        observation = json.dumps(first_result.observation)[:_MAX_OBSERVATION_CHARACTERS]
-        return Opening([{"role": "user", "content": observation}])
+        return Opening([_make_short_message(json.dumps(first_result.observation))])
     return await make_adapter(environment, session, first_result).make_opening()
+
+
+def _make_short_message(text: str) -> Message:
+    return {"role": "user", "content": text[:_MAX_CANARY_CHARACTERS]}

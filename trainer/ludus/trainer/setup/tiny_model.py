@@ -33,12 +33,13 @@ from ludus.trainer.learner.warm_start import (
     tokenize_conversation,
     warm_start,
 )
-from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.chat import ChatTokenizer, count_chars, is_surely_longer
 from ludus.trainer.models.load import MODEL_CONFIG_FILE
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.rollout.adapters.environment_adapter import NO_TEXT_REASON, RendererError
 from ludus.trainer.rollout.agents.random_responses import play_with_random_responses
 from ludus.trainer.rollout.agents.runner import AgentHost
+from ludus.trainer.rollout.conversation import ConversationFullError
 from ludus.trainer.rollout.episode import close_session, retry_while_full
 from ludus.trainer.setup.environments import ConnectedEnvironment
 from ludus.trainer.setup.first_prompts import list_legal_answers, make_adapter
@@ -212,14 +213,18 @@ async def _play_episode(
     open_session = partial(environment.client.open, seed=seed)
     session, first_result = await retry_while_full(open_session, run.rollout.group_timeout_s)
     max_turns = _get_max_turns(run, environment)
+    assert isinstance(run.model, TinyModel)
+    max_tokens = run.model.max_tokens
     try:
         if agent is not None:
             adapter = make_adapter(environment, session, first_result)
             conversations = await play_with_random_responses(
                 agent, adapter, seed, generator, max_turns
             )
-            return _WarmStartEpisode(conversations, math.nan)
-        return await _answer_randomly(environment, session, first_result, generator, max_turns)
+            return _WarmStartEpisode(_select_short(conversations, max_tokens), math.nan)
+        return await _answer_randomly(
+            environment, session, first_result, generator, max_turns, max_tokens
+        )
     except RendererError as error:
         raise ConfigError(str(error)) from error
     finally:
@@ -236,6 +241,7 @@ async def _answer_randomly(
     result: StepResult,
     generator: random.Random,
     max_turns: int,
+    max_tokens: int,
 ) -> _WarmStartEpisode:
     conversation: Conversation = []
     episode_return = 0.0
@@ -250,9 +256,32 @@ async def _answer_randomly(
         answer = generator.choice(answers)
         messages = environment.renderer.render_messages(result, is_first=not conversation)
         conversation.append(Exchange(messages, answer))
+        _select_short([conversation], max_tokens)
         result = await session.step(**environment.renderer.parse_action(answer, result))
         episode_return += result.reward or 0.0
     return _WarmStartEpisode([conversation], episode_return)
+
+
+def _select_short(conversations: Sequence[Conversation], max_tokens: int) -> list[Conversation]:
+    """Return the conversations that are short enough to be encoded."""
+    lengths = list(map(_count_conversation_chars, conversations))
+    if all(is_surely_longer(length, max_tokens) for length in lengths):
+        raise ConversationFullError(
+            f"a conversation has {min(lengths)} characters, which exceed model.max_tokens = "
+            f"{max_tokens}; shorten what the environment shows, or raise model.max_tokens"
+        )
+    return [
+        conversation
+        for conversation, length in zip(conversations, lengths, strict=True)
+        if not is_surely_longer(length, max_tokens)
+    ]
+
+
+def _count_conversation_chars(conversation: Conversation) -> int:
+    return sum(
+        count_chars(exchange.messages, exchange.tools) + len(exchange.response)
+        for exchange in conversation
+    )
 
 
 def _explain_no_answers(result: StepResult) -> str:

@@ -31,7 +31,13 @@ from ludus.trainer.compat.trl.rollout.arguments import (
 )
 from ludus.trainer.compat.trl.rollout.contract import find_signature
 from ludus.trainer.core.functions import get_or_register_path
-from ludus.trainer.models.chat import ChatTokenizer, ToolSpec, strip_reasoning
+from ludus.trainer.models.chat import (
+    ChatTokenizer,
+    ToolSpec,
+    count_chars,
+    is_surely_longer,
+    strip_reasoning,
+)
 from ludus.trainer.rollout.adapters.tool_adapter import ToolCall, read_calls
 
 ToolFunction = Callable[..., Any]
@@ -247,11 +253,11 @@ class ToolRollout:
             episode.add(token_ids, output["logprobs"][:limit], is_sampled=True)
             messages = self._call_tools(episode, chat.decode(token_ids))
             has_ended = token_ids[-1] == chat.end_token_id
-            added_ids = []
-            if messages:
+            added_ids, is_too_long = [], is_surely_longer(count_chars(messages), max_tokens)
+            if messages and not is_too_long:
                 added_ids = chat.encode_next_prompt(messages, has_end_token=has_ended)
             is_last = self.max_rounds is not None and episode.num_rounds >= self.max_rounds
-            has_room = len(episode.completion_ids) + len(added_ids) < max_tokens
+            has_room = not is_too_long and len(episode.completion_ids) + len(added_ids) < max_tokens
             if not messages or is_last or not has_room:
                 episode.is_finished = True
                 continue

@@ -44,7 +44,7 @@ from ludus.proto.errors import InvalidCallError, LudusError, RolloutFunctionErro
 from ludus.trainer.core.interfaces import GenerateFunction
 from ludus.trainer.core.streams import Stream, derive_key, mix
 from ludus.trainer.core.types import SampledCompletion, Sampling
-from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.chat import ChatTokenizer, count_chars, is_surely_longer
 
 Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
 """Plain text, messages that the chat template renders, or tokens."""
@@ -127,6 +127,7 @@ class CompletionService:
     def encode_prompt(self, prompt: Prompt, *, as_chat: bool | None = None) -> list[int]:
         """Return the tokens of a prompt; `as_chat` None applies the template to messages only."""
         if isinstance(prompt, str):
+            self._check_characters(len(prompt))
             if as_chat:
                 return self._chat.encode_first_prompt([{"role": "user", "content": prompt}])
             return self._chat.encode_text(prompt)
@@ -137,6 +138,7 @@ class CompletionService:
                         "as_chat = False needs a prompt of text or token ids, but the prompt is "
                         "messages, which need the chat template; remove as_chat, or send text"
                     )
+                self._check_characters(count_chars(prompt))  # type: ignore[arg-type]
                 return self._chat.encode_first_prompt(prompt)  # type: ignore[arg-type]
             if all(
                 isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in prompt
@@ -145,6 +147,18 @@ class CompletionService:
         raise RolloutFunctionError(
             "expected a prompt as text, as messages with the roles"
             f" {', '.join(MESSAGE_ROLES)}, or as token ids, got {prompt!r:.100}"
+        )
+
+    def _check_characters(self, num_chars: int) -> None:
+        """Refuse a text that is too long even to be encoded."""
+        if is_surely_longer(num_chars, self._max_tokens):
+            raise self._make_length_error(f"{num_chars} characters")
+
+    def _make_length_error(self, length: str) -> RolloutFunctionError:
+        return RolloutFunctionError(
+            f"expected prompts of 1 to {self._max_tokens - 1} tokens, which leave room for "
+            f"a completion within rollout.max_tokens = {self._max_tokens}, got one of "
+            f"{length}; shorten it, or raise rollout.max_tokens"
         )
 
     def _check_vocabulary(self, token_ids: list[int]) -> list[int]:
@@ -171,11 +185,7 @@ class CompletionService:
         """Return [len(prompts) * n] completions, prompt by prompt."""
         for prompt in prompts:
             if not 0 < len(prompt) < self._max_tokens:
-                raise RolloutFunctionError(
-                    f"expected prompts of 1 to {self._max_tokens - 1} tokens, which leave room for "
-                    f"a completion within rollout.max_tokens = {self._max_tokens}, got one of "
-                    f"{len(prompt)}; shorten it, or raise rollout.max_tokens"
-                )
+                raise self._make_length_error(str(len(prompt)))
         rows = [prompt for prompt in prompts for _ in range(n)]
         call = self._call
         if call is None:
