@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from ludus.env import Message
 from ludus.proto.config import RolloutConfig
 from ludus.trainer.core.types import SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.reward_model.model import TextEncoder
 from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
 from ludus.trainer.rollout.agents.endpoint.exchange import ChatMessage, LimitError, PolicyRequest
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError
@@ -63,6 +65,52 @@ def test_special_tokens_in_messages_are_text(chat: ChatTokenizer, text: str) -> 
 
     for hostile_ids, harmless_ids in zip(encode_all(text), encode_all("a"), strict=True):
         assert count_special_tokens(chat, hostile_ids) == count_special_tokens(chat, harmless_ids)
+
+
+@pytest.mark.parametrize("special_token", ["§", "~", "漢"])
+def test_special_tokens_of_one_character_are_replaced(special_token: str) -> None:
+    tokenizer = make_family_tokenizer(CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": [special_token]})
+    chat = ChatTokenizer(tokenizer)
+    text, special_id = f"a {special_token} b", tokenizer.convert_tokens_to_ids(special_token)
+    for token_ids in (
+        chat.encode_first_prompt(make_messages(text), [make_tool(text)]),
+        chat.encode_next_prompt(make_messages(text), has_end_token=True),
+        chat.encode_completion(text),
+    ):
+        assert special_id not in token_ids
+        assert "a \ufffd b" in chat.decode(token_ids)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_special_tokens_in_a_rendered_prompt_are_text(chat: ChatTokenizer, text: str) -> None:
+    rendered_text = chat.render_prompt(make_messages(text))
+    token_ids = chat.encode_first_prompt(make_messages(text))
+    assert chat.encode_text(rendered_text) == chat.encode(rendered_text) == token_ids
+
+
+@pytest.mark.parametrize("format", ["chat", "text"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_special_tokens_in_texts_of_a_reward_model_are_text(format: Any, text: str) -> None:
+    tokenizer = make_family_tokenizer(CHATML)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $0 <|im_end|>",
+        special_tokens=[
+            (token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "<|im_end|>")
+        ],
+    )
+    encoder, chat = TextEncoder(tokenizer, format, 512), ChatTokenizer(tokenizer)
+    harmless_ids = encoder.encode("a", "a")
+    assert count_special_tokens(chat, harmless_ids) == (1 if format == "text" else 4)
+    pairs: list[Any] = [("a", text), (text, "a"), (make_messages(text), ""), (text[:4], text[4:])]
+    for prompt, answer in pairs:
+        token_ids = encoder.encode(prompt, answer)
+        num_messages = bool(prompt) + bool(answer)
+        num_special_tokens = 1 if format == "text" else 2 * num_messages
+        assert count_special_tokens(chat, token_ids) == num_special_tokens
+        assert (token_ids[0], token_ids[-1]) == (harmless_ids[0], harmless_ids[-1])
+    assert count_special_tokens(chat, encoder.encode([5], text)) == 0
 
 
 def test_text_of_a_special_token_is_kept(chat: ChatTokenizer) -> None:

@@ -24,11 +24,9 @@ refuse, and in whether they list tools. All of this is found out by rendering sm
 from __future__ import annotations
 
 import json
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
-from itertools import chain
 from sys import getsizeof
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -37,6 +35,7 @@ from jinja2.exceptions import TemplateError
 from ludus.env import Message
 from ludus.proto.config import ModelConfig, PretrainedModel
 from ludus.proto.errors import ConfigError
+from ludus.trainer.models.special_tokens import TextTokenizer
 
 if TYPE_CHECKING:  # network runs use the text functions below, without transformers
     from transformers import PreTrainedTokenizerBase
@@ -57,8 +56,6 @@ ValueT = TypeVar("ValueT")
 ToolSpec = dict[str, Any]
 """A tool in the form of chat templates: {"type": "function", "function": {name, ...}}."""
 
-_TEXT_BREAK = "\ufdd0"
-"""Noncharacter of Unicode that splits special tokens in texts; removed before encoding."""
 _PLACEHOLDER = "assistant-turn-placeholder"
 """Text of the assistant while the template around it is analyzed."""
 _USER_MESSAGE: Message = {"role": "user", "content": "-"}
@@ -90,7 +87,7 @@ class ChatTokenizer:
         self._template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
         self.keeps_thoughts = keep_thinking
         """True if a conversation only grows; otherwise every turn renders all messages again."""
-        self._special_tokens = _compile_special_tokens(tokenizer)
+        self._texts = TextTokenizer(tokenizer)
         self.end_token_id: int = self._template.end_token_id
         self._end_text: str = tokenizer.decode([self.end_token_id])
         # The caches help because environments repeat the same few texts thousands of times.
@@ -111,15 +108,22 @@ class ChatTokenizer:
         )
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the tokens of a text outside any chat template, including the BOS token."""
+        """Return the tokens of a text outside any chat template, including the BOS token.
+
+        The text may be a rendered template, so its special tokens keep their meaning, except those
+        in messages that `render_prompt` rendered.
+        """
         bos_token = self.tokenizer.bos_token
         # A rendered template already includes the BOS token, and models are not trained on two.
         has_bos = bos_token is not None and text.startswith(str(bos_token))
-        return list(self.tokenizer.encode(text, add_special_tokens=not has_bos))
+        return self._texts.encode(text, add_special_tokens=not has_bos)
 
     def render_prompt(self, messages: Sequence[Message]) -> str:
-        """Return the text of a new conversation, up to the start of the completion."""
-        return self._template.render(messages)
+        """Return the text of a new conversation, up to the start of the completion.
+
+        Special tokens in messages contain a break, which `encode_text` and `encode` remove.
+        """
+        return self._template.render(self._break_message_specials(_make_key(messages)))
 
     def encode_first_prompt(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
@@ -142,7 +146,10 @@ class ChatTokenizer:
         return list(self._encode_first((_make_key(messages), json.dumps(tools))))
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text that the chat template has already rendered."""
+        """Return the tokens of a text that the chat template has already rendered.
+
+        Its special tokens keep their meaning, because most of them are from the template.
+        """
         return list(self._encode(text))
 
     def encode_completion(self, text: str, *, add_prefix: bool = False) -> list[int]:
@@ -154,7 +161,7 @@ class ChatTokenizer:
         prefix, _ = self._template.text_around_completion
         if not add_prefix and not prefix.isspace():
             prefix = ""
-        return [*self._encode(prefix + self._break_specials(text)), self.end_token_id]
+        return [*self._encode(prefix + self._texts.break_specials(text)), self.end_token_id]
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of sampled tokens, without special tokens."""
@@ -180,31 +187,25 @@ class ChatTokenizer:
         return token_ids[token_ids.index(self.end_token_id) + 1 :]
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text; parts between text breaks are encoded separately."""
-        parts = text.split(_TEXT_BREAK)
-        encode = self.tokenizer.encode
-        return tuple(chain.from_iterable(encode(part, add_special_tokens=False) for part in parts))
+        return tuple(self._texts.encode(text, add_special_tokens=False))
 
     def _break_message_specials(self, key: MessageKey) -> list[Message]:
-        return [{"role": role, "content": self._break_specials(content)} for role, content in key]
+        return [
+            {"role": role, "content": self._texts.break_specials(content)} for role, content in key
+        ]
 
     def _break_tool_specials(self, content: Any) -> Any:
         """Return a tool, or a part of a tool, whose texts contain no special token."""
         if isinstance(content, str):
-            return self._break_specials(content)
+            return self._texts.break_specials(content)
         if isinstance(content, list):
             return [self._break_tool_specials(item) for item in content]
         if isinstance(content, dict):
             return {
-                self._break_specials(name): self._break_tool_specials(value)
+                self._texts.break_specials(name): self._break_tool_specials(value)
                 for name, value in content.items()
             }
         return content
-
-    def _break_specials(self, text: str) -> str:
-        """Return the text with a break after the first character of each special token."""
-        text = text.replace(_TEXT_BREAK, "\N{REPLACEMENT CHARACTER}")
-        return self._special_tokens.sub(rf"\1{_TEXT_BREAK}", text)
 
 
 class ChatTemplate:
@@ -362,19 +363,6 @@ class SizedCache(Generic[KeyT, ValueT]):
             while self.size > self._max_size:
                 self.size -= self._measure_entry(*self._results.popitem(last=False))
         return result
-
-
-def _compile_special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return a pattern of the first character of each special token.
-
-    The lookahead also finds tokens that overlap. A token of one character cannot be split.
-    """
-    added_tokens = tokenizer.added_tokens_decoder.values()
-    texts = {str(token) for token in added_tokens if token.special} | {
-        *tokenizer.all_special_tokens
-    }
-    splittable = sorted(re.escape(text) for text in texts if len(text) > 1)
-    return re.compile(rf"(?=(?:{'|'.join(splittable) or '(?!)'}))(.)", re.DOTALL)
 
 
 def strip_reasoning(text: str) -> str:

@@ -8,6 +8,9 @@ found from the length of the row. The padding token would not do, because it may
     format "chat"   messages --chat template--> text --tokenizer--> tokens
     format "text"   concatenated contents ---------> tokenizer --> tokens
 
+A special token in a content is encoded as text. Only the template and the tokenizer add special
+tokens. Token ids are used as they are.
+
 The model's configuration contains the format, so scoring uses the format of the training.
 """
 
@@ -28,6 +31,7 @@ from ludus.trainer.core.devices import choose_device
 from ludus.trainer.core.output import describe_write_error, replace_folder
 from ludus.trainer.models.chat import ChatTemplate
 from ludus.trainer.models.load import load_sequence_classifier, load_tokenizer
+from ludus.trainer.models.special_tokens import TextTokenizer
 
 TextFormat = Literal["chat", "text"]
 TextContent: TypeAlias = str | Sequence[Message]
@@ -51,7 +55,8 @@ class TextEncoder:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, format: TextFormat, max_tokens: int
     ) -> None:
-        self._tokenizer = tokenizer
+        self._num_tokens = len(tokenizer)
+        self._texts = TextTokenizer(tokenizer)
         self.max_tokens = max_tokens
         self.format = format
         self._template = (
@@ -78,27 +83,30 @@ class TextEncoder:
         return token_ids[-self.max_tokens :]
 
     def _join(self, prompt: TextContent, answer: TextContent) -> str:
+        break_specials = self._texts.break_specials
         if self._template is None:
-            return _join_contents(prompt) + _join_contents(answer)
-        messages = [*_make_messages(prompt, "user"), *_make_messages(answer, "assistant")]
+            return break_specials(_join_contents(prompt) + _join_contents(answer))
+        messages: list[Message] = [
+            {"role": message["role"], "content": break_specials(message["content"])}
+            for message in (*_make_messages(prompt, "user"), *_make_messages(answer, "assistant"))
+        ]
         return self._template.render(messages, is_prompt=False)
 
     def _encode_content(self, content: Content) -> Sequence[int]:
         if _is_tokens(content):
             return content
-        return self._encode_text(
-            _join_contents(cast(TextContent, content)), adds_special_tokens=False
-        )
+        text = _join_contents(cast(TextContent, content))
+        return self._encode_text(self._texts.break_specials(text), adds_special_tokens=False)
 
     def _encode_text(self, text: str, *, adds_special_tokens: bool) -> list[int]:
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=adds_special_tokens))
+            return self._texts.encode(text, add_special_tokens=adds_special_tokens)
         except TypeError:
             # JSON can contain lone surrogates, which tokenizers reject.
             raise ConfigError(f"the text contains half of a character: {text!r:.60}") from None
 
     def _check_token_ids(self, token_ids: list[int]) -> None:
-        vocab_size = len(self._tokenizer)
+        vocab_size = self._num_tokens
         invalid_ids = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
         if invalid_ids:
             raise ConfigError(
