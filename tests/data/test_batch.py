@@ -379,3 +379,9 @@ def test_shuffled_advantages_have_mean_zero() -> None:
         sums_of_means += np.array(advantages).reshape(-1, 4).mean(0)
     standard_error = 0.83 / math.sqrt(50 * 100)
     assert np.abs(sums_of_means / 50).max() < 4 * standard_error
+
+
+def test_sequences_say_whether_the_return_of_the_next_one_is_added() -> None:
+    groups = [collect(play(1.0, 1.0, is_split=True), play(0.0))]
+    for algorithm in (GrpoConfig(), REINFORCE, PPO):
+        assert make_batch(groups, algorithm).adds_next_return.tolist() == [True, False, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -255,3 +256,61 @@ def test_whitened_advantages_have_mean_zero_and_standard_deviation_one(model_pat
     )
     assert advantages.mean().item() == pytest.approx(0.0, abs=1e-5)
     assert advantages.std().item() == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.8])
+@pytest.mark.parametrize("config_class", [GrpoConfig, ReinforceConfig, PpoConfig])
+def test_earlier_sequences_of_an_episode_get_the_kl_penalties_of_later_ones(
+    config_class: type[AlgorithmConfig], gamma: float
+) -> None:
+    settings = {"kl_coef": 0.1, "kl_placement": "reward", "kl_estimator": "k1"}
+    if config_class is GrpoConfig:
+        gamma = 1.0
+    else:
+        settings |= {"gamma": gamma}
+    lam = 0.5 if config_class is PpoConfig else 1.0
+    if config_class is PpoConfig:
+        settings |= {"lam": lam}
+    algorithm = Algorithm(config_class(geometric_mask=None, **settings), max_tokens=64)
+    # Two episodes, of three sequences and of one sequence.
+    samples = [
+        TrainingSample(
+            token_ids=[5, 6 + index, *range(7, 7 + length)],
+            loss_mask=[False, False, *[True] * length],
+            rollout_logprobs=[0.0] * (2 + length),
+            advantages=[0.0] * (2 + length),
+            rewards=[0.0] * (2 + length),
+            terminated=True,
+            adds_next_return=index < 2,
+        )
+        for index, length in enumerate([3, 1, 2, 4])
+    ]
+    penalties = [[0.3, -0.2, 0.5], [0.7], [-0.4, 0.1], [0.2, 0.6, -0.1, 0.9]]
+    batch, config = collate(samples), MicroBatchConfig(max_tokens=8, costs=None)
+    minibatches = [make_micro_batches(batch, np.array(ids), config) for ids in ([0, 1], [2, 3])]
+    targets = []
+    for micro_batch in (batch for minibatch in minibatches for batch in minibatch):
+        logprobs = torch.zeros(int(micro_batch.target_of_token.max()) + 1)
+        for row, sample in enumerate(micro_batch.sample_ids.tolist()):
+            indices = micro_batch.target_of_token[row][micro_batch.mask[row]]
+            logprobs[indices] = -10 * torch.tensor(penalties[sample])
+        zeros = torch.zeros(len(logprobs))
+        initial_output = PolicyOutput(logprobs, None, zeros, zeros[: len(micro_batch.mask)])
+        reference_output = PolicyOutput(zeros, None, None, None)
+        targets.append(algorithm.make_targets(micro_batch, initial_output, reference_output, 0.1))
+    sizes = [len(minibatch) for minibatch in minibatches]
+    split_targets = [targets[: sizes[0]], targets[sizes[0] :]]
+    new_targets = algorithm.add_later_penalties(split_targets, minibatches, batch.adds_next_return)
+    for target, micro_batch in zip(chain(*new_targets), chain(*minibatches), strict=True):
+        for row, sample in enumerate(micro_batch.sample_ids.tolist()):
+            later = [penalty for later in range(sample + 1, 3) for penalty in penalties[later]]
+            rewards = list(penalties[sample])
+            rewards[-1] += sum(gamma ** (k + 1) * penalty for k, penalty in enumerate(later))
+            expected = [
+                sum((gamma * lam) ** k * reward for k, reward in enumerate(rewards[start:]))
+                for start in range(len(rewards))
+            ]
+            assert target.advantages[row][micro_batch.mask[row]].tolist() == pytest.approx(expected)
+            if target.critic is not None:
+                returns = target.critic.returns[row][micro_batch.mask[row]]
+                assert returns.tolist() == pytest.approx(expected)

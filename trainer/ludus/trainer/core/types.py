@@ -374,6 +374,8 @@ class TrainingSample:
     """[T] reward of each token. A reward of a whole turn is at the turn's last token."""
     terminated: bool
     """True if the episode reached its natural end; False if more reward could have followed."""
+    adds_next_return: bool = False
+    """True if the return includes that of the next sample, a later sequence of the episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +400,8 @@ class Batch:
     """[N] float32 arrays [T], as in TrainingSample."""
     terminated: np.ndarray
     """bool [N]"""
+    adds_next_return: np.ndarray
+    """bool [N], as in TrainingSample."""
 
     @property
     def num_samples(self) -> int:

@@ -102,6 +102,7 @@ def collate(samples: Sequence[TrainingSample]) -> Batch:
         advantages=RaggedArray.from_rows((sample.advantages for sample in samples), np.float32),
         rewards=RaggedArray.from_rows((sample.rewards for sample in samples), np.float32),
         terminated=np.array([sample.terminated for sample in samples], dtype=bool),
+        adds_next_return=np.array([sample.adds_next_return for sample in samples], dtype=bool),
     )
 
 
@@ -237,11 +238,9 @@ def _make_rollout_samples(
     for sequence in sequences:
         _check_turns(sequence)
     is_truncated = rollout.status is RolloutStatus.TRUNCATED
+    adds_returns = not (is_truncated and has_critic)
     rewards_by_sequence = _compute_token_rewards(
-        sequences,
-        compute_turn_rewards(rollout),
-        gamma,
-        adds_returns=not (is_truncated and has_critic),
+        sequences, compute_turn_rewards(rollout), gamma, adds_returns=adds_returns
     )
     for sequence, token_rewards in zip(sequences, rewards_by_sequence, strict=True):
         advantages = np.zeros(len(sequence.token_ids))
@@ -249,7 +248,13 @@ def _make_rollout_samples(
             advantages[turn.start : turn.end] = next(turn_credits)
         continues = is_truncated and (has_critic or sequence is sequences[-1])
         tokens = sequence.token_ids, sequence.loss_mask, sequence.logprobs
-        yield TrainingSample(*tokens, advantages, token_rewards, terminated=not continues)
+        yield TrainingSample(
+            *tokens,
+            advantages,
+            token_rewards,
+            terminated=not continues,
+            adds_next_return=adds_returns and sequence is not sequences[-1],
+        )
 
 
 def _compute_token_rewards(

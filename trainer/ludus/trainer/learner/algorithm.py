@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -62,6 +63,8 @@ class LossTargets:
     no earlier update."""
     ref_logprobs: Tensor | None
     critic: CriticTargets | None
+    kl_rewards: Tensor | None = None
+    """KL penalties that the advantages include; None if they include no KL penalty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,51 @@ class Algorithm:
         if self._has_kl_in_reward and old_logprobs is not None and ref_logprobs is not None:
             kl_rewards = kl_penalty(old_logprobs, ref_logprobs, micro_batch.mask, kl_coef)
         advantages, critic = self._compute_advantages(micro_batch, initial_output, kl_rewards)
-        return LossTargets(advantages, old_logprobs, ref_logprobs, critic)
+        return LossTargets(advantages, old_logprobs, ref_logprobs, critic, kl_rewards)
+
+    def add_later_penalties(
+        self,
+        targets: Sequence[Sequence[LossTargets]],
+        minibatches: Sequence[Sequence[MicroBatch]],
+        adds_next_return: np.ndarray,
+    ) -> list[list[LossTargets]]:
+        """Return the targets with the KL penalties of later sequences; call it on all ranks.
+
+        `make_batch` has already added the other rewards of later sequences. `adds_next_return` [N]
+        is that of the batch.
+        """
+        has_penalty = all(target.kl_rewards is not None for target in chain(*targets))
+        if not (self._has_kl_in_reward and has_penalty and adds_next_return.any()):
+            return [list(minibatch) for minibatch in targets]
+        pairs = list(zip(chain(*targets), chain(*minibatches), strict=True))
+        own_returns = torch.zeros(len(adds_next_return), 2, dtype=torch.float64)
+        own_returns = own_returns.to(pairs[0][0].advantages.device)
+        for target, batch in pairs:
+            assert target.kl_rewards is not None
+            returns = discounted_returns(target.kl_rewards.double(), batch.mask, self._gamma)
+            own_returns[batch.sample_ids] = torch.stack([returns[:, 0], batch.mask.sum(1)], dim=1)
+        dist.all_reduce(own_returns)
+        later_returns = _sum_later_returns(own_returns.cpu(), adds_next_return, self._gamma)
+        later_returns = later_returns.to(own_returns.device)
+        new_targets = iter(
+            [self._add_reward(*pair, later_returns[pair[1].sample_ids]) for pair in pairs]
+        )
+        return [[next(new_targets) for _ in minibatch] for minibatch in targets]
+
+    def _add_reward(self, target: LossTargets, batch: MicroBatch, rewards: Tensor) -> LossTargets:
+        """Return the targets after `rewards` [N] are added to the last token of each sample."""
+        distances = (
+            batch.mask.sum(1, keepdim=True)
+            - 1
+            - torch.arange(batch.mask.shape[1], device=batch.mask.device)
+        )
+        decay = self._gamma if self._ppo is None else self._gamma * self._ppo.lam
+        added = rewards[:, None] * decay ** distances.clamp(min=0)
+        added = torch.where(batch.mask, added, 0.0).to(target.advantages.dtype)
+        critic = target.critic
+        if critic is not None:
+            critic = replace(critic, returns=critic.returns + added)
+        return replace(target, advantages=target.advantages + added, critic=critic)
 
     def whiten_targets(
         self,
@@ -198,6 +245,19 @@ class Algorithm:
         terminated, gamma, lam = micro_batch.terminated, self._gamma, self._ppo.lam
         advantages = gae(rewards, values, mask, terminated, output.last_values, gamma, lam)
         return advantages, CriticTargets(values, critic_targets(advantages, values, mask))
+
+
+def _sum_later_returns(own_returns: Tensor, adds_next_return: np.ndarray, gamma: float) -> Tensor:
+    """Return [N] the discounted returns of the sequences that follow each sample in its episode.
+
+    `own_returns` [N, 2] has each sample's return at its first token, and its number of tokens.
+    """
+    later_returns = torch.zeros(len(own_returns), dtype=own_returns.dtype)
+    for index in reversed(np.flatnonzero(adds_next_return).tolist()):
+        own_return, num_tokens = own_returns[index + 1].tolist()
+        next_return = own_return + gamma ** (num_tokens - 1) * float(later_returns[index + 1])
+        later_returns[index] = gamma * next_return
+    return later_returns
 
 
 def _whiten_all(

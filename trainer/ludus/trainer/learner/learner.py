@@ -171,7 +171,7 @@ class Learner:
                 keeps_restore_point=keeps_restore_point
                 and len(minibatches) * config.update_epochs > 1,
             )
-            targets = self._make_targets(minibatches, coefficients)
+            targets = self._make_targets(minibatches, coefficients, batch.adds_next_return)
             num_tokens = batch.num_sampled_tokens
             num_sampled = [num_tokens[batch.sequence_of_sample[ids]] for ids in sample_ids]
             metric_sums: list[Tensor] = []
@@ -356,7 +356,10 @@ class Learner:
 
     @torch.no_grad()
     def _make_targets(
-        self, minibatches: Sequence[Sequence[MicroBatch]], coefficients: Coefficients
+        self,
+        minibatches: Sequence[Sequence[MicroBatch]],
+        coefficients: Coefficients,
+        adds_next_return: np.ndarray,
     ) -> list[list[LossTargets]]:
         """Return the loss targets of each micro-batch of each minibatch."""
         algorithm, kl_coef = self._algorithm, coefficients.kl
@@ -376,6 +379,7 @@ class Learner:
                     reference_output = self._compute_reference_output(batch)
                 target = algorithm.make_targets(batch, initial_output, reference_output, kl_coef)
                 targets[-1].append(target)
+        targets = algorithm.add_later_penalties(targets, minibatches, adds_next_return)
         return algorithm.whiten_targets(targets, minibatches)
 
     def _compute_reference_output(self, micro_batch: MicroBatch) -> PolicyOutput:

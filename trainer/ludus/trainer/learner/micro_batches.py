@@ -71,6 +71,8 @@ class MicroBatch(NamedTuple):
     """float32 [N, S]"""
     terminated: Tensor
     """bool [N]"""
+    sample_ids: Tensor
+    """int64 [N] index of each sample in the batch."""
 
     def gather_samples(self, values: Tensor) -> Tensor:
         """Gather `values` [E] into one row per sample; return [N, S]."""
@@ -213,6 +215,7 @@ def _make_micro_batch(
         advantages=torch.from_numpy(sampled_tokens.advantages[token_indices]),
         rewards=torch.from_numpy(sampled_tokens.rewards[token_indices]),
         terminated=torch.from_numpy(batch.terminated[sampled_tokens.sample_ids[samples]]),
+        sample_ids=torch.from_numpy(sampled_tokens.sample_ids[samples]),
     )
 
 
@@ -265,4 +268,5 @@ def _make_empty_micro_batch() -> MicroBatch:
         advantages=no_floats,
         rewards=no_floats,
         terminated=no_ints.bool(),
+        sample_ids=no_ints,
     )
