@@ -78,6 +78,7 @@ def test_every_flag_has_help_text_and_no_secret_has_a_flag() -> None:
     assert set(ServerOptions.model_fields) - set(flags_by_field) == {
         "token",
         "session_key",
+        "server_key",
         "server_id",
     }
 

@@ -293,7 +293,7 @@ def test_invalid_change_keeps_the_previous_tenants_and_is_logged_once(
         assert access.authenticate(f"Bearer {ALICE}").name == "alice"
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1
-    assert "keeping the old tenants" in caplog.text
+    assert "the previous content remains" in caplog.text
     assert SECRET not in caplog.text
     write_tenants_file(tmp_path)
     clock.now_s += 1.0

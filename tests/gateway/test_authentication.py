@@ -188,7 +188,7 @@ async def test_gateway_without_tokens_serves_all_requests() -> None:
 
 async def test_app_without_authentication_middleware_refuses_requests() -> None:
     async with run_gateway() as (gateway, servers):
-        app = build_gateway_app(gateway.environments, gateway.metrics, mcp_key=b"k" * 32)
+        app = build_gateway_app(gateway.environments, gateway.metrics, lambda: [b"k" * 32])
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://test"
         ) as client:

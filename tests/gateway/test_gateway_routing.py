@@ -132,7 +132,8 @@ async def test_session_id_cannot_be_opened_twice():
             assert await stream.open(session_id=signed_id) == signed_id
             second_reply = await stream.ask(pb.Call(open=pb.OpenRequest(session_id=signed_id)))
             assert second_reply.error.code == "SESSION_LOST"
-            forged_id = SessionKey(b"another-key-that-is-long-enough").sign(NAME, "somewhere")
+            other_key = SessionKey(b"another-key-that-is-long-enough")
+            forged_id = other_key.sign(NAME, servers[0].core.options.server_id)
             refused_reply = await stream.ask(pb.Call(open=pb.OpenRequest(session_id=forged_id)))
             assert refused_reply.error.code == "UNAUTHENTICATED"
         async with RawStream(gateway.grpc_address) as stream:

@@ -14,7 +14,6 @@ namespace = "arena"
 from __future__ import annotations
 
 import os
-import secrets
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,7 +22,13 @@ import grpc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ludus.env.options import explain_errors
-from ludus.env.security.session_ids import MIN_KEY_BYTES, SESSION_KEY_VARIABLE
+from ludus.env.security.secret_files import ReadSecrets, follow_secrets
+from ludus.env.security.session_ids import (
+    MIN_KEY_BYTES,
+    SESSION_KEY_VARIABLE,
+    SessionKey,
+    derive_server_token,
+)
 from ludus.env.security.tls import TlsFiles, build_channel_credentials
 from ludus.env.sessions.options import Isolation
 from ludus.env.types import JsonObject
@@ -127,6 +132,13 @@ class ServersSection(_Section):
 
     token_env: str = ""
     """Environment variable with the token that the servers require."""
+    token_file: Path | None = None
+    """File with that token on its first line, instead of the variable. The file may be replaced
+    while the gateway runs."""
+    derive_tokens: bool = False
+    """Send each server a token that is derived from the token and the server's id. Servers accept
+    it if `python -m ludus.env.serving.server_keys` derives their secrets, as in the chart. Applies
+    to servers in a cluster."""
     ca_file: Path | None = None
     """Certificate authority of the servers; enables TLS."""
     cert_file: Path | None = None
@@ -149,11 +161,21 @@ class ServersSection(_Section):
             raise ValueError("cert_file and key_file must be set together; set both or neither")
         return self
 
+    def make_metadata(self, server_id: str) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of calls to a server, with its current token if there is one."""
+        tokens = self._read_tokens()
+        if not tokens:
+            return ()
+        is_derived = self.derive_tokens and server_id
+        token = derive_server_token(tokens[0], server_id) if is_derived else tokens[0]
+        return (("authorization", f"Bearer {token}"),)
+
     @cached_property
-    def authorization(self) -> str:
-        """Value of the `authorization` metadata; empty sends none."""
+    def _read_tokens(self) -> ReadSecrets:
+        if self.token_file is not None:
+            return follow_secrets(self.token_file)
         token = os.environ.get(self.token_env, "")
-        return f"Bearer {token}" if token else ""
+        return lambda: (token,) if token else ()
 
     @cached_property
     def credentials(self) -> grpc.ChannelCredentials | None:
@@ -183,10 +205,16 @@ class GatewayConfig(_Section):
     """Allow other machines to connect without a token."""
     token_env: str = "LUDUS_GATEWAY_TOKEN"
     """Environment variable with the token shared by all clients; it may be unset."""
+    token_file: Path | None = None
+    """File with such tokens, one on each line, instead of the variable. The file may be replaced
+    while the gateway runs."""
     tenants_file: Path | None = None
     """File with the tokens, scopes and quotas of several tenants."""
     session_key_env: str = SESSION_KEY_VARIABLE
     """Environment variable with the key that signs session ids, shared by gateways and servers."""
+    session_key_file: Path | None = None
+    """File with session keys, one on each line, instead of the variable. The first key signs, and
+    every key verifies. The file may be replaced while the gateway runs."""
     max_connection_age_s: Annotated[float, Field(ge=0)] = 0.0
     """Maximum age of a gRPC connection, in seconds. Older connections are closed so that clients
     also reach new gateways; their sessions continue. 0 means no limit."""
@@ -216,22 +244,26 @@ class GatewayConfig(_Section):
         except ValidationError as error:
             raise ConfigError(f"{source}: {explain_errors(error)}") from None
 
-    def read_session_key(self) -> str:
-        """Return the session key from the environment.
+    def make_session_key(self) -> SessionKey:
+        """Return the key that signs the session ids of servers that are started elsewhere.
 
-        If the variable is not set, return a random key. This requires that the gateway starts all
+        If no key is configured, return a random key. This requires that the gateway starts all
         servers itself.
 
         Raises:
-            ConfigError: the key is missing and some servers are started elsewhere.
+            ConfigError: the key is missing and some servers are started elsewhere, or it cannot be
+                used.
         """
+        if self.session_key_file is not None:
+            return SessionKey(follow_secrets(self.session_key_file))
         if key := os.environ.get(self.session_key_env):
-            return key
+            return SessionKey(key.encode())
         for name, section in self.environments.items():
             if section.kind != "subprocess":
                 raise ConfigError(
                     f"{self.session_key_env} is not set; it must contain the session key (at least"
                     f" {MIN_KEY_BYTES} bytes) that the servers of '{name}' also use; create one"
-                    f" with: export {self.session_key_env}=$(openssl rand -hex 32)"
+                    f" with: export {self.session_key_env}=$(openssl rand -hex 32), or set"
+                    " session_key_file"
                 )
-        return secrets.token_hex(32)
+        return SessionKey.random()

@@ -14,16 +14,21 @@ import asyncio
 import hmac
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from ludus.env.runtime import run_until_signal
 from ludus.env.sandbox.processes import hide_process
-from ludus.env.security.session_ids import SESSION_KEY_VARIABLE, SessionKey
+from ludus.env.security.session_ids import (
+    SERVER_KEY_VARIABLE,
+    SESSION_KEY_VARIABLE,
+    SessionKey,
+)
 from ludus.env.serving import listeners
 from ludus.env.serving.subprocess import LocalServer
-from ludus.env.sessions.options import choose_grpc_port
+from ludus.env.sessions.options import SERVER_ID_VARIABLE, choose_grpc_port
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import LudusError, UserError
 from ludus.services.gateway.config import (
@@ -81,6 +86,8 @@ class Gateway:
         """gRPC address, for example grpc://127.0.0.1:18000."""
         self.admin_address = ""
         """Address of the admin port; empty if there is none."""
+        self._local_session_key = SessionKey.random()
+        """Key for servers that this gateway starts, which other gateways cannot reach."""
         self._watch_tasks: list[asyncio.Task[None]] = []
         self._revocation_task: asyncio.Task[None] | None = None
 
@@ -92,7 +99,7 @@ class Gateway:
             UserError: an environment's servers cannot be started.
         """
         config = self.config
-        self._session_key = config.read_session_key()
+        self._session_key = config.make_session_key()
         sockets = [listeners.bind(config.host, config.port, "port")]
         try:
             if config.admin_port is not None:
@@ -156,19 +163,25 @@ class Gateway:
         # Reading the credentials raises a ConfigError before anything is started.
         if config.servers.credentials is not None:
             _log.info("connecting to environment servers with TLS")
-        key = SessionKey(self._session_key.encode())
-        context = GatewayContext(
-            key, self.access, self.quotas, self.metrics, config.sessions, config.servers
-        )
-        for name in config.environments:
+        for name, section in config.environments.items():
+            is_local = section.kind == "subprocess"
+            key = self._local_session_key if is_local else self._session_key
+            context = GatewayContext(
+                key, self.access, self.quotas, self.metrics, config.sessions, config.servers
+            )
             self.environments[name] = GatewaySessions(name, context)
 
     def _build_app(self) -> middleware.RequestIdMiddleware:
-        # The key is derived from the session key, which it does not reveal if it leaks.
-        mcp_key = hmac.digest(self._session_key.encode(), b"ludus mcp sessions", "sha256")
-        app = build_gateway_app(self.environments, self.metrics, mcp_key)
+        app = build_gateway_app(self.environments, self.metrics, self._read_mcp_keys)
         authenticated_app = middleware.AuthenticationMiddleware(app, self.access)
         return middleware.RequestIdMiddleware(authenticated_app)
+
+    def _read_mcp_keys(self) -> list[bytes]:
+        """Derive the keys from the session keys, which they do not reveal if they leak."""
+        return [
+            hmac.digest(secret.encode(), b"ludus mcp sessions", "sha256")
+            for secret in self._session_key.current_secrets
+        ]
 
     def _set_addresses(self, grpc_port: int) -> None:
         host, tls_suffix = self.config.host, "s" if self.config.tls else ""
@@ -229,13 +242,15 @@ class Gateway:
                 return sandbox_source
 
     def _make_local_server(self, environment: SubprocessEnvironment) -> LocalServer:
+        server_id = secrets.token_hex(6)
+        (server_key,) = self._local_session_key.list_server_keys(server_id)
         return LocalServer(
             environment.target,
             environment.options,
             max_sessions=environment.max_sessions,
             isolation=environment.isolation,
             extra_arguments=list(environment.arguments),
-            extra_variables={SESSION_KEY_VARIABLE: self._session_key},
+            extra_variables={SERVER_ID_VARIABLE: server_id, SERVER_KEY_VARIABLE: server_key},
             hidden_variables=self._find_secret_variables(),
         )
 
@@ -300,5 +315,7 @@ def serve_gateway(config: GatewayConfig, on_ready: Callable[[Gateway], None]) ->
 def _make_access(config: GatewayConfig, clock: Callable[[], float]) -> TenantAccess:
     if config.tenants_file is not None:
         return TenantAccess.from_file(config.tenants_file, clock=clock)
+    if config.token_file is not None:
+        return TenantAccess.from_token_file(config.token_file, clock=clock)
     token = os.environ.get(config.token_env, "")
     return TenantAccess.from_token(token) if token else TenantAccess()

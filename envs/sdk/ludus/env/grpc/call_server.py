@@ -32,7 +32,7 @@ from ludus.env.messages.protobuf import (
 )
 from ludus.env.messages.status import STATUSES_BY_CODE
 from ludus.env.messages.wire_format import check_num_fields
-from ludus.env.security.tokens import MISSING_TOKEN, is_authorized
+from ludus.env.security.tokens import MISSING_TOKEN, REVOKED_TOKEN, AcceptedTokens
 from ludus.env.security.tracing import open_server_span
 from ludus.env.sessions.interface import Connection, ImmediateCalls, Load, Sessions
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -317,10 +317,13 @@ def _parse_batch(message: bytes) -> pb.CallBatch:
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """An interceptor that refuses calls without `authorization: Bearer <token>`."""
+    """An interceptor that refuses calls without `authorization: Bearer <token>`.
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    A stream ends when its token is no longer valid.
+    """
+
+    def __init__(self, tokens: AcceptedTokens) -> None:
+        self._tokens = tokens
 
     async def intercept_service(
         self,
@@ -331,11 +334,44 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler = await continuation(handler_call_details)
         metadata = dict(handler_call_details.invocation_metadata or ())
         authorization = metadata.get("authorization", "")
-        if handler is None or is_authorized(authorization, self._token):
+        if handler is None:
             return handler
-        if handler.request_streaming:
+        is_authorized = self._tokens.is_authorized(authorization)
+        if not handler.request_streaming:
+            if is_authorized:
+                return handler
+            return grpc.unary_unary_rpc_method_handler(_refuse_call)
+        if not is_authorized:
             return grpc.stream_stream_rpc_method_handler(_refuse_call)
-        return grpc.unary_unary_rpc_method_handler(_refuse_call)
+
+        async def serve(requests: Any, context: Context) -> None:
+            await self._serve_while_authorized(
+                authorization, handler.stream_stream(requests, context), context
+            )
+
+        return grpc.stream_stream_rpc_method_handler(
+            serve, handler.request_deserializer, handler.response_serializer
+        )
+
+    async def _serve_while_authorized(
+        self, authorization: str, work: Awaitable[None], context: Context
+    ) -> None:
+        serve_task = asyncio.ensure_future(work)
+        is_revoked = False
+
+        def revoke() -> None:
+            nonlocal is_revoked
+            is_revoked = True
+            serve_task.cancel()
+
+        with self._tokens.track_connection(authorization, revoke):
+            try:
+                await serve_task
+            except asyncio.CancelledError:
+                if not is_revoked:
+                    raise
+        if is_revoked:
+            await abort_call(context, EnvError(REVOKED_TOKEN, ErrorCode.UNAUTHENTICATED))
 
 
 async def _refuse_call(request: Any, context: Context) -> NoReturn:

@@ -85,7 +85,7 @@ class GrpcClient:
 
     Args:
         peer_name: address of the server, for messages.
-        metadata: metadata of every call.
+        read_metadata: returns the metadata of a call, which may change.
         timeout_s: time limit of one call.
     """
 
@@ -93,13 +93,13 @@ class GrpcClient:
         self,
         channel: grpc.aio.Channel,
         peer_name: str,
-        metadata: tuple[tuple[str, str], ...],
+        read_metadata: Callable[[], tuple[tuple[str, str], ...]],
         timeout_s: float,
     ) -> None:
         self._channel = channel
         self._stub = env_pb2_grpc.EnvServiceStub(channel)  # type: ignore[no-untyped-call]
         self._peer_name = peer_name
-        self._metadata = metadata
+        self._read_metadata = read_metadata
         self._timeout_s = timeout_s
 
     async def connect(self, timeout_s: float) -> GrpcDuplex:
@@ -109,7 +109,7 @@ class GrpcClient:
             UnavailableError: the server did not respond within `timeout_s`.
             AuthenticationError: the token is missing or wrong.
         """
-        call = self._stub.Connect(metadata=self._metadata)
+        call = self._stub.Connect(metadata=self._read_metadata())
         try:
             async with asyncio.timeout(timeout_s):
                 await _wait_until_accepted(call)
@@ -139,7 +139,7 @@ class GrpcClient:
         await self._channel.close()
 
     async def _call(self, method: Callable[..., Awaitable[ResponseT]], request: Any) -> ResponseT:
-        metadata = self._metadata
+        metadata = self._read_metadata()
         if is_traced():
             metadata = (*metadata, *make_trace_headers().items())
         try:

@@ -38,7 +38,7 @@ from ludus.env.incoming.faults import list_faults
 from ludus.env.incoming.json_values import parse_json
 from ludus.env.limits import BODY_TIMEOUT_S, MAX_MESSAGE_BYTES
 from ludus.env.mcp.routes import McpSocket, add_mcp_routes
-from ludus.env.mcp.server import McpServer
+from ludus.env.mcp.server import McpServer, ReadKeys
 from ludus.env.messages.openenv import (
     ResetRequest,
     StepRequest,
@@ -49,7 +49,7 @@ from ludus.env.messages.openenv import (
     parse_reset_args,
 )
 from ludus.env.messages.status import STATUSES_BY_CODE
-from ludus.env.security.tokens import RefuseForeignOrigins, RequireToken
+from ludus.env.security.tokens import AcceptedTokens, RefuseForeignOrigins, RequireToken
 from ludus.env.security.tracing import REQUEST_ID, TRACEPARENT, open_server_span
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import JsonObject
@@ -67,20 +67,21 @@ whose connection closes while it sends would not see the refusal."""
 def build_app(
     sessions: Sessions,
     *,
-    token: str | None = None,
-    mcp_key: bytes | None = None,
+    tokens: AcceptedTokens | None = None,
+    read_mcp_keys: ReadKeys | None = None,
     unused_timeout_s: float = UNUSED_TIMEOUT_S,
 ) -> FastAPI:
     """Build the ASGI application of a server or gateway.
 
     Args:
-        token: bearer token that all paths except the health checks require.
-        mcp_key: key for signing MCP session ids. Replicas that share sessions need the same key.
+        tokens: tokens of which all paths except the health checks require one.
+        read_mcp_keys: returns the keys of MCP session ids; the first one signs. Replicas that share
+            sessions need the same keys.
         unused_timeout_s: time that a session from `/reset` stays open without a call.
     """
     app = FastAPI(title=sessions.description.name, version="1.0.0")
     app.router.route_class = _LimitedRoute
-    mcp = McpServer(sessions, mcp_key)
+    mcp = McpServer(sessions, read_mcp_keys)
     is_legacy = os.environ.get(LEGACY_HTTP_VARIABLE, "").lower() not in _FALSE_WORDS
     http = HttpSessions(
         sessions, mcp.evictable, unused_timeout_s=unused_timeout_s, is_legacy=is_legacy
@@ -99,8 +100,8 @@ def build_app(
     app.add_exception_handler(RequestValidationError, _refuse_invalid_request)
     app.add_middleware(RefuseForeignOrigins)
     app.add_middleware(_TraceMiddleware)
-    if token:
-        app.add_middleware(RequireToken, token=token, open_paths=OPEN_PATHS)
+    if tokens is not None:
+        app.add_middleware(RequireToken, tokens=tokens, open_paths=OPEN_PATHS)
     return app
 
 

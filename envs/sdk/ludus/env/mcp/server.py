@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import hmac
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,8 @@ from ludus.proto.errors import (
     to_env_error,
 )
 
+ReadKeys = Callable[[], Sequence[bytes]]
+"""Function that returns the current keys of MCP session ids; the first one signs."""
 PROTOCOL_VERSIONS = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
 PARSE_ERROR = -32700
 INVALID_REQUEST = -32600
@@ -88,14 +90,16 @@ class McpServer:
     """A server of JSON-RPC requests.
 
     Args:
-        signing_key: key for signing the ids of sessions that clients may play in. Default: random.
+        read_keys: returns the keys of the ids of sessions that clients may play in; the first one
+            signs. Default: one random key.
     """
 
-    def __init__(self, sessions: Sessions, signing_key: bytes | None = None) -> None:
+    def __init__(self, sessions: Sessions, read_keys: ReadKeys | None = None) -> None:
         self.sessions = sessions
         self.sockets = SessionSockets(sessions.events)
         self.evictable = EvictableSessions(sessions)
-        self._signing_key = signing_key or secrets.token_bytes(32)
+        random_keys = (secrets.token_bytes(32),)
+        self._read_keys = read_keys or (lambda: random_keys)
         self._methods: dict[str, Callable[[JsonObject, McpCaller], Awaitable[JsonObject]]] = {
             "initialize": self._initialize,
             "ping": self._ping,
@@ -165,8 +169,7 @@ class McpServer:
 
     def sign_session_id(self, session_id: str) -> str:
         """Return the `Mcp-Session-Id` of a session in which the client may play."""
-        digest = hmac.digest(self._signing_key, session_id.encode(), "sha256")
-        return f"{session_id}.{base64.urlsafe_b64encode(digest[:16]).decode().rstrip('=')}"
+        return _sign_session_id(self._read_keys()[0], session_id)
 
     def verify_session_id(self, signed_id: str) -> str:
         """Return the session id in an `Mcp-Session-Id`.
@@ -175,7 +178,8 @@ class McpServer:
             SessionLostError: this server did not issue the id.
         """
         session_id = signed_id.rpartition(".")[0]
-        if not hmac.compare_digest(self.sign_session_id(session_id).encode(), signed_id.encode()):
+        expected_ids = [_sign_session_id(key, session_id) for key in self._read_keys()]
+        if not any(hmac.compare_digest(text.encode(), signed_id.encode()) for text in expected_ids):
             raise SessionLostError(
                 "the Mcp-Session-Id is not an id that initialize returned; initialize again"
             )
@@ -303,6 +307,11 @@ def make_error_response(request_id: Any, error: McpError) -> JsonObject:
     """Return the JSON-RPC response for an error."""
     error_json = {"code": error.code, "message": error.message, "data": error.data}
     return {"jsonrpc": "2.0", "id": request_id, "error": error_json}
+
+
+def _sign_session_id(key: bytes, session_id: str) -> str:
+    digest = hmac.digest(key, session_id.encode(), "sha256")
+    return f"{session_id}.{base64.urlsafe_b64encode(digest[:16]).decode().rstrip('=')}"
 
 
 def _read_request_id(request: JsonObject) -> Any:

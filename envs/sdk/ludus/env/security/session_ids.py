@@ -8,7 +8,12 @@
 A tools id cannot be turned into a session id without the key, because the two signatures cover
 different texts. An agent gets the tools id; the trainer keeps the session id.
 With the key, a call can be routed by its session id alone, so gateways need no shared store.
-A server with the same key lets a client open a session that a gateway admitted.
+
+    session key --HMAC of the server id--> server key, which signs the ids of one server
+
+Gateways have the session key. A server only needs its server key to let a client open a session
+that a gateway admitted, so code that reads a server's memory cannot sign ids of other servers. The
+tokens of servers are derived in the same way.
 """
 
 from __future__ import annotations
@@ -20,9 +25,10 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ludus.env.security.secret_files import MIN_SECRET_CHARS, ReadSecrets
 from ludus.proto.errors import (
     AuthenticationError,
     ConfigError,
@@ -34,7 +40,9 @@ from ludus.proto.errors import (
 
 SESSION_KEY_VARIABLE = "LUDUS_SESSION_KEY"
 """Environment variable with the key, which must not be an argument."""
-MIN_KEY_BYTES = 16
+SERVER_KEY_VARIABLE = "LUDUS_SERVER_KEY"
+"""Environment variable with the server key of one server, derived from the session key."""
+MIN_KEY_BYTES = MIN_SECRET_CHARS
 MAX_OPEN_DELAY_S = 300.0
 """Maximum time between the issue of a signed id and its open, and so the maximum difference between
 the clocks of a gateway and its servers; later opens are refused."""
@@ -62,30 +70,51 @@ class SignedId:
     is_tools_only: bool = False
 
 
+def derive_server_key(session_key: str, server_id: str) -> str:
+    """Return the key that signs the session ids of one server only."""
+    return _derive(session_key, "server key", server_id)
+
+
+def derive_server_token(environment_token: str, server_id: str) -> str:
+    """Return the token that one server only accepts."""
+    return _derive(environment_token, "server token", server_id)
+
+
+def _derive(secret: str, purpose: str, server_id: str) -> str:
+    text = f"ludus {purpose} {server_id}"
+    return hmac.new(secret.encode(), text.encode(), "sha256").hexdigest()
+
+
 class SessionKey:
-    """Signs and verifies session ids.
+    """Signs and verifies session ids of all servers of a fleet.
 
     Itsdangerous is not used: its signatures are twice as long, and ids travel with every call.
 
     Args:
-        secret: at least 16 bytes, the same on every gateway and server of a fleet.
+        secret: at least 16 bytes, the same on every gateway of a fleet; or a function that returns
+            the current secrets. The first secret signs, and every secret verifies.
 
     Raises:
         ConfigError: the secret is too short.
     """
 
-    def __init__(self, secret: bytes) -> None:
-        if len(secret) < MIN_KEY_BYTES:
-            raise ConfigError(
-                f"a session key needs at least {MIN_KEY_BYTES} bytes, got {len(secret)};"
-                " make one with: openssl rand -hex 32"
-            )
-        self._secret = secret
+    def __init__(self, secret: bytes | ReadSecrets) -> None:
+        if isinstance(secret, bytes):
+            check_session_key(secret)
+            secrets_now = (secret.decode("utf-8", "backslashreplace"),)
+            self._read_secrets: ReadSecrets = lambda: secrets_now
+        else:
+            self._read_secrets = secret
 
     @classmethod
     def random(cls) -> SessionKey:
         """Make a key from random bytes."""
-        return cls(secrets.token_bytes(32))
+        return cls(secrets.token_hex(32).encode())
+
+    @property
+    def current_secrets(self) -> tuple[str, ...]:
+        """Current secrets. An id that was verified with other secrets must be verified again."""
+        return self._read_secrets()
 
     def sign(
         self, environment: str, server_id: str, *, tenant: str = "", lifetime_s: float = 86_400.0
@@ -99,12 +128,18 @@ class SessionKey:
         now_s = int(time.time())
         times = f"{now_s:x}~{now_s + int(lifetime_s):x}"
         unsigned_id = "~".join((environment, server_id, tenant, times, secrets.token_urlsafe(9)))
-        return f"{unsigned_id}~{self._make_signature(unsigned_id)}"
+        return f"{unsigned_id}~{_make_signature(self.list_server_keys(server_id)[0], unsigned_id)}"
 
     def make_tools_id(self, session_id: str) -> str:
-        """Return the session's tools id, which permits only tool calls."""
-        unsigned_id = f"{session_id.rpartition('~')[0]}~{_TOOLS_MARK}"
-        return f"{unsigned_id}~{self._make_signature(unsigned_id)}"
+        """Return the session's tools id, which permits only tool calls.
+
+        Raises:
+            AuthenticationError: the session id is not signed with this key.
+        """
+        unsigned_id, _, signature = session_id.rpartition("~")
+        server_key = self._find_server_key(unsigned_id, signature)
+        unsigned_tools_id = f"{unsigned_id}~{_TOOLS_MARK}"
+        return f"{unsigned_tools_id}~{_make_signature(server_key, unsigned_tools_id)}"
 
     def read(self, session_id: str) -> SignedId:
         """Verify an id and return its content.
@@ -116,14 +151,12 @@ class SessionKey:
         unsigned_id, _, signature = session_id.rpartition("~")
         parts = unsigned_id.split("~")
         is_tools_only = parts[_NUM_PARTS:] == [_TOOLS_MARK]
-        has_form = len(session_id) <= _MAX_ID_CHARS and len(parts) == _NUM_PARTS + is_tools_only
-        if not has_form or not hmac.compare_digest(
-            signature.encode(), self._make_signature(unsigned_id).encode()
-        ):
-            raise AuthenticationError("the session id is not signed by this fleet; open a session")
+        if len(session_id) > _MAX_ID_CHARS or len(parts) != _NUM_PARTS + is_tools_only:
+            raise _make_signature_error()
+        server_key = self._find_server_key(unsigned_id, signature)
         if is_tools_only:
             unsigned_id = "~".join(parts[:_NUM_PARTS])
-            session_id = f"{unsigned_id}~{self._make_signature(unsigned_id)}"
+            session_id = f"{unsigned_id}~{_make_signature(server_key, unsigned_id)}"
         environment, server_id, tenant, issued, expires, nonce = parts[:_NUM_PARTS]
         issued_s, expires_s = int(issued, 16), int(expires, 16)
         if expires_s < time.time():
@@ -132,9 +165,60 @@ class SessionKey:
             environment, server_id, tenant, issued_s, expires_s, nonce, session_id, is_tools_only
         )
 
-    def _make_signature(self, unsigned_id: str) -> str:
-        digest = hmac.digest(self._secret, unsigned_id.encode(), "sha256")
-        return base64.urlsafe_b64encode(digest[:16]).decode().rstrip("=")
+    def list_server_keys(self, server_id: str) -> Sequence[str]:
+        """Return the keys of ids of this server, the one that signs first."""
+        return [derive_server_key(secret, server_id) for secret in self._read_secrets()]
+
+    def _find_server_key(self, unsigned_id: str, signature: str) -> str:
+        for server_key in self.list_server_keys(find_server_id(unsigned_id)):
+            expected_signature = _make_signature(server_key, unsigned_id)
+            if hmac.compare_digest(signature.encode(), expected_signature.encode()):
+                return server_key
+        raise _make_signature_error()
+
+
+class ServerKey(SessionKey):
+    """Verifies the session ids of one server.
+
+    Args:
+        read_server_keys: returns the current server keys.
+    """
+
+    def __init__(self, read_server_keys: ReadSecrets, server_id: str) -> None:
+        super().__init__(read_server_keys)
+        self._server_id = server_id
+
+    def list_server_keys(self, server_id: str) -> Sequence[str]:
+        """Return the server's keys; none for other servers."""
+        return self.current_secrets if server_id == self._server_id else ()
+
+
+def check_session_key(secret: bytes) -> None:
+    """Check the length of a session key.
+
+    Raises:
+        ConfigError: the key is too short.
+    """
+    if len(secret) < MIN_KEY_BYTES:
+        raise ConfigError(
+            f"a session key needs at least {MIN_KEY_BYTES} bytes, got {len(secret)};"
+            " make one with: openssl rand -hex 32"
+        )
+
+
+def find_server_id(session_id: str) -> str:
+    """Return the server id in a signed session id that was not verified; "" if it has none."""
+    parts = session_id.split("~", 2)
+    return parts[1] if len(parts) == 3 else ""
+
+
+def _make_signature(server_key: str, unsigned_id: str) -> str:
+    digest = hmac.digest(server_key.encode(), unsigned_id.encode(), "sha256")
+    return base64.urlsafe_b64encode(digest[:16]).decode().rstrip("=")
+
+
+def _make_signature_error() -> AuthenticationError:
+    return AuthenticationError("the session id is not signed by this fleet; open a session")
 
 
 def make_tools_only_error() -> PermissionDeniedError:
@@ -182,8 +266,10 @@ class SessionIdIssuer:
         if self._key is None:
             raise AuthenticationError(
                 "an open cannot name a session id because this server has no session key; start"
-                " the server with the gateway's LUDUS_SESSION_KEY"
+                " the server with the gateway's session key, or a server key derived from it"
             )
+        if find_server_id(requested_id) not in ("", self._server_id):
+            raise _make_used_error()  # only a gateway can verify ids of other servers
         signed_id = self._key.read(requested_id)
         if signed_id.is_tools_only:
             raise make_tools_only_error()
@@ -200,12 +286,16 @@ class SessionIdIssuer:
                 " check that the clocks of gateway and server agree"
             )
         if signed_id.server_id != self._server_id or requested_id in self._used_at_s:
-            raise SessionLostError(
-                "the session id was already used, or belongs to another server; ask the gateway"
-                " for a new one"
-            )
+            raise _make_used_error()
         self._used_at_s[requested_id] = now_s
         return requested_id
+
+
+def _make_used_error() -> SessionLostError:
+    return SessionLostError(
+        "the session id was already used, or belongs to another server; ask the gateway for a new"
+        " one"
+    )
 
 
 def make_pod_server_id(pod_uid: str) -> str:

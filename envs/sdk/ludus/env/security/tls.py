@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from ludus.env.security.secret_files import read_file_signatures
 from ludus.proto.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -212,16 +213,3 @@ def _read(path: Path, field: str) -> bytes:
             f"{field} = {path} must be a readable PEM file, got {error.strerror};"
             " create it or name another"
         ) from error
-
-
-def read_file_signatures(paths: Iterable[Path]) -> tuple[Any, ...]:
-    """Return values that change when a file, or the target of its symbolic link, changes."""
-    signatures: list[Any] = []
-    for path in paths:
-        try:
-            status = path.stat()
-        except OSError as error:
-            signatures.append(error.errno)
-        else:
-            signatures.append((status.st_ino, status.st_mtime_ns, status.st_size))
-    return tuple(signatures)

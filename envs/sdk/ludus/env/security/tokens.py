@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from ludus.env.security.secret_files import ReadSecrets
 from ludus.proto.errors import ErrorCode
 
 MISSING_TOKEN = (
     "expected `authorization: Bearer <token>` with this server's token;"
     " pass token=... to the client"
 )
+REVOKED_TOKEN = "this server's token was replaced; connect again with the new token"
 FOREIGN_HOST = (
     "this server listens on loopback and accepts only the host names localhost, 127.0.0.1 and"
     " [::1]; use one of them, or allow the other name (allow_host)"
 )
-
+_REVOKED_CLOSE_CODE = 1008
+"""WebSocket close code "policy violation"."""
 _HOST_HEADER = re.compile(r"(\[[^\[\]]+\]|[^:\[\]@/?#\s]+)(?::[0-9]{0,5})?")
 """Name or address, and optional port, of a `host` header."""
 
@@ -56,12 +61,62 @@ def is_authorized(authorization: str | bytes, token: str) -> bool:
     return hmac.compare_digest(authorization_bytes, f"Bearer {token}".encode())
 
 
-class RequireToken:
-    """ASGI middleware that answers 401 to requests and handshakes without the token."""
+class AcceptedTokens:
+    """The tokens that a server accepts, and the connections that were opened with them.
 
-    def __init__(self, app: ASGIApp, *, token: str, open_paths: Collection[str]) -> None:
+    Args:
+        read_tokens: returns the current tokens.
+    """
+
+    def __init__(self, read_tokens: ReadSecrets) -> None:
+        self._read_tokens = read_tokens
+        self._open_connections: dict[Callable[[], None], str | bytes] = {}
+        """`authorization` value of each open connection, by the function that closes it."""
+
+    def is_authorized(self, authorization: str | bytes) -> bool:
+        """Return True if an `authorization` value contains a current token."""
+        return any([is_authorized(authorization, token) for token in self._read_tokens()])
+
+    @contextlib.contextmanager
+    def track_connection(
+        self, authorization: str | bytes, close: Callable[[], None]
+    ) -> Iterator[None]:
+        """Track a connection while the context is active.
+
+        Args:
+            close: called once, if the token is no longer accepted.
+        """
+        self._open_connections[close] = authorization
+        try:
+            yield
+        finally:
+            self._open_connections.pop(close, None)
+
+    def close_refused_connections(self) -> None:
+        """Close the connections whose tokens are no longer accepted."""
+        for close, authorization in list(self._open_connections.items()):
+            if not self.is_authorized(authorization):
+                del self._open_connections[close]
+                close()
+
+    async def close_refused_connections_forever(self, interval_s: float) -> None:
+        """Call `close_refused_connections` at intervals, until cancelled."""
+        while True:
+            await asyncio.sleep(interval_s)
+            self.close_refused_connections()
+
+
+class RequireToken:
+    """ASGI middleware that answers 401 to requests and handshakes without a valid token.
+
+    A WebSocket is closed when its token is no longer valid.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, tokens: AcceptedTokens, open_paths: Collection[str]
+    ) -> None:
         self._app = app
-        self._token = token
+        self._tokens = tokens
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,12 +126,26 @@ class RequireToken:
         authorization = next(
             (value for name, value in scope["headers"] if name == b"authorization"), b""
         )
-        if is_authorized(authorization, self._token):
-            await self._app(scope, receive, send)
+        if self._tokens.is_authorized(authorization):
+            if scope["type"] == "http":
+                await self._app(scope, receive, send)
+            else:
+                await self._serve_websocket(authorization, scope, receive, send)
             return
         detail = {"message": MISSING_TOKEN, "code": str(ErrorCode.UNAUTHENTICATED)}
         response = JSONResponse({"detail": detail}, 401, {"www-authenticate": "Bearer"})
         await _deny(response, scope, receive, send)
+
+    async def _serve_websocket(
+        self, authorization: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+
+        def close() -> None:
+            tasks.add(asyncio.create_task(_close_revoked(send)))
+
+        with self._tokens.track_connection(authorization, close):
+            await self._app(scope, receive, send)
 
 
 class RefuseForeignHosts:
@@ -139,3 +208,10 @@ async def _deny(response: JSONResponse, scope: Scope, receive: Receive, send: Se
         await WebSocket(scope, receive, send).send_denial_response(response)
     else:
         await response(scope, receive, send)
+
+
+async def _close_revoked(send: Send) -> None:
+    """Close a WebSocket; do nothing if it is already closed."""
+    with contextlib.suppress(OSError, RuntimeError):
+        message = {"type": "websocket.close", "code": _REVOKED_CLOSE_CODE, "reason": REVOKED_TOKEN}
+        await send(message)

@@ -30,8 +30,8 @@ from ludus.proto.errors import ConfigError
 _MAX_SESSIONS_VARIABLE = "MAX_CONCURRENT_ENVS"
 """Environment variable that OpenEnv's images set; `--max-sessions` takes precedence."""
 _EPILOG = (
-    f"If {SESSION_KEY_VARIABLE} is set, clients can open sessions with ids that a gateway with the"
-    " same key has signed. POD_UID identifies the server in these ids."
+    f"If {SESSION_KEY_VARIABLE} or a key file is set, clients can open sessions with ids that a"
+    " gateway with the same key has signed. POD_UID identifies the server in these ids."
 )
 
 

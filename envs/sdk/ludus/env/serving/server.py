@@ -32,6 +32,7 @@ from ludus.env.recording.recorder import EpisodeRecorder
 from ludus.env.runtime import Watchdog, run_until_signal
 from ludus.env.sandbox.confine import Layer
 from ludus.env.sandbox.processes import hide_process
+from ludus.env.security.secret_files import CHECK_INTERVAL_S
 from ludus.env.security.tls import TlsFiles
 from ludus.env.serving.listeners import (
     HttpListener,
@@ -93,7 +94,8 @@ class EnvServer:
             host = await self._start_host()
             self.core = SessionCore(host, options)
             self._recorder = self._start_recording()
-            app = build_app(self.core, token=options.token)
+            self._tokens = options.make_tokens()
+            app = build_app(self.core, tokens=self._tokens)
             hosts = options.allow_host
             self._listeners = [HttpListener(app, sockets[0], self._tls, allowed_hosts=hosts)]
             if options.admin_port is not None:
@@ -108,7 +110,10 @@ class EnvServer:
             raise
         await self._grpc_server.start()
         await asyncio.gather(*(listener.start() for listener in self._listeners))
-        self._sweep_task = asyncio.create_task(self.core.close_idle_forever())
+        self._tasks = [asyncio.create_task(self.core.close_idle_forever())]
+        if self._tokens is not None:
+            close_refused = self._tokens.close_refused_connections_forever(CHECK_INTERVAL_S)
+            self._tasks.append(asyncio.create_task(close_refused))
         self.addresses = self._build_addresses(grpc_port)
         self._ports = [grpc_port, *(listener.port for listener in self._listeners)]
         protect_ports(self._ports)
@@ -125,7 +130,8 @@ class EnvServer:
 
     async def stop(self) -> None:
         """Close all ports and sessions, and stop all workers, within a few seconds."""
-        self._sweep_task.cancel()
+        for task in self._tasks:
+            task.cancel()
         unprotect_ports(self._ports)
         await asyncio.gather(
             stop_grpc_server(self._grpc_server), *(listener.stop() for listener in self._listeners)
@@ -157,7 +163,7 @@ class EnvServer:
 
     def _build_grpc_server(self) -> int:
         options = self.options
-        interceptors = [TokenInterceptor(options.token)] if options.token else []
+        interceptors = [TokenInterceptor(self._tokens)] if self._tokens is not None else []
         host, requested_port = options.host, options.requested_grpc_port
         self._grpc_server, port = build_grpc_server(
             host,
@@ -269,6 +275,12 @@ def _announce(server: EnvServer, ready_file: Path | None) -> None:
     """Log the addresses, and write the ready file atomically."""
     addresses = {name: url for name, url in dataclasses.asdict(server.addresses).items() if url}
     _log.info("listening on %s", ", ".join(addresses.values()))
+    if exposed_secrets := server.options.list_exposed_secrets():
+        _log.warning(
+            "isolation inline runs the environment in this process, where its code can read the"
+            " server's %s; use isolation pool or process, or a server key (server_key_file)",
+            " and ".join(exposed_secrets),
+        )
     workers = server.core.worker_counts
     if workers is not None:
         active_layers = [layer for layer, is_active in workers.layers.items() if is_active]

@@ -73,7 +73,7 @@ class SessionCore:
         """Ids of sessions that outlive a connection. Every connection keeps those that it calls."""
         self._slots = SessionSlots(self.options, self.events)
         self.tombstones = Tombstones()
-        self._issuer = SessionIdIssuer(self.options.server_id, self.options.key)
+        self._issuer = SessionIdIssuer(self.options.server_id, self.options.make_key())
         self._seeds = DefaultSeeds(self.options.first_seed)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._recorder = SessionRecorder()

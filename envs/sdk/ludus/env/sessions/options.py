@@ -28,8 +28,16 @@ from pydantic.fields import FieldInfo
 
 from ludus.env.options import explain_errors
 from ludus.env.sandbox.confine import Layer
-from ludus.env.security.session_ids import SESSION_KEY_VARIABLE, SessionKey, make_pod_server_id
-from ludus.env.security.tokens import is_loopback_name
+from ludus.env.security.secret_files import follow_secrets
+from ludus.env.security.session_ids import (
+    SERVER_KEY_VARIABLE,
+    SESSION_KEY_VARIABLE,
+    ServerKey,
+    check_session_key,
+    derive_server_key,
+    make_pod_server_id,
+)
+from ludus.env.security.tokens import AcceptedTokens, is_loopback_name
 from ludus.proto.errors import ConfigError
 
 Isolation: TypeAlias = Literal["inline", "pool", "process"]
@@ -39,7 +47,9 @@ TOKEN_VARIABLE = "LUDUS_ENV_TOKEN"
 DEFAULT_PORT = 8000
 GRPC_PORT_OFFSET = 10_000
 STEP_TIMEOUT_S = 60.0
-_FIELDS_WITHOUT_FLAG = frozenset({"token", "session_key", "server_id"})
+SERVER_ID_VARIABLE = "LUDUS_SERVER_ID"
+"""Environment variable with the server id, for servers that a gateway starts."""
+_FIELDS_WITHOUT_FLAG = frozenset({"token", "session_key", "server_key", "server_id"})
 """Fields without a flag: every user of a machine can read the arguments of processes."""
 _REQUIRED_ISOLATIONS = {
     "num_workers": ("pool",),
@@ -55,6 +65,8 @@ _GROUPS = {"host": "server", "tls_cert": "TLS", "isolation": "isolation"}
 
 
 def _default_server_id() -> str:
+    if server_id := os.environ.get(SERVER_ID_VARIABLE):
+        return server_id
     pod_uid = os.environ.get("POD_UID")
     return make_pod_server_id(pod_uid) if pod_uid else secrets.token_hex(6)
 
@@ -111,6 +123,9 @@ class ServerOptions(BaseModel):
     """Token that clients must send; the variable `token_env` takes precedence."""
     token_env: str = ""
     """Name of the environment variable with the token. The variable may be unset."""
+    token_file: Path | None = None
+    """File with the tokens that clients may send, one on each line, instead of the variable.
+    The file may be replaced while the server runs."""
     insecure: bool = False
     """Allow other machines to connect without a token."""
     record: Path | None = None
@@ -164,6 +179,14 @@ class ServerOptions(BaseModel):
     layer means that its workers are not isolated. Repeatable."""
     session_key: str | None = Field(None, repr=False)
     """Key of the gateway, so that clients can open sessions under ids that the gateway signed."""
+    session_key_file: Path | None = None
+    """File with the keys of the gateway, one on each line, instead of the variable
+    LUDUS_SESSION_KEY. The file may be replaced while the server runs."""
+    server_key: str | None = Field(None, repr=False)
+    """Key of this server only, derived from the gateway's key and the server id."""
+    server_key_file: Path | None = None
+    """File with the keys of this server only, which `python -m ludus.env.serving.server_keys`
+    derives from the gateway's keys. The file may be replaced while the server runs."""
     server_id: str = Field(default_factory=_default_server_id)
     """Name of the server in session ids; derived from POD_UID if set."""
 
@@ -180,11 +203,13 @@ class ServerOptions(BaseModel):
         options._check_ports()
         options._check_tls()
         options._check_isolation()
-        _ = options.key
+        options.make_key()
+        options.make_tokens()
         return options
 
     def _check_ports(self) -> None:
-        if not is_loopback_name(self.host) and not self.token and not self.insecure:
+        has_token = bool(self.token or self.token_file)
+        if not is_loopback_name(self.host) and not has_token and not self.insecure:
             raise ConfigError(
                 f"listening on {self.host}, which other machines can reach, needs a token; set a"
                 " token, listen on 127.0.0.1, or allow it as insecure"
@@ -226,10 +251,50 @@ class ServerOptions(BaseModel):
         """Number of workers in a pool, at most one per session."""
         return min(self.num_workers or count_available_cpus(), self.max_sessions)
 
-    @property
-    def key(self) -> SessionKey | None:
-        """Key that verifies signed session ids; None without one."""
-        return SessionKey(self.session_key.encode()) if self.session_key else None
+    def make_key(self) -> ServerKey | None:
+        """Return the key that verifies signed session ids of this server; None without one.
+
+        Raises:
+            ConfigError: the key is too short, or its file cannot be used.
+        """
+        server_id = self.server_id
+        if self.server_key_file is not None:
+            return ServerKey(follow_secrets(self.server_key_file), server_id)
+        if self.session_key_file is not None:
+            read_keys = follow_secrets(self.session_key_file)
+            return ServerKey(
+                lambda: tuple(derive_server_key(key, server_id) for key in read_keys()), server_id
+            )
+        server_key = self.server_key
+        if self.session_key:
+            check_session_key(self.session_key.encode())
+            server_key = derive_server_key(self.session_key, server_id)
+        return ServerKey(lambda: (server_key,), server_id) if server_key else None
+
+    def make_tokens(self) -> AcceptedTokens | None:
+        """Return the tokens that clients may send; None if clients need none.
+
+        Raises:
+            ConfigError: the token file cannot be used.
+        """
+        if self.token_file is not None:
+            return AcceptedTokens(follow_secrets(self.token_file))
+        token = self.token
+        return AcceptedTokens(lambda: (token,)) if token else None
+
+    def list_exposed_secrets(self) -> list[str]:
+        """Return the names of the secrets of other servers that environments can read.
+
+        Environments of isolation inline can read the variables, files and memory of the server.
+        Secrets that were derived for this server are useless elsewhere.
+        """
+        if self.isolation != "inline" or self.server_key or self.server_key_file:
+            return []
+        secrets_by_name = {
+            "session key": self.session_key or self.session_key_file,
+            "token": self.token or self.token_file,
+        }
+        return [name for name, secret in secrets_by_name.items() if secret]
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,5 +384,6 @@ def make_server_options(values: Mapping[str, Any], default_port: int) -> ServerO
     """
     settings = make_command_defaults(default_port)
     settings["session_key"] = os.environ.get(SESSION_KEY_VARIABLE)
+    settings["server_key"] = os.environ.get(SERVER_KEY_VARIABLE)
     settings |= {name: values[name] for name in ServerOptions.model_fields if name in values}
     return ServerOptions(**settings)

@@ -63,9 +63,8 @@ class GrpcTransport:
             keepalive_s=options.keepalive_s,
             keepalive_timeout_s=options.keepalive_s,
         )
-        self._client = GrpcClient(
-            channel, str(server.address), _make_metadata(server), options.timeout_s
-        )
+        metadata = _make_metadata(server)
+        self._client = GrpcClient(channel, str(server.address), lambda: metadata, options.timeout_s)
         self.stream: CallStream | None = None
         """The current stream; None before the first connection."""
         self._is_closed = False

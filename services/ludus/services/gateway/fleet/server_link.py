@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import grpc
 
@@ -377,7 +378,7 @@ class ServerLink:
 
 
 def _make_grpc_client(endpoint: ServerEndpoint, options: ServersSection) -> GrpcClient:
-    metadata = (("authorization", options.authorization),) if options.authorization else ()
+    read_metadata = partial(options.make_metadata, endpoint.server_id)
     scheme, _, host_and_port = endpoint.grpc_address.rstrip("/").rpartition("://")
     credentials = options.credentials
     if credentials is None and scheme == "grpcs":
@@ -390,4 +391,4 @@ def _make_grpc_client(endpoint: ServerEndpoint, options: ServersSection) -> Grpc
         keepalive_timeout_s=_KEEPALIVE_TIMEOUT_S,
         options=(("grpc.http2.max_pings_without_data", 0),),
     )
-    return GrpcClient(channel, endpoint.grpc_address, metadata, options.unreachable_after_s)
+    return GrpcClient(channel, endpoint.grpc_address, read_metadata, options.unreachable_after_s)

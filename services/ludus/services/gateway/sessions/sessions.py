@@ -107,7 +107,10 @@ class GatewaySessions:
         self.opener = SessionOpener(
             environment, context.key, self.admission, self._make_room, limits.id_lifetime_s
         )
-        self._read_id = lru_cache(_MAX_CACHED_IDS)(context.key.read)
+        self._key = context.key
+        self._read_id_with = lru_cache(_MAX_CACHED_IDS)(
+            lambda _, session_id: self._key.read(session_id)
+        )
         self._access = context.access
         self._quotas = context.quotas
         self._metrics = context.metrics
@@ -473,6 +476,10 @@ class GatewaySessions:
         context = copy_context()
         context.run(set_current_tenant, GATEWAY_TENANT)
         await self._loop.create_task(self.events.make_room(num_missing), context=context)
+
+    def _read_id(self, session_id: str) -> SignedId:
+        # An id that was verified with a removed key is verified again, and refused.
+        return self._read_id_with(self._key.current_secrets, session_id)
 
     def _find_server_link(self, session_id: str) -> ServerLink | None:
         try:

@@ -24,13 +24,13 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
+from ludus.env.security.secret_files import FollowedFile
 from ludus.env.security.tokens import is_loopback_name
 from ludus.proto.errors import (
     AuthenticationError,
     ConfigError,
     EnvError,
     PermissionDeniedError,
-    UserError,
 )
 from ludus.services.gateway.tenancy.tenants import (
     ANONYMOUS,
@@ -38,6 +38,7 @@ from ludus.services.gateway.tenancy.tenants import (
     Tenant,
     Tenants,
     TenantsFile,
+    TokensFile,
     check_token,
     hash_token,
 )
@@ -45,8 +46,6 @@ from ludus.services.gateway.tenancy.tenants import (
 _log = logging.getLogger(__name__)
 
 _MAX_HEADER_BYTES = 4096
-_MIN_CHECK_INTERVAL_S = 1.0
-"""Minimum time between two checks of the tenants file for changes, in seconds."""
 _REMEDY = (
     "send `authorization: Bearer <token>`, or put the token into the address:"
     " http://name:<token>@gateway/..."
@@ -67,23 +66,19 @@ class TenantAccess:
 
     Args:
         tenants: tenants of the gateway. None admits every caller as `ANONYMOUS`.
-        tenants_file: file from which the tenants are reloaded after a change.
-        clock: monotonic clock in seconds.
+        followed_tenants: file from which the tenants are reloaded after a change, instead of
+            `tenants`.
     """
 
     def __init__(
         self,
         tenants: Tenants | None = None,
-        tenants_file: TenantsFile | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        followed_tenants: FollowedFile[Tenants] | None = None,
     ) -> None:
         self.on_failure: Callable[[AuthFailure], None] = lambda failure: None
         """Function that is called with the reason for each refusal, for metrics."""
-        self._tenants = tenants
-        self._tenants_file = tenants_file
-        self._clock = clock
-        self._next_check_s = clock() + _MIN_CHECK_INTERVAL_S
+        self._fixed_tenants = tenants
+        self._followed_tenants = followed_tenants
         self._open_connections: dict[Callable[[EnvError], None], Tenant] = {}
         """Tenant of each long-lived connection, by the function that closes the connection."""
 
@@ -99,8 +94,19 @@ class TenantAccess:
 
         If a changed file is invalid, an error is logged and the previous tenants remain.
         """
-        tenants_file = TenantsFile(path)
-        return cls(tenants_file.read(), tenants_file, clock=clock)
+        return cls(followed_tenants=FollowedFile(TenantsFile(path), clock=clock))
+
+    @classmethod
+    def from_token_file(
+        cls, path: Path, *, clock: Callable[[], float] = time.monotonic
+    ) -> TenantAccess:
+        """Read tokens that have every scope from a file, and reload them after each change."""
+        return cls(followed_tenants=FollowedFile(TokensFile(path), clock=clock))
+
+    @property
+    def _tenants(self) -> Tenants | None:
+        followed_tenants = self._followed_tenants
+        return self._fixed_tenants if followed_tenants is None else followed_tenants.current
 
     def check_host(self, host: str, *, insecure: bool = False) -> None:
         """Check that the gateway may listen on the host.
@@ -123,15 +129,15 @@ class TenantAccess:
         Raises:
             AuthenticationError: the token is missing, malformed or unknown.
         """
-        self._reload_changed_file()
-        if self._tenants is None:
+        tenants = self._tenants
+        if tenants is None:
             return ANONYMOUS
         if not authorization:
             raise self._count_refusal(AuthFailure.MISSING, "no Authorization header")
         token = read_authorization(authorization[0]) if len(authorization) == 1 else None
         if token is None:
             raise self._count_refusal(AuthFailure.MALFORMED, "a malformed Authorization header")
-        tenant = _find_tenant(self._tenants, token)
+        tenant = _find_tenant(tenants, token)
         if tenant is None:
             raise self._count_refusal(AuthFailure.UNKNOWN, "an unknown token")
         return tenant
@@ -153,15 +159,15 @@ class TenantAccess:
         return current_tenant
 
     def _find_current_tenant(self, tenant: Tenant) -> Tenant:
-        self._reload_changed_file()
-        if self._tenants is None:
+        tenants = self._tenants
+        if tenants is None:
             return tenant
-        current_tenant = self._tenants.by_name.get(tenant.name)
+        current_tenant = tenants.by_name.get(tenant.name)
         if current_tenant is None:
             raise AuthenticationError(f"tenant {tenant.name!r} was removed from this gateway")
         if not tenant.token_digest:
             return current_tenant
-        owner = self._tenants.by_digest.get(tenant.token_digest)
+        owner = tenants.by_digest.get(tenant.token_digest)
         if owner is None or owner.name != tenant.name:
             raise AuthenticationError(
                 f"the token of tenant {tenant.name!r} was revoked; connect again with another token"
@@ -207,19 +213,6 @@ class TenantAccess:
     def _count_refusal(self, failure: AuthFailure, problem: str) -> AuthenticationError:
         self.on_failure(failure)
         return AuthenticationError(f"expected a token of this gateway, got {problem}; {_REMEDY}")
-
-    def _reload_changed_file(self) -> None:
-        tenants_file = self._tenants_file
-        if tenants_file is None or self._clock() < self._next_check_s:
-            return
-        self._next_check_s = self._clock() + _MIN_CHECK_INTERVAL_S
-        if not tenants_file.has_changed():
-            return
-        try:
-            self._tenants = tenants_file.read()
-            _log.info("read %d tenants from %s", len(self._tenants.by_name), tenants_file.path)
-        except UserError as error:
-            _log.error("cannot read the changed tenants file, keeping the old tenants: %s", error)
 
 
 def read_authorization(header: str | bytes) -> bytes | None:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ludus.env.security.tls import read_file_signatures
+from ludus.env.security.secret_files import SecretFile, read_file_signatures
 from ludus.proto.documents import DocumentError, DocumentLimitError, parse_toml
 from ludus.proto.errors import AuthenticationError, ConfigError, NotFoundError, UserError
 
@@ -193,6 +193,29 @@ class TenantsFile:
             problems = error.errors(include_url=False, include_context=False)[:8]
             lines = [f"{self.path}: {_explain_field(problem)}" for problem in problems]
             raise ConfigError("\n".join(lines)) from None
+
+
+class TokensFile:
+    """A file with tokens of `ANONYMOUS`, one on each line, which may change."""
+
+    def __init__(self, path: Path) -> None:
+        self._secret_file = SecretFile(path)
+
+    @property
+    def path(self) -> Path:
+        """Path of the file."""
+        return self._secret_file.path
+
+    def has_changed(self) -> bool:
+        """Return whether the file changed after the last `read`."""
+        return self._secret_file.has_changed()
+
+    def read(self) -> Tenants:
+        """Read and validate the tokens."""
+        tokens = [check_token(token, str(self.path)) for token in self._secret_file.read()]
+        digests = map(hash_token, tokens)
+        by_digest = {digest: replace(ANONYMOUS, token_digest=digest) for digest in digests}
+        return Tenants({ANONYMOUS.name: ANONYMOUS}, by_digest)
 
 
 def hash_token(token: str | bytes) -> bytes:

@@ -19,6 +19,7 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ludus.env.http.app import build_app
+from ludus.env.mcp.server import ReadKeys
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError
 from ludus.services.gateway.sessions.environments import Environments, UnknownEnvironmentError
@@ -32,17 +33,19 @@ _EnvironmentName = Annotated[str, Path(max_length=63)]
 
 
 def build_gateway_app(
-    environments: Environments, metrics: GatewayMetrics, mcp_key: bytes
+    environments: Environments, metrics: GatewayMetrics, read_mcp_keys: ReadKeys
 ) -> FastAPI:
     """Build the ASGI application of a gateway.
 
     Args:
-        mcp_key: key that signs the ids of MCP sessions; the same for all gateways.
+        read_mcp_keys: returns the keys of the ids of MCP sessions, the same for all gateways.
     """
     app = FastAPI(title="Ludus gateway", version="1.0.0", redirect_slashes=False)
     _add_gateway_routes(app, environments, metrics)
     _add_environment_routes(app, environments)
-    app.router.routes.append(Mount("/envs/{name}", app=_EnvironmentApps(environments, mcp_key)))
+    app.router.routes.append(
+        Mount("/envs/{name}", app=_EnvironmentApps(environments, read_mcp_keys))
+    )
     app.add_exception_handler(EnvError, _respond_with_error)
     return app
 
@@ -60,9 +63,9 @@ class _EnvironmentApps:
     Each tenant has its own applications, because an application stores data of its clients.
     """
 
-    def __init__(self, environments: Environments, mcp_key: bytes) -> None:
+    def __init__(self, environments: Environments, read_mcp_keys: ReadKeys) -> None:
         self._environments = environments
-        self._mcp_key = mcp_key
+        self._read_mcp_keys = read_mcp_keys
         self._apps: dict[tuple[str, str], ASGIApp] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,7 +88,7 @@ class _EnvironmentApps:
         app_key = (sessions.environment, get_current_tenant().name)
         if app_key not in self._apps:
             await sessions.admission.wait_until_described()
-            app = build_app(sessions, mcp_key=self._mcp_key)
+            app = build_app(sessions, read_mcp_keys=self._read_mcp_keys)
             app.router.redirect_slashes = False
             self._apps.setdefault(app_key, app)
         return self._apps[app_key]
