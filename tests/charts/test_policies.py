@@ -25,6 +25,8 @@ ALLOWED_VERBS = {
     ("extensions.agents.x-k8s.io", "sandboxclaims"): {"create", "delete", "list", "watch"},
     ("extensions.agents.x-k8s.io", "sandboxwarmpools"): {"get"},
 }
+FLEET_KEYS = {"session-key", "environment-token"}
+"""Keys of the Secret that give access to every environment server of a release."""
 SENSITIVE_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY|KEY_ID)", re.IGNORECASE)
 CLUSTER_WIDE_KINDS = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "Namespace"}
 LABELS = {
@@ -85,6 +87,10 @@ def test_roles_grant_only_required_permissions(value_set: ValueSet) -> None:
                 for item in value_set.all_values["environments"].values()
             )
             assert has_sandbox or "extensions.agents.x-k8s.io" not in rule["apiGroups"]
+            # Without the policy, the gateway could patch every pod of the namespace.
+            assert "pods" not in rule["resources"] or _list_names(
+                release, "ValidatingAdmissionPolicyBinding"
+            )
     assert not [item for item in release.all_objects if item["kind"] in CLUSTER_WIDE_KINDS]
 
 
@@ -109,6 +115,32 @@ def test_no_secret_is_in_plain_text(value_set: ValueSet) -> None:
                 assert "secretKeyRef" in variable["valueFrom"]
         for argument in (*container.get("command", ()), *container.get("args", ())):
             assert not re.search(r"--?\w*(token|password|secret|key)\w*=", argument), location
+
+
+@parametrize_value_sets
+def test_containers_with_environment_code_have_no_secret_of_the_fleet(value_set: ValueSet) -> None:
+    for location, metadata, spec in render(value_set).iterate_pods():
+        if metadata["labels"]["app.kubernetes.io/component"] != "environment":
+            continue
+        assert not spec.get("shareProcessNamespace"), location
+        secret_volumes = {item["name"] for item in spec["volumes"] if "secret" in item}
+        (server,) = spec["containers"]
+        assert not secret_volumes & {item["name"] for item in server["volumeMounts"]}, location
+        assert not list(_find_values(server, "secretKeyRef")), location
+        assert not server.get("envFrom"), location
+        # The image of an environment may contain any code.
+        (sidecar,) = spec["initContainers"]
+        assert sidecar["image"] != server["image"], location
+        assert set(_find_values(spec, "key")) >= FLEET_KEYS
+
+
+@parametrize_value_sets
+def test_gateways_read_their_secrets_from_files(value_set: ValueSet) -> None:
+    spec = render(value_set).find("Deployment", "-gateway")["spec"]["template"]["spec"]
+    (gateway,) = spec["containers"]
+    configured_names = {item["name"] for item in value_set.all_values["gateway"]["env"]}
+    assert {item["name"] for item in gateway["env"]} <= {"HOME", *configured_names}
+    assert not [item for item in gateway["volumeMounts"] if "subPath" in item]  # never updated
 
 
 @parametrize_value_sets
@@ -228,7 +260,9 @@ def test_mounted_objects_exist_or_are_configured(value_set: ValueSet) -> None:
         }, location
         volumes = {item["name"] for item in spec.get("volumes", ())}
         mounts = {
-            item["name"] for container in spec["containers"] for item in container["volumeMounts"]
+            item["name"]
+            for container in (*spec.get("initContainers", ()), *spec["containers"])
+            for item in container["volumeMounts"]
         }
         assert mounts == volumes, location
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
 
+from ludus.env.security.secret_files import SecretFile
 from ludus.env.serving.application import add_server_arguments
 from ludus.env.sessions.options import DEFAULT_PORT, ServerOptions, make_server_options
 from ludus.env.transports.address import parse_address
@@ -55,6 +57,13 @@ def map_ports(container_spec: dict[str, Any]) -> dict[str, int]:
     return {item["name"]: item["containerPort"] for item in container_spec["ports"]}
 
 
+def list_secret_paths(pod_spec: dict[str, Any], container_spec: dict[str, Any]) -> set[Path]:
+    """Return the paths at which a container has the files of the volume `secrets`."""
+    (volume,) = [item for item in pod_spec["volumes"] if item["name"] == "secrets"]
+    (mount,) = [item for item in container_spec["volumeMounts"] if item["name"] == "secrets"]
+    return {Path(mount["mountPath"], item["path"]) for item in volume["secret"]["items"]}
+
+
 @parametrize_value_sets
 def test_gateway_configuration_matches_ports_variables_and_mounts(value_set: ValueSet) -> None:
     release = render(value_set)
@@ -64,14 +73,13 @@ def test_gateway_configuration_matches_ports_variables_and_mounts(value_set: Val
     )
     listening_ports = {"http": config.port, "grpc": config.grpc_port, "admin": config.admin_port}
     assert listening_ports == map_ports(gateway)
-    variable_names = {config.session_key_env, config.servers.token_env}
-    if config.tenants_file is None:
-        variable_names.add(config.token_env)
-    assert variable_names <= map_variables(gateway).keys()
     mount_paths = [item["mountPath"] for item in gateway["volumeMounts"]]
     paths = [config.tenants_file, *((config.tls.cert, config.tls.key) if config.tls else ())]
     assert all(str(path.parent) in mount_paths for path in paths if path is not None)
     pod_spec = release.find("Deployment", "-gateway")["spec"]["template"]["spec"]
+    secret_paths = {config.session_key_file, config.servers.token_file, config.token_file} - {None}
+    assert secret_paths == list_secret_paths(pod_spec, gateway)
+    assert (config.token_file is None) == (config.tenants_file is not None)
     assert pod_spec["terminationGracePeriodSeconds"] >= config.drain_grace_s + 10
 
 
@@ -90,20 +98,27 @@ def test_gateway_configuration_refers_to_objects_of_the_release(value_set: Value
         service = services[environment.service]["spec"]
         assert service["clusterIP"] == "None"
         assert {item["name"] for item in service["ports"]} == {"http", "grpc"}
-        assert environment.lease in leases
+        is_autoscaled = bool(list_scalers(release, environment.service))
+        assert environment.lease in leases if is_autoscaled else not environment.lease
+
+
+def list_scalers(release: RenderedRelease, deployment: str) -> list[Object]:
+    """Return the autoscalers of a Deployment."""
+    kinds = ("HorizontalPodAutoscaler", "ScaledObject")
+    scalers = [item for kind in kinds for item in release.list_kind(kind)]
+    return [item for item in scalers if item["spec"]["scaleTargetRef"]["name"] == deployment]
 
 
 def parse_server_options(
     container_spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, ServerOptions]:
-    """Parse a container's arguments as `python -m ludus.env` does."""
+    """Parse a container's arguments as `python -m ludus.env` does, with secrets in its files."""
     parser = argparse.ArgumentParser()
     parser.add_argument("package")
     parser.add_argument("--options", default="{}")
     add_server_arguments(parser, DEFAULT_PORT)
     arguments = parser.parse_args([item.replace("$$(", "$(") for item in container_spec["args"]])
-    monkeypatch.setenv("LUDUS_SESSION_KEY", "k" * 32)
-    monkeypatch.setenv("LUDUS_ENV_TOKEN", "t" * 32)
+    monkeypatch.setattr(SecretFile, "read", lambda file: (f"{file.path.name}-{'s' * 32}",))
     monkeypatch.setenv("POD_UID", "0c4f7b5e-9a0e-4a53-8a52-6f6f6f6f6f6f")
     return arguments, make_server_options(vars(arguments), DEFAULT_PORT)
 
@@ -126,7 +141,12 @@ def test_environment_server_accepts_the_rendered_arguments(
         assert listening_ports == map_ports(server)
         assert arguments.package
         assert name
-        server_variables = {"LUDUS_SESSION_KEY", "LUDUS_ENV_TOKEN", "POD_UID", "HOME"}
+        mount_paths = [item["mountPath"] for item in server["volumeMounts"]]
+        for path in (options.token_file, options.server_key_file):
+            assert path is not None
+            assert str(path.parent) in mount_paths
+        assert not options.list_exposed_secrets()
+        server_variables = {"POD_UID", "HOME"}
         assert server_variables <= map_variables(server).keys()
         # Configured variables belong to the environment and are passed to its workers.
         assert set(options.pass_env) == map_variables(server).keys() - server_variables
@@ -184,14 +204,13 @@ def test_changed_configuration_restarts_the_gateways() -> None:
 
 async def test_a_gateway_runs_with_the_chart_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check readiness, and that the gateway's requests need only the permissions of its Role."""
-    release = render(CPU_SET)
-    for name in map_variables(get_container(release.find("Deployment", "-gateway"))):
-        monkeypatch.setenv(name, "0123456789abcdef" * 2)
+    release = render_feature("keda-from-one")
+    monkeypatch.setattr(SecretFile, "read", lambda file: ("0123456789abcdef" * 2,))
     listen_settings = {"host": "127.0.0.1", "port": 0, "grpc_port": 0, "admin_port": 0}
     config = GatewayConfig.parse(tomllib.loads(release.gateway_toml) | listen_settings)
     async with FakeKubernetes() as cluster:
         for lease in release.list_kind("Lease"):
-            metadata = {**lease["metadata"], "namespace": CPU_SET.namespace}
+            metadata = {**lease["metadata"], "namespace": release.value_set.namespace}
             cluster.put({**lease, "metadata": metadata})
         (name, environment), *_ = config.environments.items()
         assert isinstance(environment, KubernetesEnvironment)

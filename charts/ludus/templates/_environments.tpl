@@ -48,8 +48,6 @@
 
 {{/* The container of an environment server. Arguments: root, environment. */}}
 {{- define "ludus.environmentContainer" -}}
-{{- $keys := .root.Values.auth.keys -}}
-{{- $secret := .root.Values.auth.existingSecret -}}
 - name: environment
   image: {{ include "ludus.image" (dict "root" .root "image" .environment.image) }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -64,6 +62,8 @@
     - --port=8000
     - --grpc-port=18000
     - --admin-port=9000
+    - --token-file=/run/ludus/token
+    - --server-key-file=/run/ludus/server-key
     - {{ printf "--max-sessions=%d" (int .environment.capacity) | quote }}
     - {{ printf "--drain-grace-s=%d" (int .environment.drainSeconds) | quote }}
     {{- include "ludus.serverArguments" .environment | nindent 4 }}
@@ -72,8 +72,6 @@
     - {{ printf "--pass-env=%s" .name | quote }}
     {{- end }}
   env:
-    {{- include "ludus.secretVariable" (dict "name" "LUDUS_SESSION_KEY" "secret" $secret "key" $keys.sessionKey) | nindent 4 }}
-    {{- include "ludus.secretVariable" (dict "name" "LUDUS_ENV_TOKEN" "secret" $secret "key" $keys.environmentToken) | nindent 4 }}
     # A session id contains the server id, which is derived from the pod.
     - name: POD_UID
       valueFrom: {fieldRef: {fieldPath: metadata.uid}}
@@ -91,5 +89,45 @@
   {{- end }}
   securityContext: {{- include "ludus.containerSecurity" . | nindent 4 }}
   volumeMounts:
+    - {name: server-secrets, mountPath: /run/ludus, readOnly: true}
     - {name: tmp, mountPath: /tmp}
+{{- end }}
+
+{{/* The sidecar that derives the server's secrets from those of the fleet. Code of the environment
+     cannot reach it: it has its own container and the gateway's image. Arguments: root. */}}
+{{- define "ludus.serverSecretsContainer" -}}
+- name: server-secrets
+  image: {{ include "ludus.image" (dict "root" .root "image" .root.Values.gateway.image) }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  # A sidecar: it starts before the server and ends after it.
+  restartPolicy: Always
+  command: [python, -m, ludus.env.serving.server_keys]
+  args:
+    - --session-key-file=/etc/ludus-secrets/session-key
+    - --token-file=/etc/ludus-secrets/environment-token
+    - --folder=/run/ludus
+  env:
+    - name: POD_UID
+      valueFrom: {fieldRef: {fieldPath: metadata.uid}}
+  # The server starts when its secrets exist.
+  startupProbe:
+    exec: {command: [test, -s, /run/ludus/server-key]}
+    periodSeconds: 1
+    timeoutSeconds: 5
+    failureThreshold: 120
+  resources:
+    requests: {cpu: 5m, memory: 32Mi}
+    limits: {memory: 64Mi}
+  securityContext: {{- include "ludus.containerSecurity" . | nindent 4 }}
+  volumeMounts:
+    - {name: secrets, mountPath: /etc/ludus-secrets, readOnly: true}
+    - {name: server-secrets, mountPath: /run/ludus}
+{{- end }}
+
+{{/* The volumes of an environment's pod. Arguments: root. */}}
+{{- define "ludus.environmentVolumes" -}}
+{{ include "ludus.secretVolume" (dict "root" .root "items" (dict "sessionKey" "session-key" "environmentToken" "environment-token")) }}
+- name: server-secrets
+  emptyDir: {medium: Memory, sizeLimit: 1Mi}
+- {name: tmp, emptyDir: {}}
 {{- end }}

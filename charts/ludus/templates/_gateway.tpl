@@ -7,8 +7,11 @@ grpc_port = 18000
 admin_port = 9000
 max_connection_age_s = {{ $gateway.maxConnectionAgeSeconds }}
 drain_grace_s = {{ $gateway.drainSeconds }}
+session_key_file = "/etc/ludus-secrets/session-key"
 {{- if $gateway.tenants.existingSecret }}
 tenants_file = {{ printf "/etc/ludus-tenants/%s" $gateway.tenants.key | toJson }}
+{{- else }}
+token_file = "/etc/ludus-secrets/gateway-token"
 {{- end }}
 
 [sessions]
@@ -19,7 +22,8 @@ queue_timeout_s = {{ $gateway.sessions.queueTimeoutSeconds }}
 max_group_size = {{ $gateway.sessions.maxGroupSize | int }}
 
 [servers]
-token_env = "LUDUS_ENV_TOKEN"
+token_file = "/etc/ludus-secrets/environment-token"
+derive_tokens = true
 unreachable_after_s = {{ $gateway.servers.unreachableAfterSeconds }}
 retry_within_s = {{ $gateway.servers.retryWithinSeconds }}
 call_timeout_s = {{ $gateway.servers.callTimeoutSeconds }}
@@ -40,7 +44,9 @@ namespace = {{ $.Release.Namespace | toJson }}
 warm_pool = {{ $object }}
 {{- else }}
 service = {{ $object }}
+{{- if include "ludus.hasDeletionCosts" (dict "root" $ "environment" $environment) }}
 lease = {{ $object }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -54,14 +60,28 @@ lease = {{ $object }}
 {{ ternary "https" "http" (not (empty .Values.gateway.tls.existingSecret)) }}://{{ include "ludus.gatewayName" . }}.{{ .Release.Namespace }}.svc:8000
 {{- end }}
 
-{{- define "ludus.gatewayVariables" -}}
-{{- $secret := .Values.auth.existingSecret -}}
-{{- $keys := .Values.auth.keys -}}
-{{ include "ludus.secretVariable" (dict "name" "LUDUS_SESSION_KEY" "secret" $secret "key" $keys.sessionKey) }}
-{{ include "ludus.secretVariable" (dict "name" "LUDUS_ENV_TOKEN" "secret" $secret "key" $keys.environmentToken) }}
-{{- if not .Values.gateway.tenants.existingSecret }}
-{{ include "ludus.secretVariable" (dict "name" "LUDUS_GATEWAY_TOKEN" "secret" $secret "key" $keys.gatewayToken) }}
+{{/* "true" if the gateway marks the environment's pods for a scale-in. Arguments: root, environment. */}}
+{{- define "ludus.hasDeletionCosts" -}}
+{{- if and .root.Values.gateway.deletionCosts (eq .environment.mode "shared") (ne .environment.autoscaling.kind "none") -}}
+true
+{{- end -}}
 {{- end }}
+
+{{/* The name of the gateway's cluster-wide objects. */}}
+{{- define "ludus.gatewayPolicyName" -}}
+{{ include "ludus.gatewayName" . }}-{{ sha256sum .Release.Namespace | trunc 8 }}
+{{- end }}
+
+{{/* The gateway's secrets. It reads changed files again. */}}
+{{- define "ludus.gatewaySecrets" -}}
+{{- $items := dict "sessionKey" "session-key" "environmentToken" "environment-token" -}}
+{{- if not .Values.gateway.tenants.existingSecret -}}
+{{- $_ := set $items "gatewayToken" "gateway-token" -}}
+{{- end -}}
+{{ include "ludus.secretVolume" (dict "root" . "items" $items) }}
+{{- end }}
+
+{{- define "ludus.gatewayVariables" -}}
 - {name: HOME, value: /tmp}
 {{- with .Values.gateway.env }}
 {{ toYaml . }}

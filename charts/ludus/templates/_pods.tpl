@@ -14,6 +14,21 @@ seccompProfile: {type: RuntimeDefault}
   valueFrom: {secretKeyRef: {name: {{ .secret }}, key: {{ .key }}}}
 {{- end }}
 
+{{/* A volume with keys of the Secret auth.existingSecret as files. Arguments: root; items: file names by
+     field of auth.keys. */}}
+{{- define "ludus.secretVolume" -}}
+{{- $keys := .root.Values.auth.keys -}}
+- name: secrets
+  secret:
+    secretName: {{ .root.Values.auth.existingSecret }}
+    # Only the pod's group may read the files.
+    defaultMode: 0440
+    items:
+      {{- range $field, $file := .items }}
+      - {key: {{ get $keys $field }}, path: {{ $file }}}
+      {{- end }}
+{{- end }}
+
 {{/* Common fields of every pod. Arguments: root; part: its values; labels: the pods to spread. */}}
 {{- define "ludus.podFields" -}}
 enableServiceLinks: false
