@@ -36,7 +36,7 @@ class LocalServer:
     extra_arguments: list[str] = field(default_factory=list)
     """Further options of `python -m ludus.env`; every user of this machine can read them."""
     extra_variables: dict[str, str] = field(default_factory=dict, repr=False)
-    """Additional environment variables, such as the secret LUDUS_SESSION_KEY."""
+    """Additional environment variables, such as the secret LUDUS_SERVER_KEY."""
     hidden_variables: frozenset[str] = frozenset()
     """Environment variables of this process that the server must not receive."""
     num_restarts: int = 0
