@@ -283,7 +283,9 @@ class BatchFunctionRunner:
         )
         has_text = isinstance(prompt.prompt, str)
         fields = {**prompt.columns, **row.fields}
-        uses_pool = isinstance(self._function, ToolRollout)
+        release = None
+        if isinstance(self._function, ToolRollout):
+            release = partial(self._function.release_row, fields)
         return PlayedEpisode(
             rollout,
             prompt=prompt.prompt,
@@ -291,7 +293,7 @@ class BatchFunctionRunner:
             completion_ids=row.completion_ids,
             fields=fields,
             history=_make_transcript_turns(self._chat, prompt.prompt, row),
-            release=partial(self._function.release_row, fields) if uses_pool else None,
+            release=release,
         )
 
 
