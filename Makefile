@@ -10,7 +10,7 @@ VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic test test-again test-fast test-pythons chart-test conformance chaos soak lint bench bench-env bench-train bench-classic dist dist-test docs proto images cluster-test clean
+.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic test test-again test-fast test-pythons chart-test conformance chaos attack soak lint bench bench-env bench-train bench-classic dist dist-test docs proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -46,15 +46,15 @@ learn-agents: setup ## learning proofs of LangGraph and smolagents agents (ARGS=
 learn-classic: setup ## learning proofs of networks in Gymnasium environments (ARGS="--only pendulum")
 	@$(VENV)/python bench/classic.py $(or $(ARGS),--only lunar_lander pendulum frozen_lake value shuffled)
 
-test: setup ## run all tests except conformance, chaos and cluster-test
-	@$(PYTEST) -n 2 --junit-xml=.cache/tests.xml -m "not conformance and not chaos and not cluster"
+test: setup ## run all tests except conformance, chaos, attack and cluster-test
+	@$(PYTEST) -n 2 --junit-xml=.cache/tests.xml -m "not conformance and not chaos and not cluster and not attack"
 	@$(VENV)/python dev/durations.py check
 
 test-again: ## run the tests that failed last again, alone; at most five
 	@$(VENV)/python dev/test_again.py
 
 test-fast: setup ## run the tests that start no process, with fewer random examples
-	@$(PYTEST) -n 3 -p no:schemathesis --hypothesis-profile=quick -m "not slow and not conformance and not chaos and not cluster"
+	@$(PYTEST) -n 3 -p no:schemathesis --hypothesis-profile=quick -m "not slow and not conformance and not chaos and not cluster and not attack"
 
 test-pythons: ## run the fast tests with Python 3.12 and 3.13, if they are installed
 	@bash dev/test_pythons.sh
@@ -67,6 +67,9 @@ conformance: setup ## test with third-party clients, servers and OpenEnv's valid
 
 chaos: setup ## run blackjack with faults, next to undisturbed runs
 	@$(VENV)/python -m pytest -m chaos -s tests/chaos
+
+attack: setup ## attack servers, runs and files with hostile inputs of every known kind
+	@$(PYTEST) -n 2 tests/attack
 
 soak: setup ## inject faults into the environment plane for 20 minutes (ARGS="--minutes 60 --seed 7")
 	@PYTHONPATH=dev:bench $(VENV)/python -m tests.soak $(ARGS)

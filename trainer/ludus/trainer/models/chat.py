@@ -28,6 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
 from sys import getsizeof
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from jinja2.exceptions import TemplateError
@@ -42,6 +43,8 @@ if TYPE_CHECKING:  # network runs use the text functions below, without transfor
 
 _MAX_CHARS_PER_TOKEN = 256
 """Number of characters that no token exceeds: the longest of common vocabularies have 128."""
+_MAX_FAST_CHARS = 20_000
+"""Number of characters that are encoded within about 50 ms."""
 _BYTES_PER_TOKEN = 40
 """Size of an int and its entry in a tuple."""
 _BYTES_PER_ENTRY = 512
@@ -321,6 +324,11 @@ def count_chars(messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> 
     return num_message_chars + (len(json.dumps(tools, ensure_ascii=False)) if tools else 0)
 
 
+def is_slow_to_encode(num_chars: int) -> bool:
+    """Return True if the encoding of a text should not block an event loop."""
+    return num_chars > _MAX_FAST_CHARS
+
+
 def is_surely_longer(num_chars: int, max_tokens: int) -> bool:
     """Return True if no text of so many characters fits into `max_tokens` tokens.
 
@@ -333,7 +341,7 @@ class SizedCache(Generic[KeyT, ValueT]):
     """A function with a cache of its results, bounded by the total size of all entries.
 
     The number of entries is no useful bound, because sizes differ 1,000-fold. The least recently
-    used result is evicted first.
+    used result is evicted first. Several threads may call the function.
     """
 
     def __init__(
@@ -349,19 +357,22 @@ class SizedCache(Generic[KeyT, ValueT]):
         self.size = 0
         """Sum of the sizes of all entries."""
         self._results: OrderedDict[KeyT, ValueT] = OrderedDict()
+        self._lock = Lock()
 
     def __call__(self, key: KeyT) -> ValueT:
         """Return the function's result, from the cache if possible."""
-        if key in self._results:
-            self._results.move_to_end(key)
-            return self._results[key]
+        with self._lock:
+            if key in self._results:
+                self._results.move_to_end(key)
+                return self._results[key]
         result = self._function(key)
         size = self._measure_entry(key, result)
-        if size <= self._max_size:
-            self._results[key] = result
-            self.size += size
-            while self.size > self._max_size:
-                self.size -= self._measure_entry(*self._results.popitem(last=False))
+        with self._lock:
+            if size <= self._max_size and key not in self._results:
+                self._results[key] = result
+                self.size += size
+                while self.size > self._max_size:
+                    self.size -= self._measure_entry(*self._results.popitem(last=False))
         return result
 
 

@@ -13,6 +13,7 @@ previous turn. Then it starts another sequence.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,13 @@ from ludus.proto.runs import TranscriptTurn
 from ludus.trainer.core.interfaces import GenerateFunction
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import Sampling, TokenSequence, Turn, join_tokens, join_turns
-from ludus.trainer.models.chat import ChatTokenizer, ToolSpec, count_chars, is_surely_longer
+from ludus.trainer.models.chat import (
+    ChatTokenizer,
+    ToolSpec,
+    count_chars,
+    is_slow_to_encode,
+    is_surely_longer,
+)
 from ludus.trainer.rollout.transcript import make_transcript_turn
 
 TurnT = TypeVar("TurnT", bound=Turn)
@@ -176,12 +183,29 @@ class Conversation(EpisodeRecord[Turn]):
         num_tokens = self._count_prompt_tokens() + self.limits.max_completion_tokens
         return num_tokens <= self.limits.max_tokens
 
+    async def encode_long_messages(self) -> None:
+        """Encode the next prompt in a thread if the event loop would stand still meanwhile.
+
+        Raises:
+            PromptError: the chat template cannot render the messages.
+        """
+        is_encoded = self._pending_ids is not None or self.num_turns >= self.limits.max_turns
+        if is_encoded or self._is_surely_too_long:
+            return
+        # Without thoughts, every turn encodes the whole conversation again.
+        num_chars = self._num_pending_chars
+        if not self.chat.keeps_thoughts:
+            num_chars = count_chars(self.messages, self._tools)
+        if is_slow_to_encode(num_chars):
+            await asyncio.to_thread(self._get_pending_ids)
+
     async def complete(self) -> str:
         """Sample one completion and return its text.
 
         Raises:
             ConversationFullError: the limits allow no further completion.
         """
+        await self.encode_long_messages()
         self.refuse_if_full()
         pending_ids, parent = self._get_pending_ids(), self._parent
         prompt_ids = [*join_tokens(parent.lineage if parent else ()), *pending_ids]

@@ -270,7 +270,10 @@ class TurnLoopRunner(SessionRunner[Conversation]):
         record.offer_tools(opening.tools)
         record.add(opening.messages)
         status: RolloutStatus | None = None
-        while status is None and record.has_room:
+        while status is None:
+            await record.encode_long_messages()
+            if not record.has_room:
+                break
             outcome = await adapter.apply_text(await record.complete())
             record.record_action(outcome.action)
             record.record_calls(outcome.num_calls, outcome.num_calls_failed)

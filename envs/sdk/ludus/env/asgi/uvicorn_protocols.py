@@ -39,6 +39,10 @@ _REFUSAL_TEMPLATE = (
 _HEADER_MARKS_BYTES = 4
 """Number of bytes of the marks of a header: a colon, a space and the end of the line."""
 GOING_AWAY_CODE = 1001
+MESSAGE_TOO_BIG_CODE = 1009
+MAX_FRAGMENTS = 1024
+"""Maximum number of fragments of a WebSocket message. A fragment costs ten microseconds."""
+_FRAGMENTS_REASON = f"a message must have at most {MAX_FRAGMENTS} fragments"
 _ABORT_DELAY_S = 0.5
 """Time for the close frame to arrive before the connection is aborted."""
 _SHUTDOWN_REASON = "the server is shutting down"
@@ -191,6 +195,16 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
         if not self.handshake_complete:
             extensions: dict[str, Any] = self.scope["extensions"]
             extensions[DIRECT_EXTENSION] = self
+
+    def handle_cont(self, event: Frame) -> None:
+        """Keep a fragment, or refuse a message whose fragments cost more time than its bytes."""
+        if len(self.frames) < MAX_FRAGMENTS:
+            super().handle_cont(event)
+        elif self.conn.state is State.OPEN:
+            self.frames = []
+            self.conn.fail(MESSAGE_TOO_BIG_CODE, _FRAGMENTS_REASON)
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            self.transport.close()
 
     def handle_text(self, event: Frame) -> None:
         if (

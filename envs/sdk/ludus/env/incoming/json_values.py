@@ -6,6 +6,7 @@ would block the event loop for seconds, before the server could refuse them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -32,39 +33,48 @@ def parse_json(json_text: bytes | str) -> Any:
     return orjson.loads(json_text)
 
 
-def check_num_values(json_text: bytes | str) -> None:
-    """Check the number of values in a JSON text, which determines the cost of parsing it.
+def check_num_values(*json_texts: bytes | str) -> None:
+    """Check the number of values in JSON texts, which determines the cost of parsing them.
 
     Raises:
-        InvalidCallError: the JSON has too many values.
+        InvalidCallError: all texts together have too many values.
     """
-    if has_too_many_values(json_text):
+    if has_too_many_values(*json_texts):
         raise InvalidCallError(
             f"JSON must have at most {MAX_JSON_VALUES} values, got more; split the call, or send"
             " large data as one string"
         )
 
 
-def has_too_many_values(json_text: bytes | str) -> bool:
-    """Return True if a JSON text has more than `MAX_JSON_VALUES` values.
+def has_too_many_values(*json_texts: bytes | str) -> bool:
+    """Return True if JSON texts have more than `MAX_JSON_VALUES` values together.
 
     Every value is the first value, follows a comma, or is the first value in brackets. Commas and
-    brackets in strings do not count. The text need not be valid JSON.
+    brackets in strings do not count. The texts need not be valid JSON.
     """
-    if len(json_text) <= _MAX_UNCHECKED_BYTES:
+    if sum(map(len, json_texts)) <= _MAX_UNCHECKED_BYTES:
         return False
-    encoded_json = json_text if isinstance(json_text, bytes) else json_text.encode()
-    num_values, num_quotes, is_in_string, carry = 1, 0, False, b""
+    num_values, num_quotes = 0, 0
+    for json_text in json_texts:
+        encoded_json = json_text if isinstance(json_text, bytes) else json_text.encode()
+        num_values += 1
+        for num_marks, num_chunk_quotes in _count_marks(encoded_json):
+            num_values += num_marks
+            num_quotes += num_chunk_quotes
+            if num_values > MAX_JSON_VALUES or num_quotes > _MAX_QUOTES:
+                return True
+    return False
+
+
+def _count_marks(encoded_json: bytes) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of commas and brackets outside strings, and of quotes, of each chunk."""
+    is_in_string, carry = False, b""
     for offset in range(0, len(encoded_json), _CHUNK_BYTES):
         chunk, carry = _blank_escapes(carry + encoded_json[offset : offset + _CHUNK_BYTES])
         pieces = chunk.split(b'"')
         outside_strings = b"".join(pieces[int(is_in_string) :: 2])
-        num_values += sum(outside_strings.count(mark) for mark in (b",", b"[", b"{"))
-        num_quotes += len(pieces) - 1
         is_in_string ^= len(pieces) % 2 == 0
-        if num_values > MAX_JSON_VALUES or num_quotes > _MAX_QUOTES:
-            return True
-    return False
+        yield sum(outside_strings.count(mark) for mark in (b",", b"[", b"{")), len(pieces) - 1
 
 
 def _blank_escapes(chunk: bytes) -> tuple[bytes, bytes]:

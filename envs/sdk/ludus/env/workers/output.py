@@ -19,9 +19,9 @@ from ludus.env.text.terminal import clean_for_terminal
 WINDOW_S = 10.0
 """Time for which an allowance of output is granted."""
 MAX_WORKER_BYTES = 64 * 1024
-"""Maximum output of one worker in a window."""
+"""Maximum output of one worker in a window, with the names and escapes that are added."""
 MAX_SERVER_BYTES = 256 * 1024
-"""Maximum output of all workers of a server in a window."""
+"""Maximum output of all workers of a server in a window, with names and escapes."""
 MAX_LINE_BYTES = 4096
 """Maximum length of a line; a longer line is split."""
 _PAUSE_S = 0.01
@@ -79,16 +79,16 @@ class WorkerOutput(asyncio.Protocol):
             self._transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Write the complete lines, and drop what exceeds an allowance."""
-        num_allowed = min(len(data), *(allowance.num_left for allowance in self._allowances))
-        for allowance in self._allowances:
-            allowance.take(num_allowed)
-        if num_allowed and self._num_dropped_bytes:
-            self._report_dropped_bytes()
-        self._incomplete_line += data[:num_allowed]
-        self._write_lines()
-        if num_allowed < len(data):
-            self._num_dropped_bytes += len(data) - num_allowed
+        """Write the complete lines, and drop the lines that exceed an allowance."""
+        num_allowed = min(len(data), max(self._num_left, 0))
+        self._num_dropped_bytes += len(data) - num_allowed
+        *lines, self._incomplete_line = (self._incomplete_line + data[:num_allowed]).split(b"\n")
+        for line in lines:
+            self._write_line(line + b"\n")
+        while len(self._incomplete_line) > MAX_LINE_BYTES:
+            self._write_line(self._incomplete_line[:MAX_LINE_BYTES])
+            self._incomplete_line = self._incomplete_line[MAX_LINE_BYTES:]
+        if self._num_dropped_bytes:
             self._pause()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -99,26 +99,38 @@ class WorkerOutput(asyncio.Protocol):
             self._report_dropped_bytes()
         self.on_close(self)
 
-    def _write_lines(self) -> None:
-        *lines, self._incomplete_line = self._incomplete_line.split(b"\n")
-        for line in lines:
-            self._write_line(line)
-        while len(self._incomplete_line) > MAX_LINE_BYTES:
-            self._write_line(self._incomplete_line[:MAX_LINE_BYTES])
-            self._incomplete_line = self._incomplete_line[MAX_LINE_BYTES:]
-
     def _write_line(self, line: bytes) -> None:
-        for start in range(0, max(len(line), 1), MAX_LINE_BYTES):
-            part = line[start : start + MAX_LINE_BYTES].decode(errors="replace")
-            sys.stderr.write(f"{self._read_name()}: {clean_for_terminal(part)}\n")
+        for start in range(0, len(line), MAX_LINE_BYTES):
+            self._write_part(line[start : start + MAX_LINE_BYTES])
+
+    def _write_part(self, part: bytes) -> None:
+        """Write a part of a line as a line, or drop the part."""
+        text = clean_for_terminal(part.removesuffix(b"\n").decode(errors="replace"))
+        line = f"{self._read_name()}: {text}\n"
+        if self._num_left < len(line.encode()):
+            self._num_dropped_bytes += len(part)
+            return
+        if self._num_dropped_bytes:
+            self._report_dropped_bytes()
+        self._write(line)
 
     def _report_dropped_bytes(self) -> None:
-        sys.stderr.write(
+        self._write(
             f"{self._read_name()}: {self._num_dropped_bytes} bytes of output were dropped, because"
             f" a worker may print {MAX_WORKER_BYTES} bytes in {WINDOW_S:g} s, and all workers"
             f" together {MAX_SERVER_BYTES}\n"
         )
         self._num_dropped_bytes = 0
+
+    def _write(self, line: str) -> None:
+        for allowance in self._allowances:
+            allowance.take(len(line.encode()))
+        sys.stderr.write(line)
+
+    @property
+    def _num_left(self) -> int:
+        """Number of bytes that may still be written in the current window; it may be negative."""
+        return min(allowance.num_left for allowance in self._allowances)
 
     def _pause(self) -> None:
         """Read nothing for a moment, so that the output does not occupy the event loop."""

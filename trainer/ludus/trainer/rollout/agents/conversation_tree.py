@@ -44,6 +44,7 @@ from ludus.trainer.models.chat import (
     ChatTokenizer,
     count_chars,
     find_thoughts_end,
+    is_slow_to_encode,
     is_surely_longer,
     split_reasoning,
 )
@@ -95,8 +96,12 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         limit = self.limits.max_completion_tokens
         max_tokens = min(request.max_tokens or limit, limit)
         self._check_num_turns(request)
-        self._check_num_chars(request)
-        prompt_ids = self._encode_prompt(request)
+        num_chars = self._check_num_chars(request)
+        if is_slow_to_encode(num_chars):
+            prompt_ids = await asyncio.to_thread(self._encode_prompt, request)
+            self._check_num_turns(request)
+        else:
+            prompt_ids = self._encode_prompt(request)
         self._check_num_tokens(len(prompt_ids), max_tokens)
         self._num_started_completions += request.num_completions
         sampling = replace(self.sampling, max_tokens=max_tokens)
@@ -260,11 +265,12 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
                 self.refusal, status=403, error_type="episode_limit", code="max_turns_reached"
             )
 
-    def _check_num_chars(self, request: PolicyRequest) -> None:
-        """Refuse a prompt that is too long even to be encoded, which would block other episodes."""
+    def _check_num_chars(self, request: PolicyRequest) -> int:
+        """Return the number of characters; refuse a prompt that is too long even to be encoded."""
         num_chars = count_chars(_make_template_messages(request.messages), request.tools)
         if is_surely_longer(num_chars, self.limits.max_tokens):
             self._refuse_length(f"a prompt of {num_chars} characters")
+        return num_chars
 
     def _check_num_tokens(self, prompt_length: int, max_tokens: int) -> None:
         if prompt_length + max_tokens > self.limits.max_tokens:

@@ -10,10 +10,12 @@ other fields       refused, so that no request of an agent is silently ignored
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ludus.env.incoming.json_values import check_num_values
+from ludus.proto.errors import InvalidCallError
 from ludus.trainer.models.chat import ToolSpec
 from ludus.trainer.rollout.agents.endpoint.exchange import (
     ApiError,
@@ -107,8 +109,10 @@ def make_request(
     tools = tuple(
         _read_tool(tool, f"tools.{index}") for index, tool in enumerate(read_list(fields, "tools"))
     )
+    messages = tuple(messages)
+    _check_call_arguments(messages)
     policy_request = PolicyRequest(
-        messages=tuple(messages),
+        messages=messages,
         tools=_choose_tools(tools, tool_choice),
         num_completions=read_integer(fields, "n", 1, _MAX_COMPLETIONS) or 1,
         stop_texts=_read_stop_texts(fields),
@@ -120,6 +124,14 @@ def make_request(
     )
     model = str(fields.get("model") or default_model)
     return ApiRequest(policy_request, model, read_flag(fields, "stream"), fields)
+
+
+def _check_call_arguments(messages: Sequence[ChatMessage]) -> None:
+    """Refuse calls in the history whose arguments, which are JSON in strings, cost seconds."""
+    try:
+        check_num_values(*(call.arguments for message in messages for call in message.calls))
+    except InvalidCallError as error:
+        raise FieldError("messages", f"arguments of tool calls: {error.message}") from None
 
 
 def make_unknown_field_error(name: str) -> FieldError:
