@@ -1,4 +1,4 @@
-"""Processes that the tests attack, started from a folder of their own, and bystanders.
+"""Processes that the tests attack, each started from a new folder, and bystanders.
 
     attacker --hostile inputs--> server, gateway or endpoint <--steps-- bystander
 

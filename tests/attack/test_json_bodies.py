@@ -29,8 +29,8 @@ BODIES: dict[str, Callable[[], bytes]] = {
     "one key": lambda: b'{"' + b"k" * 15_000_000 + b'":1}',
     "white space": lambda: b" " * 15_000_000,
     "quotes": lambda: b'"' * 15_000_000,
-    "as many as allowed": lambda: make_object(b'"%d":1', 65_000),
-    "as many dear values as allowed": lambda: make_object(b'"%d":"' + b"x" * 200 + b'"', 60_000),
+    "maximum number of values": lambda: make_object(b'"%d":1', 65_000),
+    "maximum number of long values": lambda: make_object(b'"%d":"' + b"x" * 200 + b'"', 60_000),
     "no UTF-8": lambda: b'{"a":"' + b"\xff" * 15_000_000 + b'"}',
 }
 

@@ -73,7 +73,7 @@ async def test_output_of_a_worker_is_bounded(
     monkeypatch.setattr(output, "WINDOW_S", 3600.0)
     await play(2, 2)
     err = capfd.readouterr().err
-    # What the fork server prints, and the last report of dropped bytes, are not counted.
+    # The output of the fork server and the last report of dropped bytes do not count.
     assert len(err) < MAX_WORKER_BYTES + 1000
     num_dropped = sum(map(int, re.findall(r"(\d+) bytes of output were dropped", err)))
     num_written = err.count("x") + len(re.findall(r"x$", err, re.MULTILINE))

@@ -184,7 +184,7 @@ class Conversation(EpisodeRecord[Turn]):
         return num_tokens <= self.limits.max_tokens
 
     async def encode_long_messages(self) -> None:
-        """Encode the next prompt in a thread if the event loop would stand still meanwhile.
+        """Encode the next prompt in a thread if that takes long, so that the event loop continues.
 
         Raises:
             PromptError: the chat template cannot render the messages.
