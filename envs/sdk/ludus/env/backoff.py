@@ -20,6 +20,8 @@ _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 _MAX_REQUESTED_PAUSE_S = 5.0
 _MAX_JITTER = 1.25
+_NEW_CONNECTION_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.4)
+"""Pauses between the attempts of an open on new connections, in seconds."""
 
 
 def generate_pauses(first_s: float, max_s: float) -> Iterator[float]:
@@ -66,6 +68,32 @@ async def retry_unavailable(attempt: Callable[[], Awaitable[ResultT]], timeout_s
     return await retry(attempt, lambda error: isinstance(error, UnavailableError), timeout_s)
 
 
+async def retry_on_new_connection(
+    attempt: Callable[[], Awaitable[ResultT]], is_retryable: Callable[[EnvError], bool]
+) -> ResultT:
+    """Return the value of the first of a few attempts that succeeds.
+
+    Each attempt must use a connection that no earlier attempt used. Behind the address of several
+    servers, it normally reaches a server that is not draining, so the first pause is 0.
+
+    Raises:
+        EnvError: the error is not retryable, or all attempts failed within about a second.
+    """
+    for pause_s in _NEW_CONNECTION_PAUSES_S:
+        try:
+            return await attempt()
+        except EnvError as error:
+            if not is_retryable(error):
+                raise
+        await asyncio.sleep(pause_s * random.uniform(1.0, _MAX_JITTER))
+    return await attempt()
+
+
+def is_draining_error(error: EnvError) -> bool:
+    """Return True if a draining server or gateway refused the call."""
+    return error.code == ErrorCode.DRAINING
+
+
 async def retry_refused(attempt: Callable[[], Awaitable[ResultT]], timeout_s: float) -> ResultT:
     """Return the value of the first attempt that a full server does not refuse.
 
@@ -77,6 +105,6 @@ async def retry_refused(attempt: Callable[[], Awaitable[ResultT]], timeout_s: fl
 
     def is_refusal(error: EnvError) -> bool:
         is_full = isinstance(error, (CapacityError, RateLimitError))
-        return is_full or error.code == ErrorCode.DRAINING
+        return is_full or is_draining_error(error)
 
     return await retry(attempt, is_refusal, timeout_s)

@@ -174,7 +174,10 @@ class Gateway:
     def _build_app(self) -> middleware.RequestIdMiddleware:
         app = build_gateway_app(self.environments, self.metrics, self._read_mcp_keys)
         authenticated_app = middleware.AuthenticationMiddleware(app, self.access)
-        return middleware.RequestIdMiddleware(authenticated_app)
+        closing_app = middleware.ConnectionCloser(
+            authenticated_app, lambda: self.environments.is_draining
+        )
+        return middleware.RequestIdMiddleware(closing_app)
 
     def _read_mcp_keys(self) -> list[bytes]:
         """Derive the keys from the session keys, which they do not reveal if they leak."""

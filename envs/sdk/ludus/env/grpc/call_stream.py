@@ -94,6 +94,11 @@ class CallStream:
         create_task = self._loop.create_task
         self._tasks = (create_task(self._write_forever()), create_task(self._read_forever()))
 
+    @property
+    def has_pending_calls(self) -> bool:
+        """True while a call has no reply."""
+        return bool(self._pending_calls)
+
     def start_call(self, fill: Callable[[pb.Call], None]) -> asyncio.Future[pb.Reply]:
         """Add a call to the next batch, and return the future of its reply.
 

@@ -6,6 +6,9 @@
     a session that outlives its stream: its pending call is sent again, with the same step number,
     on a new stream; every other session ends with SessionLostError
 
+    open --> DRAINING --> a new connection, which reaches another server; sessions that are already
+    open stay on the old connection
+
 If a step number is repeated, the server returns its first response, so no step is taken twice. The
 client queries a session without calls on the new stream, before the server closes the session.
 
@@ -22,7 +25,12 @@ from collections.abc import Callable
 
 import orjson
 
-from ludus.env.backoff import retry, retry_unavailable
+from ludus.env.backoff import (
+    is_draining_error,
+    retry,
+    retry_on_new_connection,
+    retry_unavailable,
+)
 from ludus.env.encoding import ResetArgs
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
 from ludus.env.grpc.server_port import GrpcClient, open_channel
@@ -39,7 +47,12 @@ from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.address import RemoteServer
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.errors import EnvError, InfrastructureError, SessionLostError
+from ludus.proto.errors import (
+    EnvError,
+    InfrastructureError,
+    SessionLostError,
+    UnavailableError,
+)
 
 _CLOSE_TIMEOUT_S = 2.0
 KEEP_ALIVE_FRACTION = 1 / 3
@@ -55,24 +68,24 @@ class GrpcTransport:
     def __init__(self, server: RemoteServer) -> None:
         self.server = server
         self.reconnect_timeout_s = server.options.reconnect_timeout_s
-        options = server.options
-        channel = open_channel(
-            server.address.authority,
-            server.make_channel_credentials(),
-            options.server_name,
-            keepalive_s=options.keepalive_s,
-            keepalive_timeout_s=options.keepalive_s,
-        )
-        metadata = _make_metadata(server)
-        self._client = GrpcClient(channel, str(server.address), lambda: metadata, options.timeout_s)
+        self._client = _make_client(server)
         self.stream: CallStream | None = None
-        """The current stream; None before the first connection."""
+        """The stream for new sessions; None before the first connection and after a refusal."""
+        self._draining_connections: dict[CallStream, GrpcClient] = {}
+        """Connections to servers that accept no new sessions, with the clients that own them."""
+        self._sessions: weakref.WeakSet[GrpcSession] = weakref.WeakSet()
+        self._close_tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._connect_lock = asyncio.Lock()
         self._granted_linger_s: float | None = None
         self.surviving_sessions: weakref.WeakSet[GrpcSession] = weakref.WeakSet()
         """Sessions that outlive their stream."""
         self._keep_task: asyncio.Task[None] | None = None
+
+    @property
+    def num_connections(self) -> int:
+        """Number of connections, including those to draining servers with sessions."""
+        return 1 + len(self._draining_connections)
 
     async def connect(self, timeout_s: float) -> None:
         """Open a stream to the server."""
@@ -85,10 +98,8 @@ class GrpcTransport:
         return await self._client.describe()
 
     async def open(self, args: OpenArgs) -> tuple[GrpcSession, StepResult | None]:
-        """Open a session. A broken stream is replaced first."""
-        stream, reply = await self.retry_call(
-            lambda call: fill_open_args(call.open, args), self.reconnect_timeout_s
-        )
+        """Open a session. A broken stream, or a stream to a draining server, is replaced."""
+        stream, reply = await self._call_open(lambda call: fill_open_args(call.open, args))
         return self._add_session(stream, reply.open, args)
 
     async def open_group(
@@ -100,7 +111,7 @@ class GrpcTransport:
             fill_open_args(call.open_group.open, args)
             call.open_group.size = size
 
-        stream, reply = await self.retry_call(fill, self.reconnect_timeout_s)
+        stream, reply = await self._call_open(fill)
         sessions = reply.open_group.sessions
         return [self._add_session(stream, open_response, args) for open_response in sessions]
 
@@ -117,14 +128,26 @@ class GrpcTransport:
         if stream is not None:
             await stream.close()
         await self._client.close()
+        for draining_stream in list(self._draining_connections):
+            self._start_to_close(draining_stream)
+        await asyncio.gather(*self._close_tasks)
 
     async def _close_surviving_sessions(self) -> None:
-        while True:
-            stream = await self.get_live_stream(_CLOSE_TIMEOUT_S)
-            replies = [stream.send_close(session.session_id) for session in self.surviving_sessions]
-            await asyncio.wait(replies)
-            if stream.break_reason is None:
-                return
+        sessions = list(self.surviving_sessions)
+        while sessions:
+            for session in sessions:
+                if session.stream.break_reason is not None:
+                    session.stream = await self.get_live_stream(_CLOSE_TIMEOUT_S)
+            await asyncio.wait(
+                [session.stream.send_close(session.session_id) for session in sessions]
+            )
+            sessions = [session for session in sessions if session.stream.break_reason is not None]
+
+    async def _call_open(self, fill: FillCall) -> tuple[CallStream, pb.Reply]:
+        """Return the reply to an open, which is repeated elsewhere if its server is draining."""
+        return await retry_on_new_connection(
+            lambda: self.retry_call(fill, self.reconnect_timeout_s), is_draining_error
+        )
 
     async def retry_call(self, fill: FillCall, timeout_s: float) -> tuple[CallStream, pb.Reply]:
         """Return the reply to a call, which is repeated on a new stream when its stream breaks.
@@ -137,7 +160,12 @@ class GrpcTransport:
 
         async def attempt_call() -> tuple[CallStream, pb.Reply]:
             stream = await self.get_live_stream(deadline_s - loop.time())
-            return stream, await _wait_for_reply(stream, stream.start_call(fill))
+            try:
+                return stream, await _wait_for_reply(stream, stream.start_call(fill))
+            except UnavailableError as error:
+                if is_draining_error(error):
+                    self._leave_server(stream)
+                raise
 
         return await retry(
             attempt_call,
@@ -157,11 +185,49 @@ class GrpcTransport:
                 )
             return self.stream
 
+    def _leave_server(self, stream: CallStream) -> None:
+        """Use a new connection for new sessions, because the server of the stream is draining.
+
+        A channel has one connection, so only a new channel can reach another server.
+        """
+        if self.stream is stream and stream.break_reason is None and not self._is_closed:
+            self._draining_connections[stream] = self._client
+            self.stream, self._client = None, _make_client(self.server)
+        self._close_unused_connections()
+
+    def _close_unused_connections(self) -> None:
+        """Close the connections to draining servers that have neither sessions nor calls."""
+        if not self._draining_connections:
+            return
+        used_streams = {session.stream for session in self._sessions}
+        for stream in list(self._draining_connections):
+            if stream.break_reason is not None or not (
+                stream in used_streams or stream.has_pending_calls
+            ):
+                self._start_to_close(stream)
+
+    def _start_to_close(self, stream: CallStream) -> None:
+        client = self._draining_connections.pop(stream)
+
+        async def close_connection() -> None:
+            await stream.close()
+            await client.close()
+
+        task = asyncio.get_running_loop().create_task(close_connection())
+        self._close_tasks.add(task)
+        task.add_done_callback(self._close_tasks.discard)
+
+    def remove_session(self, session: GrpcSession) -> None:
+        """Forget a session that was closed, and the connection that only it used."""
+        self._sessions.discard(session)
+        self._close_unused_connections()
+
     def _add_session(
         self, stream: CallStream, open_response: pb.OpenResponse, args: OpenArgs
     ) -> tuple[GrpcSession, StepResult | None]:
         linger_s = max(args.linger_s, self._granted_linger_s or 0.0)
         session = GrpcSession(self, stream, open_response, linger_s)
+        self._sessions.add(session)
         if session.survives_disconnect:
             self.surviving_sessions.add(session)
             self._start_keep_task()
@@ -179,6 +245,7 @@ class GrpcTransport:
         )
 
     def _handle_break(self, reason: str) -> None:
+        self._close_unused_connections()
         if self.surviving_sessions and not self._is_closed:
             self._start_keep_task()
 
@@ -193,15 +260,24 @@ class GrpcTransport:
                 linger_times_s = [session.linger_s for session in self.surviving_sessions]
                 linger_s = min(linger_times_s, default=0.0)
                 await asyncio.sleep(linger_s * KEEP_ALIVE_FRACTION)
-                stream = await self.get_live_stream(self.reconnect_timeout_s)
-                idle_sessions = [
-                    session for session in self.surviving_sessions if session.stream is not stream
-                ]
-                reply_futures = [session.move_to(stream) for session in idle_sessions]
-                if not reply_futures:
-                    # The reply to an empty call shows that the stream is alive.
-                    reply_futures = [stream.start_call(lambda call: None)]
-                await asyncio.gather(*reply_futures, return_exceptions=True)
+                await self._move_sessions()
+                # The reply to an empty call shows that the stream is alive.
+                streams = {session.stream for session in self.surviving_sessions}
+                live_streams = [stream for stream in streams if stream.break_reason is None]
+                probes = [stream.start_call(lambda call: None) for stream in live_streams]
+                await asyncio.gather(*probes, return_exceptions=True)
+
+    async def _move_sessions(self) -> None:
+        """Make a call of each session with a broken stream on a live stream."""
+        if all(session.stream.break_reason is None for session in self.surviving_sessions):
+            return
+        stream = await self.get_live_stream(self.reconnect_timeout_s)
+        reply_futures = [
+            session.move_to(stream)
+            for session in self.surviving_sessions
+            if session.stream.break_reason is not None
+        ]
+        await asyncio.gather(*reply_futures, return_exceptions=True)
 
 
 class GrpcSession:
@@ -263,15 +339,19 @@ class GrpcSession:
         return result
 
     async def close(self) -> None:
-        if self.stream.break_reason is None:
-            await self.stream.send_close(self.session_id)
-        elif self.survives_disconnect:
-            with contextlib.suppress(InfrastructureError):  # the session ends after its linger time
-                await self.transport.retry_call(self._fill_close, _CLOSE_TIMEOUT_S)
+        try:
+            if self.stream.break_reason is None:
+                await self.stream.send_close(self.session_id)
+            elif self.survives_disconnect:
+                with contextlib.suppress(InfrastructureError):  # it ends after its linger time
+                    await self.transport.retry_call(self._fill_close, _CLOSE_TIMEOUT_S)
+        finally:
+            self.transport.remove_session(self)
 
     def abandon(self) -> None:
         if self.stream.break_reason is None:
-            self.stream.send_close(self.session_id)
+            future = self.stream.send_close(self.session_id)
+            future.add_done_callback(lambda _: self.transport.remove_session(self))
 
     async def _call(self, fill: FillCall) -> pb.Reply:
         try:
@@ -299,6 +379,20 @@ async def _wait_for_reply(stream: CallStream, future: asyncio.Future[pb.Reply]) 
         if future.done() and not future.cancelled() and future.exception() is None:
             stream.close_opened(future.result())
         raise
+
+
+def _make_client(server: RemoteServer) -> GrpcClient:
+    """Return a client with a new channel, which connects when it is first used."""
+    options = server.options
+    channel = open_channel(
+        server.address.authority,
+        server.make_channel_credentials(),
+        options.server_name,
+        keepalive_s=options.keepalive_s,
+        keepalive_timeout_s=options.keepalive_s,
+    )
+    metadata = _make_metadata(server)
+    return GrpcClient(channel, str(server.address), lambda: metadata, options.timeout_s)
 
 
 def _make_metadata(server: RemoteServer) -> tuple[tuple[str, str], ...]:

@@ -22,8 +22,9 @@ import orjson
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from ludus.env.backoff import retry_unavailable
+from ludus.env.backoff import is_draining_error, retry_on_new_connection, retry_unavailable
 from ludus.env.encoding import DefaultSeeds, ResetArgs, encode_json, read_success
+from ludus.env.grpc.call_stream import ConnectionLostError
 from ludus.env.limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
 from ludus.env.messages.openenv import read_metadata, read_tensors_json, read_upstream_metadata
 from ludus.env.security.tracing import make_trace_headers
@@ -44,6 +45,7 @@ from ludus.proto.errors import (
     CallTimeoutError,
     CapacityError,
     ConfigError,
+    EnvError,
     GroupMismatchError,
     InvalidCallError,
     SessionLostError,
@@ -106,7 +108,7 @@ class SocketChannel:
                 await self._socket.send(encoded_message, text=True)
             reply = load_json(await self._socket.recv())
         except ConnectionClosed as error:
-            raise SessionLostError(
+            raise ConnectionLostError(
                 f"session lost: the connection to {self._address} broke: {error}; open a new one"
             ) from None
         reply_data: JsonObject = reply["data"]
@@ -159,6 +161,9 @@ class OpenEnvTransport:
     async def open(self, args: OpenArgs) -> tuple[OpenEnvSession, StepResult | None]:
         """Open a session, and return it with its first result if a reset was requested.
 
+        If the server is draining, or ends the connection before the first result, the open is
+        repeated on a new connection, which may reach another server.
+
         Raises:
             CapacityError: the only session of an OpenEnv 0.1 server is already open.
             ConfigError: `linger_s` is set, which this wire does not support.
@@ -171,6 +176,9 @@ class OpenEnvTransport:
             )
         if self.is_legacy and self.sessions:
             raise self._make_capacity_error(1)
+        return await retry_on_new_connection(lambda: self._open_once(args), _may_open_elsewhere)
+
+    async def _open_once(self, args: OpenArgs) -> tuple[OpenEnvSession, StepResult | None]:
         session = OpenEnvSession(self, await self._open_channel(args.with_text), args)
         self.sessions.add(session)
         try:
@@ -378,6 +386,11 @@ class OpenEnvSession:
             return TextView([{"role": "user", "content": content}], legal_answers)
         text_json = payload.get("text") if self._with_text else None
         return TextView(text_json["messages"], text_json["legal_answers"]) if text_json else None
+
+
+def _may_open_elsewhere(error: EnvError) -> bool:
+    """Return True if the server of the connection opens no session, but another server may."""
+    return is_draining_error(error) or isinstance(error, ConnectionLostError)
 
 
 def _refuse_ignored_arguments(server: RemoteServer, args: ResetArgs) -> None:

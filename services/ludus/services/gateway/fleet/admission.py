@@ -194,8 +194,8 @@ class FleetAdmission:
 
     def _make_draining_error(self) -> UnavailableError:
         return UnavailableError(
-            "this gateway is draining and accepts no new sessions; open the session through another"
-            " gateway",
+            "this gateway is draining and accepts no new sessions; open the session on a new"
+            " connection, which reaches another gateway",
             ErrorCode.DRAINING,
             retry_after_s=RETRY_AFTER_S,
         )

@@ -20,6 +20,11 @@ class Environments(dict[str, GatewaySessions]):
         return all(sessions.fleet.has_server_list for sessions in self.values())
 
     @property
+    def is_draining(self) -> bool:
+        """True once the gateway refuses new sessions."""
+        return any(sessions.admission.is_draining for sessions in self.values())
+
+    @property
     def num_sessions(self) -> int:
         """Number of open sessions that were opened through this gateway."""
         return sum(len(sessions.tracked_sessions) for sessions in self.values())

@@ -4,7 +4,8 @@
                         x-request-id            401, 403                   +--> the application
     gRPC -------------------------------------> AuthenticationInterceptor -+
 
-In the application, `get_current_tenant()` returns the caller.
+In the application, `get_current_tenant()` returns the caller. `ConnectionCloser` makes HTTP clients
+leave a draining gateway.
 """
 
 from __future__ import annotations
@@ -92,6 +93,35 @@ def choose_request_id(headers: list[_Header]) -> str:
 
 def _replace_header(header: _Header, headers: Iterable[_Header]) -> list[_Header]:
     return [*(other_header for other_header in headers if other_header[0] != header[0]), header]
+
+
+class ConnectionCloser:
+    """ASGI middleware that ends HTTP connections after a response, while the gateway drains.
+
+    A client that keeps its connection would otherwise send every open to this gateway. Any gateway
+    can answer the next call of an open session.
+
+    Args:
+        is_draining: returns True while the gateway drains.
+    """
+
+    def __init__(self, app: ASGIApp, is_draining: Callable[[], bool]) -> None:
+        self._app = app
+        self._is_draining = is_draining
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Serve a request, and close its connection if the gateway is draining."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_and_close(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._is_draining():
+                headers = _replace_header((b"connection", b"close"), message.get("headers", ()))
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_and_close)
 
 
 class AuthenticationMiddleware:
