@@ -86,6 +86,19 @@ def test_docs_picture_of_the_recorded_run_is_up_to_date() -> None:
 
 
 @pytest.mark.slow
+def test_waiting_open_requests_a_pod_within_ten_seconds() -> None:
+    release = render(SHIPPED_VALUES)
+    scaled_object = release.find("ScaledObject")["spec"]
+    endpoint = release.find("ServiceMonitor")["spec"]["endpoints"][0]
+    assert (endpoint["interval"], scaled_object["pollingInterval"]) == ("5s", 5)
+    trigger = scaled_object["triggers"][0]["metadata"]
+    assert float(trigger["activationThreshold"]) == 0, "one waiting open starts the first pod"
+    behavior = scaled_object["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleUp"]
+    assert behavior["stabilizationWindowSeconds"] == 0
+    assert {"type": "Percent", "value": 100, "periodSeconds": 15} in behavior["policies"]
+
+
+@pytest.mark.slow
 def test_missed_scrape_does_not_drop_the_queue(tmp_path: Path) -> None:
     labels = 'namespace="arena",release="ludus",env="blackjack"'
     series = {

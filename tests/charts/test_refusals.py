@@ -292,7 +292,7 @@ MALFORMED_VALUES = merge_values(
         "ingress": {"host": "a b", "className": "Nginx", "tlsSecret": "tls.pem "},
         "fullnameOverride": "ludus",
         "nameOverride": "Arena!",
-        "monitoring": {"monitors": {"interval": "often"}, "prometheusAddress": "prometheus:9090"},
+        "monitoring": {"monitors": {"interval": "often", "gatewayInterval": "5 s"}, "prometheusAddress": "prometheus:9090"},
         "runs": {"queue": {"name": "my queue"}},
         "storage": {
             "runs": {"existingClaim": "../claim", "storageClassName": "Fast SSD"},
@@ -318,6 +318,7 @@ MALFORMED_PLACES = [
     ("ingress.className", '"Nginx"'),
     ("ingress.host", '"a b"'),
     ("ingress.tlsSecret", '"tls.pem "'),
+    ("monitoring.monitors.gatewayInterval", '"5 s"'),
     ("monitoring.monitors.interval", '"often"'),
     ("monitoring.prometheusAddress", '"prometheus:9090"'),
     ("nameOverride", '"Arena!"'),

@@ -29,7 +29,7 @@
 {{- end }}
 {{- $keys := dict "auth.keys.sessionKey" .auth.keys.sessionKey "auth.keys.gatewayToken" .auth.keys.gatewayToken "auth.keys.environmentToken" .auth.keys.environmentToken "gateway.tenants.key" .gateway.tenants.key "storage.s3.keys.accessKeyId" .storage.s3.keys.accessKeyId "storage.s3.keys.secretAccessKey" .storage.s3.keys.secretAccessKey }}
 {{- $formats := dict "name" $names "host" $hosts "key" $keys "target" $packages "registry" (dict "image.registry" .image.registry) "repository" dict "tag" (dict "image.tag" .image.tag) "variable" dict }}
-{{- $formats = merge $formats (dict "url" (dict "monitoring.prometheusAddress" .monitoring.prometheusAddress) "duration" (dict "monitoring.monitors.interval" .monitoring.monitors.interval) "prefix" (dict "storage.s3.prefix" .storage.s3.prefix) "region" (dict "storage.s3.region" .storage.s3.region) "label" (dict "nameOverride" .nameOverride)) }}
+{{- $formats = merge $formats (dict "url" (dict "monitoring.prometheusAddress" .monitoring.prometheusAddress) "duration" (dict "monitoring.monitors.interval" .monitoring.monitors.interval "monitoring.monitors.gatewayInterval" .monitoring.monitors.gatewayInterval) "prefix" (dict "storage.s3.prefix" .storage.s3.prefix) "region" (dict "storage.s3.region" .storage.s3.region) "label" (dict "nameOverride" .nameOverride)) }}
 {{- range $place, $image := $images }}
 {{- range $part := list "registry" "repository" "tag" }}
 {{- $_ := set (get $formats $part) (printf "%s.%s" $place $part) (default "" (get $image $part)) }}
