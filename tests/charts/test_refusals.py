@@ -292,7 +292,10 @@ MALFORMED_VALUES = merge_values(
         "ingress": {"host": "a b", "className": "Nginx", "tlsSecret": "tls.pem "},
         "fullnameOverride": "ludus",
         "nameOverride": "Arena!",
-        "monitoring": {"monitors": {"interval": "often", "gatewayInterval": "5 s"}, "prometheusAddress": "prometheus:9090"},
+        "monitoring": {
+            "monitors": {"interval": "often", "gatewayInterval": "5 s"},
+            "prometheusAddress": "prometheus:9090",
+        },
         "runs": {"queue": {"name": "my queue"}},
         "storage": {
             "runs": {"existingClaim": "../claim", "storageClassName": "Fast SSD"},
