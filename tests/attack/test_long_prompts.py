@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import httpx
@@ -170,7 +171,7 @@ async def test_long_message_of_an_environment_ends_its_episode_only(
     limits = RolloutConfig(max_completion_tokens=8, max_tokens=max_tokens, max_turns=3)
     async with await AsyncEnvClient.connect(environment.grpc) as client:
         hostile, _ = make_player(client, chat, iter([code, "", ""]), limits=limits)
-        harmless, _ = make_player(client, chat, iter(["terminated = True"] * 1000), limits=limits)
+        harmless, _ = make_player(client, chat, repeat("terminated = True"), limits=limits)
 
         async def play() -> None:
             rollout = await harmless.play_episode(1)
