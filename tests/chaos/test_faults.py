@@ -78,10 +78,12 @@ def test_worker_server_and_store_outages_lose_only_episodes_in_flight(
     state = read_final_state(run)
     assert read_trained_steps(run) == list(range(1, state.step + 1))
     assert state.environment_restarts == 1
-    assert (state.weight_syncs, state.canary_failures) == (state.step + 1, 0)
+    published_step = state.weight_syncs - 1
+    assert published_step in (state.step - 1, state.step), "a stop skips only the last delivery"
+    assert state.canary_failures == 0
     assert state.max_staleness_seen <= 1
     versions = sorted(path.name[:9] for path in (run.folder / "weights").iterdir())
-    assert versions == [f"v{state.step - 1:08d}", f"v{state.step:08d}"]
+    assert versions == [f"v{published_step - 1:08d}", f"v{published_step:08d}"]
     counts = count_episodes(run)
     assert counts.is_balanced(), counts
     assert state.games_played == sum_episode_metric(run)
@@ -122,7 +124,7 @@ def test_run_continues_from_checkpoint_after_learner_rank_is_killed(
     with start_run(tmp_path, *SETTINGS, ENDLESS_SETTING, "learner.num_ranks=2") as run:
         run.wait_until(lambda: run.last_step >= 5)
         kill_process(find_pids(marker, LEARNER_RANK)[1])
-        run.wait_until(lambda: "training continues from step" in read_log(run))
+        run.wait_until(lambda: "training continues from the checkpoint" in read_log(run))
         wait_for_steps(run, 4)
         run.stop()
     state = read_final_state(run)

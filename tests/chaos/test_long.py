@@ -80,10 +80,11 @@ def kill_server(run: Run, marker: str) -> None:
 
 
 def kill_rank(run: Run, marker: str) -> None:
-    num_restarts = read_log(run).count("training continues from step")
+    num_restarts = read_log(run).count("training continues from the checkpoint")
     kill_process(find_pids(marker, LEARNER_RANK)[-1])
     run.wait_until(
-        lambda: read_log(run).count("training continues from step") > num_restarts, STEP_TIMEOUT_S
+        lambda: read_log(run).count("training continues from the checkpoint") > num_restarts,
+        STEP_TIMEOUT_S,
     )
 
 
