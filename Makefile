@@ -8,9 +8,10 @@ VENV := .venv/bin
 # Test files are distributed over processes, slow files first (tests/conftest.py). Fast tests mostly
 # wait, so they may use more processes than cores; whole runs keep more than a core busy.
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
+LOCAL_TESTS := not conformance and not chaos and not cluster and not attack
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic test test-again test-fast test-pythons chart-test conformance chaos attack soak lint bench bench-env bench-train bench-classic dist dist-test docs proto images cluster-test clean
+.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic test test-long test-again test-fast test-pythons chart-test conformance chaos attack soak lint bench bench-env bench-train bench-classic dist dist-test docs proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -46,15 +47,19 @@ learn-agents: setup ## learning proofs of LangGraph and smolagents agents (ARGS=
 learn-classic: setup ## learning proofs of networks in Gymnasium environments (ARGS="--only pendulum")
 	@$(VENV)/python bench/classic.py $(or $(ARGS),--only lunar_lander pendulum frozen_lake value shuffled)
 
-test: setup ## run all tests except conformance, chaos, attack and cluster-test
-	@$(PYTEST) -n 2 --junit-xml=.cache/tests.xml -m "not conformance and not chaos and not cluster and not attack"
-	@$(VENV)/python dev/durations.py check
+test: setup ## run the tests of every part, and a whole run of each kind
+	@$(PYTEST) -n 2 --junit-xml=.cache/tests.xml -m "not long and $(LOCAL_TESTS)"
+	@$(VENV)/python dev/durations.py check test
+
+test-long: setup ## run the longer tests: further whole runs, faults and notebooks
+	@$(PYTEST) -n 2 --junit-xml=.cache/tests-long.xml -m "long and $(LOCAL_TESTS)"
+	@$(VENV)/python dev/durations.py check test-long
 
 test-again: ## run the tests that failed last again, alone; at most five
 	@$(VENV)/python dev/test_again.py
 
 test-fast: setup ## run the tests that start no process, with fewer random examples
-	@$(PYTEST) -n 3 -p no:schemathesis --hypothesis-profile=quick -m "not slow and not conformance and not chaos and not cluster and not attack"
+	@$(PYTEST) -n 3 -p no:schemathesis --hypothesis-profile=quick -m "not slow and $(LOCAL_TESTS)"
 
 test-pythons: ## run the fast tests with Python 3.12 and 3.13, if they are installed
 	@bash dev/test_pythons.sh

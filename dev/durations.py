@@ -1,13 +1,13 @@
 """Compare how long each test took with the recorded durations, or record them.
 
-    python dev/durations.py check     fails if a test takes half as long again, and 10 s longer
-    python dev/durations.py record    writes tests/durations.json from the last `make test`
+    python dev/durations.py check test    fails if a test takes half as long again, and 10 s longer
+    python dev/durations.py record        writes tests/durations.json from both reports
 
-`make test` leaves its report in .cache/tests.xml. Only recorded tests, of 3 s and more, are
-compared; a slow test without a record is named. Only the call counts, because the first test of a
-process also starts its servers. The median ratio of all tests stands for the speed of a slower
-machine. A test that exceeds its limit runs twice more, alone, before it fails: other processes may
-have delayed it.
+`make test` leaves its report in .cache/tests.xml, and `make test-long` in .cache/tests-long.xml. Only
+recorded tests, of 3 s and more, are compared; a slow test without a record is named. Only the call
+counts, because the first test of a process also starts its servers. The median ratio of all tests
+stands for the speed of a slower machine. A test that exceeds its limit runs twice more, alone,
+before it fails: other processes may have delayed it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-REPORT_FILE = ROOT / ".cache" / "tests.xml"
+REPORT_FILES = {
+    "test": ROOT / ".cache" / "tests.xml",
+    "test-long": ROOT / ".cache" / "tests-long.xml",
+}
+"""The report of each make target."""
 RECORD_FILE = ROOT / "tests" / "durations.json"
 MIN_RECORDED_S = 3.0
 MAX_GROWTH = 1.5
@@ -75,10 +79,10 @@ def measure_slowdown(durations: Mapping[str, float], records: Mapping[str, float
     return max(1.0, statistics.median(ratios)) if ratios else 1.0
 
 
-def check() -> int:
-    """Compare the last report with the record; return the exit status."""
+def check(report_file: Path) -> int:
+    """Compare a report with the record; return the exit status."""
     records = json.loads(RECORD_FILE.read_text(encoding="utf-8"))
-    durations = read_report(REPORT_FILE)
+    durations = read_report(report_file)
     slowdown = measure_slowdown(durations, records)
     exceeded_limits = find_slowed(durations, records, slowdown)
     for test in find_unrecorded(durations, records):
@@ -99,7 +103,7 @@ def check() -> int:
 
 def time_alone(test: str) -> float:
     """Run one test in a separate process; return its seconds, infinite if it fails."""
-    report = REPORT_FILE.with_name("alone.xml")
+    report = ROOT / ".cache" / "alone.xml"
     command = [sys.executable, "-m", "pytest", f"--junit-xml={report}", test]
     if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode != 0:
         return math.inf
@@ -107,10 +111,15 @@ def time_alone(test: str) -> float:
 
 
 def record() -> int:
-    """Write the durations of the last report."""
+    """Write the durations of the last reports."""
+    measured = {
+        test: seconds
+        for file in REPORT_FILES.values()
+        for test, seconds in read_report(file).items()
+    }
     durations = {
         test: round(seconds, 1)
-        for test, seconds in sorted(read_report(REPORT_FILE).items())
+        for test, seconds in sorted(measured.items())
         if seconds >= MIN_RECORDED_S
     }
     RECORD_FILE.write_text(json.dumps(durations, indent=1) + "\n", encoding="utf-8")
@@ -119,6 +128,10 @@ def record() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in (["check"], ["record"]):
-        sys.exit("usage: python dev/durations.py check|record")
-    sys.exit(check() if sys.argv[1] == "check" else record())
+    match sys.argv[1:]:
+        case ["check", ("test" | "test-long") as target]:
+            sys.exit(check(REPORT_FILES[target]))
+        case ["record"]:
+            sys.exit(record())
+        case _:
+            sys.exit("usage: python dev/durations.py check test|test-long, or record")

@@ -229,6 +229,7 @@ async def test_agent_calls_environment_tools_and_calls_are_counted(
     assert (rollout.num_tool_calls, rollout.num_tool_calls_failed) == (2, 1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_program_is_isolated_and_stops_with_child_processes(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch

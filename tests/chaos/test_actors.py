@@ -108,6 +108,7 @@ async def test_killed_worker_is_replaced_and_loads_the_newest_weights(
     assert counts.num_lost - previous_counts.num_lost == 64 * 4
 
 
+@pytest.mark.long
 async def test_removed_worker_finishes_groups_in_progress(
     fleet: Fleet, workers: RolloutWorkers
 ) -> None:
@@ -161,6 +162,7 @@ async def test_evaluation_continues_when_a_worker_is_killed(workers: RolloutWork
     assert all(outcome.episode_return is not None for outcome in outcomes)
 
 
+@pytest.mark.long
 async def test_worker_with_a_failed_engine_is_replaced(
     fleet: Fleet, workers: RolloutWorkers
 ) -> None:
@@ -199,6 +201,7 @@ def break_engine(worker: Any) -> None:
     worker.components.engine.engine.step = raise_memory_error
 
 
+@pytest.mark.long
 async def test_missing_model_fails_the_start_of_workers(fleet: Fleet, tmp_path: Path) -> None:
     previous_pids = set(find_module_pids(ROLLOUT_WORKER))
     spec = replace(fleet.spec, model_path=str(tmp_path / "no-model"))
@@ -209,6 +212,7 @@ async def test_missing_model_fails_the_start_of_workers(fleet: Fleet, tmp_path: 
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_lost_rank_raises_an_error_and_restart_restores_the_checkpoint(
     fleet: Fleet, tmp_path: Path, signal_number: signal.Signals

@@ -23,7 +23,7 @@ from tests.chaos.faults import (
 )
 from tests.e2e.runs import Run, start_run, wait_until_gone
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 
 OUTAGE_S = 3.0
 NUM_STEPS = 10

@@ -158,6 +158,7 @@ def test_environment_error_is_reported_as_a_broken_rule(
     assert detail in checks[rule]["detail"]
 
 
+@pytest.mark.long
 def test_hanging_environment_is_detected_in_process_and_over_the_wire(
     ludus: RunCli, tmp_path: Path
 ) -> None:

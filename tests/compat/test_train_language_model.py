@@ -174,6 +174,7 @@ def test_critic_without_token_input_is_refused(model: str, tmp_path: Path) -> No
         request.actor.train_as_agent(request)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_training_inside_an_event_loop_changes_the_models_in_place(
     model: str, tmp_path: Path

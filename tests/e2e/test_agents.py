@@ -50,7 +50,11 @@ PROGRAM_OVERRIDES = (
 
 
 @pytest.mark.parametrize(
-    "overrides", [FUNCTION_OVERRIDES, PROGRAM_OVERRIDES], ids=["function", "program"]
+    "overrides",
+    [
+        pytest.param(FUNCTION_OVERRIDES, id="function"),
+        pytest.param(PROGRAM_OVERRIDES, id="program", marks=pytest.mark.long),
+    ],
 )
 def test_example_agent_trains_without_failed_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]

@@ -18,7 +18,7 @@ import pytest
 from ludus.proto.runs import LOG_ROW_PREFIX, MetricsRow
 from tests.e2e.runs import Run, start_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 
 CLUSTER_PROGRAM = """
 import sys

@@ -16,6 +16,7 @@ from tests.e2e.runs import Run, start_run
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.usefixtures("shared_ray"),
 ]

@@ -31,6 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield server
 
 
+@pytest.mark.long
 def test_training_in_two_parts_equals_uninterrupted_training(
     tmp_path: Path, server: RunningServer
 ) -> None:

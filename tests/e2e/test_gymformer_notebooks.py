@@ -49,6 +49,7 @@ def test_classic_notebook_saves_agents_and_plays_an_agent(
     assert list((runs_folder / "classic").iterdir())
 
 
+@pytest.mark.long
 def test_cot_notebook_evaluates_before_and_after_training(
     runs_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +58,7 @@ def test_cot_notebook_evaluates_before_and_after_training(
     assert (runs_folder / "Sums-v0" / "summary.json").is_file()
 
 
+@pytest.mark.long
 def test_reward_model_and_rlhf_notebooks_run_in_sequence(
     runs_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from tests.e2e.runs import start_run
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(2400),
     pytest.mark.usefixtures("shared_ray"),
 ]

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shared_ray")
 def test_program_trains_step_by_step_and_resumes_after_an_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.e2e.library_program", str(tmp_path)]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.runs import Run, find_processes, start_run, wait_until_gone
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 
 GAMES = {
     "cards": {"options": {"game": "blackjack"}, "weight": 3.0},

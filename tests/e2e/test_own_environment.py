@@ -14,6 +14,7 @@ from ludus.proto.runs import EVAL_FILE, SUMMARY_FILE, Evaluation, Summary
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("shared_ray"),
 ]

@@ -12,7 +12,7 @@ from ludus.proto.config import load_run_config
 from ludus.proto.runs import CONFIG_FILE, CONTROL_FILE
 from tests.e2e.runs import EXAMPLE, SMALL_RUN, Run, find_processes, start_run, wait_until_gone
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 def scale_workers(folder: Path, num_workers: int) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.trl_program import NUM_ROWS, REWARDED_ROWS_FILE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).parents[2]
 

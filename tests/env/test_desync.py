@@ -135,6 +135,7 @@ async def test_lingering_session_calls_a_tool_after_an_idle_connection_was_lost(
         assert await session.call_tool("note", {"text": "hello"}) == {"notes": ["hello"]}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_high_latency_server_is_reached_over_the_first_connection() -> None:
     async with serve() as server, FlakyProxy(server.grpc_address) as proxy:

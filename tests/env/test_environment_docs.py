@@ -68,6 +68,7 @@ def test_python_examples_play_over_every_wire(tmp_path, monkeypatch, capsys):
         server.stop()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_documented_command_except_serve_works(tmp_path):

@@ -283,6 +283,7 @@ async def test_sessions_survive_the_death_of_the_fork_server(isolation: str) -> 
     await wait_until(lambda: not any(map(is_alive, pids)))
 
 
+@pytest.mark.long
 async def test_open_succeeds_when_the_fork_server_dies(isolation: str) -> None:
     async with serve_workers(isolation=isolation) as server, connect_to(server) as client:
         host = get_host(server)

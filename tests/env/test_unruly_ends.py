@@ -35,7 +35,11 @@ from tests.env.test_unruly_table import NO_ERROR, Neighbor, get_http_outcome, mi
 
 pytestmark = pytest.mark.slow
 
-WORKER_HOSTS = [host for host in HOSTS if "isolation" in HOSTS[host][1]]
+WORKER_HOSTS = [
+    pytest.param(host, marks=[] if host == "process" else pytest.mark.long)
+    for host in HOSTS
+    if "isolation" in HOSTS[host][1]
+]
 PHASES = [phase for phase in Phase if phase is not Phase.BUILD]
 CODE_BY_MISBEHAVIOR = {
     HANG: "TIMEOUT",
@@ -171,6 +175,7 @@ async def test_open_fails_if_the_worker_ends_during_build(
             await wait_for_sessions(server.core, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("host", WORKER_HOSTS)
 async def test_http_and_mcp_return_the_same_code(host: str, tmp_path: Path) -> None:
     statuses = {"TIMEOUT": 504, "SESSION_LOST": 410}

@@ -454,6 +454,7 @@ async def test_sessions_without_linger_end_with_the_connection():
         await wait_until(lambda: count_sessions(servers) == 0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_thousand_lost_clients_leave_no_sessions():
     async with run_gateway(2, sessions={"linger_s": 3}) as (gateway, servers):

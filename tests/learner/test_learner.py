@@ -297,6 +297,7 @@ def test_memory_saving_options_keep_parameter_names_and_update_direction(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 # The compiler reads gradients of non-leaf tensors, which causes a warning.
 @pytest.mark.filterwarnings("default")

@@ -108,6 +108,7 @@ def train_rank(rank: int, folder: str) -> None:
     leave_process_group()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ranks_skip_the_same_updates(tmp_path: Path) -> None:

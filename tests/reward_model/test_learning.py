@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 NUM_COMPARISONS = 400
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("is_shuffled", "min_accuracy", "max_accuracy"),
     [(False, 0.5, 1.0), (True, 0.10, 0.40)],

@@ -130,6 +130,7 @@ async def test_async_engine_generates_scores_and_loads_weights_with_vllm(pair: E
     assert final_completion.policy_version == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_separate_process_prints_no_output_and_opens_no_connection(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.soak.options import SoakOptions
 from tests.soak.report import Verdict
 from tests.soak.soak import Soak
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 async def test_short_soak_with_many_faults_passes(

@@ -163,6 +163,7 @@ def test_check_accepts_only_a_reachable_bucket(
         BucketStorage(config).check()
 
 
+@pytest.mark.long
 def test_publish_and_fetch_succeed_despite_a_server_restart(
     server: S3Server, config: S3WeightStore
 ) -> None:

@@ -172,6 +172,7 @@ def test_error_message_contains_worker_version_hash_and_errors() -> None:
         assert part in str(raised.value)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_stale_tied_embeddings_are_detected(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def test_processes_exchange_versions_and_a_late_process_can_fetch() -> None:
     assert ray.get(late_worker.fetch.remote(weights)) > ray.get(worker.fetch.remote(weights)) == 0
 
 
+@pytest.mark.long
 def test_dropped_version_can_be_fetched_while_a_reference_exists() -> None:
     learner, worker = start_process(), start_process()
     versions = [ray.get(learner.publish.remote(version)) for version in range(8)]
@@ -82,6 +83,7 @@ def test_dropped_version_can_be_fetched_while_a_reference_exists() -> None:
         ray.get(worker.fetch.remote(weights))
 
 
+@pytest.mark.long
 def test_fetching_weights_of_a_dead_learner_fails() -> None:
     learner, worker = start_process(), start_process()
     # Ray copies small objects along with their reference.

@@ -75,6 +75,7 @@ def train_adapters(rank: int, folder: str) -> None:
         torch.save((logprobs, base_logprobs, adapters, base_weights), f"{folder}/outcome.pt")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_adapters_of_a_sharded_model_are_published_completely(tmp_path: Path) -> None:
