@@ -3,7 +3,7 @@
     python dev/durations.py check test    fails if a test takes half as long again, and 10 s longer
     python dev/durations.py record        writes tests/durations.json from both reports
 
-`make test` leaves its report in .cache/tests.xml, and `make test-long` in .cache/tests-long.xml. Only
+`make test` leaves its report in .cache/tests.xml, `make test-long` in .cache/tests-long.xml. Only
 recorded tests, of 3 s and more, are compared; a slow test without a record is named. Only the call
 counts, because the first test of a process also starts its servers. The median ratio of all tests
 stands for the speed of a slower machine. A test that exceeds its limit runs twice more, alone,
