@@ -43,7 +43,7 @@ class Sampler:
         self._chat = ChatTokenizer.load(str(run / _START), TinyModel())
         self._start = load_language_model(run / _START).eval()
         self._engine = TransformersEngine(
-            load_language_model(model or run / _START), end_token_id=self._chat.end_token_id
+            load_language_model(model or run / _START), end_token_ids=self._chat.end_token_ids
         )
 
     def answers(self, prompts: Sequence[str], num_each: int, max_tokens: int) -> list[Answer]:

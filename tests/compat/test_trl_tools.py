@@ -74,6 +74,10 @@ class ScriptTrainer(RolloutTrainer):
         self.max_completion_length = 400
         self.calls: list[list[list[int]]] = []
 
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        return self._chat.end_token_ids
+
     def generate_rollout_completions(self, prompts: Any, overrides: Any, as_chat: Any) -> Any:
         if not self.calls:
             self._prefixes = [list(prompt) for prompt in prompts]

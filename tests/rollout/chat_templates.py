@@ -147,7 +147,33 @@ PLAIN = Family(
 
 CHATML = Family("chatml", _CHATML_BODY, ("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
 
-FAMILIES = (QWEN25, QWEN3, LLAMA3, MISTRAL, GEMMA, PLAIN, CHATML)
+# Shows all system messages at the start of the conversation.
+SYSTEM_FIRST = Family(
+    "system-first",
+    "{{- bos_token }}"
+    "{%- for m in messages %}{%- if m.role == 'system' %}{{- m.content }}{%- endif %}{%- endfor %}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'user' %}{{- '<|User|>' + m.content }}{%- endif %}"
+    "{%- if m.role == 'assistant' %}{{- '<|Assistant|>' + m.content + eos_token }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|Assistant|>' }}{%- endif %}",
+    ("<|begin|>", "<|end|>", "<|User|>", "<|Assistant|>"),
+    eos="<|end|>",
+    bos="<|begin|>",
+)
+
+# Opens a thought in the prompt, and removes earlier thoughts.
+OPEN_THOUGHT = Family(
+    "open-thought",
+    "{%- for m in messages %}"
+    "{{- '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}",
+    ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<answer>", "</answer>"),
+    eos="<|im_end|>",
+)
+
+FAMILIES = (QWEN25, QWEN3, LLAMA3, MISTRAL, GEMMA, PLAIN, CHATML, SYSTEM_FIRST)
 
 
 @cache

@@ -93,7 +93,7 @@ def make_folder(folder: Path, *, tie_embeddings: bool) -> str:
 def make_transformers_engine(path: str, *, max_batch_size: int = 1024) -> Engine:
     """Return a transformers engine with the model in `path`."""
     model = load_language_model(path)
-    return TransformersEngine(model, end_token_id=END_TOKEN_ID, max_batch_size=max_batch_size)
+    return TransformersEngine(model, end_token_ids=[END_TOKEN_ID], max_batch_size=max_batch_size)
 
 
 def make_vllm_engine(path: str) -> Engine:
@@ -103,7 +103,7 @@ def make_vllm_engine(path: str) -> Engine:
     return VllmEngine(
         path,
         VllmGenerator(max_num_seqs=64),
-        end_token_id=END_TOKEN_ID,
+        end_token_ids=[END_TOKEN_ID],
         max_tokens=MAX_TOKENS,
         dtype="float32",
     )

@@ -151,8 +151,8 @@ async def test_episode_truncated_by_the_environment_includes_last_observation(
     [sequence] = rollout.sequences
     assert (rollout.status, rollout.reward) == (RolloutStatus.TRUNCATED, 8.0)
     assert [turn.reward for turn in sequence.turns] == [1.0, 7.0]
-    last_observation = chat.decode(sequence.token_ids[sequence.turns[-1].end :])
-    assert last_observation == "Total 8."
+    last_ids = sequence.token_ids[sequence.turns[-1].end :]
+    assert chat.tokenizer.decode(last_ids, skip_special_tokens=True) == "Total 8."
 
 
 async def test_reasoning_is_not_part_of_the_action(

@@ -34,7 +34,7 @@ def main(model_path: str) -> None:
         return VllmEngine(
             model_path,
             VllmGenerator.model_validate(config),
-            end_token_id=END_TOKEN_ID,
+            end_token_ids=[END_TOKEN_ID],
             max_tokens=128,
             dtype="float32",
         )

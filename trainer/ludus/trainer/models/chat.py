@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from sys import getsizeof
 from threading import Lock
@@ -36,7 +37,8 @@ from jinja2.exceptions import TemplateError
 from ludus.env import Message
 from ludus.proto.config import ModelConfig, PretrainedModel
 from ludus.proto.errors import ConfigError
-from ludus.trainer.models.special_tokens import TextTokenizer
+from ludus.trainer.models.special_tokens import TextTokenizer, list_special_tokens
+from ludus.trainer.models.thoughts import THOUGHT_START
 
 if TYPE_CHECKING:  # network runs use the text functions below, without transformers
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +52,6 @@ _BYTES_PER_TOKEN = 40
 _BYTES_PER_ENTRY = 512
 _MAX_CACHED_COMPLETION = 64
 """Maximum number of tokens of a cached completion: short ones repeat, long thoughts do not."""
-_THOUGHT_START, _THOUGHT_END = "<think>", "</think>"
 
 MessageKey = tuple[tuple[str, str], ...]
 KeyT = TypeVar("KeyT", bound=Hashable)
@@ -62,6 +63,8 @@ ToolSpec = dict[str, Any]
 _PLACEHOLDER = "assistant-turn-placeholder"
 """Text of the assistant while the template around it is analyzed."""
 _USER_MESSAGE: Message = {"role": "user", "content": "-"}
+_SYSTEM_MESSAGE: Message = {"role": "system", "content": "-"}
+_TOOL_MESSAGE: Message = {"role": "tool", "content": "-"}
 _ASSISTANT_MESSAGE: Message = {"role": "assistant", "content": _PLACEHOLDER}
 
 _TOOL_LIST = (
@@ -83,15 +86,22 @@ class ChatTokenizer:
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
+        end_token_ids: Iterable[int] = (),
         enable_thinking: bool = False,
         keep_thinking: bool = True,
     ) -> None:
+        """`end_token_ids` are further tokens that end a completion, from the model's files."""
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
         self.keeps_thoughts = keep_thinking
         """True if a conversation only grows; otherwise every turn renders all messages again."""
         self._texts = TextTokenizer(tokenizer)
+        self._completion_texts = TextTokenizer(tokenizer, kept_tokens=self._list_content_tokens())
         self.end_token_id: int = self._template.end_token_id
+        """The token that ends a turn in the template."""
+        self.end_token_ids = frozenset((self.end_token_id, tokenizer.eos_token_id, *end_token_ids))
+        """All tokens that end a completion. Some models end it differently after a tool call."""
+        self._hidden_ids = self.end_token_ids | {tokenizer.pad_token_id}
         self._end_text: str = tokenizer.decode([self.end_token_id])
         # The caches help because environments repeat the same few texts thousands of times.
         self._first_prompt_cache = SizedCache(self._encode_first, _measure_entry, self.cache_bytes)
@@ -101,14 +111,22 @@ class ChatTokenizer:
     @classmethod
     def load(cls, model_path: str, config: ModelConfig) -> ChatTokenizer:
         """Load the tokenizer of a model's folder or Hugging Face id."""
-        from ludus.trainer.models.load import load_tokenizer
+        from ludus.trainer.models.load import load_end_token_ids, load_tokenizer
 
         tokenizer = load_tokenizer(model_path)
         if not isinstance(config, PretrainedModel):
             return cls(tokenizer)
         return cls(
-            tokenizer, enable_thinking=config.enable_thinking, keep_thinking=config.keep_thinking
+            tokenizer,
+            end_token_ids=load_end_token_ids(model_path),
+            enable_thinking=config.enable_thinking,
+            keep_thinking=config.keep_thinking,
         )
+
+    @property
+    def opens_thoughts(self) -> bool:
+        """True if the prompt ends with the start of a thought, which the completion continues."""
+        return self._template.opens_thoughts
 
     def encode_text(self, text: str) -> list[int]:
         """Return the tokens of a text outside any chat template, including the BOS token.
@@ -164,16 +182,20 @@ class ChatTokenizer:
         prefix, _ = self._template.text_around_completion
         if not add_prefix and not prefix.isspace():
             prefix = ""
-        return [*self._encode(prefix + self._texts.break_specials(text)), self.end_token_id]
+        return [
+            *self._encode(prefix + self._completion_texts.break_specials(text)),
+            self.end_token_id,
+        ]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of sampled tokens, without special tokens."""
+        """Return the text of sampled tokens, without end tokens and padding."""
         if len(token_ids) > _MAX_CACHED_COMPLETION:
             return self._decode_ids(token_ids)
         return self._decode_cache(tuple(token_ids))
 
     def _decode_ids(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        shown_ids = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
+        return self.tokenizer.decode(shown_ids, skip_special_tokens=False)
 
     def _encode_first(self, key: tuple[MessageKey, str]) -> tuple[int, ...]:
         messages, tools = key
@@ -194,7 +216,24 @@ class ChatTokenizer:
 
     def _break_message_specials(self, key: MessageKey) -> list[Message]:
         return [
-            {"role": role, "content": self._texts.break_specials(content)} for role, content in key
+            {"role": role, "content": self._get_texts(role).break_specials(content)}
+            for role, content in key
+        ]
+
+    def _get_texts(self, role: str) -> TextTokenizer:
+        return self._completion_texts if role == "assistant" else self._texts
+
+    def _list_content_tokens(self) -> list[str]:
+        """Return the special tokens that a completion may contain, such as tags of thoughts.
+
+        The tokenizer's named tokens and those of the template start and end messages.
+        """
+        control_text = self._template.render_every_role()
+        named_tokens = {*self.tokenizer.all_special_tokens}
+        return [
+            token
+            for token in list_special_tokens(self.tokenizer)
+            if token not in named_tokens and token not in control_text
         ]
 
     def _break_tool_specials(self, content: Any) -> Any:
@@ -265,6 +304,24 @@ class ChatTemplate:
         # Some prompts open a thought, which the template removes if there is a response.
         return (start[len(prompt) :] if start.startswith(prompt) else ""), text_after
 
+    @cached_property
+    def opens_thoughts(self) -> bool:
+        """True if a prompt ends with the start of a thought."""
+        return self.render([_USER_MESSAGE]).rstrip().endswith(THOUGHT_START)
+
+    def render_every_role(self) -> str:
+        """Return a conversation with the roles that the template accepts."""
+        start, end = [_USER_MESSAGE, _ASSISTANT_MESSAGE], [_ASSISTANT_MESSAGE, _USER_MESSAGE]
+        conversations = (
+            [_SYSTEM_MESSAGE, *start, _TOOL_MESSAGE, *end],
+            [*start, _USER_MESSAGE],
+            [_USER_MESSAGE],
+        )
+        for messages in conversations:
+            with suppress(ConfigError):
+                return self.render(messages)
+        return ""  # The first prompt will raise the error.
+
     def _split_at_placeholder(self, text: str) -> tuple[str, str]:
         text_before, separator, text_after = text.rpartition(_PLACEHOLDER)
         if not separator:
@@ -272,12 +329,15 @@ class ChatTemplate:
         return text_before, text_after
 
     def _find_form(self, roles: tuple[str, ...]) -> MessageForm:
-        """Return the first form in which the template shows every message of these roles."""
+        """Return the first form in which the template shows all messages of these roles in order.
+
+        Some templates show a later system message at the start, where no appended prompt has it.
+        """
         messages: list[Message] = [
             {"role": role, "content": f"stands-for-{index}-of-them"}
             for index, role in enumerate(roles)
         ]
-        reason = "omits the messages of some roles"
+        reason = "omits or moves the messages of some roles"
         forms: tuple[MessageForm, ...] = (list, _merge_neighbors, _merge_into_user)
         for form in forms:
             try:
@@ -285,7 +345,8 @@ class ChatTemplate:
             except TemplateError as error:
                 reason = f"reports: {error}"
                 continue
-            if all(message["content"] in text for message in messages):
+            positions = [text.find(message["content"]) for message in messages]
+            if -1 not in positions and positions == sorted(positions):
                 return form
         raise self._make_refusal(
             f"refuses conversations with the roles {', '.join(roles)}; it {reason}"
@@ -374,28 +435,6 @@ class SizedCache(Generic[KeyT, ValueT]):
                 while self.size > self._max_size:
                     self.size -= self._measure_entry(*self._results.popitem(last=False))
         return result
-
-
-def strip_reasoning(text: str) -> str:
-    """Return a completion without its thoughts; empty if the thoughts do not end."""
-    return split_reasoning(text)[1]
-
-
-def split_reasoning(text: str) -> tuple[str, str]:
-    """Split a completion into its thoughts, without their tags, and its other text."""
-    start = find_thoughts_end(text)
-    if start == 0:
-        return "", text
-    thoughts = text[:start].replace(_THOUGHT_START, "").replace(_THOUGHT_END, "")
-    return thoughts.strip(), text[start:].strip()
-
-
-def find_thoughts_end(text: str) -> int:
-    """Return the index at which the thoughts end; the length of the text if they do not end."""
-    end = text.rfind(_THOUGHT_END)
-    if end >= 0:
-        return end + len(_THOUGHT_END)
-    return len(text) if _THOUGHT_START in text else 0
 
 
 def make_tool_list_message(tools: Sequence[ToolSpec]) -> Message:

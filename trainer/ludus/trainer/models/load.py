@@ -161,6 +161,29 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return loader.from_pretrained(path, local_files_only=is_local, trust_remote_code=False)
 
 
+def load_end_token_ids(path: str | Path) -> list[int]:
+    """Load the tokens at which `generate` ends an answer of a model; empty if it lists none.
+
+    They are in generation_config.json, or in older models in config.json.
+
+    Raises:
+        NotFoundError: there is no model.
+    """
+    with _shorten_errors(path) as is_local:
+        try:
+            generation = transformers.GenerationConfig.from_pretrained(
+                path, local_files_only=is_local
+            )
+        except OSError:
+            generation = transformers.GenerationConfig()
+    end_token_ids = generation.eos_token_id
+    if end_token_ids is None:
+        end_token_ids = getattr(load_config(path).get_text_config(), "eos_token_id", None)
+    if end_token_ids is None:
+        return []
+    return [end_token_ids] if isinstance(end_token_ids, int) else list(end_token_ids)
+
+
 def get_current_minute() -> int:
     """Return a number that changes every minute."""
     return int(time.monotonic() // 60)

@@ -10,6 +10,7 @@ tokens around the text.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -24,14 +25,17 @@ _SAMPLE_TEXT = "a"
 
 
 class TextTokenizer:
-    """A tokenizer of texts with breaks."""
+    """A tokenizer of texts with breaks.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    Args:
+        kept_tokens: special tokens that keep their meaning in a text.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, kept_tokens: Collection[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
-        added_tokens = tokenizer.added_tokens_decoder.values()
-        special_tokens = {str(token) for token in added_tokens if token.special} | {
-            *tokenizer.all_special_tokens
-        }
+        special_tokens = list_special_tokens(tokenizer).difference(kept_tokens)
         splittable = sorted(re.escape(token) for token in special_tokens if len(token) > 1)
         # The lookahead also finds tokens that overlap.
         pattern = rf"(?=(?:{'|'.join(splittable) or '(?!)'}))(.)"
@@ -71,3 +75,10 @@ class TextTokenizer:
         starts = reversed(range(len(token_ids) - length + 1))
         start = next(start for start in starts if token_ids[start : start + length] == sample_ids)
         return token_ids[:start], token_ids[start + length :]
+
+
+def list_special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the texts of all special tokens."""
+    added_tokens = tokenizer.added_tokens_decoder.values()
+    special_tokens = {str(token) for token in added_tokens if token.special}
+    return special_tokens | {*tokenizer.all_special_tokens}

@@ -54,6 +54,7 @@ from ludus.trainer.core.tasks import CancellingTaskGroup
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, ScoredTerm
 from ludus.trainer.data.failures import describe_error, find_first_error
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.thoughts import strip_reasoning
 from ludus.trainer.rollout.adapters.environment_adapter import (
     ChatRenderer,
     EnvironmentAdapter,
@@ -274,7 +275,8 @@ class TurnLoopRunner(SessionRunner[Conversation]):
             await record.encode_long_messages()
             if not record.has_room:
                 break
-            outcome = await adapter.apply_text(await record.complete())
+            text = strip_reasoning(await record.complete(), is_open=record.chat.opens_thoughts)
+            outcome = await adapter.apply_text(text)
             record.record_action(outcome.action)
             record.record_calls(outcome.num_calls, outcome.num_calls_failed)
             record.add_reward(outcome.reward)

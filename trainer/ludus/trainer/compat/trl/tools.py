@@ -31,13 +31,8 @@ from ludus.trainer.compat.trl.rollout.arguments import (
 )
 from ludus.trainer.compat.trl.rollout.contract import find_signature
 from ludus.trainer.core.functions import get_or_register_path
-from ludus.trainer.models.chat import (
-    ChatTokenizer,
-    ToolSpec,
-    count_chars,
-    is_surely_longer,
-    strip_reasoning,
-)
+from ludus.trainer.models.chat import ChatTokenizer, ToolSpec, count_chars, is_surely_longer
+from ludus.trainer.models.thoughts import strip_reasoning
 from ludus.trainer.rollout.adapters.tool_adapter import ToolCall, read_calls
 
 ToolFunction = Callable[..., Any]
@@ -179,7 +174,11 @@ class ToolRollout:
         if self._chat is None:
             arguments = trainer.args.chat_template_kwargs or {}
             enable_thinking = bool(arguments.get("enable_thinking"))
-            self._chat = ChatTokenizer(trainer.processing_class, enable_thinking=enable_thinking)
+            self._chat = ChatTokenizer(
+                trainer.processing_class,
+                end_token_ids=trainer.end_token_ids,
+                enable_thinking=enable_thinking,
+            )
         episodes = self._start_episodes(self._chat, prompts, trainer)
         while active_episodes := [episode for episode in episodes if not episode.is_finished]:
             self._play_round(self._chat, active_episodes, trainer)
@@ -251,8 +250,10 @@ class ToolRollout:
         for episode, output, limit in zip(active_episodes, outputs, token_limits, strict=True):
             token_ids = output["completion_ids"][:limit]
             episode.add(token_ids, output["logprobs"][:limit], is_sampled=True)
-            messages = self._call_tools(episode, chat.decode(token_ids))
-            has_ended = token_ids[-1] == chat.end_token_id
+            messages = self._call_tools(
+                episode, chat.decode(token_ids), is_open=chat.opens_thoughts
+            )
+            has_ended = token_ids[-1] in chat.end_token_ids
             added_ids, is_too_long = [], is_surely_longer(count_chars(messages), max_tokens)
             if messages and not is_too_long:
                 added_ids = chat.encode_next_prompt(messages, has_end_token=has_ended)
@@ -264,10 +265,10 @@ class ToolRollout:
             episode.num_rounds += 1
             episode.add(added_ids, [0.0] * len(added_ids), is_sampled=False)
 
-    def _call_tools(self, episode: _ToolEpisode, text: str) -> list[Message]:
+    def _call_tools(self, episode: _ToolEpisode, text: str, *, is_open: bool) -> list[Message]:
         """Return the results of a completion's calls as messages; empty without calls."""
         try:
-            calls = read_calls(strip_reasoning(text))
+            calls = read_calls(strip_reasoning(text, is_open=is_open))
         except ActionParseError as error:
             episode.num_calls += 1
             episode.num_failed += 1

@@ -22,7 +22,7 @@ from ludus.proto.errors import ActionError, ConfigError, LudusError, UserError
 from ludus.trainer.core.functions import import_callable
 from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.data.failures import describe_error
-from ludus.trainer.models.chat import ToolSpec, strip_reasoning
+from ludus.trainer.models.chat import ToolSpec
 
 NO_TEXT_REASON = (
     "and policies read text only, not the arrays of its observations; give it a text_renderer (for"
@@ -179,13 +179,13 @@ class EnvironmentAdapter:
         return self.last_result.text is not None or not isinstance(self._renderer, ServerRenderer)
 
     async def apply_text(self, text: str) -> StepOutcome:
-        """Apply a completion. A completion without a valid action ends the episode."""
+        """Apply a completion without thoughts. One without a valid action ends the episode."""
         return await self.act(text)
 
     async def act(self, text: str) -> StepOutcome:
         """Parse `text` as an action and take the step with it."""
         try:
-            action = self._renderer.parse_action(strip_reasoning(text), self.last_result)
+            action = self._renderer.parse_action(text, self.last_result)
         except ActionError:
             return StepOutcome([], self._invalid_action_reward, RolloutStatus.INVALID_ACTION)
         return await self.step(action)

@@ -38,7 +38,7 @@ from ludus.proto.errors import (
     ToolError,
 )
 from ludus.trainer.core.types import RolloutStatus
-from ludus.trainer.models.chat import ToolSpec, strip_reasoning
+from ludus.trainer.models.chat import ToolSpec
 from ludus.trainer.rollout.adapters.environment_adapter import (
     EnvironmentAdapter,
     Opening,
@@ -140,7 +140,7 @@ class ToolAdapter(EnvironmentAdapter):
         Errors of invalid calls are messages for the policy.
         """
         try:
-            calls = read_calls(strip_reasoning(text))
+            calls = read_calls(text)
             self._check_names(calls)
         except ActionParseError as error:
             self._num_invalid_completions += 1

@@ -43,11 +43,10 @@ from ludus.trainer.core.types import SampledCompletion, Turn, join_tokens
 from ludus.trainer.models.chat import (
     ChatTokenizer,
     count_chars,
-    find_thoughts_end,
     is_slow_to_encode,
     is_surely_longer,
-    split_reasoning,
 )
+from ludus.trainer.models.thoughts import find_thoughts_end, split_reasoning
 from ludus.trainer.rollout.adapters.tool_adapter import find_call_end, read_calls, remove_calls
 from ludus.trainer.rollout.agents.endpoint.exchange import (
     ApiError,
@@ -220,12 +219,14 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
     ) -> PolicyResponse:
         """Record a completion, cut as its request demands, and return its response."""
         text = self.chat.decode(completion.token_ids)
-        text_end, kept_end = _find_cut(text, request)
+        text_end, kept_end = _find_cut(text, request, is_open=self.chat.opens_thoughts)
         is_cut = text_end < len(text)
         if is_cut:
             completion = _take_first_tokens(self.chat, completion, text[:kept_end])
             text = text[:text_end]
-        response = parse_response(text, has_tools=bool(request.tools))
+        response = parse_response(
+            text, has_tools=bool(request.tools), is_open=self.chat.opens_thoughts
+        )
         if not completion.has_end_token and not is_cut and not response.calls:
             response = replace(response, finish_reason="length")
         response = replace(
@@ -321,9 +322,9 @@ def _find_first_completion(messages: Sequence[Message]) -> int:
     return roles.index("assistant") if "assistant" in roles else len(roles)
 
 
-def parse_response(text: str, *, has_tools: bool) -> PolicyResponse:
+def parse_response(text: str, *, has_tools: bool, is_open: bool = False) -> PolicyResponse:
     """Return the response with a text, split into reasoning, content and calls."""
-    reasoning, content = split_reasoning(text)
+    reasoning, content = split_reasoning(text, is_open=is_open)
     try:
         calls = read_calls(content) if has_tools else []
     except ActionParseError:
@@ -335,9 +336,9 @@ def parse_response(text: str, *, has_tools: bool) -> PolicyResponse:
     return PolicyResponse(remove_calls(content), reasoning, function_calls, "tool_calls")
 
 
-def _find_cut(text: str, request: PolicyRequest) -> tuple[int, int]:
+def _find_cut(text: str, request: PolicyRequest, *, is_open: bool) -> tuple[int, int]:
     """Return the end of the text in the response, and the end of the text that is trained on."""
-    start = find_thoughts_end(text)
+    start = find_thoughts_end(text, is_open=is_open)
     cuts = [
         (index, index + len(stop_text))
         for stop_text in request.stop_texts

@@ -238,7 +238,7 @@ def make_engine(run: LanguageModelRun, model_path: str, chat: ChatTokenizer) -> 
             if torch.cuda.is_available():
                 model = model.to("cuda")
             return TransformersEngine(
-                model, end_token_id=chat.end_token_id, max_batch_size=run.generator.max_batch_size
+                model, end_token_ids=chat.end_token_ids, max_batch_size=run.generator.max_batch_size
             )
         case VllmGenerator():
             from ludus.trainer.rollout.engines.vllm_engine import VllmEngine
@@ -246,7 +246,7 @@ def make_engine(run: LanguageModelRun, model_path: str, chat: ChatTokenizer) -> 
             return VllmEngine(
                 model_path,
                 run.generator,
-                end_token_id=chat.end_token_id,
+                end_token_ids=chat.end_token_ids,
                 max_tokens=run.generator.max_model_tokens or run.rollout.max_tokens,
                 dtype=run.learner.dtype,
             )

@@ -40,11 +40,11 @@ class TransformersEngine:
     """An engine in this process, in which each step completes all requests of one prompt length."""
 
     def __init__(
-        self, model: PreTrainedModel, *, end_token_id: int, max_batch_size: int = 1024
+        self, model: PreTrainedModel, *, end_token_ids: Collection[int], max_batch_size: int = 1024
     ) -> None:
         self.model = model.eval()
         self._device = model.device
-        self._end_token_id = end_token_id
+        self._end_token_ids = frozenset(end_token_ids)
         self._max_batch_size = max_batch_size
         self._queues: dict[int, list[EngineRequest]] = defaultdict(list)
         """Waiting requests by prompt length, ordered by the first request of each length."""
@@ -140,11 +140,11 @@ class TransformersEngine:
 
     def _is_finished(self, completion: _Completion) -> bool:
         is_full = len(completion.token_ids) >= completion.request.sampling.max_tokens
-        return is_full or completion.token_ids[-1] == self._end_token_id
+        return is_full or completion.token_ids[-1] in self._end_token_ids
 
     def _make_output(self, completion: _Completion) -> EngineOutput:
         token_ids, request_id = completion.token_ids, completion.request.request_id
-        has_end_token = token_ids[-1] == self._end_token_id
+        has_end_token = token_ids[-1] in self._end_token_ids
         return EngineOutput(request_id, token_ids, completion.logprobs, has_end_token)
 
 

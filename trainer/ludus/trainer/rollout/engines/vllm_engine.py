@@ -49,7 +49,7 @@ class VllmEngine:
         model_path: str,
         config: VllmGenerator,
         *,
-        end_token_id: int,
+        end_token_ids: Collection[int],
         max_tokens: int,
         dtype: str,
     ) -> None:
@@ -77,7 +77,7 @@ class VllmEngine:
                     **_make_device_arguments(config),
                 )
             )
-        self._end_token_id = end_token_id
+        self._end_token_ids = frozenset(end_token_ids)
         model_config = self._llm.model_config.hf_config
         self._parameter_names, self._tied_names = _list_parameter_names(model_config)
         self._step_thread_id: int | None = None
@@ -92,7 +92,7 @@ class VllmEngine:
         sampling_params = SamplingParams(
             **asdict(request.sampling),  # vLLM uses the same names
             seed=request.seed,
-            stop_token_ids=[self._end_token_id],
+            stop_token_ids=sorted(self._end_token_ids),
             ignore_eos=True,
             logprobs=0,
             detokenize=False,
@@ -182,7 +182,7 @@ class VllmEngine:
             raise RuntimeError(f"vLLM stopped request {output.request_id}: {finish_reason}")
         token_ids = list(completion.token_ids)
         logprobs = _select_logprobs(token_ids, completion.logprobs)
-        has_end_token = token_ids[-1] == self._end_token_id
+        has_end_token = token_ids[-1] in self._end_token_ids
         return EngineOutput(int(output.request_id), token_ids, logprobs, has_end_token)
 
 

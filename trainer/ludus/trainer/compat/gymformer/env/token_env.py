@@ -102,9 +102,11 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
 
     @property
     def answer(self) -> str:
-        """Text of the completion so far, without special tokens."""
-        token_ids = self._state[self._num_prompt_tokens :]
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        """Text of the completion so far, without end tokens and padding."""
+        hidden_ids = (self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
+        completion_ids = self._state[self._num_prompt_tokens :]
+        shown_ids = [token_id for token_id in completion_ids if token_id not in hidden_ids]
+        return str(self.tokenizer.decode(shown_ids, skip_special_tokens=False))
 
     @abstractmethod
     def _start_episode(self, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -126,6 +126,11 @@ class RolloutTrainer:
         self.num_generations = self.num_generations_eval = self.args.num_generations
         self.max_completion_length = self.args.max_completion_length
 
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """All tokens that end a completion."""
+        return self._completions.end_token_ids
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"trainer.{name} is not available: {_UNAVAILABLE_MESSAGE}")
 

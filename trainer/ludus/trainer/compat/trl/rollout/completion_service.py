@@ -175,8 +175,13 @@ class CompletionService:
                 )
         return token_ids
 
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """All tokens that end a completion."""
+        return self._chat.end_token_ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return sampled tokens as text, without special tokens."""
+        """Return sampled tokens as text, without end tokens and padding."""
         return self._chat.decode(list(token_ids))
 
     async def complete(

@@ -268,7 +268,7 @@ class BatchFunctionRunner:
 
     def _make_episode(self, seed: int, prompt: RolloutPrompt, row: RolloutRow) -> PlayedEpisode:
         text = self._chat.decode(row.completion_ids)
-        is_finished = row.completion_ids[-1] == self._chat.end_token_id
+        is_finished = row.completion_ids[-1] in self._chat.end_token_ids
         rollout = Rollout(
             environment=self._environment,
             seed=seed,
@@ -306,7 +306,8 @@ def _make_transcript_turns(
     messages, last_end = list(prompt), 0
     for start, end in row.sampled_spans:
         if start > last_end:
-            text = chat.decode(row.completion_ids[last_end:start])
+            added_ids = row.completion_ids[last_end:start]
+            text = chat.tokenizer.decode(added_ids, skip_special_tokens=True)
             messages = [*messages, {"role": "environment", "content": text}]
         completion = chat.decode(row.completion_ids[start:end])
         yield make_transcript_turn(messages, completion, None, 0.0)
