@@ -107,14 +107,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "training": {"groups_per_step": 1, "max_staleness": 0},
     },
     # arXiv 2503.14476, section 4.1, and its recipe in https://github.com/volcengine/verl: 512
-    # prompts of 16 completions, and 16 updates with 512 completions each. DAPO's penalty for
-    # overlong completions is a reward function and not part of the preset.
+    # prompts of 16 completions, and 16 updates with 512 completions each. The penalty for
+    # overlong completions falls over the last fifth of their length, as there.
     "dapo": {
         "rollout": {
             "group_size": 16,
             "group_seed": "shared",
             "temperature": 1.0,
             "top_p": 1.0,
+            "overlong": "penalise",
         },
         "algorithm": {
             **_GRPO_SETTINGS,

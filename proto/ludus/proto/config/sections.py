@@ -203,6 +203,9 @@ class RolloutConfig(Section):
     """Maximum number of turns; longer episodes are truncated."""
     max_tokens: PositiveInt = 512
     """Maximum number of tokens of an episode, prompts included; longer episodes are truncated."""
+    overlong: Literal["train", "mask", "penalise"] = "train"
+    """Treatment of episodes that a limit on tokens or turns cut off: trained on; masked, so that
+    their rewards count in baselines only; or penalised for their length (docs/rewards.md)."""
     invalid_action_reward: float = -1.0
     """Reward of a completion that is not a valid action. It ends the episode (docs/rewards.md)."""
     group_timeout_s: Seconds = 300.0

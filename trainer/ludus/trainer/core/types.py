@@ -153,6 +153,8 @@ class Turn:
     """Action that the completion caused; None if it caused none."""
     parent: Turn | None = None
     """Previous turn of the sequence; None for its first turn."""
+    is_cut: bool = False
+    """True if the completion reached its maximum number of tokens."""
 
     @property
     def lineage(self) -> list[Turn]:
@@ -271,6 +273,10 @@ class Rollout(_FastPickle):
     """Number of sequences that branch off another, because an agent changed its history."""
     has_agent_failed: bool = False
     """True if the episode is void because its agent failed or did not finish in time."""
+    is_masked: bool = False
+    """True if the episode counts in baselines, but is not trained on."""
+    length_penalty: float | None = None
+    """Penalty for the length, at most 0, which is part of the reward; None if there is none."""
 
     @property
     def turns(self) -> tuple[TurnSpan, ...]:

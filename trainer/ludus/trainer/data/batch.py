@@ -220,7 +220,7 @@ def _make_samples(
     for index, group in enumerate(groups):
         group_credits = turn_credits[index] if turn_credits else repeat(repeat(0.0))
         for rollout, rollout_credits in zip(group.rollouts, group_credits, strict=False):
-            if rollout.reward is not None:
+            if rollout.reward is not None and not rollout.is_masked:
                 yield from _make_rollout_samples(
                     rollout, iter(rollout_credits), gamma, has_critic=has_critic
                 )

@@ -58,7 +58,7 @@ class RolloutCounts:
     num_groups: int = 0
     num_zero_variance_groups: int = 0
     num_void_groups: int = 0
-    """Number of groups with fewer than two scored episodes."""
+    """Number of groups with fewer than two scored episodes, or with masked episodes only."""
     num_stale_groups: int = 0
     """Number of groups older than the staleness bound."""
     num_rolled_back_groups: int = 0
@@ -132,6 +132,9 @@ def count_group(
 ) -> RolloutCounts:
     """Return the counts of one finished group."""
     rewards = [reward for reward in group.rewards if reward is not None]
+    is_any_trained = any(
+        rollout.reward is not None and not rollout.is_masked for rollout in group.rollouts
+    )
     statuses = [rollout.status for rollout in group.rollouts]
     finished_rollouts = [
         rollout for rollout in group.rollouts if rollout.episode_return is not None
@@ -159,7 +162,7 @@ def count_group(
         num_losses=outcomes[OutcomeKind.LOST],
         num_groups=1,
         num_zero_variance_groups=int(len(rewards) >= 2 and has_zero_variance(group)),
-        num_void_groups=int(len(rewards) < 2),
+        num_void_groups=int(len(rewards) < 2 or not is_any_trained),
         num_tokens_generated=sum(rollout.num_tokens_sampled for rollout in group.rollouts),
         num_turns=sum(len(rollout.turns) for rollout in group.rollouts),
         reward_sum=sum(rewards),

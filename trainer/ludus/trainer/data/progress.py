@@ -201,5 +201,8 @@ class ProgressMonitor:
 
 
 def _find_most_common_cause(counts: RolloutCounts) -> str:
-    """Return the most common reason; without failures, a missing reward is the cause."""
-    return find_most_common_reason(counts.failures) or "a term of the reward is None for them"
+    """Return the most common reason; without failures, rewards or trained tokens are missing."""
+    return find_most_common_reason(counts.failures) or (
+        "a term of the reward is None for their episodes, or rollout.overlong = 'mask' masks all "
+        "of them; then raise rollout.max_completion_tokens"
+    )

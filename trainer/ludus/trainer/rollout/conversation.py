@@ -213,9 +213,9 @@ class Conversation(EpisodeRecord[Turn]):
         completion = await self.generate(prompt_ids, self.sampling, seed)
         text = self.chat.decode(completion.token_ids)
         new_messages = self.messages[self._num_answered_messages :]
-        self.turns.append(
-            Turn(pending_ids, completion, messages=new_messages, text=text, parent=parent)
-        )
+        turn = Turn(pending_ids, completion, messages=new_messages, text=text, parent=parent)
+        turn.is_cut = not completion.has_end_token
+        self.turns.append(turn)
         self.messages.append({"role": "assistant", "content": text})
         self._num_answered_messages = len(self.messages)
         self._pending_ids, self._starts_sequence = None, False

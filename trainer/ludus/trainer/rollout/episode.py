@@ -62,6 +62,7 @@ from ludus.trainer.rollout.adapters.environment_adapter import (
 )
 from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, Toolbox
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError, EpisodeRecord
+from ludus.trainer.rollout.overlong import judge_length
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
 from ludus.trainer.rollout.runner import EpisodeStart, RunnerComponents
 
@@ -88,6 +89,8 @@ class EpisodeEnd:
     """Reason why the episode is void; empty if it is not void."""
     success: bool | None = None
     """`success` of the environment's last result."""
+    hit_limit: bool = False
+    """True if a limit of the run ended the episode, not the environment."""
 
 
 RolloutFunction: TypeAlias = Callable[
@@ -243,6 +246,12 @@ class SessionRunner(ABC, Generic[RecordT]):
             terms=(ScoredTerm("environment", episode_return),),
             success=end.success,
         )
+        rollout = judge_length(
+            rollout,
+            self.limits,
+            num_tokens=max(len(turn.completion.token_ids) for turn in record.turns),
+            is_overlong=end.hit_limit or any(turn.is_cut for turn in record.turns),
+        )
         return _add_record(rollout, record, end.fields)
 
     @property
@@ -283,7 +292,12 @@ class TurnLoopRunner(SessionRunner[Conversation]):
             record.add(outcome.messages)
             status = outcome.status
         result, end_status = adapter.last_result, status or RolloutStatus.TRUNCATED
-        return EpisodeEnd(end_status, LastResultFields(result), success=result.success)
+        return EpisodeEnd(
+            end_status,
+            LastResultFields(result),
+            success=result.success,
+            hit_limit=status is None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +318,7 @@ class FunctionRunner(TurnLoopRunner):
         try:
             end = await self.function(session, first_result, record)
         except ConversationFullError:
-            return EpisodeEnd(RolloutStatus.TRUNCATED)
+            return EpisodeEnd(RolloutStatus.TRUNCATED, hit_limit=True)
         except ActionError:
             if not record.num_turns:
                 # The function itself chose the invalid action, not the policy.

@@ -54,6 +54,7 @@ class TokenConversation(Conversation):
                 logprobs=completion.logprobs[:num_kept],
                 has_end_token=False,
             )
+            turn.is_cut = False
             turn.text = self.chat.decode(turn.completion.token_ids)
             self.messages[-1]["content"] = turn.text
         turn.reward, turn.token_rewards = sum(rewards), tuple(rewards)
@@ -86,7 +87,9 @@ class TokenLevelRunner(SessionRunner[TokenConversation]):
                 )
             record.add_tokens(shown_ids[len(expected_ids) :])
             if not record.has_room:
-                return EpisodeEnd(RolloutStatus.TRUNCATED, result.info, success=result.success)
+                return EpisodeEnd(
+                    RolloutStatus.TRUNCATED, result.info, success=result.success, hit_limit=True
+                )
             token_ids = await record.complete_tokens()
             try:
                 result = await session.step(action={"token_ids": token_ids})

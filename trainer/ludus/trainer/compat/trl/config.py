@@ -89,6 +89,7 @@ MAPPED_FIELDS: Mapping[str, tuple[Any, Any]] = {
     "save_total_limit": (None, Annotated[int, Field()] | None),
     "data_seed": (None, NonNegativeInt | None),
     "max_completion_length": (512, PositiveInt),
+    "mask_truncated_completions": (False, bool),
     "temperature": (1.0, Temperature),
     "top_p": (1.0, Share),
     "top_k": (0, Annotated[int, Field(ge=-1)] | None),
@@ -211,9 +212,6 @@ _REFUSED_BY_REMEDY = {
     "set temperature, top_p, top_k, min_p, repetition_penalty": "generation_kwargs=None",
     "remove it, or set use_vllm = False for transformers": "vllm_model_impl='vllm'",
     "let the reward function score the format": "vllm_structured_outputs_regex=None",
-    "let the reward function return None for completions without an end": (
-        "mask_truncated_completions=False"
-    ),
     "the reference is the starting policy": "sync_ref_model=False",
     "remove it, because all sampled tokens are trained on": "top_entropy_quantile=1.0",
     "set entropy_coef": "use_adaptive_entropy=False",

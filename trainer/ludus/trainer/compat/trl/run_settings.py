@@ -204,6 +204,7 @@ def _make_rollout(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[s
         "min_p": args.min_p or 0.0,
         "repetition_penalty": args.repetition_penalty,
         "max_completion_tokens": args.max_completion_length,
+        "overlong": "mask" if args.mask_truncated_completions else "train",
         "max_tokens": max_tokens,
         "generate_port": _find_server_port(args),
     }

@@ -227,7 +227,8 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         response = parse_response(
             text, has_tools=bool(request.tools), is_open=self.chat.opens_thoughts
         )
-        if not completion.has_end_token and not is_cut and not response.calls:
+        exceeds_limit = not completion.has_end_token and not is_cut
+        if exceeds_limit and not response.calls:
             response = replace(response, finish_reason="length")
         response = replace(
             response,
@@ -245,6 +246,7 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
             parent=parent,
             request=request,
             response=response,
+            is_cut=exceeds_limit,
         )
         self.turns.append(turn)
         self._turns_by_key[response.chat_message.key].append(turn)

@@ -143,7 +143,12 @@ class AgentRunner(SessionRunner[ConversationTree]):
         last_result, fields = adapter.last_result, LastResultFields(adapter.last_result)
         all_fields = {**result.fields, **fields} if result.fields else fields
         status = outcome.status or default_status
-        return EpisodeEnd(status, all_fields, success=last_result.success)
+        return EpisodeEnd(
+            status,
+            all_fields,
+            success=last_result.success,
+            hit_limit=bool(tree.refusal) and outcome.status is None,
+        )
 
 
 async def _apply_result(

@@ -37,6 +37,7 @@ from ludus.proto.runs import TranscriptTurn
 from ludus.trainer.core.functions import import_callable
 from ludus.trainer.core.types import Rollout, RolloutStatus, ScoredTerm
 from ludus.trainer.data.failures import describe_error
+from ludus.trainer.rollout.overlong import PENALTY_TERM
 from ludus.trainer.rollout.rewards.reward_models import Columns, QueuedRewardModel, RewardModels
 
 ENVIRONMENT_TERM = RewardTerm()
@@ -248,6 +249,9 @@ class Reward:
             ScoredTerm(term_values.term.name, value)
             for term_values, value in zip(all_term_values, values, strict=True)
         )
+        penalty = rollout.length_penalty
+        if penalty is not None:
+            terms = (*terms, ScoredTerm(PENALTY_TERM, penalty))
         if row is None:
             return replace(rollout, terms=terms)
         failed_terms = [term_values for term_values in all_term_values if term_values.failure]
@@ -257,17 +261,19 @@ class Reward:
             reward, status = None, RolloutStatus.FAILED
         elif status is RolloutStatus.INVALID_ACTION and reward is not None:
             reward += self._invalid_action_reward
+        episode_return = reward if rollout.episode_return is None else rollout.episode_return
+        if reward is not None and penalty is not None:
+            reward += penalty
         if reward is not None and not is_valid_reward(reward):
             failure = (
                 f"the weighted sum of the reward's terms is {reward}, but it must be "
                 f"{REWARD_RULE}; reduce the weights"
             )
             reward, status = None, RolloutStatus.FAILED
-        episode_return = rollout.episode_return
         return replace(
             rollout,
             reward=reward,
-            episode_return=reward if episode_return is None else episode_return,
+            episode_return=episode_return,
             terms=terms,
             status=status,
             failure=failure,

@@ -54,6 +54,7 @@ from ludus.trainer.rollout.episode import (
     make_void_rollout,
     retry_while_full,
 )
+from ludus.trainer.rollout.overlong import judge_length
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
 from ludus.trainer.rollout.runner import EpisodeStart, RunnerComponents
 from ludus.trainer.rollout.transcript import make_transcript_turn
@@ -280,6 +281,12 @@ class BatchFunctionRunner:
             policy_version=row.policy_version,
             num_tool_calls=_read_count(row.fields, "num_tool_calls"),
             num_tool_calls_failed=_read_count(row.fields, "num_tool_calls_failed"),
+        )
+        rollout = judge_length(
+            rollout,
+            self._limits,
+            num_tokens=max(end - start for start, end in row.sampled_spans),
+            is_overlong=not is_finished,
         )
         has_text = isinstance(prompt.prompt, str)
         fields = {**prompt.columns, **row.fields}
