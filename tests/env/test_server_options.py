@@ -4,8 +4,9 @@ import socket
 from pathlib import Path
 
 import pytest
+from starlette.applications import Starlette
 
-from ludus.env.serving.listeners import bind
+from ludus.env.serving.listeners import HttpListener, bind
 from ludus.env.sessions.options import ServerOptions, count_available_cpus, list_flags
 from ludus.proto.errors import ConfigError
 
@@ -90,3 +91,12 @@ def test_ipv6_wildcard_address_includes_ipv4(family) -> None:
         host = "127.0.0.1" if family == socket.AF_INET else "::1"
         client.connect((host, listener.getsockname()[1]))
         assert listener.accept()[1]
+
+
+def test_http_responses_are_sent_without_delay() -> None:
+    with bind("127.0.0.1", 0, "port") as listening_socket:
+        HttpListener(Starlette(), listening_socket)
+        with socket.create_connection(listening_socket.getsockname()):
+            connection, _ = listening_socket.accept()
+            with connection:
+                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

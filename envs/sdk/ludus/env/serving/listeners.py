@@ -150,6 +150,9 @@ class HttpListener:
         keep_alive_s: int = _KEEP_ALIVE_S,
         allowed_hosts: Collection[str] = (),
     ) -> None:
+        # Otherwise the body of a response waits 40 ms until the client acknowledges its head.
+        # asyncio does this only for sockets that were created with a protocol number.
+        listening_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = listening_socket
         if is_loopback_name(listening_socket.getsockname()[0]):
             app = RefuseForeignHosts(RefuseForeignOrigins(app), allowed_hosts=allowed_hosts)
