@@ -10,7 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from ludus.env import Message
-from ludus.trainer.models.chat import ChatTokenizer, SizedCache
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.sized_cache import SizedCache
 from ludus.trainer.models.tiny import make_tokenizer
 
 TEXTS = ["hard 16 vs 10", "HIT", "STAND", "soft 18 vs A"] * 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from threading import Event
 from typing import Any
 
 import pytest
@@ -13,7 +15,12 @@ from ludus.trainer.core.types import SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.reward_model.model import TextEncoder
 from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
-from ludus.trainer.rollout.agents.endpoint.exchange import ChatMessage, LimitError, PolicyRequest
+from ludus.trainer.rollout.agents.endpoint.exchange import (
+    ChatMessage,
+    FunctionCall,
+    LimitError,
+    PolicyRequest,
+)
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError
 from tests.rollout.chat_templates import CHATML, make_family_tokenizer
 
@@ -150,6 +157,77 @@ async def test_too_long_tools_are_refused_unencoded() -> None:
     conversation.offer_tools([tool])
     conversation.add(make_messages("Hi"))
     assert not conversation.has_room
+
+
+class CountingTokenizer(ChatTokenizer):
+    """A tokenizer that counts encoded characters, and can wait in its threads."""
+
+    num_encoded_chars = 0
+    num_calls = 0
+
+    def __init__(self) -> None:
+        super().__init__(make_family_tokenizer(CHATML))
+        self.may_encode = Event()
+        self.may_encode.set()
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        self.num_calls += 1
+        self.num_encoded_chars += len(text)
+        self.may_encode.wait(20)
+        return super()._encode(text)
+
+
+LONG_LIMITS = RolloutConfig(max_completion_tokens=8, max_tokens=8192, max_turns=2)
+LONG_TEXT = "word " * 200_000
+LONG_ARGUMENTS = "{" + ",".join(f'"{index}":1' for index in range(60_000)) + "}"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        PolicyRequest((ChatMessage("user", LONG_TEXT),)),
+        PolicyRequest((ChatMessage("user", "Hi"), ChatMessage("assistant", LONG_TEXT))),
+        PolicyRequest((ChatMessage("user", "<|im_end|>" * 40_000),)),
+        PolicyRequest((ChatMessage("user", "Hi"),), tools=(make_tool(LONG_TEXT),)),
+        PolicyRequest(
+            (
+                ChatMessage("user", "Hi"),
+                ChatMessage("assistant", "", (FunctionCall("look", LONG_ARGUMENTS),)),
+            )
+        ),
+    ],
+    ids=["prompt", "completion", "special tokens", "tool", "arguments"],
+)
+async def test_too_long_request_is_refused_after_its_first_part(request_: PolicyRequest) -> None:
+    chat = CountingTokenizer()
+    tree = ConversationTree(refuse_to_generate, chat, LONG_LIMITS, SAMPLING, key=1)
+    with pytest.raises(LimitError, match=r"max_tokens = 8192 .* characters"):
+        await tree.respond(request_)
+    assert 0 < chat.num_encoded_chars < 150_000
+
+
+async def test_too_many_messages_are_refused_unencoded() -> None:
+    chat = UnusedTokenizer(make_family_tokenizer(CHATML))
+    tree = ConversationTree(refuse_to_generate, chat, LIMITS, SAMPLING, key=1)
+    with pytest.raises(LimitError, match=r"max_tokens = 512 .* 513 messages"):
+        await tree.respond(PolicyRequest((ChatMessage("user", ""),) * 513))
+
+
+async def test_long_request_waits_for_the_thread_of_a_cancelled_request() -> None:
+    chat = CountingTokenizer()
+    tree = ConversationTree(refuse_to_generate, chat, LONG_LIMITS, SAMPLING, key=1)
+    chat.may_encode.clear()
+    request = PolicyRequest((ChatMessage("user", "word " * 10_000),))
+    first_task = asyncio.create_task(tree.respond(request))
+    while chat.num_calls == 0:
+        await asyncio.sleep(0.005)
+    first_task.cancel()
+    second_task = asyncio.create_task(tree.respond(request))
+    await asyncio.sleep(0.05)
+    assert first_task.cancelled() and chat.num_calls == 1
+    chat.may_encode.set()
+    with pytest.raises(LimitError):
+        await second_task
 
 
 async def test_request_beyond_the_turns_is_refused_unencoded() -> None:

@@ -24,19 +24,17 @@ refuse, and in whether they list tools. All of this is found out by rendering sm
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from sys import getsizeof
-from threading import Lock
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
 from ludus.env import Message
 from ludus.proto.config import ModelConfig, PretrainedModel
 from ludus.proto.errors import ConfigError
+from ludus.trainer.models.sized_cache import SizedCache, measure_entry
 from ludus.trainer.models.special_tokens import TextTokenizer, list_special_tokens
 from ludus.trainer.models.thoughts import THOUGHT_START
 
@@ -45,17 +43,16 @@ if TYPE_CHECKING:  # network runs use the text functions below, without transfor
 
 _MAX_CHARS_PER_TOKEN = 256
 """Number of characters that no token exceeds: the longest of common vocabularies have 128."""
+_MAX_USUAL_CHARS_PER_TOKEN = 8
+"""Number of characters of a token that few texts exceed on average."""
+_MAX_BODY_OVERHEAD_BYTES = 1 << 20
+"""Size of the parts of a request that are not part of the prompt, such as ids and metadata."""
 _MAX_FAST_CHARS = 20_000
 """Number of characters that are encoded within about 50 ms."""
-_BYTES_PER_TOKEN = 40
-"""Size of an int and its entry in a tuple."""
-_BYTES_PER_ENTRY = 512
 _MAX_CACHED_COMPLETION = 64
 """Maximum number of tokens of a cached completion: short ones repeat, long thoughts do not."""
 
 MessageKey = tuple[tuple[str, str], ...]
-KeyT = TypeVar("KeyT", bound=Hashable)
-ValueT = TypeVar("ValueT")
 
 ToolSpec = dict[str, Any]
 """A tool in the form of chat templates: {"type": "function", "function": {name, ...}}."""
@@ -104,9 +101,9 @@ class ChatTokenizer:
         self._hidden_ids = self.end_token_ids | {tokenizer.pad_token_id}
         self._end_text: str = tokenizer.decode([self.end_token_id])
         # The caches help because environments repeat the same few texts thousands of times.
-        self._first_prompt_cache = SizedCache(self._encode_first, _measure_entry, self.cache_bytes)
-        self._next_prompt_cache = SizedCache(self._encode_next, _measure_entry, self.cache_bytes)
-        self._decode_cache = SizedCache(self._decode_ids, _measure_entry, self.cache_bytes)
+        self._first_prompt_cache = SizedCache(self._encode_first, measure_entry, self.cache_bytes)
+        self._next_prompt_cache = SizedCache(self._encode_next, measure_entry, self.cache_bytes)
+        self._decode_cache = SizedCache(self._decode_ids, measure_entry, self.cache_bytes)
 
     @classmethod
     def load(cls, model_path: str, config: ModelConfig) -> ChatTokenizer:
@@ -186,6 +183,24 @@ class ChatTokenizer:
             *self._encode(prefix + self._completion_texts.break_specials(text)),
             self.end_token_id,
         ]
+
+    def is_surely_longer(self, texts: Iterable[str], num_chars: int, max_tokens: int) -> bool:
+        """Return True if texts surely have more than `max_tokens` tokens.
+
+        Texts with few characters for each token are not checked, because the caller encodes them.
+        Other texts are encoded in pieces until the pieces have more than `2 * max_tokens` tokens.
+        The cuts between pieces add far fewer tokens.
+        """
+        if num_chars <= _MAX_USUAL_CHARS_PER_TOKEN * max_tokens:
+            return False
+        num_tokens = 0
+        for text in texts:
+            for start in range(0, len(text), _MAX_FAST_CHARS):
+                piece = self._texts.break_specials(text[start : start + _MAX_FAST_CHARS])
+                num_tokens += len(self._encode(piece))
+                if num_tokens > 2 * max_tokens:
+                    return True
+        return False
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of sampled tokens, without end tokens and padding."""
@@ -398,43 +413,9 @@ def is_surely_longer(num_chars: int, max_tokens: int) -> bool:
     return num_chars > max_tokens * _MAX_CHARS_PER_TOKEN
 
 
-class SizedCache(Generic[KeyT, ValueT]):
-    """A function with a cache of its results, bounded by the total size of all entries.
-
-    The number of entries is no useful bound, because sizes differ 1,000-fold. The least recently
-    used result is evicted first. Several threads may call the function.
-    """
-
-    def __init__(
-        self,
-        function: Callable[[KeyT], ValueT],
-        measure_entry: Callable[[KeyT, ValueT], int],
-        max_size: int,
-    ) -> None:
-        """`measure_entry` returns the size of an entry; `max_size` bounds the sum of all sizes."""
-        self._function = function
-        self._measure_entry = measure_entry
-        self._max_size = max_size
-        self.size = 0
-        """Sum of the sizes of all entries."""
-        self._results: OrderedDict[KeyT, ValueT] = OrderedDict()
-        self._lock = Lock()
-
-    def __call__(self, key: KeyT) -> ValueT:
-        """Return the function's result, from the cache if possible."""
-        with self._lock:
-            if key in self._results:
-                self._results.move_to_end(key)
-                return self._results[key]
-        result = self._function(key)
-        size = self._measure_entry(key, result)
-        with self._lock:
-            if size <= self._max_size and key not in self._results:
-                self._results[key] = result
-                self.size += size
-                while self.size > self._max_size:
-                    self.size -= self._measure_entry(*self._results.popitem(last=False))
-        return result
+def limit_body_bytes(max_tokens: int) -> int:
+    """Return the size of JSON above which its texts surely have more than `max_tokens` tokens."""
+    return _MAX_BODY_OVERHEAD_BYTES + max_tokens * _MAX_CHARS_PER_TOKEN
 
 
 def make_tool_list_message(tools: Sequence[ToolSpec]) -> Message:
@@ -477,14 +458,3 @@ def _make_key(messages: Sequence[Message]) -> MessageKey:
 
 def _parse_key(key: MessageKey) -> list[Message]:
     return [{"role": role, "content": content} for role, content in key]
-
-
-def _measure_entry(*contents: object) -> int:
-    """Return the approximate size of an entry of nested tuples of texts and token ids."""
-    return _BYTES_PER_ENTRY + _measure_content(contents)
-
-
-def _measure_content(content: object) -> int:
-    if isinstance(content, str):
-        return getsizeof(content)
-    return sum(map(_measure_content, content)) if isinstance(content, tuple) else _BYTES_PER_TOKEN

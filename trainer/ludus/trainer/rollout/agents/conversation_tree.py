@@ -29,8 +29,9 @@ import asyncio
 import json
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NoReturn
 from zlib import crc32
 
@@ -45,8 +46,9 @@ from ludus.trainer.models.chat import (
     count_chars,
     is_slow_to_encode,
     is_surely_longer,
+    limit_body_bytes,
 )
-from ludus.trainer.models.thoughts import find_thoughts_end, split_reasoning
+from ludus.trainer.models.thoughts import find_thoughts_end, split_reasoning, strip_reasoning
 from ludus.trainer.rollout.adapters.tool_adapter import find_call_end, read_calls, remove_calls
 from ludus.trainer.rollout.agents.endpoint.exchange import (
     ApiError,
@@ -58,6 +60,9 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
     PolicyResponse,
 )
 from ludus.trainer.rollout.conversation import EpisodeRecord
+
+_CHARS_PER_MESSAGE = 400
+"""Number of characters that are encoded in the time in which a message is rendered."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -84,6 +89,10 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
     """Number of completions requested so far for each prompt, by the prompt's hash."""
     _num_started_completions: int = field(default=0, init=False)
     """Number of finished completions and of completions that are being sampled."""
+    _num_sampled_tokens: int = field(default=0, init=False)
+    """Number of tokens of all completions."""
+    _thread_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Lock of the thread that encodes long prompts."""
 
     async def respond(self, request: PolicyRequest) -> list[PolicyResponse]:
         """Return [request.num_completions] responses, and record their completions as turns.
@@ -96,8 +105,8 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         max_tokens = min(request.max_tokens or limit, limit)
         self._check_num_turns(request)
         num_chars = self._check_num_chars(request)
-        if is_slow_to_encode(num_chars):
-            prompt_ids = await asyncio.to_thread(self._encode_prompt, request)
+        if is_slow_to_encode(num_chars + _CHARS_PER_MESSAGE * len(request.messages)):
+            prompt_ids = await self._encode_in_thread(request, num_chars)
             self._check_num_turns(request)
         else:
             prompt_ids = self._encode_prompt(request)
@@ -114,6 +123,12 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         return [
             self._add_turn(parent, request, prompt_ids, completion) for completion in completions
         ]
+
+    def check_body_size(self, num_bytes: int) -> None:
+        # A history also repeats completions whose reasoning is not part of the prompt.
+        num_tokens = self.limits.max_tokens + self._num_sampled_tokens
+        if num_bytes > limit_body_bytes(num_tokens):
+            self._refuse_length(f"a body of {num_bytes} bytes")
 
     @property
     def num_branches(self) -> int:
@@ -140,6 +155,33 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         """Raise LimitError if a limit has refused a request."""
         if self.refusal:
             raise LimitError(self.refusal)
+
+    async def _encode_in_thread(self, request: PolicyRequest, num_chars: int) -> list[int]:
+        """Return the tokens of a prompt. An episode encodes one long prompt at a time.
+
+        If the request is cancelled, the next prompt waits until the thread has ended.
+        """
+        await self._thread_lock.acquire()
+        thread_result = asyncio.get_running_loop().run_in_executor(
+            None, self._encode_long_prompt, request, num_chars
+        )
+        thread_result.add_done_callback(lambda _: self._thread_lock.release())
+        return await asyncio.shield(thread_result)
+
+    def _encode_long_prompt(self, request: PolicyRequest, num_chars: int) -> list[int]:
+        """Return the tokens of a prompt; refuse a prompt that is too long after its first part."""
+        tools_json = json.dumps(request.tools, ensure_ascii=False)
+        message_texts = map(self._list_prompt_texts, request.messages)
+        texts = chain([tools_json], chain.from_iterable(message_texts))
+        if self.chat.is_surely_longer(texts, num_chars, self.limits.max_tokens):
+            self._refuse_length(f"a prompt of {num_chars} characters")
+        return self._encode_prompt(request)
+
+    def _list_prompt_texts(self, message: ChatMessage) -> Iterable[str]:
+        """Return the texts of a message that become part of the prompt."""
+        if message.role == "assistant" and not self.chat.keeps_thoughts:
+            return map(strip_reasoning, message.unparsed_texts)
+        return message.unparsed_texts
 
     def _encode_prompt(self, request: PolicyRequest) -> list[int]:
         try:
@@ -249,6 +291,7 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
             is_cut=exceeds_limit,
         )
         self.turns.append(turn)
+        self._num_sampled_tokens += len(completion.token_ids)
         self._turns_by_key[response.chat_message.key].append(turn)
         return response
 
@@ -270,8 +313,14 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
 
     def _check_num_chars(self, request: PolicyRequest) -> int:
         """Return the number of characters; refuse a prompt that is too long even to be encoded."""
-        num_chars = count_chars(_make_template_messages(request.messages), request.tools)
-        if is_surely_longer(num_chars, self.limits.max_tokens):
+        num_messages, max_tokens = len(request.messages), self.limits.max_tokens
+        if num_messages > max_tokens:  # a message has at least one token of the template
+            self._refuse_length(f"{num_messages} messages")
+        num_chars = sum(
+            len(text) for message in request.messages for text in message.unparsed_texts
+        )
+        num_chars += count_chars((), request.tools)
+        if is_surely_longer(num_chars, max_tokens):
             self._refuse_length(f"a prompt of {num_chars} characters")
         return num_chars
 

@@ -69,6 +69,9 @@ class RandomResponder:
         self._num_turns_left -= request.num_completions
         return [self._respond(request) for _ in range(request.num_completions)]
 
+    def check_body_size(self, num_bytes: int) -> None:
+        """Accept every size, because prompts are not encoded."""
+
     def _respond(self, request: PolicyRequest) -> PolicyResponse:
         text = self._draw_text(request)
         response = replace(parse_response(text, has_tools=bool(request.tools)), num_tokens=1)

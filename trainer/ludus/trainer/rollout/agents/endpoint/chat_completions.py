@@ -115,7 +115,7 @@ def _read_message_and_calls(message_json: Any, param: str) -> ChatMessage:
     calls_param = f"{param}.tool_calls"
     entries = enumerate(read_list(message_json, "tool_calls", calls_param))
     calls = tuple(read_call(call, f"{calls_param}.{index}") for index, call in entries)
-    return replace(message, calls=calls)
+    return replace(message, calls=calls) if calls else message
 
 
 def _make_common_fields(request: ApiRequest, object_type: str) -> JsonObject:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, Protocol, TypeAlias
@@ -58,6 +58,14 @@ class ChatMessage:
     def text(self) -> str:
         """Text of the message, followed by its calls in <tool_call> tags."""
         return "\n".join(filter(None, [self.content, *map(_format_call, self.calls)]))
+
+    @property
+    def unparsed_texts(self) -> Iterator[str]:
+        """The content, and the names and arguments of the calls as they were sent."""
+        yield self.content
+        for call in self.calls:
+            yield call.name
+            yield call.arguments
 
     @property
     def template_message(self) -> Message:
@@ -155,6 +163,13 @@ class Responder(Protocol):
 
         Raises:
             ApiError: the request cannot be served; the agent receives the error.
+        """
+
+    def check_body_size(self, num_bytes: int) -> None:
+        """Check the size of a request's body, before the body is read.
+
+        Raises:
+            LimitError: no prompt within the run's limits needs so large a body.
         """
 
 

@@ -142,6 +142,8 @@ def make_unknown_field_error(name: str) -> FieldError:
 
 def quote(value: Any) -> str:
     """Return a value as quoted, shortened text for error messages."""
+    if isinstance(value, str):
+        value = value[:_MAX_QUOTED_CHARACTERS]
     return f"{value!r:.{_MAX_QUOTED_CHARACTERS}}"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import count
@@ -17,6 +18,7 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
     ApiError,
     ChatMessage,
     FieldError,
+    FunctionCall,
     PolicyRequest,
     PolicyResponse,
     make_call_ids,
@@ -187,6 +189,7 @@ def _read_items(items: Any) -> list[ChatMessage]:
     if items is not None and not isinstance(items, list):
         raise FieldError("input", f"expected a text or a list of items, got {quote(items)}")
     messages: list[ChatMessage] = []
+    calls_by_index: defaultdict[int, list[FunctionCall]] = defaultdict(list)
     for item_index, item in enumerate(items or ()):
         param = f"input.{item_index}"
         match item.get("type", "message") if isinstance(item, dict) else item:
@@ -195,8 +198,7 @@ def _read_items(items: Any) -> list[ChatMessage]:
             case "function_call":
                 if not messages or messages[-1].role != "assistant":
                     messages.append(ChatMessage("assistant", ""))
-                calls = (*messages[-1].calls, read_call(item, param))
-                messages[-1] = replace(messages[-1], calls=calls)
+                calls_by_index[len(messages) - 1].append(read_call(item, param))
             case "function_call_output":
                 text = read_text(item.get("output"), f"{param}.output")
                 messages.append(ChatMessage("tool", text))
@@ -209,6 +211,8 @@ def _read_items(items: Any) -> list[ChatMessage]:
                     f"{quote(item_type)}",
                     "unsupported_content",
                 )
+    for index, calls in calls_by_index.items():
+        messages[index] = replace(messages[index], calls=tuple(calls))
     return messages
 
 

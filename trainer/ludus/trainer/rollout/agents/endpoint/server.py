@@ -177,7 +177,7 @@ class AgentEndpoint:
             Route("/v1/responses", self._make_route(_handle_responses), methods=["POST"]),
             Route("/v1/models", self._make_route(_describe_models)),
             Route("/v1/models/{name:path}", self._make_route(_describe_models)),
-            Route("/mcp", self._make_route(_handle_mcp), methods=["POST"]),
+            Route("/mcp", self._make_route(_handle_mcp, is_for_policy=False), methods=["POST"]),
         ]
         app = Starlette(routes=routes)
         listening_socket = bind(host, port, "environment.agent.host")
@@ -211,7 +211,9 @@ class AgentEndpoint:
             for handler_task in episode.handler_tasks:
                 handler_task.cancel()
 
-    def _make_route(self, handle: _Handler) -> Callable[[Request], Awaitable[Response]]:
+    def _make_route(
+        self, handle: _Handler, *, is_for_policy: bool = True
+    ) -> Callable[[Request], Awaitable[Response]]:
 
         async def serve(request: Request) -> Response:
             try:
@@ -226,7 +228,9 @@ class AgentEndpoint:
                     )
                 # The body must be read first, because waiting for a disconnect would consume it.
                 is_post = request.method == "POST"
-                body = await _read_json(request) if is_post else request.path_params
+                body = request.path_params
+                if is_post:
+                    body = await _read_json(request, episode.responder if is_for_policy else None)
                 return await _run_until_disconnect(request, episode, handle(episode, body))
             except ApiError as error:
                 return _make_json_response(error.body, error.status)
@@ -301,12 +305,24 @@ async def _cancel_on_disconnect(request: Request, handler_task: asyncio.Future[A
     handler_task.cancel()
 
 
-async def _read_json(request: Request) -> Any:
+async def _read_json(request: Request, responder: Responder | None) -> Any:
+    """Return the content of a body, whose size is checked before it is read and parsed.
+
+    Args:
+        responder: the responder that limits the size; None if the body does not become a prompt.
+    """
+
+    def check_size(num_bytes: int) -> None:
+        if responder is not None:
+            responder.check_body_size(num_bytes)
+        if num_bytes > MAX_MESSAGE_BYTES:
+            raise ApiError(f"expected at most {MAX_MESSAGE_BYTES} bytes, got more", status=413)
+
+    check_size(int(request.headers.get("content-length", 0)))
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MAX_MESSAGE_BYTES:
-            raise ApiError(f"expected at most {MAX_MESSAGE_BYTES} bytes, got more", status=413)
+        check_size(len(body))
     try:
         return parse_json(bytes(body))
     except InvalidCallError as error:
