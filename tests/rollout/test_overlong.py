@@ -88,7 +88,7 @@ async def test_penalty_is_added_to_rewards_of_functions(chat: ChatTokenizer) -> 
     term = RewardTerm(function="tests.rollout.reward_functions:count_words", weight=0.5)
     rollouts = await play(chat, "penalise", reward=Reward([term]))
     ended, cut = rollouts["ended"], rollouts["a completion was cut"]
-    assert ended.reward == 0.5 * NUM_STEPS * len("ADD 1".split())
+    assert ended.reward == 0.5 * NUM_STEPS * len(["ADD", "1"])
     assert cut.reward == ended.reward - 1
 
 
