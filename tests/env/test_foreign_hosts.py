@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
 import httpx
@@ -82,6 +83,48 @@ async def test_server_refuses_foreign_host_names_of_websockets() -> None:
                 pass
         assert error_info.value.response.status_code == 403
         assert server.core.load.num_sessions == 0
+
+
+async def request_status(port: int, target: str, *headers: str) -> int:
+    """Return the status of a GET request with this target in its first line."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    lines = [f"GET {target} HTTP/1.1", *headers, "connection: close", "", ""]
+    writer.write("\r\n".join(lines).encode())
+    async with asyncio.timeout(60):
+        head = await reader.readuntil(b"\r\n\r\n")
+    writer.close()
+    return int(head.split()[1])
+
+
+async def test_host_of_an_absolute_url_replaces_the_header() -> None:
+    async with serve() as server:
+        port = int(server.http_address.rpartition(":")[2])
+        for host, header, status in (
+            ("evil.example", "localhost", 403),
+            ("evil.example:80", "localhost", 403),
+            ("localhost@evil.example", "localhost", 403),
+            ("[2001:db8::1]:80", "localhost", 403),
+            ("localhost:80", "evil.example", 200),
+            ("[::1]:80", "evil.example", 200),
+        ):
+            url = f"http://{host}/metadata"
+            assert await request_status(port, url, f"host: {header}") == status
+            assert await request_status(port, url, f"host: {header}", "host: localhost") == status
+
+
+async def test_every_origin_must_be_local() -> None:
+    async with serve() as server:
+        port = int(server.http_address.rpartition(":")[2])
+        local, foreign = "origin: http://localhost", "origin: http://evil.example"
+        for origins, status in (
+            ([local, foreign], 403),
+            ([foreign, local], 403),
+            ([local, local], 200),
+            ([f"{local} http://evil.example"], 403),
+            (["origin: null"], 403),
+        ):
+            status_code = await request_status(port, "/metadata", "host: localhost", *origins)
+            assert status_code == status, origins
 
 
 async def test_server_accepts_given_host_names() -> None:

@@ -194,9 +194,56 @@ async def test_head_timeout_does_not_apply_to_bodies_and_sockets(
         assert len(await socket.recv()) == 50_000
 
 
+CHUNKED_HEAD = b"POST /count HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
 async def test_trailers_are_dropped(port: int) -> None:
     connection = await RawConnection.connect(port)
-    head = b"POST /count HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
-    trailers = b"".join(b"x-%d: y\r\n" % number for number in range(2000))
-    await connection.send(head + b"2\r\nxx\r\n0\r\n" + trailers + b"\r\n")
-    assert await connection.read_response() == (200, 2)
+    trailers = b"".join(b"x-%d: y\r\n" % number for number in range(800))
+    for _ in range(3):
+        await connection.send(CHUNKED_HEAD + b"2\r\nxx\r\n0\r\n" + trailers + b"\r\n")
+        assert await connection.read_response() == (200, 2)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"2\r\nxx\r\n0\r\nx: " + b"y" * 12_000,
+        b"2\r\nxx\r\n0\r\n" + b"x: y\r\n" * 2500,
+        b"2;" + b"y" * 12_000,
+        b"0" * 12_000,
+    ],
+    ids=["trailer", "trailers", "extension", "size"],
+)
+async def test_long_marks_of_a_body_are_refused(port: int, rest: bytes) -> None:
+    connection = await RawConnection.connect(port)
+    await connection.send(CHUNKED_HEAD + rest)
+    status, body = await connection.read_response()
+    assert (status, body["detail"]["code"]) == (431, "VALIDATION_ERROR")
+    assert await connection.is_closed()
+
+
+async def test_short_marks_of_many_chunks_are_allowed(port: int) -> None:
+    connection = await RawConnection.connect(port)
+    await connection.send(CHUNKED_HEAD + b"1;a=b\r\nx\r\n" * 5000 + b"0\r\n\r\n")
+    assert await connection.read_response() == (200, 5000)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b" " * 12_500 + b"HTTP/1.1\r\nhost: localhost",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nx:" + b" " * 12_500,
+        b"\r\n" * 6250 + b"GET / HTTP/1.1\r\nhost: localhost",
+    ],
+    ids=["line", "header", "empty lines"],
+)
+@pytest.mark.parametrize("earlier_request", [b"", b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"])
+async def test_white_space_is_a_part_of_a_head(
+    port: int, head: bytes, earlier_request: bytes
+) -> None:
+    connection = await RawConnection.connect(port)
+    await connection.send(earlier_request + head + b"\r\n\r\n")
+    status, body = await connection.read_response()
+    assert (status, body["detail"]["code"]) == (431, "VALIDATION_ERROR")
+    assert await connection.is_closed()

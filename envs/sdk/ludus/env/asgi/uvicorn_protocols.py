@@ -21,6 +21,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
@@ -36,6 +37,8 @@ _REFUSAL_TEMPLATE = (
     b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
     b"connection: close\r\n\r\n%s"
 )
+_PIECE_BYTES = 1024
+"""Maximum number of bytes that are parsed at once."""
 _HEADER_MARKS_BYTES = 4
 """Number of bytes of the marks of a header: a colon, a space and the end of the line."""
 GOING_AWAY_CODE = 1001
@@ -58,7 +61,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """An HTTP protocol for uvicorn with limited heads, for the option `http` of its `Config`.
 
     A head is measured twice: by its parsed parts, and by the bytes that were read, because the
-    parser passes a line on only when the line is complete.
+    parser passes a line on only when the line is complete, and drops white space. Received data is
+    parsed in short pieces, so that the bytes of a head are nearly exact.
+
+    The bytes between two parts of a body are limited, too: chunk sizes, extensions and trailers.
     """
 
     max_head_bytes = MAX_HEAD_BYTES
@@ -71,8 +77,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Number of bytes that were read of an incomplete head."""
         self._num_parsed_bytes = 0
         """Number of bytes in the parsed parts of the head."""
+        self._num_marks_bytes = 0
+        """Number of bytes that were read since the last part of the body."""
+        self._is_reading_body = False
+        self._has_body = False
+        """True if a part of a body was in the piece that is being parsed."""
         self._has_ended_message = False
-        """True if a message ended in the data that is being parsed."""
+        """True if a message ended in the piece that is being parsed."""
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -84,14 +95,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._has_ended_message = False
-        super().data_received(data)
-        # Data in which another message ended belongs to that message in part.
-        if not self._is_reading_head or self._has_ended_message or self.transport.is_closing():
+        for start in range(0, len(data), _PIECE_BYTES):
+            self._parse_piece(data[start : start + _PIECE_BYTES])
+            # The connection may have been closed, or have become a WebSocket.
+            if self.transport.is_closing() or self.transport.get_protocol() is not self:
+                return
+
+    def _parse_piece(self, piece: bytes) -> None:
+        self._has_body = self._has_ended_message = False
+        super().data_received(piece)
+        # A piece in which another message ended belongs to that message in part.
+        if self._has_ended_message or self.transport.is_closing():
             return
-        self._num_head_bytes += len(data)
-        if self._num_head_bytes > self.max_head_bytes:
-            self._refuse_long_head()
+        if self._is_reading_body:
+            self._num_marks_bytes = 0 if self._has_body else self._num_marks_bytes + len(piece)
+            if self._num_marks_bytes > self.max_head_bytes:
+                self._refuse_long_marks()
+        else:
+            self._num_head_bytes += len(piece)
+            if self._num_head_bytes > self.max_head_bytes:
+                self._refuse_long_head()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a malformed request, or one whose head is too long."""
@@ -103,7 +126,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_reading_head = True
-        self._num_head_bytes = self._num_parsed_bytes = 0
+        self._num_head_bytes = self._num_parsed_bytes = self._num_marks_bytes = 0
         if self._head_timer is None:
             self._start_head_timer()
 
@@ -112,19 +135,37 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep headers, and ignore trailers after a body, which are unlimited and unused."""
+        """Keep headers, and ignore trailers after a body, which are unused."""
         if self._is_reading_head:
             self._count_parsed(len(name) + len(value) + _HEADER_MARKS_BYTES)
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._is_reading_head = False
+        self._is_reading_head, self._is_reading_body = False, True
         self._stop_head_timer()
+        if not self.url.startswith(b"/"):
+            self._use_host_of_url()
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._has_body = True
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
-        self._has_ended_message = True
+        self._has_ended_message, self._is_reading_body = True, False
         super().on_message_complete()
+
+    def _use_host_of_url(self) -> None:
+        """Replace the header `host` by the host of an absolute URL, as RFC 9112 (3.2.2) requires.
+
+        Checks of the header would otherwise see another host than the URL names.
+        """
+        url = httptools.parse_url(self.url)
+        if url.host is not None:
+            host = b"[%s]" % url.host if b":" in url.host else url.host
+            port = b"" if url.port is None else b":%d" % url.port
+            self.headers[:] = [header for header in self.headers if header[0] != b"host"]
+            self.headers.append((b"host", host + port))
 
     def _count_parsed(self, num_bytes: int) -> None:
         self._num_parsed_bytes += num_bytes
@@ -136,6 +177,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             b"431 Request Header Fields Too Large",
             b"the request line and headers must have at most %d bytes" % self.max_head_bytes,
         )
+
+    def _refuse_long_marks(self) -> None:
+        message = b"a body must have at most %d bytes between two of its parts"
+        cycle = self.cycle
+        if not cycle.response_started:
+            status = b"431 Request Header Fields Too Large"
+            self._refuse(status, message % self.max_head_bytes)
+        cycle.disconnected = True
+        cycle.message_event.set()
+        self.transport.close()
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.head_timeout_s, self._refuse_late_head)

@@ -193,14 +193,18 @@ class RefuseForeignOrigins:
 
 
 def _is_foreign(scope: Scope) -> bool:
-    origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
     server = scope.get("server")
-    if origin is None or not server or not is_loopback_name(server[0]):
+    if not server or not is_loopback_name(server[0]):
         return False
+    origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
+    return not all(_is_loopback_origin(origin) for origin in origins)
+
+
+def _is_loopback_origin(origin: str) -> bool:
     try:
-        return not is_loopback_name(urlsplit(origin.decode("latin-1")).hostname or "")
+        return is_loopback_name(urlsplit(origin).hostname or "")
     except ValueError:
-        return True
+        return False
 
 
 async def _deny(response: JSONResponse, scope: Scope, receive: Receive, send: Send) -> None:
