@@ -10,6 +10,7 @@ import pytest
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.sandbox.confine import Layer
+from ludus.env.targets.targets import environment_factory
 from ludus.env.types import Transition
 from ludus.env.workers import output
 from ludus.env.workers.output import MAX_SERVER_BYTES, MAX_WORKER_BYTES
@@ -18,6 +19,7 @@ from tests.env.served import serve
 
 pytestmark = pytest.mark.slow
 
+LATE_REPORT_ENV = "tests.env.late_report_env"
 NUM_FLOOD_BYTES = 500_000
 
 
@@ -92,3 +94,18 @@ async def test_long_lines_are_split(capfd: pytest.CaptureFixture[str]) -> None:
     await play(3)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("worker")]
     assert [line.count("y") for line in lines] == [4096, 4096, 1808]
+
+
+async def test_output_before_the_report_of_the_process_id_is_marked(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    factory = environment_factory(f"{LATE_REPORT_ENV}:PrintingEnv", {})
+    options = {"isolation": "process", "accept_missing": tuple(Layer)}
+    async with (
+        serve(factory, **options) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        await client.open(seed=1)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "printed" in line]
+    assert lines
+    assert all(re.fullmatch(r"worker \d+: printed", line) for line in lines)

@@ -168,6 +168,8 @@ class _ForkServerProcess:
         self._setup = setup
         self._output_allowance = output_allowance
         self._outputs: set[WorkerOutput] = set()
+        self._unread_descriptors: dict[int, int] = {}
+        """Pipes with the output of workers whose process ids are not known yet, by worker."""
         self._output_descriptor, remote_descriptor = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -190,7 +192,7 @@ class _ForkServerProcess:
 
     async def wait_until_ready(self) -> None:
         """Wait until the environment's module is imported."""
-        await self._read_output(self._output_descriptor, lambda: f"fork server {self.pid}")
+        await self._read_output(self._output_descriptor, f"fork server {self.pid}")
         # A duplicate, because a socket that a transport reads must not be written directly.
         reader, self._transport = await asyncio.open_unix_connection(sock=self._order_socket.dup())
         try:
@@ -220,15 +222,15 @@ class _ForkServerProcess:
     ) -> socket.socket:
         """Send the order to start a worker; return the server's end of its connection."""
         local_socket, remote_socket = socket.socketpair()
-        output_descriptor, remote_output_descriptor = os.pipe()
+        self._unread_descriptors[process.id], remote_output_descriptor = os.pipe()
         process.is_orphan = False
         self.processes[process.id] = process
         try:
-            await self._read_output(output_descriptor, lambda: f"worker {process.pid}")
             order = ORDER_STRUCT.pack(order_kind, process.id, argument)
             await self.send(order, (remote_socket.fileno(), remote_output_descriptor))
         except BaseException:
             self.processes.pop(process.id, None)
+            self._close_unread_output(process.id)
             local_socket.close()
             raise
         finally:
@@ -274,11 +276,16 @@ class _ForkServerProcess:
         self._disconnect()
         await self._close_outputs()
 
-    async def _read_output(self, descriptor: int, read_name: Callable[[], str]) -> None:
-        output = WorkerOutput(read_name, self._output_allowance)
+    async def _read_output(self, descriptor: int, name: str) -> None:
+        output = WorkerOutput(name, self._output_allowance)
         self._outputs.add(output)
         output.on_close = self._outputs.discard
         await output.read_from(descriptor)
+
+    def _close_unread_output(self, worker_id: int) -> None:
+        descriptor = self._unread_descriptors.pop(worker_id, None)
+        if descriptor is not None:
+            os.close(descriptor)
 
     async def _close_outputs(self) -> None:
         """Wait for the last output; a process that survives its fork server may keep a pipe."""
@@ -304,10 +311,14 @@ class _ForkServerProcess:
                 report_kind, worker_id, pid, status, cpu_s = report
                 if report_kind == ReportKind.STARTED and worker_id in self.processes:
                     self.processes[worker_id].pid = pid
+                    # The worker may have printed before this report arrived.
+                    descriptor = self._unread_descriptors.pop(worker_id)
+                    await self._read_output(descriptor, f"worker {pid}")
                 elif report_kind == ReportKind.EXITED and worker_id in self.processes:
                     self.processes.pop(worker_id).on_exit(WorkerExit(status, cpu_s))
                 elif report_kind == ReportKind.REFUSED:
                     reason = (await reader.readexactly(status)).decode(errors="replace")
+                    self._close_unread_output(worker_id)
                     if worker_id in self.processes:
                         self.processes.pop(worker_id).on_exit(WorkerExit(0, 0.0, reason))
         self._handle_death()
@@ -324,6 +335,7 @@ class _ForkServerProcess:
         self._transport.close()
         for process in self.processes.values():
             process.is_orphan = True
+            self._close_unread_output(process.id)
         self.processes = {}
 
     def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:

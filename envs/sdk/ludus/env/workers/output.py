@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ludus.env.text.terminal import clean_for_terminal
 
@@ -54,14 +55,14 @@ class WorkerOutput(asyncio.Protocol):
     """The output of one process, from its pipe to standard error, line by line.
 
     Args:
-        read_name: returns the name of the process, with which every line begins.
+        name: name of the process, with which every line begins.
         server_allowance: allowance of all workers of the server.
     """
 
-    def __init__(self, read_name: Callable[[], str], server_allowance: OutputAllowance) -> None:
+    def __init__(self, name: str, server_allowance: OutputAllowance) -> None:
         self.on_close: Callable[[WorkerOutput], None] = lambda _: None
         """Called after the last line."""
-        self._read_name = read_name
+        self._name = name
         self._allowances = OutputAllowance(MAX_WORKER_BYTES), server_allowance
         self._incomplete_line = b""
         self._num_dropped_bytes = 0
@@ -71,12 +72,16 @@ class WorkerOutput(asyncio.Protocol):
         """Read from a pipe until its last writer has closed it; the descriptor is then closed."""
         pipe = os.fdopen(descriptor, "rb", buffering=0)
         loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.connect_read_pipe(lambda: self, pipe)
+        await loop.connect_read_pipe(lambda: self, pipe)
 
     def close(self) -> None:
         """Stop reading, although a writer may be left."""
         if self._transport is not None:
             self._transport.close()
+
+    def connection_made(self, transport: Any) -> None:
+        """Keep the transport. Data may come before `read_from` returns."""
+        self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         """Write the complete lines, and drop the lines that exceed an allowance."""
@@ -106,7 +111,7 @@ class WorkerOutput(asyncio.Protocol):
     def _write_part(self, part: bytes) -> None:
         """Write a part of a line as a line, or drop the part."""
         text = clean_for_terminal(part.removesuffix(b"\n").decode(errors="replace"))
-        line = f"{self._read_name()}: {text}\n"
+        line = f"{self._name}: {text}\n"
         if self._num_left < len(line.encode()):
             self._num_dropped_bytes += len(part)
             return
@@ -116,7 +121,7 @@ class WorkerOutput(asyncio.Protocol):
 
     def _report_dropped_bytes(self) -> None:
         self._write(
-            f"{self._read_name()}: {self._num_dropped_bytes} bytes of output were dropped, because"
+            f"{self._name}: {self._num_dropped_bytes} bytes of output were dropped, because"
             f" a worker may print {MAX_WORKER_BYTES} bytes in {WINDOW_S:g} s, and all workers"
             f" together {MAX_SERVER_BYTES}\n"
         )
@@ -134,7 +139,7 @@ class WorkerOutput(asyncio.Protocol):
 
     def _pause(self) -> None:
         """Read nothing for a moment, so that the output does not occupy the event loop."""
-        assert self._transport is not None, "data comes from the transport"
+        assert self._transport is not None, "data comes after the connection"
         self._transport.pause_reading()
         asyncio.get_running_loop().call_later(_PAUSE_S, self._resume)
 
