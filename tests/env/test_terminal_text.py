@@ -42,6 +42,9 @@ def format_record(message: str, *args: object, error: BaseException | None = Non
         ("\U000e0041\U000e0100", r"\U000e0041\U000e0100"),
         ("\ud800", r"\ud800"),
         ("a\nb\tc", r"a\nb\tc"),
+        ("a" + "\u0301" * 8 + "b", "a" + "\u0301" * 8 + "b"),
+        ("a" + "\u0301" * 10, "a" + "\u0301" * 8 + r"\u0301" * 2),
+        ("é" + "\u0336\u20dd" * 5, "é" + "\u0336\u20dd" * 4 + r"\u0336\u20dd"),
         ("größer ❤\ufe0f 猫 → ±", "größer ❤\ufe0f 猫 → ±"),
     ],
 )

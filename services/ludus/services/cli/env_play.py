@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from ludus.env.text.terminal import format_notice
 from ludus.proto.errors import ActionError, ExecutionError, InvalidCallError, ToolError
 from ludus.services.cli.console import get_stdout, print_line
 from ludus.services.cli.env_targets import connect_client
@@ -156,7 +157,7 @@ class _TerminalPlay:
         try:
             tool_result = session.call_tool(tool_name, _parse_arguments(arguments))
         except (ToolError, InvalidCallError, ExecutionError) as error:
-            self._print(f"refused: {error}", "yellow")
+            self._print(format_notice("refused", error), "yellow")
             self._show_tools()
         else:
             self._print(json.dumps(tool_result, indent=2)[:_MAX_SHOWN_CHARS])
@@ -183,7 +184,7 @@ class _TerminalPlay:
             else:
                 next_result = session.step(action)
         except (ActionError, InvalidCallError, ExecutionError) as error:
-            self._print(f"refused: {error}", "yellow")
+            self._print(format_notice("refused", error), "yellow")
             self._show_legal_answers(result)
             return None
         if self._writer is not None:

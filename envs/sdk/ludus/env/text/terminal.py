@@ -12,12 +12,16 @@ from __future__ import annotations
 import logging
 import re
 import unicodedata
+from collections.abc import Callable
 from typing import Final
 
 _HIDDEN_CATEGORIES: Final = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"})
 """Unicode categories of controls, format characters, separators, and codes without a character."""
-_UNUSUAL_CHARACTER = re.compile(r"[^ -~]")
-_UNUSUAL_CHARACTER_IN_LINES = re.compile(r"[^ -~\n\t]")
+_UNUSUAL_CHARACTERS = re.compile(r"[^ -~]+")
+_UNUSUAL_CHARACTERS_IN_LINES = re.compile(r"[^ -~\n\t]+")
+_MARK_CATEGORIES: Final = frozenset({"Me", "Mn"})
+_MAX_MARKS: Final = 8
+"""Maximum number of marks on one letter. More marks cover the lines above and below."""
 # Letters, marks and symbols that are drawn as nothing. U+FE0E and U+FE0F, which select the form of
 # a symbol, are usual in ordinary text.
 _INVISIBLE_CHARACTER = re.compile(
@@ -33,19 +37,21 @@ def clean_for_terminal(text: str, *, keep_newlines: bool = False) -> str:
     r"""Return the text with every hidden character as a visible escape, for example `\x1b`.
 
     Hidden are control and format characters, bidirectional controls, line and paragraph
-    separators, surrogates, and characters that are drawn as nothing. Cleaning a clean text changes
-    nothing.
+    separators, surrogates, and characters that are drawn as nothing. Marks that cover other lines
+    become escapes, too. Cleaning a clean text changes nothing.
 
     Args:
         keep_newlines: whether newlines and tabs are kept. Default: they are escaped, too.
     """
-    pattern = _UNUSUAL_CHARACTER_IN_LINES if keep_newlines else _UNUSUAL_CHARACTER
-    return pattern.sub(_escape_if_hidden, text)
+    pattern = _UNUSUAL_CHARACTERS_IN_LINES if keep_newlines else _UNUSUAL_CHARACTERS
+    return pattern.sub(lambda match: _escape_hidden(match.group(), _escape), text)
 
 
 def clean_json_for_terminal(json_text: str) -> str:
     r"""Return JSON of the same value, in which hidden characters are JSON's escapes."""
-    return _UNUSUAL_CHARACTER_IN_LINES.sub(_escape_as_json_if_hidden, json_text)
+    return _UNUSUAL_CHARACTERS_IN_LINES.sub(
+        lambda match: _escape_hidden(match.group(), _escape_as_json), json_text
+    )
 
 
 def format_notice(label: str, message: object) -> str:
@@ -87,21 +93,22 @@ def _cut(text: str, max_chars: int) -> str:
     return text if num_cut <= 0 else f"{text[:max_chars]}... ({num_cut} more characters)"
 
 
-def _escape_if_hidden(match: re.Match[str]) -> str:
-    character = match.group()
-    if not _is_hidden(character):
-        return character
+def _escape_hidden(text: str, escape: Callable[[str], str]) -> str:
+    shown_characters, num_marks = [], 0
+    for character in text:
+        category = unicodedata.category(character)
+        num_marks = num_marks + 1 if category in _MARK_CATEGORIES else 0
+        is_hidden = category in _HIDDEN_CATEGORIES or num_marks > _MAX_MARKS
+        if is_hidden or _INVISIBLE_CHARACTER.match(character) is not None:
+            character = escape(character)
+        shown_characters.append(character)
+    return "".join(shown_characters)
+
+
+def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
-def _escape_as_json_if_hidden(match: re.Match[str]) -> str:
-    character = match.group()
-    if not _is_hidden(character):
-        return character
+def _escape_as_json(character: str) -> str:
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[index : index + 2].hex()}" for index in range(0, len(units), 2))
-
-
-def _is_hidden(character: str) -> bool:
-    is_hidden = unicodedata.category(character) in _HIDDEN_CATEGORIES
-    return is_hidden or _INVISIBLE_CHARACTER.match(character) is not None
