@@ -25,6 +25,7 @@ from ludus.proto.errors import (
     EnvError,
     EpisodeStateError,
     ErrorCode,
+    ExecutionError,
     InvalidCallError,
     is_complete_env_error,
     wrap_exception,
@@ -167,10 +168,17 @@ class EnvironmentSession:
         try:
             return call()
         except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
-            env_error = self._to_env_error(call_name, error)
+            env_error = self._try_to_convert(call_name, error)
             raise env_error from env_error.__cause__
         finally:
             exit_if_forked(self._pid)
+
+    def _try_to_convert(self, call_name: str, error: BaseException) -> EnvError:
+        """Convert an error of the environment, even if its class fails when it is shown."""
+        try:
+            return self._to_env_error(call_name, error)
+        except Exception:  # noqa: BLE001 - code of the error's class, or of its metaclass
+            return ExecutionError(f"{call_name} failed with an error that cannot be shown")
 
     def _describe_options(self) -> str:
         """Return a hint about the options that may have made a reset fail."""

@@ -13,7 +13,7 @@ import logging
 import re
 import unicodedata
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 _HIDDEN_CATEGORIES: Final = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"})
 """Unicode categories of controls, format characters, separators, and codes without a character."""
@@ -72,6 +72,13 @@ class LogFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the record's line."""
         return clean_for_terminal(_cut(super().formatMessage(record), _MAX_LINE_CHARS))
+
+    def formatException(self, ei: Any) -> str:
+        """Return the traceback, unless the error's class fails when it is shown."""
+        try:
+            return super().formatException(ei)
+        except Exception as error:  # noqa: BLE001 - code of the class
+            return f"the error cannot be shown ({type(error).__name__})"
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's line and its traceback."""
