@@ -11,6 +11,8 @@ from typing import Any
 from pydantic import Field
 
 from ludus.env import Action, Environment, Observation, State, Transition
+from ludus.env.types import Tool
+from ludus.proto.errors import ToolError
 
 
 class CodeAction(Action):
@@ -77,3 +79,80 @@ class HostileEnv(Environment[CodeAction, TextObservation, State]):
         observation = TextObservation(text=names["text"], messages=names["messages"])
         is_over = bool(names.get("terminated", False))
         return Transition(observation, reward=names["reward"], terminated=is_over)
+
+
+HOSTILE_TEXT = "\x1b]0;EVIL\x07\x9b2J\u202egnp\u200b\rEVIL\x08\x7f\u2028[red]EVIL[/red]"
+"""Control characters, hidden characters and markup."""
+
+
+class HostileTextAction(CodeAction):
+    __doc__ = HOSTILE_TEXT
+    kind: str = Field(default=HOSTILE_TEXT, description=HOSTILE_TEXT, title=HOSTILE_TEXT)
+
+
+class HostileTextRenderer(HostileRenderer):
+    """A renderer whose answers are hostile, too."""
+
+    def legal_answers(self, observation: TextObservation) -> list[str]:
+        return [HOSTILE_TEXT]
+
+
+class HostileTextEnv(HostileEnv):
+    """An environment in which every text is hostile."""
+
+    action_type = HostileTextAction
+    name = HOSTILE_TEXT
+    description = HOSTILE_TEXT
+    version = HOSTILE_TEXT
+    text_renderer = HostileTextRenderer()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {HOSTILE_TEXT: HOSTILE_TEXT}
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        schema = {"type": "object", "properties": {HOSTILE_TEXT: {"title": HOSTILE_TEXT}}}
+        return (Tool(HOSTILE_TEXT, HOSTILE_TEXT, schema), Tool("look", HOSTILE_TEXT, schema))
+
+    def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if arguments:
+            raise ToolError(HOSTILE_TEXT)
+        return {HOSTILE_TEXT: HOSTILE_TEXT}
+
+    def _run(self, code: str) -> Transition[TextObservation]:
+        transition = super()._run(code)
+        if transition.observation.text == "ok":
+            transition.observation.text = HOSTILE_TEXT
+            transition.info[HOSTILE_TEXT] = HOSTILE_TEXT
+        return transition
+
+
+class HarmlessAnswersRenderer(HostileRenderer):
+    """A renderer with answers that a policy can learn."""
+
+    def legal_answers(self, observation: TextObservation) -> list[str]:
+        return ["red", "blue"]
+
+
+class HostileRunEnv(HostileTextEnv):
+    """An environment for runs: the seed selects the code of the step, and answers have no effect.
+
+    Every second seed is harmless, so that a run can continue.
+    """
+
+    text_renderer = HarmlessAnswersRenderer()
+
+    def __init__(self, codes: list[str]) -> None:
+        super().__init__()
+        self._codes = codes
+
+    def reset(self, *, seed: int | None = None, code: str = "") -> Transition[TextObservation]:
+        index, is_hostile = divmod(seed or 0, 2)
+        self._code = self._codes[index % len(self._codes)] if is_hostile else "terminated = True"
+        self._state = State()
+        return HostileEnv._run(self, "")
+
+    def step(self, action: CodeAction) -> Transition[TextObservation]:
+        self._state.step_count += 1
+        return self._run(self._code)
