@@ -126,33 +126,3 @@ class HostileTextEnv(HostileEnv):
             transition.observation.text = HOSTILE_TEXT
             transition.info[HOSTILE_TEXT] = HOSTILE_TEXT
         return transition
-
-
-class HarmlessAnswersRenderer(HostileRenderer):
-    """A renderer with answers that a policy can learn."""
-
-    def legal_answers(self, observation: TextObservation) -> list[str]:
-        return ["red", "blue"]
-
-
-class HostileRunEnv(HostileTextEnv):
-    """An environment for runs: the seed selects the code of the step, and answers have no effect.
-
-    Every second seed is harmless, so that a run can continue.
-    """
-
-    text_renderer = HarmlessAnswersRenderer()
-
-    def __init__(self, codes: list[str]) -> None:
-        super().__init__()
-        self._codes = codes
-
-    def reset(self, *, seed: int | None = None, code: str = "") -> Transition[TextObservation]:
-        index, is_hostile = divmod(seed or 0, 2)
-        self._code = self._codes[index % len(self._codes)] if is_hostile else "terminated = True"
-        self._state = State()
-        return HostileEnv._run(self, "")
-
-    def step(self, action: CodeAction) -> Transition[TextObservation]:
-        self._state.step_count += 1
-        return self._run(self._code)

@@ -15,8 +15,7 @@ import pytest
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import RolloutConfig
 from ludus.proto.rewards import MAX_REWARD
-from ludus.proto.runs import SUMMARY_FILE, Summary, read_metrics
-from ludus.trainer.core.types import GroupSpec, RolloutStatus
+from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.models.chat import ChatTokenizer
 from tests.agents.random_policy import make_tiny_chat
 from tests.attack.attacked import (
@@ -27,7 +26,7 @@ from tests.attack.attacked import (
     serve_env,
     watch,
 )
-from tests.attack.test_commands import PLACES, TEXTS, check_clean
+from tests.attack.test_commands import check_clean
 from tests.rollout.scripted_policy import make_player
 
 pytestmark = pytest.mark.slow
@@ -149,23 +148,6 @@ async def test_reward_within_the_limit_is_scored(
     assert abs(rollout.reward) <= MAX_REWARD
 
 
-@pytest.mark.attack
-async def test_group_with_void_rewards_has_finite_rewards(
-    environment: AttackedProcess, chat: ChatTokenizer
-) -> None:
-    codes = [
-        "reward = 1e12" + END,
-        "reward = -1e12" + END,
-        "reward = 1e13" + END,
-        "" + "pass" + END,
-    ]
-    async with await AsyncEnvClient.connect(environment.grpc) as client:
-        player, _ = make_player(client, chat, codes, limits=LIMITS)
-        group = await player.play_group(GroupSpec(0, "hostile", (1,) * 4))
-    scored_rewards = [reward for reward in group.rewards if reward is not None]
-    assert sorted(scored_rewards) == [-1e12, 1.0, 1e12]
-
-
 @pytest.mark.parametrize("messages", make_cases(WRONG_MESSAGES))
 async def test_wrong_messages_end_their_episode_only(
     environment: AttackedProcess, chat: ChatTokenizer, messages: str
@@ -217,32 +199,3 @@ def test_dry_run_names_the_environment_of_wrong_messages(tmp_path: Path, message
     assert outcome.returncode == 2
     check_clean(outcome.stderr)
     assert re.search(r"text_renderer of environment .* must return a list", outcome.stderr)
-
-
-@pytest.mark.attack
-@pytest.mark.timeout(600)
-def test_run_of_a_hostile_environment_ends_with_a_report(tmp_path: Path) -> None:
-    codes = [code for name in VOID_REWARDS for code in VOID_REWARDS[name][:1]]
-    codes += [code for name in SCORED_REWARDS for code in SCORED_REWARDS[name][-1:]]
-    codes += [f"messages = {messages}" for messages in WRONG_MESSAGES.values()]
-    codes += [code.format(text=text) for text in TEXTS.values() for code in PLACES.values()]
-    folder = make_folder(tmp_path / "empty")
-    write_run(folder, "HostileRunEnv", {"codes": codes})
-    outcome = run_command(folder, "train", "run.json", timeout_s=500)
-    assert outcome.returncode == 0, outcome.stderr[-4000:]
-    run_folder = folder / "runs" / "hostile"
-    summary = Summary.model_validate_json((run_folder / SUMMARY_FILE).read_text())
-    assert abs(summary.expected_return) <= MAX_REWARD
-    assert (run_folder / "report.html").is_file()
-    values = [value for row in read_metrics(run_folder) for value in row.values.values()]
-    assert all(math.isfinite(value) for value in values)
-    logs = "".join(path.read_text() for path in run_folder.rglob("*.log"))
-    texts = [outcome.stdout, outcome.stderr, logs]
-    for command in (["watch", "runs/hostile"], ["report", "runs/hostile"]):
-        shown = run_command(folder, *command)
-        assert shown.returncode == 0, shown.stderr
-        assert "Traceback" not in shown.stderr
-        texts += [shown.stdout, shown.stderr]
-    for text in texts:
-        check_clean(text)
-    assert r"\x1b]0;EVIL\x07" in "".join(texts)

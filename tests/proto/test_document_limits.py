@@ -29,6 +29,7 @@ MERGE_BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(
 )
 DEEP, MANY, LONG, CYCLE = "nested deeper than", "values", "bytes", "contains itself"
 NUMBER = "a number in it is too long|a number, date or tagged value in it is not valid"
+HALF = "contains half of a character"
 TEXTS = [
     ("a.toml", "a = " + "[" * 5000 + "]" * 5000, DEEP),
     ("b.toml", "a = " + "{b = " * 5000 + "1" + "}" * 5000, DEEP),
@@ -46,6 +47,9 @@ TEXTS = [
     ("b.json", '{"a":' * 100_000, DEEP),
     ("c.json", '{"a":' * 100 + "1" + "}" * 100, DEEP),
     ("d.json", '{"name": ' + "1" * 5000 + "}", NUMBER),
+    ("g.json", '{"seed": 18446744073709551616}', NUMBER),
+    ("h.json", '{"name": "\\ud800"}', HALF),
+    ("i.json", '{"environment": {"options": {"\\udfff": ["a"]}}}', HALF),
     ("e.json", '{"a": [' + "1," * 300_000 + "1]}", MANY),
     ("f.json", " " * 20_000_000, LONG),
     ("a.yaml", ALIAS_BOMB, MANY),
@@ -58,6 +62,7 @@ TEXTS = [
     ("h.yaml", "a: " + "{b: " * 100 + "}" * 100, DEEP),
     ("i.yaml", "a: 1" + ":1" * 200_000, NUMBER),
     ("j.yaml", "a: 0x" + "f" * 100_000, NUMBER),
+    ("q.yaml", "seed: " + "9:" * 100 + "9", NUMBER),
     ("k.yaml", "a: 2001-99-99", NUMBER),
     ("l.yaml", "a: !!bool x", NUMBER),
     ("m.yaml", "a: !!timestamp x", NUMBER),
@@ -92,6 +97,8 @@ def test_file_beyond_a_limit_is_named_in_one_sentence(
         "environment.options.a=" + "{b = " * 5000 + "1" + "}" * 5000,
         "environment.options={a" + ".a" * 60_000 + " = 1}",
         "seed=" + "1" * 5000,
+        "seed=" + "1" * 50,
+        "environment.package=\udc9b",
         "environment.options." + "a." * 5000 + "a=1",
         "a" + ".a" * 60_000,
         "environment.options=" + "x" * 100_000,

@@ -24,7 +24,8 @@ MAX_DEPTH = 64
 """Maximum number of sections and lists inside each other."""
 MAX_VALUES = 200_000
 """Maximum number of keys and values, with a repeated alias counted each time."""
-_MAX_INTEGER_BITS = 1024
+_MAX_INTEGER_BITS = 64
+"""Maximum size of an integer, as in TOML and in the JSON of every wire."""
 _MAX_YAML_NUMBER_CHARS = 400
 _YAML_PREFIX = "tag:yaml.org,2002:"
 _YAML_NUMBER_TAGS = {f"{_YAML_PREFIX}{name}" for name in ("int", "float")}
@@ -35,6 +36,9 @@ _LONG_TOML_KEY = re.compile(
     rf"""(?<![\w.'"-]){_TOML_KEY}(?:[ \t]*+\.[ \t]*+{_TOML_KEY}){{{MAX_DEPTH}}}"""
 )
 """A dotted key with too many parts, for which tomllib needs quadratic time."""
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class DocumentError(ValueError):
@@ -146,7 +150,7 @@ def parse_yaml_documents(text: str) -> list[Any]:
 
 
 def check_limits(tree: object) -> None:
-    """Check the depth, the number of values and the size of integers of a parsed document.
+    """Check the depth, the number of values, the integers and the texts of a parsed document.
 
     Raises:
         DocumentLimitError: the document exceeds a limit.
@@ -158,8 +162,7 @@ def check_limits(tree: object) -> None:
             num_values += 1
             if num_values > MAX_VALUES:
                 raise _make_count_error()
-            if isinstance(value, int) and value.bit_length() > _MAX_INTEGER_BITS:
-                raise _make_number_error()
+            _check_scalar(value)
             children = _iterate_children(value)
             if children is not None:
                 levels.append(children)
@@ -170,8 +173,18 @@ def check_limits(tree: object) -> None:
             raise _make_depth_error()
 
 
+def _check_scalar(value: object) -> None:
+    if isinstance(value, int) and value.bit_length() > _MAX_INTEGER_BITS:
+        raise _make_number_error()
+    if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
+        problem = "a text in it contains half of a character (U+D800 to U+DFFF); correct it"
+        raise DocumentLimitError(problem)
+
+
 def _iterate_children(value: object) -> Iterator[object] | None:
     if isinstance(value, Mapping):
+        for key in value:
+            _check_scalar(key)
         return iter(value.values())
     return iter(value) if isinstance(value, list | tuple) else None
 
