@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,7 @@ import httpx
 import numpy as np
 import orjson
 import pytest
+import websockets
 from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.env import Action, Environment, Message, Observation, State, Tool, Transition
@@ -31,9 +33,10 @@ REPLACED_TEXTS = {
 
 
 class TextAction(Action):
-    """The name of a text, because no wire can send the text itself."""
+    """The number of a text, because clients send no surrogates themselves."""
 
     index: int
+    note: str = ""
 
 
 class Part(BaseModel):
@@ -226,3 +229,30 @@ def test_text_action_with_escaped_surrogates_can_be_sent(text: str) -> None:
     assert orjson.dumps(action)
     with pytest.raises(ActionParseError):
         FieldsText("test", schema).parse("\ud800", {})
+
+
+@pytest.mark.parametrize("text", ["\ud800", "\udc00\ud800", "a\udfff", "\ud83d\ude00\udbff"])
+async def test_surrogates_in_the_text_of_a_client_are_replaced(text: str) -> None:
+    headers = {"content-type": "application/json"}
+    action = {"index": 0, "note": text}
+    call = {"jsonrpc": "2.0", "id": 1, "method": "tools/call"}
+    async with serve(SurrogateEnv) as server, httpx.AsyncClient(headers=headers) as client:
+        reset = await client.post(f"{server.http_address}/reset", content=json.dumps({"a": text}))
+        client.headers["x-session-id"] = session_id = reset.headers["x-session-id"]
+        call["params"] = {"name": "say", "arguments": {text: text}, "session_id": session_id}
+        reply = await client.post(f"{server.http_address}/mcp", content=json.dumps(call))
+        assert reply.json()["result"]["isError"]
+        body = json.dumps({"action": action})
+        reply = await client.post(f"{server.http_address}/step", content=body)
+        assert (reply.status_code, reply.json()["reward"]) == (200, 1.0)
+        async with websockets.connect(f"ws{server.http_address[4:]}/ws") as connection:
+            for kind, data in (("reset", {}), ("step", action)):
+                await connection.send(json.dumps({"type": kind, "data": data}))
+                frame = json.loads(await connection.recv())
+                assert frame["type"] == "observation"
+
+
+@pytest.mark.parametrize("tail", ['"', "[" * 100_000, "9" * 5000, "NaN x"])
+def test_other_faults_of_json_with_surrogates_are_reported(tail: str) -> None:
+    with pytest.raises(orjson.JSONDecodeError):
+        load_json('["\\ud800", ' + tail)

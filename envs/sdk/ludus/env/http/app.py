@@ -35,7 +35,6 @@ from ludus.env.encoding import encode_json
 from ludus.env.http.health import make_health_routes
 from ludus.env.http.websocket import WebSocketWire
 from ludus.env.incoming.faults import list_faults
-from ludus.env.incoming.json_values import parse_json
 from ludus.env.limits import BODY_TIMEOUT_S, MAX_MESSAGE_BYTES
 from ludus.env.mcp.routes import McpSocket, add_mcp_routes
 from ludus.env.mcp.server import McpServer, ReadKeys
@@ -52,6 +51,7 @@ from ludus.env.messages.status import STATUSES_BY_CODE
 from ludus.env.security.tokens import AcceptedTokens, RefuseForeignOrigins, RequireToken
 from ludus.env.security.tracing import REQUEST_ID, TRACEPARENT, open_server_span
 from ludus.env.sessions.interface import Sessions
+from ludus.env.text.unicode import parse_json
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError, to_env_error
 

@@ -29,7 +29,6 @@ from ludus.env.asgi.socket import AsgiSocket, accept_socket
 from ludus.env.asgi.uvicorn_protocols import DirectHandler
 from ludus.env.encoding import EncodedResult, ResetArgs, encode_json
 from ludus.env.incoming.faults import shorten
-from ludus.env.incoming.json_values import parse_json
 from ludus.env.mcp.server import McpCaller, McpServer
 from ludus.env.messages.openenv import (
     LudusStepMessage,
@@ -47,6 +46,7 @@ from ludus.env.messages.openenv import (
 from ludus.env.security.tracing import is_traced
 from ludus.env.sessions.interface import OpenArgs, OpenResult
 from ludus.env.sessions.tombstones import SessionTombstone
+from ludus.env.text.unicode import parse_json
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError, SessionLostError, to_env_error
 

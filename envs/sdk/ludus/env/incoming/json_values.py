@@ -7,9 +7,6 @@ would block the event loop for seconds, before the server could refuse them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-import orjson
 
 from ludus.proto.errors import InvalidCallError
 
@@ -20,17 +17,6 @@ _MAX_UNCHECKED_BYTES = 2 * MAX_JSON_VALUES
 _MAX_QUOTES = 4 * MAX_JSON_VALUES
 """Maximum number of quotes around the values and their keys."""
 _CHUNK_BYTES = 64 * 1024
-
-
-def parse_json(json_text: bytes | str) -> Any:
-    """Parse JSON from outside.
-
-    Raises:
-        InvalidCallError: the JSON has too many values.
-        JSONDecodeError: the text is not JSON.
-    """
-    check_num_values(json_text)
-    return orjson.loads(json_text)
 
 
 def check_num_values(*json_texts: bytes | str) -> None:

@@ -23,7 +23,6 @@ import orjson
 from ludus.env.asgi.sessions import EvictableSessions, require_session, use_session
 from ludus.env.asgi.socket import SessionSockets
 from ludus.env.incoming.faults import shorten
-from ludus.env.incoming.json_values import parse_json
 from ludus.env.mcp.tools import (
     call_tool,
     format_tools,
@@ -33,6 +32,7 @@ from ludus.env.mcp.tools import (
 )
 from ludus.env.messages.openenv import make_error_data
 from ludus.env.sessions.interface import Connection, OpenArgs, Sessions
+from ludus.env.text.unicode import parse_json
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
     CapacityError,

@@ -14,8 +14,9 @@ import orjson
 
 from ludus.env.encoding import EncodedResult, EncodedText, ResetArgs, encode_json
 from ludus.env.incoming.faults import shorten_input
-from ludus.env.incoming.json_values import check_num_values, parse_json
+from ludus.env.incoming.json_values import check_num_values
 from ludus.env.sessions.interface import OpenArgs, OpenResult
+from ludus.env.text.unicode import parse_json
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TaskSet, TextView, Tool
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import (

@@ -2,7 +2,7 @@
 
 A policy can put a lone surrogate into what its environment says: a program can raise
 `ValueError(chr(0xd800))`, and Python's `json` accepts the escape of one. Such a text must not make
-a step fail.
+a step fail. A policy can also say such a text, in an action or a tool call.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import copy
 import dataclasses
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 import orjson
 from pydantic import BaseModel
+
+from ludus.env.incoming.json_values import check_num_values
 
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -73,7 +76,20 @@ def load_json(encoded_json: bytes | str) -> Any:
         )
         if not _SURROGATE_ESCAPE.search(text):
             raise
-        return replace_surrogates(json.loads(text))
+        with suppress(ValueError, RecursionError):
+            return replace_surrogates(json.loads(text))
+        raise
+
+
+def parse_json(json_text: bytes | str) -> Any:
+    """Parse JSON from outside, with replaced surrogates.
+
+    Raises:
+        InvalidCallError: the JSON has too many values.
+        JSONDecodeError: the text is not JSON.
+    """
+    check_num_values(json_text)
+    return load_json(json_text)
 
 
 def _replace_in_text(text: str) -> str:

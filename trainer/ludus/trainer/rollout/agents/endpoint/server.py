@@ -26,10 +26,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from ludus.env.incoming.json_values import parse_json
 from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.mcp.server import PROTOCOL_VERSIONS
 from ludus.env.serving.listeners import HttpListener, bind, format_authority
+from ludus.env.text.unicode import parse_json
 from ludus.env.types import Tool
 from ludus.proto.errors import EngineLostError, InvalidCallError
 from ludus.trainer.core.types import RolloutStatus
