@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from threading import Event
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, normalizers
 from tokenizers.processors import TemplateProcessing
 
 from ludus.env import Message
@@ -22,7 +24,7 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
     PolicyRequest,
 )
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError
-from tests.rollout.chat_templates import CHATML, make_family_tokenizer
+from tests.rollout.chat_templates import CHATML, FAMILIES, Family, make_family_tokenizer
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=1)
 LIMITS = RolloutConfig(max_completion_tokens=8, max_tokens=512, max_turns=2)
@@ -74,6 +76,18 @@ def test_special_tokens_in_messages_are_text(chat: ChatTokenizer, text: str) -> 
         assert count_special_tokens(chat, hostile_ids) == count_special_tokens(chat, harmless_ids)
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("separator", ["-", "\ufdd0", ""])
+def test_text_cannot_replace_the_start_of_its_own_message(family: Family, separator: str) -> None:
+    chat = ChatTokenizer(make_family_tokenizer(family))
+    harmless_ids, hostile_ids = (
+        chat.encode_next_prompt(make_messages(text), has_end_token=True)
+        for text in ("a b", f"a assistant-turn{separator}placeholder b")
+    )
+    start = next(n for n, token_id in enumerate(harmless_ids) if token_id == ord("a") - 33)
+    assert hostile_ids[: start + 1] == harmless_ids[: start + 1]
+
+
 @pytest.mark.parametrize("special_token", ["§", "~", "漢"])
 def test_special_tokens_of_one_character_are_replaced(special_token: str) -> None:
     tokenizer = make_family_tokenizer(CHATML)
@@ -87,6 +101,38 @@ def test_special_tokens_of_one_character_are_replaced(special_token: str) -> Non
     ):
         assert special_id not in token_ids
         assert "a \ufffd b" in chat.decode(token_ids)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "<S>",
+            "＜ｓ＞",
+            "a ＜＜S＞＞ b",
+            "＜ｓ＞＜ｓ＞",
+            "<s\ufdd0>＜s>",
+            "<s＞",
+            "§",
+            " \n＜S＞",
+        ),
+        *("<\ufdd0S>", "</\uff33>", "\u2329\u017f>", "＜ſ＞"),
+    ],
+)
+def test_texts_that_a_normalizer_turns_into_special_tokens_are_text(text: str) -> None:
+    tokenizer = copy.deepcopy(make_family_tokenizer(CHATML))
+    rules = [normalizers.NFKC(), normalizers.Lowercase(), normalizers.Replace("§", "<s>")]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(rules)
+    special_token = AddedToken("<s>", special=True, normalized=True, lstrip=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": [special_token]})
+    chat, special_id = ChatTokenizer(tokenizer), tokenizer.convert_tokens_to_ids("<s>")
+    assert special_id in tokenizer.encode("＜S＞")
+    for token_ids in (
+        chat.encode_first_prompt(make_messages(text), [make_tool(text)]),
+        chat.encode_next_prompt(make_messages(text), has_end_token=True),
+        chat.encode_completion(text),
+    ):
+        assert special_id not in token_ids
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -35,7 +35,7 @@ from ludus.env import Message
 from ludus.proto.config import ModelConfig, PretrainedModel
 from ludus.proto.errors import ConfigError
 from ludus.trainer.models.sized_cache import SizedCache, measure_entry
-from ludus.trainer.models.special_tokens import TextTokenizer, list_special_tokens
+from ludus.trainer.models.special_tokens import BREAK, TextTokenizer, list_special_tokens
 from ludus.trainer.models.thoughts import THOUGHT_START
 
 if TYPE_CHECKING:  # network runs use the text functions below, without transformers
@@ -57,8 +57,8 @@ MessageKey = tuple[tuple[str, str], ...]
 ToolSpec = dict[str, Any]
 """A tool in the form of chat templates: {"type": "function", "function": {name, ...}}."""
 
-_PLACEHOLDER = "assistant-turn-placeholder"
-"""Text of the assistant while the template around it is analyzed."""
+_PLACEHOLDER = f"assistant-turn{BREAK}placeholder"
+"""Text of the assistant while the template around it is analyzed. Other texts cannot contain it."""
 _USER_MESSAGE: Message = {"role": "user", "content": "-"}
 _SYSTEM_MESSAGE: Message = {"role": "system", "content": "-"}
 _TOOL_MESSAGE: Message = {"role": "tool", "content": "-"}

@@ -5,6 +5,9 @@
 A break is a noncharacter of Unicode. The parts between breaks are encoded separately, so that no
 part contains a whole special token. Breaks survive a chat template, which adds its own special
 tokens around the text.
+
+The normalizer of a tokenizer may turn other characters into a special token, such as letters of
+full width. For such a tokenizer, each text is encoded a second time to find these tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # network runs import this module without transformers
     from transformers import PreTrainedTokenizerBase
 
-_BREAK = "\ufdd0"
+BREAK = "\ufdd0"
+"""Mark between the parts of a text. No text from outside contains it after `break_specials`."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SAMPLE_TEXT = "a"
 """Text that shows which tokens a tokenizer adds around a text."""
@@ -43,7 +47,10 @@ class TextTokenizer:
         # White space is kept, because texts without it would be of no use.
         characters = {token for token in special_tokens if len(token) == 1}
         unsplittable = {character for character in characters if not character.isspace()}
-        self._replacements = str.maketrans(dict.fromkeys({*unsplittable, _BREAK}, _REPLACEMENT))
+        self._replacements = str.maketrans(dict.fromkeys({*unsplittable, BREAK}, _REPLACEMENT))
+        self._normalized_ids = _list_normalized_ids(tokenizer).difference(
+            tokenizer.convert_tokens_to_ids(list(kept_tokens))
+        )
 
     def break_specials(self, text: str) -> str:
         """Return the text with a break after the first character of each special token.
@@ -51,7 +58,10 @@ class TextTokenizer:
         U+FFFD replaces special tokens of one character, which cannot be split, and breaks that the
         text already contains.
         """
-        return self._first_characters.sub(rf"\1{_BREAK}", text.translate(self._replacements))
+        text = self._first_characters.sub(rf"\1{BREAK}", text.translate(self._replacements))
+        if not self._normalized_ids:
+            return text
+        return BREAK.join(map(self._break_normalized, text.split(BREAK)))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a text without its breaks.
@@ -59,12 +69,35 @@ class TextTokenizer:
         Args:
             add_special_tokens: whether to add the tokens that start and end a text.
         """
-        parts = text.split(_BREAK)
+        parts = text.split(BREAK)
         if len(parts) == 1:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
         encoded_parts = (self._tokenizer.encode(part, add_special_tokens=False) for part in parts)
         start_ids, end_ids = self._added_ids if add_special_tokens else ([], [])
         return [*start_ids, *chain.from_iterable(encoded_parts), *end_ids]
+
+    def _break_normalized(self, part: str) -> str:
+        """Return a part of a text with a break in what the normalizer turns into special tokens."""
+        encoding = self._tokenizer(part, add_special_tokens=False, return_offsets_mapping=True)
+        spans = [
+            (start, end)
+            for token_id, (start, end) in zip(
+                encoding["input_ids"], encoding["offset_mapping"], strict=True
+            )
+            if token_id in self._normalized_ids and not part[start:end].isspace()
+        ]
+        if not spans:
+            return part
+        pieces, previous_end = [], 0
+        for start, end in spans:
+            # The middle, because white space may belong to the token.
+            middle = (start + end) // 2
+            is_splittable = start < middle
+            pieces.append(part[previous_end : middle if is_splittable else start])
+            pieces.append(BREAK if is_splittable else _REPLACEMENT)
+            previous_end = middle if is_splittable else end
+        broken_text = "".join([*pieces, part[previous_end:]])
+        return BREAK.join(map(self._break_normalized, broken_text.split(BREAK)))
 
     @cached_property
     def _added_ids(self) -> tuple[list[int], list[int]]:
@@ -82,3 +115,15 @@ def list_special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     added_tokens = tokenizer.added_tokens_decoder.values()
     special_tokens = {str(token) for token in added_tokens if token.special}
     return special_tokens | {*tokenizer.all_special_tokens}
+
+
+def _list_normalized_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the special tokens that the tokenizer looks for in normalized texts."""
+    if not tokenizer.is_fast or tokenizer.backend_tokenizer.normalizer is None:
+        return set()
+    # The token for unknown characters is also the result of ordinary texts.
+    return {
+        token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special and token.normalized and token_id != tokenizer.unk_token_id
+    }
