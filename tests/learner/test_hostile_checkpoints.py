@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
+import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,3 +138,71 @@ def test_command_instead_of_a_value_or_a_tensor_does_not_run(
     metadata.storage_data[index] = _StorageInfo("__0_1.distcp", 0, len(buffer.getvalue()))
     write_metadata(checkpoint, metadata)
     check_refused(learner, checkpoint, "an object other than tensors and plain values")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"\x80\x02]r" + struct.pack("<I", 1 << 27) + b".", id="large index"),
+        pytest.param(b"]p999999999\n.", id="large index as text"),
+        pytest.param(b"]p-1\n.", id="negative index"),
+    ],
+)
+def test_indexes_that_would_reserve_memory_are_refused(
+    learner: Learner, checkpoint: Path, content: bytes
+) -> None:
+    (checkpoint / ".metadata").write_bytes(content)
+    check_refused(learner, checkpoint, r"the index -?\d+ is not that of an object")
+
+
+@pytest.mark.parametrize("name_part", ["betas", "policy."])
+@pytest.mark.parametrize("is_compressed", [True, False])
+def test_values_larger_than_their_file_are_refused(
+    learner: Learner, checkpoint: Path, name_part: str, is_compressed: bool
+) -> None:
+    buffer = io.BytesIO()
+    torch.save({"a": torch.zeros(1000), "b": torch.zeros(1000)}, buffer)
+    content = compress(buffer) if is_compressed else overlap(buffer)
+    (checkpoint / "__0_1.distcp").write_bytes(content)
+    metadata = read_metadata(checkpoint)
+    index = next(index for index in metadata.storage_data if name_part in index.fqn)
+    metadata.storage_data[index] = _StorageInfo("__0_1.distcp", 0, len(content))
+    write_metadata(checkpoint, metadata)
+    check_refused(learner, checkpoint, r"'__0_1\.distcp': its values are compressed")
+
+
+def compress(archive: io.BytesIO) -> bytes:
+    """Return an archive with compressed entries."""
+    compressed_archive = io.BytesIO()
+    with (
+        zipfile.ZipFile(archive) as source,
+        zipfile.ZipFile(compressed_archive, "w", zipfile.ZIP_DEFLATED) as copy,
+    ):
+        for entry in source.infolist():
+            copy.writestr(entry.filename, source.read(entry))
+    return compressed_archive.getvalue()
+
+
+def overlap(archive: io.BytesIO) -> bytes:
+    """Return an archive with many entries of the same bytes."""
+    overlapping_archive = io.BytesIO(archive.getvalue())
+    with zipfile.ZipFile(overlapping_archive, "a") as copy:
+        copy.filelist += copy.filelist * 10
+        copy.comment = b"changed"
+    return overlapping_archive.getvalue()
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_paths_that_are_no_files_are_refused(
+    learner: Learner, checkpoint: Path, name: str, kind: str
+) -> None:
+    path = checkpoint / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    check_refused(learner, checkpoint, rf"'{re.escape(name)}' is not a file")

@@ -2,21 +2,29 @@
 
 `torch.distributed.checkpoint` unpickles the metadata and all values other than tensors, and a
 pickle can call any function. Here the metadata may contain only the classes of checkpoints, and
-values may contain only tensors and plain Python values.
+values may contain only tensors and plain Python values. Neither can need more memory than its file
+has bytes.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from pathlib import Path, PurePath
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, ReadItem
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+
+from ludus.trainer.core.tensor_files import (
+    check_archive,
+    load_plain_values,
+    require_regular_file,
+)
 
 _METADATA_FILE = ".metadata"
 _ALLOWED_NAMES = {
@@ -37,6 +45,9 @@ _ALLOWED_NAMES = {
     "pathlib._local": {"PosixPath"},
 }
 """Names that metadata may contain in addition to the data types of torch, by module."""
+
+_MEMO_OPCODES = {"PUT", "BINPUT", "LONG_BINPUT"}
+"""Instructions of a pickle that store an object under an index."""
 
 
 class UnsafeFileError(BaseException):
@@ -60,8 +71,11 @@ class CheckpointReader(FileSystemReader):
             UnsafeFileError: the metadata cannot be read, or contains anything else.
         """
         try:
-            metadata = _MetadataUnpickler(io.BytesIO(self._metadata_path.read_bytes())).load()
-            _check_metadata(metadata)
+            require_regular_file(self._metadata_path)
+            content = self._metadata_path.read_bytes()
+            _check_memo(content)
+            metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+            _check_metadata(metadata, self._metadata_path.parent)
         except Exception as error:  # unpickling raises many types of errors
             raise UnsafeFileError(f"'{_METADATA_FILE}': {error}") from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -71,7 +85,8 @@ class CheckpointReader(FileSystemReader):
         """Read the tensors and values of a plan.
 
         Raises:
-            UnsafeFileError: a file contains an object other than tensors and plain values.
+            UnsafeFileError: a file contains an object other than tensors and plain values, or is
+                compressed.
         """
         try:
             return super().read_data(plan, planner)
@@ -80,13 +95,22 @@ class CheckpointReader(FileSystemReader):
                 "a file of this rank contains an object other than tensors and plain values"
             ) from error
 
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        try:
+            # A copy, because torch's view of a part of a file cannot seek from its end.
+            content = io.BytesIO(super()._slice_file(file, sinfo).read(-1))
+            check_archive(content)
+        except (ValueError, OSError) as error:
+            raise UnsafeFileError(f"'{sinfo.relative_path}': {error}") from error
+        return content
+
 
 class PlainValuePlanner(DefaultLoadPlanner):
     """A planner that loads only plain Python values in addition to tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Set a value of the state."""
-        plain_value = torch.load(value, map_location="cpu", weights_only=True)
+        plain_value = load_plain_values(value)
         path = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, path, plain_value)
 
@@ -102,7 +126,14 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module_name, name)
 
 
-def _check_metadata(metadata: object) -> None:
+def _check_memo(content: bytes) -> None:
+    """Check the indexes of a pickle, because the unpickler reserves memory up to the largest."""
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in _MEMO_OPCODES and not 0 <= int(str(argument)) <= len(content):
+            raise pickle.UnpicklingError(f"the index {argument} is not that of an object")
+
+
+def _check_metadata(metadata: object, folder: Path) -> None:
     """Check that the metadata names only files of its folder."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise TypeError("the file does not contain the metadata of a checkpoint")
@@ -112,3 +143,4 @@ def _check_metadata(metadata: object) -> None:
         file_name = entry.relative_path
         if PurePath(file_name).name != file_name:
             raise ValueError(f"the file '{file_name}' is not in the folder of the checkpoint")
+        require_regular_file(folder / file_name)

@@ -36,6 +36,7 @@ from ludus.proto.runs import PolicyResult, Summary
 from ludus.trainer.core.checksums import hash_file
 from ludus.trainer.core.output import describe_write_error, rename_folder, warn_user
 from ludus.trainer.core.streams import VERSION as STREAMS_VERSION
+from ludus.trainer.core.tensor_files import load_plain_values, require_regular_file
 from ludus.trainer.core.types import GroupSpec, RolloutGroup, SavedFile
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import MixtureState
@@ -254,7 +255,7 @@ def load_learner_state(checkpoint: Path) -> dict[str, Any]:
     """Return the learner's state that `CheckpointFolder.save` wrote."""
     path = checkpoint / LEARNER_FOLDER / _LEARNER_FILE
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = load_plain_values(path)
     except UnpicklingError as error:
         # The message of torch explains how to load such a file without a check.
         unsafe_error = ValueError("it contains an object other than tensors and plain values")
@@ -336,6 +337,7 @@ def _check_sizes(checkpoint: Path) -> _FileList:
     """Return the list of a checkpoint's files; check that all exist and have their sizes."""
     path = checkpoint / _FILES_FILE
     try:
+        require_regular_file(path)
         file_list = _FileList.model_validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise _make_damaged_error(checkpoint, f"{path.name}: {_get_first_line(error)}") from error
@@ -359,6 +361,7 @@ def read_state(checkpoint: Path, state_type: type[StateT]) -> StateT:
             f"{examples or 'runs/NAME/checkpoints/step-00000100'}"
         )
     try:
+        require_regular_file(path)
         return state_type.model_validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise _make_unreadable_error(checkpoint, path.name, error) from error

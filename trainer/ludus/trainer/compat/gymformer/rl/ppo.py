@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.classic.policy import GaussianActor, NetworkPolicy
 from ludus.trainer.compat.checks import Network, PathText, check_value, require_device
+from ludus.trainer.core.tensor_files import load_plain_values
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ def load_ppo_agent(
     check_value("critic", Network, critic)
     device = require_device(device) or "cpu"
     try:
-        saved_state = torch.load(file_path, map_location=device, weights_only=True)
+        saved_state = load_plain_values(Path(file_path), device)
         actor.load_state_dict(saved_state["actor"])
         critic.load_state_dict(saved_state["critic"])
     except (FileNotFoundError, IsADirectoryError) as error:
