@@ -27,6 +27,19 @@ _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3  # mallopt(3)
 _LARGE_BLOCK_BYTES = 128 * 1024
 
 
+def make_module_command(module_name: str) -> list[str]:
+    """Return the command that runs a module as a process, without imports from its working folder.
+
+    A file of that folder may have the name of a module, such as `json.py`. Only if this process
+    itself was started with `python -m`, Python searches that folder first in the new process too.
+    """
+    try:
+        searches_folder = sys.path[:1] in ([""], [os.getcwd()])
+    except FileNotFoundError:  # the folder was removed
+        searches_folder = False
+    return [sys.executable, *([] if searches_folder else ["-P"]), "-m", module_name]
+
+
 class DrainableServer(AbstractAsyncContextManager[Any], Protocol):
     """A server or gateway, which listens while its context is entered."""
 

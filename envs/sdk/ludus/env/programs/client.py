@@ -22,6 +22,7 @@ from typing import Literal, Self
 import orjson
 
 from ludus.env.programs.launcher import EXIT_STATUS, LENGTH_PREFIX, ProgramOrder
+from ludus.env.runtime import make_module_command
 from ludus.env.sandbox.worker_resources import filter_variables, make_workers_folder, remove_folder
 from ludus.proto.errors import UnavailableError
 
@@ -29,6 +30,7 @@ MAX_OUTPUT_BYTES = 1 << 20
 """Maximum kept size of a program's standard output; earlier output is dropped."""
 MAX_ERROR_BYTES = 16 << 10
 """Maximum kept size of a program's standard error."""
+_LAUNCHER = "ludus.env.programs.launcher"
 _CHUNK_BYTES = 1 << 16
 _STOP_TIMEOUT_S = 5.0
 
@@ -59,7 +61,7 @@ class ProgramHost:
     async def __aenter__(self) -> Self:
         self._folder = make_workers_folder()
         self._order_socket, remote_socket = socket.socketpair()
-        command = [sys.executable, "-m", "ludus.env.programs.launcher", str(remote_socket.fileno())]
+        command = [*make_module_command(_LAUNCHER), str(remote_socket.fileno())]
         try:
             self.launcher = subprocess.Popen(
                 [*command, str(self._folder), self._confinement],

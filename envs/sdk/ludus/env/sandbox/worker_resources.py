@@ -65,7 +65,7 @@ def list_code_paths(workers_folder: Path) -> list[Path]:
     """
     workers_folder = workers_folder.resolve()
     paths: list[Path] = []
-    for path in sorted({path.resolve() for path in _list_import_paths()}):
+    for path in sorted(_list_import_paths()):
         if workers_folder.is_relative_to(path) or any(map(path.is_relative_to, paths)):
             continue
         paths.append(path)
@@ -146,13 +146,22 @@ def _list_texts(option: object) -> Iterator[str]:
             yield from _list_texts(value)
 
 
-def _list_import_paths() -> Iterator[Path]:
-    yield from map(Path, (sys.prefix, sys.base_prefix, sys.exec_prefix))
-    working_folder = Path.cwd()
-    search_folders = {Path(path or working_folder).resolve() for path in sys.path}
+def _list_import_paths() -> set[Path]:
+    """Return the absolute paths of folders and files with code."""
+    try:
+        working_folder = Path.cwd()
+    except FileNotFoundError:  # the folder was removed, so relative paths name nothing
+        return {path.resolve() for path in _list_all_import_paths() if path.is_absolute()}
+    paths = {path.resolve() for path in _list_all_import_paths()}
+    search_folders = {Path(path).resolve() for path in sys.path}
     if not _has_loaded_module(working_folder):
         search_folders.discard(working_folder)
-    yield from search_folders
+    return paths | search_folders
+
+
+def _list_all_import_paths() -> Iterator[Path]:
+    """Yield all paths except the folders in `sys.path`."""
+    yield from map(Path, (sys.prefix, sys.base_prefix, sys.exec_prefix))
     for module in list(sys.modules.values()):
         yield from _list_module_paths(module)
     for finder in sys.meta_path:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ludus.env.runtime import make_module_command
 from ludus.env.sessions.options import Isolation, ServerAddresses
 from ludus.env.types import JsonObject
 from ludus.proto.errors import UnavailableError, UserError
@@ -109,7 +109,8 @@ class LocalServer:
     def _build_command(self, ready_file: Path) -> list[str]:
         old_addresses = self.addresses
         return [
-            *(sys.executable, "-m", "ludus.env", self.package),
+            *make_module_command("ludus.env"),
+            self.package,
             *("--options", json.dumps(self.options)),
             *("--port", str(urlsplit(old_addresses.http).port) if old_addresses else "0"),
             *("--grpc-port", str(urlsplit(old_addresses.grpc).port) if old_addresses else "0"),

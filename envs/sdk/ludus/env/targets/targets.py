@@ -275,8 +275,9 @@ def _import_module(target: str, name: str) -> ModuleType:
         missing_module = error.name or name
         if name == missing_module or name.startswith(f"{missing_module}."):
             raise NotFoundError(
-                f"no module '{name}' (from target '{target}') in {Path.cwd()} or in the installed"
-                " modules; check the spelling, or run from the folder that contains it"
+                f"no module '{name}' (from target '{target}') in "
+                f"{_find_folder() or 'the working folder'} or in the installed modules; check the "
+                "spelling, or run from the folder that contains it"
             ) from None
         raise ConfigError(
             f"'{target}' needs the module '{missing_module}', which is not installed;"
@@ -288,9 +289,17 @@ def _import_module(target: str, name: str) -> ModuleType:
 
 def _add_working_directory() -> None:
     # Installed commands do not import from the working directory; `python -m` does.
-    folder = os.getcwd()
-    if folder not in sys.path and "" not in sys.path:
+    folder = _find_folder()
+    if folder and folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
+
+
+def _find_folder() -> str:
+    """Return the working folder; "" if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def _has_server_app(name: str) -> bool:

@@ -255,6 +255,8 @@ class ForkServer:
 
 def main(descriptor: int) -> None:
     """Serve until the server disconnects."""
+    # The server may have inherited that the kernel reaps children, and so has this process.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log_to_stderr(logging.INFO)
     control = socket.socket(fileno=descriptor)
     setup_json = read_frame(_UnbufferedStream(control))

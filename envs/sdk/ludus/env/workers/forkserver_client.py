@@ -23,6 +23,7 @@ from typing import Any
 
 import orjson
 
+from ludus.env.runtime import make_module_command
 from ludus.env.sandbox.confine import Sandbox
 from ludus.env.sandbox.processes import kill_group
 from ludus.env.sandbox.worker_resources import filter_variables
@@ -41,6 +42,7 @@ from ludus.proto.errors import ConfigError, UnavailableError
 
 _log = logging.getLogger(__name__)
 
+_FORK_SERVER = "ludus.env.workers.forkserver"
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 3.0
 _BUSY_PAUSE_S = 0.002
@@ -89,7 +91,7 @@ class ForkServerClient:
     ) -> None:
         self.pid: int | None = None
         """Process id of the latest fork server."""
-        self._setup = ForkServerSetup(factory, list(sys.path), limits, sandbox, [])
+        self._setup = ForkServerSetup(factory, _list_search_paths(), limits, sandbox, [])
         self._variables = filter_variables(os.environ, pass_env)
         self._fork_server: _ForkServerProcess | None = None
         self._start_lock = asyncio.Lock()
@@ -173,7 +175,7 @@ class _ForkServerProcess:
         self._output_descriptor, remote_descriptor = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ludus.env.workers.forkserver", str(remote_socket.fileno())],
+                [*make_module_command(_FORK_SERVER), str(remote_socket.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=remote_descriptor,
                 stderr=remote_descriptor,
@@ -342,3 +344,13 @@ class _ForkServerProcess:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _list_search_paths() -> list[str]:
+    """Return the folders from which this process imports modules, as far as JSON allows."""
+    paths = []
+    for path in sys.path:
+        with contextlib.suppress(UnicodeEncodeError):
+            path.encode()
+            paths.append(path)
+    return paths
