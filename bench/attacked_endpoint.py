@@ -14,6 +14,7 @@ import contextlib
 import json
 import signal
 import sys
+from pathlib import Path
 
 from ludus.proto.config import RolloutConfig
 from ludus.trainer.core.types import SampledCompletion, Sampling
@@ -31,6 +32,7 @@ async def main() -> None:
     parser.add_argument("--episodes", type=int, default=2, help="number of open episodes")
     parser.add_argument("--max-tokens", type=int, default=512, help="rollout.max_tokens")
     parser.add_argument("--max-turns", type=int, default=100_000, help="rollout.max_turns")
+    parser.add_argument("--prompts-file", type=Path, help="file for the tokens of each prompt")
     args = parser.parse_args()
     chat = ChatTokenizer(make_tokenizer(TEXTS * 4, 500))
     limits = RolloutConfig(
@@ -38,7 +40,10 @@ async def main() -> None:
     )
     token_ids = chat.encode_completion("red")
 
-    async def sample(*_: object) -> SampledCompletion:
+    async def sample(prompt_ids: list[int], *_: object) -> SampledCompletion:
+        if args.prompts_file is not None:
+            with args.prompts_file.open("a") as file:
+                file.write(f"{json.dumps(prompt_ids)}\n")
         return SampledCompletion(list(token_ids), [-1.0] * len(token_ids), 0, True)
 
     stop_event = asyncio.Event()

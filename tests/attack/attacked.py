@@ -195,3 +195,18 @@ async def watch(call: Callable[[], Awaitable[object]]) -> AsyncIterator[list[flo
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     assert max(durations_s) < MAX_PAUSE_S
+
+
+@contextmanager
+def serve_env_with_launcher(
+    launcher: Sequence[str], folder: Path, target: str, *arguments: str
+) -> Iterator[AttackedProcess]:
+    """Serve an environment in a new folder, with a command that runs another command."""
+    make_folder(folder)
+    ready_file = folder.with_name(f"{folder.name}-ready.json")
+    command = [*launcher, sys.executable, "-m", "ludus.env", target, "--port", "0"]
+    command += ["--no-determinism-check", "--ready-file", str(ready_file), *arguments]
+    with start_process(command, folder) as attacked:
+        _wait_until_ready(attacked, ready_file.exists)
+        attacked.addresses = json.loads(ready_file.read_text())
+        yield attacked

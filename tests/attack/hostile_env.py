@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from ludus.env import Action, Environment, Observation, State, Transition
-from ludus.env.types import Tool
+from ludus.env import Action, Environment, Observation, State, Tool, Transition
 from ludus.proto.errors import ToolError
 
 
@@ -126,3 +125,24 @@ class HostileTextEnv(HostileEnv):
             transition.observation.text = HOSTILE_TEXT
             transition.info[HOSTILE_TEXT] = HOSTILE_TEXT
         return transition
+
+
+class ToolsEnv(HostileEnv):
+    """An environment whose tools say a text everywhere."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__()
+        self._text = text
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"text": self._text}
+
+    @property
+    def tools(self) -> list[Tool]:
+        text = self._text
+        schema = {"type": "object", "properties": {text: {"enum": [text]}}, "title": text}
+        return [Tool(name, text, schema) for name in ("look", text)]
+
+    def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {self._text: [self._text]}
