@@ -17,6 +17,8 @@ from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.run.checkpoint import (
     CheckpointFolder,
     RunState,
+    SavedState,
+    check_complete,
     find_checkpoint,
     find_newest_checkpoint,
     list_checkpoints,
@@ -284,3 +286,21 @@ async def test_run_without_readable_checkpoint_does_not_restart(
     kill_learner_in_step(run, 4, remove_learner_state)
     with pytest.raises(CheckpointError, match="step-00000003' cannot be read"):
         await run.train()
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000])
+def test_list_with_an_impossible_name_is_reported(tmp_path: Path, name: str) -> None:
+    file_list = {"num_bytes": {name: 1}, "blake3": {name: ""}}
+    (tmp_path / "files.json").write_text(json.dumps(file_list))
+    with pytest.raises(CheckpointError, match="is missing"):
+        check_complete(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["files.json", "state.json"])
+def test_pipe_in_the_place_of_a_file_is_reported(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"'{name}' is not a file"):
+        if name == "files.json":
+            check_complete(tmp_path)
+        else:
+            read_state(tmp_path, SavedState)

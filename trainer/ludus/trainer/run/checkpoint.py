@@ -147,8 +147,8 @@ class _FileList(BaseModel):
                 return f"'{name}' is not a path in the checkpoint"
             try:
                 status = (checkpoint / name).stat()
-            except OSError:
-                return f"'{name}' ({num_bytes} bytes) is missing"
+            except (OSError, ValueError):  # ValueError: the name contains a null character
+                return f"{name!r} ({num_bytes} bytes) is missing"
             if not stat.S_ISREG(status.st_mode):
                 return f"'{name}' is not a file"
             if status.st_size != num_bytes:
