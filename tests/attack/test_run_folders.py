@@ -37,7 +37,7 @@ LANGUAGE_SETTINGS = (
     *("training.groups_per_step=4", "rollout.num_groups_in_flight=8", "learner.num_minibatches=1"),
     *("learner.warmup_steps=0", "model.warm_start_games=64"),
 )
-MAX_MEMORY_KIB = 2 << 20
+MAX_MEMORY_KIB = 768 << 10
 AGENT = "learner/agent.pt"
 
 
@@ -144,7 +144,7 @@ def change_archive(
     """Return the archive of the weights with other content, or with a large tensor."""
     source_file, copy_file = io.BytesIO((checkpoint / AGENT).read_bytes()), io.BytesIO()
     if is_compressed:
-        torch.save({"a": torch.zeros(1 << 30, dtype=torch.uint8)}, source_file := io.BytesIO())
+        torch.save({"a": torch.zeros(1 << 29, dtype=torch.uint8)}, source_file := io.BytesIO())
     method = zipfile.ZIP_DEFLATED if is_compressed else zipfile.ZIP_STORED
     with zipfile.ZipFile(source_file) as source, zipfile.ZipFile(copy_file, "w", method) as copy:
         for entry in source.infolist():
@@ -195,7 +195,7 @@ CHECKPOINT_ATTACKS: dict[str, Callable[[Path], object]] = {
     ),
     "compressed archive": write_agent(lambda f: change_archive(f, is_compressed=True)),
     "archive with many entries of the same bytes": write_agent(
-        lambda folder: change_archive(folder, repeats=100_000)
+        lambda folder: change_archive(folder, repeats=1000)
     ),
     "end of a file": write_agent(lambda folder: (folder / AGENT).read_bytes()[:-5000]),
     "text": write_agent(lambda _: b"x" * 100_000),
@@ -218,8 +218,10 @@ CHECKPOINT_ATTACKS: dict[str, Callable[[Path], object]] = {
         lambda files: files["num_bytes"].update({"\ud800": 1, "x" * 5000: 1})
     ),
     "deep list": write_file("files.json", b"[" * 1_000_000),
-    "large number in the state": write_file("state.json", b'{"step": 1' + b"0" * 30 + b"}"),
-    "negative step": write_file("state.json", b'{"step": -1}'),
+    "large number in the state": write_file(
+        "state.json", b'{"streams": 1, "step": 1' + b"0" * 30 + b"}"
+    ),
+    "negative step": write_file("state.json", b'{"streams": 1, "step": -1}'),
     "deep state": write_file("state.json", b'{"start":' * 500_000),
     "odd names of checkpoints": lambda checkpoint: [
         (checkpoint.parent / name).mkdir()
