@@ -146,6 +146,7 @@ async def check_server(
         InfrastructureError: the server does not return its description.
     """
     server = CheckedServer(client, await client.describe(), seeds, num_steps)
+    server.max_open_s = min(server.max_open_s, timeout_s / 4)
     builder = _ReportBuilder(on_check)
     for name, rule in WIRE_RULES.items():
         if builder.stop_reason:

@@ -6,6 +6,7 @@ A player draws its actions from the first available source: the legal answers of
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +50,11 @@ class CheckedServer:
     capacity: int = MAX_SESSIONS
     """Number of sessions that could be open at the same time, at most MAX_SESSIONS."""
     capacity_error: EnvError | None = None
-    """Error of the open that exceeded the capacity; None if all MAX_SESSIONS opens succeeded."""
+    """Error of the open that exceeded the capacity; None if there was no such error."""
+    max_open_s: float = 10.0
+    """Time after which a further open counts as waiting in a queue, in seconds."""
+    has_queue: bool = False
+    """True if the open that exceeded the capacity waited, as behind a gateway."""
     _sessions: list[AsyncSession] = field(default_factory=list)
 
     @property
@@ -89,12 +94,16 @@ class CheckedServer:
             await session.close()
 
     async def measure_capacity(self) -> None:
-        """Open sessions until the server refuses one or the maximum is reached."""
+        """Open sessions until one is refused or waits, or the maximum is reached."""
         try:
             for num_sessions in range(MAX_SESSIONS + 1):
                 self.capacity = num_sessions
-                self._sessions.append(await self.client.open_session())
+                # The first open may wait until a server starts.
+                async with asyncio.timeout(self.max_open_s if num_sessions else None):
+                    self._sessions.append(await self.client.open_session())
             self.capacity = MAX_SESSIONS
+        except TimeoutError:
+            self.has_queue = True
         except EnvError as error:
             if self.capacity == 0 and not isinstance(error, CapacityError):
                 raise

@@ -36,6 +36,8 @@ _UPSTREAM_MALFORMED_CODES = (*_MALFORMED_CODES, ErrorCode.EXECUTION_ERROR)
 async def a_full_server_refuses_with_a_code(server: CheckedServer) -> None:
     """Check that a full server refuses with CAPACITY_REACHED, and accepts sessions afterwards."""
     await server.measure_capacity()
+    if server.has_queue:
+        raise NotOfferedError("a refusal, because opens wait for a free session")
     if server.capacity_error is None:
         raise NotOfferedError(f"a limit of {MAX_SESSIONS} or fewer sessions")
     code = server.capacity_error.code
