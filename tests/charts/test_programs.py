@@ -146,7 +146,10 @@ def test_environment_server_accepts_the_rendered_arguments(
             assert path is not None
             assert str(path.parent) in mount_paths
         assert not options.list_exposed_secrets()
-        server_variables = {"POD_UID", "HOME"}
+        id_variable = "LUDUS_SERVER_ID" if spec.get("restartPolicy") == "Never" else "POD_UID"
+        server_variables = {id_variable, "HOME"}
+        (sidecar,) = spec["initContainers"]
+        assert map_variables(sidecar).keys() == {id_variable}
         assert server_variables <= map_variables(server).keys()
         # Configured variables belong to the environment and are passed to its workers.
         assert set(options.pass_env) == map_variables(server).keys() - server_variables
@@ -300,7 +303,7 @@ def test_ray_clusters_satisfy_the_rules_of_the_operator(value_set: ValueSet) -> 
         for group in (cluster["headGroupSpec"], *groups):
             pod_spec = group["template"]["spec"]
             assert pod_spec["containers"][0]["name"] in ("ray-head", "ray-worker")
-            assert not is_scaled or pod_spec["restartPolicy"] == "Never"
+            assert not is_scaled or pod_spec.get("restartPolicy") == "Never"
             assert "resources" not in group
             assert yaml.safe_load(group["rayStartParams"]["resources"]).startswith("{")
         learner, rollout = groups

@@ -8,7 +8,9 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+from ludus.env.security.session_ids import derive_server_token
 from ludus.env.serving.server import EnvServer
 from ludus.services.gateway.kubernetes.sandboxes import API_VERSION
 from tests.gateway.cluster_objects import NAMESPACE
@@ -38,6 +40,8 @@ class FakeSandboxes:
     def __init__(self, cluster: FakeKubernetes, *, has_pool: bool = True) -> None:
         self.cluster = cluster
         self.port = find_free_port()
+        self.fleet_token = ""
+        """Token from which the tokens of new servers are derived; empty for no tokens."""
         self.servers: dict[str, EnvServer] = {}
         """Servers by claim name."""
         self.is_empty = False
@@ -92,7 +96,10 @@ class FakeSandboxes:
 
     async def _assign(self, name: str) -> None:
         address = next(_ADDRESSES)
-        options = {"insecure": True, "max_sessions": 1}
+        pod_name = f"sandbox-{address}"
+        options: dict[str, Any] = {"insecure": True, "max_sessions": 1, "server_id": pod_name}
+        if self.fleet_token:
+            options["token"] = derive_server_token(self.fleet_token, pod_name)
         server = make_server(host=address, grpc_port=self.port, **options)
         await server.start()
         claim = self.cluster.get(*CLAIMS, NAMESPACE, name)
@@ -101,7 +108,7 @@ class FakeSandboxes:
             return
         self.servers[name] = server
         condition = {"type": "Ready", "status": "True", "message": "Pod is Ready"}
-        sandbox = {"name": f"sandbox-{address}", "podIPs": [address]}
+        sandbox = {"name": pod_name, "podIPs": [address]}
         self.cluster.put(claim | {"status": {"conditions": [condition], "sandbox": sandbox}})
 
 

@@ -28,6 +28,7 @@ from tests.gateway.gateways import FAST_POLLING, NAME, get_sessions, make_config
 
 pytestmark = pytest.mark.slow
 
+TOKEN_VARIABLE = "LUDUS_TEST_FLEET_TOKEN"
 OPEN_ARGS = OpenArgs(ResetArgs(seed=1))
 MAX_UNUSED_S = 0.5
 """Time after which an unused claim is deleted, short for the tests."""
@@ -49,7 +50,8 @@ async def run_gateway(
         max_unused_s=max_unused_s,
         check_interval_s=0.05,
     )
-    config = make_config("grpc://unused:1", sessions=limits, servers=FAST_POLLING)
+    servers = {**FAST_POLLING, "token_env": TOKEN_VARIABLE, "derive_tokens": True}
+    config = make_config("grpc://unused:1", sessions=limits, servers=servers)
     async with Gateway(config, {NAME: source}) as gateway:
         sessions = get_sessions(gateway)
         gateway_sessions.append(sessions)
@@ -60,6 +62,18 @@ async def run_gateway(
 def are_connected(links, num_links: int) -> bool:
     """Return whether there are `num_links` links and all of them are connected."""
     return len(links) == num_links and all(link.is_connected for link in links)
+
+
+async def test_each_sandbox_gets_the_token_that_is_derived_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with run_sandboxes() as cluster:
+        cluster.fleet_token = "token-of-the-whole-fleet"
+        monkeypatch.setenv(TOKEN_VARIABLE, cluster.fleet_token)
+        async with run_gateway(cluster, queue_timeout_s=10.0) as sessions:
+            opened_sessions = [await sessions.open(OPEN_ARGS) for _ in range(2)]
+            for session in opened_sessions:
+                await sessions.step(session.session_id, b'{"add": 1}', 1)
 
 
 async def test_sessions_have_separate_sandboxes() -> None:

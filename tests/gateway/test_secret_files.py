@@ -16,6 +16,7 @@ from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.env.security.session_ids import SessionKey, derive_server_key, derive_server_token
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.errors import AuthenticationError, ConfigError, EnvError
+from ludus.services.gateway.config import ServersSection
 from ludus.services.gateway.gateway import Gateway
 from tests.env.counting_env import CountingEnv
 from tests.env.polling import wait_until
@@ -85,6 +86,15 @@ async def run_fleet(secrets: Secrets) -> AsyncIterator[tuple[Gateway, EnvServer]
         source = ListedServers(make_endpoint(server, server_id=SERVER_ID))
         async with Gateway(config, {NAME: source}) as gateway:
             yield gateway, server
+
+
+def test_a_server_with_an_unknown_id_gets_no_token_of_the_fleet(tmp_path: Path) -> None:
+    token_path = tmp_path / "token"
+    token_path.write_text("token-of-the-whole-fleet")
+    servers = ServersSection(token_file=token_path, derive_tokens=True)
+    assert servers.make_metadata("") == ()
+    derived_token = derive_server_token("token-of-the-whole-fleet", SERVER_ID)
+    assert servers.make_metadata(SERVER_ID) == (("authorization", f"Bearer {derived_token}"),)
 
 
 async def can_call(make_call: Callable[[], Any]) -> bool:

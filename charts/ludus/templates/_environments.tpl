@@ -72,9 +72,7 @@
     - {{ printf "--pass-env=%s" .name | quote }}
     {{- end }}
   env:
-    # A session id contains the server id, which is derived from the pod.
-    - name: POD_UID
-      valueFrom: {fieldRef: {fieldPath: metadata.uid}}
+    {{- include "ludus.serverIdVariable" .environment | nindent 4 }}
     - {name: HOME, value: /tmp}
     {{- with .environment.env }}
     {{- toYaml . | nindent 4 }}
@@ -93,8 +91,21 @@
     - {name: tmp, mountPath: /tmp}
 {{- end }}
 
+{{/* The variable with the server's id, which session ids contain. A gateway reads the uids of pods from
+     EndpointSlices, and the names of sandboxes from their claims. Arguments: the environment. */}}
+{{- define "ludus.serverIdVariable" -}}
+{{- if eq .mode "sandbox" -}}
+- name: LUDUS_SERVER_ID
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- else -}}
+- name: POD_UID
+  valueFrom: {fieldRef: {fieldPath: metadata.uid}}
+{{- end }}
+{{- end }}
+
 {{/* The sidecar that derives the server's secrets from those of the fleet. Code of the environment
-     cannot reach it: it has its own container and the gateway's image. Arguments: root. */}}
+     cannot reach it: it has its own container and the gateway's image. Arguments: root,
+     environment. */}}
 {{- define "ludus.serverSecretsContainer" -}}
 - name: server-secrets
   image: {{ include "ludus.image" (dict "root" .root "image" .root.Values.gateway.image) }}
@@ -107,8 +118,7 @@
     - --token-file=/etc/ludus-secrets/environment-token
     - --folder=/run/ludus
   env:
-    - name: POD_UID
-      valueFrom: {fieldRef: {fieldPath: metadata.uid}}
+    {{- include "ludus.serverIdVariable" .environment | nindent 4 }}
   # The server starts when its secrets exist.
   startupProbe:
     exec: {command: [test, -s, /run/ludus/server-key]}

@@ -138,7 +138,7 @@ class ServersSection(_Section):
     derive_tokens: bool = False
     """Send each server a token that is derived from the token and the server's id. Servers accept
     it if `python -m ludus.env.serving.server_keys` derives their secrets, as in the chart. Applies
-    to servers in a cluster."""
+    to servers in a cluster; a server whose id is unknown gets no token."""
     ca_file: Path | None = None
     """Certificate authority of the servers; enables TLS."""
     cert_file: Path | None = None
@@ -164,10 +164,11 @@ class ServersSection(_Section):
     def make_metadata(self, server_id: str) -> tuple[tuple[str, str], ...]:
         """Return the metadata of calls to a server, with its current token if there is one."""
         tokens = self._read_tokens()
-        if not tokens:
+        # Code on the server could read the token of the whole fleet.
+        is_unknown = self.derive_tokens and not server_id
+        if not tokens or is_unknown:
             return ()
-        is_derived = self.derive_tokens and server_id
-        token = derive_server_token(tokens[0], server_id) if is_derived else tokens[0]
+        token = derive_server_token(tokens[0], server_id) if self.derive_tokens else tokens[0]
         return (("authorization", f"Bearer {token}"),)
 
     @cached_property

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import sys
 import threading
@@ -25,6 +24,7 @@ from ludus.env.security.session_ids import (
     derive_server_token,
     make_pod_server_id,
 )
+from ludus.env.sessions.options import read_server_id
 from ludus.env.text.terminal import format_notice, log_to_stderr
 from ludus.proto.errors import UserError
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m ludus.env.serving.server_keys",
         description="Derive the key and the token of one server from those of its fleet. The"
-        " variable POD_UID identifies the server.",
+        " variable POD_UID, or LUDUS_SERVER_ID, identifies the server.",
     )
     parser.add_argument("--session-key-file", type=Path, required=True, help="session keys")
     parser.add_argument("--token-file", type=Path, required=True, help="tokens of servers")
@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: stop_event.set())
     try:
-        server_id = make_pod_server_id(os.environ.get("POD_UID", ""))
+        # Without the variable, the message names POD_UID.
+        server_id = read_server_id() or make_pod_server_id("")
         folder = arguments.folder
         read_keys = follow_secrets(arguments.session_key_file)
         read_tokens = follow_secrets(arguments.token_file)

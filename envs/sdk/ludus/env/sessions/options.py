@@ -64,11 +64,12 @@ _GROUPS = {"host": "server", "tls_cert": "TLS", "isolation": "isolation"}
 """Name of each group of flags, by the first field of the group."""
 
 
-def _default_server_id() -> str:
+def read_server_id() -> str:
+    """Return the server's id from LUDUS_SERVER_ID or POD_UID; '' if neither is set."""
     if server_id := os.environ.get(SERVER_ID_VARIABLE):
         return server_id
     pod_uid = os.environ.get("POD_UID")
-    return make_pod_server_id(pod_uid) if pod_uid else secrets.token_hex(6)
+    return make_pod_server_id(pod_uid) if pod_uid else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +188,8 @@ class ServerOptions(BaseModel):
     server_key_file: Path | None = None
     """File with the keys of this server only, which `python -m ludus.env.serving.server_keys`
     derives from the gateway's keys. The file may be replaced while the server runs."""
-    server_id: str = Field(default_factory=_default_server_id)
-    """Name of the server in session ids; derived from POD_UID if set."""
+    server_id: str = Field(default_factory=lambda: read_server_id() or secrets.token_hex(6))
+    """Name of the server in session ids; LUDUS_SERVER_ID, or derived from POD_UID, if set."""
 
     @model_validator(mode="wrap")
     @classmethod

@@ -56,6 +56,8 @@ class SandboxClaim:
     """True if this gateway, and not another, created the claim."""
     host: str = ""
     """IP address of the claim's pod; empty while it has none."""
+    pod_name: str = ""
+    """Name of the claim's pod, which is the id of its server; empty while it has none."""
     is_ready: bool = False
     is_ending: bool = False
     reason: str = ""
@@ -70,6 +72,8 @@ class SandboxClaim:
             http_address="",
             is_ready=self.is_ready,
             is_terminating=self.is_ending,
+            server_id=self.pod_name,
+            pod_name=self.pod_name,
             max_opens=1 if self.is_from_this_gateway else 0,
         )
 
@@ -79,11 +83,13 @@ def parse_claim(claim_object: JsonObject, identity: str) -> SandboxClaim:
     metadata, status = claim_object["metadata"], claim_object.get("status") or {}
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     ready_condition = conditions.get("Ready", {})
-    addresses = (status.get("sandbox") or {}).get("podIPs") or [""]
+    sandbox = status.get("sandbox") or {}
+    addresses = sandbox.get("podIPs") or [""]
     return SandboxClaim(
         metadata["name"],
         is_from_this_gateway=(metadata.get("labels") or {}).get(GATEWAY_LABEL) == identity,
         host=addresses[0],
+        pod_name=sandbox.get("name", ""),  # a sandbox and its pod have the same name
         is_ready=ready_condition.get("status") == "True",
         is_ending=metadata.get("deletionTimestamp") is not None,
         reason=ready_condition.get("message", ""),
