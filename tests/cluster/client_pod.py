@@ -1,17 +1,31 @@
-"""A pod that runs a test's client program, with the specification of the `helm test` pod."""
+"""Pods of tests: the `helm test` pod with a test's client program, and pods with any labels."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
 
-from tests.cluster.installed import Release, helm, kubectl
+from tests.cluster.installed import Release, create_object, helm, kubectl
 
 POD_NAME = "player"
+IMAGE = "docker.io/ludus/gateway:dev"
+CONNECTION_PROGRAM = """
+import concurrent.futures, socket, sys
+def connect(host, port):
+    try:
+        socket.create_connection((host, int(port)), timeout=3).close()
+    except OSError:
+        return "denied"
+    return "reached"
+targets = sys.argv[1:]
+with concurrent.futures.ThreadPoolExecutor(64) as pool:
+    print(*pool.map(connect, targets[::2], targets[1::2]))
+"""
+"""Program that tries to connect to each HOST PORT of its arguments."""
 
 
 @contextmanager
@@ -39,3 +53,34 @@ def run_client_pod(
         yield (*namespace_options, "exec", POD_NAME, "--")
     finally:
         kubectl(*namespace_options, "delete", "pod", POD_NAME, "--grace-period=1")
+
+
+def create_python_pod(
+    namespace: str, name: str, program: Sequence[str], labels: Mapping[str, str] | None = None
+) -> None:
+    """Create a pod that runs a Python program, given as source and arguments, and then ends."""
+    container = {
+        "name": "python",
+        "image": IMAGE,
+        "command": ["python", "-c", *program],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+    spec = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 1,
+        "automountServiceAccountToken": False,
+        "containers": [container],
+    }
+    create_object("v1", "Pod", name, namespace, labels, spec=spec)
+
+
+def try_connections(namespace: str, pod: str, *targets: tuple[str, str]) -> list[str]:
+    """Try a connection from a pod to each address and port; return "reached" or "denied" each."""
+    words = [word for target in targets for word in target]
+    command = ("exec", pod, "--", "python", "-c", CONNECTION_PROGRAM, *words)
+    return kubectl("-n", namespace, *command).split()

@@ -46,10 +46,15 @@ def helm(*arguments: str) -> str:
 
 
 def create_object(
-    api_version: str, kind: str, name: str, namespace: str = "default", **fields: Any
+    api_version: str,
+    kind: str,
+    name: str,
+    namespace: str = "default",
+    labels: Mapping[str, str] | None = None,
+    **fields: Any,
 ) -> None:
     """Create an object. Kubernetes ignores `namespace` for cluster-wide kinds."""
-    metadata = {"name": name, "namespace": namespace}
+    metadata = {"name": name, "namespace": namespace, "labels": dict(labels or {})}
     manifest = {"apiVersion": api_version, "kind": kind, "metadata": metadata, **fields}
     kubectl("create", "-f", "-", stdin=json.dumps(manifest))
 

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.transports.address import ConnectOptions
 from ludus.services.kubernetes.api import KubernetesApi
 from tests.cluster.autoscaling import COLUMNS, LoadGenerator, Recorder, Removal, forward_ports
+from tests.cluster.gateway_client import connect_client
 from tests.cluster.installed import (
     AUTOSCALING_VALUES,
     ROOT,
@@ -48,6 +50,12 @@ GROUP_SIZE, GROUP_PODS = 20, 3
 """Group size and the number of pods that the group needs, at eight sessions per pod."""
 DRAIN_S = 60
 CLIENT_TIMEOUT_S = 180.0
+DEFAULT_INTERVALS = {
+    "environments.blackjack.autoscaling.pollingSeconds": "5",
+    "monitoring.monitors.gatewayInterval": "5s",
+}
+"""The chart's default intervals, which are longer than those of autoscaling.yaml."""
+MAX_FIRST_POD_S = 30.0
 SERVER_SELECTOR = "app.kubernetes.io/component=environment"
 
 
@@ -115,6 +123,25 @@ async def test_pods_scale_from_zero_and_back_without_lost_sessions(
     assert generator.lost_errors == generator.refusals == []
     assert count_direction_changes(recorder) == 1
     assert compute_lowest_cost_share(recorder.removals) >= 0.9
+
+
+@pytest.mark.timeout(900)
+async def test_a_waiting_open_requests_the_first_pod_within_thirty_seconds(
+    release: Release,
+) -> None:
+    release.upgrade(AUTOSCALING_VALUES, DEFAULT_INTERVALS)
+    wait_until(lambda: _read_replicas(release) == 0, "KEDA to scale to zero pods", 2 * TIMEOUT_S)
+    async with connect_client(release, "blackjack", timeout_s=CLIENT_TIMEOUT_S) as client:
+        start_s = time.monotonic()
+        open_task = asyncio.create_task(client.open())
+        while await asyncio.to_thread(_read_replicas, release) == 0:
+            await asyncio.sleep(0.2)
+        request_s = time.monotonic() - start_s
+        session, _ = await open_task
+        open_s = time.monotonic() - start_s
+        await session.close()
+    sys.stdout.write(f"\nfirst pod requested after {request_s:.1f} s, open after {open_s:.1f} s\n")
+    assert request_s < MAX_FIRST_POD_S
 
 
 @pytest.mark.long

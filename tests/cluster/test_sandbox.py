@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import os
-import re
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 
 import pytest
 
-from ludus.env.client import AsyncEnvClient, AsyncSession, ConnectOptions
-from ludus.env.security.session_ids import make_pod_server_id
+from ludus.env.client import AsyncSession
 from ludus.proto.errors import SessionLostError, UnavailableError
+from tests.cluster.client_pod import CONNECTION_PROGRAM, create_python_pod, try_connections
+from tests.cluster.gateway_client import connect_client
 from tests.cluster.installed import (
     Release,
     create_namespace,
-    create_object,
     find_skip_reason,
     install,
     kubectl,
@@ -35,7 +31,7 @@ pytestmark = [
 ]
 WARM_POOL_SIZE = 4
 NUM_OPENS = int(os.environ.get("LUDUS_SANDBOX_OPENS", "10"))
-POOL_NAME = "ludus-env-code"
+ENVIRONMENT, POOL_NAME = "code", "ludus-env-code"
 KUBELET_PORT = "10250"
 PUBLIC_ADDRESS = ("1.1.1.1", "443")
 VALUES = {
@@ -43,7 +39,7 @@ VALUES = {
     "auth": {"existingSecret": "ludus-auth"},
     "gateway": {"replicas": 2, "drainSeconds": 30, "resources": {"requests": {"cpu": "50m"}}},
     "environments": {
-        "code": {
+        ENVIRONMENT: {
             "image": {"repository": "ludus/env-openspiel"},
             "package": "openspiel_env",
             "options": {"game": "blackjack"},
@@ -55,15 +51,6 @@ VALUES = {
         }
     },
 }
-CONNECTION_PROGRAM = """
-import socket, sys
-for host, port in zip(sys.argv[1::2], sys.argv[2::2]):
-    try:
-        socket.create_connection((host, int(port)), timeout=3).close()
-        print("reached")
-    except OSError as error:
-        print("denied")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -85,40 +72,17 @@ def wait_until_warm(release: Release, num_sandboxes: int = 1) -> None:
     wait_until(is_warm, f"{num_sandboxes} sandboxes in the pool")
 
 
-@asynccontextmanager
-async def connect_client(
-    release: Release, gateway: str = "service/ludus-gateway"
-) -> AsyncIterator[AsyncEnvClient]:
-    """Connect a client to one of the gateways through a kubectl tunnel."""
-    command = ["kubectl", "-n", release.namespace, "port-forward", gateway, ":18000"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            match = re.search(r":(\d+) ->", process.stdout.readline())
-            assert match is not None, "kubectl port-forward printed no port"
-            secret = release.get("secret", "ludus-auth")["data"]["gateway-token"]
-            token = base64.b64decode(secret).decode()
-            address = f"grpc://127.0.0.1:{match[1]}/code"
-            async with await AsyncEnvClient.connect(address, ConnectOptions(token=token)) as client:
-                yield client
-        finally:
-            process.terminate()
-
-
 def find_pod(release: Release, session: AsyncSession) -> str:
     """Return the name of the pod that runs a session."""
     server_id = session.id.split("~")[1]
-    for pod in release.get("pods", "-l", "app.kubernetes.io/component=environment")["items"]:
-        if make_pod_server_id(pod["metadata"]["uid"]) == server_id:
-            return str(pod["metadata"]["name"])
-    raise AssertionError(f"no pod runs server {server_id}")
+    pods = release.get("pods", "-l", "app.kubernetes.io/component=environment")["items"]
+    assert server_id in [pod["metadata"]["name"] for pod in pods]
+    return server_id
 
 
 async def test_sandbox_pool_is_refilled_after_claims(release: Release) -> None:
     durations_s = []
-    async with connect_client(release) as client:
+    async with connect_client(release, ENVIRONMENT) as client:
         for seed in range(NUM_OPENS):
             await asyncio.to_thread(wait_until_warm, release)
             start_s = time.perf_counter()
@@ -147,8 +111,8 @@ async def test_concurrent_gateways_claim_different_sandboxes(release: Release) -
     gateways = release.get("pods", "-l", "app.kubernetes.io/component=gateway")["items"]
     first_gateway, second_gateway = (f"pod/{pod['metadata']['name']}" for pod in gateways)
     async with (
-        connect_client(release, first_gateway) as first_client,
-        connect_client(release, second_gateway) as second_client,
+        connect_client(release, ENVIRONMENT, first_gateway) as first_client,
+        connect_client(release, ENVIRONMENT, second_gateway) as second_client,
     ):
         open_calls = [
             client.open(seed=seed)
@@ -164,7 +128,7 @@ async def test_concurrent_gateways_claim_different_sandboxes(release: Release) -
 
 async def test_a_dead_sandbox_ends_only_its_session(release: Release) -> None:
     wait_until_warm(release, 3)
-    async with connect_client(release) as client:
+    async with connect_client(release, ENVIRONMENT) as client:
         sessions = [(await client.open(seed=seed))[0] for seed in range(3)]
         pods = [find_pod(release, session) for session in sessions]
         assert len(set(pods)) == 3
@@ -196,20 +160,8 @@ def connect_without_policy(*targets: str) -> list[str]:
         results[:] = kubectl("-n", test_namespace, "logs", "try").split()
         return len(results) == len(targets) // 2
 
-    container = {
-        "name": "try",
-        "image": "docker.io/ludus/gateway:dev",
-        "command": ["python", "-c", CONNECTION_PROGRAM, *targets],
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "runAsNonRoot": True,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-    }
     with create_namespace() as test_namespace:
-        spec = {"restartPolicy": "Never", "containers": [container]}
-        create_object("v1", "Pod", "try", test_namespace, spec=spec)
+        create_python_pod(test_namespace, "try", [CONNECTION_PROGRAM, *targets])
         condition = "--for=jsonpath={.status.phase}=Succeeded"
         kubectl("-n", test_namespace, "wait", "pod/try", condition, "--timeout=120s")
         wait_until(is_log_complete, "the complete log of the connection test", 60)
@@ -243,7 +195,7 @@ async def test_a_sandbox_cannot_open_connections(release: Release) -> None:
     assert results[:-1] == ["reached"] * (len(outside_targets) - 1)
     if results[-1] == "denied":
         sys.stderr.write("SKIPPED, NOT PASSED: pods of this cluster cannot reach the Internet\n")
-    async with connect_client(release) as client:
+    async with connect_client(release, ENVIRONMENT) as client:
         session, _ = await client.open(seed=1)
         pod = find_pod(release, session)
         sandbox_address = next(
@@ -255,15 +207,8 @@ async def test_a_sandbox_cannot_open_connections(release: Release) -> None:
             address for address in addresses["environment"] if address != sandbox_address
         )
         inside_targets = [api_address, (peer_address, "18000"), (addresses["gateway"][0], "8000")]
-        targets = [word for target in (*inside_targets, *outside_targets) for word in target]
-
-        def try_connections(pod_name: str, *endpoints: str) -> list[str]:
-            exec_command = ("exec", pod_name, "--", "python", "-c", CONNECTION_PROGRAM, *endpoints)
-            return kubectl("-n", release.namespace, *exec_command).split()
-
-        assert try_connections(pod, *targets) == ["denied"] * len(
-            (*inside_targets, *outside_targets)
-        )
+        targets = (*inside_targets, *outside_targets)
+        assert try_connections(release.namespace, pod, *targets) == ["denied"] * len(targets)
         # The gateway can open these connections, so the denials above are due to the policy.
         gateway = next(
             gateway_pod
@@ -271,5 +216,7 @@ async def test_a_sandbox_cannot_open_connections(release: Release) -> None:
             if gateway_pod["status"]["podIP"] == addresses["gateway"][0]
         )
         gateway_name = gateway["metadata"]["name"]
-        assert try_connections(gateway_name, *api_address, peer_address, "18000") == ["reached"] * 2
+        permitted_targets = (api_address, (peer_address, "18000"))
+        results = try_connections(release.namespace, gateway_name, *permitted_targets)
+        assert results == ["reached"] * 2
         await session.close()

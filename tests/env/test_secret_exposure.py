@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from ludus.env.security.session_ids import (
     make_pod_server_id,
 )
 from tests.env.polling import wait_until
+from tests.env.secret_search import make_search_code, make_secret
 from tests.env.served import ServerProcess, start_server_process
 
 pytestmark = [
@@ -28,68 +28,6 @@ pytestmark = [
 
 PROGRAM_PATH = str(Path(__file__).with_name("code_env.py"))
 POD_UID = "8c5f7a3e-0b1d-4c7e-9a55-2f7d1c0e4b6a"
-# The code contains the prefix of the secrets in pieces, so that it does not find itself.
-SEARCH_CODE = """
-import gc, os, re
-pattern = re.compile(b"fleet" + b"-secret-" + b"[0-9a-f]{32}")
-found = {}
-def look(place, content):
-    if isinstance(content, str):
-        content = content.encode("utf-8", "replace")
-    if pattern.search(content):
-        found[place] = True
-def look_at_file(path):
-    try:
-        with open(path, "rb") as file:
-            look(path, file.read(1 << 20))
-    except (OSError, ValueError):
-        pass
-look("os.environ", repr(dict(os.environ)))
-for pid in [name for name in os.listdir("/proc") if name.isdigit()] + ["self"]:
-    for name in ("environ", "cmdline"):
-        look_at_file(f"/proc/{pid}/{name}")
-    try:
-        descriptors = [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
-    except OSError:
-        descriptors = []
-    for path in descriptors:
-        try:
-            is_file = os.readlink(path).startswith("/") and os.path.isfile(path)
-        except OSError:
-            continue
-        if is_file:
-            look_at_file(path)
-    try:
-        lines = open(f"/proc/{pid}/maps").read().splitlines() if pid in pids else []
-        memory = open(f"/proc/{pid}/mem", "rb", 0) if lines else None
-    except OSError:
-        continue
-    for line in lines:
-        span, mode, *_ = line.split()
-        start, end = (int(text, 16) for text in span.split("-"))
-        if "r" not in mode or "w" not in mode or end - start > 1 << 28:
-            continue
-        try:
-            memory.seek(start)
-            look(f"memory of {pid}", memory.read(end - start))
-        except (OSError, ValueError, OverflowError):
-            pass
-for thing in gc.get_objects():
-    if type(thing) is dict:
-        for content in list(thing.values()):
-            if type(content) in (str, bytes):
-                look("objects", content)
-for folder in folders:
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            look_at_file(os.path.join(parent, name))
-result = sorted(found)
-"""
-
-
-def make_secret() -> str:
-    """Return a new secret that the search recognizes."""
-    return f"fleet-secret-{secrets.token_hex(16)}"
 
 
 class Fleet:
@@ -137,7 +75,7 @@ async def search(server: ServerProcess, token: str, folder: Path) -> Any:
     async with await AsyncEnvClient.connect(server.grpc_address, options) as client:
         session, _ = await client.open()
         pids = ["self", str(server.process.pid)]
-        code = f"pids, folders = {pids!r}, {[str(folder)]!r}\n{SEARCH_CODE}"
+        code = make_search_code(pids, [str(folder)])
         report = (await session.step({"code": code})).info
         await session.close()
     assert "result" in report, report
