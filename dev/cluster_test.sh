@@ -13,6 +13,6 @@ if [ -z "${KUBECONFIG:-}" ]; then
   exit 0
 fi
 if [ -n "${LUDUS_IMAGE_LOADER:-}" ]; then
-  .venv/bin/python dev/images.py --load --only gateway env-openspiel trainer store
+  .venv/bin/python dev/images.py --load --only gateway env-openspiel trainer store env-coding
 fi
 exec .venv/bin/python -m pytest -m cluster -rs -s tests/cluster "$@"
