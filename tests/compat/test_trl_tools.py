@@ -162,6 +162,16 @@ def test_tool_error_becomes_the_tool_result(
     assert columns["num_tool_calls_failed"] == [2]
 
 
+def test_tool_result_is_shown_without_escapes(chat: ChatTokenizer) -> None:
+    def find_word() -> dict[str, str]:
+        """Find a word."""
+        return {"word": "漢字 ß"}
+
+    trainer = ScriptTrainer(chat, [{}], [[TOOL_CALL % ("find_word", "{}"), "done"]])
+    columns = ToolRollout([find_word], {}, None)(make_prompts([{}]), trainer)
+    assert '{"word": "漢字 ß"}' in chat.decode(columns["completion_ids"][0])
+
+
 def test_limits_on_calls_and_length_end_an_episode(chat: ChatTokenizer) -> None:
     rows: list[dict[str, Any]] = [{}]
     script = [[TOOL_CALL % ("add", '{"n": 1}')] * 50]

@@ -70,7 +70,7 @@ class CalculatorEnv(Environment[Answer, Question, State]):
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if name == "recite":
-            return {"digits": "7" * 100_000}
+            return {"digits": "七" * 100_000}
         if name != "add":
             return super().call_tool(name, arguments)
         self._num_calls += 1

@@ -213,12 +213,15 @@ async def test_error_outside_a_tool_voids_the_episode(
     assert episode.rollout.num_tool_calls_failed == 1, "the earlier failed call is not counted"
 
 
-async def test_long_result_is_truncated(client: AsyncEnvClient, chat: ChatTokenizer) -> None:
+async def test_long_result_is_truncated_after_the_documented_number_of_characters(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
     script = iter([format_call("recite"), "0"])
     episode = await play(client, chat, lambda _: next(script))
     result_text = episode.completion[1]["content"]
     assert len(result_text) < MAX_RESULT_CHARACTERS + 50
     assert "more characters" in result_text
+    assert result_text.count("七") > MAX_RESULT_CHARACTERS - 50
 
 
 async def test_endless_calls_stop_at_the_turn_limit(

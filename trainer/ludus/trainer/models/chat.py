@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateError
 
 from ludus.env import Message
+from ludus.env.text.unicode import format_json
 from ludus.proto.config import ModelConfig, PretrainedModel
 from ludus.proto.errors import ConfigError
 from ludus.trainer.models.sized_cache import SizedCache, measure_entry
@@ -420,7 +421,7 @@ def limit_body_bytes(max_tokens: int) -> int:
 
 def make_tool_list_message(tools: Sequence[ToolSpec]) -> Message:
     """Return a system message that lists tools, for templates that do not list them."""
-    lines = "\n".join(json.dumps(tool["function"]) for tool in tools)
+    lines = "\n".join(format_json(tool["function"]) for tool in tools)
     return {"role": "system", "content": _TOOL_LIST.format(tools=lines)}
 
 

@@ -7,13 +7,13 @@ could miss environments that alternate regularly.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic_core import to_jsonable_python
 
 from ludus.env import Message
+from ludus.env.text.unicode import format_json
 from ludus.proto.runs import Transcript, TranscriptMessage, TranscriptTurn
 from ludus.trainer.core.streams import Stream, make_random
 from ludus.trainer.core.types import Rollout
@@ -88,7 +88,7 @@ def make_transcript_turn(
 def _cut_action(action: Any) -> Any:
     """Return the action as JSON, or as cut text if it is too long."""
     json_action = to_jsonable_python(action, fallback=str, inf_nan_mode="strings")
-    json_text = json.dumps(json_action)
+    json_text = format_json(json_action)
     return (
         json_action
         if len(json_text) <= MAX_TEXT_CHARACTERS

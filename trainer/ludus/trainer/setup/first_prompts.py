@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 from ludus.env import Message
 from ludus.env.client import AsyncSession
+from ludus.env.text.unicode import format_json
 from ludus.env.types import StepResult
 from ludus.proto.errors import ConfigError, UserError
 from ludus.trainer.core.types import ScoringRequest
@@ -114,7 +114,7 @@ async def _make_opening(
         and first_result.text is None
     ):
         # Rollout functions and agents choose their own prompts; any text identifies weights.
-        return Opening([_make_short_message(json.dumps(first_result.observation))])
+        return Opening([_make_short_message(format_json(first_result.observation))])
     return await make_adapter(environment, session, first_result).make_opening()
 
 

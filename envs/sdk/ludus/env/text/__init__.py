@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ludus.env.incoming.json_values import check_num_values
-from ludus.env.text.unicode import replace_surrogates
+from ludus.env.text.unicode import format_json, replace_surrogates
 from ludus.proto.errors import ActionParseError, InvalidCallError
 
 JsonObject = dict[str, Any]
@@ -73,7 +73,7 @@ class FieldsText:
         """Render a message with one field per line, preceded by instructions after a reset."""
         lines = [self._write_instructions()] if first else []
         lines += [
-            f"{name}: {_shorten(value if isinstance(value, str) else json.dumps(value))}"
+            f"{name}: {_shorten(value if isinstance(value, str) else format_json(value))}"
             for name, value in observation.items()
             if name not in _HIDDEN_FIELDS and value is not None
         ]
@@ -94,7 +94,7 @@ class FieldsText:
     def legal_answers(self, observation: JsonObject) -> list[str]:
         """Return the observation's `legal_actions` as text, or the values of an enum."""
         return [
-            action if isinstance(action, str) else json.dumps(action)
+            action if isinstance(action, str) else format_json(action)
             for action in self._list_legal_actions(observation)
         ]
 
@@ -131,12 +131,12 @@ class FieldsText:
         if self._field_type == "string":
             return f"You play {self._name}. Answer with the {self._action_field}."
         if self._action_field:
-            field_schema = json.dumps(self._schema["properties"][self._action_field])
+            field_schema = format_json(self._schema["properties"][self._action_field])
             return (
                 f"You play {self._name}. Answer with the {self._action_field}, JSON like"
                 f" {field_schema}."
             )
-        properties = json.dumps(self._schema.get("properties", {}))
+        properties = format_json(self._schema.get("properties", {}))
         return f"You play {self._name}. Answer with a JSON object of these fields: {properties}."
 
 

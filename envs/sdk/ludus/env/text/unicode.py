@@ -62,6 +62,18 @@ def dump_json(value: Any, option: int = 0) -> bytes:
         return orjson.dumps(replace_surrogates(value), option=option)
 
 
+def format_json(value: Any, **options: Any) -> str:
+    """Return a value as JSON for the eyes of a model, with all characters unescaped.
+
+    A model needs about six times as many tokens for an escaped character. `options` are passed to
+    `json.dumps`. Lone surrogates are replaced.
+
+    Raises:
+        TypeError: JSON cannot encode the value.
+    """
+    return _replace_in_text(json.dumps(value, ensure_ascii=False, **options))
+
+
 def load_json(encoded_json: bytes | str) -> Any:
     """Parse JSON that another program has written, with replaced surrogates.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any, TypeAlias
 from transformers.utils import get_json_schema
 
 from ludus.env import Message
+from ludus.env.text.unicode import format_json
 from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.rollout.arguments import (
@@ -283,7 +283,7 @@ class ToolRollout:
             return f"error: there is no tool '{call.name}', only {sorted(episode.tools)}"
         try:
             result = _wait_for(tool(**call.arguments))
-            return result if isinstance(result, str) else json.dumps(result, default=str)
+            return result if isinstance(result, str) else format_json(result, default=str)
         except SystemExit as error:
             episode.num_failed += 1
             return f"error: SystemExit({error.code!r})"

@@ -28,6 +28,7 @@ import orjson
 
 from ludus.env import Message, StepResult
 from ludus.env.client import AsyncEnvClient, AsyncSession
+from ludus.env.text.unicode import format_json
 from ludus.env.types import EnvironmentDescription, JsonObject, Tool
 from ludus.proto.errors import (
     ActionError,
@@ -130,7 +131,7 @@ class ToolAdapter(EnvironmentAdapter):
         await self.toolbox.load(self._session)
         tools = [make_tool_spec(tool) for tool in self.toolbox.tools]
         if self.last_result.text is None:
-            content = cut_text(json.dumps(self.last_result.observation), MAX_RESULT_CHARACTERS)
+            content = cut_text(format_json(self.last_result.observation), MAX_RESULT_CHARACTERS)
             return Opening([{"role": "user", "content": content}], tools)
         return Opening(self._renderer.render_messages(self.last_result, is_first=True), tools)
 
@@ -236,7 +237,7 @@ def _extract_call_content(observation: JsonObject) -> Any:
 
 
 def _make_tool_message(content: Any) -> Message:
-    text = content if isinstance(content, str) else json.dumps(content)
+    text = content if isinstance(content, str) else format_json(content)
     return {"role": "tool", "content": cut_text(text, MAX_RESULT_CHARACTERS)}
 
 
@@ -312,20 +313,20 @@ def _parse_call(call: Any) -> ToolCall:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ActionParseError(
             'expected a tool call like {"name": "...", "arguments": {...}}, got '
-            f"{_quote(json.dumps(call))}"
+            f"{_quote(format_json(call))}"
         )
     arguments: Any = next((call[key] for key in _ARGUMENT_KEYS if key in call), {})
     if not isinstance(arguments, dict):
         raise ActionParseError(
             f"expected the arguments of '{call['name'][:_MAX_QUOTED_CHARACTERS]}' to be an object, "
-            f"got {_quote(json.dumps(arguments))}"
+            f"got {_quote(format_json(arguments))}"
         )
     try:
         # Lone surrogates and integers beyond 64 bits cannot be sent.
         orjson.dumps(call)
     except TypeError as error:
         raise ActionParseError(
-            f"expected a tool call that can be sent, got {_quote(json.dumps(call))}: {error}"
+            f"expected a tool call that can be sent, got {_quote(format_json(call))}: {error}"
         ) from None
     return ToolCall(call["name"], arguments)
 

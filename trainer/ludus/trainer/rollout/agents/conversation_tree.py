@@ -26,7 +26,6 @@ of the stop text itself are kept like an EOS token, because they ended the compl
 from __future__ import annotations
 
 import asyncio
-import json
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -38,6 +37,7 @@ from zlib import crc32
 import numpy as np
 
 from ludus.env import Message
+from ludus.env.text.unicode import format_json
 from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import SampledCompletion, Turn, join_tokens
@@ -383,7 +383,7 @@ def parse_response(text: str, *, has_tools: bool, is_open: bool = False) -> Poli
         calls = []
     if not calls:
         return PolicyResponse(content, reasoning)
-    function_calls = tuple(FunctionCall(call.name, json.dumps(call.arguments)) for call in calls)
+    function_calls = tuple(FunctionCall(call.name, format_json(call.arguments)) for call in calls)
     return PolicyResponse(remove_calls(content), reasoning, function_calls, "tool_calls")
 
 

@@ -12,12 +12,12 @@ answers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from ludus.env.text.unicode import format_json
 from ludus.proto.errors import AgentError, ConfigError
 from ludus.trainer.learner.warm_start import Conversation, Exchange
 from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter
@@ -98,7 +98,7 @@ class RandomResponder:
             function = self._random.choice(request.tools)["function"]
             arguments = self._draw_value(function["parameters"])
             call = {"name": function["name"], "arguments": arguments}
-            return f"<tool_call>{json.dumps(call)}</tool_call>"
+            return f"<tool_call>{format_json(call)}</tool_call>"
         if not self._answers:
             raise ConfigError(
                 "model.kind = 'tiny' learns the format from legal answers and tool calls, but the "

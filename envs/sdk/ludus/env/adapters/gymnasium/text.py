@@ -20,7 +20,7 @@ from ludus.env.adapters.gymnasium.guides import Guide
 from ludus.env.adapters.gymnasium.spaces import AnySpace
 from ludus.env.incoming.json_values import check_num_values
 from ludus.env.text import extract_answer
-from ludus.env.text.unicode import replace_surrogates
+from ludus.env.text.unicode import format_json, replace_surrogates
 from ludus.env.types import Action, JsonObject, Message, Observation
 from ludus.proto.errors import ActionParseError, ConfigError, InvalidCallError
 
@@ -93,7 +93,7 @@ class GymnasiumRenderer:
         schema = self._action_type.model_json_schema()["properties"]["action"]
         labels_text = ", ".join(self.guide.action_labels)
         label_sentence = f" Its numbers are: {labels_text}." if labels_text else ""
-        return f"Answer with JSON that fits this schema: {json.dumps(schema)}{label_sentence}"
+        return f"Answer with JSON that fits this schema: {format_json(schema)}{label_sentence}"
 
     def _list_actions(self) -> str:
         if len(self._names_by_number) <= MAX_LISTED_ACTIONS:

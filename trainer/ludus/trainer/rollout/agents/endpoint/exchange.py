@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import Any, Literal, Protocol, TypeAlias
 
 from ludus.env import Message
+from ludus.env.text.unicode import format_json
 from ludus.proto.errors import LudusError
 from ludus.trainer.models.chat import ToolSpec
 
@@ -199,4 +200,4 @@ def _format_call(call: FunctionCall) -> str:
         arguments: Any = json.loads(call.arguments)
     except _JSON_ERRORS:
         arguments = call.arguments
-    return f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': arguments})}\n</tool_call>"
+    return f"<tool_call>\n{format_json({'name': call.name, 'arguments': arguments})}\n</tool_call>"
