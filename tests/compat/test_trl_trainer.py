@@ -87,6 +87,10 @@ def test_rows_are_written_to_the_paths_of_the_environment(tmp_path: Path) -> Non
             {"train_dataset": [{"text": "a"}]},
             "train_dataset: row 0 needs a 'prompt'",
         ),
+        (
+            {"train_dataset": [{"prompt": [{"role": "a", "content": "", "tool_calls": [1]}]}]},
+            "train_dataset: row 0: message 0 has the field 'tool_calls', which a prompt cannot",
+        ),
         ({"train_dataset": []}, "train_dataset has no rows"),
         ({"train_dataset": "rows.jsonl"}, "load a file with datasets.load_dataset"),
         (

@@ -250,3 +250,32 @@ def test_writing_invalid_rows_creates_no_file(
     with pytest.raises(ConfigError, match=message):
         write_rows(rows, tmp_path / name)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"tool_calls": [{"function": {"name": "add", "arguments": {}}}]}, "tool_calls"),
+        ({"role": "tool", "tool_call_id": "a"}, "tool_call_id"),
+        ({"reasoning_content": "hm"}, "reasoning_content"),
+        ({"name": "Ann"}, "name"),
+    ],
+)
+def test_message_field_that_a_prompt_cannot_show_is_refused(
+    fields: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    empty_fields = {"tool_calls": None, "images": [], "thinking": ""}
+    shown = {"role": "user", "content": "2 + 2", **empty_fields}
+    hidden = {"role": "assistant", "content": "", **fields}
+    path = write_rows([{"prompt": [shown]}, {"prompt": [shown, hidden]}], tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError, match=f"row 2: .*message 1 has the field '{name}', which a"):
+        open_rows(path, None, check_row)
+    read = PromptFormat().make_messages({"prompt": [shown]})
+    assert read == [{"role": "user", "content": "2 + 2"}]
+
+
+def test_functions_beside_a_prompt_are_refused() -> None:
+    functions = [{"type": "function", "function": {"name": "add"}}]
+    with pytest.raises(ValueError, match="'tools' lists functions"):
+        PromptFormat().make_messages({"prompt": "2 + 2", "tools": functions})
+    assert PromptFormat().make_messages({"prompt": "2 + 2", "tools": ["hammer"]})

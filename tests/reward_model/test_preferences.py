@@ -127,6 +127,10 @@ def test_messages_and_token_ids_are_read_unchanged(tmp_path: Path) -> None:
             "row 2: column 'rejected' must be a text, .* got None",
         ),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "row 2: column 'prompt' .* got 3"),
+        (
+            {"prompt": "p", "chosen": [{"role": "a", "content": "", "tool_calls": [1]}]},
+            "row 2: column 'chosen': message 0 has the field 'tool_calls', which a prompt cannot",
+        ),
         ({"question": "p"}, r"row 2: the row needs columns prompt, chosen, .* got \['question'\]"),
         ({"query": "q", "sample0": "a", "sample1": "b", "best": 2}, "0 to 1, got 2"),
         ({"query": "q", "sample0": "a", "sample1": "b", "best": None}, "0 to 1, got None"),

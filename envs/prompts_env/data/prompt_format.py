@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.env import Message
+from ludus.env.types import find_extra_field, format_extra_field_error
 from ludus.proto.errors import ConfigError, did_you_mean
 
+_FUNCTIONS_COLUMN = "tools"
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -71,6 +73,7 @@ class PromptFormat:
             ValueError: A shown column is missing or has the wrong type.
         """
         if self.template is None:
+            _refuse_functions(row)
             messages = _read_messages(self.column, row)
         else:
             messages = [{"role": "user", "content": self._fill_template(self.template, row)}]
@@ -104,11 +107,26 @@ def _read_messages(column: str, row: Mapping[str, Any]) -> list[Message]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+        for number, message in enumerate(prompt):
+            if extra_name := find_extra_field(message):
+                raise ValueError(f"'{column}': {format_extra_field_error(extra_name, number)}")
         return [{"role": message["role"], "content": message["content"]} for message in prompt]
     raise ValueError(
         f"'{column}' must be text or a list of messages, each with a role out of "
         f"{', '.join(_ROLES)} and a text as content, got {_quote_value(column, row)}"
     )
+
+
+def _refuse_functions(row: Mapping[str, Any]) -> None:
+    """Refuse a row that offers functions, which chat templates list in front of the prompt."""
+    functions = row.get(_FUNCTIONS_COLUMN)
+    if isinstance(functions, list) and any(
+        isinstance(function, dict) and "function" in function for function in functions
+    ):
+        raise ValueError(
+            f"'{_FUNCTIONS_COLUMN}' lists functions, which a prompt cannot show; describe them in "
+            "the system message and remove the column"
+        )
 
 
 def _is_message(value: object) -> bool:

@@ -8,6 +8,7 @@ Action --step--> Transition  (in the environment: typed observation)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypedDict, TypeGuard, TypeVar
 
@@ -79,6 +80,22 @@ class Message(TypedDict):
 def has_message_role(message: Any) -> TypeGuard[JsonObject]:
     """Return True if the value is a message whose role is one of `MESSAGE_ROLES`."""
     return isinstance(message, dict) and message.get("role") in MESSAGE_ROLES
+
+
+def find_extra_field(message: Mapping[str, Any]) -> str | None:
+    """Return the first field with a value that a `Message` cannot have, such as `tool_calls`."""
+    for name, value in message.items():
+        if name not in Message.__annotations__ and value not in (None, "", [], {}):
+            return name
+    return None
+
+
+def format_extra_field_error(name: str, number: int) -> str:
+    """Return the error for a message in a row of a data set with a field that cannot be shown."""
+    return (
+        f"message {number} has the field '{name}', which a prompt cannot show; write what the "
+        "model shall read into its content, or remove the field"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ludus.env import Message
+from ludus.env.types import find_extra_field, format_extra_field_error
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.devices import choose_device
 from ludus.trainer.core.output import describe_write_error, replace_folder
@@ -319,6 +320,9 @@ def parse_content(content: object, name: str) -> Content:
         if all(isinstance(element, int) and not isinstance(element, bool) for element in content):
             return content
         if all(_is_message(message) for message in content):
+            for number, message in enumerate(content):
+                if extra_name := find_extra_field(message):
+                    raise ConfigError(f"{name}: {format_extra_field_error(extra_name, number)}")
             return [
                 Message(role=message["role"], content=message["content"]) for message in content
             ]

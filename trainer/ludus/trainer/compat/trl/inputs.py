@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ludus.env import Message
 from ludus.env.encoding import replace_nan
+from ludus.env.types import find_extra_field, format_extra_field_error
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.tools import environment_reward
@@ -66,6 +67,7 @@ class PromptRows:
                     f"{name}: row {number} needs a '{PROMPT_COLUMN}' of text or of messages like "
                     f"{{'role': 'user', 'content': '...'}}, but has {invalid_prompt!r:.80}"
                 )
+            _refuse_extra_fields(row[PROMPT_COLUMN], f"{name}: row {number}")
         if not rows:
             raise ConfigError(f"{name} has no rows; pass at least one")
         return cls(rows)
@@ -141,6 +143,12 @@ def _is_prompt(prompt: Any) -> bool:
             for message in prompt
         )
     )
+
+
+def _refuse_extra_fields(prompt: str | list[Message], location: str) -> None:
+    for number, message in enumerate(() if isinstance(prompt, str) else prompt):
+        if extra_name := find_extra_field(message):
+            raise ConfigError(f"{location}: {format_extra_field_error(extra_name, number)}")
 
 
 @dataclass(frozen=True, slots=True)
