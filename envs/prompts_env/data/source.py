@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ludus.env.types import JsonObject
+from ludus.proto.paths import parse_path
 
 from ..options import PromptsOptions
 from .files import open_rows
@@ -31,7 +32,7 @@ def open_tasks(options: PromptsOptions, prompt_format: PromptFormat) -> RowTasks
 
 
 def _open_shared_rows(path: str, split: str | None, prompt_format: PromptFormat) -> Rows:
-    absolute_path = Path(path).expanduser().absolute()
+    absolute_path = parse_path(path).absolute()
     return _open_file_version(
         absolute_path, split, prompt_format, _read_file_version(absolute_path)
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
+from ludus.proto.paths import parse_path
 
 from .prices import Prices
 
@@ -37,7 +38,7 @@ def read_prices(path: str, columns: tuple[str, ...], asset_column: str) -> Price
         NotFoundError: The file or a column does not exist.
         ConfigError: A price is missing or invalid; the message names the row.
     """
-    rows = _read_rows(Path(path))
+    rows = _read_rows(parse_path(path))
     if not rows:
         raise ConfigError(f"{path} has no rows of prices")
     name_by_folded_name = {name.casefold(): name for name in rows[0]}

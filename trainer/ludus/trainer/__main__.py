@@ -17,6 +17,7 @@ from ludus.env.runtime import pause_collection
 from ludus.env.text.terminal import clean_json_for_terminal, format_notice
 from ludus.proto.config import AnyRunConfig, load_any_run_config, load_run_config
 from ludus.proto.errors import LudusError, UserError
+from ludus.proto.paths import parse_path
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Evaluation, Resume
 from ludus.trainer.core.output import describe_write_error, write_atomically
 from ludus.trainer.core.stopping import RunStopped
@@ -99,17 +100,20 @@ def _make_parser() -> argparse.ArgumentParser:
     add_start_options(train)
     add_start_options(check)
     evaluate = commands.add_parser("eval", help="evaluate a checkpoint")
-    evaluate.add_argument("--run-dir", type=Path, help="folder of the run")
-    evaluate.add_argument("--checkpoint", type=Path, help="checkpoint; default: the newest")
+    evaluate.add_argument("--run-dir", type=parse_path, help="folder of the run")
+    evaluate.add_argument("--checkpoint", type=parse_path, help="checkpoint; default: the newest")
     evaluate.add_argument("--games", type=int, help="number of episodes; default: eval.num_games")
     evaluate.add_argument(
         "--temperature", type=float, help="sampling temperature; default: eval.temperature"
     )
-    evaluate.add_argument("--output", type=Path, help="output file; default: standard output")
+    evaluate.add_argument("--output", type=parse_path, help="output file; default: standard output")
     for command in (train, check, evaluate):
         command.set_defaults(function=_evaluate if command is evaluate else _train_or_check)
         command.add_argument(
-            "--config", type=Path, required=True, help="configuration file: TOML, YAML or JSON"
+            "--config",
+            type=parse_path,
+            required=True,
+            help="configuration file: TOML, YAML or JSON",
         )
         command.add_argument(
             "--set",

@@ -94,7 +94,7 @@ def format_extra_field_error(name: str, number: int) -> str:
     """Return the error for a message in a row of a data set with a field that cannot be shown."""
     return (
         f"message {number} has the field '{name}', which a prompt cannot show; write what the "
-        "model shall read into its content, or remove the field"
+        "model needs into its content, or remove the field"
     )
 
 

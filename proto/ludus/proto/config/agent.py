@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from ludus.proto.config.section import ImportPath, PositiveInt, Seconds, Section
+from ludus.proto.paths import PathText
 
 _KIND_BY_FIELD = {"command": "program", "url": "service", "function": "in_process"}
 """Kind of an agent, by the field that only agents of this kind have."""
@@ -35,9 +37,9 @@ class CommandAgent(_Agent):
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     """Program and arguments. In an argument, `{task}` is replaced by the task as JSON, and `{text}`
     by the text of the first observation."""
-    folder: str = "."
+    folder: PathText = "."
     """Working directory of the program, which the program may read."""
-    allow_read: tuple[str, ...] = ()
+    allow_read: tuple[PathText, ...] = ()
     """Further files and folders that the program may read."""
     pass_env: tuple[str, ...] = ()
     """Names of environment variables of the rollout worker that are passed to the program, in
@@ -47,6 +49,11 @@ class CommandAgent(_Agent):
     sandbox: Literal["offered", "required", "off"] = "offered"
     """Confinement of the program: "offered" uses the layers that the machine supports, "required"
     fails if a layer is missing, "off" uses none (docs/security.md)."""
+
+    @field_validator("command")
+    @classmethod
+    def _expand_program(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        return (os.path.expanduser(command[0]), *command[1:])
 
 
 class UrlAgent(_Agent):

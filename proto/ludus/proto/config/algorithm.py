@@ -14,6 +14,7 @@ from ludus.proto.config.section import (
     Section,
     assume_kind,
 )
+from ludus.proto.paths import PathText
 
 LowerClipRange = Annotated[float, Field(gt=0, le=1)]
 """Distance below 1 at which a ratio is clipped; 1 never clips it."""
@@ -295,7 +296,7 @@ class ModelCritic(Section):
     """
 
     kind: Literal["model"] = "model"
-    path: str | None = None
+    path: PathText | None = None
     """Initial critic: a folder or Hugging Face id of a language model or of a reward model, or the
     folder `critic` in the model of a checkpoint. null copies the policy."""
     learning_rate: LearningRate | None = None

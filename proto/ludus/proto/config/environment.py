@@ -18,6 +18,7 @@ from ludus.proto.config.section import (
     Section,
     assume_kind,
 )
+from ludus.proto.paths import PathText
 
 RANDOM_POLICY = "random"
 """Name of the fixed policy that plays random actions."""
@@ -42,7 +43,7 @@ class RewardModelTerm(Section):
     """A term that a reward model computes from an episode's prompt and completion."""
 
     kind: Literal["model"] = "model"
-    path: str
+    path: PathText
     """Folder or Hugging Face id of a sequence classifier with one label, as written by
     `ludus train-reward`. Each rollout worker loads it once, even for several terms."""
     weight: float = 1.0
@@ -223,12 +224,12 @@ class LocalEnvironment(_Environment):
 class ClientTls(Section):
     """TLS settings of the connections to a server. Every node reads the files."""
 
-    ca_file: str | None = None
+    ca_file: PathText | None = None
     """File of the certificate authority that signed the server's certificate. null trusts the
     authorities of the system."""
-    cert_file: str | None = None
+    cert_file: PathText | None = None
     """Client certificate, for servers that require it."""
-    key_file: str | None = None
+    key_file: PathText | None = None
     """Private key of the client certificate."""
     server_name: str | None = None
     """Name in the server's certificate. null takes the host of the address."""

@@ -16,6 +16,7 @@ from ludus.proto.config.reward_model import RewardModelRun
 from ludus.proto.config.run import ANY_RUN, AnyRunConfig, RunConfig, require_policy
 from ludus.proto.documents import MAX_DEPTH, DocumentError, check_limits, read_document
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
+from ludus.proto.paths import parse_path
 from ludus.proto.values import parse_value
 
 JsonObject = dict[str, Any]
@@ -40,7 +41,7 @@ def load_any_run_config(path: Path | None, overrides: Sequence[str] = ()) -> Any
     """
     if path is None:
         return _make_run({}, overrides, "the configuration")
-    return _make_run(_read_file(path), overrides, str(path))
+    return _make_run(_read_file(parse_path(path)), overrides, str(path))
 
 
 def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -16,6 +16,7 @@ from ludus.proto.config.section import (
     PositiveInt,
     Section,
 )
+from ludus.proto.paths import PathText
 from ludus.proto.reward_models import TRAINING_SUFFIX
 
 MAX_DEFAULT_WARMUP_STEPS = 500
@@ -27,7 +28,7 @@ class RewardModelRun(Section):
 
     kind: Literal["reward_model"] = "reward_model"
     """Kind of the run."""
-    model: str
+    model: PathText
     """Hugging Face id or folder of a causal language model, or of a reward model to train
     further."""
     data: Path

@@ -22,6 +22,7 @@ from ludus.proto.config.section import (
     Temperature,
     assume_kind,
 )
+from ludus.proto.paths import PathText
 
 
 class LoraConfig(Section):
@@ -119,7 +120,7 @@ class PretrainedModel(Section):
     default_learning_rate: ClassVar[float] = 1e-5
     """Peak learning rate if learner.learning_rate is null."""
     kind: Literal["pretrained"] = "pretrained"
-    path: str
+    path: PathText
     """Model id, or a folder written by `save_pretrained`."""
     enable_thinking: bool = False
     """Let the model write its reasoning before its action. Passed to chat templates that support
@@ -343,7 +344,7 @@ class FolderWeightStore(_WeightStore):
     """A folder that all machines share."""
 
     kind: Literal["folder"] = "folder"
-    path: str | None = None
+    path: PathText | None = None
     """Parent folder; each run creates a folder with its name and id there. null takes `weights` in
     the run folder."""
 

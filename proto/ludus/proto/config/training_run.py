@@ -19,6 +19,7 @@ from ludus.proto.config.section import (
     PositiveInt,
     Section,
 )
+from ludus.proto.paths import PathText
 from ludus.proto.seeds import FIRST_EVAL_SEED
 
 DEFAULT_CHECKPOINT_INTERVAL_S = 120.0
@@ -129,7 +130,7 @@ class TrainingRun(Section):
 
     name: Annotated[str, StringConstraints(pattern=RUN_NAME_PATTERN)] = "run"
     """Name of the run and of its folder."""
-    output_dir: str = "runs"
+    output_dir: PathText = "runs"
     """Parent folder of the run folders."""
     seed: NonNegativeInt = 0
     """Seed of the initial weights, the training episodes and the sampling."""

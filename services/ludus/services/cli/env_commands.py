@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeR
 from rich.text import Text
 
 from ludus.proto.errors import ConfigError
+from ludus.proto.paths import expand_home
 from ludus.services.cli.console import get_stderr, get_stdout, make_table, print_line
 from ludus.services.cli.env_check import check
 from ludus.services.cli.env_play import play
@@ -34,7 +35,9 @@ for command in (serve, check, play, replay):
 @app.command()
 def init(
     name: Annotated[str, typer.Argument(help="Name in lower case, for example grid_maze.")],
-    output_dir: Annotated[Path, typer.Option(help="Folder to create the package in.")] = Path(),
+    output_dir: Annotated[
+        Path, typer.Option(help="Folder to create the package in.", callback=expand_home)
+    ] = Path(),
 ) -> None:
     """Create an environment package, NAME_env, that can be played, served and trained on.
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ludus.env.text.terminal import format_notice
 from ludus.proto.errors import ActionError, ExecutionError, InvalidCallError, ToolError
+from ludus.proto.paths import expand_home
 from ludus.services.cli.console import get_stdout, print_line
 from ludus.services.cli.env_targets import connect_client
 from ludus.services.cli.options import Options, TargetOrAddress, TokenEnv, parse_options
@@ -47,7 +48,10 @@ def play(
         ),
     ] = None,
     recording: Annotated[
-        Path | None, typer.Option("--record", help="File (.jsonl) to append the episodes to.")
+        Path | None,
+        typer.Option(
+            "--record", help="File (.jsonl) to append the episodes to.", callback=expand_home
+        ),
     ] = None,
     token_env: TokenEnv = "LUDUS_ENV_TOKEN",
 ) -> None:

@@ -15,6 +15,7 @@ import typer
 from rich.text import Text
 
 from ludus.proto.errors import ConfigError
+from ludus.proto.paths import expand_home
 from ludus.services.cli.console import EXIT_FAILED, get_stdout, make_table, print_line
 from ludus.services.cli.options import Options, TokenEnv, parse_options
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(help="Recording, or folder with recordings.")],
+    file: Annotated[
+        Path, typer.Argument(help="Recording, or folder with recordings.", callback=expand_home)
+    ],
     target: Annotated[
         str | None,
         typer.Argument(

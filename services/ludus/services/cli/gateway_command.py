@@ -11,6 +11,7 @@ import typer
 
 from ludus.env.text.terminal import log_to_stderr
 from ludus.proto.errors import ConfigError
+from ludus.proto.paths import expand_home
 from ludus.services.cli.console import get_stdout, print_line
 from ludus.services.cli.options import parse_options
 
@@ -27,7 +28,11 @@ def _make_port_option(protocols: str, default: str) -> Any:
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="Gateway configuration, TOML. Options override its fields."),
+    typer.Option(
+        "--config",
+        help="Gateway configuration, TOML. Options override its fields.",
+        callback=expand_home,
+    ),
 ]
 Targets = Annotated[
     list[str] | None,
@@ -60,7 +65,11 @@ Port = Annotated[int | None, _make_port_option("HTTP and WebSocket", "8000")]
 GrpcPort = Annotated[int | None, _make_port_option("gRPC", "port + 10000")]
 TenantsFile = Annotated[
     Path | None,
-    typer.Option("--tenants", help="TOML file of tenants, with their token sources and quotas."),
+    typer.Option(
+        "--tenants",
+        help="TOML file of tenants, with their token sources and quotas.",
+        callback=expand_home,
+    ),
 ]
 TokenEnv = Annotated[
     str | None,

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.paths import expand_home
 from ludus.services.cli.console import get_stdout, make_table, print_line
 
 _CONFIG_NAMES = ("tiny.toml", "ppo.toml")
@@ -18,7 +19,9 @@ _CONFIG_NAMES = ("tiny.toml", "ppo.toml")
 
 def init(
     example: Annotated[str, typer.Argument(help="Name of the example. Default: list all.")] = "",
-    output_dir: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
+    output_dir: Annotated[
+        Path, typer.Option(help="Folder to write to.", callback=expand_home)
+    ] = Path(),
 ) -> None:
     """Copy an example's configuration to NAME.toml, and its data and code to the same folder.
 

@@ -12,17 +12,24 @@ from typing import Annotated, Any
 import typer
 
 from ludus.proto.errors import ConfigError
+from ludus.proto.paths import expand_home
 from ludus.proto.values import parse_value
 
 # Runs.
 
 RunDir = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, for example runs/demo.")
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR", help="Folder of a run, for example runs/demo.", callback=expand_home
+    ),
 ]
 ConfigPath = Annotated[
     Path | None,
     typer.Argument(
-        metavar="CONFIG", show_default=False, help="Configuration: .toml, .yaml or .json."
+        metavar="CONFIG",
+        show_default=False,
+        help="Configuration: .toml, .yaml or .json.",
+        callback=expand_home,
     ),
 ]
 Overrides = Annotated[
@@ -103,7 +110,12 @@ DetachFlag = Annotated[
 ]
 ResultsFolder = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="Folder for the results.", show_default="runs/NAME"),
+    typer.Option(
+        metavar="FOLDER",
+        help="Folder for the results.",
+        show_default="runs/NAME",
+        callback=expand_home,
+    ),
 ]
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ludus.env.text.terminal import clean_for_terminal
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.paths import expand_home, parse_path
 from ludus.proto.run_lock import is_in_use
 from ludus.proto.runs import (
     CONTROL_FILE,
@@ -49,12 +50,19 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Output file of the report.", show_default="RUN_DIR/report.html"
+            metavar="FILE",
+            help="Output file of the report.",
+            show_default="RUN_DIR/report.html",
+            callback=expand_home,
         ),
     ] = None,
     figure: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write only the learning curves, as SVG, to this file."),
+        typer.Option(
+            metavar="FILE",
+            help="Write only the learning curves, as SVG, to this file.",
+            callback=expand_home,
+        ),
     ] = None,
     opens_file: Annotated[
         bool, typer.Option("--open", help="Open the written file in the browser.")
@@ -175,7 +183,7 @@ def watch(
 
 
 def _find_run_folder(run: str) -> Path:
-    for folder in (Path(run), _RUNS_FOLDER / run):
+    for folder in (parse_path(run), _RUNS_FOLDER / run):
         if (folder / METRICS_FILE).exists():
             return folder
     raise NotFoundError(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.paths import expand_home
 from ludus.services.cli import options
 from ludus.services.cli.console import get_stderr, print_line, print_warning, write_json
 
@@ -45,6 +46,7 @@ def submit(
         typer.Option(
             metavar="FILE",
             help="Output of `helm template`, used with --dry-run when there is no cluster.",
+            callback=expand_home,
         ),
     ] = None,
 ) -> None:

@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from ludus.env.text.terminal import format_notice
 from ludus.proto.errors import ConfigError, NotFoundError, UserError
+from ludus.proto.paths import expand_home
 from ludus.proto.runs import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
@@ -124,7 +125,10 @@ def evaluate(
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Folder of a checkpoint.", show_default="the latest of the run"
+            metavar="FOLDER",
+            help="Folder of a checkpoint.",
+            show_default="the latest of the run",
+            callback=expand_home,
         ),
     ] = None,
 ) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.status import Status
 
+from ludus.proto.paths import expand_home
 from ludus.proto.reward_models import (
     METRICS_FILE,
     PROGRESS_FILE,
@@ -42,10 +43,14 @@ def train_reward(
             "--data",
             metavar="FILE|FOLDER",
             help="Data with columns (prompt, chosen, rejected) or (query, sample0, ..., best).",
+            callback=expand_home,
         ),
     ] = None,
     output_dir: Annotated[
-        Path | None, typer.Option("--output", metavar="FOLDER", help="Folder for the reward model.")
+        Path | None,
+        typer.Option(
+            "--output", metavar="FOLDER", help="Folder for the reward model.", callback=expand_home
+        ),
     ] = None,
     overrides: Overrides = None,
     is_dry_run: Annotated[

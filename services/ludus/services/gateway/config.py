@@ -34,6 +34,7 @@ from ludus.env.sessions.options import Isolation
 from ludus.env.types import JsonObject
 from ludus.proto.documents import DocumentError, read_toml
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.paths import expand_home
 
 _Seconds = Annotated[float, Field(gt=0)]
 _Port = Annotated[int, Field(ge=0, le=65_535)]
@@ -42,6 +43,8 @@ _NAME_PATTERN = r"^[A-Za-z0-9._-]{1,63}$"
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    _expand_home = field_validator("*")(expand_home)
 
 
 class StaticEnvironment(_Section):

@@ -22,11 +22,12 @@ from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from torch import nn
 
+from ludus.proto import paths
 from ludus.proto.errors import ConfigError, NotFoundError
 
 ResultT = TypeVar("ResultT")
 
-PathText = Annotated[str, Field(description="a path")]
+PathText = Annotated[paths.PathText, Field(description="a path")]
 Text = Annotated[str, Field(description="a text")]
 Share = Annotated[float, Field(gt=0, le=1)]
 ShareBelow1 = Annotated[float, Field(ge=0, lt=1)]

@@ -45,6 +45,7 @@ from ludus.proto.config import (
 )
 from ludus.proto.config.environment import make_reward_term_name
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.paths import parse_path
 from ludus.proto.run_lock import is_in_use
 from ludus.proto.runs import Resume
 from ludus.trainer.actors.cluster import is_local
@@ -367,7 +368,7 @@ def _find_model(path: str, field: str, hint: str = "") -> str:
     """Return the expanded path of a folder with a model, or a Hugging Face id unchanged."""
     if not load.is_folder_path(path):
         return path
-    folder = Path(path).expanduser()
+    folder = parse_path(path)
     if not (folder / load.MODEL_CONFIG_FILE).is_file():
         raise NotFoundError(
             f"{field} = '{path}': there is no model; expected a folder with config.json, or a "
@@ -399,5 +400,5 @@ def _resolve_path(path: str | None) -> str | None:
     """
     if path is None:
         return None
-    folder = Path(path).expanduser().absolute()
+    folder = parse_path(path).absolute()
     return str(folder) if folder.exists() else path

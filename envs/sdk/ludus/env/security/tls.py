@@ -22,6 +22,7 @@ import grpc
 
 from ludus.env.security.secret_files import read_file_signatures
 from ludus.proto.errors import ConfigError
+from ludus.proto.paths import expand_home
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +37,10 @@ class TlsFiles:
     """Private key of the certificate, without a passphrase."""
     client_ca: Path | None = None
     """Authorities of client certificates; None requests no client certificate."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            object.__setattr__(self, name, expand_home(getattr(self, name)))
 
     @property
     def paths(self) -> tuple[Path, ...]:

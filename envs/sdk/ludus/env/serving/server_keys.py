@@ -27,6 +27,7 @@ from ludus.env.security.session_ids import (
 from ludus.env.sessions.options import read_server_id
 from ludus.env.text.terminal import format_notice, log_to_stderr
 from ludus.proto.errors import UserError
+from ludus.proto.paths import parse_path
 
 SERVER_KEY_NAME = "server-key"
 TOKEN_NAME = "token"
@@ -64,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Derive the key and the token of one server from those of its fleet. The"
         " variable POD_UID, or LUDUS_SERVER_ID, identifies the server.",
     )
-    parser.add_argument("--session-key-file", type=Path, required=True, help="session keys")
-    parser.add_argument("--token-file", type=Path, required=True, help="tokens of servers")
-    parser.add_argument("--folder", type=Path, required=True, help="folder of the derived files")
+    parser.add_argument("--session-key-file", type=parse_path, required=True, help="session keys")
+    parser.add_argument("--token-file", type=parse_path, required=True, help="tokens of servers")
+    parser.add_argument("--folder", type=parse_path, required=True, help="folder of derived files")
     arguments = parser.parse_args(argv)
     log_to_stderr(logging.INFO)
     hide_process()

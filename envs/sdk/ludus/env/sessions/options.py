@@ -22,6 +22,7 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -39,6 +40,7 @@ from ludus.env.security.session_ids import (
 )
 from ludus.env.security.tokens import AcceptedTokens, is_loopback_name
 from ludus.proto.errors import ConfigError
+from ludus.proto.paths import expand_home
 
 Isolation: TypeAlias = Literal["inline", "pool", "process"]
 
@@ -92,6 +94,8 @@ class ServerOptions(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    _expand_home = field_validator("*")(expand_home)
 
     host: str = "127.0.0.1"
     """Address to listen on."""

@@ -63,9 +63,9 @@ def dump_json(value: Any, option: int = 0) -> bytes:
 
 
 def format_json(value: Any, **options: Any) -> str:
-    """Return a value as JSON for the eyes of a model, with all characters unescaped.
+    """Return a value as JSON for a model, with all characters unescaped.
 
-    A model needs about six times as many tokens for an escaped character. `options` are passed to
+    An escaped character costs a model about six times the tokens. `options` are passed to
     `json.dumps`. Lone surrogates are replaced.
 
     Raises:

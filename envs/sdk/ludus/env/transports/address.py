@@ -16,6 +16,7 @@ import grpc
 
 from ludus.env.security.tls import TlsFiles, build_channel_credentials, build_client_context
 from ludus.proto.errors import ConfigError
+from ludus.proto.paths import parse_path
 
 GRPC_SCHEMES = ("grpc", "grpcs")
 HTTP_SCHEMES = ("http", "https", "ws", "wss")
@@ -175,4 +176,5 @@ class RemoteServer:
         client_tls_files = None
         if options.cert_file and options.key_file:
             client_tls_files = TlsFiles(Path(options.cert_file), Path(options.key_file))
-        return Path(options.ca_file) if options.ca_file else None, client_tls_files
+        ca_file = parse_path(options.ca_file) if options.ca_file else None
+        return ca_file, client_tls_files

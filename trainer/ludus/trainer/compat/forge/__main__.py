@@ -12,8 +12,8 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from ludus.proto.paths import parse_path
 from ludus.proto.runs import Resume
 from ludus.trainer.__main__ import add_start_options, run_command
 from ludus.trainer.compat.forge.training import load_forge_run
@@ -23,7 +23,9 @@ from ludus.trainer.driver.commands import train
 def main(argv: Sequence[str] | None = None) -> int:
     """Train a run and return an exit code of the trainer's command line."""
     parser = argparse.ArgumentParser(prog="python -m ludus.trainer.compat.forge")
-    parser.add_argument("--config", type=Path, required=True, help="Forge configuration, YAML")
+    parser.add_argument(
+        "--config", type=parse_path, required=True, help="Forge configuration, YAML"
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="override of a key, such as group_size=8"
     )

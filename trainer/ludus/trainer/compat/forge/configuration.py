@@ -17,6 +17,7 @@ from typing import Any
 from ludus.proto.config import apply_overrides
 from ludus.proto.documents import DocumentError, read_yaml
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.paths import parse_path
 from ludus.trainer.compat.forge.keys import check_key, find_older_key
 
 LUDUS_SECTION = "ludus"
@@ -63,7 +64,7 @@ def load_forge_config(
             "the configuration must be the path of a YAML file or a mapping of its sections, got "
             f"{source!r:.80}"
         )
-    config = ForgeConfig(source if isinstance(source, Mapping) else _read_yaml(Path(source)))
+    config = ForgeConfig(source if isinstance(source, Mapping) else _read_yaml(parse_path(source)))
     apply_overrides(config, overrides)
     return config
 

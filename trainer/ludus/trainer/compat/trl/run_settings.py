@@ -25,6 +25,7 @@ import torch
 from ludus.proto.config import RolloutConfig
 from ludus.proto.config.section import MAX_VLLM_TEMPERATURE, RUN_NAME_PATTERN
 from ludus.proto.errors import ConfigError
+from ludus.proto.paths import parse_path
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
 
@@ -128,7 +129,7 @@ def make_run_settings(args: GRPOConfig, batches: Batches, max_tokens: int) -> di
 
 def find_run_folder(args: GRPOConfig) -> Path:
     """Return the run folder that `output_dir` names."""
-    folder = Path(args.output_dir or DEFAULT_OUTPUT_DIR).expanduser()
+    folder = parse_path(args.output_dir or DEFAULT_OUTPUT_DIR)
     if not re.fullmatch(RUN_NAME_PATTERN, folder.name):
         raise ConfigError(
             f"GRPOConfig.output_dir = '{args.output_dir}': its last part is the name of the run, "

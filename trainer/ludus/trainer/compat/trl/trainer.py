@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
+from ludus.proto.paths import parse_path
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume, Summary
 from ludus.trainer.compat.checks import run_coroutine
 from ludus.trainer.compat.trl.config import GRPOConfig
@@ -155,7 +156,7 @@ class GRPOTrainer:
         """
         folder = Path(self.run.output_dir) / self.run.name
         source_folder = find_newest_checkpoint(folder / CHECKPOINTS_FOLDER) / MODEL_FOLDER
-        target_folder = Path(output_dir or folder / "model")
+        target_folder = parse_path(output_dir or folder / "model")
         shutil.copytree(source_folder, target_folder, dirs_exist_ok=True)
         return target_folder
 
