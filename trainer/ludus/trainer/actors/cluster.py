@@ -14,12 +14,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import ray
@@ -38,6 +40,12 @@ from ludus.trainer.actors.placement import (
     place_in_cluster,
     place_on_one_machine,
 )
+from ludus.trainer.actors.ray_address import (
+    check_cluster,
+    get_address,
+    is_local,
+    make_address_error,
+)
 from ludus.trainer.core.functions import copy_registered_functions, unregister_function
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.core.tasks import CancellingTaskGroup
@@ -50,23 +58,28 @@ _MESSAGE_INTERVAL_S = 60.0
 _FIRST_MESSAGE_DELAY_S = 5.0
 """Time before the first message. Ray usually grants existing room sooner."""
 
+_TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+_TOKEN_PATH_VARIABLE = "RAY_AUTH_TOKEN_PATH"
+_TOKEN_BYTES = 16
 _START_TIMEOUT_MESSAGE = "timed out during startup"
 """Text of Ray's error if it does not start within 30 s, a fixed limit."""
 
 ResultT = TypeVar("ResultT")
 
 
-def is_local() -> bool:
-    """Return whether a run starts Ray on this machine only, because RAY_ADDRESS is not set."""
-    return os.environ.get("RAY_ADDRESS", "local") == "local"
-
-
 def start_ray() -> None:
     """Join the Ray cluster of RAY_ADDRESS, or start Ray on this machine.
 
     The program's handler of SIGTERM stays, although Ray sets its own, which exits.
+
+    Raises:
+        ConfigError: there is no usable cluster at RAY_ADDRESS.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if is_local():
+        _ensure_token()
+    else:
+        check_cluster()
     with _keep_signal_handler(signal.SIGTERM):
         _start_ray_with_retry()
 
@@ -86,15 +99,31 @@ def _start_ray_with_retry() -> None:
     try:
         _init_ray()
     except Exception as error:  # Ray does not raise a narrower class
-        if not is_local() or _START_TIMEOUT_MESSAGE not in str(error):
+        if not is_local():
+            raise make_address_error(describe_failure(error)) from error
+        if _START_TIMEOUT_MESSAGE not in str(error):
             raise
         _log.warning("Ray did not start in time, perhaps because the machine is busy; retrying")
         _init_ray()
 
 
+def _ensure_token() -> None:
+    """Choose a token for a new cluster if Ray cannot write one to the home directory."""
+    if _TOKEN_PATH_VARIABLE in os.environ:
+        return
+    try:
+        folder = Path.home() / ".ray"
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "auth_token").exists() or os.access(folder, os.W_OK):
+            return
+    except (OSError, RuntimeError):  # RuntimeError: there is no home directory
+        pass
+    os.environ.setdefault(_TOKEN_VARIABLE, secrets.token_hex(_TOKEN_BYTES))
+
+
 def _init_ray() -> None:
     ray.init(
-        address=os.environ.get("RAY_ADDRESS", "local"),
+        address=get_address(),
         include_dashboard=False if is_local() else None,
         log_to_driver=not is_local(),
         logging_level=logging.WARNING,

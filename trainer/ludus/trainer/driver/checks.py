@@ -48,8 +48,8 @@ from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.paths import parse_path
 from ludus.proto.run_lock import is_in_use
 from ludus.proto.runs import Resume
-from ludus.trainer.actors.cluster import is_local
 from ludus.trainer.actors.placement import place_on_one_machine
+from ludus.trainer.actors.ray_address import check_cluster, is_local
 from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.algorithms.losses import LOSS_FUNCTION_FIELD
 from ludus.trainer.core.functions import import_callable
@@ -104,6 +104,8 @@ def check_start(run: LanguageModelRun, resume: Resume) -> None:
     check_models(run)
     if is_local():
         _check_gpus(run)
+    else:
+        check_cluster()
     check_reachable(resolve_location(run.weights, run.folder, make_run_id()))
     _check_folder(run.folder)
     find_start(run, resume, RunState)

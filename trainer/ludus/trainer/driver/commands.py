@@ -11,7 +11,7 @@ from ludus.env.runtime import freeze_heap
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.runs import Evaluation, Resume
 from ludus.trainer.actors.buffer import RemoteBuffer
-from ludus.trainer.actors.cluster import is_local
+from ludus.trainer.actors.ray_address import is_local
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.stopping import stop_on_signals
 from ludus.trainer.core.tasks import gather_or_cancel
