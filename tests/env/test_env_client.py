@@ -1,6 +1,8 @@
 """The client behaves the same over every wire."""
 
 import asyncio
+import os
+import warnings
 
 import pytest
 
@@ -249,3 +251,39 @@ async def test_sync_client_and_async_client_play_the_same_episode(wire: str) -> 
     async with serve() as server, await connect_client(server, wire) as client:
         results = await asyncio.to_thread(play_synchronously, server_address(server, wire))
         assert results == await play(client, 5)
+
+
+def call_in_fork(call) -> str:
+    """Return the message of the error that `call` raises in a forked process."""
+    read_fd, write_fd = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns about forks of several threads
+        pid = os.fork()
+    if pid == 0:
+        try:
+            call()
+        except InvalidCallError as error:
+            os.write(write_fd, error.message.encode())
+        except BaseException as error:  # noqa: BLE001 - pytest must not run in the child
+            os.write(write_fd, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write_fd)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0
+    with os.fdopen(read_fd) as pipe:
+        return pipe.read()
+
+
+async def test_a_forked_process_cannot_use_a_client_and_does_not_close_it(wire: str) -> None:
+    def play_and_fork(address: str) -> None:
+        with EnvClient.connect(address, ConnectOptions(timeout_s=3)) as client:
+            session, _ = client.open(seed=1)
+            for call in (lambda: session.step({"add": 1}), client.describe, client.open):
+                assert "connect a new client in the forked process" in call_in_fork(call)
+            for close in (session.close, client.close):
+                assert call_in_fork(close) == ""
+            assert session.step({"add": 1}).step_index == 1
+
+    async with serve() as server:
+        await asyncio.to_thread(play_and_fork, server_address(server, wire))

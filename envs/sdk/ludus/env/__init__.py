@@ -1,6 +1,11 @@
 """Environment SDK: write an environment once, serve it on every wire, and play it anywhere."""
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# gRPC reads this during its import. Its support of forks does not cover asynchronous clients, and
+# ends some forked processes by a segmentation fault, even if they do not use gRPC.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 if TYPE_CHECKING:
     from ludus.env.environment import Environment, TextRenderer

@@ -210,8 +210,9 @@ class EnvClient:
     open_session = make_synchronous(AsyncEnvClient.open_session, Session)
 
     def close(self) -> None:
-        """Close the connection and all its sessions."""
-        self.loop_thread.run(self.async_counterpart.close())
+        """Close the connection and all its sessions, except in a forked process."""
+        if not self.loop_thread.is_copy:
+            self.loop_thread.run(self.async_counterpart.close())
         self.loop_thread.stop()
 
     def __enter__(self) -> EnvClient:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context, copy_context
@@ -215,14 +216,30 @@ class LoopThread:
     """
 
     def __init__(self) -> None:
+        self._process_id = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="ludus-env-client", daemon=True
         )
         self._thread.start()
 
+    @property
+    def is_copy(self) -> bool:
+        """True in a forked process, which has no copy of the thread."""
+        return os.getpid() != self._process_id
+
     def run(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run a coroutine on the loop and return its value; an interrupt cancels the coroutine."""
+        """Run a coroutine on the loop and return its value; an interrupt cancels the coroutine.
+
+        Raises:
+            InvalidCallError: the process is a fork of the one that made the loop.
+        """
+        if self.is_copy:
+            coroutine.close()
+            raise InvalidCallError(
+                f"a client of process {self._process_id} cannot be used in process {os.getpid()}, "
+                "which was forked from it; connect a new client in the forked process"
+            )
         if is_traced():
             coroutine = _run_in_context(coroutine, copy_context())
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -233,7 +250,9 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """Stop the loop and its thread."""
+        """Stop the loop and its thread; a forked process has none to stop."""
+        if self.is_copy:
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=2.0)
         if not self._thread.is_alive():
@@ -279,7 +298,11 @@ class Session:
     step = make_synchronous(AsyncSession.step, keep_result)
     state = make_synchronous(AsyncSession.state, keep_result)
     call_tool = make_synchronous(AsyncSession.call_tool, keep_result)
-    close = make_synchronous(AsyncSession.close, keep_result)
+
+    def close(self) -> None:
+        """Close the session, unless a forked process calls this, whose parent may still use it."""
+        if not self.loop_thread.is_copy:
+            self.loop_thread.run(self.async_counterpart.close())
 
     def __enter__(self) -> Session:
         return self

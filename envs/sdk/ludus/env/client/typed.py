@@ -163,7 +163,7 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
 
     def close(self) -> None:
         """Close the session and the connection, and stop the client's container if there is one."""
-        if self._is_closed:
+        if self._is_closed or self._client.loop_thread.is_copy:
             return
         self._is_closed = True
         try:
