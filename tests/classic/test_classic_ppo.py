@@ -30,7 +30,7 @@ from ludus.trainer.algorithms.advantages import gae, stream_gae
 from ludus.trainer.classic.agent import PpoAgent, evaluate_policy
 from ludus.trainer.classic.environments import GymnasiumEnvironments
 from ludus.trainer.classic.heads import make_head
-from ludus.trainer.classic.policy import NetworkPolicy, make_networks
+from ludus.trainer.classic.policy import NetworkPolicy, ObservationEncoder, make_networks
 from ludus.trainer.classic.run import check, open_network_run, train
 from ludus.trainer.core.stopping import RunStopped
 
@@ -320,6 +320,53 @@ def test_repeated_nonfinite_gradients_stop_training() -> None:
         assert agent.train().metrics[TrainMetric.NUM_SKIPPED_UPDATES] > 0
     with pytest.raises(LudusError, match="10 updates in a row were skipped"):
         agent.train()
+
+
+class Sampled(ConstantReward):
+    """Episodes of eight steps, whose observations are samples of a space."""
+
+    def __init__(self, observation_space: spaces.Space[Any]) -> None:
+        self.observation_space = observation_space
+
+    def reset(self, *, seed: int | None = None, **_: Any) -> tuple[Any, dict[str, Any]]:
+        self.observation_space.seed(seed)
+        self.num_steps = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.num_steps += 1
+        return self.observation_space.sample(), 1.0, self.num_steps == 8, False, {}
+
+
+gymnasium.register("Sampled-v0", lambda **options: Sampled(options["space"]))
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Discrete(2, start=5),
+        spaces.Discrete(3, start=-7),
+        spaces.MultiDiscrete([2, 3], start=[4, -1]),
+        spaces.MultiDiscrete([[2, 3], [4, 2]], start=[[9, 0], [-3, 1]]),
+        spaces.MultiBinary([2, 3]),
+        spaces.Box(0, 255, (2, 2), dtype=np.uint8),
+        spaces.Box(-1, 1, (), dtype=np.float64),
+    ],
+    ids=str,
+)
+def test_agent_trains_on_every_kind_of_observations(space: spaces.Space[Any]) -> None:
+    environments = GymnasiumEnvironments("Sampled-v0", 4, {"space": space})
+    actor, critic = make_networks(NetworkModel(hidden=(4,)), space, spaces.Discrete(2))
+    policy = NetworkPolicy(actor, critic, space, spaces.Discrete(2), normalizes_observations=True)
+    agent = PpoAgent(policy, environments, NetworkPpoConfig(**SMALL_PPO), seed=0)
+    assert agent.train().batch.num_steps == 64
+    assert len(evaluate_policy(policy, environments, range(5), is_greedy=True)) == 5
+
+
+def test_first_observation_of_a_discrete_space_is_the_first_column() -> None:
+    encoder = ObservationEncoder(spaces.MultiDiscrete([2, 3], start=[4, -1]))
+    rows = encoder(torch.tensor([[4, -1], [5, 1]]))
+    assert rows.tolist() == [[1, 0, 1, 0, 0], [0, 1, 0, 0, 1]]
 
 
 def test_actor_with_a_wrong_input_or_output_shape_is_refused() -> None:

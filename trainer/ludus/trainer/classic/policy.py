@@ -66,7 +66,7 @@ class NetworkPolicy(nn.Module):
         ).to(self.device)
         self.normaliser = (
             RunningMoments(observation_space.shape or ()).to(self.device)
-            if normalizes_observations
+            if normalizes_observations and not self._is_discrete
             else None
         )
         with torch.no_grad():
@@ -150,9 +150,13 @@ class RunningMoments(nn.Module):
 class ObservationEncoder(nn.Module):
     """A module that flattens observations to rows of floats; discrete values become one-hot."""
 
+    starts: Tensor
+
     def __init__(self, space: spaces.Space[Any]) -> None:
         super().__init__()
         self._sizes = [] if isinstance(space, spaces.MultiBinary) else list_sizes(space)
+        starts = np.atleast_1d(getattr(space, "start", 0)).astype(np.int64).ravel()
+        self.register_buffer("starts", torch.from_numpy(starts), persistent=False)
         self.width = sum(self._sizes) or math.prod(space.shape or ())
         if self.width > _MAX_ONE_HOT_WIDTH and self._sizes:
             raise ConfigError(
@@ -163,8 +167,8 @@ class ObservationEncoder(nn.Module):
     def forward(self, observations: Tensor) -> Tensor:
         """Return rows [N, width]."""
         if not self._sizes:
-            return observations.flatten(1).float()
-        columns = observations.reshape(len(observations), -1).unbind(1)
+            return observations.reshape(len(observations), -1).float()
+        columns = (observations.reshape(len(observations), -1) - self.starts).unbind(1)
         features = map(nn.functional.one_hot, columns, self._sizes)
         return torch.cat(list(features), -1).float()
 
