@@ -6,7 +6,9 @@ references, unions, nested objects and arrays.
 
 from __future__ import annotations
 
+import math
 import random
+import re
 import string
 from typing import Any
 
@@ -17,6 +19,8 @@ from ludus.proto.errors import ConfigError
 _DEFAULT_RANGE = 8
 """Range of numbers without bounds, and extra length of lists and texts without a maximum."""
 _MAX_DEPTH = 12
+_CHARACTER_PATTERN = re.compile(r"\^\[((?:[^\\\]^-]|\\.)+)\]\*\$", re.DOTALL)
+"""A class of characters without ranges, repeated any number of times."""
 
 
 def draw_value(schema: JsonObject, generator: random.Random) -> Any:
@@ -118,12 +122,12 @@ def _draw_typed(
             min_length = schema.get("minLength", 1)
             max_length = schema.get("maxLength", min_length + _DEFAULT_RANGE)
             length = _draw_length(min_length, max_length, generator)
-            return "".join(generator.choices(string.ascii_lowercase, k=length))
+            return "".join(generator.choices(_list_characters(schema), k=length))
         case "integer":
             minimum, maximum = _read_bounds(schema)
             return generator.randint(int(minimum), int(maximum))
         case "number":
-            return generator.uniform(*_read_bounds(schema))
+            return _draw_number(*_read_bounds(schema), generator)
         case "boolean":
             return generator.random() < 0.5
     return None
@@ -136,6 +140,19 @@ def _draw_item_schemas(schema: JsonObject, generator: random.Random) -> list[Jso
     max_items: int = schema.get("maxItems", min_items)
     length = _draw_length(min_items, max_items, generator)
     return [schema.get("items", {})] * length
+
+
+def _draw_number(minimum: float, maximum: float, generator: random.Random) -> float:
+    if math.isfinite(maximum - minimum):
+        return min(max(generator.uniform(minimum, maximum), minimum), maximum)
+    fraction = generator.random()
+    return minimum * (1 - fraction) + maximum * fraction
+
+
+def _list_characters(schema: JsonObject) -> str:
+    """Return the characters of a pattern like `^[ab\\-]*$`, otherwise lower-case letters."""
+    match = _CHARACTER_PATTERN.fullmatch(schema.get("pattern", ""))
+    return re.sub(r"\\(.)", r"\1", match[1], flags=re.DOTALL) if match else string.ascii_lowercase
 
 
 def _draw_length(minimum: int, maximum: int, generator: random.Random) -> int:
