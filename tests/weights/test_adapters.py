@@ -158,6 +158,19 @@ async def test_run_with_unknown_target_is_refused_before_loading_weights(
         await prepare_model(load_run_config(None, overrides), {}, tmp_path)
 
 
+def test_head_that_is_tied_to_the_embeddings_is_no_target(tmp_path: Path) -> None:
+    config = LORA_CONFIG.model_copy(update={"targets": ("q_proj", "lm_head")})
+    for is_tied in (True, False):
+        model = make_model()
+        model.config.tie_word_embeddings = is_tied
+        model.config.save_pretrained(tmp_path)
+        if not is_tied:
+            check_targets(str(tmp_path), config)
+            continue
+        with pytest.raises(ConfigError, match=r"lora\.targets.*'lm_head'.*tied to the embeddings"):
+            check_targets(str(tmp_path), config)
+
+
 def test_configuration_of_a_tiny_model_with_unknown_target_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.lora\.targets.*'qkv_proj'.*'gate_proj'"):
         load_run_config(None, ["model.kind=tiny", 'model.lora.targets=["qkv_proj"]'])

@@ -113,9 +113,24 @@ def _make_peft_config(config: LoraConfig) -> peft.LoraConfig:
 
 
 def _list_linear_layers(model: nn.Module) -> list[str]:
-    """Return the sorted last parts of the names of all linear layers."""
-    names = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    """Return the sorted last parts of the names of all linear layers that can have adapters.
+
+    A head that shares its weights with the embeddings cannot: the exported weights of the head
+    would also change the embeddings.
+    """
+    tied_head = _find_tied_head(model)
+    names = (
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not tied_head
+    )
     return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _find_tied_head(model: nn.Module) -> nn.Module | None:
+    if isinstance(model, PreTrainedModel) and model.config.tie_word_embeddings:
+        return model.get_output_embeddings()
+    return None
 
 
 def _check_targets_exist(layers: Iterable[str], config: LoraConfig) -> None:
@@ -123,5 +138,5 @@ def _check_targets_exist(layers: Iterable[str], config: LoraConfig) -> None:
     if missing_targets:
         raise ConfigError(
             f"model.lora.targets: the model has no linear layer {missing_targets}; it has "
-            f"{list(layers)}"
+            f"{list(layers)} (a head that is tied to the embeddings cannot have adapters)"
         )
