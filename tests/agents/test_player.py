@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -287,6 +288,28 @@ async def test_service_gets_task_and_key_and_episode_is_lost_if_service_stops(
     assert void_rollout.status is RolloutStatus.FAILED and "no more rooms" in void_rollout.failure
     assert group_after_stop.rollouts[0].status is RolloutStatus.LOST
     assert not group_after_stop.rollouts[0].has_agent_failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("HTTP_PROXY", "NO_PROXY"), ("http_proxy", "no_proxy")])
+async def test_requests_to_loopback_take_no_proxy(
+    names: tuple[str, str],
+    client: AsyncEnvClient,
+    chat: ChatTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv(names[0], "http://127.0.0.1:9")
+    monkeypatch.setenv(names[1], "example.org")
+    rollout = await play_episode(client, chat, functions.return_completion)
+    assert rollout.status is RolloutStatus.TERMINATED
+    command = [sys.executable, str(PROGRAM), "answer", "{text}"]
+    fields = {"command": command, "folder": str(ROOT), "pass_env": list(names)}
+    async with open_player(client, chat, fields) as player:
+        group = await player.play_group(GroupSpec(0, "game", (11,)))
+    assert group.rollouts[0].status is RolloutStatus.TERMINATED
+    assert os.environ["NO_PROXY"].startswith("example.org,127.0.0.1")
 
 
 @pytest.mark.parametrize(

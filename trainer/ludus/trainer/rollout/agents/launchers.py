@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -36,6 +37,7 @@ from ludus.proto.rewards import REWARD_RULE, is_valid_reward
 from ludus.trainer.core.functions import import_callable
 from ludus.trainer.data.failures import describe_error
 from ludus.trainer.rollout.agents.endpoint.server import EndpointAccess
+from ludus.trainer.rollout.agents.proxies import exempt_loopback
 
 _NUM_THREADS = 256
 _MAX_VARIABLE_BYTES = 120_000
@@ -90,6 +92,8 @@ Cancelling the call stops the agent.
 
 async def start_launcher(config: AgentConfig, stack: AsyncExitStack) -> AgentLauncher:
     """Return the launcher of the configured agent. `stack` closes the launcher's resources."""
+    # Functions run in this process, and services may listen on this machine.
+    exempt_loopback(os.environ)
     match config:
         case CommandAgent():
             host = await stack.enter_async_context(ProgramHost(config.sandbox))
@@ -186,8 +190,8 @@ class ProgramLauncher:
             "OPENAI_API_BASE": access.base_url,  # the name in older clients
             "OPENAI_API_KEY": access.api_key,
             "OPENAI_MODEL": access.model,
-            "NO_PROXY": "127.0.0.1,localhost",
         }
+        exempt_loopback(variables, urlsplit(access.base_url).hostname)
         if access.mcp_url is not None:
             variables["LUDUS_MCP_URL"] = access.mcp_url
         if len(task_json.encode()) > _MAX_VARIABLE_BYTES:
