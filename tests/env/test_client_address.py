@@ -1,9 +1,12 @@
 """Server addresses, TLS, and the secrecy of credentials."""
 
 import asyncio
+import gc
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -11,10 +14,11 @@ import trustme
 import uvicorn
 from fastapi import FastAPI
 
-from ludus.env.client import AsyncEnvClient, ConnectOptions
+from ludus.env.client import AsyncEnvClient, ConnectOptions, EnvClient
 from ludus.env.http.app import build_app
 from ludus.env.security.tls import build_client_context
 from ludus.env.transports.address import RemoteServer, parse_address
+from ludus.env.transports.http import HttpClient
 from ludus.proto.errors import (
     AuthenticationError,
     CapacityError,
@@ -244,3 +248,47 @@ async def test_client_preserves_the_path_before_the_endpoints() -> None:
             assert (await session.step({"add": 1})).reward == 1.0
         uvicorn_server.should_exit = True
         await server_task
+
+
+@pytest.mark.slow
+async def test_failed_requests_of_one_attempt_are_one_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    barrier = threading.Barrier(3)
+
+    def fail(*_: Any) -> None:
+        barrier.wait(10)
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(HttpClient, "_send", fail)
+    for _ in range(20):
+        with pytest.raises(UnavailableError, match="could not reach an environment server"):
+            await asyncio.to_thread(
+                EnvClient.connect, "http://127.0.0.1:9", ConnectOptions(connect_timeout_s=0)
+            )
+    gc.collect()
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"\0\0\x12\4\0\0\0\0\0SETTINGS",
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n\xff\xfe\0{",
+        b'HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{\\ud800": ',
+        b"HTTP/1.1 banana\r\n\r\n",
+        b"",
+    ],
+)
+async def test_another_program_at_the_address_is_one_error(reply: bytes) -> None:
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.write(reply)
+        writer.close()
+
+    server = await asyncio.start_server(respond, "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        with pytest.raises(UnavailableError, match="could not reach an environment server"):
+            await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0))

@@ -77,7 +77,12 @@ class HttpClient:
             AuthenticationError: the server refuses the token.
         """
         paths = ("/openapi.json", "/schema", "/metadata")
-        openapi, schema, metadata = await asyncio.gather(*map(self._get_json_or_none, paths))
+        requests = map(self._get_json_or_none, paths)
+        replies: list[Any] = await asyncio.gather(*requests, return_exceptions=True)
+        for reply in replies:  # after all have ended, so that no exception is lost and logged
+            if isinstance(reply, BaseException):
+                raise reply
+        openapi, schema, metadata = replies
         has_reset = "/reset" in ((openapi or {}).get("paths") or {})
         has_description = schema is not None or metadata is not None
         is_legacy = has_reset and not has_description and not self.server.address.is_websocket
@@ -232,14 +237,14 @@ def _make_call_error(address: ServerAddress, path: str, reply: HttpReply) -> Env
 def _parse_json(address: ServerAddress, body: bytes) -> Any:
     try:
         return load_json(body)
-    except orjson.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise make_unreachable_error(address, error) from error
 
 
 def _read_error_detail(body: bytes) -> JsonObject:
     try:
         reply_json = load_json(body)
-    except orjson.JSONDecodeError:
+    except (ValueError, RecursionError):
         return {}
     detail = reply_json.get("detail") if isinstance(reply_json, dict) else None
     return detail if isinstance(detail, dict) else {}
