@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from ludus.env.types import PolicyChartPrompt
-from ludus.proto.config import load_run_config
+from ludus.proto.config import TinyModel, load_run_config
 from ludus.proto.errors import UserError
 from ludus.proto.run_lock import RunLock
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume
 from ludus.trainer.core.functions import get_or_register_path
 from ludus.trainer.driver.checks import check_start
+from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.run.checkpoint import CheckpointFolder, RunState
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
@@ -122,3 +123,14 @@ def test_invalid_chart_prompts_are_reported_before_the_run(
     path = get_or_register_path(function)
     with pytest.raises(UserError, match=message):
         check_run(tmp_path, f"environment.policy_chart={json.dumps(path)}")
+
+
+@pytest.mark.slow
+def test_tokenizer_with_more_tokens_than_the_model_is_reported(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(["hit stand"], 320)
+    model = make_model(TinyModel(num_layers=1, width=64, num_heads=2), tokenizer, 0)
+    tokenizer.add_tokens(["<a>", "<b>"])
+    save(model, tokenizer, tmp_path / "model")
+    overrides = (f'model={{"kind": "pretrained", "path": "{tmp_path / "model"}"}}',)
+    with pytest.raises(UserError, match=r"model\.path.*the tokenizer has \d+ tokens, but"):
+        check_run(tmp_path, *overrides)

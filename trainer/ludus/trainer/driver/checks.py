@@ -245,6 +245,7 @@ def check_models(run: LanguageModelRun) -> None:
     """Check the policy, the critic and the reward models."""
     if isinstance(run.model, PretrainedModel):
         check_model_path(run.model.path)
+        check_num_tokens(run.model.path)
     check_critic(run)
     check_reward_models(run)
 
@@ -252,6 +253,24 @@ def check_models(run: LanguageModelRun) -> None:
 def check_model_path(path: str) -> None:
     """Check that there is a language model at a path."""
     load.load_config(_find_model(path, "model.path"))
+
+
+def check_num_tokens(path: str) -> None:
+    """Check that a model has an embedding for each token of its tokenizer.
+
+    Raises:
+        NotFoundError: there is no tokenizer.
+        ConfigError: the tokenizer has more tokens.
+    """
+    model_path = _find_model(path, "model.path")
+    num_embeddings: int = load.load_config(model_path).get_text_config().vocab_size
+    num_tokens = max(load.load_tokenizer(model_path).get_vocab().values()) + 1
+    if num_tokens > num_embeddings:
+        raise ConfigError(
+            f"model.path = '{path}': the tokenizer has {num_tokens} tokens, but the model has "
+            f"embeddings for {num_embeddings}; call model.resize_token_embeddings({num_tokens}) "
+            "and save the model again"
+        )
 
 
 def check_reward_models(run: LanguageModelRun) -> None:
