@@ -196,3 +196,10 @@ def test_options_of_environments_have_the_same_limits(value: str) -> None:
         with pytest.raises(ConfigError) as raised:
             read()
         assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["a.toml", "a.yaml", "a.json"])
+def test_byte_order_mark_is_ignored(name: str, tmp_path: Path) -> None:
+    texts = {"a.toml": "a = 1", "a.yaml": "a: 1", "a.json": '{"a": 1}'}
+    (tmp_path / name).write_text(texts[name], encoding="utf-8-sig")
+    assert read_document(tmp_path / name) == {"a": 1}

@@ -79,7 +79,7 @@ def _read_text(path: Path, max_bytes: int) -> str:
     if len(content) > max_bytes:
         raise DocumentLimitError(f"it has more than {max_bytes:,} bytes; shorten it")
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")  # some editors begin files with a byte-order mark
     except UnicodeDecodeError as error:
         raise DocumentError(str(error)) from error
 
