@@ -292,3 +292,9 @@ async def test_another_program_at_the_address_is_one_error(reply: bytes) -> None
     async with server:
         with pytest.raises(UnavailableError, match="could not reach an environment server"):
             await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0))
+
+
+async def test_address_of_a_page_of_the_server_is_refused_by_its_path() -> None:
+    async with serve() as server:
+        with pytest.raises(ConfigError, match=r"remove or correct the path /docs"):
+            await AsyncEnvClient.connect(f"{server.http_address}/docs")

@@ -336,3 +336,20 @@ async def test_incomplete_request_body_times_out_and_the_connection_closes(
         writer.close()
         assert response.startswith(b"HTTP/1.1 408 ")
         assert b'"code":"TIMEOUT"' in response
+
+
+async def test_paths_behind_a_prefix_need_no_redirect() -> None:
+    async with make_asgi_client(build_app(make_core())) as client:
+        response = await client.post("/reset/")
+        assert response.status_code == 200 and response.json()["done"] is False
+        docs = await client.get("/docs")
+        assert docs.status_code == 200 and "'openapi.json'" in docs.text
+
+
+async def test_body_that_is_not_json_has_its_own_status_and_code() -> None:
+    async with make_asgi_client(build_app(make_core())) as client:
+        headers = {"content-type": "application/json"}
+        for path in ("/reset", "/step"):
+            response = await client.post(path, content=b"{", headers=headers)
+            assert response.status_code == 400, response.text
+            assert response.json()["detail"]["code"] == "INVALID_JSON"

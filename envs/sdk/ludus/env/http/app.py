@@ -18,6 +18,8 @@ from typing import Annotated, Any
 import orjson
 from fastapi import Body, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.routing import WebSocketRoute
@@ -79,7 +81,7 @@ def build_app(
             sessions need the same keys.
         unused_timeout_s: time that a session from `/reset` stays open without a call.
     """
-    app = FastAPI(title=sessions.description.name, version="1.0.0")
+    app = FastAPI(title=sessions.description.name, version="1.0.0", docs_url=None)
     app.router.route_class = _LimitedRoute
     mcp = McpServer(sessions, read_mcp_keys)
     is_legacy = os.environ.get(LEGACY_HTTP_VARIABLE, "").lower() not in _FALSE_WORDS
@@ -98,6 +100,7 @@ def build_app(
     app.add_exception_handler(EnvError, handle_error)
     app.add_exception_handler(Exception, handle_error)
     app.add_exception_handler(RequestValidationError, _refuse_invalid_request)
+    app.add_middleware(_IgnoreTrailingSlash)
     app.add_middleware(RefuseForeignOrigins)
     app.add_middleware(_TraceMiddleware)
     if tokens is not None:
@@ -122,6 +125,11 @@ def _add_description_routes(app: FastAPI, sessions: Sessions) -> None:
             "documentation_url": None,
             "ludus": make_ludus_metadata(description),
         }
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        # A relative address, because a proxy may serve the application under a prefix.
+        return get_swagger_ui_html(openapi_url="openapi.json", title=sessions.description.name)
 
     @app.get("/schema")
     async def schema() -> JsonObject:
@@ -185,7 +193,28 @@ def _make_error_handler(sessions: Sessions) -> Callable[[Request, Exception], Aw
 
 async def _refuse_invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError), "the handler is registered for this type"
+    faults = error.errors()
+    if faults and faults[0]["type"] == "json_invalid":
+        message = f"the body must be JSON: {faults[0]['ctx']['error']}"
+        detail = {"message": message, "code": str(ErrorCode.INVALID_JSON)}
+        return make_json_response({"detail": detail}, 400)
     return make_json_response({"detail": encode_faults(list(error.errors()))}, 422)
+
+
+class _IgnoreTrailingSlash:
+    """ASGI middleware that removes the slash at the end of a path.
+
+    A redirect would lose the prefix under which a proxy serves the application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path.endswith("/") and path.strip("/") != scope.get("root_path", "").strip("/"):
+            scope = {**scope, "path": path.rstrip("/")}
+        await self._app(scope, receive, send)
 
 
 class _TraceMiddleware:

@@ -83,9 +83,15 @@ class HttpClient:
             if isinstance(reply, BaseException):
                 raise reply
         openapi, schema, metadata = replies
+        address = self.server.address
+        if replies == [None] * len(paths) and address.path:
+            raise ConfigError(
+                f"expected an environment server at {address}, got status 404 for its description;"
+                f" remove or correct the path {address.path}"
+            )
         has_reset = "/reset" in ((openapi or {}).get("paths") or {})
         has_description = schema is not None or metadata is not None
-        is_legacy = has_reset and not has_description and not self.server.address.is_websocket
+        is_legacy = has_reset and not has_description and not address.is_websocket
         return DiscoveredServer(metadata or {}, schema or {}, is_legacy)
 
     async def request(
