@@ -18,6 +18,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from ludus.env.adapters.gymnasium.interface_check import InterfaceCheck
 from ludus.env.adapters.gymnasium.success import find_success
 from ludus.env.client import EnvClient, Session
 from ludus.env.transports.address import parse_address
@@ -198,7 +199,7 @@ def _make_vector_env(
     env_id: str, num_environments: int, options: JsonObject
 ) -> SyncVectorEnv[Any, Any]:
     def make_environment() -> gymnasium.Env[Any, Any]:
-        return gymnasium.make(env_id, **{"disable_env_checker": True, **options})
+        return InterfaceCheck(gymnasium.make(env_id, **{"disable_env_checker": True, **options}))
 
     target = f"'{GYMNASIUM_PREFIX}{env_id}'"
     try:

@@ -23,10 +23,11 @@ import numpy as np
 import orjson
 from gymnasium import spaces
 from gymnasium.envs.registration import load_env_creator
-from pydantic import Field, create_model
+from pydantic import Field, ValidationError, create_model
 
 from ludus.env.adapters import GYMNASIUM
 from ludus.env.adapters.gymnasium.guides import Guide, find_guide
+from ludus.env.adapters.gymnasium.interface_check import InterfaceCheck
 from ludus.env.adapters.gymnasium.spaces import (
     AnySpace,
     SpaceCodec,
@@ -43,6 +44,7 @@ from ludus.env.adapters.gymnasium.text import (
     require_picture,
 )
 from ludus.env.environment import AnyEnvironment, Builder, Environment
+from ludus.env.options import explain_errors
 from ludus.env.types import (
     Action,
     ActionT,
@@ -56,6 +58,7 @@ from ludus.proto.errors import (
     ConfigError,
     EpisodeStateError,
     ErrorCode,
+    ExecutionError,
     IllegalActionError,
     NotFoundError,
     did_you_mean,
@@ -200,7 +203,13 @@ class GymnasiumEnvironment(EpisodicGymnasiumEnvironment[Action, Observation]):
         if self._has_text_rendering:
             color_meanings = self.renderer.guide.color_meanings
             fields["rendered"] = replace_colors(str(self.gym_env.render()), color_meanings)
-        return self.observation_type.model_validate(fields), tensors
+        try:
+            return self.observation_type.model_validate(fields), tensors
+        except ValidationError as error:
+            raise ExecutionError(
+                f"the observation is not in {self.gym_env.observation_space}: "
+                f"{explain_errors(error)}; correct the environment's observation_space"
+            ) from error
 
 
 def make_gymnasium_builder(env_id: str) -> Builder:
@@ -297,11 +306,12 @@ def make_gymnasium(env_id: str, options: JsonObject) -> AnyGymnasiumEnv:
         ConfigError: the options are invalid, or a required library is missing.
     """
     try:
-        return gymnasium.make(env_id, **{"disable_env_checker": True, **options})
+        environment = gymnasium.make(env_id, **{"disable_env_checker": True, **options})
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         raise _make_missing_library_error(env_id, error) from error
     except gymnasium.error.Error as error:
         raise ConfigError(f"'{GYMNASIUM}:{env_id}' cannot be created: {error}") from error
+    return InterfaceCheck(environment)
 
 
 def _make_missing_library_error(env_id: str, error: Exception) -> ConfigError:
