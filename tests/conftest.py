@@ -8,7 +8,6 @@ import re
 import sys
 from pathlib import Path
 
-import grpc
 import pytest
 from hypothesis import settings
 
@@ -16,6 +15,9 @@ from hypothesis import settings
 # the whole SDK, which takes longer than most tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# The SDK sets it too. Handlers of forks in gRPC crash some children.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 # Tiny models need one thread. More threads only wait for each other and for other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,6 +41,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure() -> None:
+    import grpc  # reads its variables when it is imported
+
     # Without this reference, gRPC shuts down when its last object is deleted, and waits forever for
     # calls whose event loop is closed. Garbage collection of a server that a test left running
     # would then block another test.

@@ -281,7 +281,6 @@ CONFIGURATIONS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "list instead of a table": ("json", lambda: b'[{"name": "a"}]'),
     "text instead of a table": ("yaml", lambda: b"evil"),
     "nothing": ("json", lambda: b""),
-    "null": ("yaml", lambda: b"~"),
 }
 OVERRIDES: dict[str, str] = {
     "deep list": "environment.options.a=" + "[" * 5000,
@@ -299,7 +298,6 @@ OVERRIDES: dict[str, str] = {
     "lines": "seed=1\nname=2\n[training]\nnum_steps=3",
     "quotes": 'environment.options.a="' + "\\u001b" * 10_000,
     "long text": "name=" + "x" * 100_000,
-    "many sections": "environments={" + ",".join(f"a{n}={{}}" for n in range(5000)) + "}",
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ludus.proto.errors import CheckpointError
+from ludus.proto.errors import CheckpointError, ConfigError
 from ludus.trainer.core.types import SavedFile
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.run.checkpoint import (
@@ -22,8 +22,8 @@ from ludus.trainer.run.checkpoint import (
     find_checkpoint,
     find_newest_checkpoint,
     list_checkpoints,
-    load_learner_state,
     read_state,
+    restore_learner_state,
 )
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
 
@@ -189,7 +189,33 @@ async def test_named_checkpoint_is_checked_too(tmp_path: Path) -> None:
 def test_state_with_a_function_is_refused(tmp_path: Path) -> None:
     CheckpointFolder(tmp_path, num_kept=1).save(RunState(step=5), {"policy": os.system})
     with pytest.raises(CheckpointError, match="an object other than tensors and plain values"):
-        load_learner_state(tmp_path / "step-00000005")
+        restore_learner_state(tmp_path / "step-00000005", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"weights": {}}, "it has no value 'policy'"),
+        ({"policy": 3}, "expected a map"),
+    ],
+)
+def test_state_of_another_kind_is_refused(tmp_path: Path, state: Any, reason: str) -> None:
+    def restore(state: dict[str, Any]) -> None:
+        if not isinstance(state["policy"], dict):
+            raise TypeError("expected a map")
+
+    CheckpointFolder(tmp_path, num_kept=1).save(RunState(step=5), state)
+    with pytest.raises(CheckpointError, match=f"cannot be read: .*{reason}"):
+        restore_learner_state(tmp_path / "step-00000005", restore)
+
+
+def test_errors_of_the_user_pass_through_the_restore(tmp_path: Path) -> None:
+    def restore(state: dict[str, Any]) -> None:
+        raise ConfigError("the critic's rate changed")
+
+    CheckpointFolder(tmp_path, num_kept=1).save(RunState(step=5), {})
+    with pytest.raises(ConfigError, match="rate changed"):
+        restore_learner_state(tmp_path / "step-00000005", restore)
 
 
 async def test_search_fails_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:

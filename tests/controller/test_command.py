@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,30 @@ def test_model_folder_becomes_absolute(
     model = {"kind": "pretrained", "path": path}
     run = make_run_config({"environment": {"package": "math_env"}, "model": model}, [])
     assert resolve_config(run).model.path == str(tmp_path / "here")
+
+
+SWALLOWING_IMPORT = """
+import importlib, os, signal, sys, time
+from ludus.trainer import __main__ as command
+
+def import_module(name):
+    try:
+        os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+        time.sleep(60)
+    except BaseException:
+        pass
+    sys.exit("the signal was lost")
+
+importlib.import_module = import_module
+sys.exit(command.main(["check", "--config", sys.argv[1]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM"])
+def test_signal_during_imports_is_not_lost(tmp_path: Path, signal_name: str) -> None:
+    """A library may handle all errors of its imports, including KeyboardInterrupt."""
+    config = Path(__file__).parents[2] / "examples/blackjack/tiny.toml"
+    command = [sys.executable, "-c", SWALLOWING_IMPORT, str(config), signal_name]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (130, "")

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import ssl
 import threading
 from collections.abc import AsyncIterator
@@ -292,6 +293,31 @@ async def test_another_program_at_the_address_is_one_error(reply: bytes) -> None
     async with server:
         with pytest.raises(UnavailableError, match="could not reach an environment server"):
             await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0))
+
+
+@pytest.mark.parametrize(
+    ("description", "reason"),
+    [
+        ({"name": ["a"]}, "'name': Input should be a valid string"),
+        ({"name": "a", "ludus": [1]}, "'ludus' must be an object"),
+        ({"name": "a", "ludus": {"max_sessions": "many"}}, "'max_sessions'"),
+        ({"name": "a", "ludus": {"tools": 1}, "paths": 5}, "'tools'"),
+    ],
+)
+async def test_description_of_wrong_types_is_one_error(
+    description: dict[str, object], reason: str
+) -> None:
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + json.dumps(description).encode())
+        writer.close()
+
+    server = await asyncio.start_server(respond, "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        client = await AsyncEnvClient.connect(address)
+        with pytest.raises(ConfigError, match=f"description is not valid: {reason}"):
+            await client.describe()
 
 
 async def test_address_of_a_page_of_the_server_is_refused_by_its_path() -> None:

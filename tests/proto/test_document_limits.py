@@ -47,7 +47,7 @@ TEXTS = [
     ("b.json", '{"a":' * 100_000, DEEP),
     ("c.json", '{"a":' * 100 + "1" + "}" * 100, DEEP),
     ("d.json", '{"name": ' + "1" * 5000 + "}", NUMBER),
-    ("g.json", '{"seed": 18446744073709551616}', NUMBER),
+    ("g.json", '{"seed": 340282366920938463463374607431768211456}', NUMBER),
     ("h.json", '{"name": "\\ud800"}', HALF),
     ("i.json", '{"environment": {"options": {"\\udfff": ["a"]}}}', HALF),
     ("e.json", '{"a": [' + "1," * 300_000 + "1]}", MANY),

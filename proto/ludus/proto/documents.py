@@ -24,8 +24,8 @@ MAX_DEPTH = 64
 """Maximum number of sections and lists inside each other."""
 MAX_VALUES = 200_000
 """Maximum number of keys and values, with a repeated alias counted each time."""
-_MAX_INTEGER_BITS = 64
-"""Maximum size of an integer, as in TOML and in the JSON of every wire."""
+_MAX_INTEGER_BITS = 128
+"""Maximum size of an integer. Fields have smaller limits, and their errors name the field."""
 _MAX_YAML_NUMBER_CHARS = 400
 _YAML_PREFIX = "tag:yaml.org,2002:"
 _YAML_NUMBER_TAGS = {f"{_YAML_PREFIX}{name}" for name in ("int", "float")}

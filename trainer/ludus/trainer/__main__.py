@@ -9,9 +9,10 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 from ludus.env.runtime import pause_collection
 from ludus.env.text.terminal import clean_json_for_terminal, format_notice
@@ -88,8 +89,27 @@ def _import_commands(run: AnyRunConfig) -> ModuleType:
 
     The modules of other kinds are not imported, because Ray and transformers take seconds.
     """
-    with pause_collection():
+    with pause_collection(), _exit_on_interrupt():
         return importlib.import_module(f"ludus.trainer.{_MODULES[run.kind]}")
+
+
+@contextmanager
+def _exit_on_interrupt() -> Iterator[None]:
+    """End the process on SIGINT or SIGTERM within the block.
+
+    A KeyboardInterrupt could end in a handler of all errors in an imported library, and be lost.
+    """
+
+    def end_process(signal_number: int, frame: FrameType | None) -> None:
+        os._exit(_INTERRUPTED_EXIT_CODE)
+
+    signal_numbers = (signal.SIGINT, signal.SIGTERM)
+    previous_handlers = [signal.signal(number, end_process) for number in signal_numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signal_numbers, previous_handlers, strict=True):
+            signal.signal(number, handler)
 
 
 def _make_parser() -> argparse.ArgumentParser:

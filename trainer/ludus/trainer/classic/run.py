@@ -42,7 +42,7 @@ from ludus.trainer.core.stopping import (
     stop_on_signals,
 )
 from ludus.trainer.core.streams import Stream, use_torch_stream
-from ludus.trainer.run.checkpoint import SavedState, load_learner_state
+from ludus.trainer.run.checkpoint import SavedState, restore_learner_state
 from ludus.trainer.run.lifecycle import RunStorage, find_start, open_run
 from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.run.schedule import CheckpointSchedule
@@ -119,7 +119,7 @@ class OpenNetworkRun:
         )
         self._baselines = self._play_baselines()
         if storage.checkpoint is not None:
-            self.agent.restore(load_learner_state(storage.checkpoint))
+            restore_learner_state(storage.checkpoint, self.agent.restore)
             storage.folder.write(CONFIG_FILE, run)
         self._saved_step = self.state.step
         self._checkpoint_schedule = CheckpointSchedule(
@@ -363,7 +363,7 @@ def evaluate(run: NetworkRun, checkpoint: Path) -> Evaluation:
     num_environments = choose_num_eval_environments(num_games)
     with closing(make_environments(run.environment, num_environments)) as environments:
         policy = make_policy(run, environments)
-        policy.load_state_dict(load_learner_state(checkpoint)["policy"])
+        restore_learner_state(checkpoint, lambda state: policy.load_state_dict(state["policy"]))
         outcomes = _play_policy(run, policy, environments, _list_eval_seeds(run, num_games))
     report = _make_report(run, outcomes, {})
     return Evaluation(environments={next(iter(run.environments)): report})

@@ -64,7 +64,7 @@ from ludus.trainer.reward_model.model import (
     split_by_budget,
 )
 from ludus.trainer.reward_model.rates import RateSchedule
-from ludus.trainer.run.checkpoint import SavedState, load_learner_state
+from ludus.trainer.run.checkpoint import SavedState, restore_learner_state
 from ludus.trainer.run.lifecycle import RunStorage, find_start, open_run
 from ludus.trainer.run.schedule import CheckpointSchedule
 
@@ -395,13 +395,15 @@ class _RewardModelTraining:
                 f"data = '{self._run.data}' has changed since the training started; restore "
                 "the old data, or start again without --resume"
             )
-        learner_state = load_learner_state(self._storage.checkpoint)
+        restore_learner_state(self._storage.checkpoint, self._restore_learner)
+        self._storage.folder.write(CONFIG_FILE, self._run)
+
+    def _restore_learner(self, learner_state: dict[str, Any]) -> None:
         self._model.load_state_dict(learner_state["model"])
         self._optimizer.load_state_dict(learner_state["optimizer"])
         torch.set_rng_state(learner_state["torch_random"])
         if self._model.device.type == "cuda" and learner_state["cuda_random"] is not None:
             torch.cuda.set_rng_state(learner_state["cuda_random"], self._model.device)
-        self._storage.folder.write(CONFIG_FILE, self._run)
 
     def _save_checkpoint(self) -> None:
         self._state.elapsed_s = self._elapsed_s

@@ -22,7 +22,7 @@ import asyncio
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from pickle import UnpicklingError
@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
-from ludus.proto.errors import CheckpointError
+from ludus.proto.errors import CheckpointError, LudusError
 from ludus.proto.runs import PolicyResult, Summary
 from ludus.trainer.core.checksums import hash_file
 from ludus.trainer.core.output import describe_write_error, rename_folder, warn_user
@@ -208,7 +208,7 @@ class CheckpointFolder:
         """Write the checkpoint of a run that trains in this process.
 
         Args:
-            learner_state: tensors and plain values, for `load_learner_state`.
+            learner_state: tensors and plain values, for `restore_learner_state`.
         """
         with self.prepare(state.step) as folder:
             path = folder / LEARNER_FOLDER / _LEARNER_FILE
@@ -251,18 +251,26 @@ class CheckpointFolder:
             shutil.rmtree(checkpoint)
 
 
-def load_learner_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the learner's state that `CheckpointFolder.save` wrote."""
+def restore_learner_state(checkpoint: Path, restore: Callable[[dict[str, Any]], object]) -> None:
+    """Pass the learner's state that `CheckpointFolder.save` wrote to `restore`.
+
+    Raises:
+        CheckpointError: the state cannot be read, or is none of this learner.
+    """
     path = checkpoint / LEARNER_FOLDER / _LEARNER_FILE
     try:
-        state: dict[str, Any] = load_plain_values(path)
+        restore(load_plain_values(path))
     except UnpicklingError as error:
         # The message of torch explains how to load such a file without a check.
         unsafe_error = ValueError("it contains an object other than tensors and plain values")
         raise _make_unreadable_error(checkpoint, path.name, unsafe_error) from error
+    except LudusError:
+        raise
+    except KeyError as error:
+        missing_error = ValueError(f"it has no value {error}")
+        raise _make_unreadable_error(checkpoint, path.name, missing_error) from error
     except Exception as error:  # damaged files raise many types of errors
         raise _make_unreadable_error(checkpoint, path.name, error) from error
-    return state
 
 
 def parse_checkpoint_step(checkpoint: Path) -> int:

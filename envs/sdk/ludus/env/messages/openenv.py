@@ -207,11 +207,23 @@ def make_ludus_metadata(description: EnvironmentDescription) -> JsonObject:
 
 
 def read_metadata(metadata: JsonObject, schema: JsonObject) -> EnvironmentDescription:
-    """Return the description from any server's responses to /metadata and /schema."""
-    fields = {"has_text_view": False, "max_sessions": 0, **(metadata.get("ludus") or {})}
+    """Return the description from any server's responses to /metadata and /schema.
+
+    Raises:
+        ValueError: a field has a wrong type.
+    """
+    extensions = metadata.get("ludus") or {}
+    if not isinstance(extensions, dict):
+        raise ValueError(f"'ludus' must be an object, got {extensions!r:.60}")
+    fields = {"has_text_view": False, "max_sessions": 0, **extensions}
     fields |= {name: metadata.get(name) or "" for name in _METADATA_FIELDS}
     fields |= {f"{name}_schema": schema.get(name) or {} for name in _SCHEMA_NAMES}
-    return _DESCRIPTION_ADAPTER.validate_python(fields)
+    try:
+        return _DESCRIPTION_ADAPTER.validate_python(fields)
+    except ValidationError as error:
+        [fault, *_] = error.errors(include_url=False, include_input=False)
+        name = ".".join(map(str, fault["loc"]))
+        raise ValueError(f"'{name:.60}': {fault['msg']:.200}") from error
 
 
 def encode_frame(frame_type: str, data: Any) -> bytes:

@@ -89,7 +89,8 @@ class HttpClient:
                 f"expected an environment server at {address}, got status 404 for its description;"
                 f" remove or correct the path {address.path}"
             )
-        has_reset = "/reset" in ((openapi or {}).get("paths") or {})
+        paths_json = (openapi or {}).get("paths")
+        has_reset = isinstance(paths_json, dict) and "/reset" in paths_json
         has_description = schema is not None or metadata is not None
         is_legacy = has_reset and not has_description and not address.is_websocket
         return DiscoveredServer(metadata or {}, schema or {}, is_legacy)

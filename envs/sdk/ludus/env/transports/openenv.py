@@ -151,9 +151,19 @@ class OpenEnvTransport:
         return cls(client, await retry_unavailable(client.discover, timeout_s))
 
     async def describe(self) -> EnvironmentDescription:
-        """Return the server's description; upstream servers provide only a part of it."""
+        """Return the server's description; upstream servers provide only a part of it.
+
+        Raises:
+            ConfigError: a field of the description has a wrong type.
+        """
         if not self.is_legacy:
-            return read_metadata(self._metadata, self._schema)
+            try:
+                return read_metadata(self._metadata, self._schema)
+            except ValueError as error:
+                raise ConfigError(
+                    f"expected an environment server at {self.server.address}, but its description "
+                    f"is not valid: {error}"
+                ) from error
         description = "An OpenEnv 0.1 server, which does not describe itself."
         extensions = {"max_sessions": 1, "reset_options": []}
         return read_metadata({"description": description, "ludus": extensions}, {})

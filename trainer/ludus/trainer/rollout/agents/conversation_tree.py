@@ -170,7 +170,7 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
 
     def _encode_long_prompt(self, request: PolicyRequest, num_chars: int) -> list[int]:
         """Return the tokens of a prompt; refuse a prompt that is too long after its first part."""
-        tools_json = json.dumps(request.tools, ensure_ascii=False)
+        tools_json = format_json(request.tools)
         message_texts = map(self._list_prompt_texts, request.messages)
         texts = chain([tools_json], chain.from_iterable(message_texts))
         if self.chat.is_surely_longer(texts, num_chars, self.limits.max_tokens):
