@@ -26,6 +26,8 @@ class FakeEngine:
         """Ids of the queued requests that were aborted."""
         self.seeds: list[int] = []
         """Seeds of all accepted requests."""
+        self.logprobs: dict[int, float] = {}
+        """Log-probs of tokens; the others have -0.5."""
         self.failure: Exception | None = None
         """Error that the next call of `step`, `load_weights` or `score` raises."""
         self.is_stepping = threading.Event()
@@ -71,7 +73,12 @@ class FakeEngine:
         self.is_stepping.clear()
         self._raise_failure()
         return [
-            EngineOutput(request.request_id, [sum(request.prompt_ids)], [-0.5], has_end_token=True)
+            EngineOutput(
+                request.request_id,
+                [sum(request.prompt_ids)],
+                [self.logprobs.get(sum(request.prompt_ids), -0.5)],
+                has_end_token=True,
+            )
             for request in requests
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -39,6 +40,22 @@ async def test_concurrent_calls_become_one_batch(
     completions = await asyncio.gather(*(generator([i, 1], SAMPLING, 0) for i in range(20)))
     assert [completion.token_ids for completion in completions] == [[i + 1] for i in range(20)]
     assert engine.batches == [[[i, 1] for i in range(20)]]
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf, math.inf])
+async def test_logprob_that_is_not_finite_fails_only_its_own_call(
+    engine: FakeEngine, generator: AsyncEngine, logprob: float
+) -> None:
+    engine.logprobs[5] = logprob
+    outcomes = await asyncio.gather(
+        *(generator([token_id], SAMPLING, 0) for token_id in (4, 5, 6)), return_exceptions=True
+    )
+    assert [type(outcome) for outcome in outcomes] == [
+        SampledCompletion,
+        ValueError,
+        SampledCompletion,
+    ]
+    assert f"the log-prob {logprob}" in str(outcomes[1])
 
 
 async def test_calls_during_a_step_form_the_next_batch(

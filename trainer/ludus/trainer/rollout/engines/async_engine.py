@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -77,6 +78,7 @@ class AsyncEngine:
 
         Raises:
             EngineLostError: the engine has failed.
+            ValueError: a log-prob is not finite, so that the episode must not be trained on.
             Exception: the engine refuses this request.
         """
         self._refuse_if_failed()
@@ -189,11 +191,21 @@ class AsyncEngine:
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             pending_request = self._pending_requests.pop(output.request_id, None)
-            if pending_request is not None:
-                completion = SampledCompletion(
-                    output.token_ids, output.logprobs, pending_request.version, output.has_end_token
+            if pending_request is None:
+                continue
+            invalid_logprobs = [value for value in output.logprobs if not math.isfinite(value)]
+            if invalid_logprobs:
+                error = ValueError(
+                    f"the engine sampled a token with the log-prob {invalid_logprobs[0]}; the "
+                    "model's values are not finite: lower learner.learning_rate, or use another "
+                    "learner.dtype"
                 )
-                _settle(pending_request.future, completion)
+                _settle(pending_request.future, error=error)
+                continue
+            completion = SampledCompletion(
+                output.token_ids, output.logprobs, pending_request.version, output.has_end_token
+            )
+            _settle(pending_request.future, completion)
 
     def _refuse(self, request_id: int, error: Exception) -> None:
         pending_request = self._pending_requests.pop(request_id, None)
