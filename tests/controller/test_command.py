@@ -77,3 +77,26 @@ def test_signal_during_imports_is_not_lost(tmp_path: Path, signal_name: str) -> 
     command = [sys.executable, "-c", SWALLOWING_IMPORT, str(config), signal_name]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "dtype", "is_warned"),
+    [
+        ({"architecture": "x86_64", "avx2": True}, "bfloat16", True),
+        ({"architecture": "x86_64", "avx2": True}, "float32", False),
+        ({"architecture": "x86_64", "avx512_bf16": True}, "bfloat16", False),
+        ({"architecture": "x86_64", "amx_bf16": True}, "bfloat16", False),
+        ({"architecture": "aarch64"}, "bfloat16", False),
+    ],
+)
+def test_slow_bfloat16_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    capabilities: dict[str, object],
+    dtype: str,
+    is_warned: bool,
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    resolve_config(make_run_config({"learner": {"dtype": dtype}}))
+    assert ("no instructions for bfloat16" in capsys.readouterr().err) == is_warned

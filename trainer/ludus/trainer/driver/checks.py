@@ -85,6 +85,11 @@ def resolve_config(run: LanguageModelRun) -> LanguageModelRun:
     if isinstance(run.generator, VllmGenerator) and not is_vllm_installed():
         warn_user("vLLM is not installed here; using generator.kind = 'transformers' instead")
         updates["generator"] = TransformersGenerator()
+    if run.learner.dtype == "bfloat16" and is_local() and _is_bfloat16_emulated():
+        warn_user(
+            "this processor has no instructions for bfloat16 and computes far slower "
+            "with it than with float32; set learner.dtype = 'float32'"
+        )
     if isinstance(run.model, PretrainedModel) and load.is_folder_path(run.model.path):
         updates["model"] = run.model.model_copy(update={"path": _resolve_path(run.model.path)})
     if isinstance(run.algorithm, PpoConfig) and isinstance(run.algorithm.critic, ModelCritic):
@@ -94,6 +99,14 @@ def resolve_config(run: LanguageModelRun) -> LanguageModelRun:
     environments = run.environments.items()
     updates["environments"] = {name: _resolve_environment(config) for name, config in environments}
     return run.model_copy(update=updates)
+
+
+def _is_bfloat16_emulated() -> bool:
+    """Return whether the run computes on a processor without instructions for bfloat16."""
+    capabilities = torch.cpu.get_capabilities()
+    has_instructions = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    is_x86 = capabilities["architecture"] == "x86_64"
+    return is_x86 and not has_instructions and not torch.cuda.is_available()
 
 
 def check_start(run: LanguageModelRun, resume: Resume) -> None:
