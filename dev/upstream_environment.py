@@ -73,6 +73,30 @@ def build_virtual_environment(name: str, requirements: Sequence[str]) -> Path:
     return python
 
 
+def download_source(requirement: str) -> Path:
+    """Return the source package of a requirement with a version, downloaded once.
+
+    Raises:
+        UpstreamEnvironmentError: the package cannot be downloaded.
+    """
+    folder = CACHE / f"source-{requirement.replace('==', '-')}"
+    completion_file = folder / "complete"
+    CACHE.mkdir(exist_ok=True)
+    with hold_lock(CACHE / f"{folder.name}.lock"):
+        if not completion_file.exists():
+            options = ["--no-deps", "--no-binary", ":all:", "--dest", str(folder)]
+            command = [sys.executable, "-m", "pip", "download", "-q", *options, requirement]
+            process = subprocess.run(
+                command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+            )
+            if process.returncode != 0:
+                raise UpstreamEnvironmentError(
+                    f"{requirement} cannot be downloaded: {process.stderr[-1000:]}"
+                )
+            completion_file.touch()
+    return next(folder.glob("*.tar.gz"))
+
+
 def _build_environment(folder: Path, python: Path, requirements: Sequence[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=False)

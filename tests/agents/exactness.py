@@ -100,7 +100,7 @@ async def measure(num_episodes: int, seed: int = 0) -> Measurement:
         AssertionError: the trained tokens differ from the sampled ones.
     """
     model, chat = train_warm_model(seed)
-    generator = AsyncEngine(TransformersEngine(model, end_token_id=chat.end_token_id))
+    generator = AsyncEngine(TransformersEngine(model, end_token_ids=chat.end_token_ids))
     endpoint = AgentEndpoint()
     await endpoint.start()
     semaphore, results = asyncio.Semaphore(_MAX_CONCURRENT_EPISODES), Measurement()

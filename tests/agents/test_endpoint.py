@@ -21,7 +21,7 @@ from ludus.env.types import Tool
 from ludus.proto.config import RolloutConfig
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.adapters.tool_adapter import ToolCall
+from ludus.trainer.models.tool_calls import ToolCall
 from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
 from ludus.trainer.rollout.agents.endpoint.server import AgentEndpoint, EndpointEpisode
 from tests.agents.random_policy import TOOL, make_tiny_chat

@@ -155,7 +155,7 @@ async def measure(
         conversations = await _play_games(teacher_config, client, toolbox, seed)
         model, chat = await asyncio.to_thread(_train_on_games, conversations, seed)
         generator = stack.enter_context(
-            closing(AsyncEngine(TransformersEngine(model, end_token_id=chat.end_token_id)))
+            closing(AsyncEngine(TransformersEngine(model, end_token_ids=chat.end_token_ids)))
         )
         request_counter = _RequestCounter(generator)
         runner = AgentRunner(

@@ -31,6 +31,16 @@ UPSTREAM_FOLDER = Path(__file__).parent / "upstream"
 GAME = "blackjack"
 NUM_GAMES = 200
 FIRST_SEED = 1000
+TRL = "trl==1.16.0"
+TRL_PACKAGES = [
+    TRL,
+    "torch==2.13.0",
+    "transformers==5.19.0",
+    "accelerate==1.15.0",
+    "datasets",
+    "openenv==0.10.0",
+    "jmespath",
+]
 OPEN_SPIEL = "open_spiel==2.0.2"
 START_TIMEOUT_S = 240.0
 

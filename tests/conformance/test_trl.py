@@ -14,20 +14,10 @@ from upstream_environment import build_virtual_environment
 
 from ludus.env.client import EnvClient
 from ludus.trainer.compat.trl.config import DEFAULTS
-from tests.conformance.parties import UPSTREAM_FOLDER, LudusServer
+from tests.conformance.parties import TRL_PACKAGES, UPSTREAM_FOLDER, LudusServer
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(1200)]
 
-TRL = "trl==1.16.0"
-PACKAGES = [
-    TRL,
-    "torch==2.13.0",
-    "transformers==5.19.0",
-    "accelerate==1.15.0",
-    "datasets",
-    "openenv==0.10.0",
-    "jmespath",
-]
 FIELDS_PROGRAM = """
 import dataclasses, json
 from trl import GRPOConfig
@@ -52,7 +42,7 @@ print(json.dumps([dict(row) for row in PromptRows.read(Dataset.from_dict(columns
 @pytest.fixture(scope="module")
 def python() -> Path:
     """Return an interpreter with TRL and OpenEnv's client."""
-    return build_virtual_environment("upstream-trl-1.16.0+openenv-0.10.0", PACKAGES)
+    return build_virtual_environment("upstream-trl-1.16.0+openenv-0.10.0", TRL_PACKAGES)
 
 
 def run_and_parse(command: list[Any]) -> Any:

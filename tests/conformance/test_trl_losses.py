@@ -10,8 +10,8 @@ import pytest
 import torch
 from upstream_environment import build_virtual_environment
 
-from tests.conformance.parties import UPSTREAM_FOLDER
-from tests.conformance.test_trl import PACKAGES, run_and_parse
+from tests.conformance.parties import TRL_PACKAGES, UPSTREAM_FOLDER
+from tests.conformance.test_trl import run_and_parse
 from tests.numerics.loss_cases import LOSS_TYPES, LossCase, compute_weights, make_case
 from tests.numerics.test_losses import NUM_CASES, TOLERANCES, assert_near, compute_in_one_share
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.conformance, pytest.mark.timeout(1200)]
 @pytest.fixture(scope="module")
 def python() -> Path:
     """Return an interpreter with TRL."""
-    return build_virtual_environment("upstream-trl-1.16.0+openenv-0.10.0", PACKAGES)
+    return build_virtual_environment("upstream-trl-1.16.0+openenv-0.10.0", TRL_PACKAGES)
 
 
 def describe_case(case: LossCase, loss_type: str) -> dict[str, Any]:

@@ -173,6 +173,75 @@ OPEN_THOUGHT = Family(
     eos="<|im_end|>",
 )
 
+# Ends a turn with the token of the next role, as GLM does.
+NEXT_ROLE = Family(
+    "next_role",
+    "{%- for m in messages %}"
+    "{%- if m.role == 'tool' %}{{- '<|observation|>' + m.content }}"
+    "{%- else %}{{- '<|' + m.role + '|>' + m.content }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}",
+    ("<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "<|endoftext|>"),
+    eos="<|endoftext|>",
+)
+
+# Ends the last turn with another token than earlier turns, and shows thoughts of the last turn from
+# a field, in a separate message, as gpt-oss does.
+CHANNELS = Family(
+    "channels",
+    "{%- for m in messages %}"
+    "{%- if m.role == 'assistant' %}"
+    "{%- if loop.last and m.thinking is defined %}"
+    "{{- '<|start|>assistant<|thoughts|>' + m.thinking + '<|end|>' }}{%- endif %}"
+    "{{- '<|start|>assistant<|final|>' + m.content }}"
+    "{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}",
+    ("<|start|>", "<|message|>", "<|thoughts|>", "<|final|>", "<|end|>", "<|return|>"),
+    eos="<|return|>",
+)
+
+_TOOL_TEMPLATE = (
+    "{%- if tools %}{{- 'Tools: ' + (tools | tojson) + '<|end|>' }}{%- endif %}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'tool' %}"
+    "{%- if not m.name %}{{- raise_exception('a result without a call') }}{%- endif %}"
+    "{{- 'result of ' + m.name + ': ' + m.content + '<|end|>' }}"
+    "{%- else %}{{- m.role + ': ' + m.content }}"
+    "{%- for c in m.tool_calls or [] %}CALL{%- endfor %}"
+    "{{- '<|end|>' }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"
+)
+_XML_CALL = (
+    "{{- '<tool_call><function=' + c.function.name + '>' }}"
+    "{%- for k, v in c.function.arguments.items() %}"
+    "{{- '<parameter=' + k + '>' + v | string + '</parameter>' }}{%- endfor %}"
+    "{{- '</function></tool_call>' }}"
+)
+_UNKNOWN_CALL = "{{- '(' + c.function.name + ' | ' + c.function.arguments | tojson + ')' }}"
+
+# Renders calls as XML, and results only after calls.
+XML_CALLS = Family(
+    "xml_calls", _TOOL_TEMPLATE.replace("CALL", _XML_CALL), ("<|end|>",), eos="<|end|>"
+)
+UNKNOWN_CALLS = Family(
+    "unknown_calls", _TOOL_TEMPLATE.replace("CALL", _UNKNOWN_CALL), ("<|end|>",), eos="<|end|>"
+)
+# Shows the id of a call in the call and in its result, as Mistral does.
+CALL_IDS = Family(
+    "call_ids",
+    _TOOL_TEMPLATE.replace(
+        "CALL",
+        "{{- '[TOOL_CALLS]' + c.function.name + '[CALL_ID]' + c.id + '[ARGS]' }}"
+        "{{- c.function.arguments | tojson }}",
+    ).replace("'result of ' + m.name", "'result of ' + m.tool_call_id"),
+    ("<|end|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    eos="<|end|>",
+)
+NO_CALLS = Family("no_calls", _TOOL_TEMPLATE.replace("CALL", ""), ("<|end|>",), eos="<|end|>")
+
 FAMILIES = (QWEN25, QWEN3, LLAMA3, MISTRAL, GEMMA, PLAIN, CHATML, SYSTEM_FIRST)
 
 

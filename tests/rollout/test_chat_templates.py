@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from ludus.env import Message
 from ludus.proto.errors import ConfigError
-from ludus.trainer.models.chat import ChatTokenizer, ToolSpec
-from ludus.trainer.models.thoughts import split_reasoning, strip_reasoning
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.thoughts import THINK
+from ludus.trainer.models.tool_calls import ToolSpec
 from tests.rollout.chat_templates import (
     CHATML,
     FAMILIES,
@@ -272,7 +273,7 @@ def test_chat_template_error_is_reported() -> None:
     ],
 )
 def test_reasoning_is_stripped_from_the_completion(text: str, expected_text: str) -> None:
-    assert strip_reasoning(text) == expected_text
+    assert THINK.get_answer(text) == expected_text
 
 
 @pytest.mark.parametrize("family", [QWEN25, LLAMA3, CHATML, SYSTEM_FIRST], ids=str)
@@ -310,13 +311,13 @@ def test_completion_of_an_opened_thought_starts_inside_it(
     text: str, thoughts: str, rest: str
 ) -> None:
     chat = ChatTokenizer(make_family_tokenizer(OPEN_THOUGHT))
-    assert chat.opens_thoughts
-    assert split_reasoning(text, is_open=chat.opens_thoughts) == (thoughts, rest)
+    assert chat.thoughts.is_open
+    assert chat.thoughts.split(text) == (thoughts, rest)
 
 
 @every_family
 def test_other_templates_open_no_thought(family: Family) -> None:
-    assert not ChatTokenizer(make_family_tokenizer(family)).opens_thoughts
+    assert not ChatTokenizer(make_family_tokenizer(family)).thoughts.is_open
 
 
 def test_special_tokens_of_the_content_stay_in_the_text() -> None:

@@ -10,8 +10,8 @@ import pytest
 from ludus.env.text import FieldsText
 from ludus.env.text.unicode import format_json
 from ludus.proto.errors import ActionParseError
-from ludus.trainer.models.chat import make_tool_list_message
-from ludus.trainer.rollout.adapters.tool_adapter import read_calls
+from ludus.trainer.models.probes import make_tool_list_message
+from ludus.trainer.models.tool_calls import HERMES
 from ludus.trainer.rollout.agents.conversation_tree import parse_response
 from ludus.trainer.rollout.agents.endpoint.exchange import ChatMessage, FunctionCall
 
@@ -33,19 +33,26 @@ def show_legal_answer() -> str:
     return FieldsText("talk", schema).legal_answers({})[0]
 
 
+LOOK = {
+    "type": "function",
+    "function": {"name": "look", "description": WORD, "parameters": {}},
+}
+
+
 def show_tools() -> str:
-    function = {"name": "look", "description": WORD, "parameters": {}}
-    return make_tool_list_message([{"type": "function", "function": function}])["content"]
+    return make_tool_list_message([LOOK])["content"]
 
 
 def show_malformed_call() -> str:
     with pytest.raises(ActionParseError) as raised:
-        read_calls(f"<tool_call>{json.dumps({'name': 'look', 'arguments': WORD})}</tool_call>")
+        HERMES.read_calls(
+            f"<tool_call>{json.dumps({'name': 'look', 'arguments': WORD})}</tool_call>", []
+        )
     return str(raised.value)
 
 
 def show_call_to_agent() -> str:
-    response = parse_response(f"<tool_call>{ESCAPED_CALL}</tool_call>", has_tools=True)
+    response = parse_response(f"<tool_call>{ESCAPED_CALL}</tool_call>", [LOOK])
     return response.calls[0].arguments
 
 

@@ -17,13 +17,11 @@ from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import ActionParseError, ConfigError, RateLimitError, ToolError
 from ludus.trainer.core.types import RolloutStatus, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.tool_calls import HERMES, MAX_CALLS, ToolCall
 from ludus.trainer.rollout.adapters.tool_adapter import (
-    MAX_CALLS,
     MAX_INVALID_COMPLETIONS,
     MAX_RESULT_CHARACTERS,
     Toolbox,
-    ToolCall,
-    read_calls,
 )
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
 from tests.env.counting_env import CountingEnv
@@ -298,16 +296,16 @@ async def test_synchronous_client_calls_tools() -> None:
 def test_calls_are_parsed_in_all_common_formats(
     completion: str, expected_calls: list[ToolCall]
 ) -> None:
-    assert read_calls(completion) == expected_calls
+    assert HERMES.read_calls(completion) == expected_calls
 
 
 def test_too_deeply_nested_json_is_rejected_or_ignored() -> None:
     with pytest.raises(ActionParseError, match="expected JSON between <tool_call>"):
-        read_calls("<tool_call>" + "[" * 100_000)
-    assert read_calls("[" * 100_000) == []
+        HERMES.read_calls("<tool_call>" + "[" * 100_000)
+    assert HERMES.read_calls("[" * 100_000) == []
 
 
 def test_error_message_for_a_malformed_call_has_limited_length() -> None:
     with pytest.raises(ActionParseError) as error_info:
-        read_calls("<tool_call>" + "x" * 100_000)
+        HERMES.read_calls("<tool_call>" + "x" * 100_000)
     assert len(error_info.value.message) < 500

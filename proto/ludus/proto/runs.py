@@ -2,6 +2,7 @@
 
 runs/<name>/
     config.json      the resolved run configuration
+    chat_template.jinja  copy of model.chat_template, if it is set
     metrics.jsonl    one MetricsRow per line, in chronological order
     transcripts.jsonl  one Transcript per line: episodes that were trained on
     summary.json     Summary
@@ -27,6 +28,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 CONFIG_FILE = "config.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 METRICS_FILE = "metrics.jsonl"
 TRANSCRIPTS_FILE = "transcripts.jsonl"
 SUMMARY_FILE = "summary.json"

@@ -128,6 +128,9 @@ class PretrainedModel(Section):
     keep_thinking: bool = True
     """Keep the reasoning of earlier turns in the conversation. If the template removes it, each
     turn becomes a separate sequence."""
+    chat_template: str | None = None
+    """Jinja file with the chat template of the model, for a base model without a template or to
+    replace one. The run folder and exported models contain it. null takes the model's own."""
     lora: LoraConfig | None = None
 
 

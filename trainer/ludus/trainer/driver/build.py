@@ -29,6 +29,7 @@ from ludus.trainer.rollout.runner import episode_limits
 from ludus.trainer.run.checkpoint import LEARNER_FOLDER, RunState
 from ludus.trainer.run.lifecycle import RunStorage, ensure_run_id
 from ludus.trainer.run.metrics_writer import MetricsWriter
+from ludus.trainer.setup.chat_template import keep_chat_template
 from ludus.trainer.setup.environments import (
     ConnectedEnvironment,
     connect_environments,
@@ -112,6 +113,7 @@ async def start_components(
 ) -> AsyncIterator[Components]:
     """Start the learner, the workers and the buffer of a run; stop them after the block."""
     environments, placement = infrastructure.environments, infrastructure.placement
+    run = keep_chat_template(run)
     metrics.set_environment_options(
         {name: environment.description.options for name, environment in environments.items()}
     )

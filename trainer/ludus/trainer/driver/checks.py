@@ -65,6 +65,7 @@ from ludus.trainer.rollout.rewards.scoring import check_columns
 from ludus.trainer.rollout.runner import episode_limits
 from ludus.trainer.run.checkpoint import RunState
 from ludus.trainer.run.lifecycle import find_start, make_run_id
+from ludus.trainer.setup.chat_template import check_chat_template
 from ludus.trainer.setup.environments import ConnectedEnvironment, load_fixed_policies
 from ludus.trainer.setup.first_prompts import MAX_FIRST_SEEDS, fetch_first_opening
 
@@ -90,8 +91,8 @@ def resolve_config(run: LanguageModelRun) -> LanguageModelRun:
             "this processor has no instructions for bfloat16 and computes far slower "
             "with it than with float32; set learner.dtype = 'float32'"
         )
-    if isinstance(run.model, PretrainedModel) and load.is_folder_path(run.model.path):
-        updates["model"] = run.model.model_copy(update={"path": _resolve_path(run.model.path)})
+    if isinstance(run.model, PretrainedModel):
+        updates["model"] = _resolve_model(run.model)
     if isinstance(run.algorithm, PpoConfig) and isinstance(run.algorithm.critic, ModelCritic):
         critic = run.algorithm.critic
         critic = critic.model_copy(update={"path": _resolve_path(critic.path)})
@@ -211,12 +212,14 @@ async def check_first_prompts(
     environments: Mapping[str, ConnectedEnvironment],
     tokenizer: ChatTokenizer,
 ) -> None:
-    """Check that some first prompts of each environment leave room for a completion.
+    """Check the chat template, and that some first prompts leave room for a completion.
 
     Episodes with a longer prompt are void. Rollout functions and agents make their own prompts, so
     they are not checked.
     """
     for name, environment in environments.items():
+        if episode_limits(run, name).max_turns > 1:
+            tokenizer.check_turns()
         if environment.config.rollout is not None or environment.config.agent is not None:
             continue
         limits = episode_limits(run, name)
@@ -259,6 +262,7 @@ def check_models(run: LanguageModelRun) -> None:
     if isinstance(run.model, PretrainedModel):
         check_model_path(run.model.path)
         check_num_tokens(run.model.path)
+        check_chat_template(run)
     check_critic(run)
     check_reward_models(run)
 
@@ -409,6 +413,13 @@ def _find_model(path: str, field: str, hint: str = "") -> str:
             f"Hugging Face id like 'Qwen/Qwen3-1.7B'{hint}"
         )
     return str(folder)
+
+
+def _resolve_model(model: PretrainedModel) -> PretrainedModel:
+    updates = {"chat_template": _resolve_path(model.chat_template)}
+    if load.is_folder_path(model.path):
+        updates["path"] = _resolve_path(model.path)
+    return model.model_copy(update=updates)
 
 
 def _resolve_environment(config: EnvironmentConfig) -> EnvironmentConfig:

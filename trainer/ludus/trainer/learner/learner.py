@@ -77,7 +77,7 @@ from ludus.trainer.learner.step_metrics import (
     make_step_metrics,
     sum_metrics,
 )
-from ludus.trainer.models.load import load_language_model, load_tokenizer
+from ludus.trainer.models.load import load_language_model, load_policy_tokenizer
 from ludus.trainer.weights.adapters import AdapterMerger
 
 _VALUE_HEAD_FILE = "value_head.safetensors"
@@ -258,7 +258,7 @@ class Learner:
             base_weights = lora.gather_base_weights(language_model, keeps_copies=self._rank == 0)
         if self._rank != 0:
             return []
-        tokenizer = load_tokenizer(self._model_path)
+        tokenizer = load_policy_tokenizer(self._model_path, self._run.model)
         with _convert_write_errors(folder):
             if self._lora_config is not None:
                 adapter_folder = folder / lora.ADAPTER_FOLDER

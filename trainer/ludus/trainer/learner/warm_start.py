@@ -20,7 +20,9 @@ from ludus.trainer.core.streams import Stream, make_random
 from ludus.trainer.core.types import TrainingSample
 from ludus.trainer.learner.micro_batches import make_unscored_sample, pack_one_micro_batch
 from ludus.trainer.learner.model import PolicyModel
-from ludus.trainer.models.chat import ChatTokenizer, ToolSpec, make_tool_list_message
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.probes import make_tool_list_message
+from ludus.trainer.models.tool_calls import ToolSpec
 
 _SAMPLES_PER_UPDATE = 16
 

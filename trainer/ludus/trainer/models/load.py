@@ -24,6 +24,7 @@ from huggingface_hub import constants as hub
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from ludus.proto.config import ModelConfig, PretrainedModel
 from ludus.proto.errors import ConfigError, NotFoundError
 
 # In the log of a job, each update of a progress bar is a line.
@@ -159,6 +160,35 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         is_fast = settings.get("tokenizer_class") == _FAST_TOKENIZER_CLASS
         loader = transformers.PreTrainedTokenizerFast if is_fast else transformers.AutoTokenizer
         return loader.from_pretrained(path, local_files_only=is_local, trust_remote_code=False)
+
+
+def load_policy_tokenizer(path: str | Path, config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the policy, with the chat template that the run's configuration gives.
+
+    Checkpoints already contain that template.
+
+    Raises:
+        NotFoundError: there is no tokenizer or no template.
+    """
+    tokenizer = load_tokenizer(path)
+    if isinstance(config, PretrainedModel) and config.chat_template and str(path) == config.path:
+        tokenizer.chat_template = read_chat_template(config.chat_template)
+    return tokenizer
+
+
+def read_chat_template(path: str | Path) -> str:
+    """Return the text of a file with a chat template.
+
+    Raises:
+        NotFoundError: the file cannot be read.
+    """
+    try:
+        return Path(path).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotFoundError(
+            f"model.chat_template = '{path}': the file cannot be read ({error}); expected a Jinja "
+            "template in UTF-8, such as chat_template.jinja in a model's folder"
+        ) from error
 
 
 def load_end_token_ids(path: str | Path) -> list[int]:

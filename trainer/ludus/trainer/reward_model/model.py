@@ -30,9 +30,9 @@ from ludus.env.types import find_extra_field, format_extra_field_error
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.devices import choose_device
 from ludus.trainer.core.output import describe_write_error, replace_folder
-from ludus.trainer.models.chat import ChatTemplate
 from ludus.trainer.models.load import load_sequence_classifier, load_tokenizer
 from ludus.trainer.models.special_tokens import TextTokenizer
+from ludus.trainer.models.template import ChatTemplate
 
 TextFormat = Literal["chat", "text"]
 TextContent: TypeAlias = str | Sequence[Message]

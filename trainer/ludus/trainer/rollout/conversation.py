@@ -33,6 +33,7 @@ from ludus.trainer.models.chat import (
     is_slow_to_encode,
     is_surely_longer,
 )
+from ludus.trainer.models.messages import mark_completion
 from ludus.trainer.rollout.transcript import make_transcript_turn
 
 TurnT = TypeVar("TurnT", bound=Turn)
@@ -151,6 +152,8 @@ class Conversation(EpisodeRecord[Turn]):
     messages: list[Message] = field(default_factory=list, init=False)
     """All messages so far, including completions."""
     _tools: Sequence[ToolSpec] = field(default=(), init=False)
+    _completion_indices: set[int] = field(default_factory=set, init=False)
+    """Indices of the completions in `messages`."""
     _num_answered_messages: int = field(default=0, init=False)
     """Number of messages up to and including the last completion."""
     _pending_ids: list[int] | None = field(default=None, init=False)
@@ -216,6 +219,7 @@ class Conversation(EpisodeRecord[Turn]):
         turn = Turn(pending_ids, completion, messages=new_messages, text=text, parent=parent)
         turn.is_cut = not completion.has_end_token
         self.turns.append(turn)
+        self._completion_indices.add(len(self.messages))
         self.messages.append({"role": "assistant", "content": text})
         self._num_answered_messages = len(self.messages)
         self._pending_ids, self._starts_sequence = None, False
@@ -286,9 +290,17 @@ class Conversation(EpisodeRecord[Turn]):
         if not self.turns:
             return chat.encode_first_prompt(pending_messages, self._tools)
         if chat.keeps_thoughts:
-            has_end_token = self.turns[-1].completion.has_end_token
-            return chat.encode_next_prompt(pending_messages, has_end_token=has_end_token)
+            completion = self.turns[-1].completion
+            return chat.encode_next_prompt(
+                pending_messages,
+                has_end_token=completion.has_end_token,
+                end_token_id=completion.token_ids[-1] if completion.has_end_token else None,
+            )
         previous_ids = join_tokens(self.turns[-1].lineage)
-        prompt_ids = chat.encode_whole_prompt(self.messages, self._tools)
+        messages = [
+            mark_completion(message) if index in self._completion_indices else message
+            for index, message in enumerate(self.messages)
+        ]
+        prompt_ids = chat.encode_whole_prompt(messages, self._tools)
         self._starts_sequence = prompt_ids[: len(previous_ids)] != previous_ids
         return prompt_ids if self._starts_sequence else prompt_ids[len(previous_ids) :]

@@ -54,7 +54,6 @@ from ludus.trainer.core.tasks import CancellingTaskGroup
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, ScoredTerm
 from ludus.trainer.data.failures import describe_error, find_first_error
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.models.thoughts import strip_reasoning
 from ludus.trainer.rollout.adapters.environment_adapter import (
     ChatRenderer,
     EnvironmentAdapter,
@@ -209,7 +208,13 @@ class SessionRunner(ABC, Generic[RecordT]):
         """Return the adapter that turns completions into actions or tool calls."""
         invalid_action_reward = self.limits.invalid_action_reward
         if self.toolbox is not None:
-            return ToolAdapter(session, first_result, self.toolbox, invalid_action_reward)
+            return ToolAdapter(
+                session,
+                first_result,
+                self.toolbox,
+                invalid_action_reward,
+                self.chat.call_form,
+            )
         return EnvironmentAdapter(session, first_result, self.renderer, invalid_action_reward)
 
     def make_void_episode(
@@ -284,7 +289,7 @@ class TurnLoopRunner(SessionRunner[Conversation]):
             await record.encode_long_messages()
             if not record.has_room:
                 break
-            text = strip_reasoning(await record.complete(), is_open=record.chat.opens_thoughts)
+            text = record.chat.thoughts.get_answer(await record.complete())
             outcome = await adapter.apply_text(text)
             record.record_action(outcome.action)
             record.record_calls(outcome.num_calls, outcome.num_calls_failed)

@@ -31,9 +31,9 @@ from ludus.trainer.compat.trl.rollout.arguments import (
 )
 from ludus.trainer.compat.trl.rollout.contract import find_signature
 from ludus.trainer.core.functions import get_or_register_path
-from ludus.trainer.models.chat import ChatTokenizer, ToolSpec, count_chars, is_surely_longer
-from ludus.trainer.models.thoughts import strip_reasoning
-from ludus.trainer.rollout.adapters.tool_adapter import ToolCall, read_calls
+from ludus.trainer.models.chat import ChatTokenizer, count_chars, is_surely_longer
+from ludus.trainer.models.messages import make_result
+from ludus.trainer.models.tool_calls import ToolCall, ToolSpec
 
 ToolFunction = Callable[..., Any]
 EnvironmentFactory = Callable[[], Any]
@@ -87,6 +87,7 @@ class _ToolEpisode:
 
     environment: Any
     tools: Mapping[str, ToolFunction]
+    specs: Sequence[ToolSpec]
     prompt_ids: list[int]
     completion_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -222,7 +223,7 @@ class ToolRollout:
                 tools |= {name: getattr(environment, name) for name in names}
             specs = [make_function_spec(tool) for tool in tools.values()]
             prompt_ids = chat.encode_first_prompt(messages, specs)
-            episodes.append(_ToolEpisode(environment, tools, prompt_ids))
+            episodes.append(_ToolEpisode(environment, tools, specs, prompt_ids))
         return episodes
 
     def _find_factory_name(self, row: Mapping[str, Any]) -> str | None:
@@ -250,13 +251,13 @@ class ToolRollout:
         for episode, output, limit in zip(active_episodes, outputs, token_limits, strict=True):
             token_ids = output["completion_ids"][:limit]
             episode.add(token_ids, output["logprobs"][:limit], is_sampled=True)
-            messages = self._call_tools(
-                episode, chat.decode(token_ids), is_open=chat.opens_thoughts
-            )
+            messages = self._call_tools(chat, episode, chat.decode(token_ids))
             has_ended = token_ids[-1] in chat.end_token_ids
             added_ids, is_too_long = [], is_surely_longer(count_chars(messages), max_tokens)
             if messages and not is_too_long:
-                added_ids = chat.encode_next_prompt(messages, has_end_token=has_ended)
+                added_ids = chat.encode_next_prompt(
+                    messages, has_end_token=has_ended, end_token_id=token_ids[-1]
+                )
             is_last = self.max_rounds is not None and episode.num_rounds >= self.max_rounds
             has_room = not is_too_long and len(episode.completion_ids) + len(added_ids) < max_tokens
             if not messages or is_last or not has_room:
@@ -265,15 +266,17 @@ class ToolRollout:
             episode.num_rounds += 1
             episode.add(added_ids, [0.0] * len(added_ids), is_sampled=False)
 
-    def _call_tools(self, episode: _ToolEpisode, text: str, *, is_open: bool) -> list[Message]:
+    def _call_tools(
+        self, chat: ChatTokenizer, episode: _ToolEpisode, text: str
+    ) -> Sequence[Message]:
         """Return the results of a completion's calls as messages; empty without calls."""
         try:
-            calls = read_calls(strip_reasoning(text, is_open=is_open))
+            calls = chat.call_form.read_calls(chat.thoughts.get_answer(text), episode.specs)
         except ActionParseError as error:
             episode.num_calls += 1
             episode.num_failed += 1
             return [{"role": "tool", "content": str(error)}]
-        return [{"role": "tool", "content": self._call_tool(episode, call)} for call in calls]
+        return [make_result(call, self._call_tool(episode, call)) for call in calls]
 
     def _call_tool(self, episode: _ToolEpisode, call: ToolCall) -> str:
         episode.num_calls += 1

@@ -22,7 +22,7 @@ from ludus.proto.errors import ActionError, ConfigError, LudusError, UserError
 from ludus.trainer.core.functions import import_callable
 from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.data.failures import describe_error
-from ludus.trainer.models.chat import ToolSpec
+from ludus.trainer.models.tool_calls import ToolSpec
 
 NO_TEXT_REASON = (
     "and policies read text only, not the arrays of its observations; give it a text_renderer (for"

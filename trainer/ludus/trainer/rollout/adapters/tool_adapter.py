@@ -5,10 +5,6 @@
                   +------ no ---> the completion is the action; it ends the episode if the
                                   environment has no text renderer
 
-    Hermes, Qwen                   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
-    Llama, the whole completion    {"name": "add", "parameters": {"a": 1}}
-    Mistral, the whole completion  [{"name": "add", "arguments": {"a": 1}}]
-
 The model receives the error of an invalid call and can correct the call.
 
 A tool call is not a step of a Ludus environment. In an OpenEnv MCPEnvironment each tool call is a
@@ -18,13 +14,8 @@ step, which can have a reward and end the episode.
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import orjson
 
 from ludus.env import Message, StepResult
 from ludus.env.client import AsyncEnvClient, AsyncSession
@@ -39,7 +30,8 @@ from ludus.proto.errors import (
     ToolError,
 )
 from ludus.trainer.core.types import RolloutStatus
-from ludus.trainer.models.chat import ToolSpec
+from ludus.trainer.models.messages import make_result
+from ludus.trainer.models.tool_calls import HERMES, CallForm, ToolCall, ToolSpec
 from ludus.trainer.rollout.adapters.environment_adapter import (
     EnvironmentAdapter,
     Opening,
@@ -53,21 +45,6 @@ MAX_INVALID_COMPLETIONS = 3
 """Number of consecutive completions with an invalid call that ends the episode."""
 MAX_RESULT_CHARACTERS = 4000
 """Maximum number of characters of a tool result that the policy sees."""
-MAX_CALLS = 8
-"""Maximum number of calls in one completion."""
-_MAX_QUOTED_CHARACTERS = 200
-"""Maximum number of characters that an error quotes from an invalid call."""
-_OPEN_TAG, _CLOSE_TAG = "<tool_call>", "</tool_call>"
-_TAGGED_CALL_PATTERN = re.compile(f"{_OPEN_TAG}(.*?)(?:{_CLOSE_TAG}|$)", re.DOTALL)
-_ARGUMENT_KEYS = ("arguments", "parameters")
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a tool in a completion."""
-
-    name: str
-    arguments: dict[str, Any]
 
 
 class Toolbox:
@@ -116,10 +93,13 @@ class ToolAdapter(EnvironmentAdapter):
         first_result: StepResult,
         toolbox: Toolbox,
         invalid_action_reward: float,
+        call_form: CallForm = HERMES,
     ) -> None:
+        """`call_form` is the form in which completions call tools."""
         renderer = ServerRenderer(toolbox.environment)
         super().__init__(session, first_result, renderer, invalid_action_reward)
         self.toolbox = toolbox
+        self._call_form = call_form
         self._num_invalid_completions = 0
 
     @property
@@ -129,7 +109,7 @@ class ToolAdapter(EnvironmentAdapter):
 
     async def make_opening(self) -> Opening:
         await self.toolbox.load(self._session)
-        tools = [make_tool_spec(tool) for tool in self.toolbox.tools]
+        tools = self._tool_specs
         if self.last_result.text is None:
             content = cut_text(format_json(self.last_result.observation), MAX_RESULT_CHARACTERS)
             return Opening([{"role": "user", "content": content}], tools)
@@ -141,14 +121,15 @@ class ToolAdapter(EnvironmentAdapter):
         Errors of invalid calls are messages for the policy.
         """
         try:
-            calls = read_calls(text)
+            calls = self._call_form.read_calls(text, self._tool_specs)
             self._check_names(calls)
         except ActionParseError as error:
             self._num_invalid_completions += 1
             if self._num_invalid_completions >= MAX_INVALID_COMPLETIONS:
                 reward, status = self._invalid_action_reward, RolloutStatus.INVALID_ACTION
                 return StepOutcome([], reward, status, num_calls=1, num_calls_failed=1)
-            message = _make_tool_message({"error": error.message})
+            content = _format_result({"error": error.message})
+            message: Message = {"role": "tool", "content": content}
             return StepOutcome([message], num_calls=1, num_calls_failed=1)
         self._num_invalid_completions = 0
         if calls:
@@ -157,6 +138,10 @@ class ToolAdapter(EnvironmentAdapter):
             return await self.act(text)
         # The environment cannot parse text, so a completion without a call ends the episode.
         return StepOutcome([], 0.0, RolloutStatus.TERMINATED)
+
+    @property
+    def _tool_specs(self) -> list[ToolSpec]:
+        return [make_tool_spec(tool) for tool in self.toolbox.tools]
 
     def _check_names(self, calls: Sequence[ToolCall]) -> None:
         tool_names = [tool.name for tool in self.toolbox.tools]
@@ -202,7 +187,7 @@ class ToolAdapter(EnvironmentAdapter):
         except (ToolError, ExecutionError, ActionError, InvalidCallError) as error:
             content, has_failed = {"error": error.message}, True
         return StepOutcome(
-            [_make_tool_message(content)],
+            [make_result(call, _format_result(content))],
             reward,
             status,
             {"tool": call.name, "arguments": call.arguments},
@@ -236,40 +221,9 @@ def _extract_call_content(observation: JsonObject) -> Any:
     return call_result
 
 
-def _make_tool_message(content: Any) -> Message:
+def _format_result(content: Any) -> str:
     text = content if isinstance(content, str) else format_json(content)
-    return {"role": "tool", "content": cut_text(text, MAX_RESULT_CHARACTERS)}
-
-
-def read_calls(text: str) -> list[ToolCall]:
-    """Return the tool calls in a completion, in order.
-
-    Raises:
-        ActionParseError: the completion contains a call that cannot be parsed.
-    """
-    if _OPEN_TAG in text:
-        calls = [_parse_json(call_json) for call_json in _TAGGED_CALL_PATTERN.findall(text)]
-    else:
-        calls = _find_untagged_calls(text)
-    if len(calls) > MAX_CALLS:
-        raise ActionParseError(
-            f"expected at most {MAX_CALLS} tool calls in one answer, got {len(calls)}; call the "
-            "others after these have returned"
-        )
-    return [_parse_call(call) for call in calls]
-
-
-def remove_calls(text: str) -> str:
-    """Return the text of a completion that contains calls, without the calls."""
-    return _TAGGED_CALL_PATTERN.sub("", text).strip() if _OPEN_TAG in text else ""
-
-
-def find_call_end(text: str) -> int | None:
-    """Return the index after the first call if another call follows; otherwise None."""
-    match = _TAGGED_CALL_PATTERN.search(text)
-    if match is None or _OPEN_TAG not in text[match.end() :]:
-        return None
-    return match.end()
+    return cut_text(text, MAX_RESULT_CHARACTERS)
 
 
 def make_tool_spec(tool: Tool) -> ToolSpec:
@@ -280,58 +234,3 @@ def make_tool_spec(tool: Tool) -> ToolSpec:
         "parameters": tool.input_schema or {"type": "object", "properties": {}},
     }
     return {"type": "function", "function": function}
-
-
-def _find_untagged_calls(text: str) -> list[Any]:
-    """Return the calls in a completion that is a JSON call or a list of JSON calls."""
-    text = text.strip()
-    if not text.startswith(("{", "[")):
-        return []
-    try:
-        calls = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    calls = calls if isinstance(calls, list) else [calls]
-    return calls if calls and all(_looks_like_call(call) for call in calls) else []
-
-
-def _looks_like_call(call: Any) -> bool:
-    has_name = isinstance(call, dict) and "name" in call
-    return has_name and any(key in call for key in _ARGUMENT_KEYS)
-
-
-def _parse_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ActionParseError(
-            f"expected JSON between {_OPEN_TAG} and {_CLOSE_TAG}, got {_quote(text)}: {error}"
-        ) from None
-
-
-def _parse_call(call: Any) -> ToolCall:
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise ActionParseError(
-            'expected a tool call like {"name": "...", "arguments": {...}}, got '
-            f"{_quote(format_json(call))}"
-        )
-    arguments: Any = next((call[key] for key in _ARGUMENT_KEYS if key in call), {})
-    if not isinstance(arguments, dict):
-        raise ActionParseError(
-            f"expected the arguments of '{call['name'][:_MAX_QUOTED_CHARACTERS]}' to be an object, "
-            f"got {_quote(format_json(arguments))}"
-        )
-    try:
-        # Lone surrogates and integers beyond 64 bits cannot be sent.
-        orjson.dumps(call)
-    except TypeError as error:
-        raise ActionParseError(
-            f"expected a tool call that can be sent, got {_quote(format_json(call))}: {error}"
-        ) from None
-    return ToolCall(call["name"], arguments)
-
-
-def _quote(text: str) -> str:
-    return repr(
-        text if len(text) <= _MAX_QUOTED_CHARACTERS else f"{text[:_MAX_QUOTED_CHARACTERS]}..."
-    )

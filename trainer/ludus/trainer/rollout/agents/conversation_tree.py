@@ -48,8 +48,9 @@ from ludus.trainer.models.chat import (
     is_surely_longer,
     limit_body_bytes,
 )
-from ludus.trainer.models.thoughts import find_thoughts_end, split_reasoning, strip_reasoning
-from ludus.trainer.rollout.adapters.tool_adapter import find_call_end, read_calls, remove_calls
+from ludus.trainer.models.messages import mark_completion, name_results
+from ludus.trainer.models.thoughts import THINK, ThoughtForm
+from ludus.trainer.models.tool_calls import HERMES, CallForm, ToolSpec
 from ludus.trainer.rollout.agents.endpoint.exchange import (
     ApiError,
     ChatMessage,
@@ -180,54 +181,80 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
     def _list_prompt_texts(self, message: ChatMessage) -> Iterable[str]:
         """Return the texts of a message that become part of the prompt."""
         if message.role == "assistant" and not self.chat.keeps_thoughts:
-            return map(strip_reasoning, message.unparsed_texts)
+            return map(self.chat.thoughts.get_answer, message.unparsed_texts)
         return message.unparsed_texts
 
     def _encode_prompt(self, request: PolicyRequest) -> list[int]:
         try:
             if self.chat.keeps_thoughts:
                 return self._encode_in_pieces(request)
-            messages = [self._restore_reasoning(message) for message in request.messages]
-            return self.chat.encode_whole_prompt(messages, request.tools)
+            messages = self._make_structured_messages(request)
+            whole_messages = [
+                self._restore_reasoning(message, structured_message)
+                for message, structured_message in zip(request.messages, messages, strict=True)
+            ]
+            return self.chat.encode_whole_prompt(whole_messages, request.tools)
         except ConfigError as error:
             raise ApiError(str(error), param="messages") from error
 
     def _encode_in_pieces(self, request: PolicyRequest) -> list[int]:
         """Return the tokens of the messages; repeated completions keep their sampled tokens."""
-        chat = self.chat
-        first_messages, rounds = _split_at_completions(request.messages)
-        token_ids = chat.encode_first_prompt(_make_template_messages(first_messages), request.tools)
-        for message, next_messages in rounds:
-            completion, has_end_token = self._find_completion(message, token_ids), True
-            if completion is None:
-                token_ids += chat.encode_completion(message.text, add_prefix=True)
-            else:
-                token_ids += completion.token_ids
-                has_end_token = completion.has_end_token
-            messages = _make_template_messages(next_messages)
-            token_ids += chat.encode_next_prompt(messages, has_end_token=has_end_token)
-        return token_ids
+        structured_messages = self._make_structured_messages(request)
+        token_ids: list[int] = []
+        completion: SampledCompletion | None = None
+        start = 0
+        for index, message in enumerate(request.messages):
+            if index == 0 or message.role != "assistant" or message.key not in self._turns_by_key:
+                continue
+            prompt_ids = self._encode_piece(request, structured_messages[start:index], completion)
+            token_ids += prompt_ids
+            completion = self._find_completion(message, token_ids)
+            token_ids += completion.token_ids
+            start = index + 1
+        return token_ids + self._encode_piece(request, structured_messages[start:], completion)
 
-    def _find_completion(
-        self, message: ChatMessage, prompt_ids: list[int]
-    ) -> SampledCompletion | None:
-        """Return the sampled completion that a message repeats; None if there is none.
+    def _make_structured_messages(self, request: PolicyRequest) -> list[Message]:
+        """Return the messages with calls and their results in separate fields."""
+        messages = []
+        for message in request.messages:
+            turns = self._turns_by_key.get(message.key) if message.role == "assistant" else None
+            # The calls of a completion have the ids that the model gave them.
+            original = turns[-1].response.chat_message if turns else message
+            messages.append(original.structured_message)
+        return name_results(messages)
+
+    def _encode_piece(
+        self,
+        request: PolicyRequest,
+        messages: Sequence[Message],
+        completion: SampledCompletion | None,
+    ) -> list[int]:
+        """Return the tokens of the messages after a completion, or at the start if it is None."""
+        if completion is None:
+            return self.chat.encode_first_prompt(messages, request.tools)
+        return self.chat.encode_next_prompt(
+            messages,
+            has_end_token=completion.has_end_token,
+            end_token_id=completion.token_ids[-1] if completion.has_end_token else None,
+        )
+
+    def _find_completion(self, message: ChatMessage, prompt_ids: list[int]) -> SampledCompletion:
+        """Return the sampled completion that a message repeats.
 
         If several completions have the same text, one that followed this prompt is preferred.
         """
-        turns = self._turns_by_key.get(message.key)
-        if not turns:
-            return None
+        turns = self._turns_by_key[message.key]
         for turn in turns:
             if [*join_tokens(turn.lineage[:-1]), *turn.prompt_ids] == prompt_ids:
                 return turn.completion
         return turns[-1].completion
 
-    def _restore_reasoning(self, message: ChatMessage) -> Message:
+    def _restore_reasoning(self, message: ChatMessage, structured_message: Message) -> Message:
         """Return the message for the chat template; add the reasoning of a repeated completion."""
-        template_message = message.template_message
         turns = self._turns_by_key.get(message.key) if message.role == "assistant" else None
-        return {**template_message, "content": turns[-1].text} if turns else template_message
+        if not turns:
+            return structured_message
+        return mark_completion({"role": "assistant", "content": turns[-1].text})
 
     def _find_parent(self, prompt_ids: list[int]) -> AgentTurn | None:
         """Return the turn that the prompt continues and that leaves the fewest new tokens."""
@@ -261,15 +288,18 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
     ) -> PolicyResponse:
         """Record a completion, cut as its request demands, and return its response."""
         text = self.chat.decode(completion.token_ids)
-        text_end, kept_end = _find_cut(text, request, is_open=self.chat.opens_thoughts)
+        chat = self.chat
+        text_end, kept_end = _find_cut(text, request, chat.thoughts, chat.call_form)
         is_cut = text_end < len(text)
         if is_cut:
-            completion = _take_first_tokens(self.chat, completion, text[:kept_end])
+            completion = _take_first_tokens(chat, completion, text[:kept_end])
             text = text[:text_end]
         response = parse_response(
-            text, has_tools=bool(request.tools), is_open=self.chat.opens_thoughts
+            text, request.tools, thoughts=chat.thoughts, call_form=chat.call_form
         )
         exceeds_limit = not completion.has_end_token and not is_cut
+        if request.is_limited_to_one_call:
+            response = replace(response, calls=response.calls[:1])
         if exceeds_limit and not response.calls:
             response = replace(response, finish_reason="length")
         response = replace(
@@ -348,55 +378,46 @@ def _make_template_messages(messages: Sequence[ChatMessage]) -> list[Message]:
     return [message.template_message for message in messages]
 
 
-def _split_at_completions(
-    messages: Sequence[ChatMessage],
-) -> tuple[list[ChatMessage], list[tuple[ChatMessage, list[ChatMessage]]]]:
-    """Return the messages before the first completion, and each completion with those after it.
-
-    An agent that shortens its history may send a completion as the first message. It belongs to the
-    messages before the first completion, because a template cannot render an empty conversation.
-    """
-    first_messages: list[ChatMessage] = []
-    rounds: list[tuple[ChatMessage, list[ChatMessage]]] = []
-    for message in messages:
-        if message.role == "assistant" and first_messages:
-            rounds.append((message, []))
-        elif rounds:
-            rounds[-1][1].append(message)
-        else:
-            first_messages.append(message)
-    return first_messages, rounds
-
-
 def _find_first_completion(messages: Sequence[Message]) -> int:
     roles = [message["role"] for message in messages]
     return roles.index("assistant") if "assistant" in roles else len(roles)
 
 
-def parse_response(text: str, *, has_tools: bool, is_open: bool = False) -> PolicyResponse:
+def parse_response(
+    text: str,
+    tools: Sequence[ToolSpec],
+    *,
+    thoughts: ThoughtForm = THINK,
+    call_form: CallForm = HERMES,
+) -> PolicyResponse:
     """Return the response with a text, split into reasoning, content and calls."""
-    reasoning, content = split_reasoning(text, is_open=is_open)
+    reasoning, content = thoughts.split(text)
     try:
-        calls = read_calls(content) if has_tools else []
+        calls = call_form.read_calls(content, tools) if tools else []
     except ActionParseError:
         # The agent receives an invalid call as text.
         calls = []
     if not calls:
         return PolicyResponse(content, reasoning)
-    function_calls = tuple(FunctionCall(call.name, format_json(call.arguments)) for call in calls)
-    return PolicyResponse(remove_calls(content), reasoning, function_calls, "tool_calls")
+    function_calls = tuple(
+        FunctionCall(call.name, format_json(call.arguments), call.id) for call in calls
+    )
+    content = call_form.remove_calls(content)
+    return PolicyResponse(content, reasoning, function_calls, "tool_calls")
 
 
-def _find_cut(text: str, request: PolicyRequest, *, is_open: bool) -> tuple[int, int]:
+def _find_cut(
+    text: str, request: PolicyRequest, thoughts: ThoughtForm, call_form: CallForm
+) -> tuple[int, int]:
     """Return the end of the text in the response, and the end of the text that is trained on."""
-    start = find_thoughts_end(text, is_open=is_open)
+    start = thoughts.find_end(text)
     cuts = [
         (index, index + len(stop_text))
         for stop_text in request.stop_texts
         if (index := text.find(stop_text, start)) >= 0
     ]
     if request.is_limited_to_one_call and request.tools:
-        end = find_call_end(text[start:])
+        end = call_form.find_call_end(text[start:])
         if end is not None:
             cuts.append((start + end, start + end))
     return min(cuts, default=(len(text), len(text)))

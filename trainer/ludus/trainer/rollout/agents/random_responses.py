@@ -74,7 +74,7 @@ class RandomResponder:
 
     def _respond(self, request: PolicyRequest) -> PolicyResponse:
         text = self._draw_text(request)
-        response = replace(parse_response(text, has_tools=bool(request.tools)), num_tokens=1)
+        response = replace(parse_response(text, request.tools), num_tokens=1)
         conversation = self._find_conversation(request)
         new_messages = request.messages[len(conversation.messages) :]
         conversation.exchanges.append(

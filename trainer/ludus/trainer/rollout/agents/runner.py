@@ -22,7 +22,7 @@ from ludus.env.client import AsyncSession
 from ludus.proto.config import AgentConfig
 from ludus.proto.errors import AgentError
 from ludus.trainer.core.types import RolloutStatus
-from ludus.trainer.models.thoughts import strip_reasoning
+from ludus.trainer.models.thoughts import THINK
 from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter, StepOutcome
 from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
 from ludus.trainer.rollout.agents.endpoint.exchange import Responder
@@ -159,7 +159,7 @@ async def _apply_result(
         return StepOutcome([], tools.reward, tools.status)
     outcome = StepOutcome([])
     if result.answer is not None:
-        outcome = await adapter.act(strip_reasoning(result.answer))
+        outcome = await adapter.act(THINK.get_answer(result.answer))
     elif result.action is not None:
         outcome = await adapter.step({"action": result.action})
     return outcome if tools is None else replace(outcome, reward=outcome.reward + tools.reward)

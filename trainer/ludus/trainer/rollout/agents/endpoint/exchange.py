@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal, Protocol, TypeAlias
 
 from ludus.env import Message
 from ludus.env.text.unicode import format_json
 from ludus.proto.errors import LudusError
-from ludus.trainer.models.chat import ToolSpec
+from ludus.trainer.models.messages import AssistantMessage, CallEntry
+from ludus.trainer.models.tool_calls import ToolSpec
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
@@ -36,6 +37,8 @@ class FunctionCall:
     name: str
     arguments: str
     """Arguments as JSON."""
+    model_id: str = field(default="", compare=False, repr=False)
+    """Id that the model gave the call; empty in most forms. The agent sees another id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,23 @@ class ChatMessage:
 
     @property
     def template_message(self) -> Message:
-        """Message in the form that the chat template uses."""
+        """Message with its calls in its text."""
         return {"role": self.role, "content": self.text}
+
+    @property
+    def structured_message(self) -> Message:
+        """Message with its calls in a separate field, for templates that render calls."""
+        calls: list[CallEntry] = []
+        for call in self.calls:
+            arguments = _load_arguments(call)
+            if not isinstance(arguments, dict):
+                return self.template_message
+            entry: CallEntry = {"name": call.name, "arguments": arguments}
+            calls.append({**entry, "id": call.model_id} if call.model_id else entry)
+        if not calls:
+            return self.template_message
+        message: AssistantMessage = {"role": self.role, "content": self.content, "calls": calls}
+        return message
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +213,13 @@ def _normalize_json(json_text: str) -> str:
         return json_text.strip()
 
 
-def _format_call(call: FunctionCall) -> str:
+def _load_arguments(call: FunctionCall) -> Any:
     try:
-        arguments: Any = json.loads(call.arguments)
+        return json.loads(call.arguments)
     except _JSON_ERRORS:
-        arguments = call.arguments
-    return f"<tool_call>\n{format_json({'name': call.name, 'arguments': arguments})}\n</tool_call>"
+        return call.arguments
+
+
+def _format_call(call: FunctionCall) -> str:
+    fields = {"name": call.name, "arguments": _load_arguments(call)}
+    return f"<tool_call>\n{format_json(fields)}\n</tool_call>"

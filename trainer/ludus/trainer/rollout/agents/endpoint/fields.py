@@ -16,7 +16,7 @@ from typing import Any
 
 from ludus.env.incoming.json_values import check_num_values
 from ludus.proto.errors import InvalidCallError
-from ludus.trainer.models.chat import ToolSpec
+from ludus.trainer.models.tool_calls import ToolSpec
 from ludus.trainer.rollout.agents.endpoint.exchange import (
     ApiError,
     ChatMessage,

@@ -33,8 +33,9 @@ from ludus.env.text.unicode import parse_json
 from ludus.env.types import Tool
 from ludus.proto.errors import EngineLostError, InvalidCallError
 from ludus.trainer.core.types import RolloutStatus
+from ludus.trainer.models.tool_calls import ToolCall
 from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter
-from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, ToolCall
+from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter
 from ludus.trainer.rollout.agents.endpoint.chat_completions import (
     make_chat_chunks,
     make_chat_response,
