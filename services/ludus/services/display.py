@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ludus.proto.evaluations import EvaluatedEpisode, ModelEvaluation, ModelResult
 from ludus.proto.runs import (
     LOG_FILE,
     EnvironmentResult,
@@ -14,7 +15,11 @@ from ludus.proto.runs import (
     Transcript,
     TranscriptTurn,
 )
-from ludus.services.numbers import format_compact
+from ludus.services.numbers import (
+    format_compact,
+    format_percent,
+    format_percent_interval,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,86 @@ def describe_games(report: EvalReport, start: PolicyResult | None = None) -> Ite
         yield (
             "some episodes are void and not counted, because they were lost or failed several "
             f"times; see {LOG_FILE}"
+        )
+
+
+def list_model_results(evaluation: ModelEvaluation) -> list[NamedResult]:
+    """Return the models in their order, then the fixed policies, worst first."""
+    models = [
+        NamedResult(name, model.result, is_trained=True)
+        for name, model in evaluation.models.items()
+    ]
+    return models + rank_policies(evaluation.baselines)
+
+
+def describe_evaluation(evaluation: ModelEvaluation) -> str:
+    """Return one line about the environment and the sampling of an evaluation."""
+    options = ", ".join(f"{name} = {value}" for name, value in evaluation.options.items())
+    environment = f"{evaluation.environment} ({options})" if options else evaluation.environment
+    source = evaluation.endpoint or f"{evaluation.generator} engine"
+    return (
+        f"{environment} · {evaluation.num_episodes:,} episodes of each policy · "
+        f"temperature {evaluation.temperature:g} · {source} · seed {evaluation.seed}"
+    )
+
+
+def describe_models(evaluation: ModelEvaluation) -> Iterator[str]:
+    """Yield lines about episodes that were not played, cut off, not counted or not independent."""
+    if evaluation.num_episodes < evaluation.num_episodes_requested:
+        yield (
+            f"{evaluation.num_episodes:,} of {evaluation.num_episodes_requested:,} episodes were "
+            "played, one for each task: at temperature 0, further episodes would be the same"
+        )
+    for name, model in evaluation.models.items():
+        yield from (f"{name}: {note}" for note in _describe_model(model, evaluation))
+
+
+def describe_wins(result: PolicyResult) -> str:
+    """Return a win rate with its interval."""
+    interval = format_percent_interval(result.win_rate_ci95)
+    return f"{format_percent(result.win_rate)} ({interval})"
+
+
+def list_evaluation_facts(evaluation: ModelEvaluation) -> list[tuple[str, str]]:
+    """Return the names and values of an evaluation's settings."""
+    last_seed = evaluation.first_seed + evaluation.num_episodes - 1
+    return [
+        ("Environment", evaluation.environment),
+        ("Options", json.dumps(evaluation.options, ensure_ascii=False)),
+        ("Completions from", evaluation.endpoint or f"{evaluation.generator} engine"),
+        ("Temperature", f"{evaluation.temperature:g}"),
+        ("Maximum tokens of a completion", f"{evaluation.max_completion_tokens:,}"),
+        ("Seeds", f"{evaluation.first_seed} to {last_seed}"),
+    ]
+
+
+def describe_model_outcome(episode: EvaluatedEpisode) -> str:
+    """Return one line with the model, the status and the return of an episode."""
+    status = episode.status.replace("_", " ")
+    return f"{episode.policy}: {status}, return {_format_optional(episode.episode_return)}"
+
+
+def _describe_model(model: ModelResult, evaluation: ModelEvaluation) -> Iterator[str]:
+    result = model.result
+    num_episodes = result.num_games + result.num_void
+    if not evaluation.is_finished and num_episodes < evaluation.num_episodes:
+        yield f"stopped after {num_episodes:,} of {evaluation.num_episodes:,} episodes"
+    if model.gap_closed is not None and evaluation.best_baseline is not None:
+        interval = format_percent_interval(model.gap_closed_ci95)
+        yield (
+            f"gap closed from random to {format_policy_name(evaluation.best_baseline)}, the best "
+            f"fixed policy: {format_percent(model.gap_closed)} ({interval}, 95%)"
+        )
+    if result.invalid_rate:
+        yield f"{format_percent(result.invalid_rate)} of the episodes ended with an invalid action"
+    for reason, count in model.truncations.items():
+        yield f"{count:,} of {num_episodes:,} episodes were truncated: {reason}"
+    for reason, count in model.failures.items():
+        yield f"{count:,} of {num_episodes:,} episodes are void and not counted: {reason}"
+    if result.num_tasks is not None and result.num_tasks < result.num_games:
+        yield (
+            f"{result.num_games:,} episodes of {result.num_tasks:,} tasks; the intervals are over "
+            "tasks"
         )
 
 

@@ -16,7 +16,12 @@ from types import FrameType, ModuleType
 
 from ludus.env.runtime import pause_collection
 from ludus.env.text.terminal import clean_json_for_terminal, format_notice
-from ludus.proto.config import AnyRunConfig, load_any_run_config, load_run_config
+from ludus.proto.config import (
+    AnyRunConfig,
+    LanguageModelRun,
+    load_any_run_config,
+    load_run_config,
+)
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.paths import parse_path
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Evaluation, Resume
@@ -24,6 +29,9 @@ from ludus.trainer.core.output import describe_write_error, write_atomically
 from ludus.trainer.core.stopping import RunStopped
 
 _INTERRUPTED_EXIT_CODE = 130
+_GPU_DEVICE = Path("/dev/nvidiactl")
+"""Device file that exists on machines with an NVIDIA GPU. torch must not be imported to find out,
+because vLLM's variables must be set before."""
 _DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _MODULES = {
     "language_model": "driver.commands",
@@ -84,6 +92,19 @@ def _evaluate(args: argparse.Namespace) -> None:
         write_atomically(args.output, evaluation_json)
 
 
+def _evaluate_models(args: argparse.Namespace) -> None:
+    from ludus.trainer.rollout.engines.vllm_process import prepare_process
+
+    run = load_run_config(args.config, args.set)
+    assert isinstance(run, LanguageModelRun)
+    if run.generator.kind == "vllm":
+        prepare_process(run.rollout.num_threads, uses_gpu=_GPU_DEVICE.exists())
+    with pause_collection():
+        from ludus.trainer.driver.model_evaluation import ModelEvaluationRequest, evaluate_models
+    request = ModelEvaluationRequest(args.model, args.endpoint, args.token_env, args.folder)
+    evaluate_models(run, request)
+
+
 def _import_commands(run: AnyRunConfig) -> ModuleType:
     """Import the module with the functions `train`, `check` and `evaluate` of the run's kind.
 
@@ -127,8 +148,16 @@ def _make_parser() -> argparse.ArgumentParser:
         "--temperature", type=float, help="sampling temperature; default: eval.temperature"
     )
     evaluate.add_argument("--output", type=parse_path, help="output file; default: standard output")
-    for command in (train, check, evaluate):
-        command.set_defaults(function=_evaluate if command is evaluate else _train_or_check)
+    evaluate_models = commands.add_parser("eval-models", help="evaluate models without a run")
+    evaluate_models.add_argument(
+        "--model", action="append", required=True, help="model to evaluate"
+    )
+    evaluate_models.add_argument("--endpoint", help="OpenAI-compatible endpoint with the models")
+    evaluate_models.add_argument("--token-env", default="", help="variable with its token")
+    evaluate_models.add_argument("--folder", type=parse_path, required=True, help="output folder")
+    functions = {evaluate: _evaluate, evaluate_models: _evaluate_models}
+    for command in (train, check, evaluate, evaluate_models):
+        command.set_defaults(function=functions.get(command, _train_or_check))
         command.add_argument(
             "--config",
             type=parse_path,

@@ -3,6 +3,7 @@
     seeds --play_policy--> EpisodeOutcome, one per seed --summarize--> PolicyResult
                                         |
                                         +--measure_gap_closed--> share of the random-to-optimal gap
+                                        +--measure_difference--> paired difference of two policies
 
 Policies are compared on the same seeds, so that luck cancels out. Void episodes have no return:
 they are counted, and no other statistic includes them.
@@ -21,7 +22,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 
 from ludus.env.types import JsonObject, StepResult, TaskSet
 from ludus.proto.errors import EnvError, ExecutionError, UserError
+from ludus.proto.evaluations import INVALID_ACTION, EvaluatedEpisode
 from ludus.proto.rewards import REWARD_RULE, is_valid_reward
 from ludus.proto.runs import PolicyResult
 
@@ -269,6 +271,50 @@ def measure_gap_closed(
     return share, (share - half_width, share + half_width)
 
 
+def measure_difference(
+    first: Iterable[EpisodeOutcome], second: Iterable[EpisodeOutcome]
+) -> tuple[float, Interval, int] | None:
+    """Return the mean paired difference of two policies' returns, its interval and its tasks.
+
+    The difference of each task is that of the policies' mean returns in it, first minus second, and
+    the interval is Student's over the tasks that both played. Returns None if there is no such
+    task.
+    """
+    first_returns, second_returns = _average_by_task(first), _average_by_task(second)
+    tasks = sorted(first_returns.keys() & second_returns.keys())
+    if not tasks:
+        return None
+    differences = [first_returns[task] - second_returns[task] for task in tasks]
+    mean = math.fsum(differences) / len(differences)
+    return mean, compute_mean_interval(differences), len(tasks)
+
+
+def measure_win_difference(
+    first: Sequence[EpisodeOutcome], second: Sequence[EpisodeOutcome]
+) -> tuple[float, Interval, int] | None:
+    """Return the paired difference of two policies' win rates; see `measure_difference`.
+
+    Returns None if the environment reported no success to one of them.
+    """
+    for outcomes in (first, second):
+        if all(outcome.success is None for outcome in outcomes):
+            return None
+    return measure_difference(map(_score_win, first), map(_score_win, second))
+
+
+def read_outcome(episode: EvaluatedEpisode) -> EpisodeOutcome:
+    """Return the outcome of a recorded episode."""
+    return EpisodeOutcome(
+        episode.seed,
+        episode.episode_return,
+        episode.num_turns,
+        success=episode.success,
+        invalid=episode.status == INVALID_ACTION,
+        failure=episode.failure,
+        task_seed=episode.task_seed,
+    )
+
+
 async def play_policy(
     client: EvaluationClient,
     policy: FixedPolicy,
@@ -353,6 +399,13 @@ async def _play_episode(
     return EpisodeOutcome(
         seed, episode_return, num_steps, success=result.success, task_seed=task_seed
     )
+
+
+def _score_win(outcome: EpisodeOutcome) -> EpisodeOutcome:
+    """Return the outcome with a return of 1 for a win and 0 otherwise; a void one is unchanged."""
+    if outcome.episode_return is None:
+        return outcome
+    return replace(outcome, episode_return=float(bool(outcome.success)))
 
 
 def _sum_by_task(values: Floats, tasks: Sequence[int]) -> tuple[Floats, Floats]:

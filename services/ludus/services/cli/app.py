@@ -16,6 +16,7 @@ from ludus.env.text.terminal import format_notice
 from ludus.proto.errors import LudusError, UserError
 from ludus.services.cli import (
     env_commands,
+    eval_command,
     gateway_command,
     init_command,
     run_folder_commands,
@@ -57,7 +58,7 @@ app.add_typer(env_commands.app, name="env")
 app.command("init")(init_command.init)
 app.command("train", cls=train_command.TrainCommand)(train_command.train)
 app.command("train-reward")(train_reward_command.train_reward)
-app.command("eval")(train_command.evaluate)
+app.command("eval")(eval_command.evaluate)
 app.command("watch")(run_folder_commands.watch)
 app.command("scale")(run_folder_commands.scale)
 app.command("report")(run_folder_commands.report)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,10 @@ from ludus.env.evaluation import (
     play_policy,
     summarize,
 )
-from ludus.env.targets.targets import environment_factory, is_package, load_object, require_package
-from ludus.env.types import EnvironmentDescription, JsonObject
-from ludus.proto.errors import ConfigError, EpisodesFailedError, NotFoundError, UnavailableError
+from ludus.env.targets.policies import find_policies_function, has_module, load_policies
+from ludus.env.targets.targets import environment_factory, is_package, require_package
+from ludus.env.types import EnvironmentDescription
+from ludus.proto.errors import EpisodesFailedError, NotFoundError, UnavailableError
 from ludus.proto.runs import PolicyResult
 from ludus.services.cli import env_targets
 
@@ -125,35 +126,14 @@ def _select_policies(
         NotFoundError: a policy or the function that builds the policies does not exist.
         ConfigError: the function is not a function, or does not return policies by name.
     """
-    function_path = plan.policies_function
-    if not function_path and _has_module(package, "policies"):
-        function_path = f"{package}.policies:fixed_policies"
+    function_path = plan.policies_function or find_policies_function(package)
     policies = {"random": random_policy(description)}
     if function_path:
-        policies |= _load_policies(function_path, description.options)
+        policies |= load_policies(function_path, description.options)
     for name in plan.policy_names:
         if name not in policies:
             raise NotFoundError(f"--policy must be one of {', '.join(policies)}, got '{name}'")
     return {name: policies[name] for name in plan.policy_names or policies}
-
-
-def _load_policies(function_path: str, options: JsonObject) -> dict[str, FixedPolicy]:
-    make_policies = load_object(function_path, function_path)
-    if not callable(make_policies):
-        raise ConfigError(
-            f"--policies must name a function, got {function_path}, which is {make_policies!r}"
-        )
-    policies = make_policies(options)
-    if not isinstance(policies, dict) or not all(map(callable, policies.values())):
-        raise ConfigError(
-            f"{function_path}(options) must return policies by name, as a dictionary of functions"
-            f" (observation, rng) -> action; got {policies!r}"
-        )
-    return policies
-
-
-def _has_module(package: str, module: str) -> bool:
-    return is_package(package) and importlib.util.find_spec(f"{package}.{module}") is not None
 
 
 def _compute_exact_returns(package: str, options: Mapping[str, Any]) -> dict[str, float]:
@@ -162,7 +142,7 @@ def _compute_exact_returns(package: str, options: Mapping[str, Any]) -> dict[str
     The parameters of `<package>.solutions.reference_returns` are the options on which the returns
     depend. Its results are valid only if the environment has no other options.
     """
-    if not _has_module(package, "solutions"):
+    if not has_module(package, "solutions"):
         return {}
     solve = importlib.import_module(f"{package}.solutions").reference_returns
     parameters = inspect.signature(solve).parameters

@@ -9,17 +9,27 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ludus.proto.evaluations import ModelEvaluation
 from ludus.proto.runs import EvalReport, Evaluation, PolicyResult, Summary
 from ludus.services.cli.console import make_table
 from ludus.services.display import (
     NamedResult,
+    describe_evaluation,
     describe_games,
+    describe_models,
     format_num_games,
     format_policy_name,
+    list_model_results,
     list_policies,
     rank_policies,
 )
-from ludus.services.numbers import NO_VALUE, format_fixed, format_percent, format_percent_interval
+from ludus.services.numbers import (
+    NO_VALUE,
+    format_fixed,
+    format_fixed_interval,
+    format_percent,
+    format_percent_interval,
+)
 
 if TYPE_CHECKING:
     from ludus.services.cli.bench import BenchResult
@@ -92,6 +102,29 @@ def make_eval_tables(evaluation: Evaluation) -> Iterator[RenderableType]:
         yield make_policy_table(results, f"{prefix}at temperature {report.temperature:g}")
         yield from map(Text, describe_games(report))
         yield from _format_gap(report)
+
+
+def make_model_tables(evaluation: ModelEvaluation) -> Iterator[RenderableType]:
+    """Yield a table of all models and fixed policies, notes, and the models' differences."""
+    yield Text(describe_evaluation(evaluation))
+    yield make_policy_table(list_model_results(evaluation), "")
+    yield from map(Text, describe_models(evaluation))
+    if not evaluation.differences:
+        return
+    number_columns = ("tasks", "return", "95%", "wins", "95% ")
+    table = make_table(
+        "difference", *number_columns, number_columns=number_columns, title="paired differences"
+    )
+    for difference in evaluation.differences:
+        table.add_row(
+            Text(f"{difference.first} − {difference.second}"),
+            f"{difference.num_tasks:,}",
+            format_fixed(difference.return_difference, 3),
+            format_fixed_interval(difference.return_difference_ci95),
+            format_percent(difference.win_rate_difference),
+            format_percent_interval(difference.win_rate_difference_ci95),
+        )
+    yield table
 
 
 def _format_gap(report: EvalReport) -> Iterator[RenderableType]:

@@ -1,4 +1,4 @@
-"""`ludus train` and `ludus eval`, which run the trainer as a child process."""
+"""`ludus train`, which runs the trainer as a child process."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from typer.core import TyperCommand
 
 from ludus.env.text.terminal import format_notice
 from ludus.proto.errors import ConfigError, NotFoundError, UserError
-from ludus.proto.paths import expand_home
 from ludus.proto.runs import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
-    EVAL_FILE,
     LOG_FILE,
     METRICS_FILE,
     NETWORK,
     SUMMARY_FILE,
-    Evaluation,
     MetricsRow,
     Resume,
     Summary,
@@ -36,10 +33,10 @@ from ludus.services.cli.console import (
     print_warning,
     write_json,
 )
-from ludus.services.cli.options import ConfigPath, Overrides, RunDir
+from ludus.services.cli.options import ConfigPath, Overrides
 from ludus.services.cli.progress import RunProgress, show_progress
 from ludus.services.cli.records_follower import RecordsFollower
-from ludus.services.cli.tables import make_eval_tables, make_summary_tables
+from ludus.services.cli.tables import make_summary_tables
 from ludus.services.cli.trainer_process import TrainerEnd, run_trainer
 from ludus.services.numbers import format_duration
 
@@ -106,52 +103,6 @@ def train(
     exit_on_failure(end, run_dir, advise_next_command(run_dir))
     train_more = f"ludus train {run_dir / CONFIG_FILE} --resume --set training.num_steps={{more}}"
     show_results(run_dir, {"evaluate": f"ludus eval {run_dir}", "train more": train_more})
-
-
-def evaluate(
-    run_dir: RunDir,
-    num_games: Annotated[
-        int | None,
-        typer.Option("--games", min=1, help="Number of episodes.", show_default="eval.num_games"),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            help="Sampling temperature; 0 selects the most likely token.",
-            show_default="eval.temperature",
-        ),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Folder of a checkpoint.",
-            show_default="the latest of the run",
-            callback=expand_home,
-        ),
-    ] = None,
-) -> None:
-    """Compare a trained policy with fixed policies on the same seeds.
-
-    Writes RUN_DIR/eval.json.
-
-    Example: `ludus eval runs/demo --games 20000 --temperature 0`
-    """
-    read_run_config(run_dir)
-    eval_path = run_dir / EVAL_FILE
-    arguments = ["eval", "--config", str(run_dir / CONFIG_FILE), "--run-dir", str(run_dir)]
-    options = {"--checkpoint": checkpoint, "--games": num_games, "--temperature": temperature}
-    for option, setting in options.items():
-        if setting is not None:
-            arguments += [option, str(setting)]
-    end = run_quietly("evaluating", [*arguments, "--output", str(eval_path)])
-    exit_on_failure(end, run_dir, "nothing was written")
-    evaluation = Evaluation.model_validate_json(eval_path.read_bytes())
-    console = get_stdout()
-    for table in make_eval_tables(evaluation):
-        console.print(table)
-    print_line(console, f"written to {eval_path}", style="dim")
 
 
 def read_run_config(run_dir: Path) -> RunConfig:

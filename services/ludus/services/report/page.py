@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import jinja2
-
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import REPORT_FILE, Transcript
-from ludus.services import display, numbers
+from ludus.services import display
 from ludus.services.report import curves, headline
+from ludus.services.report.files import render_template, write_atomically
 from ludus.services.report.line_chart import Frame, LineChart, Scale, pad_range
 from ludus.services.report.policy_grid import count_agreements, make_legend_colors, split_panels
 from ludus.services.report.run_files import RunFiles, load_run_files
@@ -31,7 +29,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
         ConfigError: the file cannot be written.
     """
     run = load_run_files(run_dir)
-    return _write_atomically(output or run_dir / REPORT_FILE, _render_page(run))
+    return write_atomically(output or run_dir / REPORT_FILE, _render_page(run))
 
 
 def write_figure(run_dir: Path, path: Path) -> Path:
@@ -44,7 +42,7 @@ def write_figure(run_dir: Path, path: Path) -> Path:
         NotFoundError: the folder contains no run.
         ConfigError: the run has no evaluation yet, or the file cannot be written.
     """
-    return _write_atomically(path, _render_figure(load_run_files(run_dir)))
+    return write_atomically(path, _render_figure(load_run_files(run_dir)))
 
 
 def _render_page(run: RunFiles) -> str:
@@ -61,7 +59,7 @@ def _render_page(run: RunFiles) -> str:
         learning_curves=_make_learning_curves(run),
         legend_colors=make_legend_colors(),
         policies={name: display.list_policies(result) for name, result in results.items()},
-        make_return_scale=_make_return_scale,
+        make_return_scale=make_return_scale,
         training_charts=curves.make_training_charts(run),
         environment_charts={
             name: curves.make_environment_charts(run, name) for name in run.environments
@@ -73,7 +71,6 @@ def _render_page(run: RunFiles) -> str:
             if (transcripts := _select_transcripts(run, name))
         },
         num_transcripts=NUM_TRANSCRIPTS,
-        display=display,
     )
 
 
@@ -90,21 +87,9 @@ def _render_figure(run: RunFiles) -> str:
 
 
 def _render(template: str, run: RunFiles, **context: object) -> str:
-    jinja_environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    jinja_environment.filters |= {
-        "with_commas": "{:,}".format,
-        "percent": numbers.format_percent,
-        "percent_interval": numbers.format_percent_interval,
-        "fixed": numbers.format_fixed,
-        "fixed_interval": numbers.format_fixed_interval,
-    }
     chart = run.chart
-    return jinja_environment.get_template(template).render(
+    return render_template(
+        template,
         run=run,
         panels=split_panels(chart) if chart else [],
         num_agreements=count_agreements(chart) if chart else 0,
@@ -130,7 +115,8 @@ def _make_measure_charts(run: RunFiles, environment: str, frame: Frame) -> dict[
     }
 
 
-def _make_return_scale(policies: Sequence[display.NamedResult]) -> Scale:
+def make_return_scale(policies: Sequence[display.NamedResult]) -> Scale:
+    """Return the scale on which the intervals of all policies' returns fit."""
     bounds = [bound for policy in policies for bound in policy.result.expected_return_ci95]
     return Scale(*pad_range(bounds), 4, 196)
 
@@ -141,16 +127,3 @@ def _select_transcripts(run: RunFiles, environment: str) -> list[Transcript]:
         transcript for transcript in run.transcripts if transcript.environment == environment
     ]
     return transcripts[:NUM_TRANSCRIPTS] + transcripts[NUM_TRANSCRIPTS:][-NUM_TRANSCRIPTS:]
-
-
-def _write_atomically(path: Path, content: str) -> Path:
-    temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary_path.write_text(content, encoding="utf-8")
-        temporary_path.replace(path)
-    except OSError as error:
-        temporary_path.unlink(missing_ok=True)
-        raise ConfigError(
-            f"cannot write '{path}': {error.strerror}; choose another path with --output"
-        ) from None
-    return path

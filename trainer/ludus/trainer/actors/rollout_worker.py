@@ -30,16 +30,14 @@ with pause_collection():
     from ludus.trainer.core.tasks import CancellingTaskGroup
     from ludus.trainer.core.types import (
         GroupSpec,
-        Rollout,
         RolloutGroup,
-        RolloutStatus,
         SampledCompletion,
         Sampling,
         make_lost_group,
     )
     from ludus.trainer.models.chat import ChatTokenizer
     from ludus.trainer.rollout.engines.async_engine import AsyncEngine, make_engine
-    from ludus.trainer.rollout.group import GroupPlayer
+    from ludus.trainer.rollout.group import GroupPlayer, make_outcome
     from ludus.trainer.rollout.rewards.reward_models import RewardModels
     from ludus.trainer.rollout.runner import RunnerComponents, sampling_settings
     from ludus.trainer.rollout.transcript import count_transcripts
@@ -168,7 +166,7 @@ class RolloutWorkerActor:
         """Play one episode for each seed and return the outcomes in the order of the seeds."""
         sampling = sampling_settings(self.components.run.rollout, temperature)
         rollouts = await self.components.players[environment].evaluate(seeds, sampling)
-        return list(map(_make_outcome, seeds, rollouts))
+        return list(map(make_outcome, seeds, rollouts))
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]
@@ -249,15 +247,3 @@ class RolloutWorkerActor:
         )
         client = await AsyncEnvClient.connect(spec.addresses[name], options)
         return await self._exit_stack.enter_async_context(client)
-
-
-def _make_outcome(seed: int, rollout: Rollout) -> EpisodeOutcome:
-    return EpisodeOutcome(
-        seed,
-        rollout.episode_return,
-        len(rollout.turns),
-        success=rollout.success,
-        invalid=rollout.status is RolloutStatus.INVALID_ACTION,
-        failure=rollout.failure,
-        task_seed=rollout.seed,
-    )

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -277,6 +277,8 @@ class Rollout(_FastPickle):
     """True if the episode counts in baselines, but is not trained on."""
     length_penalty: float | None = None
     """Penalty for the length, at most 0, which is part of the reward; None if there is none."""
+    limit: Literal["", "turns", "tokens"] = ""
+    """Limit of the run that ended the episode; empty if something else ended it."""
 
     @property
     def turns(self) -> tuple[TurnSpan, ...]:

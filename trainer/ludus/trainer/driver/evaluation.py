@@ -59,7 +59,7 @@ class Evaluator:
                 num_played,
                 num_games,
             )
-        outcomes = await _play_until_valid(
+        outcomes = await play_until_valid(
             lambda seeds: self.workers.evaluate(environment, seeds, self.config.temperature),
             list_eval_seeds(self.config, num_played),
             f"the evaluation in '{environment}'",
@@ -92,7 +92,7 @@ async def play_baselines(
     """Play the evaluation episodes of one environment with the fixed policies `baselines`."""
     seeds = list_eval_seeds(config, max(config.num_games, config.num_games_during))
     return {
-        name: await _play_until_valid(
+        name: await play_until_valid(
             partial(play_policy, client, policies[name], tasks=tasks, max_turns=max_turns),
             seeds,
             f"the fixed policy '{name}'",
@@ -126,7 +126,7 @@ def _compute_gap_closed(
     return measure_gap_closed(outcomes, random_outcomes, optimal_outcomes)
 
 
-async def _play_until_valid(
+async def play_until_valid(
     play: Callable[[Sequence[int]], Awaitable[list[EpisodeOutcome]]],
     seeds: Sequence[int],
     source: str,

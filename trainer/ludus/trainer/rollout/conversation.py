@@ -34,6 +34,7 @@ from ludus.trainer.models.chat import (
     is_surely_longer,
 )
 from ludus.trainer.models.messages import mark_completion
+from ludus.trainer.models.thoughts import ThoughtForm
 from ludus.trainer.rollout.transcript import make_transcript_turn
 
 TurnT = TypeVar("TurnT", bound=Turn)
@@ -177,6 +178,11 @@ class Conversation(EpisodeRecord[Turn]):
         """Show the policy these messages before its next completion."""
         self.messages += messages
         self._pending_ids = None
+
+    @property
+    def thoughts(self) -> ThoughtForm:
+        """Form of the thoughts in completions."""
+        return self.chat.thoughts
 
     @property
     def has_room(self) -> bool:

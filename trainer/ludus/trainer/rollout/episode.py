@@ -54,6 +54,7 @@ from ludus.trainer.core.tasks import CancellingTaskGroup
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, ScoredTerm
 from ludus.trainer.data.failures import describe_error, find_first_error
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.tool_calls import CallForm
 from ludus.trainer.rollout.adapters.environment_adapter import (
     ChatRenderer,
     EnvironmentAdapter,
@@ -193,9 +194,7 @@ class SessionRunner(ABC, Generic[RecordT]):
         except Exception as error:  # noqa: BLE001 - third-party code runs here
             return self.make_void_episode(start.seed, error)
         session, first_result = new_session
-        record: RecordT = self.record_class(
-            self.generate, self.chat, self.limits, sampling, start.key
-        )
+        record = self.make_record(sampling, start.key)
         try:
             end = await self.play_to_end(session, first_result, start.seed, record)
             return self._make_played_episode(start.seed, record, end)
@@ -203,6 +202,16 @@ class SessionRunner(ABC, Generic[RecordT]):
             return self.make_void_episode(start.seed, error, record)
         finally:
             await close_session(session)
+
+    def make_record(self, sampling: Sampling, key: int) -> RecordT:
+        """Return the empty record of an episode."""
+        record: RecordT = self.record_class(self.generate, self.chat, self.limits, sampling, key)
+        return record
+
+    @property
+    def call_form(self) -> CallForm:
+        """Form of the tool calls in completions."""
+        return self.chat.call_form
 
     def make_adapter(self, session: AsyncSession, first_result: StepResult) -> EnvironmentAdapter:
         """Return the adapter that turns completions into actions or tool calls."""
@@ -213,7 +222,7 @@ class SessionRunner(ABC, Generic[RecordT]):
                 first_result,
                 self.toolbox,
                 invalid_action_reward,
-                self.chat.call_form,
+                self.call_form,
             )
         return EnvironmentAdapter(session, first_result, self.renderer, invalid_action_reward)
 
@@ -251,6 +260,9 @@ class SessionRunner(ABC, Generic[RecordT]):
             terms=(ScoredTerm("environment", episode_return),),
             success=end.success,
         )
+        if end.hit_limit:
+            is_at_last_turn = record.num_turns >= self.limits.max_turns
+            rollout = replace(rollout, limit="turns" if is_at_last_turn else "tokens")
         rollout = judge_length(
             rollout,
             self.limits,
@@ -289,7 +301,7 @@ class TurnLoopRunner(SessionRunner[Conversation]):
             await record.encode_long_messages()
             if not record.has_room:
                 break
-            text = record.chat.thoughts.get_answer(await record.complete())
+            text = record.thoughts.get_answer(await record.complete())
             outcome = await adapter.apply_text(text)
             record.record_action(outcome.action)
             record.record_calls(outcome.num_calls, outcome.num_calls_failed)
@@ -350,7 +362,11 @@ def make_void_rollout(environment: str, seed: int, error: BaseException) -> Roll
     is_lost = isinstance(cause, InfrastructureError)
     status = RolloutStatus.LOST if is_lost else RolloutStatus.FAILED
     rollout = Rollout(environment, seed, (), None, None, (), status, 0, describe_error(error))
-    return replace(rollout, has_agent_failed=isinstance(cause, AgentError))
+    return replace(
+        rollout,
+        has_agent_failed=isinstance(cause, AgentError),
+        limit="tokens" if isinstance(cause, ConversationFullError) else "",
+    )
 
 
 def _add_record(

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, cast
 
+from ludus.env.evaluation import EpisodeOutcome
 from ludus.env.types import TaskSet
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
 from ludus.trainer.core.functions import import_callable
@@ -60,15 +62,29 @@ class GroupPlayer:
     @classmethod
     async def start(cls, components: RunnerComponents, reward_models: RewardModels) -> GroupPlayer:
         """Return the player of an environment, with its runner and its reward."""
-        rollout = components.run.rollout
+        runner = await start_runner(components)
+        tasks = (await components.client.describe()).tasks
+        return cls.make(runner, components.run, components.environment, tasks, reward_models)
+
+    @classmethod
+    def make(
+        cls,
+        runner: EpisodeRunner,
+        run: LanguageModelRun,
+        environment: str,
+        tasks: TaskSet | None,
+        reward_models: RewardModels,
+    ) -> GroupPlayer:
+        """Return the player of an environment, with a runner that has been started."""
+        rollout, config = run.rollout, run.environments[environment]
         return cls(
-            await start_runner(components),
-            Reward(components.config.rewards, rollout.invalid_action_reward, reward_models),
+            runner,
+            Reward(config.rewards, rollout.invalid_action_reward, reward_models),
             rollout.group_timeout_s,
             rollout.num_groups_in_flight * rollout.group_size,
-            components.run.seed,
-            list(components.run.environments).index(components.environment),
-            (await components.client.describe()).tasks,
+            run.seed,
+            list(run.environments).index(environment),
+            tasks,
         )
 
     async def play_groups(
@@ -102,7 +118,12 @@ class GroupPlayer:
             offset = end
         return groups
 
-    async def evaluate(self, seeds: Sequence[int], sampling: Sampling) -> list[Rollout]:
+    async def evaluate(
+        self,
+        seeds: Sequence[int],
+        sampling: Sampling,
+        on_episode: Callable[[int, Rollout, PlayedEpisode], None] | None = None,
+    ) -> list[Rollout]:
         """Play one episode for each seed and return the rollouts in the order of the seeds.
 
         The reward is computed only if the environment's return of an episode is unknown. A seed
@@ -111,6 +132,8 @@ class GroupPlayer:
 
         Args:
             sampling: sampling parameters, in which the environment's limits replace `max_tokens`.
+            on_episode: called with the seed, the rollout and the episode as soon as it has ended,
+                in any order.
         """
         stream, environment_index = Stream.EVALUATION_SAMPLING, self.environment_index
         starts = [
@@ -130,6 +153,9 @@ class GroupPlayer:
             rollouts = [episode.rollout for episode in episodes]
             if any(episode.needs_score for episode in episodes):
                 rollouts = await self.reward.score(episodes, self.timeout_s)
+            if on_episode is not None:
+                for start, rollout, episode in zip(starts, rollouts, episodes, strict=True):
+                    on_episode(seeds[start.group_index], rollout, episode)
             release_episodes(rollouts, episodes)
             return rollouts
 
@@ -138,6 +164,19 @@ class GroupPlayer:
             for index in range(0, len(starts), num_per_call)
         ]
         return [rollout for rollouts in await asyncio.gather(*calls) for rollout in rollouts]
+
+
+def make_outcome(seed: int, rollout: Rollout) -> EpisodeOutcome:
+    """Return the outcome of an evaluation episode."""
+    return EpisodeOutcome(
+        seed,
+        rollout.episode_return,
+        len(rollout.turns),
+        success=rollout.success,
+        invalid=rollout.status is RolloutStatus.INVALID_ACTION,
+        failure=rollout.failure,
+        task_seed=rollout.seed,
+    )
 
 
 def make_group_starts(run_seed: int, spec: GroupSpec) -> list[EpisodeStart]:

@@ -1,0 +1,214 @@
+"""The models of an evaluation without a run: checks, and players of their episodes.
+
+    folder or Hugging Face id --check_model--> run with the model's limits --open_model--> player
+    model of an endpoint      --Endpoint.check----------------------------open_model--> player
+
+Everything that a user may have written wrongly is checked before a model's weights are read.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ludus.proto.config import LanguageModelRun, PretrainedModel, VllmGenerator
+from ludus.proto.errors import ConfigError, LudusError, NotFoundError
+from ludus.proto.runs import CHECKPOINTS_FOLDER
+from ludus.trainer.models import load
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.adapters.environment_adapter import make_renderer
+from ludus.trainer.rollout.adapters.tool_adapter import Toolbox
+from ludus.trainer.rollout.endpoint_policy import NO_TOKENIZER, Endpoint, EndpointRunner
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine, make_engine
+from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
+from ludus.trainer.rollout.group import GroupPlayer
+from ludus.trainer.rollout.rewards.reward_models import RewardModels
+from ludus.trainer.rollout.runner import RunnerComponents, episode_limits
+from ludus.trainer.setup.environments import ConnectedEnvironment
+
+_FIELD = "--model"
+_GGUF_SUFFIX = ".gguf"
+_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_MIN_WIDTH_FOR_THREADS = 256
+"""Width of a model above which several threads are faster than one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedModel:
+    """A model that has been checked."""
+
+    name: str
+    """Name as the user wrote it."""
+    run: LanguageModelRun
+    """Run with the model's path, and with limits that fit its context."""
+    num_context_tokens: int | None = None
+    """Number of tokens that the model can read; None if unknown."""
+    width: int = 0
+
+
+def check_generator(run: LanguageModelRun) -> None:
+    """Check that the engine is installed.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    if isinstance(run.generator, VllmGenerator) and not is_vllm_installed():
+        raise ConfigError(
+            "--generator vllm needs vLLM, which is not installed here; install it "
+            "(pip install vllm), or omit --generator to use transformers"
+        )
+
+
+def check_model(run: LanguageModelRun, name: str) -> EvaluatedModel:
+    """Return a model with its limits, after checks that read only its small files.
+
+    Raises:
+        UserError: there is no language model, or it cannot be used.
+    """
+    path = _check_path(name)
+    config = load.load_config(path, _FIELD)
+    try:
+        load.load_skeleton(path)
+    except NotFoundError as error:
+        raise ConfigError(str(error).replace("model.path =", f"{_FIELD} =", 1)) from error
+    text_config = config.get_text_config()
+    num_context_tokens = getattr(text_config, "max_position_embeddings", None)
+    limits = run.rollout
+    max_tokens = min(num_context_tokens or limits.max_tokens, limits.max_tokens)
+    if limits.max_completion_tokens >= max_tokens:
+        raise ConfigError(
+            f"{_FIELD} '{name}' reads at most {max_tokens} tokens, so --max-completion-tokens must "
+            f"be less, got {limits.max_completion_tokens}; the prompt needs room too"
+        )
+    run = run.model_copy(
+        update={
+            "model": _get_pretrained(run).model_copy(update={"path": path}),
+            "rollout": limits.model_copy(update={"max_tokens": max_tokens}),
+        }
+    )
+    _check_tokenizer(name, path, run)
+    width = int(getattr(text_config, "hidden_size", 0) or 0)
+    return EvaluatedModel(name, run, num_context_tokens, width)
+
+
+@asynccontextmanager
+async def open_model(
+    model: EvaluatedModel, environment: ConnectedEnvironment, endpoint: Endpoint | None
+) -> AsyncIterator[GroupPlayer]:
+    """Yield the player of a model's episodes; free the model after the block."""
+    reward_models = RewardModels()
+    name = next(iter(model.run.environments))
+    async with AsyncExitStack() as stack:
+        stack.callback(reward_models.close)
+        if endpoint is not None:
+            runner = _make_endpoint_runner(model, environment, endpoint, name)
+            tasks = environment.description.tasks
+            yield GroupPlayer.make(runner, model.run, name, tasks, reward_models)
+            return
+        path = _get_pretrained(model.run).path
+        _set_threads(model)
+        tokenizer = ChatTokenizer.load(path, model.run.model)
+        engine = AsyncEngine(_load_engine(model, path, tokenizer))
+        stack.callback(_free_memory)
+        stack.callback(engine.close)
+        components = RunnerComponents(model.run, name, environment.client, engine, tokenizer, stack)
+        yield await GroupPlayer.start(components, reward_models)
+
+
+def _check_path(name: str) -> str:
+    """Return the path of a model folder, or the Hugging Face id unchanged."""
+    folder = Path(name).expanduser()
+    gguf_file = _find_gguf(folder)
+    if name.lower().endswith(_GGUF_SUFFIX) or gguf_file is not None:
+        raise ConfigError(
+            f"{_FIELD} '{name}' is a GGUF file, which cannot be evaluated here; use the "
+            "Hugging Face model that it was made from, or serve the file with llama.cpp and use "
+            "--endpoint"
+        )
+    if not folder.is_dir():
+        if load.is_folder_path(name) or folder.exists():
+            problem = "is a file" if folder.exists() else "does not exist"
+            raise NotFoundError(
+                f"{_FIELD} '{name}' {problem}; name a folder that save_pretrained wrote, or a "
+                "Hugging Face id"
+            )
+        return name
+    if (folder / CHECKPOINTS_FOLDER).is_dir():
+        raise ConfigError(f"{_FIELD} '{name}' is a run folder; evaluate it with: ludus eval {name}")
+    if (folder / load.MODEL_CONFIG_FILE).is_file() and not _has_weights(folder):
+        raise NotFoundError(
+            f"{_FIELD} '{name}' has a {load.MODEL_CONFIG_FILE} and no weights; copy the whole "
+            "folder that save_pretrained wrote"
+        )
+    return str(folder.resolve())
+
+
+def _find_gguf(folder: Path) -> Path | None:
+    """Return the GGUF file in a folder without another model, or None."""
+    if not folder.is_dir() or (folder / load.MODEL_CONFIG_FILE).is_file():
+        return None
+    return next(folder.glob(f"*{_GGUF_SUFFIX}"), None)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in _WEIGHT_PATTERNS)
+
+
+def _check_tokenizer(name: str, path: str, run: LanguageModelRun) -> None:
+    try:
+        ChatTokenizer.load(path, run.model)
+    except LudusError as error:
+        reason = str(error).replace(f"model.path = '{path}': ", "")
+        raise ConfigError(f"{_FIELD} '{name}': {reason}") from error
+
+
+def _get_pretrained(run: LanguageModelRun) -> PretrainedModel:
+    assert isinstance(run.model, PretrainedModel)
+    return run.model
+
+
+def _set_threads(model: EvaluatedModel) -> None:
+    is_small = model.width < _MIN_WIDTH_FOR_THREADS
+    torch.set_num_threads(1 if is_small else model.run.rollout.num_threads)
+
+
+def _load_engine(model: EvaluatedModel, path: str, tokenizer: ChatTokenizer) -> Any:
+    try:
+        return make_engine(model.run, path, tokenizer)
+    except NotFoundError as error:
+        raise NotFoundError(str(error).replace("model.path =", f"{_FIELD} =", 1)) from error
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _make_endpoint_runner(
+    model: EvaluatedModel, environment: ConnectedEnvironment, endpoint: Endpoint, name: str
+) -> EndpointRunner:
+    config = environment.config
+    return EndpointRunner(
+        environment=name,
+        client=environment.client,
+        generate=_refuse_tokens,
+        chat=NO_TOKENIZER,
+        renderer=make_renderer(config, name),
+        limits=episode_limits(model.run, name),
+        max_sessions=environment.description.max_sessions,
+        replays_lost_episodes=config.resume,
+        toolbox=Toolbox(environment.client, name) if config.tools else None,
+        endpoint=endpoint,
+        model=model.name,
+    )
+
+
+async def _refuse_tokens(*_: Any) -> Any:
+    raise NotImplementedError("an endpoint samples texts, not tokens")
