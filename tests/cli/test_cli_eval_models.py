@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,8 +22,11 @@ from ludus.proto.evaluations import ModelEvaluation
 from ludus.services.cli import train_command
 from ludus.services.cli.trainer_process import TrainerEnd, TrainerOutput
 from ludus.trainer.__main__ import main as run_trainer_main
+from ludus.trainer.driver import evaluated_models
+from ludus.trainer.models import load
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from tests.cli.commands import RunCli
+from tests.cli.openai_server import MAX_PROMPT_CHARS, MODEL, TOKEN, OpenAiServer, serve_openai
 
 pytestmark = pytest.mark.slow
 
@@ -159,3 +167,174 @@ def test_tools_are_called(ludus: RunCli, files: Path) -> None:
     target = "tests.rollout.calculator_env:CalculatorEnv"
     evaluation, _ = evaluate(ludus, "--model", "a", "--env", target, "--tools", "--episodes", "2")
     assert evaluation.models["a"].result.num_games == 2
+
+
+@pytest.fixture
+def server() -> Iterator[OpenAiServer]:
+    """Start an OpenAI-compatible server."""
+    with serve_openai() as server:
+        yield server
+
+
+def test_endpoint_plays_the_episodes(
+    ludus: RunCli, files: Path, server: OpenAiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.wants_token, server.num_failures = True, 1
+    monkeypatch.setenv("MY_TOKEN", TOKEN)
+    long_row = {"prompt": f"1 + 1 = ? {'.' * MAX_PROMPT_CHARS}", "answer": "2"}
+    (files / "sums.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*SUMS[:3], long_row])
+    )
+    endpoint = ("--endpoint", server.url, "--token-env", "MY_TOKEN", "--temperature", "0.5")
+    evaluation, out = evaluate(ludus, "--model", MODEL, *DATA, *endpoint, "--episodes", "4")
+    assert (evaluation.endpoint, evaluation.generator) == (server.url, None)
+    model = evaluation.models[MODEL]
+    assert (model.result.num_games, model.result.win_rate) == (4, 0.75)
+    assert list(model.truncations.values()) == [1]
+    assert "is longer than the context of the endpoint's model" in " ".join(out.split())
+    request = server.requests[0]
+    assert (request["model"], request["temperature"], request["max_tokens"]) == (MODEL, 0.5, 4)
+    assert "tools" not in request
+    assert TOKEN not in (files / "out.json").read_text() + out
+
+
+def test_endpoint_calls_tools(ludus: RunCli, files: Path, server: OpenAiServer) -> None:
+    server.calls_tools = True
+    arguments = ("--env", "tests.rollout.calculator_env:CalculatorEnv", "--tools")
+    evaluation, _ = evaluate(
+        ludus, "--model", MODEL, *arguments, "--endpoint", server.url, "--episodes", "1"
+    )
+    (episode,) = (episode for episode in evaluation.episodes if episode.policy == MODEL)
+    assert episode.turns[0].action == [{"tool": "add", "arguments": {"a": 1, "b": 2}}]
+    assert (episode.num_turns, episode.status) == (2, "terminated")
+    _, assistant, result = server.requests[-1]["messages"]
+    assert assistant["tool_calls"][0]["id"] == result["tool_call_id"] == "call-1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (("--model", "./none"), ["--model './none' does not exist"]),
+        (("--model", "none/none"), ["--model 'none/none': there is no such folder"]),
+        (("--model", "empty"), ["--model 'empty' is no model, because it has no config.json"]),
+        (("--model", "no_weights"), ["--model 'no_weights' has a config.json and no weights"]),
+        (("--model", "no_template"), ["--model 'no_template'", "needs a chat template"]),
+        (("--model", "m.gguf"), ["--model 'm.gguf' is a GGUF file", "--endpoint"]),
+        (("--model", "a", "--env", "none_env"), ["none_env"]),
+        (("--model", "a", "--option", "pth=1"), ["pth", "path"]),
+        (("--model", "a", "--episodes", "0"), ["--episodes must be 1 or more, got 0"]),
+        (("--model", "a", "--episodes", "-3"), ["--episodes must be 1 or more, got -3"]),
+        (("--model", "a", "--temperature", "nan"), ["--temperature must be 0 or more, got nan"]),
+        (("--model", "a", "--temperature", "inf"), ["--temperature must be 0, or a number from"]),
+        (
+            ("--model", "a", "--temperature", "3", "--generator", "vllm"),
+            ["--temperature must be 0, or a number from 0.01 to 2, got 3"],
+        ),
+        (("--model", "a", "--max-completion-tokens", "64"), ["at most 64 tokens", "got 64"]),
+        (("--model", "a", "--seed", "-1"), ["--seed must be a number from 0"]),
+        (("--model", "a", "--model", "a"), ["--model a is given twice"]),
+        (("--model", "a", "--generator", "tgi"), ["--generator must be one of", "'tgi'"]),
+        (("--model", "a", "--generator", "vllm"), ["--generator vllm needs vLLM"]),
+        (("--model", "a", "--report", "none/x.html"), ["--report 'none/x.html' needs the folder"]),
+        (("--model", "a", "--baseline", "best"), ["--baseline must be one of random, got 'best'"]),
+        (("--model", "a", "--endpoint", "localhost"), ["--endpoint must be the address"]),
+        (("--model", "a", "--endpoint", "http://me:key@host"), ["must not contain a token"]),
+        (("--model", "a", "--endpoint", "http://127.0.0.1:9"), ["does not respond"]),
+        (("--model", "a", "--endpoint", "SERVER"), ["has no model 'a'; it has served"]),
+        (
+            ("--model", "a", "--endpoint", "LOCKED"),
+            ["wants a token", "OPENAI_API_KEY is not set", "--token-env"],
+        ),
+        (("a",), ["'a' is a model, not a run", "ludus eval --model a --env TARGET"]),
+        (("--model", "a", "runs/demo"), ["--model cannot be combined with the run"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_mistakes_are_reported_in_one_line_before_a_model_is_loaded(
+    ludus: RunCli,
+    files: Path,
+    server: OpenAiServer,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    messages: Sequence[str],
+) -> None:
+    monkeypatch.setattr(evaluated_models, "make_engine", None)
+    monkeypatch.setattr(evaluated_models, "is_vllm_installed", lambda: False)
+    monkeypatch.setattr(load, "is_hub_reachable", lambda minute: False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    server.wants_token = "LOCKED" in arguments
+    arguments = tuple(
+        server.url if argument in ("SERVER", "LOCKED") else argument for argument in arguments
+    )
+    (files / "empty").mkdir()
+    (files / "m.gguf").touch()
+    for name, missing_file in (
+        ("no_weights", "model.safetensors"),
+        ("no_template", "chat_template.jinja"),
+    ):
+        shutil.copytree(files / "a", files / name, ignore=shutil.ignore_patterns(missing_file))
+    data = () if arguments == ("a",) or "runs/demo" in arguments else DATA
+    if "--env" in arguments:
+        data = ()
+    outcome = ludus("eval", *data, *arguments)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    errors = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and all(message in errors[0] for message in messages), outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_environment_without_text_is_refused(ludus: RunCli, files: Path) -> None:
+    (files / "pictures.py").write_text(
+        "import gymnasium, numpy\n"
+        "class Pictures(gymnasium.Env):\n"
+        "    observation_space = gymnasium.spaces.Box(0, 255, (64, 64, 3), numpy.uint8)\n"
+        "    action_space = gymnasium.spaces.Discrete(2)\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        super().reset(seed=seed)\n"
+        "        return self.observation_space.sample(), {}\n"
+        "    def step(self, action):\n"
+        "        return self.observation_space.sample(), 0.0, True, False, {}\n"
+        "gymnasium.register('Pictures-v0', Pictures)\n"
+    )
+    outcome = ludus("eval", "--model", "a", "--env", "gymnasium:pictures:Pictures-v0")
+    assert outcome.code == 2
+    assert "shows no text to language models" in outcome.err and "Pictures-v0" in outcome.err
+
+
+def test_stopped_evaluation_shows_the_result_so_far(files: Path) -> None:
+    """The trainer is a child process here, as for users."""
+    program = (
+        "import sys\n"
+        "from ludus.services.cli import app, eval_models\n"
+        "eval_models.PLAIN_INTERVAL_S = 0.0\n"
+        f"sys.argv = {['ludus', 'eval', '--model', 'a', *DATA, '--episodes', '3000']!r}\n"
+        "sys.argv += ['--baseline', 'random', '--json', 'out.json']\n"
+        "app.main()\n"
+    )
+    cli = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=files,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert cli.stderr is not None
+        lines = []
+        for line in cli.stderr:
+            lines.append(line)
+            if line.startswith("a  "):
+                break
+        cli.send_signal(signal.SIGINT)
+        out, err = cli.communicate(timeout=120)
+    finally:
+        cli.kill()
+    assert cli.returncode == 130, "".join(lines) + err
+    evaluation = ModelEvaluation.model_validate_json((files / "out.json").read_bytes())
+    result = evaluation.models["a"].result
+    assert 0 < result.num_games < evaluation.num_episodes
+    assert not evaluation.is_finished
+    assert f"a: stopped after {result.num_games:,} of 3,000 episodes" in out
+    assert f"the result above is that of the {result.num_games:,} episodes" in err

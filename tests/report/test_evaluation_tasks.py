@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from ludus.env.evaluation import (
     EpisodeOutcome,
     clustered_wilson_interval,
     compute_mean_interval,
+    measure_difference,
     measure_gap_closed,
+    measure_win_difference,
     play_policy,
     summarize,
     t_quantile,
@@ -78,6 +81,35 @@ def test_gap_interval_is_over_tasks() -> None:
     assert expected is not None and result is not None
     assert result[0] == pytest.approx(expected[0])
     assert result[1] == pytest.approx(expected[1])
+
+
+def test_differences_are_paired_by_task() -> None:
+    generator = np.random.default_rng(0)
+    second_returns = generator.uniform(0, 1, 8).tolist()
+    first_returns = [value + 0.5 for value in second_returns]
+    first, second = make_outcomes(first_returns * 2, 8), make_outcomes(second_returns * 2, 8)
+    result = measure_difference(first, second)
+    assert result is not None
+    mean, interval, num_tasks = result
+    # The tasks differ widely, but the differences are equal.
+    assert (mean, *interval) == pytest.approx((0.5, 0.5, 0.5))
+    assert num_tasks == 8
+    # Episodes of other tasks, and void episodes, are not compared.
+    assert measure_difference(first[:8], second[3:6] + make_outcomes([1.0] * 20, 20)[10:]) == (
+        pytest.approx(0.5),
+        pytest.approx((0.5, 0.5)),
+        3,
+    )
+    assert measure_difference(first[:2], second[4:6]) is None
+
+
+def test_differences_of_wins_need_reported_success() -> None:
+    wins, losses = make_outcomes([1.0] * 4, 4), make_outcomes([0.0, 1.0, 0.0, 1.0], 4)
+    result = measure_win_difference(wins, losses)
+    assert result is not None and result[0] == 0.5
+    assert result[1] == compute_mean_interval([1.0, 0.0, 1.0, 0.0])
+    unreported = [replace(outcome, success=None) for outcome in wins]
+    assert measure_win_difference(unreported, losses) is None
 
 
 class TaskClient(CoinClient):

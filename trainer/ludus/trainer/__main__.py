@@ -101,8 +101,17 @@ def _evaluate_models(args: argparse.Namespace) -> None:
         prepare_process(run.rollout.num_threads, uses_gpu=_GPU_DEVICE.exists())
     with pause_collection():
         from ludus.trainer.driver.model_evaluation import ModelEvaluationRequest, evaluate_models
-    request = ModelEvaluationRequest(args.model, args.endpoint, args.token_env, args.folder)
-    evaluate_models(run, request)
+    evaluate_models(
+        run,
+        ModelEvaluationRequest(
+            models=args.model,
+            baselines=args.baseline,
+            endpoint=args.endpoint,
+            token_env=args.token_env,
+            folder=args.folder,
+            lowers_completion_tokens=not args.exact_completion_tokens,
+        ),
+    )
 
 
 def _import_commands(run: AnyRunConfig) -> ModuleType:
@@ -149,12 +158,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--output", type=parse_path, help="output file; default: standard output")
     evaluate_models = commands.add_parser("eval-models", help="evaluate models without a run")
-    evaluate_models.add_argument(
-        "--model", action="append", required=True, help="model to evaluate"
-    )
-    evaluate_models.add_argument("--endpoint", help="OpenAI-compatible endpoint with the models")
-    evaluate_models.add_argument("--token-env", default="", help="variable with its token")
-    evaluate_models.add_argument("--folder", type=parse_path, required=True, help="output folder")
+    _add_model_options(evaluate_models)
     functions = {evaluate: _evaluate, evaluate_models: _evaluate_models}
     for command in (train, check, evaluate, evaluate_models):
         command.set_defaults(function=functions.get(command, _train_or_check))
@@ -172,6 +176,19 @@ def _make_parser() -> argparse.ArgumentParser:
             help="override of a field; repeatable",
         )
     return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", action="append", required=True, help="model to evaluate")
+    parser.add_argument("--baseline", action="append", default=[], help="fixed policy to play")
+    parser.add_argument("--endpoint", help="OpenAI-compatible endpoint with the models")
+    parser.add_argument("--token-env", default="", help="variable with the endpoint's token")
+    parser.add_argument("--folder", type=parse_path, required=True, help="output folder")
+    parser.add_argument(
+        "--exact-completion-tokens",
+        action="store_true",
+        help="refuse a model whose context is too short for rollout.max_completion_tokens",
+    )
 
 
 def add_start_options(parser: argparse.ArgumentParser) -> None:

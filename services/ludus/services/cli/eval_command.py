@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,8 +89,12 @@ SeedOption = Annotated[
     typer.Option(help="Number that selects the episodes.", rich_help_panel=_MODEL_PANEL),
 ]
 MaxCompletionTokens = Annotated[
-    int,
-    typer.Option(help="Maximum number of tokens of a completion.", rich_help_panel=_MODEL_PANEL),
+    int | None,
+    typer.Option(
+        help="Maximum number of tokens of a completion.",
+        show_default="256, or half of a shorter context",
+        rich_help_panel=_MODEL_PANEL,
+    ),
 ]
 ToolsFlag = Annotated[
     bool,
@@ -168,7 +173,7 @@ def evaluate(
     options: Options = None,
     generator: Generator = None,
     seed: SeedOption = 0,
-    max_completion_tokens: MaxCompletionTokens = 256,
+    max_completion_tokens: MaxCompletionTokens = None,
     uses_tools: ToolsFlag = False,
     baselines: Baselines = None,
     endpoint: EndpointOption = None,
@@ -218,7 +223,7 @@ def evaluate(
 def _check_episodes(num_episodes: int | None, temperature: float | None) -> None:
     if num_episodes is not None and num_episodes < 1:
         raise ConfigError(f"--episodes must be 1 or more, got {num_episodes}")
-    if temperature is not None and not temperature >= 0:
+    if temperature is not None and not temperature >= 0:  # also for NaN
         raise ConfigError(f"--temperature must be 0 or more, got {temperature:g}")
 
 
@@ -247,6 +252,11 @@ def _refuse_model_options(run_dir: Path, options: ModelOptions) -> None:
 def _evaluate_run(
     run_dir: Path, num_games: int | None, temperature: float | None, checkpoint: Path | None
 ) -> None:
+    if _is_model(run_dir):
+        raise ConfigError(
+            f"'{run_dir}' is a model, not a run; evaluate it with: ludus eval --model {run_dir} "
+            "--env TARGET"
+        )
     read_run_config(run_dir)
     eval_path = run_dir / EVAL_FILE
     arguments = ["eval", "--config", str(run_dir / CONFIG_FILE), "--run-dir", str(run_dir)]
@@ -261,3 +271,12 @@ def _evaluate_run(
     for table in make_eval_tables(evaluation):
         console.print(table)
     print_line(console, f"written to {eval_path}", style="dim")
+
+
+def _is_model(folder: Path) -> bool:
+    """Return whether the config.json of a folder is that of a Hugging Face model."""
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and "model_type" in config

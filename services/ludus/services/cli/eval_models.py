@@ -15,11 +15,11 @@ from typing import Any
 from rich.status import Status
 
 from ludus.env.evaluation import summarize
-from ludus.env.targets.policies import find_policies_function
 from ludus.env.targets.targets import environment_factory
 from ludus.env.text.terminal import clean_for_terminal
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.config.load import make_run_config
+from ludus.proto.config.section import MAX_VLLM_TEMPERATURE, MIN_TEMPERATURE
 from ludus.proto.errors import ConfigError
 from ludus.proto.evaluations import EVALUATION_ROWS_FILE, EvaluationRow, ModelEvaluation
 from ludus.proto.runs import PolicyResult
@@ -44,8 +44,11 @@ from ludus.services.report.files import write_atomically
 GENERATORS = ("transformers", "vllm")
 MAX_TOKENS = 8192
 """Maximum number of tokens of an episode if the model's context is longer."""
+DEFAULT_COMPLETION_TOKENS = 256
+MAX_COMPLETION_TOKENS = 2**31
 MAX_EPISODES = 2**24
 MAX_SEED = 2**32
+MAX_TEMPERATURE = 1000.0
 PLAIN_INTERVAL_S = 5.0
 """Minimum time between two lines of progress if there is no terminal, in seconds."""
 _EPISODE_TIMEOUT_S = 3600.0
@@ -66,7 +69,8 @@ class ModelOptions:
     temperature: float
     generator: str | None
     seed: int
-    max_completion_tokens: int
+    max_completion_tokens: int | None
+    """Maximum number of tokens of a completion; None lowers the default for short contexts."""
     uses_tools: bool
     baselines: tuple[str, ...]
     endpoint: str | None
@@ -88,13 +92,16 @@ def evaluate_models(options: ModelOptions) -> None:
         view = _ProgressView(Path(folder) / EVALUATION_ROWS_FILE)
         arguments = ["eval-models", "--folder", folder]
         arguments += [f"--model={model}" for model in options.models]
+        arguments += [f"--baseline={baseline}" for baseline in options.baselines]
+        if options.max_completion_tokens is not None:
+            arguments.append("--exact-completion-tokens")
         if options.endpoint is not None:
             arguments += [f"--endpoint={options.endpoint}", f"--token-env={options.token_env}"]
         end = run_quietly("checking the models", arguments, run, view.refresh)
         evaluation = _make_result(view.rows, run, options, is_finished=end.exit_code == 0)
         if evaluation is not None:
             _show(evaluation, options)
-        exit_on_failure(end, Path(folder), _describe_stop(evaluation))
+        exit_on_failure(end, Path(folder), _advise_after_stop(evaluation))
 
 
 def _check_options(options: ModelOptions) -> None:
@@ -125,14 +132,26 @@ def _check_options(options: ModelOptions) -> None:
 
 
 def _check_numbers(options: ModelOptions) -> None:
+    max_temperature = MAX_VLLM_TEMPERATURE if options.generator == "vllm" else MAX_TEMPERATURE
+    if options.temperature and not MIN_TEMPERATURE <= options.temperature <= max_temperature:
+        raise ConfigError(
+            f"--temperature must be 0, or a number from {MIN_TEMPERATURE:g} to "
+            f"{max_temperature:g}, got {options.temperature:g}"
+        )
     limits = {
         "--episodes": (options.num_episodes, 1, MAX_EPISODES),
-        "--max-completion-tokens": (options.max_completion_tokens, 1, 2**31),
+        "--max-completion-tokens": (_get_completion_tokens(options), 1, MAX_COMPLETION_TOKENS),
         "--seed": (options.seed, 0, MAX_SEED),
     }
     for name, (value, lowest, highest) in limits.items():
         if not lowest <= value <= highest:
             raise ConfigError(f"{name} must be a number from {lowest} to {highest}, got {value}")
+
+
+def _get_completion_tokens(options: ModelOptions) -> int:
+    if options.max_completion_tokens is None:
+        return DEFAULT_COMPLETION_TOKENS
+    return options.max_completion_tokens
 
 
 def _make_run(options: ModelOptions) -> LanguageModelRun:
@@ -154,8 +173,8 @@ def _make_run(options: ModelOptions) -> LanguageModelRun:
             "group_size": 2,
             "num_groups_in_flight": max(1, num_concurrent // 2),
             "num_threads": _count_threads(),
-            "max_completion_tokens": options.max_completion_tokens,
-            "max_tokens": max(MAX_TOKENS, 2 * options.max_completion_tokens),
+            "max_completion_tokens": _get_completion_tokens(options),
+            "max_tokens": max(MAX_TOKENS, 2 * _get_completion_tokens(options)),
             "group_timeout_s": _EPISODE_TIMEOUT_S,
         },
         # The sampling settings of an evaluation may differ from those of a training.
@@ -182,15 +201,12 @@ def _make_environment(options: ModelOptions) -> tuple[dict[str, Any], int]:
     """
     location, constructor_options = options.target or "", parse_options(options.options)
     require_options_only_for_targets(location, constructor_options)
-    section: dict[str, Any] = {"tools": options.uses_tools, "baselines": options.baselines}
+    section: dict[str, Any] = {"tools": options.uses_tools}
     if "://" in location:
         return section | {"kind": "remote", "address": location}, max(_MAX_CONCURRENT.values())
     factory = environment_factory(location, constructor_options)
     factory().close()
     section |= {"package": location, "options": constructor_options}
-    policies_function = find_policies_function(location)
-    if policies_function is not None:
-        section["policies"] = policies_function
     if factory.one_per_process:
         return section | {"max_sessions": MAX_PROCESSES}, MAX_PROCESSES
     return section, max(_MAX_CONCURRENT.values())
@@ -235,7 +251,7 @@ def _show(evaluation: ModelEvaluation, options: ModelOptions) -> None:
         print_line(console, f"report            {options.report_path}")
 
 
-def _describe_stop(evaluation: ModelEvaluation | None) -> str:
+def _advise_after_stop(evaluation: ModelEvaluation | None) -> str:
     if evaluation is None:
         return "no episode of a model has ended yet"
     num_done = sum(model.result.num_games for model in evaluation.models.values())

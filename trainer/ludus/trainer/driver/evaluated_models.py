@@ -9,8 +9,8 @@ Everything that a user may have written wrongly is checked before a model's weig
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from ludus.proto.config import LanguageModelRun, PretrainedModel, VllmGenerator
-from ludus.proto.errors import ConfigError, LudusError, NotFoundError
+from ludus.proto.errors import ConfigError, NotFoundError, UserError
 from ludus.proto.runs import CHECKPOINTS_FOLDER
+from ludus.trainer.core.output import warn_user
 from ludus.trainer.models import load
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import make_renderer
@@ -30,10 +31,12 @@ from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
 from ludus.trainer.rollout.group import GroupPlayer
 from ludus.trainer.rollout.rewards.reward_models import RewardModels
 from ludus.trainer.rollout.runner import RunnerComponents, episode_limits
+from ludus.trainer.run.checkpoint import MODEL_FOLDER, find_checkpoint
 from ludus.trainer.setup.environments import ConnectedEnvironment
 
 _FIELD = "--model"
 _GGUF_SUFFIX = ".gguf"
+_FOLDER_HINT = "name a folder that save_pretrained wrote, or a Hugging Face id"
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _MIN_WIDTH_FOR_THREADS = 256
 """Width of a model above which several threads are faster than one."""
@@ -65,34 +68,45 @@ def check_generator(run: LanguageModelRun) -> None:
         )
 
 
-def check_model(run: LanguageModelRun, name: str) -> EvaluatedModel:
+def check_model(run: LanguageModelRun, name: str, *, lowers: bool = False) -> EvaluatedModel:
     """Return a model with its limits, after checks that read only its small files.
+
+    Args:
+        lowers: whether completions become shorter if the model's context is short.
 
     Raises:
         UserError: there is no language model, or it cannot be used.
     """
-    path = _check_path(name)
-    config = load.load_config(path, _FIELD)
-    try:
+    path = _find_path(name)
+    with _name_model(name, path):
+        config = load.load_config(path)
         load.load_skeleton(path)
-    except NotFoundError as error:
-        raise ConfigError(str(error).replace("model.path =", f"{_FIELD} =", 1)) from error
     text_config = config.get_text_config()
     num_context_tokens = getattr(text_config, "max_position_embeddings", None)
     limits = run.rollout
     max_tokens = min(num_context_tokens or limits.max_tokens, limits.max_tokens)
-    if limits.max_completion_tokens >= max_tokens:
+    max_completion_tokens = limits.max_completion_tokens
+    if lowers and max_completion_tokens > max_tokens // 2:
+        max_completion_tokens = max(1, max_tokens // 2)
+        warn_user(
+            f"'{name}' reads at most {max_tokens} tokens, so its completions have at most "
+            f"{max_completion_tokens}; set --max-completion-tokens to choose another number"
+        )
+    if max_completion_tokens >= max_tokens:
         raise ConfigError(
             f"{_FIELD} '{name}' reads at most {max_tokens} tokens, so --max-completion-tokens must "
-            f"be less, got {limits.max_completion_tokens}; the prompt needs room too"
+            f"be less, got {max_completion_tokens}; the prompt needs room too"
         )
     run = run.model_copy(
         update={
             "model": _get_pretrained(run).model_copy(update={"path": path}),
-            "rollout": limits.model_copy(update={"max_tokens": max_tokens}),
+            "rollout": limits.model_copy(
+                update={"max_tokens": max_tokens, "max_completion_tokens": max_completion_tokens}
+            ),
         }
     )
-    _check_tokenizer(name, path, run)
+    with _name_model(name, path):
+        ChatTokenizer.load(path, run.model)
     width = int(getattr(text_config, "hidden_size", 0) or 0)
     return EvaluatedModel(name, run, num_context_tokens, width)
 
@@ -114,18 +128,37 @@ async def open_model(
         path = _get_pretrained(model.run).path
         _set_threads(model)
         tokenizer = ChatTokenizer.load(path, model.run.model)
-        engine = AsyncEngine(_load_engine(model, path, tokenizer))
+        with _name_model(model.name, path):
+            engine = AsyncEngine(make_engine(model.run, path, tokenizer))
         stack.callback(_free_memory)
         stack.callback(engine.close)
         components = RunnerComponents(model.run, name, environment.client, engine, tokenizer, stack)
         yield await GroupPlayer.start(components, reward_models)
 
 
-def _check_path(name: str) -> str:
-    """Return the path of a model folder, or the Hugging Face id unchanged."""
+@contextmanager
+def _name_model(name: str, path: str) -> Iterator[None]:
+    """Replace the path in the errors of a model by the name that the user wrote.
+
+    Raises:
+        UserError: the model cannot be used.
+    """
+    try:
+        yield
+    except UserError as error:
+        reason = str(error).removeprefix(f"model.path = '{path}': ")
+        if path == name:
+            reason = f"there is no such folder, and as a Hugging Face id: {reason}"
+        raise type(error)(f"{_FIELD} '{name}': {reason}") from error
+
+
+def _find_path(name: str) -> str:
+    """Return the path of a model's folder, or the Hugging Face id unchanged.
+
+    The folder of a run stands for the model of its latest checkpoint.
+    """
     folder = Path(name).expanduser()
-    gguf_file = _find_gguf(folder)
-    if name.lower().endswith(_GGUF_SUFFIX) or gguf_file is not None:
+    if name.lower().endswith(_GGUF_SUFFIX) or _find_gguf(folder) is not None:
         raise ConfigError(
             f"{_FIELD} '{name}' is a GGUF file, which cannot be evaluated here; use the "
             "Hugging Face model that it was made from, or serve the file with llama.cpp and use "
@@ -134,14 +167,16 @@ def _check_path(name: str) -> str:
     if not folder.is_dir():
         if load.is_folder_path(name) or folder.exists():
             problem = "is a file" if folder.exists() else "does not exist"
-            raise NotFoundError(
-                f"{_FIELD} '{name}' {problem}; name a folder that save_pretrained wrote, or a "
-                "Hugging Face id"
-            )
+            raise NotFoundError(f"{_FIELD} '{name}' {problem}; {_FOLDER_HINT}")
         return name
     if (folder / CHECKPOINTS_FOLDER).is_dir():
-        raise ConfigError(f"{_FIELD} '{name}' is a run folder; evaluate it with: ludus eval {name}")
-    if (folder / load.MODEL_CONFIG_FILE).is_file() and not _has_weights(folder):
+        folder = find_checkpoint(None, folder / CHECKPOINTS_FOLDER) / MODEL_FOLDER
+    if not (folder / load.MODEL_CONFIG_FILE).is_file():
+        raise NotFoundError(
+            f"{_FIELD} '{name}' is no model, because it has no {load.MODEL_CONFIG_FILE}; "
+            f"{_FOLDER_HINT}"
+        )
+    if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
         raise NotFoundError(
             f"{_FIELD} '{name}' has a {load.MODEL_CONFIG_FILE} and no weights; copy the whole "
             "folder that save_pretrained wrote"
@@ -156,18 +191,6 @@ def _find_gguf(folder: Path) -> Path | None:
     return next(folder.glob(f"*{_GGUF_SUFFIX}"), None)
 
 
-def _has_weights(folder: Path) -> bool:
-    return any(any(folder.glob(pattern)) for pattern in _WEIGHT_PATTERNS)
-
-
-def _check_tokenizer(name: str, path: str, run: LanguageModelRun) -> None:
-    try:
-        ChatTokenizer.load(path, run.model)
-    except LudusError as error:
-        reason = str(error).replace(f"model.path = '{path}': ", "")
-        raise ConfigError(f"{_FIELD} '{name}': {reason}") from error
-
-
 def _get_pretrained(run: LanguageModelRun) -> PretrainedModel:
     assert isinstance(run.model, PretrainedModel)
     return run.model
@@ -176,13 +199,6 @@ def _get_pretrained(run: LanguageModelRun) -> PretrainedModel:
 def _set_threads(model: EvaluatedModel) -> None:
     is_small = model.width < _MIN_WIDTH_FOR_THREADS
     torch.set_num_threads(1 if is_small else model.run.rollout.num_threads)
-
-
-def _load_engine(model: EvaluatedModel, path: str, tokenizer: ChatTokenizer) -> Any:
-    try:
-        return make_engine(model.run, path, tokenizer)
-    except NotFoundError as error:
-        raise NotFoundError(str(error).replace("model.path =", f"{_FIELD} =", 1)) from error
 
 
 def _free_memory() -> None:

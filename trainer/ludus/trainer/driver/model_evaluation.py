@@ -61,12 +61,16 @@ class ModelEvaluationRequest:
     """The models of an evaluation, and the endpoint that samples their completions."""
 
     models: Sequence[str]
+    baselines: Sequence[str]
+    """Fixed policies to play; empty for all of the environment."""
     endpoint: str | None
     """Address of an OpenAI-compatible endpoint; None if the models are loaded here."""
     token_env: str
     """Environment variable with the token of the endpoint."""
     folder: Path
     """Folder of the rows file and of the server's log."""
+    lowers_completion_tokens: bool = False
+    """True to lower rollout.max_completion_tokens for a model with a short context."""
 
 
 class RowsWriter:
@@ -94,14 +98,15 @@ def evaluate_models(run: LanguageModelRun, request: ModelEvaluationRequest) -> N
     """
     check_generator(run)
     if request.endpoint is None:
-        models = [check_model(run, name) for name in request.models]
+        lowers = request.lowers_completion_tokens
+        models = [check_model(run, name, lowers=lowers) for name in request.models]
     else:
         models = [EvaluatedModel(name, run) for name in request.models]
     with (request.folder / EVALUATION_ROWS_FILE).open("a", encoding="utf-8") as file:
-        asyncio.run(_evaluate(run, request, models, RowsWriter(file)))
+        asyncio.run(_play_all(run, request, models, RowsWriter(file)))
 
 
-async def _evaluate(
+async def _play_all(
     run: LanguageModelRun,
     request: ModelEvaluationRequest,
     models: Sequence[EvaluatedModel],
@@ -113,7 +118,7 @@ async def _evaluate(
             async with connect_environments(run, servers) as environments:
                 environment = next(iter(environments.values()))
                 await _check_text(environment)
-                policies = _find_policies(environment)
+                policies = _find_policies(environment, request.baselines)
                 seeds = _list_seeds(run, environment)
                 rows.write(
                     EvaluationRow(plan=_make_plan(run, environment, models, policies, seeds))
@@ -157,22 +162,26 @@ async def _check_text(environment: ConnectedEnvironment) -> None:
     await fetch_first_opening(environment)
 
 
-def _find_policies(environment: ConnectedEnvironment) -> dict[str, FixedPolicy]:
-    """Return the environment's fixed policies by name. Every environment has a random policy."""
+def _find_policies(
+    environment: ConnectedEnvironment, baselines: Sequence[str]
+) -> dict[str, FixedPolicy]:
+    """Return the environment's fixed policies by name. Every environment has a random policy.
+
+    Raises:
+        ConfigError: one of `baselines` does not exist.
+    """
     config, description = environment.config, environment.description
     package = config.package if isinstance(config, LocalEnvironment) else description.name
     policies: dict[str, FixedPolicy] = {RANDOM_POLICY: random_policy(description)}
     function_path = config.policies or find_policies_function(package)
     if function_path is not None:
         policies |= load_policies(function_path, description.options)
-    if not config.baselines:
-        return policies
-    unknown_names = [name for name in config.baselines if name not in policies]
+    unknown_names = [name for name in baselines if name not in policies]
     if unknown_names:
         raise ConfigError(
             f"--baseline must be one of {', '.join(policies)}, got '{unknown_names[0]}'"
         )
-    return {name: policies[name] for name in config.baselines}
+    return {name: policies[name] for name in baselines or policies}
 
 
 def _list_seeds(run: LanguageModelRun, environment: ConnectedEnvironment) -> list[int]:
