@@ -338,3 +338,15 @@ def test_stopped_evaluation_shows_the_result_so_far(files: Path) -> None:
     assert not evaluation.is_finished
     assert f"a: stopped after {result.num_games:,} of 3,000 episodes" in out
     assert f"the result above is that of the {result.num_games:,} episodes" in err
+
+
+def test_tools_without_text_are_offered_by_option(ludus: RunCli, files: Path) -> None:
+    (files / "silent.py").write_text(
+        "from tests.rollout.calculator_env import CalculatorEnv\n"
+        "class SilentEnv(CalculatorEnv):\n"
+        "    text_renderer = None\n"
+    )
+    outcome = ludus("eval", "--model", "a", "--env", "silent:SilentEnv")
+    assert outcome.code == 2
+    assert "'calculator' shows no text, but offers the tools add" in outcome.err
+    assert "--tools" in outcome.err

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.status import Status
+from rich.text import Text
 
 from ludus.env.evaluation import summarize
 from ludus.env.targets.targets import environment_factory
@@ -265,7 +266,7 @@ class _ProgressView:
         self.rows = CollectedRows()
         self._follower = RecordsFollower(path, EvaluationRow)
         self._console = get_stderr()
-        self._shown_line = ""
+        self._shown_progress = ""
         self._shown_at_s = 0.0
         self._policy = ""
         self._policy_started_at_s = 0.0
@@ -273,26 +274,28 @@ class _ProgressView:
     def refresh(self, status: Status) -> None:
         """Read new rows, and show the progress."""
         self.rows.add(self._follower.read_new())
-        line = clean_for_terminal(self._describe())
-        status.update(line)
+        progress, remaining = self._describe()
+        line = clean_for_terminal(f"{progress}{remaining}")
+        status.update(Text(line))
         is_due = time.monotonic() - self._shown_at_s >= PLAIN_INTERVAL_S
-        if not self._console.is_terminal and is_due and line not in ("", self._shown_line):
-            self._shown_line, self._shown_at_s = line, time.monotonic()
+        if not self._console.is_terminal and is_due and progress not in ("", self._shown_progress):
+            self._shown_progress, self._shown_at_s = progress, time.monotonic()
             print_line(self._console, line)
 
-    def _describe(self) -> str:
+    def _describe(self) -> tuple[str, str]:
+        """Return the progress of the current policy, and its remaining time."""
         plan, policy = self.rows.plan, self.rows.newest_policy
         if plan is None or not policy or policy not in self.rows.activity:
-            return self.rows.activity or "checking the models"
+            return self.rows.activity or "checking the models", ""
         if policy != self._policy:
             self._policy, self._policy_started_at_s = policy, time.monotonic()
         outcomes = self.rows.select_outcomes(policy)
-        line = f"{policy}  {len(outcomes):,}/{plan.num_episodes:,} episodes"
+        progress = f"{policy}  {len(outcomes):,}/{plan.num_episodes:,} episodes"
         if has_valid(outcomes):
-            line += f"  {_describe_result(summarize(outcomes))}"
+            progress += f"  {_describe_result(summarize(outcomes))}"
         elapsed_s = time.monotonic() - self._policy_started_at_s
         remaining_s = elapsed_s / len(outcomes) * (plan.num_episodes - len(outcomes))
-        return f"{line}  {format_duration(remaining_s)} left" if remaining_s > 1 else line
+        return progress, f"  {format_duration(remaining_s)} left" if remaining_s > 1 else ""
 
 
 def _describe_result(result: PolicyResult) -> str:
