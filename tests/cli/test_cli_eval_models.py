@@ -240,6 +240,11 @@ def test_endpoint_calls_tools(ludus: RunCli, files: Path, server: OpenAiServer) 
         (("--model", "a", "--endpoint", "localhost"), ["--endpoint must be the address"]),
         (("--model", "a", "--endpoint", "http://me:key@host"), ["must not contain a token"]),
         (("--model", "a", "--endpoint", "http://127.0.0.1:9"), ["does not respond"]),
+        (("--model", "a", "--endpoint", "http://a b"), ["--endpoint", "a b"]),
+        (
+            ("--model", "a", "--endpoint", "SERVER", "--token-env", "BAD_TOKEN"),
+            ["the token in the variable BAD_TOKEN must contain printable ASCII"],
+        ),
         (("--model", "a", "--endpoint", "SERVER"), ["has no model 'a'; it has served"]),
         (
             ("--model", "a", "--endpoint", "LOCKED"),
@@ -262,6 +267,7 @@ def test_mistakes_are_reported_in_one_line_before_a_model_is_loaded(
     monkeypatch.setattr(evaluated_models, "is_vllm_installed", lambda: False)
     monkeypatch.setattr(load, "is_hub_reachable", lambda minute: False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("BAD_TOKEN", "secret\nkéy")
     server.wants_token = "LOCKED" in arguments
     arguments = tuple(
         server.url if argument in ("SERVER", "LOCKED") else argument for argument in arguments

@@ -202,8 +202,10 @@ def _make_plan(
     policies: Mapping[str, FixedPolicy],
     seeds: Sequence[int],
 ) -> EvaluationPlan:
+    # The name of a remote environment in the run is made from its address.
+    is_local = isinstance(environment.config, LocalEnvironment)
     return EvaluationPlan(
-        environment=next(iter(run.environments)),
+        environment=next(iter(run.environments)) if is_local else environment.description.name,
         options=dict(environment.description.options),
         num_episodes=len(seeds),
         models=tuple(model.name for model in models),

@@ -57,6 +57,12 @@ class Endpoint:
     def __init__(self, url: str, token: str | None, token_env: str, timeout_s: float) -> None:
         """Create the client; `token_env` is the variable with the token, for messages."""
         self.url = complete_url(url)
+        token = (token or "").strip()
+        if not (token.isascii() and token.isprintable()):
+            raise ConfigError(
+                f"the token in the variable {token_env} must contain printable ASCII characters "
+                "only; set the variable again, or name another variable with --token-env"
+            )
         self._token_env, self._has_token = token_env, bool(token)
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -74,7 +80,7 @@ class Endpoint:
         """
         try:
             response = await self._client.get(f"{self.url}/models")
-        except (httpx.HTTPError, OSError, UnicodeError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
             raise ConfigError(
                 f"--endpoint {self.url} does not respond ({_describe_error(error)}); start the "
                 "server, or correct the address"
