@@ -63,6 +63,12 @@ def files(ludus: RunCli, tmp_path: Path, models: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
+def offer_test_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let servers import the environments of the tests, as if their package were installed."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.fixture(autouse=True)
 def use_trainer_in_process(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,7 +224,7 @@ def test_endpoint_calls_tools(ludus: RunCli, files: Path, server: OpenAiServer) 
         (("--model", "none/none"), ["--model 'none/none': there is no such folder"]),
         (("--model", "empty"), ["--model 'empty' is no model, because it has no config.json"]),
         (("--model", "no_weights"), ["--model 'no_weights' has a config.json and no weights"]),
-        (("--model", "no_template"), ["--model 'no_template'", "needs a chat template"]),
+        (("--model", "no_template"), ["--model 'no_template'", "has no chat template"]),
         (("--model", "m.gguf"), ["--model 'm.gguf' is a GGUF file", "--endpoint"]),
         (("--model", "a", "--env", "none_env"), ["none_env"]),
         (("--model", "a", "--option", "pth=1"), ["pth", "path"]),
