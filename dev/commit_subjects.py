@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 RULE_COMMIT = "5e24f43ca749"
 MAX_LENGTH = 72
 _NON_VERB_PATTERN = re.compile(
-    r"(The|A|An|Each|Every|All|Any|No|That|What|Where|Who|Whoever|When|How|This|These|Its|Of|In|On"
+    r"(?!Bring\b)(The|A|An|Each|Every|All|Any|No|That|What|Where|Who|Whoever|When|How|This|These|Its|Of|In|On"
     r"|For|From|With|By|As|At|To|Two|Three|Some|[A-Z]\w*(?:ed|ing|ness|tion))\b"
 )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +78,29 @@ def test_signal_during_imports_is_not_lost(tmp_path: Path, signal_name: str) -> 
     config = Path(__file__).parents[2] / "examples/blackjack/tiny.toml"
     command = [sys.executable, "-c", SWALLOWING_IMPORT, str(config), signal_name]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (130, "")
+
+
+@pytest.mark.slow
+def test_start_that_inherits_ignored_signals_stops_on_sigint(tmp_path: Path) -> None:
+    """A shell ignores SIGINT for commands in the background."""
+    (tmp_path / "waiting.py").write_text(
+        "import os, signal, time\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "time.sleep(60)\n"
+        "raise SystemExit('the signal was ignored')\n"
+    )
+    example = Path(__file__).parents[2] / "examples/blackjack/tiny.toml"
+    command = [sys.executable, "-m", "ludus.trainer", "check", "--config", str(example)]
+    result = subprocess.run(
+        [*command, "--set", "environment.policy_chart=waiting:chart"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
     assert (result.returncode, result.stderr) == (130, "")
 
 

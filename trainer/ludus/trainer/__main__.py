@@ -220,5 +220,7 @@ def _report_error(error: Exception, exit_code: int) -> int:
 
 if __name__ == "__main__":
     # A stop before the run has its own handlers must end what the run has started.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A shell ignores SIGINT for commands in the background, and they inherit that.
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.default_int_handler)
     sys.exit(main())
