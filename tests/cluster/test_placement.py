@@ -17,6 +17,7 @@ from ludus.trainer.actors.placement import (
     ActorRequest,
     Placement,
     Resources,
+    Roles,
     RunDemand,
     place_in_cluster,
     place_on_one_machine,
@@ -83,12 +84,10 @@ def test_actors_request_node_group_resources_if_node_groups_exist() -> None:
 
 def test_demand_includes_min_workers_and_optionally_the_learner() -> None:
     run = make_config(rollout={"num_workers": 3, "min_workers": 2})
-    for includes_learner in (True, False):
-        run_demand = place_in_cluster(
-            run, [], DRIVER_NODE, includes_learner=includes_learner
-        ).demand
+    for roles in (Roles.ALL, Roles.WORKERS):
+        run_demand = place_in_cluster(run, [], DRIVER_NODE, roles).demand
         assert (run_demand.ranks.num_actors, run_demand.workers.num_actors) == (
-            int(includes_learner),
+            int(Roles.RANKS in roles),
             2,
         )
 

@@ -35,6 +35,7 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.actors.placement import (
     Placement,
     Resources,
+    Roles,
     RunDemand,
     format_resources,
     place_in_cluster,
@@ -168,10 +169,8 @@ def list_draining_nodes() -> frozenset[str]:
 
 
 @asynccontextmanager
-async def place_in_ray(
-    run: LanguageModelRun, *, includes_learner: bool = True
-) -> AsyncIterator[Placement]:
-    """Connect to Ray for the block, and yield the placement of the run's actors.
+async def place_in_ray(run: LanguageModelRun, roles: Roles = Roles.ALL) -> AsyncIterator[Placement]:
+    """Connect to Ray for the block, and yield the placement of the run's actors of these roles.
 
     If the process is already connected to a cluster, the run uses that cluster.
 
@@ -183,9 +182,9 @@ async def place_in_ray(
         start_ray()
     try:
         if starts_ray and is_local():
-            yield _place_on_this_machine(run, includes_learner)
+            yield _place_on_this_machine(run, roles)
             return
-        placement = await _reserve_room(run, includes_learner)
+        placement = await _reserve_room(run, roles)
         try:
             yield placement
         finally:
@@ -196,11 +195,13 @@ async def place_in_ray(
             ray.shutdown()
 
 
-def _place_on_this_machine(run: LanguageModelRun, includes_learner: bool) -> Placement:
-    placement = place_on_one_machine(run, includes_learner=includes_learner)
+def _place_on_this_machine(run: LanguageModelRun, roles: Roles) -> Placement:
+    placement = place_on_one_machine(run, roles)
     nodes = [node["Resources"] for node in ray.nodes()]
     if not placement.demand.fits(nodes):
         raise ConfigError(_format_no_room_message("this machine", placement.demand, nodes))
+    if Roles.WORKERS not in roles:
+        return placement
     max_workers = placement.demand.count_max_workers(nodes)
     if run.rollout.num_workers > max_workers:
         resources = format_resources(placement.demand.workers.resources)
@@ -212,12 +213,12 @@ def _place_on_this_machine(run: LanguageModelRun, includes_learner: bool) -> Pla
     return replace(placement, max_workers=max_workers)
 
 
-async def _reserve_room(run: LanguageModelRun, includes_learner: bool) -> Placement:
+async def _reserve_room(run: LanguageModelRun, roles: Roles) -> Placement:
     """Return the placement of the actors in a cluster, with reserved room for all ranks."""
     survey = await asyncio.to_thread(survey_cluster)
     node_id = ray.get_runtime_context().get_node_id()
-    placement = place_in_cluster(run, survey.nodes, node_id, includes_learner=includes_learner)
-    if not includes_learner:
+    placement = place_in_cluster(run, survey.nodes, node_id, roles)
+    if Roles.RANKS not in roles:
         return placement
     ranks = placement.demand.ranks
     strategy = "STRICT_PACK" if ranks.must_share_node else "PACK"

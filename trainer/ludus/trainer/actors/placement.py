@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Flag, auto
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup
@@ -34,6 +35,14 @@ UNLIMITED_ACTORS = 2**31
 """Number of actors that stands for no limit."""
 _GPU_TOLERANCE = 1e-6
 """Tolerance for sums of fractional GPUs."""
+
+
+class Roles(Flag):
+    """Kinds of actors that need room in a run; an evaluation has no learner."""
+
+    RANKS = auto()
+    WORKERS = auto()
+    ALL = RANKS | WORKERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,19 +167,18 @@ class Placement:
         return options if self.is_one_machine else options | {"scheduling_strategy": "SPREAD"}
 
 
-def place_on_one_machine(run: LanguageModelRun, *, includes_learner: bool = True) -> Placement:
-    """Return a placement of all actors on this machine."""
+def place_on_one_machine(run: LanguageModelRun, roles: Roles = Roles.ALL) -> Placement:
+    """Return a placement of the actors with these roles on this machine."""
     ranks = {"GPU": run.learner.num_gpus_per_rank}
     workers = {"GPU": run.rollout.num_gpus_per_worker}
-    return Placement(_make_demand(run, ranks, workers, includes_learner))
+    return Placement(_make_demand(run, ranks, workers, roles))
 
 
 def place_in_cluster(
     run: LanguageModelRun,
     nodes: Iterable[Resources],
     driver_node_id: str,
-    *,
-    includes_learner: bool = True,
+    roles: Roles = Roles.ALL,
 ) -> Placement:
     """Return a placement on the nodes of a cluster; the caller adds the placement group."""
     learner, rollout = run.learner, run.rollout
@@ -178,7 +186,7 @@ def place_in_cluster(
     workers = {"CPU": float(rollout.num_threads), "GPU": rollout.num_gpus_per_worker}
     if any(node.keys() & {LEARNER_RESOURCE, ROLLOUT_RESOURCE} for node in nodes):
         ranks[LEARNER_RESOURCE] = workers[ROLLOUT_RESOURCE] = 1.0
-    demand = _make_demand(run, ranks, workers, includes_learner)
+    demand = _make_demand(run, ranks, workers, roles)
     return Placement(demand, driver_node_id, join_timeout_s=run.placement.join_timeout_s)
 
 
@@ -188,9 +196,10 @@ def format_resources(resources: Resources) -> str:
 
 
 def _make_demand(
-    run: LanguageModelRun, rank: Resources, worker: Resources, includes_learner: bool
+    run: LanguageModelRun, rank: Resources, worker: Resources, roles: Roles
 ) -> RunDemand:
-    num_ranks = run.learner.num_ranks if includes_learner else 0
+    num_ranks = run.learner.num_ranks if Roles.RANKS in roles else 0
+    num_workers = run.rollout.min_workers if Roles.WORKERS in roles else 0
     must_share_node = run.placement.learner_ranks == "strict_pack"
     rank, worker = (
         {name: amount for name, amount in resources.items() if amount}
@@ -198,7 +207,7 @@ def _make_demand(
     )
     return RunDemand(
         ActorRequest("learner rank", num_ranks, rank, must_share_node),
-        ActorRequest("rollout worker", run.rollout.min_workers, worker),
+        ActorRequest("rollout worker", num_workers, worker),
     )
 
 

@@ -16,7 +16,7 @@ from ludus.proto.runs import CONFIG_FILE, Phase
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import check_sendable_functions, place_in_ray
 from ludus.trainer.actors.learner import LearnerGroup
-from ludus.trainer.actors.placement import Placement
+from ludus.trainer.actors.placement import Placement, Roles
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.actors.workers import RolloutWorkers
@@ -79,7 +79,7 @@ class Infrastructure:
 
 @asynccontextmanager
 async def start_infrastructure(
-    run: LanguageModelRun, run_folder: Path, *, includes_learner: bool = True
+    run: LanguageModelRun, run_folder: Path, roles: Roles = Roles.ALL
 ) -> AsyncIterator[Infrastructure]:
     """Start Ray, start local servers, and connect to all environments; stop them after the block.
 
@@ -92,7 +92,7 @@ async def start_infrastructure(
     async with AsyncExitStack() as exit_stack:
         servers = exit_stack.enter_context(start_local_servers(run, run_folder))
         await checks.check_server_columns(run, servers)
-        ray_connection = place_in_ray(run, includes_learner=includes_learner)
+        ray_connection = place_in_ray(run, roles)
         placement = await exit_stack.enter_async_context(ray_connection)
         folder_token = None
         if not placement.is_one_machine:

@@ -11,6 +11,7 @@ from ludus.env.runtime import freeze_heap
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.runs import Evaluation, Resume
 from ludus.trainer.actors.buffer import RemoteBuffer
+from ludus.trainer.actors.placement import Roles
 from ludus.trainer.actors.ray_address import is_local
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.stopping import stop_on_signals
@@ -61,7 +62,7 @@ def evaluate(run: LanguageModelRun, checkpoint: Path) -> Evaluation:
 
 
 async def _evaluate_checkpoint(run: LanguageModelRun, checkpoint: Path) -> Evaluation:
-    async with start_infrastructure(run, run.folder, includes_learner=False) as infrastructure:
+    async with start_infrastructure(run, run.folder, Roles.WORKERS) as infrastructure:
         placement = infrastructure.placement
         spec = make_worker_spec(run, str(checkpoint / MODEL_FOLDER), infrastructure, run.folder)
         workers, baselines = await gather_or_cancel(
