@@ -13,33 +13,39 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import RecordedRun
 from ludus.proto.config.load import find_sections
 
 TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """# Configuration of a run
 
-A configuration is a TOML, YAML or JSON file. The top-level field `kind` selects one of two kinds \
-of runs:
+A configuration is a TOML, YAML or JSON file. The top-level field `kind` selects one of three \
+kinds of runs:
 
 | kind | trains | sections |
 |---|---|---|
 | `language_model` (default) | a language model | [language-model run](#language-model-run) |
 | `network` | torch modules, by [classic PPO](classic.md) | [network run](#network-run) |
+| `sft` | a language model, on [conversations](sft.md) | [fine-tuning run](#fine-tuning-run) |
 
-The command line can set every field: `ludus train FILE --set training.num_steps=20`. \
+The command line can set every field: `ludus train FILE --set training.num_steps=20`, or \
+`ludus sft` for a fine-tuning run. \
 `--dry-run` prints the resolved configuration. An unknown key or an impossible combination is an \
 error before anything starts.
 
 This page is generated: `.venv/bin/python dev/configuration_docs.py`.
 """
-_HEADINGS = {"language_model": "Language-model run", "network": "Network run"}
+_HEADINGS = {
+    "language_model": "Language-model run",
+    "network": "Network run",
+    "sft": "Fine-tuning run",
+}
 
 
 def make_page() -> str:
     """Return the text of the page."""
     page = INTRODUCTION
-    for run_model in find_sections(RunConfig):
+    for run_model in find_sections(RecordedRun):
         kind = run_model.model_fields["kind"].default
         page += "".join(_describe_section(_HEADINGS[kind], run_model, "", level=2))
     return page

@@ -31,8 +31,8 @@ row:
 | `eval` | name | an evaluation of the trained policy, on seeds that training never uses |
 | `baseline` | name | the fixed policy `policy`, on the same seeds |
 | `weights` | | a delivery; `weights` has version, content hash and canary error of every worker |
-| `event` | name, or none | an event: a failed canary check, a restart, a checkpoint, or an \
-environment that the curriculum opened |
+| `event` | name, or none | an event: a failed canary check, a restart, a checkpoint, a \
+validation of a [fine-tuning run](sft.md), or an environment that the curriculum opened |
 
 Section `metrics` of the [configuration](configuration.md) sends the same rows to other sinks:
 

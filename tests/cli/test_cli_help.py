@@ -13,6 +13,7 @@ COMMANDS = [
     ("init",),
     ("train",),
     ("train-reward",),
+    ("sft",),
     ("eval",),
     ("report",),
     ("scale",),

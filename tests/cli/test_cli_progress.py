@@ -108,6 +108,28 @@ def test_progress_shows_evaluation_mean_reward_and_void_episodes() -> None:
     assert progress.format_line().startswith("step 10/100 · training · wins 40.0%")
 
 
+def test_progress_of_fine_tuning_shows_losses_and_conversations() -> None:
+    progress = RunProgress(num_steps=100, unit="conversations")
+    progress.update([make_train_row(1, 1.0, loss=2.5)])
+    row = MetricsRow(
+        kind="event",
+        step=1,
+        elapsed_s=1.0,
+        num_games_trained=512,
+        values={TrainMetric.VALIDATION_LOSS: 2.25},
+    )
+    progress.update([row])
+    facts = progress.list_facts()
+    assert (facts["loss"], facts["validation loss"]) == ("2.5000", "2.2500")
+    assert facts["conversations"] == "512" and "episodes" not in facts
+
+
+def test_progress_of_a_run_with_rewards_shows_no_loss() -> None:
+    progress = RunProgress(num_steps=100)
+    progress.update([make_train_row(1, 1.0, loss=2.5, reward_mean=0.5)])
+    assert "loss" not in progress.list_facts()
+
+
 def test_a_resumed_run_counts_each_step_once() -> None:
     progress = RunProgress(num_steps=100)
     lost_episodes = {TrainMetric.NUM_EPISODES_LOST.value: 2.0}

@@ -13,7 +13,12 @@ from typer.testing import CliRunner
 
 from ludus.env.security.tls import TlsFiles
 from ludus.env.sessions.options import ServerOptions
-from ludus.proto.config import load_any_run_config, load_reward_model_config, make_run_config
+from ludus.proto.config import (
+    load_any_run_config,
+    load_reward_model_config,
+    load_sft_config,
+    make_run_config,
+)
 from ludus.proto.config.load import find_sections
 from ludus.proto.config.run import AnyRunConfig
 from ludus.proto.paths import expand_home
@@ -65,10 +70,19 @@ def test_reward_model_run_expands_every_path(home: Path) -> None:
     assert (run.model, run.data, run.output) == (f"{home}/m", home / "d.jsonl", home / "o")
 
 
+def test_fine_tuning_run_expands_every_path(home: Path) -> None:
+    settings = ["model.path=~/m", "data.path=~/d", "validation.path=~/v", "output_dir=~/o"]
+    run = load_sft_config(None, settings)
+    paths = (run.model.path, run.data.path, run.validation.path, run.output_dir)
+    assert paths == (f"{home}/m", f"{home}/d", f"{home}/v", f"{home}/o")
+
+
 def test_every_section_declares_its_paths() -> None:
     for section in set(find_sections(AnyRunConfig)):
         for name in PATH_FIELDS & set(section.model_fields):
             field = section.model_fields[name]
+            if list(find_sections(field.annotation)):
+                continue  # its own fields are checked
             assert "expanduser" in repr(field) or "Path" in repr(field.annotation), (section, name)
 
 

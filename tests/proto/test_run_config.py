@@ -13,13 +13,17 @@ from ludus.proto.config import (
     RunConfig,
     load_reward_model_config,
     load_run_config,
+    load_sft_config,
     make_run_config,
 )
 from ludus.proto.errors import ConfigError, NotFoundError
 
 EXAMPLE_FOLDER = Path(__file__).parents[2] / "examples"
 REWARD_MODEL_EXAMPLE = EXAMPLE_FOLDER / "reward_model/tiny.toml"
-EXAMPLES = sorted(path for path in EXAMPLE_FOLDER.rglob("*.toml") if path != REWARD_MODEL_EXAMPLE)
+FINE_TUNING_EXAMPLES = sorted((EXAMPLE_FOLDER / "sft").glob("*.toml"))
+EXAMPLES = sorted(
+    set(EXAMPLE_FOLDER.rglob("*.toml")) - {REWARD_MODEL_EXAMPLE, *FINE_TUNING_EXAMPLES}
+)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -29,6 +33,11 @@ def test_every_example_is_valid(path: Path) -> None:
 
 def test_the_reward_model_example_is_valid() -> None:
     assert load_reward_model_config(REWARD_MODEL_EXAMPLE).epochs > 0
+
+
+@pytest.mark.parametrize("path", FINE_TUNING_EXAMPLES, ids=lambda path: path.stem)
+def test_every_fine_tuning_example_is_valid(path: Path) -> None:
+    assert load_sft_config(path).training.num_epochs
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,12 @@ class TrainMetric(_Metric):
         MetricSpec(Reduction.LAST, "environments", "Open environments of the curriculum."),
     )
     LOSS = auto(), MetricSpec(Reduction.MEAN, "", "Loss.")
+    VALIDATION_LOSS = (
+        auto(),
+        MetricSpec(
+            Reduction.LAST, "nats", "Loss per trained token of the held-out conversations (SFT)."
+        ),
+    )
     VALUE_LOSS = auto(), _make_token_mean("", "Loss of the value head.")
     EXPLAINED_VARIANCE = (
         auto(),

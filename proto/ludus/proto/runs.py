@@ -5,7 +5,7 @@ runs/<name>/
     chat_template.jinja  copy of model.chat_template, if it is set
     metrics.jsonl    one MetricsRow per line, in chronological order
     transcripts.jsonl  one Transcript per line: episodes that were trained on
-    summary.json     Summary
+    summary.json     Summary, or SftSummary
     eval.json        Evaluation, written by `ludus eval`
     chart.json       PolicyChart, if an environment has a policy chart
     report.html      report about the files above
@@ -17,6 +17,7 @@ runs/<name>/
     environment.log  log of the environment server that the run started; with several
                      environments, environment-<name>.log
     checkpoints/     step-<n>/
+    model/           fine-tuned model of a run of `ludus sft`, in the format of Hugging Face
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class MetricsRow(_Record):
     eval         name         EvalMetric of the trained policy
     baseline     name         EvalMetric of the fixed policy `policy`, on the same seeds
     weights      -            TrainMetric of a delivery; `weights` lists the workers' weights
-    event        name or -    TrainMetric that counts an event of an environment or of the run
+    event        name or -    TrainMetric that counts an event of an environment or of the run, or
+                              the result of a validation
     """
 
     kind: RowKind
@@ -129,7 +131,8 @@ class MetricsRow(_Record):
     elapsed_s: float
     """Training time so far in seconds, without evaluations."""
     num_games_trained: int
-    """Number of episodes that were trained on so far; 0 in rows without this value."""
+    """Number of episodes that were trained on so far; of conversations in a fine-tuning run. 0 in
+    rows without this value."""
     values: dict[str, float] = {}
     """Values by TrainMetric, EvalMetric or reward term (`REWARD_TERM_PREFIX`). Values that were not
     measured are missing."""
@@ -297,6 +300,51 @@ class Summary(_Record):
     groups_rolled_back: int = 0
     """Number of groups that were lost when the learner died."""
     max_staleness_seen: int = 0
+    versions: dict[str, str]
+    """Versions of the packages that influence the result."""
+
+
+class SftSummary(_Record):
+    """Final results of a fine-tuning run: its summary.json. Losses are means per trained token."""
+
+    kind: Literal["sft"] = "sft"
+    name: str
+    model: str
+    """Path or Hugging Face id of the initial model."""
+    data: str
+    """Path or Hugging Face id of the conversations."""
+    model_folder: str
+    """Folder of the fine-tuned model."""
+    seed: int
+    num_steps: int
+    """Number of trained steps."""
+    has_stopped_early: bool
+    """True if training stopped because the validation loss no longer improved."""
+    model_step: int
+    """Step of the weights in the model's folder."""
+    num_train: int
+    """Number of conversations that the model learned from."""
+    num_validation: int
+    """Number of held-out conversations."""
+    num_dropped: int
+    """Number of conversations that were left out, because they are too long."""
+    num_truncated: int
+    """Number of conversations that were cut off."""
+    num_conversations_trained: int
+    """Number of conversations in all batches; each pass counts."""
+    num_tokens_trained: int
+    """Number of trained tokens in all batches."""
+    num_skipped_updates: int
+    """Number of updates that were skipped because their gradient was not finite."""
+    num_learner_ranks: int
+    start_loss: float | None
+    """Validation loss before training; None without validation."""
+    validation_loss: float | None
+    """Validation loss after the last step."""
+    best_loss: float | None
+    """Lowest validation loss after a step."""
+    wall_seconds_training: float
+    wall_seconds_total: float
     versions: dict[str, str]
     """Versions of the packages that influence the result."""
 

@@ -37,8 +37,9 @@ _MODULES = {
     "language_model": "driver.commands",
     "network": "classic.run",
     "reward_model": "reward_model.training",
+    "sft": "sft.commands",
 }
-"""Module that implements the commands, by kind of run. Only language models need Ray."""
+"""Module that implements the commands, by kind of run. Networks and reward models need no Ray."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,7 +146,9 @@ def _exit_on_interrupt() -> Iterator[None]:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ludus.trainer", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="train a policy or a reward model")
+    train = commands.add_parser(
+        "train", help="train a policy, a reward model or a fine-tuned model"
+    )
     check = commands.add_parser("check", help="check everything that could stop a run")
     add_start_options(train)
     add_start_options(check)

@@ -36,6 +36,7 @@ from ludus.proto.config.load import (
     load_any_run_config,
     load_reward_model_config,
     load_run_config,
+    load_sft_config,
     make_run_config,
     parse_override,
 )
@@ -51,8 +52,11 @@ from ludus.proto.config.reward_model import RewardModelRun
 from ludus.proto.config.run import (
     ANY_RUN,
     AnyRunConfig,
+    RecordedRun,
     RunConfig,
     require_language_model,
+    require_recorded_run,
+    validate_recorded_run_json,
     validate_run_json,
 )
 from ludus.proto.config.sections import (
@@ -71,6 +75,13 @@ from ludus.proto.config.sections import (
     TransformersGenerator,
     VllmGenerator,
     WeightStoreConfig,
+)
+from ludus.proto.config.sft import (
+    SftData,
+    SftLearner,
+    SftRun,
+    SftTraining,
+    ValidationConfig,
 )
 from ludus.proto.config.training_run import MetricsConfig, PrometheusSink, WandbSink
 
@@ -115,6 +126,7 @@ __all__ = [
     "PretrainedModel",
     "PrometheusSink",
     "RayWeightStore",
+    "RecordedRun",
     "ReinforceConfig",
     "RemoteEnvironment",
     "RemoteNetworkEnvironment",
@@ -127,11 +139,16 @@ __all__ = [
     "SequenceMask",
     "SequenceTis",
     "ServerConnection",
+    "SftData",
+    "SftLearner",
+    "SftRun",
+    "SftTraining",
     "TinyModel",
     "TokenTis",
     "TrainingConfig",
     "TransformersGenerator",
     "UrlAgent",
+    "ValidationConfig",
     "VllmGenerator",
     "WandbSink",
     "WeightStoreConfig",
@@ -139,8 +156,11 @@ __all__ = [
     "load_any_run_config",
     "load_reward_model_config",
     "load_run_config",
+    "load_sft_config",
     "make_run_config",
     "parse_override",
     "require_language_model",
+    "require_recorded_run",
+    "validate_recorded_run_json",
     "validate_run_json",
 ]

@@ -19,6 +19,7 @@ from ludus.proto.config.language_model import LanguageModelRun
 from ludus.proto.config.network import NetworkRun
 from ludus.proto.config.reward_model import RewardModelRun
 from ludus.proto.config.run import AnyRunConfig
+from ludus.proto.config.sft import SftRun
 from ludus.proto.errors import ConfigError
 
 REFUSED_FIELDS = (
@@ -40,6 +41,7 @@ IGNORED_FIELDS = (
     "training.stop_grace_s",
     "training.keep_checkpoints",
     "training.max_learner_restarts",
+    "training.learner_timeout_s",
     "rollout.num_workers",
     "rollout.min_workers",
     "output",
@@ -120,6 +122,8 @@ def _list_schedules(run: AnyRunConfig) -> list[str]:
             if learner.schedule != "constant":
                 settings["learner.schedule"] = learner.schedule
             return [f"{name} = {value!r}" for name, value in settings.items() if value is not None]
+        case SftRun(learner=learner) if learner.schedule != "constant":
+            return [f"learner.schedule = {learner.schedule!r}"]
         case NetworkRun(ppo=ppo) if ppo.schedule != "constant":
             return [f"ppo.schedule = {ppo.schedule!r}"]
     return []

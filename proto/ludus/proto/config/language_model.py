@@ -133,13 +133,7 @@ class LanguageModelRun(TrainingRun):
             )
 
     def _check_weight_decay(self) -> None:
-        learning_rate, weight_decay = self.learning_rate, self.learner.weight_decay
-        if learning_rate * weight_decay >= 1:
-            raise ValueError(
-                f"learner.weight_decay = {weight_decay:g} times learner.learning_rate = "
-                f"{learning_rate:g} is the share of every weight that each step removes, and must "
-                "be less than 1; lower weight_decay, which usually is between 0 and 0.1"
-            )
+        check_weight_decay(self.learning_rate, self.learner.weight_decay)
 
     def _check_tokens(self) -> None:
         if isinstance(self.model, TinyModel) and self.rollout.max_tokens > self.model.max_tokens:
@@ -294,3 +288,13 @@ class LanguageModelRun(TrainingRun):
         if is_single and name == make_environment_name(self.environments[name].model_dump()):
             return "environment"
         return f"environments.{name}"
+
+
+def check_weight_decay(learning_rate: float, weight_decay: float) -> None:
+    """Raise a ValueError if a step would remove every weight."""
+    if learning_rate * weight_decay >= 1:
+        raise ValueError(
+            f"learner.weight_decay = {weight_decay:g} times learner.learning_rate = "
+            f"{learning_rate:g} is the share of every weight that each step removes, and must "
+            "be less than 1; lower weight_decay, which usually is between 0 and 0.1"
+        )

@@ -14,6 +14,7 @@ from ludus.proto.config.language_model import LanguageModelRun
 from ludus.proto.config.presets import apply_preset
 from ludus.proto.config.reward_model import RewardModelRun
 from ludus.proto.config.run import ANY_RUN, AnyRunConfig, RunConfig, require_policy
+from ludus.proto.config.sft import SftRun
 from ludus.proto.documents import MAX_DEPTH, DocumentError, check_limits, read_document
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 from ludus.proto.paths import parse_path
@@ -77,6 +78,25 @@ def load_reward_model_config(
     else:
         run = _make_run(dict(source), overrides, "the configuration")
     assert isinstance(run, RewardModelRun)
+    return run
+
+
+def load_sft_config(path: Path | None, overrides: Sequence[str] = ()) -> SftRun:
+    """Read the configuration of a run of `ludus sft`; see `load_any_run_config`.
+
+    A file without `kind` is such a run.
+
+    Raises:
+        ConfigError: the run is of another kind.
+    """
+    source = "the configuration" if path is None else str(path)
+    tree = {} if path is None else _read_file(parse_path(path))
+    run = _make_run({"kind": "sft", **tree}, overrides, source)
+    if not isinstance(run, SftRun):
+        raise ConfigError(
+            f"{source} has kind = '{run.kind}', but `ludus sft` needs kind = 'sft'; use "
+            "`ludus train`, or `ludus train-reward` for a reward model"
+        )
     return run
 
 

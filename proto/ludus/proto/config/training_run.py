@@ -27,7 +27,7 @@ DEFAULT_STOP_GRACE_S = 10.0
 _LAST_EVAL_SEED = 2**63
 
 
-class TrainingSection(Section):
+class TrainingLength(Section):
     """Length of the training, and its checkpoints."""
 
     num_steps: PositiveInt = 100
@@ -44,6 +44,11 @@ class TrainingSection(Section):
     resumed run trains it again."""
     keep_checkpoints: PositiveInt = 2
     """Number of latest checkpoints that stay on disk."""
+
+
+class TrainingSection(TrainingLength):
+    """Length of the training of a policy, and its checkpoints."""
+
     shuffle_rewards: bool = False
     """Shuffle the rewards of each batch, so that the policy cannot learn: a negative control."""
 

@@ -21,6 +21,7 @@ from ludus.services.cli import (
     init_command,
     run_folder_commands,
     runs_commands,
+    sft_command,
     submit_command,
     train_command,
     train_reward_command,
@@ -58,6 +59,7 @@ app.add_typer(env_commands.app, name="env")
 app.command("init")(init_command.init)
 app.command("train", cls=train_command.TrainCommand)(train_command.train)
 app.command("train-reward")(train_reward_command.train_reward)
+app.command("sft", cls=train_command.TrainCommand)(sft_command.fine_tune)
 app.command("eval")(eval_command.evaluate)
 app.command("watch")(run_folder_commands.watch)
 app.command("scale")(run_folder_commands.scale)

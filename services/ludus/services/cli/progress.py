@@ -50,10 +50,12 @@ class RunProgress:
 
     Args:
         step: number of steps trained so far; None if the first row tells it.
+        unit: name of what a batch consists of.
     """
 
-    def __init__(self, num_steps: int, step: int | None = 0) -> None:
+    def __init__(self, num_steps: int, step: int | None = 0, unit: str = "episodes") -> None:
         self.num_steps = num_steps
+        self._unit = unit
         self.step = step
         self.num_games_trained = 0
         self.phase: Phase | None = None
@@ -64,6 +66,7 @@ class RunProgress:
         """Numbers of void episodes, by step: a restarted learner reports some steps again."""
         self._eval_values: dict[str, dict[str, float]] = {}
         """Values of the latest evaluation of each environment."""
+        self._validation_loss: float | None = None
         self._num_open_environments = 0
         """Number of environments that the curriculum has opened; 0 if there is no curriculum."""
         self._newest_environment = ""
@@ -85,6 +88,8 @@ class RunProgress:
                     self._eval_values[row.environment or ""] = row.values
                 case "train":
                     self._record_step(row)
+                case "event" if TrainMetric.VALIDATION_LOSS in row.values:
+                    self._validation_loss = row.values[TrainMetric.VALIDATION_LOSS]
                 case "event" if TrainMetric.NUM_UNLOCKS in row.values:
                     self._newest_environment = row.environment or ""
 
@@ -118,7 +123,9 @@ class RunProgress:
             "reward": self._format_mean(
                 TrainMetric.REWARD_MEAN, lambda mean: format_fixed(mean, 3)
             ),
-            "episodes": f"{self.num_games_trained:,}" if self.num_games_trained else None,
+            "loss": self._format_loss(),
+            "validation loss": _format_loss(self._validation_loss),
+            self._unit: f"{self.num_games_trained:,}" if self.num_games_trained else None,
             "open environments": self._format_open_environments(),
             "episodes/s": self._format_mean(TrainMetric.EPISODES_PER_SECOND),
             "tokens/s": self._format_mean(TrainMetric.TOKENS_PER_SECOND),
@@ -165,6 +172,12 @@ class RunProgress:
         num_void = sum(counts[metric] for counts in self._void_counts.values())
         return f"{num_void:,}" if num_void else None
 
+    def _format_loss(self) -> str | None:
+        """Format the mean loss of a run without rewards, in which the loss measures progress."""
+        has_rewards = any(TrainMetric.REWARD_MEAN in values for values in self._recent_values)
+        loss = None if has_rewards else combine_metric(TrainMetric.LOSS, self._recent_values)
+        return _format_loss(loss)
+
     def _format_mean(
         self, metric: TrainMetric, format_mean: Callable[[float], str] = format_compact
     ) -> str | None:
@@ -181,6 +194,10 @@ class RunProgress:
                 mean = values.get(EvalMetric.RETURN_MEAN)
                 facts[f"return{suffix}"] = None if mean is None else format_fixed(mean, 3)
         return facts
+
+
+def _format_loss(loss: float | None) -> str | None:
+    return None if loss is None else format_fixed(loss, 4)
 
 
 def _format_wins(values: Mapping[str, float]) -> str | None:

@@ -41,7 +41,7 @@ from ludus.services.cli.trainer_process import TrainerEnd, run_trainer
 from ludus.services.numbers import format_duration
 
 if TYPE_CHECKING:
-    from ludus.proto.config import RunConfig
+    from ludus.proto.config import RecordedRun, RunConfig
 
 
 class TrainCommand(TyperCommand):
@@ -87,19 +87,15 @@ def train(
     from ludus.proto.config import load_run_config
 
     config = load_run_config(config_path, overrides or ())
-    if resume is not Resume.NEVER and overwrites:
-        raise ConfigError("--resume cannot be combined with --overwrite; remove one")
+    trainer_flags = make_trainer_flags(resume, overwrites=overwrites)
     run_dir = Path(config.output_dir) / config.name
-    trainer_flags = ["--overwrite"] if overwrites else []
-    if resume is not Resume.NEVER:
-        trainer_flags.append(f"--resume={resume}")
     if is_dry_run:
         end = run_quietly("checking", ["check", *trainer_flags], config)
         exit_on_failure(end, run_dir, "nothing was written")
         write_json(config.model_dump_json(indent=2))
         return
     _check_environments(config)
-    end = _run_training(config, run_dir, trainer_flags)
+    end = run_training(config, run_dir, trainer_flags)
     exit_on_failure(end, run_dir, advise_next_command(run_dir))
     train_more = f"ludus train {run_dir / CONFIG_FILE} --resume --set training.num_steps={{more}}"
     show_results(run_dir, {"evaluate": f"ludus eval {run_dir}", "train more": train_more})
@@ -135,15 +131,29 @@ def _check_environments(config: RunConfig) -> None:
             environment_factory(environment.package, environment.options)().close()
 
 
-def advise_next_command(run_dir: Path) -> str:
+def advise_next_command(run_dir: Path, command: str = "train") -> str:
     """Return the advice on how to continue a run that was stopped."""
     if any((run_dir / CHECKPOINTS_FOLDER).glob("step-*[0-9]")):
-        return f"continue with: ludus train {run_dir / CONFIG_FILE} --resume"
+        return f"continue with: ludus {command} {run_dir / CONFIG_FILE} --resume"
     return "no checkpoint was written yet; the same command starts again"
 
 
-def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> TrainerEnd:
-    progress = RunProgress(config.training.num_steps)
+def make_trainer_flags(resume: Resume, *, overwrites: bool) -> list[str]:
+    """Return the trainer's options for an existing run of the same name.
+
+    Raises:
+        ConfigError: both options are set.
+    """
+    if resume is not Resume.NEVER and overwrites:
+        raise ConfigError("--resume cannot be combined with --overwrite; remove one")
+    flags = ["--overwrite"] if overwrites else []
+    return flags if resume is Resume.NEVER else [f"--resume={resume}"]
+
+
+def run_training(config: RecordedRun, run_dir: Path, flags: list[str]) -> TrainerEnd:
+    """Run the trainer, show the progress of the run, and return how the trainer ended."""
+    unit = "conversations" if config.kind == "sft" else "episodes"
+    progress = RunProgress(config.training.num_steps, unit=unit)
     follower = RecordsFollower(run_dir / METRICS_FILE, MetricsRow, skips_old_file=True)
     with show_progress(get_stderr()) as view:
 

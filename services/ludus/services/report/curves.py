@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ludus.proto.config import SftRun
 from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric, combine_metric
 from ludus.proto.runs import MetricsRow, PolicyResult
 from ludus.services.display import format_policy_name
@@ -121,6 +122,14 @@ TRAINING_CURVES = (
     _TrainingCurve(TrainMetric.EXPLAINED_VARIANCE, "Value head", "variance explained"),
     _TrainingCurve(TrainMetric.MFU, "MFU", "share of the device's peak"),
 )
+FINE_TUNING_CURVES = (
+    _TrainingCurve(TrainMetric.LOSS, "Loss", "nats per token"),
+    _TrainingCurve(TrainMetric.ENTROPY, "Entropy", "nats per token"),
+    _TrainingCurve(TrainMetric.GRAD_NORM, "Gradient norm", "before clipping"),
+    _TrainingCurve(TrainMetric.LEARNING_RATE, "Learning rate", "of each step"),
+    _TrainingCurve(TrainMetric.TOKENS_PER_SECOND, "Training", "tokens per second"),
+    _TrainingCurve(TrainMetric.MFU, "MFU", "share of the device's peak"),
+)
 SHARED_CURVES = (
     _REWARD,
     _TrainingCurve(TrainMetric.WIN_RATE, "Wins", "share of episodes"),
@@ -182,7 +191,8 @@ def make_learning_curve(
 
 def make_training_charts(run: RunFiles) -> list[SmallChart]:
     """Make a chart of each training metric that the run recorded."""
-    return _make_small_charts(run.select_rows("train"), TRAINING_CURVES, _make_marks(run))
+    training_curves = FINE_TUNING_CURVES if isinstance(run.config, SftRun) else TRAINING_CURVES
+    return _make_small_charts(run.select_rows("train"), training_curves, _make_marks(run))
 
 
 def make_environment_charts(run: RunFiles, environment: str) -> list[SmallChart]:
@@ -219,6 +229,7 @@ def _make_small_charts(
     rows: list[MetricsRow], curves: Sequence[_TrainingCurve], marks: list[Mark]
 ) -> list[SmallChart]:
     charts = []
+    unit = "conversations" if curves is FINE_TUNING_CURVES else "episodes"
     for curve in curves:
         required_metric = curve.required_metric
         if required_metric and not any(row.values.get(required_metric) for row in rows):
@@ -230,7 +241,7 @@ def _make_small_charts(
             means = _compute_moving_means(curve, [row for row, _ in measured_rows])
             chart = LineChart(
                 SMALL_FRAME,
-                f"{curve.name} over episodes trained",
+                f"{curve.name} over {unit} trained",
                 points=[Point(row.num_games_trained, mean) for row, mean in means],
                 raw_points=[Point(row.num_games_trained, value) for row, value in measured_rows],
                 marks=marks,

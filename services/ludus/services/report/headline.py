@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ludus.proto.config import EnvironmentConfig, NetworkEnvironmentConfig, NetworkRun
+from ludus.proto.config import EnvironmentConfig, NetworkEnvironmentConfig, NetworkRun, RunConfig
 from ludus.proto.metrics import EvalMetric
 from ludus.proto.runs import NETWORK, EnvironmentResult, MetricsRow, Summary
 from ludus.services.display import format_policy_name
@@ -30,9 +30,8 @@ class Tile:
     is_main: bool = False
 
 
-def describe_run(run: RunFiles) -> str:
-    """Return a one-line description of the run."""
-    config = run.config
+def describe_run(run: RunFiles, config: RunConfig | None) -> str:
+    """Return a one-line description of a run that trains a policy."""
     if config is None:
         return run.summary.environment if run.summary is not None else str(run.run_dir)
     environments = " and ".join(map(_describe_environment, config.environments.values()))
@@ -63,9 +62,9 @@ def list_notices(run: RunFiles) -> list[str]:
     notices = list(run.notices)
     total_text = "" if run.config is None else f" of {run.config.training.num_steps}"
     progress_text = f"step {run.num_steps_done}{total_text}"
-    if run.summary is None:
+    if run.summary is None and run.sft_summary is None:
         notices.insert(0, f"The run is not finished: {progress_text}.")
-    elif not run.summary.finished:
+    elif run.summary is not None and not run.summary.finished:
         notices.insert(0, f"The run was stopped before its last step: {progress_text}.")
     if not run.metrics:
         notices.append("No metrics were recorded, so there are no curves.")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ludus.proto.config import SftRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import REPORT_FILE, Transcript
 from ludus.services import display
-from ludus.services.report import curves, headline
+from ludus.services.report import curves, fine_tuning, headline
 from ludus.services.report.files import render_template, write_atomically
 from ludus.services.report.line_chart import Frame, LineChart, Scale, pad_range
 from ludus.services.report.policy_grid import count_agreements, make_legend_colors, split_panels
@@ -16,6 +17,10 @@ from ludus.services.report.run_files import RunFiles, load_run_files
 
 NUM_TRANSCRIPTS = 3
 """Number of first transcripts, and of last transcripts, that the page shows per environment."""
+_LEARNING_EXPLANATION = (
+    "Evaluations on seeds that training never uses. Bands are 95% intervals; dashed lines are "
+    "fixed policies on the same seeds."
+)
 _FIGURE_FRAME = Frame(
     width=520, height=470, margin_left=46, margin_right=158, margin_top=12, margin_bottom=46
 )
@@ -51,12 +56,8 @@ def _render_page(run: RunFiles) -> str:
     return _render(
         "page.html",
         run,
-        lead=headline.describe_run(run),
         notices=headline.list_notices(run),
-        environment_tiles=headline.make_environment_tiles(run),
-        run_tiles=headline.make_run_tiles(run),
-        run_facts=headline.list_run_facts(summary) if summary else [],
-        learning_curves=_make_learning_curves(run),
+        **_make_headline(run),
         legend_colors=make_legend_colors(),
         policies={name: display.list_policies(result) for name, result in results.items()},
         make_return_scale=make_return_scale,
@@ -72,6 +73,33 @@ def _render_page(run: RunFiles) -> str:
         },
         num_transcripts=NUM_TRANSCRIPTS,
     )
+
+
+def _make_headline(run: RunFiles) -> dict[str, object]:
+    """Return the variables of the page that depend on the kind of the run."""
+    if isinstance(run.config, SftRun):
+        sft_summary, curve = run.sft_summary, fine_tuning.make_validation_curve(run)
+        return {
+            "unit": "conversations",
+            "lead": fine_tuning.describe_run(run.config),
+            "environment_tiles": {"": fine_tuning.make_loss_tiles(run)},
+            "run_tiles": fine_tuning.make_run_tiles(run),
+            "run_facts": fine_tuning.list_run_facts(sft_summary) if sft_summary else [],
+            "versions": sft_summary.versions if sft_summary else {},
+            "learning_curves": {"": {"Validation loss": curve}} if curve else {},
+            "learning_explanation": "Mean loss per token of conversations that are held out.",
+        }
+    summary = run.summary
+    return {
+        "unit": "episodes",
+        "lead": headline.describe_run(run, run.config),
+        "environment_tiles": headline.make_environment_tiles(run),
+        "run_tiles": headline.make_run_tiles(run),
+        "run_facts": headline.list_run_facts(summary) if summary else [],
+        "versions": summary.versions if summary else {},
+        "learning_curves": _make_learning_curves(run),
+        "learning_explanation": _LEARNING_EXPLANATION,
+    }
 
 
 def _render_figure(run: RunFiles) -> str:

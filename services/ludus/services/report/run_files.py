@@ -10,7 +10,13 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from ludus.proto.config import EnvironmentConfig, LanguageModelRun, RunConfig, validate_run_json
+from ludus.proto.config import (
+    EnvironmentConfig,
+    LanguageModelRun,
+    RecordedRun,
+    SftRun,
+    validate_recorded_run_json,
+)
 from ludus.proto.errors import NotFoundError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import (
@@ -22,6 +28,7 @@ from ludus.proto.runs import (
     MetricsRow,
     PolicyChart,
     RowKind,
+    SftSummary,
     Summary,
     Transcript,
     read_metrics,
@@ -37,8 +44,11 @@ class RunFiles:
     """The contents of a run's files. A missing file is None or empty, and `notices` mentions it."""
 
     run_dir: Path
-    config: RunConfig | None
+    config: RecordedRun | None
     summary: Summary | None
+    """Summary of a run that trains a policy."""
+    sft_summary: SftSummary | None
+    """Summary of a fine-tuning run."""
     chart: PolicyChart | None
     metrics: list[MetricsRow]
     transcripts: list[Transcript]
@@ -49,6 +59,8 @@ class RunFiles:
         """Name of the run."""
         if self.summary is not None:
             return self.summary.name
+        if self.sft_summary is not None:
+            return self.sft_summary.name
         return self.config.name if self.config is not None else self.run_dir.resolve().name
 
     @property
@@ -119,15 +131,19 @@ def load_run_files(run_dir: Path) -> RunFiles:
     def parse_json(file_name: str, parse_file: Callable[[bytes], ValueT]) -> ValueT | None:
         return read_file(file_name, lambda: parse_file((run_dir / file_name).read_bytes()))
 
-    config = parse_json(CONFIG_FILE, validate_run_json)
-    summary = parse_json(SUMMARY_FILE, Summary.model_validate_json)
+    config = parse_json(CONFIG_FILE, validate_recorded_run_json)
+    summary = sft_summary = None
+    if isinstance(config, SftRun):
+        sft_summary = parse_json(SUMMARY_FILE, SftSummary.model_validate_json)
+    else:
+        summary = parse_json(SUMMARY_FILE, Summary.model_validate_json)
     chart = None
     if (run_dir / CHART_FILE).exists():
         chart = parse_json(CHART_FILE, PolicyChart.model_validate_json)
         chart = chart if chart and chart.cells else None
     metrics = read_file(METRICS_FILE, lambda: read_metrics(run_dir)) or []
     transcripts = read_file(TRANSCRIPTS_FILE, lambda: read_transcripts(run_dir)) or []
-    return RunFiles(run_dir, config, summary, chart, metrics, transcripts, notices)
+    return RunFiles(run_dir, config, summary, sft_summary, chart, metrics, transcripts, notices)
 
 
 def _explain_missing_run(run_dir: Path, file_names: list[str]) -> str:

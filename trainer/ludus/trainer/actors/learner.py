@@ -120,12 +120,20 @@ class LearnerActor:
         """Return the log-probs of each completion's tokens under the policy."""
         return self._learner.score_completions(requests)
 
+    def compute_mean_loss(self, batch: Batch) -> float:
+        """Return the mean negative log-prob of the batch's sampled tokens."""
+        return self._learner.compute_mean_loss(batch)
+
     def ping(self) -> None:
         """Return immediately, to show that the rank is alive and idle."""
 
     def save(self, state_folder: Path, model_folder: Path) -> list[SavedFile]:
         """Save this rank's part of a checkpoint, and the model from rank 0; return the files."""
         return self._learner.save(state_folder) + self._learner.export_model(model_folder)
+
+    def export_model(self, folder: Path) -> None:
+        """Save the model from rank 0."""
+        self._learner.export_model(folder)
 
     def load(self, folder: Path) -> None:
         """Restore the state of a checkpoint."""
@@ -196,6 +204,11 @@ class LearnerGroup(Learners):
     async def score_completions(self, requests: Sequence[ScoringRequest]) -> list[list[float]]:
         return await self._call_all("score_completions", list(requests))
 
+    async def compute_mean_loss(self, batch: Batch) -> float:
+        """Return the mean negative log-prob of the batch's sampled tokens, without an update."""
+        mean_loss: float = await self._call_all("compute_mean_loss", batch)
+        return mean_loss
+
     async def ping(self) -> None:
         await self._call_all("ping")
 
@@ -203,6 +216,10 @@ class LearnerGroup(Learners):
         folders = state_folder.absolute(), model_folder.absolute()
         files_by_rank = await self._call("save", self.ranks, *folders)
         return [file for files in files_by_rank for file in files]
+
+    async def export_model(self, folder: Path) -> None:
+        """Write the Hugging Face model, without the state of the optimizer."""
+        await self._call_all("export_model", folder.absolute())
 
     async def load(self, folder: Path) -> None:
         """Restore the state of a checkpoint."""

@@ -63,6 +63,10 @@ class Stream(IntEnum):
     """Choice of the held-out comparisons."""
     REWARD_MODEL_ORDER = 22
     """Order of the comparisons. Counter: epoch."""
+    SFT_SPLIT = 25
+    """Choice of the held-out conversations."""
+    SFT_ORDER = 26
+    """Order of the conversations. Counter: epoch."""
     PROBLEM_SPLIT = 30
     """Choice of an environment's held-out problems."""
     REPLAY_BUFFER = 60

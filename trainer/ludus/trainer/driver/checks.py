@@ -32,6 +32,7 @@ from ludus.proto.config import (
     FunctionLoss,
     GrpoConfig,
     LanguageModelRun,
+    LearnerConfig,
     LocalEnvironment,
     ModelCritic,
     PpoConfig,
@@ -47,8 +48,8 @@ from ludus.proto.config.environment import make_reward_term_name
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.paths import parse_path
 from ludus.proto.run_lock import is_in_use
-from ludus.proto.runs import Resume
-from ludus.trainer.actors.placement import place_on_one_machine
+from ludus.proto.runs import METRICS_FILE, Resume
+from ludus.trainer.actors.placement import Roles, place_on_one_machine
 from ludus.trainer.actors.ray_address import check_cluster, is_local
 from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.algorithms.losses import LOSS_FUNCTION_FIELD
@@ -63,7 +64,7 @@ from ludus.trainer.rollout.agents.launchers import check_agent
 from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
 from ludus.trainer.rollout.rewards.scoring import check_columns
 from ludus.trainer.rollout.runner import episode_limits
-from ludus.trainer.run.checkpoint import RunState
+from ludus.trainer.run.checkpoint import MODEL_FOLDER, RunState
 from ludus.trainer.run.lifecycle import find_start, make_run_id
 from ludus.trainer.setup.chat_template import check_chat_template
 from ludus.trainer.setup.environments import ConnectedEnvironment, load_fixed_policies
@@ -86,20 +87,25 @@ def resolve_config(run: LanguageModelRun) -> LanguageModelRun:
     if isinstance(run.generator, VllmGenerator) and not is_vllm_installed():
         warn_user("vLLM is not installed here; using generator.kind = 'transformers' instead")
         updates["generator"] = TransformersGenerator()
-    if run.learner.dtype == "bfloat16" and is_local() and _is_bfloat16_emulated():
-        warn_user(
-            "this processor has no instructions for bfloat16 and computes far slower "
-            "with it than with float32; set learner.dtype = 'float32'"
-        )
+    warn_of_emulation(run.learner)
     if isinstance(run.model, PretrainedModel):
-        updates["model"] = _resolve_model(run.model)
+        updates["model"] = resolve_model(run.model)
     if isinstance(run.algorithm, PpoConfig) and isinstance(run.algorithm.critic, ModelCritic):
         critic = run.algorithm.critic
-        critic = critic.model_copy(update={"path": _resolve_path(critic.path)})
+        critic = critic.model_copy(update={"path": resolve_path(critic.path)})
         updates["algorithm"] = run.algorithm.model_copy(update={"critic": critic})
     environments = run.environments.items()
     updates["environments"] = {name: _resolve_environment(config) for name, config in environments}
     return run.model_copy(update=updates)
+
+
+def warn_of_emulation(learner: LearnerConfig) -> None:
+    """Warn the user if the learner computes in a type that this processor emulates."""
+    if learner.dtype == "bfloat16" and is_local() and _is_bfloat16_emulated():
+        warn_user(
+            "this processor has no instructions for bfloat16 and computes far slower "
+            "with it than with float32; set learner.dtype = 'float32'"
+        )
 
 
 def _is_bfloat16_emulated() -> bool:
@@ -110,6 +116,24 @@ def _is_bfloat16_emulated() -> bool:
     return is_x86 and not has_instructions and not torch.cuda.is_available()
 
 
+def resolve_model(model: PretrainedModel) -> PretrainedModel:
+    """Return the model with absolute paths; the folder of a fine-tuning run names its model."""
+    updates = {"chat_template": resolve_path(model.chat_template)}
+    folder = parse_path(model.path)
+    if is_fine_tuned_run(folder):
+        updates["path"] = str((folder / MODEL_FOLDER).absolute())
+    elif load.is_folder_path(model.path):
+        updates["path"] = resolve_path(model.path)
+    return model.model_copy(update=updates)
+
+
+def is_fine_tuned_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run of `ludus sft` that has written its model."""
+    return (folder / METRICS_FILE).is_file() and (
+        folder / MODEL_FOLDER / load.MODEL_CONFIG_FILE
+    ).is_file()
+
+
 def check_start(run: LanguageModelRun, resume: Resume) -> None:
     """Check everything that could stop a run from starting."""
     check_importable_names(run)
@@ -117,11 +141,11 @@ def check_start(run: LanguageModelRun, resume: Resume) -> None:
     asyncio.run(check_remote_addresses(run))
     check_models(run)
     if is_local():
-        _check_gpus(run)
+        check_gpus(run)
     else:
         check_cluster()
     check_reachable(resolve_location(run.weights, run.folder, make_run_id()))
-    _check_folder(run.folder)
+    check_folder(run.folder)
     find_start(run, resume, RunState)
 
 
@@ -314,8 +338,9 @@ def check_critic(run: LanguageModelRun) -> None:
         check_same_tokens(critic_path, run.model.path)
 
 
-def _check_gpus(run: LanguageModelRun) -> None:
-    demand, num_gpus = place_on_one_machine(run).demand, torch.cuda.device_count()
+def check_gpus(run: LanguageModelRun, roles: Roles = Roles.ALL) -> None:
+    """Check that this machine has the GPUs of the actors with these roles."""
+    demand, num_gpus = place_on_one_machine(run, roles).demand, torch.cuda.device_count()
     if not demand.fits([{"GPU": float(num_gpus)}]):
         raise ConfigError(
             f"this machine has {num_gpus} GPUs, but the run needs {demand}; lower "
@@ -371,7 +396,8 @@ def _render_first_messages(
         raise ConfigError(str(error)) from error
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
+    """Check that a run's folder is not in use and can be written."""
     if is_in_use(folder):
         raise ConfigError(f"'{folder}' is in use: another process trains there; use another name")
     existing_path = next(path for path in (folder, *folder.parents) if path.exists())
@@ -415,13 +441,6 @@ def _find_model(path: str, field: str, hint: str = "") -> str:
     return str(folder)
 
 
-def _resolve_model(model: PretrainedModel) -> PretrainedModel:
-    updates = {"chat_template": _resolve_path(model.chat_template)}
-    if load.is_folder_path(model.path):
-        updates["path"] = _resolve_path(model.path)
-    return model.model_copy(update=updates)
-
-
 def _resolve_environment(config: EnvironmentConfig) -> EnvironmentConfig:
     agent = config.agent
     if isinstance(agent, CommandAgent):
@@ -435,13 +454,13 @@ def _resolve_reward(term: RewardTerm | RewardModelTerm) -> RewardTerm | RewardMo
         return term
     # The name is still derived from the original path, because metrics use it.
     name = make_reward_term_name(term)
-    return term.model_copy(update={"path": _resolve_path(term.path), "name": name})
+    return term.model_copy(update={"path": resolve_path(term.path), "name": name})
 
 
-def _resolve_path(path: str | None) -> str | None:
-    """Return an existing folder as an absolute path, and a Hugging Face id unchanged.
+def resolve_path(path: str | None) -> str | None:
+    """Return an existing file or folder as an absolute path, and a Hugging Face id unchanged.
 
-    A missing folder keeps its path, so that the error names it as the user wrote it.
+    A missing path keeps its path, so that the error names it as the user wrote it.
     """
     if path is None:
         return None

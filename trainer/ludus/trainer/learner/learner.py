@@ -229,6 +229,18 @@ class Learner:
         self.model.reshard()
         return scores
 
+    @torch.no_grad()
+    def compute_mean_loss(self, batch: Batch) -> float:
+        """Return the mean negative log-prob of the batch's sampled tokens, without an update."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for micro_batch in self._pack_micro_batches(batch, np.arange(batch.num_samples)):
+            output: PolicyOutput = self._policy(micro_batch.rows, self._run.rollout.temperature)
+            logprobs = micro_batch.gather_samples(output.logprobs)[micro_batch.mask].double()
+            sums += torch.stack([-logprobs.sum(), micro_batch.mask.sum()])
+        self.model.reshard()
+        dist.all_reduce(sums)
+        return float(sums[0] / sums[1])
+
     def save(self, folder: Path) -> list[SavedFile]:
         """Save weights, optimizer and random state, and return the files of this rank.
 

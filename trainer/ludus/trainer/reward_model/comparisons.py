@@ -27,8 +27,8 @@ from torch.nn.functional import cross_entropy
 from ludus.proto.errors import ConfigError
 from ludus.proto.reward_models import PreferenceScores
 from ludus.trainer.core.streams import Stream, make_random
+from ludus.trainer.data.rows import Row, read_rows
 from ludus.trainer.reward_model.model import Content, RewardModel, TextEncoder, parse_content
-from ludus.trainer.reward_model.rows import Row, read_rows
 
 _COLUMNS = "prompt, chosen, rejected; or query, sample0, sample1, ..., best"
 _MIN_PROMPTS_TO_SPLIT_BY = 20

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ludus.env.types import JsonObject
-from ludus.proto.config import LanguageModelRun, RunConfig
+from ludus.proto.config import LanguageModelRun, RecordedRun
 from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import (
     METRICS_FILE,
@@ -62,7 +62,7 @@ class MetricsWriter:
 
     def __init__(
         self,
-        run: RunConfig,
+        run: RecordedRun,
         path: Path,
         *,
         resume_from: int | None = None,

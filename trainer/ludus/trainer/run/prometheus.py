@@ -34,7 +34,7 @@ from prometheus_client.registry import Collector
 
 from ludus.env.security.tokens import FOREIGN_HOST, is_allowed_host, is_loopback_name
 from ludus.env.types import JsonObject
-from ludus.proto.config import PrometheusSink, RunConfig
+from ludus.proto.config import PrometheusSink, RecordedRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import (
     REWARD_TERM_PREFIX,
@@ -97,7 +97,7 @@ class RunSeries(MetricsSink, Collector):
 
     name = "prometheus"
 
-    def __init__(self, run: RunConfig, get_time_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, run: RecordedRun, get_time_s: Callable[[], float] = time.time) -> None:
         self._lock = threading.Lock()
         self._run_name = run.name
         self._get_time_s = get_time_s
@@ -199,7 +199,7 @@ class RunSeries(MetricsSink, Collector):
 class PrometheusExporter(RunSeries):
     """An exporter that serves the series of a run over HTTP until it is closed."""
 
-    def __init__(self, run: RunConfig, config: PrometheusSink) -> None:
+    def __init__(self, run: RecordedRun, config: PrometheusSink) -> None:
         """Start the server."""
         super().__init__(run)
         registry = CollectorRegistry(auto_describe=False)

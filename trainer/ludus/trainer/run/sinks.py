@@ -19,7 +19,7 @@ from typing import TextIO
 
 from ludus.env.text.terminal import clean_json_for_terminal
 from ludus.env.types import JsonObject
-from ludus.proto.config import RunConfig
+from ludus.proto.config import RecordedRun
 from ludus.proto.runs import LOG_ROW_PREFIX, TENSORBOARD_FOLDER, WANDB_FOLDER, MetricsRow
 
 _log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Sinks:
 
 
 def open_sinks(
-    run: RunConfig,
+    run: RecordedRun,
     folder: Path,
     *,
     resume_from: int | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ludus.proto.config import RunConfig, WandbSink
+from ludus.proto.config import RecordedRun, WandbSink
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import MetricsRow
 from ludus.trainer.run.sinks import MetricsSink, tag_values
@@ -24,7 +24,7 @@ class WandbWriter(MetricsSink):
 
     name = "wandb"
 
-    def __init__(self, run: RunConfig, config: WandbSink, folder: Path) -> None:
+    def __init__(self, run: RecordedRun, config: WandbSink, folder: Path) -> None:
         """Open the sink and write the run's configuration."""
         try:
             import wandb
@@ -88,7 +88,7 @@ class WandbWriter(MetricsSink):
         self._session.finish()
 
 
-def _ensure_wandb_id(run: RunConfig, folder: Path) -> str:
+def _ensure_wandb_id(run: RecordedRun, folder: Path) -> str:
     """Return the id of this run from a file in the folder, which a resumed run reuses."""
     path = folder / "run-id"
     if not path.exists():

@@ -69,7 +69,7 @@ def compute_step_values(
     totals = combine_metrics(environment_values.values()).items()
     # Reward terms of the same name in two environments may mean different things.
     run_values = {name: value for name, value in totals if not name.startswith(REWARD_TERM_PREFIX)}
-    run_values |= _compute_learner_values(metrics, times)
+    run_values |= compute_learner_values(metrics, times)
     run_values |= {
         TrainMetric.BUFFER_DEPTH_GROUPS: batch.num_waiting_groups,
         TrainMetric.CANARY_ERROR: canary_error,
@@ -139,7 +139,8 @@ def _compute_reward_values(counts: RolloutCounts) -> dict[str, float]:
     return values
 
 
-def _compute_learner_values(metrics: StepMetrics, times: StepTimes) -> dict[str, float]:
+def compute_learner_values(metrics: StepMetrics, times: StepTimes) -> dict[str, float]:
+    """Return the values that the learner measured, without values that are not finite."""
     values: dict[str, float] = {
         TrainMetric.STEP_S: times.total_s,
         TrainMetric.WAIT_FOR_BATCH_S: times.wait_s,

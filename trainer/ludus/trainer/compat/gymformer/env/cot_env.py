@@ -21,7 +21,7 @@ from ludus.trainer.compat.checks import PathText, ShareBelow1, check_value, rena
 from ludus.trainer.compat.gymformer.env.rewards import distance_to_answer, parse_number
 from ludus.trainer.compat.gymformer.env.token_env import TokenEnv
 from ludus.trainer.core.streams import Stream, make_random
-from ludus.trainer.reward_model.rows import read_rows
+from ludus.trainer.data.rows import read_rows
 
 _QUESTION_COLUMNS = ("question", "problem", "prompt")
 _SOLUTION_COLUMNS = ("answer", "solution")

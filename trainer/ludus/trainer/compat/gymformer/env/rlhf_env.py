@@ -27,9 +27,9 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.algorithms.losses import token_logprobs
 from ludus.trainer.compat.checks import check_value, rename_in_errors, require_device
 from ludus.trainer.compat.gymformer.env.token_env import TokenEnv
+from ludus.trainer.data.rows import read_rows
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.reward_model.model import load_reward_model
-from ludus.trainer.reward_model.rows import read_rows
 
 ScoreFunction = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
 """A function of prompts and completions that returns scores."""
