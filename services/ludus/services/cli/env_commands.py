@@ -17,6 +17,7 @@ from ludus.proto.paths import expand_home
 from ludus.services.cli.console import get_stderr, get_stdout, make_table, print_line
 from ludus.services.cli.env_check import check
 from ludus.services.cli.env_play import play
+from ludus.services.cli.env_record import record
 from ludus.services.cli.env_replay import replay
 from ludus.services.cli.env_serve import serve
 from ludus.services.cli.env_targets import serve_target
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ludus.services.cli.bench import BenchPlan, BenchResult
 
 app = typer.Typer(help="Write, serve, check and play environments.", no_args_is_help=True)
-for command in (serve, check, play, replay):
+for command in (serve, check, play, record, replay):
     app.command()(command)
 
 

@@ -48,9 +48,14 @@ def draw_action(
 
 def random_policy(description: EnvironmentDescription) -> FixedPolicy:
     """Return a policy that takes random actions in an environment with this description."""
+    return make_random_policy(description.action_schema)
+
+
+def make_random_policy(action_schema: JsonObject) -> FixedPolicy:
+    """Return a policy that takes random actions of this schema, legal if they are listed."""
 
     def play(observation: JsonObject, rng: random.Random) -> JsonObject:
-        return draw_action(description.action_schema, observation, rng)
+        return draw_action(action_schema, observation, rng)
 
     return play
 
