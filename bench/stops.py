@@ -125,6 +125,8 @@ def main() -> int:
     parser.add_argument("--moments", type=int, default=10, help="number of stops of each kind")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     args = parser.parse_args()
+    # A shell ignores SIGINT for commands in the background, and the runs would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     stops: list[Stop] = []
     with tempfile.TemporaryDirectory(prefix="ludus-stops-") as folder:
         kinds = make_kinds(Path(folder))

@@ -30,7 +30,7 @@ STARTS = {
         _MODULE,
     ),
     "folder with files that have the names of modules": (
-        "for n in ('json', 'socket', 'ludus', 'echo_env'):\n"
+        "for n in ('json', 'socket', 'ludus'):\n"
         "    open(n + '.py', 'w').write('import os; os._exit(9)')",
         _PROGRAM,
     ),
