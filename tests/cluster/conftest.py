@@ -35,12 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip long tests unless --all is set; run the tests of the autoscaled release last."""
+    """Skip long tests of clusters unless --all is set; run those of the autoscaled release last."""
     items.sort(key=needs_autoscaled_release)
     if not config.getoption("--all", default=False):
         reason = "long test; run it with `make cluster-test ARGS=--all`"
         for item in items:
-            if item.get_closest_marker("long"):
+            if item.get_closest_marker("long") and item.get_closest_marker("cluster"):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -18,7 +18,9 @@ from ludus.proto.runs import EvalReport, PolicyResult
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE_PATHS = sorted(
-    path for path in (ROOT / "examples").glob("*/*.toml") if path.parent.name != "reward_model"
+    path
+    for path in (ROOT / "examples").glob("*/*.toml")
+    if path.parent.name not in ("reward_model", "sft")
 )
 
 GENERATED_DATA = {learn_language.RLHF}

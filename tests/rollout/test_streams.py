@@ -76,6 +76,8 @@ def test_stream_ids_and_keys_do_not_change() -> None:
         "REWARD_MODEL": 20,
         "REWARD_MODEL_SPLIT": 21,
         "REWARD_MODEL_ORDER": 22,
+        "SFT_SPLIT": 25,
+        "SFT_ORDER": 26,
         "PROBLEM_SPLIT": 30,
         "NETWORK_WEIGHTS": 40,
         "NETWORK_SAMPLING": 41,
