@@ -17,9 +17,11 @@ ROOT = Path(__file__).parents[1]
 RULE_COMMIT = "5e24f43ca749"
 MAX_LENGTH = 72
 _NON_VERB_PATTERN = re.compile(
-    r"(?!Bring\b)(The|A|An|Each|Every|All|Any|No|That|What|Where|Who|Whoever|When|How|This|These|Its|Of|In|On"
+    r"(The|A|An|Each|Every|All|Any|No|That|What|Where|Who|Whoever|When|How|This|These|Its|Of|In|On"
     r"|For|From|With|By|As|At|To|Two|Three|Some|[A-Z]\w*(?:ed|ing|ness|tion))\b"
 )
+_VERB_PATTERN = re.compile(r"(Bring|Ping)\b")
+"""Verbs that end like nouns."""
 
 
 def find_problem(subject: str) -> str | None:
@@ -30,7 +32,7 @@ def find_problem(subject: str) -> str | None:
         return "ends with a full stop"
     if not subject[:1].isupper():
         return "does not start with a capital letter"
-    if _NON_VERB_PATTERN.match(subject):
+    if _NON_VERB_PATTERN.match(subject) and not _VERB_PATTERN.match(subject):
         return "does not start with a verb in the imperative"
     return None
 

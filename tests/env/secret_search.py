@@ -13,12 +13,12 @@ from collections.abc import Sequence
 _SEARCH_CODE = """
 import gc, os, re
 pattern = re.compile(b"fleet" + b"-secret-" + b"[0-9a-f]{32}")
-found = {}
+found_places = set()
 def look(place, content):
     if isinstance(content, str):
         content = content.encode("utf-8", "replace")
     if pattern.search(content):
-        found[place] = True
+        found_places.add(place)
 def look_at_file(path):
     try:
         with open(path, "rb") as file:
@@ -69,7 +69,7 @@ for folder in folders:
             path = os.path.join(parent, name)
             if os.path.isfile(path):
                 look_at_file(path)
-result = sorted(found)
+result = sorted(found_places)
 """
 
 
