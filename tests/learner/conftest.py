@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from tests.learner.tiny_policy import make_policy_folder
+from tests.process_group import open_single_rank_group
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +19,5 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def single_rank_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Create a gloo process group whose only rank is this process."""
-    torch.set_num_threads(1)
-    rendezvous = Path(tmp_path_factory.mktemp("ranks")) / "store"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with open_single_rank_group(tmp_path_factory.mktemp("ranks")):
+        yield

@@ -11,12 +11,10 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -34,6 +32,7 @@ from ludus.trainer.learner.actor_critic import ActorCritic
 from ludus.trainer.learner.algorithm import Algorithm
 from ludus.trainer.learner.micro_batches import MicroBatchConfig, make_micro_batches
 from ludus.trainer.learner.model import PolicyModel, estimate_row_costs
+from tests.process_group import open_single_rank_group
 
 pytestmark = pytest.mark.slow
 
@@ -48,11 +47,8 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 @pytest.fixture(scope="module", autouse=True)
 def single_rank_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Create a process group of this process, because whitening is a collective."""
-    torch.set_num_threads(1)
-    store = Path(tmp_path_factory.mktemp("ranks")) / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with open_single_rank_group(tmp_path_factory.mktemp("ranks")):
+        yield
 
 
 def make_model(seed: int, *, has_value_head: bool) -> PolicyModel:

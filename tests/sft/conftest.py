@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_tokenizer
 from tests.learner.tiny_policy import make_policy_folder
+from tests.process_group import open_single_rank_group
 
 
 @pytest.fixture(scope="session")
@@ -26,11 +24,8 @@ def tokenizer(model_path: str) -> ChatTokenizer:
     return ChatTokenizer(load_tokenizer(model_path))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def single_rank_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Create a gloo process group whose only rank is this process."""
-    torch.set_num_threads(1)
-    rendezvous = Path(tmp_path_factory.mktemp("ranks")) / "store"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with open_single_rank_group(tmp_path_factory.mktemp("ranks")):
+        yield

@@ -15,6 +15,9 @@ from ludus.trainer.run.sinks import MetricsSink, tag_values
 _FLUSH_S = 5
 """Maximum delay before values are written, in seconds."""
 
+_MAX_WAIT_S = 2
+"""Largest wait for a later second. A file that a faster clock named is not waited for."""
+
 
 class TensorboardWriter(MetricsSink):
     """A sink that writes an event file; a resumed run adds another file."""
@@ -22,6 +25,7 @@ class TensorboardWriter(MetricsSink):
     name = "tensorboard"
 
     def __init__(self, folder: Path, resume_from: int | None = None) -> None:
+        _wait_for_next_second(folder)
         self._writer = EventFileWriter(str(folder), flush_secs=_FLUSH_S)
         if resume_from is not None:
             self.rewind(resume_from)
@@ -46,3 +50,15 @@ class TensorboardWriter(MetricsSink):
     def _add_event(self, event: Event) -> None:
         event.wall_time = time.time()
         self._writer.add_event(event)
+
+
+def _wait_for_next_second(folder: Path) -> None:
+    """Wait until a new event file has a later second in its name than all files of the folder.
+
+    Readers read the files in the order of their names, events.out.tfevents.<second>.<host>.<pid>.
+    <number>, and "10" sorts before "9".
+    """
+    names = [path.name for path in folder.glob("events.out.tfevents.*")]
+    newest = max((int(name.split(".")[3]) for name in names), default=0)
+    while newest >= int(time.time()) > newest - _MAX_WAIT_S:
+        time.sleep(0.02)
