@@ -146,3 +146,39 @@ class ToolsEnv(HostileEnv):
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {self._text: [self._text]}
+
+
+CHOICES = ("one", "two")
+HUGE_REWARDS = (1e308, -1e308, 1e13, float("inf"), float("nan"), -1e12)
+"""Rewards of which only the last is finite and small enough to be averaged."""
+
+
+class ChoiceRenderer(HostileRenderer):
+    """A renderer of two words."""
+
+    def parse(self, text: str, observation: TextObservation) -> CodeAction:
+        return CodeAction(code=CHOICES[text.strip() == CHOICES[1]])
+
+    def legal_answers(self, observation: TextObservation) -> list[str]:
+        return list(CHOICES)
+
+
+class HostileRunEnv(HostileEnv):
+    """A choice with hostile texts, in which every fourth seed gives rewards that overflow."""
+
+    name = "hostile_run"
+    text_renderer = ChoiceRenderer()
+
+    def reset(self, *, seed: int | None = None, code: str = "") -> Transition[TextObservation]:
+        self._state = State()
+        self._seed = seed or 0
+        return Transition(TextObservation(text=HOSTILE_TEXT))
+
+    def step(self, action: CodeAction) -> Transition[TextObservation]:
+        index, is_huge = divmod(self._seed, 4)
+        reward = HUGE_REWARDS[index % len(HUGE_REWARDS)] if is_huge == 0 else 1.0
+        if action.code == CHOICES[0]:
+            reward /= 2
+        info = {HOSTILE_TEXT: HOSTILE_TEXT}
+        observation = TextObservation(text=HOSTILE_TEXT)
+        return Transition(observation, reward=reward, terminated=True, info=info)
