@@ -15,11 +15,9 @@ import asyncio
 import logging
 import os
 import secrets
-import signal
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -47,6 +45,7 @@ from ludus.trainer.actors.ray_address import (
     is_local,
     make_address_error,
 )
+from ludus.trainer.actors.ray_signals import defer_signals
 from ludus.trainer.core.functions import copy_registered_functions, unregister_function
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.core.tasks import CancellingTaskGroup
@@ -71,7 +70,7 @@ ResultT = TypeVar("ResultT")
 def start_ray() -> None:
     """Join the Ray cluster of RAY_ADDRESS, or start Ray on this machine.
 
-    The program's handler of SIGTERM stays, although Ray sets its own, which exits.
+    The program's handlers of SIGINT and SIGTERM stay, and are called after the start.
 
     Raises:
         ConfigError: there is no usable cluster at RAY_ADDRESS.
@@ -81,19 +80,8 @@ def start_ray() -> None:
         _ensure_token()
     else:
         check_cluster()
-    with _keep_signal_handler(signal.SIGTERM):
+    with defer_signals():
         _start_ray_with_retry()
-
-
-@contextmanager
-def _keep_signal_handler(signal_number: signal.Signals) -> Iterator[None]:
-    """Restore the handler of a signal after the block, if the program has set one."""
-    handler = signal.getsignal(signal_number)
-    try:
-        yield
-    finally:
-        if callable(handler) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal_number, handler)
 
 
 def _start_ray_with_retry() -> None:
